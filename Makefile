@@ -44,9 +44,9 @@ docs: $(STAMP)
 	$(PY) docs/make_passes.py
 	$(PY) docs/make_options.py
 	$(PY) docs/make_api.py
-	$(PY) -m tests.planted_page
-	$(PY) -m tests.habit_page
-	$(PY) -m tests.derived_rules_file
+	$(PY) -m tests.faulty.planted_page
+	$(PY) -m tests.compat.habit_page
+	$(PY) -m tests.support.derived_rules_file
 	$(PY) docs/make_pictures.py
 	$(PY) docs/run_pages.py
 

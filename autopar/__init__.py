@@ -15,23 +15,23 @@ from typing import TYPE_CHECKING, Any
 from autopar.version import VERSION
 
 if TYPE_CHECKING:
+    from autopar.ac_policies import CHECKPOINTS
     from autopar.api import parallelize
-    from autopar.checkpoint_policies import CHECKPOINTS
     from autopar.options import Options
     from autopar.plan import Plan
     from autopar.precision import Precision
-    from autopar.runtime.buckets import Buckets
-    from autopar.runtime.ema import ema
-    from autopar.runtime.failures import reporting
-    from autopar.runtime.groups import data_part, init_mesh
-    from autopar.runtime.launch import launch
-    from autopar.runtime.loading import load
-    from autopar.runtime.module import ParallelModule
-    from autopar.runtime.router_bias import balance_experts
-    from autopar.runtime.sampling import sampler
-    from autopar.runtime.saving import save
-    from autopar.runtime.scaler import GradScaler
-    from autopar.runtime.simulated_start import simulate_start
+    from autopar.runtime.fault.errors import reporting
+    from autopar.runtime.inputs.padding import Buckets
+    from autopar.runtime.mesh.process_groups import data_part, init_mesh
+    from autopar.runtime.module.parallel_module import ParallelModule
+    from autopar.runtime.optim.grad_scaler import GradScaler
+    from autopar.runtime.training.bootstrap_simulation import simulate_start
+    from autopar.runtime.training.ema import ema
+    from autopar.runtime.training.expert_bias import balance_experts
+    from autopar.runtime.training.launch import launch
+    from autopar.runtime.training.load import load
+    from autopar.runtime.training.sampler import sampler
+    from autopar.runtime.training.save import save
     from autopar.verification import verify
 
 __version__ = VERSION
@@ -58,24 +58,24 @@ __all__ = [
 ]
 
 _HOME = {
-    "Buckets": "autopar.runtime.buckets",
-    "CHECKPOINTS": "autopar.checkpoint_policies",
-    "GradScaler": "autopar.runtime.scaler",
+    "Buckets": "autopar.runtime.inputs.padding",
+    "CHECKPOINTS": "autopar.ac_policies",
+    "GradScaler": "autopar.runtime.optim.grad_scaler",
     "Options": "autopar.options",
-    "ParallelModule": "autopar.runtime.module",
+    "ParallelModule": "autopar.runtime.module.parallel_module",
     "Plan": "autopar.plan",
     "Precision": "autopar.precision",
-    "balance_experts": "autopar.runtime.router_bias",
-    "data_part": "autopar.runtime.groups",
-    "ema": "autopar.runtime.ema",
-    "init_mesh": "autopar.runtime.groups",
-    "launch": "autopar.runtime.launch",
-    "load": "autopar.runtime.loading",
+    "balance_experts": "autopar.runtime.training.expert_bias",
+    "data_part": "autopar.runtime.mesh.process_groups",
+    "ema": "autopar.runtime.training.ema",
+    "init_mesh": "autopar.runtime.mesh.process_groups",
+    "launch": "autopar.runtime.training.launch",
+    "load": "autopar.runtime.training.load",
     "parallelize": "autopar.api",
-    "reporting": "autopar.runtime.failures",
-    "sampler": "autopar.runtime.sampling",
-    "save": "autopar.runtime.saving",
-    "simulate_start": "autopar.runtime.simulated_start",
+    "reporting": "autopar.runtime.fault.errors",
+    "sampler": "autopar.runtime.training.sampler",
+    "save": "autopar.runtime.training.save",
+    "simulate_start": "autopar.runtime.training.bootstrap_simulation",
     "verify": "autopar.verification",
 }
 

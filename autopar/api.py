@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.adapters.fake import skeleton_of
+from autopar.adapters.copying.fake import skeleton_of
 from autopar.adapters.held_memory import held_elsewhere
 from autopar.adapters.versions import told, warn_of_newer
-from autopar.cache.ahead import Ahead
-from autopar.cache.stored_steps import stored_plan, stored_step
-from autopar.capture import adapter_for, model_dtypes
+from autopar.cache.background_compile import Ahead
+from autopar.cache.compile_cache import stored_plan, stored_step
+from autopar.capture.front_end import adapter_for, model_dtypes
 from autopar.compile.parameters import for_whole_batch
 from autopar.compile.shared_capture import SharedCapture
 from autopar.cost.axis_shares import repeated
@@ -34,17 +34,17 @@ from autopar.errors import refusal_like
 from autopar.ir.batch import facts_of, with_constants
 from autopar.options import DECLARED, OTHER_WORDS, Options
 from autopar.plan import Plan
-from autopar.report.dump import check_writable, dumper_for
+from autopar.report.dump.dump import check_writable, dumper_for
 from autopar.report.progress import Progress
-from autopar.runtime.agreement import agree_on_call, agree_on_model, agree_on_plan, check_source
-from autopar.runtime.arguments import check_arguments, check_module, check_no_gradients
-from autopar.runtime.buckets import Buckets, asked_shapes
-from autopar.runtime.failures import reporting
-from autopar.runtime.groups import Groups
-from autopar.runtime.inputs import by_name, check_input_names, check_values, misspelled
-from autopar.runtime.module import ParallelModule
-from autopar.runtime.old_optimizers import note_parameters
-from autopar.runtime.own_loss import LOSS, with_loss
+from autopar.runtime.consistency.rank_checks import agree_on_call, agree_on_model, agree_on_plan, check_source
+from autopar.runtime.fault.errors import reporting
+from autopar.runtime.inputs.call_arguments import by_name, check_input_names, check_values, misspelled
+from autopar.runtime.inputs.loss_fn import LOSS, with_loss
+from autopar.runtime.inputs.padding import Buckets, asked_shapes
+from autopar.runtime.mesh.process_groups import Groups
+from autopar.runtime.module.argument_checks import check_arguments, check_module, check_no_gradients
+from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.optim.stale_optimizer import note_parameters
 from autopar.spelling import did_you_mean
 from autopar.steps.graphs import Compiled
 
@@ -78,7 +78,8 @@ def parallelize(
             for transformers models.
         plan: placements to use instead of deciding, such as ``plan.override({...})`` of an earlier one.
         backend: "eager" runs step graphs as generated code, "inductor" compiles them; "cudagraphs" and
-            "inductor+cudagraphs" also record whole steps on GPUs, and launch each as one (`runtime/cuda_graphs.py`).
+            "inductor+cudagraphs" also record whole steps on GPUs, and launch each as one
+            (`autopar/runtime/exec/cuda_graphs.py`).
         seed: of dropout; masks depend on it, the step, and the position of an element in the whole batch, not on the
         mesh.
         exact: lift float32 islands (norms, losses) of a float64 model to float64, for comparisons.
@@ -90,7 +91,8 @@ def parallelize(
         shapes: "exact" compiles a step for each shape of the batch; "bucket" pads tokens to 64, 128, 256 ... and rows
             to those of the largest batch, where that changes no loss; or `autopar.Buckets(...)`.
         loss: a function of (outputs, batch), or a module of these, that returns the loss: traced with the model, and
-            right on every mesh (`runtime/own_loss.py`). Inputs that the forward does not name are for the loss alone.
+            right on every mesh (`autopar/runtime/inputs/loss_fn.py`). Inputs that the forward does not name are for
+            the loss alone.
         outputs_with_grad: ``model(**batch)`` gives plain tensors of the whole batch on every rank, of which each rank
             computes the same loss: ``my_loss(out.logits).backward()``. Else they are DTensors, with gradients, too.
         options: fields of `autopar.Options`, whose docstring says what each does: zero=3, micro_batches=8 ...

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
+from autopar.ac_policies import AUTO, CHECKPOINTS
 from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.attention.layouts import LAYOUTS
-from autopar.checkpoint_policies import AUTO, CHECKPOINTS
 from autopar.precision import PRECISIONS, Precision, a_precision
 from autopar.schedule.request import SCHEDULES
 from autopar.spelling import did_you_mean

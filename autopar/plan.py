@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from autopar.checkpoint_policies import LayerCheckpoint, checkpoint_lines
+from autopar.ac_policies import LayerCheckpoint, checkpoint_lines
 from autopar.ir.expert_layers import ExpertPlan
 from autopar.ir.mesh import DATA, Mesh
 from autopar.ir.meta import signature_of

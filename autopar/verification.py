@@ -28,26 +28,26 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule, Node
 
-from autopar.adapters.export import flatten, paths, unflatten
-from autopar.adapters.fake import copy_with, skeleton_of, twin_of
+from autopar.adapters.copying.fake import copy_with, skeleton_of, twin_of
 from autopar.api import load_adapters, parallelize
-from autopar.capture import adapter_for, model_dtypes
+from autopar.capture.front_end import adapter_for, model_dtypes
+from autopar.capture.trace.export import flatten, paths, unflatten
 from autopar.compile.model import plan_model
 from autopar.compile.parameters import known_batch_dims
-from autopar.exact import LiftFloat32
 from autopar.ir.batch import part_of_batch, tensors_of
 from autopar.ir.compute_dtypes import cast_around
 from autopar.ir.mesh import Mesh
+from autopar.lift_to_float64 import LiftFloat32
 from autopar.ops.eager_random import shared_random
 from autopar.ops.traits import aliases
 from autopar.options import Options
 from autopar.plan import AxisShare
 from autopar.planner.batch_dims import likely_dims
 from autopar.precision import Precision, a_precision
-from autopar.runtime.arguments import check_module
-from autopar.runtime.failures import reporting
-from autopar.runtime.groups import mesh_of
-from autopar.runtime.module import step_seed
+from autopar.runtime.fault.errors import reporting
+from autopar.runtime.mesh.process_groups import mesh_of
+from autopar.runtime.module.argument_checks import check_module
+from autopar.runtime.module.parallel_module import step_seed
 from autopar.values import number, yes_or_no
 
 EXACT = 1e-10
@@ -230,7 +230,8 @@ def reference(
     model: nn.Module, batch: Mapping[str, Any], *, exact: bool = True, seed: int | None = None, capacity: float = 0.0
 ) -> tuple[float, dict[str, Tensor | None]]:
     """One process, eager: (sum of the losses, parameter name -> gradient on the CPU). Changes ``.grad`` of the model
-    and its buffers. ``seed``: of the step whose dropout masks to use (`autopar.runtime.module.step_seed`).
+    and its buffers. ``seed``: of the step whose dropout masks to use
+        (`autopar.runtime.module.parallel_module.step_seed`).
     ``capacity``: of experts, as the option of `autopar.parallelize`."""
     load_adapters(model)
     adapter = adapter_for(model)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 from autopar import passes
-from autopar.passes.in_order import GLOBAL_PASSES, PLACEMENT_PASSES, STEP_PASSES
+from autopar.passes.pipelines import GLOBAL_PASSES, PLACEMENT_PASSES, STEP_PASSES
 from autopar.rewrite.pass_manager import Pass
 
 GROUPS = {"global": GLOBAL_PASSES, "typed": PLACEMENT_PASSES, "step": STEP_PASSES}

@@ -24,7 +24,7 @@ from autopar.cost.hardware import A100
 from autopar.cost.topology import Topology
 from autopar.planner.attention_choice import dealt
 from autopar.report.attention_picture import timeline_svg
-from autopar.report.schedule_picture import svg
+from autopar.report.html.schedule_picture import svg
 from autopar.report.schedule_summary import run_schedule, timeline_facts
 from autopar.schedule.request import SCHEDULES, Costs, Request
 

@@ -30,11 +30,11 @@ import torch
 import autopar.models.hf
 import autopar.passes.attention
 import autopar.runtime.schedules  # noqa: F401
+from autopar.ac_policies import CHECKPOINTS
 from autopar.attention.algorithm_table import ALGORITHMS
-from autopar.capture import ADAPTERS
-from autopar.checkpoint_policies import CHECKPOINTS
+from autopar.capture.front_end import ADAPTERS
 from autopar.ops.kernels import KERNELS
-from autopar.passes.normalize import REWRITES
+from autopar.passes.canonicalize.normalize import REWRITES
 from autopar.registry import Registry
 from autopar.rules import RULES
 from autopar.schedule.request import SCHEDULES

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-import tests.own_environment  # isort: skip  (before torch and autopar read it)
-import tests.no_device_threads  # noqa: F401
-from autopar.adapters.roomy_stack import roomy
-from tests.captured_once import FOLDER, folder_of_run, share_captures
-from tests.derived_once import share_derivatives
-from tests.launched import serve_workers
-from tests.no_stacks import note_no_stacks
-from tests.ranks import run_ranks
-from tests.turns import LONG, set_turn
+import tests.support.clean_environment  # isort: skip  (before torch and autopar read it)
+import tests.support.no_device_threads  # noqa: F401
+from autopar.capture.trace.frame_stack import roomy
+from tests.support.capture_cache import FOLDER, folder_of_run, share_captures
+from tests.support.cpu_slots import LONG, set_turn
+from tests.support.derived_once import share_derivatives
+from tests.support.launched import serve_workers
+from tests.support.no_stacks import note_no_stacks
+from tests.support.ranks import run_ranks
 
 sys.dont_write_bytecode = False  # the same for workers
 torch.set_num_threads(1)
@@ -31,45 +31,45 @@ share_derivatives(FOLDER)
 
 # Files that take longest, in this order: what is started last must not be long.
 DEAR = (
-    "tests/test_habits.py",
-    "tests/test_module_fuzz.py",
-    "tests/test_pages.py",
-    "tests/test_examples.py",
-    "tests/test_offload.py",
-    "tests/test_aux_losses.py",
-    "tests/test_context_models.py",
-    "tests/test_zero.py",
-    "tests/test_memory_limits.py",
-    "tests/test_own_loss.py",
-    "tests/test_checkpoints.py",
-    "tests/test_capture.py",
+    "tests/compat/test_habits.py",
+    "tests/module/test_random_modules.py",
+    "tests/docs/test_pages.py",
+    "tests/docs/test_examples.py",
+    "tests/zero/test_offload.py",
+    "tests/autodiff/test_aux_losses.py",
+    "tests/attention/test_context_models.py",
+    "tests/zero/test_zero.py",
+    "tests/planner/test_memory_limits.py",
+    "tests/capture/test_loss_fn.py",
+    "tests/autodiff/test_activation_checkpoint.py",
+    "tests/capture/test_capture.py",
     "tests/faults/test_campaign.py",
-    "tests/test_steady_steps.py",
-    "tests/test_ops.py",
-    "tests/test_rules.py",
+    "tests/consistency/test_steady_steps.py",
+    "tests/attention/test_ops.py",
+    "tests/rules/test_rules.py",
     "tests/runtime/test_optimizers.py",
     "tests/malformed/test_batches.py",
-    "tests/test_derived_rules.py",
-    "tests/test_cli.py",
+    "tests/rules/test_derived_rules.py",
+    "tests/cli/test_cli.py",
     "tests/cache/test_stored_steps.py",
-    "tests/test_fused_attention.py",
-    "tests/test_measured_memory.py",
-    "tests/test_equal_parts.py",
-    "tests/test_module.py",
+    "tests/attention/test_fused_attention.py",
+    "tests/cost/test_measured_memory.py",
+    "tests/pipeline/test_stage_dedup.py",
+    "tests/module/test_module.py",
     "tests/integrations/test_trainer.py",
-    "tests/test_workspace.py",
-    "tests/test_buckets.py",
-    "tests/test_verify.py",
+    "tests/cost/test_workspace.py",
+    "tests/module/test_padding.py",
+    "tests/module/test_verify.py",
     "tests/hf/test_own_experts.py",
-    "tests/test_unchanged.py",
+    "tests/zero/test_keep_unsharded.py",
     "tests/passes/test_attention_algorithms.py",
-    "tests/test_decompose.py",
-    "tests/test_precision.py",
-    "tests/test_hangs.py",
-    "tests/test_failures.py",
-    "tests/test_docs.py",
-    "tests/test_scale.py",
-    "tests/test_demo.py",
+    "tests/capture/test_decompose.py",
+    "tests/zero/test_precision.py",
+    "tests/consistency/test_hangs.py",
+    "tests/consistency/test_failures.py",
+    "tests/docs/test_docs.py",
+    "tests/cost/test_scale.py",
+    "tests/docs/test_demo.py",
 )
 
 
@@ -91,7 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
-    from tests.forked_workers import fork_workers
+    from tests.support.forked_workers import fork_workers
 
     fork_workers(config, specs)
 
@@ -138,9 +138,9 @@ def cells_of(file: Path, items: Iterable[pytest.Item]) -> list[Any]:
 def _ranks_inherit_cells_of_their_file(request: pytest.FixtureRequest) -> None:
     """What a file's tests will run on ranks is compiled before these are forked. Of other files nothing is: they may
     run on other workers, each of which would compile it again."""
-    if "tests.cells" in sys.modules:
+    if "tests.support.cases" in sys.modules:
         cells = cells_of(request.path, request.session.items)
-        roomy(sys.modules["tests.cells"].expect)(cells)
+        roomy(sys.modules["tests.support.cases"].expect)(cells)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -155,5 +155,5 @@ def _old_objects_rest() -> Iterator[None]:
 
 @pytest.fixture
 def ranks() -> Callable[..., list[Any]]:
-    """``ranks(n, fn, *args, timeout=60)``: results of fn on n gloo ranks (see tests/ranks.py)."""
+    """``ranks(n, fn, *args, timeout=60)``: results of fn on n gloo ranks (see tests/support/ranks.py)."""
     return run_ranks

@@ -19,8 +19,8 @@ from torch import Tensor
 from autopar.attention.blocks import Block, blocks_of, split_rows
 from autopar.attention.problem import Problem, Span, Spans
 from autopar.ops import kernels
-from autopar.ops.facts import Facts
 from autopar.ops.kernels import wide
+from autopar.ops.mask_spec import Facts
 
 
 @dataclass

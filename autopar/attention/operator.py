@@ -29,9 +29,9 @@ from autopar.attention.problem import Mask, Problem, kv_repeats
 from autopar.ir.conversions import exchange
 from autopar.ir.placement import REPLICATE, Placement, Shard
 from autopar.ops.attention import rows_first, sinks_grad
-from autopar.ops.facts import FACTS, Facts
 from autopar.ops.kernels import note_blocked_rows, wide, with_sinks
 from autopar.ops.kernels.kernel import HUGE, NEVER
+from autopar.ops.mask_spec import FACTS, Facts
 
 HOW = "str forward, str backward, int[] query_blocks, int[] key_blocks, str axis, int size"
 _HOW = 6  # how many arguments these are

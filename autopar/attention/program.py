@@ -22,8 +22,8 @@ from autopar.attention.algorithm import AttentionAlgorithm
 from autopar.attention.attend import Attend, Gradients, KernelCall, Partials
 from autopar.attention.exchanges import Comm, Expected, Pending, Sent
 from autopar.attention.problem import Problem, Spans, inner_problem, kv_repeats
-from autopar.ops.facts import Facts
 from autopar.ops.kernels import wide
+from autopar.ops.mask_spec import Facts
 
 WHOLE = 8  # up to so many ranks are all looked at
 

@@ -15,14 +15,14 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from autopar.adapters.collector import resting_collector
-from autopar.adapters.fake import new_mode
+from autopar.adapters.copying.fake import new_mode
 from autopar.adapters.lazy import lazy_code
 from autopar.cache.graph_codec import GraphDecoder, GraphEncoder
 from autopar.cache.value_codec import Damaged, Decoder, Encoder, Tree, Unstorable
+from autopar.capture.trace.gc_pause import resting_collector
 from autopar.ir.parameter import ParameterSpec
 from autopar.plan import Plan
-from autopar.runtime.step_facts import known_facts
+from autopar.runtime.exec.step_fingerprint import known_facts
 from autopar.steps.graphs import Compiled, CopiedStepGraph, KnownFacts, MadeLater, Prologue, StepGraph
 
 Sections = Mapping[str, bytes]

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.adapters.fake import owned_by
+from autopar.ac_policies import CHECKPOINTS
+from autopar.adapters.copying.fake import owned_by
 from autopar.adapters.torch_flags import default_devices, torch_flags, unknown_modes
 from autopar.attention.algorithm_table import ALGORITHMS
-from autopar.cache.libraries import changed_autopar, is_foreign, own_digest, renamed, replaced, versions
-from autopar.cache.reached import Reached
-from autopar.cache.values_reached import CannotTell
-from autopar.capture import ADAPTERS, adapter_for
-from autopar.checkpoint_policies import CHECKPOINTS
+from autopar.cache.fingerprint import Reached
+from autopar.cache.fingerprint_values import CannotTell
+from autopar.cache.library_versions import changed_autopar, is_foreign, own_digest, renamed, replaced, versions
+from autopar.capture.front_end import ADAPTERS, adapter_for
 from autopar.ir.batch import ConstantTensor, facts_of, tensors_of
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from autopar.cache.entry_folder import SIZE_VARIABLE, VARIABLE, EntryFolder, ListedEntry, entry_folder
+from autopar.cache.disk_cache import SIZE_VARIABLE, VARIABLE, EntryFolder, ListedEntry, entry_folder
 from autopar.cli.command import Command, console_of_results
 
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60))

@@ -29,11 +29,11 @@ from autopar.api import parallelize
 from autopar.cost.memory import memory
 from autopar.ir.mesh import DATA, Mesh
 from autopar.models.tiny import TINY
-from autopar.report.human_numbers import human_bytes
-from autopar.runtime.comm import Ledger
-from autopar.runtime.groups import data_part, init_mesh
-from autopar.runtime.launch import launch
-from autopar.runtime.state import local_tensor
+from autopar.report.formatting import human_bytes
+from autopar.runtime.comm.collectives import Ledger
+from autopar.runtime.mesh.process_groups import data_part, init_mesh
+from autopar.runtime.params.parameters import local_tensor
+from autopar.runtime.training.launch import launch
 
 VOCAB, LENGTH, BATCH = 256, 128, 8
 SIZES = {

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from autopar.adapters.code_owners import OURS
-from autopar.cache.entry_folder import entry_folder
+from autopar.cache.disk_cache import entry_folder
+from autopar.capture.reads.code_owners import OURS
 from autopar.options import CHIPS
 from autopar.spelling import did_you_mean
 from autopar.version import VERSION

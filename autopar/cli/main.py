@@ -27,6 +27,7 @@ import sys
 from collections.abc import Sequence
 
 from autopar.cli.attention_command import ATTENTION
+from autopar.cli.bootstrap_command import START
 from autopar.cli.cache_command import CACHE
 from autopar.cli.command import Parser
 from autopar.cli.demo_command import DEMO
@@ -35,7 +36,6 @@ from autopar.cli.experts_command import EXPERTS
 from autopar.cli.plan_command import PLAN
 from autopar.cli.schedule_command import SCHEDULE
 from autopar.cli.show_command import SHOW
-from autopar.cli.start_command import START
 from autopar.cli.verify_command import VERIFY
 from autopar.version import VERSION
 

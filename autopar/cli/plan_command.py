@@ -43,7 +43,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _summary(args: argparse.Namespace, mesh: Mesh, options: Any, folder: Path | None) -> dict[str, Any]:
     from autopar.cli.compiling import compile_on, shown_progress
-    from autopar.report.dump import Dumper
+    from autopar.report.dump.dump import Dumper
     from autopar.report.summary import summarize
 
     dumper = Dumper(folder, title=f"autopar plan: {args.config} on {mesh}") if folder else None

@@ -11,8 +11,8 @@ from torch import Tensor
 from autopar.ir.mesh import Mesh
 from autopar.models import hf_configs as hf
 from autopar.options import Options
-from autopar.runtime.groups import init_mesh
-from autopar.runtime.launch import launch
+from autopar.runtime.mesh.process_groups import init_mesh
+from autopar.runtime.training.launch import launch
 from autopar.verification import Report, verify
 
 

@@ -12,13 +12,13 @@ from dataclasses import replace
 
 from torch.fx import GraphModule
 
-from autopar.checkpoint_policies import AUTO
-from autopar.compile.fit_memory import LimitError
+from autopar.ac_policies import AUTO
+from autopar.compile.ac_solver import LimitError
 from autopar.ir.graph import copy_graph, nbytes
-from autopar.passes.chunk_losses import Head, chunk_losses, heads, pending_logits
+from autopar.passes.stage.chunk_losses import Head, chunk_losses, heads, pending_logits
 from autopar.plan import Plan
-from autopar.planner.stages import main_parts
-from autopar.planner.step_order import most_waiting, planned_order
+from autopar.planner.pipeline.pipeline_plan import main_parts
+from autopar.planner.pipeline.step_order import most_waiting, planned_order
 from autopar.rewrite.compilation import Compilation
 from autopar.steps.graphs import Cache, Compiled
 

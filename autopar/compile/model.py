@@ -13,16 +13,16 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from autopar.adapters.collector import resting_collector
 from autopar.adapters.lazy import lazy_code
-from autopar.adapters.roomy_stack import roomy
-from autopar.compile.fit_memory import LimitError, with_checkpoints
+from autopar.capture.trace.frame_stack import roomy
+from autopar.capture.trace.gc_pause import resting_collector
+from autopar.compile.ac_solver import LimitError, with_checkpoints
 from autopar.compile.loss_chunks import Made, in_chunks
 from autopar.compile.parameters import known_batch_dims, normalized
-from autopar.compile.parts import PipelineMaker
 from autopar.compile.shared_capture import SharedCapture
 from autopar.compile.slices import samples_of
-from autopar.compile.stage_cuts import cut_within_limit, fastest_cuts, follow_limit, same_cuts
+from autopar.compile.split_points import cut_within_limit, fastest_cuts, follow_limit, same_cuts
+from autopar.compile.stages import PipelineMaker
 from autopar.cost.axis_shares import axis_shares
 from autopar.cost.memory import most_static
 from autopar.ir.batch import with_constants
@@ -30,15 +30,15 @@ from autopar.ir.graph import copy_graph, loss_places, output_node, remove_dead_c
 from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec
 from autopar.options import Options
-from autopar.passes.differentiate import lowered
-from autopar.passes.in_order import PLACEMENT_PASSES
-from autopar.passes.slice_tokens import slice_tokens
-from autopar.passes.split_prologue import split_prologue
+from autopar.passes.autodiff.differentiate import lowered
+from autopar.passes.pipelines import PLACEMENT_PASSES
+from autopar.passes.stage.slice_tokens import slice_tokens
+from autopar.passes.stage.split_prologue import split_prologue
 from autopar.plan import Plan, check_plan
 from autopar.planner import make_plan
-from autopar.planner.expert_axis import kept_axis
+from autopar.planner.experts.expert_axis import kept_axis
+from autopar.planner.pipeline.step_order import parameter_specs
 from autopar.planner.plan_fits import check_fits
-from autopar.planner.step_order import parameter_specs
 from autopar.rewrite.compilation import Compilation, Observer, timed
 from autopar.rewrite.pass_manager import PassManager
 from autopar.steps.graphs import Cache, Compiled, Pipeline, Prologue
@@ -99,7 +99,7 @@ def plan_model(
     shared: SharedCapture | None = None,
 ) -> tuple[Plan, tuple[ParameterSpec, ...]]:
     """The plan, and what it makes of the parameters: enough to hold and load them. Compiles only where a memory limit
-    leaves two ways to cut stages (`autopar.compile.stage_cuts`).
+    leaves two ways to cut stages (`autopar.compile.split_points`).
 
     Only the parameters' decisions are meant to be used; those that depend on the batch are made when it comes.
     ``shared`` keeps the capture for it.

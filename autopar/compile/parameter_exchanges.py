@@ -20,8 +20,8 @@ from collections.abc import Mapping
 
 from torch.fx import Node
 
-from autopar.passes.accumulate_gradients import split_accumulation
-from autopar.passes.parameter_graphs import (
+from autopar.passes.stage.accumulate_gradients import split_accumulation
+from autopar.passes.stage.parameter_graphs import (
     inline_gathers,
     inline_reductions,
     late_reduce_graph,

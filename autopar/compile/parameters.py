@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.fx import GraphModule
 
-from autopar.capture import adapter_for, capture
+from autopar.capture.front_end import adapter_for, capture
 from autopar.ir.batch import tensors_of, whole_batch, without_constants
 from autopar.ir.graph import mark_gradients
 from autopar.ir.mesh import Mesh
 from autopar.ir.meta import signature_of
 from autopar.options import Options
-from autopar.passes.in_order import GLOBAL_PASSES
+from autopar.passes.pipelines import GLOBAL_PASSES
 from autopar.plan import Plan
 from autopar.planner.batch_dims import decide_batch_dims, known_dims, likely_dims
 from autopar.rewrite.compilation import Compilation

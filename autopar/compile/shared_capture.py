@@ -15,7 +15,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from autopar.adapters.dispatch import modes_around
-from autopar.capture import capture
+from autopar.capture.front_end import capture
 from autopar.ir.batch import facts_of
 from autopar.ir.graph import copy_graph
 from autopar.precision import Precision
@@ -30,8 +30,8 @@ class SharedCapture:
         self._graph: GraphModule | None = None
 
     def first(self, model: nn.Module, batch: Mapping[str, Any], **how: Any) -> GraphModule:
-        """As `autopar.capture.capture`, whose result is kept, unless the forward has filled a memo: in torch it is the
-        first step that does, with what it then finds."""
+        """As `autopar.capture.front_end.capture`, whose result is kept, unless the forward has filled a memo: in torch
+        it is the first step that does, with what it then finds."""
         gm = capture(model, batch, **how, trial=True)
         if not gm.meta["kept"]:
             self._facts, self._graph = _seen(batch, **how), copy_graph(gm)

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.ir.mesh import TokenSlice
-from autopar.passes.slice_sizes import LENGTH, START, sample_slices, symbolic
+from autopar.passes.stage.slice_sizes import LENGTH, START, sample_slices, symbolic
 from autopar.plan import Plan
-from autopar.planner.slice_lengths import slice_unit
+from autopar.planner.pipeline.slice_lengths import slice_unit
 from autopar.schedule.order import Hop
 from autopar.schedule.request import SCHEDULES
 from autopar.steps.graphs import Cache, Stage, StepGraph

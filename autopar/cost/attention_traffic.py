@@ -13,7 +13,7 @@ from autopar.attention.operator import FACT_NAMES, attention_of_piece, problem_o
 from autopar.attention.problem import Problem
 from autopar.attention.program import most_moved, sampled, trace
 from autopar.ir.graph import arguments, has_gradient, is_call
-from autopar.ops.facts import Facts
+from autopar.ops.mask_spec import Facts
 
 BACKWARD = {
     torch.ops.autopar.context_attention.default: False,

@@ -32,7 +32,7 @@ from autopar.ir.conversions import convert, exchange
 from autopar.ir.graph import arguments, is_call, tensor_operands
 from autopar.ir.storages import shares_storage
 from autopar.ops.traits import COLLECTIVES, COPIES
-from autopar.ops.vocabulary import embedding_of_piece
+from autopar.ops.vocab_parallel import embedding_of_piece
 
 Arguments = dict[str, Any]
 Count = Callable[[Node, Arguments], int]

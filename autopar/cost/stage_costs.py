@@ -8,9 +8,9 @@ from functools import cache
 
 from torch.fx import GraphModule
 
-from autopar.cost.cell_seconds import Stretches, seconds_by_turns, stretches_of
 from autopar.cost.flops import seconds_of
 from autopar.cost.hardware import device_of, links_of
+from autopar.cost.overlap_times import Stretches, seconds_by_turns, stretches_of
 from autopar.cost.traffic import Links
 from autopar.ir.expert_layers import axis_of_experts
 from autopar.ir.graph import nbytes, placeholders

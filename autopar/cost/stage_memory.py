@@ -6,7 +6,7 @@
     R       turns the gradient sums of a stage into gradients
 
 At every action: what is there already, values on their way to and from other stages included
-(`autopar.cost.moving_values`), and the live values of the graph that it runs.
+(`autopar.cost.p2p_buffers`), and the live values of the graph that it runs.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from autopar.cost.ahead_memory import memory_ahead
-from autopar.cost.moving_values import MovingValues
+from autopar.cost.p2p_buffers import MovingValues
+from autopar.cost.statistics_memory import memory_ahead
 from autopar.ir.graph import outputs, placeholders
 from autopar.ir.live_values import peak_of_values
 from autopar.ir.storages import bytes_of, storage_bytes, storages

@@ -26,10 +26,10 @@ from torch.optim import Optimizer
 
 from autopar.api import parallelize
 from autopar.ir.mesh import DATA
-from autopar.runtime.groups import data_part, mesh_of
-from autopar.runtime.loading import load
-from autopar.runtime.module import ParallelModule
-from autopar.runtime.saving import save
+from autopar.runtime.mesh.process_groups import data_part, mesh_of
+from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.training.load import load
+from autopar.runtime.training.save import save
 
 STATE = "mesh"  # the folder in a checkpoint where the pieces are
 _PRECISIONS = {"no": {}, "bf16": {"precision": "bf16"}}

@@ -28,10 +28,10 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from autopar.adapters.versions import refuse_older
 from autopar.integrations.accelerator import STATE, Accelerator
 from autopar.integrations.training_arguments import check_losses, check_methods, check_training_arguments
-from autopar.runtime.buckets import IGNORED
-from autopar.runtime.groups import data_part
-from autopar.runtime.loading import load
-from autopar.runtime.saving import save
+from autopar.runtime.inputs.padding import IGNORED
+from autopar.runtime.mesh.process_groups import data_part
+from autopar.runtime.training.load import load
+from autopar.runtime.training.save import save
 
 _BEHIND: Any = object  # a trainer, which brings the rest
 _TRAINER: Any = transformers.Trainer

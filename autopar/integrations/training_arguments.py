@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autopar.runtime.module import ParallelModule
+from autopar.runtime.module.parallel_module import ParallelModule
 
 _EVAL = "evaluation computes in the precision of the model; leave it out"
 _CUTS = 'the mesh cuts weights: options={"zero": 3}'

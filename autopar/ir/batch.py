@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.adapters.export import flatten, one_level, paths, unflatten
+from autopar.capture.trace.export import flatten, one_level, paths, unflatten
 
 BatchDims = Mapping[str, int | None]
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.adapters.export import flatten, unflatten
+from autopar.capture.trace.export import flatten, unflatten
 from autopar.precision import Precision
 
 # their kernels take inputs of half precision beside weights and statistics of float32

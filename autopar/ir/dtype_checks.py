@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from autopar.adapters.export import line_of
+from autopar.capture.trace.export import line_of
 from autopar.ops.traits import PRODUCTS
 
 aten = torch.ops.aten

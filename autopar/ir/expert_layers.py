@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-import autopar.ops.moe  # noqa: F401  (registers the operators)
+import autopar.ops.grouped_experts  # noqa: F401  (registers the operators)
 from autopar.ir.conversions import is_conversion, uncast
 from autopar.ir.graph import arguments, calls_of, global_shape, is_call
 from autopar.ir.placement import Shard

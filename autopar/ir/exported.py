@@ -12,8 +12,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, GraphModule, Node
 
-from autopar.adapters.assigned import BufferWatch
-from autopar.adapters.export import flatten, paths, unflatten
+from autopar.capture.module_state.assigned import BufferWatch
+from autopar.capture.trace.export import flatten, paths, unflatten
 from autopar.ir.signature import ConstantLeaf, InputSpec, OutputSpec
 
 

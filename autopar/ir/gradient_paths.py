@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from autopar.adapters.backward_paths import BackwardPaths, start_of
+from autopar.adapters.grad_fn_paths import BackwardPaths, start_of
 from autopar.ir.graph import fake_mode, outputs, placeholders, tensor_operands, values
 from autopar.ir.meta import signature_of
 from autopar.ir.signature import InputSpec

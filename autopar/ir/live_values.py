@@ -3,7 +3,7 @@
     x dies after its last use            start: the buffers of a collective are there, and what it reads stays
     outputs are kept, on the device      wait:  its result is there, what it read and its buffers may go
 
-When collectives are waited for `autopar.ir.waits` says, how they move pieces `autopar.runtime.comm`.
+When collectives are waited for `autopar.ir.waits` says, how they move pieces `autopar.runtime.comm.collectives`.
 """
 
 from __future__ import annotations

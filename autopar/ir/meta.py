@@ -3,8 +3,8 @@
     signature_of(gm).inputs          names_of_parameters(gm)["p_weight"] = "weight"
     inherit(new, old, TYPES)         a new value of the same type as an old one
 
-`tests/test_meta.py` finds what is written or read under a key that is not listed here. Shapes, dtypes and placements of
-values are read with the functions of `autopar.ir.graph`.
+`tests/house/test_meta.py` finds what is written or read under a key that is not listed here. Shapes, dtypes and
+placements of values are read with the functions of `autopar.ir.graph`.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar import ops as ops  # registers the operators that adapters put into models
-from autopar.adapters.assigned import Assignment, Lying
-from autopar.adapters.export import unflatten
+from autopar.capture.module_state.assigned import Assignment, Lying
+from autopar.capture.trace.export import unflatten
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """When the collectives of a step graph are waited for, which may overwrite what they are given: so, what they hold.
 
 A collective, or a copy to or from the host, starts at its place in the graph, and is waited for at another. The
-executor (`autopar.runtime.bind`) asks here, and the walk of what is alive (`autopar.ir.storages`).
+executor (`autopar.runtime.exec.lowering`) asks here, and the walk of what is alive (`autopar.ir.storages`).
 """
 
 from __future__ import annotations

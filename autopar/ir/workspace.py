@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from autopar.adapters.held_within import held_within
 from autopar.adapters.operators import kernel_of
+from autopar.capture.trace.python_workspace import held_within
 from autopar.ir.graph import arguments
 from autopar.ops import attention as attention
 from autopar.ops import cross_entropy as cross_entropy
-from autopar.ops import moe as moe
-from autopar.ops import vocabulary as vocabulary  # registers what is named here
-from autopar.ops.facts import Facts
+from autopar.ops import grouped_experts as grouped_experts
+from autopar.ops import vocab_parallel as vocab_parallel  # registers what is named here
 from autopar.ops.kernels import expected_kernel
 from autopar.ops.kernels.chips import MODERN
+from autopar.ops.mask_spec import Facts
 
 ours = torch.ops.autopar
 

@@ -25,10 +25,10 @@ from autopar.ops import (
     ctc,
     dropout,
     gradient,
-    moe,
+    grouped_experts,
     random_numbers,
-    vocabulary,
-    watch,
+    value_checks,
+    vocab_parallel,
 )
 
 __all__ = [
@@ -40,8 +40,8 @@ __all__ = [
     "ctc",
     "dropout",
     "gradient",
-    "moe",
+    "grouped_experts",
     "random_numbers",
-    "vocabulary",
-    "watch",
+    "vocab_parallel",
+    "value_checks",
 ]

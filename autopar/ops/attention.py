@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from autopar.ops import kernels
-from autopar.ops.facts import FACTS, Facts
 from autopar.ops.kernels import wide
+from autopar.ops.mask_spec import FACTS, Facts
 
 
 def rows_first(x: Tensor) -> Tensor:

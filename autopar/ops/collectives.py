@@ -1,8 +1,8 @@
 """The raw collectives of a graph: one node each, an axis by name, never a process group.
 
-They have shapes but no kernel: `autopar.runtime.bind` lowers them onto the groups of a running mesh. ``blocks`` are
-those of `autopar.ir.placement.Shard`, of the whole dim, of which their ratios count: in graphs of token slices the dim
-has many sizes. ``size`` is the number of ranks on the axis.
+They have shapes but no kernel: `autopar.runtime.exec.lowering` lowers them onto the groups of a running mesh.
+``blocks`` are those of `autopar.ir.placement.Shard`, of the whole dim, of which their ratios count: in graphs of token
+slices the dim has many sizes. ``size`` is the number of ranks on the axis.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ has to be saved: the backward is the same operator on the gradient.
     column = mix(global column index, key 2)                 one word per index of the last dim
     hash   = mix(row + column)                               one mix per element; 24 bits of it are compared with p
 
-On GPUs all of it is one kernel where Triton runs (`autopar.ops.fused_dropout`), with the same bits.
+On GPUs all of it is one kernel where Triton runs (`autopar.ops.kernels.fused_dropout`), with the same bits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autopar.ops.triton_module import module_that_runs
+from autopar.ops.kernels.triton_module import module_that_runs
 
 _BITS = 24  # of the hash that are compared with p: p is honoured to 6e-8
 
@@ -111,13 +111,13 @@ def random_words(
 
 
 def fused_for(x: Tensor) -> Any:
-    """`autopar.ops.fused_dropout`, where it runs on the device of a tensor that has data; else None."""
+    """`autopar.ops.kernels.fused_dropout`, where it runs on the device of a tensor that has data; else None."""
     return _fused(x.device) if x.is_cuda and type(x) in (Tensor, Parameter) else None
 
 
 def _fused(device: torch.device) -> Any:
     instead = "each mask takes a dozen kernels instead of one; its bits are the same"
-    return module_that_runs("autopar.ops.fused_dropout", device, _try, instead)
+    return module_that_runs("autopar.ops.kernels.fused_dropout", device, _try, instead)
 
 
 def _try(module: Any, device: torch.device) -> None:

@@ -5,8 +5,8 @@
     t  = own_backward([x], [gx], [g], "F", True)the gradient of x is gx
     y  = with_backward(f(x), g, t)               the value f(x); what arrives as its gradient is g
 
-Forward, nobody reads what depends on a hole: the joint graph (`autopar.passes.reverse`) runs it on the gradient where
-that is known. ``t`` ties a function's results to its inputs and has no value.
+Forward, nobody reads what depends on a hole: the joint graph (`autopar.passes.autodiff.backward_builder`) runs it on
+the gradient where that is known. ``t`` ties a function's results to its inputs and has no value.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     F   h = to_host(x)        what the backward takes of x waits in host memory; returned under the name host:x
     B   x = from_host(h)
 
-`autopar.runtime.bind` starts a copy where its node stands, and waits for it elsewhere (`autopar.ir.waits`). Compiled
-code calls the kernels below, which copy in order with what else it runs.
+`autopar.runtime.exec.lowering` starts a copy where its node stands, and waits for it elsewhere (`autopar.ir.waits`).
+Compiled code calls the kernels below, which copy in order with what else it runs.
 """
 
 from __future__ import annotations

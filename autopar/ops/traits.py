@@ -22,7 +22,15 @@ from typing import Any
 import torch
 
 from autopar.adapters.operators import OpOverload, is_composite, mutates, returns_alias
-from autopar.ops import cache, capacity, collectives, copies, host, moe, pairs  # noqa: F401  (registers what is named here)
+from autopar.ops import (  # noqa: F401  (registers what is named here)
+    alltoall_dispatch,
+    cache,
+    capacity,
+    collectives,
+    dedup_dispatch,
+    grouped_experts,
+    host,
+)
 from autopar.ops.gradient import HOLE
 
 aten, ours = torch.ops.aten, torch.ops.autopar

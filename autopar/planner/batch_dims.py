@@ -22,7 +22,7 @@ from autopar.ir.meta import input_specs, signature_of
 from autopar.ir.placement import Shard
 from autopar.options import Options
 from autopar.plan import Plan
-from autopar.rules.follow import spread_label
+from autopar.rules.sequence_parallel import spread_label
 
 ATTENTION = torch.ops.autopar.attention.default
 Shapes = Mapping[str, tuple[int, ...]]

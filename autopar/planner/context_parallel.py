@@ -25,7 +25,7 @@ from autopar.ir.placement import Shard
 from autopar.options import Options
 from autopar.plan import AttentionPlan, Stream
 from autopar.planner.attention_choice import choose_algorithms, choose_layout
-from autopar.rules.follow import spread_label
+from autopar.rules.sequence_parallel import spread_label
 
 AXIS = "cp"
 ATTENTION = torch.ops.autopar.attention.default

@@ -15,9 +15,9 @@ from torch.fx import GraphModule, Node
 
 from autopar.attention.operator import FACT_NAMES
 from autopar.ir.graph import arguments, calls_of
-from autopar.ops.facts import Facts
 from autopar.ops.kernels import expected_kernel
 from autopar.ops.kernels.chips import MODERN
+from autopar.ops.mask_spec import Facts
 
 PACKAGE, OWN = "flash_attn", "triton_flash"
 _OR_PACKAGE = ", or in that of the package flash-attn where it is installed (extra flash)"

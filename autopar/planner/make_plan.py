@@ -20,19 +20,19 @@ from autopar.ir.signature import InputSpec
 from autopar.options import Options
 from autopar.plan import UNCLEAR, ParameterPlan, Plan, Stream, graph_digest
 from autopar.planner.batch_dims import decide_batch_dims
-from autopar.planner.closure import Analysis
 from autopar.planner.context_parallel import ContextPlan, plan_context
 from autopar.planner.derived_notes import derived_notes
-from autopar.planner.expert_axis import expert_axis, kept_axis
-from autopar.planner.expert_notes import capacity_notes, expert_notes
-from autopar.planner.experts import DRAWS, check_draws, expert_parameters, plan_experts
+from autopar.planner.experts.expert_axis import expert_axis, kept_axis
+from autopar.planner.experts.expert_notes import capacity_notes, expert_notes
+from autopar.planner.experts.expert_plan import DRAWS, check_draws, expert_parameters, plan_experts
+from autopar.planner.factor_propagation import Analysis
 from autopar.planner.kernel_notes import kernel_notes
 from autopar.planner.option_checks import check_names, check_used
+from autopar.planner.pipeline.pipeline_plan import main_parts, plan_pipeline
+from autopar.planner.pipeline.slice_lengths import best_lengths, slice_lengths, slice_unit, token_count
+from autopar.planner.pipeline.step_order import parameter_specs
 from autopar.planner.plan_fits import check_fits
-from autopar.planner.slice_lengths import best_lengths, slice_lengths, slice_unit, token_count
-from autopar.planner.stages import main_parts, plan_pipeline
-from autopar.planner.step_order import parameter_specs
-from autopar.planner.streams import find_streams
+from autopar.planner.residual_streams import find_streams
 from autopar.planner.tensor_parallel import TensorParallel, plan_tensor_parallel
 from autopar.schedule.request import SCHEDULES
 

@@ -6,9 +6,9 @@ import re
 
 import torch
 
+from autopar.ac_policies import AUTO, CHECKPOINTS
 from autopar.adapters.operators import OpOverload
 from autopar.attention.algorithm_table import ALGORITHMS
-from autopar.checkpoint_policies import AUTO, CHECKPOINTS
 from autopar.cost.topology import Topologies
 from autopar.ir.mesh import LEVELLED, Mesh
 from autopar.options import DECLARED, EXPERT_AXES, Options

@@ -11,8 +11,8 @@ from autopar.ir.meta import signature_of
 from autopar.ir.placement import Placement, Shard, check_shard, local_shape
 from autopar.plan import ParameterPlan, Plan
 from autopar.planner.batch_dims import check_dims_exist
-from autopar.planner.experts import check_experts
-from autopar.planner.slice_lengths import check_lengths, slice_unit, token_count
+from autopar.planner.experts.expert_plan import check_experts
+from autopar.planner.pipeline.slice_lengths import check_lengths, slice_unit, token_count
 from autopar.schedule.request import SCHEDULES
 
 WHOLE_WEIGHTS = ("rp", "dp", "cp")  # axes that cut the batch or its tokens, over which weights are whole for use

@@ -11,7 +11,7 @@ from autopar.ir.graph import arguments, global_shape, is_call, module_path, reac
 from autopar.ir.placement import REPLICATE, Shard
 from autopar.ops.traits import PRODUCTS
 from autopar.plan import ParameterPlan
-from autopar.planner.closure import Analysis, Closure, Rejected, close_with_blocks
+from autopar.planner.factor_propagation import Analysis, Closure, Rejected, close_with_blocks
 
 # A table that only is looked up is worth an exchange of activations when it holds this share of all parameters.
 LOOKUP_SHARE = 0.01

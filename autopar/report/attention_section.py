@@ -31,8 +31,8 @@ from autopar.ir.layer_names import compressed, without_indices
 from autopar.plan import AttentionPlan
 from autopar.planner.context_parallel import AXIS
 from autopar.report.attention_picture import MOST_RANKS, timeline_svg
-from autopar.report.human_numbers import human_bytes, human_seconds
-from autopar.report.page import Section, table
+from autopar.report.formatting import human_bytes, human_seconds
+from autopar.report.html.page import Section, table
 from autopar.report.tables import escaped, table_of
 from autopar.steps.graphs import Compiled
 

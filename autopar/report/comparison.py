@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from autopar.report.human_numbers import human_bytes, human_count, human_seconds
+from autopar.report.formatting import human_bytes, human_count, human_seconds
 from autopar.report.tables import escaped, fits, show_table, table_of
 
 _NUMBERS = ("ranks", "a step", "tokens/s", "MFU", "exposed", "bubble", "memory", "of it weights", "optimizer", "sent")

@@ -20,7 +20,7 @@ from autopar.cost.module_costs import Exchanged, ModuleCost, module_costs
 from autopar.cost.step_estimate import TimesOfGraphs
 from autopar.ir.layer_names import compressed
 from autopar.ir.parameter import ParameterSpec
-from autopar.report.cut_words import cuts_in_words
+from autopar.report.sharding_words import cuts_in_words
 from autopar.steps.graphs import Compiled
 
 LIKE = 0.2  # by how much of what they keep layers that are alike may differ: the first has its input, too

@@ -11,7 +11,7 @@ from rich.table import Table
 from autopar.cost.step_timeline import step_timeline
 from autopar.cost.traffic import Volume
 from autopar.ir.layer_names import modules_of
-from autopar.report.human_numbers import human_bytes, human_count, human_seconds
+from autopar.report.formatting import human_bytes, human_count, human_seconds
 from autopar.report.tables import escaped, table_of
 from autopar.schedule.simulate import Timeline, per_part
 from autopar.steps.graphs import Compiled

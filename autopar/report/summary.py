@@ -16,19 +16,19 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from autopar.checkpoint_policies import LayerCheckpoint
+from autopar.ac_policies import LayerCheckpoint
 from autopar.cost.memory import Memory, memories
 from autopar.cost.step_estimate import step_estimate
 from autopar.cost.step_traffic import graph_runs, step_communication, transfer_seconds
 from autopar.cost.traffic import Volume
-from autopar.cost.worst_memory import memory_at_worst
+from autopar.cost.worst_case_memory import memory_at_worst
 from autopar.ir.layer_names import compressed, without_indices, without_numbers
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
 from autopar.plan import Plan
 from autopar.report.attention_section import attention_summary, attention_table
+from autopar.report.formatting import human_bytes, human_seconds
 from autopar.report.graph_text import DTYPES
-from autopar.report.human_numbers import human_bytes, human_seconds
 from autopar.report.pipeline_summary import pipeline_summary, pipeline_tables
 from autopar.report.tables import escaped, show_table, table_of
 from autopar.steps.graphs import Compiled

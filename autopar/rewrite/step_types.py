@@ -1,8 +1,8 @@
 """What ranks hold of every value of a step: types that reach from the inputs of its graphs to the gradients.
 
-The placements of inputs are known, operators have rules (`autopar.rules.held`), a sum over ranks makes a whole of
-addends, and a gradient must arrive as the dual of the placement of what it is the gradient of. So a collective that is
-missing, doubled, of another kind or over another axis is an error, whether the table of conversions, differentiation
+The placements of inputs are known, operators have rules (`autopar.rules.local_types`), a sum over ranks makes a whole
+of addends, and a gradient must arrive as the dual of the placement of what it is the gradient of. So a collective that
+is missing, doubled, of another kind or over another axis is an error, whether the table of conversions, differentiation
 or a pass made the mistake. Each axis is looked at by itself; micro-batches and token slices are the runtime's.
 """
 
@@ -20,8 +20,8 @@ from autopar.ir.graph import describe, frozen, is_call, outputs, placeholders, p
 from autopar.ir.mesh import IN_TIME, Mesh
 from autopar.ir.placement import Shard, dual
 from autopar.rewrite.step_checks import StepError
-from autopar.rules.held import UNKNOWN, Held, held_as, may_be, shown
-from autopar.rules.held_calls import held_results
+from autopar.rules.local_type_rules import held_results
+from autopar.rules.local_types import UNKNOWN, Held, held_as, may_be, shown
 from autopar.steps.graphs import Stage, StepGraph
 from autopar.steps.of_rank import GRAPHS, graph_of
 from autopar.steps.value_names import earlier_sum, grad, is_a, of, output

@@ -28,7 +28,7 @@ from autopar.rules.builders import opaque
 from autopar.rules.call import Call
 from autopar.rules.derived import DerivedRule, NoRule
 from autopar.rules.derived_calls import text_of
-from autopar.rules.gradient_holes import TARGETS, type_of_part
+from autopar.rules.grad_placeholder import TARGETS, type_of_part
 from autopar.rules.known_rules import known_results, known_rule
 from autopar.rules.rule import Cat, Cut, Rule, RuleError, apply, matches
 from autopar.rules.table import RULES

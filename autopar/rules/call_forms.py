@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from autopar.adapters.export import flatten
 from autopar.adapters.operators import OpOverload
+from autopar.capture.trace.export import flatten
 from autopar.ir.graph import has_gradient, tensor_operands
 from autopar.rules.derived import Place
 

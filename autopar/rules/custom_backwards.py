@@ -18,8 +18,8 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from autopar.adapters.dispatch import has_kernel, without_modes
-from autopar.adapters.export import flatten
 from autopar.adapters.operators import OpOverload
+from autopar.capture.trace.export import flatten
 from autopar.ir.graph import has_gradient
 from autopar.ir.meta import remembered
 

@@ -3,7 +3,7 @@
     grid_sampler_2d [(a b . .), (a . . .)] -> (a b . .)        `a` cuts both operands and the result, `b` one of each
 
 A dot is a dim that nothing may cut. Nothing is contracted, and nothing passes a pending sum. How that is found out:
-`autopar.rules.derivation`; the pass `derive_rules` notes it on the call.
+`autopar.rules.infer_rule`; the pass `derive_rules` notes it on the call.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ import autopar.ops  # noqa: F401  (registers the operators that the table names)
 from autopar.adapters.operators import makes_tensors, mutates, of_named_dims, packet_named
 from autopar.attention.operator import attention_of_piece
 from autopar.ir.conversions import convert, exchange, exchange_slice
-from autopar.ops.dispatchers import DISPATCHERS
-from autopar.ops.vocabulary import cross_entropy_of_piece, embedding_of_piece
-from autopar.rules import gradient_holes as own
+from autopar.ops.token_dispatchers import DISPATCHERS
+from autopar.ops.vocab_parallel import cross_entropy_of_piece, embedding_of_piece
+from autopar.rules import grad_placeholder as own
 from autopar.rules import picks as pick
 from autopar.rules import space
 from autopar.rules import special as sp

@@ -18,8 +18,8 @@ from torch import Tensor
 from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.attention.attend import Attend, Gradients
 from autopar.attention.problem import Problem, Spans, inner_problem, kv_repeats
-from autopar.ops.facts import Facts
 from autopar.ops.kernels import wide
+from autopar.ops.mask_spec import Facts
 from autopar.passes import attention as attention  # fills ALGORITHMS
 from autopar.testing.thread_comm import ThreadComm, run
 

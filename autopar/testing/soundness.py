@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from autopar.adapters.fake import new_mode
+from autopar.adapters.copying.fake import new_mode
 from autopar.ir.conversions import conversion_of, is_conversion
 from autopar.ir.graph import (
     copy_graph,
@@ -34,8 +34,8 @@ from autopar.ir.graph import (
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATE, Placement, Shard, dual, extent
 from autopar.ir.signature import InputSpec, Signature
-from autopar.passes.localize_shapes import LocalizeShapes
-from autopar.passes.trace_joint import joint_graph
+from autopar.passes.autodiff.trace_joint import joint_graph
+from autopar.passes.partition.lower_to_local import LocalizeShapes
 from autopar.rewrite.checks import PlacementError, check_types
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import Pass

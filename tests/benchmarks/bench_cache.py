@@ -22,9 +22,9 @@ import torch
 from bench_real_models import CASES
 from common import load, publish, table
 
-from autopar.cache.entry_folder import EntryFolder
+from autopar.cache.compile_cache import stored_plan, stored_step
+from autopar.cache.disk_cache import EntryFolder
 from autopar.cache.step_codec import StoredStep
-from autopar.cache.stored_steps import stored_plan, stored_step
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.steps.of_rank import graphs_of_rank

@@ -24,20 +24,20 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule, Node
 
 import autopar.models.hf  # noqa: F401  (its adapter)
-from autopar.checkpoint_policies import CHECKPOINTS
+from autopar.ac_policies import CHECKPOINTS
 from autopar.compile import model as compiling
+from autopar.compile.layer_options import find_ways
+from autopar.compile.layer_tensors import JointFacts, chosen_by, layers_of
 from autopar.compile.model import compile_model
-from autopar.compile.parts import PipelineMaker
-from autopar.compile.recompute_facts import JointFacts, chosen_by, layers_of
-from autopar.compile.recompute_ways import find_ways
+from autopar.compile.stages import PipelineMaker
 from autopar.cost.traffic import Links
 from autopar.ir.graph import output_node, placeholders
 from autopar.ir.live_values import peak_of_values
 from autopar.ir.mesh import Mesh
 from autopar.ops.traits import PRODUCTS
 from autopar.options import Options
-from autopar.passes.joint import Joint
-from autopar.planner.recompute_layers import Room, least_time
+from autopar.passes.autodiff.joint import Joint
+from autopar.planner.recompute.layer_solver import Room, least_time
 from autopar.steps.value_names import grad, saved
 
 BUDGETS = [i / 10 for i in range(11)]

@@ -14,7 +14,7 @@ import warnings
 import torch
 from common import Workload, load, publish, table
 
-from autopar.adapters.fake import skeleton_of
+from autopar.adapters.copying.fake import skeleton_of
 from autopar.compile.model import compile_model
 from autopar.ir.mesh import Mesh
 from autopar.models import hf as hf  # knows transformers models

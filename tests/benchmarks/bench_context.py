@@ -31,7 +31,7 @@ from context_peers import PEERS
 from meter import Meter
 from torch import Tensor
 
-from autopar.runtime.groups import Groups, init_mesh
+from autopar.runtime.mesh.process_groups import Groups, init_mesh
 
 CASES = [
     Case(2, 4096, 8, 8),
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def _on_ranks(case: Case, rounds: int) -> Found:
-    from tests.ranks import close_pools, run_ranks
+    from tests.support.ranks import close_pools, run_ranks
 
     REFERENCES[case] = context.reference(case)
     found: list[Found] = run_ranks(case.ranks, measure, case, rounds, timeout=600)

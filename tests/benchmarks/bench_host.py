@@ -20,8 +20,8 @@ import torch
 from common import Workload, load, publish, table
 
 import autopar
-from autopar.runtime.bind import Bound
-from autopar.runtime.module_watch import ModuleWatch
+from autopar.runtime.exec.lowering import Bound
+from autopar.runtime.guards.module_guards import ModuleWatch
 
 WORK = Workload(hidden=64, layers=4, inner=128, heads=4, vocab=256, batch=1, length=16)
 TENTH = 10  # of the steps are faster than what the table shows

@@ -21,7 +21,7 @@ from autopar.compile.model import compile_model
 from autopar.cost.memory import memory
 from autopar.ir.mesh import Mesh
 from tests.benchmarks.meter import Meter
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 HEAD = Workload(hidden=256, layers=1, inner=512, heads=4, vocab=131072, batch=4, length=512)
 CHUNKS = (1, 4, 16)

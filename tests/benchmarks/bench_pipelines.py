@@ -82,7 +82,7 @@ def main() -> None:
 def _on_ranks(cases: list[Case], rounds: int, small: bool) -> list[Found]:
     """What each rank found."""
     sys.path.append(str(Path(__file__).resolve().parents[2]))
-    from tests.ranks import close_pools, run_ranks
+    from tests.support.ranks import close_pools, run_ranks
 
     COMPILED.update({case: pipelines.compile_case(case) for case in cases})
     gc.collect()

@@ -25,7 +25,7 @@ from autopar.compile.model import compile_model
 from autopar.cost.memory import memory
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 WIDE = Workload(hidden=256, layers=8, inner=688, heads=4, vocab=2048, batch=8, length=256)
 BUDGETS = (0.6, 0.3)

@@ -20,9 +20,9 @@ from autopar.attention import operator
 from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.attention.layouts import CONTIGUOUS, LAYOUTS, Blocks
 from autopar.attention.problem import Mask, Problem, kv_repeats, spans_of
-from autopar.runtime.attention_comm import AxisComm
-from autopar.runtime.comm import all_to_all, finish, traffic_of
-from autopar.runtime.groups import Groups
+from autopar.runtime.comm.collectives import all_to_all, finish, traffic_of
+from autopar.runtime.comm.context_parallel_comm import AxisComm
+from autopar.runtime.mesh.process_groups import Groups
 
 Result = tuple[Tensor, Tensor, Tensor, Tensor]  # out and the gradients of q, k, v: [batch, heads, positions, width]
 AXIS = "cp"

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_context
 
 from autopar.attention.layouts import CONTIGUOUS, ZIGZAG
-from autopar.runtime.groups import Groups
+from autopar.runtime.mesh.process_groups import Groups
 
 _aten = torch.ops.aten
 _forward = _aten._scaled_dot_product_flash_attention_for_cpu

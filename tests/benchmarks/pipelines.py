@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor
 
-from autopar.adapters.fake import skeleton_of
+from autopar.adapters.copying.fake import skeleton_of
 from autopar.compile.model import compile_model
 from autopar.ir.mesh import Mesh
 from autopar.models import hf as hf  # knows transformers models
 from autopar.options import Options
-from autopar.planner.step_order import make_order
-from autopar.runtime.executor import Executor
-from autopar.runtime.groups import Groups, init_mesh
-from autopar.runtime.module import ParallelModule
+from autopar.planner.pipeline.step_order import make_order
+from autopar.runtime.exec.executor import Executor
+from autopar.runtime.mesh.process_groups import Groups, init_mesh
+from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.schedule.order import COMPUTE, Order
 from autopar.schedule.request import SCHEDULES
 from autopar.steps.graphs import Compiled

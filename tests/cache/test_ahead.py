@@ -14,15 +14,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
-from autopar.adapters.fake import skeleton_of
-from autopar.cache import ahead
-from autopar.cache.entry_folder import EntryFolder
+from autopar.adapters.copying.fake import skeleton_of
+from autopar.cache import background_compile
+from autopar.cache.compile_cache import stored_step
+from autopar.cache.disk_cache import EntryFolder
 from autopar.cache.step_codec import StoredStep
-from autopar.cache.stored_steps import stored_step
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
-from tests.launched import serve
-from tests.subjects import make
+from tests.support.launched import serve
+from tests.support.subjects import make
 
 PATIENCE = 120.0  # seconds for a process that imports torch, on a machine that others use
 
@@ -70,17 +70,22 @@ def test_who_cannot_find_the_step_at_hand_makes_none(tmp_path: Path, monkeypatch
     model, batch = make("mlp")
     longer = {name: torch.cat([x, x]) for name, x in batch.items()}
     how: dict[str, Any] = {"outputs": (), "exact": True}
-    request = ahead._LongerStep(skeleton_of(model), (), batch, longer, Mesh.of(dp=1), Options(), how)
-    assert ahead.serve(io.BytesIO(ahead._dumped(request))) == ahead.ABSENT and not trained_steps(str(tmp_path))
+    request = background_compile._LongerStep(skeleton_of(model), (), batch, longer, Mesh.of(dp=1), Options(), how)
+    assert background_compile.serve(
+        io.BytesIO(background_compile._dumped(request))
+    ) == background_compile.ABSENT and not trained_steps(str(tmp_path))
     stored_step(skeleton_of(model), batch, Mesh.of(dp=1), Options(), **how)
-    assert ahead.serve(io.BytesIO(ahead._dumped(request))) == 0 and len(trained_steps(str(tmp_path))) == 2
+    assert (
+        background_compile.serve(io.BytesIO(background_compile._dumped(request))) == 0
+        and len(trained_steps(str(tmp_path))) == 2
+    )
 
 
 def test_what_cannot_be_sent_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
     model, batch = make("mlp")
     model.held = (x for x in ())  # type: ignore[assignment]
-    asked = ahead.Ahead(Mesh.of(dp=1), Options(), True)
+    asked = background_compile.Ahead(Mesh.of(dp=1), Options(), True)
     longer = {name: torch.cat([x, x]) for name, x in batch.items()}
     asked.ask(model, batch, longer, {})
     asked.ask(model, batch, None, {})

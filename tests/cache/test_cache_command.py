@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cache.entry_folder import EntryFolder
+from autopar.cache.disk_cache import EntryFolder
 from autopar.cli.main import main
 
 

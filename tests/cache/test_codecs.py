@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 from torch.utils._pytree import tree_flatten
 
-from autopar.adapters.fake import fake_like, new_mode
+from autopar.adapters.copying.fake import fake_like, new_mode
 from autopar.adapters.operators import argument_types, mutates, name_of
 from autopar.cache.graph_codec import GraphDecoder, GraphEncoder
 from autopar.cache.step_codec import StoredStep, plan_of_sections, plan_sections, step_of_sections, step_sections
@@ -30,7 +30,7 @@ from autopar.options import Options
 from autopar.rules.core import CORE
 from autopar.schedule.order import Action
 from autopar.steps.of_rank import GRAPHS, graphs_of_all
-from tests.subjects import subject
+from tests.support.subjects import subject
 
 VALUES = [
     None, True, False, 0, -1, 10**30, "", "ä\udc80\n\0", 0.1, -0.0, math.inf, -math.inf, 5e-324, 2.5j, b"\0\xff",
@@ -140,7 +140,7 @@ def test_other_things_cannot_be_stored(value: Any) -> None:
         ["T", "namedtuple", ["c", "pathlib", "PosixPath"], ["T", None, None]],
         ["T", ["c", "collections", "defaultdict"], ["l", ["c", "subprocess", "Popen"], ["l"]]],
         ["T", ["c", "torch._higher_order_ops.flat_apply", "_ConstantFunction"], ["t"]],
-        ["D", "autopar.cache.entry_folder", "Path"], ["c", "autopar.cache.ahead", "subprocess.Popen"],
+        ["D", "autopar.cache.disk_cache", "Path"], ["c", "autopar.cache.background_compile", "subprocess.Popen"],
         ["x", "float32", [2], [1 << 40], "AAAAAAAAAAA="], ["x", "float32", [2], [-1], "AAAAAAAAAAA="],
         ["x", "float32", [2, 2], [1], "AAAAAAAAAAA="], ["x", "float32", [2.5], [1], "AAAA"],
     ],

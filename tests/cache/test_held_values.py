@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.cache.reached import Reached
-from autopar.cache.values_reached import CannotTell
+from autopar.cache.fingerprint import Reached
+from autopar.cache.fingerprint_values import CannotTell
 
 HEAD = """
 import array, collections, contextvars, dataclasses, datetime, decimal, enum, fractions, functools, itertools, logging

@@ -18,18 +18,18 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autopar.adapters.fake import skeleton_of
-from autopar.cache import libraries
-from autopar.cache.libraries import changed_autopar
-from autopar.cache.reached import Reached
+from autopar.adapters.copying.fake import skeleton_of
+from autopar.cache import library_versions
+from autopar.cache.fingerprint import Reached
+from autopar.cache.fingerprint_values import CannotTell
+from autopar.cache.library_versions import changed_autopar
 from autopar.cache.step_key import step_key
-from autopar.cache.values_reached import CannotTell
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
-from autopar.passes import differentiate
+from autopar.passes.autodiff import differentiate
 from autopar.schedule.request import SCHEDULES
 from tests.cache.sources import CALLS, EDITS, HEAD, NET, OTHERS, READS, calling
-from tests.subjects import tiny
+from tests.support.subjects import tiny
 
 
 @pytest.fixture(autouse=True)
@@ -268,9 +268,9 @@ def test_what_is_put_into_autopar(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert changed_autopar() is None
     for holder, name, value in (
-        (libraries, "renamed", other), (libraries, "new_function", other), (Mesh, "coordinates", other),
+        (library_versions, "renamed", other), (library_versions, "new_function", other), (Mesh, "coordinates", other),
         (Mesh, "world_size", property(other)), (Mesh, "parse", classmethod(other)),
-        (libraries.renamed, "__code__", other.__code__),
+        (library_versions.renamed, "__code__", other.__code__),
     ):  # fmt: skip
         with monkeypatch.context() as patched:
             patched.setattr(holder, name, value, raising=False)

@@ -17,19 +17,19 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.adapters.fake import skeleton_of
-from autopar.cache import entry_folder, stored_steps
+from autopar.adapters.copying.fake import skeleton_of
+from autopar.cache import compile_cache, disk_cache
+from autopar.cache.compile_cache import stored_plan, stored_step
 from autopar.cache.entry_file import packed_entry, read_entry
 from autopar.cache.step_codec import StoredStep, step_sections
-from autopar.cache.stored_steps import stored_plan, stored_step
 from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
 from autopar.options import Options
 from autopar.steps.graphs import Compiled
-from tests.compiled_once import compiled_by_each
-from tests.launched import in_fresh
-from tests.plain_models import Net, numbers
-from tests.subjects import SPECIAL, make
+from tests.support.compile_cache import compiled_by_each
+from tests.support.launched import in_fresh
+from tests.support.plain_models import Net, numbers
+from tests.support.subjects import SPECIAL, make
 
 CELLS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("one-layer llama", "dp=2,tp=2", {"sequence_parallel": True}, {}),
@@ -146,9 +146,9 @@ def test_the_second_time_nothing_is_compiled(folder: Path, monkeypatch: pytest.M
     def never(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("this was there")
 
-    monkeypatch.setattr(stored_steps, "compile_model", never)
-    monkeypatch.setattr(stored_steps, "plan_model", never)
-    monkeypatch.setattr(stored_steps, "step_key", uncached_names(stored_steps.step_key))
+    monkeypatch.setattr(compile_cache, "compile_model", never)
+    monkeypatch.setattr(compile_cache, "plan_model", never)
+    monkeypatch.setattr(compile_cache, "step_key", uncached_names(compile_cache.step_key))
     assert stored_plan(skeleton_of(model), batch, Mesh.of(dp=2), Options()) == first
     found = step("mlp", "dp=2", {}, {})
     assert isinstance(found, StoredStep) and step_sections(found) == step_sections(made)
@@ -286,7 +286,7 @@ def test_objects_that_raise_are_no_error(folder: Path, said: list[str]) -> None:
     model, batch = make("mlp")
     model.held = Moody()  # type: ignore[assignment]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(stored_steps, "step_key", lambda *a, **k: f"{model.held!r}")
+        patched.setattr(compile_cache, "step_key", lambda *a, **k: f"{model.held!r}")
         assert type(stored_step(model, batch, Mesh.of(dp=2), outputs=())) is Compiled
     assert "is not cached" in str(said) and "go away" in str(said)
 
@@ -328,4 +328,4 @@ def test_ranks(ranks: Any, tmp_path: Path, sizes: dict[str, int], options: dict[
     for (a, b, c, _), (x, y, z, _), (p, q, r, _) in zip(cold, warm, off, strict=True):
         assert a == x == p and c == z == r
         assert b.keys() == y.keys() == q.keys() and all(torch.equal(b[n], y[n]) and torch.equal(b[n], q[n]) for n in b)
-    assert entry_folder.EntryFolder(tmp_path).entries()
+    assert disk_cache.EntryFolder(tmp_path).entries()

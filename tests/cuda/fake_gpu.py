@@ -31,14 +31,16 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 import autopar
 from autopar import api
-from autopar.adapters.code_owners import is_ours
+from autopar.capture.reads.code_owners import is_ours
 from autopar.ir.placement import nested_piece
 from autopar.ops.kernels.chips import chip_of
-from autopar.ops.watch import take_notes
-from autopar.runtime import agreement, inputs, safetensors_files
-from autopar.runtime.executor import Executor, Result
-from autopar.runtime.groups import Groups
-from autopar.runtime.module import ParallelModule
+from autopar.ops.value_checks import take_notes
+from autopar.runtime.checkpoint import hf_files
+from autopar.runtime.consistency import rank_checks
+from autopar.runtime.exec.executor import Executor, Result
+from autopar.runtime.inputs import call_arguments
+from autopar.runtime.mesh.process_groups import Groups
+from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.steps.graphs import Compiled
 
 aten = torch.ops.aten
@@ -179,11 +181,11 @@ def module_on(gpu: FakeGpu, model: nn.Module, example: Mapping[str, Any], mesh: 
 
     with contextlib.ExitStack() as stack:
         for where, name, value in (
-            (agreement, "meet", lambda *_: True),
-            (agreement, "show", lambda scope, count, rank, ranks, text, limit: [text] * len(ranks)),
+            (rank_checks, "meet", lambda *_: True),
+            (rank_checks, "show", lambda scope, count, rank, ranks, text, limit: [text] * len(ranks)),
             (api, "ParallelModule", made),
-            (safetensors_files.Files, "_stored", outside(safetensors_files.Files._stored)),
-            (inputs, "_problem", lambda *_: ""),  # fakes are no plain tensors
+            (hf_files.Files, "_stored", outside(hf_files.Files._stored)),
+            (call_arguments, "_problem", lambda *_: ""),  # fakes are no plain tensors
         ):
             stack.enter_context(patch.object(where, name, value))
         module = autopar.parallelize(model, mesh, example_batch=example, **options)
@@ -229,7 +231,7 @@ def fake_gpu(world: int, rank: int = 0, capability: tuple[int, int] = (9, 0)) ->
         chip_of.cache_clear()
         stack.callback(chip_of.cache_clear)
         stack.enter_context(
-            patch.object(autopar.runtime.groups, "check_devices", lambda *_: None)
+            patch.object(autopar.runtime.mesh.process_groups, "check_devices", lambda *_: None)
         )  # nobody else is there
         stream = SimpleNamespace(record_event=lambda: SimpleNamespace(query=lambda: False, synchronize=lambda: None))
         stack.enter_context(patch.object(torch.accelerator, "current_stream", lambda *_: stream))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.ops import moe, tiles
+from autopar.ops import grouped_experts, tiles
 from autopar.ops.tiles import Tiles
 
 ops = torch.ops.autopar
@@ -33,9 +33,9 @@ def made(ends: list[int], rows: int = 16) -> list[Tensor]:
 
 
 def compare(expected: list[Tensor], fused: bool, monkeypatch: pytest.MonkeyPatch, *given: Any) -> None:
-    monkeypatch.setattr(moe, "_fused", lambda left, right: fused)
-    monkeypatch.setattr(moe, "_stay", lambda rows: True)
-    monkeypatch.setattr(moe, "_groups", None)  # would ask
+    monkeypatch.setattr(grouped_experts, "_fused", lambda left, right: fused)
+    monkeypatch.setattr(grouped_experts, "_stay", lambda rows: True)
+    monkeypatch.setattr(grouped_experts, "_groups", None)  # would ask
     for found, other in zip(made(*given), expected, strict=True):
         torch.testing.assert_close(found, other, rtol=0, atol=0)
 

@@ -10,17 +10,17 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 import autopar
-from autopar.capture import capture
+from autopar.capture.front_end import capture
 from autopar.compile.model import compile_graph
 from autopar.ir.graph import copy_graph, outputs, placeholders, set_device
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
-from autopar.runtime.bind import bind
-from autopar.runtime.executor import Executor
-from autopar.runtime.groups import Groups
+from autopar.runtime.exec.executor import Executor
+from autopar.runtime.exec.lowering import bind
+from autopar.runtime.mesh.process_groups import Groups
 from tests.cuda.fake_gpu import ROUTES, fake_gpu
 from tests.cuda.loops import in_type
-from tests.subjects import tiny
+from tests.support.subjects import tiny
 
 
 def given_to_inductor(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GraphModule, list[Any]]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.cuda.loops import check_loop, in_type
-from tests.subjects import tiny
+from tests.support.subjects import tiny
 
 MODELS = ("llama", "gpt2", "mixtral", "t5")
 ATTENTIONS = ("all_gather", "ring", "bi_ring", "zigzag_ring", "token_ring", "ulysses")

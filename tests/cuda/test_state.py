@@ -15,13 +15,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import autopar
 from autopar.ir.mesh import Mesh
-from autopar.runtime import checkpoint_folder
-from autopar.runtime.saved_parts import parts_of_run
-from autopar.runtime.saved_tensors import file_layout, pieces_of, written_here
-from autopar.runtime.state import local_tensor
+from autopar.runtime.checkpoint import hf_atomic_write
+from autopar.runtime.checkpoint.tensor_storage import file_layout, pieces_of, written_here
+from autopar.runtime.params.parameters import local_tensor
+from autopar.runtime.training.checkpoint_contents import parts_of_run
 from tests.cuda.fake_gpu import FakeGpu, fake_gpu, module_on
 from tests.cuda.loops import copies, in_type
-from tests.subjects import tiny
+from tests.support.subjects import tiny
 
 CELLS: list[tuple[str, str, int, dict[str, Any]]] = [
     ("llama", "dp=2,tp=2", 0, {"zero": 3}),
@@ -81,8 +81,8 @@ def test_saving_and_loading(held: tuple[FakeGpu, Any, Path], monkeypatch: pytest
     others = parallel.full_state_dict(rank0_only=True)
     assert bool(others) == bool(copies(gpu)) == (parallel._groups.rank == 0)
     saved: list[Tensor] = []
-    monkeypatch.setattr(checkpoint_folder, "save_file", lambda tensors, path, metadata: saved.extend(tensors.values()))
-    monkeypatch.setattr(checkpoint_folder.Draft, "publish", lambda *_: None)
+    monkeypatch.setattr(hf_atomic_write, "save_file", lambda tensors, path, metadata: saved.extend(tensors.values()))
+    monkeypatch.setattr(hf_atomic_write.Draft, "publish", lambda *_: None)
     parallel.save_pretrained(folder)
     assert on(saved) <= {torch.device("cpu")}
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.capture import capture
+from autopar.capture.front_end import capture
 from autopar.compile.model import compile_graph
 from autopar.ir.graph import copy_graph
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from tests.cuda.fake_gpu import fake_gpu
 from tests.cuda.loops import in_type
-from tests.subjects import tiny
+from tests.support.subjects import tiny
 
 CELLS: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "dp=2", {"micro_batches": 2}),

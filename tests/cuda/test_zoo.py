@@ -10,7 +10,7 @@ import torch
 from autopar.models.tiny import TINY
 from tests.cuda.loops import check_loop, in_type
 from tests.hf.zoo import CAUSAL, REFUSED_OVER_CP, WITHOUT_ATTENTION, make
-from tests.subjects import tiny
+from tests.support.subjects import tiny
 
 WAYS: dict[str, dict[str, Any]] = {
     "dp=2": {"zero": 3, "micro_batches": 2},

@@ -38,13 +38,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.runtime import failures
-from autopar.runtime.checkpoint_folder import Draft
-from autopar.runtime.run_folder import checkpoint_at, read_mark
-from autopar.runtime.saved_tensors import SavedTensors
+from autopar.runtime.checkpoint.checkpoint_dir import checkpoint_at, read_mark
+from autopar.runtime.checkpoint.hf_atomic_write import Draft
+from autopar.runtime.checkpoint.tensor_storage import SavedTensors
+from autopar.runtime.fault import errors as failures
 from tests.faults.cases import ACTIONS, PHASES, SUBJECTS, Case, make_cases, model_of
 from tests.faults.rank import alone, prepare, saved, train
-from tests.warm import warm
+from tests.support.preload import warm
 
 TIMEOUT, GRACE = 6.0, 3.0
 STARTING = 60.0  # seconds until the fault has happened

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ops.facts import Facts
+from autopar.ops.mask_spec import Facts
 
 NO_FACTS: dict[str, Any] = {
     "bias": None, "key_mask": None, "segments": None, "sinks": None, "seed": None, "causal": False, "window": 0,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from autopar.ops import kernels
-from autopar.ops.facts import Facts
 from autopar.ops.kernels import KERNELS
 from autopar.ops.kernels.chips import chip_of
+from autopar.ops.mask_spec import Facts
 from tests.gpu_check.attention_cases import NO_FACTS
 from tests.gpu_check.clock import milliseconds
 from tests.gpu_check.processes import Machine

@@ -13,7 +13,7 @@ import torch
 
 import autopar.api  # what is imported before the fork, no check has to import
 import autopar.models.tiny
-from autopar.runtime.devices import RANKS_SHARE_GPUS
+from autopar.runtime.mesh.devices import RANKS_SHARE_GPUS
 from tests.gpu_check import attention, compiled, dropout, experts, facts, offload, ranks, step
 from tests.gpu_check.processes import Check, Machine, answer, run_checks
 from tests.gpu_check.rows import FAILED, Row, table, write_json

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import autopar
 from autopar.cost.hardware import DEVICES
 from autopar.cost.memory import memory
-from autopar.runtime import groups as group_making
+from autopar.runtime.mesh import process_groups as group_making
 from tests.benchmarks.common import Workload
 from tests.gpu_check.processes import Check, Machine
 from tests.gpu_check.rows import FAILED, NOT_APPLICABLE, OK, Row, guarded

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import autopar
-from autopar.checkpoint_policies import CHECKPOINTS, HOST
+from autopar.ac_policies import CHECKPOINTS, HOST
 from autopar.cost.memory import memory
 from autopar.models.tiny import TINY
 from tests.benchmarks.common import Workload

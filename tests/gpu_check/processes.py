@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from autopar.runtime import failures
-from autopar.runtime.heartbeat import SILENT
+from autopar.runtime.fault import errors
+from autopar.runtime.fault.heartbeat import SILENT
 from tests.gpu_check.rows import FAILED, Row, told
-from tests.ranks import PR_SET_PDEATHSIG, _host_store
+from tests.support.ranks import PR_SET_PDEATHSIG, _host_store
 
 GRACE = SILENT + 4.0  # seconds for the others after a rank has failed
 _ENDED = "ended"
@@ -208,8 +208,8 @@ def _rank(check: Check, machine: Machine, rank: int, port: int, pipe: Connection
             pipe.send(row)
         message = _ENDED
     except BaseException as error:
-        message = told(failures.named(error))
+        message = told(errors.named(error))
     pipe.send(message)
     sys.stdout.flush(), sys.stderr.flush()
-    failures.close()
+    errors.close()
     os._exit(0)

@@ -20,13 +20,13 @@ import autopar
 from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
-from autopar.runtime.executor import Executor
-from autopar.runtime.heartbeat import SILENT
+from autopar.runtime.exec.executor import Executor
+from autopar.runtime.fault.heartbeat import SILENT
 from autopar.schedule.request import SCHEDULES
 from tests.gpu_check.processes import Check, Machine
 from tests.gpu_check.rows import FAILED, NOT_APPLICABLE, OK, Row, told
 from tests.gpu_check.step import recorded
-from tests.plain_models import Net, build, numbers
+from tests.support.plain_models import Net, build, numbers
 
 LAZILY, AT_ONCE = "groups made lazily", "groups made with device_id"
 LIMIT, JOIN = 30.0, 20.0  # seconds for a cell; until a collective without its peers fails

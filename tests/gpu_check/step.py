@@ -12,10 +12,10 @@ import torch
 
 import autopar
 from autopar.models.tiny import TINY
-from autopar.runtime.cuda_graphs import WARM_UP
+from autopar.runtime.exec.cuda_graphs import WARM_UP
 from tests.gpu_check.processes import Check, Machine
 from tests.gpu_check.rows import FAILED, NOT_APPLICABLE, OK, Row, guarded
-from tests.plain_models import Net, build, numbers
+from tests.support.plain_models import Net, build, numbers
 
 # Compiling for the CPU takes long, so there a small module stands for all.
 MODELS = ("llama", "gpt2", "mixtral", "gpt_oss", "t5", "bert")

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from autopar.ops import dropout, moe
+from autopar.ops import dropout, grouped_experts
 from autopar.ops.kernels.cpu import CpuFlash
-from autopar.runtime.executor import Executor
+from autopar.runtime.exec.executor import Executor
 from tests.gpu_check import command, ranks, step
 from tests.gpu_check.attention import checks
 from tests.gpu_check.processes import Check, Machine
@@ -93,8 +93,8 @@ def test_a_kernel_that_merges_wrong_or_raises(ran: Ran, monkeypatch: pytest.Monk
 
 
 def test_experts_and_masks(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
-    groups, shift = moe._groups, dropout._shift_right
-    monkeypatch.setattr(moe, "_groups", lambda offsets: list(groups(offsets))[:-1])
+    groups, shift = grouped_experts._groups, dropout._shift_right
+    monkeypatch.setattr(grouped_experts, "_groups", lambda offsets: list(groups(offsets))[:-1])
     monkeypatch.setattr(dropout, "_shift_right", lambda x, bits: x >> bits if bits == 15 else shift(x, bits))
     status, found, _ = ran("experts,dropout")
     failed = [row for row in found["rows"] if row["verdict"] == FAILED]

@@ -21,8 +21,8 @@ from torch import nn
 from transformers.models.auto import modeling_auto
 
 from autopar import api
-from autopar.adapters.fake import skeleton_of
-from autopar.capture import capture
+from autopar.adapters.copying.fake import skeleton_of
+from autopar.capture.front_end import capture
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "model_classes.md"
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "depth")

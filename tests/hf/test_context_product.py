@@ -1,5 +1,5 @@
 """Sequences cut over ranks: every model on every mesh with every algorithm, each compiled by its own name. Run it with
-``-m full``; tests/test_context_models.py runs a part in which every pair of them occurs."""
+``-m full``; tests/attention/test_context_models.py runs a part in which every pair of them occurs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import itertools
 import pytest
 
 from autopar.attention.algorithm_table import ALGORITHMS
-from tests.cells import Cell, check_ran, compile_cell, ran
-from tests.test_context_models import BIASED, CIRCULATING_QUERIES, MESHES, MODELS, SAME_GRAPH, cell_of
+from tests.attention.test_context_models import BIASED, CIRCULATING_QUERIES, MESHES, MODELS, SAME_GRAPH, cell_of
+from tests.support.cases import Cell, check_ran, compile_cell, ran
 
 NAMES = list(dict.fromkeys([*SAME_GRAPH, *(name for name, _ in ALGORITHMS.items()), "auto"]))
 

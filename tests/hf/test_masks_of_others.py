@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import masking_utils
 
-from autopar.capture import capture
+from autopar.capture.front_end import capture
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.testing.harness import check_model

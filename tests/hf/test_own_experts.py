@@ -15,7 +15,7 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
     SwitchTransformersExperts,
 )
 
-from autopar.capture import capture
+from autopar.capture.front_end import capture
 from autopar.compile.model import compile_model
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
@@ -23,9 +23,9 @@ from autopar.models.hf_experts import CODE, method_digest
 from autopar.options import Options
 from autopar.steps.graphs import Compiled
 from autopar.testing.harness import check_model
-from tests.captured_once import captured_once
-from tests.cells import Cell, called, check, compiled
 from tests.hf.own_experts import own
+from tests.support.capture_cache import captured_once
+from tests.support.cases import Cell, called, check, compiled
 
 DEDUP = Options(dispatch="dedup")
 PARTS = Options(zero=3, micro_batches=2, dispatch="dedup")

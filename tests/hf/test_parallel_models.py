@@ -15,7 +15,7 @@ import pytest
 from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
 from autopar.options import Options
-from tests.cells import Cell, called, check, simulated
+from tests.support.cases import Cell, called, check, simulated
 
 # Each structure of these is in a model of `WAYS`: ties and heads in gpt2, norms of heads in gemma3, decoders of encoded
 # texts in t5 and whisper, experts in mixtral.

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
 from autopar import integrations
-from autopar.exact import LiftFloat32
+from autopar.lift_to_float64 import LiftFloat32
 
 VOCABULARY, TOKENS = 64, 12
 Sizes = Mapping[str, int]

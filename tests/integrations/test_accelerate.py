@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 
 import autopar
 from autopar import integrations
-from autopar.exact import LiftFloat32
+from autopar.lift_to_float64 import LiftFloat32
 from tests.integrations.loops import Sizes, as_started, llama, rows
-from tests.ranks import refusal, run_ranks
+from tests.support.ranks import refusal, run_ranks
 
 EXACT = 1e-10
 

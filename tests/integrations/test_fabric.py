@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytest.importorskip("lightning_fabric")
 PAGE = Path(__file__).resolve().parents[2] / "docs/loops.md"

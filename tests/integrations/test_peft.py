@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import autopar
-from autopar.exact import LiftFloat32
+from autopar.lift_to_float64 import LiftFloat32
 from tests.integrations.loops import Sizes, llama, rows, trained
-from tests.ranks import refusal, run_ranks
+from tests.support.ranks import refusal, run_ranks
 
 pytest.importorskip("peft")
 

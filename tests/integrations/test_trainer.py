@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 import autopar
 from autopar import integrations
 from tests.integrations.loops import arguments, as_started, differences, llama, rows, trained
-from tests.ranks import refusal, run_ranks
+from tests.support.ranks import refusal, run_ranks
 
 EXACT = 1e-10
 

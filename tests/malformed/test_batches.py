@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import autopar
-from autopar.runtime.failures import CollectiveError
-from tests.compiled_once import compiled_once
+from autopar.runtime.fault.errors import CollectiveError
 from tests.malformed.judge import Case, failures, unclear
-from tests.plain_models import EXACT, Net, Tied, build, numbers, tokens
-from tests.ranks import run_ranks
+from tests.support.compile_cache import compiled_once
+from tests.support.plain_models import EXACT, Net, Tied, build, numbers, tokens
+from tests.support.ranks import run_ranks
 
 INT, FLOAT = torch.int64, torch.float64
 

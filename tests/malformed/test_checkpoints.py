@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec
-from autopar.runtime.safetensors_io import load_pretrained, saved_steps
+from autopar.runtime.checkpoint.hf_io import load_pretrained, saved_steps
 from tests.malformed.judge import JSON, Case, broken, failures
 
 GROUPS: Any = SimpleNamespace(mesh=Mesh.of(dp=1), device=torch.device("cpu"), coordinate={"dp": 0})

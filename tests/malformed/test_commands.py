@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from autopar.cli.main import main
-from autopar.runtime.launch import LaunchError, _RankReport, _refusal
+from autopar.runtime.training.launch import LaunchError, _RankReport, _refusal
 from tests.malformed.judge import NOISE
 
 VALID = [

@@ -12,7 +12,7 @@ from autopar.options import DECLARED
 from autopar.planner.option_checks import check_used
 from tests.malformed import judge
 from tests.malformed.judge import ANY, Case, failures
-from tests.plain_models import Net, build, numbers
+from tests.support.plain_models import Net, build, numbers
 
 KINDS = typing.get_type_hints(autopar.Options)
 

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from autopar.capture import capture
+from autopar.capture.front_end import capture
 from autopar.ir.graph import mark_gradients
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
-from autopar.passes.in_order import GLOBAL_PASSES
+from autopar.passes.pipelines import GLOBAL_PASSES
 from autopar.plan import Plan
 from autopar.planner import make_plan
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import PassManager
 from autopar.testing.harness import check_model
 from tests.malformed.judge import Case, broken, failures
-from tests.plain_models import EXACT, Net, build, numbers
+from tests.support.plain_models import EXACT, Net, build, numbers
 
 MESH, COUNT = Mesh.of(dp=2, tp=2), 200
 

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import autopar
-from autopar.runtime.run_folder import MARK, SavedStateError
-from autopar.runtime.saved_tensors import SavedTensors
+from autopar.runtime.checkpoint.checkpoint_dir import MARK, SavedStateError
+from autopar.runtime.checkpoint.tensor_storage import SavedTensors
 from tests.malformed.judge import JSON, broken, unclear
-from tests.ranks import run_ranks
-from tests.runs import Run
+from tests.support.ranks import run_ranks
+from tests.support.runs import Run
 
 KEY = "model.blocks.0.up.weight"  # of shape (16, 8): two pieces, eight rows each, at two ranks with zero=1
 Change = Callable[[dict[str, Any]], Any]

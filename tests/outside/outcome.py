@@ -15,9 +15,9 @@ from autopar.ir.placement import Shard
 from autopar.options import Options
 from autopar.steps.graphs import Compiled
 from autopar.testing.harness import MeshRun
-from tests.cells import Cell, called, check, compiled
 from tests.outside.all_models import MODELS
-from tests.subjects import CONSTANTS, SEED, SPECIAL, subject
+from tests.support.cases import Cell, called, check, compiled
+from tests.support.subjects import CONSTANTS, SEED, SPECIAL, subject
 
 SPECIAL.update({name: model.make for name, model in MODELS.items()})
 CONSTANTS.update({name: model.constants for name, model in MODELS.items()})

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.outside.outcome import TITLES, Outcome, meshes_of, outcome
 from tests.outside.zoo_of_others import MODELS
-from tests.subjects import subject
+from tests.support.subjects import subject
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 HEAD = f"""# Models of others

@@ -15,7 +15,7 @@ from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.attention.exchanges import Expected, Sent
 from autopar.attention.layouts import CONTIGUOUS, ZIGZAG, Blocks
 from autopar.attention.problem import Mask, Problem
-from autopar.ops.facts import Facts
+from autopar.ops.mask_spec import Facts
 from autopar.testing.attention_ranks import (
     AttentionFound,
     Case,

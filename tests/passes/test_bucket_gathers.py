@@ -9,8 +9,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.ir.mesh import Mesh
 from autopar.ops import collectives as collectives  # registers the raw collectives
-from autopar.passes import bucket_gathers
-from autopar.passes.bucket_gathers import BucketGathers
+from autopar.passes.step import bucket_gathers
+from autopar.passes.step.bucket_gathers import BucketGathers
 from autopar.rewrite.compilation import Compilation
 
 raw = torch.ops.autopar

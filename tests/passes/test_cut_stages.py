@@ -16,7 +16,7 @@ from autopar.options import Options
 from autopar.report.graph_text import format_graph
 from autopar.rewrite.compilation import Compilation
 from autopar.steps.graphs import Compiled, StepGraph
-from tests.test_pipeline_plain import Frozen, Losses, Skip, Stack, Tied, batch
+from tests.pipeline.test_pipeline_plain import Frozen, Losses, Skip, Stack, Tied, batch
 
 
 def compiled(model: nn.Module, mesh: Mesh, **options: Any) -> tuple[Compiled, dict[str, str]]:

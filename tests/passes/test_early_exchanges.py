@@ -10,10 +10,10 @@ from torch.fx import Graph, GraphModule, Node
 from autopar.ir.graph import is_call
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
-from autopar.passes.early_exchanges import EarlyExchanges
+from autopar.passes.step.early_exchanges import EarlyExchanges
 from autopar.rewrite.compilation import Compilation
 from autopar.steps.graphs import StepGraph
-from tests.cells import Cell, compile_cell
+from tests.support.cases import Cell, compile_cell
 
 ours, aten = torch.ops.autopar, torch.ops.aten
 EXCHANGES = (ours.all_to_all_rows.default, ours.all_to_all.default)

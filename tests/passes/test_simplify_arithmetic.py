@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.ir.mesh import Mesh
-from autopar.passes.simplify_arithmetic import SimplifyArithmetic
+from autopar.passes.step.simplify_arithmetic import SimplifyArithmetic
 from autopar.rewrite.compilation import Compilation
 
 aten = torch.ops.aten

@@ -15,14 +15,14 @@ from autopar.ir.conversions import convert
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement, Shard
 from autopar.options import Options
-from autopar.passes.slice_early import SliceEarly
+from autopar.passes.partition.slice_early import SliceEarly
 from autopar.report.graph_text import format_graph
 from autopar.rewrite.checks import check_types
 from autopar.rewrite.compilation import Compilation
 from autopar.testing.harness import check_model
 from autopar.testing.soundness import Ref, Sample, SampleCall, Whole, typed, wrong_pieces
 from tests.passes.test_placement_passes import levels
-from tests.pointwise_samples import normal
+from tests.support.pointwise_samples import normal
 
 aten = torch.ops.aten
 CP = Mesh.of(cp=2)

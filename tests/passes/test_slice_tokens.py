@@ -16,15 +16,15 @@ from autopar.ir.graph import has_gradient, outputs, placeholders
 from autopar.ir.mesh import Mesh, TokenSlice
 from autopar.models.tiny import TINY
 from autopar.options import Options
-from autopar.passes.joint import Joint
-from autopar.passes.slice_sizes import sample_slices, symbolic
-from autopar.passes.slice_tokens import of_slice
+from autopar.passes.autodiff.joint import Joint
+from autopar.passes.stage.slice_sizes import sample_slices, symbolic
+from autopar.passes.stage.slice_tokens import of_slice
 from autopar.planner import make_plan
-from autopar.planner.slice_lengths import token_count
+from autopar.planner.pipeline.slice_lengths import token_count
 from autopar.report.graph_text import format_graph
 from autopar.testing.harness import MeshRun
-from tests.slices import SlicedModel, check_slices, normalized, sliced
-from tests.subjects import tiny
+from tests.support.slices import SlicedModel, check_slices, normalized, sliced
+from tests.support.subjects import tiny
 
 EXACT = 1e-10
 B, S, H, HEADS = 4, 16, 16, 4

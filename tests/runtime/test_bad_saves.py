@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
-from autopar.runtime.run_folder import MARK
-from tests.ranks import run_ranks
-from tests.runs import Run, Tied, adamw
+from autopar.runtime.checkpoint.checkpoint_dir import MARK
+from tests.support.ranks import run_ranks
+from tests.support.runs import Run, Tied, adamw
 
 Said = dict[str, str]
 

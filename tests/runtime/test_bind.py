@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autopar.ops.collectives  # noqa: F401 - defines the operators
 from autopar.adapters.distributed import ALL_GATHER, REDUCE_SCATTER
 from autopar.ir.placement import PARTIAL, Shard, join, piece
-from autopar.runtime.bind import bind
-from autopar.runtime.comm import Traffic
-from autopar.runtime.failures import reporting
-from autopar.runtime.groups import Groups, init_mesh
-from tests.ranks import close_pools, rank_outcomes, run_ranks
+from autopar.runtime.comm.collectives import Traffic
+from autopar.runtime.exec.lowering import bind
+from autopar.runtime.fault.errors import reporting
+from autopar.runtime.mesh.process_groups import Groups, init_mesh
+from tests.support.ranks import close_pools, rank_outcomes, run_ranks
 
 raw = torch.ops.autopar
 aten = torch.ops.aten

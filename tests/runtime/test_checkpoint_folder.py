@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from autopar.runtime import checkpoint_folder, safetensors_files
-from autopar.runtime.checkpoint_folder import INDEX, PART, SINGLE, Draft
+from autopar.runtime.checkpoint import hf_atomic_write, hf_files
+from autopar.runtime.checkpoint.hf_atomic_write import INDEX, PART, SINGLE, Draft
 
 OPERATIONS = ("fsync", "link", "mkdir", "rename", "replace", "rmdir", "unlink")
 CONFIG = LlamaConfig(
@@ -64,11 +64,11 @@ def killed_at(moment: int, patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             path.write_bytes(path.read_bytes()[:100])
             raise Killed
 
-    save = checkpoint_folder.save_file
+    save = hf_atomic_write.save_file
     with patch.context() as p:
         for name in OPERATIONS:
             p.setattr(os, name, watched(name, getattr(os, name)))
-        p.setattr(checkpoint_folder, "save_file", write)
+        p.setattr(hf_atomic_write, "save_file", write)
         yield done
 
 
@@ -138,7 +138,7 @@ def test_a_kill_leaves_the_old_or_the_new_one(
 
 def read_by_us(folder: Path) -> float:
     """As `load_pretrained` finds it."""
-    sources = safetensors_files.stored_in(folder)
+    sources = hf_files.stored_in(folder)
     (value,) = {float(x) for s in sources.values() for x in load_file(s.file)[s.name].unique()}
     return value
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.runtime import clipping
-from autopar.runtime.clipping import clip_gradients
-from autopar.runtime.comm import all_reduce
-from autopar.runtime.sharded_tensor import ShardedTensor
-from tests.ranks import run_ranks
+from autopar.runtime.comm.collectives import all_reduce
+from autopar.runtime.optim import grad_clipping
+from autopar.runtime.optim.grad_clipping import clip_gradients
+from autopar.runtime.params.sharded_tensor import ShardedTensor
 from tests.runtime.test_state import gradients, make_specs, model_on, wholes
+from tests.support.ranks import run_ranks
 
 
 def clipped(sizes: dict[str, int], norm_type: float) -> tuple[list[Any], list[str]]:
@@ -23,7 +23,7 @@ def clipped(sizes: dict[str, int], norm_type: float) -> tuple[list[Any], list[st
     gradients(groups, params, 0)
     reduced: list[str] = []
     with patch.object(
-        clipping, "all_reduce", lambda g, n, axes, op: reduced.append(axes) or all_reduce(g, n, axes, op)
+        grad_clipping, "all_reduce", lambda g, n, axes, op: reduced.append(axes) or all_reduce(g, n, axes, op)
     ):
         specs = make_specs(sizes.get("tp", 1))
         norms = [float(clip_gradients(params, specs, groups, 0.5, norm_type)) for _ in range(2)]

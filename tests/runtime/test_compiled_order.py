@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 import autopar
-from autopar.runtime.bind import bind
-from autopar.runtime.groups import Groups
+from autopar.runtime.exec.lowering import bind
+from autopar.runtime.mesh.process_groups import Groups
 from tests.cuda import fake_gpu as fake_gpu  # registers the backend
 from tests.runtime.test_bind import aten, graph_of, raw
 

@@ -20,15 +20,16 @@ from autopar.attention.operator import attention_of_piece
 from autopar.attention.problem import Mask, Problem
 from autopar.ir.graph import outputs
 from autopar.ir.placement import Shard, piece, scaled_blocks
-from autopar.runtime import comm, functional
-from autopar.runtime.attention_comm import AxisComm
-from autopar.runtime.bind import bind
-from autopar.runtime.comm import Traffic
-from autopar.runtime.failures import reporting
-from autopar.runtime.groups import Groups, init_mesh
+from autopar.runtime.comm import collectives as comm
+from autopar.runtime.comm import functional_collectives
+from autopar.runtime.comm.collectives import Traffic
+from autopar.runtime.comm.context_parallel_comm import AxisComm
+from autopar.runtime.exec.lowering import bind
+from autopar.runtime.fault.errors import reporting
+from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from autopar.testing.attention_ranks import Case, attend_and_differentiate, cut, on_the_whole
-from tests.ranks import close_pools, rank_outcomes, run_ranks
 from tests.runtime.test_bind import graph_of
+from tests.support.ranks import close_pools, rank_outcomes, run_ranks
 
 raw = torch.ops.autopar
 
@@ -148,15 +149,15 @@ def signed_blocks() -> list[list[int]]:
 def test_functional_layouts_are_those_of_collectives(blocks: list[int]) -> None:
     ranks, whole = 4, torch.rand(2, 32 if len(blocks) != 3 else 16, 3)
     shard = Shard(1, scaled_blocks(blocks, whole.shape[1]))
-    rows = functional.to_stack(whole, 1, blocks, ranks)
-    assert torch.equal(functional.from_stack(rows, 1, blocks), whole)
+    rows = functional_collectives.to_stack(whole, 1, blocks, ranks)
+    assert torch.equal(functional_collectives.from_stack(rows, 1, blocks), whole)
     for me in range(ranks):
         there = SimpleNamespace(groups=SimpleNamespace(index=lambda axis, me=me: me, size=lambda axis: ranks))
         mine = piece(whole, shard, ranks, me)
         assert torch.equal(rows[me], mine)
-        assert torch.equal(functional.functional_shard_slice(there, whole, 1, blocks, "cp", ranks), mine)
+        assert torch.equal(functional_collectives.functional_shard_slice(there, whole, 1, blocks, "cp", ranks), mine)
         assert torch.equal(comm.shard_slice(there.groups, 1, blocks, "cp")(whole), mine)
-        padded = functional.functional_shard_pad(there, mine, 1, blocks, "cp", ranks)
+        padded = functional_collectives.functional_shard_pad(there, mine, 1, blocks, "cp", ranks)
         assert torch.equal(comm.shard_pad(there.groups, 1, blocks, "cp")(mine), padded)
         assert torch.equal(piece(padded, shard, ranks, me), mine) and padded.count_nonzero() == mine.numel()
 

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, MixtralForCausalLM, PreTrainedCon
 
 import autopar
 from autopar.models.hf_checkpoints import recipes_to_load
-from autopar.runtime.groups import init_mesh
-from autopar.runtime.safetensors_files import Files
+from autopar.runtime.checkpoint.hf_files import Files
+from autopar.runtime.mesh.process_groups import init_mesh
 from tests.hf import zoo
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 SIZES: dict[str, dict[str, int]] = {
     "mixtral": {"tp": 2},  # experts merged, gates and ups concatenated, the block renamed

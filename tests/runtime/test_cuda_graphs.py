@@ -15,16 +15,16 @@ from torch import Tensor, nn
 import autopar
 from autopar.adapters.dtensor import local_of
 from autopar.models.tiny import TINY
-from autopar.ops import watch
-from autopar.runtime import cuda_graphs, executor
-from autopar.runtime.comm import Ledger, add_ledgers, ledger_between
-from autopar.runtime.cuda_graphs import MOVES, WARM_UP, why_not
-from autopar.runtime.note_watch import NoteWatch
-from autopar.runtime.step_result import Result
-from tests.compiled_once import compiled_once
-from tests.plain_models import Net, Normed, Tied, WithDropout, build, images, numbers, part, put, tokens
-from tests.ranks import run_ranks
-from tests.subjects import tiny
+from autopar.ops import value_checks
+from autopar.runtime.comm.collectives import Ledger, add_ledgers, ledger_between
+from autopar.runtime.exec import cuda_graphs, executor
+from autopar.runtime.exec.cuda_graphs import MOVES, WARM_UP, why_not
+from autopar.runtime.exec.step_result import Result
+from autopar.runtime.exec.value_checks import NoteWatch
+from tests.support.compile_cache import compiled_once
+from tests.support.plain_models import Net, Normed, Tied, WithDropout, build, images, numbers, part, put, tokens
+from tests.support.ranks import run_ranks
+from tests.support.subjects import tiny
 
 STEPS = WARM_UP + 4
 BATCHES: dict[Any, Callable[..., dict[str, Tensor]]] = {Net: numbers, Normed: images, Tied: tokens}
@@ -42,7 +42,7 @@ class PlayedGraph:
     counts: Callable[[], Ledger]  # what this process has sent
 
     def record(self, run: Callable[[], Any]) -> Any:
-        self._run, self._result, self._notes = run, run(), list(watch._notes)
+        self._run, self._result, self._notes = run, run(), list(value_checks._notes)
         for x in _tensors(self._result):
             x.fill_(float("nan") if x.is_floating_point() else -1)
         return self._result
@@ -52,7 +52,9 @@ class PlayedGraph:
         before = self.counts()
         for old, new in zip(_tensors(self._result), _tensors(self._run()), strict=True):
             old.copy_(new)
-        for note, again in zip(self._notes, watch.take_notes(), strict=True):  # nobody but a kernel notes anything
+        for note, again in zip(
+            self._notes, value_checks.take_notes(), strict=True
+        ):  # nobody but a kernel notes anything
             note.extremes.copy_(again.extremes)
         self.sent = add_ledgers(self.sent, ledger_between(before, self.counts()))
 
@@ -63,7 +65,7 @@ def _tensors(result: Result) -> list[Tensor]:
 
 def noted(values: Tensor, low: float, high: float, text: str, fatal: bool = True) -> None:
     """As on a GPU, where nobody knows yet whether the values are right."""
-    watch._notes.append(watch.Note(torch.stack(torch.aminmax(values)), low, high, text, fatal))
+    value_checks._notes.append(value_checks.Note(torch.stack(torch.aminmax(values)), low, high, text, fatal))
 
 
 @contextmanager
@@ -77,7 +79,7 @@ def played(make: type[PlayedGraph] = PlayedGraph) -> Iterator[list[PlayedGraph]]
         PlayedGraph.made[-1].counts = self._traffic_of_run
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch, "note", noted)
+        patch.setattr(value_checks, "note", noted)
         patch.setattr(executor, "why_not", lambda graphs, device: why_not(graphs, torch.device("cuda")))
         patch.setattr(cuda_graphs.RecordedStep.__init__, "__kwdefaults__", kept)
         patch.setattr(cuda_graphs.RecordedStep, "_ask_others", lambda self: None)
@@ -240,7 +242,7 @@ def sent_notes() -> Iterator[list[list[list[float]]]]:
     """The ranges that each step has noted."""
     found, send = list[list[list[float]]](), NoteWatch._send
 
-    def sent(self: NoteWatch, notes: list[watch.Note], step: int) -> Any:
+    def sent(self: NoteWatch, notes: list[value_checks.Note], step: int) -> Any:
         found.append([note.extremes.tolist() for note in notes])
         return send(self, notes, step)
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend
 
 import autopar
-from autopar.runtime.devices import RANKS_SHARE_GPUS, choose_device
-from tests.ranks import close_pools, run_ranks
+from autopar.runtime.mesh.devices import RANKS_SHARE_GPUS, choose_device
+from tests.support.ranks import close_pools, run_ranks
 
 BOTH = "cpu:gloo,cuda:nccl"
 

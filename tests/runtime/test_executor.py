@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from autopar.ir.signature import InputSpec, OutputSpec
-from autopar.runtime.bind import Bound
-from autopar.runtime.comm import Traffic
-from autopar.runtime.executor import Executor
-from autopar.runtime.groups import Groups, init_mesh
-from autopar.runtime.step_values import Values
+from autopar.runtime.comm.collectives import Traffic
+from autopar.runtime.exec.executor import Executor
+from autopar.runtime.exec.lowering import Bound
+from autopar.runtime.exec.slots import Values
+from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from autopar.schedule.request import SCHEDULES, Request
 from autopar.schedule.simulate import simulate
-from tests.ranks import run_ranks
 from tests.runtime import hand_made
 from tests.runtime.hand_made import WIDTH, Case
+from tests.support.ranks import run_ranks
 
 EXACT = 1e-12
 

@@ -20,11 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.adapters.distributed import default_store, own_client
 from autopar.ir.mesh import Mesh
-from autopar.runtime.agreement import Claim, agree, agree_on, exchange_texts
-from autopar.runtime.failures import board, reporting
-from autopar.runtime.groups import Groups, init_mesh, mesh_of
-from autopar.runtime.store_line import Line
-from tests.ranks import rank_outcomes, run_ranks
+from autopar.runtime.consistency.rank_checks import Claim, agree, agree_on, exchange_texts
+from autopar.runtime.fault.errors import board, reporting
+from autopar.runtime.fault.store_client import Line
+from autopar.runtime.mesh.process_groups import Groups, init_mesh, mesh_of
+from tests.support.ranks import rank_outcomes, run_ranks
 
 
 def axis_sums(sizes: dict[str, int]) -> dict[str, float]:
@@ -65,7 +65,7 @@ def connects(groups: Groups) -> None:
 
 def joins() -> list[str]:
     mesh = init_mesh(dp=2, cp=2, tp=2)
-    with patch("autopar.runtime.groups.group_of_members") as new:
+    with patch("autopar.runtime.mesh.process_groups.group_of_members") as new:
         groups = Groups(mesh)
     assert not new.called, "groups of joined axes and levels are made where they are used"
     out = [str(groups.ranks("dp,tp"))]
@@ -231,7 +231,7 @@ def questions_of_an_agreement(more: bool) -> tuple[int, int]:
     groups = Groups(init_mesh(dp=dist.get_world_size()))
     claims = [Claim(("dp",), {f"x{i}": "7"}, "", "") for i in range(5 if more else 1)]
     agree_on(groups, claims, "the batch")
-    with patch("autopar.runtime.store_line.own_client", lambda store: Counting(own_client(store))):
+    with patch("autopar.runtime.fault.store_client.own_client", lambda store: Counting(own_client(store))):
         board().line = Line(default_store())
     asked = Counting.asked
     for _ in range(10):

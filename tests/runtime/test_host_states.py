@@ -14,14 +14,14 @@ from torch import Tensor
 import autopar
 from autopar.adapters.dtensor import local_of
 from autopar.cost.memory import memory
-from autopar.runtime import host_copies
-from autopar.runtime.host_copies import HostArena, HostCopies
+from autopar.runtime.mesh import offload_buffers
+from autopar.runtime.mesh.offload_buffers import HostArena, HostCopies
 from tests.benchmarks.meter import Meter
-from tests.compiled_once import compiled_once
-from tests.ranks import run_ranks
-from tests.runs import Tied, batch_of
 from tests.runtime.test_optimizers import OPTIMIZERS
-from tests.subjects import tiny
+from tests.support.compile_cache import compiled_once
+from tests.support.ranks import run_ranks
+from tests.support.runs import Tied, batch_of
+from tests.support.subjects import tiny
 
 NAMES = ("AdamW", "AdamW foreach", "SGD fused", "Rprop", "Muon", "Adafactor", "Adafactor, relative steps")
 BUCKET = 1_500  # bytes of parameters: several buckets of the small model
@@ -253,8 +253,8 @@ def test_the_host_waits_before_it_reads_states(tmp_path: Path) -> None:
 def _late(folder: str) -> dict[str, bool]:
     """Whether `state_dict`, saves and loads have what lies in host memory once all copies are done."""
     device, late, found = torch.device("cpu"), LateCopies(), dict[str, bool]()
-    known = host_copies._OF_DEVICES.pop(device, None)
-    host_copies._OF_DEVICES[device] = late
+    known = offload_buffers._OF_DEVICES.pop(device, None)
+    offload_buffers._OF_DEVICES[device] = late
     try:
         parallel, batch = made({"dp": 1}, optimizer_on_host=True)
         optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
@@ -275,9 +275,9 @@ def _late(folder: str) -> dict[str, bool]:
             late.arrived()
             found[f"save {asynchronous=}"] = all(map(torch.equal, expected, states(optimizer)))
     finally:
-        del host_copies._OF_DEVICES[device]
+        del offload_buffers._OF_DEVICES[device]
         if known is not None:
-            host_copies._OF_DEVICES[device] = known
+            offload_buffers._OF_DEVICES[device] = known
     return found
 
 

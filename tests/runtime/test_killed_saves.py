@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 import autopar
-from tests.ranks import rank_outcomes, run_ranks
-from tests.runs import Run, undisturbed
+from tests.support.ranks import rank_outcomes, run_ranks
+from tests.support.runs import Run, undisturbed
 
 EXACT = 1e-10
-OURS = tuple(str(Path(autopar.__file__).resolve().parent.parent / name) for name in ("autopar/", "runtime/"))
+OURS = (str(Path(autopar.__file__).resolve().parent.parent / "autopar"),)
 SIZES, OPTIONS = {"dp": 2}, {"zero": 1}
 
 

@@ -1,4 +1,4 @@
-"""Ranks by launch: results, tracebacks, a dead rank; and by torchrun (tests/torchrun_script.py)."""
+"""Ranks by launch: results, tracebacks, a dead rank; and by torchrun (tests/support/torchrun_script.py)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.agreement import agree
-from autopar.runtime.groups import Groups, init_mesh
-from autopar.runtime.launch import launch, to_bytes
-from tests.launched import serve
+from autopar.runtime.consistency.rank_checks import agree
+from autopar.runtime.mesh.process_groups import Groups, init_mesh
+from autopar.runtime.training.launch import launch, to_bytes
+from tests.support.launched import serve
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -63,7 +63,7 @@ def test_results_on_a_gpu_come_back_on_the_cpu(monkeypatch: pytest.MonkeyPatch) 
     """Whatever holds them, and tensors that are there twice are one."""
     moved: list[torch.Tensor] = []
     to_cpu = torch.Tensor.cpu
-    monkeypatch.setattr("autopar.runtime.launch._on_gpu", lambda x: x.numel() > 1)
+    monkeypatch.setattr("autopar.runtime.training.launch._on_gpu", lambda x: x.numel() > 1)
     monkeypatch.setattr(torch.Tensor, "cpu", lambda x: moved.append(x) or to_cpu(x))
     x, p = torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.ones(3), requires_grad=False)
     found = pickle.loads(to_bytes({"x": [x, x], "p": p, "loss": torch.tensor(1.0), "why": "text"}))

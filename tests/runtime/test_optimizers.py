@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 BY_NAME = ("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Rprop", "SGD")

@@ -14,14 +14,14 @@ from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
 from autopar.ir.signature import InputSpec, OutputSpec
 from autopar.options import Options
-from autopar.runtime.executor import Executor
-from autopar.runtime.groups import Groups, init_mesh
+from autopar.runtime.exec.executor import Executor
+from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from autopar.schedule.order import Hop
 from autopar.schedule.request import SCHEDULES, Request
 from autopar.schedule.simulate import simulate
 from autopar.steps.graphs import Cache, Pipeline, Stage
-from tests.ranks import run_ranks
 from tests.runtime.hand_made import graph
+from tests.support.ranks import run_ranks
 
 ROWS, WIDTH, LENGTHS, MICRO_BATCHES = 2, 4, (3, 2, 1), 3
 NAMES = ("wk0", "wq0", "wk1", "wq1")

@@ -11,17 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.comm import Traffic
-from autopar.runtime.executor import Executor
-from autopar.runtime.failures import CollectiveError, reporting
-from autopar.runtime.groups import Groups, init_mesh
-from autopar.runtime.instructions import Instruction
-from autopar.runtime.point_to_point import Channels, side_by_side
+from autopar.runtime.comm.collectives import Traffic
+from autopar.runtime.comm.p2p import Channels, side_by_side
+from autopar.runtime.exec.executor import Executor
+from autopar.runtime.exec.instructions import Instruction
+from autopar.runtime.fault.errors import CollectiveError, reporting
+from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from autopar.schedule.order import Action, Order
 from autopar.schedule.order_checks import acknowledged, counterpart
-from tests.ranks import Outcome, close_pools, rank_outcomes, run_ranks
 from tests.runtime import hand_made
 from tests.runtime.hand_made import Case
+from tests.support.ranks import Outcome, close_pools, rank_outcomes, run_ranks
 
 TIMEOUT = 4.0  # seconds until a transfer without its peer fails
 

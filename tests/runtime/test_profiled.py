@@ -7,7 +7,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import autopar
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 class Chain(nn.Module):

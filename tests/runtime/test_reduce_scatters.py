@@ -12,10 +12,10 @@ from torch import Tensor
 
 from autopar.adapters.distributed import REDUCE_SCATTER
 from autopar.ir.placement import Shard, piece
-from autopar.runtime.bind import bind
-from autopar.runtime.groups import Groups, init_mesh
-from tests.ranks import run_ranks
+from autopar.runtime.exec.lowering import bind
+from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from tests.runtime.test_bind import aten, graph_of, raw
+from tests.support.ranks import run_ranks
 
 GRADIENTS = (8, 2, 8, 4, 4, 8)  # rows
 

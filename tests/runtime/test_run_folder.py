@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.ranks import run_ranks
-from tests.runs import Run
+from tests.support.ranks import run_ranks
+from tests.support.runs import Run
 
 
 def kept_in(folder: str) -> list[Any]:

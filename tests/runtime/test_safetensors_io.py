@@ -26,10 +26,10 @@ from transformers import (
 import autopar
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Placement, Shard
-from autopar.runtime.groups import Groups, init_mesh
-from autopar.runtime.safetensors_io import load_pretrained, save_pretrained
-from autopar.runtime.state import local_piece, local_tensor, make_parameter
-from tests.ranks import run_ranks
+from autopar.runtime.checkpoint.hf_io import load_pretrained, save_pretrained
+from autopar.runtime.mesh.process_groups import Groups, init_mesh
+from autopar.runtime.params.parameters import local_piece, local_tensor, make_parameter
+from tests.support.ranks import run_ranks
 
 
 def tiny(kind: str) -> PreTrainedModel:

@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import IterableDataset
 
 import autopar
-from autopar.runtime.sampling import PartSampler
-from tests.ranks import refusal, run_ranks
-from tests.subject_models import Mlp
+from autopar.runtime.training.sampler import PartSampler
+from tests.support.ranks import refusal, run_ranks
+from tests.support.subject_models import Mlp
 
 Sizes = dict[str, int]
 

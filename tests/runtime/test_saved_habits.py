@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import autopar
-from tests.compiled_once import compiled_once
-from tests.ranks import run_ranks
-from tests.runs import Run, Tied, batch_of
+from tests.support.compile_cache import compiled_once
+from tests.support.ranks import run_ranks
+from tests.support.runs import Run, Tied, batch_of
 
 EXACT = 1e-10
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.runtime import staging
-from tests.ranks import run_ranks
-from tests.runs import Run, Sizes, Tied, averages, undisturbed
+from autopar.runtime.checkpoint import staging
 from tests.runtime.test_optimizers import OPTIMIZERS
+from tests.support.ranks import run_ranks
+from tests.support.runs import Run, Sizes, Tied, averages, undisturbed
 
 EXACT = 1e-10
 MESHES: list[tuple[Sizes, dict[str, Any]]] = [

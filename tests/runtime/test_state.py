@@ -20,11 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar.adapters.hooks import Observers
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import INVARIANT, Placement, Shard
-from autopar.runtime.dtensor_layout import is_here
-from autopar.runtime.groups import Groups, init_mesh
-from autopar.runtime.scalar_tensor import ScalarTensor
-from autopar.runtime.sharded_tensor import ShardedTensor
-from autopar.runtime.state import (
+from autopar.runtime.mesh.process_groups import Groups, init_mesh
+from autopar.runtime.params.dtensor_layout import is_here
+from autopar.runtime.params.parameters import (
     full_gradients,
     full_state_dict,
     load_state_dict,
@@ -37,7 +35,9 @@ from autopar.runtime.state import (
     set_gradients,
     wrap,
 )
-from tests.ranks import run_ranks
+from autopar.runtime.params.scalar_tensor import ScalarTensor
+from autopar.runtime.params.sharded_tensor import ShardedTensor
+from tests.support.ranks import run_ranks
 
 DTYPE = torch.float64
 

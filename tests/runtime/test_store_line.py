@@ -10,7 +10,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from autopar.runtime.store_line import Answer
+from autopar.runtime.fault.store_client import Answer
 
 PATIENCE, TURNS, TURN, SUSPENDED = 2.0, 10, 0.05, 3.0  # seconds; an answer takes a quarter of the patience
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 import autopar.runtime.schedules  # noqa: F401  (fills the registry)
-from autopar.compile.parts import proven
+from autopar.compile.stages import proven
 from autopar.schedule.lowering import lower
 from autopar.schedule.order import Hop, Order, ScheduleError
 from autopar.schedule.request import SCHEDULES, Costs, Request
@@ -95,7 +95,7 @@ def test_a_compiled_order_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     order = made("1f1b", 3, 3)
     assert order is not None
     asked: list[Order] = []
-    monkeypatch.setattr("autopar.compile.parts.check_streams", asked.append)
+    monkeypatch.setattr("autopar.compile.stages.check_streams", asked.append)
     hops = hops_of(3, "all")
     assert proven(order, hops) is order and asked == [lower(order, hops)]
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from autopar.ir.storages import storages
-from autopar.runtime.bind import bind
-from autopar.runtime.groups import Groups, init_mesh
-from tests.ranks import run_ranks
+from autopar.runtime.exec.lowering import bind
+from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from tests.runtime.test_bind import graph_of
+from tests.support.ranks import run_ranks
 
 aten = torch.ops.aten
 

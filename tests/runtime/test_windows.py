@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import core_model_loading as loading
 
-from autopar.ir.recipe import Making
-from autopar.runtime.windows import Window, pulled, traced
+from autopar.ir.weight_conversion import Making
+from autopar.runtime.checkpoint.partial_reads import Window, pulled, traced
 
 CONFIG = SimpleNamespace(num_attention_heads=2)
 MODEL = SimpleNamespace(

@@ -23,7 +23,7 @@ from autopar.runtime.schedules.zb_search import RowProblem, lower_bound, run_row
 from autopar.schedule.order_checks import validate
 from autopar.schedule.request import SCHEDULES, Costs, Request
 from autopar.schedule.simulate import Timeline, simulate
-from tests.zero_bubble_tables import TABLE_5, Row
+from tests.support.zero_bubble_tables import TABLE_5, Row
 
 ALMOST = 1e-9
 ZB_1P = (0.1585, 0.1242, 0.0674, 0.1323, 0.1045, 0.0554, 0.1397, 0.1088, 0.0576, 0.1421, 0.1106, 0.0594)

@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tests.launched import ROOT
+from tests.support.launched import ROOT
 
 TORCH = ("2.12", "2.13", "2.13+cuda", "2.14", "2.15")
 CUDA = {"2.13+cuda": "===2.13.0"}  # the build with CUDA, which alone has no ending
@@ -42,7 +42,7 @@ What is known of the differences:
 
 - torch 2.11 and older are refused: operators on a subclass of DTensor run DTensor's own code there.
 - torch 2.12: `apply` of a custom autograd Function takes no keyword arguments, in plain torch either; three tests of
-  `tests/test_autograd_function.py` pass some.
+  `tests/capture/test_autograd_function.py` pass some.
 - transformers 5.10: opt, bart, whisper, nllb_moe, falcon with padding and informer draw whether to skip a layer as a
   tensor, which is refused; dbrx multiplies by matrices of other shapes than in 5.23 and does not run at the sizes of
   the tests; their tiny longcat_flash has other sizes; gemma2's loss differs by 1e-11. 5.23 has all of them.
@@ -56,13 +56,13 @@ What is known of the differences:
 # What touches private names of the libraries, or what they have changed.
 SUITE = (
     "tests/versions/exact.py",
-    "tests/test_versions.py",
-    "tests/test_autograd_function.py",
-    "tests/test_capture.py",
-    "tests/test_decompose.py",
-    "tests/test_module.py",
-    "tests/test_rules.py",
-    "tests/test_checkpoints.py",
+    "tests/capture/test_versions.py",
+    "tests/capture/test_autograd_function.py",
+    "tests/capture/test_capture.py",
+    "tests/capture/test_decompose.py",
+    "tests/module/test_module.py",
+    "tests/rules/test_rules.py",
+    "tests/autodiff/test_activation_checkpoint.py",
     "tests/runtime/test_compiled_order.py",
     "tests/runtime/test_launch.py",
     "tests/runtime/test_saving.py",

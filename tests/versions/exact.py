@@ -7,7 +7,7 @@ import pytest
 
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
-from tests.cells import Cell, called, check
+from tests.support.cases import Cell, called, check
 
 MODELS = ("llama", "gpt2", "t5", "mixtral", "vit")
 MESHES = {"dp=2": Options(), "tp=2": Options(), "pp=2": Options(micro_batches=2), "cp=2": Options()}

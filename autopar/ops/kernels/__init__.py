@@ -29,7 +29,7 @@ from autopar.ops.kernels.triton_flash import TritonFlash
 from autopar.registry import Registry
 
 if TYPE_CHECKING:
-    from autopar.ops.facts import Facts
+    from autopar.ops.mask_spec import Facts
 
 __all__ = [
     "KERNELS", "Kernel", "backward", "choose_kernel", "expected_kernel", "forward", "note_blocked_rows", "sum_to",

@@ -10,7 +10,7 @@ from torch import Tensor
 from autopar.ops.kernels.kernel import NEVER, Grads, Kernel, empty_rows, four_dims, has_size
 
 if TYPE_CHECKING:
-    from autopar.ops.facts import Facts
+    from autopar.ops.mask_spec import Facts
 
 _aten = torch.ops.aten
 

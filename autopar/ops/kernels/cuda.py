@@ -36,7 +36,7 @@ from autopar.ops.kernels.kernel import (
 )
 
 if TYPE_CHECKING:
-    from autopar.ops.facts import Facts
+    from autopar.ops.mask_spec import Facts
 
 _aten = torch.ops.aten
 

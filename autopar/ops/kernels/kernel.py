@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from autopar.ops.watch import note
+from autopar.ops.value_checks import note
 
 if TYPE_CHECKING:
-    from autopar.ops.facts import Facts
+    from autopar.ops.mask_spec import Facts
 
 HALF = (torch.float16, torch.bfloat16)
 NEVER = float("-inf")

@@ -10,7 +10,7 @@ from torch import Tensor
 from autopar.ops.kernels.kernel import HUGE, NEVER, Grads, Kernel, sum_to, wide
 
 if TYPE_CHECKING:
-    from autopar.ops.facts import Facts
+    from autopar.ops.mask_spec import Facts
 
 
 class _PlainScores:

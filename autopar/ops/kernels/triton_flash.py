@@ -1,4 +1,4 @@
-"""The kernel of our own: `autopar.ops.fused_attention`, behind those of the chip."""
+"""The kernel of our own: `autopar.ops.kernels.fused_attention`, behind those of the chip."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autopar.ops.facts import Facts
 from autopar.ops.kernels.chips import Chip
 from autopar.ops.kernels.cuda import Fused
 from autopar.ops.kernels.kernel import HALF, Grads
-from autopar.ops.triton_module import module_that_runs
+from autopar.ops.kernels.triton_module import module_that_runs
+from autopar.ops.mask_spec import Facts
 
 _PLAIN = Facts(None, None, None, None, None, True, 0, 0, 0, 1.0, 2.0, 0.0, 0, [], [])
 
@@ -46,9 +46,12 @@ class TritonFlash(Fused):
 
 
 def _module(device: torch.device) -> Any:
-    """`autopar.ops.fused_attention`, where it runs; else None."""
+    """`autopar.ops.kernels.fused_attention`, where it runs; else None."""
     return module_that_runs(
-        "autopar.ops.fused_attention", device, _try, "a softcap is computed in plain products, all scores at once"
+        "autopar.ops.kernels.fused_attention",
+        device,
+        _try,
+        "a softcap is computed in plain products, all scores at once",
     )
 
 

@@ -1,0 +1,273 @@
+"""The folder of the cache, shared by all ranks and jobs of a user: `AUTOPAR_CACHE`, or autopar/ in the user's caches.
+
+    folder = entry_folder()                        None: the cache is off
+    with folder.turn(key):                         one compiles, the others wait for its file
+        entry = folder.read(key) ...
+        folder.write(key, about, sections)
+
+A file is written under another name and renamed, so a reader sees all of it or none. Nothing here is an error of a
+step: a disk that is full or read-only only means that the next one compiles, too. Files are signed with a key of the
+user in the folder. Of a folder into which others may write nothing is read, and a warning says so, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import logging
+import os
+import re
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from autopar.cache.entry_file import StoredEntry, packed_entry, read_entry
+from autopar.cache.private_folder import keep_others_out, user_key, why_no_key, why_not_own, why_unsafe
+
+log = logging.getLogger("autopar.cache")
+
+VARIABLE, SIZE_VARIABLE = "AUTOPAR_CACHE", "AUTOPAR_CACHE_SIZE"
+OFF = ("0", "off", "no", "false")
+DEFAULT_SIZE = 2 << 30  # bytes
+PATIENCE = 300.0  # seconds to wait for another rank's compilation
+_POLL = 0.02  # seconds
+_OLD = 3600.0  # seconds after which a file that was never finished goes
+_FORGOTTEN = 30 * 86400.0  # seconds after which notes beside entries go
+_VERSION = "steps-1"
+_BESIDE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # how a file beside an entry is opened
+_KEY = re.compile(r"[0-9a-f]{40}")
+
+
+class ListedEntry(NamedTuple):
+    """A file: when it was last used, in seconds since 1970, and how often it was read."""
+
+    key: str
+    about: dict[str, Any]
+    nbytes: int
+    used: float
+    hits: int
+
+
+class EntryFolder:
+    """``size``: the most bytes that entries take."""
+
+    def __init__(self, path: Path, size: int = DEFAULT_SIZE) -> None:
+        self.path, self.size = path, size
+        self._files = path / _VERSION
+
+    def read(self, key: str) -> StoredEntry | None:
+        """The entry, which is the youngest now; None where there is none that is whole."""
+        path, secret = self._path(key), user_key(self._files)
+        entry = read_entry(secret, path) if secret is not None else None
+        if entry is None:
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path, follow_symlinks=False)
+            self._append(key, ".hits", b".")
+        return entry
+
+    def _append(self, key: str, suffix: str, data: bytes) -> None:
+        """To a file beside an entry; no link is followed. Raises OSError."""
+        handle = os.open(self._path(key).with_suffix(suffix), _BESIDE | os.O_APPEND, 0o600)
+        try:
+            os.write(handle, data)
+        finally:
+            os.close(handle)
+
+    def write(self, key: str, about: Mapping[str, Any], sections: Mapping[str, bytes]) -> bool:
+        """Whether the entry is there now. The least recently used ones go where there is no room."""
+        name = None
+        try:
+            self._make()
+            secret = user_key(self._files, make=True)
+            if secret is None:
+                log.debug("not stored: %s", why_no_key(self._files))
+                return False
+            data = packed_entry(secret, key, about, sections)
+            if len(data) > self.size:
+                log.debug("not stored: %d bytes are more than %s", len(data), SIZE_VARIABLE)
+                return False
+            handle, name = tempfile.mkstemp(prefix="unfinished-", dir=self._files)
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, self._path(key))
+            self._make_room()
+            return True
+        except OSError as error:
+            log.debug("not stored: %s", error)
+            if name is not None:
+                with contextlib.suppress(OSError):
+                    os.unlink(name)
+            return False
+
+    @contextlib.contextmanager
+    def turn(self, key: str) -> Iterator[bool]:
+        """Within: whether nobody was here before. While another process is, waits: until it has gone, died or has left
+        the entry. Who has waited does not keep others waiting."""
+        handle = self._lock(key)
+        if handle is None:
+            yield True
+            return
+        try:
+            waited = self._wait(handle, self._path(key))
+            yield not waited
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile has the file open, too
+            os.close(handle)
+
+    def _wait(self, handle: int, path: Path) -> bool:
+        """Whether another process had the lock. If so, nobody has it through this one."""
+        end, waited, before = time.monotonic() + PATIENCE, False, _file_at(path)
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if waited:
+                    fcntl.flock(handle, fcntl.LOCK_UN)
+                return waited
+            except BlockingIOError:
+                waited = True
+            except OSError:  # a file system without locks
+                return False
+            if _file_at(path) != before or time.monotonic() > end:
+                return True
+            time.sleep(_POLL)
+
+    def _lock(self, key: str) -> int | None:
+        try:
+            self._make()
+            return os.open(self._path(key).with_suffix(".lock"), _BESIDE, 0o600)
+        except OSError:
+            return None
+
+    def refuse(self, key: str) -> None:
+        """Note that a compilation could not be stored: the next one waits for nobody."""
+        with contextlib.suppress(OSError):
+            self._make()
+            self._append(key, ".never", b"")
+
+    def is_refused(self, key: str) -> bool:
+        return self._path(key).with_suffix(".never").exists()
+
+    def entries(self) -> list[ListedEntry]:
+        """All that are there, the last used one first."""
+        found, secret = [], user_key(self._files)
+        if secret is None:
+            return []
+        for path, facts in self._stats(".step"):
+            entry, hits = read_entry(secret, path), 0
+            with contextlib.suppress(OSError):
+                hits = path.with_suffix(".hits").stat().st_size
+            if entry is not None:
+                found.append(ListedEntry(path.stem, entry.about, facts.st_size, facts.st_mtime, hits))
+        return sorted(found, key=lambda entry: -entry.used)
+
+    def clear(self) -> tuple[int, int]:
+        """Remove all; how many entries there were, and their bytes."""
+        entries = list(self._stats(".step"))
+        for path, _ in self._stats(""):
+            with contextlib.suppress(OSError):
+                path.unlink()
+        return len(entries), sum(facts.st_size for _, facts in entries)
+
+    def _make_room(self) -> None:
+        found = sorted(self._stats(".step"), key=lambda pair: pair[1].st_mtime)
+        left = sum(facts.st_size for _, facts in found)
+        for path, facts in found:
+            if left <= self.size:
+                break
+            for suffix in (".step", ".hits", ".lock", ".never"):
+                with contextlib.suppress(OSError):
+                    path.with_suffix(suffix).unlink()
+            left -= facts.st_size
+        for path, facts in self._stats(""):
+            age, unfinished = time.time() - facts.st_mtime, path.name.startswith("unfinished-")
+            if (unfinished and age > _OLD) or (path.suffix in (".never", ".lock") and age > _FORGOTTEN):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    def _stats(self, suffix: str) -> Iterator[tuple[Path, os.stat_result]]:
+        """Own files, those of a suffix (all: "")."""
+        try:
+            with os.scandir(self._files) as entries:
+                paths = [Path(entry.path) for entry in entries]
+        except OSError:
+            return
+        for path in paths:
+            known = _KEY.fullmatch(path.stem) is not None or path.name.startswith("unfinished-")
+            if known and (not suffix or path.suffix == suffix):
+                with contextlib.suppress(OSError):
+                    yield path, path.lstat()
+
+    def _path(self, key: str) -> Path:
+        assert _KEY.fullmatch(key), "a key is a digest"
+        return self._files / f"{key}.step"
+
+    def _make(self) -> None:
+        """For this user alone, whatever the umask says."""
+        if not self._files.is_dir():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            for folder in (self.path, self._files):
+                folder.mkdir(mode=0o700, exist_ok=True)
+
+    def why_refused(self) -> str:
+        """What lets others say what is in it, in words; "" where nothing does."""
+        return why_unsafe(self.path) or why_not_own(self._files) or why_no_key(self._files)
+
+
+def _file_at(path: Path) -> int | None:
+    """A number that another file has not."""
+    try:
+        return path.lstat().st_ino
+    except OSError:
+        return None
+
+
+def entry_folder() -> EntryFolder | None:
+    """That of the environment; None where the cache is off, or, with a warning, where others may write to it. Raises
+    ValueError for a size that is none."""
+    given = os.environ.get(VARIABLE, "")
+    if given.lower() in OFF:
+        return None
+    if given:
+        path = Path(given).expanduser()
+    else:
+        caches = os.environ.get("XDG_CACHE_HOME", "")
+        try:
+            path = (Path(caches) if caches else Path.home() / ".cache") / "autopar"
+        except RuntimeError:  # nobody's home
+            return None
+        keep_others_out(path)
+    found = EntryFolder(path, _size(os.environ.get(SIZE_VARIABLE, "")))
+    if why := found.why_refused():
+        _refuse(why)
+        return None
+    return found
+
+
+@functools.cache
+def _refuse(why: str) -> None:
+    """Say so, once."""
+    warnings.warn(
+        f"cache: compiled steps are neither read nor kept, since {why}; let nobody else write there (chmod go-w, and "
+        f"remove a key that others know), or set {VARIABLE} to a folder of your own, or to 0",
+        stacklevel=3,
+    )
+
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def _size(text: str) -> int:
+    if not text:
+        return DEFAULT_SIZE
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    if match is None:
+        raise ValueError(f"{SIZE_VARIABLE}: expected bytes such as 2e9, 500M or 2G, found {text!r}")
+    return int(float(match[1]) * _UNITS[match[2]])

@@ -1,0 +1,148 @@
+"""Whose code is known by a version, and what of it somebody has replaced.
+
+The files of Python, torch, numpy and autopar are as their versions say (autopar's by content). Of other libraries it
+is the files whose code a model may run, by size and time. All else is the user's, and looked into.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import hashlib
+import importlib.metadata
+import operator
+import sys
+import time
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from autopar.capture.reads.code_owners import AREAS, OURS, TRUSTED, USER, owner_of_function
+
+_LOOKED_AT = (
+    "torch", "torch.nn", "torch.nn.functional", "torch.functional", "torch.nn.init", "torch.utils.checkpoint",
+    "torch.autograd", "torch.special", "torch.linalg", "torch.fft", "torch._tensor", "torch.autograd.function",
+)  # fmt: skip
+
+_LOADED = time.time()  # about when the files of autopar were read
+
+
+def is_foreign(value: object) -> bool:
+    """Whether a function's code is in no file of a library that is known by its version."""
+    return isinstance(value, types.FunctionType) and owner_of_function(value) != TRUSTED
+
+
+@functools.cache
+def own_digest() -> str:
+    """Of all sources of autopar; "" where one is younger than this process, which has read what it was before."""
+    digest = hashlib.blake2b(digest_size=16)
+    for folder in (OURS, *AREAS):
+        for file in sorted(Path(folder).rglob("*.py")):
+            if file.stat().st_mtime > _LOADED:
+                return ""
+            digest.update(f"{file.relative_to(folder)}\0".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def versions() -> tuple[tuple[str, str], ...]:
+    """Of Python, torch and what it computes with."""
+    return (
+        ("python", sys.version), ("torch", torch.__version__), ("git", str(torch.version.git_version)),
+        ("cuda", str(torch.version.cuda)), ("numpy", numpy.__version__), ("autopar", own_digest()),
+    )  # fmt: skip
+
+
+@functools.lru_cache(256)
+def version_of_package(name: str) -> str:
+    """Of the distribution that a top-level package comes from; "" where there is none."""
+    try:
+        return importlib.metadata.version(name) if name else ""
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def replaced() -> Iterator[tuple[str, Any]]:
+    """(where, function) of the functions that somebody has put into torch or into Python's builtins."""
+    for name in _LOOKED_AT:
+        yield from _foreign_in(name, vars(sys.modules[name]))
+    for cls in (torch.Tensor, torch.nn.Parameter, torch.nn.Module, torch.autograd.Function):
+        yield from _foreign_in(cls.__qualname__, vars(cls))
+    for name in ("torch.nn.modules", "torch.nn"):
+        for entry in list(vars(sys.modules[name]).values()):
+            if isinstance(entry, type):
+                yield from _foreign_in(entry.__qualname__, vars(entry))
+    yield from _foreign_in("builtins", vars(builtins))
+
+
+def _foreign_in(where: str, entries: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in list(entries.items()):
+        function = getattr(value, "__func__", value) if isinstance(value, (staticmethod, classmethod)) else value
+        if is_foreign(function):
+            yield f"{where}.{name}", function
+
+
+def renamed() -> Iterator[str]:
+    """What torch's functions are called, where they stand: one in the place of another shows."""
+    for name in ("torch.nn.functional", "torch"):
+        for key, value in vars(sys.modules[name]).items():
+            if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
+                yield f"{key}={value.__module__}.{value.__qualname__}"
+
+
+def changed_autopar() -> str | None:
+    """Where somebody has put code of their own into autopar, if they have."""
+    for name, module in [pair for pair in list(sys.modules.items()) if pair[0].partition(".")[0] == "autopar"]:
+        key = _foreign_key(module)
+        if key is None:
+            key = next((found for cls in _OWN[module].classes if (found := _foreign_key(cls)) is not None), None)
+        if key is not None:
+            return f"{name}.{key}"
+    return None
+
+
+@dataclass(frozen=True)
+class _Holder:
+    """A module or class that has been looked at, with nothing but our code. classes: that a module defines."""
+
+    values: list[Any]
+    functions: list[types.FunctionType]
+    codes: list[types.CodeType]
+    classes: list[type]
+
+    def is_still(self, holder: Any) -> bool:
+        """Whether it holds the same things, and the functions among them the same code. A function is equal to itself
+        alone, a code to one that does the same."""
+        try:
+            same = [*vars(holder).values()] == self.values
+        except Exception:  # what is compared with another may do anything
+            return False
+        return same and [*map(_code_of, self.functions)] == self.codes
+
+
+_code_of = operator.attrgetter("__code__")
+_OWN: dict[Any, _Holder] = {}  # an entry that is replaced lives until its module is looked at again
+
+
+def _foreign_key(holder: Any) -> str | None:
+    """The first entry of a module or class whose code is the user's. The same entries with the same code are looked at
+    once."""
+    known = _OWN.get(holder)
+    if known is not None and known.is_still(holder):
+        return None
+    entries, functions = dict(vars(holder)), []
+    for key, value in entries.items():
+        function = getattr(value, "fget", getattr(value, "__func__", value))
+        if isinstance(function, types.FunctionType):
+            if owner_of_function(function) == USER:
+                return str(key)
+            functions.append(function)
+    classes = [x for x in entries.values() if isinstance(x, type) and x.__module__ == holder.__name__]
+    _OWN[holder] = _Holder([*entries.values()], functions, [*map(_code_of, functions)], classes)
+    return None

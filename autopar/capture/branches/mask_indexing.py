@@ -1,0 +1,342 @@
+"""Rows that a mask picks, in a graph of fixed shapes: all rows, of which the others are left out where rows are summed.
+
+    mse_loss(y[mask], x[mask])     how many rows there are is known at run time only, so all are kept, with numbers in
+                                   the others that harm no function, and
+    --> where(mask, mse_loss(y', x', reduction="none"), 0).sum() / mask.sum() / width
+    cross_entropy(h[mask], t[mask])  -->  cross_entropy(h', where(mask, t, -100))
+    h[mask] += f(h[mask])            -->  h.copy_(where(mask, h' + f(h'), h))
+
+Masks are equal if they are one tensor, or come by the same comparisons from the same tensors. What acts on each row by
+itself acts on all of them; a function that is not known here gets the picked rows themselves, so that capture says
+which line needs a size that depends on values. A row that is left out has no part in the result, and no gradient.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from autopar.capture.branches import rowwise_ops as known
+from autopar.capture.branches.known_values import count_answer, writes
+
+_TENSOR: Any = Tensor
+_PLAIN = (int, float, bool, str, slice, type(None), type(Ellipsis), torch.dtype, torch.device)
+_PICKS = (_TENSOR.__getitem__,)
+_SELECTS = (torch.masked_select, _TENSOR.masked_select)
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class SelectedRows:
+    """Of one traced forward. ``refuse``: raises, with a text."""
+
+    def __init__(self, refuse: Callable[[str], None]) -> None:
+        self._refuse = refuse
+        self._masks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # rows -> which of them count
+        self._fresh: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # rows -> the call that picks them
+        self._keys: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # what a mask is, by what it came from
+        self._flat: dict[Any, Tensor] = {}  # key of a mask -> the mask in one dim
+        self._changed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # rows of which there are newer ones
+        self._numbers = itertools.count()
+        self._ours: set[Any] = set()  # nodes of calls that were looked at
+        self._of_rows: set[Any] = set()  # those among them that may hold rows
+
+    # --- calls --------------------------------------------------------------------------------------------
+
+    def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """(what a call makes of selected rows, ); () for a call that has none, whose arguments `handed_on` gives."""
+        picked = _picked(function, args, kwargs)
+        if picked is not None and self._may_pick(*picked, whole=function in _SELECTS):
+            with self._looked_at(rows=True):
+                key = self._key_of(picked[1])
+                made = self._pick(*(_spread(*picked) if function in _SELECTS else picked), key)
+            versions = [x._version for x in picked]
+            self._fresh[made] = lambda: (
+                function(*args, **kwargs) if versions == [x._version for x in picked] else made[self._masks[made]]
+            )
+            return (made,)
+        rows = self._rows_in((args, kwargs))
+        if not rows:
+            return ()
+        self._check_alive(rows)
+        if function is _TENSOR.__setitem__:
+            return self._put(*args)
+        if function in known.IN_PLACE and self._is_rows(args[0]):
+            found = self.called(known.IN_PLACE[function], args, kwargs)
+            self._changed[args[0]] = True
+            return found
+        mask = self._masks[rows[0]]
+        if any(self._masks[x] is not mask for x in rows):
+            return ()
+        for way in (self._asked, self._reduced, self._lost, self._by_row):
+            found = way(function, args, kwargs, rows, mask)
+            if found:
+                return found
+        return ()
+
+    def handed_on(self, function: Any, arguments: Arguments) -> Arguments:
+        """The arguments of a call that `called` left alone: with the picked rows themselves."""
+        if not self._rows_in(arguments):
+            return arguments
+        if writes(function) and self._is_rows(arguments[0][0]):
+            name = getattr(function, "__name__", "a function")
+            self._refuse(f"{name} writes to rows that a mask has picked; use what returns a new tensor")
+        return pytree.tree_map(lambda x: self._themselves(x) if self._is_rows(x) else x, arguments)
+
+    def note(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
+        """What a call has made, if that may be a mask."""
+        if isinstance(made, Tensor) and made.dtype == torch.bool and known.plain_name(function) in known.OF_MASKS:
+            self._keys[made] = (known.plain_name(function), self._key_of((args, kwargs)))
+
+    def are_in(self, made: Any) -> bool:
+        """Whether a forward returns picked rows."""
+        return bool(self._rows_in(made))
+
+    def leak(self) -> Node | None:
+        """A node that somebody made who took all rows for those that are picked: what no function shows calls."""
+        return next((user for node in self._of_rows for user in node.users if user not in self._ours), None)
+
+    # --- picking ------------------------------------------------------------------------------------------
+
+    def _may_pick(self, x: Tensor, mask: Tensor, whole: bool) -> bool:
+        """``whole``: single entries are picked, of what x and the mask are spread to."""
+        if self._is_rows(x) or self._is_rows(mask):
+            both = self._is_rows(x) and self._is_rows(mask) and self._masks[x] is self._masks[mask]
+            return both and mask.dim() == 1 and not (whole and x.dim() > 1)
+        return whole or (0 < mask.dim() <= x.dim() and x.shape[: mask.dim()] == mask.shape)
+
+    def _pick(self, x: Tensor, mask: Tensor, key: Any) -> Tensor:
+        """All rows of x, those that are not picked with numbers in them that harm no function."""
+        key = (key, mask.shape)
+        if self._is_rows(x):
+            before = self._masks[x]
+            key, flat = ("both", self._key_of(before), key), lambda: before & mask
+        else:
+            flat = lambda: (mask.flatten() if mask.dim() > 1 else mask).clone()  # noqa: E731
+            x = x.flatten(0, mask.dim() - 1) if mask.dim() > 1 else x
+        if key not in self._flat:
+            self._flat[key] = flat()
+        return self._keep(self._harmless(x, self._flat[key]), self._flat[key])
+
+    def _put(self, out: Tensor, mask: Any, rows: Any) -> tuple[Any, ...]:
+        """out[mask] = rows"""
+        whole = isinstance(mask, Tensor) and mask.dtype == torch.bool and not self._is_rows(out)
+        if not whole or not self._is_rows(rows) or self._is_rows(mask):
+            return ()
+        flat = self._flat.get((self._key_of(mask), mask.shape))
+        if flat is None or flat is not self._masks[rows] or rows.shape[1:] != out.shape[mask.dim() :]:
+            return ()
+        with self._looked_at(rows=False):
+            beside = mask.view(*mask.shape, *[1] * (out.dim() - mask.dim()))
+            out.copy_(torch.where(beside, rows.view(out.shape).to(out.dtype), out))
+        return (None,)
+
+    def _check_alive(self, rows: list[Tensor]) -> None:
+        if any(x in self._changed for x in rows):
+            self._refuse(
+                "rows that a mask has picked are changed in place, and asked for what they were; use new tensors"
+            )
+
+    def _harmless(self, x: Tensor, mask: Tensor) -> Tensor:
+        """x, and in rows that are left out numbers between 0 and 1, unlike each other and those of other rows: neither
+        a logarithm nor the root of a difference has a pole there, whose gradient times zero would be no number."""
+        if not x.is_floating_point():
+            return torch.where(_beside(mask, x), x, torch.zeros((), dtype=x.dtype))
+        low, shape = 0.3 + 0.017 * (next(self._numbers) % 13), (1, *x.shape[1:])
+        other = torch.linspace(low, low + 0.2, math.prod(shape), dtype=x.dtype).view(shape)
+        return torch.where(_beside(mask, x), x, other)
+
+    def _keep(self, made: Any, mask: Tensor) -> Any:
+        for x in pytree.tree_leaves(made):
+            if isinstance(x, Tensor):
+                self._masks[x] = mask
+        return made
+
+    def _themselves(self, x: Tensor) -> Tensor:
+        """The rows that are picked, as many as there are."""
+        count_answer()
+        fresh = self._fresh.get(x)
+        with self._looked_at(rows=False):
+            return fresh() if fresh is not None else x[self._masks[x]]
+
+    # --- what a call makes of rows --------------------------------------------------------------------------
+
+    def _asked(self, function: Any, args: Any, kwargs: Any, rows: list[Tensor], mask: Tensor) -> tuple[Any, ...]:
+        """Shapes, whose first size is a tensor; what is the same of all rows."""
+        if function in known.SAME:
+            return (function(*args, **kwargs),)
+        x: Any = args[0] if args else None
+        if function not in known.SIZES or not self._is_rows(x):
+            return ()
+        with self._looked_at(rows=False):
+            if function in known.NUMELS:
+                return (mask.sum() * math.prod(x.shape[1:]),)
+            dim = args[1] if len(args) > 1 else kwargs.get("dim")
+            if dim is None:
+                return ((mask.sum(), *x.shape[1:]),)
+            return (mask.sum() if dim % x.dim() == 0 else x.shape[dim],)
+
+    def _reduced(self, function: Any, args: Any, kwargs: Any, rows: list[Tensor], mask: Tensor) -> tuple[Any, ...]:
+        """sum and mean over rows."""
+        name = known.plain_name(function)
+        if name not in ("sum", "mean") or not self._is_rows(args[0] if args else None):
+            return ()
+        x, given = args[0], dict(zip(("dim", "keepdim"), args[1:], strict=False)) | kwargs
+        dims = given.get("dim")
+        over = {d % x.dim() for d in ((dims,) if isinstance(dims, int) else dims or range(x.dim()))}
+        if 0 not in over or not set(given) <= {"dim", "keepdim", "dtype"}:
+            return ()
+        with self._looked_at(rows=False):
+            x = x if given.get("dtype") is None else x.to(given["dtype"])
+            total = self._total(x, mask, sorted(over), bool(given.get("keepdim")))
+            return (total if name == "sum" else total / self._count(x, mask, over).to(total.dtype),)
+
+    def _total(self, x: Tensor, mask: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
+        return torch.where(_beside(mask, x), x, torch.zeros((), dtype=x.dtype)).sum(dims, keepdim)
+
+    def _count(self, x: Tensor, mask: Tensor, over: set[int]) -> Tensor:
+        return mask.sum() * math.prod(x.shape[d] for d in over - {0})
+
+    def _lost(self, function: Any, args: Any, kwargs: Any, rows: list[Tensor], mask: Tensor) -> tuple[Any, ...]:
+        """Losses."""
+        if function not in known.LOSSES:
+            return ()
+        given = inspect.signature(function).bind(*args, **kwargs)
+        given.apply_defaults()
+        values = given.arguments
+        reduction = values.get("reduction")
+        legacy = any(values.get(name) is not None for name in ("size_average", "reduce"))
+        x, target = values["input"], values["target"]
+        weighed = values.get("weight") is not None and function not in known.OF_CLASSES
+        if legacy or weighed or not self._is_rows(x) or reduction not in ("none", "mean", "sum", "batchmean"):
+            return ()
+        if function in known.OF_CLASSES and not target.is_floating_point():
+            if x.dim() != 2 or not self._is_rows(target):
+                return ()
+            with self._looked_at(rows=reduction == "none"):
+                ignored = torch.full((), values["ignore_index"], dtype=target.dtype)
+                loss = function(**{**values, "target": torch.where(mask, target, ignored)})
+            return (self._keep(loss, mask) if reduction == "none" else loss,)
+        if function in known.OF_CLASSES and (values.get("weight") is not None or function is F.nll_loss):
+            return ()
+        if not self._fit(args, kwargs, x):
+            return ()
+        with self._looked_at(rows=True):
+            values = {n: self._harmless(v, mask) if n in ("input", "target") and self._is_rows(v) else v
+                      for n, v in values.items()}  # fmt: skip
+            losses = self._keep(function(**{**values, "reduction": "none"}), mask)
+        if reduction == "none":
+            return (losses,)
+        with self._looked_at(rows=False):
+            total = self._total(losses, mask, list(range(losses.dim())))
+            over = set(range(losses.dim())) if reduction == "mean" else {0}
+            return (total if reduction == "sum" else total / self._count(losses, mask, over).to(total.dtype),)
+
+    def _by_row(self, function: Any, args: Any, kwargs: Any, rows: list[Tensor], mask: Tensor) -> tuple[Any, ...]:
+        """What acts on each row by itself."""
+        if not known.by_row(function, args, kwargs, self._is_rows):
+            return ()
+        name = known.plain_name(function)
+        if name in known.POINTWISE and not self._fit(args, kwargs, rows[0]):
+            return ()
+        with self._looked_at(rows=True):
+            if name in known.WITH_POLES:
+                args, kwargs = pytree.tree_map(
+                    lambda x: self._harmless(x, mask) if self._is_rows(x) else x, (args, kwargs)
+                )
+            return (self._keep(function(*args, **kwargs), mask),)
+
+    def _fit(self, args: Any, kwargs: Any, x: Tensor) -> bool:
+        """Whether all rows have as many dims, and other tensors are spread over rows."""
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        return all(
+            t.dim() == x.dim() if self._is_rows(t) else t.dim() < x.dim() or (t.dim() == x.dim() and t.shape[0] == 1)
+            for t in tensors
+        )
+
+    # --- helpers ------------------------------------------------------------------------------------------
+
+    def _is_rows(self, x: Any) -> bool:
+        return isinstance(x, Tensor) and x in self._masks
+
+    def _rows_in(self, arguments: Any) -> list[Tensor]:
+        return [x for x in pytree.tree_leaves(arguments) if self._is_rows(x)] if self._masks else []
+
+    def _key_of(self, arguments: Any) -> Any:
+        """What tells whether two masks are equal: how they came about, and how often they were written to."""
+        leaves, spec = pytree.tree_flatten(arguments)
+        keys: list[Any] = []
+        for x in leaves:
+            if isinstance(x, Tensor):
+                key = self._keys.get(x)
+                if key is None:
+                    key = self._keys[x] = ("tensor", next(self._numbers))
+                keys.append((key, x._version))
+            else:
+                keys.append((type(x), repr(x) if isinstance(x, _PLAIN) else next(self._numbers)))
+        return tuple(keys), str(spec)
+
+    def _looked_at(self, rows: bool) -> _Noted:
+        count_answer()
+        return _Noted(self._ours, self._of_rows if rows else set())
+
+
+class _Noted:
+    """Within: nodes that are made are put into both sets."""
+
+    def __init__(self, *sets: set[Any]) -> None:
+        self._sets = sets
+
+    def __enter__(self) -> None:
+        mode: Any = get_proxy_mode()
+        self._graph = mode.tracer.graph if mode is not None else None
+        self._last = self._graph._root._prev if self._graph is not None else None
+
+    def __exit__(self, *_: Any) -> None:
+        node: Any = self._graph._root._prev if self._graph is not None else None
+        while node is not self._last:
+            for found in self._sets:
+                found.add(node)
+            node = node._prev
+
+
+def _picked(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """(x, mask) of x[mask], x[mask, ...], x[mask, :], and of masked_select."""
+    if function in _SELECTS:
+        given = [*args, *kwargs.values()]
+        if len(given) == 2 and all(isinstance(x, Tensor) for x in given):
+            return kwargs.get("input", given[0]), kwargs.get("mask", given[-1])
+    if function in _PICKS and len(args) == 2 and isinstance(args[0], Tensor):
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        mask, rest = index[0] if index else None, index[1:]
+        whole = all(i is Ellipsis or i == slice(None) for i in rest if not isinstance(i, Tensor))
+        if (
+            isinstance(mask, Tensor)
+            and mask.dtype == torch.bool
+            and whole
+            and not any(isinstance(i, Tensor) for i in rest)
+        ):
+            return args[0], mask
+    return None
+
+
+def _spread(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the shape of both."""
+    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    spread = (t if t.shape == shape else t.expand(shape) for t in (x, mask))
+    return next(spread), next(spread)
+
+
+def _beside(mask: Tensor, x: Tensor) -> Tensor:
+    """A mask of rows, with as many dims as x has."""
+    return mask.view(-1, *[1] * (x.dim() - 1)) if x.dim() > 1 else mask

@@ -1,0 +1,236 @@
+"""`torch.autograd.Function` in a captured model: its own backward, and not the derivative of its forward.
+
+A graph of the forward alone would be differentiated as it stands: wrong for straight-through estimators, clipped
+derivatives, whatever a backward says that the forward does not. A backward is a function of the incoming gradients and
+of saved values, so it is traced where the function is called, of a gradient that is not known yet (`ops.gradient`):
+
+    y = Function.apply(x)     y0 = forward(x);  g = gradient_of(y0);  gx = backward(g)
+                              y = with_backward(y0, g, own_backward([x], [gx], [g]))
+
+It is made of ordinary operators, which every pass knows, whatever it computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.autograd_function import CustomFunctionHigherOrderOperator
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
+
+from autopar.adapters.ac_regions import asked_for
+from autopar.adapters.traced_threads import traced_by_this_thread
+from autopar.capture.custom_autograd.every_apply import every_apply, plain_apply
+
+ops = torch.ops.autopar
+
+
+@contextlib.contextmanager
+def captured_backwards() -> Iterator[None]:
+    """Within: functions that this thread calls while it traces are captured with their backward.
+
+    Every ``apply``, by whatever name it was kept, ends in C's own (`every_apply`), or goes to functorch.
+    """
+    traced = traced_by_this_thread()
+    transformed: Any = CustomFunctionHigherOrderOperator
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        # The machinery of operators is below what is captured.
+        if cls.__module__.startswith("torch._") or torch._C._are_functorch_transforms_active() or not traced():
+            return plain_apply(cls, *args, **kwargs)
+        if cls is CheckpointFunction:
+            return _called(*args)
+        return _captured(cls, *_bound(cls, args, kwargs))
+
+    call = transformed.__call__
+
+    def refused(self: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._are_functorch_transforms_active() and traced():
+            raise ValueError(
+                f"the autograd function {cls.__qualname__} is called under a transform of torch.func (vmap), where its "
+                "backward cannot be captured; call it on the whole batch"
+            )
+        return call(self, cls, *args, **kwargs)
+
+    transformed.__call__ = refused
+    try:
+        with every_apply(apply):
+            yield
+    finally:
+        transformed.__call__ = call
+
+
+def _called(function: Any, preserve: bool, *args: Any) -> Any:
+    """A reentrant checkpoint: its function, called. As in torch, where none of the arguments has a gradient, nothing
+    within gets one."""
+    if any(isinstance(x, Tensor) and x.requires_grad for x in args):
+        with asked_for():
+            return function(*args)
+    with torch.no_grad():
+        return function(*args)
+
+
+class _CheckpointError(ValueError):
+    """A backward runs a backward of its own, as one that makes activations again does."""
+
+
+def _check_no_checkpoint(cls: Any) -> None:
+    code = getattr(cls.backward, "__code__", None)
+    if code is not None and {"autograd", "backward"} <= {*code.co_names}:
+        raise _CheckpointError(
+            f"the autograd function {cls.__qualname__} calls torch.autograd.backward in its backward, as an activation "
+            "checkpoint does: what this adds to .grad of parameters is no gradient that it returns, and cannot be "
+            "captured; use torch.utils.checkpoint.checkpoint instead"
+        )
+
+
+class _Ctx:
+    """What forward and backward see as ``ctx``."""
+
+    def __init__(self, needs: Sequence[bool], name: str) -> None:
+        self.name_of_function = name
+        self.needs_input_grad = tuple(needs)
+        self.saved_tensors: tuple[Tensor | None, ...] = ()
+        self.materialize_grads = True
+        self.without_gradient: list[int] = []
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def save_for_forward(self, *tensors: Tensor | None) -> None:
+        """For derivatives in forward mode, which a training step has none of."""
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        self.without_gradient = [id(x) for x in tensors]
+
+    def set_materialize_grads(self, value: bool) -> None:
+        self.materialize_grads = value
+
+    def mark_dirty(self, *tensors: Tensor) -> None:
+        raise ValueError(
+            f"the autograd function {self.name_of_function} writes into its inputs (mark_dirty); let it return a new "
+            "tensor"
+        )
+
+
+def _bound(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """All arguments in order. As in torch, only a forward without ctx has keywords and defaults."""
+    if not _has_setup(cls):
+        if kwargs:
+            raise TypeError(f"{cls.__qualname__}.apply() takes no keyword arguments")
+        return args
+    bound = inspect.signature(cls.forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.args
+
+
+def _has_setup(cls: Any) -> bool:
+    return cls.setup_context is not Function.setup_context
+
+
+def _captured(cls: Any, *args: Any) -> Any:
+    _check_no_checkpoint(cls)
+    needs = [isinstance(x, Tensor) and x.requires_grad for x in args]
+    ctx = _Ctx(needs, cls.__qualname__)
+    with torch.no_grad():
+        if _has_setup(cls):
+            result = cls.forward(*args)
+            cls.setup_context(ctx, args, result)
+        else:
+            result = cls.forward(ctx, *args)
+    if not (any(needs) and torch.is_grad_enabled()):
+        return result
+    found = result if isinstance(result, tuple) else (result,)
+    ends = [i for i, y in enumerate(found) if _is_float(y) and id(y) not in ctx.without_gradient]
+    results = [y.detach() if _is_float(y) else y for y in found]
+    inputs = [x for x, need in zip(args, needs) if need]
+    holes = {i: ops.gradient_of(results[i], inputs) for i in ends}
+    pairs = _pairs(cls, ctx, args, results, holes)
+    if pairs:
+        taken, made = [x for x, _ in pairs], [g for _, g in pairs]
+        token = ops.own_backward(taken, made, [*holes.values()], cls.__qualname__, ctx.materialize_grads)
+        results = [ops.with_backward(y, holes[i], token) if i in holes else y for i, y in enumerate(results)]
+    return tuple(results) if isinstance(result, tuple) else results[0]
+
+
+def _pairs(
+    cls: Any, ctx: _Ctx, args: Sequence[Any], results: Sequence[Any], holes: dict[int, Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """Each argument that gets a gradient, and this."""
+    given = [holes[i].clone() if i in holes else _nothing(y, ctx) for i, y in enumerate(results)]
+    try:
+        made = _run(cls, ctx, given)
+        if len(made) < len(args) or any(g is not None for g in made[len(args) :]):
+            raise ValueError(f"it returns {len(made)} gradients for {len(args)} inputs")
+        needed = zip(args, made, ctx.needs_input_grad)
+        return [(x, _like(g, x)) for x, g, need in needed if need and g is not None]
+    except Exception as error:
+        raise ValueError(
+            f"the backward of the autograd function {cls.__qualname__} cannot be traced ({error}); write it with "
+            "operators on its gradients and saved tensors, without branches on their values"
+        ) from error
+
+
+def _run(cls: Any, ctx: _Ctx, given: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """The backward itself: a gradient for each argument of the forward."""
+    function = cls.backward if cls.vjp is Function.vjp else cls.vjp
+    watch = _ValueWatch(given)
+    with torch.no_grad():
+        with watch:
+            made = function(ctx, *given)
+        watch.check()
+    return made if isinstance(made, tuple) else (made,)
+
+
+def _like(gradient: Any, x: Tensor) -> Tensor:
+    """As autograd takes it: of the input's shape and dtype."""
+    if not isinstance(gradient, Tensor):
+        raise ValueError(f"it returns a {type(gradient).__name__} where a tensor or None is expected")
+    gradient = gradient.detach()
+    if gradient.shape != x.shape:
+        gradient = gradient.sum_to_size(x.shape)
+    return gradient.to(x.dtype)
+
+
+_READS_VALUES = {getattr(Tensor, name) for name in ("item", "tolist", "numpy", "__bool__", "__float__", "__int__")}
+
+
+class _ValueWatch(TorchFunctionMode):
+    """Of what a backward calls: nothing reads a value, nothing writes to a tensor that the backward did not make."""
+
+    def __init__(self, given: Sequence[Tensor | None]) -> None:
+        super().__init__()
+        self.made: dict[int, Any] = {id(x): x for x in given}
+        self.seen: dict[int, tuple[Tensor, int]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS_VALUES:
+            raise ValueError(f"{func.__name__} reads a value, which depends on the gradient or the batch")
+        for x in pytree.tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor) and id(x) not in self.made:
+                self.seen.setdefault(id(x), (x, x._version))
+        result = func(*args, **(kwargs or {}))
+        self.made |= {id(x): x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and id(x) not in self.seen}
+        return result
+
+    def check(self) -> None:
+        """Raises ValueError for a tensor from outside that was written to: the forward would see it."""
+        for x, version in self.seen.values():
+            if x._version != version:
+                raise ValueError(f"it writes to a tensor of shape {list(x.shape)} that it did not make; clone it first")
+
+
+def _nothing(y: Any, ctx: _Ctx) -> Tensor | None:
+    """What a backward gets for a result without gradient."""
+    return torch.zeros_like(y) if isinstance(y, Tensor) and ctx.materialize_grads else None
+
+
+def _is_float(y: Any) -> bool:
+    return isinstance(y, Tensor) and (y.is_floating_point() or y.is_complex())

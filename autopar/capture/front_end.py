@@ -1,0 +1,411 @@
+"""Module -> one flat functional graph, and the signature that says what goes in and what comes out.
+
+    model(input_ids=..., labels=...)   -->   graph(p_wte, p_ln_weight, ..., input_ids, labels) -> (loss, logits)
+
+The graph is a `torch.fx.GraphModule` without attributes: a placeholder per parameter (tied names share one), used
+buffer, lifted constant and tensor input; then calls of functional operators; then a tuple of tensors. Its
+``meta["signature"]`` is a `Signature`, its ``meta["constants"]`` holds the lifted constants' values.
+
+What only a library's models need is known by adapters, which register themselves in `ADAPTERS`; capture itself
+imports no model library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from autopar import ops as ops  # registers the operators that adapters put into models
+from autopar.adapters.copying.fake import FakeTensorMode, fake_like, new_mode, owned_by, structure_copy
+from autopar.adapters.distributions import unchecked_distributions
+from autopar.adapters.grad_fn_paths import followed_paths
+from autopar.adapters.lazy import graph_module, lazy_code
+from autopar.capture.layer_dedup.layer_dedup import TraceAnew
+from autopar.capture.module_state.assigned import BufferWatch
+from autopar.capture.module_state.leftovers import Leftovers, nothing_left
+from autopar.capture.module_state.module_changes import changes_as_values
+from autopar.capture.module_state.repeated import found_again
+from autopar.capture.side_effects.eager_answers import eager_types, noticed_grad_mode
+from autopar.capture.side_effects.external_calls import seen_files
+from autopar.capture.side_effects.function_watch import FunctionWatch
+from autopar.capture.side_effects.other_clocks import asked_out_of_sight
+from autopar.capture.side_effects.trace_side_effects import attributes_of, frozen_facts
+from autopar.capture.side_effects.unseen_effects import seen_effects
+from autopar.capture.side_effects.unusual import warn_of
+from autopar.capture.trace.decompositions import fill_diagonal_
+from autopar.capture.trace.deterministic_sets import sets_in_order
+from autopar.capture.trace.export import export, flatten, paths, unflatten
+from autopar.capture.trace.frame_stack import roomy
+from autopar.capture.trace.gc_pause import resting_collector
+from autopar.capture.trace.program_checks import refuse_overlaps, refuse_running_values
+from autopar.ir.batch import constants_of
+from autopar.ir.compute_dtypes import Dtypes, cast_around, dtypes_of, stored_by_name
+from autopar.ir.custom_backward import check_contained
+from autopar.ir.dtype_checks import check_dtypes
+from autopar.ir.exported import Made, buffers_differentiated, read_again, refuse_writes_again, specs_of_inputs
+from autopar.ir.gradient_paths import refuse_other_gradients
+from autopar.ir.signature import InputSpec, OutputSpec, Signature
+from autopar.ir.weight_conversion import Recipe
+from autopar.lift_to_float64 import LiftFloat32
+from autopar.ops.ctc import functional_ctc_loss
+from autopar.ops.value_free import VALUE_FREE
+from autopar.precision import Precision
+
+__all__ = ["ADAPTERS", "Adapter", "InputSpec", "LiftFloat32", "OutputSpec", "Signature", "adapter_for", "capture"]
+
+
+class OwnFolder(Protocol):
+    """A folder that a library writes and reads itself. names: of the tensors in it."""
+
+    names: set[str]
+
+    def write(self, folder: Path, state: Mapping[str, Tensor]) -> None:
+        """``state``: the whole tensors."""
+        ...
+
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        """Whole tensors by name. Raises ValueError for a folder of another model."""
+        ...
+
+
+class Adapter(Protocol):
+    """What capture has to know about the models of one library."""
+
+    def matches(self, model: nn.Module) -> bool:
+        """Is this model one of the library's?"""
+        ...
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Change the structure copy (never the user's model) such that it exports well."""
+        ...
+
+    def arguments(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The keyword arguments for the forward: the batch without what makes no sense in training."""
+        ...
+
+    def context(self, batch: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+        """Entered around the export."""
+        ...
+
+    def reference(self, model: nn.Module, capacity: float = 0.0) -> contextlib.AbstractContextManager[None]:
+        """Entered around an eager float64 run of the user's model that a parallel run is compared with. Raises
+        ValueError for experts that it can give no capacity."""
+        ...
+
+    def example_batches(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Small batches with labels, for planning before the first real batch, the fullest first: the first that the
+        model runs with is taken. None if the inputs are unknown."""
+        ...
+
+    def batch_dims(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, int | None]:
+        """Path of an input tensor -> which of its dims is the batch, None for one that is no part of it."""
+        ...
+
+    def in_float32(self, model: nn.Module) -> list[str]:
+        """Parts of the names of parameters that stay in float32 where the others compute in half precision."""
+        ...
+
+    def buffers(self, model: nn.Module) -> dict[str, Tensor]:
+        """Values of the buffers that no checkpoint holds, for a model on the meta device."""
+        ...
+
+    def recipes_to_load(self, model: nn.Module, names: list[str]) -> list[Recipe]:
+        """How the library makes a model's tensors of those in a checkpoint, which have these names."""
+        ...
+
+    def recipes_to_save(self, model: nn.Module, names: list[str]) -> list[Recipe]:
+        """What the library writes into a checkpoint for the model's tensors of these names."""
+        ...
+
+    def own_folder(self, model: nn.Module) -> OwnFolder | None:
+        """For models whose folder the library writes in a way of its own, with a part of the tensors in it."""
+        ...
+
+
+ADAPTERS: list[Adapter] = []
+
+
+def adapter_for(model: nn.Module) -> Adapter | None:
+    """The first registered adapter that matches."""
+    return next((adapter for adapter in ADAPTERS if adapter.matches(model)), None)
+
+
+def model_dtypes(model: nn.Module, precision: Precision) -> Dtypes:
+    """What a policy makes of a model, of which its library may want parts in float32."""
+    adapter = adapter_for(model) if precision.compute else None
+    return dtypes_of(model, precision, adapter.in_float32(model) if adapter is not None else ())
+
+
+@roomy
+@resting_collector()
+@lazy_code()
+def capture(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    train: bool | None = None,
+    exact: bool = False,
+    autocast: torch.dtype | None = None,
+    precision: Precision | None = None,
+    grad_mode: str = "grad",
+    memo: bool = True,
+    trial: bool = False,
+) -> GraphModule:
+    """The global graph of ``model(**batch)``.
+
+    ``batch`` holds tensors (shape and dtype matter, the values do not; real, fake or meta), nested tuples, lists and
+    dicts of them, and constants (Python's, and `ConstantTensor`), which are specialised into the graph. The model may
+    be anywhere, meta included; it is not modified and its parameters are not copied. ``train`` puts every module into
+    this mode (dropout, batch norm); by default each has the mode that it has.
+    ``exact`` lifts float32 islands to float64, see `autopar.lift_to_float64`; give it a float64 model and batch.
+    ``autocast`` is the dtype of a `torch.autocast` around the forward; its casts become part of the graph.
+    ``precision``: the dtypes to compute in; parameters are taken in these, and ``meta["stored_dtypes"]`` says how they
+        are held.
+    ``grad_mode``: what the forward is told when it asks whether there are gradients: "grad", "no_grad", "inference".
+    Modules that are called alike are traced once, unless ``memo`` is False
+    (`autopar.capture.layer_dedup.layer_dedup`): the graph
+    is the same. ``trial``: no step runs it yet, so what the forward keeps in memos is taken back, and ``meta["kept"]``
+    says whether there was something.
+
+    Raises ValueError that names the operator and line which cannot be captured.
+    """
+    how = (train, exact, autocast, precision or Precision(), grad_mode)
+    for blocks in (True, False) if memo else (False,):
+        with contextlib.suppress(TraceAnew), nothing_left(trial) as left:
+            gm = _captured(model, batch, *how, blocks, left)
+            break
+    gm.meta["kept"] = left.taken_back
+    return gm
+
+
+def _prepared(
+    model: nn.Module, batch: Mapping[str, Any], train: bool | None, precision: Precision, mode: FakeTensorMode
+) -> tuple[nn.Module, dict[str, Any]]:
+    """(a structure copy, the arguments for its forward)"""
+    dtypes, adapter = model_dtypes(model, precision), adapter_for(model)
+    replica = structure_copy(model, mode, dtypes.used)
+    if train is not None:
+        replica.train(train)
+    arguments = dict(batch)
+    if adapter is not None:
+        replica = adapter.prepare(replica)
+        arguments = adapter.arguments(replica, batch)
+    cast_around(replica, dtypes)
+    return replica, arguments
+
+
+def _captured(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    train: bool | None,
+    exact: bool,
+    autocast: torch.dtype | None,
+    precision: Precision,
+    grad_mode: str,
+    memo: bool,
+    left: Leftovers,
+) -> GraphModule:
+    adapter, mode = adapter_for(model), new_mode()
+    replica, arguments = _prepared(model, batch, train, precision, mode)
+    constants = constants_of(arguments)
+    arguments = {name: value for name, value in arguments.items() if name not in constants}
+    leaves, spec = flatten(arguments)
+    fakes = [fake_like(leaf, mode) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    with contextlib.ExitStack() as stack:
+        if adapter is not None:
+            stack.enter_context(adapter.context(batch))
+        if exact:
+            stack.enter_context(_lifted_forward(replica))
+        if constants:
+            stack.enter_context(_given(replica, constants))
+        stack.enter_context(sets_in_order(replica))
+        stack.enter_context(unchecked_distributions())
+        left.watch(replica, model)
+        watch = stack.enter_context(FunctionWatch(replica, owned_by(model), _INSTEAD, left.note))
+        stack.enter_context(changes_as_values(lambda: watch.running, watch.said))
+        stack.enter_context(seen_effects(watch.refuse))
+        stack.enter_context(noticed_grad_mode(watch.asked_grad_mode, grad_mode, watch.asked_inference))
+        stack.enter_context(eager_types(replica))
+        stack.enter_context(followed_paths())
+        stack.enter_context(seen_files())
+        changed = stack.enter_context(frozen_facts(replica, left.kept))
+        buffers = BufferWatch(replica)
+        program = export(replica, unflatten(fakes, spec), autocast, grad_mode, memo=memo)
+        if buffers.refused:
+            raise ValueError(f"capture: {buffers.refused}")
+        if watch.refused is not None:  # the forward has caught it
+            at = f"{watch.refused.place}: " if watch.refused.place else ""
+            raise ValueError(f"capture: {at}{watch.refused}") from watch.refused
+        for text in watch.said:
+            warn_of(text, stacklevel=3)
+        refuse_running_values(program, changed)
+        refuse_overlaps(program, dict(replica.named_parameters()), owned_by(model).overlaps)
+    asked = watch.outside.noted
+    named = asked_out_of_sight(replica)
+    if names := [*asked, *changed, *left.changed(), *filter(None, [named])]:
+        asked = asked if asked or not named else {named: f"{type(model).__name__}.forward"}
+        _refuse_running_state(*_prepared(model, batch, train, precision, mode), mode, names, asked)
+    for text in watch.outside.said():
+        warn_of(text, stacklevel=3)
+    unkept = attributes_of(replica, changed)
+    gm = _finish(program, replica, arguments, buffers, unkept, left.kept, watch.asks_grad_mode)
+    if grad_mode == "grad":
+        refuse_other_gradients(gm, watch.gradients)
+        refuse_writes_again(gm)
+    stored = stored_by_name(model, model_dtypes(model, precision))
+    held = (s for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.name in stored)
+    gm.meta["stored_dtypes"] = {s.node: stored[s.name] for s in held}
+    gm.meta["batch_dims"] = adapter.batch_dims(replica, arguments) if adapter is not None else {}
+    return gm
+
+
+@contextlib.contextmanager
+def _lifted_forward(replica: nn.Module) -> Iterator[None]:
+    """Within: float32 islands of the forward are float64. What torch.export does around it keeps its dtypes."""
+    forward = replica.forward
+
+    @functools.wraps(forward)
+    def lifted(*args: Any, **kwargs: Any) -> Any:
+        with LiftFloat32():
+            return forward(*args, **kwargs)
+
+    replica.forward = lifted
+    try:
+        yield
+    finally:
+        del replica.forward
+
+
+@contextlib.contextmanager
+def _given(replica: nn.Module, constants: Mapping[str, Any]) -> Iterator[None]:
+    """Within: the forward is called with these besides, which are no inputs of the graph."""
+    forward = replica.forward
+    signature = inspect.signature(forward)
+
+    def with_them(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs, **constants)
+
+    left = [p for name, p in signature.parameters.items() if name not in constants]
+    with_them.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
+    replica.forward = with_them
+    try:
+        yield
+    finally:
+        replica.forward = forward
+
+
+def _refuse_running_state(
+    replica: nn.Module,
+    arguments: Mapping[str, Any],
+    mode: FakeTensorMode,
+    names: Sequence[str],
+    asked: Mapping[str, str],
+) -> None:
+    """Raises ValueError for a forward that computes with what an earlier one has left beside buffers, or with answers
+    of the outside world. ``names``: of what the forward changes, and asks; ``asked``: of the latter, where."""
+    given = pytree.tree_map_only(Tensor, lambda x: fake_like(x, mode), arguments)
+    left = found_again(replica, given, mode, bool(asked))
+    if left is not None:
+        if not left and names[0] in asked:
+            raise ValueError(
+                f"capture: {asked[names[0]]}: the forward computes with the answer of {names[0]}, which would be the "
+                "same in every step; call it outside of the forward and pass the result in as a tensor"
+            )
+        what = f"a tensor that an earlier forward has kept in {left}" if left else f"{names[0]}, which it changes"
+        raise ValueError(
+            f"capture: the forward computes with {what}, and steps carry on buffers only; register it with "
+            "register_buffer, which a forward may write to or assign, or pass it in"
+        )
+
+
+def _finish(
+    program: ExportedProgram,
+    replica: nn.Module,
+    arguments: Mapping[str, Any],
+    buffers: BufferWatch,
+    unkept: Sequence[tuple[str, str]],
+    memos: Mapping[str, str],
+    asks_grad_mode: bool,
+) -> GraphModule:
+    graph = program.graph_module.graph
+    leaf_paths = [path for path, _ in paths(arguments)]
+    inputs = specs_of_inputs(program, replica, leaf_paths)
+    check_dtypes(graph, {spec.node: spec.name for spec in inputs})
+    made = Made.of(program, buffers)
+    node = graph.output_node()
+    node.args = (tuple(made.values),)
+    _write_out_scalars(program, inputs)
+    kept = _drop_unused(program, inputs)
+    gm = graph_module(graph)
+    read = buffers_differentiated(graph, kept, made.outputs)
+    if again := next((name for name in buffers.written_with_graph if name in read), None):
+        raise ValueError(
+            f"capture: the forward writes into buffer {again} what depends on parameters, and computes with it in the "
+            "next step, whose backward would go on into this one's; write detached values (.detach(), torch.no_grad())"
+        )
+    gm.meta["signature"] = Signature(
+        kept,
+        tuple(made.outputs),
+        made.spec,
+        tuple(made.leaves),
+        asks_grad_mode,
+        tuple(buffers.assigned),
+        read,
+        tuple(unkept),
+        read_again(graph, kept),
+        tuple(memos.items()),
+    )
+    check_contained(gm)
+    constants = {spec.name for spec in kept if spec.kind == "constant"}
+    gm.meta["constants"] = {name: program.constants[name].detach() for name in sorted(constants)}
+    return gm
+
+
+def _write_out_scalars(program: ExportedProgram, inputs: Sequence[InputSpec]) -> None:
+    """torch.tensor(-1e9), a constant of the model --> full([], -1e9), of which passes can see the value."""
+    nodes = {node.name: node for node in program.graph.nodes}
+    first = next(node for node in program.graph.nodes if node.op != "placeholder")
+    for spec in inputs:
+        value = program.constants[spec.name] if spec.kind == "constant" else None
+        if not isinstance(value, Tensor) or value.dim() or value.is_complex() or value.is_meta:
+            continue
+        placeholder = nodes[spec.node]
+        with program.graph.inserting_before(first):
+            kind = {"dtype": value.dtype, "device": value.device}
+            scalar = program.graph.call_function(torch.ops.aten.full.default, ([], value.item()), kind)
+        user = next(iter(placeholder.users), placeholder)
+        scalar.meta = {**user.meta, "val": placeholder.meta["val"]}
+        placeholder.replace_all_uses_with(scalar)
+
+
+def _drop_unused(program: ExportedProgram, inputs: list[InputSpec]) -> tuple[InputSpec, ...]:
+    """Dead code goes, and placeholders without use that are not parameters."""
+    graph = program.graph_module.graph
+    graph.eliminate_dead_code()
+    kinds = {spec.node: spec.kind for spec in inputs}
+    for node in list(graph.nodes):
+        if node.op != "placeholder":
+            continue
+        constant = not isinstance(node.meta.get("val"), Tensor)
+        if constant or (not node.users and kinds.get(node.name) != "parameter"):
+            graph.erase_node(node)
+    left = {node.name for node in graph.nodes}
+    return tuple(spec for spec in inputs if spec.node in left)
+
+
+# Functions that torch.export does not take apart into operators of fixed shapes, or that ask for values.
+_INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.nn.functional.ctc_loss: functional_ctc_loss,
+    torch.Tensor.fill_diagonal_: fill_diagonal_,  # of a view, too
+    **VALUE_FREE,
+}

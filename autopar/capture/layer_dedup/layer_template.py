@@ -1,0 +1,248 @@
+"""The part of a graph that one module's forward has made, as a template for those of modules that are called alike.
+
+    mul(x0) -> linear(p_layers_0_q) -> ...  -> add_9      template: x0 and p_layers_0_q are given, add_9 is returned
+    mul(x1) -> linear(p_layers_1_q) -> ...  -> add_19     its copy
+
+It is the tracer's graph, at the time of the export: operators may write to their operands, and do so in a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, Node, Proxy
+from torch.fx.experimental.proxy_tensor import _ProxyTensor, fast_detach, set_proxy_slot
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autopar.adapters.ac_regions import new_regions, next_region
+from autopar.adapters.grad_fn_paths import UNKNOWN, BackwardPaths, continues_at, lose_paths, start_of
+from autopar.adapters.graph_nodes import copied_node, node_of
+from autopar.capture.layer_dedup.layer_signature import memory_of
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class _Output(NamedTuple):
+    """A leaf of what a module returned: a tensor that it was given, one that a node makes, or a plain value.
+    ``behind``: the tensors that it was given, by number, which the backward of this one goes to; None: not known."""
+
+    given: int | None = None
+    node: Node | None = None
+    value: Any = None
+    behind: tuple[int, ...] | None = None
+
+
+@dataclass
+class Template:
+    """``given``: the nodes that came in, by the number of the tensor; ``rebound``: tensors that it was given and has
+    written to, and the nodes that are their values now; ``followed``: whether the backward of its results is known;
+    ``depth``: how many modules are around its nodes; ``since``: the first checkpoint that may have begun within."""
+
+    path: str
+    depth: int
+    nodes: list[Node]
+    given: dict[Node, int]
+    rebound: list[tuple[int, Node]]
+    followed: bool
+    outputs: list[_Output]
+    spec: Any
+    since: int
+    copies: int = 0
+
+    def leaks(self) -> bool:
+        """Whether somebody takes what its forward did not return: the copies have handed nothing on."""
+        inner = set(self.nodes)
+        returned = {out.node for out in self.outputs} | {node for _, node in self.rebound}
+        return any(user not in inner for node in inner - returned for user in node.users)
+
+    def text(self) -> Any:
+        """Equal for templates that compute the same."""
+        number: dict[Node, Any] = {node: ("given", i) for node, i in self.given.items()}
+        number |= {node: i for i, node in enumerate(self.nodes)}
+        calls = [
+            (n.target, pytree.tree_map_only(Node, number.__getitem__, (n.args, n.kwargs)), _facts(n.meta.get("val")))
+            for n in self.nodes
+        ]
+        outputs = [(o.given, number[o.node] if o.node else None, None if o.node else o.value) for o in self.outputs]
+        return calls, outputs, self.spec, [(i, number[node]) for i, node in self.rebound]
+
+    def copy(self, tracer: Any, given: Sequence[Tensor]) -> Any:
+        """The nodes once more, for other tensors; returns what the module would."""
+        self.copies += 1
+        new: dict[Node, Node] = {node: _known(given[i], tracer) for node, i in self.given.items()}
+        around = {key: (path, _class_name(cls)) for key, (path, cls) in tracer.module_stack.items()}
+        regions = new_regions()
+        for node in self.nodes:
+            new[node] = made = copied_node(tracer.graph, node, new.__getitem__)
+            made.meta = {**node.meta, "nn_module_stack": around | self._below(node, path_of_call(tracer))}
+            if "val" in node.meta:
+                made.meta["val"] = _apart(node.meta["val"])
+            if (number := made.meta.pop("asked", 0)) >= self.since:
+                made.meta["asked"] = regions[number]
+        for i, node in self.rebound:
+            set_node(given[i], new[node], tracer)
+        if not self.followed:
+            lose_paths()
+        made_of: dict[Node, Tensor] = {}
+        for out in self.outputs:
+            if out.node is not None and out.node not in made_of:
+                made_of[out.node] = result_like(out.value)
+                set_node(made_of[out.node], new[out.node], tracer)
+                continues_at(made_of[out.node], None if out.behind is None else [given[i] for i in out.behind])
+        leaves = [
+            given[o.given] if o.given is not None else o.value if o.node is None else made_of[o.node]
+            for o in self.outputs
+        ]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def _below(self, node: Node, path: str) -> dict[str, tuple[str, str]]:
+        """The modules inside of this one that a node stands in, for a copy at another path."""
+        entries = list(node.meta["nn_module_stack"].items())[self.depth :]
+        return {_moved(key, self.path, path): (_moved(at, self.path, path), cls) for key, (at, cls) in entries}
+
+
+def template_of_call(
+    tracer: Any, given: Sequence[Tensor], call: Callable[[], Any]
+) -> tuple[Any, Callable[[], Template | None]]:
+    """(what a module's forward returns, what gives the template; None where what it did can't be copied: it took
+    something that is not among ``given``, or returned what is not of the graph or shares memory)."""
+    before = [node_of(x, tracer) for x in given]
+    starts = [start_of(x) for x in given]
+    last, since = next(iter(reversed(tracer.graph.nodes))), next_region()
+    made = call()
+    return made, lambda: _template(tracer, given, before, _after(last, tracer.graph), made, since, starts)
+
+
+def _template(
+    tracer: Any,
+    given: Sequence[Tensor],
+    before: Sequence[Node | None],
+    nodes: list[Node],
+    made: Any,
+    since: int,
+    starts: Sequence[Any],
+) -> Template | None:
+    places = {node: i for i, node in enumerate(before) if node is not None}
+    if len(places) < sum(node is not None for node in before) or not _is_closed(nodes, places):
+        return None
+    leaves, spec = pytree.tree_flatten(made)
+    outputs = _outputs(leaves, given, set(nodes), tracer)
+    now = [node_of(x, tracer) for x in given]
+    rebound = [
+        (i, new) for i, (old, new) in enumerate(zip(before, now, strict=True)) if new is not None and new is not old
+    ]
+    if outputs is None or any(node not in set(nodes) for _, node in rebound):
+        return None
+    followed = not any(given[i].requires_grad for i, _ in rebound)  # else more is behind others that share memory
+    outputs = _with_paths(outputs, starts) if followed else outputs
+    depth = len(tracer.module_stack)
+    return Template(path_of_call(tracer), depth, nodes, places, rebound, followed, outputs, spec, since)
+
+
+def _after(last: Node, graph: Graph) -> list[Node]:
+    """What was made after a node, in order."""
+    found: list[Node] = []
+    for node in reversed(graph.nodes):
+        if node is last:
+            break
+        found.append(node)
+    return found[::-1]
+
+
+def path_of_call(tracer: Any) -> str:
+    """The path of the module that is called."""
+    return str(list(tracer.module_stack.values())[-1][0])
+
+
+def _known(x: Tensor, tracer: Any) -> Node:
+    node = node_of(x, tracer)
+    assert node is not None, "equal facts, so it is a value where the template's was"
+    return node
+
+
+def _is_closed(nodes: Sequence[Node], given: dict[Node, int]) -> bool:
+    """Whether all that nodes take is made by them or given, and all are calls with sizes that are numbers."""
+    inner = set(nodes)
+    for node in nodes:
+        if node.op != "call_function" or any(x not in inner and x not in given for x in node.all_input_nodes):
+            return False
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            if value is not None and not _has_known_sizes(value):
+                return False
+    return True
+
+
+def _has_known_sizes(x: Any) -> bool:
+    return isinstance(x, FakeTensor) and all(type(n) is int for n in (*x.shape, *x.stride()))
+
+
+def _outputs(leaves: Sequence[Any], given: Sequence[Tensor], inner: set[Node], tracer: Any) -> list[_Output] | None:
+    """None where a result shares memory with another one or with what was given, or is nothing of the graph."""
+    found: dict[int, _Output] = {id(x): _Output(given=i) for i, x in enumerate(given)}
+    storages = {memory_of(x) for x in given}
+    outputs: list[_Output] = []
+    for x in leaves:
+        if type(x) in _PLAIN:
+            outputs.append(_Output(value=x))
+            continue
+        if id(x) not in found:
+            node = node_of(x, tracer) if isinstance(x, FakeTensor) else None
+            if node is None or node not in inner or memory_of(x) in storages:
+                return None
+            if not is_non_overlapping_and_dense_or_false(x):
+                return None
+            storages.add(memory_of(x))
+            found[id(x)] = _Output(node=node, value=x)
+        outputs.append(found[id(x)])
+    return outputs
+
+
+def _with_paths(outputs: list[_Output], starts: Sequence[Any]) -> list[_Output]:
+    """With what is behind each; ``starts``: the nodes of autograd of what was given."""
+    paths = BackwardPaths({node: 2 << i for i, node in enumerate(starts) if node is not None})
+
+    def behind(x: Tensor) -> tuple[int, ...] | None:
+        bits = paths.reached(x)
+        return None if bits & UNKNOWN else tuple(i for i in range(len(starts)) if bits & 2 << i)
+
+    return [out if out.node is None else out._replace(behind=behind(out.value)) for out in outputs]
+
+
+def _facts(value: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda x: (x.shape, x.stride(), x.dtype), value)
+
+
+def _moved(path: str, old: str, new: str) -> str:
+    return new + path[len(old) :] if path == old or path.startswith(old + ".") else path
+
+
+def _class_name(cls: Any) -> str:
+    """As the tracer writes it into a node."""
+    return f"{cls.__module__}.{cls.__qualname__}" if isinstance(cls, type) else str(cls)
+
+
+def set_node(x: Tensor, node: Node, tracer: Any) -> None:
+    """From here on the tensor is the value of the node."""
+    set_proxy_slot(x, tracer, _ProxyTensor(Proxy(node, tracer), None))
+
+
+def _apart(value: Any) -> Any:
+    """The same facts in other objects: a value belongs to one node."""
+    if isinstance(value, FakeTensor):
+        return fast_detach(value.fake_mode, value)
+    return type(value)(map(_apart, value)) if isinstance(value, (list, tuple)) else value
+
+
+def result_like(x: FakeTensor, requires_grad: bool | None = None) -> Tensor:
+    """A tensor with the same facts, but for ``requires_grad`` if it is given; no operator is seen to make it."""
+    with _disable_current_modes(), x.fake_mode, torch.enable_grad():
+        made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        made.requires_grad_(x.requires_grad if requires_grad is None else requires_grad)
+        return made if x.is_leaf else made.clone()

@@ -1,0 +1,182 @@
+"""What a forward leaves in the buffers of its modules without an operator to show for it: which tensors it binds.
+
+    self.c.mul_(0.5)         writes into a tensor: an operator of the graph
+    self.c = self.c * 0.5    binds another tensor: the attribute is compared before and after
+    self.a, self.b = self.b, self.a
+
+torch.export copies an assigned value into the old tensor, of the root's buffers, where shapes and dtypes allow it. Here
+the forward of the copy that is traced returns such values beside its own, and has its old buffers again afterwards.
+Fakes share memory as real tensors do, so what lies in whose memory (outputs, too) is read off them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.modules.module as torch_module
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autopar.adapters.copying.fake import extent_of
+from autopar.capture.layer_dedup.layer_signature import memory_of
+
+
+class Lying(NamedTuple):
+    """A tensor in the memory of a buffer: of the tensor that the forward has bound to it (``new``), or of the one that
+    it had. ``view``: (sizes, strides, elements from the buffer's first one), or None: it is this tensor."""
+
+    buffer: str
+    new: bool
+    view: tuple[tuple[int, ...], tuple[int, ...], int] | None
+
+
+class Assignment(NamedTuple):
+    """A buffer to which the forward has bound another tensor: one that lies in another's memory (``lying``), a value of
+    its own (``value``), or None. ``given``: the value lies in the memory of an input; ``differentiable``: it is a part
+    of the graph of autograd."""
+
+    name: str
+    lying: Lying | None = None
+    value: bool = False
+    given: bool = False
+    differentiable: bool = False
+
+
+class BufferWatch:
+    """Over the forward of ``replica``, a structure copy, while it is exported; made when its other hooks are there.
+
+    assigned: what it binds to its buffers; with any, the forward returns (its own result, the values). outputs: number
+    of an output's leaf -> where in a buffer's memory it lies. written_with_graph: buffers into which it writes what
+    depends on parameters, as autograd sees it. refused: what cannot be, in words.
+    """
+
+    def __init__(self, replica: nn.Module) -> None:
+        self.assigned: list[Assignment] = []
+        self.outputs: dict[int, Lying] = {}
+        self.written_with_graph: list[str] = []
+        self.refused = ""
+        self._replica = replica
+        self._shapes: dict[int, torch.Size] = {}
+        self._before: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}  # path -> buffers, parameters
+        number = id(self)  # what hooks hold counts as the module's own
+        _WATCHES[number] = self
+        replica.register_forward_pre_hook(lambda *_: _WATCHES[number]._start(), prepend=True)
+        replica.register_forward_hook(lambda _, *call: _WATCHES[number]._end(*call), with_kwargs=True)
+
+    def _start(self) -> None:
+        """The forward begins. What would copy assigned values into old tensors is taken away."""
+        hooks = torch_module._global_buffer_registration_hooks
+        for key in [k for k, hook in hooks.items() if hook.__module__.startswith("torch._functorch")]:
+            del hooks[key]
+        self._before = {p: (dict(m._buffers), dict(m._parameters)) for p, m in self._replica.named_modules()}
+        self._shapes = {id(x): x.shape for held, _ in self._before.values() for x in held.values() if x is not None}
+
+    def _end(self, args: Any, kwargs: Any, made: Any) -> Any:
+        """The forward has returned. Gives what it is to return instead."""
+        with torch._C.DisableTorchFunction():
+            self._refuse_lost()
+            known = _Memories(self._replica, (args, kwargs))
+            named = list(self._named())
+            for name, _, _, before in named:
+                if before is not None:
+                    known.add(name, False, before)
+            resized = [n for n, _, _, x in named if x is not None and self._shapes[id(x)] != x.shape]
+            if resized:
+                self.refused = f"the forward resizes the buffer {resized[0]} in place; assign another tensor to it"
+            self.written_with_graph = [n for n, _, _, x in named if x is not None and x.requires_grad]
+            self.assigned, values = [], []
+            for name, module, key, before in named:
+                now = module._buffers[key]
+                if now is before:
+                    continue
+                self.assigned.append(self._assignment(name, now, known))
+                if now is not None and self.assigned[-1].value:
+                    known.add(name, True, now)
+                    values.append(now)
+                module._buffers[key] = before
+            leaves = enumerate(pytree.tree_leaves(made))
+            found = {i: known.find(x) for i, x in leaves if isinstance(x, Tensor) and not x.requires_grad}
+            self.outputs = {i: lying for i, lying in found.items() if lying is not None}
+        return (made, values) if self.assigned else None
+
+    def _assignment(self, name: str, now: Tensor | None, known: _Memories) -> Assignment:
+        if now is None:
+            return Assignment(name)
+        if (lying := known.find(now)) is not None:
+            return Assignment(name, lying)
+        self.refused = self.refused or known.why_not(name, now)
+        return Assignment(name, None, True, known.is_given(now), now.requires_grad)
+
+    def _named(self) -> Iterator[tuple[str, nn.Module, str, Tensor | None]]:
+        """(name, module, attribute, what it held before) of all buffers that are still there."""
+        for path, module in self._replica.named_modules():
+            for key, before in self._before[path][0].items() if path in self._before else ():
+                if key in module._buffers:
+                    yield (f"{path}.{key}" if path else key), module, key, before
+
+    def _refuse_lost(self) -> None:
+        for path, module in self._replica.named_modules():
+            buffers, parameters = self._before.get(path, ({}, {}))
+            dot = f"{path}." if path else ""
+            if lost := [key for key in buffers if key not in module._buffers]:
+                self.refused = (
+                    f"the forward takes the buffer {dot}{lost[0]} away from its module; assign None to it, or another "
+                    "tensor"
+                )
+            if lost := [key for key, p in parameters.items() if module._parameters.get(key) is not p]:
+                self.refused = (
+                    f"the forward replaces the parameter {dot}{lost[0]}, which steps on a mesh do not; compute with a "
+                    "tensor of another name, or write into the parameter between steps"
+                )
+
+
+_WATCHES: weakref.WeakValueDictionary[int, BufferWatch] = weakref.WeakValueDictionary()
+
+
+class _Memories:
+    """Tensors of buffers by their memory, and the memories of parameters and inputs."""
+
+    def __init__(self, replica: nn.Module, given: Any) -> None:
+        inputs = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor) and x.layout == torch.strided]
+        self._given = set(map(memory_of, inputs))
+        self._parameters = {memory_of(p): name for name, p in replica.named_parameters()}
+        self._known: dict[int, tuple[str, bool, Tensor]] = {}
+        self._same: dict[int, tuple[str, bool]] = {}
+
+    def add(self, name: str, new: bool, x: Tensor) -> None:
+        self._same.setdefault(id(x), (name, new))
+        self._known.setdefault(memory_of(x), (name, new, x))
+
+    def is_given(self, x: Tensor) -> bool:
+        """Whether a tensor lies in the memory of an input."""
+        return x.layout == torch.strided and memory_of(x) in self._given
+
+    def find(self, x: Tensor) -> Lying | None:
+        """Where a tensor lies, if it is in the memory of a buffer, and within the extent of that."""
+        if id(x) in self._same:
+            return Lying(*self._same[id(x)], None)
+        if x.layout != torch.strided or (found := self._known.get(memory_of(x))) is None:
+            return None
+        name, new, base = found
+        start = int(x.storage_offset()) - int(base.storage_offset())
+        if base.dtype != x.dtype or start < 0 or start + extent_of(x) > extent_of(base):
+            return None
+        return Lying(name, new, (tuple(x.shape), tuple(x.stride()), start))
+
+    def why_not(self, name: str, x: Tensor) -> str:
+        """Why a tensor cannot be bound to a buffer: nothing keeps two others in one memory."""
+        memory = memory_of(x) if x.layout == torch.strided else None
+        if memory in self._parameters:
+            return (
+                f"the forward assigns to buffer {name} what lies in the memory of parameter "
+                f"{self._parameters[memory]}, and would change with it; assign a copy: .detach().clone()"
+            )
+        if memory in self._known:
+            return (
+                f"the forward assigns to buffer {name} what lies in the memory of buffer {self._known[memory][0]} as "
+                "another dtype, or beyond its end; assign a copy: .clone()"
+            )
+        return ""

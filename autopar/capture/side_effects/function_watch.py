@@ -1,0 +1,298 @@
+"""Looks at every torch function that a traced forward calls, for what a graph would leave out without a word.
+
+a real tensor with a gradient, or one of the model's own   it entered behind the back of the copy: a global
+                                                           variable, a list, a class; its gradient would be lost
+h.register_hook(f), h.retain_grad(), x.backward()          act on a backward that is not this one
+w.data                                                     read as w.detach(): the same value, in the graph
+if t: raise ...                                            checks of values, and what may run always (`guards`)
+lengths.tolist(), x[mask]                                  answered where no input has a part (`known_values`)
+loss(y[mask], x[mask])                                     all rows are kept, the others weigh nothing (`selected_rows`)
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from autopar.adapters.copying.fake import MARKS, Owned
+from autopar.adapters.copying.fake_deepcopy import path_of
+from autopar.adapters.grad_fn_paths import UNKNOWN, BackwardPaths, start_of
+from autopar.adapters.grad_mode import told_inference
+from autopar.adapters.tags import ReplacedTensors
+from autopar.capture.branches.data_dependent_branches import answered
+from autopar.capture.branches.known_values import REAL, KnownValues, is_real
+from autopar.capture.branches.mask_indexing import SelectedRows
+from autopar.capture.reads.code_owners import TORCH, is_ours, is_torchs
+from autopar.capture.side_effects.external_calls import OutsideCalls
+
+# What stands between a line and the torch function that it calls, besides the modes.
+_DELEGATES = {
+    str(Path(TORCH, name))
+    for name in ("_tensor.py", "overrides.py", "autograd/__init__.py", "autograd/graph.py", "nn/utils/rnn.py")
+} | {__file__}
+
+
+class Refused(ValueError):
+    """What a forward does that cannot be captured; the line is where it was raised, if there is no ``place``."""
+
+    place = ""
+
+
+class FunctionWatch(TorchFunctionMode):
+    """Within: the forward of ``replica``, a structure copy of a model that owns ``owned``, is traced under watch.
+
+    ``instead``: what is called in place of some functions; ``noted``: gets all that functions return. Raises Refused
+    in the line at fault. ``refused`` keeps the first one, for a forward that catches exceptions.
+    ``running``: whether the forward does, for the export calls functions of its own before and after. ``said``: what is
+    to be said of branches that were not asked for values, and the like. ``known``: values that it may ask for.
+    ``gradients``: for each leaf of what it has returned, the parameters that its backward reaches; None: not known.
+    ``asks_grad_mode``: whether it has asked if there are gradients. ``outside``: what it asks the outside world.
+    """
+
+    def __init__(
+        self,
+        replica: nn.Module,
+        owned: Owned,
+        instead: Mapping[Callable[..., Any], Callable[..., Any]],
+        noted: Callable[[Any], None] = lambda _: None,
+    ) -> None:
+        super().__init__()
+        self._instead, self._noted = instead, noted
+        self._replica, self._owned = replica, owned
+        self._places, self._tags = dict(_places(replica)), ReplacedTensors(replica)
+        self._trained: dict[str, bool] = {}  # parameter -> whether it has a gradient, before the forward
+        self.outside = OutsideCalls(self.refuse)
+        self.known = KnownValues()
+        self.rows = SelectedRows(self.refuse)
+        self.refused: Refused | None = None
+        self.said: dict[str, None] = {}
+        self.running = False
+        self.asks_grad_mode = False
+        self.gradients: list[frozenset[str] | None] = []
+        number = id(self)  # what hooks hold counts as the module's own
+        _WATCHES[number] = self
+        replica.register_forward_pre_hook(lambda *_: _WATCHES[number]._begins(), prepend=True)
+        replica.register_forward_hook(lambda *_: _WATCHES[number]._ends(), always_call=True)
+        replica.register_forward_hook(lambda module, given, made: _WATCHES[number]._finished(made))
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.running:
+            return func(*args, **kwargs)
+        self.outside.rest()
+        try:
+            return self._called(func, args, kwargs)
+        finally:
+            self.outside.look()
+
+    def __exit__(self, *error: Any) -> None:
+        self._ends()  # a forward that raises need not come there
+        super().__exit__(*error)
+
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        reads = getattr(func, "__name__", "") == "__get__"  # of its shape, for example
+        if not reads and any(isinstance(x, DTensor) for x in (*args, *kwargs.values())):
+            self.refuse(_ON_A_MESH)
+        args, kwargs = tuple(self._seen(x) for x in args), {name: self._seen(x) for name, x in kwargs.items()}
+        if func in _REFUSED and (frame := caller()) is not None and is_outside(frame):
+            self.refuse(_REFUSED[func])
+        if func in _TELLS_GRAD_MODE and (frame := caller()) is not None and is_outside(frame):
+            self.asked_grad_mode()
+        if func is Tensor.is_inference and (frame := caller()) is not None and is_outside(frame):
+            self.asked_inference()
+        if func == _DATA and type(args[0]) not in REAL:
+            return args[0].detach()
+        if known := self.known.answer(func, args, kwargs):
+            return known[0]
+        if func in _TRUTH and not any(type(x) in REAL for x in args) and (frame := caller()) is not None:
+            answer = answered(frame)
+            if answer is not None:
+                self.said |= {answer[1]: None} if answer[1] else {}
+                return answer[0]
+        func, args, kwargs = self.known.with_places(func, args, kwargs)
+        if rows := self.rows.called(func, args, kwargs):
+            return rows[0]
+        args, kwargs = self.rows.handed_on(func, (args, kwargs))
+        written = self.known.before_write(func, args, kwargs)
+        made = self._instead.get(func, func)(*args, **kwargs)
+        if not any(made is x for x in args):
+            self._noted(made)
+        self.known.note(func, args, kwargs, made, written)
+        self.rows.note(func, args, kwargs, made)
+        return made
+
+    def _begins(self) -> None:
+        self._tags.tag()
+        self._trained = {name: x.requires_grad for name, x in self._replica.named_parameters()}
+        self.running = True
+        self.outside.begin()
+
+    def _ends(self) -> None:
+        if self.running:
+            self.outside.end()
+        self.running = False
+
+    def _finished(self, made: Any) -> None:
+        """The forward has returned."""
+        self.gradients = self._gradients(made)
+        if self.rows.are_in(made):
+            self.refuse(
+                "the forward returns rows that a mask has picked, x[mask], whose number only values tell; return all "
+                "rows, and the mask"
+            )
+        leak = self.rows.leak()
+        if leak is not None:
+            self.refuse(
+                f"{leak.name} takes rows that a mask has picked, x[mask], out of sight of torch functions, where their "
+                "number is not followed; keep all rows and weigh by the mask"
+            )
+
+    def _gradients(self, made: Any) -> list[frozenset[str] | None]:
+        """See `gradients`."""
+        named = dict(self._replica.named_parameters())
+        new = [name for name in named if name not in self._trained]
+        if new:
+            self._refuse_later(
+                f"the forward makes the parameter {new[0]}, which has no place on the mesh and no step would train; "
+                "make it in __init__, or call the model once before parallelize"
+            )
+        switched = [name for name, x in named.items() if self._trained.get(name, x.requires_grad) != x.requires_grad]
+        if switched:
+            self._refuse_later(
+                f"the forward changes requires_grad of {switched[0]}, which a step has when it begins; change it before"
+            )
+        trained = [(name, x) for name, x in named.items() if x.requires_grad]
+        paths = BackwardPaths({start_of(x): 2 << i for i, (_, x) in enumerate(trained)})
+        reached = [paths.reached(x) if isinstance(x, Tensor) else 0 for x in pytree.tree_leaves(made)]
+        if found := paths.out_of_sight():
+            self._refuse_later(found)
+        names = [name for name, _ in trained]
+        return [
+            None if bits & UNKNOWN else frozenset(name for i, name in enumerate(names) if bits & 2 << i)
+            for bits in reached
+        ]
+
+    def _refuse_later(self, text: str) -> None:
+        """For what no line of the forward is at fault for."""
+        self.refused = self.refused or Refused(text)
+
+    def _seen(self, x: Any) -> Any:
+        """An argument, with what the export has put into the module in place of a tensor that a closure holds."""
+        if type(x) in (list, tuple):
+            return type(x)(self._seen(y) for y in x)
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) in self._places:
+            entries, name = self._places[id(x)]
+            return entries[name]
+        if is_real(x):
+            self._look_at(x)
+        return x
+
+    def _look_at(self, x: Tensor) -> None:
+        """A real tensor: a constant of the graph."""
+        name = self._owned.name_of(x)
+        if name is not None:
+            self.refuse(
+                f"the forward uses {name} of the model, but not as an attribute of a module: through a global variable "
+                "or a class, which a copy of the model shares with it; its gradient would be lost; reach it through "
+                "self, a closure, or an argument of a hook"
+            )
+        mark = MARKS.get(x)
+        if mark is None and not (x.requires_grad and torch.is_grad_enabled()):
+            return
+        path = path_of(self._replica, x)
+        kept = f"the tensor kept as {path}" if path else f"a tensor {tuple(x.shape)} from outside of the model"
+        if mark is not None:
+            self.refuse(f"the forward uses {kept}, which {mark}: it would be frozen; make it in the forward")
+        self.refuse(
+            f"the forward uses {kept}, which requires grad and is no parameter: it would get no gradient; register it "
+            "with a module (an nn.Parameter as attribute, nn.ParameterList), or pass it in detached"
+        )
+
+    def asked_grad_mode(self) -> None:
+        """The forward has asked whether there are gradients."""
+        self.asks_grad_mode = True
+
+    def asked_inference(self) -> None:
+        """The forward has asked that of a tensor."""
+        self.asked_grad_mode()
+        if told_inference():
+            self.refuse(
+                "x.is_inference() under inference_mode: which values are of that mode is not known; ask "
+                "torch.is_inference_mode_enabled(), or call the model under torch.no_grad()"
+            )
+
+    def refuse(self, text: str, place: str = "") -> None:
+        """Raises Refused, in the line that runs, or for that at ``place``."""
+        if self.refused is None:
+            self.refused = Refused(text)
+            self.refused.place = place
+        raise self.refused
+
+
+_WATCHES: weakref.WeakValueDictionary[int, FunctionWatch] = weakref.WeakValueDictionary()
+
+
+def _places(replica: nn.Module) -> Iterator[tuple[int, tuple[dict[str, Any], str]]]:
+    """(id of a tensor, where its module keeps it)."""
+    for module in replica.modules():
+        for entries in (module._parameters, module._buffers):
+            yield from ((id(tensor), (entries, name)) for name, tensor in entries.items() if tensor is not None)
+
+
+def caller() -> FrameType | None:
+    """The line that called a torch function."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (
+        frame.f_code.co_filename in _DELEGATES or "__torch_function__" in frame.f_code.co_name
+    ):
+        frame = frame.f_back
+    return frame
+
+
+def is_outside(frame: FrameType) -> bool:
+    """Whether a line is neither torch's nor ours."""
+    return _is_outside(frame.f_code.co_filename)
+
+
+@functools.cache
+def _is_outside(file: str) -> bool:
+    return not (is_torchs(file) or is_ours(file))
+
+
+_ATTRIBUTES: Any = Tensor  # whose attributes are descriptors
+_DATA: Callable[..., Any] = _ATTRIBUTES.data.__get__
+_TELLS_GRAD_MODE = {_ATTRIBUTES.requires_grad.__get__, _ATTRIBUTES.grad_fn.__get__, _ATTRIBUTES.is_leaf.__get__}
+_TRUTH = (Tensor.__bool__, torch.equal, Tensor.equal, torch.allclose, Tensor.allclose)
+_ON_A_MESH = (
+    "the forward uses a parameter of a parallel model through a global variable or a class: its gradient would be "
+    "lost; reach it through self, a closure, or an argument of a hook"
+)
+_GRADIENT = "a step has its own backward; use an autograd.Function, or hooks on the parameters of the result"
+_REFUSED: dict[Any, str] = {
+    Tensor.register_hook: f"a hook on the gradient of an intermediate value would not be called: {_GRADIENT}",
+    Tensor.register_post_accumulate_grad_hook: f"a gradient hook in the forward would not be called: {_GRADIENT}",
+    Tensor.retain_grad: f"the gradient of an intermediate value would not be kept: {_GRADIENT}",
+    _ATTRIBUTES.grad.__get__: "the forward reads a gradient, which would be frozen; pass it in as an input",
+    _ATTRIBUTES.data.__set__: "the forward replaces the data of a tensor; return the value, or copy_ it into a buffer",
+    Tensor.backward: "a backward within the forward cannot be captured; return the loss",
+    torch._VF._pack_padded_sequence: (
+        "pack_padded_sequence makes sizes of lengths, which only values tell; run the RNN on the padded sequences, and "
+        "take what it makes at the lengths by gather, or weigh it by a mask"
+    ),
+    torch.autograd.backward: "a backward within the forward cannot be captured; return the loss",
+}

@@ -1,0 +1,58 @@
+"""Effect tokens in a traced graph: how AOTAutograd keeps an operator that has no result from being dropped.
+
+    inv_ex = linalg_inv_ex(a); inverse = inv_ex[0]; info = inv_ex[1]
+    with_effects = with_effects(token, _linalg_check_errors, info, "linalg.inv", is_matrix=False)
+    return with_effects[0], inverse        -->        return checked(inverse, info, "linalg.inv", False)
+
+Tokens are inputs and outputs of a graph that only AOTAutograd's own runtime knows of.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._higher_order_ops.effects import with_effects
+from torch.fx import GraphModule, Node
+
+from autopar.capture.trace.export import line_of
+
+CHECK = torch.ops.aten._linalg_check_errors.default
+
+
+def without_tokens(gm: GraphModule, checked: Any) -> GraphModule:
+    """The graph with its checks as values (by the operator ``checked``) and without tokens. Raises ValueError for an
+    operator with another effect."""
+    calls = [n for n in gm.graph.nodes if n.target is with_effects]
+    if not calls:
+        return gm
+    for call in calls:
+        _write_out(call, checked)
+    tokens: set[Any] = {t for call in calls for t in (call.args[0], *call.users)}
+    out = gm.graph.output_node()
+    results: Any = out.args[0]
+    out.args = (tuple(value for value in results if value not in tokens),)
+    for node in sorted(tokens | set(calls), reverse=True):
+        gm.graph.erase_node(node)
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+def _write_out(call: Node, checked: Any) -> None:
+    """What came out of a factorisation comes out of its check instead."""
+    _, target, *rest = call.args
+    if target is not CHECK:
+        raise ValueError(
+            f"capture: {line_of(call)}: {target} does something beside its result, which a compiled step cannot keep "
+            "in its place; take it out of the forward"
+        )
+    info, name = rest
+    assert isinstance(info, Node) and isinstance(info.args[0], Node), f"aot: a check of {info}"
+    for value in [user for user in info.args[0].users if user is not info]:
+        with call.graph.inserting_after(max(value, info)):
+            made = call.graph.call_function(checked, (value, info, name, call.kwargs.get("is_matrix", False)))
+        made.meta = dict(value.meta)
+        others = [user for user in value.users if user is not made]
+        for user in others:
+            user.replace_input_with(value, made)

@@ -1,0 +1,419 @@
+"""torch.export as a function from a module to one flat functional graph.
+
+    module, kwargs --torch.export(strict=False)--> training graph --`_prepare`, run_decompositions--> flat graph
+
+`run_decompositions` makes in-place operators functional and inlines grad-mode regions, and keeps linear,
+layer_norm, sdpa, cross_entropy_loss ... whole. It forgets that a region was no-grad; so what enters such a region
+and would carry a gradient is detached before. It also leaves out a factory's dtype where it equals the default of the
+moment; so the dtype is written down before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import re
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils import _pytree as pytree
+
+from autopar.adapters.ac_regions import decomposed, noted_regions
+from autopar.adapters.copying.fake import silent_fakes
+from autopar.capture.branches.selected_targets import keep_rows_of_targets
+from autopar.capture.custom_autograd.autograd_function import captured_backwards
+from autopar.capture.custom_autograd.inner_derivatives import captured_derivatives
+from autopar.capture.layer_dedup.layer_dedup import BlockMemo, TraceAnew
+from autopar.capture.reads.code_owners import is_ours, is_torchs
+from autopar.capture.side_effects.eager_answers import answered_as_eager
+from autopar.capture.side_effects.function_watch import Refused
+from autopar.capture.side_effects.unusual import warn_of
+from autopar.capture.trace.decompose import LIFTS, decompose
+from autopar.capture.trace.decompositions import DECOMPOSITIONS
+from autopar.capture.trace.stack_lines import lines_of_forwards
+from autopar.errors import refusal_like
+
+_NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
+_LOOKUPS = (
+    torch.ops.aten.embedding.default,
+    torch.ops.aten._embedding_bag.default,
+    torch.ops.aten.embedding_bag.padding_idx,
+)
+_NOISE = (torch.ops.aten._assert_tensor_metadata.default,)
+_VALUE_CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg)
+_PLAIN = (TypeError, AttributeError, IndexError, RuntimeError, ValueError, AssertionError)  # their words tell all
+_MOST_INPUTS = 8
+_CONSTANTS = 'name the small input that decides it: constants=("name",)'
+_STOPPED = "torch.export stopped at "
+_ATTRIBUTE = re.compile(r"'(\w+)' object has no attribute '(\w+)'")
+_INDICES = r"needs indices of int64, found \1", "pass ids.long()"
+# what torch says -> what was found, and the way out
+_KNOWN = tuple((re.compile(pattern), reason, way_out) for pattern, reason, way_out in (
+    (r"scalar types: Long, Int; but got torch\.(\w+)", *_INDICES),
+    (r"Expected dtype int32/int64 for index, but got torch\.(\w+)", *_INDICES),
+    (r"argument '(\w+)' .*must be Tensor, not (?!None)(\w+)", r"needs a tensor as '\1', found a \2", "pass a tensor"),
+    (r"'Tensor' object has no attribute 'constant'",  # fakes that functorch has wrapped twice
+     "torch.func.vmap around a derivative (jvp, jacfwd) cannot be captured",
+     "compute it for the whole batch: torch.func.jvp by itself, or torch.autograd.grad(..., create_graph=True)"),
+    (r"Constant \w+ is mutated in the forward",
+     "the forward writes to a tensor that is no buffer of the model, such as a statistic of a module in a list",
+     "register it with register_buffer, or the module that holds it as a submodule"),
+    (r"Found <class '(?:.*\.)?(\w+)'> in output, which is not a known type",
+     r"the forward returns a \1, and torch.export finds no tensors in it",
+     "return a tensor, or tensors in a dict, a tuple, a NamedTuple or a ModelOutput of transformers"),
+    (r"(?:same reduction dim, but got|shapes cannot be multiplied) (.*) (?:X|and) (.*?)\.?$",
+     r"the inner sizes of a product differ: \1 times \2", ""),
+    (r"Attempting to broadcast a dimension of length (\d+) at (-?\d+)!.*had torch.Size\((.*)\);.*broadcastable to (.*)",
+     r"needs sizes that broadcast to \4, found \3, whose dim \2 is \1", ""),
+    (r"Expected input batch_size \((\d+)\) to match target batch_size \((\d+)\)",
+     r"the loss has \1 predictions and \2 labels; give one label for each prediction", ""),
+    (r"expected input(\[.*\]) to have (\d+) channels", r"the convolution needs \2 channels, found an input of \1", ""),
+))  # fmt: skip
+
+
+def export(
+    model: nn.Module,
+    kwargs: Mapping[str, Any],
+    autocast: torch.dtype | None = None,
+    grad_mode: str = "grad",
+    *,
+    memo: bool = True,
+) -> ExportedProgram:
+    """The module as a flat functional graph; ``autocast``: its forward is within one, to this dtype; ``grad_mode``: the
+    one that it runs in. With ``memo`` modules that are called alike are traced once.
+
+    Raises ValueError that names the line which cannot be captured, or whose result has a size that depends on values;
+    TraceAnew where it has to be done without ``memo``, on a new copy of the model.
+    """
+    blocks = BlockMemo(model) if memo else None
+    try:
+        with (
+            warnings.catch_warnings(),
+            torch.set_grad_enabled(grad_mode == "grad"),
+            captured_backwards(),
+            captured_derivatives(),
+            answered_as_eager(),
+            torch.jit.optimized_execution(False),  # it differentiates what it has run often by itself
+            silent_fakes(),
+            lines_of_forwards(export.__code__),
+            _quiet_stop(),
+            _autocast(autocast),
+            noted_regions(),
+        ):
+            warnings.simplefilter("ignore")
+            with blocks.within() if blocks is not None else contextlib.nullcontext():
+                program = torch.export.export(model, (), dict(kwargs), strict=False)
+            _prepare(program)
+            flat = run_decompositions(program, autocast)
+    except Exception as error:
+        if blocks is not None and blocks.copied:
+            raise TraceAnew from error
+        refused = _refusal(error)
+        if refused is not None:
+            where = f"{_STOPPED}{refused.place}" if refused.place else _where(refused)
+            raise ValueError(f"capture: {where}: {refused}") from error
+        where = _where(error)
+        said = f"{_reason(error)}{_way_out(error, where, kwargs)}"
+        raise refusal_like(error, f"capture: {where if _asks_values(error) else _line(where)}: {said}") from error
+    keep_rows_of_targets(flat.graph)
+    _drop_value_checks(flat.graph)
+    flat.graph.eliminate_dead_code()
+    if grad_mode == "grad":
+        _refuse_sparse_gradients(flat.graph, _parameter_nodes(flat))
+    _refuse_sizes_of_values(flat.graph)
+    return flat
+
+
+def run_decompositions(program: ExportedProgram, autocast: torch.dtype | None) -> ExportedProgram:
+    """The flat graph. Within an autocast all of it is traced again: the training graph has no casts."""
+    if autocast is not None:
+        return decomposed(program, DECOMPOSITIONS)
+    return decompose(program, DECOMPOSITIONS)
+
+
+@contextlib.contextmanager
+def _quiet_stop() -> Iterator[None]:
+    """Within: an export that stops prints no graph of what came before, and logs nothing: our error has the line."""
+    from torch.export import _trace  # as the export does: a second, which importing autopar need not take
+
+    names, log = vars(_trace), logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    names["print"] = lambda *_, **__: None
+    log.addFilter(_is_told)
+    try:
+        yield
+    finally:
+        names.pop("print", None)
+        log.removeFilter(_is_told)
+
+
+def _is_told(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("Unable to find user code")
+
+
+def _autocast(dtype: torch.dtype | None) -> torch.autocast:
+    """The training graph has the dtypes of an autocast, but no casts; those come when it is decomposed within one."""
+    return torch.autocast("cpu", dtype=dtype, enabled=dtype is not None)
+
+
+def _drop_value_checks(graph: Graph) -> None:
+    """``assert lengths.max().item() <= n`` computes nothing; it is left out, with a warning."""
+    checks = [node for node in graph.nodes if node.target in _VALUE_CHECKS]
+    for node in checks:
+        graph.erase_node(node)
+    if checks:
+        graph.eliminate_dead_code()
+    for line in dict.fromkeys(map(line_of, checks)):
+        warn_of(f"capture: {line}: an assertion on values is not checked in steps", stacklevel=2)
+
+
+def _refuse_sizes_of_values(graph: Graph) -> None:
+    """Raises ValueError for a tensor whose size only its values tell (x[mask], nonzero, a loop over counts), and for
+    numbers out of tensors."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.target is torch.ops.aten.item.default and node.users:
+            raise ValueError(
+                f"capture: {line_of(node)}: item() takes a number out of a tensor, which differs between steps and "
+                f"ranks; compute with the tensor itself (detached, where no gradient is meant), or {_CONSTANTS}"
+            )
+        if isinstance(value, Tensor) and free_unbacked_symbols(value):
+            raise ValueError(
+                f"capture: {line_of(node)}: the size of the result depends on values; the shapes of the batch must "
+                "decide all sizes: use torch.where or a mask; for experts, grouped_mm and not a loop over counts; or "
+                f"{_CONSTANTS}"
+            )
+
+
+def _refuse_sparse_gradients(graph: Graph, trained: set[str]) -> None:
+    """Raises ValueError for a lookup whose gradient would be a sparse tensor in torch."""
+    for node in graph.nodes:
+        if node.target not in _LOOKUPS or (node.args[0].op == "placeholder" and node.args[0].name not in trained):
+            continue
+        names = [a.name for a in node.target._schema.arguments]
+        if {**dict(zip(names, node.args)), **node.kwargs}.get("sparse"):
+            raise ValueError(
+                f"capture: {line_of(node)}: sparse=True asks for a sparse gradient, steps make dense ones; make the "
+                "embedding with sparse=False, and an optimizer of dense gradients"
+            )
+
+
+def line_of(node: Node) -> str:
+    """Where the model made a node: file, line, function and code; else the operator's name."""
+    found = re.findall(r'File "(.*?)", line (\d+), in ([\w<>]+)\n\s*(.*)', node.meta.get("stack_trace") or "")
+    own = [frame for frame in found if not is_torchs(frame[0])]
+    return _place(*(own or found)[-1]) if found else str(node.target)
+
+
+def _place(file: str, line: object, function: str, code: str | None) -> str:
+    return f"{file}:{line} in {function}, `{code}`"
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line outside of torch that led to the error."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_torchs(f.filename)]
+    # modes of ours stand between torch and the model, and code without a file
+    outside = [f for f in frames if not (is_ours(f.filename) or f.filename.startswith("<"))]
+    if not outside:
+        return "torch.export needs a traceable model"
+    frame = outside[-1]
+    return f"{_STOPPED}{_place(frame.filename, frame.lineno, frame.name, frame.line)}"
+
+
+def _line(where: str) -> str:
+    """Without whom it has stopped: plain torch would have stopped there, too."""
+    return where.removeprefix(_STOPPED)
+
+
+def _refusal(error: BaseException | None) -> Refused | None:
+    """What the watch over the forward has refused, if that stopped the export."""
+    while error is not None and not isinstance(error, Refused):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _reason(error: BaseException) -> str:
+    if _asks_values(error):
+        return "it asks for a number that only values tell" if _of_sizes(error) else "it asks for the value of a tensor"
+    if known := _known(error):
+        return known[0]
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    text = _ATTRIBUTE.sub(r"a \1 has no \2", lines[0].strip().rstrip(".") if lines else "")
+    return text if text and (isinstance(error, _PLAIN) or _is_ours(error)) else f"{type(error).__name__}: {text}"
+
+
+def _way_out(error: BaseException, where: str, batch: Mapping[str, Any]) -> str:
+    experts = "for experts, call autopar::moe_dispatch, grouped_mm and moe_combine; " if "expert" in where else ""
+    if _of_sizes(error):
+        return (
+            f"; sizes that depend on values meet there, as those of x[mask] and masked_select do: {experts}keep shapes "
+            f"and weigh by the mask, as in (loss * mask).sum() / mask.sum(), or {_CONSTANTS}"
+        )
+    if _asks_values(error):
+        return f"; the line branches on a tensor's value: {experts}write it with torch.where or masks, or {_CONSTANTS}"
+    if (known := _known(error)) and known[1]:
+        return f"; {known[1]}"
+    if _is_ours(error):
+        return ""
+    found = ", ".join(f"{path} {_facts(x)}" for path, x in itertools.islice(paths(batch), _MOST_INPUTS))
+    return (
+        f"; the forward must run with these inputs in plain torch, and under torch.export(strict=False), found {found}"
+    )
+
+
+def _facts(x: Any) -> str:
+    return str(list(x.shape)) if isinstance(x, Tensor) else repr(x)
+
+
+def _known(error: BaseException) -> tuple[str, str] | None:
+    """(reason, way out) of an error whose words are of torch's inside."""
+    found = ((pattern.search(str(error)), reason, way_out) for pattern, reason, way_out in _KNOWN)
+    return next(((match.expand(reason), way_out) for match, reason, way_out in found if match), None)
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether it is an error of ours, which says the way out itself."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, ValueError) and bool(frames) and is_ours(frames[-1].filename)
+
+
+def _asks_values(error: BaseException) -> bool:
+    text = f"{type(error).__name__} {error}"
+    return any(word in text for word in ("DataDependent", "data-dependent", "item()", ".numpy()"))
+
+
+def _of_sizes(error: BaseException) -> bool:
+    """Whether the numbers that torch does not know are sizes: it lists them."""
+    return _asks_values(error) and "Size-like symbols: u" in str(error)
+
+
+def _prepare(program: ExportedProgram) -> None:
+    """What has to be done while the training graph still tells: see the module's docstring."""
+    _merge_tied_buffers(program)
+    graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
+    for graph in graphs:
+        for node in list(graph.nodes):
+            if node.target in _NOISE:
+                graph.erase_node(node)
+            elif node.target is torch.ops.aten.detach_.default and node.all_input_nodes[0].target not in LIFTS:
+                _cut_from(node)
+            elif node.op == "call_function":
+                _write_dtype(node)
+    _detach_no_grad(program.graph_module.graph, _parameter_nodes(program))
+    for module in program.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            module.recompile()
+
+
+def _merge_tied_buffers(program: ExportedProgram) -> None:
+    """Two names of one tensor are two inputs, of which what is written to one would not reach the other."""
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    first: dict[int, Node] = {}
+    signature, tensors = program.graph_signature, {**program.constants, **program.state_dict}
+    for spec in [s for s in signature.input_specs if s.kind == InputKind.BUFFER]:
+        node, tensor = nodes[spec.arg.name], tensors[str(spec.target)]
+        known = first.setdefault(id(tensor), node)
+        if known is not node:
+            node.replace_all_uses_with(known)
+            program.graph.erase_node(node)
+            signature.input_specs.remove(spec)
+
+
+def _cut_from(node: Node) -> None:
+    """h.detach_(); f(h)   -->   f(h.detach()): what comes later takes the value without its gradient."""
+    x = node.args[0]
+    assert isinstance(x, Node)
+    with node.graph.inserting_before(node):
+        detached = node.graph.call_function(torch.ops.aten.detach.default, (x,))
+    detached.meta = dict(node.meta)
+    for user in [user for user in x.users if user > node]:
+        user.replace_input_with(x, detached)
+    node.replace_all_uses_with(detached)
+    node.graph.erase_node(node)
+
+
+def _write_dtype(node: Node) -> None:
+    """zeros([4]) --> zeros([4], dtype=float32)"""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.kwargs.get("dtype") is not None:
+        return
+    names = [a.name for a in node.target._schema.arguments]
+    takes_tensor = any(isinstance(a, Node) for a in node.args)
+    if "dtype" in names[len(node.args) :] and "device" in names and not takes_tensor:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            node.kwargs = {**node.kwargs, "dtype": value.dtype}
+
+
+def _parameter_nodes(program: ExportedProgram) -> set[str]:
+    trainable = {name for name, p in program.named_parameters() if p.requires_grad}
+    signature = program.graph_signature
+    return {node for node, name in signature.inputs_to_parameters.items() if name in trainable}
+
+
+def _detach_no_grad(graph: Graph, parameters: set[str]) -> None:
+    """no_grad(f)(x) --> no_grad(f)(detach(x)), where x depends on a parameter: what comes out of the region, and what
+    it writes to a buffer (the vectors of a spectral norm), depends on none."""
+    carries: set[Node] = {node for node in graph.nodes if node.name in parameters}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not any(i in carries for i in node.all_input_nodes):
+            continue
+        region = node.target is _NO_GRAD_REGION
+        if region and node.args[0] is False:
+            for x in node.all_input_nodes:
+                if x in carries and not _is_integer(x.meta.get("val")):
+                    _detach(graph, x, node)
+        elif node.target is not torch.ops.aten.detach.default and not _is_integer(node.meta.get("val")):
+            carries.add(node)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+
+
+def _detach(graph: Graph, x: Node, user: Node) -> None:
+    with graph.inserting_before(user):
+        detached = graph.call_function(torch.ops.aten.detach.default, (x,))
+    detached.meta = {**user.meta, "val": x.meta.get("val")}
+    user.replace_input_with(x, detached)
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """(leaves, spec) of a nested structure, transformers' ModelOutput included; `unflatten` is its inverse."""
+    return pytree.tree_flatten(tree)
+
+
+def unflatten(leaves: list[Any], spec: Any) -> Any:
+    """The nested structure again, from its leaves and spec."""
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def one_level(tree: Any) -> tuple[list[Any], str | tuple[Any, ...] | None]:
+    """The children of a nested value and what holds them: the keys of a dict, "tuple", "list", or the name of another
+    type with what tells its values apart; None for a leaf."""
+    if type(tree) is dict:
+        return list(tree.values()), tuple(tree)
+    if type(tree) in (tuple, list):
+        return list(tree), type(tree).__name__
+    children, spec = pytree.tree_flatten(tree, is_leaf=lambda x: x is not tree)
+    if spec.is_leaf():
+        return [], None
+    return children, f"{type(tree).__module__}.{type(tree).__qualname__}[{spec.context!r}]"
+
+
+def paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, leaf) of a nested structure, in flattening order: {"a": (x, y)} -> "a.0", "a.1"."""
+    children, kind = one_level(tree)
+    if kind is None:
+        yield path or "0", tree
+        return
+    keys = list(tree) if isinstance(tree, Mapping) else range(len(children))
+    for key, value in zip(keys, children, strict=True):
+        yield from paths(value, f"{path}.{key}" if path else str(key))

@@ -1,0 +1,50 @@
+"""What a Python function of tensors holds beside its operands and results while it runs, found on fake tensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from autopar.adapters.copying.fake import new_mode
+
+
+def held_within(function: Callable[..., Any], given: Mapping[str, Any]) -> int:
+    """Most bytes of storages that are made within and alive at once, less those of what it returns. ``given``: its
+    arguments, in order; of tensors shapes, strides and dtypes count. Values that it asks a tensor for are 0."""
+    with new_mode(), torch.no_grad():
+        operands = tree_map_only(Tensor, _like, dict(given))
+        with _Alive(x for x in tree_leaves(operands) if isinstance(x, Tensor)) as alive:
+            results = function(*operands.values())
+    made = {id(x.untyped_storage()): x.untyped_storage().nbytes() for x in tree_leaves(results)}
+    return max(alive.most - sum(made.values()), 0)
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+
+
+class _Alive(TorchDispatchMode):
+    """``most``: see `held_within`, results included."""
+
+    def __init__(self, given: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.most = 0
+        self._given = {id(s): s for s in (x.untyped_storage() for x in given)}  # kept: else ids come again
+        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 0
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and id(x.untyped_storage()) not in self._given:
+                self._made[id(x.untyped_storage())] = weakref.ref(x.untyped_storage())
+        alive = (reference() for reference in self._made.values())
+        self.most = max(self.most, sum(s.nbytes() for s in alive if s is not None))
+        return out

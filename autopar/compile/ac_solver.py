@@ -1,0 +1,263 @@
+"""What the backward of each part makes again, and what waits in host memory: as a policy says, or for the least time
+under a limit, checked on what comes out.
+
+    parts, nothing made again  -->  memory of each rank  -->  choice for each layer  -->  parts  -->  memory ...
+
+The choice counts bytes of layers, the walk over the graphs that were made (`autopar.cost.memory`) counts what a rank
+holds. What the first does not see (parameters, buckets, what passes change) is the difference between the two; it is
+taken from the limit, and the choice is made again until it fits.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch.fx import Node
+
+from autopar.ac_policies import AUTO, CHECKPOINTS, NOTHING, LayerCheckpoint, PartCheckpoints
+from autopar.compile.layer_options import Known, cost_of, find_ways
+from autopar.compile.layer_tensors import ChosenValues, JointFacts, chosen_by, layers_of
+from autopar.compile.stages import PipelineMaker
+from autopar.cost.hardware import device_of, host_link, links_of
+from autopar.cost.memory import Memory, memories
+from autopar.cost.traffic import Links
+from autopar.plan import Plan
+from autopar.planner.recompute.layer_solver import LayerWay
+from autopar.planner.recompute.stage_solver import (
+    Choice,
+    Moment,
+    fullest,
+    moments,
+    most_hosted,
+    smallest_within_host,
+    within_host,
+)
+from autopar.steps.graphs import Compiled, Pipeline
+
+ATTEMPTS = 6
+LESS = 0.99  # of the least that was found: worth another search
+
+
+class LimitError(ValueError):
+    """Nothing fits. least: bytes that would do. plan: whose stages are too large."""
+
+    def __init__(self, text: str, least: int, plan: Plan) -> None:
+        super().__init__(text)
+        self.least, self.plan = least, plan
+
+
+def with_checkpoints(maker: PipelineMaker, finished: Callable[[Plan, Pipeline], Compiled]) -> Compiled:
+    """The compiled model. Raises ValueError where no choice fits the limit, with the least that one would fit."""
+    plan = maker.plan
+    name = plan.options.checkpoints
+    if not maker.train:
+        return finished(replace(plan, checkpoints=()), maker.make())
+    if plan.checkpoints:
+        return finished(plan, maker.make(_by_part(plan.checkpoints)))
+    fitting = _Fitting(maker, finished)
+    with maker.ctx.unobserved() as watched:
+        made = fitting.under_limit(plan.options.memory_limit) if name == AUTO else fitting.by_policy(name)
+    if not watched:
+        return made
+    again = maker.make(_by_part(made.plan.checkpoints))
+    return finished(made.plan, replace(again, order=made.pipeline.order))
+
+
+def _by_part(layers: Sequence[LayerCheckpoint]) -> dict[int, PartCheckpoints]:
+    found: dict[int, PartCheckpoints] = {}
+    for layer in layers:
+        before = found.get(layer.part, NOTHING)
+        found[layer.part] = PartCheckpoints(before.again | set(layer.again), before.host | set(layer.host))
+    return found
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """Something compiled, and by which choice: none (nothing made again)."""
+
+    made: Compiled
+    choice: Choice | None = None
+
+    @cached_property
+    def held(self) -> tuple[Memory, ...]:
+        """By each rank."""
+        return memories(self.made)
+
+    @property
+    def peak(self) -> int:
+        """Of the fullest rank."""
+        return max(found.peak for found in self.held)
+
+    @property
+    def seconds(self) -> float:
+        """Lost to what is made again and to copies, in all parts."""
+        return sum(layer.seconds for layer in self.made.plan.checkpoints)
+
+
+class _Fitting:
+    """The search of one compilation."""
+
+    def __init__(self, maker: PipelineMaker, finished: Callable[[Plan, Pipeline], Compiled]) -> None:
+        self.maker, self.finished, self.first = maker, finished, maker.first_like()
+        plan, self.splits = maker.plan, False  # whether backwards come in two
+        topologies, self.device = links_of(plan.options), device_of(plan.options)
+        self.links = Links(plan.mesh, topologies)
+        self.host = host_link(topologies, self.device)
+
+    @property
+    def host_limit(self) -> int:
+        """Bytes that a rank may hold in host memory."""
+        return self.maker.plan.options.host_memory
+
+    @cached_property
+    def facts(self) -> list[JointFacts]:
+        """Of each part; equal parts share them."""
+        found: dict[int, JointFacts] = {}
+        for k in dict.fromkeys(self.first):
+            derived = self.maker.derived(k)
+            first = derived.first if self.splits else None
+            units = layers_of(derived.calls, asked=self.maker.plan.options.checkpoints == "model")
+            found[k] = JointFacts(derived.joint, units, self.links, first, self.device, self.host, self.host_limit > 0)
+        return [found[k] for k in self.first]
+
+    @cached_property
+    def ways(self) -> list[list[list[LayerWay]]]:
+        """Part -> layer -> what it has to choose from."""
+        known: Known = {}
+        found = {facts: find_ways(facts, known) for facts in dict.fromkeys(self.facts)}
+        return [found[facts] for facts in self.facts]
+
+    # --- a policy ------------------------------------------------------------------------------------------
+
+    def by_policy(self, name: str) -> Compiled:
+        policy = CHECKPOINTS[name]
+        if not self.maker.asks(name):
+            return self.finished(self.maker.plan, self.maker.make())
+        chosen = {facts: chosen_by(policy, name, facts) for facts in dict.fromkeys(self.facts)}
+        made = self.compiled([chosen[facts] for facts in self.facts], f"checkpoint={name}")
+        hosted = max(found.host for found in memories(made)) if self.host_limit else 0
+        if hosted > self.host_limit:
+            raise ValueError(
+                f"checkpoint: {name} keeps {hosted:,} bytes of a rank in host memory, found a host_memory of "
+                f"{self.host_limit:,}; allow more, or let a memory_limit choose"
+            )
+        return made
+
+    # --- a limit -------------------------------------------------------------------------------------------
+
+    def under_limit(self, limit: int) -> Compiled:
+        """Raises ValueError where nothing fits."""
+        nothing = _Tried(self.by_policy("none"))
+        self.splits = any(action.kind == "W" for row in nothing.made.pipeline.order.ranks for action in row)
+        if (pipeline := self.maker.further_ahead(nothing.made.pipeline)) is not None:
+            ahead = _Tried(self.finished(nothing.made.plan, pipeline))
+            if self.fits(ahead, limit):
+                return ahead.made
+        if self.fits(nothing, limit):
+            return nothing.made
+        tried = [self.search(nothing, limit, host) for host in dict.fromkeys((self.host_limit, 0))]
+        found = min((x for x in tried if x is not None), key=lambda x: x.seconds, default=None)
+        if found is None:
+            least = self.smallest(nothing)
+            if not self.fits(least, limit):
+                raise self.refused(limit, least.peak)
+            found = self.search(least, limit, self.host_limit) or least
+        return found.made
+
+    def refused(self, limit: int, least: int) -> LimitError:
+        plan = self.maker.plan
+        more = ["more ranks"] + ["zero=3"] * (plan.options.zero < 3) + ["smaller micro-batches"]
+        more += ["an example_batch of these sizes, for which stages are cut"] * (plan.pipeline is not None)
+        return LimitError(
+            f"checkpoint: no choice of what to make again fits a memory_limit of {limit:,} bytes; the least that would "
+            f"do is {least:,} bytes; use {', '.join(more[:-1])}{',' * (len(more) > 2)} or {more[-1]}",
+            least,
+            plan,
+        )
+
+    def fits(self, tried: _Tried, limit: float) -> bool:
+        return tried.peak <= limit and max(found.host for found in tried.held) <= self.host_limit
+
+    def search(self, start: _Tried, limit: float, host: int) -> _Tried | None:
+        """What fits, from what was tried, by what the graphs hold. ``host``: bytes of host memory."""
+        tried = start
+        for _ in range(ATTEMPTS):
+            choice = tried.choice or [[0] * len(layers) for layers in self.ways]
+            events, hosted = self.events(tried.made.pipeline), 0.0
+            counted = most_hosted(self.ways, choice, events)
+            rooms = []
+            for rank, held in enumerate(tried.held):
+                rooms.append(limit - (held.peak - fullest(self.ways, choice, events, rank)))
+                hosted = max(hosted, held.host - counted.get(rank, 0.0))
+            found = within_host(self.ways, events, rooms, max(host - hosted, 0.0))
+            if found is None:
+                return None
+            tried = self.by_choice(found, limit)
+            if self.fits(tried, limit):
+                return tried
+        return None
+
+    def smallest(self, nothing: _Tried) -> _Tried:
+        """What holds least: made again can be more than kept, where W comes late; and what the choice does not see may
+        leave room below the smallest that it sees."""
+        events = self.events(nothing.made.pipeline)
+        tried = [nothing]
+        for host in dict.fromkeys((0, self.host_limit)):
+            tried.append(self.by_choice(smallest_within_host(self.ways, events, host), 0))
+        found = min((x for x in tried if self.fits(x, math.inf)), key=lambda x: x.peak)
+        while less := self._below(nothing, found) or self._below(found, found):
+            found = less
+        return found
+
+    def _below(self, start: _Tried, found: _Tried) -> _Tried | None:
+        """What holds less than what was found."""
+        hosts = dict.fromkeys((self.host_limit, 0))
+        return next((x for host in hosts if (x := self.search(start, LESS * found.peak, host)) is not None), None)
+
+    def events(self, pipeline: Pipeline) -> list[Moment]:
+        """When what is held counts. A sample of a token slice stands for all of them."""
+        if not pipeline.slices:
+            return moments(pipeline.order)
+        return moments(pipeline.order, [length / self.maker.slices[0].length for length in pipeline.slices])
+
+    def by_choice(self, choice: Choice, limit: float) -> _Tried:
+        chosen = []
+        for facts, ways in zip(self.facts, choice, strict=True):
+            of_layers = (layer.way(k) for layer, k in zip(facts.layers, ways, strict=True))
+            chosen.append(functools.reduce(operator.or_, of_layers, ChosenValues(facts.joint.always)))
+        reason = f"the least time under {limit:,.0f} bytes" if limit else "the least bytes"
+        return _Tried(self.compiled(chosen, reason), choice)
+
+    # --- graphs --------------------------------------------------------------------------------------------
+
+    def compiled(self, chosen: Sequence[ChosenValues], reason: str) -> Compiled:
+        """``chosen``: of each part, nodes of its joint graph, or of that of an equal part."""
+        pairs = [(facts, facts.needed(values)) for facts, values in zip(self.facts, chosen, strict=True)]
+        pipeline = self.maker.make(
+            {
+                k: PartCheckpoints(frozenset(_names(values.again)), frozenset(_names(needed.host)))
+                for k, (values, (_, needed)) in enumerate(zip(chosen, pairs, strict=True))
+            }
+        )
+        layers = tuple(found for k, (_, needed) in enumerate(pairs) for found in self._layers(k, needed, reason))
+        return self.finished(replace(self.maker.plan, checkpoints=layers), pipeline)
+
+    def _layers(self, k: int, chosen: ChosenValues, reason: str) -> list[LayerCheckpoint]:
+        facts, found = self.facts[k], []
+        names = self.maker.names_at(k, [layer.forward[0].meta["call"] for layer in facts.layers])
+        for layer, name in zip(facts.layers, names, strict=True):
+            again, host = ([n for n in layer.forward if n in nodes] for nodes in (chosen.again, chosen.host))
+            if again or host:
+                cost = cost_of(facts, layer, ChosenValues(frozenset(again), frozenset(host)))
+                values = tuple(_names(again)), cost.saved, cost.seconds, reason, tuple(_names(host)), cost.host
+                found.append(LayerCheckpoint(k, name, *values))
+        return found
+
+
+def _names(nodes: Iterable[Node]) -> list[str]:
+    return [n.name for n in nodes]

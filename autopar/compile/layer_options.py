@@ -1,0 +1,202 @@
+"""What it costs a layer to keep some values, to make others again, to let some wait in host memory: the ways that it
+has to choose from.
+
+F and B of a layer are gone through as they will run, with what is made again right before its first use. Layers that
+are equal but for names share what was found, those of other parts included.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Hashable, Sequence
+from typing import Any
+
+from torch.fx import Node
+
+from autopar.compile.layer_tensors import ChosenValues, JointFacts, LayerFacts, is_pinned
+from autopar.ir.graph import frozen, is_call
+from autopar.ir.storages import Storage, size_of
+from autopar.ir.workspace import workspace
+from autopar.planner.recompute.layer_options import RemakableValue, ways
+from autopar.planner.recompute.layer_solver import LayerWay
+
+# Of equal layers: numbers of nodes that are made again, and of those that wait on the host; what that costs.
+Known = dict[Hashable, list[tuple[frozenset[int], frozenset[int], LayerWay]]]
+
+
+def find_ways(facts: JointFacts, known: Known) -> list[list[LayerWay]]:
+    """Fill in `LayerFacts.options` of every layer; what each has to choose from. ``known`` is added to."""
+    found = _Ways(facts)
+    for layer in facts.layers:
+        nodes, key = layer.forward, found.key(layer)
+        if key not in known:
+            place = {n: i for i, n in enumerate(nodes)}
+            known[key] = [
+                (frozenset(place[n] for n in way.again), frozenset(place[n] for n in way.host), cost)
+                for way, cost in found.ways(layer)
+            ]
+        layer.options = [
+            (ChosenValues(frozenset(nodes[i] for i in again), frozenset(nodes[i] for i in host)), cost)
+            for again, host, cost in ((a, h, c.within(*layer.through)) for a, h, c in known[key])
+        ]
+    return [[way for _, way in layer.options] for layer in facts.layers]
+
+
+def cost_of(facts: JointFacts, layer: LayerFacts, way: ChosenValues) -> LayerWay:
+    """What a layer costs that makes some of its values again, or lets them wait on the host."""
+    return _Ways(facts).measured(layer, way)[1]
+
+
+class _Ways:
+    """The layers of one joint graph."""
+
+    def __init__(self, facts: JointFacts) -> None:
+        self.facts, self.joint, self.behind = facts, facts.joint, facts.behind
+
+    def key(self, layer: LayerFacts) -> Hashable:
+        """Equal for layers that are equal but for names."""
+        place: dict[Node, int] = {}
+
+        def of(x: Any) -> Hashable:
+            if not isinstance(x, Node):
+                return repr(x)
+            new = x not in place
+            number = place.setdefault(x, len(place))
+            facts = (x in self.facts.wanted, x in self.facts.crossing, x in self.facts.late, x.op, self.facts.size(x))
+            return (number, *facts) if new else number
+
+        nodes = [*layer.forward, *layer.backward]
+        calls = tuple((n.target, frozen(n.args, of), frozen(n.kwargs, of), of(n)) for n in nodes)
+        ends = tuple(any(self.facts.layer.get(u, -1) != self.facts.layer[n] for u in n.users) for n in nodes)
+        return calls, ends, tuple(self.facts.seconds[n] for n in layer.forward), self.facts.behind_copies(layer)
+
+    def ways(self, layer: LayerFacts) -> list[tuple[ChosenValues, LayerWay]]:
+        own = [n for n in layer.forward if n in self.joint.made or is_call(n, operator.getitem)]
+        own = [n for n in own if not self.joint.is_free(n)]
+        taken = [x for x in layer.taken if x not in self.facts.wanted]  # else it is there anyway
+        nodes = [*own, *taken]
+        place = {n: i for i, n in enumerate(nodes)}
+        wanted = [place[n] for n in own if n in self.facts.wanted]
+        values = [
+            RemakableValue(
+                self.facts.seconds[n],
+                0 if isinstance(n.meta["val"], (tuple, list)) or n in self.joint.always else self.facts.size(n),
+                is_pinned(n) or n in self.facts.crossing,
+                tuple(place[x] for x in self.facts.sources(n.all_input_nodes) if x in place),
+            )
+            for n in own
+        ]
+        values += [RemakableValue(0.0, self.facts.size(x), pinned=True) for x in taken]
+        found = []
+        for way in ways(values, wanted):
+            again = frozenset(nodes[i] for i in way)
+            found += [self.measured(layer, ChosenValues(again, host)) for host in self._on_host(layer, again)]
+        return _worth_choosing(found)
+
+    def _on_host(self, layer: LayerFacts, again: frozenset[Node]) -> list[frozenset[Node]]:
+        """What may wait in host memory of what is kept: nothing, as much as copies have time for beside other layers,
+        everything."""
+        if not self.facts.offloads:
+            return [frozenset()]
+        kept = [x for x in self._saved(layer, again)[0] if self.joint.may_wait_on_host(x) and x not in layer.taken]
+        chosen: list[Node] = []
+        for x in sorted(kept, key=lambda x: (-self.facts.size(x), self.joint.order[x])):
+            if not self.facts.exposed(layer, [self.facts.size(y) for y in (*chosen, x)]):
+                chosen.append(x)
+        return list(dict.fromkeys([frozenset(), frozenset(chosen), frozenset(kept)]))
+
+    def _saved(self, layer: LayerFacts, again: frozenset[Node]) -> tuple[list[Node], list[Node]]:
+        return self.joint.closure([n for n in layer.forward if n in self.facts.wanted], again | self.joint.always)
+
+    def measured(self, layer: LayerFacts, way: ChosenValues) -> tuple[ChosenValues, LayerWay]:
+        saved, again = self._saved(layer, way.again)
+        hosts = [x for x in saved if x in way.host]
+        away = {s for x in hosts for s in self.behind[x]}
+        kept = {s for x in saved for s in self.behind[x]}
+        own = {s for s in kept if self.facts.layer.get(s[0]) == self.facts.layer[layer.forward[0]]}
+        extra = sum(self.facts.size(x) for x in saved if x in layer.taken and x not in self.facts.wanted)
+        size, copied = sum(map(size_of, own - away)) + extra, [self.facts.size(x) for x in hosts]
+        seconds = sum(self.facts.seconds.get(x, 0.0) for x in again if not self.joint.is_free(x))
+        seconds += self.facts.copy_seconds(layer, copied)
+        forward = self._forward_peak(layer, own) + extra
+        left = self._left_for_w(layer, again, own - away)
+        backward = self._backward_peak(layer, set(saved), own, left) + extra
+        made = LayerWay(size, seconds, forward, backward, sum(map(size_of, left)), sum(copied))
+        return ChosenValues(frozenset(x for x in again if x in way.again | self.joint.always), frozenset(hosts)), made
+
+    def _left_for_w(self, layer: LayerFacts, again: Collection[Node], own: Collection[Storage]) -> set[Storage]:
+        """What W takes of what B has, and of what F has saved."""
+        taken = [x for n in layer.backward if n in self.facts.late for x in n.all_input_nodes]
+        gradients = {s for x in taken if x in self.joint.dependent and x not in self.facts.late for s in self.behind[x]}
+        values = {s for x in self.facts.sources(taken) if x in again for s in self.behind[x]}
+        kept = {s for x in self.facts.sources(taken) for s in self.behind[x] if s in own}
+        return gradients | values | kept
+
+    def _forward_peak(self, layer: LayerFacts, saved: Collection[Storage]) -> int:
+        """What earlier layers hand on and nobody saves dies with its last use in F; what goes to later ones stays."""
+        facts, i = self.facts, self.facts.layer[layer.forward[0]]
+        kept = set(saved) | {s for n in layer.forward if n in facts.crossing for s in self.behind[n]}
+        made = [n for n in layer.forward if n in self.joint.made or n in self.joint.parameter_only]
+        unsaved = [x for x in layer.taken if x not in facts.wanted]
+        given = {s for x in unsaved for s in self.behind[x] if max(facts.in_f[s]) == i}
+        return self._peak(made, given, kept)
+
+    def _backward_peak(
+        self, layer: LayerFacts, saved: set[Node], own: Collection[Storage], left: Collection[Storage]
+    ) -> int:
+        """Of B, or of B and W in one. What comes in from later layers lives to its last use, what goes out to earlier
+        ones stays, and so does what is left for W."""
+        run: dict[Node, None] = {}
+
+        def make(x: Node) -> None:
+            if x in run or x in saved or x.op != "call_function" or (x in self.joint.dependent and x not in mine):
+                return
+            if self.facts.layer.get(x, i) != i and not self.joint.is_free(x):
+                return  # of another layer: it is saved there
+            for operand in x.all_input_nodes:
+                make(operand)
+            run[x] = None
+
+        early = [n for n in layer.backward if n not in self.facts.late]
+        mine = set(early)
+        i = self.facts.layer[layer.backward[0]] if layer.backward else -1
+        for node in early:
+            make(node)
+        taken = {x for n in early for x in n.all_input_nodes if x in self.joint.dependent and x not in mine}
+        given = {s for x in taken if x.op == "call_function" for s in self.behind[x]}
+        made = {s for n in early for s in self.behind[n]}
+        kept = {s for s in given | made if min(self.facts.in_b.get(s, {i})) < i and s[0] in self.joint.dependent}
+        used = {s for n in run for x in n.all_input_nodes for s in self.behind.get(x, ())}
+        return self._peak(list(run), given | (used & set(own)), kept | set(left))
+
+    def _peak(self, run: Sequence[Node], given: Collection[Storage], kept: Collection[Storage]) -> int:
+        """Most bytes alive at once while nodes run: what is given dies as all else after its last use, but for what is
+        kept."""
+        last = {s: n for n in run for x in (n, *n.all_input_nodes) for s in self.behind.get(x, ())}
+        mine, given = {n: None for n in run}, set(given)
+        dying: dict[Node, list[Storage]] = {}
+        for s, n in last.items():
+            if (s[0] in mine or s in given) and s not in kept:
+                dying.setdefault(n, []).append(s)
+        live = most = sum(map(size_of, given))
+        for node in run:
+            live += sum(size_of(s) for s in self.behind[node] if s[0] is node and s not in given)
+            most = max(most, live + workspace(node))
+            live -= sum(map(size_of, dying.get(node, ())))
+        return most
+
+
+def _worth_choosing(found: Sequence[tuple[ChosenValues, LayerWay]]) -> list[tuple[ChosenValues, LayerWay]]:
+    """Without those that another beats in bytes, time and what is alive. In order of time."""
+    order = sorted(found, key=lambda pair: (pair[1].seconds, pair[1].saved, pair[1].alive))
+    kept: list[tuple[ChosenValues, LayerWay]] = []
+    for way, facts in order:
+        if not any(
+            k.saved <= facts.saved
+            and k.forward <= facts.forward
+            and k.backward <= facts.backward
+            and k.host <= facts.host
+            for _, k in kept
+        ):
+            kept.append((way, facts))
+    return kept

@@ -1,0 +1,284 @@
+"""From a local graph to a pipeline: cut into parts, differentiate each, order the actions. Pure, as all of compiling.
+
+local graph -> cut_stages -> per part: F, BW, B, W, G, R -> check_step_types -> schedule -> Order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autopar.ac_policies import AUTO, NOTHING, PartCheckpoints
+from autopar.compile.parameter_exchanges import place_exchanges
+from autopar.compile.slices import COMPUTE_GRAPHS, merged, sliced_hop
+from autopar.compile.stage_dedup import KnownParts
+from autopar.ir.conversions import is_conversion
+from autopar.ir.flow import Flow, flow_of
+from autopar.ir.gradient_dtypes import summed_in
+from autopar.ir.graph import layer_of, module_path, placeholders
+from autopar.ir.mesh import TokenSlice
+from autopar.passes.autodiff.backward_builder import forward_calls
+from autopar.passes.autodiff.clone_aliased_grads import OwnGradients
+from autopar.passes.autodiff.differentiate import Differentiated, lowered
+from autopar.passes.pipelines import STEP_PASSES
+from autopar.passes.stage.parameter_graphs import gather_graph, reduce_graph
+from autopar.passes.stage.split_stages import Cut, PartGraph, cut_stages, uncut
+from autopar.passes.stage.split_statistics import split_rounds
+from autopar.plan import Plan
+from autopar.planner.pipeline.split_candidates import parts_by_node, resolve
+from autopar.planner.pipeline.step_order import make_order
+from autopar.precision import Precision
+from autopar.rewrite.compilation import Compilation, timed
+from autopar.rewrite.pass_manager import PassManager
+from autopar.rewrite.step_checks import check_gradients, promise
+from autopar.rewrite.step_types import check_step_types
+from autopar.schedule.lowering import lower
+from autopar.schedule.order import Hop, Order
+from autopar.schedule.request import SCHEDULES
+from autopar.schedule.simulate import simulate
+from autopar.schedule.stream_checks import check_streams
+from autopar.steps.graphs import Cache, Pipeline, RoundAhead, Stage, StepGraph
+from autopar.steps.of_rank import backwards, graph_name
+
+
+class PipelineMaker:
+    """A local graph, cut into parts; each is differentiated once, and becomes a stage for every choice of what its
+    backward makes again."""
+
+    def __init__(
+        self,
+        graphs: Sequence[tuple[GraphModule, list[Cache]]],
+        ctx: Compilation,
+        train: bool = True,
+        static: int = 0,
+        tangents: Sequence[str] = (),
+        slices: Sequence[TokenSlice] = (),
+        ahead: GraphModule | None = None,
+    ) -> None:
+        """``graphs``: it and its caches, or those of the sample ``slices``. ``static``: see `make_order`. ``tangents``:
+        names of outputs that gradients come for, beside the losses, where there is one part. ``ahead``: what totals
+        over micro-batches need of weights.
+
+        Raises ValueError where the graph has no such layers."""
+        self.graphs, self.ctx, self.train, self.static, self.slices = graphs, ctx, train, static, slices
+        self._ahead = ahead
+        plan = self.plan
+        self.cuts = timed(ctx.timings, "cut_stages", lambda: [_cut(gm, plan, tangents, train) for gm, _ in graphs])
+        self.parts = [same[0] for same in zip(*(cut.parts for cut in self.cuts), strict=True)]
+        self._known = KnownParts()
+        self._derived: dict[tuple[int, int], Differentiated] = {}
+
+    @property
+    def plan(self) -> Plan:
+        """As it is while this is compiled."""
+        assert self.ctx.plan is not None
+        return self.ctx.plan
+
+    @property
+    def _shares_parts(self) -> bool:
+        return len(self.parts) > 1 and not self.slices
+
+    def asks(self, policy: str) -> bool:
+        """Whether a policy may make something again: "model" what is called within `torch.utils.checkpoint`, "none"
+        nothing; but logits that are made in chunks are made again in any case."""
+        nodes = [node for gm, _ in self.graphs for node in gm.graph.nodes]
+        asked = policy == "model" and any("asked" in node.meta for node in nodes)
+        return policy not in ("none", "model") or asked or any("chunk" in node.meta for node in nodes)
+
+    def names_at(self, k: int, calls: Sequence[int]) -> list[str]:
+        """The layers, or modules, of some of the `forward_calls` of a part."""
+        made = forward_calls(self.parts[k].graph)
+        return [layer_of(made[i]) or module_path(made[i]) or made[i].name for i in calls]
+
+    def first_like(self) -> list[int]:
+        """Part -> the first of the parts that are equal to it but for names."""
+        if not self._shares_parts:
+            return list(range(len(self.parts)))
+        first: dict[Any, int] = {}
+        return [first.setdefault(self._known.like(part), k) for k, part in enumerate(self.parts)]
+
+    def derived(self, k: int, sample: int = 0) -> Differentiated:
+        """The part with its derivative."""
+        if (k, sample) not in self._derived:
+            if self._shares_parts:
+                self._known.like(self.parts[k])  # as it is before this
+            part = self.cuts[sample].parts[k]
+            results = part.results if self.train else dict.fromkeys(part.results, "output")
+            sums, early = _sums(part, self.plan.options.precision), self.plan.loss_gradients == "forward"
+            self._derived[k, sample] = Differentiated(part.graph, results, part.fixed, sums, early)
+        return self._derived[k, sample]
+
+    def make(self, checkpoints: Mapping[int, PartCheckpoints] | None = None) -> Pipeline:
+        """The pipeline; ``checkpoints``: of its parts.
+
+        Raises ValueError where the schedule does not take the number of micro-batches."""
+        ctx, parts, checked = self.ctx, list[Stage](), list[Stage]()
+        for k, part in enumerate(self.parts):
+            own = (checkpoints or {}).get(k, NOTHING)
+            if self.slices:
+                samples = [self._differentiated(k, i, own, True) for i in range(len(self.slices))]
+                checked.append(samples[0])  # types are of numbers; the merged graphs compute theirs
+                stage = merged(samples, self.slices, self.graphs[0][1])
+                parts.append(_finish(f"part{k}.", stage, ctx, FIXED_GRAPHS))
+                continue
+            make = partial(self._compile_part, k, own)
+            if ctx.watched:  # sees each part; what is kept has the names that it has on ranks which nobody watches
+                make = partial(_as_is, make())
+            parts.append(self._known.stage(part, make, own) if self._shares_parts else make())
+        timed(ctx.timings, "checks", lambda: check_step_types(checked or parts, self.graphs[0][0], ctx.mesh))
+        lengths = self.plan.pipeline.slices if self.plan.pipeline is not None else ()
+        hops = self.cuts[0].hops
+        if self.slices:
+            hops = [sliced_hop(x, self.slices, lengths) for x in zip(*(cut.hops for cut in self.cuts), strict=True)]
+        order = timed(ctx.timings, "order", lambda: proven(self._order(parts, hops), hops))
+        for name, step in zip(("once", "each"), self.prologues, strict=True):
+            if step is not None:
+                ctx.observe(name, step.graph)
+        for r, one in enumerate(self.rounds):
+            for k, step in enumerate(one.graphs):
+                if step is not None:
+                    ctx.observe(graph_name(len(parts), k, f"ahead{r}"), step.graph)
+        return Pipeline(parts, hops, order, *self.prologues, lengths, ahead=self.rounds)
+
+    def further_ahead(self, made: Pipeline) -> Pipeline | None:
+        """The same graphs in an order that takes the limit for more micro-batches in flight; None where the schedule
+        has but one order, or no limit is so low."""
+        pipeline = self.plan.pipeline
+        if pipeline is None or not SCHEDULES[pipeline.schedule].searches:
+            return None
+        try:
+            order = make_order(self.plan, made.parts, made.hops, self.train, self.static)
+        except ValueError:
+            return None
+        return replace(made, order=proven(order, made.hops))
+
+    def _order(self, parts: Sequence[Stage], hops: Sequence[Hop]) -> Order:
+        """Where checkpoints keep the limit, a schedule that searches does not take what they save for more
+        micro-batches in flight: that would ask for more of them."""
+        options = self.plan.options
+        if options.checkpoints != AUTO:
+            return make_order(self.plan, parts, hops, self.train, self.static)
+        free = replace(self.plan, options=replace(options, memory_limit=0, checkpoint="none"))
+        return make_order(free, parts, hops, self.train)
+
+    def _compile_part(self, k: int, checkpoints: PartCheckpoints) -> Stage:
+        part, ctx, plan = self.parts[k], self.ctx, self.plan
+        prefix = graph_name(len(self.parts), k, "")
+        if prefix:
+            with ctx.within(prefix):
+                ctx.observe("part", part.graph)
+        split = plan.pipeline is not None
+        stage = timed(ctx.timings, "differentiate", lambda: self._differentiated(k, 0, checkpoints, split))
+        place_exchanges(stage, part.used, plan)
+        return _finish(prefix, stage, ctx, (*FIXED_GRAPHS, *COMPUTE_GRAPHS))
+
+    def _differentiated(self, k: int, sample: int, checkpoints: PartCheckpoints, split: bool) -> Stage:
+        """The step graphs of a part; ``split``: B and W, too."""
+        part, precision = self.cuts[sample].parts[k], self.plan.options.precision
+        stage = self.derived(k, sample).stage(split, checkpoints)
+        for step in backwards(stage):
+            check_gradients(step, part.graph, _sums(part, precision))
+        stage.mutations, stage.parameters = part.mutations, part.parameters
+        if part.used is not None:
+            stage.gather, stage.aliases = gather_graph(part.used)
+            made = stage.gather.outputs if stage.gather is not None else ()
+            stage.gathered = {u.name: p.name for u, p in part.used.items() if u.name in made}
+            made = [name for step in backwards(stage) for name in step.outputs]
+            stage.reduce = reduce_graph(part.used, made, precision, added=True)
+        return stage
+
+    @cached_property
+    def rounds(self) -> list[RoundAhead]:
+        """What goes ahead of a step, cut as the model is."""
+        if self._ahead is None:
+            return []
+        flow, pipeline, gm = flow_of(self._ahead, self.plan.inputs), self.plan.pipeline, self.graphs[0][0]
+        cuts = pipeline.cuts if pipeline is not None else ()
+        where = place(flow_of(gm, self.plan.inputs), cuts) if cuts else {}
+        return split_rounds(self._ahead, flow, {node.name: k for node, k in where.items()}, len(self.parts))
+
+    @cached_property
+    def prologues(self) -> tuple[StepGraph | None, StepGraph | None]:
+        """What all micro-batches share, and what each has of its own (`Pipeline.once`, `Pipeline.each`)."""
+        return _prologues(self.cuts[0])
+
+
+def _as_is(stage: Stage) -> Stage:
+    return stage
+
+
+def _cut(gm: GraphModule, plan: Plan, tangents: Sequence[str], train: bool) -> Cut:
+    """Of one part, gathers for each use stay within the graph, and are made again in its backward."""
+    if plan.pipeline is not None:
+        flow = flow_of(gm, plan.inputs)
+        return cut_stages(gm, flow, place(flow, plan.pipeline.cuts), plan.pipeline.parts)
+    once = plan.options.zero and plan.options.gathers_once
+    return uncut(gm, tangents, flow_of(gm, plan.inputs).used if once else None)
+
+
+def proven(order: Order, hops: Sequence[Hop]) -> Order:
+    """The order, once it is known to end. Raises ScheduleError with the grid of one that would wait for ever."""
+    lowered = lower(order, hops)
+    simulate(lowered)
+    check_streams(lowered)
+    return order
+
+
+def place(flow: Flow, cuts: tuple[str, ...]) -> dict[Node, int]:
+    """The part of every main node. A conversion belongs to its first user, so that what is sent is not gathered yet."""
+    part_of = parts_by_node(*resolve([n for n in flow.main if not is_conversion(n)], cuts))
+    for node in reversed(flow.main):
+        if node not in part_of:
+            users = [part_of[u] for u in node.users if u in part_of]
+            part_of[node] = min(users) if users else len(cuts)
+    for node in flow.main:  # what leaves the model belongs to what it is made of
+        if is_conversion(node) and not any(u in part_of for u in node.users):
+            part_of[node] = part_of[node.args[0]]  # type: ignore[index]
+    return part_of
+
+
+def _sums(part: PartGraph, precision: Precision) -> dict[str, torch.dtype]:
+    """Parameter -> what its gradient is summed in over ranks, where that is part of the backward."""
+    if part.used is not None:
+        return {}
+    held = {n.name: n.meta["val"].dtype for n in placeholders(part.graph) if n.name in part.fixed}
+    return {name: summed_in(dtype, precision) for name, dtype in held.items()}
+
+
+FIXED_GRAPHS = ("gather", "reduce")
+
+
+def _finish(prefix: str, stage: Stage, ctx: Compilation, names: Sequence[str]) -> Stage:
+    """Run the passes over step graphs. (Those of token slices compute with sizes, which the passes do not know.)"""
+    for name in (*FIXED_GRAPHS, *COMPUTE_GRAPHS):
+        step = getattr(stage, name)
+        if step is not None:
+            setattr(stage, name, _finished(f"{prefix}{name}", step, ctx, name in names))
+    return stage
+
+
+def _finished(name: str, step: StepGraph, ctx: Compilation, simplified: bool) -> StepGraph:
+    with ctx.within(f"{name}."):
+        ctx.observe("differentiate", step.graph)
+        graph = PassManager(STEP_PASSES if simplified else (OwnGradients(),)).run(
+            promise(step.graph), ctx, facts=("step",)
+        )
+    ctx.observe(name, graph)
+    assert len(placeholders(graph)) == len(step.inputs)
+    return StepGraph(graph, step.inputs, step.outputs)
+
+
+def _prologues(cut: Cut) -> tuple[StepGraph | None, StepGraph | None]:
+    found: list[StepGraph | None] = []
+    for graph in (cut.once, cut.each):
+        if graph is None:
+            found.append(None)
+            continue
+        inputs, results = [n.name for n in placeholders(graph)], graph.meta["results"]
+        found.append(StepGraph(lowered(graph), inputs, list(results)))
+    return found[0], found[1]

@@ -1,0 +1,289 @@
+"""The adapter for transformers: its models export with attention and experts as single `autopar::` operators.
+
+Importing this file registers an attention, a mask and an experts implementation called "autopar" with transformers,
+and the adapter with `autopar.capture.front_end.ADAPTERS`. The user's model is not touched: the implementation is
+chosen on the structure copy that capture makes. Classes outside of the registries (falcon, bloom) keep their own
+attention.
+
+Masks travel as facts (`models.hf_masks`), not as [S, S] tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+from autopar.capture.front_end import ADAPTERS
+from autopar.ir.weight_conversion import Recipe, as_they_are
+from autopar.models.hf_batches import batch_dims
+from autopar.models.hf_capacity import capped_experts
+from autopar.models.hf_checkpoints import recipes_to_load, recipes_to_save
+from autopar.models.hf_examples import example_batches
+from autopar.models.hf_experts import dispatch_own_experts
+from autopar.models.hf_masks import (
+    OWN_MASKS,
+    MaskFacts,
+    facts_handed_inward,
+    mask_facts,
+    masks_made_when_traced,
+    positions_from_user,
+)
+from autopar.models.hf_peft import AdapterFolder, is_peft
+from autopar.models.hf_versions import has_post_norm, note_recorded
+
+NAME = "autopar"
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | MaskFacts | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature: q, k, v [B, H, S, D] -> out [B, S, H, D].
+
+    A mask says everything about who attends to whom; without one, a causal module is causal, as in its sdpa path.
+    """
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        facts = MaskFacts(causal=bool(causal) and query.shape[2] > 1)
+    elif isinstance(attention_mask, MaskFacts):
+        facts = attention_mask
+    else:
+        facts = MaskFacts(tensor=attention_mask)
+    bias = _bias(facts.tensor, position_bias, query)
+    out, _ = torch.ops.autopar.attention(
+        query, key, value, bias, facts.key_mask, facts.segments, s_aux, None, facts.causal,
+        facts.window, facts.chunk, 0, float(query.shape[-1] ** -0.5 if scaling is None else scaling),
+        float(softcap or 0.0), float(dropout), 0, [], [],
+    )  # fmt: skip
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _bias(mask: Tensor | None, position_bias: Tensor | None, query: Tensor) -> Tensor | None:
+    """One additive bias from a materialised mask (bool or additive) and a position bias."""
+    if mask is None:
+        return position_bias
+    if mask.dtype == torch.bool:
+        mask = torch.where(mask, torch.zeros((), dtype=query.dtype, device=mask.device), float("-inf"))
+    return mask if position_bias is None else position_bias + mask
+
+
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """transformers' experts signature: tokens [T, H], expert numbers and weights [T, K] -> [T, H].
+
+    The activation and gate stay the model's own code; weights may be [E, O, I] or transposed, with or without bias.
+    """
+    rows, order, offsets = torch.ops.autopar.moe_dispatch(hidden_states, top_k_index, self.num_experts)
+    first = "gate_up_proj" if self.has_gate else "up_proj"
+    hidden = _project(self, rows, first, offsets)
+    hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
+    out = _project(self, hidden, "down_proj", offsets)
+    if has_post_norm(self):
+        out = self.post_expert_norm(out)
+    combined: Tensor = torch.ops.autopar.moe_combine(out, order, top_k_weights)
+    return combined.to(hidden_states.dtype)
+
+
+def _project(experts: Any, rows: Tensor, name: str, offsets: Tensor) -> Tensor:
+    weight = getattr(experts, name)
+    out: Tensor = torch.ops.autopar.grouped_mm(rows.to(weight.dtype), weight, offsets, bool(experts.is_transposed))
+    if experts.has_bias:
+        out = torch.ops.autopar.grouped_bias(out, getattr(experts, f"{name}_bias"), offsets)
+    return out
+
+
+class TransformersAdapter:
+    """See `autopar.capture.front_end.Adapter`."""
+
+    def matches(self, model: nn.Module) -> bool:
+        return any(isinstance(module, PreTrainedModel) for module in model.modules())
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Choose our implementations in every config of the copy, and for experts that ask no config; no cache."""
+        looked_up = {type(c) for m in model.modules() if (c := _config(m)) is not None and _looks_attention_up(m)}
+        for module in model.modules():
+            config = _config(module)
+            if config is not None:
+                own = {type(config), type(_of_text(config))}
+                _configure(config, not looked_up.isdisjoint(own) if looked_up else _registered(module))
+        dispatch_own_experts(model)
+        return model
+
+    def in_float32(self, model: nn.Module) -> list[str]:
+        """What its classes ask for: always, or of float16 alone, which some of them mean by half precision."""
+        asked = [
+            name
+            for module in model.modules()
+            for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+            for name in getattr(module, attribute, None) or ()
+        ]
+        return sorted(set(asked))
+
+    def arguments(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The batch; never with a cache, always with a ModelOutput."""
+        known = inspect.signature(model.forward).parameters
+        arguments = {k: v for k, v in batch.items() if v is not None and k not in ("use_cache", "return_dict")}
+        if "use_cache" in known:
+            arguments["use_cache"] = False
+        _hook_recorded(model, arguments)
+        return arguments
+
+    @contextlib.contextmanager
+    def context(self, batch: Mapping[str, Any]) -> Iterator[None]:
+        given = batch.get("position_ids") is not None
+        with positions_from_user(given), facts_handed_inward(), masks_made_when_traced():
+            yield
+
+    @contextlib.contextmanager
+    def reference(self, model: nn.Module, capacity: float = 0.0) -> Iterator[None]:
+        with exact_experts(model), capped_experts(model, capacity):
+            yield
+
+    def example_batches(self, model: nn.Module) -> list[dict[str, Any]]:
+        return example_batches(model.get_base_model() if is_peft(model) else model)  # type: ignore[operator]
+
+    def settle(self, model: nn.Module) -> None:
+        """In a process that was sent a model: what making it leaves behind, and keys of compiled steps know. With the
+        first one torch's modules get a method; classes note what they record, the outermost what may be set."""
+        PreTrainedModel.initialize_weights(_NoModel())  # type: ignore[arg-type]
+        made = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+        for module in made:
+            note_recorded(module)
+        for outermost in made[:1]:
+            outermost._can_set_experts_implementation()
+
+    def own_folder(self, model: nn.Module) -> AdapterFolder | None:
+        return AdapterFolder(model) if is_peft(model) else None
+
+    def batch_dims(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, int | None]:
+        return batch_dims(model, batch)
+
+    def buffers(self, model: nn.Module) -> dict[str, Tensor]:
+        """Non-persistent buffers (rotary tables, position ids) of a model on the meta device, computed anew.
+
+        No checkpoint holds them; transformers' own weight initialisation knows how to make them.
+        """
+        out: dict[str, Tensor] = {}
+        for path, module in model.named_modules():
+            names = [
+                n for n in module._non_persistent_buffers_set if (b := module._buffers[n]) is not None and b.is_meta
+            ]
+            if not names:
+                continue
+            owner = next(m for m in reversed(_parents(model, path)) if isinstance(m, PreTrainedModel))
+            real = copy.deepcopy(module).to_empty(device="cpu", recurse=False)
+            owner._init_weights(real)
+            for name in names:
+                out[f"{path}.{name}" if path else name] = real._buffers[name]
+        return out
+
+    def recipes_to_load(self, model: nn.Module, names: list[str]) -> list[Recipe]:
+        return recipes_to_load(model, names) if isinstance(model, PreTrainedModel) else as_they_are(names)
+
+    def recipes_to_save(self, model: nn.Module, names: list[str]) -> list[Recipe]:
+        return recipes_to_save(model, names) if isinstance(model, PreTrainedModel) else as_they_are(names)
+
+
+def _hook_recorded(model: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """What transformers records of layers (``output_router_logits``) it records with hooks that the first forward which
+    is asked for it registers: ahead of the capture, the forward changes nothing."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            asked = [f"output_{key}" for key in module._can_record_outputs or ()]
+            if any(arguments.get(key, getattr(module.config, key, False)) for key in asked):
+                maybe_install_capturing_hooks(module)
+
+
+def _parents(model: nn.Module, path: str) -> list[nn.Module]:
+    """The modules from the root to the one at ``path``, both included."""
+    found = [model]
+    for part in path.split(".") if path else ():
+        found.append(found[-1].get_submodule(part))
+    return found
+
+
+def _config(module: nn.Module) -> Any:
+    found = getattr(module, "config", None)
+    return found if isinstance(found, transformers.PreTrainedConfig) else None
+
+
+def _of_text(config: Any) -> Any:
+    """The config of the tokens; of several the decoder's."""
+    try:
+        return config.get_text_config()
+    except ValueError:
+        return config.get_text_config(decoder=True)
+
+
+def _registered(module: nn.Module) -> bool:
+    """Does the model's file look attention up in transformers' registry?"""
+    return hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS")
+
+
+def _looks_attention_up(module: nn.Module) -> bool:
+    """Does its forward take its attention out of transformers' registry? (Of one file, some may and others not.)"""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def _configure(config: Any, registered: bool) -> None:
+    if registered and config._attn_implementation_internal != NAME:
+        setattr(config, OWN_MASKS, config._attn_implementation_internal)
+        config._attn_implementation_internal = NAME
+    config._experts_implementation_internal = NAME
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    config.return_dict = True
+
+
+@contextlib.contextmanager
+def exact_experts(model: nn.Module) -> Iterator[None]:
+    """Within: the user's model runs its experts one by one, as plain products. transformers' default calls a kernel
+    that refuses float64, so an exact reference run needs this."""
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    before = {key: getattr(c, "_experts_implementation_internal", None) for key, c in configs.items()}
+    for config in configs.values():
+        config._experts_implementation_internal = "eager"
+    try:
+        yield
+    finally:
+        for key, config in configs.items():
+            config._experts_implementation_internal = before[key]
+
+
+class _NoModel(nn.Module):
+    """Has no weights to initialize."""
+
+    def is_custom_code(self) -> bool:
+        return False
+
+    is_remote_code = is_custom_code  # its name in 5.10
+
+    def _initialize_weights(self, *_: Any) -> None:
+        pass
+
+
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, mask_facts)
+ExpertsInterface.register(NAME, experts_forward)
+ADAPTERS.append(TransformersAdapter())

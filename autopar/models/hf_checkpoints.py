@@ -1,0 +1,103 @@
+"""What transformers' from_pretrained makes of tensors in files, and save_pretrained of those of a model, as recipes.
+
+Since its version 5 the names on disk are not those of the modules: experts are merged, projections split, prefixes
+changed, tensors transposed, each type of model by a list of its own (``transformers.conversion_mapping``). The lists
+are applied here in transformers' own order, by its own code; only the tensors are left to the caller.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from autopar.ir.weight_conversion import Recipe
+
+
+def recipes_to_load(model: PreTrainedModel, names: Sequence[str]) -> list[Recipe]:
+    """From the tensors in files to the model's. ``model``: may be on the meta device, all parameters are there. A name
+    that the model lacks keeps it."""
+    renamings, converters = _sorted(get_model_conversion_mapping(model))
+    wanted, prefix = model.state_dict(), model.base_model_prefix
+    groups = _Collected(model, converters)
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
+        known = target in wanted  # else it was no old name
+        groups.add(name, target if known else name, pattern if known else None)
+    return groups.recipes([])
+
+
+def recipes_to_save(model: PreTrainedModel, names: Sequence[str]) -> list[Recipe]:
+    """From the model's tensors to those in files, as transformers' save_pretrained writes them: undone is what was done
+    when this model was loaded, or what would be for its type."""
+    used = getattr(model, "_weight_conversions", None)
+    if used is None:  # a prefix is put back only where it is known that there was one
+        used = [t for t in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(t, PrefixChange)]
+    renamings, converters = _sorted([transform.reverse_transform() for transform in reversed(used)])
+    groups = _Collected(model, converters)
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, [], converters)
+        groups.add(name, _renamed(name, renamings) if pattern is None else target, pattern)
+    return groups.recipes(renamings)
+
+
+def _sorted(transforms: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Renamings, and what computes."""
+    return (
+        [t for t in transforms if isinstance(t, WeightRenaming)],
+        [t for t in transforms if isinstance(t, WeightConverter)],
+    )
+
+
+def _renamed(name: str, renamings: list[Any]) -> str:
+    """By renamings alone."""
+    found: str = rename_source_key(name, renamings, [])[0]
+    return found
+
+
+class _Collected:
+    """Tensors that are converted together, by what is made of them."""
+
+    def __init__(self, model: PreTrainedModel, converters: Sequence[Any]) -> None:
+        self._model = model
+        self._converters = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        self._plain: list[tuple[str, str]] = []
+        self._converted: dict[str, list[tuple[str, str]]] = {}  # target -> (name, pattern that it matched)
+
+    def add(self, name: str, target: str, pattern: str | None) -> None:
+        if pattern is None:
+            self._plain.append((name, target))
+        else:
+            self._converted.setdefault(target, []).append((name, pattern))
+
+    def recipes(self, renamings: list[Any]) -> list[Recipe]:
+        """``renamings`` are applied to what has been made."""
+        plain = [Recipe((name,), target) for name, target in self._plain]
+        return plain + [self._recipe(target, found, renamings) for target, found in self._converted.items()]
+
+    def _recipe(self, target: str, found: Sequence[tuple[str, str]], renamings: list[Any]) -> Recipe:
+        converter, model = self._converters[found[0][1]], self._model
+
+        def make(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+            own = copy.deepcopy(converter)
+            for (name, pattern), tensor in zip(found, tensors, strict=True):
+                own.add_tensor(target, name, pattern, tensor)
+            made = own.convert(target, model=model, config=model.config)
+            return {
+                _renamed(name, renamings): value[0] if isinstance(value, list) else value
+                for name, value in made.items()
+            }
+
+        words = ", ".join(map(repr, converter.operations))
+        return Recipe(tuple(name for name, _ in found), target, make, words)

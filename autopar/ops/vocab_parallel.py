@@ -1,0 +1,143 @@
+"""Embedding and loss over a cut vocabulary: what a rank that holds some of the rows or classes computes.
+
+The loss never gathers logits: per row it exchanges a maximum, and a sum of two or three numbers (Megatron-LM's vocab
+parallel cross-entropy). Source: Shoeybi et al., Megatron-LM, section 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import autopar.ops.collectives  # noqa: F401  (registers the raw collectives)
+
+
+def first_row(rows: int, axis: str, size: int, device: torch.device) -> Tensor:
+    """[1]: the global index of the first of the ``rows`` rows that this rank holds."""
+    starts = torch.arange(0, rows * size, rows, device=device)
+    out: Tensor = torch.ops.autopar.shard_slice(starts, 0, [], axis, size)
+    return out
+
+
+def embedding_of_piece(
+    weight: Tensor, indices: Tensor, padding_idx: int, axis: str, size: int, name: str = "an embedding"
+) -> Tensor:
+    """Rows of a cut table: weight [V/size, H], indices [...] global -> [..., H], zero where another rank holds the row.
+
+    The sum over ranks is the embedding. As in torch, the row ``padding_idx`` gets no gradient. An index that no rank
+    holds is an error that names ``name``, once the step has run (`autopar.ops.value_checks`).
+    """
+    rows = weight.shape[0]
+    text = f"{name} must lie in 0 .. {rows * size - 1}, the rows of its embedding, found {{found}}"
+    watched = torch.ops.autopar.watch(indices, 0.0, float(rows * size - 1), None, text, True)
+    local = watched - first_row(rows, axis, size, indices.device)
+    outside = (local < 0) | (local >= rows)
+    out = torch.nn.functional.embedding(local.clamp(0, rows - 1), weight)
+    if padding_idx >= 0:
+        out = torch.where((indices == padding_idx).unsqueeze(-1), out.detach(), out)
+    return out.masked_fill(outside.unsqueeze(-1), 0.0)
+
+
+def cross_entropy_of_piece(
+    logits: Tensor,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    axis: str,
+    size: int,
+    name: str = "labels of a cross-entropy",
+) -> tuple[Tensor, Tensor]:
+    """`autopar::cross_entropy` of a rank that holds classes: logits [N, C/size], target [N] -> loss [N], lse [N].
+
+    A label that is no class is an error that names ``name``, once the step has run (`autopar.ops.value_checks`).
+    """
+    out: tuple[Tensor, Tensor] = _CrossEntropy.apply(logits, target, ignore_index, label_smoothing, axis, size, name)
+    return out
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        ignore_index: int,
+        label_smoothing: float,
+        axis: str,
+        size: int,
+        name: str,
+    ) -> tuple[Tensor, Tensor]:
+        ops = torch.ops.autopar
+        classes = logits.shape[-1]
+        text = f"{name} must lie in 0 .. {classes * size - 1}, or be {ignore_index}, found {{found}}"
+        watched = ops.watch(target, 0.0, float(classes * size - 1), ignore_index, text, True)
+        index = watched - first_row(classes, axis, size, target.device)
+        index = index.masked_fill(target == ignore_index, -1)
+        top = ops.all_reduce(ops.piece_max(logits), axis, "max")
+        total, chosen, mean = ops.all_reduce(ops.piece_sums(logits, index, top, classes * size), axis, "sum").unbind(0)
+        lse = top + total.log()
+        loss = lse - (1 - label_smoothing) * chosen - label_smoothing * mean
+        ctx.facts = label_smoothing, classes * size, ignore_index
+        ctx.save_for_backward(logits, index, target, lse)
+        ctx.mark_non_differentiable(lse)
+        return loss.masked_fill(target == ignore_index, 0.0), lse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+        logits, index, target, lse = ctx.saved_tensors
+        label_smoothing, classes, ignore_index = ctx.facts
+        grad = grad.masked_fill(target == ignore_index, 0.0)
+        out = torch.ops.autopar.piece_backward(grad, logits, index, lse, label_smoothing, classes)
+        return out, None, None, None, None, None, None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+@torch.library.custom_op("autopar::piece_max", mutates_args=())
+def piece_max(logits: Tensor) -> Tensor:
+    """[N, C] -> [N]: the greatest logit among the rank's classes, in the dtype of sums."""
+    return logits.amax(-1).to(_wide(logits.dtype))
+
+
+@piece_max.register_fake
+def _(logits: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape[:-1], dtype=_wide(logits.dtype))
+
+
+@torch.library.custom_op("autopar::piece_sums", mutates_args=())
+def piece_sums(logits: Tensor, index: Tensor, top: Tensor, classes: int) -> Tensor:
+    """[N, C], local target index [N] (out of range: another rank's) -> [3, N]: sum of exp(logit - top), the target's
+    logit, the rank's share of the mean logit over all ``classes``."""
+    x = logits.to(top.dtype)
+    inside = (index >= 0) & (index < x.shape[-1])
+    chosen = x.gather(-1, index.clamp(0, x.shape[-1] - 1).unsqueeze(-1)).squeeze(-1).masked_fill(~inside, 0.0)
+    return torch.stack([(x - top.unsqueeze(-1)).exp_().sum(-1), chosen, x.sum(-1) / classes])
+
+
+@piece_sums.register_fake
+def _(logits: Tensor, index: Tensor, top: Tensor, classes: int) -> Tensor:
+    return top.new_empty((3, *top.shape))
+
+
+@torch.library.custom_op("autopar::piece_backward", mutates_args=())
+def piece_backward(
+    grad: Tensor, logits: Tensor, index: Tensor, lse: Tensor, label_smoothing: float, classes: int
+) -> Tensor:
+    """Gradient of the rank's logits: grad * (softmax - (1 - s) * onehot - s / classes)."""
+    out = torch.sub(logits, lse.unsqueeze(-1)).exp_()
+    inside = (index >= 0) & (index < out.shape[-1])
+    if label_smoothing:
+        out -= label_smoothing / classes
+    hit = (inside.to(out.dtype) * (label_smoothing - 1.0)).unsqueeze(-1)
+    out.scatter_add_(-1, index.clamp(0, out.shape[-1] - 1).unsqueeze(-1), hit)
+    out *= grad.unsqueeze(-1)
+    return out.to(logits.dtype)
+
+
+@piece_backward.register_fake
+def _(grad: Tensor, logits: Tensor, index: Tensor, lse: Tensor, label_smoothing: float, classes: int) -> Tensor:
+    return torch.empty_like(logits)

@@ -1,0 +1,166 @@
+"""reverse: how gradients go through a local graph, from the last operator to the first.
+
+The order is autograd's; gradients that meet in one value are added as they arrive. `Backward` runs twice over a graph:
+for the shapes of gradients, which say what each derivative is made of, and for nodes (`trace_joint`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autopar.capture.trace.op_decomposition import Recorded, TensorFacts, Value
+from autopar.ir.custom_backward import OwnBackward, inside_of, own_backwards
+from autopar.ir.graph import is_call, placeholders
+from autopar.ops.gradient import RESULT
+from autopar.passes.autodiff.vjp import derivative, marked
+
+aten = torch.ops.aten
+
+T = TypeVar("T")
+ResultKey = tuple[Node, int]  # which result of a call
+
+
+def is_entry(node: Node) -> bool:
+    """Whether a node takes a tensor out of what a call returns."""
+    return is_call(node, operator.getitem) and isinstance(node.args[0], Node)
+
+
+def result_key(node: Node) -> ResultKey:
+    """What a node, or an entry of a tuple, is a result of."""
+    return (node.args[0], node.args[1]) if is_entry(node) else (node, 0)  # type: ignore[return-value]
+
+
+def parts_of_result(node: Node) -> tuple[Node, Node, Node]:
+    """(value, hole, token) of a result of a model's own autograd function."""
+    value, hole, token = node.args
+    return value, hole, token  # type: ignore[return-value]
+
+
+def forward_calls(gm: GraphModule) -> list[Node]:
+    """The calls of a local graph that run before any gradient is known, in order."""
+    inside = inside_of(gm.graph)
+    return [n for n in gm.graph.nodes if n.op == "call_function" and n not in inside and not is_entry(n)]
+
+
+class ForwardValues:
+    """What every value of a local graph looks like, and whether a gradient flows into it."""
+
+    def __init__(self, gm: GraphModule, differentiable: Sequence[bool]) -> None:
+        self.graph, self.inputs = gm.graph, placeholders(gm)
+        self.own = {one.token: one for one in own_backwards(gm.graph)}
+        self.likes: dict[ResultKey, TensorFacts] = {}
+        self.needs: dict[ResultKey, bool] = {}
+        self.found: dict[Node, Recorded] = {}
+        self.calls = forward_calls(gm)
+        for node, wanted in zip(self.inputs, differentiable, strict=True):
+            self.likes[node, 0], self.needs[node, 0] = TensorFacts.of(node.meta["val"]), wanted
+        for node in self.calls:
+            self._add(node)
+
+    def _add(self, node: Node) -> None:
+        if node in self.own:
+            self.needs[node, 0] = any(self.needs[result_key(x)] for x in self.own[node].inputs)
+        elif is_call(node, RESULT):
+            value, _, token = parts_of_result(node)
+            self.likes[node, 0], self.needs[node, 0] = self.likes[result_key(value)], self.needs[token, 0]
+        else:
+            found = self.found[node] = self.derivative(node)
+            for i, (like, needs) in enumerate(zip(found.facts(found.results), found.needs, strict=True)):
+                if like is not None:
+                    self.likes[node, i], self.needs[node, i] = like, needs
+
+    def derivative(self, node: Node, tangents: Sequence[TensorFacts | None] | None = None) -> Recorded:
+        """Of a call, see `autopar.passes.autodiff.vjp`."""
+        args, kwargs, operands = marked(node)
+        keys = list(map(result_key, operands))
+        return derivative(
+            node.target, args, kwargs, [self.likes[k] for k in keys], [self.needs[k] for k in keys], tangents  # type: ignore[arg-type]
+        )  # fmt: skip
+
+
+class Maker(Protocol[T]):
+    """Makes the values of a backward."""
+
+    def value(self, key: ResultKey) -> T:
+        """Of the forward."""
+
+    def call(self, target: Any, args: Any, kwargs: Any, operands: Sequence[T], origin: Node) -> Sequence[T | None]:
+        """The results of a call that nobody differentiates."""
+
+    def gradients(self, node: Node, tangents: Sequence[T | None]) -> Sequence[T | None]:
+        """Of the operands of a call."""
+
+
+class Backward(Generic[T]):
+    """Operators from the last to the first."""
+
+    def __init__(self, forward: ForwardValues, make: Maker[T]) -> None:
+        self.forward, self.make = forward, make
+        self.arrived: dict[ResultKey, T] = {}
+
+    def run(self, ends: Sequence[Node], tangents: Sequence[T]) -> dict[ResultKey, T]:
+        """The gradients of the placeholders."""
+        for end, tangent in zip(ends, tangents, strict=True):
+            self._arrive(end, tangent, end)
+        for node in reversed(self.forward.calls):
+            if node in self.forward.own:
+                self._own_backward(self.forward.own[node])
+            elif is_call(node, RESULT):
+                if (node, 0) in self.arrived:
+                    self._arrive(parts_of_result(node)[1], self.arrived.pop((node, 0)), node)
+            else:
+                self._differentiate(node)
+        return self.arrived
+
+    def _arrive(self, at: Node, gradient: T, origin: Node) -> None:
+        key = result_key(at)
+        if key in self.arrived:
+            addends = [self.arrived[key], gradient]
+            (sum_,) = self.make.call(aten.add.Tensor, (Value(0), Value(1)), {}, addends, origin)
+            assert sum_ is not None
+            gradient = sum_
+        self.arrived[key] = gradient
+
+    def _differentiate(self, node: Node) -> None:
+        tangents = [self.arrived.pop((node, i), None) for i in range(len(self.forward.found[node].results))]
+        if any(t is not None for t in tangents):
+            operands = marked(node)[2]
+            for x, gradient in zip(operands, self.make.gradients(node, tangents), strict=True):
+                if gradient is not None:
+                    self._arrive(x, gradient, node)
+
+    def _own_backward(self, own: OwnBackward) -> None:
+        """A model's own: by a part of the graph."""
+        gradients = [self.arrived.pop((hole, 0), None) for hole in own.holes]
+        if all(g is None for g in gradients):
+            return
+        known = {(h, 0): self._zeros(h) if g is None else g for h, g in zip(own.holes, self._checked(own, gradients))}
+        known |= {result_key(x): self.make.value(result_key(x)) for x in own.saved}
+        for node in own.inside:
+            if not is_entry(node):
+                args, kwargs, operands = marked(node)
+                made = self.make.call(node.target, args, kwargs, [known[result_key(x)] for x in operands], node)
+                known |= {(node, i): x for i, x in enumerate(made) if x is not None}
+        for x, gradient in zip(own.inputs, own.gradients, strict=True):
+            if self.forward.needs[result_key(x)]:
+                self._arrive(x, known[result_key(gradient)], own.token)
+
+    def _checked(self, own: OwnBackward, gradients: list[T | None]) -> list[T | None]:
+        if not own.zeros and any(g is None for g in gradients):
+            raise ValueError(
+                f"the autograd function {own.name} asks for None instead of gradients of zeros (set_materialize_grads) "
+                "and one of its results has no gradient here; let its backward take zeros"
+            )
+        return gradients
+
+    def _zeros(self, like: Node) -> T:
+        x = like.meta["val"]
+        facts = {"dtype": x.dtype, "device": torch.device("cpu")}
+        (made,) = self.make.call(torch.zeros, (list(x.shape),), facts, [], like)
+        assert made is not None
+        return made

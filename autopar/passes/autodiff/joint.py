@@ -1,0 +1,284 @@
+"""The joint graph of forward and backward, and how it is taken apart.
+
+    joint(primals, tangents) -> outputs, gradients
+
+`Joint` traces it; `Joint.forward` is the part that makes the outputs and what is saved; `Joint.graph_of` any part of
+the rest, given what is known: inputs, saved values, tangents. Values that derive from parameters alone, and views, are
+never saved but made again, right before their first use, so that gathered ZeRO weights die in between.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from autopar.ac_policies import PartCheckpoints
+from autopar.adapters.graph_nodes import copied_node
+from autopar.adapters.lazy import graph_module
+from autopar.ir.graph import add_placeholder, ancestors, copy_node, is_call, output_node, outputs, placeholders
+from autopar.ir.meta import ORIGIN, inherit
+from autopar.ir.storages import is_dense
+from autopar.ops.traits import aliases, is_cheap, is_view
+from autopar.passes.autodiff.clone_aliased_grads import own_gradients
+from autopar.passes.autodiff.fused_loss_backward import early_gradients
+from autopar.passes.autodiff.routed_sizes import routed_sizes
+from autopar.passes.autodiff.shared_counts import shared_counts
+from autopar.passes.autodiff.sum_products import sum_products
+from autopar.passes.autodiff.trace_joint import joint_graph
+from autopar.passes.autodiff.widen_reductions import widen_reductions
+from autopar.passes.autodiff.worst_case_tokens import most_rows
+from autopar.steps.graphs import StepGraph
+from autopar.steps.value_names import is_a
+
+ours = torch.ops.autopar
+
+
+class Joint:
+    """A traced joint graph.
+
+    primals: placeholder -> its name in the local graph. tangents: one per output with a gradient, in order. outs: the
+    outputs of the local graph. gradients: name of a wanted placeholder -> its gradient (None: it has none). wanted:
+    what the backward takes of the forward. remade: what of this, and of what that is made of, it makes again; always:
+    what of this is not up to a policy. early: gradients that F makes. hosted: of what F keeps, what waits in host
+    memory.
+    """
+
+    def __init__(
+        self,
+        gm: GraphModule,
+        wanted: Sequence[bool],
+        fixed: Iterable[str],
+        sums: Mapping[str, torch.dtype],
+        early: bool = False,
+    ) -> None:
+        """``wanted``: per placeholder, whether its gradient is. ``fixed``: names of parameters, buffers, constants.
+        ``sums``: placeholder -> what its gradient is summed over ranks in. ``early``: whether F makes gradients of
+        losses in chunks, where it can."""
+        names = [n.name for n in placeholders(gm)]
+        self.gm = joint = joint_graph(gm, wanted)
+        nodes, count = placeholders(joint), len(outputs(gm))
+        if any(wanted):
+            widen_reductions(joint, [None] * count + [sums.get(name) for name in names])
+        self.names = names
+        self.primals = dict(zip(nodes, names, strict=False))
+        self.tangents = nodes[len(names) :]
+        sum_products(joint, self.tangents)
+        shared_counts(joint)
+        routed_sizes(joint)
+        most_rows(joint)
+        if early:
+            early_gradients(joint, self.tangents)
+        results = list(output_node(joint).args[0])  # type: ignore[arg-type]
+        self.outs: list[Node | None] = results[:count]
+        self.gradients = {n: g for n, g, w in zip(names, results[count:], wanted, strict=False) if w}
+        self.order = {n: i for i, n in enumerate(joint.graph.nodes)}
+        self.early = {n for n in joint.graph.nodes if "early" in n.meta}
+        self.made = ancestors([*(n for n in self.outs if isinstance(n, Node)), *self.early])
+        kept = set(fixed)
+        self.parameter_only = self._parameter_only({p for p, name in self.primals.items() if name in kept})
+        grads = [g for g in self.gradients.values() if g is not None]
+        self.dependent = self._dependent(ancestors(grads))
+        self.always = frozenset(n for n in self.made if n.op == "call_function" and "chunk" in n.meta)
+        self.remade = self.always
+        self.hosted = frozenset[Node]()
+        self._taken = [x for node in self.dependent for x in node.all_input_nodes] + grads
+        self.wanted = self.sources(self._taken)
+
+    @property
+    def saved(self) -> list[Node]:
+        """What F keeps for the backward, in order."""
+        return sorted(self.closure(self.wanted, self.remade)[0], key=self.order.__getitem__)
+
+    def _dependent(self, needed: set[Node]) -> dict[Node, None]:
+        """What depends on a tangent, in order."""
+        found: dict[Node, None] = dict.fromkeys(self.tangents)
+        for node in self.order:
+            if node in needed and any(x in found for x in node.all_input_nodes):
+                found[node] = None
+        return found
+
+    def _parameter_only(self, weights: set[Node]) -> set[Node]:
+        """Parameters, and values that depend on parameters alone."""
+        found = set(weights)
+        for node in self.order:
+            inputs = node.all_input_nodes
+            if node.op == "call_function" and inputs and all(x in found for x in inputs):
+                found.add(node)
+        return found
+
+    def sources(self, nodes: Iterable[Node]) -> list[Node]:
+        """What must be kept, or made again, for values to be there: what is given and what is free is looked
+        through."""
+        found: dict[Node, None] = {}
+        seen: set[Node] = set()
+        queue = list(nodes)
+        while queue:
+            x = queue.pop()
+            if x in seen or x in self.dependent or x in self.primals:
+                continue
+            seen.add(x)
+            if self.is_free(x):
+                queue += x.all_input_nodes
+            else:
+                found[x] = None
+        return list(found)
+
+    def keep(self, checkpoints: PartCheckpoints) -> None:
+        """Say what the backward makes again, and what waits in host memory. Raises ValueError for names that the graph
+        does not have, and for values that cannot wait there."""
+        self.remade = self._named(checkpoints.again) | self.always
+        self.hosted = self._named(checkpoints.host) & set(self.saved)
+        for node in self.hosted:
+            if not self.may_wait_on_host(node):
+                raise ValueError(
+                    f"checkpoint: a plan lets {node.name} wait in host memory, which is an output of the model or not "
+                    "dense; leave its checkpoints out, or make a new plan"
+                )
+
+    def _named(self, names: Collection[str]) -> frozenset[Node]:
+        named = frozenset(n for n in self.order if n.name in names) if names else frozenset[Node]()
+        unknown = set(names) - {n.name for n in named}
+        if unknown:
+            raise ValueError(
+                f"checkpoint: a plan names {', '.join(sorted(unknown)[:3])}, which the graph does not have; it was "
+                "made for another model, batch or version: leave its checkpoints out, or make a new plan"
+            )
+        return named
+
+    def may_wait_on_host(self, x: Node) -> bool:
+        """Whether its bytes are free for others once F has used it: nobody gets it from the model, and its storage has
+        nothing else in it."""
+        val = x.meta["val"]
+        if not isinstance(val, torch.Tensor) or not val.numel() or x in self._leaving:
+            return False
+        return is_dense(val)
+
+    @cached_property
+    def _leaving(self) -> set[Node]:
+        """Outputs, and what they are views of."""
+        found: set[Node] = set()
+        queue = [n for n in self.outs if isinstance(n, Node)]
+        while queue:
+            x = queue.pop()
+            found.add(x)
+            if aliases(x.target) or part_of_view(x):
+                queue += x.all_input_nodes
+        return found
+
+    def closure(self, wanted: Iterable[Node], remade: Collection[Node]) -> tuple[list[Node], list[Node]]:
+        """(kept, made again) so that ``wanted`` is there, if what is in ``remade`` is made again where it is needed."""
+        kept: dict[Node, None] = {}
+        again: dict[Node, None] = {}
+        queue = list(wanted)
+        while queue:
+            x = queue.pop()
+            if x in kept or x in again:
+                continue
+            if x in remade or not isinstance(x.meta["val"], torch.Tensor):  # several results at once are not kept
+                again[x] = None
+                queue += self.sources(x.all_input_nodes)
+            else:
+                kept[x] = None
+        return list(kept), list(again)
+
+    def is_free(self, x: Node) -> bool:
+        """Whether it is made again in any case: a view, a value of parameters alone, what only the backward makes."""
+        cheap = is_cheap(x.target) or part_of_view(x) or not x.all_input_nodes
+        return cheap or x in self.parameter_only or not self._made_by_forward(x)
+
+    def _made_by_forward(self, x: Node) -> bool:
+        """F makes it, or makes the tuple it is an entry of: the entry is saved then, never the tuple."""
+        return x in self.made or (is_call(x, operator.getitem) and x.args[0] in self.made)
+
+    # --- graphs -------------------------------------------------------------------------------------------
+
+    def forward(self, keep: Iterable[str] | None = None) -> GraphModule:
+        """Makes the outputs, then the saved values. Takes every primal, or those in ``keep`` and what it needs: their
+        names are in ``meta["takes"]``, since a graph calls no input as Python calls something (``input``)."""
+        results = [*self.outs, *self.saved]
+        needed = ancestors([n for n in results if isinstance(n, Node)])
+        graph, copies, hosts = Graph(), dict[Node, Node](), dict[Node, Node]()
+        for node, name in self.primals.items():
+            if keep is None or name in keep or node in needed:
+                copies[node] = add_placeholder(graph, name, like=node)
+        for node in self.order:
+            if node.op == "call_function" and node in needed:
+                copies[node] = copied_node(graph, node, copies.__getitem__)
+                if node in self.hosted:
+                    hosts[node] = _copy_between(graph, ours.to_host.default, copies[node])
+        kept = [n for n in self.saved if n not in hosts]
+        for node in kept if self.remade or hosts else ():
+            copies[node].meta["kept"] = True
+        made = [copies[n] if isinstance(n, Node) else n for n in self.outs]
+        graph.output((*made, *(hosts.get(n, copies[n]) for n in self.saved)))
+        gm = graph_module(graph, "Forward")
+        gm.meta["takes"] = [name for node, name in self.primals.items() if node in copies]
+        return gm
+
+    def graph_of(
+        self,
+        run: Iterable[Node],
+        results: Sequence[tuple[str, Node | None]],
+        known: Mapping[Node, str],
+        title: str,
+    ) -> StepGraph:
+        """Runs ``run`` (in order) and what must be made again for it; returns ``results`` by name.
+
+        ``known``: nodes that are given, by their names in the environment; those that are needed become inputs. A node
+        that is made again is copied right before its first use. Every result but those named ``stash:...``, which
+        nobody writes to, is alone in its storage.
+        """
+        run = list(run)
+        needed = self._given([*run, *(n for _, n in results if n is not None)], known)
+        graph, copies = Graph(), dict[Node, Node]()
+        given = [n for n in known if n in needed]
+        for node in given:
+            copies[node] = add_placeholder(graph, self.primals.get(node, node.name), like=node)
+        back = {n: _copy_between(graph, ours.from_host.default, copies[n]) for n in given if n in self.hosted}
+        copies |= back
+        for node in run:
+            copy_node(graph, node, copies)
+        place = {node: i for i, node in enumerate(graph.nodes)}
+        for node in back.values():
+            min(node.users, key=place.__getitem__).prepend(node)
+        graph.output(tuple(copy_node(graph, n, copies) if n is not None else None for _, n in results))
+        gm = graph_module(graph, title)
+        for node in self.remade & copies.keys() - known.keys():
+            copies[node].meta["again"] = True
+        gm.meta["owned"] = [i for i, (name, _) in enumerate(results) if not is_a(name, "stash")]
+        own_gradients(gm)
+        return StepGraph(gm, [known[n] for n in given], [name if n is not None else None for name, n in results])
+
+    def _given(self, wanted: Iterable[Node], known: Mapping[Node, str]) -> set[Node]:
+        """Those of the known nodes that the wanted ones depend on without another known one between."""
+        seen: set[Node] = set()
+        found: set[Node] = set()
+        queue = list(wanted)
+        while queue:
+            node = queue.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node in known:
+                found.add(node)
+            else:
+                queue += node.all_input_nodes
+        return found
+
+
+def _copy_between(graph: Graph, target: Any, x: Node) -> Node:
+    """A copy to or from the host, of the origin of what is copied."""
+    node = graph.call_function(target, (x,))
+    inherit(node, x, ORIGIN)
+    node.meta["val"] = x.meta["val"]
+    return node
+
+
+def part_of_view(node: Node) -> bool:
+    """getitem of a split: a view as well."""
+    return is_call(node, operator.getitem) and isinstance(node.args[0], Node) and is_view(node.args[0].target)

@@ -1,0 +1,278 @@
+"""Attention written out as matrix products and a softmax becomes `autopar::attention`.
+
+    matmul(dropout(softmax(matmul(q, transpose(k, -1, -2)) * s + mask, -1)), v) --> autopar.attention(q, k, v, mask)[0]
+
+Heads may have a dim of their own ([B, H, S, D]) or share one with the batch ([B·H, S, D]), and change between the two
+on the way. Scores may be scaled (before or after the product, by numbers or by scalars of the graph), capped
+(cap · tanh(s / cap)), masked any number of times (added, or filled with the least number by masked_fill or where), and
+cast around the softmax. Anything else is left as it is.
+
+A mask that is a triangle, whatever the inputs, is the fact *causal*; others are a bias.
+
+Only what is the same is rewritten. Entries that are filled are not attended, which is the same as long as the fill is
+the least number once the scale and casts behind it are applied; rows in which all entries are filled are given what the
+softmax gives them (`empty_rows`). Probabilities after dropout are rewritten where nothing else uses them: a second use
+would draw a second mask.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from autopar.ir.graph import arguments
+from autopar.ops.traits import PERMUTED
+from autopar.passes.canonicalize.attention_calls import FoundFacts, additive, attend, mask_on_lead
+from autopar.passes.canonicalize.constant_masks import LEAST
+from autopar.passes.canonicalize.empty_rows import NEVER, WrittenMask, outcome
+from autopar.rewrite.build import Build, calls, operand, shape_of, value_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _WrittenScores:
+    """What stands between a softmax and ``at``: scores = cap(at · scale · factors) + masks, the last mask first.
+
+    lead: batch and heads, once a value that has a dim for each was met. casts: dtypes that scores have on the way, the
+    softmax's first.
+    """
+
+    at: Node
+    scale: float = 1.0
+    factors: tuple[Node, ...] = ()
+    softcap: float = 0.0
+    masks: tuple[WrittenMask, ...] = ()
+    dropout: float = 0.0
+    casts: tuple[torch.dtype, ...] = ()
+    lead: tuple[int, ...] = ()
+
+    def to(self, at: Any, **changes: Any) -> _WrittenScores:
+        """One step further down."""
+        shape = shape_of(self.at)
+        lead = self.lead or (shape[:2] if len(shape) == 4 else ())
+        return dataclasses.replace(self, at=at, lead=lead, **changes)
+
+
+def written_out(node: Node, build: Build) -> Node | None:
+    """See the module's docstring."""
+    weights, v = operand(node), operand(node, 1)
+    if len(shape_of(node)) not in (3, 4) or shape_of(weights)[:-2] != shape_of(v)[:-2]:
+        return None
+    scores = _under_softmax(_WrittenScores(weights))
+    found = _down_to_product(scores) if scores else None
+    if found is None:
+        return None
+    empty = outcome(found.masks, found.dropout)
+    if empty == "unknown":
+        return None
+    q, k = operand(found.at), _transposed(build, operand(found.at, 1))
+    lead = found.lead or _batch_and_heads(q)
+    for factor in found.factors:
+        q = build(aten.mul.Tensor, q, factor)
+    facts = FoundFacts(found.scale, softcap=found.softcap, dropout=found.dropout)
+    for mask in found.masks:
+        if mask.triangle == NEVER or (mask.triangle is not None and empty != "nan"):
+            facts.causal = True
+            continue
+        said = mask.node if mask.keep else build(aten.logical_not.default, mask.node)
+        bias = _bias(build, mask, said, lead, value_of(q).dtype)
+        facts.bias = bias if facts.bias is None else build(aten.add.Tensor, facts.bias, bias)
+    q, k, v = (build.reshape(x, (*lead, *shape_of(x)[-2:])) for x in (q, k, v))
+    out, lse = attend(build, q, k, v, facts)
+    return build.reshape(_with_empty_rows(build, out, lse, v, empty), shape_of(node))
+
+
+def _with_empty_rows(build: Build, out: Node, lse: Node, v: Node, empty: str) -> Node:
+    """out, where(lse == -inf, mean(v), out) or where(lse == -inf, nan, 1) * out"""
+    if empty == "never":
+        return out
+    dtype, device = value_of(out).dtype, value_of(out).device
+    rows = build(aten.unsqueeze.default, build(aten.eq.Scalar, lse, NEVER), -1)
+    if empty == "mean":
+        return build(aten.where.self, rows, build(aten.mean.dim, v, [2], True), out)
+    nan, one = (build(aten.full.default, [], x, dtype=dtype, device=device) for x in (float("nan"), 1.0))
+    return build(aten.mul.Tensor, out, build(aten.where.self, rows, nan, one))
+
+
+# --- from the probabilities down to the product of q and k -----------------------------------------------------
+
+
+def _under_softmax(found: _WrittenScores) -> _WrittenScores | None:
+    """The scores of dropout(cast(softmax(scores)))."""
+    once = True  # nothing but the product uses the probabilities
+    while True:
+        x = found.at
+        once = once and len(x.users) == 1
+        if calls(x, operator.getitem) and calls(operand(x), aten.native_dropout.default):
+            x = operand(x)
+            once = once and len(x.users) == 1
+        if calls(x, aten.native_dropout.default, aten.dropout.default):
+            rate = _rate(x)
+            if rate and (found.dropout or not once):
+                return None
+            found = found.to(operand(x), dropout=rate or found.dropout)
+        elif calls(x, aten.softmax.int, aten._softmax.default):
+            last = arguments(x)["dim"] % len(shape_of(x)) == len(shape_of(x)) - 1
+            return found.to(operand(x)) if last else None
+        elif calls(x, aten._to_copy.default) or _keeps_matrices(x):
+            found = found.to(operand(x))
+        else:
+            return None
+
+
+def _rate(dropout: Node) -> float:
+    """Of a dropout: 0 if it does nothing."""
+    known = arguments(dropout)
+    return float(known["p"]) if known["train"] or known["train"] is None else 0.0
+
+
+def _down_to_product(found: _WrittenScores) -> _WrittenScores | None:
+    while not calls(found.at, aten.matmul.default):
+        if calls(found.at, aten.add.Tensor):
+            return _under_sum(found)
+        step = _scaled(found) or _capped(found) or _filled(found) or _same(found)
+        if step is None:
+            return None
+        found = step
+    q, k = (shape_of(operand(found.at, i)) for i in (0, 1))
+    return found.to(found.at) if len(q) in (3, 4) and q[:-2] == k[:-2] else None
+
+
+def _same(found: _WrittenScores) -> _WrittenScores | None:
+    """The same scores in another dtype, or with batch and heads joined or split."""
+    x = found.at
+    if calls(x, aten._to_copy.default) and value_of(operand(x)).is_floating_point():
+        return found.to(operand(x), casts=(*found.casts, value_of(x).dtype))
+    return found.to(operand(x)) if _keeps_matrices(x) else None
+
+
+def _keeps_matrices(x: Node) -> bool:
+    """A reshape of the leading dims alone."""
+    return calls(x, aten.reshape.default) and shape_of(x)[-2:] == shape_of(operand(x))[-2:]
+
+
+def _scaled(found: _WrittenScores) -> _WrittenScores | None:
+    """scores * 2.0, scores / 2.0; scores * scalar of the graph"""
+    if not calls(found.at, aten.mul.Tensor, aten.div.Tensor):
+        return None
+    scores, other = found.at.args[:2]
+    times = calls(found.at, aten.mul.Tensor)
+    if isinstance(other, (int, float)):
+        return found.to(scores, scale=found.scale * other if times else found.scale / other)
+    if isinstance(other, Node) and not shape_of(other) and times and not found.softcap:
+        return found.to(scores, factors=(*found.factors, other))
+    return None
+
+
+def _capped(found: _WrittenScores) -> _WrittenScores | None:
+    """tanh(scores / cap), of which the factor cap is known."""
+    if not calls(found.at, aten.tanh.default) or found.softcap or found.factors or found.scale <= 0:
+        return None
+    return found.to(operand(found.at), softcap=found.scale)
+
+
+def _filled(found: _WrittenScores) -> _WrittenScores | None:
+    """masked_fill(scores, mask, least), where(mask, scores, least)"""
+    x, known = found.at, arguments(found.at)
+    if calls(x, aten.masked_fill.Scalar, aten.masked_fill.Tensor):
+        mask, fill, keep = known["mask"], _number(known["value"]), False
+    elif calls(x, aten.where.self, aten.where.ScalarOther):
+        mask, fill, keep = known["condition"], _number(known["other"]), True
+    else:
+        return None
+    scores = known["self"]
+    turned = found.softcap or found.factors or found.scale <= 0  # what is least here need not be among the scores
+    if turned or fill is None or shape_of(scores) != shape_of(x):
+        return None
+    for dtype in (value_of(x).dtype, *reversed(found.casts)):
+        fill = float(torch.tensor(fill, dtype=torch.float64).to(dtype))
+    fill *= found.scale
+    for dtype in found.casts or (value_of(x).dtype,):
+        fill = float(torch.tensor(fill, dtype=torch.float64).to(dtype))
+    if not fill <= LEAST:
+        return None
+    return found.to(scores, masks=(*found.masks, WrittenMask(mask, shape_of(x), keep=keep, fill=fill)))
+
+
+def _number(x: Any) -> float | None:
+    """A number, also one that a graph makes."""
+    if calls(x, aten.full.default):
+        return float(x.args[1])
+    if calls(x, aten.scalar_tensor.default):
+        return float(x.args[0])
+    return float(x) if isinstance(x, (int, float)) else None
+
+
+def _under_sum(found: _WrittenScores) -> _WrittenScores | None:
+    """scores + mask, mask + scores"""
+    x = found.at
+    if found.softcap or found.factors or arguments(x)["alpha"] != 1:
+        return None
+    for scores, mask in (x.args[:2], x.args[1::-1]):
+        if not isinstance(scores, Node) or not isinstance(mask, Node):
+            return None
+        if shape_of(scores) != shape_of(x) or not value_of(mask).is_floating_point():
+            continue
+        masks = (*found.masks, WrittenMask(mask, shape_of(x), found.scale))
+        product = _down_to_product(found.to(scores, masks=masks))
+        if product is not None:
+            return product
+    return None
+
+
+# --- what was found, for the operator ---------------------------------------------------------------------------
+
+
+def _transposed(build: Build, x: Node) -> Node:
+    """[.., D, S] as [.., S, D]: the base of a transpose."""
+    while _keeps_matrices(x):
+        x = operand(x)
+    last = len(shape_of(x)) - 1
+    if calls(x, *PERMUTED) and _order(x) == [*range(last - 1), last, last - 1]:
+        return operand(x)
+    return build(aten.transpose.int, x, -1, -2)
+
+
+def _bias(build: Build, mask: WrittenMask, said: Node, lead: tuple[int, ...], dtype: torch.dtype) -> Node:
+    """[B|1, H|1, n|1, m]: what is added; ``said`` is the mask's node, True = attend if it is bool."""
+    x = additive(build, mask_on_lead(build, said, mask.scores[:-2], lead), dtype)
+    return x if mask.factor == 1 else build(aten.mul.Tensor, x, mask.factor)
+
+
+def _batch_and_heads(q: Node) -> tuple[int, int]:
+    """B and H of q [B·H, S, D]: the reshape that joined them knows. A dim that was never joined is a batch."""
+    x, dim, joined = q, 0, shape_of(q)[0]
+    while x.op == "call_function":
+        if calls(x, *PERMUTED):
+            dim = _order(x)[dim]
+        elif calls(x, aten.reshape.default):
+            before, outer = shape_of(operand(x)), torch.Size(shape_of(x)[:dim]).numel()
+            starts = [d for d in range(len(before)) if torch.Size(before[:d]).numel() == outer and before[d] > 1]
+            if not starts or joined % before[starts[0]]:
+                break
+            dim = starts[0]
+            if before[dim] != joined:
+                return before[dim], joined // before[dim]
+        elif not calls(x, aten.mul.Tensor, aten.div.Tensor, aten._to_copy.default) or shape_of(operand(x)) != shape_of(
+            x
+        ):
+            break
+        x = operand(x)
+    return joined, 1
+
+
+def _order(x: Node) -> list[int]:
+    """Where the dims of a transposed or permuted value came from."""
+    known, rank = arguments(x), len(shape_of(x))
+    if "dims" in known:
+        return [d % rank for d in known["dims"]]
+    order = list(range(rank))
+    a, b = known.get("dim0", 0) % rank, known.get("dim1", 1) % rank  # t names none
+    order[a], order[b] = b, a
+    return order

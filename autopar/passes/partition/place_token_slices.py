@@ -1,0 +1,243 @@
+"""place_token_slices: the axis "sl", token slices as pieces of the sequence in time, typed like any other axis.
+
+Consumes    a normalised global graph; a mesh whose ``slice`` says which tokens the graphs will run.
+Guarantees  every value made of parameters has a placement on "sl": it is cut along its tokens wherever it has them.
+            Keys and values of causal attention alone become whole again.
+Leaves      values that no parameter has a part in (positions, rotary tables, masks, labels): they are Invariant, and
+            converted where a value made of parameters meets them.
+No-op       without a slice.
+
+    h = embedding(w, ids)        -->   ids_s = convert(ids, "sl", I, S(1)); h = embedding(w, ids_s)      # sl: S(1)
+    y = attention(q, k, v, ...)  -->   k_r = convert(k, "sl", S(2), R); ...; y = attention(q, k_r, v_r)  # sl: S(2)
+
+At the boundary a slice is on its own: parameters are Replicate (the runtime adds the gradients of slices) and losses
+Partial (it adds losses). What needs other tokens is refused, so a graph that passes is local in its tokens or causal:
+the types say it op by op. Method: TeraPipe (Li et al., 2021), section 3.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autopar.ir.conversions import convert
+from autopar.ir.custom_backward import function_of
+from autopar.ir.graph import (
+    arguments,
+    describe,
+    has_gradient,
+    insert_call,
+    is_call,
+    output_node,
+    placement,
+    replace_operand,
+    replace_operands,
+    set_placement,
+    shape,
+    tensor_operands,
+)
+from autopar.ir.meta import input_specs, signature_of
+from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATE, Invariant, Partial, Placement, Shard
+from autopar.ops.gradient import HOLE
+from autopar.rewrite.compilation import Compilation
+from autopar.rules import (
+    Rule,
+    RuleError,
+    apply,
+    has_rule,
+    matches,
+    missing_rule,
+    operand_placements,
+    rule_of,
+    set_results,
+)
+from autopar.rules.sequence_parallel import spread_label
+
+ATTENTION = torch.ops.autopar.attention.default
+AXIS = "sl"
+
+
+@dataclass(frozen=True)
+class PlaceTokenSlices:
+    """Types every value on the axis "sl" and inserts the conversions. Raises ValueError for a model whose tokens
+    depend on later ones."""
+
+    name: ClassVar[str] = "place_token_slices"
+    requires: ClassVar[tuple[str, ...]] = ("functional",)
+    ensures: ClassVar[tuple[str, ...]] = ()
+
+    def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
+        if ctx.mesh.slice is not None:
+            _SliceSweep(gm, ctx).run()
+            gm.recompile()
+        return gm
+
+
+class _SliceSweep:
+    """One pass over the graph, in execution order."""
+
+    def __init__(self, gm: GraphModule, ctx: Compilation) -> None:
+        self.gm, self.mesh = gm, ctx.mesh
+        self.pieces = ctx.mesh.pieces(AXIS)
+        self.whole_ops = ctx.plan.options.whole_ops if ctx.plan is not None else ()
+        self.specs = input_specs(gm)
+        self.made: set[Node] = set()  # parameters, and what is made of them
+        self.of_batch: set[Node] = set()  # what depends on the batch
+        self.labels = self._labels()
+        self.versions: dict[tuple[Node, Placement], Node] = {}
+
+    def _labels(self) -> dict[Node, Shard]:
+        """The token dim of every value from which, or to which, the tokens of attention's queries can be followed."""
+        labels: dict[Node, Shard] = {}
+        for node in self.gm.graph.nodes:
+            if is_call(node, ATTENTION) and arguments(node)["q"] not in labels:
+                for x, shard in spread_label(arguments(node)["q"], Shard(2), self.mesh, AXIS).items():
+                    labels.setdefault(x, shard)
+        return labels
+
+    def run(self) -> None:
+        for node in list(self.gm.graph.nodes):
+            if node.op == "placeholder":
+                kind = self.specs[node.name].kind
+                if kind == "parameter":
+                    self.made.add(node)
+                    set_placement(node, AXIS, REPLICATE)
+                elif kind == "input":
+                    self.of_batch.add(node)
+            elif node.op == "call_function":
+                operands = tensor_operands(node)
+                if any(x in self.of_batch for x in operands):
+                    self.of_batch.add(node)
+                if any(x in self.made for x in operands):
+                    self.made.add(node)
+                    self._visit(node, operands)
+        self._finish_outputs()
+
+    def _finish_outputs(self) -> None:
+        out = output_node(self.gm)
+        for value, spec in zip(list(out.args[0]), signature_of(self.gm).outputs, strict=True):  # type: ignore[arg-type]
+            if value not in self.made:
+                continue
+            if spec.kind == "mutation":
+                raise ValueError(
+                    f"token_slices: {describe(value)} writes the buffer {spec.name}, once per slice instead of once "
+                    "per batch; use a schedule without token slices"
+                )
+            if has_gradient(value) and not shape(value) and not isinstance(placement(value, AXIS), Partial):
+                replace_operand(out, value, self._converted(value, PARTIAL, out))  # made of parameters alone
+
+    # --- one op -------------------------------------------------------------------------------------------
+
+    def _visit(self, node: Node, operands: list[Node]) -> None:
+        if node.target is operator.getitem:
+            set_results(node, AXIS, operand_placements(node, AXIS))
+            return
+        if node.target is HOLE:
+            raise ValueError(
+                f"token_slices: the autograd function {function_of(node)} has a backward of its own, which would see "
+                "the gradients of one slice at a time; use a schedule without token slices"
+            )
+        if not has_rule(node):
+            raise ValueError(missing_rule(node, AXIS))
+        rule = rule_of(node, AXIS, self.mesh, whole=self.whole_ops)
+        if all(dims is None for dims in rule.operands):  # of its operands it takes the dtype alone
+            self.made.discard(node)
+            self.of_batch.discard(node)
+            return
+        needs, results = self._choose(node, rule, operands)
+        pairs = zip(operands, needs, strict=True)
+        replace_operands(node, [x if n is None or self._is(x, n) else self._converted(x, n, node) for x, n in pairs])
+        set_results(node, AXIS, results)
+
+    def _choose(self, node: Node, rule: Rule, operands: list[Node]) -> tuple[list[Placement | None], list[Placement]]:
+        """(what the operands must be, what the results are): as some operand is cut, as pending sums pass, as the
+        tokens of the result lie, or whole."""
+        have = [placement(x, AXIS) for x in operands]
+        shards = [(rule.operands[i], p) for i, p in enumerate(have) if isinstance(p, Shard)]
+        why = ""
+        pending = frozenset(i for i, p in enumerate(have) if isinstance(p, Partial) and rule.operands[i] is not None)
+        entry = not shards and not pending and node in self.labels
+        if entry:
+            shards = [(rule.results[0], self.labels[node])]
+        for dims, shard in shards:
+            if dims is None:
+                continue
+            try:
+                cut = rule.completed(rule.cut_of(dims, shard, self.pieces))
+                needs, results = rule.required(cut), rule.produced(cut)
+            except RuleError as error:
+                why = why or str(error)
+                continue
+            bad = [x for x, need in zip(operands, needs, strict=True) if not self._can_be(x, need, node)]
+            if not bad:
+                return needs, results
+            why = why or self._reason(bad[0])
+        if entry and node in self.of_batch:  # the tokens begin here, yet not slice by slice
+            raise ValueError(_refusal(node, next(x for x in operands if x in self.of_batch), why))
+        for kept in rule.linear if pending else ():
+            needs = [None if d is None else PARTIAL if i in kept else REPLICATE for i, d in enumerate(rule.operands)]
+            if pending <= kept and all(self._can_be(x, need, node) for x, need in zip(operands, needs, strict=True)):
+                return needs, [PARTIAL for _ in rule.results]
+        needs = [None if d is None else REPLICATE for d in rule.operands]
+        bad = [x for x, need in zip(operands, needs, strict=True) if not self._can_be(x, need)]
+        if bad:
+            raise ValueError(_refusal(node, bad[0], why or self._reason(bad[0])))
+        used = [REPLICATE if x in self.made else INVARIANT for x in operands]
+        return needs, apply(rule, used, [has_gradient(x) for x in operands], self.pieces)
+
+    # --- what a value can be ------------------------------------------------------------------------------
+
+    def _is(self, x: Node, need: Placement) -> bool:
+        return matches(placement(x, AXIS), need, has_gradient(x))
+
+    def _can_be(self, x: Node, need: Placement | None, user: Node | None = None) -> bool:
+        """Whether one slice can have the value so: from what it has itself; keys and values also from earlier ones."""
+        have = placement(x, AXIS)
+        if need is None or self._is(x, need):
+            return True
+        if x not in self.made:
+            return True  # known before the first slice runs
+        if not isinstance(have, (Shard, Partial)):
+            # each slice its own rows of a value that it makes whole: no waste for one made of parameters alone
+            return isinstance(need, Partial) or (isinstance(need, Shard) and x not in self.of_batch)
+        return have == Shard(2) and need == REPLICATE and user is not None and _keys_of(user, x)
+
+    def _reason(self, x: Node) -> str:
+        have = placement(x, AXIS)
+        if isinstance(have, Partial):
+            return f"{x.name} is a sum over all tokens"
+        if isinstance(have, Shard):
+            return f"{x.name} is cut along its dim {have.dim}"
+        return f"{x.name} is made from all of them"
+
+    def _converted(self, x: Node, need: Placement, before: Node) -> Node:
+        """The value with another placement; made once, right before its first use."""
+        if (x, need) in self.versions:
+            return self.versions[x, need]
+        have = placement(x, AXIS)
+        if isinstance(need, Partial) and isinstance(have, Invariant):
+            have = REPLICATE  # the same for a value without gradient
+        args = (x, AXIS, str(have), str(need))
+        new = insert_call(before, convert, args, name=f"{x.name}_sl")
+        set_placement(new, AXIS, need)
+        self.versions[x, need] = new
+        return new
+
+
+def _keys_of(node: Node, x: Node) -> bool:
+    """Whether a causal attention takes the value as its keys or values and nothing else."""
+    if not is_call(node, ATTENTION) or not arguments(node)["causal"]:
+        return False
+    args = arguments(node)
+    return any(args[n] is x for n in ("k", "v")) and all(args[n] is not x for n in ("q", "bias", "sinks"))
+
+
+def _refusal(node: Node, x: Node, why: str) -> str:
+    return (
+        f"token_slices: {describe(node)} needs all tokens of {x.name} at once ({why}), so this model cannot run slice "
+        "by slice; use a schedule without token slices"
+    )

@@ -1,0 +1,198 @@
+"""bucket_gathers: let small parameters travel together.
+
+Consumes    a step graph whose gathers of one layer stand side by side (prefetch_gathers).
+Guarantees  gathers of parameters below `LONE_BYTES` that stand side by side are one gather, and reduce-scatters of such
+            gradients are one per layer, of at most ``bucket_bytes``, for each dtype and set of axes: of those that dp
+            and cp cut, one per axis. A gather is unpacked right before its first use, so that it still overlaps the
+            layer before.
+Leaves      large ones, for which two copies would cost more than the latency that is saved; pieces along other dims
+            than the first; gathers of activations.
+
+    w = all_gather(p, 0)                   packed = cat([view(p, [1, -1]), view(q, [1, -1])], 1)
+    v = all_gather(q, 0)         -->       both = split(all_gather(packed, 0), 1)
+                                           w, v = reshape(both[0]), reshape(both[1])
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from autopar.adapters.operators import OpOverload
+from autopar.ir.conversions import uncast
+from autopar.ir.graph import arguments, insert_call, is_call, layer_of, nbytes, output_node, shape
+from autopar.ir.meta import of_no_module
+from autopar.options import Options
+from autopar.passes.step.bucket_gradients import ends_in_output, move_users_to_end
+from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.tidy_checks import is_parameter_gather
+
+aten = torch.ops.aten
+LONE_BYTES = 2**20
+GATHER = torch.ops.autopar.all_gather.default
+SCATTER = torch.ops.autopar.reduce_scatter.default
+
+
+@dataclass(frozen=True)
+class BucketGathers:
+    """Joins small gathers of parameters, and small reduce-scatters of gradients."""
+
+    name: ClassVar[str] = "bucket_gathers"
+    requires: ClassVar[tuple[str, ...]] = ("step", "gathers_together")
+    ensures: ClassVar[tuple[str, ...]] = ()
+    ends: ClassVar[tuple[str, ...]] = ("gathers_together",)  # each is unpacked where it is used
+
+    def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
+        for chains in _runs(gm):
+            _join_gathers(gm, chains)
+        limit = ctx.plan.options.bucket_bytes if ctx.plan else Options().bucket_bytes
+        for chains in _waves(gm, limit):
+            _join_scatters(gm, chains)
+        gm.recompile()
+        return gm
+
+
+# One collective per axis that cuts the value, in order of execution: [gather over dp, gather over cp].
+Chain = list[Node]
+
+
+def _runs(gm: GraphModule) -> list[list[Chain]]:
+    """Small parameters that are gathered with nothing but gathers between them."""
+    found: list[list[Chain]] = []
+    open_runs: dict[object, list[Chain]] = {}
+    for node in gm.graph.nodes:
+        if not is_call(node, GATHER):
+            open_runs = {}
+            continue
+        chain = _chain(node, GATHER)
+        inner = any(is_call(user, GATHER) for user in node.users)
+        if not inner and uncast(_source(chain)).op == "placeholder" and _is_small(chain, _source(chain)):
+            _add(found, open_runs, chain)
+    return [chains for chains in found if len(chains) > 1]
+
+
+def _waves(gm: GraphModule, limit: int) -> list[list[Chain]]:
+    """Small gradients of one layer that are reduce-scattered between two places where parameters are gathered. (Over
+    replicas the pieces are summed behind that.) At most
+    ``limit`` bytes of whole gradients, which all live until the last of them is made, and then once more as one."""
+    found: list[list[Chain]] = []
+    open_waves: dict[object, list[Chain]] = {}
+    layer = None
+    for node in gm.graph.nodes:
+        if is_parameter_gather(node) or node.meta.get("bucket"):
+            open_waves = {}
+        elif is_call(node, SCATTER) and ends_in_output(node):
+            chain = _chain(node, SCATTER)
+            if _layer(_source(chain)) != layer:
+                open_waves, layer = {}, _layer(_source(chain))
+            if _is_small(chain, node):
+                _add(found, open_waves, chain, limit)
+    return [chains for chains in found if len(chains) > 1]
+
+
+def _layer(gradient: Node) -> str:
+    """Where a gradient is made: what casts it to the dtype of sums is in no layer."""
+    while not layer_of(gradient) and len(gradient.all_input_nodes) == 1:
+        gradient = gradient.all_input_nodes[0]
+    return layer_of(gradient)
+
+
+def _chain(node: Node, op: OpOverload) -> Chain:
+    """The collectives that lead to this one, it included; a value in between has no other use."""
+    before = arguments(node)["x"]
+    return [*(_chain(before, op) if is_call(before, op) and len(before.users) == 1 else []), node]
+
+
+def _source(chain: Chain) -> Node:
+    source: Node = arguments(chain[0])["x"]
+    return source
+
+
+def _add(found: list[list[Chain]], groups: dict[object, list[Chain]], chain: Chain, limit: float = math.inf) -> None:
+    """Put a chain to those of the same axes and dtype, of at most ``limit`` bytes."""
+    kind = (*map(_axis, chain), chain[-1].meta["val"].dtype)
+    if kind not in groups or sum(nbytes(_source(c)) for c in [*groups[kind], chain]) > limit:
+        groups[kind] = []
+        found.append(groups[kind])
+    groups[kind].append(chain)
+
+
+def _axis(node: Node) -> tuple[str, int]:
+    args = arguments(node)
+    return args["axis"], args["size"]
+
+
+def _is_small(chain: Chain, piece: Node) -> bool:
+    """Whether this rank's piece is small, and one contiguous part of the first dim."""
+    whole = all(arguments(n)["dim"] == 0 and not arguments(n)["blocks"] for n in chain)
+    return whole and nbytes(piece) < LONE_BYTES
+
+
+def _join_gathers(gm: GraphModule, chains: list[Chain]) -> None:
+    graph, first = gm.graph, chains[0][0]
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    sources = list(map(_source, chains))
+    whole = _through(gm, first, _packed(gm, first, sources, 1), GATHER, chains[0])
+    uses = {chain[-1]: min(chain[-1].users, key=order.__getitem__) for chain in chains}
+    sizes = [s.meta["val"].numel() for s in sources]
+    parts = _split(gm, min(uses.values(), key=order.__getitem__), whole, sizes, aten.split_with_sizes.default)
+    for i, chain in enumerate(chains):
+        _unpack(graph, uses[chain[-1]], parts, i, aten.reshape.default, chain)
+
+
+def _join_scatters(gm: GraphModule, chains: list[Chain]) -> None:
+    graph, last, end = gm.graph, chains[-1][-1], output_node(gm)
+    rows = math.prod(_axis(n)[1] for n in chains[0])
+    piece = _through(gm, last, _packed(gm, last, list(map(_source, chains)), rows), SCATTER, chains[0])
+    sizes = [chain[-1].meta["val"].numel() for chain in chains]
+    # copies: no gradient keeps the bucket alive, or is written to with another
+    parts = _split(gm, end, piece, sizes, aten.split_with_sizes_copy.default)
+    for i, chain in enumerate(chains):
+        move_users_to_end(_unpack(graph, end, parts, i, aten.view.default, chain), end)
+
+
+def _through(gm: GraphModule, before: Node, packed: Node, op: OpOverload, chain: Chain) -> Node:
+    """The collectives of a chain, for what is packed: its rows are what they join or cut."""
+    for axis, size in map(_axis, chain):
+        rows, width = shape(packed)
+        like = _like(before, (rows * size if op is GATHER else rows // size, width))
+        packed = insert_call(before, op, (packed, 0, [], axis, size), val=like, name="bucket")
+        packed.meta["bucket"] = True
+        of_no_module(packed)
+    return packed
+
+
+def _unpack(graph: Graph, before: Node, parts: Node, i: int, op: OpOverload, chain: Chain) -> Node:
+    """The i-th part, in the shape of what the chain made, takes the chain's place."""
+    last = chain[-1]
+    part = insert_call(before, operator.getitem, (parts, i), like=last)
+    new = insert_call(before, op, (part, list(shape(last))), like=last, val=last.meta["val"])
+    last.replace_all_uses_with(new)
+    for node in reversed(chain):
+        graph.erase_node(node)
+    return new
+
+
+def _packed(gm: GraphModule, before: Node, values: list[Node], rows: int) -> Node:
+    """[rows, N]: all values side by side, each cut along its first dim into rows."""
+    flat = [insert_call(before, aten.reshape.default, (v, [rows, -1]), like=v) for v in values]
+    width = sum(f.meta["val"].shape[1] for f in flat)
+    packed = insert_call(before, aten.cat.default, (flat, 1), val=_like(before, (rows, width)), name="packed")
+    of_no_module(packed)
+    return packed
+
+
+def _split(gm: GraphModule, before: Node, value: Node, sizes: list[int], op: OpOverload) -> Node:
+    parts = insert_call(before, op, (value, sizes, 1))
+    of_no_module(parts)
+    return parts
+
+
+def _like(node: Node, size: tuple[int, ...]) -> torch.Tensor:
+    made: torch.Tensor = node.meta["val"].new_empty(size)
+    return made

@@ -1,0 +1,115 @@
+"""Over which axis experts are cut: one of their own, one that cuts batch, sequence or weights anyway, or none.
+
+What others call folding: with experts over dp, ranks of dp have other samples, and each some of the experts, whose
+gradients nobody sums over dp then. Ranks that all have every expert exchange no tokens, but gradients of all experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch.fx import GraphModule, Node
+
+from autopar.cost.expert_traffic import Routing, dispatch_costs
+from autopar.cost.hardware import links_of
+from autopar.cost.topology import Topologies
+from autopar.ir.expert_layers import axis_of_experts, dispatches, expert_weights
+from autopar.ir.graph import arguments, global_shape
+from autopar.ir.mesh import Mesh
+from autopar.options import DECLARED, EXPERT_AXES, Options
+from autopar.plan import Plan
+from autopar.planner.experts.router_groups import router_groups
+
+WHOLE = "whole"  # every rank has all experts
+_SUMS = ("dp", "cp")  # over which gradients of weights are summed, or under ZeRO gathered and scattered
+
+
+def expert_axis(gm: GraphModule, mesh: Mesh, options: Options) -> tuple[str, str]:
+    """(axis, why): as asked for, or what takes least time by estimate; "" where experts are not cut."""
+    if options.experts != "auto":
+        return (options.experts if mesh.size(options.experts) > 1 else ""), ""
+    if mesh.size("ep") > 1:
+        return "ep", ""
+    layers = dispatches(gm)
+    axes = [a for a in EXPERT_AXES if mesh.size(a) > 1 and all(_divides(node, mesh.size(a)) for node in layers)]
+    if not layers or not axes:
+        return "", ""
+    seconds = {axis: sum(_seconds(node, mesh, options, axis) for node in layers) for axis in (WHOLE, *axes)}
+    chosen = min(seconds, key=seconds.__getitem__)
+    times = ", ".join(f"{name} {took * 1e3:.3g} ms" for name, took in seconds.items())
+    return ("" if chosen == WHOLE else chosen), f"over axes by estimate of all layers: {times}"
+
+
+def kept_axis(asked: Options, plan: Plan) -> str:
+    """The axis of an earlier plan, which parameters are cut by. Raises ValueError where the options ask for another."""
+    axis = "ep" if plan.mesh.size("ep") > 1 else axis_of_experts(plan.experts)
+    if asked.experts not in ("auto", DECLARED["experts"].default, axis):
+        found = f"over {axis!r}" if axis else "over no axis"
+        raise ValueError(
+            f"experts: a plan was given that cuts experts {found}, found experts={asked.experts!r}; leave the option "
+            "out, or make a plan with it"
+        )
+    return axis
+
+
+def cuts_tokens(axis: str, options: Options) -> bool:
+    """Whether ranks of an axis have other tokens where experts are asked."""
+    return axis != "tp" or options.sequence_parallel
+
+
+def routing_of(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> tuple[Routing, int]:
+    """How tokens choose, and how many of them a rank has at a time."""
+    args, ranks = arguments(dispatch), mesh.size(axis)
+    top = global_shape(args["expert"])[1]
+    per_node = Topologies.parse(options.topology).per_node(axis) or ranks
+    experts = int(args["num_experts"])
+    parts = ranks if axis == "tp" and cuts_tokens(axis, options) else 1
+    limited = router_groups(dispatch)
+    return Routing(experts, min(top, experts), ranks, per_node, *limited), math.ceil(
+        _tokens(dispatch, mesh, options) / parts
+    )
+
+
+def _tokens(dispatch: Node, mesh: Mesh, options: Options) -> float:
+    """Of a rank at a time, where tp does not cut them."""
+    parts = mesh.data_size * mesh.size("cp") * options.micro_batches
+    return global_shape(arguments(dispatch)["expert"])[0] / parts
+
+
+def exchange_costs(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> dict[str, float]:
+    """Seconds of a layer and step, by way to bring tokens to experts, where ranks of the axis have other tokens."""
+    x, (routing, own) = arguments(dispatch)["x"], routing_of(dispatch, mesh, options, axis)
+    wiring = links_of(options)
+    wires = wiring.of(f"{axis}%{routing.per_node}"), wiring.of(f"{axis}/{routing.per_node}")
+    costs = dispatch_costs(routing, own, global_shape(x)[1], x.meta["val"].dtype.itemsize, *wires)
+    several = 1 < routing.per_node < routing.ranks
+    return {c.name: c.seconds for c in costs if c.name != "two_level" or several}
+
+
+def _divides(dispatch: Node, ranks: int) -> bool:
+    return int(arguments(dispatch)["num_experts"]) % ranks == 0
+
+
+def _seconds(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> float:
+    """Of a layer's exchanges in a step: of tokens, of pending sums over tp, and of the weights' gradients."""
+    wiring, x = links_of(options), arguments(dispatch)["x"]
+    tokens = _tokens(dispatch, mesh, options) * options.micro_batches
+    rows = tokens * global_shape(x)[1] * x.meta["val"].dtype.itemsize
+    found = 0.0
+    if (tp := mesh.size("tp")) > 1 and (axis != "tp" or not cuts_tokens("tp", options)):
+        ways = ("all_gather", "reduce_scatter") if options.sequence_parallel else ("all_reduce",)
+        each = rows * (tp - 1) / tp * (1 if options.sequence_parallel else 2)
+        found += sum(wiring.of("tp").seconds(way, 2 * each, tp, 2 * options.micro_batches) for way in ways)
+    if axis != WHOLE and cuts_tokens(axis, options):
+        found += options.micro_batches * min(exchange_costs(dispatch, mesh, options, axis).values())
+    held = _bytes(expert_weights(dispatch)) / tp / (mesh.size(axis) if axis in _SUMS else 1)
+    for other in _SUMS:
+        if other != axis and (ranks := mesh.size(other)) > 1:
+            passes = 3 if options.zero == 3 else 2  # gathered twice and scattered; or summed
+            found += wiring.of(other).seconds("all_reduce", passes * held * (ranks - 1) / ranks, ranks, 1)
+    return found
+
+
+def _bytes(weights: Sequence[Node]) -> float:
+    return float(sum(math.prod(global_shape(w)) * w.meta["val"].dtype.itemsize for w in weights))

@@ -1,0 +1,232 @@
+"""The plan of a pipeline: schedule, cuts, token slices, and who holds which parameter; and the order of its actions."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from autopar.ac_policies import AUTO
+from autopar.cost.flops import node_seconds
+from autopar.cost.hardware import device_of
+from autopar.cost.memory import static_bytes
+from autopar.cost.topology import Topologies
+from autopar.ir.conversions import is_conversion
+from autopar.ir.flow import Flow, flow_of
+from autopar.ir.graph import ancestors, nbytes
+from autopar.ir.mesh import Mesh
+from autopar.ir.meta import names_of_parameters
+from autopar.ir.parameter import ParameterSpec
+from autopar.ir.storages import shares_storage
+from autopar.options import Options
+from autopar.plan import PipelinePlan
+from autopar.planner.pipeline.kept_splits import kept_cuts
+from autopar.planner.pipeline.schedule_choice import chosen
+from autopar.planner.pipeline.split_candidates import Unit, parts_by_node, resolve, units_of
+from autopar.planner.pipeline.stage_balance import UnitCosts, balance
+from autopar.schedule.request import SCHEDULES, Costs, Request, Schedule
+
+MOST_CHUNKS = 2  # parts per rank that the plan considers when it chooses the schedule
+
+
+def plan_pipeline(
+    gm: GraphModule,
+    mesh: Mesh,
+    options: Options,
+    specs: Sequence[ParameterSpec],
+    fixed: PipelinePlan | None = None,
+    placed: bool = False,
+) -> tuple[PipelinePlan, list[tuple[str, str]]]:
+    """(plan, notes) for a normalised global graph on a mesh with pp. ``fixed``: an earlier plan of the same model; its
+    cuts and schedule are kept. ``placed``: ranks hold parameters as it says, and go on to.
+
+    Raises ValueError for unknown schedules and cuts, more parts than layers, and parameters that would have to move.
+    """
+    planner = _Planner(gm, mesh, options, specs)
+    if fixed is not None:
+        cuts = kept_cuts(planner.main, planner.weights, fixed, mesh) if placed else fixed.cuts
+        holders = planner.holders(cuts) | (dict(fixed.holders) if placed else {})
+        return replace(fixed, cuts=cuts, holders=holders), []
+    name, notes = planner.schedule()
+    entry = SCHEDULES[name]
+    if entry.sliced and mesh.size("cp") > 1:
+        raise ValueError(
+            f'pipeline: the schedule {name} cuts the sequence in time, the axis "cp" cuts it over ranks; '
+            "keys of earlier slices would lie on all ranks; use a schedule without token slices, or no axis cp"
+        )
+    chunks = options.chunks or entry.chunks
+    cuts, costs, _ = planner.cut(mesh.size("pp") * chunks, entry)
+    if options.cuts:
+        notes.append(("pipeline", f"cuts {', '.join(cuts)}: the user's choice"))
+    else:
+        times = " ".join(f"{t / max(costs):.2f}" for t in costs)
+        notes.append(("pipeline", f"cuts {', '.join(cuts)}: times of the parts relative to the largest {times}"))
+    return PipelinePlan(name, cuts, chunks, (), planner.holders(cuts)), notes
+
+
+class _Planner:
+    def __init__(self, gm: GraphModule, mesh: Mesh, options: Options, specs: Sequence[ParameterSpec]) -> None:
+        self.gm, self.mesh, self.options = gm, mesh, options
+        self.flow: Flow = flow_of(gm)
+        self.specs = {s.name: s for s in specs}
+        self.names = names_of_parameters(gm)
+        self.main = [n for n in self.flow.main if not is_conversion(n)]
+        self.weights = functools.cache(self._parameters_behind)
+        # Of a node: it is asked for each number of parts.
+        self.seconds = functools.cache(functools.partial(node_seconds, device=device_of(options)))
+
+    def schedule(self) -> tuple[str, list[tuple[str, str]]]:
+        """The user's schedule, or the fastest by simulation."""
+        ranks = self.mesh.size("pp")
+        if self.options.schedule:
+            self._check_schedule(SCHEDULES[self.options.schedule])
+            return self.options.schedule, []
+        if self.options.slices:
+            return "seq1f1b", [("pipeline", "schedule seq1f1b: token slices were asked for")]
+        if self.options.chunks > 1:
+            return "interleaved", [("pipeline", f"schedule interleaved: {self.options.chunks} chunks were asked for")]
+        if len(self.options.cuts) + 1 != ranks and self.options.cuts:
+            raise ValueError(
+                f"pipeline: {len(self.options.cuts)} cuts make {len(self.options.cuts) + 1} parts, axis 'pp' has size "
+                f"{ranks}; name the schedule that runs so many parts (interleaved, zb_v, ...), or give {ranks - 1} cuts"
+            )
+        costs: dict[int, Costs] = {}
+        for chunks in range(1, 1 if self.options.cuts else MOST_CHUNKS + 1):
+            try:
+                _, times, sent = self.cut(ranks * chunks, SCHEDULES["1f1b"])
+            except ValueError:
+                if chunks == 1:
+                    raise
+                continue
+            shares = self.mesh.data_size * self.mesh.size("tp") * self.options.micro_batches
+            t = tuple(time / shares for time in times)
+            links = Topologies.parse(self.options.topology).given("pp")
+            comm = links.seconds("send", sent / shares * self.mesh.size("tp"), ranks) if links is not None else 0.0
+            costs[chunks] = Costs(t, t, t, comm=comm, activations=t, stash=tuple(x / 2 for x in t))
+        if self.options.cuts:
+            costs[1] = Costs()
+        name, reason = chosen(ranks, self.options.micro_batches, costs)
+        return name, [("pipeline", f"schedule {name}: {reason}")]
+
+    def _check_schedule(self, entry: Schedule) -> None:
+        """Numbers that the schedule does not take are refused before anything is compiled."""
+        if self.options.slices and not entry.sliced:
+            sliced = " or ".join(name for name, other in SCHEDULES.items() if other.sliced)
+            raise ValueError(
+                f"schedule: {entry.name} runs whole micro-batches, found slices={self.options.slices}; use "
+                f"{sliced}, or leave slices out"
+            )
+        if not entry.searches:
+            chunks = self.options.chunks or entry.chunks
+            entry.make(Request(self.mesh.size("pp"), self.options.micro_batches, chunks))
+
+    def cut(self, parts: int, entry: Schedule) -> tuple[tuple[str, ...], list[float], int]:
+        """Names of the units that begin further parts, the time of each part, and the most bytes between two."""
+        if self.options.cuts:
+            if len(self.options.cuts) != parts - 1:
+                raise ValueError(
+                    f"pipeline: {parts} parts need {parts - 1} cuts, found {len(self.options.cuts)}; name the module "
+                    "with which each part but the first begins"
+                )
+            units, starts = resolve(self.main, self.options.cuts)
+        else:
+            units = units_of(self.main, parts)
+            starts = self._balanced(units, parts, entry)
+        ends = [*starts[1:], len(units)]
+        times = [sum(map(self._seconds_of, units[a:b])) for a, b in zip(starts, ends, strict=True)]
+        crossing = self._crossing(units)
+        return tuple(units[s].name for s in starts[1:]), times, max(crossing[s - 1] for s in starts[1:])
+
+    def _balanced(self, units: Sequence[Unit], parts: int, entry: Schedule) -> list[int]:
+        """First unit of each part: the least time of the slowest part, within the memory limit."""
+        costs = self._costs(units)
+        facts: dict[str, Any] = {
+            "sent": self._crossing(units),
+            "in_flight": in_flight(entry, self.mesh.size("pp"), parts, self.options.micro_batches),
+            "limit": self.options.memory_limit or None,
+            "rank_of_part": mirrored(entry, self.mesh.size("pp"), parts),
+        }
+        tries = [(costs, facts)]
+        if self.options.checkpoints == AUTO:  # of a unit what goes into it is kept, the rest can be made again
+            shares = self.mesh.data_size * self.options.micro_batches
+            given = [0, *(size // shares for size in facts["sent"])]
+            tries = [([replace(c, activations=size) for c, size in zip(costs, given, strict=True)], facts)]
+            tries.append((costs, {**facts, "limit": None}))  # who cannot fit is told of all that counts
+        counts = _first_that_works([partial(balance, units, parts, **how) for units, how in tries])
+        return [0, *accumulate(counts)][:-1]
+
+    def _costs(self, units: Sequence[Unit]) -> list[UnitCosts]:
+        """Time of the forward (the backward takes a multiple of it), parameters where they are first used, and what
+        every operation makes as activations: an estimate from above."""
+        seen: set[str] = set()
+        out = []
+        shares = self.mesh.data_size * self.options.micro_batches
+        for unit in units:
+            names = {name for n in unit.nodes for name in self.weights(n)} - seen
+            seen |= names
+            made = sum(nbytes(n) for n in unit.nodes if not shares_storage(n))
+            static = static_bytes(self.specs, sorted(names), self.mesh, self.options)
+            out.append(UnitCosts(self._seconds_of(unit), static, made // shares))
+        return out
+
+    def _seconds_of(self, unit: Unit) -> float:
+        return math.fsum(map(self.seconds, unit.nodes))
+
+    def _crossing(self, units: Sequence[Unit]) -> list[int]:
+        """Bytes of main values that pass each boundary between units."""
+        at = {n: i for i, unit in enumerate(units) for n in unit.nodes}
+        changes = [0] * (len(units) + 1)
+        for node, first in at.items():
+            last = max((at[u] for u in node.users if u in at), default=first)
+            changes[first] += nbytes(node)
+            changes[last] -= nbytes(node)
+        return list(accumulate(changes))[: len(units) - 1]
+
+    def holders(self, cuts: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+        """Parameter -> the parts that use it; () for one that no part uses."""
+        part_of = parts_by_node(*resolve(self.main, cuts))
+        found: dict[str, set[int]] = {name: set() for name in self.names.values()}
+        for node, part in part_of.items():
+            for name in self.weights(node):
+                found[name].add(part)
+        return {name: tuple(sorted(parts)) for name, parts in found.items()}
+
+    def _parameters_behind(self, node: Node) -> list[str]:
+        """Parameters that a main node takes, directly or through values that depend on parameters alone."""
+        sources = [x for x in node.all_input_nodes if x in self.flow.parameter_only]
+        return [self.names[x.name] for x in ancestors(sources) if x.name in self.names]
+
+
+def main_parts(gm: GraphModule, cuts: tuple[str, ...]) -> list[list[Node]]:
+    """The main nodes of each part of a global graph."""
+    part_of = parts_by_node(*resolve([n for n in flow_of(gm).main if not is_conversion(n)], cuts))
+    return [[n for n, part in part_of.items() if part == k] for k in range(len(cuts) + 1)]
+
+
+def in_flight(entry: Schedule, ranks: int, parts: int, micro_batches: int) -> list[int]:
+    """Micro-batches that every part holds at once, as 1F1B does: fewer towards the end; all of them under AFAB."""
+    if entry.name in ("gpipe", "tera_pipe"):
+        return [micro_batches] * parts
+    return [max(1, min(micro_batches, ranks - k * ranks // parts)) for k in range(parts)]
+
+
+def mirrored(entry: Schedule, ranks: int, parts: int) -> list[int]:
+    """The rank of each part; one number for the two ranks that hold both of two mirrored parts."""
+    order = entry.make(Request(ranks, 2 * parts, parts // ranks))
+    by_part = [sorted(order.rank_of[chain[k]] for chain in order.chains) for k in range(parts)]
+    return [ranks_of[0] for ranks_of in by_part]
+
+
+def _first_that_works(tries: Sequence[Callable[[], list[int]]]) -> list[int]:
+    """Raises the ValueError of the last."""
+    for attempt in tries[:-1]:
+        with contextlib.suppress(ValueError):
+            return attempt()
+    return tries[-1]()

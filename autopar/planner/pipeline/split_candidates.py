@@ -1,0 +1,139 @@
+"""Where a pipeline may be cut: the layers of a local graph, in order.
+
+A *unit* is a run of main nodes of one repeated block (``model.layers.3``), or of what stands between blocks (embedding,
+final norm, head). Where a model has fewer units than parts are wanted, units are its modules, then single nodes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+from autopar.ir.custom_backward import glued
+from autopar.ir.graph import describe, is_call, layer_of, module_path
+from autopar.spelling import did_you_mean
+
+
+@dataclass
+class Unit:
+    """Consecutive main nodes that no cut separates."""
+
+    name: str
+    nodes: list[Node] = field(default_factory=list)
+
+
+LEVELS: tuple[Callable[[Node], str], ...] = (layer_of, module_path, lambda node: node.name)
+
+
+def units_of(main: Sequence[Node], least: int = 1) -> list[Unit]:
+    """The units of a graph's main nodes, at least as many as ``least`` if there are so many.
+
+    Raises ValueError where not even single nodes are enough.
+    """
+    found: list[Unit] = []
+    for level in LEVELS:
+        found = units_at(main, level)
+        if len(found) >= least:
+            return found
+    raise ValueError(
+        f"pipeline: {least} parts need at least as many layers, found a model of {len(found)} operations; use a "
+        "smaller pp axis or fewer chunks"
+    )
+
+
+def units_at(main: Sequence[Node], label: Callable[[Node], str]) -> list[Unit]:
+    """The units of one of the `LEVELS`."""
+    units: list[Unit] = []
+    last, together = None, glued(main)
+    for node in main:
+        name = label(node)
+        joined = is_call(node, operator.getitem) or _is_scalar(node) or node in together
+        if units and (joined or name == last):
+            units[-1].nodes.append(node)
+        else:
+            units.append(Unit(name, [node]))
+            last = name
+    counts: dict[str, int] = {}
+    for unit in units:  # the names of units are unique, so that a plan can say where a part begins
+        name = unit.name or module_path(unit.nodes[0]) or unit.nodes[0].name
+        counts[name] = counts.get(name, 0) + 1
+        repeated = label is not layer_of or counts[name] > 1
+        unit.name = f"{name}#{counts[name]}" if repeated else name
+    return units
+
+
+def _is_scalar(node: Node) -> bool:
+    """Sums and quotients of a loss stay with what they are made of."""
+    val = node.meta["val"]
+    return isinstance(val, torch.Tensor) and not val.dim()
+
+
+def resolve(main: Sequence[Node], cuts: Sequence[str]) -> tuple[list[Unit], list[int]]:
+    """(units, first unit of each part) for cuts that a user or a plan names: the unit, or the module, with which each
+    part but the first begins. Units are as coarse as the cuts allow.
+
+    Raises ValueError for modules that no node belongs to, cuts inside of an operation, and cuts that are not in order.
+    """
+    _check_known(main, cuts)
+    for level in LEVELS:
+        units = units_at(main, level)
+        try:
+            return units, _starts(units, cuts)
+        except ValueError as error:
+            problem = error
+    raise problem
+
+
+def _check_known(main: Sequence[Node], cuts: Sequence[str]) -> None:
+    unknown = set(cuts)
+    for level in LEVELS if unknown else ():
+        unknown -= {unit.name for unit in units_at(main, level)}
+        if not unknown:
+            return
+    for cut in cuts:
+        if cut in unknown and not any(_inside(n, cut) for n in main):
+            known = ", ".join(unit.name for unit in units_at(main, layer_of))
+            raise ValueError(
+                f"pipeline: no operation belongs to {cut!r}, where a cut was asked for (several modules may "
+                f"share one operation); layers are {known}{did_you_mean(cut, known.split(', '))}"
+            )
+
+
+def _starts(units: Sequence[Unit], cuts: Sequence[str]) -> list[int]:
+    starts = [0]
+    names = {unit.name: i for i, unit in enumerate(units)}
+    for cut in cuts:
+        at = [names[cut]] if cut in names else [i for i, u in enumerate(units) if any(_inside(n, cut) for n in u.nodes)]
+        if not at:
+            raise ValueError(f"pipeline: no layer begins at {cut!r}")
+        first = units[at[0]].nodes[0]
+        if cut not in names and not _inside(first, cut):
+            raise ValueError(
+                f"pipeline: a cut at {cut!r} goes through an operation: {describe(first)} comes before it and "
+                f"cannot be cut off; cut at {module_path(first)!r}"
+            )
+        if at[0] <= starts[-1]:
+            raise ValueError(
+                "pipeline: cuts must be in the order of the model and leave something in every part, found "
+                f"{', '.join(cuts)}"
+            )
+        starts.append(at[0])
+    return starts
+
+
+def _inside(node: Node, path: str) -> bool:
+    found = module_path(node)
+    return found == path or found.startswith(path + ".")
+
+
+def parts_by_node(units: Sequence[Unit], starts: Sequence[int]) -> dict[Node, int]:
+    """The part of each main node."""
+    out: dict[Node, int] = {}
+    for k, start in enumerate(starts):
+        end = starts[k + 1] if k + 1 < len(starts) else len(units)
+        out |= {node: k for unit in units[start:end] for node in unit.nodes}
+    return out

@@ -1,0 +1,307 @@
+"""Every graph can be seen: a folder with each level's text, the diff to the one before, the plan, times and bytes.
+
+AUTOPAR_DUMP=dump python train.py
+
+dump/00-capture.txt  01-normalize.txt  01-normalize.diff ...  timings.txt  plan.txt  plan.json  derived_rules.json
+     communication.txt  report.html       with pipeline stages: order.txt  trace.json
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch.distributed
+from torch.fx import GraphModule
+
+from autopar.cost.step_traffic import step_communication
+from autopar.cost.traffic import Volume, communication, total_volume
+from autopar.ir.layer_names import compressed, without_indices, without_numbers
+from autopar.ir.mesh import Mesh
+from autopar.ir.parameter import ParameterSpec
+from autopar.ir.placement import Shard
+from autopar.plan import Plan
+from autopar.report.attention_section import attention_sections
+from autopar.report.chrome_trace import Span
+from autopar.report.dump.pipeline_dump import Recorded, dump_pipeline
+from autopar.report.formatting import human_bytes
+from autopar.report.graph_text import diff, format_graph
+from autopar.report.html.expert_section import Load, Sent, expert_sections
+from autopar.report.html.model_pages import model_sections
+from autopar.report.html.page import Page, Section, render
+from autopar.report.html.page_levels import Level
+from autopar.rewrite.compilation import Compilation
+from autopar.rules.derived_calls import as_file, recorded_calls
+from autopar.steps.graphs import Compiled
+
+VARIABLE = "AUTOPAR_DUMP"
+# Graphs that run as they are, such as forward or part1.backward_input.
+STEP_GRAPHS = re.compile(
+    r"prologue|once|each|(part\d+\.)?(ahead\d+|forward|backward(_input|_weight|_reduce)?|gather|reduce)"
+)
+
+
+def dumper_for(folder: str | Path | None) -> Dumper | None:
+    """The dumper for a folder that the user named, or that AUTOPAR_DUMP names, or None.
+
+    A folder that holds a report already keeps it: further compiled steps (other shapes, eval mode) go to step-1,
+    step-2, ... of it, as long as one process writes them.
+    """
+    root = _root(folder)
+    if root is None:
+        return None
+    count = _written.get(root, 0)
+    _written[root] = count + 1
+    return Dumper(root / f"step-{count}" if count else root)
+
+
+_written: dict[Path, int] = {}
+
+
+def _root(folder: str | Path | None) -> Path | None:
+    named = folder or os.environ.get(VARIABLE)
+    return Path(named) if named else None
+
+
+def check_writable(folder: str | Path | None) -> None:
+    """Before anything is compiled: the folder of `dumper_for` can be made and written. Raises ValueError."""
+    root = _root(folder)
+    if root is not None and is_first_rank():
+        with writing(root):
+            root.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=root).close()
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Errors of the file system name the path and are ValueErrors."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"dump: needs a folder that can be written, found {path}: {error.strerror}; name another one"
+        ) from error
+
+
+def is_first_rank() -> bool:
+    """Whether this process writes: all ranks compile the same graphs, so rank 0 alone does."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
+
+
+@dataclass
+class Dumper:
+    """An observer of the pass manager that writes what it sees into ``folder``; see the module.
+
+    Give graphs that no pass made to `record`, and call `finish` once at the end.
+    """
+
+    folder: Path
+    title: str = "autopar"
+    sections: list[Section] = field(default_factory=list)
+    model: list[Section] = field(default_factory=list, init=False)
+    facts: list[tuple[str, str]] = field(default_factory=list, init=False)
+    levels: list[Level] = field(default_factory=list, init=False)
+    _volumes: dict[str, dict[tuple[str, str], Volume]] = field(default_factory=dict, init=False)
+    _steps: list[str] = field(default_factory=list, init=False)
+    _ranks: dict[str, dict[tuple[str, str], Volume]] = field(default_factory=dict, init=False)
+    _last: tuple[str, GraphModule | None] = field(default=("", None), init=False)
+
+    def __post_init__(self) -> None:
+        self.folder = Path(self.folder)
+        self.enabled = is_first_rank()
+        if self.enabled:
+            with writing(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for old in (*self.folder.glob("[0-9][0-9]*-*.txt"), *self.folder.glob("[0-9][0-9]*-*.diff")):
+                    old.unlink()  # a shorter run must not leave graphs of a longer one
+
+    def __call__(self, name: str, gm: GraphModule, ctx: Compilation) -> None:
+        """The graph after pass ``name``; the step graphs under their own names, as they run."""
+        seconds = ctx.timings.get(name.rpartition(".")[2], 0.0)
+        step = STEP_GRAPHS.fullmatch(name) is not None
+        prefix, graph = self._last
+        anew = prefix != ctx.prefix or (bool(prefix) and graph is not gm)  # another step graph, not the next level
+        self._last = ctx.prefix, gm
+        self.record(name, gm, ctx.mesh, seconds=seconds, step=step, anew=anew)
+        if self.enabled and name == "derive_rules" and (entries := recorded_calls(gm)):
+            self._write("derived_rules.json", as_file(entries))
+
+    def record(
+        self,
+        name: str,
+        gm: GraphModule,
+        mesh: Mesh,
+        *,
+        seconds: float = 0.0,
+        step: bool = False,
+        anew: bool = False,
+    ) -> None:
+        """Write one graph, and its diff to the graph recorded before.
+
+        ``step`` says that the graph runs as it is (F, B of a stage): it has no diff, and its communication is what a
+        step does. ``anew``: the graph before is another one, so there is no diff.
+        """
+        if not self.enabled:
+            return
+        text = format_graph(gm, mesh)
+        before = self.levels[-1].text if self.levels and not (step or anew) else ""
+        stem = f"{len(self.levels):03d}-{_file_name(name)}"
+        changes = diff(before, text) if before else ""
+        level = Level(name, text, changes, seconds, len(gm.graph.nodes), f"{stem}.txt", before == text)
+        self._write(f"{stem}.txt", text)
+        if level.diff:
+            self._write(f"{stem}.diff", level.diff)
+        self.levels.append(level)
+        self._volumes[name] = communication(gm, mesh)
+        if step:
+            self._steps.append(name)
+
+    def add_pipeline(
+        self, compiled: Compiled, recorded: Sequence[Recorded] = (), modules: Sequence[Sequence[Span]] = ()
+    ) -> None:
+        """The schedule of a compiled step: order.txt, trace.json, and a section of the report. Nothing for a model of
+        one part that nobody has measured.
+
+        recorded, modules: what every coordinate on pp measured in a step, see
+        `autopar.report.dump.pipeline_dump.dump_pipeline`.
+        """
+        if not self.enabled or (len(compiled.pipeline.parts) == 1 and not recorded):
+            return
+        self.sections += dump_pipeline(self.folder, compiled, recorded, modules)
+        ranks = range(compiled.plan.mesh.size("pp"))
+        self._ranks = {f"a step, pp {rank}": step_communication(compiled, rank) for rank in ranks}
+
+    def add_model(self, compiled: Compiled) -> None:
+        """What the report begins with: the modules, a layer, memory, how long a step takes."""
+        if self.enabled:
+            found = model_sections(compiled)
+            self.model, self.facts = found.sections, found.facts
+
+    def add_attention(self, compiled: Compiled) -> None:
+        """A section of the report on attention over the axis cp: what runs, what else there was, and the timelines.
+        Nothing for a model whose sequences are whole."""
+        if self.enabled:
+            self.sections += attention_sections(compiled)
+
+    def add_compiled(
+        self,
+        compiled: Compiled,
+        recorded: Sequence[Recorded] = (),
+        modules: Sequence[Sequence[Span]] = (),
+        summary: Iterable[tuple[str, str]] = (),
+        load: Load | None = None,
+        sent: Sent | None = None,
+    ) -> None:
+        """All that there is to say of a compiled model, and `finish`. load, sent: of its experts, as measured."""
+        self.add_model(compiled)
+        self.add_attention(compiled)
+        self.add_pipeline(compiled, recorded, modules)
+        self.sections += expert_sections(compiled, load or {}, sent or {})
+        ctx = Compilation(compiled.plan.mesh, compiled.plan, timings=compiled.timings)
+        self.finish(ctx, parameters=compiled.parameters, summary=summary)
+
+    def finish(
+        self,
+        ctx: Compilation,
+        *,
+        parameters: Iterable[ParameterSpec] = (),
+        summary: Iterable[tuple[str, str]] = (),
+    ) -> None:
+        """Write timings, plan, communication and the report. ``summary`` rows come before the dumper's own."""
+        if not self.enabled:
+            return
+        self._write("timings.txt", "".join(f"{s * 1e3:10.1f} ms  {name}\n" for name, s in ctx.timings.items()))
+        if ctx.plan:
+            self._write("plan.txt", f"{ctx.plan}\n")
+            self._write("plan.json", ctx.plan.to_json() + "\n")
+        rows = self.communication_rows()
+        self._write("communication.txt", communication_text(rows))
+        report = Page(
+            title=self.title,
+            summary=[*summary, *_summary(ctx, list(parameters)), *self.facts, *self._traffic()],
+            model=self.model,
+            plan=plan_rows(ctx.plan) if ctx.plan else [],
+            timings=list(ctx.timings.items()),
+            levels=self.levels,
+            communication=rows,
+            sections=self.sections,
+        )
+        self._write("report.html", render(report))
+
+    def communication_rows(self) -> list[tuple[str, str, str, str, str]]:
+        """(graph, axis, kind, calls, bytes) of the step graphs, or of the last graph when there are none yet; of a
+        pipeline also of whole steps, by rank."""
+        shown = {**self._ranks, **{name: self._volumes[name] for name in self._shown()}}
+        return [
+            (name, axis, kind, str(volume.calls), human_bytes(volume.bytes))
+            for name, volumes in shown.items()
+            for (axis, kind), volume in volumes.items()
+        ]
+
+    def _shown(self) -> list[str]:
+        return self._steps or [level.name for level in self.levels[-1:]]
+
+    def _traffic(self) -> list[tuple[str, str]]:
+        if self._ranks:
+            every = [sum(v.bytes for v in volumes.values()) for volumes in self._ranks.values()]
+            return [("sent in a step", f"{human_bytes(max(every))} by the busiest rank")]
+        sums = total_volume(self._volumes[name] for name in self._shown())
+        axes: dict[str, Volume] = {}
+        for (axis, _), volume in sums.items():
+            name = re.split("[%/]", axis)[0]  # levels of an axis ("cp%2") count as the axis
+            axes[name] = axes.get(name, Volume()) + volume
+        return [(f"sent over {axis}", f"{human_bytes(v.bytes)} in {v.calls} calls") for axis, v in axes.items()]
+
+    def _write(self, name: str, text: str) -> None:
+        with writing(self.folder / name):
+            (self.folder / name).write_text(text, encoding="utf-8")
+
+
+def _summary(ctx: Compilation, parameters: list[ParameterSpec]) -> list[tuple[str, str]]:
+    mesh = ctx.plan.mesh if ctx.plan is not None else ctx.mesh  # without the micro-batches
+    rows = [("mesh", str(mesh)), ("ranks", str(mesh.world_size))]
+    if parameters:
+        whole = sum(p.nbytes() for p in parameters)
+        stages = {rank for p in parameters for rank in p.ranks}
+        mine = max(sum(p.nbytes(mesh) for p in parameters if rank in p.ranks) for rank in stages)
+        most = " at most" if len(stages) > 1 else ""
+        rows += [("parameters", f"{len(parameters)}, {human_bytes(whole)}")]
+        rows += [("parameters per rank", f"{human_bytes(mine)}{most}")]
+    return rows + [("compile time", f"{sum(ctx.timings.values()):.2f} s")]
+
+
+def plan_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    """(what, placement, reason) for each decision of a plan; what repeated layers have alike is one row."""
+    rows = []
+    for name, axes in plan.parameters.items():
+        how = [f"{axis}:{p.stored}{f', used {p.used}' if p.used != p.stored else ''}" for axis, p in axes.items()]
+        why = dict.fromkeys(f"{axis}: {p.reason}" for axis, p in axes.items() if p.reason)
+        rows.append((name, "; ".join(how), "; ".join(why)))
+    for name, placements in plan.inputs.items():
+        rows.append((f"input {name}", " ".join(f"{axis}:{p}" for axis, p in placements.items()), ""))
+    rows += [(f"stream from {s.node}", f"{s.axis}:{Shard(s.dim, s.blocks)}", s.reason) for s in plan.streams]
+    rows += [
+        (f"attention {node}", f"cp: {a.forward}, backward {a.backward}", a.reason) for node, a in plan.attention.items()
+    ]
+    rows += [(subject, "", reason) for subject, reason in plan.notes]
+    groups: dict[tuple[str, str, str], list[tuple[str, str, str]]] = {}
+    for row in rows:
+        groups.setdefault((without_indices(row[0]), row[1], without_numbers(row[2])), []).append(row)
+    return [(compressed([what for what, *_ in group]), *group[0][1:]) for group in groups.values()]
+
+
+def communication_text(rows: Iterable[tuple[str, str, str, str, str]]) -> str:
+    """The table as text: bytes that each rank sends, per graph, axis and kind."""
+    head = ("graph", "axis", "kind", "calls", "bytes per rank")
+    return "".join(f"{g:<28} {a:<6} {k:<16} {c:>6} {b:>16}\n" for g, a, k, c, b in (head, *rows))
+
+
+def _file_name(title: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in title).strip("-")

@@ -1,0 +1,308 @@
+"""A rule for a call that the table does not know: which dims may be cut, found out by running it on small pieces.
+
+A dim may be cut if the operator commutes with taking some of its rows: of operands that are cut together, of results
+that then have as many rows, forward and backward. Nothing else is derived: no sums, no conversions of arguments.
+
+What makes such a claim unsound, and what stands against it:
+
+- Shapes that happen to agree. Dims are resized, a candidate's and nobody else's, to sizes that nothing else has; each
+  result must follow in exactly one dim, as it has it in the model. Rows that are not one after another are taken, too,
+  and as many as another dim has.
+- Arguments that hold sizes or places (``roll(4)`` of 4 rows, ``triu(10)`` of 8 columns). They stay as they are, and no
+  dim is tried only in sizes below its own, unless four times the largest number among them is less.
+- Sampled values that agree by accident. Several kinds of draws (`autopar.rules.call_forms`) in double precision, with
+  ties, rows of very different size, and a row that is no number; integers must differ, and so must the numbers of each
+  result.
+- State, randomness, writing. Operators that say they draw numbers or write are refused; what runs twice must give the
+  same, move no generator, and leave its operands alone.
+- Results that somebody uses and that do not have the dim: refused. So are sizes known at run time only.
+
+The answer depends on the call alone (operator, arguments, shapes, dtypes, which gradients are wanted) and on the
+libraries' versions: what is kept of compiling by these is kept of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from autopar.adapters.copying.fake import new_mode, silent_fakes
+from autopar.adapters.dispatch import without_modes
+from autopar.adapters.keys import told_apart
+from autopar.adapters.operators import OpOverload, mutates
+from autopar.ir.graph import frozen, getitem_index, tensor_operands
+from autopar.ops.traits import is_random
+from autopar.rules.call_forms import CallForm, NoTrial, Slot, draws, shapes_made
+from autopar.rules.custom_backwards import has_nonlinear_backward
+from autopar.rules.derived import CommonDim, DerivedRule, NoRule, Place
+from autopar.rules.rule_trials import Rows, Trial, call_result, same_bits
+
+FOREIGN = ("autopar", "_c10d_functional", "c10d", "c10d_functional", "symm_mem", "higher_order", "prim", "profiler")
+TAGS = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+MOST = 2**16  # elements of the operands that are tried, where they can be made fewer
+TOO_MANY = 2**22
+FAR = 4  # times the largest number among the arguments: as far as a dim may be made smaller
+FEW = 16  # what counts as that number where there is none that is larger
+WAYS = 48  # to cut the other operands together with a dim
+LEAST_DRAWS = 2  # that must have said something
+ODD = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
+
+
+_known: dict[Any, DerivedRule | NoRule] = {}
+
+
+def derive(node: Node) -> DerivedRule | NoRule:
+    """Of a call of a functional operator on fake tensors. What was found out once is known."""
+    refused = _refused(node)
+    if refused:
+        return NoRule(refused)
+    form = CallForm.of(node)
+    used = _used(node)
+    key = _key(form, used)
+    try:
+        known = _known.get(key)
+    except TypeError:  # an argument without a hash
+        return _searched(node, form, used)
+    if known is None:
+        known = _known[key] = _searched(node, form, used)
+    return known
+
+
+def _refused(node: Node) -> str:
+    op = node.target
+    if not isinstance(op, OpOverload) or op.namespace in FOREIGN:
+        return "it is no operator that can be tried out"
+    if mutates(op) or is_random(op) or any(tag in op.tags for tag in TAGS):
+        return "it writes, draws numbers, or its result has a size of its own"
+    if not tensor_operands(node):
+        return "it has no operand"
+    return "its backward is not linear in the gradient" if has_nonlinear_backward(node) else ""
+
+
+def _used(node: Node) -> tuple[bool, ...]:
+    """Which of the results somebody uses."""
+    val = node.meta["val"]
+    if isinstance(val, Tensor):
+        return (True,)
+    places = {getitem_index(user) for user in node.users}
+    return tuple(i in places or None in places for i in range(len(val)))
+
+
+def _key(form: CallForm, used: tuple[bool, ...]) -> Any:
+    def leaf(x: Any) -> Any:
+        return x if isinstance(x, Slot) else told_apart(x)
+
+    args = frozen(form.args, leaf), frozen(form.kwargs, leaf)
+    return form.target, args, form.shapes, form.dtypes, form.wanted, used
+
+
+def _searched(node: Node, form: CallForm, used: tuple[bool, ...]) -> DerivedRule | NoRule:
+    val = node.meta["val"]
+    results = [val] if isinstance(val, Tensor) else list(val)
+    if not all(isinstance(r, Tensor) for r in results):
+        return NoRule("it returns what is no tensor")
+    state, threads = torch.random.get_rng_state(), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)  # pieces are small
+        with without_modes(), silent_fakes(), torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a filter that makes errors of them would make other rules
+            return _RuleSearch(form, [tuple(r.shape) for r in results], used).run()
+    except (NoTrial, RuntimeError, TypeError, ValueError) as error:  # whatever an operator of others may do
+        return NoRule(str(error).splitlines()[0] if str(error) else "it cannot be tried out")
+    finally:
+        torch.random.set_rng_state(state)
+        torch.set_num_threads(threads)
+
+
+class _RuleSearch:
+    """One call. ``results``: their shapes in the model."""
+
+    def __init__(self, form: CallForm, results: list[tuple[int, ...]], used: tuple[bool, ...]) -> None:
+        self.real, self.results, self.used, self.mode = form, results, used, new_mode()
+        self.least = FAR * max([*form.numbers, FEW // FAR])
+        self.form = self._smaller(form)
+
+    def run(self) -> DerivedRule | NoRule:
+        """Raises NoTrial."""
+        dims: list[CommonDim] = []
+        for i, shape in enumerate(self.real.shapes):
+            for d, size in enumerate(shape):
+                if size > 1 and not any(c.operands[i] == d for c in dims):
+                    found = self._common(i, d, dims)
+                    dims += [found] if found is not None else []
+        if not dims:
+            repeats = self._repeats()
+            return NoRule("no dim of it was found that can be cut" if repeats else "it does not repeat itself", repeats)
+        return DerivedRule(
+            tuple(dims), f"the rule of {self.real.target} was derived, and this dim is none that it cuts"
+        )
+
+    def _repeats(self) -> bool:
+        """Whether the operator, on the first numbers that it takes, gives the same twice."""
+        for draw in draws(self.form):
+            tensors = draw.tensors(self.form)
+            with contextlib.suppress(NoTrial):
+                state, first = torch.random.get_rng_state(), call_result(self.form, tensors).results
+                again, after = call_result(self.form, tensors).results, torch.random.get_rng_state()
+                return torch.equal(state, after) and all(map(same_bits, first, again))
+        return True
+
+    # --- sizes --------------------------------------------------------------------------------------------
+
+    def _smaller(self, form: CallForm) -> CallForm:
+        """Sizes at which it can be tried: its own, or, where that is too much, smaller ones, as far as arguments allow.
+        Raises NoTrial."""
+        if form.target.namespace == "aten":  # of others nobody knows which sizes they hold
+            for size in sorted({n for shape in form.shapes for n in shape if n > self.least}, reverse=True):
+                if form.elements > MOST:
+                    form = self._with_less_than(size, form)
+        if form.elements > TOO_MANY:
+            raise NoTrial(f"its operands have {form.elements} elements, too many to try it out")
+        return form
+
+    def _with_less_than(self, size: int, form: CallForm) -> CallForm:
+        there = {n for shape in form.shapes for n in shape}
+        for less in (*range(self.least, self.least + 4), *(self.least * 2**k for k in range(1, 8))):
+            if less < size and less not in there:
+                shapes = tuple(tuple(less if n == size else n for n in shape) for shape in form.shapes)
+                tried = replace(form, shapes=shapes)
+                if shapes_made(tried, self.mode) is not None:
+                    return tried
+        return form
+
+    # --- one dim ------------------------------------------------------------------------------------------
+
+    def _common(self, i: int, d: int, others: list[CommonDim]) -> CommonDim | None:
+        """The dim d of operand i, and what is cut with it; None if it cannot be cut."""
+        for places in itertools.islice(self._ways(i, d, others), WAYS):
+            found = self._followed(places, self.real.shapes[i][d])
+            if found is not None and self._commutes(found, self.real.shapes[i][d]):
+                return found
+        return None
+
+    def _ways(self, i: int, d: int, others: list[CommonDim]) -> Iterator[tuple[Place, ...]]:
+        """Dims of the other operands that may be cut together with one: the same dim of all first."""
+        size = self.real.shapes[i][d]
+        options: list[list[Place]] = []
+        for j, shape in enumerate(self.real.shapes):
+            equal = [e for e, n in enumerate(shape) if n == size and not any(c.operands[j] == e for c in others)]
+            equal.sort(key=lambda e: e != d)
+            options.append([d] if j == i else [*equal, None])
+        yield from itertools.product(*options)
+
+    def _followed(self, places: tuple[Place, ...], own: int) -> CommonDim | None:
+        """The dim of each result that grows with these, and is as large; None where that is not so."""
+        sizes = self._odd_sizes()
+        small, large = (shapes_made(self.form.resized(places, size), self.mode) for size in sizes)
+        if small is None or large is None or not len(small) == len(large) == len(self.results):
+            return None
+        found: list[Place] = []
+        for a, b, real, used in zip(small, large, self.results, self.used, strict=True):
+            if not len(a) == len(b) == len(real):
+                return None
+            grown = [e for e, (n, m) in enumerate(zip(a, b, strict=True)) if n != m]
+            right = len(grown) == 1 and (a[grown[0]], b[grown[0]], real[grown[0]]) == (*sizes, own)
+            if not right and (used or grown):
+                return None
+            found.append(grown[0] if right else None)
+        return CommonDim(places, tuple(found)) if any(f is not None for f in found) else None
+
+    def _odd_sizes(self) -> tuple[int, int]:
+        """Two that no other dim has."""
+        there = {n for shape in (*self.form.shapes, *self.results) for n in shape}
+        first, second, *_ = (n for n in ODD if n not in there)
+        return first, second
+
+    # --- whole and in pieces ------------------------------------------------------------------------------
+
+    def _commutes(self, dim: CommonDim, own: int) -> bool:
+        """Whether every draw that says something says so, at every size."""
+        first, second = self._odd_sizes()
+        sizes = {first: _splits(first), second: _splits(second)[2:], 2: [[[0], [1]]]}
+        large = self._large(dim, own)
+        sizes.setdefault(large, _splits(large)[:1])
+        for n in sorted(
+            {n for shape in self.form.shapes for n in shape if n > 1}
+        ):  # a piece may be as large as another dim
+            if self.form.resized(dim.operands, n + 2).elements <= MOST:
+                sizes.setdefault(n + 2, [[list(range(n)), [n, n + 1]]])
+        seen = _Seen(len(self.results))
+        for size, splits in sizes.items():
+            form = self.form.resized(dim.operands, size)
+            few = LEAST_DRAWS + 1 if size != first else None
+            heard = self._heard(form.wide(), dim, splits, seen, few)
+            if heard is not None and form != form.wide() and (size == first or not heard):
+                own_dtypes = self._heard(form, dim, splits[:1], seen, few, rough=heard > 0)
+                heard = None if own_dtypes is None else heard or own_dtypes
+            if heard is None or (heard < LEAST_DRAWS and size in (first, second, 2, large)):
+                return False
+        return seen.enough(self.used)
+
+    def _large(self, dim: CommonDim, own: int) -> int:
+        """The dim's own size, or as far as it can be tried."""
+        size = min(own, self.least + 1)
+        while size < own and self.form.resized(dim.operands, 2 * size).elements <= MOST:
+            size *= 2
+        return max(min(size, own), 2)
+
+    def _heard(
+        self,
+        form: CallForm,
+        dim: CommonDim,
+        splits: list[list[Rows]],
+        seen: _Seen,
+        few: int | None,
+        rough: bool = False,
+    ) -> int | None:
+        """How many draws have said that it commutes, or as many as are enough; None if one says that it does not."""
+        heard: Counter[Any] = Counter()
+        for draw in draws(form):
+            if heard[draw.floats] >= LEAST_DRAWS or (few is not None and heard.total() >= few):
+                continue
+            try:
+                trial = Trial(form, dim, draw, rough)
+            except NoTrial:
+                continue
+            if not trial.holds(splits):
+                return None
+            seen.see(trial.whole.results, trial.tensors)
+            heard[draw.floats] += 1
+        return heard.total()
+
+
+def _splits(size: int) -> list[list[Rows]]:
+    """Ways to deal rows: two parts, one and the rest, every other one."""
+    rows, half = list(range(size)), size // 2
+    return [[rows[:half], rows[half:]], [rows[:1], rows[1:]], [rows[::2], rows[1::2]]]
+
+
+class _Seen:
+    """Whether what was seen of each result, and of each operand that holds integers, was not one number alone."""
+
+    def __init__(self, results: int) -> None:
+        self.results: list[set[Any]] = [set() for _ in range(results)]
+        self.integers: dict[int, set[Any]] = {}
+
+    def see(self, results: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        """Note some numbers of one draw."""
+        for numbers, r in zip(self.results, results, strict=True):
+            numbers.update(
+                torch.view_as_real(r).flatten()[:64].tolist() if r.is_complex() else r.flatten()[:64].tolist()
+            )
+        for i, x in enumerate(tensors):
+            if not (x.is_floating_point() or x.is_complex()):
+                self.integers.setdefault(i, set()).update(x.flatten()[:64].tolist())
+
+    def enough(self, used: Sequence[bool]) -> bool:
+        """Whether they differ."""
+        told = all(len(numbers) > 1 for numbers, u in zip(self.results, used, strict=True) if u)
+        return told and all(len(numbers) > 1 for numbers in self.integers.values())

@@ -1,0 +1,152 @@
+"""What a call makes of what ranks hold of its operands: collectives by their meaning, all others by their rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from autopar.ir.graph import arguments, is_call
+from autopar.ops.traits import COLLECTIVES, COPIES, LOCAL, is_random
+from autopar.rules.core import CORE, STRICT
+from autopar.rules.local_types import (
+    ADDENDS,
+    ANY,
+    PART,
+    SAME,
+    UNKNOWN,
+    WHOLE,
+    Held,
+    Joined,
+    LocalCall,
+    constant_held,
+    is_unknown,
+    is_vague,
+    rows_in_piece,
+    through,
+    viewed,
+    with_single_rows,
+)
+from autopar.rules.rule import RuleError
+from autopar.rules.views import cat_rule, reshape_rule, split_rule
+
+aten, ours = torch.ops.aten, torch.ops.autopar
+_FILLED = (
+    aten.zeros, aten.ones, aten.full, aten.empty, aten.scalar_tensor, aten.zeros_like, aten.ones_like, aten.full_like,
+    aten.empty_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten._efficientzerotensor,
+)  # fmt: skip
+
+
+def held_results(node: Node, axis: str, size: int, operands: list[Held]) -> list[Held]:
+    """Of every result of a call in a step graph; empty where its operands are no pieces of one value. ``size``: of the
+    axis."""
+    val = node.meta["val"]
+    shapes = [_shape(r) for r in (val if isinstance(val, (tuple, list)) else [val])]
+    try:
+        made = _results(node, axis, size, operands, shapes)
+    except (RuleError, LookupError, ValueError, ArithmeticError):  # a rule for calls of the forward need not know this
+        made = [UNKNOWN] * len(shapes)
+    return list(map(with_single_rows, made, shapes))
+
+
+def _results(node: Node, axis: str, size: int, operands: list[Held], shapes: list[tuple[int, ...]]) -> list[Held]:
+    if is_call(node, ours.all_to_all_rows.default):
+        return [UNKNOWN]  # rows that were chosen
+    if node.target in COLLECTIVES or node.target in LOCAL:
+        return [_exchanged(node, axis, operands[0])]
+    if node.target in COPIES:
+        return operands[:1]
+    if getattr(node.target, "overloadpacket", None) in _FILLED:
+        known = arguments(node)
+        zero = "zero" in str(node.target) or known.get("fill_value", known.get("s")) == 0
+        return [constant_held(len(shapes[0]), zero)]
+    build = CORE.get(node.target)
+    if is_random(node.target) or build is None:
+        whole = not is_random(node.target) and all(held == WHOLE for held in operands)
+        return [WHOLE if whole else UNKNOWN] * len(shapes)
+    call = LocalCall(node, lambda x: tuple(x.meta["val"].shape), tuple(shapes), axis, of_step=True)
+    if build is reshape_rule:
+        return [viewed(operands[0], call.shape_of(call.operands[0]), call.result)]
+    if build is split_rule and (parts := _parted(call, operands[0])):
+        return parts
+    made = through(build(call), operands, strict=build in STRICT)
+    if not all(made) and all(held == WHOLE or is_vague(held) for held in operands):
+        return [UNKNOWN] * len(shapes)
+    if build is cat_rule and len(set(operands)) > 1:
+        return [_joined(call, operands, made[0])]
+    if is_call(node, aten.bmm.default) and call.shape("self")[2] == 1 and PART in made[0]:
+        return [UNKNOWN]  # torch.einsum contracts dims of one row, cut or not
+    if is_call(node, aten.index_add.default) and PART in made[0]:
+        return [UNKNOWN]  # the rows of a micro-batch, added within this rank's piece, look like any others
+    if is_call(node, aten.slice.Tensor) and not is_unknown(made[0]):
+        # of a concatenation whose parts are cut, a rank has a part of each: one of them is a slice of its piece
+        dim = int(call.args["dim"]) % len(call.result)
+        return [made[0] | {(dim, 0) for x in operands[0] if isinstance(x, tuple) and x[0] == dim}]
+    if is_call(node, aten.expand.default) and SAME in made[0]:
+        return [made[0] | {(d, None) for d, n in enumerate(call.result) if n == 1}]
+    if is_call(node, aten.div.Tensor, aten.div.Scalar) and node.args[1] == size and SAME in made[0]:
+        return [made[0] | {PART}]  # equal copies are addends once divided by their number
+    return made
+
+
+def _shape(result: Any) -> tuple[int, ...]:
+    return tuple(result.shape) if isinstance(result, torch.Tensor) else ()
+
+
+def _joined(call: LocalCall, operands: list[Held], made: Held) -> Held:
+    """A concatenation, if its parts may be read alike, or of values to be taken apart again."""
+    dim = int(call.args["dim"]) % len(call.result)
+    sizes = [call.shape_of(x)[dim] for x in call.operands]
+    return made | {Joined(dim, tuple(zip(sizes, operands, strict=True)))}
+
+
+def _parted(call: LocalCall, held: Held) -> list[Held]:
+    """The parts of a concatenation, taken apart as it was joined."""
+    for x in held:
+        if isinstance(x, Joined) and [size for size, _ in x.parts] == [r[x.dim] for r in call.result_shapes]:
+            return [part for _, part in x.parts]
+    return []
+
+
+def _exchanged(node: Node, axis: str, held: Held) -> Held:
+    """What a collective makes; empty where it is not for what it takes."""
+    found: set[Any] = set()
+    for x in held:
+        if isinstance(x, Joined):
+            parts = tuple((size, _exchanged(node, axis, part)) for size, part in x.parts)
+            found |= {Joined(x.dim, parts)} if all(part for _, part in parts) else set()
+        else:
+            found |= _converted(node, axis, x)
+    return frozenset(found)
+
+
+def _converted(node: Node, axis: str, x: Any) -> Held:
+    known, kind = arguments(node), node.target
+    if axis not in known["axis"].split(","):
+        level = known["axis"].startswith(axis)  # of neighbours on this axis, or of every n-th rank
+        return UNKNOWN if x == ANY or level else frozenset({_of_other_axis(node, x)})
+
+    def piece(dim: int, blocks: list[int]) -> Held:
+        return frozenset({(dim, rows_in_piece(blocks, node.meta["val"].shape[dim]))})
+
+    along = isinstance(x, tuple) and x[0] == known.get("dim", known.get("src_dim"))
+    if kind is ours.all_reduce.default:
+        right, made = (x == PART) == (known["op"] == "sum"), WHOLE
+    elif kind is ours.all_to_all.default:
+        right, made = along, piece(known["dst_dim"], known["dst_blocks"])
+    elif kind is ours.all_gather.default:
+        right, made = along, WHOLE
+    elif kind is ours.shard_pad.default:
+        right, made = along, ADDENDS
+    else:
+        right, made = x == (PART if kind is ours.reduce_scatter.default else SAME), piece(known["dim"], known["blocks"])
+    return made if right or x == ANY else frozenset()
+
+
+def _of_other_axis(node: Node, x: Any) -> Any:
+    """Where the size of a dim changes, all of it stays all of it; of less than that the place is not known."""
+    if isinstance(x, str):
+        return x
+    before, after = node.all_input_nodes[0].meta["val"].shape[x[0]], node.meta["val"].shape[x[0]]
+    return (x[0], x[1] if before == after or x[1] is None else after if x[1] == before else 0)

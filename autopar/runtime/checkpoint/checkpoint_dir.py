@@ -1,0 +1,279 @@
+"""The folder of a run: complete checkpoints, which of them is the latest, and one in the making.
+
+    run/step-00000100/            a checkpoint: files of tensors, and `checkpoint.json`, its mark
+    run/step-00000200/
+    run/latest                    "step-00000200": what is loaded
+    run/.saving-step-00000300/    in the making, or left by a save that was cut off
+
+A checkpoint becomes one in this order, each line synced before the next begins, so that a process may die between any
+two of them:
+
+    .saving-NAME/*.tensors        written by all ranks
+    .saving-NAME/checkpoint.json  the mark: a folder without it is no checkpoint
+    .saving-NAME -> NAME          one rename
+    latest.next -> latest         the moment: from now on it is the one that is loaded
+    older ones                    removed, if only some are kept: renamed to .saving-NAME first
+
+Rank 0 alone does this; no torch here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import re
+import shutil
+import time
+import uuid
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from autopar.runtime.checkpoint.hf_atomic_write import sync_path
+from autopar.runtime.checkpoint.storage_layout import opened_inside
+from autopar.values import parse
+
+MARK, LATEST, BESIDE = "checkpoint.json", "latest", ".saving-"
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{8,})(-\d+)?", re.ASCII)
+_BEGIN = re.compile(rb'\{"format": \d+, "order": (\d+)(?:, "run": "(\w*)")?')  # of a mark
+_END = re.compile(rb', "sum": (\d+)\}$')  # of all before it
+_LOCK = ".lock"
+_busy: set[Path] = set()  # folders that this process is saving into: its own locks do not stop it
+
+
+class SavedStateError(RuntimeError):
+    """A checkpoint could not be written, or read. The message names the rank."""
+
+
+class SavedStep(NamedTuple):
+    """A complete checkpoint in the folder of a run. order: it was the so-manieth to be saved there; run: by which
+    one."""
+
+    order: int
+    name: str
+    run: str
+
+
+@dataclass
+class RunLine:
+    """One run, from its first checkpoint on: ``name`` stands in each, and goes over to a model that loads one. began:
+    when the model was made, in seconds; seen: by folder, the newest checkpoint there when this model last saved into it
+    or loaded from it."""
+
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+    began: float = field(default_factory=time.time)
+    seen: dict[Path, SavedStep | None] = field(default_factory=dict)
+
+    def go_on_from(self, checkpoint: Path, run: str, newest: SavedStep | None) -> None:
+        """A checkpoint of ``run`` has been loaded, when this was the newest one of its folder."""
+        self.name = run or self.name
+        self.seen[checkpoint.parent.resolve()] = newest
+
+
+class RunFolder:
+    """One save into the folder of a run, on the rank that does what is done once: `begin`, then `publish` or `discard`,
+    and `close`."""
+
+    def __init__(self, folder: Path, line: RunLine) -> None:
+        self.folder, self._line, self._name = folder.resolve(), line, ""
+        self._held: IO[str] | None = None
+
+    def begin(self, step: int) -> Path:
+        """The empty folder to write into; what earlier saves have left is removed. Raises ValueError where another
+        process is saving into the same folder, and where another run has since this one began."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._take_lock()
+        self._check_alone()
+        for left in self.folder.iterdir():
+            if left.name.startswith(BESIDE) or left.name == f"{LATEST}.next":
+                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+        names = (f"step-{step:08d}" + (f"-{n}" if n > 1 else "") for n in itertools.count(1))
+        self._name = next(name for name in names if not os.path.lexists(self.folder / name))
+        self.draft.mkdir()
+        return self.draft
+
+    @property
+    def draft(self) -> Path:
+        """Where the checkpoint is made."""
+        return self.folder / f"{BESIDE}{self._name}"
+
+    @property
+    def target(self) -> Path:
+        """Where it will be."""
+        return self.folder / self._name
+
+    def publish(self, mark: Mapping[str, Any], keep: int | None) -> None:
+        """From now on the draft is the latest checkpoint; of older ones of this run those that are more than ``keep``
+        go, and those of the same step."""
+        name, newest, line = self._name, newest_in(self.folder), self._line
+        made = SavedStep(newest.order + 1 if newest is not None else 1, name, line.name)
+        text = json.dumps({"format": FORMAT, "order": made.order, "run": made.run, **mark})[:-1]
+        write_synced(self.draft / MARK, f'{text}, "sum": {zlib.crc32(text.encode())}}}')
+        sync_path(self.draft)
+        line.seen[self.folder] = made
+        os.rename(self.draft, self.target)
+        sync_path(self.folder)
+        write_synced(self.folder / f"{LATEST}.next", f"{name}\n")
+        os.replace(self.folder / f"{LATEST}.next", self.folder / LATEST)
+        self._name = ""  # nothing is left to discard
+        sync_path(self.folder)
+        with contextlib.suppress(OSError):  # what stays is removed by the next save
+            self._remove_old(name, keep)
+
+    def _remove_old(self, last: str, keep: int | None) -> None:
+        found = [known.name for known in checkpoints_in(self.folder) if known.run == self._line.name]
+        again = [name for name in found if _step_in(name) == _step_in(last) and name != last]
+        rest = [name for name in found if name not in again]
+        for name in again + (rest[:-keep] if keep else []):
+            going = self.folder / f"{BESIDE}{name}"  # a part of it must not look like one
+            os.rename(self.folder / name, going)
+            shutil.rmtree(going)
+
+    def discard(self) -> None:
+        """Remove what was written, the checkpoint too if it was not yet the latest."""
+        if self._name:
+            with contextlib.suppress(OSError):
+                os.rename(self.target, self.draft)
+            shutil.rmtree(self.draft, ignore_errors=True)
+
+    def _check_alone(self) -> None:
+        """A run may begin where another one has ended, but two would go on from each other's checkpoints."""
+        newest, line = newest_in(self.folder), self._line
+        known = line.seen.get(self.folder)
+        if newest is None or newest == known:
+            return
+        if known is None:
+            since, others = "began", (self.folder / newest.name / MARK).stat().st_mtime > line.began
+        else:
+            since, others = f"saved or loaded {known.name}", newest.order >= known.order
+        if others:
+            raise ValueError(
+                f"save: another run has saved {newest.name} into {self.folder} since this one {since}; give every job, "
+                "and every model of a job, a folder of its own"
+            )
+
+    def _take_lock(self) -> None:
+        path = self.folder / _LOCK
+        if self.folder in _busy:
+            raise ValueError(f"save: this process is saving into {self.folder} already; wait for it, or give another")
+        self._held = held = path.open("a+")
+        try:
+            fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            held.close()
+            self._held = None
+            raise ValueError(
+                f"save: another process is saving into {self.folder}; give every job a folder of its own"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        _busy.add(self.folder)
+
+    def close(self) -> None:
+        """Others may save into the folder."""
+        if self._held is not None:
+            self._held.close()  # unlocks
+            self._held = None
+            _busy.discard(self.folder)
+
+
+# --- reading ------------------------------------------------------------------------------------------------
+
+
+def newest_in(folder: Path) -> SavedStep | None:
+    """The complete checkpoint that was saved last, if there is one."""
+    return max(checkpoints_in(folder), default=None)
+
+
+def checkpoints_in(folder: Path) -> list[SavedStep]:
+    """The complete checkpoints in a folder, in the order in which they were saved."""
+    found = []
+    for path in folder.iterdir():
+        if _NAME.fullmatch(path.name) and _is_complete(path):
+            with contextlib.suppress(OSError), opened_inside(path, MARK) as mark:  # which may be large
+                if said := _BEGIN.match(mark.read(200)):
+                    found.append(SavedStep(int(said[1]), path.name, (said[2] or b"").decode()))
+    return sorted(found)
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    """Whether a folder, which is no link to another one, has a mark, which is none either."""
+    return not checkpoint.is_symlink() and (checkpoint / MARK).is_file() and not (checkpoint / MARK).is_symlink()
+
+
+def checkpoint_at(folder: Path) -> tuple[Path, str]:
+    """(the checkpoint that a folder is or whose latest is loaded, a warning or ""). Raises ValueError where there is
+    none."""
+    if (folder / MARK).is_file():
+        return folder, ""
+    if not folder.is_dir():
+        raise ValueError(f"load: needs a folder that autopar.save has written, found no folder {folder}")
+    said = ""
+    with contextlib.suppress(OSError, UnicodeDecodeError), opened_inside(folder, LATEST) as latest:
+        said = latest.read(200).decode().strip()
+    if _NAME.fullmatch(said) and _is_complete(folder / said):
+        return folder / said, ""
+    known = checkpoints_in(folder)
+    if not known:
+        half = [p.name for p in folder.iterdir() if p.name.startswith(BESIDE) or _NAME.fullmatch(p.name)]
+        what = f"only what a save left that was cut off ({half[0]})" if half else "none in it"
+        raise ValueError(f"load: needs a checkpoint that autopar.save has written, found {what}: {folder}")
+    name = known[-1].name
+    return folder / name, f"{folder / LATEST} names no checkpoint ({said!r}), the last one that was saved is {name}"
+
+
+def read_mark(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself. Raises ValueError for one that is damaged, or of a newer format."""
+    try:
+        with opened_inside(checkpoint, MARK) as file:
+            written = file.read()
+        found = parse(written.decode())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"load: {checkpoint / MARK} cannot be read: {error}; load an older checkpoint") from error
+    number = found.get("format") if isinstance(found, dict) else None
+    if not isinstance(number, int) or number < 1:
+        raise ValueError(f"load: {checkpoint / MARK} is no mark of a checkpoint; load an older one")
+    if number > FORMAT:
+        raise ValueError(
+            f"load: {checkpoint} has format {number}, this version of autopar knows up to {FORMAT}; install the "
+            "version that saved it, or a newer one"
+        )
+    assert isinstance(found, dict)
+    end = _END.search(written)
+    if end is not None and int(end[1]) != zlib.crc32(written[: end.start()]):
+        raise ValueError(f"load: {checkpoint / MARK} has other bytes than were saved; load an older checkpoint")
+    return found
+
+
+def read_shown(path: Path, patience: float = 10.0) -> Any:
+    """JSON that another rank has written and said so: file systems of several machines may show it later."""
+    end = time.monotonic() + patience
+    while True:
+        try:
+            return parse(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.05)
+
+
+# --- files --------------------------------------------------------------------------------------------------
+
+
+def write_synced(path: Path, text: str) -> None:
+    """A text file; it is on the disk then."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _step_in(name: str) -> int:
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found else -1

@@ -1,0 +1,292 @@
+"""HuggingFace checkpoints, in and out: safetensors files under the original names.
+
+Loading, a rank reads from the files only the boxes that it holds. Saving, one tensor at a time is whole, and rank 0
+writes. `transformers`' own from_pretrained reads the result.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.ir.parameter import ParameterSpec
+from autopar.ir.weight_conversion import Recipe, as_they_are
+from autopar.runtime.checkpoint.hf_atomic_write import Draft, quantizer
+from autopar.runtime.checkpoint.hf_files import Computed, Files, Source, Stored, stored_in
+from autopar.runtime.checkpoint.partial_reads import traced
+from autopar.runtime.consistency.rank_checks import agree
+from autopar.runtime.mesh.process_groups import Groups
+from autopar.runtime.params.parameters import STEPS, fetch_whole
+from autopar.runtime.params.shard_ranges import boxes, cuts_of
+from autopar.values import refuse, whole_number
+
+Recipes = Callable[[list[str]], list[Recipe]]  # of names
+
+# --- loading ------------------------------------------------------------------------------------------
+
+
+def load_pretrained(
+    folder: str | Path,
+    specs: Iterable[ParameterSpec],
+    groups: Groups,
+    buffers: Mapping[str, Tensor] | None = None,
+    prefix: str = "",
+    ignore: Sequence[str] = (),
+    into: Mapping[str, Tensor] | None = None,
+    recipes: Recipes | None = None,
+) -> dict[str, Tensor]:
+    """This rank's pieces of a checkpoint: parameter name -> local tensor on the mesh's device, in the spec's dtype.
+
+    ``buffers`` (persistent ones, whole) are filled in place; one that the files lack keeps its value. ``prefix``: that
+    of the base model ("model", "transformer"): a checkpoint of the base model alone loads into a model with a head, and
+    the other way round. ``ignore``: patterns of names in the files that the model may lack. ``into``: pieces to fill in
+    place, of the parameters to read (those of one pipeline stage); without it, all into new ones. All are checked
+    first, so that none is filled from files that do not fit. A tied parameter may lie under any of its names.
+    ``recipes``: names in the files -> how tensors of the model are made of them; without it, they are the model's.
+    Of the sources of a tensor that is made, a rank reads what its piece takes.
+
+    Raises ValueError for missing, unexpected and truncated tensors, for shapes that differ, for dtypes of another kind
+    (integers are not read into floats), for quantized weights, and for an index that names files outside of the folder.
+    """
+    with Files() as files:
+        return checked_pretrained(files, folder, specs, groups, buffers, prefix, ignore, into, recipes)()
+
+
+def checked_pretrained(
+    files: Files,
+    folder: str | Path,
+    specs: Iterable[ParameterSpec],
+    groups: Groups,
+    buffers: Mapping[str, Tensor] | None,
+    prefix: str,
+    ignore: Sequence[str],
+    into: Mapping[str, Tensor] | None,
+    recipes: Recipes | None,
+) -> Callable[[], dict[str, Tensor]]:
+    """`load_pretrained`, as far as it changes nothing; the rest is the call that is returned. Raises the same."""
+    if method := quantizer(Path(folder)):
+        raise ValueError(
+            f"load_pretrained: needs plain weights, found quantized ones in {folder} (quantization_config in "
+            f"config.json: {method!r}), whose scales are not applied here; dequantize them with "
+            "transformers, save, and load that"
+        )
+    specs = list(specs)
+    known = [n for s in specs for n in (s.name, *s.aliases)] + list(buffers or {})
+    stored = stored_in(Path(folder))
+    sources, unknown = _renamed(_made(files, stored, (recipes or as_they_are)(list(stored))), stored, known, prefix)
+    unknown = [n for n in unknown if not any(re.search(pattern, n) for pattern in ignore)]
+    found = {s.name: next((n for n in (s.name, *s.aliases) if n in sources), None) for s in specs}
+    missing = [name for name, source in found.items() if source is None]
+    if missing or unknown:
+        raise ValueError(
+            f"load_pretrained: {folder} does not fit the model: "
+            + "; ".join(filter(None, (_listed("missing", missing), _listed("unexpected", unknown))))
+            + "; use the checkpoint of this architecture, or name what to ignore"
+        )
+    for spec in specs:
+        files.check(spec.name, sources[found[spec.name] or ""], tuple(spec.shape), spec.dtype)
+    held = {name: buffer for name, buffer in (buffers or {}).items() if name in sources}
+    for name, buffer in held.items():
+        files.check(name, sources[name], tuple(buffer.shape), buffer.dtype)
+
+    @torch.no_grad()
+    def fill() -> dict[str, Tensor]:
+        out = dict(into) if into is not None else {s.name: _empty(s, groups) for s in specs}
+        for spec in specs:
+            if spec.name in out:
+                _read_piece(files, sources[found[spec.name] or ""], spec, groups, out[spec.name])
+        for name, buffer in held.items():
+            buffer.copy_(files.read(sources[name], (), buffer.dtype))
+        return out
+
+    return fill
+
+
+def saved_steps(folder: str | Path) -> int | None:
+    """The training steps that a checkpoint of `save_pretrained` had behind it; None of one that says nothing."""
+    with Files() as files:
+        for source in stored_in(Path(folder)).values():
+            text = (files.open(source.file).metadata() or {}).get(STEPS, "")
+            return int(text) if re.fullmatch("[0-9]{1,12}", text) else None
+    return None
+
+
+def _listed(word: str, names: Sequence[str]) -> str:
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return f"{word} {', '.join(names[:6])}{more}" if names else ""
+
+
+def _made(files: Files, stored: Mapping[str, Stored], recipes: Sequence[Recipe]) -> list[tuple[str, str, Source]]:
+    """(name in the model, name in the files, source) of all that the recipes make."""
+    out: list[tuple[str, str, Source]] = []
+    for recipe in recipes:
+        inputs = tuple(stored[name] for name in recipe.sources)
+        if recipe.make is None:
+            out.append((recipe.target, recipe.sources[0], inputs[0]))
+            continue
+        outlines = [_outline(*files.outline(source)) for source in inputs]
+        try:
+            nodes = traced(recipe.make, outlines)
+        except Exception as error:
+            raise ValueError(
+                f"load_pretrained: {recipe.target} cannot be made of {_listed('', recipe.sources).strip()}, of shapes "
+                f"{_listed('', [str(list(x.shape)) for x in outlines]).strip()}, by {recipe.words}: {error}; is one "
+                "missing, or is this another type of model?"
+            ) from error
+        out += [(name, recipe.sources[0], Computed(inputs, node, recipe.words)) for name, node in nodes.items()]
+    return out
+
+
+def _outline(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+def _renamed(
+    made: Sequence[tuple[str, str, Source]], stored: Iterable[str], known: Sequence[str], prefix: str
+) -> tuple[dict[str, Source], list[str]]:
+    """Sources under the model's names, and names that the model lacks."""
+    names, dot = set(known), f"{prefix}."
+    base_model = prefix and not any(n.startswith(dot) for n in names)  # the model is the base model itself
+    base_file = prefix and not any(n.startswith(dot) for n in stored)  # the files are of the base model alone
+    out: dict[str, Source] = {}
+    unknown = []
+    for name, original, source in made:
+        target = name
+        if base_model and not base_file and name.startswith(dot):
+            target = name.removeprefix(dot)
+        elif base_file and not base_model and dot + name in names:
+            target = dot + name
+        if target in out:
+            raise ValueError(
+                f"load_pretrained: {target} lies in the files twice, under its own name and an older one, such as "
+                f"{original}; remove one of them"
+            )
+        if target in names:
+            out[target] = source
+        elif not (base_model and not base_file and not original.startswith(dot)):  # a head the base model does not have
+            unknown.append(name)
+    return out, unknown
+
+
+def _empty(spec: ParameterSpec, groups: Groups) -> Tensor:
+    return torch.empty(spec.local_shape(groups.mesh), dtype=spec.dtype, device=groups.device)
+
+
+def _read_piece(files: Files, source: Source, spec: ParameterSpec, groups: Groups, local: Tensor) -> None:
+    """The boxes that this rank holds, read one by one into its local tensor."""
+    cuts = cuts_of(spec.placements, groups.mesh.sizes)
+    for box in boxes(spec.shape, cuts, groups.mesh.sizes, groups.coordinate):
+        window = tuple(slice(start, start + size) for start, size in zip(box.start, box.size))
+        box.of_local(local).copy_(files.read(source, window, spec.dtype))
+
+
+# --- saving -------------------------------------------------------------------------------------------
+
+
+def save_pretrained(
+    folder: str | Path,
+    parameters: Mapping[str, Tensor],
+    specs: Iterable[ParameterSpec],
+    groups: Groups,
+    buffers: Mapping[str, Tensor] | None = None,
+    configs: Iterable[Any] = (),
+    max_shard_size: int | str = "5GB",
+    steps: int = 0,
+    recipes: Recipes | None = None,
+) -> None:
+    """Write a checkpoint that from_pretrained loads. Collective: every rank calls it; rank 0 alone writes.
+
+    The folder holds the old checkpoint until the new one is complete, and either of them if any rank dies meanwhile
+    (`autopar.runtime.checkpoint.hf_atomic_write`).
+
+    ``buffers``: the persistent ones. ``configs``: objects with ``save_pretrained(folder)``, such as model.config and
+    model.generation_config. Tied parameters are written once, under their first name. ``steps``: training
+    steps run so far; they stand in the files' headers. ``recipes``: names of the model -> what the files hold instead;
+    without it, they hold these. What is made of one tensor lies in one file.
+    """
+    folder, specs, buffers = Path(folder), list(specs), dict(buffers or {})
+    by_name = {s.name: s for s in specs}
+    outlines = {s.name: _outline(s.shape, s.dtype) for s in specs}
+    outlines |= {name: buffer.to("meta") for name, buffer in buffers.items()}
+    made = _written((recipes or as_they_are)(list(outlines)), outlines)
+    parts = _split([sum(x.nbytes for x in written.values()) for _, written in made], _parse_size(max_shard_size))
+    files: dict[str, str] = {}  # tensor -> file
+    with _in_words(folder), Draft(folder, len(parts)) if groups.rank == 0 else nullcontext() as draft:
+        for part in parts:
+            content: dict[str, Tensor] = {}
+            for recipe, _ in made[part]:
+                whole = [_whole(name, parameters, by_name, buffers, groups) for name in recipe.sources]
+                if draft is not None:
+                    content |= {name: x.contiguous() for name, x in _make(recipe, [w.cpu() for w in whole]).items()}
+            if draft is not None:
+                files |= dict.fromkeys(content, draft.add(content, {"format": "pt", STEPS: str(steps)}))
+        if draft is not None:
+            draft.publish(_index(files, [x for _, written in made for x in written.values()]), configs)
+    agree(groups, "written", f"the checkpoint in {folder}")  # nobody reads before it is complete
+
+
+def _written(recipes: Sequence[Recipe], outlines: Mapping[str, Tensor]) -> list[tuple[Recipe, Mapping[str, Tensor]]]:
+    """Each recipe with what it makes, on the meta device, in the order of the model."""
+    place = {name: number for number, name in enumerate(outlines)}
+    ordered = sorted(recipes, key=lambda recipe: min(place[name] for name in recipe.sources))
+    return [(recipe, _make(recipe, [outlines[name] for name in recipe.sources])) for recipe in ordered]
+
+
+def _make(recipe: Recipe, tensors: list[Tensor]) -> dict[str, Tensor]:
+    return {recipe.target: tensors[0]} if recipe.make is None else recipe.make(tensors)
+
+
+@contextmanager
+def _in_words(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"save_pretrained: needs a folder that can be written, found {folder}: {error.strerror or error}; an older "
+            "checkpoint there is as it was, name another folder or make room"
+        ) from error
+
+
+def _whole(
+    name: str,
+    parameters: Mapping[str, Tensor],
+    specs: Mapping[str, ParameterSpec],
+    buffers: Mapping[str, Tensor],
+    groups: Groups,
+) -> Tensor:
+    if name in buffers:
+        return buffers[name].detach()
+    return fetch_whole(specs[name], parameters.get(name))
+
+
+def _parse_size(size: int | str) -> int:
+    """'5GB' -> 5 * 10**9"""
+    if not isinstance(size, str):
+        return whole_number("max_shard_size", size, 1)
+    match = re.fullmatch(r"([0-9]{1,12})\s*([KMGT]?)(i?)B", size.strip(), re.IGNORECASE)
+    if not match or not int(match[1]):
+        raise refuse("max_shard_size", "bytes, or a size such as '5GB' or '500MB'", size)
+    return int(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
+
+
+def _split(sizes: Sequence[int], limit: int) -> list[slice]:
+    """Which go into each file, in order; no file is above the limit unless one of them alone is."""
+    starts, filled = [0], 0
+    for number, size in enumerate(sizes):
+        if number > starts[-1] and filled + size > limit:
+            starts.append(number)
+            filled = 0
+        filled += size
+    return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], len(sizes)])]
+
+
+def _index(files: Mapping[str, str], written: Sequence[Tensor]) -> dict[str, Any]:
+    """What the index of several files says. ``written``: all tensors, on the meta device."""
+    totals = {"total_parameters": sum(x.numel() for x in written), "total_size": sum(x.nbytes for x in written)}
+    return {"metadata": totals, "weight_map": dict(files)}

@@ -1,0 +1,187 @@
+"""Writing a file of tensors while training goes on: copies in waves, within a limit of host memory.
+
+    file = StagedFile(path, head, pieces, slots)
+    file.run()                       on a thread: all is on the disk when it returns
+    file.staged.wait()               before a piece changes: the rest is written from copies
+
+    pieces   | a  a  a | a  b  b | b  b  c | ...
+    copies   [slot 1   ][slot 2  ][slot 1 ...       a slot is filled as soon as one has been written
+    file               |a a a    |a b b   |...
+
+With as much memory as the pieces take, nothing waits for the disk before all is copied; with less, whoever wants to
+change a piece waits until what does not fit has been written.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.runtime.checkpoint.checksums import BlockSums
+from autopar.runtime.checkpoint.tensor_storage import Piece
+
+WAVE = 32 * 2**20  # bytes of a slot
+
+
+class Slots:
+    """Host memory for copies: buffers of `WAVE` bytes, ``limit`` bytes at most (but two of them), kept for the next
+    save: a fresh page costs more than a copy. ``pinned``: for copies from a GPU."""
+
+    def __init__(self, limit: int, pinned: bool) -> None:
+        self._left, self._pinned = max(2, limit // WAVE), pinned
+        self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+
+    def take(self) -> Tensor:
+        """A buffer; waits for one where the limit is reached."""
+        try:
+            return self._free.get_nowait()
+        except queue.Empty:
+            if self._left == 0:
+                return self._free.get()
+            self._left -= 1
+            return torch.empty(WAVE, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def give(self, slot: Tensor) -> None:
+        """It has been written."""
+        self._free.put(slot)
+
+
+@functools.lru_cache(maxsize=1)
+def slots_of(limit: int | None, pinned: bool) -> Slots:
+    """Those of this process; of another limit than before: new ones. None: a half of what is free now, shared by the
+    processes of this machine."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return Slots(_free_memory() // 2 // local if limit is None else limit, pinned)
+
+
+def _free_memory() -> int:
+    """Bytes of host memory that nobody uses, as the system says."""
+    file = Path("/proc/meminfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 8 * 2**30)
+
+
+class StagedFile:
+    """A file that is being written: ``head``, then the pieces. The file is made here, so that what stands in the way of
+    that is known at once (OSError). ``slots``: for copies; None: pieces do not change meanwhile, and are written as
+    they are. sums: of what has been written."""
+
+    def __init__(self, path: Path, head: bytes, pieces: Sequence[Piece], slots: Slots | None) -> None:
+        self._file = path.open("xb", buffering=0)
+        self._head, self._pieces, self._slots = head, pieces, slots
+        self.sums = BlockSums()
+        self._filled: queue.SimpleQueue[tuple[Tensor, int, torch.Event | None] | None] = queue.SimpleQueue()
+        self.staged = threading.Event()
+        self._error: BaseException | None = None
+        self._broken = False
+        on_gpu = next((p.values.device for p in pieces if p.values.is_cuda), None)
+        self._stream = torch.cuda.Stream(on_gpu) if on_gpu is not None else None
+        if self._stream is not None:  # behind what has been computed so far
+            self._stream.wait_stream(torch.cuda.current_stream(on_gpu))
+
+    def run(self) -> None:
+        """Write all of it, and wait until the disk has it. Raises OSError, and RuntimeError for a piece that somebody
+        has written to before it was copied."""
+        try:
+            self._write(memoryview(self._head))
+            if self._slots is None:
+                for flat in self._bytes():
+                    for part in flat.split(WAVE):
+                        self._write(_bytes_of(part))
+            else:
+                self._write_copies(self._slots)
+            os.fsync(self._file.fileno())
+        finally:
+            self.staged.set()
+            self._file.close()
+            self._pieces = ()
+
+    def close(self) -> None:
+        """It will not be written."""
+        self.staged.set()
+        self._file.close()
+
+    def _bytes(self) -> Iterator[Tensor]:
+        for piece in self._pieces:
+            if piece.values.numel():
+                yield piece.values.detach().contiguous().reshape(-1).view(torch.uint8)
+
+    def _write_copies(self, slots: Slots) -> None:
+        copies = threading.Thread(target=self._copy_all, args=(slots,), name="autopar-stage")
+        copies.start()
+        try:
+            while (found := self._filled.get()) is not None:
+                slot, count, there = found
+                try:
+                    if not self._broken:
+                        if there is not None:
+                            there.synchronize()
+                        self._write(_bytes_of(slot[:count]))
+                except BaseException:
+                    self._broken = True  # the copies end without waiting for the disk
+                    raise
+                finally:
+                    slots.give(slot)
+        finally:
+            self._drain(slots)
+            copies.join()
+        if self._error is not None:
+            raise self._error
+
+    def _drain(self, slots: Slots) -> None:
+        while self._broken and (found := self._filled.get()) is not None:
+            slots.give(found[0])
+
+    def _copy_all(self, slots: Slots) -> None:
+        """On a thread of its own: pieces into slots, slots to the writer; None at the end."""
+        try:
+            if self._stream is None:
+                self._copy(slots)
+            else:
+                with torch.cuda.stream(self._stream):
+                    self._copy(slots)
+                self._stream.synchronize()
+            changed = next((p.key for p in self._pieces if p.changed()), None)
+            if changed is not None:
+                raise RuntimeError(f"{changed} was written to while it was being saved; call wait() before that")
+        except BaseException as error:  # the writer raises it
+            self._error = error
+        finally:
+            self._filled.put(None)
+            self.staged.set()
+
+    def _copy(self, slots: Slots) -> None:
+        slot, used = slots.take(), 0
+        for flat in self._bytes():
+            at = 0
+            while at < flat.numel() and not self._broken:
+                count = min(WAVE - used, flat.numel() - at)
+                slot[used : used + count].copy_(flat[at : at + count], non_blocking=self._stream is not None)
+                at, used = at + count, used + count
+                if used == WAVE:
+                    self._hand_over(slot, used)
+                    slot, used = slots.take(), 0
+        self._hand_over(slot, used)
+
+    def _hand_over(self, slot: Tensor, used: int) -> None:
+        there = self._stream.record_event() if self._stream is not None else None
+        self._filled.put((slot, used, there))
+
+    def _write(self, data: memoryview) -> None:
+        self.sums.add(data)
+        while data:
+            data = data[self._file.write(data) :]
+
+
+def _bytes_of(x: Tensor) -> memoryview:
+    """uint8 [n] of the host, without a copy."""
+    data: Any = x.numpy()
+    return memoryview(data)

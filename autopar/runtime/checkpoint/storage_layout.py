@@ -1,0 +1,146 @@
+"""Where a checkpoint's tensors lie, checked before anything is read: what the mark says, and what the files' heads say.
+
+    told = SavedTensor.of("model.w", mark["tensors"]["model.w"])         dtype and shape
+    told.pieces()                                                        they make up the tensor, each entry once
+    with opened_inside(folder, "rank-00000.safetensors") as file: check_head(file, size, pieces)
+
+Whoever writes a mark says what is read. All of this raises ValueError, in the words of `load`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from autopar.runtime.checkpoint.json_tree import dtype_called
+from autopar.values import parse
+
+SAFETENSORS = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+_MOST = 2**62  # of a size, or a place in a file
+
+
+@dataclass(frozen=True)
+class SavedPiece:
+    """Consecutive positions of a tensor, from ``start`` on, that lie in a file from byte ``at`` on."""
+
+    file: str
+    at: int
+    start: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """What a mark says of a tensor."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    told: Any  # of its pieces, not looked at yet
+
+    @staticmethod
+    def of(key: str, told: Any) -> SavedTensor:
+        """Raises ValueError."""
+        if not isinstance(told, dict):
+            raise ValueError(f"{key} is {told!r:.40}, needs a dtype, a shape and pieces")
+        return SavedTensor(key, dtype_called(told.get("dtype", "")), _sizes(key, told.get("shape")), told.get("pieces"))
+
+    def pieces(self) -> list[SavedPiece]:
+        """Raises ValueError unless they make up the tensor, each entry once."""
+        if not isinstance(self.told, list):
+            raise ValueError(f"{self.key} has no pieces")
+        found = [self._piece(told) for told in self.told]
+        if sum(math.prod(piece.sizes) for piece in found) != math.prod(self.shape) or _overlap(found):
+            raise ValueError(f"the pieces of {self.key} do not make up a tensor of shape {self.shape}, each entry once")
+        return found
+
+    def _piece(self, told: Any) -> SavedPiece:
+        if not isinstance(told, list) or len(told) != 4 or not isinstance(told[0], str):
+            raise ValueError(f"a piece of {self.key} is {told!r:.60}, needs a file, a place, a start and sizes")
+        (at,), start, sizes = (_sizes(self.key, x) for x in ([told[1]], *told[2:]))
+        if len(start) != len(self.shape) or len(sizes) != len(self.shape):
+            raise ValueError(f"a piece of {self.key} has other dims than {self.shape}")
+        if any(first + size > whole for first, size, whole in zip(start, sizes, self.shape, strict=True)):
+            raise ValueError(f"a piece of {self.key} reaches beyond its shape {self.shape}")
+        return SavedPiece(told[0], at, start, sizes)
+
+
+def _sizes(key: str, found: Any) -> tuple[int, ...]:
+    if not isinstance(found, list) or not all(type(n) is int and 0 <= n <= _MOST for n in found):
+        raise ValueError(f"{key} has {found!r:.60}, needs whole numbers of at least 0")
+    return tuple(found)
+
+
+def _overlap(pieces: Sequence[SavedPiece]) -> bool:
+    """Whether two have an entry in common: of those whose rows in the dim with most starts meet, each two are
+    compared."""
+    filled = [piece for piece in pieces if 0 not in piece.sizes]
+    dims = range(len(filled[0].start)) if len(filled) > 1 else ()
+    if not dims:
+        return len(filled) > 1
+    dim = max(dims, key=lambda d: len({piece.start[d] for piece in filled}))
+    going: list[SavedPiece] = []
+    for piece in sorted(filled, key=lambda piece: piece.start[dim]):
+        going = [other for other in going if other.start[dim] + other.sizes[dim] > piece.start[dim]]
+        if any(all(_meet(piece, other, d) for d in dims) for other in going):
+            return True
+        going.append(piece)
+    return False
+
+
+def _meet(a: SavedPiece, b: SavedPiece, d: int) -> bool:
+    return a.start[d] < b.start[d] + b.sizes[d] and b.start[d] < a.start[d] + a.sizes[d]
+
+
+# --- files ----------------------------------------------------------------------------------------------------
+
+
+def opened_inside(folder: Path, name: str) -> IO[bytes]:
+    """A plain file that lies in a folder itself, to be read; no link is followed. Raises ValueError for a name that
+    leads elsewhere, OSError for what is no plain file."""
+    if not name or "\0" in name or Path(name).name != name:
+        raise ValueError(f"load: {folder} names {name!r}, which is none of its files")
+    handle = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(f"{folder / name} is no plain file")
+    return os.fdopen(handle, "rb")
+
+
+def piece_name(key: str, is_whole: bool, start: Iterable[int]) -> str:
+    """Of a piece in the head of its file."""
+    return key if is_whole else f"{key}@{','.join(map(str, start))}"
+
+
+def check_head(file: IO[bytes], size: int, pieces: Iterable[tuple[SavedTensor, SavedPiece]]) -> str:
+    """What the head of a file says of other pieces than these, in words; "" where it says the same. ``size``: of the
+    file, in bytes."""
+    (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
+    if length > size - 8:
+        return "its head is longer than the file"
+    try:
+        head = parse(file.read(length).decode())
+    except ValueError as error:
+        return f"its head cannot be read: {error}"
+    for tensor, piece in pieces:
+        name = piece_name(tensor.key, piece.sizes == tensor.shape, piece.start)
+        nbytes = math.prod(piece.sizes) * tensor.dtype.itemsize
+        shape = list(piece.sizes) if tensor.dtype in SAFETENSORS else [nbytes]
+        begin = piece.at - 8 - length
+        needed = {"dtype": SAFETENSORS.get(tensor.dtype, "U8"), "shape": shape, "data_offsets": [begin, begin + nbytes]}
+        found = head.get(name) if isinstance(head, dict) else None
+        if found != needed or begin < 0 or piece.at + nbytes > size:
+            return f"its head has another {name} than the mark"
+    return ""

@@ -1,0 +1,367 @@
+"""The tensors of a checkpoint: which rank writes which pieces, how they lie in its file, how pieces are read back.
+
+    mine = written_here(entries, groups)         replicas of a piece share the writing, by bytes
+    pieces = pieces_of(mine)                     runs of consecutive positions, as distributed checkpoint plans them
+    head, index = file_layout(pieces, "rank-00003.tensors")
+    SavedTensors(checkpoint, mark).read([(key, tensor), ...])
+
+A file is a safetensors file: a head in JSON, then plain bytes. The mark of the checkpoint says of each tensor where its
+pieces are, so that a rank of any mesh reads the parts of those that it needs, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import mmap
+import os
+import struct
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, StorageReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from autopar.adapters.autograd import version_of
+from autopar.adapters.dtensor import local_of
+from autopar.runtime.checkpoint.checkpoint_dir import SavedStateError
+from autopar.runtime.checkpoint.checksums import check_blocks
+from autopar.runtime.checkpoint.storage_layout import (
+    SAFETENSORS,
+    SavedPiece,
+    SavedTensor,
+    check_head,
+    opened_inside,
+    piece_name,
+)
+from autopar.runtime.mesh.process_groups import Groups
+
+
+@dataclass(frozen=True)
+class ToSave:
+    """A tensor to save. ``cut``: the axes on which ranks hold different pieces. ``stage``: the coordinate on pp of the
+    ranks that write it; None: this rank does, alone."""
+
+    key: str
+    tensor: Tensor
+    cut: frozenset[str] = frozenset()
+    stage: int | None = 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive positions of a tensor of the whole shape ``shape``, from ``start`` on; ``values`` is a view of what
+    this rank holds, ``source``, which had this version when the save began."""
+
+    key: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    values: Tensor
+    source: Tensor
+    version: int
+
+    def changed(self) -> bool:
+        """Whether somebody has written to it since."""
+        return version_of(self.source) != self.version
+
+
+def held_bytes(x: Tensor) -> int:
+    """Of what this rank holds of it."""
+    return (local_of(x) if isinstance(x, DTensor) else x).nbytes
+
+
+def written_here(entries: Iterable[ToSave], groups: Groups) -> list[ToSave]:
+    """Those that this rank writes. Ranks that hold the same pieces come to the same division without asking: from the
+    largest to the smallest, each goes to the replica that has least so far."""
+    stage = groups.coordinate.get("pp", 0)
+    shared = [e for e in entries if e.stage == stage]
+    axes = [axis for axis in groups.mesh.sizes if axis != "pp"]
+    load = torch.zeros([groups.mesh.size(axis) for axis in axes], dtype=torch.int64)
+    here = [groups.coordinate[axis] for axis in axes]
+    mine = [e for e in entries if e.stage is None]
+    for entry in sorted(shared, key=lambda e: (-held_bytes(e.tensor), e.key)):
+        cut = [i for i, axis in enumerate(axes) if axis in entry.cut]
+        per_replica = load.sum(cut) if cut else load
+        chosen = iter(torch.unravel_index(per_replica.argmin(), per_replica.shape))
+        place = [slice(None) if i in cut else int(next(chosen)) for i in range(len(axes))]
+        load[tuple(place)] += held_bytes(entry.tensor)
+        if all(at == slice(None) or at == mine_at for at, mine_at in zip(place, here, strict=True)):
+            mine.append(entry)
+    return mine
+
+
+def pieces_of(entries: Sequence[ToSave]) -> list[Piece]:
+    """In the order of the file: wide dtypes first, so that each lies where its width asks."""
+    tensors = {e.key: e.tensor.detach() for e in entries}
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(tensors, is_coordinator=True)
+    found = []
+    for item in planner.create_local_plan().items:
+        assert item.tensor_data is not None, f"{item.index.fqn} is no tensor"
+        whole = tensors[item.index.fqn]
+        source = local_of(whole) if isinstance(whole, DTensor) else whole
+        values = planner.resolve_data(item)
+        assert isinstance(values, Tensor)
+        start = tuple(item.tensor_data.chunk.offsets)
+        found.append(Piece(item.index.fqn, tuple(whole.shape), start, values, source, version_of(source)))
+    return sorted(found, key=lambda p: (-p.values.itemsize, p.key, p.start))
+
+
+def file_layout(pieces: Sequence[Piece], file: str) -> tuple[bytes, dict[str, Any]]:
+    """(the head of a file that holds the pieces, what the mark says of it)."""
+    entries: dict[str, Any] = {}
+    ends, at = [], 0
+    for piece in pieces:
+        dtype, shape = SAFETENSORS.get(piece.values.dtype, "U8"), list(piece.values.shape)
+        if piece.values.dtype not in SAFETENSORS:  # it has no name for complex numbers
+            shape = [piece.values.nbytes]
+        name = piece_name(piece.key, piece.values.shape == piece.shape, piece.start)
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at := at + piece.values.nbytes]}
+        ends.append(at)
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    head = struct.pack("<Q", len(text)) + text
+    tensors: dict[str, Any] = {}
+    for piece, end in zip(pieces, ends, strict=True):
+        dtype = str(piece.values.dtype).removeprefix("torch.")
+        told = tensors.setdefault(piece.key, {"dtype": dtype, "shape": list(piece.shape), "pieces": []})
+        start = len(head) + end - piece.values.nbytes
+        told["pieces"].append([file, start, list(piece.start), list(piece.values.shape)])
+    return head, {"files": {file: len(head) + at}, "tensors": tensors}
+
+
+def whole_index(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the mark says of all files. Raises SavedStateError where pieces do not make up a tensor."""
+    files: dict[str, int] = {}
+    tensors: dict[str, Any] = {}
+    for part in parts:
+        files |= part["files"]
+        for key, told in part["tensors"].items():
+            known = tensors.setdefault(key, {**told, "pieces": []})
+            known["pieces"] += told["pieces"]
+            if (known["dtype"], known["shape"]) != (told["dtype"], told["shape"]):
+                raise SavedStateError(f"save: ranks hold {key} in other dtypes or shapes: {known}, {told}"[:500])
+    for key, told in tensors.items():
+        held = sum(math.prod(sizes) for _, _, _, sizes in told["pieces"])
+        if held != math.prod(told["shape"]):
+            raise SavedStateError(f"save: {key} has {math.prod(told['shape'])} entries, {held} of them were written")
+    return {"files": files, "tensors": tensors}
+
+
+# --- reading ------------------------------------------------------------------------------------------------
+
+
+class SavedTensors(StorageReader):
+    """The tensors of a checkpoint by key, for the planners of distributed checkpoint too. Raises ValueError for a mark
+    that does not say what it should; nothing is read of a tensor before all that is said of it is checked."""
+
+    def __init__(self, checkpoint: Path, mark: Mapping[str, Any]) -> None:
+        self.folder, self._right = checkpoint, dict[str, set[int]]()
+        self._pieces: dict[str, list[SavedPiece]] = {}  # of what is checked
+        self._places: dict[MetadataIndex, SavedPiece] = {}
+        self._files: dict[str, tuple[int, ...]] = {}  # which ones were checked
+        try:
+            self.files = {name: _number(size) for name, size in mark["files"].items()}
+            self._told = {key: SavedTensor.of(key, told) for key, told in mark["tensors"].items()}
+            sums: Mapping[str, Sequence[int]] = mark.get("sums", {})  # older checkpoints have none
+            self._sums = {str(name): list(map(_number, found)) for name, found in sums.items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"load: the mark of {checkpoint} says nothing of its tensors: {error!r}") from error
+        self.dtypes = {key: told.dtype for key, told in self._told.items()}
+        self.shapes = {key: told.shape for key, told in self._told.items()}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._told
+
+    def under(self, *prefixes: str) -> list[str]:
+        """The keys that begin with one of these."""
+        return [key for key in self._told if key.startswith(prefixes)]
+
+    def check(self, keys: Iterable[str]) -> None:
+        """Raises ValueError for pieces of these tensors that do not make them up, for files that are missing or of
+        another length than they had, and SavedStateError for one whose head says something else."""
+        by_file: dict[str, list[tuple[SavedTensor, SavedPiece]]] = {}
+        for key in dict.fromkeys(keys):
+            if key not in self._pieces:
+                told = self._told[key]
+                try:
+                    self._pieces[key] = told.pieces()
+                except ValueError as error:
+                    raise ValueError(
+                        f"load: the mark of {self.folder} is damaged: {error}; load an older one"
+                    ) from error
+                for piece in self._pieces[key]:
+                    by_file.setdefault(piece.file, []).append((told, piece))
+        for name, pieces in sorted(by_file.items()):
+            self._check_file(name, pieces)
+
+    def _check_file(self, name: str, pieces: list[tuple[SavedTensor, SavedPiece]]) -> None:
+        if Path(name).name != name or name not in self.files:
+            raise ValueError(f"load: the mark of {self.folder} names {name!r}, which is none of its files")
+        path, needed = self.folder / name, self.files[name]
+        try:
+            with opened_inside(self.folder, name) as file:
+                facts = os.fstat(file.fileno())
+                self._files.setdefault(name, _identity(facts))
+                what = f"has {facts.st_size} bytes, needs {needed}" if facts.st_size != needed else ""
+                wrong = "" if what else check_head(file, needed, pieces)
+        except OSError as error:
+            what = "is missing" if isinstance(error, FileNotFoundError) else "is no plain file, or cannot be read"
+        if what:
+            raise ValueError(f"load: {path} {what}: the checkpoint is damaged; load an older one")
+        if wrong:
+            raise SavedStateError(f"load: {path} has other bytes than were saved: {wrong}; load an older one")
+
+    def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
+        """Fill tensors, DTensors among them, each with what this rank holds of it; floats are cast. Not collective."""
+        for plan, planner in self.plans(targets):
+            self.read_data(plan, planner)
+
+    def plans(self, targets: Iterable[tuple[str, Tensor]]) -> list[tuple[LoadPlan, LoadPlanner]]:
+        """What `read_data` and `check_data` take, for all of these."""
+        left, found = list(targets), list[tuple[LoadPlan, LoadPlanner]]()
+        while left:
+            now: dict[str, Tensor] = {}
+            again = []
+            for key, tensor in left:  # two tensors may take the values of one, that was tied
+                (again.append((key, tensor)) if key in now else now.update({key: tensor.detach()}))
+            left = again
+            planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            planner.set_up_planner(now, self._metadata_of(now), is_coordinator=True)
+            found.append((planner.finish_plan(planner.create_local_plan()), planner))
+        return found
+
+    def tensor(self, key: str, device: torch.device | str = "cpu") -> Tensor:
+        """A whole tensor."""
+        self.check([key])
+        found = torch.empty(self.shapes[key], dtype=self.dtypes[key], device=device)
+        self.read([(key, found)])
+        return found
+
+    def _metadata_of(self, keys: Collection[str]) -> Metadata:
+        self.check(keys)
+        known: dict[str, Any] = {}
+        for key in keys:
+            chunks = []
+            for piece in self._pieces[key]:
+                if 0 in piece.sizes and 0 not in self.shapes[key]:
+                    continue  # what a rank held nothing of
+                chunks.append(ChunkStorageMetadata(torch.Size(piece.start), torch.Size(piece.sizes)))
+                self._places[MetadataIndex(key, torch.Size(piece.start))] = piece
+            properties = TensorProperties(dtype=self.dtypes[key])
+            known[key] = TensorStorageMetadata(properties, torch.Size(self.shapes[key]), chunks)
+        return Metadata(known, storage_data=self._places)
+
+    def check_data(self, plan: LoadPlan) -> None:
+        """Raises SavedStateError where what a plan asks for is not what was written. Nothing is filled."""
+        for _, place, stored, data in self._stored(plan):
+            self._check(place, data, stored)
+            del stored
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """What a plan asks for, each file opened once."""
+        for item, place, stored, data in self._stored(plan):
+            self._check(place, data, stored)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(stored)
+            planner.commit_tensor(item, target)
+            del stored, target
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _stored(self, plan: LoadPlan) -> Iterator[tuple[Any, SavedPiece, Tensor, mmap.mmap]]:
+        """Each item of a plan, where it lies, and a view of its values in the file."""
+        by_file: dict[str, list[Any]] = {}
+        for item in plan.items:
+            by_file.setdefault(self._places[item.storage_index].file, []).append(item)
+        for name, items in by_file.items():
+            with self._mapped(name) as data:
+                for item in items:
+                    place = self._places[item.storage_index]
+                    stored = self._view(data, place, self.dtypes[item.storage_index.fqn])
+                    for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                        stored = stored.narrow(dim, start, size)
+                    yield item, place, stored, data
+                    del stored
+
+    def _view(self, data: mmap.mmap, place: SavedPiece, dtype: torch.dtype) -> Tensor:
+        count = math.prod(place.sizes) * dtype.itemsize
+        if count == 0:
+            return torch.empty(place.sizes, dtype=dtype)
+        return torch.frombuffer(data, dtype=torch.uint8, count=count, offset=place.at).view(dtype).view(place.sizes)
+
+    def _check(self, place: SavedPiece, data: mmap.mmap, part: Tensor) -> None:
+        """Raises SavedStateError where what is read of a file is not what was written."""
+        if place.file not in self._sums or part.numel() == 0:
+            return
+        start = place.at + int(part.storage_offset()) * part.itemsize
+        stop = start + int(1 + sum((n - 1) * stride for n, stride in zip(part.shape, part.stride()))) * part.itemsize
+        with memoryview(data) as whole:
+            known = self._right.setdefault(place.file, set())
+            wrong = check_blocks(whole, start, stop, self._sums[place.file], known)
+        if wrong is not None:
+            raise SavedStateError(
+                f"load: {self.folder / place.file} has other bytes than were saved, behind byte {wrong}: a disk or a "
+                "copy of it has changed them; load an older one"
+            )
+
+    @contextlib.contextmanager
+    def _mapped(self, name: str) -> Iterator[mmap.mmap]:
+        """The bytes of a file in memory as they are asked for. Views of them must be gone at the end."""
+        with opened_inside(self.folder, name) as file:
+            if self._files[name] != _identity(os.fstat(file.fileno())):
+                raise SavedStateError(f"load: {self.folder / name} was changed while it was read; load it again")
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            try:
+                yield data
+            finally:
+                with contextlib.suppress(BufferError):  # an error holds a view: it goes with the error
+                    data.close()
+
+    # --- what a storage reader of torch has, beside -----------------------------------------------------------
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """It reads one checkpoint."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """All tensors, for `torch.distributed.checkpoint.load(state, storage_reader=...)`."""
+        return self._metadata_of(self._told.keys())
+
+    def set_up_storage_reader(self, *_: Any, **__: Any) -> None:
+        """Nothing is kept open."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Whether it may be a folder."""
+        return isinstance(checkpoint_id, (str, Path))
+
+
+def _identity(facts: os.stat_result) -> tuple[int, ...]:
+    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
+
+
+def _number(found: Any) -> int:
+    if type(found) is not int or found < 0:
+        raise ValueError(f"needs a whole number of at least 0, found {found!r:.40}")
+    return found

@@ -1,0 +1,276 @@
+"""Collectives over an axis of the mesh: started asynchronously, waited for later, failures explained, bytes counted.
+
+pending = start(x)      # a `Collective` made for one node of a graph
+y = finish(pending)     # right before the first use
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.adapters.distributed import all_gather_single, reduce_scatter_single
+from autopar.ir.placement import Shard, piece, place_in_block, scaled_blocks
+from autopar.runtime.comm.shard_layout import from_rows, rows_of, to_rows
+from autopar.runtime.fault.errors import CollectiveError, board
+from autopar.runtime.fault.nccl_errors import started
+from autopar.runtime.mesh.process_groups import Groups
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Calls, and bytes that one rank sends in them: all_reduce 2(n-1)/n of the tensor, all_gather and reduce_scatter
+    (n-1)/n of the whole tensor, all_to_all what leaves the rank: (n-1)/n of its own piece (ring algorithms). broadcast:
+    the tensor, on its source. send: the tensor."""
+
+    calls: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.calls + other.calls, self.bytes + other.bytes)
+
+
+Ledger = Mapping[tuple[str, str], Traffic]  # (axis, kind) -> traffic
+
+
+def add_ledgers(*ledgers: Ledger) -> dict[tuple[str, str], Traffic]:
+    """Sum of several ledgers."""
+    total: dict[tuple[str, str], Traffic] = {}
+    for ledger in ledgers:
+        for key, traffic in ledger.items():
+            total[key] = total.get(key, Traffic()) + traffic
+    return total
+
+
+def ledger_between(before: Ledger, after: Ledger) -> dict[tuple[str, str], Traffic]:
+    """What was sent in between."""
+    pairs = {key: (before.get(key, Traffic()), after.get(key, Traffic())) for key in {**before, **after}}
+    return {key: Traffic(b.calls - a.calls, b.bytes - a.bytes) for key, (a, b) in pairs.items() if a != b}
+
+
+def rows_sent(ledger: Ledger) -> dict[str, int]:
+    """Axis, or level of it -> bytes of rows for experts."""
+    return {axis: traffic.bytes for (axis, kind), traffic in ledger.items() if kind == "all_to_all_rows"}
+
+
+def traffic_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> int:
+    """Bytes that one rank sends in a collective whose input on this rank has this shape."""
+    local = torch.Size(shape).numel() * dtype.itemsize
+    factor = {"all_reduce": 2, "all_gather": ranks, "reduce_scatter": 1, "all_to_all": 1, "all_to_all_rows": 1}[kind]
+    return factor * local * (ranks - 1) // ranks
+
+
+class Work(Protocol):
+    """What torch.distributed returns for an asynchronous collective."""
+
+    def wait(self) -> Any: ...
+
+
+@dataclass
+class PendingCollective:
+    """A collective on its way: ``done(buffer)`` is the result once ``work`` has finished."""
+
+    work: Work
+    buffer: Tensor
+    done: Callable[[Tensor], Tensor] | None
+    collective: Collective
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a graph: which axis, which node, for messages."""
+
+    groups: Groups
+    kind: str
+    axis: str
+    node: str
+
+    def __str__(self) -> str:
+        return f'{self.kind} over axis "{self.axis}" (node {self.node})'
+
+    def failed(self, error: Exception) -> CollectiveError:
+        return board().failed(str(self), self.groups.ranks(self.axis), error)
+
+    def launch(
+        self,
+        call: Callable[..., Any],
+        *args: Any,
+        buffer: Tensor,
+        done: Callable[[Tensor], Tensor] | None = None,
+        **kwargs: Any,
+    ) -> PendingCollective:
+        started(str, self)
+        try:
+            work = call(*args, **kwargs, group=self.groups.group(self.axis), async_op=True)
+        except CollectiveError:  # raised by `quiet_groups.end_waits`
+            raise
+        except RuntimeError as error:
+            raise self.failed(error) from error
+        return PendingCollective(work, buffer, done, self)
+
+
+def finish(pending: PendingCollective) -> Tensor:
+    """Wait for a collective. Raises CollectiveError (a RuntimeError) that names the ranks which failed."""
+    try:
+        pending.work.wait()
+    except CollectiveError:  # raised by `quiet_groups.end_waits`
+        raise
+    except RuntimeError as error:
+        raise pending.collective.failed(error) from error
+    return pending.buffer if pending.done is None else pending.done(pending.buffer)
+
+
+Start = Callable[..., PendingCollective]
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+def all_reduce(groups: Groups, node: str, axis: str, op: str, in_place: bool = False) -> Start:
+    """``in_place``: the tensor given is a temporary that may be overwritten."""
+    collective, reduction = Collective(groups, "all_reduce", axis, node), _OPS[op]
+
+    def start_all_reduce(x: Tensor) -> PendingCollective:
+        keep = in_place and x.is_contiguous()
+        out = x if keep else x.clone(memory_format=torch.contiguous_format)
+        return collective.launch(dist.all_reduce, out, op=reduction, buffer=out)
+
+    return start_all_reduce
+
+
+def broadcast(groups: Groups, node: str, axis: str, source: int) -> Start:
+    """The tensor of the rank at coordinate ``source``, written into that of the others."""
+    collective, rank = Collective(groups, "broadcast", axis, node), groups.ranks(axis)[source]
+
+    def start_broadcast(x: Tensor) -> PendingCollective:
+        out = x.contiguous()
+        return collective.launch(dist.broadcast, out, src=rank, buffer=out)
+
+    return start_broadcast
+
+
+def all_gather(groups: Groups, node: str, dim: int, blocks: list[int], axis: str) -> Start:
+    """Pieces along ``dim`` -> the whole."""
+    collective, ranks = Collective(groups, "all_gather", axis, node), groups.size(axis)
+
+    def start_all_gather(x: Tensor) -> PendingCollective:
+        rows = x.new_empty((ranks, *x.shape))
+        return collective.launch(
+            all_gather_single, _flat(rows), _flat(x), buffer=rows, done=lambda r: from_rows(r, dim, blocks)
+        )
+
+    return start_all_gather
+
+
+def reduce_scatter(groups: Groups, node: str, dim: int, blocks: list[int], axis: str) -> Start:
+    """Addends of the whole -> this rank's piece of the sum."""
+    collective, ranks = Collective(groups, "reduce_scatter", axis, node), groups.size(axis)
+
+    def start_reduce_scatter(x: Tensor) -> PendingCollective:
+        rows = to_rows(x, dim, blocks, ranks)
+        out = x.new_empty(rows.shape[1:])
+        return collective.launch(reduce_scatter_single, _flat(out), _flat(rows), buffer=out)
+
+    return start_reduce_scatter
+
+
+def all_to_all(
+    groups: Groups, node: str, src_dim: int, src_blocks: list[int], dst_dim: int, dst_blocks: list[int], axis: str
+) -> Start:
+    """Pieces along ``src_dim`` -> pieces along ``dst_dim``."""
+    if src_dim == dst_dim:
+        return _regroup(groups, node, src_dim, src_blocks, dst_blocks, axis)
+    collective, ranks = Collective(groups, "all_to_all", axis, node), groups.size(axis)
+
+    def start_all_to_all(x: Tensor) -> PendingCollective:
+        rows = to_rows(x, dst_dim, dst_blocks, ranks)
+        out = torch.empty_like(rows)
+        return collective.launch(
+            dist.all_to_all_single,
+            _flat(out),
+            _flat(rows),
+            buffer=out,
+            done=lambda r: from_rows(r, src_dim, src_blocks),
+        )
+
+    return start_all_to_all
+
+
+def all_to_all_rows(groups: Groups, node: str, back: bool, axis: str, count: Callable[[str, str, int], None]) -> Start:
+    """Rows for each rank -> rows from each; ``splits`` [2, ranks] on the host has their numbers, there and here.
+    ``count``: is told (axis, kind, bytes that left this rank)."""
+    collective, me = Collective(groups, "all_to_all_rows", axis, node), groups.index(axis)
+
+    def start_all_to_all_rows(x: Tensor, splits: Tensor) -> PendingCollective:
+        sent, received = reversed(splits.tolist()) if back else splits.tolist()
+        out = x.new_empty(sum(received), *x.shape[1:])
+        count(axis, "all_to_all_rows", (sum(sent) - sent[me]) * x.shape[1:].numel() * x.element_size())
+        return collective.launch(dist.all_to_all_single, out, x.contiguous(), received, sent, buffer=out)
+
+    return start_all_to_all_rows
+
+
+def _regroup(groups: Groups, node: str, dim: int, src: list[int], dst: list[int], axis: str) -> Start:
+    """Shard(d, src) -> Shard(d, dst): the same dim cut otherwise. Each position goes to its new rank."""
+    collective, ranks, me = Collective(groups, "all_to_all", axis, node), groups.size(axis), groups.index(axis)
+
+    @functools.cache  # a graph has one size; the positions are copied to a device once
+    def positions(size: int, device: torch.device) -> tuple[Tensor, list[int], Tensor, list[int]]:
+        before, after = (rows_of(size * ranks, blocks, ranks) for blocks in (src, dst))
+        sent = [torch.isin(before[me], after[r]).nonzero()[:, 0] for r in range(ranks)]
+        received = [torch.isin(after[me], before[r]).nonzero()[:, 0] for r in range(ranks)]
+        places, order = torch.cat(sent), torch.cat(received).argsort()
+        return places.to(device), [len(s) for s in sent], order.to(device), [len(r) for r in received]
+
+    def start_all_to_all(x: Tensor) -> PendingCollective:
+        places, sent, order, received = positions(x.shape[dim], x.device)
+        rows = x.movedim(dim, 0).index_select(0, places)
+        out = torch.empty_like(rows)
+        return collective.launch(
+            dist.all_to_all_single,
+            out,
+            rows,
+            received,
+            sent,
+            buffer=out,
+            done=lambda r: r.index_select(0, order).movedim(0, dim).contiguous(),
+        )
+
+    return start_all_to_all
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1)
+
+
+def shard_slice(groups: Groups, dim: int, blocks: list[int], axis: str) -> Callable[[Tensor], Tensor]:
+    """This rank's piece; a view where the piece is contiguous in the whole."""
+    ranks, me = groups.size(axis), groups.index(axis)
+
+    def slice_shard(x: Tensor) -> Tensor:
+        return piece(x, Shard(dim, scaled_blocks(blocks, x.shape[dim])), ranks, me).contiguous()
+
+    return slice_shard
+
+
+def shard_pad(groups: Groups, dim: int, blocks: list[int], axis: str) -> Callable[[Tensor], Tensor]:
+    """The whole, zero but for this rank's piece."""
+    ranks, me = groups.size(axis), groups.index(axis)
+
+    def pad_shard(x: Tensor) -> Tensor:
+        shape = list(x.shape)
+        shape[dim] *= ranks
+        whole = x.new_zeros(shape)
+        sizes = scaled_blocks(blocks, shape[dim]) or (shape[dim],)
+        parts = x.split([abs(b) // ranks for b in sizes], dim)
+        for block, target, part in zip(sizes, whole.split([abs(b) for b in sizes], dim), parts):
+            length = part.shape[dim]
+            target.narrow(dim, place_in_block(block, ranks, me) * length, length).copy_(part)
+        return whole
+
+    return pad_shard

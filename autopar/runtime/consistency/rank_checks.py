@@ -1,0 +1,368 @@
+"""What must be the same on several ranks, compared before it can do harm.
+
+    agree_on(groups, [Claim(("cp", "tp"), {"x": word, "mask": word}, need, way_out), ...], "the batch")
+
+Ranks vote on a digest of each claim at once, through the store, with as few questions whatever their number; only when
+digests differ do they exchange what they claim, to name it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from autopar.ir.mesh import Mesh
+from autopar.ir.parameter import ParameterSpec
+from autopar.ir.placement import Shard
+from autopar.plan import Plan
+from autopar.runtime.consistency.consensus import as_expected, can_vote, hold
+from autopar.runtime.consistency.tensor_hash import words_of
+from autopar.runtime.fault.errors import board
+from autopar.runtime.fault.store_barrier import GoneOn, Round, Rounds, differences, meet, show
+from autopar.runtime.fault.store_client import StoreError
+from autopar.runtime.mesh.process_groups import Groups
+
+MOST_SHOWN = 3
+WEIGHTS = "the weights"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """``facts`` by name, the same on the ranks that differ in their coordinates on ``axes`` only. The error reads
+    "``need``, found ...; ``way_out``"."""
+
+    axes: tuple[str, ...]
+    facts: Mapping[str, str]
+    need: str
+    way_out: str
+
+    @property
+    def digest(self) -> str:
+        return _digest(sorted(self.facts.items()))
+
+
+def _digest(x: Any) -> str:
+    return hashlib.sha256(repr(x).encode()).hexdigest()[:16]
+
+
+class OtherSteps(ValueError):
+    """Ranks have met that are in different calls."""
+
+
+class _Meeting:
+    """All ranks, or those of my group on ``axis``; they wait for each other for ``timeout`` seconds."""
+
+    def __init__(self, groups: Groups, axis: str | None = None, timeout: float | None = None) -> None:
+        self._groups = groups
+        self.ranks = groups.ranks(axis) if axis else range(groups.mesh.world_size)
+        self._scope = f"autopar/{groups.name}/agree/{axis or 'world'}/{self.ranks[0]}"
+        self._limit = groups.timeout.total_seconds() if timeout is None else timeout
+
+    def alike(self, what: str, digest: str = "", votes: Mapping[int, str] = MappingProxyType({})) -> bool:
+        """Whether all are here for ``what`` with the same digest, and those that vote under the same number with the
+        same text. Raises GoneOn where a rank makes another call meanwhile."""
+        number, name = self._groups.order.meets(), self._groups.name
+        rounds, held = self._groups.rounds.setdefault(self._scope, Rounds()), _digest((what, digest))
+        round_ = Round(self._scope, rounds, self._groups.rank, self.ranks, held, votes)
+        return meet(round_, self.ranks, what, self._limit, lambda: board().gone_on(name, number))
+
+    def texts(self, what: str, text: str, reply: Callable[[list[str]], str]) -> str:
+        """What the first rank replies to the texts of all, right after they met: ranks that came for something else
+        come here too, to say so."""
+        scope = f"{self._scope}/texts"
+
+        def answer(found: list[str]) -> str:
+            apart = differences(self.ranks, [f"\n{text.partition(chr(10))[0]}" for text in found])
+            return _OTHER_STEPS + apart if apart else reply([text.partition("\n")[2] for text in found])
+
+        rounds = self._groups.rounds.setdefault(scope, Rounds())
+        found = show(scope, rounds, self._groups.rank, self.ranks, f"{what}\n{text}", self._limit, answer)
+        if found.startswith(_OTHER_STEPS):
+            raise OtherSteps(
+                f"agree: all ranks must take the same steps, found {found.removeprefix(_OTHER_STEPS)}; run the same "
+                "program on every rank"
+            )
+        return found
+
+
+_OTHER_STEPS = "\0"
+
+
+def exchange_texts(
+    groups: Groups, text: str, what: str, axis: str | None = None, timeout: float | None = None
+) -> list[str]:
+    """The text of every rank (or of those of my group on ``axis``), in their order: for few of them, since each reads
+    all.
+
+    Raises RuntimeError naming the ranks that do not come within the timeout, ValueError where ranks are at different
+    steps. Goes through the store: no device, no process group.
+    """
+    meeting = _Meeting(groups, axis, timeout)
+    if len(meeting.ranks) == 1:
+        return [text]
+    with _all_come(groups, what):
+        meeting.alike(what)
+    found: list[str] = json.loads(meeting.texts(what, text, json.dumps))
+    return found
+
+
+def all_alike(groups: Groups, what: str, digest: str = "") -> bool:
+    """Whether all ranks hold the same digest, once all are here for ``what``. Raises as `exchange_texts` does."""
+    meeting = _Meeting(groups)
+    if len(meeting.ranks) == 1:
+        return True
+    with _all_come(groups, what):
+        if not meeting.alike(what):
+            meeting.texts(what, "", lambda texts: "")  # says what they are here for
+        return not digest or meeting.alike(what, digest)
+
+
+def text_of_first(groups: Groups, text: str, what: str) -> str:
+    """That of rank 0, on every rank."""
+    return _Meeting(groups).texts(what, text if groups.rank == 0 else "", lambda texts: texts[0])
+
+
+@contextmanager
+def _all_come(groups: Groups, what: str, found: Callable[[int], str] = lambda _: "") -> Iterator[None]:
+    """A rank that makes another call meanwhile waits for this one, too: nothing can go on. Raises ValueError with what
+    is ``found`` of it."""
+    try:
+        yield
+    except GoneOn as gone:
+        text = (
+            f"agree: all ranks must take the same steps, found {what} on rank {groups.rank}, while rank {gone.rank} "
+            "went on with what it did before; run the same program on every rank"
+        )
+        raise _ended(groups, found(gone.rank) or text) from None
+
+
+def _ended(groups: Groups, text: str) -> ValueError:
+    with contextlib.suppress(StoreError):
+        board().give_verdict(f"rank {groups.rank} failed: ValueError: {text}"[:500])
+    return ValueError(text)
+
+
+def agree(
+    groups: Groups,
+    digest: str,
+    what: str,
+    axis: str | None = None,
+    timeout: float | None = None,
+) -> None:
+    """All ranks (or those of my group on ``axis``) must hold the same digest.
+
+    Raises the same ValueError on each of them that says the need, the ranks which differ and the way out, and
+    RuntimeError as `exchange_texts` does.
+    """
+    meeting = _Meeting(groups, axis, timeout)
+    with _all_come(groups, what):
+        if len(meeting.ranks) == 1 or meeting.alike(what, digest):
+            return
+    found = meeting.texts(what, digest, lambda texts: differences(meeting.ranks, [f"\n{text}" for text in texts]))
+    if found:
+        raise ValueError(
+            f"agree: {what} must be the same on all ranks, found {found}; give every rank the same model, mesh, "
+            "options and batch shapes"
+        )
+
+
+def agree_on(
+    groups: Groups, claims: Sequence[Claim], what: str, expected: Callable[[], Claim | None] = lambda: None
+) -> None:
+    """Compare the claims, in order: the first one that does not hold raises ValueError, the same on every rank.
+
+    Every rank makes the same claims, but for the facts; those behind a claim that does not hold may differ in number.
+    One vote of all ranks; what they claim is exchanged to find words. ``expected``: the first claim of a rank that goes
+    on with what it did before.
+    """
+    if groups.mesh.world_size == 1 or not claims:
+        return
+    order, meeting = groups.order, _Meeting(groups)
+    here = Claim(everywhere(groups), {"the calls before": order.past}, "agree: all ranks must take the same steps",
+                 "handle an error alike on every rank")  # fmt: skip
+    claims = [here, *claims]
+    votes: dict[int, list[str]] = {}
+    for claim in claims:
+        if 1 < len(ranks := groups.mesh.along(claim.axes, groups.rank)) < groups.mesh.world_size:
+            votes.setdefault(ranks[0], []).append(claim.digest)
+    same = [claim.digest for claim in claims if len(claim.axes) == len(groups.mesh.sizes)]
+    try:
+        with _all_come(groups, what, lambda rank: _gone_on(groups, rank, claims[1], expected())):
+            if meeting.alike(what, _digest(same), {first: _digest(told) for first, told in votes.items()}):
+                return
+
+        def first_apart(texts: list[str]) -> str:
+            told = [text.split("\n") for text in texts]
+            for i, claim in enumerate(claims):
+                if any(len({told[r][i] for r in ranks}) > 1 for ranks in _parts(groups.mesh, claim.axes)):
+                    return str(i)
+            return ""
+
+        if i := meeting.texts(what, "\n".join(claim.digest for claim in claims), first_apart):
+            claim = claims[int(i)]
+            raise ValueError(meeting.texts(what, json.dumps(dict(claim.facts)), lambda t: _explained(groups, claim, t)))
+    except BaseException:
+        order.forget()
+        raise
+
+
+def _gone_on(groups: Groups, rank: int, claim: Claim, expected: Claim | None) -> str:
+    """What differs from what ``rank`` does, which is what was expected."""
+    if expected is None or (expected.axes, expected.need) != (claim.axes, claim.need):
+        return ""
+    told = {rank: expected.facts, groups.rank: claim.facts}
+    names = [n for n in dict.fromkeys([*expected.facts, *claim.facts]) if expected.facts.get(n) != claim.facts.get(n)]
+    shown = [f"{n}: {differences(list(told), [chr(10) + f.get(n, 'nothing') for f in told.values()])}" for n in names]
+    return f"{claim.need}, found {', and '.join(shown[:MOST_SHOWN])}; {claim.way_out}" if shown else ""
+
+
+def compare_claims(groups: Groups, claims: Sequence[Claim], what: str) -> None:
+    """`agree_on` for a call that all expect: the store is asked where claims do not hold, or hosts cannot vote."""
+    told = [claim for claim in claims if claim.facts]
+    if told and not (can_vote(groups) and hold(groups, [(claim.axes, claim.digest) for claim in told])):
+        agree_on(groups, claims, what)
+
+
+def agree_on_arguments(
+    groups: Groups,
+    who: str,
+    arguments: Mapping[str, Any],
+    names: Iterable[str] = (),
+    owed: Sequence[Claim] = (),
+) -> None:
+    """A call that all ranks must make alike: its ``arguments``, and the ``names`` of the parameters that it is about,
+    which stages do not share. ``owed``: what earlier calls have left to be compared. Raises ValueError. Of a call that
+    is expected nothing is asked."""
+    if groups.mesh.world_size == 1:
+        return
+    facts, names = {"the call": who, **{k: repr(v) for k, v in arguments.items()}}, tuple(names)
+    call = (who, *facts.values())
+    if as_expected(groups, call, names):
+        compare_claims(groups, owed, who)
+        return
+    stage = tuple(axis for axis in groups.mesh.sizes if axis != "pp")
+    need, way_out = f"{who}: every rank must be given the same", "call it alike on every rank"
+    told = Claim(everywhere(groups), facts, f"{need} arguments", way_out)
+    agree_on(groups, [told, Claim(stage, dict.fromkeys(names, "given"), f"{need} tensors", way_out), *owed], who)
+    groups.order.agreed(call, names)
+
+
+@functools.cache
+def _parts(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
+    """The ranks of the world, those together that differ in their coordinates on ``axes`` only."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(mesh.world_size):
+        at = mesh.coordinate(rank)
+        found.setdefault(tuple(at[a] for a in at if a not in axes), []).append(rank)
+    return list(found.values())
+
+
+def _explained(groups: Groups, claim: Claim, texts: Sequence[str]) -> str:
+    """Says which facts differ, and on which ranks."""
+    told = [json.loads(text) for text in texts]
+    found: dict[str, str] = {}
+    for ranks in _parts(groups.mesh, claim.axes):
+        for name in dict.fromkeys(n for r in ranks for n in told[r]):
+            differ = differences(ranks, [f"\n{told[r].get(name, 'nothing')}" for r in ranks])
+            if differ:
+                found.setdefault(name, differ)
+    shown = ", and ".join(f"{name}: {differ}" for name, differ in list(found.items())[:MOST_SHOWN])
+    more = f" (and {len(found) - MOST_SHOWN} more)" if len(found) > MOST_SHOWN else ""
+    return f"{claim.need}, found {shown}{more}; {claim.way_out}"
+
+
+def everywhere(groups: Groups) -> tuple[str, ...]:
+    """All axes."""
+    return tuple(groups.mesh.sizes)
+
+
+def agree_on_call(groups: Groups, facts: Mapping[str, Any]) -> None:
+    """The arguments of `parallelize`, by name."""
+    told = {name: repr(value) for name, value in facts.items()}
+    need, way_out = "parallelize: every rank must be given the same options", "call it alike on every rank"
+    agree_on(groups, [Claim(everywhere(groups), told, need, way_out)], "the options")
+
+
+def agree_on_plan(groups: Groups, plan: Plan) -> None:
+    """The plan, which follows from the model's structure, the mesh, the options and the example's shapes."""
+    told = {name: str(part) for name, part in json.loads(plan.to_json()).items()}
+    need = "agree: the plan must be the same on all ranks"
+    way_out = "give every rank the same model, mesh, options and batch shapes"
+    agree_on(groups, [Claim(everywhere(groups), told, need, way_out)], "the plan")
+
+
+# --- weights ----------------------------------------------------------------------------------------------
+
+
+def check_source(groups: Groups, tensors: Mapping[str, Tensor | None]) -> None:
+    """Rank 0 must have all values, where all ranks take those of rank 0. Raises the same ValueError on every rank."""
+    missing = next((name for name, x in tensors.items() if x is None), "")
+    if first := text_of_first(groups, missing, WEIGHTS):
+        raise ValueError(
+            f"parallelize: sync=True takes the weights of rank 0, found {first} on the meta device there; build "
+            "the model of rank 0 with weights, or load them afterwards with load_pretrained(folder)"
+        )
+
+
+def agree_on_model(groups: Groups, tensors: Mapping[str, Tensor], given: Mapping[str, Tensor | None] | None) -> None:
+    """The whole parameters and buffers of each rank's model by name: names, shapes, dtypes, and the contents of
+    ``given`` (None: on the meta device, without values), unless it is None itself.
+
+    Raises ValueError for tensors whose contents differ: replicas would never be equal.
+    """
+    if groups.mesh.world_size == 1:
+        return
+    shapes = {name: f"{tuple(x.shape)} {x.dtype}" for name, x in tensors.items()}
+    need, way_out = "parallelize: every rank must be given the same model", "build it alike on every rank"
+    claims = [Claim(everywhere(groups), shapes, need, way_out)]
+    if given is not None:
+        words = words_of({name: x for name, x in given.items() if x is not None})
+        told = {name: words.get(name, "no values") for name in given}
+        need = "parallelize: every rank must be given the same weights"
+        way_out = (
+            "seed alike before building the model (torch.manual_seed), load the same checkpoint with "
+            "load_pretrained(folder), or take those of rank 0 with parallelize(..., sync=True)"
+        )
+        claims.append(Claim(everywhere(groups), told, need, way_out))
+    agree_on(groups, claims, WEIGHTS)
+
+
+def agree_on_pieces(
+    groups: Groups,
+    pieces: Mapping[str, Tensor],
+    specs: Sequence[ParameterSpec],
+    buffers: Mapping[str, Tensor],
+    who: str,
+) -> None:
+    """This rank's pieces of the parameters, as loaded: ranks that hold the same piece must hold the same contents.
+
+    A piece that no other rank holds can't be compared; it is cut out of what the rank was given.
+    """
+    if groups.mesh.world_size == 1:
+        return
+    words = words_of({**pieces, **buffers})
+    by_axes: dict[tuple[str, ...], dict[str, str]] = {
+        axes: {} for axes in sorted({_copied_over(groups, s) for s in specs} | {everywhere(groups)}) if axes
+    }
+    for spec in specs:
+        if spec.name in pieces and (axes := _copied_over(groups, spec)):
+            by_axes[axes][spec.name] = words[spec.name]
+    by_axes[everywhere(groups)] |= {name: words[name] for name in buffers}
+    need = f"{who}: every rank must be given the same values"
+    way_out = "read the same checkpoint on every rank"
+    agree_on(groups, [Claim(axes, facts, need, way_out) for axes, facts in by_axes.items()], WEIGHTS)
+
+
+def _copied_over(groups: Groups, spec: ParameterSpec) -> tuple[str, ...]:
+    """The axes on which all ranks hold the same piece; stages hold different parameters."""
+    cut = {axis for axis, p in spec.placements.items() if isinstance(p, Shard)}
+    return tuple(axis for axis in groups.mesh.sizes if axis not in cut and axis != "pp")

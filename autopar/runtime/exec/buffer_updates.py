@@ -1,0 +1,175 @@
+"""Buffers around a step: what its backward reads is kept from before the forward's writes, then new values take effect.
+
+    self.c.mul_(0.5)        the value is written into the tensor, which whoever refers to it sees, as in torch
+    self.c = self.c * 0.5   the value is the tensor from now on; the old one stays as it is
+
+A step computes with values and writes nothing itself. So what lies in a buffer's memory is copied before it is written
+to: slots that the backward reads, and the buffer itself where outputs depend on it, of which a gradient may be asked
+for that only another step has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.adapters.foreach import copy_all
+from autopar.capture.module_state.assigned import Assignment, Lying
+from autopar.ir.graph import ancestors, outputs, placeholders
+from autopar.ir.storages import shared_outputs, storages
+from autopar.runtime.params.missing_gradient import with_refusal
+from autopar.runtime.params.sharded_modules import Tree
+from autopar.steps.graphs import Compiled, Stage
+from autopar.steps.value_names import is_a, output, output_place
+
+
+class StepBuffers:
+    """Of one compiled step. written: place among the outputs -> buffer into which the value is written; bound: buffers
+    that get other tensors.
+
+    reads: slots that the backward reads. tangents: names of the outputs that it starts from.
+    """
+
+    def __init__(self, compiled: Compiled, reads: Sequence[int], tangents: set[str]) -> None:
+        signature = compiled.signature
+        new = [(i, spec) for i, spec in enumerate(signature.outputs) if spec.kind == "mutation"]
+        self.written = {i: spec.name for i, spec in new if not spec.assigned}
+        self.bound: dict[str, Assignment] = {a.name: a for a in signature.assigned}
+        self._places = {spec.name: i for i, spec in new if spec.assigned}
+        self._unkept = signature.unkept
+        self._keeps_dtypes = bool(compiled.plan.options.precision.compute)
+        dependent = {output_place(name) for part in compiled.pipeline.parts for name in part.dependent}
+        lying = ((i, spec.lying) for i, spec in enumerate(signature.outputs) if i not in dependent)
+        self._lying = {i: place for i, place in lying if place is not None}
+        self._copied = {i for part in compiled.pipeline.parts for i in self._shared(part)} if new else set[int]()
+        self._reads, self._in_written = reads, list[int]() if not self.written else None
+        self._again: list[str] = []
+        whole = compiled.train and len(compiled.pipeline.parts) == 1
+        if self.written and whole and not tangents.issuperset(compiled.stage.dependent):
+            self._again = _that_outputs_depend_on(compiled, set(self.written.values()))
+
+    def _shared(self, part: Stage) -> list[int]:
+        """Places of values that lie in memory which is somebody else's, or is about to be written to."""
+        names = part.forward.outputs
+        place = {names.index(output(i)): i for i in (*self.written, *self._places.values()) if output(i) in names}
+        if not place:
+            return []
+        gm = part.forward.unnamed
+        given = {i for name, i in self._places.items() if self.bound[name].given}
+        found = shared_outputs(gm, [k for k, i in place.items() if i not in self.written and i not in given])
+        behind, nodes = storages(gm), outputs(gm)
+        found += [k for k, i in place.items() if i in self.written and behind[nodes[k]][0][0].op == "placeholder"]
+        return [place[k] for k in found]
+
+    def keep(self, slots: list[Any], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """After a forward: slots that the backward reads get copies of what is about to be written to. Returns copies
+        of the buffers that are needed to run the forward again."""
+        if not self.written:
+            return {}
+        apart = _Apart()
+        if self._in_written is None:
+            memories = {_memory(values[name]) for name in self.written.values()}
+            held = ((i, slots[i]) for i in self._reads)
+            self._in_written = [i for i, x in held if isinstance(x, Tensor) and x.numel() and _memory(x) in memories]
+        for i in self._in_written:
+            slots[i] = apart.copy(slots[i])
+        return {name: apart.copy(values[name]) for name in self._again}
+
+    def store(self, tree: Tree, made: list[Any], differentiated: bool) -> None:
+        """The buffers of the modules are as the forward left them. ``made``: the outputs of the step; those that lie in
+        the memory of a buffer are put there. ``differentiated``: the forward made a graph of autograd."""
+        if self._unkept:
+            tree.leave_out(self._unkept)
+        if self.written or self.bound or self._lying:
+            self._store(tree, made, differentiated)
+
+    @torch.no_grad()
+    def _store(self, tree: Tree, made: list[Any], differentiated: bool) -> None:
+        before = tree.buffers()
+        values = {i: made[i].clone() if i in self._copied else made[i] for i in (*self.written, *self._places.values())}
+        copy_all([before[name] for name in self.written.values()], [values[i] for i in self.written])
+        after: dict[str, Tensor | None] = {}
+        for name, assigned in self.bound.items():
+            if assigned.lying is not None:
+                after[name] = _placed(assigned.lying, before, after)
+            elif assigned.value:
+                value = values[self._places[name]]
+                if self._keeps_dtypes and name in before and value.is_floating_point():
+                    value = value.to(before[name].dtype)
+                after[name] = _with_graph(name, value) if assigned.differentiable and differentiated else value
+            else:
+                after[name] = None
+        for name, tensor in after.items():
+            tree.bind(name, tensor)
+        for i, lying in self._lying.items():
+            found = _placed(lying, before, after)
+            if isinstance(made[i], Tensor) and found.shape == made[i].shape:
+                made[i] = found.detach()
+
+
+def plain_buffers(tree: Tree, compiled: Compiled, train: bool) -> dict[str, Tensor]:
+    """What a step computes with. Raises ValueError for one that wants a gradient, or through which one would flow into
+    an earlier step."""
+    found = tree.buffers()
+    wanting = [name for name, x in found.items() if x.requires_grad]
+    if not wanting:
+        return found
+    read = [name for name in wanting if name in compiled.signature.differentiated]
+    if read and train and torch.is_grad_enabled():
+        raise ValueError(
+            f"buffers: the forward computes with buffer {read[0]}, which requires grad, and steps give gradients to "
+            "parameters only, none to a buffer and none to an earlier forward; assign it detached (self.x = "
+            "h.detach()), or make it a parameter"
+        )
+    return found | {name: found[name].detach() for name in wanting}
+
+
+def _with_graph(name: str, value: Tensor) -> Tensor:
+    words = (
+        f"buffers: {name} was assigned a value with its graph, through which steps on a mesh give no gradients; return "
+        "it as an output, too, and use that"
+    )
+    return with_refusal(words, [value], value.device)[0]
+
+
+def _memory(x: Tensor) -> int:
+    """Where a tensor's memory begins."""
+    return x.untyped_storage().data_ptr()
+
+
+def _placed(lying: Lying, before: Mapping[str, Tensor], after: Mapping[str, Tensor | None]) -> Tensor:
+    """The tensor that lies there."""
+    base = (after if lying.new else before)[lying.buffer]
+    assert base is not None
+    if lying.view is None:
+        return base
+    sizes, strides, start = lying.view
+    return base.detach().as_strided(sizes, strides, base.storage_offset() + start)
+
+
+class _Apart:
+    """Copies of tensors, with their strides; what lay in one memory does so again."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, Any] = {}
+
+    def copy(self, x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if (copied := self._made.get(storage.data_ptr())) is None:
+            copied = self._made[storage.data_ptr()] = storage.clone()
+        return torch.empty(0, dtype=x.dtype, device=x.device).set_(copied, x.storage_offset(), x.size(), x.stride())
+
+
+def _that_outputs_depend_on(compiled: Compiled, names: set[str]) -> list[str]:
+    forward = compiled.stage.forward
+    kinds = [spec.kind for spec in compiled.signature.outputs]
+    made = zip(forward.outputs, outputs(forward.graph), strict=True)
+    results = [x for name, x in made if is_a(name, "output") and kinds[output_place(name)] == "output"]
+    reached = ancestors(results)
+    read = {name for name, node in zip(forward.inputs, placeholders(forward.graph), strict=True) if node in reached}
+    taken = set(forward.inputs)
+    nodes = {spec.name: spec.node for spec in compiled.signature.inputs if spec.kind == "buffer"}
+    return [name for name in sorted(names) if (node := nodes.get(name)) in read or (node and node not in taken)]

@@ -1,0 +1,194 @@
+"""Steps as CUDA graphs: what a step launches is recorded once, and launched as one from then on.
+
+    the first two    run as always: kernels are compiled and loaded, groups connected
+    the third        is recorded, on inputs that stay where they are; nothing runs, until it is replayed
+    from then on     inputs are copied there; one launch; what leaves the step is copied out
+
+The host launches some thousand kernels per step, one by one; where a kernel takes the GPU less time than the host its
+launch, the GPU waits for the host. A recorded step is one launch, with the collectives of NCCL among it.
+
+A graph holds addresses. Parameters, buffers and constants are read where they are, and the step is recorded anew when
+one has moved; the batch and the seeds are copied. Gradients, losses and outputs are copies, which nobody overwrites.
+What a recorded step needs besides is kept between steps, in one pool of memory for all steps of a process: they do not
+run at the same time.
+
+A step that cannot be recorded runs as always, and a warning says why: one that reads a value on the host (`nonzero`,
+experts in a loop), or whose operators do what CUDA does not record.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import GraphModule
+
+from autopar.adapters.foreach import copy_all
+from autopar.adapters.operators import OpOverload, name_of
+from autopar.ops.traits import COPIES
+from autopar.ops.value_checks import Note, put_notes, take_notes
+from autopar.runtime.comm.collectives import Ledger, Traffic, ledger_between
+from autopar.runtime.exec.step_result import Result, copied
+from autopar.runtime.fault.errors import CollectiveError
+from autopar.runtime.fault.nccl_errors import started
+
+WARM_UP = 2  # steps that run as always
+MOVES = 8  # times that a step is recorded anew because tensors have moved
+
+# Operators that read a value on the host, or whose results are as large as the values say.
+UNRECORDABLE = {
+    torch.Tag.data_dependent_output: "reads a value on the host",
+    torch.Tag.dynamic_output_shape: "gives a result whose size depends on values",
+    torch.Tag.cudagraph_unsafe: "says that CUDA graphs cannot hold it",
+}
+
+T = TypeVar("T")
+
+
+class StepRecorder(Protocol):
+    """What CUDA does; tests have one of their own."""
+
+    def record(self, run: Callable[[], T]) -> T:
+        """What ``run`` returns, whose values are there after `replay`."""
+
+    def replay(self) -> None:
+        """Run once more what was recorded."""
+
+
+class CudaGraph:
+    """`torch.cuda.CUDAGraph`."""
+
+    def __init__(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+
+    def record(self, run: Callable[[], T]) -> T:
+        """Raises what ``run`` raises, and RuntimeError for what CUDA does not record. Other threads may go on asking
+        CUDA for events, as torch's watchdog does."""
+        with torch.cuda.graph(self._graph, pool=_pool(), capture_error_mode="thread_local"):
+            return run()
+
+    def replay(self) -> None:
+        """On the current stream."""
+        self._graph.replay()
+
+
+@functools.cache
+def _pool() -> Any:
+    return torch.cuda.graph_pool_handle()
+
+
+def why_not(graphs: Iterable[GraphModule], device: torch.device) -> str:
+    """Why a step cannot be recorded, as far as its graphs tell; nothing if they do not."""
+    if device.type != "cuda":
+        return f"the device is {device.type}, which has no CUDA graphs"
+    for node in (node for gm in graphs for node in gm.graph.nodes if isinstance(node.target, OpOverload)):
+        if node.target in COPIES:
+            return f"{name_of(node.target)} (node {node.name}) uses buffers in host memory that change"
+        if words := next((words for tag, words in UNRECORDABLE.items() if tag in node.target.tags), None):
+            return f"{name_of(node.target)} (node {node.name}) {words}"
+    return ""
+
+
+class RecordedStep:
+    """``run(values)`` as a function that is recorded. reason: why it is not, if it is not.
+
+    fixed: names of the values that are read where they are; given: of those that are copied. traffic: what ``run`` has
+    sent so far. world: whether other ranks take part; then each step that may be a replay ends with an all_reduce of
+    one number, which the timeout of the mesh can end: nobody watches what is recorded.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Mapping[str, Tensor]], Result],
+        fixed: Sequence[str],
+        given: Sequence[str],
+        traffic: Callable[[], Ledger],
+        *,
+        reason: str = "",
+        world: bool = False,
+        make: Callable[[], StepRecorder] = CudaGraph,
+    ) -> None:
+        self._run, self._traffic_of_run, self._make, self._world = run, traffic, make, world
+        self._fixed, self._given = fixed, given
+        self._calls = self._records = self._replays = 0
+        self._graph: StepRecorder | None = None
+        self._places: list[int] = []
+        self._inputs: list[Tensor] = []
+        self._result = Result([], {})
+        self._notes: list[Note] = []
+        self._sent: dict[tuple[str, str], Traffic] = {}  # in one run
+        self._token: list[Any] = []
+        self.reason = ""
+        self._give_up(reason)
+
+    @property
+    def traffic(self) -> Ledger:
+        """What replays have sent so far, beside what ``run`` counts."""
+        times = self._replays - self._records  # what was recorded was counted, as if it had run
+        return {key: Traffic(times * x.calls, times * x.bytes) for key, x in self._sent.items()}
+
+    def __call__(self, values: Mapping[str, Tensor]) -> Result:
+        """A step. Raises CollectiveError as ``run`` does."""
+        self._calls += 1
+        if self._calls <= WARM_UP:
+            return self._run(values)
+        if not self.reason and not self._fits(values):
+            self._record(values)
+        result = self._run(values) if self.reason else self._replayed(values)
+        self._ask_others()
+        return result
+
+    def _fits(self, values: Mapping[str, Tensor]) -> bool:
+        return self._graph is not None and self._places == [values[name].data_ptr() for name in self._fixed]
+
+    def _record(self, values: Mapping[str, Tensor]) -> None:
+        if self._records > MOVES:
+            self._give_up(f"parameters or buffers have moved {MOVES} times; write into them instead")
+            return
+        inputs = [values[name].clone() for name in self._given]
+        own, before = dict(values) | dict(zip(self._given, inputs, strict=True)), self._traffic_of_run()
+        self._graph, self._result = None, Result([], {})  # frees what the last one held
+        graph, ahead = self._make(), take_notes()
+        try:
+            self._result = graph.record(lambda: self._run(own))
+        except CollectiveError:
+            raise
+        except Exception as error:
+            take_notes()  # of values that were never computed
+            self._give_up(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
+            return
+        finally:
+            notes = take_notes()
+            put_notes(ahead)
+        self._sent = ledger_between(before, self._traffic_of_run())
+        self._graph, self._inputs, self._notes = graph, inputs, notes
+        self._places = [values[name].data_ptr() for name in self._fixed]
+        self._records += 1
+
+    def _replayed(self, values: Mapping[str, Tensor]) -> Result:
+        assert self._graph is not None
+        copy_all(self._inputs, [values[name] for name in self._given])
+        started(str, "a recorded step")
+        self._graph.replay()
+        self._replays += 1
+        put_notes(self._notes)
+        return copied(self._result)
+
+    def _ask_others(self) -> None:
+        """Behind the step on the GPU: whoever does not come is named when the timeout of the mesh is over."""
+        if self._world:
+            started(str, "a recorded step")
+            token = torch.zeros(1, device="cuda")
+            self._token = [dist.all_reduce(token, async_op=True), token]
+
+    def _give_up(self, reason: str) -> None:
+        if reason:
+            self.reason, self._graph, self._result, self._inputs = reason, None, Result([], {}), []
+            warnings.warn(
+                f'backend: "cudagraphs" records steps, but not this one, which runs as always: {reason}', stacklevel=2
+            )

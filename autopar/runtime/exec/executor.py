@@ -1,0 +1,391 @@
+"""Runs a compiled step on this rank: the actions of its lowered order, then what stages exchange.
+
+    for each action:    wait for what it takes; run it                    (see `step_program`)
+    at the end:         gradients of parameters that several ranks of pp hold are summed over these
+                        losses are summed over pp; new buffers and outputs go to all ranks; sends have arrived
+
+A model that is not cut into stages is one part on one rank of pp: nothing is sent, and nothing exchanged at the end.
+
+On a GPU the actions are run once ahead of the first step, without the other stages, on zeros for what they send. CUDA
+loads a kernel when it is launched for the first time, and may wait for all that runs before it does (CUDA Programming
+Guide, Lazy Loading): for a receive, say, whose sender is about to load a kernel itself, and waits for a receive of its
+own. DualPipe, in which both ends receive before they compute, hung so in its first step on an H100.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from autopar.adapters.profiling import is_profiled
+from autopar.ir.expert_layers import axis_of_experts
+from autopar.ir.graph import set_device
+from autopar.ops.grouped_experts import ends_of_rows
+from autopar.ops.value_checks import take_notes
+from autopar.runtime.comm.collectives import Ledger, Traffic, add_ledgers, ledger_between
+from autopar.runtime.comm.p2p import AXIS, Channels
+from autopar.runtime.exec.buffer_updates import StepBuffers
+from autopar.runtime.exec.cross_stage import StageExchange
+from autopar.runtime.exec.cuda_graphs import RecordedStep, why_not
+from autopar.runtime.exec.expert_stats import ExpertLoad, layers_of_experts
+from autopar.runtime.exec.global_statistics import links_ahead
+from autopar.runtime.exec.instructions import Entry, Program
+from autopar.runtime.exec.lowering import BACKENDS, Bound, bind
+from autopar.runtime.exec.module_profiling import ModuleSpans, Span, watched_modules
+from autopar.runtime.exec.overlapped_fb import PairedEntries, with_cells
+from autopar.runtime.exec.program import make_program
+from autopar.runtime.exec.slots import Routes, unit_of
+from autopar.runtime.exec.step_fingerprint import axes_of_step
+from autopar.runtime.exec.step_inputs import SCALE, Feed
+from autopar.runtime.exec.step_result import Result
+from autopar.runtime.exec.unsharded_cache import HeldWeights
+from autopar.runtime.mesh.process_groups import Groups
+from autopar.schedule.order import BACKWARD, COMPUTE, Action
+from autopar.schedule.stream_checks import links
+from autopar.steps.graphs import Compiled, StepGraph
+from autopar.steps.of_rank import graphs_of_rank, lowered_order
+from autopar.steps.value_names import output
+
+GIVEN = ("input", "seed")  # kinds of values that are others in every step
+MADE = ("micro_batch", "total")  # by the step itself
+
+
+@dataclass
+class Paused:
+    """A step between its forward and its backward. ``saved``: what the backward will read of the forward, by name.
+    ``kept``: buffers as the forward found them, of those that it has new values for."""
+
+    slots: list[Any]
+    saved: list[tuple[str, Tensor]]
+    kept: dict[str, Tensor]
+
+
+@dataclass
+class Peaks:
+    """live: most units (stage, micro-batch, slice) between F and B. saved: most bytes of what F and B keep."""
+
+    live: int = 0
+    saved: int = 0
+
+
+class Executor:
+    """The bound step of one batch shape. ``traffic`` grows with every step.
+
+    All ranks of the world must make theirs at the same time: it makes process groups. record: after a step ``timeline``
+    has (action, start, end) in seconds of every action, waiting for other ranks left out, and ``modules`` what of it
+    the host was in which module; of cells that take turns it has none. measure: ``peaks`` has the most of what was
+    alive at a time (slow). held: gathered weights that outlive a step.
+    """
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        groups: Groups,
+        backend: str = "eager",
+        *,
+        record: bool = False,
+        measure: bool = False,
+    ) -> None:
+        pipeline = compiled.pipeline
+        if backend != "eager" and compiled.plan.experts:
+            raise ValueError(
+                f"backend: {backend!r} makes code for sizes that stay, found experts that are cut over axis "
+                f"{next(iter(compiled.plan.experts.values())).axis!r}: how many rows a rank's experts get is known "
+                "when they are there; use backend='eager'"
+            )
+        self.compiled, self.groups = compiled, groups
+        self._backend, records = BACKENDS[backend]
+        self.feed = Feed(compiled, groups.device)
+        self.specs, self.micro_batches = self.feed.specs, self.feed.micro_batches
+        held = compiled.constants
+        by_name = {spec.name: spec.dtype for spec in compiled.parameters}
+        self._stored = {node: by_name[s.name] for node, s in self.specs.items() if s.name in by_name}
+        self.constants = {name: x if x.is_meta else x.to(groups.device) for name, x in held.items()}
+        self.seeds = [spec.name for spec in self.specs.values() if spec.kind == "seed"]
+        self.timeline: list[tuple[Action, float, float]] = []
+        self.modules: list[Span] = []
+        self.load: ExpertLoad | None = None  # of the module, that it counts for
+        self._experts: dict[int, list[str]] = {}  # by part: names of layers
+        self.peaks = Peaks()
+        self._known: dict[str, Any] = {}  # by name, what compiled code returns
+        self.record, self._measure = record, measure
+        self._pauses = axis_of_experts(compiled.plan.experts)  # where graphs of cells take turns
+        self.order = Routes(pipeline).drop_empty(lowered_order(pipeline))
+        assert self.order.micro_batches == self.micro_batches, f"{self.order.name} is for other micro-batches"
+        axes, along = axes_of_step(compiled)  # of all ranks: all make the same groups
+        groups.make(axes)
+        groups.make_channels(along)
+        self.channels = Channels(groups)
+        self.channels.connect({*links(self.order), *links_ahead(pipeline, self.order)})
+        self._exchange = StageExchange(compiled, self.order, groups)
+        self.trained = self._exchange.trained
+        groups.warm_up({*axes, *self._exchange.axes})
+        self.program: Program = make_program(
+            pipeline, self.order, groups.coordinate.get(AXIS, 0), self._bind, self.feed, self.channels, groups.device,
+            compiled.prologue, self._exchange.results, compiled.plan.options.precision, self._exchange.totals,
+        )  # fmt: skip
+        whole = {name: self.feed.taken_whole(name) for _, name, _ in self.program.loads}
+        self._whole_loads = [(slot, whole[name]) for slot, name, _ in self.program.loads if whole[name]]
+        self._made_loads = [load for load in self.program.loads if not whole[load[1]]]
+        entries = self.program.entries
+        kinds = [entry.action.kind if entry.action is not None else "" for entry in entries]
+        first = next((i for i, kind in enumerate(kinds) if kind in BACKWARD), len(entries))
+        ahead = [i for i in range(first) if (action := entries[i].action) is not None and action.kind in COMPUTE]
+        if ahead and (action := entries[ahead[-1]].action) is not None and action.paired:
+            first = ahead[-1]  # of one cell with it
+        self._forward, self._backward = entries[:first], entries[first:]
+        self._runs = with_cells(self._forward), with_cells(self._backward)
+        read = {i for entry in self._backward for x in (*entry.waits, *entry.does) for i in x.reads}
+        self._left = [i for i in self.program.results.values() if i not in read]  # outputs that no backward takes
+        self.buffers = StepBuffers(compiled, sorted(read), set(self.program.tangents))
+        does = [one for entry in self._forward for one in entry.does]
+        self.held = HeldWeights(does)
+        self._comms = {bound.comms for entry in entries for bound in entry.runs}
+        self._traffic_of = [
+            add_ledgers(*(bound.traffic for entry in of_phase for bound in entry.runs))
+            for of_phase in (self._forward, self._backward)
+        ]
+        self._traffic: Ledger = {}
+        self._rehearses, self._rehearsed = groups.device.type != "cpu" and bool(links(self.order)), dict[Any, Traffic]()
+        self._alone = not axes and not self._exchange.axes  # no other rank waits for this one within a step
+        self._recorded = self._recorder() if records else None
+
+    def _recorder(self) -> RecordedStep:
+        mine = graphs_of_rank(self.compiled.pipeline, self.compiled.prologue, self.groups.coordinate.get(AXIS, 0))
+        scales = [SCALE] if any(name.startswith(SCALE) for _, name, _ in self.program.loads) else []
+        loaded = (self.specs.get(name) for _, name, _ in self.program.loads)
+        kinds = {spec.name: spec.kind for spec in loaded if spec is not None and spec.kind not in MADE}
+        moving = {name for name, kind in kinds.items() if kind in GIVEN} | self.buffers.bound.keys() & kinds.keys()
+        return RecordedStep(
+            self._step,
+            [name for name in kinds if name not in moving],
+            [*(name for name in kinds if name in moving), *scales],
+            self._sent,
+            reason=why_not((gm for gm, _ in mine.values()), self.groups.device),
+            world=not self._alone and self.groups.device.type == "cuda",
+        )
+
+    def _bind(self, graph: StepGraph) -> Bound:
+        if self.groups.device.type != "cpu":
+            set_device(graph.graph, self.groups.device)
+        given = [self._known.get(name) for name in graph.inputs]
+        bound = bind(graph.graph, self.groups, self._backend, given, self._pauses)
+        self._known |= {name: x for name, x in zip(graph.outputs, bound.made or ()) if name is not None}
+        return bound
+
+    @property
+    def traffic(self) -> Ledger:
+        """Calls and bytes sent by this rank so far, by (axis, kind)."""
+        return add_ledgers(self._sent(), self._recorded.traffic if self._recorded else {})
+
+    def _sent(self) -> Ledger:
+        """By what ran as always."""
+        attention = (comms.traffic for comms in self._comms | self.held.comms)
+        return add_ledgers(self._traffic, self._exchange.traffic, self.channels.traffic, *attention, self._rehearsed)
+
+    @property
+    def _watched(self) -> bool:
+        return self.record or self._measure
+
+    # --- a step -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def run_step(self, values: Mapping[str, Tensor]) -> Result:
+        """All micro-batches, forward and backward, or forward alone of what was compiled without gradients.
+
+        ``values``: stored parameters of this rank's stages and all buffers by original name, inputs by path (all
+        micro-batches of this rank). Raises CollectiveError that names the action and the rank it waited for when
+        another rank fails.
+        """
+        with self._whole():
+            records = self._recorded is not None and not self._watched and not self.held.on
+            return self._recorded(values) if records and self._recorded else self._step(values)
+
+    def _step(self, values: Mapping[str, Tensor]) -> Result:
+        slots = self._start(values)
+        self._run(self._backward, slots)
+        self.channels.flush()
+        gradients = self._exchange.gradients(self._gradients(slots))
+        losses = self._exchange.losses({name: slots[i] for name, i in self.program.losses.items()})
+        return Result(self._outputs({**self._kept(slots), **losses}), gradients, list(losses.values()))
+
+    @torch.no_grad()
+    def run_forward(self, values: Mapping[str, Tensor]) -> tuple[list[Any], Paused]:
+        """(outputs, the step up to there), of a model without stages that was compiled with gradients."""
+        assert self.compiled.train and len(self.order.ranks) == 1, "stages run forward and backward in one"
+        with self._whole():
+            slots = self._start(values)
+        before = self.buffers.keep(slots, values)
+        kept = [(name, slots[i]) for i, name in self.program.saved.items()]
+        saved = [(name, x) for name, x in kept if isinstance(x, Tensor)]
+        made = self._outputs(self._kept(slots))
+        for i in self._left:  # they die with whoever called the model: logits are large
+            slots[i] = None
+        return made, Paused(slots, saved, before)
+
+    @torch.no_grad()
+    def run_backward(self, paused: Paused, tangents: Mapping[str, Tensor], keep: bool = False) -> dict[str, Tensor]:
+        """The rest of a step of one micro-batch: gradients by placeholder of the stored parameter. ``tangents``: by
+        name of the output. ``keep``: the step can be gone on with once more."""
+        slots = list(paused.slots) if keep else paused.slots
+        if not keep:
+            paused.slots, paused.saved = [], []
+        for name, given in tangents.items():
+            for i in self.program.tangents.get(name, ()):
+                slots[i] = given
+        with self._whole():
+            self._run(self._backward, slots)
+        return self._gradients(slots)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """What breaks off in the midst of exchanges leaves ranks at different places: the next call is agreed on."""
+        try:
+            yield
+        except BaseException:
+            if not self._alone:
+                self.groups.order.forget()
+            raise
+
+    def _gradients(self, slots: list[Any]) -> dict[str, Tensor]:
+        """In the dtypes of their parameters, whatever they were summed in."""
+        found = {}
+        for name, i in self.program.gradients.items():
+            x = slots[i]
+            if x is not None:
+                dtype = self._stored.get(name)
+                found[name] = slots[i] = x if dtype in (None, x.dtype) else x.to(dtype)
+        return found
+
+    def _kept(self, slots: list[Any]) -> dict[str, Any]:
+        """What left the model."""
+        return self._exchange.outputs({name: slots[i] for name, i in self.program.results.items()})
+
+    def _outputs(self, found: Mapping[str, Any]) -> list[Any]:
+        return [found.get(output(i)) for i in range(len(self.compiled.signature.outputs))]
+
+    def _start(self, values: Mapping[str, Tensor]) -> list[Any]:
+        """New slots with what comes from outside, after all that is ahead of the first backward."""
+        if self._rehearses:
+            self._rehearses = False
+            self._rehearse(values)
+        slots = self._fed(values)
+        self.timeline, self.modules, self.peaks, self._live = [], [], Peaks(), set[tuple[int, int, int]]()
+        self._run(self._forward, slots)
+        return slots
+
+    def _rehearse(self, values: Mapping[str, Tensor]) -> None:
+        """All actions once, without the other stages: see above. What it sends within a stage does not count."""
+        before, slots = self._sent(), self._fed(values)
+        self.channels.rehearses = True
+        try:
+            for entry in (*self._forward, *self._backward):
+                entry.run(slots)
+            self.channels.flush()
+        finally:
+            self.channels.rehearses = False
+            take_notes()  # of values that nobody sent
+        self._rehearsed = ledger_between(self._sent(), before)  # is taken off
+
+    def _fed(self, values: Mapping[str, Tensor]) -> list[Any]:
+        """New slots with what comes from outside."""
+        slots: list[Any] = [None] * self.program.size
+        for slot, constant in self.program.constants.items():
+            slots[slot] = constant
+        for slot, name in self._whole_loads:
+            slots[slot] = values[name]
+        for slot, name, micro_batch in self._made_loads:
+            slots[slot] = self.feed.value(name, values, micro_batch)
+        self.channels.clear()
+        return slots
+
+    def _run(self, entries: list[Entry], slots: list[Any]) -> None:
+        profiled = is_profiled()
+        for entry in self._runs[entries is self._backward]:
+            with self._looked_at(entry, profiled) if profiled or self.record else nullcontext():
+                start = self._counted(entry, slots)
+            if self._watched:
+                end = time.perf_counter()
+                for one in (*entry.ahead, entry.back) if isinstance(entry, PairedEntries) else (entry,):
+                    if one.action is not None:
+                        self._watch(one.action, start, end, slots)
+        self._traffic = add_ledgers(self._traffic, self._traffic_of[entries is self._backward])
+        if entries is self._forward and self.held.on:
+            self._traffic = add_ledgers(self._traffic, self.held.saved())
+
+    @contextmanager
+    def _looked_at(self, entry: Entry | PairedEntries, profiled: bool) -> Iterator[None]:
+        """For torch's profiler, and for ``modules``."""
+        spans = ModuleSpans(named=profiled)
+        with record_function(_name_of(entry)) if profiled else nullcontext(), watched_modules(spans):
+            yield
+        if self.record:
+            self.modules += spans.found
+
+    def _counted(self, entry: Entry | PairedEntries, slots: list[Any]) -> float:
+        """Run an entry; of a forward of training, count which experts were chosen."""
+        action = entry.ahead[0].action if isinstance(entry, PairedEntries) else entry.action
+        if self.load is None or action is None or action.kind != "F" or not self.compiled.train:
+            return entry.run(slots)
+        found: list[Tensor] = []
+        if isinstance(entry, PairedEntries):
+            start = entry.run(slots, functools.partial(_told, found))
+        else:
+            with _told(found):
+                start = entry.run(slots)
+        if found:
+            part = self.order.part_of(action.stage)
+            if part not in self._experts:
+                self._experts[part] = layers_of_experts(self.compiled.pipeline.parts[part].forward.graph)
+            self.load.add(self._experts[part], found, axis_of_experts(self.compiled.plan.experts))
+        return start
+
+    def _watch(self, action: Action, start: float, end: float, slots: list[Any]) -> None:
+        self.timeline.append((action, start, end))
+        if not self._measure:
+            return
+        if action.kind == "F":
+            self._live.add(unit_of(action))
+            self.peaks.live = max(self.peaks.live, len(self._live))
+        elif action.kind in BACKWARD:
+            self._live.discard(unit_of(action))
+        kept = [slots[i] for i in self.program.saved if isinstance(slots[i], Tensor)]
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
+        self.peaks.saved = max(self.peaks.saved, sum(storages.values()))
+
+
+def _name_of(entry: Entry | PairedEntries) -> str:
+    """For torch's profiler: 'autopar 0F3', of a cell 'autopar 0F3&1BW2', else what comes ahead of all actions."""
+    entries = [entry.ahead[0], entry.back] if isinstance(entry, PairedEntries) else [entry]
+    return f"autopar {'&'.join(str(one.action) for one in entries if one.action is not None) or 'prologue'}"
+
+
+@contextmanager
+def _told(found: list[Tensor]) -> Iterator[None]:
+    """Within: `ends_of_rows`, added to what was found."""
+    with ends_of_rows() as more:
+        yield
+    found += more
+
+
+T = TypeVar("T")
+
+
+def is_drawn(coordinate: Mapping[str, int]) -> bool:
+    """Whether a rank is the one that is shown of its stage: its other coordinates are 0."""
+    return not any(i for axis, i in coordinate.items() if axis != AXIS)
+
+
+def per_rank(recorded: Iterable[tuple[Mapping[str, int], T]]) -> list[T]:
+    """What to draw of what all ranks of the world recorded, as (coordinate on the mesh, what) pairs: by coordinate on
+    pp."""
+    first = {where.get(AXIS, 0): what for where, what in recorded if is_drawn(where)}
+    return [first[i] for i in sorted(first)]

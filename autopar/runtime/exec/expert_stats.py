@@ -1,0 +1,85 @@
+"""How many tokens chose each expert: counted as training steps dispatch them, summed over ranks when it is asked for.
+
+load = model.expert_load()      {"model.layers.1.mlp.experts": [E] int64, ...} since the model was made
+
+Counting asks nothing of other ranks and waits for no accelerator: the ends of experts' rows, which the dispatch makes
+anyway, are added up. What the backward makes again counts once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import GraphModule
+
+from autopar.ir.graph import is_call, module_path
+from autopar.ops.grouped_experts import DISPATCHED
+from autopar.runtime.comm.collectives import all_reduce, finish
+from autopar.runtime.mesh.process_groups import Groups
+
+_CUTS_TOKENS = ("dp", "rp", "cp", "ep")  # ranks of others dispatch the same tokens, if not to experts of their own
+
+
+class ExpertLoad:
+    """Of the steps of one module on this rank."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._axis = ""  # over which experts are cut
+        self._ends: dict[str, Tensor] = {}  # by layer: for each of this rank's experts, sum of where its rows end
+
+    def add(self, layers: Sequence[str], found: Sequence[Tensor], axis: str) -> None:
+        """What one forward of these layers dispatched, with experts cut over an axis, if any."""
+        self._axis = axis
+        for layer, ends in zip(layers, found, strict=True):
+            if layer not in self._ends:
+                self._ends[layer] = torch.zeros_like(ends, dtype=torch.int64)
+            self._ends[layer] += ends
+
+    def summed(self) -> dict[str, Tensor]:
+        """Of all ranks, whole: [E] int64 on the CPU, by layer in their order. Collective."""
+        here = [self._whole(ends.diff(prepend=ends.new_zeros(1))) for ends in self._ends.values()]
+        summed = self._over_ranks(torch.cat(here)).split([len(x) for x in here]) if here else ()
+        own = dict(zip(self._ends, summed, strict=True))
+        if self._groups.mesh.size("pp") == 1:
+            return own
+        stages: list[Any] = [None] * self._groups.mesh.size("pp")
+        dist.all_gather_object(stages, own, self._groups.group("pp"))
+        whole: dict[str, Tensor] = {}
+        for layer, count in (found for part in stages for found in part.items()):
+            whole[layer] = whole[layer] + count if layer in whole else count  # some schedules hold a part twice
+        return whole
+
+    def _over_ranks(self, counts: Tensor) -> Tensor:
+        for axis in dict.fromkeys((*_CUTS_TOKENS, self._axis or "ep")):
+            if self._groups.mesh.size(axis) > 1:
+                counts = finish(all_reduce(self._groups, "expert_load", axis, "sum")(counts))
+        return counts.cpu()
+
+    def _whole(self, own: Tensor) -> Tensor:
+        """Counts of this rank's experts among zeros for those of others."""
+        ranks = self._groups.mesh.size(self._axis)
+        whole = own.new_zeros(ranks, own.shape[0])
+        whole[self._groups.index(self._axis) if ranks > 1 else 0] = own
+        return whole.flatten()
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._ends.clear()
+
+
+def layers_of_experts(graph: GraphModule) -> list[str]:
+    """The modules that dispatch, in the order of a forward; a second time in one module: "name (2)"."""
+    met: Counter[str] = Counter()
+    found = []
+    for node in graph.graph.nodes:
+        if is_call(node, *DISPATCHED):
+            path = module_path(node) or node.name
+            met[path] += 1
+            found.append(path if met[path] == 1 else f"{path} ({met[path]})")
+    return found

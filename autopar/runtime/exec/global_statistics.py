@@ -1,0 +1,155 @@
+"""The instructions of what goes ahead of a step's first action: rounds of forwards without gradients.
+
+    for each round:    post every receive of it
+                       for each part here, for each micro-batch: wait, run, add to the totals, send
+                       add the totals of all stages
+
+All ranks of the pp axis go through all rounds, part by part: a stage begins as soon as the one before it has sent a
+micro-batch, and totals are known everywhere before the next round. Of a part that two chains run the first one's stage
+does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.ir.graph import outputs
+from autopar.runtime.comm.p2p import Channels
+from autopar.runtime.exec.instructions import Entry, Instruction, accumulate
+from autopar.runtime.exec.slots import Values
+from autopar.schedule.order import Action, Hop, Order
+from autopar.schedule.stream_checks import Link
+from autopar.steps.graphs import Pipeline, RoundAhead, StepGraph
+
+Run = Callable[[Entry, StepGraph, list[int], list[int]], None]
+
+
+def links_ahead(pipeline: Pipeline, order: Order) -> set[Link]:
+    """(sending, receiving) coordinates on pp."""
+    homes = _homes(order)
+    return {(homes[h.source], homes[h.target]) for one in pipeline.ahead for h in one.hops if _moves(h, homes)}
+
+
+def _homes(order: Order) -> list[int]:
+    """The rank of each part."""
+    return [order.rank_of[stage] for stage in order.chains[0]]
+
+
+def _moves(hop: Hop, homes: Sequence[int]) -> bool:
+    return homes[hop.source] != homes[hop.target]
+
+
+@dataclass
+class AheadProgram:
+    """Adds the instructions of one rank to an entry. ``run``: adds those of a graph. ``share``: sums values over all
+    stages, None where there are none."""
+
+    values: Values
+    channels: Channels
+    device: torch.device
+    run: Run
+    share: Callable[[list[Tensor]], list[Tensor]] | None
+    pending: list[tuple[Action, int, list[Hop]]] = field(default_factory=list)  # that nobody has waited for
+    made: set[str | None] = field(default_factory=set)  # names of values that go between graphs
+
+    def add(self, entry: Entry) -> None:
+        """All rounds."""
+        graphs = [g for one in self.values.pipeline.ahead for g in one.graphs if g is not None]
+        self.made = {name for g in graphs for name in g.outputs} - self.values.learned
+        for one in self.values.pipeline.ahead:
+            self._round(entry, one)
+
+    def _round(self, entry: Entry, one: RoundAhead) -> None:
+        order, me = self.values.order, self.values.rank
+        homes = _homes(order)
+        for action, hops in self._transfers(one, "RF"):
+            kinds = [(hop.shapes[0], hop.dtype) for hop in hops]
+            entry.does.append(self._post(action, kinds))
+            self.pending.append((action, action.micro_batch, hops))
+        sends = dict(self._transfers(one, "SF"))
+        for k, graph in enumerate(one.graphs):
+            for i in range(order.micro_batches) if homes[k] == me else ():
+                self._arrived(entry, k, i)
+                if graph is not None:
+                    self._run(entry, one, graph, i)
+                for action in [a for a in sends if a.stage == order.chains[0][k] and a.micro_batch == i]:
+                    entry.does.append(self._send(action, sends[action]))
+        if self.share is not None:
+            self._share(entry, one)
+
+    def _transfers(self, one: RoundAhead, kind: str) -> Iterator[tuple[Action, list[Hop]]]:
+        """What this rank sends (SF) or receives (RF), in the order in which both ends have it."""
+        order, me = self.values.order, self.values.rank
+        homes, stages = _homes(order), order.chains[0]
+        pairs = sorted({(h.source, h.target) for h in one.hops if _moves(h, homes)})
+        for source in dict.fromkeys(source for source, _ in pairs):
+            for i in range(order.micro_batches):
+                for target in (t for s, t in pairs if s == source):
+                    here, there = (source, target) if kind == "SF" else (target, source)
+                    if homes[here] == me:
+                        hops = [h for h in one.hops if (h.source, h.target) == (source, target)]
+                        yield Action(stages[here], kind, i, peer=stages[there]), hops
+
+    def _slot(self, name: str, micro_batch: int) -> int:
+        """Of a value that goes between graphs."""
+        return self.values.slot("ahead", micro_batch, name)
+
+    def _run(self, entry: Entry, one: RoundAhead, graph: StepGraph, i: int) -> None:
+        reads = [self._slot(n, i) if n in self.made else self.values.shared(n, i) for n in graph.inputs]
+        places = [self._slot(str(n), i) if n in self.made else self.values.slot("addend", n) for n in graph.outputs]
+        self.run(entry, graph, reads, places)
+        own = [n for n in graph.outputs if n in one.totals]
+        if not own:
+            return
+        sums, addends = ([self.values.slot(kind, n) for n in own] for kind in ("step", "addend"))
+        entry.does.append(Instruction(accumulate([False] * len(own)), [*sums, *addends], sums))
+
+    # --- between stages -----------------------------------------------------------------------------------
+
+    def _post(self, action: Action, kinds: list[tuple[tuple[int, ...], torch.dtype]]) -> Instruction:
+        peer, channels, device = self.values.order.rank_of[action.peer], self.channels, self.device
+
+        def post(_: list[Any]) -> list[Any]:
+            return [channels.post(action, peer, [torch.empty(s, dtype=d, device=device) for s, d in kinds])]
+
+        return Instruction(post, [], [self.values.slot("pending ahead", action)])
+
+    def _arrived(self, entry: Entry, part: int, i: int) -> None:
+        """Wait for what a part takes of a micro-batch, or keeps for later rounds."""
+        stage, channels = self.values.order.chains[0][part], self.channels
+        for action, _, hops in [x for x in self.pending if x[1] == i and x[0].stage == stage]:
+            reads = [self.values.slot("pending ahead", action)]
+            writes = [self._slot(hop.value, i) for hop in hops]
+            entry.does.append(Instruction(lambda pending: channels.wait(pending[0]), reads, writes))
+        self.pending = [x for x in self.pending if not (x[1] == i and x[0].stage == stage)]
+
+    def _send(self, action: Action, hops: list[Hop]) -> Instruction:
+        peer, channels = self.values.order.rank_of[action.peer], self.channels
+
+        def start(tensors: list[Any]) -> list[Any]:
+            channels.send(action, peer, tensors)
+            return []
+
+        return Instruction(start, [self._slot(hop.value, action.micro_batch) for hop in hops])
+
+    def _share(self, entry: Entry, one: RoundAhead) -> None:
+        """Totals of a round become those of all stages. Nothing of it is on its way any more: the names of transfers
+        are free for the next one."""
+        named = (pair for g in one.graphs if g is not None for pair in zip(g.outputs, outputs(g.graph), strict=True))
+        likes = {name: x.meta["val"] for name, x in named if name in one.totals}
+        kinds = [(tuple(likes[name].shape), likes[name].dtype) for name in one.totals]
+        channels, device, share = self.channels, self.device, self.share
+        assert share is not None
+
+        def summed(sums: list[Any]) -> list[Tensor]:
+            channels.flush()
+            zeros = (torch.zeros(s, dtype=d, device=device) for s, d in kinds)
+            return share([z if x is None else x for x, z in zip(sums, zeros, strict=True)])
+
+        slots = [self.values.slot("step", name) for name in one.totals]
+        entry.does.append(Instruction(summed, slots, slots))

@@ -1,0 +1,201 @@
+"""A step as a flat list of instructions over slots: values have numbers, so that running one costs next to nothing.
+
+    slots = [None] * size        Instruction(apply, reads, writes): slots[writes] = apply(slots[reads])
+
+The list is made once, when a pipeline is bound. `finish_sums` then finds out after which instruction nobody reads a
+slot any more: it is emptied before the instruction runs, so a graph that empties its list of inputs frees them in
+between.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.adapters.foreach import add_all
+from autopar.runtime.exec.lowering import Bound
+from autopar.schedule.order import Action
+
+Slots = list[Any]
+NOWHERE = -1  # a result that has no name
+
+
+@dataclass(slots=True)
+class Instruction:
+    """``apply`` takes the values of ``reads`` as one list and returns those of ``writes``.
+
+    dead: slots of ``reads`` that nobody reads later. stores: (index of the result, slot) of what somebody reads. Both
+    are set by `finish_sums`, and those of ``others``: what may run in its place.
+    """
+
+    apply: Callable[[list[Any]], Sequence[Any]]
+    reads: list[int]
+    writes: list[int] = field(default_factory=list)
+    dead: list[int] = field(default_factory=list)
+    stores: list[tuple[int, int]] = field(default_factory=list)
+    others: list[Instruction] = field(default_factory=list)
+
+    def run(self, slots: Slots) -> Sequence[Any]:
+        """What ``apply`` returned."""
+        found = self.apply(self._taken(slots))
+        self._store(found, slots)
+        return found
+
+    def steps(self, slots: Slots) -> Generator[None, None, None]:
+        """`run`, with pauses where the graph that it applies has some."""
+        if isinstance(self.apply, Bound) and self.apply.paused is not None:
+            found = yield from self.apply.steps(self._taken(slots))
+            self._store(found, slots)
+        else:
+            self.run(slots)
+
+    def _taken(self, slots: Slots) -> list[Any]:
+        inputs = [slots[i] for i in self.reads]
+        for i in self.dead:
+            slots[i] = None
+        return inputs
+
+    def _store(self, found: Sequence[Any], slots: Slots) -> None:
+        for k, i in self.stores:
+            slots[i] = found[k]
+
+
+def finish_sums(instructions: Sequence[Instruction], kept: Collection[int]) -> None:
+    """Set ``dead`` and ``stores``; slots in ``kept`` are read at the end."""
+    later = set(kept)
+    for instruction in reversed(instructions):
+        for one in (instruction, *instruction.others):
+            one.stores = [(k, i) for k, i in enumerate(one.writes) if i in later]
+            one.dead = [i for i in dict.fromkeys(one.reads) if i not in later]
+        later.update(instruction.reads)
+
+
+@dataclass
+class Entry:
+    """One action: what it waits for, then what it does. ``action`` is None for what comes ahead of all. runs: the bound
+    graphs among it."""
+
+    action: Action | None
+    waits: list[Instruction] = field(default_factory=list)
+    does: list[Instruction] = field(default_factory=list)
+    runs: list[Bound] = field(default_factory=list)
+
+    def run(self, slots: list[Any]) -> float:
+        """Returns when (`time.perf_counter`) it no longer waited."""
+        for instruction in self.waits:
+            instruction.run(slots)
+        start = time.perf_counter()
+        for instruction in self.does:
+            instruction.run(slots)
+        return start
+
+    @property
+    def pauses(self) -> bool:
+        """Whether a graph among what it does pauses."""
+        return any(bound.paused is not None for bound in self.runs)
+
+
+@dataclass
+class Program:
+    """What one rank runs in a step.
+
+    size: number of slots. loads: (slot, placeholder, micro-batch) to fill from outside. constants: slot -> value.
+    tangents: output -> slots for its gradient, one per backward; ones are among the constants. gradients: placeholder
+    of a stored parameter -> slot. losses: name -> slot. results: what else leaves F -> slot. saved: slot -> name of
+    what F and B keep.
+    """
+
+    size: int
+    entries: list[Entry]
+    loads: list[tuple[int, str, int]]
+    constants: dict[int, Any]
+    tangents: dict[str, list[int]]
+    gradients: dict[str, int]
+    losses: dict[str, int]
+    results: dict[str, int]
+    saved: dict[int, str]
+
+
+# --- what instructions do besides running graphs ------------------------------------------------------
+
+
+def total(values: list[Any]) -> list[Tensor]:
+    """The sum of all, in storage of its own."""
+    out = values[0] + values[1]
+    for value in values[2:]:
+        out += value
+    return [out]
+
+
+def accumulate(owned: Sequence[bool], dtypes: Sequence[torch.dtype | None] = ()) -> Callable[[list[Any]], list[Tensor]]:
+    """Takes sums (None: nothing yet) and as many addends; adds in place, so the first addend becomes the sum.
+
+    owned: whether an addend has storage of its own; else it is copied. dtypes: of the sums, where they are not those of
+    the addends.
+    """
+    count, dtypes = len(owned), dtypes or [None] * len(owned)
+
+    def add_up(values: list[Any]) -> list[Tensor]:
+        sums, addends = values[:count], values[count:]
+        if all(so_far is not None for so_far in sums):
+            add_all(sums, addends)  # one call: there are many small ones
+            return sums
+        out = []
+        values.clear()
+        addends.reverse()
+        for so_far, own, dtype in zip(sums, owned, dtypes, strict=True):
+            more = addends.pop()  # what becomes a sum of another dtype is freed
+            if so_far is not None:
+                out.append(so_far.add_(more))
+            elif dtype not in (None, more.dtype):
+                out.append(more.to(dtype))
+            else:
+                out.append(more if own else more.clone())
+        return out
+
+    return add_up
+
+
+def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[list[Any]], list[Tensor]]:
+    """Makes zeros."""
+    return lambda _: [torch.zeros(shape, dtype=dtype, device=device)]
+
+
+def rows(dim: int, start: int, length: int) -> Callable[[list[Any]], list[Tensor]]:
+    """A view of some rows of a buffer along ``dim``."""
+    return lambda values: [values[0].narrow(dim, start, length)]
+
+
+def cast_rows(dim: int, start: int, length: int, dtype: torch.dtype) -> Callable[[list[Any]], list[Tensor]]:
+    """Some rows as a contiguous tensor of another dtype, in storage of their own."""
+
+    def cut(values: list[Any]) -> list[Tensor]:
+        piece = values[0].narrow(dim, start, length)
+        return [torch.empty(piece.shape, dtype=dtype, device=piece.device).copy_(piece)]
+
+    return cut
+
+
+def write_rows(dim: int, start: int, length: int) -> Callable[[list[Any]], list[Tensor]]:
+    """Takes (buffer, piece): writes the piece into the buffer."""
+
+    def write(values: list[Any]) -> list[Tensor]:
+        values[0].narrow(dim, start, length).copy_(values[1])
+        return []
+
+    return write
+
+
+def add_rows(dim: int, start: int, length: int) -> Callable[[list[Any]], list[Tensor]]:
+    """Takes (buffer, piece): adds the piece to the buffer."""
+
+    def add(values: list[Any]) -> list[Tensor]:
+        values[0].narrow(dim, start, length).add_(values[1])
+        return []
+
+    return add

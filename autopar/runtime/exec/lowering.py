@@ -1,0 +1,306 @@
+"""Bind a step graph to a running mesh: axis names become process groups, the graph becomes a function.
+
+    x = autopar.all_reduce(h, "tp", "sum")        pending = start_all_reduce(h); h = None
+    y = mm(a, b)                            -->   y = mm(a, b)
+    z = add(x, y)                                 x = finish(pending); z = add(x, y)
+
+A collective starts where its node stands and is waited for right before its first user, so independent work in between
+overlaps with it; reduce-scatters of gradients, whose user is the end of the graph, earlier (`autopar.ir.waits`).
+Attention over cut sequences runs its exchanges within its node (`autopar.runtime.comm.context_parallel_comm`).
+The function takes ONE list of inputs and empties it: a saved activation dies after its last use.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.graph import CodeGen
+
+from autopar.adapters.graph_nodes import copied_node
+from autopar.adapters.operators import OpOverload, argument_defaults, name_of
+from autopar.ir.meta import TRACE, inherit
+from autopar.ir.waits import WaitPlaces, is_started, overwritten, pauses_at
+from autopar.ops.traits import COLLECTIVES, COPIES, LOCAL
+from autopar.runtime.comm import collectives as comm
+from autopar.runtime.comm.collectives import Ledger, Traffic, finish, traffic_of
+from autopar.runtime.comm.context_parallel_comm import OPERATORS, Comms
+from autopar.runtime.comm.functional_collectives import Collectives, finish_with, functional_call
+from autopar.runtime.exec.fast_dispatch import shorten
+from autopar.runtime.exec.module_profiling import is_watched, left_after, watched_code
+from autopar.runtime.exec.op_errors import operator_explained
+from autopar.runtime.exec.yield_points import Steps, drained, make_generator, pause_here, pauses_in
+from autopar.runtime.mesh.offload_buffers import HostCopies
+from autopar.runtime.mesh.process_groups import Groups
+
+ours = torch.ops.autopar
+
+_SIZED = tuple(x for x in COLLECTIVES if x is not ours.all_to_all_rows.default)  # whose traffic a graph says
+
+# name -> (how graphs are run, whether steps are recorded as CUDA graphs)
+BACKENDS = {
+    "eager": ("eager", False),
+    "inductor": ("inductor", False),
+    "cudagraphs": ("eager", True),
+    "inductor+cudagraphs": ("inductor", True),
+}
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A runnable step graph: ``bound([inputs]) -> tuple``, the list is emptied.
+
+    traffic: of the collectives in one run, but for rows of experts. comms: what attention over cut sequences exchanges
+    with; they count what has been sent in all runs so far, rows of experts included. made: fake values of what it
+    returns, if it is compiled code. paused: the same as code that pauses (`autopar.runtime.exec.yield_points`), if it
+        does.
+    lowered: the graph that runs operator by operator.
+    """
+
+    run: Callable[[list[Any]], tuple[Any, ...]]
+    traffic: Ledger
+    code: str = field(repr=False)
+    comms: Comms = field(repr=False)
+    lowered: GraphModule | None = field(default=None, repr=False)
+    made: list[Any] | None = field(default=None, repr=False)
+    paused: Callable[[list[Any]], Steps] | None = field(default=None, repr=False)
+
+    def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
+        """Raises ValueError that names the model's line for an operator that refuses its inputs."""
+        with self._explained():
+            if is_watched() and self.lowered is not None and self.paused is None:
+                return left_after(self._watched.forward, inputs)
+            return self.run(inputs)
+
+    @functools.cached_property
+    def _watched(self) -> GraphModule:
+        assert self.lowered is not None
+        return watched_code(self.lowered, _BoxedCode())
+
+    def steps(self, inputs: list[Any]) -> Steps:
+        """The same with pauses, of a graph that has some."""
+        assert self.paused is not None
+        with self._explained():
+            return (yield from self.paused(inputs))
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, IndexError) as error:
+            said = operator_explained(error, self.lowered.graph) if self.lowered is not None else None
+            if said is None:
+                raise
+            raise said from error
+
+
+def bind(gm: GraphModule, groups: Groups, backend: str = "eager", given: Sequence[Any] = (), pauses: str = "") -> Bound:
+    """Lower the raw collectives of a step graph onto the mesh. ``gm`` is left as it is. ``pauses``: the axis at whose
+    exchanges it may pause, run operator by operator.
+
+    backend "eager" runs the graph's operators one by one; "inductor" compiles it, for inputs that are like ``given``
+    (None: like the graph's own). Raises ValueError for a backend that is neither.
+    """
+    if backend not in ("eager", "inductor"):
+        raise ValueError(f"bind: expected a backend out of eager, inductor, found {backend!r}")
+    traffic, comms = traffic_of_graph(gm, groups), Comms(groups)
+    if backend == "inductor":
+        from autopar.adapters.inductor import Functional, compile_step  # a slow import that only this backend needs
+
+        explicit = _lower(comms.compilable(gm), _Traced(Functional(groups), groups.device))
+        run, made = compile_step(explicit, groups.device, given)
+        return Bound(run, traffic, gm.code, comms, made=made)
+    lowered = _lower(gm, _Eager(groups, comms), pauses)
+    if not pauses_in(lowered.graph):
+        return Bound(lowered.forward, traffic, lowered.code, comms, lowered)
+    return Bound(drained(lowered.forward), traffic, lowered.code, comms, lowered, paused=lowered.forward)
+
+
+def traffic_of_graph(gm: GraphModule, groups: Groups) -> Ledger:
+    """What one run of the graph sends, read from its nodes; rows of experts are counted when they are sent."""
+    ledger: dict[tuple[str, str], Traffic] = {}
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target in _SIZED:
+            arguments = named_arguments(node)
+            axis, kind, value = arguments["axis"], kind_of(node), arguments["x"].meta["val"]
+            sent = traffic_of(kind, tuple(value.shape), value.dtype, groups.size(axis))
+            ledger[axis, kind] = ledger.get((axis, kind), Traffic()) + Traffic(1, sent)
+    return ledger
+
+
+def axes_of(graphs: Iterable[GraphModule]) -> tuple[set[str], set[str]]:
+    """The axes over which step graphs communicate; those among them along which attention exchanges pieces."""
+    axes, along = set[str](), set[str]()
+    for node in (node for gm in graphs for node in gm.graph.nodes):
+        if node.target in COLLECTIVES:
+            axes.add(named_arguments(node)["axis"])
+        elif node.target in OPERATORS:
+            along.add(named_arguments(node)["axis"])
+    return axes | along, along
+
+
+def kind_of(node: Node) -> str:
+    """'all_reduce' of a raw collective's node."""
+    assert isinstance(node.target, OpOverload)
+    return name_of(node.target).removeprefix("autopar::")
+
+
+def named_arguments(node: Node) -> dict[str, Any]:
+    """Arguments of a raw collective by name."""
+    assert isinstance(node.target, OpOverload)
+    names = list(argument_defaults(node.target))
+    return {**dict(zip(names, node.args)), **node.kwargs}
+
+
+# --- starts and waits --------------------------------------------------------------------------------
+
+
+class _Calls(Protocol):
+    """What the nodes of a lowered graph call."""
+
+    def start(self, node: Node) -> Callable[..., Any]:
+        """Of a collective or copy: takes its tensors, returns what ``finish`` takes."""
+
+    def finish(self, node: Node) -> Callable[[Any], Any]:
+        """Waits for what was started."""
+
+    def local(self, node: Node) -> Callable[..., Any]:
+        """Of a rank's slice or padding: takes its tensor."""
+
+    def other(self, node: Node, new: Node) -> None:
+        """Set the target of a copied node."""
+
+
+def _lower(gm: GraphModule, calls: _Calls, pauses: str = "") -> GraphModule:
+    graph, waits = Graph(), WaitPlaces(gm)
+    new: dict[Node, Node] = {}
+
+    def call(node: Node, target: Callable[..., Any], args: tuple[Node, ...]) -> Node:
+        made = graph.call_function(target, args)
+        inherit(made, node, TRACE)
+        return made
+
+    def wait(collectives: list[Node]) -> None:
+        if pauses_at(collectives, pauses):
+            graph.call_function(pause_here)
+        for collective in collectives:
+            new[collective] = call(collective, calls.finish(collective), (new[collective],))
+
+    for node in gm.graph.nodes:
+        wait(waits.before(node))
+        if is_started(node):
+            given = [x for x in named_arguments(node).values() if isinstance(x, Node)]
+            new[node] = call(node, calls.start(node), tuple(new[x] for x in given))
+            wait(waits.started(node))
+        elif node.op == "call_function" and node.target in LOCAL:
+            new[node] = call(node, calls.local(node), (new[named_arguments(node)["x"]],))
+        elif node.op != "call_function" or node.target not in COLLECTIVES:
+            new[node] = copied_node(graph, node, new.__getitem__)
+            calls.other(node, new[node])
+            if node.op == "placeholder":
+                new[node].target = new[node].name  # else generated code renames arguments one by one, over each other
+    graph.set_codegen(_BoxedCode())
+    make_generator(graph)
+    graph.lint()
+    return GraphModule(gm, graph)
+
+
+class _BoxedCode(CodeGen):
+    """``def forward(self, inputs)``: takes a list, unpacks it and empties it."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        names = [name.partition(":")[0].partition("=")[0].strip() for name in free_vars]
+        unpack = f"    [{', '.join(names)}] = inputs\n" if names else ""
+        return f"def forward(self, inputs):\n{unpack}    inputs.clear()\n"
+
+    def process_inputs(self, inputs: list[Any]) -> list[Any]:
+        return inputs
+
+
+class _Traced:
+    """For a compiler: functional collectives, operators as they are."""
+
+    def __init__(self, collectives: Collectives, device: torch.device) -> None:
+        self._collectives, self._device = collectives, device
+        self._finish = finish_with(collectives)
+
+    def finish(self, node: Node) -> Callable[[Any], Any]:
+        return as_it_is if node.target in COPIES else self._finish
+
+    def start(self, node: Node) -> Callable[..., Any]:
+        if node.target is ours.from_host.default:
+            return lambda_named("from_host", lambda x: ours.from_host.default(x, self._device))
+        if node.target in COPIES:
+            return node.target
+        given = {k: v for k, v in named_arguments(node).items() if k != "x"}
+        return functional_call(self._collectives, node.target, given)
+
+    local = start
+
+    def other(self, node: Node, new: Node) -> None:
+        """Leaves it."""
+
+
+class _Eager:
+    """For a run operator by operator."""
+
+    def __init__(self, groups: Groups, comms: Comms) -> None:
+        self._groups, self._comms = groups, comms
+
+    def start(self, node: Node) -> Callable[..., Any]:
+        if node.target in COPIES:
+            copies = HostCopies.on(self._groups.device)
+            return copies.to_host if node.target is ours.to_host.default else copies.from_host
+        return _start_of(node, self._groups, self._comms)
+
+    def finish(self, node: Node) -> Callable[[Any], Any]:
+        return HostCopies.on(self._groups.device).finish if node.target in COPIES else finish
+
+    def local(self, node: Node) -> Callable[..., Any]:
+        return _local_of(node, self._groups)
+
+    def other(self, node: Node, new: Node) -> None:
+        if node.target in OPERATORS:
+            new.target = self._comms.function_of(node.target, node.args, node.name)
+        given = overwritten(node)
+        shorten(new, None if given is None else node.args.index(given))
+
+
+def _start_of(node: Node, groups: Groups, comms: Comms) -> Callable[..., Any]:
+    given = {k: v for k, v in named_arguments(node).items() if k not in ("x", "splits", "size")}
+    kind = kind_of(node)
+    if kind == "all_reduce":
+        return comm.all_reduce(groups, node.name, in_place=overwritten(node) is not None, **given)
+    make: dict[str, Callable[..., comm.Start]] = {
+        "all_gather": comm.all_gather,
+        "reduce_scatter": comm.reduce_scatter,
+        "all_to_all": comm.all_to_all,
+        "all_to_all_rows": functools.partial(comm.all_to_all_rows, count=comms.count),
+    }
+    return make[kind](groups, node.name, **given)
+
+
+def _local_of(node: Node, groups: Groups) -> Callable[..., Any]:
+    given = {k: v for k, v in named_arguments(node).items() if k not in ("x", "size")}
+    if kind_of(node) == "shard_pad":
+        return comm.shard_pad(groups, **given)
+    take = comm.shard_slice(groups, **given)
+    if any(user.op == "output" for user in node.users):
+        return lambda_named("own_slice", lambda x: take(x).clone())  # an output owns its storage
+    return take
+
+
+def as_it_is(x: Any) -> Any:
+    """The identity."""
+    return x
+
+
+def lambda_named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with a readable name in generated code."""
+    fn.__name__ = fn.__qualname__ = name
+    return fn

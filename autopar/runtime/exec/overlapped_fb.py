@@ -1,0 +1,98 @@
+"""A forward and a backward of two micro-batches that run as one: while one waits for tokens, the other computes.
+
+    0F3     x ........ start, pause             wait, products, start, pause                wait ...
+    1BW2                         y ... start, pause                         wait, products ...
+
+A cell of an order (`autopar.schedule.order.Action.paired`) whose graphs pause (`autopar.runtime.exec.yield_points`)
+runs both by turns, each up to its next pause. Turns follow from the graphs, so all ranks that exchange with each other
+take the same; what each graph computes, and in which order gradients are added up, is as if they ran one after the
+other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.runtime.exec.instructions import Entry, Instruction, Slots
+from autopar.schedule.order import COMPUTE
+
+Within = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass
+class PairedEntries:
+    """``ahead``: the first half, and what is sent of it. ``back``: the second. dead: slots that both read and nobody
+    later; they are emptied at the end."""
+
+    ahead: list[Entry]
+    back: Entry
+    dead: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        halves = [one for entry in self.ahead for one in entry.does], self.back.does
+        for mine, others in (halves, halves[::-1]):
+            read = {i for one in others for i in one.reads}
+            for one in mine:
+                self.dead += [i for i in one.dead if i in read]
+                one.dead = [i for i in one.dead if i not in read]
+
+    def run(self, slots: Slots, within: Within = nullcontext) -> float:
+        """Returns when it no longer waited for other stages. ``within``: entered whenever the first half goes on."""
+        for entry in (*self.ahead, self.back):
+            for instruction in entry.waits:
+                instruction.run(slots)
+        start = time.perf_counter()
+        first = _steps((one for entry in self.ahead for one in entry.does), slots)
+        second, going = _steps(self.back.does, slots), [True, True]
+        while any(going):
+            with within():
+                going[0] = going[0] and _goes_on(first)
+            going[1] = going[1] and _goes_on(second)
+        for i in self.dead:
+            slots[i] = None
+        return start
+
+
+def _steps(instructions: Iterable[Instruction], slots: Slots) -> Generator[None, None, None]:
+    for instruction in instructions:
+        yield from instruction.steps(slots)
+
+
+def _goes_on(steps: Generator[None, None, None]) -> bool:
+    """Up to the next pause; False at the end."""
+    return next(steps, False) is None
+
+
+def with_cells(entries: list[Entry]) -> list[Entry | PairedEntries]:
+    """The entries of a rank, of which those of a cell that can run by turns are one."""
+    out: list[Entry | PairedEntries] = []
+    left = list(reversed(entries))
+    while left:
+        entry = left.pop()
+        if entry.action is None or not entry.action.paired:
+            out.append(entry)
+            continue
+        ahead = [entry]
+        while left[-1].action is None or left[-1].action.kind not in COMPUTE:
+            ahead.append(left.pop())
+        back = left.pop()
+        out += [PairedEntries(ahead, back)] if _can_take_turns(ahead, back) else [*ahead, back]
+    return out
+
+
+def _can_take_turns(ahead: list[Entry], back: Entry) -> bool:
+    """One of them pauses, and neither takes what the other makes."""
+    does = [one for entry in ahead for one in entry.does]
+    if not any(entry.pauses for entry in (*ahead, back)) or any(one.others for one in (*does, *back.does)):
+        return False
+    made = [{i for one in half for i in one.writes if i >= 0} for half in (does, back.does)]
+    read = [{i for one in half for i in one.reads} for half in ([*does, *_waits(ahead)], [*back.does, *back.waits])]
+    return not (made[0] & (read[1] | made[1]) or made[1] & read[0])
+
+
+def _waits(entries: list[Entry]) -> list[Instruction]:
+    return [one for entry in entries for one in entry.waits]

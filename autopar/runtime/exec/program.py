@@ -1,0 +1,370 @@
+"""From the lowered order of a step to the instructions of one rank.
+
+    1RF0<0    post a receive into new buffers
+    1F0       wait for it; run F's graph on slots; add its losses up
+    1SF0>2    send slots
+    1BW0      wait for gradients; sum what came from several users; run; add gradients of parameters up
+    1BWR1     the same, but the graph takes the sums and makes the reduced gradients
+
+All names are resolved here, once. Every kind of action has one method: see `handlers`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from autopar.ir.graph import outputs, placeholders
+from autopar.precision import PRECISIONS, Precision
+from autopar.runtime.comm.p2p import Channels
+from autopar.runtime.exec.global_statistics import AheadProgram
+from autopar.runtime.exec.instructions import (
+    NOWHERE,
+    Entry,
+    Instruction,
+    Program,
+    accumulate,
+    add_rows,
+    cast_rows,
+    filled,
+    finish_sums,
+    rows,
+    total,
+    write_rows,
+)
+from autopar.runtime.exec.lowering import Bound
+from autopar.runtime.exec.slots import Unit, Values, unit_of
+from autopar.runtime.exec.step_inputs import Feed
+from autopar.runtime.exec.unsharded_cache import gathering
+from autopar.schedule.order import Action, Hop, Order
+from autopar.schedule.order_checks import acknowledged
+from autopar.steps.graphs import Cache, Pipeline, Prologue, StepGraph
+from autopar.steps.of_rank import backwards, graph_of, sum_dtypes
+from autopar.steps.value_names import grad, is_a, of
+
+Bind = Callable[[StepGraph], Bound]
+
+
+def make_program(
+    pipeline: Pipeline,
+    order: Order,
+    rank: int,
+    bind: Bind,
+    feed: Feed,
+    channels: Channels,
+    device: torch.device,
+    prologue: Prologue | None = None,
+    results: Collection[str] = (),
+    precision: Precision = PRECISIONS["none"],
+    share: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None,
+) -> Program:
+    """``order``: lowered, without empty transfers. ``rank``: coordinate on the pp axis. ``bind``: makes a graph
+    runnable. ``results``: outputs of F to keep, of the last micro-batch. ``precision``: says what gradients of
+    micro-batches are added up in. ``share``: sums values over stages, where there are some."""
+    values = Values(pipeline, order, rank, feed, prologue)
+    return _Builder(values, bind, channels, device, results, precision, share).program()
+
+
+class _Builder:
+    def __init__(
+        self,
+        values: Values,
+        bind: Bind,
+        channels: Channels,
+        device: torch.device,
+        results: Collection[str],
+        precision: Precision,
+        share: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None,
+    ) -> None:
+        self.ahead = AheadProgram(values, channels, device, self.run, share)
+        self.values, self.channels, self.device, self.precision = values, channels, device, precision
+        self.slot, self.part, self.routes, self.order = values.slot, values.part, values.routes, values.order
+        self._bind = bind
+        self.bound: dict[int, Bound] = {}
+        self.tangents: dict[str, list[int]] = {}
+        self.losses: dict[str, int] = {}
+        self.wanted = results
+        self.results: dict[str, int] = {}
+        self.stored: dict[str, int] = {}
+        self.gathers: set[int] = set()  # stages whose next F gathers
+        self.started: set[Hashable] = set()  # micro-batches and buffers
+        self.acknowledged = acknowledged(self.order, values.rank)
+        self.receives: dict[tuple[Hashable, ...], list[Action]] = {}
+        for action in self.order.ranks[values.rank]:
+            if action.kind in ("RF", "RB"):
+                self.receives.setdefault((action.kind, *unit_of(action)), []).append(action)
+        self.handlers: dict[str, Callable[[Action, Entry], None]] = {
+            "F": self.forward, "B": self.backward, "BW": self.backward, "W": self.weights, "BWR": self.backward,
+            "SF": self.send, "SB": self.send, "RF": self.receive, "RB": self.receive,
+            "G": self.gather, "R": self.reduce,
+        }  # fmt: skip
+
+    def program(self) -> Program:
+        values = self.values
+        entries = [Entry(None)]
+        self._before_all(entries[0])
+        for action in self.order.ranks[values.rank]:
+            entries.append(Entry(action))
+            self.handlers[action.kind](action, entries[-1])
+        for stage in values.stages():
+            self._store(stage, entries[-1])
+        kept = {*self.stored.values(), *self.losses.values(), *self.results.values()}
+        finish_sums([i for entry in entries for i in (*entry.waits, *entry.does)], kept)
+        saved = {
+            i: key[-1] for key, i in values.slots.items() if isinstance(key, tuple) and is_a(key[-1], "saved", "stash")
+        }
+        return Program(
+            len(values.slots), entries, values.loads, values.constants, self.tangents, self.stored, self.losses,
+            self.results, saved,
+        )  # fmt: skip
+
+    # --- graphs -------------------------------------------------------------------------------------------
+
+    def bind(self, graph: StepGraph) -> Bound:
+        """Once."""
+        bound = self.bound.get(id(graph))
+        if bound is None:
+            bound = self.bound[id(graph)] = self._bind(graph)
+        return bound
+
+    def run(self, entry: Entry, graph: StepGraph, reads: list[int], writes: list[int]) -> None:
+        entry.runs.append(self.bind(graph))
+        entry.does.append(Instruction(entry.runs[-1], reads, writes))
+
+    def run_unit(self, entry: Entry, graph: StepGraph, unit: Unit) -> None:
+        self.run(entry, graph, *self._unit_slots(graph, unit))
+
+    def _unit_slots(self, graph: StepGraph, unit: Unit) -> tuple[list[int], list[int]]:
+        """(reads, writes) of a graph of a unit."""
+        reads = [self.values.value(unit, name) for name in graph.inputs]
+        used = self.part(unit[0]).gathered
+        places = [("used", unit[0], name) if name in used else ("unit", *unit, name) for name in graph.outputs]
+        return reads, [NOWHERE if place[-1] is None else self.slot(*place) for place in places]
+
+    def _add(
+        self,
+        entry: Entry,
+        addends: list[int],
+        sums: list[int],
+        owned: list[bool] | None = None,
+        dtypes: Sequence[torch.dtype | None] = (),
+    ) -> None:
+        entry.does.append(Instruction(accumulate(owned or [False] * len(sums), dtypes), [*sums, *addends], sums))
+
+    def _before_all(self, entry: Entry) -> None:
+        """Totals over all micro-batches, and what is the same for all of them."""
+        shared, totals, once = self.values.shared, self.values.totals, self.values.once
+        if totals is not None:
+            sums = [self.slot("step", name) for name in totals.outputs]
+            addends = [self.slot("addend", name) for name in totals.outputs]
+            for i in range(self.order.micro_batches):
+                self.run(entry, totals, [shared(name, i) for name in totals.inputs], addends)
+                self._add(entry, addends, sums)
+        self.ahead.add(entry)
+        if once is not None:
+            reads = [shared(name, 0) for name in once.inputs]
+            self.run(entry, once, reads, [self.slot("step", name) for name in once.outputs])
+
+    def _start_micro_batch(self, entry: Entry, i: int) -> None:
+        each, key = self.values.each, ("micro-batch", i)
+        if each is not None and key not in self.started:
+            self.started.add(key)
+            reads = [self.values.shared(name, i) for name in each.inputs]
+            self.run(entry, each, reads, [self.slot("micro-batch", i, name) for name in each.outputs])
+
+    # --- F ------------------------------------------------------------------------------------------------
+
+    def forward(self, action: Action, entry: Entry) -> None:
+        unit, part = unit_of(action), self.part(action.stage)
+        self._wait(entry, "RF", unit)
+        self._start_micro_batch(entry, action.micro_batch)
+        for cache in part.caches:
+            buffer, start = self._buffer(entry, unit, cache), self.values.slice(action.slice)[0]
+            past = self.values.value(unit, cache.past)
+            entry.does.append(Instruction(rows(cache.dim, 0, start), [buffer], [past]))
+        if action.stage in self.gathers and part.gather_forward is not None:
+            self.gathers.remove(action.stage)
+            both, alone = (self._unit_slots(graph, unit) for graph in (part.gather_forward, part.forward))
+            entry.runs.append(self.bind(part.gather_forward))
+            later = functools.partial(self.bind, part.forward)
+            entry.does.append(gathering(entry.runs[-1], both, alone, part.gather_forward.outputs, part.gathered, later))
+        else:
+            self.run_unit(entry, part.forward, unit)
+        for cache in part.caches:
+            write = write_rows(cache.dim, *self.values.slice(action.slice))
+            buffer, own = self._buffer(entry, unit, cache), self.slot("unit", *unit, cache.own)
+            entry.does.append(Instruction(write, [buffer, own]))
+        for name in part.losses:
+            loss = self.losses.setdefault(name, self.slot("loss", name))
+            self._add(entry, [self.slot("unit", *unit, name)], [loss])
+        if action.micro_batch == self.order.micro_batches - 1 and action.slice == self.order.slices - 1:
+            made = [name for name in part.forward.outputs if name in self.wanted]
+            self.results |= {name: self.slot("unit", *unit, name) for name in made if name is not None}
+
+    def _buffer(self, entry: Entry, unit: Unit, cache: Cache, gradient: bool = False) -> int:
+        """Slot of a cache for the whole sequence, or of its gradient in float32 or wider; zeros at the first use."""
+        buffer = self.slot("cache gradient" if gradient else "cache", unit[0], unit[1], cache.own)
+        if buffer not in self.started:
+            self.started.add(buffer)
+            like = self._past(unit, cache)
+            whole = sum(self.values.pipeline.slices)
+            shape = [whole if d == cache.dim % like.dim() else int(size) for d, size in enumerate(like.shape)]
+            dtype = torch.promote_types(like.dtype, torch.float32) if gradient else like.dtype
+            entry.does.append(Instruction(filled(shape, dtype, self.device), [], [buffer]))
+        return buffer
+
+    def _past(self, unit: Unit, cache: Cache) -> torch.Tensor:
+        """The (fake) value of F's input: its dtype, and its shape apart from the rows."""
+        forward = self.part(unit[0]).forward
+        past: torch.Tensor = placeholders(forward.graph)[forward.inputs.index(cache.past)].meta["val"]
+        return past
+
+    # --- B, BW, W -----------------------------------------------------------------------------------------
+
+    def backward(self, action: Action, entry: Entry) -> None:
+        unit, part, index = unit_of(action), self.part(action.stage), self.order.part_of(action.stage)
+        self._wait(entry, "RB", unit)
+        graph, weights = graph_of(part, action.kind), part.backward_weight if action.kind == "B" else None
+        assert graph or weights or not backwards(part), f"part {index} has no graph for {action}"
+        takes = [name for g in (graph, weights) if g is not None for name in g.inputs]
+        for name in dict.fromkeys(takes):
+            if is_a(name, "grad") and name not in self.values.made[index]:
+                self._make_tangent(entry, unit, of(name))
+        if graph is not None and action.kind == "BWR":
+            reads = [self.values.value(unit, name) for name in graph.inputs]
+            self.run(entry, graph, reads, self._reduced(unit[0], graph))
+        elif graph is not None:
+            self.run_unit(entry, graph, unit)
+            self._add_gradients(entry, unit, graph)
+        for value in (h.value for h in self.routes.hops if h.target == index):
+            sources = self.values.upstream_sources(unit, value)
+            if len(sources) > 1:
+                entry.does.append(Instruction(total, sources, [self.values.upstream(unit, value)]))
+
+    def weights(self, action: Action, entry: Entry) -> None:
+        graph = self.part(action.stage).backward_weight
+        if graph is not None:
+            self.run_unit(entry, graph, unit_of(action))
+            self._add_gradients(entry, unit_of(action), graph)
+
+    def _make_tangent(self, entry: Entry, unit: Unit, value: str) -> None:
+        """The gradient of a value that was sent, or kept for later slices."""
+        tangent, sources = self.values.tangent(unit, value), self.values.arrivals(unit, value)
+        cache = next((c for c in self.part(unit[0]).caches if c.own == value), None)
+        if cache is not None:
+            assert not sources, f"{value} is kept for later slices and cannot be sent as well"
+            cut = cast_rows(cache.dim, *self.values.slice(unit[2]), self._past(unit, cache).dtype)
+            entry.does.append(Instruction(cut, [self._buffer(entry, unit, cache, gradient=True)], [tangent]))
+        elif len(sources) > 1:
+            entry.does.append(Instruction(total, sources, [tangent]))
+        elif is_a(value, "output"):
+            self.tangents.setdefault(value, []).append(tangent)
+            like = self._like(unit, value)
+            if like.dim():
+                self.values.constants[tangent] = torch.ones(tuple(like.shape), dtype=like.dtype, device=self.device)
+            else:
+                self.values.loads.append((tangent, Feed.scale(like.dtype), 0))
+        elif not sources:
+            hop = next(h for h in self.routes.hops if h.value == value)
+            entry.does.append(Instruction(filled(_shape(hop, unit), hop.dtype, self.device), [], [tangent]))
+
+    def _like(self, unit: Unit, value: str) -> torch.Tensor:
+        """The (fake) value of an output."""
+        forward = self.part(unit[0]).forward
+        made: torch.Tensor = outputs(forward.graph)[forward.outputs.index(value)].meta["val"]
+        return made
+
+    def _add_gradients(self, entry: Entry, unit: Unit, graph: StepGraph) -> None:
+        """Gradients of parameters and of earlier slices add up."""
+        for cache in self.part(unit[0]).caches:
+            name, start = grad(cache.past), self.values.slice(unit[2])[0]
+            if name in graph.outputs and start:
+                reads = [self._buffer(entry, unit, cache, gradient=True), self.slot("unit", *unit, name)]
+                entry.does.append(Instruction(add_rows(cache.dim, 0, start), reads))
+        names = [n for n in self.routes.parameter_gradients(self.order.part_of(unit[0])) if n in graph.outputs]
+        if names:
+            alone = {graph.outputs[i] for i in graph.graph.meta.get("owned", ())}
+            owned = [n in alone for n in names]
+            sums = [self.slot("sum", unit[0], n) for n in names]
+            dtypes = sum_dtypes(self.part(unit[0]), self.precision)
+            self._add(entry, [self.slot("unit", *unit, n) for n in names], sums, owned, [dtypes.get(n) for n in names])
+
+    # --- transfers ----------------------------------------------------------------------------------------
+
+    def _moved(self, action: Action) -> list[tuple[Hop, int]]:
+        """(hop, slot at this end) of what a transfer moves."""
+        unit, here, there = unit_of(action), self.order.part_of(action.stage), self.order.part_of(action.peer)
+        between, values = self.routes.between, self.values
+        if action.kind == "SF":
+            return [(h, values.value(unit, h.value)) for h in between(here, there)]
+        if action.kind == "RF":
+            return [(h, self.slot("in", *unit, h.value)) for h in between(there, here)]
+        if action.kind == "SB":
+            return [(h, values.upstream(unit, h.value)) for h in between(there, here, gradient=True)]
+        return [(h, self.slot("back", *unit, h.value, h.target)) for h in between(here, there, gradient=True)]
+
+    def send(self, action: Action, entry: Entry) -> None:
+        peer, channels = self.order.rank_of[action.peer], self.channels
+
+        def start(tensors: list[Any]) -> list[Any]:
+            channels.send(action, peer, tensors)
+            return []
+
+        entry.does.append(Instruction(start, [slot for _, slot in self._moved(action)]))
+
+    def receive(self, action: Action, entry: Entry) -> None:
+        """Only posts it: what uses the values waits."""
+        peer, channels, device = self.order.rank_of[action.peer], self.channels, self.device
+        kinds = [(_shape(hop, unit_of(action)), hop.dtype) for hop, _ in self._moved(action)]
+
+        def post(_: list[Any]) -> list[Any]:
+            return [channels.post(action, peer, [torch.empty(s, dtype=d, device=device) for s, d in kinds])]
+
+        entry.does.append(Instruction(post, [], [self.slot("pending", action)]))
+
+    def _wait(self, entry: Entry, kind: str, unit: Unit) -> None:
+        channels = self.channels
+        for action in self.receives.get((kind, *unit), []):
+
+            def wait(pending: list[Any], arrived: list[Action] = self.acknowledged.get(action, [])) -> list[Any]:  # noqa: B008
+                found = channels.wait(pending[0])
+                channels.arrived(arrived)
+                return found
+
+            entry.waits.append(Instruction(wait, [self.slot("pending", action)], [s for _, s in self._moved(action)]))
+
+    # --- parameters ---------------------------------------------------------------------------------------
+
+    def gather(self, action: Action, entry: Entry) -> None:
+        graph = self.part(action.stage).gather
+        if self.part(action.stage).gather_forward is not None:
+            self.gathers.add(action.stage)  # within the F that follows
+        elif graph is not None:
+            reads = [self.values.shared(name, 0) for name in graph.inputs]
+            self.run(entry, graph, reads, [self.slot("used", action.stage, name) for name in graph.outputs])
+
+    def reduce(self, action: Action, entry: Entry) -> None:
+        graph = self.part(action.stage).reduce
+        if graph is not None:
+            reads = [self.slot("sum", action.stage, name) for name in graph.inputs]
+            self.run(entry, graph, reads, self._reduced(action.stage, graph))
+
+    def _reduced(self, stage: int, graph: StepGraph) -> list[int]:
+        """Slots of the gradients of stored parameters."""
+        return [NOWHERE if name is None else self.slot("reduced", stage, name) for name in graph.outputs]
+
+    def _store(self, stage: int, entry: Entry) -> None:
+        """Gradients of stored parameters, summed over the stages of this rank."""
+        for name, kind, gradient in self.routes.stored_gradients(self.order.part_of(stage)):
+            slot = self.slot(kind, stage, gradient)
+            if name in self.stored:
+                self._add(entry, [slot], [self.stored[name]])
+            else:
+                self.stored[name] = slot
+
+
+def _shape(hop: Hop, unit: Unit) -> tuple[int, ...]:
+    return hop.shapes[unit[2] if len(hop.shapes) > 1 else 0]

@@ -1,0 +1,125 @@
+"""Gathered weights that outlive a step, while nobody changes the weights: `ParallelModule.unchanged`.
+
+    with model.unchanged():
+        model.train_step(**first)       gathers once per step, as always; what was gathered is kept
+        model.train_step(**second)      computes with that
+
+The first F of a step is an instruction with two forms: with the gathers within, and without. Nothing tells every change
+of a weight: writes through ``.data``, and those of kernels that torch knows nothing of, leave no trace in a tensor's
+version. So a step skips nothing by itself; what can be seen is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from autopar.adapters.autograd import version_of
+from autopar.runtime.comm.collectives import Ledger, add_ledgers, ledger_between
+from autopar.runtime.comm.context_parallel_comm import Comms
+from autopar.runtime.exec.instructions import Instruction, Slots
+from autopar.runtime.exec.lowering import Bound
+
+
+@dataclass(slots=True)
+class Gathering(Instruction):
+    """An F that gathers. ``others``: F alone, whose graph ``bind`` makes runnable. used: (index of the result, slot) of
+    what is gathered. held: None where every step gathers; empty before the first one that keeps it; else by slot."""
+
+    used: list[tuple[int, int]] = field(default_factory=list)
+    bind: Callable[[], Bound] | None = None
+    held: dict[int, Any] | None = None
+    skipped: bool = False
+
+    def run(self, slots: Slots) -> Sequence[Any]:
+        self.skipped = bool(self.held)
+        if self.held:
+            for i, x in self.held.items():
+                slots[i] = x
+            return self.plain.run(slots)
+        found = Instruction.run(self, slots)
+        if self.held is not None:
+            self.held = {i: found[k] for k, i in self.used}
+        return found
+
+    @property
+    def plain(self) -> Instruction:
+        """F alone."""
+        (plain,) = self.others
+        if self.bind is not None:
+            plain.apply, self.bind = self.bind(), None
+        return plain
+
+    def saved(self) -> Ledger:
+        """What the last run did not send, as a ledger to add; empty if it gathered."""
+        if not self.skipped:
+            return {}
+        with_gathers, alone = self.apply, self.plain.apply
+        assert isinstance(with_gathers, Bound) and isinstance(alone, Bound)
+        return ledger_between(with_gathers.traffic, alone.traffic)
+
+
+Places = tuple[list[int], list[int]]  # reads and writes
+
+
+def gathering(
+    both: Bound,
+    places: Places,
+    alone: Places,
+    made: Sequence[str | None],
+    gathered: Collection[str],
+    bind: Callable[[], Bound],
+) -> Gathering:
+    """``both``: F with gathers, which makes the values named in ``made``; F ``alone`` is bound when it is needed."""
+    used = [(k, places[1][k]) for k, name in enumerate(made) if name in gathered]
+    return Gathering(both, *places, others=[Instruction(_unbound, *alone)], used=used, bind=bind)
+
+
+def _unbound(_: list[Any]) -> list[Any]:
+    raise AssertionError("F alone is bound before it runs")
+
+
+class HeldWeights:
+    """What the gathering instructions of a step keep."""
+
+    def __init__(self, instructions: Iterable[Instruction]) -> None:
+        self._gatherings = [one for one in instructions if isinstance(one, Gathering)]
+        self._seen: dict[str, tuple[int, ...]] = {}
+        self.on = False
+
+    def keep(self, on: bool) -> None:
+        """From now on steps keep what they gather, or let go of it."""
+        if on != self.on:
+            self.on, self._seen = on, {}
+            for gathering in self._gatherings:
+                gathering.held = {} if on else None
+
+    def check(self, parameters: Mapping[str, Tensor], pieces: Mapping[str, Tensor]) -> None:
+        """Raises RuntimeError for a weight that has seen a write, or is another one, since it was gathered. ``pieces``:
+        of the same names, the tensors within the parameters: each has a version of its own."""
+        if not self.on or not self._gatherings:
+            return
+        for name, piece in pieces.items():
+            facts = piece.data_ptr(), _version(piece), _version(parameters[name])
+            if self._seen.setdefault(name, facts) != facts:
+                raise RuntimeError(
+                    f"unchanged: parameter {name} was written to, or replaced, within `with model.unchanged()`, whose "
+                    "steps compute with what the first one gathered; leave it before weights change (optimizer.step)"
+                )
+
+    @property
+    def comms(self) -> set[Comms]:
+        """Of the graphs that ran without gathers."""
+        alone = (one.apply for gathering in self._gatherings for one in gathering.others)
+        return {bound.comms for bound in alone if isinstance(bound, Bound)}
+
+    def saved(self) -> Ledger:
+        """What the last step did not send, as a ledger to add."""
+        return add_ledgers(*(gathering.saved() for gathering in self._gatherings))
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else version_of(x)

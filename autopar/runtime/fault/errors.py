@@ -1,0 +1,194 @@
+"""Errors on their way: what this process tells of its own, and how those of backends come to name ranks.
+
+    with reporting("saving"):       an error that leaves the block is told to the others; a backend's one names ranks
+    with explained(what, ranks):    a RuntimeError of a collective becomes a CollectiveError that says who failed
+    within(limit, call, ...)        a call of torch that waits for others, for so long
+
+What ranks know of each other is on their boards (`autopar.runtime.fault.error_propagation`): one of each process, made
+here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import inf
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from autopar.adapters.distributed import default_store
+from autopar.runtime.fault.error_propagation import CollectiveError as CollectiveError
+from autopar.runtime.fault.error_propagation import FailureBoard
+from autopar.runtime.fault.heartbeat import BEAT
+from autopar.runtime.fault.store_client import Answer, StoreError
+
+T = TypeVar("T")
+
+# --- the board of this process --------------------------------------------------------------------------
+
+_boards: dict[int, FailureBoard] = {}
+_made = itertools.count()  # a store may outlive a default group, and serve the next
+
+
+def board() -> FailureBoard:
+    """The board of the default process group, made at the first call. Not collective."""
+    store = default_store()
+    if id(store) not in _boards:
+        _boards[id(store)] = _new_board(store, dist.get_rank(), dist.get_world_size())
+    return _boards[id(store)]
+
+
+def _new_board(store: dist.Store, rank: int, world: int, timeout: float = inf) -> FailureBoard:
+    close()
+    try:
+        made = FailureBoard(store, rank, world, f"autopar/failures/{next(_made)}", timeout)
+    except StoreError as error:
+        raise CollectiveError(f"comm: joining the others failed on rank {rank}: {error}") from error
+    _install_hook()
+    return made
+
+
+def starting(store: dist.Store, rank: int, world: int, limit: float, call: Callable[[], None]) -> None:
+    """A call that makes the default process group over ``store``: ranks see each other live from before it.
+
+    Raises CollectiveError that names the ranks which do not join within ``limit`` seconds.
+    """
+    mine = _new_board(store, rank, world, limit)
+    try:
+        _wait_for(mine, limit, call, "starting the ranks", range(world))
+    except BaseException as error:
+        mine.report(error)
+        mine.close()
+        raise
+    _boards[id(default_store())] = mine
+
+
+def clear() -> None:
+    """Take back what this process told, if anything."""
+    for mine in _boards.values():
+        mine.clear()
+
+
+def first_to_say(key: str, text: str) -> str | None:
+    """`FailureBoard.first_to_say`, on the board that there is or was: the default group may be gone."""
+    return next((mine.first_to_say(key, text) for mine in _boards.values()), None)
+
+
+def close() -> None:
+    """This rank has finished: at exit, or before the process group is destroyed."""
+    for old in _boards.values():
+        old.close()
+    _boards.clear()
+
+
+def _forget() -> None:
+    """In a process that has been forked: the boards are its parent's, whose threads have not come along."""
+    _of_parents.extend(_boards.values())  # not destroyed: that might wait for a thread
+    _boards.clear()
+
+
+_of_parents: list[FailureBoard] = []
+os.register_at_fork(after_in_child=_forget)
+
+
+# --- errors on their way --------------------------------------------------------------------------------
+
+
+@contextmanager
+def reporting(action: str = "a collective") -> Iterator[None]:
+    """Errors that leave this block name ranks, here and elsewhere.
+
+    An error of this rank is published, so that the others' errors can name this rank and its error. An error of a
+    backend ("Connection closed by peer") becomes a CollectiveError that names ``action`` and the ranks which failed:
+
+        with autopar.reporting("saving the optimizer"):
+            torch.distributed.checkpoint.save(...)
+    """
+    mine = board()
+    mine.clear()
+    mine.thread = threading.get_ident()
+    try:
+        with mine.at(mine.doing or action):
+            yield
+        mine.succeeded()
+    except BaseException as error:
+        found = mine.translated(error, action)
+        mine.report(found)
+        if found is error:
+            raise
+        raise found from error
+
+
+@contextmanager
+def explained(what: str, ranks: Sequence[int]) -> Iterator[None]:
+    """RuntimeErrors in this block, which does nothing but communicate with ``ranks``, become CollectiveErrors."""
+    try:
+        yield
+    except CollectiveError:
+        raise
+    except RuntimeError as error:
+        raise board().failed(what, ranks, error) from error
+
+
+def within(limit: float, call: Callable[[], T], what: str, ranks: Sequence[int]) -> T:
+    """A call that blocks until ``ranks`` join, for at most ``limit`` seconds: torch's own limits do not count while the
+    store is silent. Raises CollectiveError as soon as it is known that one of them will not."""
+    return _wait_for(board(), limit, call, what, ranks)
+
+
+def _wait_for(mine: FailureBoard, limit: float, call: Callable[[], T], what: str, ranks: Sequence[int]) -> T:
+    answer, start, next_look = Answer(), time.monotonic(), mine.beat
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run() -> T:
+        if device is not None:
+            torch.cuda.set_device(device)  # each thread has its own
+        return call()
+
+    threading.Thread(target=answer.run, args=(run,), name="autopar-join", daemon=True).start()
+    with mine.at(""):
+        while not answer.wait(0.25):
+            waited = time.monotonic() - start
+            if waited > limit + BEAT or (waited > next_look and mine.trouble(ranks)):
+                raise mine.failed(what, ranks)
+            next_look += mine.beat if waited > next_look else 0.0
+    if answer.error is not None:
+        raise mine.translated(answer.error, what)
+    found: T = answer.value
+    return found
+
+
+_previous_hook = sys.excepthook
+
+
+def _install_hook() -> None:
+    if sys.excepthook is not _report_uncaught:
+        global _previous_hook
+        _previous_hook = sys.excepthook
+        sys.excepthook = _report_uncaught
+        atexit.register(close)
+
+
+def named(error: BaseException) -> BaseException:
+    """An error that ends this rank: published if it is its own, else with the ranks that caused it."""
+    for mine in _boards.values():
+        found = mine.translated(error, "a collective")
+        mine.report(found)
+        if found is not error:
+            found.__cause__ = error
+            return found
+    return error
+
+
+def _report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    found = named(error)
+    _previous_hook(type(found), found, trace)

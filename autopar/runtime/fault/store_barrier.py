@@ -1,0 +1,347 @@
+"""How ranks meet in the store, what they show each other there, in rounds, and how it differs."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from math import inf
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from autopar.adapters.distributed import hosted_by_launcher, store_host
+from autopar.runtime.fault.error_log import look
+from autopar.runtime.fault.error_propagation import EACH, FailureBoard
+from autopar.runtime.fault.errors import CollectiveError, board
+from autopar.runtime.fault.heartbeat import BEAT, said_by_launcher
+from autopar.runtime.fault.store_client import Answer, Line, StoreError
+
+T = TypeVar("T")
+PATIENCE = 10  # times the timeout, that an agreement waits for ranks which beat and are at work in a call of autopar
+BETWEEN = 5 * BEAT  # seconds that they may be between two calls
+LATE = 0.02  # seconds after which a rank says that it waits
+MOST_SHOWN = 200  # characters of what ranks differ in
+
+
+def world_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
+    """The store of torchrun's environment, once all ranks have come. torch's own rendezvous says how many did not come;
+    this one says which. Raises CollectiveError."""
+    what, start, limit = f"comm: starting the ranks failed on rank {rank}: ", time.monotonic(), timeout.total_seconds()
+    store = _connected(rank, world, timeout, what)
+    line = Line(store, limit)
+    try:
+        line.ask(lambda s: _come(s, rank, world))
+        while why := line.ask(
+            functools.partial(_absent, rank=rank, world=world, late=(late := time.monotonic() - start > limit))
+        ):
+            if isinstance(why, list) and late:
+                who = ("rank " if len(why) == 1 else "ranks ") + ", ".join(map(str, why))
+                why = f"{who} did not come within {limit:.0f} s"
+                line.ask(functools.partial(_give_up, why=why))
+            if isinstance(why, str):
+                time.sleep(BEAT if rank == 0 else 0.0)  # it may host the store, and the others look there
+                raise CollectiveError(what + why)
+            time.sleep(0.01 + world * EACH)
+    except StoreError as error:
+        raise CollectiveError(what + str(error)) from error
+    return store
+
+
+def _connected(rank: int, world: int, timeout: timedelta, what: str) -> dist.Store:
+    host, port, launched = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), hosted_by_launcher()
+    answer, hosts = Answer(), rank == 0 and not launched
+    # On a thread: torch counts the timeout for each address of the host.
+    threading.Thread(
+        target=answer.run,
+        args=(lambda: dist.TCPStore(host, port, world, hosts, timeout, wait_for_workers=False, multi_tenant=True),),
+        daemon=True,
+    ).start()
+    if not answer.wait(timeout.total_seconds() + BEAT) or answer.error is not None:
+        raw = f" [{str(answer.error).splitlines()[0][:160]}]" if answer.error is not None else ""
+        where = f"{store_host()} cannot be reached at {host}:{port}"
+        raise CollectiveError(f"{what}{where}{raw}") from answer.error
+    store: dist.Store = answer.value
+    if launched:  # it serves all restarts
+        return dist.PrefixStore(f"/worker/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return store
+
+
+def _give_up(store: dist.Store, why: str) -> None:
+    store.set("autopar/absent", why)
+
+
+def _come(store: dist.Store, rank: int, world: int) -> None:
+    if store.add(f"autopar/here/{rank}", 1) == 1 and store.add("autopar/come", 1) == world:
+        store.set("autopar/all", "")
+
+
+def _absent(store: dist.Store, rank: int, world: int, late: bool) -> list[int] | str | bool:
+    """Whether some have not come yet; once it is ``late`` which ones, for the first rank that asks; or why waiting for
+    them has ended: what the launcher or another rank says."""
+    if store.check(["autopar/all"]):
+        return False
+    if said := said_by_launcher(store) or look(store, "autopar/absent"):
+        return said
+    if late and store.compare_set("autopar/names them", "", str(rank)).decode() == str(rank):
+        return [r for r in range(world) if not store.check([f"autopar/here/{r}"])]
+    return True
+
+
+@dataclass
+class Rounds:
+    """How often a scope has been used by its ranks, and what they left there: it is cleared in the next round."""
+
+    count: int = 0
+    left: list[str] = field(default_factory=list)
+
+    def next(self, scope: str) -> str:
+        """Where to meet."""
+        self.count += 1
+        return f"{scope}/{self.count}"
+
+
+Event = Callable[[], int | None]  # a rank that has gone on with something else
+
+
+class GoneOn(Exception):
+    """While this rank waits for all others, ``rank`` has gone on with another call."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+
+class Round:
+    """All ``ranks`` of a scope meet, and vote: alike if all hold the same ``digest``, and those that vote under the
+    same number (the first of their ranks) the same text.
+
+    Whoever holds a digest counts those that do. The one that makes it all of them is the last; the others see that when
+    they look. So a rank asks two questions as a rule, one more for each vote, be they 2 ranks or 16,384. One that has
+    looked in vain counts itself as late: when all are, they hold different digests.
+    """
+
+    def __init__(
+        self, scope: str, rounds: Rounds, rank: int, ranks: Sequence[int], digest: str, votes: Mapping[int, str]
+    ) -> None:
+        self._left, self._where = rounds.left, rounds.next(scope)
+        self._digest, self._votes = f"{self._where}/{digest}", votes
+        self._rank, self._ranks = rank, ranks
+        self._lates, self._apart, self._is_late = f"{self._where}/late", False, False
+        self._start = time.monotonic()
+        self._patience = max(LATE, 2 * len(ranks) * EACH)
+        rounds.left = [self._digest, self._lates]
+
+    def come(self, store: dist.Store) -> bool | None:
+        """Vote. What came of it, if this rank is the last."""
+        for n, text in self._votes.items():
+            self._apart |= store.compare_set(f"{self._where}/vote/{n}", "", text).decode() != text
+        if self._apart:
+            return self._be_late(store)
+        if store.add(self._digest, 1) < len(self._ranks):
+            return None
+        for key in self._left:  # all are here, so nobody is in the last round any more
+            store.delete_key(key)
+        return True
+
+    def _be_late(self, store: dist.Store) -> bool | None:
+        self._is_late = True
+        store.set(f"{self._where}/waits/{self._rank}", "")
+        return self._all_late(store, 1)
+
+    def _all_late(self, store: dist.Store, more: int) -> bool | None:
+        if store.add(self._lates, more) < len(self._ranks):
+            return None
+        return not self._apart and store.add(self._digest, 0) == len(self._ranks)
+
+    def look(self, store: dist.Store) -> bool | None:
+        """What came of it, if all are here."""
+        if not self._apart and store.add(self._digest, 0) == len(self._ranks):
+            return True
+        if self._is_late:
+            return self._all_late(store, 0)
+        return self._be_late(store) if time.monotonic() - self._start > self._patience else None
+
+    def poll(self, store: dist.Store, seconds: float) -> bool | None:
+        """Look for so long."""
+        end = time.monotonic() + seconds
+        while _rest(self._start, end, len(self._ranks)):
+            found = self.look(store)
+            if found is not None:
+                return found
+        return None
+
+    def absent(self, store: dist.Store, near: Sequence[int]) -> list[int]:
+        """Which of the ranks ``near`` have not come; all come late if they wait for others."""
+        found = [r for r in near if not store.check([f"{self._where}/waits/{r}"])]
+        return found if self.look(store) is None else []
+
+    def forget(self, store: dist.Store) -> None:
+        """When all have voted."""
+        own = [f"{self._where}/vote/{n}" for n in self._votes if n == self._rank]
+        for key in own + [f"{self._where}/waits/{self._rank}"] * self._is_late:
+            store.delete_key(key)
+
+    @property
+    def leaves(self) -> bool:
+        """Whether there is something to forget."""
+        return self._is_late or self._rank in self._votes
+
+
+def meet(round_: Round, ranks: Sequence[int], what: str, limit: float, event: Callable[[], Event] | None) -> bool:
+    """Wait until all ``ranks`` are in this round. Whether they hold the same.
+
+    Raises CollectiveError as `show` does, and GoneOn where ``event``, asked before each look, says so after it.
+    """
+    found = _waited_for(ranks, f"agreeing on {what}", limit, round_.come, round_.poll, round_.absent, event)
+    if round_.leaves:
+        board().ask(round_.forget)
+    return found
+
+
+def show(
+    scope: str,
+    rounds: Rounds,
+    rank: int,
+    ranks: Sequence[int],
+    text: str,
+    limit: float,
+    reply: Callable[[list[str]], str],
+) -> str:
+    """Show a text (what it is about, then the rest, by lines) and wait for what the first of ``ranks`` replies to those
+    of all of them: the same for all. Only that rank reads them.
+
+    Raises CollectiveError that names the ranks which do not come: after ``limit`` seconds, or as soon as it is known
+    that they cannot. Ranks that beat and are at work within autopar (a slow compile) are waited for `PATIENCE` times
+    as long, with a warning.
+    """
+    left, where, answer = rounds.left, rounds.next(scope), f"{scope}/{rounds.count}/reply"
+    keys, start = [f"{where}/{r}" for r in ranks] if rank == ranks[0] else [], time.monotonic()
+    rounds.left = [answer] if rank == ranks[0] else [f"{where}/{rank}"]
+
+    def find(store: dist.Store) -> str | None:
+        if not store.check(keys or [answer]):
+            return None
+        if keys:
+            store.set(answer, reply([v.decode() for v in store.multi_get(keys)]))
+            for key in [keys[0], *left]:  # all who come to this round have read the last reply
+                store.delete_key(key)
+        return store.get(answer).decode()
+
+    def poll(store: dist.Store, seconds: float) -> str | None:
+        end = time.monotonic() + seconds
+        while _rest(start, end, len(ranks)):
+            found = find(store)
+            if found is not None:
+                return found
+        return None
+
+    def set_and_look(store: dist.Store) -> str | None:
+        for key in left if rank != ranks[0] else ():  # the first rank has read it
+            store.delete_key(key)
+        store.set(f"{where}/{rank}", text)
+        return find(store)
+
+    def absent(store: dist.Store, near: Sequence[int]) -> list[int]:
+        return [r for r in near if not store.check([f"{where}/{r}"])] if not store.check([answer]) else []
+
+    what = f"agreeing on {text.partition(chr(10))[0]}"
+    return _waited_for(ranks, what, limit, set_and_look, poll, absent)
+
+
+def _rest(start: float, end: float, ranks: int) -> bool:
+    """Before one more look, unless time is over: as long as the store needs for all ranks; who has waited for long
+    looks seldom."""
+    now = time.monotonic()
+    if now > end:
+        return False
+    least = ranks * EACH
+    time.sleep(min(max(0.0002, least, (now - start) / 20), max(0.05, 2 * least)))
+    return True
+
+
+def _waited_for(
+    ranks: Sequence[int],
+    what: str,
+    limit: float,
+    come: Callable[[dist.Store], T | None],
+    poll: Callable[[dist.Store, float], T | None],
+    absent: Callable[[dist.Store, Sequence[int]], list[int]],
+    event: Callable[[], Event] | None = None,
+) -> T:
+    """What ``come`` gives, or ``poll`` later on: None while others are ``absent``."""
+    mine, start = board(), time.monotonic()
+    patience, near, next_look = _Patience(mine, limit, what), mine.near(ranks), mine.beat
+    try:
+        with mine.at(""):
+            found = mine.ask(come)
+            while found is None:
+                waited = time.monotonic() - start
+                ended = waited > limit and patience.ended(waited, mine.ask(lambda store: absent(store, near)))
+                if ended or (waited > next_look and mine.trouble(ranks)):
+                    raise mine.failed(what, ranks)
+                next_look += mine.beat if waited > next_look else 0.0
+                gone_on = event() if event is not None else lambda: None
+                found = mine.ask(lambda store: poll(store, 0.25))
+                if found is None and (rank := gone_on()) is not None:
+                    raise GoneOn(rank)
+    except StoreError as error:
+        raise mine.failed(what, ranks, error) from error
+    return found
+
+
+class _Patience:
+    """With ranks that beat and are at work within autopar: a slow compile is no failure."""
+
+    def __init__(self, mine: FailureBoard, limit: float, what: str) -> None:
+        self._mine, self._limit, self._what = mine, limit, what
+        self._seen = -inf  # when all that were absent were at work
+
+    def ended(self, waited: float, absent: Sequence[int]) -> bool:
+        """Whether to give up on ranks that have not come after ``waited`` seconds, the limit or more."""
+        found = self._mine.at_work(absent)
+        if len(found) == len(absent):
+            if absent and self._seen == -inf:
+                self._warn(found)
+            self._seen = waited
+        return waited - self._seen > BETWEEN or waited > PATIENCE * self._limit
+
+    def _warn(self, found: Mapping[int, str]) -> None:
+        who = ", ".join(f"rank {r} in {call}" for r, call in found.items())
+        warnings.warn(
+            f"comm: {self._what} on rank {self._mine.rank} has waited {self._limit:.0f} s for others that are alive "
+            f"and at work ({who}); it waits on, up to {PATIENCE * self._limit:.0f} s",
+            stacklevel=2,
+        )
+
+
+def differences(ranks: Sequence[int], values: Sequence[str]) -> str:
+    """Who holds what, if not all hold the same: first those that differ from most."""
+    by_value: dict[str, list[int]] = {}
+    for rank, value in zip(ranks, values):
+        by_value.setdefault(value, []).append(rank)
+    if len(by_value) == 1:
+        return ""
+    common = max(by_value, key=lambda v: len(by_value[v]))
+    odd = {value: who for value, who in by_value.items() if value != common}
+    told = {value: value.partition("\n")[2] for value in by_value}
+    shown = dict(zip(told, _where_they_differ(list(told.values())), strict=True))
+    listed = "; ".join(f"rank {', '.join(map(str, who))}: {shown[value]}" for value, who in odd.items())
+    return f"{listed}; against rank {', '.join(map(str, by_value[common]))}: {shown[common]}"
+
+
+def _where_they_differ(texts: list[str]) -> list[str]:
+    """Long texts are cut to what stands around the first difference."""
+    if max(map(len, texts)) <= MOST_SHOWN:
+        return texts
+    same = next((i for i, found in enumerate(zip(*texts, strict=False)) if len(set(found)) > 1), min(map(len, texts)))
+    start = max(same - MOST_SHOWN // 4, 0)
+    ends = [start + MOST_SHOWN < len(text) for text in texts]
+    return [
+        f"{'...' * (start > 0)}{text[start : start + MOST_SHOWN]}{'...' * more}"
+        for text, more in zip(texts, ends, strict=True)
+    ]

@@ -1,0 +1,260 @@
+"""The compiled steps of a model: one for each kind of step, shape of the batch, surroundings, and state of the modules.
+
+runner = cache.runner(Kind(train=True, outputs=()), batch, surroundings)      compiles when there is none that fits
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from autopar.ir.batch import facts_of
+from autopar.plan import Plan
+from autopar.runtime.comm.collectives import Ledger, add_ledgers
+from autopar.runtime.consistency.batch_contents import BatchWatch
+from autopar.runtime.consistency.batch_shapes import check_unclear, claim_shapes, shapes_of
+from autopar.runtime.consistency.consensus import as_expected
+from autopar.runtime.consistency.rank_checks import Claim, agree_on, all_alike, compare_claims, everywhere
+from autopar.runtime.exec.executor import Executor
+from autopar.runtime.exec.expert_stats import ExpertLoad
+from autopar.runtime.exec.step_fingerprint import step_facts
+from autopar.runtime.guards.capture_guards import PlannedState
+from autopar.runtime.guards.global_state import Surroundings
+from autopar.runtime.guards.module_guards import ModuleWatch
+from autopar.runtime.mesh.process_groups import Groups
+from autopar.runtime.params.sharded_modules import Tree
+from autopar.steps.graphs import Compiled
+
+STATES = 8  # of the modules that compiled steps are kept for, for each kind of step and batch
+
+Compiler = Callable[..., Compiled]
+Ahead = Callable[[nn.Module, dict[str, Any], dict[str, Any]], None]  # (structure, a rank's batch, how to compile)
+
+
+class Kind(NamedTuple):
+    """``train``: with gradients, modules in the modes that they have; otherwise all in eval mode. ``outputs``: names of
+    those to keep beside losses (None: all). ``tangents``: further ones that the backward starts from. ``grad_mode``:
+    the one that the forward is in, if it asks."""
+
+    train: bool
+    outputs: tuple[str, ...] | None
+    tangents: tuple[str, ...] = ()
+    grad_mode: str = "grad"
+
+    def __str__(self) -> str:
+        call = "train_step" if self.outputs is not None else "model(**batch)"
+        return f"{call if self.train else 'eval_step'}{f' for {self.tangents}' if self.tangents else ''}"
+
+
+@dataclass(frozen=True)
+class _CachedStep:
+    """A bound step and all that it was made from."""
+
+    runner: Executor
+    watch: ModuleWatch
+    structure: nn.Module
+    batch: dict[str, Any]
+    how: dict[str, Any]
+
+
+class StepCache:
+    """``plan``: the one that the parameters were placed by; every step keeps their placements."""
+
+    def __init__(
+        self,
+        compiler: Compiler,
+        tree: Tree,
+        plan: Plan,
+        groups: Groups,
+        backend: str,
+        micro_batches: int,
+        check_batches: bool,
+    ) -> None:
+        self._compiler, self._tree, self._groups, self.backend = compiler, tree, groups, backend
+        self.plan, self.micro_batches, self._check_batches = plan, micro_batches, check_batches
+        self._batches, self.load = BatchWatch(groups), ExpertLoad(groups)
+        self._steps: dict[tuple[Any, ...], _CachedStep] = {}
+        self._past = add_ledgers()  # traffic of steps that are no longer kept
+        self.last: Executor | None = None  # that was asked for
+        self._alone = groups.mesh.world_size == 1
+        self._number = 0  # of training steps so far
+        self._last_facts: tuple[Any, ...] | None = None  # of the last call
+        self.unchanged = False  # within `ParallelModule.unchanged`
+        self.ahead: Ahead | None = None  # told of each training step that was compiled
+        self._planned: PlannedState | None = PlannedState(tree)  # until the first step is compiled
+
+    def traffic(self) -> Ledger:
+        """Of all steps so far, by (axis, kind)."""
+        return add_ledgers(self._past, *(runner.traffic for runner in self.runners))
+
+    @property
+    def runners(self) -> list[Executor]:
+        """Oldest first."""
+        return [step.runner for step in self._steps.values()]
+
+    def kinds(self) -> list[Kind]:
+        """Of the compiled steps."""
+        return [key[0] for key in self._steps]
+
+    def changed_since(self, runner: Executor) -> str:
+        """What the forward of a step reads and is no longer what it was compiled with, "" if nothing is."""
+        watch = next((step.watch for step in self._steps.values() if step.runner is runner), None)
+        return "" if watch is None or watch.holds() else watch.changed()
+
+    def owed(self) -> list[Claim]:
+        """What the last step has left to be compared: by the call that asks for it, on every rank."""
+        return self._batches.owed()
+
+    def runner(
+        self,
+        kind: Kind,
+        batch: dict[str, Any],
+        surroundings: Surroundings,
+        number: int | None = None,
+        refused: str = "",
+    ) -> Executor:
+        """The step for a batch (this rank's part); ``number``: how many training steps there are with this one.
+        ``refused``: why this rank will not run it; one that holds no part of a weight sees nothing that is done to it.
+
+        Raises ValueError, on all ranks, when they are to run different ones, or one of them none.
+        """
+        facts = kind, facts_of(batch), surroundings
+        with self._batches.agreeing():
+            return self._agreed(facts, batch, number, refused)
+
+    def _agreed(self, facts: tuple[Any, ...], batch: dict[str, Any], number: int | None, refused: str) -> Executor:
+        key = self._key(facts)
+        known = self._steps.get(key)
+        call = (key, None if number is None else number - self._number, self.unchanged, refused)
+        expected = self._alone or as_expected(self._groups, call)  # asked of all ranks, whatever they know
+        if known is not None and expected and not refused:
+            if not self._alone:
+                compare_claims(self._groups, self._contents(batch, known.runner.compiled), "the batch")
+        else:
+            # a rank with another batch would otherwise end in a hang
+            claims = [self._claim(facts, key, batch, number, self.unchanged, refused)]
+            contents = self._contents(batch, known.runner.compiled) if known is not None else []
+            agree_on(self._groups, claims + contents, "the batch", lambda: self._expected(number))
+            if refused:
+                raise ValueError(refused)
+            if known is None:
+                self._make_room(key)
+                self._steps[key] = self._checked(self._compiled(facts[0], batch, facts[2]), key)
+            self._groups.order.agreed(call)
+        self._number = self._number if number is None else number
+        if self._last_facts is None or self._last_facts[1] != key or self._last_facts[3] != self.unchanged:
+            self._last_facts = facts, key, shapes_of(batch), self.unchanged
+        self.last = self._steps[key].runner
+        self.last.held.keep(self.unchanged)
+        if self.unchanged:
+            self.last.held.check(self._tree.own, self._tree.pieces())
+        return self.last
+
+    def _checked(self, step: _CachedStep, key: tuple[Any, ...]) -> _CachedStep:
+        """Raises ValueError where torch would compute with what an earlier forward has kept of the same batch, and this
+        one has made anew of something else."""
+        memos = dict(step.runner.compiled.signature.memos)
+        others = (s for k, s in self._steps.items() if k[1:3] == key[1:3]) if memos else ()
+        for other in others:
+            for where, text in other.runner.compiled.signature.memos:
+                if memos.get(where, text) != text:
+                    raise ValueError(
+                        f"the forward keeps {where}, which an earlier forward made and torch goes on with, found that "
+                        "a step would make another one of what it reads now; make it in every forward, or change what "
+                        "it is made of before the first step"
+                    )
+        return step
+
+    def keep_weights(self, on: bool) -> None:
+        """Whether steps keep what they gather, from now on."""
+        self.unchanged = on
+        if not on:
+            for runner in self.runners:
+                runner.held.keep(False)
+
+    def _claim(
+        self,
+        facts: tuple[Any, ...],
+        key: tuple[Any, ...],
+        batch: Mapping[str, Any],
+        number: int | None,
+        unchanged: bool,
+        refused: str = "",
+    ) -> Claim:
+        """What must be the same on all ranks of a call."""
+        kind, described, surroundings = facts
+        told = {"what forbids the call": refused or "nothing", "the call": kind}
+        told |= {"the number of the step": number, **surroundings._asdict(), "the batch": described}
+        told["being within unchanged()"] = unchanged
+        return claim_shapes(self._groups, batch, told | {"the state that the modules are in": key[-1]})
+
+    def _expected(self, number: int | None) -> Claim | None:
+        """That of the same step once more, as who goes on with what it did before makes it."""
+        if self._last_facts is None:
+            return None
+        facts, key, shapes, unchanged = self._last_facts
+        return self._claim(facts, key, shapes, None if number is None else self._number + 1, unchanged)
+
+    def _key(self, facts: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The facts, and a number for the state that the modules are in: the same on all ranks that did the same."""
+        numbers = [k[-1] for k in self._steps if k[:-1] == facts]
+        steps = {n: self._steps[*facts, n] for n in reversed(numbers)}
+        held = (n for n, step in steps.items() if step.watch.holds())
+        return (*facts, next(held, max(numbers, default=-1) + 1))
+
+    def _make_room(self, key: tuple[Any, ...]) -> None:
+        """The oldest state of a step is forgotten; whoever changes something at every step is told so."""
+        states = [k for k in self._steps if k[:-1] == key[:-1]]
+        if key[-1] == STATES:
+            warnings.warn(
+                f"train_step: compiled for the {STATES + 1}th time for the same batch, now because of "
+                f"{self._steps[states[-1]].watch.changed()}; what changes from step to step belongs into a buffer or "
+                "an input, or outside of the model",
+                stacklevel=2,
+            )
+        if len(states) >= STATES:
+            self._past = add_ledgers(self._past, self._steps.pop(states[0]).runner.traffic)
+
+    def _compiled(self, kind: Kind, batch: dict[str, Any], surroundings: Surroundings) -> _CachedStep:
+        self._tree.refresh()
+        planned, self._planned = self._planned, None
+        unchanged = kind.train and planned is not None and planned.holds()
+        watch = planned.watch if planned is not None and unchanged else ModuleWatch(self._tree.root, modes=kind.train)
+        structure = self._tree.structure()
+        if not kind.train:
+            structure.eval()
+        fixed = self.plan.of_parameters({spec.name for spec in self._tree.specs})
+        how = {**kind._asdict(), "fixed": fixed, "autocast": surroundings.autocast}
+        with torch.inference_mode(False), torch.enable_grad():  # a backward may be what asks for this step
+            compiled = self._compiler(structure, batch, unchanged=unchanged, **how)
+        same = Claim(
+            everywhere(self._groups),
+            step_facts(compiled),
+            "agree: the compiled step must be the same on all ranks",
+            "give every rank the same model, mesh, options and batch shapes",
+        )
+        agree_on(self._groups, [same, *self._contents(batch, compiled, at_once=True)], "the compiled step")
+        check_unclear(self._groups, batch, self.plan, self._check_batches)
+        runner = Executor(compiled, self._groups, self.backend)
+        runner.load = self.load
+        all_alike(self._groups, "the bound step")  # one that binds slowly (inductor) would be missed in a collective
+        if not watch.holds():  # what the forward itself has changed when it was traced, which it was told
+            watch = ModuleWatch(self._tree.root, modes=kind.train)
+        if kind.train and self.ahead is not None:
+            self.ahead(structure, shapes_of(batch), how)
+        return _CachedStep(runner, watch, structure, shapes_of(batch), how)
+
+    def _contents(self, batch: dict[str, Any], compiled: Compiled, at_once: bool = False) -> list[Claim]:
+        """What must be equal of a batch on several ranks."""
+        return self._batches.claims(batch, compiled.plan.inputs, at_once) if self._check_batches else []
+
+    def dump(self, folder: str | Path, runner: Executor | None = None, **how: Any) -> None:
+        """Compile a step (default: the last one) once more and write its levels to a folder."""
+        step = next(s for s in reversed(list(self._steps.values())) if runner in (None, s.runner))
+        self._compiler(step.structure, step.batch, dump=folder, **step.how, **how)

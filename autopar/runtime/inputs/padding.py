@@ -1,0 +1,340 @@
+"""Batches of changing sizes, padded to a few: ``parallelize(model, mesh, shapes="bucket")``.
+
+    input_ids [4, 137]         input_ids [4, 256]      filled with the model's padding token
+    labels    [4, 137]   -->   labels    [4, 256]      filled with -100, which no loss counts
+
+Each length becomes the next of 64, 128, 256, ..., on all ranks that of the longest; a batch of fewer rows than there
+were before gets rows without labels. So random lengths compile a few steps, not one each. What is padded must not
+change the loss: before the first padded step the model is evaluated on the same tokens with and without padding, and
+where the losses differ, with an attention mask; if they differ still, or a batch norm would see the padding, the batch
+is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopar.adapters.distributed import takes_host_tensors
+from autopar.adapters.dtensor import local_of
+from autopar.capture.trace.export import flatten, unflatten
+from autopar.ir.batch import map_tensors, tensors_of
+from autopar.plan import Plan
+from autopar.runtime.fault.errors import explained
+from autopar.runtime.mesh.process_groups import Groups
+from autopar.runtime.params.sharded_tensor import ShardedTensor, from_local
+from autopar.spelling import did_you_mean
+from autopar.values import refuse
+
+IGNORED = -100  # the label that counts in no loss
+LEAST = 64
+TOKEN = "the model's padding token, else 0"
+MASKS = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention_mask"}
+# Inputs of transformers models, [rows, tokens, ...] each: what they are filled with.
+FILLED: dict[str, Any] = {
+    "input_ids": TOKEN, "decoder_input_ids": TOKEN, "labels": IGNORED, "attention_mask": 0,
+    "decoder_attention_mask": 0, "token_type_ids": 0, "position_ids": 0, "inputs_embeds": 0,
+    "decoder_inputs_embeds": 0,
+}  # fmt: skip
+POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions")
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+CLOSE = {torch.float64: 1e-9, torch.float32: 2e-5}  # relative; of losses of half precision 2e-2
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """How batches are padded.
+
+    pad: input -> what its further tokens are filled with, beside those of transformers (`FILLED`); its dims are [rows,
+    tokens, ...]. lengths: to which tokens are padded, ascending; empty: powers of two from 64 on. check: compare losses
+    with and without padding, once. ahead: let a process beside the training compile the next longer step, into the
+    cache of compiled steps.
+    """
+
+    pad: Mapping[str, float] = field(default_factory=dict)
+    lengths: tuple[int, ...] = ()
+    check: bool = True
+    ahead: bool = True
+
+    def __post_init__(self) -> None:
+        lengths = tuple(self.lengths)
+        if any(not isinstance(n, int) or n < 1 for n in lengths) or list(lengths) != sorted(set(lengths)):
+            raise ValueError(f"shapes: lengths need ascending whole numbers above 0, found {lengths}")
+
+    def length(self, tokens: int, unit: int = 1, limit: int = 0) -> int:
+        """The padded length: a multiple of ``unit``, within a limit of positions if the tokens are."""
+        if self.lengths:
+            found = next((n for n in self.lengths if n >= tokens), 0)
+            if not found:
+                raise ValueError(
+                    f"shapes: {tokens} tokens are more than the longest of lengths={self.lengths}; name a longer one"
+                )
+            return found
+        found = max(LEAST, 1 << (tokens - 1).bit_length())
+        if tokens <= limit < found:
+            found = limit
+        return max(math.ceil(found / unit) * unit, tokens)
+
+
+def asked_shapes(shapes: Any) -> Buckets | None:
+    """Of the argument of `parallelize`. Raises ValueError."""
+    if shapes == "exact":
+        return None
+    if shapes == "bucket":
+        return Buckets()
+    if isinstance(shapes, Buckets):
+        return shapes
+    hint = did_you_mean(shapes, ("exact", "bucket"))
+    raise refuse("shapes", '"exact", "bucket" or autopar.Buckets(...)', shapes, hint)
+
+
+Evaluate = Callable[[dict[str, Any]], Any]
+
+
+class BatchFitter:
+    """Pads the batches of one model. ``evaluate``: outputs of a batch as it is, in eval mode."""
+
+    def __init__(self, buckets: Buckets, root: nn.Module, plan: Plan, groups: Groups, evaluate: Evaluate) -> None:
+        self.buckets, self.root, self.plan, self.groups, self.evaluate = buckets, root, plan, groups, evaluate
+        self.fill = FILLED | dict(buckets.pad)
+        self.rows = 0  # of the largest batch so far
+        self.checked: set[str] = {"tokens", "rows"} if not buckets.check else set()  # what may be padded
+        self._last: dict[str, int] = {}  # of the last batch, as it was padded
+        self.masks = self.busy = self.uneven = False  # masks are made; within a check; ranks have unlike rows
+
+    def fit(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The batch, padded. Collective: the sizes are those of the largest on any rank."""
+        if self.busy:
+            return batch
+        own = self._sizes(batch)
+        largest = self._over_ranks(own, dist.ReduceOp.MAX)
+        self.rows = max(self.rows, largest["rows"])
+        wanted = self._wanted(largest) | {"rows": self.rows}
+        least = self._over_ranks(own, dist.ReduceOp.MIN)
+        self.uneven = least["rows"] < largest["rows"]
+        padded = {"rows" if name == "rows" else "tokens" for name, n in least.items() if n and wanted[name] != n}
+        if padded - self.checked:
+            self._check(batch, own, padded)
+        fitted = self._padded(batch, wanted) if padded else batch
+        self._last = self._sizes(fitted)
+        return fitted
+
+    def longer(self, batch: Mapping[str, Any]) -> dict[str, Any] | None:
+        """A padded batch in the next lengths; None where there are none."""
+        sizes, limit = self._sizes(batch), self._limit()
+        tokens = {name: size for name, size in sizes.items() if name != "rows" and size}
+        if not tokens or any(size == limit for size in tokens.values()):
+            return None
+        try:
+            wanted = self._wanted({**dict.fromkeys(self.fill, 0), **{name: size + 1 for name, size in tokens.items()}})
+            return self._padded(batch, wanted | {"rows": sizes["rows"]})
+        except ValueError:  # the longest of `lengths`, or an input that nobody knows how to fill
+            return None
+
+    def padded_again(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The last batch once more, as it was padded."""
+        return self._padded(batch, self._last) if self._sizes(batch) != self._last else dict(batch)
+
+    def trimmed(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
+        """Outputs [rows, tokens, ...] of the last batch without the padding, as far as they are not cut there."""
+        before, after = self._sizes(batch), self._last
+        if self.busy:
+            return outputs
+        if before == after:
+            return outputs
+        lengths = {after[name]: before[name] for name in self.fill if after[name]}
+        leaves, spec = flatten(outputs)
+        rows = before["rows"] if not self.uneven else after["rows"]  # DTensors have as many on each rank
+        return unflatten([_trimmed(x, rows, after["rows"], lengths) for x in leaves], spec)
+
+    # --- sizes ---------------------------------------------------------------------------------------------------
+
+    def _sizes(self, batch: Mapping[str, Any]) -> dict[str, int]:
+        """Rows, and tokens of each input that has some (0: it is not there)."""
+        given = {name: x for name, x in batch.items() if isinstance(x, Tensor) and x.dim()}
+        dims = self.plan.batch_dims
+        rows = [x.shape[0] for name, x in given.items() if name in self.fill or dims.get(name, 0) == 0]
+        tokens = {name: given[name].shape[1] if name in given and given[name].dim() > 1 else 0 for name in self.fill}
+        return {"rows": max(rows, default=0), **tokens}
+
+    def _over_ranks(self, sizes: Mapping[str, int], op: Any) -> dict[str, int]:
+        found = torch.tensor(list(sizes.values()))
+        for axis, size in self.groups.mesh.axes:
+            if size > 1:
+                group = self.groups.group(axis)
+                here = found if takes_host_tensors(group) else found.to(self.groups.device)
+                with explained("comparing the sizes of the batch", self.groups.ranks(axis)):
+                    dist.all_reduce(here, op, group=group)
+                found = here.cpu()
+        return dict(zip(sizes, found.tolist(), strict=True))
+
+    def _wanted(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        mesh, limit = self.groups.mesh, self._limit()
+        cut = mesh.size("tp") if self.plan.options.sequence_parallel else 1
+        unit = math.lcm(cut, 2 * mesh.size("cp") if mesh.size("cp") > 1 else 1)
+        return {n: self.buckets.length(size, unit, limit) if size else 0 for n, size in sizes.items() if n != "rows"}
+
+    def _limit(self) -> int:
+        config = getattr(self.root, "config", None)
+        return next((n for name in POSITIONS if isinstance(n := getattr(config, name, None), int) and n > 0), 0)
+
+    # --- padding -------------------------------------------------------------------------------------------------
+
+    def _padded(self, batch: Mapping[str, Any], wanted: Mapping[str, int]) -> dict[str, Any]:
+        sizes = self._sizes(batch)
+        lengths = {n for name, n in sizes.items() if name != "rows" and n and wanted[name] != n}
+        if self.masks:
+            made = self._all_seen(batch)
+            batch = {**batch, **made}
+            wanted = {**wanted, **{mask: wanted[ids] for ids, mask in MASKS.items() if mask in made}}
+        dims = self.plan.batch_dims
+
+        def pad(path: str, x: Tensor) -> Tensor:
+            known = path in self.fill
+            if not known and x.dim() > 1 and x.shape[1] in lengths and dims.get(path, 0) == 0:
+                raise ValueError(
+                    f"shapes: needs to know how input {path} of {list(x.shape)} is padded, whose dim 1 is as long as "
+                    f"the tokens; say shapes=autopar.Buckets(pad={{{path!r}: 0}}), or pad it yourself"
+                )
+            if known and x.dim() > 1:
+                x = _wider(x, 1, wanted[path], self._value(path))
+            rows = wanted["rows"]
+            if (known or dims.get(path, 0) == 0) and x.dim() and x.shape[0] == sizes["rows"] < rows:
+                x = _wider(x, 0, rows, self._of_row(path, x))
+            return x
+
+        found: dict[str, Any] = map_tensors(dict(batch), pad)
+        return found
+
+    def _all_seen(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Masks of ones that the batch lacks."""
+        made = {mask: torch.ones_like(batch[ids]) for ids, mask in MASKS.items() if isinstance(batch.get(ids), Tensor)}
+        return {mask: x for mask, x in made.items() if batch.get(mask) is None and mask in _arguments(self.root)}
+
+    def _value(self, path: str) -> float:
+        value = self.fill[path]
+        if value is not TOKEN:
+            return float(value) if isinstance(value, float) else value
+        token = getattr(getattr(self.root, "config", None), "pad_token_id", None)
+        return token if isinstance(token, int) and token >= 0 else 0
+
+    def _of_row(self, path: str, x: Tensor) -> float:
+        """Further rows have no labels, and see themselves: a row that sees nothing has no attention."""
+        if "mask" in path:
+            return 1
+        if path in self.fill:
+            return self._value(path)
+        if "label" in path or "target" in path:
+            if x.is_floating_point():
+                raise ValueError(
+                    f"shapes: a batch of fewer rows than before gets rows without labels, found {path} in floating "
+                    "point, where none means that; drop or fill the last batch (drop_last=True)"
+                )
+            return IGNORED
+        return 0
+
+    # --- that padding changes nothing ----------------------------------------------------------------------------
+
+    def _check(self, batch: Mapping[str, Any], own: Mapping[str, int], padded: set[str]) -> None:
+        """Raises ValueError, on all ranks, where losses of the same tokens differ with padding."""
+        if norm := next((m for m in self.root.modules() if isinstance(m, BATCH_NORMS)), None):
+            raise ValueError(
+                f"shapes: a {type(norm).__name__} averages over all rows and tokens, padding included; pass batches of "
+                'one size, with shapes="exact"'
+            )
+        short, wanted = self._shortest(batch, own, padded)
+        plain = self._losses(short)
+        if not all(map(math.isfinite, plain)):
+            return  # no label among these tokens: the next padded batch tells
+        for masks in (False, True):
+            self.masks = masks
+            found = self._losses(self._padded(short, wanted))
+            if all(map(self._close, plain, found)):
+                self.checked |= padded
+                return
+            if masks or not self._all_seen(short):
+                break
+        self.masks = False
+        raise ValueError(
+            f"shapes: padding changes the loss of {type(self.root).__name__} from {plain} to {found}: tokens see it; "
+            'pass an attention_mask, say by autopar.Buckets(pad={...}) what fills inputs, or use shapes="exact"'
+        )
+
+    def _shortest(
+        self, batch: Mapping[str, Any], own: Mapping[str, int], padded: set[str]
+    ) -> tuple[dict[str, Any], dict[str, int]]:
+        """A part of the batch that all ranks have, in sizes that divide, and to which sizes it is padded."""
+        least = self._over_ranks(own, dist.ReduceOp.MIN)
+        unit = math.lcm(self.groups.mesh.size("tp"), 2 * self.groups.mesh.size("cp"))
+        counts = self.plan.options.micro_batches
+        rows = max(least["rows"] // counts * counts, 1)
+        lengths = {n: max(size // unit * unit, 1) for n, size in least.items() if n != "rows" and size}
+
+        def cut(path: str, x: Tensor) -> Tensor:
+            if path in lengths and x.dim() > 1:
+                x = x[:, : lengths[path]]
+            return (x[:rows] if x.dim() and x.shape[0] == own["rows"] else x).contiguous()
+
+        short: dict[str, Any] = map_tensors(dict(batch), cut)
+        wanted = self._wanted({"rows": rows, **dict.fromkeys(self.fill, 0), **lengths})
+        longer = {n: size if size > lengths.get(n, 0) else 2 * size for n, size in wanted.items()}
+        return short, longer | {"rows": rows + counts if "rows" in padded else rows}
+
+    def _losses(self, batch: dict[str, Any]) -> list[float]:
+        self.busy = True
+        try:
+            outputs = self.evaluate(batch)
+        finally:
+            self.busy = False
+        found = [float(x) for x in tensors_of({"": outputs}).values() if not x.dim() and x.is_floating_point()]
+        if not found:
+            raise ValueError("shapes: needs a model that returns its loss, found no scalar; pass labels with the batch")
+        return found
+
+    def _close(self, one: float, other: float) -> bool:
+        dtypes = {p.dtype for _, p in self.root.named_parameters() if p.is_floating_point()}
+        limit = max((CLOSE.get(dtype, 2e-2) for dtype in dtypes), default=1e-9)
+        if self.plan.options.precision.compute not in ("", "float32", "float64"):
+            limit = 2e-2
+        return abs(one - other) <= limit * max(abs(one), abs(other), 1e-6)
+
+
+def _wider(x: Tensor, dim: int, size: int, value: float) -> Tensor:
+    if x.shape[dim] >= size:
+        return x
+    more = list(x.shape)
+    more[dim] = size - x.shape[dim]
+    return torch.cat([x, x.new_full(more, value)], dim)
+
+
+def _trimmed(x: Any, rows: int, padded_rows: int, lengths: Mapping[int, int]) -> Any:
+    if not isinstance(x, Tensor) or x.dim() < 2:
+        return x
+    cut = _cut_dims(x)
+    if x.shape[1] in lengths and 1 not in cut:
+        x = _narrowed(x, 1, lengths[x.shape[1]])
+    return _narrowed(x, 0, rows) if rows < padded_rows else x
+
+
+def _cut_dims(x: Tensor) -> set[int]:
+    return {shard.dim for _, shard in x.cuts} if isinstance(x, ShardedTensor) else set()
+
+
+def _narrowed(x: Tensor, dim: int, size: int) -> Tensor:
+    """Of a ShardedTensor this rank's part, which is whole along a dim of tokens, and this rank's rows."""
+    if not isinstance(x, ShardedTensor):
+        return x.narrow(dim, 0, size)
+    ranks = x.shape[dim] // local_of(x).shape[dim]
+    shape = torch.Size(size * ranks if d == dim else length for d, length in enumerate(x.shape))
+    return from_local(x.to_local().narrow(dim, 0, size), x.device_mesh, x.cuts, shape)
+
+
+def _arguments(model: nn.Module) -> Iterable[str]:
+    return inspect.signature(model.forward).parameters

@@ -1,0 +1,92 @@
+"""What `parallelize` was given, and which of it can't be: refused in words, before anything is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from autopar.adapters.tags import check_tags
+from autopar.plan import Plan
+from autopar.runtime.exec.lowering import BACKENDS
+from autopar.runtime.module.overridden_methods import check_lists
+from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.values import one_of, refuse, whole_number, yes_or_no
+
+MOST_SEED = 2**62
+# Modules that run another one in a way of their own, and how to get at the one inside.
+WRAPPERS: dict[type[nn.Module], str] = {
+    nn.parallel.DistributedDataParallel: ".module, before it is wrapped",
+    nn.DataParallel: ".module",
+}
+
+
+def check_module(model: Any) -> None:
+    """A module with its parameters whole. Raises ValueError for anything else."""
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise ValueError(f"parallelize: needs a model, found the class {model.__name__}; pass {model.__name__}(...)")
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"parallelize: needs a torch.nn.Module, found a {type(model).__name__}; put the function and its "
+            "parameters into a module"
+        )
+    for name, module in model.named_modules():
+        at = f" at {name}" if name else ""
+        if isinstance(module, ParallelModule):
+            raise ValueError(
+                f"parallelize: needs a model that is on no mesh yet, found a ParallelModule{at}; pass the model that "
+                "it was made of"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"parallelize: needs Python modules, found a ScriptModule{at}, which torch.export can't trace; pass "
+                "the module that it was scripted from"
+            )
+        for wrapper, inside in WRAPPERS.items():
+            if isinstance(module, wrapper):
+                raise ValueError(f"parallelize: replaces {wrapper.__name__}, found one{at}; pass its model{inside}")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"parallelize: needs parameters with shapes, found {name}, whose shape the first batch decides; run "
+                "the model once"
+            )
+        if isinstance(tensor, DTensor):
+            raise ValueError(
+                f"parallelize: needs whole parameters, found {name}, a DTensor; pass the model as it was before "
+                "fully_shard or parallelize_module"
+            )
+    check_lists(model)
+    check_tags(model)
+
+
+def check_no_gradients(model: nn.Module) -> None:
+    """torch's next backward would add to them. Raises ValueError."""
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            raise ValueError(
+                f"parallelize: parameter {name} has a gradient already, to which the first step would add; call "
+                "model.zero_grad() before"
+            )
+
+
+def check_arguments(*, seed: Any, backend: Any, dump: Any, plan: Any, example_batch: Any, **flags: Any) -> None:
+    """The keyword arguments other than options; ``flags`` are yes or no. Raises ValueError."""
+    whole_number("seed", seed, 0, MOST_SEED)
+    for name, value in flags.items():
+        yes_or_no(name, value)
+    one_of("backend", backend, tuple(BACKENDS))
+    if not isinstance(dump, (str, Path, type(None))):
+        raise refuse("dump", "the path of a folder", dump)
+    if not isinstance(plan, (Plan, type(None))):
+        raise ValueError(f"plan: needs a Plan, found a {type(plan).__name__}; read one with Plan.from_json(text)")
+    if not isinstance(example_batch, (Mapping, type(None))):
+        raise ValueError(
+            f"example_batch: needs the keyword arguments of the forward, found a {type(example_batch).__name__}; "
+            "pass a dict such as {'input_ids': ..., 'labels': ...}"
+        )

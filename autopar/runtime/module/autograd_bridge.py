@@ -1,0 +1,227 @@
+"""A forward step as one node of autograd, so that ``model(**batch).loss.backward()`` means what it means in torch.
+
+    parameters ──> Step ──> outputs that depend on a parameter
+
+Parameters are the node's inputs: their gradients go where autograd takes them (`.grad`, hooks, `torch.autograd.grad`).
+A compiled step has a backward for some of the outputs: at first the losses. When a gradient arrives at others, a step
+with these among its outputs is compiled, and the forward run again; later forwards use that step at once.
+
+What the backward reads must be as the forward left it: torch's version counters tell, as they do in torch. So must what
+torch would read again, where the model has checkpoints (`torch.utils.checkpoint`): a step reads it once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.fx import Node
+
+from autopar.adapters.autograd import keeps_graph, version_of
+from autopar.adapters.dtensor import as_plain, local_of
+from autopar.ir.graph import ancestors, outputs
+from autopar.ir.placement import Replicate
+from autopar.runtime.exec.executor import Executor, Paused
+from autopar.runtime.inputs.outputs import placements_of
+from autopar.runtime.params.missing_gradient import with_refusal
+from autopar.runtime.params.parameters import local_gradient
+from autopar.steps.of_rank import backwards
+from autopar.steps.value_names import grad, of, output, output_place
+
+_COPIES = (torch.ops.aten.detach.default, torch.ops.aten.clone.default)
+Again = Callable[[tuple[str, ...]], Executor]  # names of outputs -> the step that has gradients for them
+
+
+class WrittenBetween(ValueError, RuntimeError):
+    """Torch's RuntimeError where it raises one. A refusal where it does not: its backward reads other tensors, such as
+    a product with a weight instead of the weight."""
+
+
+@dataclass
+class Forward:
+    """One forward: the step, what it was given and gave.
+
+    values: state by original name, inputs by path, as they were; ``parameters``: by original name, frozen ones too.
+    again: compiles the same step with further outputs that have gradients. unlike: what the forward has read and is now
+    something else, "" if nothing is.
+    """
+
+    executor: Executor
+    values: Mapping[str, Tensor]
+    paused: Paused
+    parameters: Mapping[str, nn.Parameter]
+    again: Again
+    unlike: Callable[[], str]
+    used: bool = False
+    shown: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)  # to the user, by names of outputs
+
+    def __post_init__(self) -> None:
+        stage, specs = self.executor.compiled.stage, self.executor.specs
+        taken = {stage.aliases.get(name, name) for step in backwards(stage) for name in step.inputs}
+        taken |= {stage.gathered[name] for name in taken & stage.gathered.keys()}  # torch would read the parameter
+        read = {specs[n].name for n in taken if n in specs and specs[n].kind != "seed"}
+        read |= {*(self.executor.compiled.signature.remade or ())}
+        self.trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
+        # Operators on a DTensor are counted at the DTensor, those on its piece at the piece.
+        past = {n for n in self.executor.buffers.written.values() if n not in self.paused.kept}  # nobody reads them
+        self._given = _versions({n: x for n, x in self.values.items() if n not in past}) + _versions(self.parameters)
+        self._read = [entry for entry in self._given if entry[0] in read]
+        self._read += _versions({f"the value of {of(n)}": x for n, x in self.paused.saved})
+
+    @property
+    def differentiable(self) -> list[int]:
+        """The outputs that depend on a parameter that wants a gradient."""
+        return [output_place(name) for name in self.executor.compiled.stage.dependent]
+
+    def watch(self, name: str, output: Tensor) -> None:
+        """An output that lies where a saved value lies must not be written to, either; nor be asked for its gradient
+        where the loss was made of it within the step."""
+        self.shown[name] = weakref.ref(output)
+        if not isinstance(output, DTensor):
+            return
+        kept = {x.untyped_storage().data_ptr() for _, x in self.paused.saved}
+        if local_of(output).untyped_storage().data_ptr() in kept:
+            self._read += _versions({f"output {name}": output.detach()})  # the output itself holds this object
+
+    def check_asked(self, tangents: Collection[int]) -> None:
+        """Raises ValueError for a hook on an output, or `retain_grad`, where the step itself has made another output of
+        it that is differentiated: no gradient comes back from there."""
+        made = outputs(self.executor.compiled.local)
+        for k in self.differentiable:
+            name = self.executor.compiled.signature.outputs[k].name
+            shown = self.shown[name]() if name in self.shown else None
+            with as_plain():
+                asked = shown is not None and (shown.retains_grad or shown._backward_hooks)
+            if asked and _copied(made[k]) in ancestors([made[j] for j in tangents if j != k]):
+                raise ValueError(
+                    f"backward: the gradient of output {name} is asked for, by a hook or retain_grad(), found that the "
+                    "step has made the loss of it, which is differentiated as one; make the loss of the outputs "
+                    "instead (outputs_with_grad=True)"
+                )
+
+    def gradients(self, tangents: Mapping[int, Tensor], keep: bool) -> dict[str, Tensor]:
+        """Tangents by output -> gradients (this rank's pieces) by original name of the parameter."""
+        if self.used:
+            raise RuntimeError(
+                "backward: this forward was already differentiated, its saved values are gone; run the model again, or "
+                "keep them: backward(retain_graph=True)"
+            )
+        self.used = not keep
+        missing = [k for k in tangents if output(k) not in self.executor.program.tangents]
+        if missing:
+            return self._run_again(tangents, missing)
+        _check(self._read)
+        self._check_remade()
+        return self._run_backward(self.executor, self.paused, tangents, keep)
+
+    def _check_remade(self) -> None:
+        """Raises ValueError where a checkpoint of the model would compute with something else by now."""
+        if self.executor.compiled.signature.remade is not None and (changed := self.unlike()):
+            raise ValueError(
+                "backward: torch.utils.checkpoint would run the forward again with what it then reads, and a step on a "
+                f"mesh runs it once, found that {changed} is another than in the forward; change it after the backward"
+            )
+
+    def _run_again(self, tangents: Mapping[int, Tensor], missing: Sequence[int]) -> dict[str, Tensor]:
+        _check(self._given)
+        self._check_remade()
+        names = [self.executor.compiled.signature.outputs[k].name for k in missing]
+        executor = self.again(tuple(names))
+        _, paused = executor.run_forward(self.values)
+        return self._run_backward(executor, paused, tangents)
+
+    def _run_backward(
+        self, executor: Executor, paused: Paused, tangents: Mapping[int, Tensor], keep: bool = False
+    ) -> dict[str, Tensor]:
+        places = [output_place(name) for name in executor.program.tangents]
+        given = {
+            output(k): self._own_part(executor, k, tangents[k]) if k in tangents else _no_tangent(executor, k)
+            for k in places
+        }
+        found = executor.run_backward(paused, given, keep)
+        roots = executor.compiled.stage.roots
+        asked = {output(k) for k in tangents}
+        unmade = {name for name, outputs in roots.items() if not asked & set(outputs)}  # torch has None for them
+        return {executor.specs[n].name: gradient for n, gradient in found.items() if grad(n) not in unmade}
+
+    def _own_part(self, executor: Executor, k: int, tangent: Tensor) -> Tensor:
+        """The gradient of a copy (Replicate) is a sum over the axis: one rank of it brings it in."""
+        copies = [a for a, p in placements_of(executor.compiled, k).items() if isinstance(p, Replicate)]
+        if tangent.dim() and any(executor.groups.coordinate[a] for a in copies):
+            return torch.zeros_like(tangent)
+        return tangent.contiguous()
+
+
+def _copied(node: Node) -> Node:
+    """What an output is a copy of."""
+    while node.target in _COPIES:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _versions(values: Mapping[str, Any]) -> list[tuple[str, Tensor, int]]:
+    return [(n, x, version_of(x)) for n, x in values.items() if isinstance(x, Tensor) and not x.is_inference()]
+
+
+def _check(versions: Sequence[tuple[str, Tensor, int]]) -> None:
+    for name, x, version in versions:
+        if version_of(x) != version:
+            raise WrittenBetween(
+                "backward: one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: {name} is at version {version_of(x)}; expected version {version} instead; "
+                "differentiate before you write to it"
+            )
+
+
+def _no_tangent(executor: Executor, k: int) -> Tensor:
+    like = outputs(executor.compiled.stage.forward.graph)[k].meta["val"]
+    return torch.zeros(like.shape, dtype=like.dtype, device=executor.groups.device)
+
+
+def attach(forward: Forward, results: list[Any]) -> None:
+    """Outputs that depend on a parameter become outputs of a node of autograd. ``results``: the outputs; changed."""
+    chosen = [results[k] for k in forward.differentiable]
+    if chosen:
+        attached = _StepFunction.apply(forward, chosen, *forward.trained.values())
+        for k, x in zip(forward.differentiable, attached, strict=True):
+            results[k] = x
+
+
+def refuse_gradients(results: list[Any], words: str, device: torch.device) -> None:
+    """Outputs without gradients, where torch would have some: with ``words`` for whoever asks for them."""
+    places = [k for k, x in enumerate(results) if isinstance(x, Tensor) and x.is_floating_point()]
+    refused = with_refusal(words, [results[k] for k in places], device)
+    for k, x in zip(places, refused, strict=True):
+        results[k] = x
+
+
+class _StepFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, forward: Forward, results: list[Tensor], *parameters: nn.Parameter) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.run = forward
+        return tuple(x.detach() for x in results)  # not the tensors themselves: they may be among the saved
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor | None) -> Any:
+        run: Forward = ctx.run
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "backward(create_graph=True): gradients of gradients are not made, found a step on a mesh; "
+                "write a penalty on the gradients into the forward of the model, or leave create_graph out"
+            )
+        given = {
+            k: t.full_tensor() if isinstance(t, DTensor) else t
+            for k, t in zip(run.differentiable, tangents, strict=True)
+            if t is not None
+        }
+        run.check_asked(given)
+        found = run.gradients(given, keeps_graph())
+        wanted = zip(run.trained.items(), ctx.needs_input_grad[2:], strict=True)
+        made = {n: x.detach().contiguous() for n, x in found.items()}
+        return (None, None, *(local_gradient(p, made[n]) if need and n in made else None for (n, p), need in wanted))

@@ -1,0 +1,187 @@
+"""What a ParallelModule is beside its steps: the user's model, as torch and its library know it.
+
+Its submodules, attributes and methods are those of the model, with this rank's pieces as parameters; what would need
+whole weights (calling a submodule, generating, another vocabulary) says what to do instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from autopar.ir.parameter import ParameterSpec
+from autopar.runtime.comm.collectives import Ledger
+from autopar.runtime.module.module_repr import module_text
+from autopar.runtime.module.state_dict import Stateful
+from autopar.steps.graphs import Compiled
+
+_IN_ONE_PROCESS = "save_pretrained(folder), and load the folder with from_pretrained"
+# methods of a library's models that need whole weights -> what to do instead
+_INSTEAD = {
+    "generate": f"needs whole layers: {_IN_ONE_PROCESS} to generate",
+    "resize_token_embeddings": "changes shapes of parameters, which are cut: call it on the model before parallelize",
+    "push_to_hub": "would send pieces: save_pretrained(folder), and upload the folder",
+    "merge_and_unload": f"adds weights that are cut: {_IN_ONE_PROCESS} to merge",
+    "merge_adapter": f"adds weights that are cut: {_IN_ONE_PROCESS} to merge",
+}
+# what the outermost module has in common with the parallel model: state, and hooks of what is done with it
+SHARED = (
+    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+# what torch's wrapper asks a module first
+_WRAPPED = "_ddp_params_and_buffers_to_ignore"
+
+
+def _refuse(name: str, *_: Any, **__: Any) -> Any:
+    raise ValueError(f"parallelize: {name} of a model on a mesh {_INSTEAD[name]}")
+
+
+class ModelOnMesh(Stateful):
+    """The model as a module."""
+
+    _sizes: tuple[int, int]  # of its own entries, and of those of its class
+
+    @property
+    def mesh(self) -> Any:
+        """The torch DeviceMesh."""
+        return self._groups.device_mesh
+
+    @property
+    def parameter_specs(self) -> tuple[ParameterSpec, ...]:
+        return self._tree.specs
+
+    def __repr__(self) -> str:
+        """The user's modules, and how their parameters lie on the mesh."""
+        specs, here = self.parameter_specs, self._tree.here
+        return module_text(self._tree.root, specs, self._groups.mesh, here)
+
+    def compiled(self) -> list[Compiled]:
+        """Everything compiled so far, oldest first."""
+        return [e.compiled for e in self._cache.runners]
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's pieces are."""
+        return self._groups.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the first floating parameter."""
+        specs = self.parameter_specs
+        return next((s.dtype for s in specs if s.dtype.is_floating_point), torch.get_default_dtype())
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Of the whole model, on every rank; a tied one counts once."""
+        own = self._tree.own
+        tables = {f"{path}.weight" for path, m in self._tree.root.named_modules() if isinstance(m, nn.Embedding)}
+        return sum(
+            math.prod(s.shape)
+            for s in self.parameter_specs
+            if (own.get(s.name, s).requires_grad or not only_trainable)
+            and not (exclude_embeddings and tables & {s.name, *s.aliases})
+        )
+
+    def traffic(self) -> Ledger:
+        """Calls and bytes sent by this rank so far, by (axis, kind)."""
+        return self._cache.traffic()
+
+    def expert_load(self, reset: bool = False) -> dict[str, Tensor]:
+        """By layer, how many tokens chose each expert in the training steps since the start, or the last ``reset``:
+        [E] int64 on the CPU, of all ranks. Collective. Raises ValueError for steps that are replayed."""
+        if self._cache.backend == "cudagraphs":
+            raise ValueError("expert_load: counts as steps run, and backend='cudagraphs' replays them; use 'eager'")
+        found = self._cache.load.summed()
+        if reset:
+            self._cache.load.clear()
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            tree = self.__dict__.get("_tree")
+            if tree is not None and name == _WRAPPED:
+                raise ValueError(
+                    "parallelize: gradients of a model on a mesh are summed over dp; DistributedDataParallel would sum "
+                    "them again: call train_step of the model as it is"
+                ) from None
+            if tree is None or name.startswith("__"):
+                raise
+            if name in _INSTEAD and hasattr(tree.root, name) and hasattr(tree.root, "save_pretrained"):
+                return functools.partial(_refuse, name)
+            return getattr(tree.root, name)  # config, main_input_name, methods of the model, ...
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        tree = self.__dict__.get("_tree")
+        if tree is None or name in self.__dict__ or isinstance(getattr(type(self), name, None), property):
+            super().__setattr__(name, value)
+        elif hasattr(type(self), name):
+            raise ValueError(
+                f"parallelize: {name} of a model on a mesh is autopar's own and cannot be set; "
+                "set it on the model before, and parallelize it then"
+            )
+        else:
+            setattr(tree.root, name, value)
+
+    def _take_entries(self) -> None:
+        """What somebody has put into ``vars(model)`` belongs to the outermost module. Raises ValueError for what was
+        put on the class."""
+        entries, kind = self.__dict__, type(self)
+        if len(entries) != self._sizes[0]:
+            for name in [name for name in entries if not name.startswith("_")]:
+                self._tree.root.__dict__[name] = entries.pop(name)
+            self._sizes = len(entries), self._sizes[1]
+        if len(vars(kind)) != self._sizes[1]:
+            raise ValueError(
+                f"parallelize: {list(vars(kind))[-1]} was set on the class of the parallel model; set it on "
+                f"{type(self._tree.root).__qualname__}, the class of the model"
+            )
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._tree.root, name)
+
+    @property
+    def training(self) -> bool:
+        """The mode of the model itself; each submodule has its own."""
+        tree = self.__dict__.get("_tree")
+        return tree is None or tree.root.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        tree = self.__dict__.get("_tree")
+        if tree is not None:
+            tree.root.training = mode
+
+    def train(self, mode: bool = True) -> Self:
+        """As the model does it: its own `train` may keep parts in eval mode."""
+        self._tree.root.train(mode)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self._tree.root._apply(fn, recurse)
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises ValueError: what `copy` and `pickle` call."""
+        raise ValueError(
+            "parallelize: a model on a mesh cannot be copied or pickled, since it is bound to process groups; keep its "
+            "state (full_state_dict, state_dict), or copies of its parameters; the average that AveragedModel makes of "
+            "a copy is autopar.ema(model)"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """For a function that holds this model and that somebody has put into it (``model.f = MethodType(f, model)``):
+        where the modules are copied, the copy of the outermost one. Else raises ValueError, as `__reduce_ex__`."""
+        copy = memo.get(id(self._tree.root))
+        return copy if copy is not None else self.__reduce_ex__(0)
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises ValueError: a step has its own backward."""
+        raise ValueError("hooks: a parallel model has its own backward, which calls the hooks of parameters only")
+
+    register_full_backward_pre_hook = register_backward_hook = register_full_backward_hook

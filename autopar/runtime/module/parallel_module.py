@@ -1,0 +1,396 @@
+"""ParallelModule: the user's model on a mesh.
+
+It holds this rank's pieces of the parameters as DTensors under their original names, compiles a step for each new
+shape of the batch, and runs it. Everything that torch knows to do with parameters (optimizers, clipping, checkpoints)
+works on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.adapters.grad_mode import grad_mode
+from autopar.adapters.hooks import Observers, has_forward_hooks
+from autopar.errors import refusal_like
+from autopar.ir.batch import tensors_of, with_constants
+from autopar.ir.parameter import ParameterSpec
+from autopar.plan import Plan
+from autopar.runtime.checkpoint.checkpoint_dir import RunLine
+from autopar.runtime.comm.collectives import ledger_between, rows_sent
+from autopar.runtime.exec.buffer_updates import plain_buffers
+from autopar.runtime.exec.executor import Executor, is_drawn, per_rank
+from autopar.runtime.exec.step_inputs import SCALE
+from autopar.runtime.exec.value_checks import NoteWatch
+from autopar.runtime.fault.errors import reporting
+from autopar.runtime.guards.global_state import Surroundings, need_gradients, no_anomalies, outside
+from autopar.runtime.guards.origin import MadeFrom
+from autopar.runtime.guards.step_cache import Compiler, Kind, StepCache
+from autopar.runtime.inputs.batch_outputs import parts_of_outputs
+from autopar.runtime.inputs.call_arguments import by_name, check_values, misspelled
+from autopar.runtime.inputs.outputs import rebuild_outputs
+from autopar.runtime.inputs.padding import BatchFitter, Buckets
+from autopar.runtime.mesh.async_copies import to_device
+from autopar.runtime.mesh.process_groups import Groups
+from autopar.runtime.module.autograd_bridge import Forward, attach, refuse_gradients
+from autopar.runtime.module.module_facade import SHARED, ModelOnMesh
+from autopar.runtime.module.overridden_methods import face_of
+from autopar.runtime.optim.cpu_offload import keep_on_host
+from autopar.runtime.optim.grad_clipping import clip_gradients
+from autopar.runtime.optim.grad_scaler import GradScaler
+from autopar.runtime.optim.step_events import now, watch_steps
+from autopar.runtime.optim.step_hooks import watch_optimizers
+from autopar.runtime.params import parameters as state
+from autopar.runtime.params.gather_shards import STAGES
+from autopar.runtime.params.sharded_modules import Tree
+from autopar.values import a_path, number
+
+
+class ParallelModule(ModelOnMesh):
+    """A model on a mesh, made by `autopar.parallelize`.
+
+    ``train_step(**batch)``: forward and backward of all micro-batches; returns the loss of the whole batch.
+    ``model(**batch)``: the model's own output structure, a part of autograd's graph. Scalars are plain tensors; other
+    outputs are DTensors over the mesh, as they are cut, which compute as the whole tensors that they stand for:
+    ``float(out.logits.mean())`` is that of the whole batch. So do parameters and gradients, those of other pipeline
+    stages included, which every rank has. What reduces or gathers pieces is collective: all ranks of the mesh call it,
+    even where only one prints the number.
+    ``eval_step(**batch)``: the same with all modules in eval mode, without gradients.
+
+    Its submodules are copies of the model's own: modes, attributes and ``requires_grad`` of parameters may be changed
+    at any time. What the model has beside modules (config, methods) is there as well. Steps are compiled already:
+    `torch.compile` of a function that calls them leaves them as they are.
+
+    Every rank of a dp group passes the same batch, its dp part of the whole; as with DistributedDataParallel.
+    """
+
+    def __init__(
+        self,
+        skeleton: nn.Module,
+        compiler: Compiler,
+        groups: Groups,
+        plan: Plan,
+        specs: tuple[ParameterSpec, ...],
+        values: Mapping[str, Tensor | None],
+        buffers: Mapping[str, Tensor],
+        backend: str,
+        seed: int,
+        sync: bool = False,
+        check_batches: bool = True,
+        micro_batches: int = 1,
+        outputs_with_grad: bool = False,
+    ) -> None:
+        super().__init__()
+        self._whole_outputs = outputs_with_grad
+        self._groups, self._seed = groups, seed
+        self._steps = 0
+        self._watch, self._observers = NoteWatch(groups), Observers()
+        self._scaler: GradScaler | None = None
+        self._averages: list[Any] = []
+        self._origin: MadeFrom | None = None
+        self._line = RunLine()
+        self._last_use, self._sizes = 0, (0, 0)
+        self._weight = torch.ones((), dtype=torch.float64, device=groups.device)
+        self._fitter: BatchFitter | None = None
+        self._tangents: tuple[str, ...] = ()  # outputs beside the losses that somebody has differentiated
+        self._loaded = sync or all(values.get(s.name) is not None for s in specs)
+        # steps write to buffers
+        own, written = state.make_parameters(specs, values, groups, sync), state.own_buffers(buffers, groups, sync)
+        tree = Tree(skeleton, specs, own, written)
+        for name in SHARED:
+            self.__dict__[name] = tree.root.__dict__[name]  # this module stands for the root
+        self._cache = StepCache(compiler, tree, plan, groups, backend, micro_batches, check_batches)
+        self.__class__ = face_of(type(self), tree.root)
+        self._tree = tree
+        watch_optimizers(groups.device_mesh)
+        if plan.options.optimizer_on_host:
+            keep_on_host(self, plan.options.bucket_bytes)
+        watch_steps()
+        if outputs_with_grad and (reason := self._cannot_differentiate()):
+            raise ValueError(f"outputs_with_grad: {reason}; a loss of one's own is loss=fn, traced with the model")
+        self._sizes = len(self.__dict__), len(vars(type(self)))
+
+    def watch_originals(self, models: Mapping[str, nn.Module], held: Collection[str] = ()) -> None:
+        """What it was made of, by paths: what is done to them afterwards is refused, see `original.Original`. ``held``:
+        names of tensors that somebody holds besides."""
+
+        def written() -> set[str] | None:
+            if not any(kind.train for kind in self._cache.kinds()):
+                return None
+            outputs = (s for runner in self._cache.runners for s in runner.compiled.signature.outputs)
+            return {s.name for s in outputs if s.kind == "mutation"}
+
+        self._origin = MadeFrom(models, self._tree, self._groups, held, written)
+
+    def pad_batches(self, buckets: Buckets, ahead: Callable[..., None] | None = None) -> None:
+        """From now on: see `autopar.Buckets`. ``ahead``: is asked for the step of the next longer batch."""
+
+        def evaluate(batch: dict[str, Any]) -> Any:
+            with torch.no_grad():
+                return self._evaluated((), batch)
+
+        fitter = BatchFitter(buckets, self._tree.root, self._cache.plan, self._groups, evaluate)
+        self._fitter = fitter
+        if ahead is not None:
+            self._cache.ahead = lambda structure, batch, how: ahead(structure, batch, fitter.longer(batch), how)
+
+    # --- steps --------------------------------------------------------------------------------------------
+
+    @torch.compiler.disable
+    def train_step(self, *args: Any, **batch: Any) -> Tensor:
+        """Forward and backward of this rank's part of the batch, in all its micro-batches.
+
+        Returns the loss of the whole batch: the output called "loss", else each scalar with a gradient (a tuple of
+        them, if there are several), which are differentiated together; gradients accumulate in ``.grad`` of the
+        parameters, as ``backward()`` does. Raises ValueError for batches that do not fit.
+        """
+        with reporting("train_step"), outside(self._groups.device) as surroundings:
+            if has_forward_hooks(self):
+                raise ValueError(
+                    "train_step: hooks of the parallel model are called by model(**batch) only; register them on the "
+                    "model before parallelize, which traces them, or remove them"
+                )
+            need_gradients()
+            no_anomalies()
+            self._need_scaler()
+            executor, values = self._prepare(args, batch, Kind(True, ()), surroundings)
+            if not executor.compiled.losses:
+                raise ValueError(
+                    "train_step: the model returns no scalar with a gradient; pass what makes it return a loss (labels)"
+                    + misspelled(self._tree.root, batch)
+                )
+            with self._watch.step(self.training_steps):
+                result = executor.run_step(values)
+            self._store_gradients(executor, result.gradients)
+            executor.buffers.store(self._tree, result.outputs, torch.is_grad_enabled())
+            return result.losses[0] if len(result.losses) == 1 else tuple(result.losses)  # type: ignore[return-value]
+
+    @torch.compiler.disable
+    def forward(self, *args: Any, **batch: Any) -> Any:
+        """The model's outputs for this rank's part of the batch."""
+        evaluates = not any(m.training for m in self._tree.root.modules())
+        if evaluates and (not torch.is_grad_enabled() or self._cannot_differentiate()):
+            return self._evaluated(args, batch)
+        with reporting("the forward"), outside(self._groups.device) as surroundings:
+            if reason := self._cannot_differentiate():
+                raise ValueError(reason)
+            no_anomalies()
+            if torch.is_grad_enabled():
+                self._need_scaler()
+            kind = Kind(True, None, self._tangents)
+            executor, values = self._prepare(args, batch, kind, surroundings)
+            with self._watch.step(self.training_steps):
+                outputs, paused = executor.run_forward(values)
+            executor.buffers.store(self._tree, outputs, torch.is_grad_enabled())
+            run = None
+            if torch.is_grad_enabled():
+                named = by_name(self._tree.root, args, batch)
+                named = named if self._fitter is None else self._fitter.padded_again(named)
+                again = functools.partial(self._with_tangents, named, kind, surroundings)
+                unlike = functools.partial(self._unlike, executor, values)
+                run = Forward(executor, values | paused.kept, paused, dict(self._tree.own), again, unlike)
+                attach(run, outputs)
+            return self._rebuilt(executor, outputs, args, batch, run.watch if run is not None else None)
+
+    def _cannot_differentiate(self) -> str:
+        """Why ``model(**batch)`` can make no graph of autograd, if it cannot."""
+        if self._cache.plan.pipeline is not None:
+            return (
+                "model(**batch): a pipeline runs forward and backward in one, stage by stage; use "
+                "train_step(**batch) to train, eval_step(**batch) for outputs"
+            )
+        count = self._cache.micro_batches
+        if count > 1:
+            return f"model(**batch): works without micro-batches, found micro_batches={count}; use train_step(**batch)"
+        return ""
+
+    def _unlike(self, executor: Executor, values: Mapping[str, Tensor]) -> str:
+        """What a forward with these values has read of the model, and would find to be something else now."""
+        if changed := self._cache.changed_since(executor):
+            return changed
+        now = {**self._tree.pieces(), **self._tree.buffers()}
+        read = (name for name in executor.compiled.signature.remade or () if name in now)
+        return next((name for name in read if now[name].data_ptr() != values[name].data_ptr()), "")
+
+    def _with_tangents(
+        self, named: dict[str, Any], kind: Kind, surroundings: Surroundings, names: tuple[str, ...]
+    ) -> Executor:
+        """The same step with a backward that also starts from these outputs; from now on that of every forward."""
+        self._tangents = tuple(sorted({*self._tangents, *kind.tangents, *names}))
+        return self._cache.runner(kind._replace(tangents=self._tangents), named, surroundings)
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def eval_step(self, *args: Any, **batch: Any) -> Any:
+        """The model's outputs in eval mode (no dropout, running statistics), without gradients."""
+        return self._evaluated(args, batch)
+
+    def _evaluated(self, args: tuple[Any, ...], batch: dict[str, Any]) -> Any:
+        with reporting("the evaluation"), outside(self._groups.device) as surroundings:
+            executor, values = self._prepare(args, batch, Kind(False, None, grad_mode="no_grad"), surroundings)
+            with self._watch.step(self.training_steps):
+                outputs = executor.run_step(values).outputs
+            executor.buffers.store(self._tree, outputs, differentiated=False)
+            if torch.is_grad_enabled():
+                refuse_gradients(outputs, self._cannot_differentiate(), self._groups.device)
+            return self._rebuilt(executor, outputs, args, batch)
+
+    def _rebuilt(
+        self, executor: Executor, outputs: list[Any], args: tuple[Any, ...], batch: dict[str, Any], watch: Any = None
+    ) -> Any:
+        """In the user's structure, without padding."""
+        found = rebuild_outputs(executor.compiled, outputs, self._groups, watch, self._whole_outputs)
+        if self._fitter is None:
+            return found
+        return self._fitter.trimmed(found, by_name(self._tree.root, args, batch))
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """`torch.nn.utils.clip_grad_norm_` over all ranks, pipeline stages included; returns the norm before.
+
+        The same as the function of torch, with one exchange, and for `autopar.GradScaler`. A tied weight that several
+        stages hold counts once. Collective.
+        """
+        with reporting("clip_grad_norm_"):
+            scale = self._scaler.scale_to_take_off() if self._scaler is not None else None
+            norm = clip_gradients(
+                self._tree.own, self._tree.specs, self._groups, max_norm, norm_type, self._cache.owed(), scale
+            )
+            if self._scaler is not None and scale is not None:
+                self._scaler.taken_off(norm)
+            return norm
+
+    def take_scaler(self, scaler: GradScaler) -> Groups:
+        """Scale the losses of ``train_step`` by it from now on: see `autopar.GradScaler`, which calls this."""
+        self._scaler = scaler
+        return self._groups
+
+    def _need_scaler(self) -> None:
+        if self._scaler is None and self.plan.options.precision.compute == "float16":
+            raise ValueError(
+                "precision: gradients in float16 vanish without a scaled loss; make scaler = autopar.GradScaler(model) "
+                "before the first step, and step with scaler.step(optimizer), or compute in bfloat16"
+            )
+
+    def _prepare(
+        self, args: tuple[Any, ...], batch: dict[str, Any], kind: Kind, surroundings: Surroundings
+    ) -> tuple[Executor, dict[str, Tensor]]:
+        if not self._loaded:
+            raise ValueError(
+                "parallelize: the model came without weights (meta device); load them first with "
+                "load_pretrained(folder), load_state_dict(state) or autopar.load(folder, model)"
+            )
+        self._take_entries()
+        refused = self._origin.refusal(kind) if self._origin is not None else ""
+        named = parts_of_outputs(by_name(self._tree.root, args, batch), self._groups.device_mesh)
+        check_values(named, differentiated=kind.train)
+        if self._fitter is not None:
+            named = self._fitter.fit(named)
+        named = with_constants(named, self._cache.plan.options.constants)
+        # masks depend on the number of the step
+        number = self.training_steps + 1 if kind.train else None
+        try:
+            executor = self._cache.runner(kind, named, surroundings, number, refused)
+        except ValueError as error:
+            if not refused and (hint := misspelled(self._tree.root, named)):
+                raise refusal_like(error, f"{error}{hint}") from error
+            raise
+        if executor.compiled.signature.asks_grad_mode and kind.grad_mode != grad_mode():
+            kind = kind._replace(grad_mode=grad_mode())
+            executor = self._cache.runner(kind, named, surroundings, number)
+        pieces, buffers = self._tree.pieces(), plain_buffers(self._tree, executor.compiled, kind.train)
+        values = {**pieces, **buffers, **executor.constants}
+        self.training_steps += kind.train
+        self._last_use = now() if kind.train else self._last_use
+        given = tensors_of(named)
+        self._watch.check_size(given, self.training_steps)
+        for name, value in given.items():
+            plain = value if type(value) is Tensor else value.as_subclass(Tensor)  # results would be of the subclass
+            values[name] = to_device(plain, self._groups.device)  # contiguous: the step is compiled for that
+        seed = step_seed(self._seed, self.training_steps)
+        values[SCALE] = self._weight if self._scaler is None else self._scaler.seed * self._weight
+        values |= {name: torch.full((), seed, device=self._groups.device) for name in executor.seeds}  # without a copy
+        return executor, values
+
+    def _store_gradients(self, executor: Executor, gradients: Mapping[str, Tensor]) -> None:
+        own, specs = self._tree.held, executor.specs
+        found = [(own[specs[node].name], x.contiguous()) for node, x in gradients.items()]
+        if self._groups.mesh.size(STAGES) > 1:  # in the order of the model on all stages, since hooks may communicate
+            here, trained = dict(found), [own[specs[node].name] for node in executor.trained]
+            found = [(p, here[p] if p in here else state.no_elements(p)) for p in trained]
+        state.set_gradients(found, self._observers)
+
+    @contextlib.contextmanager
+    def loss_weight(self, weight: float) -> Iterator[None]:
+        """Within: `train_step` leaves the gradients of ``weight`` times the loss; it returns the loss itself. For means
+        over several calls, such as accumulation by a loop. On all ranks alike."""
+        before, self._weight = self._weight, torch.full_like(self._weight, number("weight", weight))
+        try:
+            yield
+        finally:
+            self._weight = before
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Within: no weight changes, so what steps gather once they gather in the first one only, and keep. For several
+        `train_step` per ``optimizer.step()``, and for evaluations. On all ranks alike.
+
+        Raises RuntimeError at a step for weights that were seen to change; writes through ``.data`` leave no trace.
+        """
+        outermost = not self._cache.unchanged
+        self._cache.keep_weights(True)
+        try:
+            yield
+        finally:
+            if outermost:
+                self._cache.keep_weights(False)
+
+    # --- dumps --------------------------------------------------------------------------------------------
+
+    def dump(self, folder: str | Path) -> None:
+        """Write every level of the last compiled step, the plan and a report to a folder. Compiles it once more."""
+        folder = a_path("folder", folder)
+        if not self._cache.runners:
+            raise ValueError("dump: nothing is compiled before the first step; run one, or set AUTOPAR_DUMP before it")
+        self._cache.dump(folder)
+
+    def trace(self, folder: str | Path, **batch: Any) -> Tensor:
+        """A `train_step` that records when every action ran; returns its loss.
+
+        Writes what `dump` writes, the measured timeline beside the simulated one, as a Chrome trace (``trace.json``)
+        with the modules within its actions, and which experts got the tokens so far (`expert_load`), with the bytes of
+        their rows that left each rank. Collective.
+        """
+        self.train_step(**batch)  # compiles, and warms up
+        executor = self._cache.last
+        assert executor is not None
+        executor.record, before = True, executor.traffic
+        try:
+            loss = self.train_step(**batch)
+        finally:
+            executor.record = False
+        found: list[Any] = [None] * self._groups.mesh.world_size
+        with reporting("trace"):
+            modules = executor.modules if is_drawn(self._groups.coordinate) else []  # they are many
+            rows = rows_sent(ledger_between(before, executor.traffic))
+            torch.distributed.all_gather_object(found, (self._groups.coordinate, executor.timeline, rows, modules))
+            load = {} if self._cache.backend == "cudagraphs" else self.expert_load()
+        sent = {
+            axis: [of_rank.get(axis, 0) for _, _, of_rank, _ in found]
+            for axis in sorted({a for _, _, of_rank, _ in found for a in of_rank})
+        }
+        measured = {"load": {layer: x.tolist() for layer, x in load.items()}, "sent": sent}
+        actions, modules = per_rank(x[:2] for x in found), per_rank((x[0], x[3]) for x in found)
+        self._cache.dump(folder, executor, recorded=actions, modules=modules, **measured)
+        return loss
+
+
+def step_seed(seed: int, step: int) -> int:
+    """The seed of the dropout masks of a step; the first training step is 1."""
+    return seed + 1_000_003 * step

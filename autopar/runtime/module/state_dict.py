@@ -1,0 +1,303 @@
+"""The state of a ParallelModule, in and out: weights, buffers and the count of training steps.
+
+parallel.state_dict()                    DTensors over the mesh: torch.save on each rank, distributed checkpoint
+parallel.full_state_dict()               whole tensors under the original names
+parallel.save_pretrained(folder)         files that transformers loads
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.adapters.state_dict import IncompatibleKeys, unsaved_buffers
+from autopar.capture.front_end import OwnFolder, adapter_for
+from autopar.ir.parameter import ParameterSpec
+from autopar.plan import Plan
+from autopar.runtime.checkpoint.checkpoint_dir import RunLine
+from autopar.runtime.checkpoint.hf_files import Files
+from autopar.runtime.checkpoint.hf_io import Recipes, checked_pretrained, save_pretrained, saved_steps
+from autopar.runtime.checkpoint.hf_save_args import check_habits
+from autopar.runtime.consistency.all_ranks import together
+from autopar.runtime.consistency.rank_checks import Claim, agree_on_arguments, agree_on_pieces
+from autopar.runtime.fault.errors import reporting
+from autopar.runtime.guards.step_cache import StepCache
+from autopar.runtime.inputs.loss_fn import of_the_model
+from autopar.runtime.mesh.process_groups import Groups
+from autopar.runtime.module import state_dict_hooks
+from autopar.runtime.optim.grad_scaler import GradScaler
+from autopar.runtime.optim.step_events import about_to_write, now
+from autopar.runtime.params import parameters as state
+from autopar.runtime.params.dtensor_layout import is_here
+from autopar.runtime.params.shard_views import all_written
+from autopar.runtime.params.sharded_modules import Tree
+from autopar.values import a_path, whole_number, yes_or_no
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds of a model, for `autopar.save` and `autopar.load`.
+
+    own: its pieces of parameters by name; ``canonical``: any name of a parameter, tied ones too -> its name. buffers:
+    those that are saved. last_use: when the last training step began (`autopar.runtime.optim.step_events`). averages:
+    of `autopar.ema`, in the order in which they were made. owed: what earlier calls have left to be compared. line:
+    which run's checkpoints it saves. stateful: by path, modules with a state beside tensors (`get_extra_state`).
+    """
+
+    groups: Groups
+    own: dict[str, nn.Parameter]
+    specs: tuple[ParameterSpec, ...]
+    canonical: dict[str, str]
+    buffers: dict[str, Tensor]
+    loaded: bool
+    training_steps: int
+    seed: int
+    plan: Plan
+    scaler: GradScaler | None
+    averages: list[Any]
+    last_use: int
+    owed: list[Claim]
+    line: RunLine
+    stateful: dict[str, nn.Module]
+
+
+class Stateful(nn.Module):
+    """What a ParallelModule does with its state."""
+
+    _tree: Tree
+    _cache: StepCache
+    _groups: Groups
+    _steps: int
+    _loaded: bool
+    _seed: int
+    _scaler: GradScaler | None
+    _averages: list[Any]
+    _line: RunLine
+    _last_use: int
+
+    @property
+    def plan(self) -> Plan:
+        """The decisions: of the last compiled step, or of the parameters before the first one."""
+        return self._cache.runners[-1].compiled.plan if self._cache.runners else self._cache.plan
+
+    def held(self) -> Held:
+        """Everything that a checkpoint is made of, as it is now."""
+        own, specs = self._tree.own, self._tree.specs
+        return Held(
+            self._groups,
+            own,
+            specs,
+            {name: s.name for s in specs for name in (s.name, *s.aliases)},
+            self._persistent(),
+            self._loaded,
+            self.training_steps,
+            self._seed,
+            self.plan,
+            self._scaler,
+            list(self._averages),
+            self._last_use,
+            self._cache.owed(),
+            self._line,
+            state_dict_hooks.with_extra_state(self._tree.root),
+        )
+
+    def take_average(self, average: Any) -> None:
+        """Save it with the model from now on: see `autopar.ema`, which calls this."""
+        self._averages.append(average)
+
+    def drop_average(self, average: Any) -> None:
+        """Save it no more."""
+        self._averages = [known for known in self._averages if known is not average]
+
+    def begin_loading(self) -> None:
+        """Its parameters are of no use until `end_loading`."""
+        self._loaded = False
+
+    def end_loading(self, training_steps: int, seed: int, pending: bool) -> None:
+        """All is loaded; ``pending``: gradients too, with which no step has been made."""
+        self.training_steps, self._seed = training_steps, seed
+        self._last_use = now() if pending else 0
+        self._finish_loading("load")
+
+    def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:
+        """Original name (tied names too) -> whole tensor on the CPU; what modules make of their state dict (hooks,
+        `get_extra_state`) is made of it. Collective."""
+        persistent, own, specs = self._persistent(), self._tree.own, self._tree.specs
+        with reporting("full_state_dict"):
+            yes_or_no("rank0_only", rank0_only)
+            owed = self._cache.owed()
+            agree_on_arguments(self._groups, "full_state_dict", {"rank0_only": rank0_only}, owed=owed)
+            whole = state.full_state_dict(own, specs, self._groups, persistent, rank0_only)
+            if state_dict_hooks.says_itself(self._tree.root) and (whole or not rank0_only):
+                whole = state_dict_hooks.said(self._tree, whole)
+        found: dict[str, Tensor] = state.note_steps(whole, self.training_steps)
+        return found
+
+    def full_gradients(self, rank0_only: bool = False) -> dict[str, Tensor]:
+        """Original name -> whole gradient on the CPU, for parameters that have one. Collective."""
+        with reporting("full_gradients"):
+            yes_or_no("rank0_only", rank0_only)
+            has = [name for name, p in self._tree.own.items() if p.grad is not None]
+            agree_on_arguments(self._groups, "full_gradients", {"rank0_only": rank0_only}, has, self._cache.owed())
+            return state.full_gradients(self._tree.own, self._tree.specs, self._groups, rank0_only)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False
+    ) -> IncompatibleKeys:
+        """Load whole tensors, or the DTensors of a `state_dict` of this mesh, by original names. Returns what was
+        missing and what unexpected (``strict=False``), as torch does.
+
+        Raises a ValueError that is a RuntimeError, too, in torch's words, for what is missing, unexpected or of another
+        shape, when all else has been loaded, as in torch; ValueError for another kind (integers into floats), and for
+        values that differ between ranks. Collective.
+        """
+        if assign:
+            raise ValueError(
+                "load_state_dict: assign=True would put whole tensors in the place of this rank's pieces; "
+                "leave it out, values are copied"
+            )
+        with reporting("load_state_dict"):
+            by_itself = state_dict_hooks.loads_itself(self._tree.root)
+            if not by_itself:
+                state.check_tensors(state_dict)
+            about_to_write()
+            yes_or_no("strict", strict)
+            own, specs = self._tree.own, self._tree.specs
+            agree_on_arguments(self._groups, "load_state_dict", {"strict": strict}, state_dict, self._cache.owed())
+            values = state_dict.values() if isinstance(state_dict, Mapping) else ()
+            loaded, misfits, refused = self._loaded, list[str](), None
+            if any(isinstance(v, torch.distributed.tensor.DTensor) for v in values):
+                whole = self._tree.root.state_dict()
+                state.check_kinds(state_dict, {n: x.dtype for n, x in whole.items() if isinstance(x, Tensor)})
+                found, refused = state_dict_hooks.load_or_refuse(self._tree.root, state_dict, strict)
+            elif by_itself:
+                whole = state.full_state_dict(own, specs, self._groups)
+                found, refused, now = state_dict_hooks.loaded(self._tree, whole, state_dict, strict)
+                state.load_state_dict(now, own, specs, self._groups)
+            else:
+                found, misfits = state.load_state_dict(state_dict, own, specs, self._groups, self._persistent())
+            if (steps := state.steps_noted(state_dict)) is not None:
+                self.training_steps = steps
+            self._finish_loading("load_state_dict")
+            try:
+                if refused is not None:
+                    raise refused
+                state.refuse_others(found, misfits, strict, type(self._tree.root).__name__)
+            except RuntimeError:
+                self._loaded = loaded
+                raise
+        return found
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own, with DTensors for parameters, and the count of steps beside them (`training_steps`)."""
+        found = self._tree.root.state_dict(*args, **kwargs)
+        return state.note_steps(found, self.training_steps, kwargs.get("prefix", args[1] if len(args) > 1 else ""))
+
+    def _finish_loading(self, who: str) -> None:
+        """Ranks that hold the same piece must hold the same contents."""
+        all_written()
+        own = {name: state.local_tensor(p) for name, p in self._tree.here.items()}
+        shared = {**self._persistent(), "the count of training steps": torch.tensor(self._steps)}
+        agree_on_pieces(self._groups, own, self._tree.specs, shared, who)
+        self._loaded = True
+
+    @property
+    def training_steps(self) -> int:
+        """Training steps run so far. Dropout masks depend on it, so it goes with every state: beside the tensors of
+        `state_dict` and `full_state_dict`, where `torch.save` keeps it and torch's own loading passes it over, and in
+        the files of `save_pretrained`. A copy that is made tensor by tensor, and distributed checkpoints of torch,
+        leave it out, as they do torch's random number generators: there it is saved by hand, or by `autopar.save`."""
+        return self._steps
+
+    @training_steps.setter
+    def training_steps(self, steps: Any) -> None:
+        self._steps = whole_number("training_steps", steps, 0, state.MOST_STEPS)
+
+    def load_pretrained(self, folder: str | Path) -> None:
+        """Read a folder that transformers reads (safetensors): each rank reads only its own pieces.
+
+        Tensors that transformers itself renames, merges (experts), splits or transposes are made as it does. Raises
+        ValueError for missing, unexpected and truncated tensors, and for other shapes.
+        """
+        skeleton = self._tree.root
+        prefix = getattr(skeleton, "base_model_prefix", "")
+        own, specs = self._own_of_model(), self._specs_of_model()
+        ignore = getattr(skeleton, "_keys_to_ignore_on_load_unexpected", None) or ()
+        with reporting("load_pretrained"):
+            folder = a_path("folder", folder)
+            if (of_library := self._own_folder()) is not None:
+                given = together(self._groups, "load_pretrained", lambda: of_library.read(folder))
+                self.load_state_dict(given, strict=False)
+                return
+            about_to_write()
+            into = {name: state.local_tensor(p) for name, p in own.items() if is_here(p)}
+            buffers = {name: x for name, x in self._persistent().items() if of_the_model(name)}
+            recipes = self._recipes(load=True)
+            with Files() as files:
+
+                def check() -> tuple[Callable[[], Any], int | None]:
+                    given = files, folder, specs, self._groups, buffers, prefix, tuple(ignore), into, recipes
+                    return checked_pretrained(*given), saved_steps(folder)
+
+                fill, steps = together(self._groups, "load_pretrained", check)
+                self.begin_loading()
+                together(self._groups, "load_pretrained", fill)
+            if steps is not None:
+                self.training_steps = steps
+            self._finish_loading("load_pretrained")
+
+    def save_pretrained(self, folder: str | Path, max_shard_size: int | str = "5GB", **how: Any) -> None:
+        """Write the folder that plain transformers would write: safetensors, under the names that it has for files, and
+        the configs. Collective; rank 0 writes. ``how``: what scripts for accelerate pass (is_main_process,
+        save_function, state_dict). Raises ValueError for what would make another folder."""
+        skeleton, own, specs = self._tree.root, self._own_of_model(), self._specs_of_model()
+        configs = [c for name in ("config", "generation_config") if (c := getattr(skeleton, name, None)) is not None]
+        with reporting("save_pretrained"):
+            folder = a_path("folder", folder)
+            same = {"folder": str(folder), "max_shard_size": max_shard_size, "further": sorted(how)}
+            agree_on_arguments(self._groups, "save_pretrained", same, owed=self._cache.owed())
+            if how:
+                together(self._groups, "save_pretrained", lambda: check_habits(how, own, specs))
+            if (of_library := self._own_folder()) is not None:
+                mine = [s for s in specs if of_library.names & {s.name, *s.aliases}]
+                held = {n: x for n, x in self._persistent().items() if n in of_library.names}
+                whole = state.full_state_dict(own, mine, self._groups, held, rank0_only=True)
+                together(self._groups, "save_pretrained", lambda: of_library.write(folder, whole) if whole else None)
+                return
+            save_pretrained(
+                folder,
+                own,
+                specs,
+                self._groups,
+                self._persistent(),
+                configs,
+                max_shard_size,
+                self.training_steps,
+                self._recipes(load=False),
+            )
+
+    def _own_folder(self) -> OwnFolder | None:
+        adapter = adapter_for(self._tree.root)
+        return adapter.own_folder(self._tree.structure()) if adapter is not None else None
+
+    def _recipes(self, load: bool) -> Recipes | None:
+        """What the model's library makes of tensors in files, or writes there."""
+        if (adapter := adapter_for(self._tree.root)) is None:
+            return None
+        return functools.partial(adapter.recipes_to_load if load else adapter.recipes_to_save, self._tree.structure())
+
+    def _persistent(self) -> dict[str, Tensor]:
+        apart, named = unsaved_buffers(self._tree.root), self._tree.root.named_buffers(remove_duplicate=False)
+        return {name: buffer for name, buffer in named if name not in apart}
+
+    def _own_of_model(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self._tree.own.items() if of_the_model(name)}
+
+    def _specs_of_model(self) -> tuple[ParameterSpec, ...]:
+        return tuple(s for s in self._tree.specs if of_the_model(s.name))

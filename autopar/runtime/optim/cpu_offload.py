@@ -1,0 +1,141 @@
+"""States of optimizers that lie in host memory, and come to the device for one bucket of parameters at a time.
+
+    bucket 1   arrives | steps   | leaves
+    bucket 2           | arrives | steps  | leaves         three buckets of states are on the device at most
+
+Any optimizer of torch that steps each parameter by itself: its own kernels run, on the device, on the same values.
+States that a first step makes leave behind it; numbers such as its count stay where they are. On a GPU a step ends with
+copies on their way, for which `state_dict`, `autopar.save` and `autopar.load` wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from autopar.adapters.dtensor import local_of
+from autopar.ir.parameter import in_buckets
+from autopar.ir.storages import is_dense
+from autopar.runtime.mesh.offload_buffers import HostCopies, host_copies_arrived
+from autopar.runtime.optim.local_step import on_pieces, own_step, steps_elements
+from autopar.runtime.params.sharded_tensor import ShardedTensor
+
+_TOLD: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose `state_dict` waits for copies
+_MODELS: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # -> bytes of a bucket
+
+
+def keep_on_host(model: nn.Module, bucket: int) -> None:
+    """From now on states of optimizers of a model's parameters lie in host memory. ``bucket``: bytes of parameters
+    whose states come to the device together."""
+    _MODELS[model] = bucket
+
+
+class HostStates:
+    """The states of one optimizer, for one step."""
+
+    def __init__(self, optimizer: Optimizer, bucket: int, device: torch.device) -> None:
+        self._optimizer, self.bucket = optimizer, bucket
+        self._copies = HostCopies.on(device)
+
+    @staticmethod
+    def of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> HostStates | None:
+        """None where they stay on the device. Raises ValueError for an optimizer that may not be stepped in parts."""
+        mine = {id(p) for p in parameters if _MODELS}
+        for model, bucket in list(_MODELS.items()):
+            if any(id(p) in mine for _, p in model.named_parameters()):
+                _check_apart(optimizer)
+                if optimizer not in _TOLD:
+                    _TOLD.add(optimizer)
+                    optimizer.register_state_dict_pre_hook(lambda _: host_copies_arrived())
+                return HostStates(optimizer, bucket, local_of(parameters[0]).device)  # type: ignore[arg-type]
+        return None
+
+    def bring(self, parameters: Sequence[Tensor]) -> Callable[[], None]:
+        """Start to copy states to the device; what puts them in place."""
+        return self._move(parameters, self._copies.arena.holds, self._copies.from_host)
+
+    def put_away(self, parameters: Sequence[Tensor]) -> Callable[[], None]:
+        """Start to copy states to the host; what puts them in place."""
+        return self._move(parameters, self._may_leave, self._copies.to_host)
+
+    def empty_like(self, p: Tensor, dtype: torch.dtype) -> Tensor:
+        """A state laid out like a parameter, on the host."""
+        local, _ = self._copies.arena.like(torch.empty_like(_local(p), dtype=dtype, device="meta"))
+        return _laid_out_like(p, local)
+
+    def _may_leave(self, x: Tensor) -> bool:
+        return bool(x.dim() and x.numel()) and is_dense(x) and not self._copies.arena.holds(x)
+
+    def _move(
+        self, parameters: Sequence[Tensor], moves: Callable[[Tensor], bool], start: Callable[[Tensor], Any]
+    ) -> Callable[[], None]:
+        pending = []
+        for p in parameters:
+            state = self._optimizer.state.get(p, {})
+            for name, x in state.items():
+                if isinstance(x, Tensor) and moves(_local(x)):
+                    pending.append((state, name, x, start(_local(x))))
+
+        def finish() -> None:
+            while pending:
+                state, name, x, copy = pending.pop()
+                state[name] = _laid_out_like(x, self._copies.finish(copy))
+
+        return finish
+
+
+def _local(x: Tensor) -> Tensor:
+    return local_of(x) if isinstance(x, DTensor) else x
+
+
+def _laid_out_like(x: Tensor, local: Tensor) -> Tensor:
+    """The same value over other memory."""
+    return x.like(local) if isinstance(x, ShardedTensor) else local
+
+
+def _check_apart(optimizer: Optimizer) -> None:
+    """What torch has steps each parameter by itself, but for LBFGS; of others nobody knows."""
+    step = own_step(optimizer)
+    known = ("torch.optim.", "transformers.optimization")
+    if not step.__module__.startswith(known) or type(optimizer).__name__ == "LBFGS":
+        raise ValueError(
+            "optimizer_on_host: needs an optimizer that steps each parameter by itself, such as those of torch.optim, "
+            f"found {type(optimizer).__name__} of {step.__module__}; leave optimizer_on_host out, or use one of them"
+        )
+
+
+@torch.no_grad()
+def step_buckets(optimizer: Optimizer, is_ours: Callable[[Tensor], bool], hosts: HostStates) -> None:
+    """Step our parameters bucket by bucket."""
+    step, groups = own_step(optimizer), optimizer.param_groups
+    try:
+        for group in groups:
+            mine = [p for p in group["params"] if is_ours(p) and p.grad is not None]
+            sizes = [_local(p).numel() * p.itemsize for p in mine]
+            buckets = [[mine[i] for i in bucket] for bucket in in_buckets(sizes, hosts.bucket)]
+            before = {name: value for name, value in group.items() if name != "params"}
+            arrives, leaves = hosts.bring(buckets[0] if buckets else ()), _nothing
+            for k, bucket in enumerate(buckets):
+                arrives()
+                arrives = hosts.bring(buckets[k + 1]) if k + 1 < len(buckets) else _nothing
+                only = {**before, "params": bucket}
+                optimizer.param_groups = [only]
+                with on_pieces(optimizer, is_ours) if steps_elements(optimizer, bucket) else contextlib.nullcontext():
+                    step(optimizer)
+                leaves()
+                leaves = hosts.put_away(bucket)
+                group.update({name: value for name, value in only.items() if name != "params"})
+            leaves()
+    finally:
+        optimizer.param_groups = groups
+
+
+def _nothing() -> None:
+    pass

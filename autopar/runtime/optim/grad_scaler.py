@@ -1,0 +1,218 @@
+"""A scaled loss for gradients in float16, with the interface of `torch.amp.GradScaler`.
+
+    scaler = autopar.GradScaler(model)
+    loss = model.train_step(**batch)              the backward starts from the scale instead of 1
+    model.clip_grad_norm_(1.0)                    takes the scale off, too: one pass over the gradients
+    scaler.step(optimizer); scaler.update()
+
+What is not finite on any rank, of any stage, skips the step on all: then the optimizer is not called, so its steps and
+hooks do not count. (Micikevicius et al. 2018, Mixed precision training, 3.2.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from autopar.adapters.foreach import unscale_all
+from autopar.capture.trace.export import flatten, unflatten
+from autopar.runtime.consistency.rank_checks import agree_on_arguments
+from autopar.runtime.fault.errors import reporting
+from autopar.runtime.mesh.process_groups import Groups
+from autopar.runtime.optim.grad_clipping import over_world
+from autopar.runtime.optim.step_events import note_step
+from autopar.runtime.params.parameters import local_tensor
+from autopar.values import number, whole_number, yes_or_no
+
+
+class Scaled(Protocol):
+    """A model whose steps can be scaled."""
+
+    def take_scaler(self, scaler: GradScaler) -> Groups:
+        """Scale by it from now on."""
+        ...
+
+
+class GradScaler:
+    """Scales the loss of a model on a mesh, so that small gradients are not lost in float16.
+
+    Args:
+        model: from `autopar.parallelize`; its ``train_step`` scales from now on. One scaler for a model.
+        init_scale, growth_factor, backoff_factor, growth_interval: the scale to begin with; what it is multiplied by
+            after so many steps without infinities, and after a step with one.
+        enabled: otherwise nothing is scaled and no step is skipped.
+
+    Raises ValueError for factors that do not grow or shrink.
+    """
+
+    def __init__(
+        self,
+        model: Scaled,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        if not hasattr(model, "take_scaler"):
+            raise ValueError(
+                f"GradScaler: needs the model whose steps it scales, made by autopar.parallelize, found a "
+                f"{type(model).__name__}"
+            )
+        self._enabled = yes_or_no("enabled", enabled)
+        self._growth, self._backoff = number("growth_factor", growth_factor), number("backoff_factor", backoff_factor)
+        if not self._growth > 1.0 or not 0.0 < self._backoff < 1.0:
+            raise ValueError(
+                f"GradScaler: needs a growth_factor above 1 and a backoff_factor between 0 and 1, found "
+                f"{self._growth} and {self._backoff}"
+            )
+        self._interval = whole_number("growth_interval", growth_interval, 1)
+        self._groups = model.take_scaler(self)
+        self._scale = torch.full((), number("init_scale", init_scale, 0.0), device=self._groups.device)
+        self._since = 0  # steps since the scale has changed
+        self._found: dict[int | None, Tensor] = {}  # optimizer (None: all gradients of the model) -> 1 if not finite
+        self._skipped: bool | None = None
+
+    # --- torch's interface --------------------------------------------------------------------------------
+
+    def scale(self, outputs: Any) -> Any:
+        """A loss, or nested losses, times the scale: for ``scaler.scale(loss).backward()``. (What ``train_step``
+        returns is not scaled; its gradients are.)"""
+        if not self._enabled:
+            return outputs
+        leaves, spec = flatten(outputs)
+        return unflatten([x * self._scale.to(x.device) if isinstance(x, Tensor) else x for x in leaves], spec)
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Take the scale off the gradients of an optimizer. Collective. Raises RuntimeError if that was done."""
+        if not self._enabled:
+            return
+        if self._of(optimizer) is not None:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        given = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        with reporting("unscale_"):
+            agree_on_arguments(self._groups, "unscale_", {"gradients": len(given)})
+            found = torch.zeros((), device=self._groups.device)
+            unscale_all(list(map(local_tensor, given)), found, self._scale.double().reciprocal().float())
+            self._found[id(optimizer)] = over_world(found, self._groups)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """``optimizer.step(...)`` on gradients without scale, unless one is not finite: then nothing, on all ranks."""
+        if "closure" in kwargs or args:
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        if self._enabled and self._of(optimizer) is None:
+            self.unscale_(optimizer)
+        found = self._of(optimizer)
+        skip = self._enabled and found is not None and bool(found)
+        self._skipped = skip if self._skipped is None else self._skipped or skip
+        if skip:
+            note_step(optimizer)
+            return None
+        return optimizer.step(**kwargs)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """The scale of the next step. Raises RuntimeError where no step was made since the last update."""
+        if not self._enabled:
+            return
+        if new_scale is not None:
+            self._scale.fill_(float(new_scale))
+        elif self._skipped is None:
+            raise RuntimeError("No inf checks were recorded prior to update.")
+        elif self._skipped:
+            self._scale.mul_(self._backoff)
+            self._since = 0
+        else:
+            self._since += 1
+            if self._since == self._interval:
+                self._scale.mul_(self._growth)
+                self._since = 0
+        self.stepped = not self._skipped
+        self._found, self._skipped = {}, None
+
+    stepped = True
+    """Whether the last step was made: for what goes with steps, such as a learning rate schedule."""
+
+    def get_scale(self) -> float:
+        """The scale now; 1 if not enabled."""
+        return float(self._scale) if self._enabled else 1.0
+
+    def is_enabled(self) -> bool:
+        """Whether it scales."""
+        return self._enabled
+
+    def get_growth_factor(self) -> float:
+        return self._growth
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        self._growth = number("growth_factor", new_factor, 1.0)
+
+    def get_backoff_factor(self) -> float:
+        return self._backoff
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        self._backoff = number("backoff_factor", new_factor, 0.0)
+
+    def get_growth_interval(self) -> int:
+        return self._interval
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        self._interval = whole_number("growth_interval", new_interval, 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's scaler: either one can load it."""
+        if not self._enabled:
+            return {}
+        return {
+            "scale": self.get_scale(),
+            "growth_factor": self._growth,
+            "backoff_factor": self._backoff,
+            "growth_interval": self._interval,
+            "_growth_tracker": self._since,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raises ValueError for the state of a scaler that was not enabled."""
+        if not self._enabled:
+            return
+        if not state_dict:
+            raise ValueError(
+                "GradScaler: the state is empty, found that of a scaler that was not enabled; start with a new one"
+            )
+        self._scale.fill_(state_dict["scale"])
+        self._growth, self._backoff = state_dict["growth_factor"], state_dict["backoff_factor"]
+        self._interval, self._since = state_dict["growth_interval"], state_dict["_growth_tracker"]
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError for what is no state of an enabled scaler; changes nothing."""
+        number("scale", state["scale"], 0.0)
+        number("growth_factor", state["growth_factor"], 0.0)
+        number("backoff_factor", state["backoff_factor"], 0.0)
+        whole_number("growth_interval", state["growth_interval"], 1)
+        whole_number("growth_tracker", state["_growth_tracker"])
+
+    # --- for the model ------------------------------------------------------------------------------------
+
+    @property
+    def in_a_step(self) -> bool:
+        """Whether the scale has been taken off gradients, and `update` not been called yet."""
+        return self._enabled and (bool(self._found) or self._skipped is not None)
+
+    @property
+    def seed(self) -> Tensor:
+        """What a backward starts from."""
+        return self._scale if self._enabled else torch.ones_like(self._scale)
+
+    def scale_to_take_off(self) -> Tensor | None:
+        """The scale, if the gradients have it still and nobody has begun to take it off."""
+        return self._scale if self._enabled and not self._found else None
+
+    def taken_off(self, norm: Tensor) -> None:
+        """All gradients of the model are without scale now, and had this norm."""
+        self._found[None] = (~torch.isfinite(norm)).float()
+
+    def _of(self, optimizer: Optimizer) -> Tensor | None:
+        return self._found.get(None, self._found.get(id(optimizer)))

@@ -1,0 +1,358 @@
+"""A model's state on a mesh: parameters as DTensors, and whole tensors under the original names, both ways.
+
+    local = local_piece(whole, spec, groups)            this rank's piece, a copy
+    p = make_parameter(local, spec, groups)             nn.Parameter over a DTensor
+    full_state_dict({name: p}, specs, groups)           original name -> whole tensor
+
+Every parameter lies on one mesh of all axes, whole (Replicate) where an axis does not cut it: so the foreach paths of
+torch.optim and clip_grad_norm_ see one kind of thing. Every rank has all parameters of the model, in its order: those
+of other pipeline stages as pieces of no elements (`sharded_tensor.ShardedTensor.holders`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.adapters.dtensor import have_gradients, local_of
+from autopar.adapters.foreach import add_all
+from autopar.adapters.hooks import Observers, accumulate_gradient
+from autopar.adapters.state_dict import IncompatibleKeys, add_note, noted
+from autopar.errors import refusal_like
+from autopar.ir.parameter import ParameterSpec
+from autopar.ir.placement import nested_piece
+from autopar.runtime.mesh.process_groups import Groups
+from autopar.runtime.params import sharded_ops as sharded_ops  # what a ShardedTensor does with operators
+from autopar.runtime.params.gather_shards import STAGES, Holders, nothing_of, piece_of
+from autopar.runtime.params.shard_ranges import cuts_of
+from autopar.runtime.params.sharded_tensor import ShardedTensor, from_local, whole_tensor
+
+
+def local_piece(whole: Tensor, spec: ParameterSpec, groups: Groups) -> Tensor:
+    """This rank's piece of a whole tensor: a contiguous copy on the mesh's device."""
+    piece = nested_piece(whole.detach(), spec.placements, groups.mesh.cut_order, groups.coordinate)
+    return piece.to(device=groups.device, dtype=spec.dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def of_first_rank(mine: Tensor | None, shape: Iterable[int], dtype: torch.dtype, groups: Groups) -> Tensor:
+    """What rank 0 holds, as a tensor of its own on the mesh's device; of the others only shape and dtype count.
+    Collective. It goes as bytes: backends send few dtypes."""
+    if mine is None or groups.rank:
+        out = torch.empty(tuple(shape), dtype=dtype, device=groups.device)
+    else:
+        out = mine.detach().to(device=groups.device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
+    if groups.mesh.world_size > 1:
+        dist.broadcast(out.reshape(-1).view(torch.uint8), 0, group=groups.group(groups.world))
+    return out
+
+
+def stages_with(spec: ParameterSpec, groups: Groups) -> Holders | None:
+    """The pipeline stages that hold a parameter; None where all do."""
+    if len(spec.ranks) >= groups.mesh.size(STAGES):
+        return None
+    return Holders(spec.ranks, groups.coordinate[STAGES] in spec.ranks)
+
+
+def wrap(local: Tensor, spec: ParameterSpec, groups: Groups, holders: Holders | None = None) -> ShardedTensor:
+    """This rank's piece (of a parameter or of an output) as a DTensor; shares the storage, passes gradients on."""
+    expected = spec.local_shape(groups.mesh) if holders is None or holders.here else (0,)
+    assert tuple(local.shape) == expected, f"{spec.name}: a piece has shape {expected}, found {tuple(local.shape)}"
+    cuts = cuts_of(spec.placements, groups.mesh.sizes)
+    mesh, shape = groups.device_mesh, torch.Size(spec.shape)
+    if local.requires_grad and torch.is_grad_enabled():
+        return from_local(local, mesh, cuts, shape)
+    return ShardedTensor.make(local.detach(), mesh, cuts, shape, holders)
+
+
+def make_parameter(local: Tensor, spec: ParameterSpec, groups: Groups) -> nn.Parameter:
+    """A parameter that optimizers and checkpoints see whole, over this rank's piece (same storage)."""
+    laid = wrap(local, spec, groups, stages_with(spec, groups))
+    parameter = nn.Parameter(laid, requires_grad=spec.requires_grad)
+    parameter.share_memory_ = _not_shared  # type: ignore[method-assign] # torch's own crashes the interpreter
+    return parameter
+
+
+def _not_shared() -> Any:
+    raise ValueError(
+        "share_memory: a parameter on a mesh lies in the memory of its own rank, other processes cannot open it; "
+        "share the model before parallelize, or pass them full_state_dict()"
+    )
+
+
+def make_parameters(
+    specs: Iterable[ParameterSpec], values: Mapping[str, Tensor | None], groups: Groups, sync: bool = False
+) -> dict[str, nn.Parameter]:
+    """All parameters, by name: pieces of whole ``values``, or empty ones where there is none. ``sync``: of the values
+    of rank 0; collective then, and one of them is whole at a time."""
+    out = {}
+    for spec in specs:
+        whole = values.get(spec.name)
+        if sync:
+            whole = of_first_rank(whole, spec.shape, spec.dtype, groups)
+        holders = stages_with(spec, groups)
+        if holders is not None and not holders.here:
+            local = torch.empty(1, dtype=spec.dtype, device=groups.device)[:0]  # storages tell tied weights
+        elif whole is None:
+            local = torch.empty(spec.local_shape(groups.mesh), dtype=spec.dtype, device=groups.device)
+        else:
+            local = local_piece(whole, spec, groups)
+        out[spec.name] = make_parameter(local, spec, groups)
+    return out
+
+
+def own_buffers(buffers: Mapping[str, Tensor], groups: Groups, sync: bool = False) -> dict[str, Tensor]:
+    """Copies by name, on the mesh's device; tied ones stay tied. ``sync``: of those of rank 0; collective then."""
+    copies: dict[int, Tensor] = {}
+    for b in buffers.values():
+        copy = of_first_rank(b, b.shape, b.dtype, groups) if sync else b.to(groups.device, copy=True)
+        copies.setdefault(id(b), copy)
+    return {name: copies[id(b)] for name, b in buffers.items()}
+
+
+def local_tensor(x: Tensor) -> Tensor:
+    """The piece itself: what step graphs compute with."""
+    return local_of(x).detach() if isinstance(x, DTensor) else x.detach()
+
+
+def local_gradient(parameter: Any, local: Tensor) -> ShardedTensor:
+    """This rank's piece of a gradient in the parameter's own layout. ``local``: contiguous, without a graph
+    of autograd, of the piece's shape, which compiled steps are checked for."""
+    made: ShardedTensor = parameter.alike(local)
+    return made
+
+
+def no_elements(parameter: Any) -> Tensor:
+    """What a stage has of a gradient, or another tensor, of a parameter that it does not hold."""
+    assert not parameter.is_here, "a stage has gradients of what it holds"
+    return nothing_of(local_of(parameter))
+
+
+def set_gradients(found: Sequence[tuple[nn.Parameter, Tensor]], observers: Observers) -> None:
+    """Accumulate this rank's pieces of the gradients of a step into ``.grad`` of (parameter, piece), in the parameter's
+    own layout. Hooks of the parameters, and of the nodes that add up their gradients, are called, as by one backward,
+    with the gradient as a tensor like its parameter."""
+    watched = observers.of([parameter for parameter, _ in found])
+    plain = found if True not in watched else [one for one, someone in zip(found, watched, strict=True) if not someone]
+    sums: list[Tensor] = []
+    addends: list[Tensor] = []
+    fresh: list[tuple[nn.Parameter, Tensor]] = []
+    for (parameter, local), old in zip(plain, have_gradients([p for p, _ in plain]), strict=True):
+        if old:
+            sums.append(local_of(parameter.grad))  # type: ignore[arg-type]
+            addends.append(local)
+        else:
+            fresh.append((parameter, local))
+    if sums:
+        with torch.no_grad():
+            add_all(sums, addends)
+    for parameter, local in fresh:
+        parameter.give_gradient(local)  # type: ignore[attr-defined]
+    if len(plain) < len(found):
+        hooked = [pair for pair, someone in zip(found, watched, strict=True) if someone]
+        accumulate_gradient([p for p, _ in hooked], [local_gradient(p, local) for p, local in hooked])
+
+
+def piece_like(parameter: Any, whole: Tensor) -> Tensor:
+    """This rank's piece of a whole tensor, laid out as a parameter."""
+    return piece_of(whole, parameter.device_mesh, parameter.cuts, parameter.holders)
+
+
+def is_alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors lie in the same way on the same mesh."""
+    return isinstance(a, ShardedTensor) and a.lies_as(b)
+
+
+def other_kind(found: torch.dtype, needed: torch.dtype) -> bool:
+    """Whether values of one dtype say nothing as values of the other: int8 weights are not floats without their scales,
+    a complex number has two parts. Floats are cast to floats, complex to complex; all else must be the same dtype."""
+    both_floats = found.is_floating_point and needed.is_floating_point
+    return found != needed and not both_floats and not (found.is_complex and needed.is_complex)
+
+
+MOST_STEPS = 2**40  # seeds of dropout are made of them
+STEPS = "autopar_steps"  # beside the tensors of a state, and in the headers of files
+
+
+def note_steps(state: Any, steps: int, prefix: str = "") -> Any:
+    """The same state, with the number of training steps beside the tensors; a state that a model's own `state_dict`
+    has made otherwise as it is. ``prefix``: of its names."""
+    if isinstance(state, OrderedDict):
+        add_note(state, STEPS, steps, prefix)
+    return state
+
+
+def steps_noted(state: Any) -> Any:
+    """The training steps that a state has behind it, or None."""
+    return noted(state, STEPS)
+
+
+# --- whole states -------------------------------------------------------------------------------------
+
+
+def full_state_dict(
+    parameters: Mapping[str, Tensor],
+    specs: Iterable[ParameterSpec],
+    groups: Groups,
+    buffers: Mapping[str, Tensor] | None = None,
+    rank0_only: bool = False,
+) -> OrderedDict[str, Tensor]:
+    """Original name (tied names too) -> whole tensor on the CPU.
+
+    ``rank0_only``: only rank 0 gets it, the others an empty dict; one tensor at a time is whole on the others.
+    Collective: every rank calls it.
+    """
+    out: OrderedDict[str, Tensor] = OrderedDict()
+    for spec in specs:
+        value = fetch_whole(spec, parameters.get(spec.name))
+        if not rank0_only or groups.rank == 0:
+            out.update(dict.fromkeys((spec.name, *spec.aliases), _own_copy(value, parameters.get(spec.name))))
+    if not rank0_only or groups.rank == 0:
+        out.update({name: buffer.detach().cpu().clone() for name, buffer in (buffers or {}).items()})
+    return out
+
+
+def full_gradients(
+    parameters: Mapping[str, nn.Parameter],
+    specs: Iterable[ParameterSpec],
+    groups: Groups,
+    rank0_only: bool = False,
+) -> dict[str, Tensor]:
+    """Original name -> whole gradient on the CPU; a parameter without gradient is left out. Collective."""
+    out = {}
+    for spec in specs:
+        gradient = parameters[spec.name].grad if spec.name in parameters else None
+        if gradient is None:
+            continue
+        value = fetch_whole(spec, gradient)
+        if not rank0_only or groups.rank == 0:
+            out[spec.name] = _own_copy(value, gradient)
+    return out
+
+
+def _own_copy(value: Tensor, source: Tensor | None) -> Tensor:
+    """On the CPU, in storage of its own: the whole of a tensor that no axis cuts is the local tensor itself."""
+    out = value.cpu()
+    shared = source is not None and out.data_ptr() == local_tensor(source).data_ptr()
+    return out.clone() if shared else out
+
+
+def fetch_whole(spec: ParameterSpec, x: Tensor | None) -> Tensor:
+    """The whole of a tensor of a parameter. Collective. Raises ValueError where there is none."""
+    if x is None:
+        raise ValueError(f"state: no tensor for {spec.name}; pass every parameter")
+    return whole_tensor(x)
+
+
+def check_tensors(state: Any) -> None:
+    """Raises ValueError for what is no state dict, or has something else than dense tensors with values in it."""
+    if not isinstance(state, Mapping):
+        raise refusal_like(
+            TypeError(),
+            f"load_state_dict: needs names with tensors, found a {type(state).__name__}; pass what full_state_dict(), "
+            "state_dict() or torch.load gives",
+        )
+    for name, value in state.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise ValueError(
+                f"load_state_dict: needs a tensor for each name, found a {type(value).__name__} for {name!r}; pass the "
+                "state of the model alone"
+            )
+        if value.is_meta or value.layout != torch.strided:
+            what = "a tensor on the meta device, which has no values" if value.is_meta else "a sparse tensor"
+            raise ValueError(f"load_state_dict: {name} needs values of each entry, found {what}; load it on the CPU")
+
+
+def check_kinds(state: Mapping[str, Any], own: Mapping[str, torch.dtype]) -> None:
+    """Raises ValueError for tensors of another kind than those that they are to be copied into, which are of these
+    dtypes."""
+    wrong = [
+        f"{name} is {state[name].dtype}, needs {dtype}"
+        for name, dtype in own.items()
+        if isinstance(state.get(name), Tensor) and other_kind(state[name].dtype, dtype)
+    ]
+    if wrong:
+        raise ValueError(f"load_state_dict: {'; '.join(wrong[:8])}; convert it first: only floats are cast to floats")
+
+
+def load_state_dict(
+    state: Mapping[str, Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    specs: Iterable[ParameterSpec],
+    groups: Groups,
+    buffers: Mapping[str, Tensor] | None = None,
+) -> tuple[IncompatibleKeys, list[str]]:
+    """Copy whole tensors, by original name, into this rank's pieces. Not collective. Returns what was missing and what
+    unexpected, and in torch's words which tensors have another shape and were left out.
+
+    A tied parameter may come under any of its names. Raises ValueError for tensors of another kind, before anything is
+    written.
+    """
+    check_tensors(state)
+    specs, buffers = list(specs), dict(buffers or {})
+    found: list[tuple[ParameterSpec, Tensor]] = []
+    kept: list[tuple[Tensor, Tensor]] = []
+    misfits, missing, known = [], [], {*buffers}
+    dtypes: dict[str, torch.dtype] = {}
+    for spec in specs:
+        known |= {spec.name, *spec.aliases}
+        name = next((n for n in (spec.name, *spec.aliases) if n in state), None)
+        if name is None:
+            missing.append(spec.name)
+            continue
+        dtypes[name] = spec.dtype
+        if tuple(state[name].shape) != tuple(spec.shape):
+            misfits.append(_misfit(name, state[name], spec.shape))
+        elif spec.name in parameters:
+            found.append((spec, state[name]))
+    for name, buffer in buffers.items():
+        if name not in state:
+            missing.append(name)
+            continue
+        dtypes[name] = buffer.dtype
+        if state[name].shape != buffer.shape:
+            misfits.append(_misfit(name, state[name], buffer.shape))
+        else:
+            kept.append((buffer, state[name]))
+    check_kinds(state, dtypes)
+    with torch.no_grad():
+        for spec, whole in found:
+            local_tensor(parameters[spec.name]).copy_(piece_like(parameters[spec.name], whole_tensor(whole)))
+        for buffer, whole in kept:
+            buffer.copy_(whole_tensor(whole))
+    return IncompatibleKeys(missing, [name for name in state if name not in known]), misfits
+
+
+def _misfit(name: str, x: Tensor, shape: Iterable[int]) -> str:
+    """In torch's words."""
+    return (
+        f"size mismatch for {name}: copying a param with shape {x.shape} from checkpoint, the shape in current model "
+        f"is {torch.Size(shape)}"
+    )
+
+
+def refuse_others(found: IncompatibleKeys, misfits: Sequence[str], strict: bool, kind: str) -> None:
+    """Raises an error that is a RuntimeError, too, in torch's words, for a state that does not fit a model of a
+    ``kind``. What fits has been loaded then, as in torch."""
+    problems = list(misfits)
+    for what, names in (("Unexpected", found.unexpected_keys), ("Missing", found.missing_keys)):
+        if strict and names:
+            listed = ", ".join(f'"{name}"' for name in names[:_MOST_NAMES])
+            more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+            problems.insert(0, f"{what} key(s) in state_dict: {listed}{more}")
+    if problems:
+        listed = ". ".join(problems[:_MOST_NAMES])
+        more = f". And {len(problems) - _MOST_NAMES} more" if len(problems) > _MOST_NAMES else ""
+        raise refusal_like(
+            RuntimeError(),
+            f"load_state_dict: Error(s) in loading state_dict for {kind}: {listed}{more}; pass a state of the same "
+            "model, or strict=False for a part of it",
+        )
+
+
+_MOST_NAMES = 8

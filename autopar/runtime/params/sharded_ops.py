@@ -1,0 +1,373 @@
+"""What operators do with ShardedTensors: each sees whole tensors, whatever lies where.
+
+    elementwise, foreach         on the pieces; operands that lie otherwise are cut, or gathered and cut, to fit
+    transposes, rows, slices     views of the pieces, where they leave the cut dims alone
+    sums, norms, extrema         `autopar.runtime.params.sharded_reductions`
+    everything else              `autopar.runtime.params.replicate_ops`: of gathered tensors, on every rank
+
+A plain tensor stands for itself on every rank: it has the size of the whole, and is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.adapters.dtensor import local_of, reform
+from autopar.adapters.operators import OpOverload, changes_form, writes_to
+from autopar.ops.traits import PERMUTED, is_elementwise, is_random, is_view
+from autopar.runtime.params.dtensor_layout import reduction_groups
+from autopar.runtime.params.gather_shards import piece_of
+from autopar.runtime.params.replicate_ops import leaves, mapped, on_whole
+from autopar.runtime.params.shard_ranges import Cuts
+from autopar.runtime.params.sharded_reductions import foreach_norm, reduce_over, reduced
+from autopar.runtime.params.sharded_tensor import ShardedTensor, whole_tensor, written
+
+aten = torch.ops.aten
+
+FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+FORMS = {  # in place -> the view
+    aten.t_.default: aten.t.default, aten.transpose_.default: aten.transpose.int,
+    aten.squeeze_.default: aten.squeeze.default, aten.squeeze_.dim: aten.squeeze.dim,
+    aten.squeeze_.dims: aten.squeeze.dims, aten.unsqueeze_.default: aten.unsqueeze.default,
+}  # fmt: skip
+NEW = {aten.new_empty, aten.new_empty_strided, aten.new_zeros, aten.new_ones, aten.new_full}
+UNTAGGED = {aten.masked_fill_}  # elementwise, of which torch's tags say nothing
+ON_PIECE = {aten.record_stream, aten.is_pinned}
+BY_LISTS = {aten._foreach_max, aten._foreach_powsum}  # foreach, but not elementwise
+
+
+def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one operator of which an operand is a ShardedTensor."""
+    if torch.is_inference_mode_enabled() and not any(isinstance(x, Tensor) and x.is_inference() for x in args):
+        with torch.inference_mode(False):  # torch gives views of ordinary tensors versions
+            return dispatch(func, args, kwargs)
+    packet = func.overloadpacket
+    name = packet.__name__
+    if packet is aten._local_scalar_dense:
+        return _number(args[0])
+    if packet is aten.detach_:
+        return args[0]
+    if packet in (aten.detach, aten.alias) and args[0].source is None:
+        return args[0].same()
+    if changes_form(func):
+        return _reformed(func, *args)
+    if packet is aten._foreach_norm:
+        return foreach_norm(*args, **kwargs)
+    if packet is aten._amp_foreach_non_finite_check_and_unscale_:
+        return _unscale(func, *args, **kwargs)
+    if packet is aten.equal:
+        return _equal(*args)
+    if packet is aten.is_same_size:
+        return args[0].shape == args[1].shape
+    if packet in ON_PIECE:
+        return func(*mapped(args, _local), **mapped(kwargs, _local))
+    if packet in NEW:
+        return _new(func, *args, **kwargs)
+    if is_random(func) or _is_view_of_whole(func, args) or _leaves_mesh(func, args, kwargs):
+        return on_whole(func, args, kwargs)
+    if isinstance(args[0], ShardedTensor):
+        if (found := reduced(func, args, kwargs)) is not None:
+            return found
+        if (view := _view_of_piece(func, args, kwargs)) is not None:
+            return view
+    if (name.startswith("_foreach_") and packet not in BY_LISTS) or name in FUSED:
+        return _foreach(func, args, kwargs)
+    if is_elementwise(func) or packet in UNTAGGED:
+        return _elementwise(func, args, kwargs)
+    return on_whole(func, args, kwargs)
+
+
+def _reformed(func: OpOverload, x: ShardedTensor, *how: Any) -> ShardedTensor:
+    view = dispatch(FORMS[func], (x, *how), {}) if func in FORMS and not isinstance(x, nn.Parameter) else None
+    if view is None or (x.source is None and view.source is not None):
+        raise ValueError(
+            f"parameter: {func} would change the shape or the storage of a tensor on a mesh in place, found one of "
+            f"shape {tuple(x.shape)}; make a new tensor of it, or copy into it: x.copy_(y)"
+        )
+    reform(x, func, how, view)
+    x.cuts = view.cuts
+    return x
+
+
+def _number(x: ShardedTensor) -> Any:
+    if x.cuts:
+        raise RuntimeError(f"a Tensor with {x.numel()} elements cannot be converted to Scalar")
+    return x.whole().item()
+
+
+def _local(x: Any) -> Any:
+    return local_of(x) if isinstance(x, DTensor) else x
+
+
+def _new(func: OpOverload, x: ShardedTensor, shape: Sequence[int], *rest: Any, **kwargs: Any) -> ShardedTensor:
+    """A tensor that has nothing of ``x`` but, if it has its shape, its layout."""
+    local = local_of(x)
+    if tuple(shape) != tuple(x.shape):
+        made = func(local, shape, *rest, **kwargs)
+        return ShardedTensor.make(made, x.device_mesh, (), made.shape)
+    if func.overloadpacket is aten.new_empty_strided:
+        return x.like(torch.empty_like(local, **kwargs))
+    return x.like(func(local, local.shape, *rest, **kwargs))
+
+
+# --- views of pieces ------------------------------------------------------------------------------------
+
+
+def _is_view_of_whole(func: OpOverload, args: Sequence[Any]) -> bool:
+    return isinstance(args[0], ShardedTensor) and args[0].source is not None and is_view(func)
+
+
+def _leaves_mesh(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a copy lies where the ranks of the mesh don't communicate."""
+    device = kwargs.get("device") if func.overloadpacket is aten._to_copy else None
+    return device is not None and torch.device(device).type != args[0].device_mesh.device_type
+
+
+def _view_of_piece(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The result of a view that leaves the cut dims alone."""
+    x: ShardedTensor = args[0]
+    if not x.is_apart or not is_view(func):
+        return None
+    if not x.cuts:
+        return _view_on_stage(func, x, args[1:], kwargs)
+    places: list[int]  # of the dims of x in the view
+    if func in PERMUTED:
+        order = _order(func, x.dim(), *args[1:])
+        places = [order.index(d) for d in range(x.dim())]
+    elif func in (aten.select.int, aten.slice.Tensor, aten.unsqueeze.default):
+        dim = (args[1] if len(args) > 1 else 0) % (x.dim() + (func is aten.unsqueeze.default))
+        shift = {aten.select.int: -1, aten.slice.Tensor: 0, aten.unsqueeze.default: 1}[func]
+        places = [d + shift * (d > dim or (d == dim and shift == 1)) for d in range(x.dim())]
+        if shift < 1 and any(shard.dim == dim for _, shard in x.cuts):
+            return None
+    elif func is aten.view.default:
+        return _viewed(x, args[1])
+    else:
+        return None
+    shape = func(torch.empty(x.shape, device="meta"), *args[1:]).shape
+    cuts = tuple((axis, replace(shard, dim=places[shard.dim])) for axis, shard in x.cuts)
+    return _over_piece(x, func(local_of(x), *args[1:]) if x.is_here else local_of(x).view(0), cuts, shape)
+
+
+def _view_on_stage(func: OpOverload, x: ShardedTensor, how: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Any view of what only some stages hold, who have it whole."""
+    outlines = func(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), *how, **kwargs)
+    found = func(local_of(x), *how, **kwargs) if x.is_here else mapped(outlines, lambda o: local_of(x).view(o.dtype))
+    views = [_over_piece(x, local, (), o.shape) for local, o in zip(leaves(found), leaves(outlines), strict=True)]
+    made = iter(views)
+    return mapped(outlines, lambda _: next(made))
+
+
+def _over_piece(x: ShardedTensor, local: Tensor, cuts: Cuts, shape: torch.Size) -> ShardedTensor:
+    """A view of ``x``."""
+    out = ShardedTensor.make(local, x.device_mesh, cuts, shape, x.holders)
+    out.piece = local_of(x) if x.piece is None else x.piece
+    return out
+
+
+def _order(func: OpOverload, rank: int, *dims: Any) -> list[int]:
+    """Which dim of the operand each dim of a permuted one is."""
+    order = list(range(rank))
+    if func is aten.permute.default:
+        return [d % rank for d in dims[0]]
+    if rank > 1:
+        a, b = dims if dims else (0, 1)
+        order[a], order[b] = order[b], order[a]
+    return order
+
+
+def _viewed(x: ShardedTensor, shape: Sequence[int]) -> ShardedTensor | None:
+    """Another shape behind the last dim that is cut."""
+    kept = max(shard.dim for _, shard in x.cuts) + 1
+    whole = torch.empty(x.shape, device="meta").view(shape).shape
+    local = local_of(x)
+    if x.holders is not None:
+        return None  # other stages don't know how the piece lies
+    if whole[:kept] != x.shape[:kept] or not local.is_contiguous():
+        return None
+    return _over_piece(x, local.view([*local.shape[:kept], *whole[kept:]]), x.cuts, whole)
+
+
+# --- elementwise ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Target:
+    """How the operands of an elementwise operator must lie: cut as ``model``, of a ``shape`` that is broadcast to."""
+
+    func: OpOverload
+    model: ShardedTensor
+    cuts: Cuts
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, func: OpOverload, tensors: Sequence[Tensor], written: Tensor | None) -> _Target | None:
+        """None where whole operands are needed: to write to a plain tensor, or for torch to refuse their shapes."""
+        if written is not None:
+            return cls(func, written, written.cuts, written.shape) if isinstance(written, ShardedTensor) else None
+        ours = [x for x in tensors if isinstance(x, ShardedTensor)]
+        model = max(ours, key=lambda x: (x.is_apart, x.dim(), x.numel()))
+        shape = _broadcast([x.shape for x in tensors])
+        if shape is None:
+            if not model.cuts:
+                return None  # torch has its own words
+            raise _unlike(func, model.shape, next(x for x in tensors if x.shape != model.shape))
+        ahead = len(shape) - model.dim()
+        return cls(func, model, tuple((a, replace(s, dim=s.dim + ahead)) for a, s in model.cuts), shape)
+
+    def fit(self, x: Any) -> Any:
+        """What goes into the operator on the pieces, for an operand. Collective for one that is cut otherwise."""
+        if not isinstance(x, Tensor):
+            return x
+        ahead, cuts = len(self.shape) - x.dim(), []
+        for axis, shard in self.cuts:
+            size = x.shape[shard.dim - ahead] if shard.dim >= ahead else 1
+            if size == self.shape[shard.dim]:
+                cuts.append((axis, replace(shard, dim=shard.dim - ahead)))
+            elif size != 1 or (shard.dim >= ahead and not isinstance(x, DTensor) and self._is_row(shard.dim, x, ahead)):
+                raise _unlike(self.func, self.shape, x)
+        if isinstance(x, ShardedTensor) and self._has_pieces(x, tuple(cuts)):
+            piece = x.fresh()
+            return piece if x.is_here or x.dim() or not self.shape else piece.new_zeros(())  # for torch's dtypes
+        x = whole_tensor(x) if isinstance(x, DTensor) else x
+        if self.shape and not x.dim():
+            return x
+        return piece_of(x, self.model.device_mesh, tuple(cuts), self.model.holders)
+
+    def _has_pieces(self, x: ShardedTensor, cuts: Cuts) -> bool:
+        """Whether those of an operand, which should lie so, are what goes into the operator."""
+        model = self.model
+        return x.cuts == cuts and x.holders == model.holders and (not cuts or x.device_mesh == model.device_mesh)
+
+    def _is_row(self, dim: int, x: Tensor, ahead: int) -> bool:
+        """Whether one row of a plain tensor may be this rank's: where a piece has one."""
+        row = local_of(self.model).shape[dim - len(self.shape) + self.model.dim()] == 1
+        return row and not (ahead and x.numel() == 1)
+
+    def made(self, local: Any) -> Any:
+        """A result, of this rank's piece of it."""
+        if not isinstance(local, Tensor):
+            return local
+        if self.cuts == self.model.cuts and self.shape == self.model.shape:
+            return self.model.like(local)
+        return ShardedTensor.make(local, self.model.device_mesh, self.cuts, self.shape, self.model.holders)
+
+
+def _broadcast(shapes: Sequence[torch.Size]) -> torch.Size | None:
+    """The shape that tensors of these are broadcast to, if they are."""
+    columns = [{*sizes} - {1} for sizes in itertools.zip_longest(*map(reversed, shapes), fillvalue=1)]
+    return None if any(len(c) > 1 for c in columns) else torch.Size(next(iter(c), 1) for c in reversed(columns))
+
+
+def _unlike(func: OpOverload, shape: Sequence[int], x: Tensor) -> ValueError:
+    """A plain tensor of one row may be one for all rows, or this rank's: so it is asked for."""
+    return ValueError(
+        f"parameter: {func} of a tensor that is {tuple(shape)} over all ranks needs operands of this whole size, "
+        f"found {tuple(x.shape)}; give the whole tensor (the same on every rank), spread out where it has one row for "
+        "all (x.expand), or compute with the pieces: to_local()"
+    )
+
+
+def _elementwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
+    targets = writes_to(func, args, kwargs)
+    target = _Target.of(func, tensors, targets[0] if targets else None)
+    if target is None or len(targets) > 1:
+        return on_whole(func, args, kwargs)
+    out = func(*mapped(args, target.fit), **mapped(kwargs, target.fit))
+    if targets:
+        written(targets[0])
+        return targets[0]
+    return mapped(out, target.made)
+
+
+def _foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Position i of all lists goes together; what is no list goes with every position."""
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
+    changed = [list(leaves(a)) for a in writes_to(func, args, kwargs)]
+    targets, fitted = _targets(func, lists, changed[0] if changed else None)
+    for a in changed[1:]:
+        _check_in_place(func, a, targets)
+    out = func(
+        *(fitted.get(id(a), _plain(a)) for a in args), **{k: fitted.get(id(a), _plain(a)) for k, a in kwargs.items()}
+    )
+    if changed:
+        for x in leaves(changed):
+            written(x)
+        return None
+    return [t.made(o) if isinstance(t, _Target) else t.like(o) if t is not None else o for o, t in zip(out, targets)]
+
+
+def _targets(func: OpOverload, lists: Sequence[Any], written: Sequence[Any] | None) -> tuple[list[Any], dict[int, Any]]:
+    """(how the operands at each position lie, list by list what goes into the operator on the pieces)"""
+    if all(map(_are_alike, zip(*lists))):
+        return list(lists[0]), {id(a): list(map(local_of, a)) for a in lists}
+    targets: list[_Target | None] = []
+    fitted: dict[int, list[Any]] = {id(a): [] for a in lists}
+    for i, position in enumerate(zip(*lists)):
+        ours = any(isinstance(x, ShardedTensor) for x in position)
+        target = _Target.of(func, position, written[i] if written is not None else None) if ours else None
+        targets.append(target)
+        for a, x in zip(lists, position):
+            fitted[id(a)].append(target.fit(x) if target is not None else _plain(x))
+    return targets, fitted
+
+
+def _are_alike(position: Sequence[Any]) -> bool:
+    """Whether all are cut alike, and no view of a whole."""
+    first, *others = position
+    if type(first) is not ShardedTensor or first.source is not None:
+        return False
+    return not others or all(first.lies_as(x) and x.source is None for x in others)
+
+
+def _plain(x: Any) -> Any:
+    return whole_tensor(x) if isinstance(x, DTensor) else x
+
+
+def _check_in_place(func: OpOverload, written: Sequence[Any], targets: Sequence[Any]) -> None:
+    """What a fused optimizer writes beside parameters must lie as they do, but for counts: no copy is written."""
+    for x, target in zip(written, targets):
+        if target is None or not x.dim():
+            continue
+        alike = isinstance(x, ShardedTensor) and (x.cuts, x.holders) == (target.cuts, target.model.holders)
+        if not alike:
+            raise ValueError(
+                f"optimizer: {func} needs states that are cut like their parameters, found one of shape "
+                f"{tuple(x.shape)} that is not; make it with zeros_like or full_like of the parameter"
+            )
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if a.shape != b.shape:
+        return False
+    target = _Target.of(aten.equal.default, [a, b], None)
+    assert target is not None
+    same = torch.tensor(int(torch.equal(target.fit(a), target.fit(b))), device=local_of(target.model).device)
+    for group in reduction_groups(target.model):
+        reduce_over(same, dist.ReduceOp.MIN, group)
+    return bool(same.item())
+
+
+def _unscale(func: OpOverload, tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """GradScaler's check: a piece with an infinity anywhere is one everywhere."""
+    found = _local(found_inf)
+    func([_local(t) for t in tensors], found, _local(inv_scale))
+    seen: set[str] = set()
+    for x in tensors:
+        written(x)
+        for group in reduction_groups(x) if isinstance(x, ShardedTensor) else ():
+            if group.group_name not in seen:
+                seen.add(group.group_name)
+                reduce_over(found, dist.ReduceOp.MAX, group)
+
+
+ShardedTensor.run_operator = staticmethod(dispatch)

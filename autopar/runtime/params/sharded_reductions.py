@@ -1,0 +1,211 @@
+"""Sums, means, norms and extrema of ShardedTensors: of the pieces, then over the axes that cut what is reduced.
+
+    w [8, 6] cut by tp along dim 0      w.sum()             of the piece, then over tp: whole
+                                        w.norm(dim=1)       of the piece: cut by tp along dim 0
+                                        w.amax(0)           of the piece, then over tp: whole
+
+So a number is that of the whole tensor as soon as it is there, and reading it needs no communication. Numbers of what
+only some pipeline stages hold come from there at once, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.adapters.dtensor import local_of
+from autopar.adapters.foreach import norms
+from autopar.adapters.operators import OpOverload, argument_defaults
+from autopar.runtime.fault.errors import explained
+from autopar.runtime.params.gather_shards import STAGES, from_holder, gathered_rows, nothing_of
+from autopar.runtime.params.scalar_tensor import ScalarTensor
+from autopar.runtime.params.shard_ranges import Cuts
+from autopar.runtime.params.sharded_tensor import ShardedTensor
+
+aten = torch.ops.aten
+
+Reduce = Callable[..., ShardedTensor | None]
+
+
+class _Of:
+    """One call: of which tensor, along which dims, what is left of its cuts and its shape."""
+
+    def __init__(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.func = func
+        self.given = dict(zip(argument_defaults(func), args)) | kwargs
+        self.x: ShardedTensor = self.given.pop("self")
+        dims, rank = self.given.get("dim"), self.x.dim()
+        dims = [dims] if isinstance(dims, int) else dims
+        self.dims = {d % rank for d in dims} if dims else {*range(rank)}
+        self.keeps = bool(self.given.get("keepdim"))
+
+    def along(self) -> list[dist.ProcessGroup]:
+        """The groups over which is reduced."""
+        return [self.x.device_mesh.get_group(axis) for axis, shard in self.x.cuts if shard.dim in self.dims]
+
+    def local(self, **other: Any) -> Tensor:
+        """Of the piece."""
+        return self.func(local_of(self.x), **{**self.given, **other})
+
+    def made(self, local: Tensor) -> Tensor:
+        """The result, of this rank's piece of it."""
+        if local.dim() == 0:
+            return local.as_subclass(ScalarTensor)
+        cuts: Cuts = tuple((axis, shard) for axis, shard in self.x.cuts if shard.dim not in self.dims)
+        shape = [1 if d in self.dims else n for d, n in enumerate(self.x.shape)]
+        if not self.keeps:
+            shape = [n for d, n in enumerate(shape) if d not in self.dims]
+            cuts = tuple((a, replace(s, dim=s.dim - sum(d < s.dim for d in self.dims))) for a, s in cuts)
+        return ShardedTensor.make(local, self.x.device_mesh, cuts, torch.Size(shape), self.x.holders)
+
+    def nothing(self) -> Tensor:
+        """In the place of `local` and the rest, on a stage that does not hold the tensor: the result's kind."""
+        outline = self.func(torch.empty(self.x.shape, dtype=self.x.dtype, device="meta"), **self.given)
+        local = local_of(self.x)
+        if outline.dim():
+            return self.made(nothing_of(local, outline.dtype))
+        return local.new_empty((), dtype=outline.dtype)
+
+    def over_stages(self, result: Tensor) -> Tensor:
+        """A number comes from the stage that holds the tensor; other results lie there."""
+        if self.x.holders is None or isinstance(result, ShardedTensor):
+            return result
+        plain = result.as_subclass(Tensor)
+        return from_holder(plain, self.x.device_mesh, self.x.holders, ()).as_subclass(ScalarTensor)
+
+
+def _sum(call: _Of) -> Tensor:
+    wide = _wide(call.x.dtype)
+    if "dtype" not in argument_defaults(call.func) or call.given.get("dtype") is not None or wide == call.x.dtype:
+        return call.made(_summed(call.local(), call.along()))
+    return call.made(_summed(call.local(dtype=wide), call.along()).to(call.x.dtype))
+
+
+def _mean(call: _Of) -> Tensor:
+    """Pieces have as many elements each."""
+    local, groups = call.local(), call.along()
+    total = _summed(local.to(_wide(local.dtype)), groups) / math.prod(group.size() for group in groups)
+    return call.made(total.to(local.dtype))
+
+
+def _extreme(of_rows: Callable[[Tensor, int], Tensor]) -> Callable[[_Of], Tensor]:
+    return lambda call: call.made(_chosen(call.local(), call.along(), of_rows))
+
+
+def _norm(call: _Of) -> Tensor:
+    p = float(call.given.get("ord", 2))
+    if call.given.get("dtype") is not None or math.isinf(p):
+        return call.made(_norm_over(call.local(), p, call.along()))
+    local = call.local(dtype=_wide(call.x.dtype))
+    real = call.x.dtype.to_real() if call.x.dtype.is_complex else call.x.dtype
+    return call.made(_norm_over(local, p, call.along()).to(real))
+
+
+_KINDS: dict[Any, Callable[[_Of], Tensor]] = {
+    aten.sum: _sum,
+    aten.nansum: _sum,
+    aten.count_nonzero: _sum,
+    aten.mean: _mean,
+    aten.amax: _extreme(torch.amax),
+    aten.amin: _extreme(torch.amin),
+    aten.max: _extreme(torch.amax),
+    aten.min: _extreme(torch.amin),
+    aten.any: _extreme(torch.any),
+    aten.all: _extreme(torch.all),
+    aten.linalg_vector_norm: _norm,
+}
+_PLACES = {aten.max.dim, aten.min.dim}  # give back places, too
+
+
+def reduced(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    """The result, if it is a reduction that is known here of a tensor that is cut. Collective then, over the axes that
+    cut what is reduced."""
+    kind = _KINDS.get(func.overloadpacket)
+    if kind is None or func in _PLACES or "out" in kwargs or not args[0].is_apart:
+        return None
+    call = _Of(func, args, kwargs)
+    return call.over_stages(kind(call) if args[0].is_here else call.nothing())
+
+
+# --- over ranks -----------------------------------------------------------------------------------------
+
+
+def reduce_over(value: Tensor, op: Any, group: dist.ProcessGroup) -> None:
+    """In place."""
+    with explained("reducing over the pieces of a parameter", dist.get_process_group_ranks(group)):
+        dist.all_reduce(value, op=op, group=group)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What addends of a dtype are added in."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point or dtype.is_complex else dtype
+
+
+def _summed(value: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    value = value.contiguous()
+    for group in groups:
+        reduce_over(value, dist.ReduceOp.SUM, group)
+    return value
+
+
+def _chosen(value: Tensor, groups: Sequence[dist.ProcessGroup], of_rows: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """The largest, or whatever is chosen, of all ranks: by torch's own function, which lets no nan get lost."""
+    for group in groups:
+        rows = gathered_rows(value.to(torch.uint8) if value.dtype == torch.bool else value, group)
+        value = of_rows(rows, 0).to(value.dtype)
+    return value
+
+
+def _norm_over(norm: Tensor, p: float, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    """The p-norm of the whole, of that of the piece."""
+    if not groups:
+        return norm
+    if math.isinf(p):
+        return _chosen(norm, groups, torch.amax if p > 0 else torch.amin)
+    if p == 0:
+        return _summed(norm, groups)
+    return _summed(norm**p, groups) ** (1.0 / p)
+
+
+def foreach_norm(tensors: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Norm of each tensor, with one exchange per set of axes that cut them."""
+    p = float(ord)
+    kinds = [dtype or x.dtype for x in tensors]
+    wide = functools.reduce(torch.promote_types, map(_wide, {*kinds}))
+    pieces = [x.fresh() if isinstance(x, ShardedTensor) else x for x in tensors]
+    parts = norms(pieces, p, dtype=wide)
+    by_axes: dict[tuple[str, ...], list[int]] = {}
+    for i, x in enumerate(tensors):
+        if isinstance(x, ShardedTensor) and x.cuts:
+            by_axes.setdefault(tuple(g.group_name for g in _groups_that_cut(x)), []).append(i)
+    for members in by_axes.values():
+        groups = _groups_that_cut(tensors[members[0]])
+        together = _norm_over(torch.stack([parts[i] for i in members]), p, groups)
+        for i, value in zip(members, together.unbind(), strict=True):
+            parts[i] = value
+    _take_from_holders(tensors, parts)
+    return [part.to(kind).as_subclass(ScalarTensor) for part, kind in zip(parts, kinds, strict=True)]
+
+
+def _groups_that_cut(x: Any) -> list[dist.ProcessGroup]:
+    return [x.device_mesh.get_group(axis) for axis, _ in x.cuts]
+
+
+def _take_from_holders(tensors: Sequence[Tensor], numbers: list[Tensor]) -> None:
+    """Of each tensor that only some stages hold the number of the first of them, in place: one exchange for all."""
+    by_group: dict[dist.ProcessGroup, list[int]] = {}
+    for i, x in enumerate(tensors):
+        if isinstance(x, ShardedTensor) and x.holders is not None:
+            by_group.setdefault(x.device_mesh.get_group(STAGES), []).append(i)
+    for group, members in by_group.items():
+        first = [tensors[i].holders.stages[0] == group.rank() for i in members]  # type: ignore[attr-defined]
+        own = [numbers[i] if mine else torch.zeros_like(numbers[i]) for i, mine in zip(members, first, strict=True)]
+        for i, value in zip(members, _summed(torch.stack(own), [group]).unbind(), strict=True):
+            numbers[i] = value

@@ -1,0 +1,374 @@
+"""Every parameter, gradient, optimizer state and output on a mesh: a DTensor with torch's numbers.
+
+torch's own DTensor has no number of a sum over a cut dim: `.item()` reads this rank's addend. Nor can it say all cuts:
+it cuts the outer mesh dim first, ours the inner one (tp before dp), and its `_StridedShard` knows equal blocks only
+(with unequal ones `full_tensor` is silently wrong, and distributed checkpoint refuses both).
+
+A ShardedTensor is the whole tensor to whoever computes with it (`autopar.runtime.params.sharded_ops`):
+  - elementwise and foreach operators run on the local pieces;
+  - sums, norms and extrema reduce at once over the axes that cut what they reduce, so that reading the number needs no
+    communication;
+  - everything else is computed of the gathered tensor on every rank, and what is written into that, or into a view of
+    it, is written into the pieces;
+  - a tensor that only some pipeline stages hold is one on all of them: elsewhere its piece has no elements, operators
+    on pieces do nothing there, and its numbers come from the stage that has it;
+  - `full_tensor` gathers; distributed checkpoint writes and reads each run of rows as a chunk of its own.
+
+Whatever communicates is collective: every rank of the mesh calls it, in the same order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar.adapters.dtensor import (
+    LayoutRecord,
+    layout_record,
+    local_of,
+    made_as,
+    parametrize_by_data,
+    put_local,
+    record_of,
+    storage_of,
+)  # fmt: skip
+from autopar.adapters.foreach import take_part
+from autopar.adapters.keys import Same
+from autopar.adapters.parameter_data import refuse_as_data
+from autopar.runtime.params.full_values import WholeValues
+from autopar.runtime.params.gather_shards import STAGES, Holders, from_holder, gather, piece_of, shape_of_piece
+from autopar.runtime.params.shard_ranges import Box, Cuts, boxes
+from autopar.runtime.params.shard_views import Source, make_stale
+
+
+def written(x: Any) -> None:
+    """An operator has written to the local tensor: what follows elsewhere. (Torch counts no versions in a dispatch.)"""
+    if isinstance(x, ShardedTensor):
+        if x.source is not None:
+            x.source.write()
+        else:
+            make_stale(x)
+
+
+@functools.lru_cache(1024)
+def _record(
+    of: Same, cuts: Cuts, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, holders: Holders | None
+) -> LayoutRecord:
+    """One for all tensors of a mesh that lie alike. (Another mesh that is equal may have groups that are gone.)"""
+    if holders is not None and not holders.here:
+        strides = torch.empty(shape, device="meta").stride()
+    dims, mesh = {axis: shard.dim for axis, shard in cuts}, of.held
+    return layout_record(mesh, tuple(dims.get(axis) for axis in mesh.mesh_dim_names or ()), shape, strides, dtype)
+
+
+_ATTRIBUTES: Any = Tensor  # whose attributes are descriptors
+_get_grad, _set_grad = _ATTRIBUTES.grad.__get__, _ATTRIBUTES.grad.__set__
+
+
+class ShardedTensor(WholeValues, DTensor):
+    """``ShardedTensor.make(local, mesh, cuts, shape)``; see the module's docstring. ``cuts`` says which axes cut which
+    dims in which blocks; on every other axis of the mesh the tensor is the same.
+
+    holders: the pipeline stages that hold it; None: all do.
+    source: what a view is written back to that does not lie in the pieces.
+    piece: of a view that lies in a piece, that piece: torch counts what is written to it.
+    run_operator: runs an operator of which an operand is a ShardedTensor; `autopar.runtime.params.sharded_ops`
+        provides it.
+    """
+
+    cuts: Cuts
+    holders: Holders | None = None
+    source: Source | None = None
+    piece: Tensor | None = None
+    run_operator: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
+
+    @staticmethod
+    def make(
+        local: Tensor, mesh: DeviceMesh, cuts: Cuts, shape: torch.Size, holders: Holders | None = None
+    ) -> ShardedTensor:
+        """From this rank's piece. Not collective. No gradient flows through it."""
+        record = _record(Same(mesh), cuts, shape, local.stride(), local.dtype, holders)
+        out: ShardedTensor = made_as(ShardedTensor, local, record)
+        out.cuts = cuts
+        if holders is not None:
+            out.holders = holders
+        return out
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether some rank does not hold all of it."""
+        return bool(self.cuts) or self.holders is not None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank's stage holds it."""
+        return self.holders is None or self.holders.here
+
+    def like(self, local: Tensor) -> ShardedTensor:
+        """Another tensor of this layout."""
+        mine = local_of(self)
+        if local.dtype != mine.dtype or local.stride() != mine.stride():
+            return ShardedTensor.make(local, self.device_mesh, self.cuts, self.shape, self.holders)
+        return self.alike(local)
+
+    def alike(self, local: Tensor) -> ShardedTensor:
+        """`like`, for a piece of the same dtype and strides."""
+        out: ShardedTensor = made_as(ShardedTensor, local, record_of(self))
+        out.cuts = self.cuts
+        if self.holders is not None:
+            out.holders = self.holders
+        return out
+
+    def same(self) -> ShardedTensor:
+        """Another tensor over the same piece."""
+        out = self.alike(local_of(self))
+        out.piece = self.piece
+        return out
+
+    def give_gradient(self, local: Tensor) -> None:
+        """Set ``.grad`` to what lies over ``local``, which is as of `alike`."""
+        _set_grad(self, self.alike(local))
+
+    def lies_as(self, x: Any) -> bool:
+        """Whether another tensor has this shape and layout, on the same mesh."""
+        if not isinstance(x, ShardedTensor):
+            return False
+        if record_of(x) is record_of(self):
+            return True
+        return x.shape == self.shape and _lies(x, self.device_mesh, self.cuts, self.holders)
+
+    def laid_as(self, x: Tensor, what: str) -> Tensor:
+        """This rank's piece of a tensor of the whole shape, laid out as this one. Where no axis cuts it, or it is cut
+        alike, the piece shares storage with ``x``. Collective for one that is cut otherwise. Raises ValueError, which
+        begins with ``what``, for another shape."""
+        if x.shape != self.shape:
+            local = " (this rank's piece has this shape)" if x.shape == local_of(self).shape else ""
+            raise ValueError(
+                f"{what}: needs a tensor of the whole shape {tuple(self.shape)}, found one of {tuple(x.shape)}{local}; "
+                "pass the whole, or a tensor made with zeros_like or full_like of the parameter"
+            )
+        return piece_in(x, self.device_mesh, self.cuts, self.holders)
+
+    # --- what torch keeps beside the values -----------------------------------------------------------
+
+    def _gradient(self) -> Tensor | None:
+        found: Tensor | None = _get_grad(self)
+        if found is None or self.lies_as(found):
+            return found
+        self.grad = found  # autograd's own, of an operator on whole tensors
+        return self._gradient()
+
+    def _set_gradient(self, x: Any) -> None:
+        if isinstance(x, Tensor) and not self.lies_as(x):
+            x = self.like(self.laid_as(x.detach(), "p.grad = x"))
+        _set_grad(self, x)
+
+    def _set_data(self, x: Tensor) -> None:
+        if not isinstance(x, Tensor) or x.dtype != self.dtype or x.device != self.device:
+            found = f"a tensor of {x.dtype} on {x.device}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise ValueError(
+                f"x.data = y: needs a tensor of {self.dtype} on {self.device}, found {found}; cast the whole model "
+                "(model.to), or copy into it: x.data.copy_(y)"
+            )
+        put_local(self, self.laid_as(x.detach(), "x.data = y").contiguous())
+        self.source = None
+
+    grad = property(_gradient, _set_gradient)
+    data = property(_ATTRIBUTES.data.__get__, _set_data)
+
+    # --- as numbers -----------------------------------------------------------------------------------
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if not self.cuts and self.source is None and self.is_here:
+            return repr(local_of(self).detach().requires_grad_(self.requires_grad))
+        return f"ShardedTensor(shape={tuple(self.shape)}, {_layout(self) or 'whole'}, local={local_of(self)})"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
+    def data_ptr(self) -> int:
+        """Of this rank's piece; of one without elements a number that no other tensor has."""
+        return local_of(self).data_ptr() if self.is_here else storage_of(local_of(self))
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Of this rank's piece."""
+        return local_of(self).untyped_storage()
+
+    # --- the whole tensor and the piece ---------------------------------------------------------------
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """The whole tensor on every rank. Collective over the axes that cut it. Its gradient is taken to be the same on
+        all ranks, as torch takes it of its DTensors."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            out: Tensor = _FullTensor.apply(self)
+            return out
+        return self.whole()
+
+    def whole(self) -> Tensor:
+        """`full_tensor` without autograd; shares storage with the tensor where no axis cuts it. Collective."""
+        value = self.fresh().detach()
+        if self.holders is not None:
+            shape = shape_of_piece(self.shape, self.device_mesh, self.cuts)
+            value = from_holder(value, self.device_mesh, self.holders, shape)
+        return self._joined(value)
+
+    def on_stage(self) -> Tensor:
+        """`whole`, of a tensor that this rank's stage holds. Collective within the stage."""
+        return self._joined(self.fresh().detach())
+
+    def _joined(self, value: Tensor) -> Tensor:
+        for axis, shard in reversed(self.cuts):
+            value = gather(value, self.device_mesh.get_group(axis), shard)
+        return value
+
+    def fresh(self) -> Tensor:
+        """The local tensor, after what was written to the source of a view. Collective if something was."""
+        if self.source is not None:
+            self.source.refresh()
+        return local_of(self)
+
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+        """This rank's piece; gradients flow back to the ShardedTensor."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            out: Tensor = _ToLocal.apply(self)
+            return out
+        return self.fresh()
+
+    def redistribute(self, device_mesh: Any = None, placements: Any = None, **_: Any) -> DTensor:
+        if not self.is_apart:  # torch asks for the whole
+            return self
+        if placements and all(p.is_replicate() for p in placements) and not torch.is_grad_enabled():
+            return ShardedTensor.make(self.whole(), self.device_mesh, (), self.shape)
+        raise ValueError(f"{_name(self)}: cannot be redistributed; take full_tensor() and distribute that")
+
+    # --- distributed checkpoint: one chunk per run of consecutive positions ----------------------------
+
+    def chunks(self) -> list[Box]:
+        """What this rank holds, as boxes of the whole tensor."""
+        if not self.is_here:
+            return []
+        coordinate = dict(zip(self.device_mesh.mesh_dim_names or (), self.device_mesh.get_coordinate() or ()))
+        sizes = {axis: self.device_mesh.get_group(axis).size() for axis, _ in self.cuts}
+        return boxes(self.shape, self.cuts, sizes, coordinate)
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        local = local_of(self)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(box.start)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size)),
+                    properties=TensorProperties.create_from_tensor(local),
+                    size=self.shape,
+                ),
+            )
+            for box in self.chunks()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size)) for box in self.chunks()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for box in self.chunks():
+            if torch.Size(box.start) == index.offset:
+                return box.of_local(local_of(self).detach())
+        raise ValueError(f"{_name(self)}: no chunk at {index.offset} of {index.fqn}")
+
+    # --- operators ------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return cls.run_operator(func, args, kwargs or {})
+
+
+take_part(ShardedTensor)
+refuse_as_data(
+    ShardedTensor,
+    "p.data = x: needs a plain tensor for a parameter that is on no mesh, found one of a model on a mesh; copy it, "
+    "p.data.copy_(x), or take the whole of it, p.data = x.full_tensor()",
+)
+parametrize_by_data(ShardedTensor)
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, mesh: DeviceMesh, cuts: Cuts, shape: torch.Size) -> ShardedTensor:
+        ctx.layout = (mesh, cuts, None)
+        return ShardedTensor.make(local.detach(), mesh, cuts, shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return piece_in(grad, *ctx.layout), None, None, None
+
+
+def from_local(local: Tensor, mesh: DeviceMesh, cuts: Cuts, shape: torch.Size) -> ShardedTensor:
+    """`ShardedTensor.make`, through which gradients flow back to the piece."""
+    out: ShardedTensor = _FromLocal.apply(local, mesh, cuts, shape)
+    return out
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: ShardedTensor) -> Tensor:
+        ctx.layout = (x.device_mesh, x.cuts, x.shape, x.holders)
+        local = local_of(x)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> ShardedTensor:
+        return ShardedTensor.make(grad, *ctx.layout)
+
+
+class _FullTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: ShardedTensor) -> Tensor:
+        ctx.layout = (x.device_mesh, x.cuts, x.shape, x.holders)
+        whole = x.whole()
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> ShardedTensor:
+        mesh, cuts, _, holders = ctx.layout
+        return ShardedTensor.make(piece_in(grad, mesh, cuts, holders), *ctx.layout)
+
+
+def piece_in(x: Tensor, mesh: DeviceMesh, cuts: Cuts, holders: Holders | None) -> Tensor:
+    """This rank's piece of any tensor. Where no axis cuts it, or it is cut alike, it shares storage with ``x``.
+    Collective for one that is cut otherwise."""
+    if isinstance(x, ShardedTensor) and _lies(x, mesh, cuts, holders):
+        return x.fresh()
+    found = piece_of(whole_tensor(x), mesh, cuts, holders)
+    return found.clone(memory_format=torch.contiguous_format) if cuts else found
+
+
+def _lies(x: ShardedTensor, mesh: DeviceMesh, cuts: Cuts, holders: Holders | None) -> bool:
+    return x.cuts == cuts and x.holders == holders and x.device_mesh == mesh
+
+
+def whole_tensor(x: Tensor) -> Tensor:
+    """The whole of any tensor as a plain one, without autograd; shares storage with one that no axis cuts. Collective
+    where it is cut."""
+    if isinstance(x, ShardedTensor):
+        return x.whole()
+    found: Tensor = x.detach()
+    return found.full_tensor() if isinstance(found, DTensor) else found
+
+
+def _name(x: ShardedTensor) -> str:
+    return f"a ShardedTensor of shape {tuple(x.shape)} cut by {_layout(x) or 'nothing'}"
+
+
+def _layout(x: ShardedTensor) -> str:
+    stages = [f"{STAGES}: {' and '.join(map(str, x.holders.stages))} alone"] if x.holders is not None else []
+    return ", ".join([*stages, *(f"{axis}: {shard}" for axis, shard in x.cuts)])

@@ -1,0 +1,236 @@
+"""A save in flight: each rank writes its share, perhaps on a thread; when all have, rank 0 completes the checkpoint.
+
+    saving = Saving(...); saving.start() or saving.run()
+    wait_for_save()                  before the next one, and before a load: at most one is in flight
+
+Ranks tell each other through the store that they have written: no collective is in the way of the training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from autopar.runtime.checkpoint.checkpoint_dir import RunFolder, SavedStateError, read_shown, write_synced
+from autopar.runtime.checkpoint.staging import StagedFile
+from autopar.runtime.checkpoint.tensor_storage import whole_index
+from autopar.runtime.consistency.exit_checks import ask_at_end, no_longer_ask
+from autopar.runtime.fault.error_log import look
+from autopar.runtime.fault.error_propagation import FailureBoard
+from autopar.runtime.fault.errors import board
+from autopar.runtime.fault.store_barrier import Rounds
+from autopar.runtime.fault.store_client import StoreError
+from autopar.runtime.mesh.process_groups import Groups
+from autopar.runtime.optim.step_events import before_writes
+
+_in_flight: Saving | None = None
+
+
+def wait_for_save() -> None:
+    """Until the save in flight, if there is one, is complete. Raises what became of it. Collective."""
+    global _in_flight
+    mine, _in_flight = _in_flight, None
+    if mine is not None:
+        mine.wait()
+
+
+def _wait_staged() -> None:
+    """Before parameters change: what is being saved has been copied."""
+    if _in_flight is not None:
+        _in_flight.wait_staged()
+
+
+def _forget() -> None:
+    """In a process that has been forked: its parent saves."""
+    global _in_flight
+    if _in_flight is not None:
+        no_longer_ask(_in_flight)
+    _in_flight = None
+
+
+before_writes(_wait_staged)
+os.register_at_fork(after_in_child=_forget)
+
+
+class Saving:
+    """A save, perhaps in flight: what `autopar.save` returns. ``folder``: where the checkpoint is, or will be."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        run: RunFolder,
+        draft: Path,
+        staged: StagedFile,
+        told: Mapping[str, Any],
+        common: Mapping[str, Any],
+        keep: int | None,
+    ) -> None:
+        self._groups, self._run, self._draft, self._staged = groups, run, draft, staged
+        self._told, self._common, self._keep = told, common, keep
+        self.folder = draft.parent / draft.name.removeprefix(".saving-")
+        self._board: FailureBoard = board()
+        self._rounds = groups.rounds.setdefault("saves", Rounds())
+        self._where = self._rounds.next(f"autopar/{groups.name}/saves")
+        self._before, self._rounds.left = self._rounds.left, [f"{self._where}/{x}" for x in ("ended", "failed", "done")]
+        self._thread: threading.Thread | None = None
+        self._outcome: str | None = None
+        global _in_flight
+        _in_flight = self
+
+    # --- on each rank -----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Write on a thread, which the interpreter waits for at its end."""
+        ask_at_end(self)
+        self._thread = threading.Thread(target=self._run_alone, name="autopar-save")
+        try:
+            self._thread.start()
+        except BaseException as error:
+            self._thread = None
+            self._staged.close()
+            self._say(f"rank {self._groups.rank} could not start a thread: {error}")
+            raise
+
+    def wait_staged(self) -> None:
+        """Until what is saved may change."""
+        self._staged.staged.wait()
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank has written its share (rank 0: whether the checkpoint is complete)."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Until the checkpoint is complete. Raises SavedStateError, on all ranks, where it will not be: naming the rank
+        that failed. Collective."""
+        global _in_flight
+        if _in_flight is self:
+            _in_flight = None
+        no_longer_ask(self)
+        if self._thread is not None:
+            self._thread.join()
+        if self._outcome is None:
+            self._outcome = self._ask(f"{self._where}/done")
+        if self._outcome != "done":
+            raise SavedStateError(f"save: {self._outcome}; the checkpoint before it is as it was")
+
+    def last_words(self) -> str:
+        """When the process ends: what became of it, if it failed."""
+        try:
+            self.wait()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    def _run_alone(self) -> None:
+        with contextlib.suppress(Exception):  # wait() finds out
+            self.run()
+
+    def run(self) -> None:
+        """Write this rank's share, and say so; rank 0 completes the checkpoint."""
+        failure = f"rank {self._groups.rank} was interrupted"
+        try:
+            try:
+                self._staged.run()
+                told = {**self._told, "sums": self._staged.sums.found}
+                write_synced(self._draft / f"rank-{self._groups.rank:05d}.json", json.dumps(told))
+                failure = ""
+            except Exception as error:
+                failure = (
+                    f"rank {self._groups.rank} could not write {self.folder.name}: {type(error).__name__}: {error}"
+                )
+            finally:  # rank 0 waits for all
+                self._say(failure)
+            if self._groups.rank == 0:
+                self._complete()
+        finally:
+            self._run.close()
+
+    def _say(self, failure: str) -> None:
+        def tell(store: dist.Store) -> None:
+            if failure:
+                store.compare_set(f"{self._where}/failed", "", failure[:1000])
+            store.add(f"{self._where}/ended", 1)
+
+        self._board.ask(tell)
+
+    # --- on rank 0 --------------------------------------------------------------------------------------------
+
+    def _complete(self) -> None:
+        world = self._groups.mesh.world_size
+        try:
+            self._poll(lambda store: "all" if store.add(f"{self._where}/ended", 0) == world else "")
+            failure = self._board.ask(lambda store: look(store, f"{self._where}/failed"))
+            if not failure:
+                failure = self._publish()
+            outcome = failure or "done"
+            if failure:
+                self._run.discard()
+        except BaseException as error:
+            outcome = f"rank 0 gave up: {error}"
+            raise
+        finally:
+            self._run.close()
+            self._board.ask(functools.partial(self._tell_outcome, outcome=outcome))
+
+    def _tell_outcome(self, store: dist.Store, outcome: str) -> None:
+        for key in self._before:  # all have waited for the save before this one
+            store.delete_key(key)
+        store.set(f"{self._where}/done", outcome)
+
+    def _publish(self) -> str:
+        try:
+            names = [f"rank-{r:05d}.json" for r in range(self._groups.mesh.world_size)]
+            told = [read_shown(self._draft / name) for name in names]
+            mark = {**_joined(told, self._common), **whole_index(part["index"] for part in told)}
+            mark["sums"] = {file: part["sums"] for part in told for file in part["index"]["files"]}
+            for name in names:
+                (self._draft / name).unlink()
+            self._run.publish(mark, self._keep)
+        except Exception as error:
+            return f"rank 0 could not complete {self.folder.name}: {type(error).__name__}: {error}"
+        return ""
+
+    # --- waiting for others -----------------------------------------------------------------------------------
+
+    def _ask(self, key: str) -> str:
+        return self._poll(lambda store: look(store, key))
+
+    def _poll(self, question: Callable[[dist.Store], str]) -> str:
+        """Until there is an answer. Raises CollectiveError where ranks have failed: on a thread only where nothing can
+        go on, since a rank whose training has raised an error still writes its share."""
+        pause, next_look, ranks = 0.001, time.monotonic() + self._board.beat, range(self._groups.mesh.world_size)
+        alone = threading.current_thread() is self._thread
+        try:
+            while not (found := self._board.ask(question)):
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.05)
+                if time.monotonic() > next_look:
+                    trouble = self._board.verdict if alone else self._board.trouble(ranks)
+                    if trouble and not self._board.ask(question):
+                        raise self._board.ended("saving", trouble)
+                    next_look = time.monotonic() + self._board.beat
+        except StoreError as error:
+            raise self._board.failed("saving", ranks, error) from error
+        return found
+
+
+def _joined(told: Sequence[Mapping[str, Any]], common: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the run, of what all ranks tell."""
+    optimizers = []
+    for i, known in enumerate(common["optimizers"]):
+        of_stages = [t["of_stage"]["optimizers"][i] for t in told if t["of_stage"]]
+        names = [list(dict.fromkeys(n for g in group for n in g)) for group in zip(*(s["names"] for s in of_stages))]
+        states = {name: tree for s in of_stages for name, tree in s["states"].items()}
+        optimizers.append({**known, "names": names, "states": states})
+    extra = [t["extra"] for t in told if t["extra"]]
+    return {**common, "optimizers": optimizers, "extra": extra}

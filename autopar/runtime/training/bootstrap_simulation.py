@@ -1,0 +1,300 @@
+"""How a world of any size starts, on one machine: what ranks ask of the store, how long that takes, their groups.
+
+    print(autopar.simulate_start("pp=16,dp=16,cp=8,tp=8"))
+
+A few ranks do what each rank does, with the code that they run anyway: they make their groups (over torch's fake
+backend, which connects to nobody), agree on what `parallelize` agrees on, and make a call over and over. What one of
+them asks of the store, a real TCPStore, a crowd asks for all others: a few threads with a connection each, which repeat
+every question as often as there are ranks. So the seconds are those of all ranks together through one store, on this
+machine; connections between ranks, imports and compiling are no part of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from autopar.adapters.distributed import default_store, fake_backend, group_count, own_client
+from autopar.attention.exchanges import WAYS
+from autopar.ir.mesh import Mesh
+from autopar.runtime.consistency.rank_checks import Claim, agree_on, agree_on_arguments, agree_on_call, everywhere
+from autopar.runtime.fault import errors
+from autopar.runtime.fault.errors import board
+from autopar.runtime.fault.heartbeat import Heartbeat, beat_of
+from autopar.runtime.fault.store_client import Line
+from autopar.runtime.mesh.process_groups import Groups, init_mesh
+from autopar.values import refuse, whole_number
+
+THREADS = 16  # of the crowd
+TIMEOUT = 300.0  # seconds
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What one rank asked of the store and sent there, and the seconds until all ranks had done so."""
+
+    count: int
+    nbytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.count} questions, {self.nbytes} bytes of a rank; {self.seconds:.2f} s of all"
+
+
+@dataclass(frozen=True)
+class StartReport:
+    """Of one sampled rank, or the most of several.
+
+    groups: process groups that it makes. group_seconds: for all of them. agreement: one of all ranks. parallelize: all
+    that `parallelize` agrees on. steps: the first calls of a step and a clip, in turn. beat: of a heart.
+    """
+
+    mesh: Mesh
+    groups: int
+    group_seconds: float
+    agreement: Questions
+    parallelize: Questions
+    steps: tuple[Questions, ...]
+    beat: Questions
+
+    def __str__(self) -> str:
+        every = beat_of(self.mesh.world_size)
+        return "\n".join(
+            [
+                f"{self.mesh}: {self.mesh.world_size} ranks",
+                f"groups of a rank      {self.groups} in {self.group_seconds:.3f} s",
+                f"one agreement         {self.agreement}",
+                f"parallelize           {self.parallelize}",
+                f"steps, with clipping  {', '.join(str(step.count) for step in self.steps)} questions of a rank",
+                f"a beat, every {every:.0f} s     {self.beat}",
+            ]
+        )
+
+
+def simulate_start(mesh: str | Mapping[str, int], ranks: int = 3) -> StartReport:
+    """What the start of a world costs that lies on a mesh (``"dp=8,tp=8"`` or ``{"dp": 8, "tp": 8}``): store questions,
+    bytes, groups and seconds; see `autopar.runtime.training.bootstrap_simulation`.
+
+    ``ranks``: how many of them really run, spread over the mesh. In a process of its own, on the CPU. Raises ValueError
+    for a mesh of one rank, RuntimeError with what that process said if it fails.
+    """
+    if not isinstance(mesh, (str, Mapping)):
+        raise refuse("mesh", 'a text such as "dp=8,tp=8", or sizes by axis', mesh)
+    made = Mesh.parse(mesh) if isinstance(mesh, str) else Mesh(tuple(mesh.items()))
+    whole_number("ranks", ranks, 1)
+    if made.planned().world_size < 2:
+        raise ValueError(
+            f"simulate_start: needs a mesh of two ranks or more, found {made}; say how many, such as dp=64"
+        )
+    code = f"from {__name__} import tell; tell({str(made)!r}, {ranks})"
+    environment = {k: v for k, v in os.environ.items() if k not in _LAUNCHED}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise RuntimeError(f"simulate_start: the simulation failed\n{done.stderr[-3000:]}")
+    return _read(done.stdout.splitlines()[-1])
+
+
+_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def tell(mesh: str, ranks: int) -> None:
+    """Print the report of a simulation in this process, which must not be part of any world, as JSON."""
+    print(json.dumps(asdict(simulate_here(Mesh.parse(mesh), ranks))))
+
+
+def _read(text: str) -> StartReport:
+    told = json.loads(text)
+    mesh = Mesh(tuple((name, size) for name, size in told["mesh"]["axes"]))
+    steps = tuple(Questions(**step) for step in told["steps"])
+    agreement, parallelize, beat = (Questions(**told[name]) for name in ("agreement", "parallelize", "beat"))
+    return StartReport(mesh, told["groups"], told["group_seconds"], agreement, parallelize, steps, beat)
+
+
+def simulate_here(mesh: Mesh, ranks: int) -> StartReport:
+    """`simulate_start` in this process, which must not be part of any world."""
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # no rank hosts the store
+    world, count = mesh.world_size, min(ranks, mesh.world_size)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    sampled = sorted({i * (world - 1) // max(count - 1, 1) for i in range(count)})
+    found = [_one(mesh, rank, dist.PrefixStore(f"rank {rank}", store)) for rank in sampled]
+    groups, seconds = max(one.groups for one in found), max(one.group_seconds for one in found)
+    return replace(found[-1], groups=groups, group_seconds=seconds)
+
+
+def _one(mesh: Mesh, rank: int, store: dist.Store) -> StartReport:
+    dist.init_process_group(fake_backend(), rank=rank, world_size=mesh.world_size, store=store)
+    try:
+        with crowd_of(default_store(), rank, mesh.world_size) as crowd:
+            report = _measured(mesh, crowd)
+            errors.close()
+            return report
+    finally:
+        dist.destroy_process_group()
+
+
+def _measured(mesh: Mesh, crowd: Crowd) -> StartReport:
+    board()  # it connects, and beats
+    start = time.perf_counter()
+    groups = Groups(init_mesh("cpu", TIMEOUT, **mesh.sizes))
+    _make_groups(groups)
+    seconds = time.perf_counter() - start
+    board().line = Line(default_store(), TIMEOUT, crowd.connect)
+    parallelize = crowd.asked(lambda: _as_parallelize(groups))
+    agreement = crowd.asked(lambda: agree_on(groups, [_claim(groups, "x")], "one question"))
+    steps = tuple(crowd.asked(lambda: _step(groups)) for _ in range(6))
+    beat = crowd.asked(lambda: board().line.ask(_heart(groups).look))
+    return StartReport(mesh, group_count(), seconds, agreement, parallelize, steps, beat)
+
+
+def _make_groups(groups: Groups) -> None:
+    """What steps use on such a mesh: the axes, dp joined with cp, attention's ways, links between stages."""
+    sizes = {axis: size for axis, size in groups.mesh.axes if size > 1}
+    if {"dp", "cp"} <= sizes.keys():
+        groups.make([",".join(axis for axis in groups.mesh.sizes if axis in ("dp", "cp"))])
+    if "cp" in sizes:
+        groups.make_channels(["cp"])
+        assert groups.channel(WAYS[0], "cp") is not None
+    if "pp" in sizes:
+        stages = range(sizes["pp"])
+        groups.make_links(pair for a, b in itertools.pairwise(stages) for pair in ((a, b), (b, a)))
+        groups.votes()
+
+
+def _claim(groups: Groups, value: str) -> Claim:
+    return Claim(everywhere(groups), {"x": value}, "simulate_start: all ranks say the same", "")
+
+
+def _as_parallelize(groups: Groups) -> None:
+    """The options, the weights and the plan; and what a first step is compiled to, and that it is bound."""
+    agree_on_call(groups, {"seed": 0, "exact": False, "backend": "eager", "sync": False})
+    for what in ("the weights", "the plan", "the batch", "the compiled step", "the bound step"):
+        agree_on(groups, [_claim(groups, what)], what)
+
+
+def _step(groups: Groups) -> None:
+    agree_on_arguments(groups, "train_step", {"the batch": "int64 [8, 8192]"})
+    agree_on_arguments(groups, "clip_grad_norm_", {"max_norm": 1.0}, ("weight",))
+
+
+def _heart(groups: Groups) -> Heartbeat:
+    """The beat of this rank's board, which its own thread makes otherwise."""
+    found = board().heartbeat
+    assert found is not None, "a world of more than one rank beats"
+    return found
+
+
+# --- all other ranks ------------------------------------------------------------------------------------
+
+
+class Crowd:
+    """All ranks but one: repeats what that one asks."""
+
+    def __init__(self, store: dist.Store, rank: int, world: int) -> None:
+        self._store, self._rank, self._world = store, rank, world
+        others = [r for r in range(world) if r != rank]
+        self._shares = [others[i::THREADS] for i in range(min(THREADS, len(others)))]
+        self._queues: list[queue.SimpleQueue[tuple[str, tuple[Any, ...]] | None]] = [
+            queue.SimpleQueue() for _ in self._shares
+        ]
+        self._left, self._idle, self._errors = 0, threading.Condition(), list[BaseException]()
+        self.count = self.nbytes = 0
+        self._threads = [
+            threading.Thread(target=self._work, args=pair, daemon=True)
+            for pair in zip(self._queues, self._shares, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def connect(self, store: dist.Store) -> Any:
+        """The client of the rank that really runs."""
+        return _Leader(own_client(store), self)
+
+    def repeat(self, name: str, args: tuple[Any, ...]) -> None:
+        """A question of that rank."""
+        self.count += 1
+        texts = [text for arg in args for text in (arg if isinstance(arg, list) else [arg])]
+        self.nbytes += sum(len(text) if isinstance(text, str) else 8 for text in texts)
+        with self._idle:  # no rank asks before it has the last answer
+            self._idle.wait_for(lambda: not self._left, TIMEOUT)
+            self._left += len(self._queues)
+        for each in self._queues:
+            each.put((name, args))
+
+    def asked(self, call: Callable[[], Any]) -> Questions:
+        """Of a call; it is over when all ranks have asked."""
+        count, nbytes, start = self.count, self.nbytes, time.perf_counter()
+        call()
+        with self._idle:
+            self._idle.wait_for(lambda: not self._left, TIMEOUT)
+        if self._errors:
+            raise self._errors[0]
+        return Questions(self.count - count, self.nbytes - nbytes, time.perf_counter() - start)
+
+    def close(self) -> None:
+        """End the threads."""
+        for each in self._queues:
+            each.put(None)
+        for thread in self._threads:
+            thread.join(TIMEOUT)
+
+    def _work(self, questions: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | None], ranks: list[int]) -> None:
+        client = own_client(self._store)
+        while (question := questions.get()) is not None:
+            try:
+                for rank in ranks:
+                    ask_as(client, *question, self._rank, rank)
+            except BaseException as error:  # the rank that really runs raises it
+                self._errors.append(error)
+            with self._idle:
+                self._left -= 1
+                self._idle.notify_all()
+
+
+@contextmanager
+def crowd_of(store: dist.Store, rank: int, world: int) -> Iterator[Crowd]:
+    """All ranks of a world but one."""
+    crowd = Crowd(store, rank, world)
+    try:
+        yield crowd
+    finally:
+        crowd.close()
+
+
+def ask_as(client: dist.Store, name: str, args: tuple[Any, ...], leader: int, rank: int) -> None:
+    """What ``leader`` asked, as another rank asks it: of its own keys, which end in its number. What
+    all share is deleted once."""
+    own = tuple(_of(arg, leader, rank) if isinstance(arg, str) else arg for arg in args)
+    if name == "delete_key" and own == args:
+        return
+    getattr(client, name)(*own)
+
+
+def _of(key: str, leader: int, rank: int) -> str:
+    head, slash, tail = key.rpartition("/")
+    return f"{head}/{rank}" if slash and tail == str(leader) else key
+
+
+class _Leader:
+    """A client whose questions the crowd repeats."""
+
+    def __init__(self, client: dist.Store, crowd: Crowd) -> None:
+        self._client, self._crowd = client, crowd
+
+    def __getattr__(self, name: str) -> Any:
+        def question(*args: Any) -> Any:
+            self._crowd.repeat(name, args)
+            return getattr(self._client, name)(*args)
+
+        return question

@@ -1,0 +1,116 @@
+"""An exponential moving average of a model's parameters, piece by piece.
+
+    average = autopar.ema(model, decay=0.999)
+    average.update()                       after each optimizer step: one call for all pieces, no exchange
+    with average.applied(): model.eval_step(**batch)       or model.save_pretrained(folder)
+
+Averages are in float32 or wider, whatever the parameters are. `autopar.save` saves them with the model.
+(Polyak and Juditsky 1992; `torch.optim.swa_utils`.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar.adapters.dtensor import local_of
+from autopar.adapters.foreach import copy_all, lerp_all
+from autopar.runtime.optim.step_events import about_to_write
+from autopar.runtime.params.state_layout import laid_out
+from autopar.values import number
+
+if TYPE_CHECKING:
+    from autopar.runtime.module.parallel_module import ParallelModule
+
+
+class MovingAverage:
+    """``decay`` times what it was plus the rest of what the parameters are now, for every floating parameter.
+
+    decay: 0 (the parameters themselves) to 1 (never changes). updates: how often `update` was called.
+    Raises ValueError for another decay, and for what is no model on a mesh.
+    """
+
+    def __init__(self, model: ParallelModule, decay: float) -> None:
+        self.decay, self.updates = _decay(decay), 0
+        if not hasattr(model, "take_scaler"):
+            raise ValueError(
+                f"ema: needs a model made by autopar.parallelize, found a {type(model).__name__}; "
+                "torch.optim.swa_utils.AveragedModel is for those of one process"
+            )
+        self._model = model
+        self._averages = {name: _wide(x) for name, x in self._pieces().items()}
+        model.take_average(self)
+
+    def _pieces(self) -> dict[str, Tensor]:
+        named = self._model.named_parameters()
+        return {n: local_of(p).detach() for n, p in named if isinstance(p, DTensor) and p.is_floating_point()}
+
+    @torch.no_grad()
+    def update(self, decay: float | None = None) -> None:
+        """Take the parameters in, as they are after a step."""
+        about_to_write()
+        pieces = self._pieces()
+        weight = 1.0 - (self.decay if decay is None else _decay(decay))
+        lerp_all([self._averages[name] for name in pieces], list(pieces.values()), weight)
+        self.updates += 1
+
+    def drop(self) -> None:
+        """The model has it no more: it is not saved with it, and its memory is free once nobody else has it."""
+        self._model.drop_average(self)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within: the parameters of the model are the averages. What is trained there is lost."""
+        about_to_write()
+        pieces = self._pieces()
+        kept = [x.clone() for x in pieces.values()]
+        with torch.no_grad():
+            copy_all(list(pieces.values()), [self._averages[n].to(x.dtype) for n, x in pieces.items()])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                copy_all(list(pieces.values()), kept)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Averages by name of the parameter under "ema.", laid out as these, for torch.distributed.checkpoint."""
+        found: dict[str, Any] = {f"ema.{n}": x for n, x in self.laid_out().items()}
+        return found | {"ema_updates": torch.tensor(self.updates)}
+
+    def laid_out(self) -> dict[str, DTensor]:
+        """By name of the parameter, laid out as it is; they share the memory of the averages."""
+        named = dict(self._model.named_parameters())
+        return {n: laid_out(named[n], x) for n, x in self._averages.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What `state_dict` gave, on a mesh of the same layout. Raises ValueError for averages that are missing."""
+        missing = [name for name in self._averages if f"ema.{name}" not in state]
+        if missing:
+            raise ValueError(f"ema: the state has no average of {missing[0]!r}; give what state_dict() returned")
+        about_to_write()
+        for name, x in self._averages.items():
+            given = state[f"ema.{name}"]
+            x.copy_(local_of(given) if isinstance(given, DTensor) else given)
+        self.updates = int(state["ema_updates"])
+
+
+def ema(model: ParallelModule, decay: float = 0.999) -> MovingAverage:
+    """An average of a model's parameters that follows them: see `MovingAverage`."""
+    return MovingAverage(model, decay)
+
+
+def _decay(value: float) -> float:
+    found = number("decay", value, 0.0)
+    if found > 1.0:
+        raise ValueError(f"decay: expected a number between 0 and 1, found {value}")
+    return found
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)

@@ -1,0 +1,284 @@
+"""Ranks on this machine: ``launch(fn, nproc=4)`` runs fn on 4 processes and returns their results.
+
+Each process sees the environment that torchrun gives, so ``autopar.init_mesh`` in ``fn`` does the same in both. Under
+torchrun, `launch` starts nothing: it runs ``fn`` on the rank that is there. The launcher hosts the store, which
+therefore outlives any rank: the survivors can ask it who failed.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.runtime.consistency.exit_checks import found_at_end
+from autopar.runtime.fault import errors
+from autopar.runtime.fault.error_propagation import SILENCE
+from autopar.runtime.fault.heartbeat import LAUNCHER
+from autopar.runtime.mesh.timeouts import DEFAULT_TIMEOUT
+from autopar.runtime.training.launch_script import by_value as by_value_library
+from autopar.runtime.training.launch_script import check_guard, importable_main, task_bytes
+from autopar.values import whole_number
+
+LEAVE = 5.0  # seconds for a rank that has reported to clean up
+GRACE = SILENCE + 3.0  # seconds the others get, after a rank has failed, to say what they saw
+
+
+@dataclass(frozen=True)
+class _RankReport:
+    """What a rank sends back."""
+
+    value: Any = None
+    error: str = ""
+    trace: str = ""
+    consequence: bool = False  # it failed because another rank did
+
+
+class LaunchError(RuntimeError):
+    """Ranks that `launch` has started failed. refusal: what each of them refuses, one and the same; "" for anything
+    else."""
+
+    def __init__(self, text: str, refusal: str = "") -> None:
+        super().__init__(text)
+        self.refusal = refusal
+
+
+def launch(
+    fn: Callable[..., Any],
+    nproc: int = 4,
+    args: Sequence[Any] = (),
+    timeout: float | None = None,
+    device: str | None = None,
+) -> list[Any]:
+    """Run ``fn(*args)`` on ``nproc`` ranks of this machine; results in rank order.
+
+    ``fn`` is a module-level function of a script that has its guard (``if __name__ == "__main__":``), or any function
+    of a notebook, a REPL or ``python -c``, which is sent by value (that needs cloudpickle). It, its arguments and
+    results are pickled, and tensors on a GPU come back on the CPU. ``timeout``: seconds after which a collective
+    without its peers fails (default $AUTOPAR_TIMEOUT or 600). ``device``: "cpu" or "cuda" (a GPU per rank).
+    Under torchrun: ``[fn(*args)]`` of this rank.
+
+    Raises RuntimeError that names the ranks which failed, with the traceback of the first cause; the others are ended.
+    """
+    if not callable(fn):
+        raise ValueError(f"launch: needs a function, found {fn!r}; pass a module-level one, and its arguments in args=")
+    if "RANK" in os.environ:
+        return [fn(*args)]
+    whole_number("nproc", nproc, 1)
+    if device == "cuda" and nproc > torch.cuda.device_count():
+        raise ValueError(
+            f"launch: {nproc} ranks need {nproc} GPUs, torch sees {torch.cuda.device_count()}; launch fewer ranks, or "
+            "use device='cpu'"
+        )
+    check_guard()
+    task, by_value = task_bytes(fn, tuple(args))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    module = getattr(fn, "__module__", "")
+    preload = [module] if module.startswith("autopar.") else []  # what the caller wrote may start threads
+    with importable_main():
+        processes, pipes = _start((task, by_value), preload, nproc, store.port, timeout, device)
+    try:
+        results = _collect(processes, pipes, store)
+        for process in processes:
+            process.join(LEAVE)
+        return results
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+
+
+def _start(
+    task: tuple[bytes, bool], preload: Sequence[str], nproc: int, port: int, timeout: float | None, device: str | None
+) -> tuple[list[BaseProcess], list[Connection]]:
+    # A server that has imported once what ranks need forks them; it holds no threads and no device.
+    context = multiprocessing.get_context("forkserver")
+    preload = ["autopar.runtime.training.launch", "autopar.api", *preload]
+    context.set_forkserver_preload(preload)
+    processes: list[BaseProcess] = []
+    pipes: list[Connection] = []
+    for rank in range(nproc):
+        here, there = context.Pipe(duplex=False)
+        environment = _environment(rank, nproc, port, timeout, device)
+        process = context.Process(target=_rank_main, args=(task, there, environment, device), daemon=True)
+        _forked(process, preload)
+        there.close()
+        processes.append(process)
+        pipes.append(here)
+    return processes, pipes
+
+
+def _forked(process: BaseProcess, preload: Sequence[str]) -> None:
+    """Start one. A server that ends over what it imports first leaves its reason on stderr alone: here the same import
+    raises it."""
+    try:
+        process.start()
+    except (EOFError, ConnectionError) as error:
+        for name in preload:
+            importlib.import_module(name)
+        raise RuntimeError(
+            f"launch: the process that forks ranks has ended ({error!r}); its words are above"
+        ) from error
+
+
+def _environment(rank: int, nproc: int, port: int, timeout: float | None, device: str | None) -> dict[str, str]:
+    threads = max(1, (os.cpu_count() or 1) // nproc)
+    out = {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        # The launcher hosts the store, as torchrun's agent does.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+    }
+    if timeout is not None:
+        out["AUTOPAR_TIMEOUT"] = str(timeout)
+    out.setdefault("AUTOPAR_TIMEOUT", str(DEFAULT_TIMEOUT))
+    if device == "cpu":
+        out["CUDA_VISIBLE_DEVICES"] = ""
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        out.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return out
+
+
+class _HostPickler(pickle.Pickler):
+    """Tensors on a GPU go as tensors on the CPU: the launcher has none of its own, and the rank's goes with it."""
+
+    def reducer_override(self, x: Any) -> Any:
+        if type(x) is not torch.Tensor or not _on_gpu(x):  # a parameter is a pickle of such a tensor
+            return NotImplemented
+        return x.detach().cpu().requires_grad_(x.requires_grad).__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+
+
+def _on_gpu(x: torch.Tensor) -> bool:
+    return x.is_cuda
+
+
+def to_bytes(report: Any, by_value: bool = False) -> bytes:
+    """A pickle that can be read where there is no GPU. ``by_value``: of classes that only the launcher has."""
+    out = io.BytesIO()
+    (_value_pickler() if by_value else _HostPickler)(out).dump(report)
+    return out.getvalue()
+
+
+def _value_pickler() -> Any:
+    pickler: Any = by_value_library("launch: a result").Pickler
+
+    class Both(pickler):
+        """By value, and to the CPU."""
+
+        def reducer_override(self, x: Any) -> Any:
+            found = _HostPickler.reducer_override(self, x)
+            return super().reducer_override(x) if found is NotImplemented else found
+
+    return Both
+
+
+def _rank_main(task: tuple[bytes, bool], pipe: Connection, environment: dict[str, str], device: str | None) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    gc.freeze()  # looking through what the server has imported would copy it
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    if device == "cuda":
+        torch.cuda.set_device(int(environment["LOCAL_RANK"]))
+    try:
+        sent, by_value = task
+        fn, args = pickle.loads(sent)
+        report = _RankReport(fn(*args))
+        if problem := found_at_end():
+            raise ValueError(problem)
+        message = to_bytes(report, by_value)
+    except BaseException as error:
+        error = errors.named(error)
+        first = (str(error).splitlines() or [""])[0]
+        consequence = isinstance(error, errors.CollectiveError)
+        message = pickle.dumps(
+            _RankReport(
+                None, f"{type(error).__name__}: {first}", "".join(traceback.format_exception(error)), consequence
+            )
+        )
+    pipe.send_bytes(message)
+    pipe.close()
+    errors.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _collect(processes: list[BaseProcess], pipes: list[Connection], store: dist.Store) -> list[Any]:
+    reports: list[_RankReport | None] = [None] * len(pipes)
+    pending = {pipe: rank for rank, pipe in enumerate(pipes)}
+    deadline: float | None = None
+    while pending:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = wait(list(pending), left)
+        if not ready:
+            break
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = pending.pop(pipe)
+            try:
+                report: _RankReport = pickle.loads(pipe.recv_bytes())
+            except (EOFError, OSError):
+                processes[rank].join(5)
+                report = _RankReport(None, f"died with exit code {_fate(processes[rank].exitcode)}")
+            reports[rank] = report
+            if report.error and not report.consequence:  # its peers need not wait for its silence
+                died = report.error.startswith("died")
+                store.set(LAUNCHER, f"rank {rank} {'' if died else 'failed: '}{report.error}")
+            if report.error and deadline is None:
+                deadline = time.monotonic() + GRACE
+    failed = {rank: r for rank, r in enumerate(reports) if r is not None and r.error}
+    if failed:
+        raise LaunchError(_story(failed, [rank for rank, r in enumerate(reports) if r is None]), _refusal(failed))
+    return [r.value for r in reports if r is not None]
+
+
+def _refusal(failed: dict[int, _RankReport]) -> str:
+    """The words of a ValueError, if that is what all ranks that failed by themselves say."""
+    said = {r.error for r in failed.values() if not r.consequence}
+    (words,) = said if len(said) == 1 else ("",)
+    return words.removeprefix("ValueError: ") if words.startswith("ValueError: ") else ""
+
+
+def _fate(code: int | None) -> str:
+    """An exit code and what it may mean."""
+    if code is None or code >= 0:
+        return str(code)
+    name = signal.Signals(-code).name
+    often = ", often by the kernel because memory ran out" if name == "SIGKILL" else ""
+    return f"{code} (killed by {name}{often})"
+
+
+def _story(failed: dict[int, _RankReport], ended: list[int]) -> str:
+    causes = {rank: r for rank, r in failed.items() if not r.consequence} or failed
+    lines = [
+        f"launch: rank {rank} {'' if r.error.startswith('died') else 'failed: '}{r.error}" for rank, r in causes.items()
+    ]
+    lines += [f"  as a consequence, rank {rank}: {r.error}" for rank, r in failed.items() if rank not in causes]
+    if ended:
+        lines.append(f"  ended by the launcher: rank {', '.join(map(str, ended))}")
+    first = next(iter(causes.items()))
+    if first[1].trace:
+        lines.append(f"traceback of rank {first[0]}:\n{first[1].trace}")
+    return "\n".join(lines)

@@ -1,0 +1,386 @@
+"""`autopar.load`: a run goes on from a checkpoint of `autopar.save`, on any mesh.
+
+rank 0     which checkpoint: the folder itself, or its latest
+together   every rank compares it with what it has
+together   reads all that is beside the model, and compares the bytes of the model's with their sums
+together   gives their states to schedulers and the user's objects, or their old ones where one of them refuses
+           until now nothing is changed, and all ranks agree that nothing is wrong
+together   fills the model's tensors, and puts the rest in place
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import math
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from autopar.runtime.checkpoint.checkpoint_dir import (
+    MARK,
+    SavedStateError,
+    SavedStep,
+    checkpoint_at,
+    newest_in,
+    read_mark,
+)
+from autopar.runtime.checkpoint.json_tree import decoded, names_with_values
+from autopar.runtime.checkpoint.optimizer_state import Restored, class_of
+from autopar.runtime.checkpoint.tensor_storage import SavedTensors
+from autopar.runtime.consistency.all_ranks import by_first, together
+from autopar.runtime.consistency.rank_checks import agree_on_arguments
+from autopar.runtime.fault.errors import reporting
+from autopar.runtime.mesh.offload_buffers import host_copies_arrived
+from autopar.runtime.module.argument_checks import MOST_SEED
+from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.module.state_dict import Held
+from autopar.runtime.optim.step_events import note_step
+from autopar.runtime.params.parameters import MOST_STEPS, other_kind
+from autopar.runtime.training.async_save import wait_for_save
+from autopar.runtime.training.save import several
+from autopar.values import a_path
+
+_MOST_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded: from which checkpoint, of which step, and what the user gave as ``extra``. ``plan`` is the one
+    of the run that saved it, ``mesh`` its axes."""
+
+    folder: Path
+    step: int
+    extra: dict[str, Any]
+    mesh: dict[str, int]
+    plan: dict[str, Any] = field(repr=False)
+
+
+def load(
+    folder: str | Path,
+    model: ParallelModule,
+    optimizer: Optimizer | Sequence[Optimizer] = (),
+    *,
+    scheduler: Any = (),
+    extra: Mapping[str, Any] | None = None,
+) -> Loaded:
+    """Load a checkpoint of `autopar.save`: the latest one of a run's folder, or the one that the folder is. Collective.
+
+    The mesh, ``zero``, the precision, the number of stages may be others than those of the run that saved it. Averages
+    of `autopar.ema` and the `autopar.GradScaler` that belong to the model are loaded with it.
+
+    Args:
+        optimizer, scheduler: as they were saved, in the same order; they need not have made a step. Without them their
+            states are not loaded.
+        extra: objects with ``load_state_dict``, such as data loaders, by the names under which they were saved.
+
+    Raises ValueError, on all ranks and before anything is changed, where there is no checkpoint, and for one that is
+    damaged, of a newer format, or of another model; SavedStateError where reading fails or bytes have changed, before
+    anything is changed too, unless a disk fails in the last moment: the model has to be loaded then.
+    """
+    if not isinstance(model, ParallelModule):
+        raise ValueError(f"load: needs a model made by autopar.parallelize, found a {type(model).__name__}")
+    optimizers, schedulers = several("optimizer", optimizer), several("scheduler", scheduler)
+    with reporting("load"), torch.inference_mode(False), torch.no_grad():
+        path, held = Path(os.path.abspath(a_path("folder", folder))), model.held()
+        groups = held.groups
+        given = {"optimizers": list(map(class_of, optimizers)), "schedulers": len(schedulers)}
+        given |= {"folder": str(path), "extra": sorted(map(str, extra or {}))}
+        agree_on_arguments(groups, "load", given, owed=held.owed)
+        wait_for_save()
+        host_copies_arrived()
+        newest: list[SavedStep | None] = []  # on rank 0, which alone has to know when it saves
+        checkpoint = Path(by_first(groups, "load", functools.partial(_chosen, path, newest)))
+        make = functools.partial(_Loading, checkpoint, held, optimizers, schedulers, extra or {})
+        loading = together(groups, "load", make)
+        together(groups, "load", loading.read)
+        try:
+            together(groups, "load", loading.give_states)
+        except Exception:
+            loading.take_states_back()
+            raise
+        model.begin_loading()
+        together(groups, "load", loading.fill)
+        loading.put()
+        held.line.go_on_from(checkpoint, loading.run, newest[0] if newest else None)
+        counts = loading.counts
+        model.end_loading(counts["training_steps"], counts["seed"], bool(loading.gradients))
+        if not loading.gradients:
+            for optimizer_ in optimizers:
+                note_step(optimizer_)
+    return Loaded(checkpoint, counts["step"], loading.extra, *loading.of_run)
+
+
+def _chosen(folder: Path, newest: list[SavedStep | None]) -> str:
+    with contextlib.suppress(OSError):  # of a folder that this run cannot save into either
+        newest.append(newest_in(folder.parent if (folder / MARK).is_file() else folder))
+    found, warning = checkpoint_at(folder)
+    if warning:
+        warnings.warn(f"load: {warning}", stacklevel=2)
+    return str(found)
+
+
+class _Loading:
+    """One load on this rank: made, and so checked; `read`, which writes to tensors of the model; `put`."""
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        held: Held,
+        optimizers: Sequence[Optimizer],
+        schedulers: Sequence[Any],
+        stateful: Mapping[str, Any],
+    ) -> None:
+        self.mark = read_mark(checkpoint)
+        self._saved, self._held = SavedTensors(checkpoint, self.mark), held
+        self._schedulers, self._stateful = schedulers, stateful
+        self._before: list[tuple[Callable[[Any], Any], Any]] = []
+        with _in_words(f"the mark of {checkpoint} is damaged"):
+            self.counts = {name: _whole(self.mark[name], name, *bounds) for name, bounds in _COUNTS.items()}
+            self.run = _matching(r"\w*", self.mark.get("run", ""), "run")
+            self._where = self._names()
+            self._targets = self._of_model() + self._of_averages()
+            self._restored = self._of_optimizers(optimizers)
+            self._scheduler_states = self._of_schedulers()
+            self.gradients = self._of_gradients()
+            self._parts = {told["part"]: told["tree"] for told in self.mark["extra"]}
+            self._check_extra()
+            self._extra_prefix = "extra" if None in self._parts else f"part.{self._part}"
+            self._options = [f"optimizer.{i}.group." for i in range(len(optimizers))]
+            self.of_run = dict(self.mark["mesh"]), dict(self.mark["plan"])
+            self._updates = [_whole(told["updates"], "updates") for told in self.mark["averages"]]
+            if held.scaler is not None and self.mark["scaler"]:
+                held.scaler.check_state(self.mark["scaler"])
+        used = {key for key, _ in self._all_targets()}
+        missing = [key for key in used if key not in self._saved]
+        if missing:
+            raise ValueError(f"load: {checkpoint} has no tensor {missing[0]}: it is damaged; load an older one")
+        self._saved.check(
+            [*used, *self._saved.under(f"{self._extra_prefix}.", "scheduler.", "extra_state.", *self._options)]
+        )
+
+    def _all_targets(self) -> Iterable[tuple[str, Tensor]]:
+        yield from self._targets
+        yield from self.gradients
+        for restored in self._restored:
+            yield from restored.targets
+
+    # --- does it fit? -----------------------------------------------------------------------------------------
+
+    def _names(self) -> dict[str, str]:
+        """Own name of each parameter -> its name in the checkpoint: a tied one may have any of its names. Raises
+        ValueError for a checkpoint of another model."""
+        told: dict[str, list[str]] = self.mark["parameters"]
+        known = {name: first for first, aliases in told.items() for name in (first, *aliases)}
+        where, problems, used = {}, [], set()
+        for spec in self._held.specs:
+            name = next((known[n] for n in (spec.name, *spec.aliases) if n in known), None)
+            if name is None:
+                problems.append(f"missing {spec.name}")
+                continue
+            where[spec.name] = name
+            used.add(name)
+            problems += self._unlike(f"model.{name}", tuple(spec.shape), spec.dtype)
+        problems += [f"unexpected {name}" for name in told if name not in used]
+        buffers = set(self.mark["buffers"])
+        for name, buffer in self._held.buffers.items():
+            if name not in buffers:
+                problems.append(f"missing {name}")
+            else:
+                problems += self._unlike(f"model.{name}", tuple(buffer.shape), buffer.dtype)
+        problems += [f"unexpected {name}" for name in sorted(buffers - self._held.buffers.keys())]
+        if problems:
+            listed = "; ".join(problems[:_MOST_SHOWN])
+            more = f"; and {len(problems) - _MOST_SHOWN} more" if len(problems) > _MOST_SHOWN else ""
+            raise ValueError(
+                f"load: the checkpoint is of another model: {listed}{more}; build the model that was saved"
+            )
+        return where
+
+    def _unlike(self, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
+        name, saved = key.removeprefix("model."), self._saved
+        if key not in saved:
+            return [f"missing {name}"]
+        if saved.shapes[key] != shape:
+            return [f"{name} has shape {saved.shapes[key]}, needs {shape}"]
+        return [f"{name} is {saved.dtypes[key]}, needs {dtype}"] if other_kind(saved.dtypes[key], dtype) else []
+
+    def _of_model(self) -> list[tuple[str, Tensor]]:
+        held = self._held
+        parameters = [(f"model.{self._where[name]}", p.detach()) for name, p in held.own.items()]
+        return parameters + [(f"model.{name}", buffer) for name, buffer in held.buffers.items()]
+
+    def _of_averages(self) -> list[tuple[str, Tensor]]:
+        told, averages = self.mark["averages"], self._held.averages
+        if len(averages) > len(told):
+            raise ValueError(
+                f"load: the model has {len(averages)} moving averages, the checkpoint {len(told)}; make further ones "
+                "with autopar.ema after loading, from what is loaded then"
+            )
+        where, canonical = self._where, self._held.canonical
+        return [
+            (f"average.{i}.{where[canonical[name]]}", x)
+            for i, average in enumerate(averages)
+            for name, x in average.laid_out().items()
+        ]
+
+    def _of_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Restored]:
+        told = self.mark["optimizers"]
+        if optimizers and len(optimizers) != len(told):
+            raise ValueError(f"load: the checkpoint has {len(told)} optimizers, found {len(optimizers)}; give as many")
+        device = self._held.groups.device
+        return [
+            Restored(optimizer, t, self._held.own, self._where, self._saved, device)
+            for optimizer, t in zip(optimizers, told)
+        ]
+
+    def _of_schedulers(self) -> list[Any]:
+        told = self.mark["schedulers"]
+        if self._schedulers and len(self._schedulers) != len(told):
+            raise ValueError(
+                f"load: the checkpoint has {len(told)} schedulers, found {len(self._schedulers)}; give as many"
+            )
+        return list(told) if self._schedulers else []
+
+    def _of_gradients(self) -> list[tuple[str, Tensor]]:
+        """Empty ones for those that the checkpoint has."""
+        found = []
+        for name, p in self._held.own.items():
+            if (key := f"gradients.{self._where[name]}") in self._saved:
+                found.append((key, torch.empty_like(p.detach())))
+        return found
+
+    def _check_extra(self) -> None:
+        parts = {n for n in self._parts if n is not None}
+        here = self._held.groups.mesh.data_size
+        if parts and len(parts) != here:
+            raise ValueError(
+                f"load: extra was saved by {len(parts)} parts of the batch, found {here}; save a position that is the "
+                "same on all ranks, such as the number of samples, or load on as many"
+            )
+        names = self._tree_of_extra()["dict"]
+        for name, x in self._stateful.items():
+            if name not in names:
+                raise ValueError(f"load: the checkpoint has no extra {name!r}, only {', '.join(names) or 'none'}")
+            if not callable(getattr(x, "load_state_dict", None)):
+                raise ValueError(
+                    f"load: extra {name!r} is a {type(x).__name__}, needs load_state_dict; values are in what load "
+                    "returns"
+                )
+
+    def _tree_of_extra(self) -> Any:
+        return self._parts[None] if None in self._parts else self._parts[self._part]
+
+    @property
+    def _part(self) -> int:
+        groups = self._held.groups
+        return groups.mesh.data_part(groups.coordinate)
+
+    # --- reading ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def read(self) -> None:
+        """What lies beside the model, into tensors of its own. Of the model's, whether the files have what was
+        written; they are filled by `fill`."""
+        saved = self._saved
+        with _in_words(f"{saved.folder} is damaged"):
+            saved.read([*self.gradients, *(target for restored in self._restored for target in restored.targets)])
+            for restored in self._restored:
+                restored.read_options()
+            self.extra = decoded(self._tree_of_extra(), lambda key: saved.tensor(f"{self._extra_prefix}.{key}"))
+            self._states = [names_with_values(decoded(tree, saved.tensor)) for tree in self._scheduler_states]
+            states: Mapping[str, Any] = self.mark.get("extra_states", {})
+            self._extra_states = {path: decoded(tree, saved.tensor) for path, tree in states.items()}
+            self._plans = saved.plans(self._targets)
+            for plan, _ in self._plans:
+                saved.check_data(plan)
+
+    def give_states(self) -> None:
+        """To schedulers, the user's objects and modules with a state beside tensors. Raises whatever they do."""
+        given = self._given()
+        self._before = [(take, copy.deepcopy(tell())) for tell, take, _ in given if callable(tell)]
+        for _, take, state in given:
+            take(state)
+
+    def take_states_back(self) -> None:
+        """They get the states that they had."""
+        for take, state in self._before:
+            with contextlib.suppress(Exception):  # what refuses its own state keeps what it has
+                take(state)
+
+    def _given(self) -> list[tuple[Any, Callable[[Any], Any], Any]]:
+        """(what tells a state, what takes one, the one that it is given)"""
+        given = [*zip(self._schedulers, self._states), *((x, self.extra[name]) for name, x in self._stateful.items())]
+        modules = ((module, self._extra_states.get(path, self)) for path, module in self._held.stateful.items())
+        return [
+            *((getattr(x, "state_dict", None), x.load_state_dict, state) for x, state in given),
+            *((m.get_extra_state, m.set_extra_state, state) for m, state in modules if state is not self),
+        ]
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Parameters, buffers and averages, in place."""
+        with _in_words(f"{self._saved.folder} is damaged"):
+            for plan, planner in self._plans:
+                self._saved.read_data(plan, planner)
+
+    def put(self) -> None:
+        """What was read beside into its place."""
+        held = self._held
+        gradients = dict(self.gradients)
+        for name, p in held.own.items():
+            p.grad = gradients.get(f"gradients.{self._where[name]}")
+        for restored in self._restored:
+            restored.put()
+        if held.scaler is not None and self.mark["scaler"]:
+            held.scaler.load_state_dict(self.mark["scaler"])
+        for average, updates in zip(held.averages, self._updates):
+            average.updates = updates
+
+
+_SAID = ("load: ", "save: ", "optimizer_on_host: ")  # who says so
+_COUNTS = {"step": (0, math.inf), "training_steps": (0, MOST_STEPS), "seed": (0, MOST_SEED)}
+
+
+@contextlib.contextmanager
+def _in_words(what: str) -> Iterator[None]:
+    """What Python and torch say of values that are none of a checkpoint is a ValueError here."""
+    try:
+        yield
+    except (SavedStateError, OSError) as error:
+        if isinstance(error, SavedStateError):
+            raise
+        raise SavedStateError(f"load: reading failed: {type(error).__name__}: {error}") from error
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, ValueError) as error:
+        if type(error) is ValueError and str(error).startswith(_SAID):
+            raise
+        raise ValueError(f"load: {what}: {_first_line(error)}; load an older one") from error
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"it says nothing of {str(error.args[0])[:80]!r}" if error.args else "something is missing"
+    if isinstance(error, (TypeError, AttributeError, IndexError, RecursionError)):
+        return "a value in it is of another kind than it should be"
+    return (str(error).splitlines() or ["it cannot be read"])[0][:200]
+
+
+def _whole(found: Any, name: str, least: int = 0, most: float = math.inf) -> int:
+    if type(found) is not int or not least <= found <= most:
+        raise ValueError(f"{name} is {found!r:.40}, needs a whole number from {least} to {most}")
+    return found
+
+
+def _matching(pattern: str, found: Any, name: str) -> str:
+    if not isinstance(found, str) or re.fullmatch(pattern, found, re.ASCII) is None:
+        raise ValueError(f"{name} is {found!r:.40}, needs a name")
+    return found

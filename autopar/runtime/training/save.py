@@ -1,0 +1,171 @@
+"""`autopar.save`: one call for everything that a run needs to go on, at once or while training goes on.
+
+    together   every rank finds out what it holds; what cannot be saved is refused on all
+    agree      step, options, plain states: what ranks hold alike
+    rank 0     a folder beside the checkpoints, under a lock
+    each rank  its share of the pieces into one file, synced            on a thread: asynchronous=True
+    rank 0     when all have: the mark, the rename, `latest`            on a thread: asynchronous=True
+
+What is written on a thread is copied there, before the next step of an optimizer changes it. Ranks tell each other
+through the store that they have written, so that no collective is in the way of the training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from autopar.runtime.checkpoint.checkpoint_dir import RunFolder
+from autopar.runtime.checkpoint.staging import StagedFile, slots_of
+from autopar.runtime.checkpoint.tensor_storage import file_layout, pieces_of, written_here
+from autopar.runtime.consistency.all_ranks import by_first, together
+from autopar.runtime.consistency.rank_checks import Claim, agree_on, agree_on_arguments, all_alike, everywhere
+from autopar.runtime.fault.errors import reporting
+from autopar.runtime.mesh.offload_buffers import host_copies_arrived
+from autopar.runtime.mesh.process_groups import Groups
+from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.module.state_dict import Held
+from autopar.runtime.training.async_save import Saving, wait_for_save
+from autopar.runtime.training.checkpoint_contents import Parts, digest, parts_of_run
+from autopar.values import a_path, byte_count, whole_number, yes_or_no
+
+
+def save(
+    folder: str | Path,
+    model: ParallelModule,
+    optimizer: Optimizer | Sequence[Optimizer] = (),
+    *,
+    scheduler: Any = (),
+    step: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    asynchronous: bool = False,
+    host_memory: int | None = None,
+) -> Saving:
+    """Save a run into its folder, as the next of its checkpoints. Collective.
+
+    A checkpoint has the model's parameters, buffers, count of steps and seed; the state of optimizers under the names
+    of parameters; gradients with which no step has been made yet; the scale of `autopar.GradScaler` and averages of
+    `autopar.ema` that belong to the model; the plan. `autopar.load` reads it on any mesh.
+
+    Args:
+        folder: of the run, for this job alone; on a file system that all ranks share.
+        optimizer, scheduler: one or several.
+        step: by which the checkpoint is named; default: the model's count of training steps.
+        extra: what else belongs to the run: tensors, numbers, texts, lists and dicts of these, and objects that have a
+            ``state_dict``, such as data loaders. Alike on all ranks, or on all that are given the same part of the
+            batch.
+        keep: how many checkpoints are kept, the last ones; None: all.
+        asynchronous: return as soon as it is known what to write. Until all is copied the next step of an optimizer
+            waits; ``wait()`` of what is returned, or the next save or load, raises what went wrong.
+        host_memory: bytes for copies per rank; default: a half of what is free, shared by the ranks of a machine. With
+            less than the rank's share, the next step of an optimizer waits for what does not fit to be written.
+
+    Raises ValueError for what cannot be saved, SavedStateError where writing fails: on all ranks, and the checkpoint
+    before it stays as it is.
+    """
+    if not isinstance(model, ParallelModule):
+        raise ValueError(f"save: needs a model made by autopar.parallelize, found a {type(model).__name__}")
+    optimizers, schedulers = several("optimizer", optimizer), several("scheduler", scheduler)
+    with reporting("save"), torch.inference_mode(False), torch.no_grad():  # tensors of that mode have no versions
+        path = Path(os.path.abspath(a_path("folder", folder)))
+        keep = None if keep is None else whole_number("keep", keep, 1)
+        limit = None if host_memory is None else byte_count("host_memory", host_memory)
+        yes_or_no("asynchronous", asynchronous)
+        held = model.held()
+        groups, chosen = held.groups, whole_number("step", held.training_steps if step is None else step)
+        options = {"asynchronous": asynchronous, "keep": keep, "extra": sorted(map(str, extra or {}))}
+        agree_on_arguments(groups, "save", options, owed=held.owed)
+        wait_for_save()
+        host_copies_arrived()
+        parts = together(groups, "save", lambda: _checked_parts(held, optimizers, schedulers, chosen, extra or {}))
+        _agree(groups, parts, str(path))
+        run = RunFolder(path, held.line)
+        file = f"rank-{groups.rank:05d}.safetensors"
+        try:
+            draft = Path(by_first(groups, "save", lambda: str(run.begin(chosen))))
+            copies = asynchronous or groups.device.type != "cpu"
+            pieces = pieces_of(written_here(parts.entries, groups))
+            head, index = file_layout(pieces, file)
+            slots = slots_of(limit, groups.device.type == "cuda") if copies else None
+            staged = together(groups, "save", lambda: StagedFile(draft / file, head, pieces, slots))
+        except BaseException:
+            _give_up(run, groups)
+            raise
+        told = {"index": index, "of_stage": parts.of_stage if _is_first_of_stage(groups) else {}, "extra": parts.extra}
+        made = Saving(groups, run, draft, staged, told, parts.common, keep)
+        if parts.unstable and asynchronous:
+            made.start()
+            made.wait_staged()  # the next backward would add to the gradients
+        elif asynchronous:
+            made.start()
+        else:
+            made.run()
+            wait_for_save()
+    return made
+
+
+def several(name: str, given: Any) -> list[Any]:
+    """One object, or a list of them, each with a ``state_dict``. Raises ValueError."""
+    found = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    for x in found:
+        if not callable(getattr(x, "state_dict", None)) or (name == "optimizer" and not isinstance(x, Optimizer)):
+            raise ValueError(f"{name}: needs one of torch, or several, found a {type(x).__name__}")
+    return found
+
+
+def _checked_parts(
+    held: Held, optimizers: Sequence[Optimizer], schedulers: Sequence[Any], step: int, extra: Mapping[str, Any]
+) -> Parts:
+    if not held.loaded:
+        raise ValueError(
+            "save: the model came without weights (meta device), there is nothing to save; load some first"
+        )
+    if held.scaler is not None and held.scaler.in_a_step:
+        raise ValueError("save: the scaler is between unscale_ and update; call scaler.update() before")
+    if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
+        raise ValueError("extra: needs names with values, such as {'loader': loader}")
+    return parts_of_run(held, optimizers, schedulers, step, extra)
+
+
+def _agree(groups: Groups, parts: Parts, folder: str) -> None:
+    """Ranks hold alike what only some of them write; and where they do not, it is known which ones do."""
+    common = {name: json.dumps(value, sort_keys=True) for name, value in parts.common.items()}
+    within = tuple(axis for axis in groups.mesh.sizes if axis != "pp")
+    claims = [
+        Claim(everywhere(groups), {"folder": folder, **common, "tensors": digest(None, parts.small)},
+              "save: every rank must save the same run", "call it alike on every rank"),
+        Claim(within, {"states": digest(parts.of_stage, parts.stage_small)},
+              "save: ranks that step the same parameters must have the same states of optimizers",
+              "step optimizers alike on every rank"),
+    ]  # fmt: skip
+    agree_on(groups, claims, "save")
+    told = digest(parts.extra, parts.extra_tensors)
+    if not parts.extra["dict"] or all_alike(groups, "save: extra", told):
+        parts.add_extra(None, writes=False)
+        parts.extra = {"part": None, "tree": parts.extra} if groups.rank == 0 else {}
+        return
+    data = {axis for axis in ("dp", "rp") if axis in groups.mesh.sizes}
+    others = tuple(axis for axis in groups.mesh.sizes if axis not in data)
+    need = "save: ranks that are given the same part of the batch must give the same extra"
+    agree_on(groups, [Claim(others, {"extra": told}, need, "give what is alike on these ranks")], "save: extra by part")
+    first = all(groups.coordinate[axis] == 0 for axis in others)
+    part = groups.mesh.data_part(groups.coordinate)
+    parts.add_extra(part, writes=first)
+    parts.extra = {"part": part, "tree": parts.extra} if first else {}
+
+
+def _is_first_of_stage(groups: Groups) -> bool:
+    return all(at == 0 for axis, at in groups.coordinate.items() if axis != "pp")
+
+
+def _give_up(run: RunFolder, groups: Groups) -> None:
+    if groups.rank == 0:
+        run.discard()
+        run.close()

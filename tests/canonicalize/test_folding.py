@@ -1,0 +1,276 @@
+"""Experts over an axis that cuts something else anyway: the batch, the sequence or weights."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.api import parallelize
+from autopar.compile.model import compile_model, plan_model
+from autopar.cost.step_traffic import step_communication
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Shard
+from autopar.options import Options
+from autopar.plan import Plan
+from autopar.runtime.mesh.process_groups import data_part, init_mesh
+from tests.experts.test_expert_load import chosen
+from tests.experts.test_experts import Layer, in_full, routed
+from tests.support.cases import Cell, called, check, compile_cell, simulated
+from tests.support.compile_cache import compiled_once
+from tests.support.ranks import run_ranks
+from tests.support.subjects import make
+
+DP, CP, TP = (Options(experts=axis) for axis in ("dp", "cp", "tp"))
+FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+NODES = "dp%2=switch:450e9,dp/2=switch:50e9"
+CELLS = [
+    Cell("one-layer mixtral", Mesh.of(dp=2), replace(DP, dispatch="gather", micro_batches=2, zero=3)),
+    Cell("gpt_oss", Mesh.of(dp=4), replace(DP, dispatch="dedup")),
+    Cell("deepseek_v3", Mesh.of(cp=2), replace(CP, dispatch="plain")),
+    Cell("one-layer mixtral", Mesh.of(cp=2, dp=2), replace(DP, dispatch="gather", zero=3)),  # cp leaves experts in one
+    Cell("one-layer qwen3_moe", Mesh.of(dp=2, tp=2), replace(DP, dispatch="gather", sequence_parallel=True, zero=1)),
+    Cell("deepseek_v3", Mesh.of(dp=2, tp=2), replace(TP, dispatch="dedup", sequence_parallel=True, zero=2)),
+    Cell("gpt_oss", Mesh.of(tp=2), TP),  # all ranks have all tokens
+]
+MORE = [
+    Cell("qwen3_moe", Mesh.of(rp=2, dp=2), replace(DP, dispatch="gather")),
+    *(Cell(name, Mesh.of(dp=2), replace(DP, dispatch=way)) for name in FAMILIES for way in ("gather", "dedup")),
+    *(Cell(name, Mesh.of(dp=4), replace(DP, dispatch="plain", micro_batches=2, zero=1)) for name in FAMILIES),
+    *(Cell(name, Mesh.of(dp=4), replace(DP, dispatch="two_level", topology=NODES)) for name in FAMILIES),
+    *(Cell(name, Mesh.of(dp=2, tp=2), replace(DP, dispatch="dedup")) for name in FAMILIES),
+    *(Cell(name, Mesh.of(tp=4), replace(TP, dispatch="dedup", sequence_parallel=True)) for name in FAMILIES),
+    *(Cell(name, Mesh.of(tp=2), replace(TP, dispatch="gather", sequence_parallel=True)) for name in FAMILIES),
+    *(Cell(name, Mesh.of(dp=2, tp=2), TP) for name in FAMILIES),
+    *(Cell(name, Mesh.of(cp=2, dp=2), replace(CP, dispatch="gather", zero=3, micro_batches=2)) for name in FAMILIES),
+    *(Cell(name, Mesh.of(cp=2, dp=2), replace(DP, dispatch="dedup", zero=2, micro_batches=2)) for name in FAMILIES),
+    *(Cell("mixtral", Mesh.of(dp=2), replace(DP, dispatch="dedup", zero=zero, checkpoint="full")) for zero in range(4)),
+]
+RANKS = [
+    Cell("mixtral", Mesh.of(pp=2, dp=2), replace(DP, schedule="zb_h1", micro_batches=2, dispatch="dedup", zero=1)),
+]
+MORE_RANKS = [
+    Cell("qwen3_moe", Mesh.of(dp=2), replace(DP, dispatch="gather", micro_batches=2)),
+    *(Cell("qwen3_moe", Mesh.of(dp=2), replace(DP, zero=zero, dispatch="plain")) for zero in range(4)),
+    Cell("mixtral", Mesh.of(pp=2, dp=2), replace(DP, schedule="1f1b", micro_batches=2, dispatch="dedup", zero=2)),
+    Cell("mixtral", Mesh.of(pp=2, dp=2), replace(DP, schedule="zb_h1", micro_batches=2, dispatch="plain", zero=3)),
+    Cell("deepseek_v3", Mesh.of(pp=2, dp=2), replace(DP, schedule="dual_pipe_v", micro_batches=4, dispatch="dedup")),
+    Cell("gpt_oss", Mesh.of(dp=2, tp=2), replace(TP, dispatch="dedup", sequence_parallel=True, zero=3)),
+    Cell("mixtral", Mesh.of(cp=2), replace(CP, dispatch="gather")),
+    Cell("mixtral", Mesh.of(dp=4), replace(DP, dispatch="two_level", topology=NODES)),
+]
+
+
+@pytest.mark.parametrize("cell", [*CELLS, *in_full(MORE)], ids=str)
+def test_equals_one_process(cell: Cell) -> None:
+    check(simulated(cell))
+
+
+@pytest.mark.parametrize("cell", [*RANKS, *in_full(MORE_RANKS)], ids=str)
+def test_on_ranks(cell: Cell) -> None:
+    check(called(cell))
+
+
+def test_gradients_of_experts_are_not_summed() -> None:
+    """Over dp, where those of the router and of shared experts are, and where zero=1 cuts these."""
+    sent, batch = {}, routed(16, 8, 2, "any")
+    for options in (Options(), replace(DP, dispatch="gather")):
+        made = compile_model(Layer(8), batch, Mesh.of(dp=4), options, exact=True, outputs=())
+        sent[options.experts] = step_communication(made, 0)["dp", "all_reduce"].bytes
+    layer = Layer(8)
+    experts = sum(p.numel() * 8 for p in (layer.up, layer.bias, layer.down))
+    assert sent["ep"] - sent["dp"] == 2 * experts * 3 // 4
+    plan = compile_cell(Cell("deepseek_v3", Mesh.of(dp=2), replace(DP, zero=1))).plan
+    cut = {name for name, axes in plan.parameters.items() if axes["dp"].used == Shard(0)}
+    assert cut and all(".experts." in name for name in cut)
+    shared = [axes["dp"] for name, axes in plan.parameters.items() if "shared_experts" in name or "gate.weight" in name]
+    assert shared and all(isinstance(p.stored, Shard) and not isinstance(p.used, Shard) for p in shared)
+
+
+def test_nobody_gathers_for_it_but_its_axis() -> None:
+    """Micro-batches and replicas cut what is gathered over dp as they cut each piece of it."""
+    made = compile_cell(Cell("qwen3_moe", Mesh.of(rp=2, dp=2), replace(DP, dispatch="gather", micro_batches=2)))
+    assert {axis for axis, kind in step_communication(made, 0) if kind in ("all_gather", "reduce_scatter")} == {"dp"}
+    assert not [n for n in made.local.graph.nodes if "mb" in n.args]
+
+
+class Wide(Layer):
+    """Experts of more weights than there are numbers in its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.up = nn.Parameter(torch.randn(8, 2048, 4, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.randn(8, 2048, dtype=torch.float64))
+        self.down = nn.Parameter(torch.randn(8, 4, 2048, dtype=torch.float64))
+
+
+FAST = "dp=switch:1e6:0,tp=switch:1e6:0,cp=switch:1e6:0"  # bytes decide
+
+
+def plan_of(model: nn.Module, mesh: Mesh, tokens: int = 16, **options: Any) -> Plan:
+    options = {"experts": "auto", "topology": ",".join(x for x in FAST.split(",") if x[:2] in mesh.sizes)} | options
+    return compile_model(model, routed(tokens, 8, 2, "any"), mesh, Options(**options), exact=True, outputs=()).plan
+
+
+def test_auto_takes_what_costs_less() -> None:
+    """Exchanged tokens against summed gradients; what was estimated is in the plan."""
+    assert {e.axis for e in plan_of(Wide(), Mesh.of(dp=4)).experts.values()} == {"dp"}
+    many = plan_of(Layer(8), Mesh.of(dp=4), tokens=1024)
+    assert not many.experts and "over axes by estimate of all layers: whole" in str(many)
+    assert {e.axis for e in plan_of(Layer(8), Mesh.of(ep=2, dp=2), topology="").experts.values()} == {"ep"}
+    assert not plan_of(Wide(), Mesh.of(dp=3), tokens=12).experts  # 8 experts do not divide
+    assert not plan_of(Wide(), Mesh.of(dp=4), experts="ep", topology="").experts  # nobody asked
+    assert not compile_cell(Cell("mlp", Mesh.of(dp=2), Options(experts="auto"))).plan.experts
+
+
+def test_plans_keep_the_axis() -> None:
+    """Whatever would be chosen for another batch: parameters are cut so."""
+    first = plan_of(Wide(), Mesh.of(dp=4))
+    again = Plan.from_json(first.to_json())
+    assert again == first
+    later = compile_model(Wide(), routed(4096, 8, 2, "any"), Mesh.of(dp=4), Options(experts="auto"), plan=again)
+    assert {e.axis for e in later.plan.experts.values()} == {"dp"}
+    changed = json.loads(first.to_json())
+    changed["experts"] = {name: {**e, "axis": "tp"} for name, e in changed["experts"].items()}
+    with pytest.raises(ValueError, match="cut over 'tp', which must be the same one of ep, dp, cp, tp for all layers"):
+        compile_model(Wide(), routed(16, 8, 2, "any"), Mesh.of(dp=4), plan=Plan.from_json(json.dumps(changed)))
+
+
+def test_a_plan_and_an_option_that_differ() -> None:
+    """No option loses without a word against a plan that was made by hand."""
+    mesh, batch = Mesh.of(dp=2, tp=2), routed(16, 8, 2, "any")
+    made, _ = plan_model(Wide(), batch, mesh, DP)
+    with pytest.raises(ValueError, match="experts: a plan was given that cuts experts over 'dp', found experts='tp'"):
+        plan_model(Wide(), batch, mesh, TP, made)
+    whole = plan_of(Layer(8), Mesh.of(dp=4), tokens=1024)
+    with pytest.raises(ValueError, match="cuts experts over no axis, found experts='dp'; leave the option out"):
+        compile_model(Layer(8), batch, Mesh.of(dp=4), DP, plan=whole)
+
+
+BAD = [
+    ({"dp": 2}, {"experts": "tp"}, "experts: expected an axis of the mesh dp=2 over which to cut experts, found"),
+    ({"dp": 4, "ep": 2}, {"experts": "dp"}, "an axis 'ep' is for experts, found experts='dp' beside ep=2"),
+    ({"dp": 2}, {"dispatch": "dedup"}, "dispatch: counts with experts that are cut over an axis, found"),
+    ({"tp": 2}, {"experts": "tp", "dispatch": "dedup"}, "ranks of axis 'tp' have the same tokens, found dispatch="),
+    ({"dp": 16}, {"experts": "dp"}, "8 experts do not divide over axis 'dp' of size 16; .*: dp=2,ep=8 for this dp=16"),
+    ({"dp": 2}, {"experts": "dp", "dispatch": "two_level"}, "needs an axis 'dp' over several nodes"),
+    ({"pp": 2}, {"experts": "auto"}, "experts: counts with an axis ep or dp or cp or tp only"),
+    ({"dp": 2}, {"experts": "rp"}, "experts: expected 'auto', 'ep', 'dp', 'cp' or 'tp', found 'rp'"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "options", "error"), BAD)
+def test_bad_input(sizes: dict[str, int], options: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        compile_model(Layer(8), routed(16, 8, 2, "any"), Mesh.of(**sizes), Options(**options))
+
+
+def test_models_without_experts_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"experts: nothing to cut over axis 'dp' of size 2: .*leave the option"):
+        compile_model(nn.Linear(4, 4), {"input": torch.randn(4, 4)}, Mesh.of(dp=2), DP)
+
+
+def counted(sizes: dict[str, int], options: dict[str, Any]) -> dict[str, list[int]]:
+    """`expert_load` of a step."""
+    model, batch = make("one-layer qwen3_moe")
+    mesh = init_mesh("cpu", 60.0, **sizes)
+    part, parts = data_part(mesh)
+    mine = {key: x.chunk(parts)[part] for key, x in batch.items()}
+    parallel = parallelize(model, mesh, example_batch=mine, exact=True, **options)
+    parallel.train_step(**mine)
+    return {name: count.tolist() for name, count in parallel.expert_load().items()}
+
+
+LOADS = [
+    ({"dp": 2}, {"experts": "dp", "dispatch": "gather"}),
+    ({"tp": 2}, {"experts": "tp"}),
+    ({"tp": 2}, {"experts": "tp", "sequence_parallel": True, "dispatch": "dedup"}),
+]
+
+
+@pytest.mark.parametrize(("sizes", "options"), LOADS)
+def test_counts_are_those_of_one_process(sizes: dict[str, int], options: dict[str, Any]) -> None:
+    for found in run_ranks(2, counted, sizes, options):
+        assert found == chosen("one-layer qwen3_moe")
+
+
+def gone_on(folder: str, sizes: dict[str, int], options: dict[str, Any], saves: bool) -> dict[str, Tensor]:
+    """A step of AdamW, which is saved; or another one that goes on from there, and what it ends with."""
+    torch.manual_seed(0)
+    mesh = init_mesh("cpu", 60.0, **sizes)
+    part, parts = data_part(mesh)
+    batch = {name: x.chunk(parts)[part] for name, x in routed(8, 8, 2, "lower half").items()}
+    parallel = parallelize(Layer(8), mesh, example_batch=batch, **options)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.1)
+    if not saves:
+        autopar.load(folder, parallel, optimizer)
+    parallel.train_step(**batch)
+    optimizer.step()
+    optimizer.zero_grad()
+    if saves:
+        autopar.save(folder, parallel, optimizer)
+    return {name: x.clone() for name, x in parallel.full_state_dict().items()}
+
+
+OTHERS: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({"dp": 2}, {"experts": "dp", "dispatch": "dedup", "zero": 2}),
+    ({"ep": 2}, {}),
+    ({"dp": 2}, {"zero": 3}),
+]
+
+
+def test_checkpoints_go_on_with_experts_elsewhere(tmp_path: Any) -> None:
+    """States of experts without tokens included; and single process, before and after."""
+    model, batch = Layer(8), routed(8, 8, 2, "lower half")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(**batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run_ranks(2, gone_on, f"{tmp_path}/folded", *OTHERS[0], True)
+    run_ranks(2, gone_on, f"{tmp_path}/own", *OTHERS[1], True)
+    found = [run_ranks(2, gone_on, f"{tmp_path}/folded", *other, False) for other in OTHERS]
+    found += [run_ranks(2, gone_on, f"{tmp_path}/own", *OTHERS[0], False)]
+    for of_rank in (state for states in found for state in states):
+        for name, x in model.state_dict().items():
+            torch.testing.assert_close(of_rank[name], x, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def through_a_folder(folder: str, sizes: dict[str, int], options: dict[str, Any]) -> list[str]:
+    """Save for transformers, load into another model; names that differ, and those of a rank's own experts."""
+    model, batch = make("one-layer mixtral")
+    mesh, given = init_mesh("cpu", 60.0, **sizes), {**options, "example_batch": batch, "exact": True}
+    with compiled_once():
+        first = parallelize(copy.deepcopy(model), mesh, **given)
+        first.save_pretrained(folder)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        second = parallelize(model, mesh, **given)
+    second.load_pretrained(folder)
+    wanted, found = first.full_state_dict(), second.full_state_dict()
+    return [name for name, x in wanted.items() if not torch.equal(x, found[name])]
+
+
+FOLDED: list[Any] = [
+    ({"dp": 2}, {"experts": "dp", "zero": 3}),
+    ({"tp": 2}, {"experts": "tp"}),
+    pytest.param({"dp": 2}, {"experts": "dp"}, marks=pytest.mark.full),
+    pytest.param({"cp": 2}, {"experts": "cp", "zero": 3}, marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("sizes", "options"), FOLDED)
+def test_folders_of_transformers(tmp_path: Any, sizes: dict[str, int], options: dict[str, Any]) -> None:
+    """Whole experts, whoever has which."""
+    assert run_ranks(2, through_a_folder, str(tmp_path), sizes, options) == [[], []]
+    wanted, _ = make("one-layer mixtral")
+    found = type(wanted).from_pretrained(str(tmp_path), dtype=torch.float64)
+    for name, x in wanted.state_dict().items():
+        assert torch.equal(found.state_dict()[name], x), name
