@@ -1,4 +1,4 @@
-"""Write docs/passes.md: what each file of passes/ promises, taken from the files themselves.
+"""Write docs/passes.md: what each file of autopar/passes/ promises, taken from the files themselves.
 
 python docs/make_passes.py            writes the page
 python docs/make_passes.py --check    fails when the page is out of date
@@ -19,14 +19,15 @@ from autopar.passes.pipelines import GLOBAL_PASSES, PLACEMENT_PASSES, STEP_PASSE
 from autopar.rewrite.pass_manager import Pass
 
 GROUPS = {"global": GLOBAL_PASSES, "typed": PLACEMENT_PASSES, "step": STEP_PASSES}
+ROOMS = [f"autopar.passes.{name}" for name in ("partition", "autodiff", "stage", "step")]
 PAGE = Path(__file__).resolve().parent / "passes.md"
 
 # Steps of the compiler that make several graphs out of one, and so are no `Pass`: they run where `compile.py` says.
-SPLITS = ("split_prologue", "split_rounds", "differentiate", "accumulate_gradients")
+SPLITS = ("split_prologue", "split_statistics", "differentiate", "accumulate_gradients")
 
 HEAD = """# Passes
 
-Made by `make docs` from `passes/`; change the docstrings there. In the order in which they run.
+Made by `make docs` from `autopar/passes/`; change the docstrings there. In the order in which they run.
 
 | pass | graph | requires | ensures |
 |---|---|---|---|
@@ -82,12 +83,14 @@ def _files(module: ModuleType) -> str:
 
 
 def other_modules() -> list[ModuleType]:
-    """Modules of passes/ without a pass of the groups: the splits in running order, then the rest."""
+    """Modules of the rooms of passes without a pass of the groups: the splits in running order, then the rest, and the
+    algorithms of attention, which are a part of their own."""
     with_pass = {type(p).__module__ for members in GROUPS.values() for p in members}
-    names = [m.name for m in pkgutil.iter_modules(passes.__path__) if m.name != "in_order"]
-    left = [n for n in names if f"autopar.passes.{n}" not in with_pass]
-    ordered = [*(n for n in SPLITS if n in left), *(n for n in left if n not in SPLITS)]
-    return [importlib.import_module(f"autopar.passes.{n}") for n in ordered]
+    names = [m.name for m in pkgutil.walk_packages(passes.__path__, "autopar.passes.") if not m.ispkg]
+    left = [n for n in names if n.rpartition(".")[0] in ROOMS and n not in with_pass]
+    splits = [n for short in SPLITS for n in left if n.endswith(f".{short}")]
+    ordered = [*splits, *(n for n in left if n not in splits), "autopar.passes.attention"]
+    return [importlib.import_module(n) for n in ordered]
 
 
 def main(arguments: list[str]) -> int:

@@ -1,15 +1,13 @@
-"""Every decision, from a graph, a mesh, options and costs, by dataflow alone: it matches no names.
+"""The planner: every decision, from a graph, a mesh, options and costs, by dataflow alone. It matches no names.
 
-make_plan                     the plan, from what the others decide
-batch_dims, tensor_parallel, closure, streams, context_parallel      what is cut along which dim
-attention_choice              algorithms and layouts of attention over ranks
-stages, units, balance        where a pipeline is cut, and by which schedule (schedule_choice); kept_cuts: once it runs
-slice_lengths, tera_pipe_slices      lengths of token slices
-step_order                    the order of actions, and who holds which parameter
-kernel_notes                  attentions that GPUs have no fused kernel for
-option_checks, plan_fits      options and plans that fit neither mesh nor graph, refused
+make_plan           the plan, from what the others decide
+batch_dims, tensor_parallel, factor_propagation, residual_streams, context_parallel      what is sharded on which dim
+attention_choice    algorithms and layouts of context-parallel attention
+pipeline, experts, recompute      a room each
+derived_notes, kernel_notes       notes of the plan
+option_checks, plan_fits          options and plans that fit neither mesh nor graph, refused
 
-Stands on costs and rules; knows no pass. `autopar.compile` imports it.
+Stands on cost and rules; knows no pass. `autopar.compile` imports it.
 """
 
 from autopar.planner.make_plan import make_plan

@@ -26,7 +26,7 @@ from autopar.ir.layer_names import compressed, without_indices, without_numbers
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
 from autopar.plan import Plan
-from autopar.report.attention_section import attention_summary, attention_table
+from autopar.report.attention_summary import attention_summary, attention_table
 from autopar.report.formatting import human_bytes, human_seconds
 from autopar.report.graph_text import DTYPES
 from autopar.report.pipeline_summary import pipeline_summary, pipeline_tables

@@ -29,9 +29,10 @@ from autopar.ir.graph import copy_graph
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.report.attention_picture import MOST_RANKS
-from autopar.report.attention_section import SECTION, attention_sections, attention_summary, attentions_of
+from autopar.report.attention_summary import attention_summary, attentions_of
 from autopar.report.dump.dump import Dumper, plan_rows
 from autopar.report.formatting import human_bytes
+from autopar.report.html.attention_section import SECTION, attention_sections
 from autopar.report.summary import show_summary, summarize
 from autopar.steps.graphs import Compiled
 

@@ -213,7 +213,7 @@ def test_who_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _noted(name: str, asked: list[str]) -> tuple[Any, str, Any]:
-    where: Any = derivatives if name == "record" else record
+    where: Any = vjp if name == "record" else op_decomposition
     original = getattr(where, name)
     return where, name, lambda *args: (asked.append(name), original(*args))[1]
 

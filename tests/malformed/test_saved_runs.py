@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import autopar
-from autopar.runtime.checkpoint.checkpoint_dir import MARK, SavedStateError
+from autopar.runtime.checkpoint.checkpoint_dir import MARK
 from autopar.runtime.checkpoint.tensor_storage import SavedTensors
+from autopar.runtime.fault.error_propagation import SavedStateError
 from tests.malformed.judge import JSON, broken, unclear
 from tests.support.ranks import run_ranks
 from tests.support.runs import Run

@@ -26,11 +26,11 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
 from autopar.plan import Plan
-from autopar.report.attention_section import attention_sections
 from autopar.report.chrome_trace import Span
 from autopar.report.dump.pipeline_dump import Recorded, dump_pipeline
 from autopar.report.formatting import human_bytes
 from autopar.report.graph_text import diff, format_graph
+from autopar.report.html.attention_section import attention_sections
 from autopar.report.html.expert_section import Load, Sent, expert_sections
 from autopar.report.html.model_pages import model_sections
 from autopar.report.html.page import Page, Section, render

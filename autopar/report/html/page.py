@@ -57,7 +57,7 @@ def render(report: Page) -> str:
     body = "\n".join(
         f'<section id="{_anchor(s.title)}"><h2>{html.escape(s.title)}</h2>\n{s.body}\n</section>' for s in shown
     )
-    template = importlib.resources.files("autopar.report").joinpath("page.html").read_text(encoding="utf-8")
+    template = importlib.resources.files("autopar.report.html").joinpath("page.html").read_text(encoding="utf-8")
     fields = {"title": html.escape(report.title), "links": links, "body": body}
     return re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match[1]], template)
 

@@ -47,10 +47,6 @@ _LOCK = ".lock"
 _busy: set[Path] = set()  # folders that this process is saving into: its own locks do not stop it
 
 
-class SavedStateError(RuntimeError):
-    """A checkpoint could not be written, or read. The message names the rank."""
-
-
 class SavedStep(NamedTuple):
     """A complete checkpoint in the folder of a run. order: it was the so-manieth to be saved there; run: by which
     one."""

@@ -38,7 +38,6 @@ from torch.futures import Future
 
 from autopar.adapters.autograd import version_of
 from autopar.adapters.dtensor import local_of
-from autopar.runtime.checkpoint.checkpoint_dir import SavedStateError
 from autopar.runtime.checkpoint.checksums import check_blocks
 from autopar.runtime.checkpoint.storage_layout import (
     SAFETENSORS,
@@ -48,6 +47,7 @@ from autopar.runtime.checkpoint.storage_layout import (
     opened_inside,
     piece_name,
 )
+from autopar.runtime.fault.error_propagation import SavedStateError
 from autopar.runtime.mesh.process_groups import Groups
 
 

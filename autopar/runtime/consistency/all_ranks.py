@@ -9,8 +9,8 @@ import json
 from collections.abc import Callable
 from typing import TypeVar
 
-from autopar.runtime.checkpoint.checkpoint_dir import SavedStateError
 from autopar.runtime.consistency.rank_checks import all_alike, exchange_texts, text_of_first
+from autopar.runtime.fault.error_propagation import SavedStateError
 from autopar.runtime.fault.errors import CollectiveError
 from autopar.runtime.mesh.process_groups import Groups
 

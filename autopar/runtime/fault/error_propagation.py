@@ -40,6 +40,10 @@ LINGER = 4.0  # seconds that the store of a rank outlives its work, for the othe
 T = TypeVar("T")
 
 
+class SavedStateError(RuntimeError):
+    """A checkpoint could not be written, or read. The message names the rank."""
+
+
 class CollectiveError(RuntimeError):
     """A collective failed because of other ranks. The message says what failed, on which rank, and names the others."""
 

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from autopar.runtime.checkpoint.checkpoint_dir import RunFolder, SavedStateError, read_shown, write_synced
+from autopar.runtime.checkpoint.checkpoint_dir import RunFolder, read_shown, write_synced
 from autopar.runtime.checkpoint.staging import StagedFile
 from autopar.runtime.checkpoint.tensor_storage import whole_index
 from autopar.runtime.consistency.exit_checks import ask_at_end, no_longer_ask
 from autopar.runtime.fault.error_log import look
-from autopar.runtime.fault.error_propagation import FailureBoard
+from autopar.runtime.fault.error_propagation import FailureBoard, SavedStateError
 from autopar.runtime.fault.errors import board
 from autopar.runtime.fault.store_barrier import Rounds
 from autopar.runtime.fault.store_client import StoreError

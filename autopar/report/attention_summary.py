@@ -1,4 +1,4 @@
-"""Attention over cut sequences in what people read of a plan: the summary's table, and a section of the report.
+"""Attention over sharded sequences in the summary of a plan: its table, and the JSON values behind it.
 
     attention                       count   layout   pass       algorithm     sends         steps   time
     model.layers.{0..31}.self_attn     32   zigzag   forward    token_ring    down 12 MiB       3   1.2 ms
@@ -9,8 +9,7 @@ rank that sends most, or is last; times are estimates (`autopar.planner.attentio
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,9 +19,7 @@ from rich.table import Table
 from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.attention.layouts import LAYOUTS, Blocks
 from autopar.attention.problem import Problem
-from autopar.attention.program import WHOLE, trace
-from autopar.cost.attention_costs import PASSES, AttentionCost, estimate, pass_timeline
-from autopar.cost.attention_timeline import AttentionTimeline, play
+from autopar.cost.attention_costs import PASSES, AttentionCost, estimate
 from autopar.cost.attention_traffic import is_context_attention, problem_of_node
 from autopar.cost.hardware import Device, device_of, links_of
 from autopar.cost.topology import Topology
@@ -30,13 +27,9 @@ from autopar.ir.graph import has_gradient, module_path
 from autopar.ir.layer_names import compressed, without_indices
 from autopar.plan import AttentionPlan
 from autopar.planner.context_parallel import AXIS
-from autopar.report.attention_picture import MOST_RANKS, timeline_svg
 from autopar.report.formatting import human_bytes, human_seconds
-from autopar.report.html.page import Section, table
 from autopar.report.tables import escaped, table_of
 from autopar.steps.graphs import Compiled
-
-SECTION = f"Attention over {AXIS}"
 
 
 @dataclass(frozen=True)
@@ -121,14 +114,15 @@ def attention_summary(compiled: Compiled) -> list[dict[str, Any]]:
             "what": a.what,
             "layout": a.layout,
             "reason": a.plan.reason,
-            "passes": [_plain(c) for c in a.chosen],
-            "candidates": [_plain(c) for c in a.candidates],
+            "passes": [plain_cost(c) for c in a.chosen],
+            "candidates": [plain_cost(c) for c in a.candidates],
         }
         for a in attentions_of(compiled)
     ]
 
 
-def _plain(c: AttentionCost) -> dict[str, Any]:
+def plain_cost(c: AttentionCost) -> dict[str, Any]:
+    """What one algorithm costs, as plain JSON values."""
     found: dict[str, Any] = {"pass": c.direction, "algorithm": c.algorithm}
     if c.refusal:
         return {**found, "refusal": c.refusal}
@@ -144,14 +138,14 @@ def attention_table(entries: Iterable[Mapping[str, Any]]) -> Table:
         names = [escaped(entry["modules"]), escaped(entry["what"])]
         for i, row in enumerate(entry["passes"]):
             first = [names[i], *([str(entry["count"]), entry["layout"]] if i == 0 else ["", ""])]
-            shown.add_row(*first, *_cells(row))
+            shown.add_row(*first, *cells_of(row))
         shown.add_section()
     shown.caption = "all candidates, with costs or why not: --json, or --dump DIR"
     return shown
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    """pass, algorithm, sends, steps, time, exposed"""
+def cells_of(row: Mapping[str, Any]) -> list[str]:
+    """The cells of one pass: pass, algorithm, sends, steps, time, exposed."""
     sent = ", ".join(f"{way} {human_bytes(size)}" for way, size in row["sent"].items())
     return [
         row["pass"],
@@ -161,63 +155,3 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         human_seconds(row["seconds"]),
         human_seconds(row["exposed"]),
     ]
-
-
-# --- the report ------------------------------------------------------------------------------------------
-
-
-def attention_sections(compiled: Compiled) -> list[Section]:
-    """The section of the report, if attention runs over cp: what runs, and for each attention why, what else there was,
-    and the timelines."""
-    found = attentions_of(compiled)
-    if not found:
-        return []
-    notes = [
-        f"Links: {found[0].topology}. Times are estimated for {found[0].device.name}; bytes are those of one call, of "
-        "the rank that sends most by each way.",
-        *(f"{s.node}: {s.reason}" for s in compiled.plan.streams if s.axis == AXIS),
-    ]
-    body = "".join(map(_muted, notes)) + _overview(found)
-    return [Section(SECTION, "\n".join([body, *map(_details, found)]))]
-
-
-def _muted(line: str) -> str:
-    return f"<p class=muted>{html.escape(line)}</p>\n"
-
-
-def _overview(found: Sequence[Attention]) -> str:
-    head = ("attention", "count", "layout", "pass", "algorithm", "bytes", "steps", "time", "exposed", "why")
-    rows = [
-        [a.modules, str(len(a.where)), a.layout, *_cells(_plain(c)), a.plan.reason] for a in found for c in a.chosen
-    ]
-    return table(head, rows, numeric=(1, 6, 7, 8))
-
-
-def _details(a: Attention) -> str:
-    """What an attention could choose from, and its picture."""
-    rows = [_candidate_row(c, c in a.chosen) for c in a.candidates]
-    head = ("algorithm", "pass", "bytes", "steps", "time", "exposed", "")
-    looked_at = (
-        f"<details open><summary>{len(rows)} candidates of {html.escape(a.modules)}</summary>"
-        f"{table(head, rows, numeric=(3, 4, 5))}</details>"
-    )
-    panels = {f"{getattr(a.plan, way)}, {way}": _timeline(a, way) for way in a.passes}
-    alone = f"; the first {MOST_RANKS}, each simulated alone" if a.problem.size > WHOLE else ""
-    return looked_at + "\n" + timeline_svg(panels, a.modules, f"{a.what}{alone}; {a.layout}; {a.topology}")
-
-
-def _candidate_row(c: AttentionCost, chosen: bool) -> list[str]:
-    if c.refusal:
-        return [c.algorithm, c.direction, "", "", "", "", c.refusal]
-    way, algorithm, *cells = _cells(_plain(c))
-    return [algorithm, way, *cells, "chosen" if chosen else ""]
-
-
-def _timeline(a: Attention, way: str) -> AttentionTimeline:
-    """All ranks up to as many as estimates take together; of more, those that are drawn, as the cost of the whole grows
-    with the square."""
-    algorithm = ALGORITHMS[getattr(a.plan, way)]
-    if a.problem.size <= WHOLE:
-        return pass_timeline(algorithm, a.problem, way, a.topology, a.device)
-    programs = [trace(algorithm, a.problem, way == "backward", rank) for rank in range(MOST_RANKS)]
-    return play(a.problem, way == "backward", programs, a.topology, a.device)
