@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 from autopar.version import VERSION
 
 if TYPE_CHECKING:
-    from autopar.ac_policies import CHECKPOINTS
+    from autopar.ac_policies import AC_POLICIES
     from autopar.api import parallelize
     from autopar.options import Options
     from autopar.plan import Plan
     from autopar.precision import Precision
-    from autopar.runtime.fault.errors import reporting
-    from autopar.runtime.inputs.padding import Buckets
-    from autopar.runtime.mesh.process_groups import data_part, init_mesh
+    from autopar.runtime.fault.errors import error_context
+    from autopar.runtime.inputs.padding import PaddingBuckets
+    from autopar.runtime.mesh.process_groups import dp_rank_and_size, init_mesh
     from autopar.runtime.module.parallel_module import ParallelModule
     from autopar.runtime.optim.grad_scaler import GradScaler
     from autopar.runtime.training.bootstrap_simulation import simulate_start
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
 
 __version__ = VERSION
 __all__ = [
-    "Buckets",
-    "CHECKPOINTS",
+    "PaddingBuckets",
+    "AC_POLICIES",
     "GradScaler",
     "Options",
     "ParallelModule",
     "Plan",
     "Precision",
     "balance_experts",
-    "data_part",
+    "dp_rank_and_size",
     "ema",
     "init_mesh",
     "launch",
     "load",
     "parallelize",
-    "reporting",
+    "error_context",
     "sampler",
     "save",
     "simulate_start",
@@ -58,21 +58,21 @@ __all__ = [
 ]
 
 _HOME = {
-    "Buckets": "autopar.runtime.inputs.padding",
-    "CHECKPOINTS": "autopar.ac_policies",
+    "PaddingBuckets": "autopar.runtime.inputs.padding",
+    "AC_POLICIES": "autopar.ac_policies",
     "GradScaler": "autopar.runtime.optim.grad_scaler",
     "Options": "autopar.options",
     "ParallelModule": "autopar.runtime.module.parallel_module",
     "Plan": "autopar.plan",
     "Precision": "autopar.precision",
     "balance_experts": "autopar.runtime.training.expert_bias",
-    "data_part": "autopar.runtime.mesh.process_groups",
+    "dp_rank_and_size": "autopar.runtime.mesh.process_groups",
     "ema": "autopar.runtime.training.ema",
     "init_mesh": "autopar.runtime.mesh.process_groups",
     "launch": "autopar.runtime.training.launch",
     "load": "autopar.runtime.training.load",
     "parallelize": "autopar.api",
-    "reporting": "autopar.runtime.fault.errors",
+    "error_context": "autopar.runtime.fault.errors",
     "sampler": "autopar.runtime.training.sampler",
     "save": "autopar.runtime.training.save",
     "simulate_start": "autopar.runtime.training.bootstrap_simulation",

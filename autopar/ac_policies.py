@@ -56,42 +56,42 @@ class PartCheckpoints:
 
 NOTHING = PartCheckpoints()
 Policy = Callable[[ForwardValue], bool | str]
-CHECKPOINTS: Registry[Policy] = Registry("checkpoint")
+AC_POLICIES: Registry[Policy] = Registry("checkpoint")
 
 
-@CHECKPOINTS.register("none")
+@AC_POLICIES.register("none")
 def nothing(value: ForwardValue) -> bool:
     """Everything that the backward takes is kept."""
     return False
 
 
-@CHECKPOINTS.register("full")
+@AC_POLICIES.register("full")
 def within_layers(value: ForwardValue) -> bool:
     """Of a repeated layer what it is given is kept, and sums over ranks (Chen et al. 2016, Training deep nets with
     sublinear memory cost)."""
     return bool(value.layer) and not value.sums
 
 
-@CHECKPOINTS.register("selective")
+@AC_POLICIES.register("selective")
 def all_but_products(value: ForwardValue) -> bool:
     """As full, with products and attention kept: what is left is fast to make (Korthikanti et al. 2022, section 5)."""
     return bool(within_layers(value)) and not value.product and not value.attention
 
 
-@CHECKPOINTS.register("model")
+@AC_POLICIES.register("model")
 def as_the_model_asks(value: ForwardValue) -> bool:
     """What the model calls within `torch.utils.checkpoint`, as with ``gradient_checkpointing_enable()``."""
     return value.asked and not value.sums
 
 
-@CHECKPOINTS.register("offload")
+@AC_POLICIES.register("offload")
 def layers_on_host(value: ForwardValue) -> bool | str:
     """Nothing is made again; what a repeated layer keeps waits in host memory, but for small values: their copies cost
     more than they free."""
     return HOST if value.layer and value.bytes >= WORTH_COPYING else False
 
 
-@CHECKPOINTS.register(AUTO)
+@AC_POLICIES.register(AUTO)
 def under_a_limit(value: ForwardValue) -> bool:
     """The least time under ``memory_limit``: `autopar.compile.ac_solver` decides."""
     raise AssertionError("decided for all values together")

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.adapters.copying.fake import skeleton_of
 from autopar.adapters.held_memory import held_elsewhere
 from autopar.adapters.versions import told, warn_of_newer
-from autopar.cache.background_compile import Ahead
+from autopar.cache.background_compile import BackgroundCompile
 from autopar.cache.compile_cache import stored_plan, stored_step
 from autopar.capture.front_end import adapter_for, model_dtypes
 from autopar.compile.parameters import for_whole_batch
@@ -37,10 +37,10 @@ from autopar.plan import Plan
 from autopar.report.dump.dump import check_writable, dumper_for
 from autopar.report.progress import Progress
 from autopar.runtime.consistency.rank_checks import agree_on_call, agree_on_model, agree_on_plan, check_source
-from autopar.runtime.fault.errors import reporting
+from autopar.runtime.fault.errors import error_context
 from autopar.runtime.inputs.call_arguments import by_name, check_input_names, check_values, misspelled
 from autopar.runtime.inputs.loss_fn import LOSS, with_loss
-from autopar.runtime.inputs.padding import Buckets, asked_shapes
+from autopar.runtime.inputs.padding import PaddingBuckets, asked_shapes
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.module.argument_checks import check_arguments, check_module, check_no_gradients
 from autopar.runtime.module.parallel_module import ParallelModule
@@ -63,7 +63,7 @@ def parallelize(
     dump: str | Path | None = None,
     sync: bool = False,
     check_batches: bool = True,
-    shapes: str | Buckets = "exact",
+    shapes: str | PaddingBuckets = "exact",
     loss: Callable[[Any, Mapping[str, Any]], Any] | None = None,
     outputs_with_grad: bool = False,
     **options: Any,
@@ -89,7 +89,7 @@ def parallelize(
         check_batches: compare at every step what several ranks must be given alike (all inputs over tp, pp and cp,
             those that are no part of the batch over dp), by a hash made where the tensors are.
         shapes: "exact" compiles a step for each shape of the batch; "bucket" pads tokens to 64, 128, 256 ... and rows
-            to those of the largest batch, where that changes no loss; or `autopar.Buckets(...)`.
+            to those of the largest batch, where that changes no loss; or `autopar.PaddingBuckets(...)`.
         loss: a function of (outputs, batch), or a module of these, that returns the loss: traced with the model, and
             right on every mesh (`autopar/runtime/inputs/loss_fn.py`). Inputs that the forward does not name are for
             the loss alone.
@@ -101,7 +101,7 @@ def parallelize(
     export, plans of other models.
     """
     groups = Groups(mesh)
-    with reporting("parallelize"):
+    with error_context("parallelize"):
         chosen = _options(options)
         buckets = asked_shapes(shapes)
         if buckets is not None and chosen.capacity:
@@ -176,8 +176,8 @@ def parallelize(
 def _compiler(
     groups: Groups, options: Options, exact: bool, dump: str | Path | None, shared: SharedCapture
 ) -> Callable[..., Compiled]:
-    """Compiles a skeleton for one rank's batch; what it makes is the same on all ranks. ``unchanged``: the modules are
-    those that ``shared`` has captured."""
+    """Compiles a skeleton for one rank's batch; what it makes is the same on all ranks. ``keep_unsharded``: the
+    modules are those that ``shared`` has captured."""
 
     def compiler(skeleton: nn.Module, batch: Mapping[str, Any], unchanged: bool = False, **how: Any) -> Compiled:
         if not unchanged:
@@ -212,7 +212,7 @@ def _ahead(groups: Groups, options: Options, exact: bool, dump: str | Path | Non
     """One rank of a machine has steps compiled ahead, unless somebody wants to see them compiled."""
     first = int(os.environ.get("LOCAL_RANK", groups.rank)) == 0
     watched = dump is not None or os.environ.get("AUTOPAR_DUMP")
-    return Ahead(groups.mesh, options, exact).ask if first and not watched else None
+    return BackgroundCompile(groups.mesh, options, exact).ask if first and not watched else None
 
 
 def _options(given: Mapping[str, Any]) -> Options:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
-from autopar.ac_policies import AUTO, CHECKPOINTS
+from autopar.ac_policies import AC_POLICIES, AUTO
 from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.attention.layouts import LAYOUTS
 from autopar.precision import PRECISIONS, Precision, a_precision
@@ -191,7 +191,7 @@ class Options:
     )
     checkpoint: str = _option(
         "", NAME, "what the backward makes again, or gets back from the host, instead of keeping it",
-        "auto with a memory_limit, else what the model asks for", names=CHECKPOINTS,
+        "auto with a memory_limit, else what the model asks for", names=AC_POLICIES,
     )  # fmt: skip
     loss_chunks: int = _option(
         0, COUNT, "chunks of tokens in which losses are computed: the logits of one exist at once; 1: whole",

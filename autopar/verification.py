@@ -44,7 +44,7 @@ from autopar.options import Options
 from autopar.plan import AxisShare
 from autopar.planner.batch_dims import likely_dims
 from autopar.precision import Precision, a_precision
-from autopar.runtime.fault.errors import reporting
+from autopar.runtime.fault.errors import error_context
 from autopar.runtime.mesh.process_groups import mesh_of
 from autopar.runtime.module.argument_checks import check_module
 from autopar.runtime.module.parallel_module import step_seed
@@ -308,7 +308,10 @@ def _part(
     if ranks > 1 and not set(tensors) <= set(dims):
         likely = likely_dims({name: tuple(x.shape) for name, x in tensors.items()}, dims)
         dims = likely | dict(plan_model(skeleton, batch, Mesh.of(dp=ranks), asked, None)[0].batch_dims)
-    index, micro_batches = mesh.data_part(mesh.coordinate(rank)), options.get("micro_batches", before.micro_batches)
+    index, micro_batches = (
+        mesh.dp_rank_and_size(mesh.coordinate(rank)),
+        options.get("micro_batches", before.micro_batches),
+    )
     return part_of_batch(batch, dims, ranks, index, mesh.size("ep"), micro_batches)
 
 
@@ -350,7 +353,7 @@ def _worst(report: Report) -> Report:
     if dist.get_world_size() == 1:
         return report
     reports: list[Any] = [None] * dist.get_world_size()
-    with reporting("verify"):
+    with error_context("verify"):
         dist.all_gather_object(reports, report)
 
     def worst(entries: list[Compared]) -> Compared:

@@ -30,7 +30,7 @@ import torch
 import autopar.models.hf
 import autopar.passes.attention
 import autopar.runtime.schedules  # noqa: F401
-from autopar.ac_policies import CHECKPOINTS
+from autopar.ac_policies import AC_POLICIES
 from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.capture.front_end import ADAPTERS
 from autopar.ops.kernels import KERNELS
@@ -106,7 +106,7 @@ def _execute(block: Block, page: str, name: str, space: dict[str, object]) -> st
 @contextlib.contextmanager
 def _own_tables() -> Iterator[None]:
     """Entries that a page makes are gone afterwards; random numbers start anew."""
-    registries: list[Registry[Any]] = [SCHEDULES, ALGORITHMS, KERNELS, CHECKPOINTS]
+    registries: list[Registry[Any]] = [SCHEDULES, ALGORITHMS, KERNELS, AC_POLICIES]
     known = [set(registry) for registry in registries]
     tables: list[dict[object, object]] = [RULES, REWRITES]
     before = [dict(t) for t in tables]

@@ -136,7 +136,7 @@ RAISING = ("gloo", "fake")  # backends whose waits raise by themselves, or never
 
 
 @dataclass(frozen=True)
-class QuietGroup:
+class AsyncErrorGroup:
     """A process group whose work does not raise in ``wait`` when another rank is gone, such as one of NCCL.
 
     ranks: its global ranks. backend: what its work runs on.
@@ -158,7 +158,7 @@ class QuietGroup:
         self.backend.abort()
 
 
-def quiet_groups() -> list[QuietGroup]:
+def quiet_groups() -> list[AsyncErrorGroup]:
     """Those of this process. Groups may be destroyed meanwhile, in another thread."""
     world, found = distributed_c10d._world, []
     for group, config in list(world.pg_backend_config.items()):
@@ -167,7 +167,7 @@ def quiet_groups() -> list[QuietGroup]:
             if name not in RAISING and ranks:
                 with suppress(RuntimeError):
                     own = group._get_backend(torch.device(device)) if group._device_types else group  # one in Python
-                    found.append(QuietGroup(ranks, own))
+                    found.append(AsyncErrorGroup(ranks, own))
     return found
 
 

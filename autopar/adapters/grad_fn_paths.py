@@ -60,7 +60,7 @@ def start_of(x: Tensor) -> Any:
         return (x.grad_fn or Same(x)) if x.requires_grad else None
 
 
-class BackwardPaths:
+class GradFnPaths:
     """``ends``: `start_of` a tensor -> the bits that a path which arrives there has reached; it ends there."""
 
     def __init__(self, ends: Mapping[Any, int]) -> None:

@@ -20,7 +20,7 @@ from autopar.attention.blocks import Block, blocks_of, split_rows
 from autopar.attention.problem import Problem, Span, Spans
 from autopar.ops import kernels
 from autopar.ops.kernels import wide
-from autopar.ops.mask_spec import Facts
+from autopar.ops.mask_spec import MaskSpec
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Attend:
     """
 
     def __init__(
-        self, problem: Problem, facts: Facts, rank: int, observe: Callable[[KernelCall], None] | None = None
+        self, problem: Problem, facts: MaskSpec, rank: int, observe: Callable[[KernelCall], None] | None = None
     ) -> None:
         assert not facts.offset, f"attention: rows of a cut sequence have no offset, found {facts.offset}"
         self.problem, self.facts, self.rank = problem, facts, rank
@@ -191,7 +191,7 @@ class Attend:
 
     # --- facts of a block --------------------------------------------------------------------------------
 
-    def _facts(self, block: Block, device: torch.device) -> Facts:
+    def _facts(self, block: Block, device: torch.device) -> MaskSpec:
         facts, problem, mask = self.facts, self.problem, self.problem.mask
         some = block.kind == "some"  # of one span each, as positions that differ by the offset
         changes: dict[str, Any] = {

@@ -31,7 +31,7 @@ from autopar.ir.placement import REPLICATE, Placement, Shard
 from autopar.ops.attention import rows_first, sinks_grad
 from autopar.ops.kernels import note_blocked_rows, wide, with_sinks
 from autopar.ops.kernels.kernel import HUGE, NEVER
-from autopar.ops.mask_spec import FACTS, Facts
+from autopar.ops.mask_spec import FACTS, MaskSpec
 
 HOW = "str forward, str backward, int[] query_blocks, int[] key_blocks, str axis, int size"
 _HOW = 6  # how many arguments these are
@@ -49,7 +49,7 @@ def problem_of_pieces(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    facts: Facts,
+    facts: MaskSpec,
     query_blocks: Sequence[int],
     key_blocks: Sequence[int],
     size: int,
@@ -99,7 +99,7 @@ def backward_over_ranks(
     return *grads, to_bias, sinks_grad(grad, out, lse, facts)  # type: ignore[return-value]
 
 
-def _lifted(facts: Facts) -> Facts:
+def _lifted(facts: MaskSpec) -> MaskSpec:
     """Rows in which a bias blocks every key by a large finite number: that number is taken off their scores, once it
     has rounded them as it does in one process. Else their log-sum-exp would be that number, and would say nothing of
     the keys.
@@ -114,9 +114,9 @@ def _lifted(facts: Facts) -> Facts:
     return dataclasses.replace(facts, lift=most.masked_fill(~blocked, 0.0)) if bool(blocked.any()) else facts
 
 
-def _split(rest: Sequence[Any]) -> tuple[Facts, tuple[str, str, list[int], list[int], str, int]]:
+def _split(rest: Sequence[Any]) -> tuple[MaskSpec, tuple[str, str, list[int], list[int], str, int]]:
     forward, backward, query_blocks, key_blocks, axis, size = rest[-_HOW:]
-    return Facts(*rest[:-_HOW]), (forward, backward, query_blocks, key_blocks, axis, size)
+    return MaskSpec(*rest[:-_HOW]), (forward, backward, query_blocks, key_blocks, axis, size)
 
 
 # --- shapes and autograd ---------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def spans_of(total: int, blocks: Blocks, ranks: int, rank: int) -> Spans:
 
 @dataclass(frozen=True)
 class Mask:
-    """What a mask says by position alone; see `autopar.ops.mask_spec.Facts`."""
+    """What a mask says by position alone; see `autopar.ops.mask_spec.MaskSpec`."""
 
     causal: bool = False
     window: int = 0
@@ -105,7 +105,7 @@ class Problem:
     batch, heads, kv_heads, queries, keys, width (of q and k), value_width: sizes. size: ranks on the axis.
     query_blocks, key_blocks: how rows and columns are dealt. bias: "" (none), "rows" (differs between queries: each
     rank holds its own rows of it), "columns" (the same for all queries); bias_gradient: it is differentiated.
-    segments, key_mask, sinks: there are such. softcap, dropout: as in `autopar.ops.mask_spec.Facts`.
+    segments, key_mask, sinks: there are such. softcap, dropout: as in `autopar.ops.mask_spec.MaskSpec`.
     """
 
     batch: int

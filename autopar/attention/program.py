@@ -23,7 +23,7 @@ from autopar.attention.attend import Attend, Gradients, KernelCall, Partials
 from autopar.attention.exchanges import Comm, Expected, Pending, Sent
 from autopar.attention.problem import Problem, Spans, inner_problem, kv_repeats
 from autopar.ops.kernels import wide
-from autopar.ops.mask_spec import Facts
+from autopar.ops.mask_spec import MaskSpec
 
 WHOLE = 8  # up to so many ranks are all looked at
 
@@ -217,7 +217,7 @@ class RecordingComm(Comm):
 class RecordingAttend(Attend):
     """Writes down every kernel call, and whose rows and columns it is on; computes nothing."""
 
-    def __init__(self, problem: Problem, facts: Facts, rank: int, comm: RecordingComm) -> None:
+    def __init__(self, problem: Problem, facts: MaskSpec, rank: int, comm: RecordingComm) -> None:
         super().__init__(problem, facts, rank, self._record)
         self._comm, self._owners = comm, (-1, -1)
 
@@ -282,7 +282,7 @@ def _operands(problem: Problem, rank: int) -> tuple[Tensor, Tensor, Tensor, Tens
     )
 
 
-def _facts(problem: Problem, rank: int) -> Facts:
+def _facts(problem: Problem, rank: int) -> MaskSpec:
     """Masks and biases of the kinds that the problem has, without data."""
     p, rows = problem, sum(map(len, problem.rows(rank)))
 
@@ -290,7 +290,7 @@ def _facts(problem: Problem, rank: int) -> Facts:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     bias = empty(1, p.heads, rows if p.bias == "rows" else 1, p.keys, dtype=p.dtype) if p.bias else None
-    return Facts(
+    return MaskSpec(
         bias=bias,
         key_mask=empty(p.batch, p.keys, dtype=torch.bool) if p.key_mask else None,
         segments=empty(p.batch, p.keys, dtype=torch.int64) if p.segments else None,

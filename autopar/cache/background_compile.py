@@ -66,7 +66,7 @@ class _LongerStep:
     how: Mapping[str, Any]
 
 
-class Ahead:
+class BackgroundCompile:
     """Requests of one model, worked off one after the other."""
 
     def __init__(self, mesh: Mesh, options: Options, exact: bool) -> None:

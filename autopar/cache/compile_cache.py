@@ -19,8 +19,8 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from autopar.cache.disk_cache import EntryFolder, entry_folder, log
-from autopar.cache.fingerprint_values import CannotTell
+from autopar.cache.disk_cache import DiskCache, entry_folder, log
+from autopar.cache.fingerprint_values import Uncacheable
 from autopar.cache.step_codec import Sections, plan_of_sections, plan_sections, step_of_sections, step_sections
 from autopar.cache.step_key import step_key
 from autopar.cache.value_codec import Damaged, Unstorable
@@ -165,7 +165,7 @@ class _Wanted(Generic[T]):
             self._log("not cached", error)
         return None
 
-    def _read(self, folder: EntryFolder, key: str) -> T | None:
+    def _read(self, folder: DiskCache, key: str) -> T | None:
         start = time.perf_counter()
         entry = folder.read(key)
         if entry is None:
@@ -182,7 +182,7 @@ class _Wanted(Generic[T]):
             found.timings["cache"] = time.perf_counter() - start
         return found
 
-    def _made(self, folder: EntryFolder, key: str) -> T:
+    def _made(self, folder: DiskCache, key: str) -> T:
         """What is made now, and written if it may be."""
         with noticed_warnings() as warned:
             made = self.make()
@@ -195,7 +195,7 @@ class _Wanted(Generic[T]):
             folder.refuse(key)
         return made
 
-    def _checked(self, folder: EntryFolder, key: str) -> T:
+    def _checked(self, folder: DiskCache, key: str) -> T:
         """What is made now, once it is found equal to what is in the folder."""
         entry = folder.read(key)
         if entry is None:
@@ -215,7 +215,7 @@ class _Wanted(Generic[T]):
         return made
 
     def _log(self, what: str, why: Exception) -> None:
-        expected = isinstance(why, (CannotTell, Unstorable, Damaged))
+        expected = isinstance(why, (Uncacheable, Unstorable, Damaged))
         said = f"{self.about['kind']} of {self.about['model']} is {what}: {why}"
         level = logging.DEBUG if said in _told else logging.INFO
         _told.add(said)

@@ -52,7 +52,7 @@ class ListedEntry(NamedTuple):
     hits: int
 
 
-class EntryFolder:
+class DiskCache:
     """``size``: the most bytes that entries take."""
 
     def __init__(self, path: Path, size: int = DEFAULT_SIZE) -> None:
@@ -229,7 +229,7 @@ def _file_at(path: Path) -> int | None:
         return None
 
 
-def entry_folder() -> EntryFolder | None:
+def entry_folder() -> DiskCache | None:
     """That of the environment; None where the cache is off, or, with a warning, where others may write to it. Raises
     ValueError for a size that is none."""
     given = os.environ.get(VARIABLE, "")
@@ -244,7 +244,7 @@ def entry_folder() -> EntryFolder | None:
         except RuntimeError:  # nobody's home
             return None
         keep_others_out(path)
-    found = EntryFolder(path, _size(os.environ.get(SIZE_VARIABLE, "")))
+    found = DiskCache(path, _size(os.environ.get(SIZE_VARIABLE, "")))
     if why := found.why_refused():
         _refuse(why)
         return None

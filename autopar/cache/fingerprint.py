@@ -9,7 +9,7 @@ read (`code_reached`). A library (`libraries`) is its version; of the one that t
 that may run are followed and what they find under their names is looked at, since people replace such things. Which
 methods may run is decided by name: those that some code that may run names, and those that Python calls by itself.
 
-Raises `CannotTell` for what has no content that can be told: an object of a class written in C, a clock that is read.
+Raises `Uncacheable` for what has no content that can be told: an object of a class written in C, a clock that is read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 from autopar.adapters.copying.fake import Owned
 from autopar.adapters.function_caches import CACHED
 from autopar.cache.fingerprint_code import ABOUT_CODE, code_digest, entries_named, globals_read, impurity, reads_data
-from autopar.cache.fingerprint_values import FINDERS, CannotTell, ReachedValues
+from autopar.cache.fingerprint_values import FINDERS, Uncacheable, ValueFingerprints
 from autopar.cache.library_versions import version_of_package
 from autopar.capture.reads.code_names import CodeNames, environment_read, names_in
 from autopar.capture.reads.code_owners import LIBRARY, TRUSTED, USER, owner_of_function, owner_of_module
@@ -48,7 +48,7 @@ _EMPTY: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # of 
 _PLAIN = (bool, int, float, str, type(None), list, tuple)
 
 
-class Reached(ReachedValues):
+class Fingerprint(ValueFingerprints):
     """Grows with every `add`. ``owned``: the tensors of the model that the objects belong to. ``classes``: of its
     modules; the code of the libraries that they are of is followed, others are their versions."""
 
@@ -75,7 +75,7 @@ class Reached(ReachedValues):
             self._walk(value)
             self._follow_all()
         except RecursionError:
-            raise CannotTell(f"{label} holds itself in a chain that is too long") from None
+            raise Uncacheable(f"{label} holds itself in a chain that is too long") from None
 
     def digest(self) -> str:
         """Of all that was added, the files of the code, and versions of libraries."""
@@ -172,7 +172,7 @@ class Reached(ReachedValues):
         function = x.__wrapped__
         if self._lenient or not self._is_users(function) or not reads_data(function, {x}):
             return
-        inside = Reached(self._owned, self._of_modules)
+        inside = Fingerprint(self._owned, self._of_modules)
         inside._skip(x)
         inside.add("cached", function)
         now, is_method = inside.digest(), function.__code__.co_varnames[:1] == ("self",)
@@ -180,7 +180,7 @@ class Reached(ReachedValues):
         if not x.cache_info().currsize:
             _EMPTY[x] = now
         elif is_method or _EMPTY.get(x) != now:
-            raise CannotTell(f"{function.__qualname__}, which keeps results that it found with what it read before")
+            raise Uncacheable(f"{function.__qualname__}, which keeps results that it found with what it read before")
 
     def _file(self, x: types.ModuleType) -> None:
         self._say("python module", x.__name__)
@@ -193,7 +193,7 @@ class Reached(ReachedValues):
         for name, value in entries_named(module, sorted(names)):
             why = None if lenient else impurity(name, value, self._names)
             if why:
-                raise CannotTell(f"{module.__name__}.{name} may be read: {why}")
+                raise Uncacheable(f"{module.__name__}.{name} may be read: {why}")
             if owner != TRUSTED:
                 self._lenient = owner == LIBRARY
                 self._say(name)
@@ -220,14 +220,14 @@ class Reached(ReachedValues):
         for name, value in values:
             why = impurity(name, value, read.names) if owner == USER else None
             if why:
-                raise CannotTell(f"{f.__qualname__} reads {name}: {why}")
+                raise Uncacheable(f"{f.__qualname__} reads {name}: {why}")
             if isinstance(value, types.ModuleType) and self._is_users(type(value)):
-                raise CannotTell(f"{f.__qualname__} reads {name}, a file with a class of its own")
+                raise Uncacheable(f"{f.__qualname__} reads {name}, a file with a class of its own")
             if not (isinstance(value, types.ModuleType) or value is os.environ or value is sys.modules):
                 self._say(name)
                 self._named(value)
         if owner == USER and (about := ABOUT_CODE.intersection(read.names)):
-            raise CannotTell(f"{f.__qualname__} reads {about.pop()}")
+            raise Uncacheable(f"{f.__qualname__} reads {about.pop()}")
         self._read_environment(f, read, [x for _, x in values])
         self._lenient = before
         self._name_all(read.names)
@@ -240,7 +240,7 @@ class Reached(ReachedValues):
         texts = [*read.texts, *(x for x in values if isinstance(x, str))]
         variables = environment_read(read.names, texts, values)
         if variables is None and self._owner(f) == USER:
-            raise CannotTell(f"{f.__qualname__} reads variables of the environment whose names it makes up")
+            raise Uncacheable(f"{f.__qualname__} reads variables of the environment whose names it makes up")
         for variable, text in (variables or {}).items():
             self._say("environment", variable, text)
 
@@ -249,7 +249,7 @@ class Reached(ReachedValues):
         if any(x is globals or x is vars for x in values):
             own = sys.modules.get(str(f.__globals__.get("__name__")))
             if own is None or vars(own) is not f.__globals__:
-                raise CannotTell(f"{f.__qualname__} finds things by texts in a file that is no module")
+                raise Uncacheable(f"{f.__qualname__} finds things by texts in a file that is no module")
             values = [*values, own]
         for module in values:
             if isinstance(module, types.ModuleType) and owner_of_module(module.__name__) == USER:

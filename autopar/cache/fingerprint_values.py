@@ -79,11 +79,11 @@ _OF_A_PROCESS = {"_original_object_hash"}  # numbers that differ in each
 _HOOKS = {name for name in vars(nn.Module()) if "_hooks" in name}
 
 
-class CannotTell(Exception):
+class Uncacheable(Exception):
     """What may decide what a model does and cannot be told, in words."""
 
 
-class ReachedValues(abc.ABC):
+class ValueFingerprints(abc.ABC):
     """``owned``: the tensors of the model that the objects belong to; ``classes``: of its modules. What classes,
     functions and Python's modules are is for the subclass."""
 
@@ -155,7 +155,7 @@ class ReachedValues(abc.ABC):
     def _walk_all(self, kind: str, entries: Iterable[Any]) -> None:
         entries = list(entries)
         if len(entries) > _LARGEST_COUNT:
-            raise CannotTell(f"a {kind} of {len(entries)} entries")
+            raise Uncacheable(f"a {kind} of {len(entries)} entries")
         self._say(kind, len(entries))
         for entry in entries:
             self._walk(entry)
@@ -164,7 +164,7 @@ class ReachedValues(abc.ABC):
         entries = [y for y in x if not (self._lenient and self._is_of_others(y))]
         if not all(isinstance(y, _ORDERED) for y in entries):
             if not self._lenient:
-                raise CannotTell("a set of objects, whose order is another in each process")
+                raise Uncacheable("a set of objects, whose order is another in each process")
             self._say("some set", len(entries))
             return
         by_name = sorted(entries, key=lambda y: (type(y).__name__, getattr(y, "__qualname__", None) or repr(y)))
@@ -185,9 +185,9 @@ class ReachedValues(abc.ABC):
 
     def _tensor(self, x: Tensor) -> None:
         if x.layout != torch.strided or type(x) not in (Tensor, nn.Parameter, nn.Buffer):
-            raise CannotTell(f"a tensor of type {type(x).__qualname__}, {x.layout}")
+            raise Uncacheable(f"a tensor of type {type(x).__qualname__}, {x.layout}")
         if any(type(n) is not int for n in tuple(x.shape)):
-            raise CannotTell("a tensor whose sizes are no numbers")
+            raise Uncacheable("a tensor whose sizes are no numbers")
         storage = self._storages.setdefault(memory_of(x), len(self._storages))
         name = self._owned.name_of(x) if self._owned is not None else None
         self._say(
@@ -202,7 +202,7 @@ class ReachedValues(abc.ABC):
 
     def _contents(self, x: Tensor) -> str:
         if x.nbytes > _LARGEST:
-            raise CannotTell(f"a constant {tuple(x.shape)}, too large to be read")
+            raise Uncacheable(f"a constant {tuple(x.shape)}, too large to be read")
         data = x.detach().to("cpu").contiguous().reshape(-1)
         return hashlib.blake2b(data.view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
 
@@ -211,7 +211,7 @@ class ReachedValues(abc.ABC):
         if x.dtype == object:
             self._walk_all("objects", numpy.asarray(x).reshape(-1).tolist())
         elif x.dtype.hasobject or x.nbytes > _LARGEST:
-            raise CannotTell("an array with objects, or a large one")
+            raise Uncacheable("an array with objects, or a large one")
         else:
             self._say(hashlib.blake2b(x.tobytes(), digest_size=16).hexdigest())
 
@@ -274,7 +274,7 @@ class ReachedValues(abc.ABC):
             if self._lenient:
                 self._say("some", kind.__module__, kind.__qualname__)
                 return
-            raise CannotTell(f"a {kind.__module__}.{kind.__qualname__}")
+            raise Uncacheable(f"a {kind.__module__}.{kind.__qualname__}")
         self._say("object", base.__module__, base.__qualname__)
         if kind is not base:
             self._walk(kind)
@@ -363,24 +363,24 @@ _ATTRIBUTE_KINDS = (
     types.GetSetDescriptorType, types.MemberDescriptorType, types.MethodDescriptorType, types.WrapperDescriptorType,
     types.ClassMethodDescriptorType,
 )  # fmt: skip
-_WALKS: dict[type, Callable[[ReachedValues, Any], None]] = {
+_WALKS: dict[type, Callable[[ValueFingerprints, Any], None]] = {
     tuple: lambda self, x: self._walk_all("tuple", x),
     list: lambda self, x: self._walk_all("list", x),
     torch.Size: lambda self, x: self._walk_all("size", x),
     slice: lambda self, x: self._walk_all("slice", (x.start, x.stop, x.step)),
-    dict: ReachedValues._mapping,
-    collections.OrderedDict: ReachedValues._mapping,
-    types.MappingProxyType: ReachedValues._mapping,
-    set: ReachedValues._set,
-    frozenset: ReachedValues._set,
+    dict: ValueFingerprints._mapping,
+    collections.OrderedDict: ValueFingerprints._mapping,
+    types.MappingProxyType: ValueFingerprints._mapping,
+    set: ValueFingerprints._set,
+    frozenset: ValueFingerprints._set,
     types.FunctionType: lambda self, x: self._function(x),
-    types.MethodType: ReachedValues._bound,
-    types.BuiltinFunctionType: ReachedValues._builtin,
-    functools.partial: ReachedValues._partial,
+    types.MethodType: ValueFingerprints._bound,
+    types.BuiltinFunctionType: ValueFingerprints._builtin,
+    functools.partial: ValueFingerprints._partial,
     CACHED: lambda self, x: self._cached(x),
     staticmethod: lambda self, x: self._walk(x.__func__),
     classmethod: lambda self, x: self._walk(x.__func__),
-    property: ReachedValues._property,
+    property: ValueFingerprints._property,
     functools.cached_property: lambda self, x: self._walk(x.func),
     functools.singledispatchmethod: lambda self, x: self._walk(x.func),
     types.ModuleType: lambda self, x: self._file(x),
@@ -392,10 +392,10 @@ _WALKS: dict[type, Callable[[ReachedValues, Any], None]] = {
     types.CodeType: lambda self, x: self._say("code", code_digest(x)),
     re.Pattern: lambda self, x: self._say("pattern", x.pattern, x.flags),
     OpOverload: lambda self, x: self._say("operator", x),
-    contextvars.ContextVar: ReachedValues._variable,
-    types.MethodWrapperType: ReachedValues._builtin,
+    contextvars.ContextVar: ValueFingerprints._variable,
+    types.MethodWrapperType: ValueFingerprints._builtin,
     operator.methodcaller: lambda self, x: self._walk_all("method", x.__reduce__()[1]),
     **{kind: lambda self, x: self._say("attribute", x.__qualname__) for kind in _ATTRIBUTE_KINDS},
     operator.itemgetter: lambda self, x: self._say(repr(x)),
-    operator.attrgetter: ReachedValues._getter,
+    operator.attrgetter: ValueFingerprints._getter,
 }

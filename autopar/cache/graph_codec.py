@@ -24,7 +24,7 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from autopar.adapters.graph_data import append_node, fake_tensor, is_fake
 from autopar.adapters.lazy import graph_module
-from autopar.cache.value_codec import Damaged, Decoder, Encoder, Tree, Unstorable, kind_of_torch
+from autopar.cache.value_codec import Damaged, Decoder, Encoder, ShardedModules, Unstorable, kind_of_torch
 from autopar.ir.meta import GRAPHS, NODES, note_all
 
 _OPS = {"placeholder": "p", "call_function": "c", "output": "o"}
@@ -43,7 +43,7 @@ class _ArgumentEncoder(Encoder):
         super().__init__()
         self.kinds = {kind: known for kind, known in self.kinds.items() if kind in _ARGUMENTS}
 
-    def _other(self, value: Any) -> Tree:
+    def _other(self, value: Any) -> ShardedModules:
         raise Unstorable(f"a call that is given a {type(value).__qualname__}")
 
 
@@ -54,7 +54,7 @@ class GraphEncoder(Encoder):
         super().__init__()
         self._places: dict[Node, int] = {}
         self._targets: dict[Any, int] = {}
-        self._notes: list[Tree] = []
+        self._notes: list[ShardedModules] = []
         self._places_of_notes: dict[str, int] = {}
         self._places_by_id: dict[Any, int] = {}
         self._fakes: dict[Any, int] = {}
@@ -63,7 +63,7 @@ class GraphEncoder(Encoder):
         self._arguments = _ArgumentEncoder()
         self.kinds[Node] = self._arguments.kinds[Node] = lambda x: ["n", self._places[x]]
 
-    def graph(self, gm: GraphModule) -> Tree:
+    def graph(self, gm: GraphModule) -> ShardedModules:
         """Raises Unstorable."""
         rows = [self._row(i, node) for i, node in enumerate(gm.graph.nodes)]
         return {
@@ -74,7 +74,7 @@ class GraphEncoder(Encoder):
             "fakes": [list(facts) for facts, _ in self._fakes],
         }
 
-    def _row(self, i: int, node: Node) -> Tree:
+    def _row(self, i: int, node: Node) -> ShardedModules:
         if node.op not in _OPS or node.type is not None:
             raise Unstorable(f"a node {node.op} of type {node.type}")
         self._places[node] = i
@@ -85,7 +85,7 @@ class GraphEncoder(Encoder):
         notes = [self._note(node, key, value) for key, value in node.meta.items() if key in NODES]
         return [_OPS[node.op], node.name, target, args, kwargs, notes]
 
-    def _target(self, target: Any) -> Tree:
+    def _target(self, target: Any) -> ShardedModules:
         found = self.encode(target)
         if found[0] not in ("O", "F"):
             raise Unstorable(f"the call target {target}")
@@ -102,7 +102,7 @@ class GraphEncoder(Encoder):
             self._kept.append(value)
         return known
 
-    def _other(self, value: Any) -> Tree:
+    def _other(self, value: Any) -> ShardedModules:
         if is_fake(value):
             facts = (
                 tuple(value.shape), tuple(value.stride()), value.storage_offset(), str(value.dtype)[6:],
@@ -126,7 +126,7 @@ class GraphDecoder(Decoder):
         self.kinds["n"] = self._arguments.kinds["n"] = lambda x: self._nodes[_place(x[1])]
         self.kinds["k"] = lambda x: self._fakes[_place(x[1])]
 
-    def graph(self, tree: Tree) -> GraphModule:
+    def graph(self, tree: ShardedModules) -> GraphModule:
         """Raises Damaged."""
         try:
             return self._graph(tree)

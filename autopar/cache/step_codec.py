@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from autopar.adapters.copying.fake import new_mode
 from autopar.adapters.lazy import lazy_code
 from autopar.cache.graph_codec import GraphDecoder, GraphEncoder
-from autopar.cache.value_codec import Damaged, Decoder, Encoder, Tree, Unstorable
+from autopar.cache.value_codec import Damaged, Decoder, Encoder, ShardedModules, Unstorable
 from autopar.capture.trace.gc_pause import resting_collector
 from autopar.ir.parameter import ParameterSpec
 from autopar.plan import Plan
@@ -48,7 +48,7 @@ class _StepEncoder(Encoder):
             self.graphs.append(gm)
         return self._places[id(gm)]
 
-    def step(self, compiled: Compiled) -> Tree:
+    def step(self, compiled: Compiled) -> ShardedModules:
         """All fields but the seconds that were spent, and the local graph's place."""
         kept = {f.name: getattr(compiled, f.name) for f in fields(Compiled) if f.name not in _APART}
         known = compiled.known or known_facts(compiled)
@@ -71,7 +71,7 @@ def plan_sections(made: tuple[Plan, tuple[ParameterSpec, ...]]) -> dict[str, byt
     return {_MAIN: _json(Encoder().encode(made))}
 
 
-def _json(tree: Tree) -> bytes:
+def _json(tree: ShardedModules) -> bytes:
     try:
         return json.dumps(tree, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError) as error:
@@ -115,7 +115,7 @@ class _StepDecoder(Decoder):
         self.kinds["G"] = lambda x: self._later(StoredStepGraph, StepGraph, x)
         self.kinds["Q"] = lambda x: self._later(StoredPrologue, Prologue, x)
 
-    def _later(self, cls: Any, base: Any, x: list[Tree]) -> Any:
+    def _later(self, cls: Any, base: Any, x: list[ShardedModules]) -> Any:
         names = [f.name for f in fields(base) if f.name != "graph"]
         made = object.__new__(cls)
         made._make = self.maker(x[1])
@@ -169,7 +169,7 @@ def plan_of_sections(sections: Sections) -> tuple[Plan, tuple[ParameterSpec, ...
     return found
 
 
-def _tree(sections: Sections, name: str) -> Tree:
+def _tree(sections: Sections, name: str) -> ShardedModules:
     try:
         return json.loads(sections[name])
     except (KeyError, ValueError, RecursionError) as error:

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.ac_policies import CHECKPOINTS
+from autopar.ac_policies import AC_POLICIES
 from autopar.adapters.copying.fake import owned_by
 from autopar.adapters.torch_flags import default_devices, torch_flags, unknown_modes
 from autopar.attention.algorithm_table import ALGORITHMS
-from autopar.cache.fingerprint import Reached
-from autopar.cache.fingerprint_values import CannotTell
+from autopar.cache.fingerprint import Fingerprint
+from autopar.cache.fingerprint_values import Uncacheable
 from autopar.cache.library_versions import changed_autopar, is_foreign, own_digest, renamed, replaced, versions
 from autopar.capture.front_end import ADAPTERS, adapter_for
 from autopar.ir.batch import ConstantTensor, facts_of, tensors_of
@@ -42,15 +42,15 @@ def step_key(kind: str, model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, 
     return _reached(kind, model, batch, mesh, **how).digest()
 
 
-def _reached(kind: str, model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, **how: Any) -> Reached:
+def _reached(kind: str, model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, **how: Any) -> Fingerprint:
     if not own_digest():
-        raise CannotTell("a file of autopar that is younger than this process")
+        raise Uncacheable("a file of autopar that is younger than this process")
     if where := changed_autopar():
-        raise CannotTell(f"somebody has put a function of their own in the place of {where}")
+        raise Uncacheable(f"somebody has put a function of their own in the place of {where}")
     if modes := unknown_modes():
-        raise CannotTell(f"the mode {modes[0]} around the call")
+        raise Uncacheable(f"the mode {modes[0]} around the call")
     classes = {cls for module in model.modules() for cls in type(module).__mro__}
-    reached = Reached(owned_by(model), classes)
+    reached = Fingerprint(owned_by(model), classes)
     reached.add("kind", kind)
     reached.add("versions", versions())
     reached.add("torch", [*torch_flags(), *default_devices()])
@@ -73,7 +73,7 @@ def _reached(kind: str, model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, 
     return reached
 
 
-def _add_batch(reached: Reached, batch: Mapping[str, Any]) -> None:
+def _add_batch(reached: Fingerprint, batch: Mapping[str, Any]) -> None:
     """Its tensors by what they are, everything else by content."""
     reached.add("batch", facts_of(batch))
     for path, x in tensors_of(batch).items():
@@ -93,14 +93,14 @@ def _without_tensors(value: Any) -> Any:
     return value
 
 
-def _add_tables(reached: Reached) -> None:
+def _add_tables(reached: Fingerprint) -> None:
     """What users may add to: rules, schedules, algorithms, adapters. Ours are sources."""
     reached.add("adapters", [type(x).__qualname__ for x in ADAPTERS])
     reached.add(
         "rules", [f"{_op_name(op)} {_rule_name(rule)}" for table in (RULES, CORE) for op, rule in table.items()]
     )
     reached.add("schedules", [f"{name} {_entry(entry)}" for name, entry in _entries(SCHEDULES)])
-    reached.add("checkpoints", [f"{name} {_policy(entry)}" for name, entry in _entries(CHECKPOINTS)])
+    reached.add("checkpoints", [f"{name} {_policy(entry)}" for name, entry in _entries(AC_POLICIES)])
     reached.add("algorithms", [f"{name} {_entry(entry)}" for name, entry in _entries(ALGORITHMS)])
 
 
@@ -112,11 +112,11 @@ def _op_name(op: Any) -> str:
 def _rule_name(rule: Callable[..., Any]) -> str:
     """A rule of ours, with what it was made of: two of one name may be made of other texts."""
     if is_foreign(rule):
-        raise CannotTell(f"the rule {getattr(rule, '__qualname__', rule)}, which is not autopar's")
+        raise Uncacheable(f"the rule {getattr(rule, '__qualname__', rule)}, which is not autopar's")
     cells = [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
     held = [x for x in cells if isinstance(x, (str, int, bool, tuple, type(None)))]
     if any(map(is_foreign, cells)):
-        raise CannotTell("a rule that calls a function which is not autopar's")
+        raise Uncacheable("a rule that calls a function which is not autopar's")
     return f"{getattr(rule, '__qualname__', type(rule).__qualname__)} {held!r}"
 
 
@@ -126,7 +126,7 @@ def _entries(table: Any) -> Iterable[tuple[str, Any]]:
 
 def _policy(policy: Callable[..., Any]) -> str:
     if is_foreign(policy):
-        raise CannotTell("a policy of checkpoints which is not autopar's")
+        raise Uncacheable("a policy of checkpoints which is not autopar's")
     return ""
 
 
@@ -134,5 +134,5 @@ def _entry(entry: Any) -> str:
     """What stands in a table of ours and is loaded when it is asked for is the same before."""
     cls = type(entry)
     if not cls.__module__.startswith("autopar."):
-        raise CannotTell(f"{cls.__qualname__}, which is not autopar's, in a table of autopar")
+        raise Uncacheable(f"{cls.__qualname__}, which is not autopar's, in a table of autopar")
     return ""

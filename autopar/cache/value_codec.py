@@ -32,7 +32,7 @@ from autopar.cache.stored_operators import SPACES, may_be_stored
 from autopar.rules.core import CORE
 from autopar.rules.table import RULES
 
-Tree = Any  # what json takes
+ShardedModules = Any  # what json takes
 _OPERATORS = (
     "getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "neg", "pow", "eq", "ne", "lt", "le", "gt", "ge",
 )  # fmt: skip
@@ -61,7 +61,7 @@ class Encoder:
     """``encode(value)``; subclasses know further types."""
 
     def __init__(self) -> None:
-        self.kinds: dict[type, Callable[[Any], Tree]] = {
+        self.kinds: dict[type, Callable[[Any], ShardedModules]] = {
             **dict.fromkeys((type(None), bool, int, str), lambda x: x),
             float: lambda x: ["f", x.hex()],
             complex: lambda x: ["i", x.real.hex(), x.imag.hex()],
@@ -88,15 +88,15 @@ class Encoder:
             Tensor: self._constant,
         }
 
-    def encode(self, value: Any) -> Tree:
+    def encode(self, value: Any) -> ShardedModules:
         """Raises Unstorable."""
         known = self.kinds.get(type(value))
         return known(value) if known is not None else self._other(value)
 
-    def _items(self, entries: Any) -> list[Tree]:
+    def _items(self, entries: Any) -> list[ShardedModules]:
         return [self.encode(x) for pair in entries.items() for x in pair]
 
-    def _other(self, value: Any) -> Tree:
+    def _other(self, value: Any) -> ShardedModules:
         kind = type(value)
         if isinstance(value, TreeSpec):
             container, context, entries = parts_of_spec(value)
@@ -120,7 +120,7 @@ class Encoder:
             return ["D", *_own_class(kind), *(self.encode(getattr(value, name)) for name in names)]
         raise Unstorable(f"a {kind.__module__}.{kind.__qualname__}")
 
-    def _constant(self, x: Tensor) -> Tree:
+    def _constant(self, x: Tensor) -> ShardedModules:
         """A real tensor, by the bytes of its first to its last entry; one on the meta device by what it is."""
         reach = _reach(x.shape, x.stride()) if x.layout == torch.strided else 0
         nbytes = 0 if x.is_meta else reach * x.itemsize
@@ -198,7 +198,7 @@ class Decoder:
 
     def __init__(self) -> None:
         decode = self.decode
-        self.kinds: dict[str, Callable[[list[Tree]], Any]] = {
+        self.kinds: dict[str, Callable[[list[ShardedModules]], Any]] = {
             "f": lambda x: float.fromhex(x[1]),
             "i": lambda x: complex(float.fromhex(x[1]), float.fromhex(x[2])),
             "b": lambda x: base64.b64decode(x[1], validate=True),
@@ -227,7 +227,7 @@ class Decoder:
             "x": self._constant,
         }
 
-    def decode(self, tree: Tree) -> Any:
+    def decode(self, tree: ShardedModules) -> Any:
         """Raises Damaged."""
         if type(tree) is not list:
             return tree
@@ -238,33 +238,33 @@ class Decoder:
         except (LookupError, TypeError, ValueError, RuntimeError, ArithmeticError, AttributeError) as error:
             raise Damaged(f"a value that cannot be: {str(tree)[:80]}") from error
 
-    def _items(self, x: list[Tree]) -> dict[Any, Any]:
+    def _items(self, x: list[ShardedModules]) -> dict[Any, Any]:
         if not len(x) % 2:
             raise Damaged("a key without a value")
         return {self.decode(x[i]): self.decode(x[i + 1]) for i in range(1, len(x), 2)}
 
-    def _spec(self, x: list[Tree]) -> Any:
+    def _spec(self, x: list[ShardedModules]) -> Any:
         kind: Any = collections.namedtuple if x[1] == "namedtuple" else self.decode(x[1])
         context = self.decode(x[2])
         if not _is_plain_context(kind, context):
             raise Damaged(f"a container that is made by {context}")
         return spec_of(kind, context, [self.decode(y) for y in x[3:]])
 
-    def _class(self, x: list[Tree], kind: type | None = None) -> Any:
+    def _class(self, x: list[ShardedModules], kind: type | None = None) -> Any:
         cls: Any = found(find_class(x[1], x[2]) if _is_ours(x[1]) else None, x)
         fits = dataclasses.is_dataclass(cls) if kind is None else issubclass(cls, kind)
         return found(cls if fits else None, x)
 
-    def _named(self, x: list[Tree]) -> Any:
+    def _named(self, x: list[ShardedModules]) -> Any:
         cls = self._class(x, tuple)
         return tuple.__new__(found(cls if len(cls._fields) == len(x) - 3 else None, x), map(self.decode, x[3:]))
 
-    def _dataclass(self, x: list[Tree]) -> Any:
+    def _dataclass(self, x: list[ShardedModules]) -> Any:
         """Its fields as they were: not checked once more."""
         cls = self._class(x)
         return filled_dataclass(cls, [self.decode(y) for y in x[3:]])
 
-    def _constant(self, x: list[Tree]) -> Tensor:
+    def _constant(self, x: list[ShardedModules]) -> Tensor:
         dtype, shape, stride = kind_of_torch(x[1]), x[2], x[3]
         if x[4] is None:
             return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
@@ -286,7 +286,7 @@ def filled_dataclass(cls: Any, values: list[Any]) -> Any:
     return made
 
 
-def found(what: Any, x: list[Tree]) -> Any:
+def found(what: Any, x: list[ShardedModules]) -> Any:
     """``what``. Raises Damaged where there is none."""
     if what is None:
         raise Damaged(f"nothing is known as {x[1:4]}")

@@ -55,7 +55,7 @@ from autopar.ir.dtype_checks import check_dtypes
 from autopar.ir.exported import Made, buffers_differentiated, read_again, refuse_writes_again, specs_of_inputs
 from autopar.ir.gradient_paths import refuse_other_gradients
 from autopar.ir.signature import InputSpec, OutputSpec, Signature
-from autopar.ir.weight_conversion import Recipe
+from autopar.ir.weight_conversion import WeightConversion
 from autopar.lift_to_float64 import LiftFloat32
 from autopar.ops.ctc import functional_ctc_loss
 from autopar.ops.value_free import VALUE_FREE
@@ -119,11 +119,11 @@ class Adapter(Protocol):
         """Values of the buffers that no checkpoint holds, for a model on the meta device."""
         ...
 
-    def recipes_to_load(self, model: nn.Module, names: list[str]) -> list[Recipe]:
+    def recipes_to_load(self, model: nn.Module, names: list[str]) -> list[WeightConversion]:
         """How the library makes a model's tensors of those in a checkpoint, which have these names."""
         ...
 
-    def recipes_to_save(self, model: nn.Module, names: list[str]) -> list[Recipe]:
+    def recipes_to_save(self, model: nn.Module, names: list[str]) -> list[WeightConversion]:
         """What the library writes into a checkpoint for the model's tensors of these names."""
         ...
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from autopar.cache.disk_cache import SIZE_VARIABLE, VARIABLE, EntryFolder, ListedEntry, entry_folder
+from autopar.cache.disk_cache import SIZE_VARIABLE, VARIABLE, DiskCache, ListedEntry, entry_folder
 from autopar.cli.command import Command, console_of_results
 
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60))
@@ -33,7 +33,7 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show(folder: EntryFolder) -> None:
+def _show(folder: DiskCache) -> None:
     from rich.table import Table  # what only this command takes long to load
 
     from autopar.report.tables import show_table

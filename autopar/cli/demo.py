@@ -31,7 +31,7 @@ from autopar.ir.mesh import DATA, Mesh
 from autopar.models.tiny import TINY
 from autopar.report.formatting import human_bytes
 from autopar.runtime.comm.collectives import Ledger
-from autopar.runtime.mesh.process_groups import data_part, init_mesh
+from autopar.runtime.mesh.process_groups import dp_rank_and_size, init_mesh
 from autopar.runtime.params.parameters import local_tensor
 from autopar.runtime.training.launch import launch
 
@@ -179,7 +179,7 @@ def _on_mesh(settings: Settings) -> DemoRun:
         demo_model(), mesh, dump=str(settings.out / Path(REPORT).parent),
         zero=settings.zero, sequence_parallel=settings.mesh.get("tp", 1) > 1,
     )  # fmt: skip
-    mine, parts = data_part(mesh)
+    mine, parts = dp_rank_and_size(mesh)
 
     def step(batch: dict[str, Tensor]) -> Tensor:
         return model.train_step(**{k: v.chunk(parts)[mine] for k, v in batch.items()})

@@ -19,18 +19,18 @@ from functools import cached_property
 
 from torch.fx import Node
 
-from autopar.ac_policies import AUTO, CHECKPOINTS, NOTHING, LayerCheckpoint, PartCheckpoints
+from autopar.ac_policies import AC_POLICIES, AUTO, NOTHING, LayerCheckpoint, PartCheckpoints
 from autopar.compile.layer_options import Known, cost_of, find_ways
-from autopar.compile.layer_tensors import ChosenValues, JointFacts, chosen_by, layers_of
-from autopar.compile.stages import PipelineMaker
+from autopar.compile.layer_tensors import ChosenValues, JointInfo, chosen_by, layers_of
+from autopar.compile.stages import StageBuilder
 from autopar.cost.hardware import device_of, host_link, links_of
 from autopar.cost.memory import Memory, memories
 from autopar.cost.traffic import Links
 from autopar.plan import Plan
-from autopar.planner.recompute.layer_solver import LayerWay
+from autopar.planner.recompute.layer_solver import RecomputeOption
 from autopar.planner.recompute.stage_solver import (
     Choice,
-    Moment,
+    ScheduleSlot,
     fullest,
     moments,
     most_hosted,
@@ -51,7 +51,7 @@ class LimitError(ValueError):
         self.least, self.plan = least, plan
 
 
-def with_checkpoints(maker: PipelineMaker, finished: Callable[[Plan, Pipeline], Compiled]) -> Compiled:
+def with_checkpoints(maker: StageBuilder, finished: Callable[[Plan, Pipeline], Compiled]) -> Compiled:
     """The compiled model. Raises ValueError where no choice fits the limit, with the least that one would fit."""
     plan = maker.plan
     name = plan.options.checkpoints
@@ -102,7 +102,7 @@ class _Tried:
 class _Fitting:
     """The search of one compilation."""
 
-    def __init__(self, maker: PipelineMaker, finished: Callable[[Plan, Pipeline], Compiled]) -> None:
+    def __init__(self, maker: StageBuilder, finished: Callable[[Plan, Pipeline], Compiled]) -> None:
         self.maker, self.finished, self.first = maker, finished, maker.first_like()
         plan, self.splits = maker.plan, False  # whether backwards come in two
         topologies, self.device = links_of(plan.options), device_of(plan.options)
@@ -115,18 +115,18 @@ class _Fitting:
         return self.maker.plan.options.host_memory
 
     @cached_property
-    def facts(self) -> list[JointFacts]:
+    def facts(self) -> list[JointInfo]:
         """Of each part; equal parts share them."""
-        found: dict[int, JointFacts] = {}
+        found: dict[int, JointInfo] = {}
         for k in dict.fromkeys(self.first):
             derived = self.maker.derived(k)
             first = derived.first if self.splits else None
             units = layers_of(derived.calls, asked=self.maker.plan.options.checkpoints == "model")
-            found[k] = JointFacts(derived.joint, units, self.links, first, self.device, self.host, self.host_limit > 0)
+            found[k] = JointInfo(derived.joint, units, self.links, first, self.device, self.host, self.host_limit > 0)
         return [found[k] for k in self.first]
 
     @cached_property
-    def ways(self) -> list[list[list[LayerWay]]]:
+    def ways(self) -> list[list[list[RecomputeOption]]]:
         """Part -> layer -> what it has to choose from."""
         known: Known = {}
         found = {facts: find_ways(facts, known) for facts in dict.fromkeys(self.facts)}
@@ -135,7 +135,7 @@ class _Fitting:
     # --- a policy ------------------------------------------------------------------------------------------
 
     def by_policy(self, name: str) -> Compiled:
-        policy = CHECKPOINTS[name]
+        policy = AC_POLICIES[name]
         if not self.maker.asks(name):
             return self.finished(self.maker.plan, self.maker.make())
         chosen = {facts: chosen_by(policy, name, facts) for facts in dict.fromkeys(self.facts)}
@@ -219,7 +219,7 @@ class _Fitting:
         hosts = dict.fromkeys((self.host_limit, 0))
         return next((x for host in hosts if (x := self.search(start, LESS * found.peak, host)) is not None), None)
 
-    def events(self, pipeline: Pipeline) -> list[Moment]:
+    def events(self, pipeline: Pipeline) -> list[ScheduleSlot]:
         """When what is held counts. A sample of a token slice stands for all of them."""
         if not pipeline.slices:
             return moments(pipeline.order)

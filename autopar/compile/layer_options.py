@@ -13,19 +13,19 @@ from typing import Any
 
 from torch.fx import Node
 
-from autopar.compile.layer_tensors import ChosenValues, JointFacts, LayerFacts, is_pinned
+from autopar.compile.layer_tensors import ChosenValues, JointInfo, LayerTensors, is_pinned
 from autopar.ir.graph import frozen, is_call
 from autopar.ir.storages import Storage, size_of
 from autopar.ir.workspace import workspace
-from autopar.planner.recompute.layer_options import RemakableValue, ways
-from autopar.planner.recompute.layer_solver import LayerWay
+from autopar.planner.recompute.layer_options import RecomputableValue, ways
+from autopar.planner.recompute.layer_solver import RecomputeOption
 
 # Of equal layers: numbers of nodes that are made again, and of those that wait on the host; what that costs.
-Known = dict[Hashable, list[tuple[frozenset[int], frozenset[int], LayerWay]]]
+Known = dict[Hashable, list[tuple[frozenset[int], frozenset[int], RecomputeOption]]]
 
 
-def find_ways(facts: JointFacts, known: Known) -> list[list[LayerWay]]:
-    """Fill in `LayerFacts.options` of every layer; what each has to choose from. ``known`` is added to."""
+def find_ways(facts: JointInfo, known: Known) -> list[list[RecomputeOption]]:
+    """Fill in `LayerTensors.options` of every layer; what each has to choose from. ``known`` is added to."""
     found = _Ways(facts)
     for layer in facts.layers:
         nodes, key = layer.forward, found.key(layer)
@@ -42,7 +42,7 @@ def find_ways(facts: JointFacts, known: Known) -> list[list[LayerWay]]:
     return [[way for _, way in layer.options] for layer in facts.layers]
 
 
-def cost_of(facts: JointFacts, layer: LayerFacts, way: ChosenValues) -> LayerWay:
+def cost_of(facts: JointInfo, layer: LayerTensors, way: ChosenValues) -> RecomputeOption:
     """What a layer costs that makes some of its values again, or lets them wait on the host."""
     return _Ways(facts).measured(layer, way)[1]
 
@@ -50,10 +50,10 @@ def cost_of(facts: JointFacts, layer: LayerFacts, way: ChosenValues) -> LayerWay
 class _Ways:
     """The layers of one joint graph."""
 
-    def __init__(self, facts: JointFacts) -> None:
+    def __init__(self, facts: JointInfo) -> None:
         self.facts, self.joint, self.behind = facts, facts.joint, facts.behind
 
-    def key(self, layer: LayerFacts) -> Hashable:
+    def key(self, layer: LayerTensors) -> Hashable:
         """Equal for layers that are equal but for names."""
         place: dict[Node, int] = {}
 
@@ -70,7 +70,7 @@ class _Ways:
         ends = tuple(any(self.facts.layer.get(u, -1) != self.facts.layer[n] for u in n.users) for n in nodes)
         return calls, ends, tuple(self.facts.seconds[n] for n in layer.forward), self.facts.behind_copies(layer)
 
-    def ways(self, layer: LayerFacts) -> list[tuple[ChosenValues, LayerWay]]:
+    def ways(self, layer: LayerTensors) -> list[tuple[ChosenValues, RecomputeOption]]:
         own = [n for n in layer.forward if n in self.joint.made or is_call(n, operator.getitem)]
         own = [n for n in own if not self.joint.is_free(n)]
         taken = [x for x in layer.taken if x not in self.facts.wanted]  # else it is there anyway
@@ -78,7 +78,7 @@ class _Ways:
         place = {n: i for i, n in enumerate(nodes)}
         wanted = [place[n] for n in own if n in self.facts.wanted]
         values = [
-            RemakableValue(
+            RecomputableValue(
                 self.facts.seconds[n],
                 0 if isinstance(n.meta["val"], (tuple, list)) or n in self.joint.always else self.facts.size(n),
                 is_pinned(n) or n in self.facts.crossing,
@@ -86,14 +86,14 @@ class _Ways:
             )
             for n in own
         ]
-        values += [RemakableValue(0.0, self.facts.size(x), pinned=True) for x in taken]
+        values += [RecomputableValue(0.0, self.facts.size(x), pinned=True) for x in taken]
         found = []
         for way in ways(values, wanted):
             again = frozenset(nodes[i] for i in way)
             found += [self.measured(layer, ChosenValues(again, host)) for host in self._on_host(layer, again)]
         return _worth_choosing(found)
 
-    def _on_host(self, layer: LayerFacts, again: frozenset[Node]) -> list[frozenset[Node]]:
+    def _on_host(self, layer: LayerTensors, again: frozenset[Node]) -> list[frozenset[Node]]:
         """What may wait in host memory of what is kept: nothing, as much as copies have time for beside other layers,
         everything."""
         if not self.facts.offloads:
@@ -105,10 +105,10 @@ class _Ways:
                 chosen.append(x)
         return list(dict.fromkeys([frozenset(), frozenset(chosen), frozenset(kept)]))
 
-    def _saved(self, layer: LayerFacts, again: frozenset[Node]) -> tuple[list[Node], list[Node]]:
+    def _saved(self, layer: LayerTensors, again: frozenset[Node]) -> tuple[list[Node], list[Node]]:
         return self.joint.closure([n for n in layer.forward if n in self.facts.wanted], again | self.joint.always)
 
-    def measured(self, layer: LayerFacts, way: ChosenValues) -> tuple[ChosenValues, LayerWay]:
+    def measured(self, layer: LayerTensors, way: ChosenValues) -> tuple[ChosenValues, RecomputeOption]:
         saved, again = self._saved(layer, way.again)
         hosts = [x for x in saved if x in way.host]
         away = {s for x in hosts for s in self.behind[x]}
@@ -121,10 +121,10 @@ class _Ways:
         forward = self._forward_peak(layer, own) + extra
         left = self._left_for_w(layer, again, own - away)
         backward = self._backward_peak(layer, set(saved), own, left) + extra
-        made = LayerWay(size, seconds, forward, backward, sum(map(size_of, left)), sum(copied))
+        made = RecomputeOption(size, seconds, forward, backward, sum(map(size_of, left)), sum(copied))
         return ChosenValues(frozenset(x for x in again if x in way.again | self.joint.always), frozenset(hosts)), made
 
-    def _left_for_w(self, layer: LayerFacts, again: Collection[Node], own: Collection[Storage]) -> set[Storage]:
+    def _left_for_w(self, layer: LayerTensors, again: Collection[Node], own: Collection[Storage]) -> set[Storage]:
         """What W takes of what B has, and of what F has saved."""
         taken = [x for n in layer.backward if n in self.facts.late for x in n.all_input_nodes]
         gradients = {s for x in taken if x in self.joint.dependent and x not in self.facts.late for s in self.behind[x]}
@@ -132,7 +132,7 @@ class _Ways:
         kept = {s for x in self.facts.sources(taken) for s in self.behind[x] if s in own}
         return gradients | values | kept
 
-    def _forward_peak(self, layer: LayerFacts, saved: Collection[Storage]) -> int:
+    def _forward_peak(self, layer: LayerTensors, saved: Collection[Storage]) -> int:
         """What earlier layers hand on and nobody saves dies with its last use in F; what goes to later ones stays."""
         facts, i = self.facts, self.facts.layer[layer.forward[0]]
         kept = set(saved) | {s for n in layer.forward if n in facts.crossing for s in self.behind[n]}
@@ -142,7 +142,7 @@ class _Ways:
         return self._peak(made, given, kept)
 
     def _backward_peak(
-        self, layer: LayerFacts, saved: set[Node], own: Collection[Storage], left: Collection[Storage]
+        self, layer: LayerTensors, saved: set[Node], own: Collection[Storage], left: Collection[Storage]
     ) -> int:
         """Of B, or of B and W in one. What comes in from later layers lives to its last use, what goes out to earlier
         ones stays, and so does what is left for W."""
@@ -186,10 +186,12 @@ class _Ways:
         return most
 
 
-def _worth_choosing(found: Sequence[tuple[ChosenValues, LayerWay]]) -> list[tuple[ChosenValues, LayerWay]]:
+def _worth_choosing(
+    found: Sequence[tuple[ChosenValues, RecomputeOption]],
+) -> list[tuple[ChosenValues, RecomputeOption]]:
     """Without those that another beats in bytes, time and what is alive. In order of time."""
     order = sorted(found, key=lambda pair: (pair[1].seconds, pair[1].saved, pair[1].alive))
-    kept: list[tuple[ChosenValues, LayerWay]] = []
+    kept: list[tuple[ChosenValues, RecomputeOption]] = []
     for way, facts in order:
         if not any(
             k.saved <= facts.saved

@@ -1,6 +1,6 @@
 """The layers of a joint graph: which values each has, takes and hands on, and which of them may be made again.
 
-    calls of a local graph --`layers_of`--> layers, in order --`JointFacts`--> their nodes in F and in B
+    calls of a local graph --`layers_of`--> layers, in order --`JointInfo`--> their nodes in F and in B
 
 A layer is what `planner.units` calls one: a repeated block, or what stands between blocks. A value that leaves its
 layer is never made again.
@@ -27,7 +27,7 @@ from autopar.ir.storages import Storage, size_of, storages
 from autopar.ops.traits import COLLECTIVES, PRODUCTS, SUMS, is_choice, is_random
 from autopar.passes.autodiff.joint import Joint
 from autopar.planner.pipeline.split_candidates import units_of
-from autopar.planner.recompute.layer_solver import LayerWay
+from autopar.planner.recompute.layer_solver import RecomputeOption
 
 
 def is_pinned(node: Node) -> bool:
@@ -47,7 +47,7 @@ class ChosenValues:
 
 
 @dataclass
-class LayerFacts:
+class LayerTensors:
     """One layer of a joint graph. forward, backward: its nodes, in order. taken: values of earlier layers that it takes
     in F. through: bytes that live across its F and its B without being saved, and gradients of later layers. options:
     what it has to choose from (`autopar.compile.layer_options`), and what that costs."""
@@ -57,7 +57,7 @@ class LayerFacts:
     backward: list[Node] = field(default_factory=list)
     taken: list[Node] = field(default_factory=list)
     through: tuple[int, int] = (0, 0)
-    options: list[tuple[ChosenValues, LayerWay]] = field(default_factory=list)
+    options: list[tuple[ChosenValues, RecomputeOption]] = field(default_factory=list)
 
     def way(self, number: int) -> ChosenValues:
         """One of them."""
@@ -73,7 +73,7 @@ def layers_of(calls: Sequence[Node], asked: bool = False) -> list[list[Node]]:
     return [list(nodes) for _, nodes in runs]
 
 
-class JointFacts:
+class JointInfo:
     """The layers of a joint graph, and what passes between them."""
 
     def __init__(
@@ -103,9 +103,9 @@ class JointFacts:
         self._find_through()
         self.seconds = {n: node_seconds(n, device, links) for layer in self.layers for n in layer.forward}
 
-    def _layers(self, units: Sequence[Sequence[Node]]) -> list[LayerFacts]:
+    def _layers(self, units: Sequence[Sequence[Node]]) -> list[LayerTensors]:
         """In the order of the forward."""
-        found = [LayerFacts(layer_of(unit[0]) or module_path(unit[0])) for unit in units]
+        found = [LayerTensors(layer_of(unit[0]) or module_path(unit[0])) for unit in units]
         of_call = [i for i, unit in enumerate(units) for _ in unit]
         for node in self.joint.order:
             if node.op == "call_function" and found:
@@ -115,25 +115,25 @@ class JointFacts:
 
     # --- copies to the host --------------------------------------------------------------------------------
 
-    def behind_copies(self, layer: LayerFacts) -> tuple[float, float]:
+    def behind_copies(self, layer: LayerTensors) -> tuple[float, float]:
         """Seconds that the device computes while a layer's values are on their way out, and back: one layer's, the next
         one's, in F and in B. Of the last layer none: its B comes at once."""
         i = self.layer[layer.forward[0]] + 1
         if i not in self._hidden:
-            after = self.layers[i] if i < len(self.layers) else LayerFacts("")
+            after = self.layers[i] if i < len(self.layers) else LayerTensors("")
             made = (self.seconds[n] for n in after.forward if n in self.joint.made)
             back = (node_seconds(n, self.device, self.links) for n in after.backward)
             self._hidden[i] = math.fsum(made), math.fsum(back)
         return self._hidden[i]
 
-    def exposed(self, layer: LayerFacts, sizes: Sequence[int]) -> float:
+    def exposed(self, layer: LayerTensors, sizes: Sequence[int]) -> float:
         """Seconds that the device waits for copies of some sizes, out and back."""
         if not sizes:
             return 0.0
         way = len(sizes) * self.host.latency + sum(sizes) / self.host.bandwidth
         return math.fsum(max(way - hidden, 0.0) for hidden in self.behind_copies(layer))
 
-    def copy_seconds(self, layer: LayerFacts, sizes: Sequence[int]) -> float:
+    def copy_seconds(self, layer: LayerTensors, sizes: Sequence[int]) -> float:
         """What copies cost: what the device waits for, and the share of its memory's bandwidth that they take."""
         return self.exposed(layer, sizes) + 2 * sum(sizes) / self.device.memory if sizes else 0.0
 
@@ -208,7 +208,7 @@ class JointFacts:
         hosts = (x for x in kept if x in chosen.host and self.joint.may_wait_on_host(x))
         return ChosenValues(frozenset(again) & chosen.again, frozenset(hosts))
 
-    def seen(self, layer: LayerFacts, node: Node) -> ForwardValue:
+    def seen(self, layer: LayerTensors, node: Node) -> ForwardValue:
         """As a policy sees it."""
         return ForwardValue(
             target=str(node.target),
@@ -225,7 +225,7 @@ class JointFacts:
         )
 
 
-def chosen_by(policy: Policy, name: str, facts: JointFacts) -> ChosenValues:
+def chosen_by(policy: Policy, name: str, facts: JointInfo) -> ChosenValues:
     """What a policy chooses. Raises ValueError for one that says neither yes, nor no, nor "host"."""
     again, host = set[Node](), set[Node]()
     for layer in facts.layers:

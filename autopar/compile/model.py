@@ -22,7 +22,7 @@ from autopar.compile.parameters import known_batch_dims, normalized
 from autopar.compile.shared_capture import SharedCapture
 from autopar.compile.slices import samples_of
 from autopar.compile.split_points import cut_within_limit, fastest_cuts, follow_limit, same_cuts
-from autopar.compile.stages import PipelineMaker
+from autopar.compile.stages import StageBuilder
 from autopar.cost.axis_shares import axis_shares
 from autopar.cost.memory import most_static
 from autopar.ir.batch import with_constants
@@ -175,7 +175,7 @@ def _compiled(
         def finished(plan: Plan, pipeline: Pipeline) -> Compiled:
             return Compiled(gm.meta["signature"], plan, graphs[0][0], pipeline, prologue, parameters, train, timings)
 
-        return with_checkpoints(PipelineMaker(graphs, ctx, train, static, tangents, slices, ahead), finished)
+        return with_checkpoints(StageBuilder(graphs, ctx, train, static, tangents, slices, ahead), finished)
 
     return in_chunks(graphs, ctx, train, attempt)
 

@@ -14,7 +14,7 @@ from autopar.ir.mesh import TokenSlice
 from autopar.passes.stage.slice_sizes import LENGTH, START, sample_slices, symbolic
 from autopar.plan import Plan
 from autopar.planner.pipeline.slice_lengths import slice_unit
-from autopar.schedule.order import Hop
+from autopar.schedule.order import P2PEdge
 from autopar.schedule.request import SCHEDULES
 from autopar.steps.graphs import Cache, Stage, StepGraph
 
@@ -41,7 +41,7 @@ def merged(stages: Sequence[Stage], slices: Sequence[TokenSlice], caches: Sequen
     return replace(first, **made, caches=own)
 
 
-def sliced_hop(hops: Sequence[Hop], slices: Sequence[TokenSlice], lengths: Sequence[int]) -> Hop:
+def sliced_hop(hops: Sequence[P2PEdge], slices: Sequence[TokenSlice], lengths: Sequence[int]) -> P2PEdge:
     """The hop with one shape per slice: sizes are affine in the length, and follow from two samples."""
     (first,), (longer,), (later,) = (h.shapes for h in hops[:3])
     if later != first:

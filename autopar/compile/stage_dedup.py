@@ -30,7 +30,7 @@ from autopar.steps.graphs import CopiedStepGraph, Stage, StepGraph
 _NOTED = NODES.keys() - {"nn_module_stack", "stack_trace", "original_aten", "asked"}
 
 
-class KnownParts:
+class KnownStages:
     """The parts of one pipeline."""
 
     def __init__(self) -> None:

@@ -16,14 +16,14 @@ from torch.fx import GraphModule, Node
 from autopar.ac_policies import AUTO, NOTHING, PartCheckpoints
 from autopar.compile.parameter_exchanges import place_exchanges
 from autopar.compile.slices import COMPUTE_GRAPHS, merged, sliced_hop
-from autopar.compile.stage_dedup import KnownParts
+from autopar.compile.stage_dedup import KnownStages
 from autopar.ir.conversions import is_conversion
 from autopar.ir.flow import Flow, flow_of
 from autopar.ir.gradient_dtypes import summed_in
 from autopar.ir.graph import layer_of, module_path, placeholders
 from autopar.ir.mesh import TokenSlice
 from autopar.passes.autodiff.backward_builder import forward_calls
-from autopar.passes.autodiff.clone_aliased_grads import OwnGradients
+from autopar.passes.autodiff.clone_aliased_grads import CloneAliasedGrads
 from autopar.passes.autodiff.differentiate import Differentiated, lowered
 from autopar.passes.pipelines import STEP_PASSES
 from autopar.passes.stage.parameter_graphs import gather_graph, reduce_graph
@@ -38,15 +38,15 @@ from autopar.rewrite.pass_manager import PassManager
 from autopar.rewrite.step_checks import check_gradients, promise
 from autopar.rewrite.step_types import check_step_types
 from autopar.schedule.lowering import lower
-from autopar.schedule.order import Hop, Order
+from autopar.schedule.order import Order, P2PEdge
 from autopar.schedule.request import SCHEDULES
 from autopar.schedule.simulate import simulate
 from autopar.schedule.stream_checks import check_streams
-from autopar.steps.graphs import Cache, Pipeline, RoundAhead, Stage, StepGraph
+from autopar.steps.graphs import Cache, GlobalStatistics, Pipeline, Stage, StepGraph
 from autopar.steps.of_rank import backwards, graph_name
 
 
-class PipelineMaker:
+class StageBuilder:
     """A local graph, cut into parts; each is differentiated once, and becomes a stage for every choice of what its
     backward makes again."""
 
@@ -70,7 +70,7 @@ class PipelineMaker:
         plan = self.plan
         self.cuts = timed(ctx.timings, "cut_stages", lambda: [_cut(gm, plan, tangents, train) for gm, _ in graphs])
         self.parts = [same[0] for same in zip(*(cut.parts for cut in self.cuts), strict=True)]
-        self._known = KnownParts()
+        self._known = KnownStages()
         self._derived: dict[tuple[int, int], Differentiated] = {}
 
     @property
@@ -157,7 +157,7 @@ class PipelineMaker:
             return None
         return replace(made, order=proven(order, made.hops))
 
-    def _order(self, parts: Sequence[Stage], hops: Sequence[Hop]) -> Order:
+    def _order(self, parts: Sequence[Stage], hops: Sequence[P2PEdge]) -> Order:
         """Where checkpoints keep the limit, a schedule that searches does not take what they save for more
         micro-batches in flight: that would ask for more of them."""
         options = self.plan.options
@@ -193,7 +193,7 @@ class PipelineMaker:
         return stage
 
     @cached_property
-    def rounds(self) -> list[RoundAhead]:
+    def rounds(self) -> list[GlobalStatistics]:
         """What goes ahead of a step, cut as the model is."""
         if self._ahead is None:
             return []
@@ -221,7 +221,7 @@ def _cut(gm: GraphModule, plan: Plan, tangents: Sequence[str], train: bool) -> C
     return uncut(gm, tangents, flow_of(gm, plan.inputs).used if once else None)
 
 
-def proven(order: Order, hops: Sequence[Hop]) -> Order:
+def proven(order: Order, hops: Sequence[P2PEdge]) -> Order:
     """The order, once it is known to end. Raises ScheduleError with the grid of one that would wait for ever."""
     lowered = lower(order, hops)
     simulate(lowered)
@@ -265,7 +265,7 @@ def _finish(prefix: str, stage: Stage, ctx: Compilation, names: Sequence[str]) -
 def _finished(name: str, step: StepGraph, ctx: Compilation, simplified: bool) -> StepGraph:
     with ctx.within(f"{name}."):
         ctx.observe("differentiate", step.graph)
-        graph = PassManager(STEP_PASSES if simplified else (OwnGradients(),)).run(
+        graph = PassManager(STEP_PASSES if simplified else (CloneAliasedGrads(),)).run(
             promise(step.graph), ctx, facts=("step",)
         )
     ctx.observe(name, graph)

@@ -13,7 +13,7 @@ from autopar.attention.operator import FACT_NAMES, attention_of_piece, problem_o
 from autopar.attention.problem import Problem
 from autopar.attention.program import most_moved, sampled, trace
 from autopar.ir.graph import arguments, has_gradient, is_call
-from autopar.ops.mask_spec import Facts
+from autopar.ops.mask_spec import MaskSpec
 
 BACKWARD = {
     torch.ops.autopar.context_attention.default: False,
@@ -30,7 +30,7 @@ def is_context_attention(node: Node) -> bool:
 def problem_of_node(node: Node) -> Problem:
     """What the node's algorithm is given."""
     args: dict[str, Any] = torch.fx.node.map_arg(arguments(node), lambda n: n.meta["val"])
-    facts = Facts(*(args[name] for name in FACT_NAMES))
+    facts = MaskSpec(*(args[name] for name in FACT_NAMES))
     bias = arguments(node)["bias"]
     differentiated = args.get("bias_needs_grad", bias is not None and has_gradient(bias))
     dealt = args["query_blocks"], args["key_blocks"]

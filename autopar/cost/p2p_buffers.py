@@ -16,7 +16,7 @@ from autopar.steps.value_names import is_a
 Key = tuple[str, int, int, int]  # F or B, stage, micro-batch, slice
 
 
-class MovingValues:
+class P2PBuffers:
     """``size``: bytes of all that is on its way to or from a rank, or between stages of it."""
 
     def __init__(self, pipeline: Pipeline, order: Order, rank: int) -> None:

@@ -16,13 +16,13 @@ from autopar.ir.expert_layers import axis_of_experts
 from autopar.ir.graph import nbytes, placeholders
 from autopar.ir.storages import storage_bytes
 from autopar.plan import Plan
-from autopar.schedule.order import Hop
+from autopar.schedule.order import P2PEdge
 from autopar.schedule.request import Costs
 from autopar.steps.graphs import Stage, StepGraph
 from autopar.steps.value_names import is_a
 
 
-def stage_costs(parts: Sequence[Stage], hops: Sequence[Hop], plan: Plan) -> Costs:
+def stage_costs(parts: Sequence[Stage], hops: Sequence[P2PEdge], plan: Plan) -> Costs:
     """Seconds and bytes of every part's actions, estimated from its step graphs.
 
     Gathers, reductions and values between parts take the time of their transfers, over the links that the plan's
@@ -91,5 +91,5 @@ def _taken(step: StepGraph | None) -> int:
     return sum(nbytes(n) for name, n in nodes.items() if is_a(name, "saved", "stash"))
 
 
-def _hop_bytes(hop: Hop) -> int:
+def _hop_bytes(hop: P2PEdge) -> int:
     return sum(math.prod(shape) for shape in hop.shapes) * hop.dtype.itemsize

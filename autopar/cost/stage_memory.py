@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from autopar.cost.p2p_buffers import MovingValues
+from autopar.cost.p2p_buffers import P2PBuffers
 from autopar.cost.statistics_memory import memory_ahead
 from autopar.ir.graph import outputs, placeholders
 from autopar.ir.live_values import peak_of_values
@@ -28,7 +28,7 @@ from autopar.steps.value_names import is_a, of
 
 
 @dataclass
-class Walk:
+class MemoryProfile:
     """Most bytes at once, of each kind for itself. saved: all that is kept between F, B and W; received: of this, what
     other ranks have sent. gradients: that are there at the end. trained: placeholders of stored parameters that get a
     gradient. host: in host memory."""
@@ -44,7 +44,7 @@ class Walk:
     trained: set[str] = field(default_factory=set)
 
 
-def walk_rank(pipeline: Pipeline, rank: int, precision: Precision = PRECISIONS["none"]) -> Walk:
+def walk_rank(pipeline: Pipeline, rank: int, precision: Precision = PRECISIONS["none"]) -> MemoryProfile:
     """Run the actions of one coordinate on pp. ``precision``: says in what gradients of micro-batches are added up."""
     order = lowered_order(pipeline)
     run = _RankWalk(pipeline, order, rank, precision)
@@ -123,9 +123,9 @@ class _Part:
 
 class _RankWalk:
     def __init__(self, pipeline: Pipeline, order: Order, rank: int, precision: Precision) -> None:
-        self.order, self.found, self.precision = order, Walk(), precision
+        self.order, self.found, self.precision = order, MemoryProfile(), precision
         self.pipeline, self.parts = pipeline, dict[int, _Part]()
-        self.shares, self.moving = slice_shares(pipeline), MovingValues(pipeline, order, rank)
+        self.shares, self.moving = slice_shares(pipeline), P2PBuffers(pipeline, order, rank)
         self.peaks: dict[tuple[int, str, frozenset[str]], tuple[int, int]] = {}
         self.rank, self.beside = rank, 0.0  # what the first half of a cell may hold while the second runs
         self.saved = self.received = self.reduced = self.host = 0.0

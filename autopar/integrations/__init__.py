@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autopar.integrations.accelerator import Accelerator
-    from autopar.integrations.trainer import OnMesh, Trainer
+    from autopar.integrations.trainer import MeshTrainerMixin, Trainer
 
-__all__ = ["Accelerator", "OnMesh", "Trainer"]
+__all__ = ["Accelerator", "MeshTrainerMixin", "Trainer"]
 
-_HOME = {"Accelerator": "accelerator", "OnMesh": "trainer", "Trainer": "trainer"}
+_HOME = {"Accelerator": "accelerator", "MeshTrainerMixin": "trainer", "Trainer": "trainer"}
 
 
 def __getattr__(name: str) -> Any:

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from autopar.api import parallelize
 from autopar.ir.mesh import DATA
-from autopar.runtime.mesh.process_groups import data_part, mesh_of
+from autopar.runtime.mesh.process_groups import dp_rank_and_size, mesh_of
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.training.load import load
 from autopar.runtime.training.save import save
@@ -78,7 +78,7 @@ class Accelerator(accelerate.Accelerator):
                 "their own parts; leave it out"
             )
         self.mesh, self.options = mesh, _PRECISIONS[self.mixed_precision] | dict(options or {})
-        self._part, self._parts = data_part(mesh)
+        self._part, self._parts = dp_rank_and_size(mesh)
 
     @property
     def num_processes(self) -> int:

@@ -29,7 +29,7 @@ from autopar.adapters.versions import refuse_older
 from autopar.integrations.accelerator import STATE, Accelerator
 from autopar.integrations.training_arguments import check_losses, check_methods, check_training_arguments
 from autopar.runtime.inputs.padding import IGNORED
-from autopar.runtime.mesh.process_groups import data_part
+from autopar.runtime.mesh.process_groups import dp_rank_and_size
 from autopar.runtime.training.load import load
 from autopar.runtime.training.save import save
 
@@ -38,8 +38,8 @@ _TRAINER: Any = transformers.Trainer
 _METHODS = dict(vars(_TRAINER))  # as transformers has them
 
 
-class OnMesh(_BEHIND):
-    """In front of a class that is made from transformers.Trainer: ``class Mine(OnMesh, Theirs): ...``
+class MeshTrainerMixin(_BEHIND):
+    """In front of a class that is made from transformers.Trainer: ``class Mine(MeshTrainerMixin, Theirs): ...``
 
     mesh: from `autopar.init_mesh`. options: keyword arguments of `autopar.parallelize`, such as {"zero": 3,
     "micro_batches": 4}; ``bf16=True`` of the training arguments is ``precision="bf16"``. model: as transformers has it,
@@ -59,8 +59,8 @@ class OnMesh(_BEHIND):
             raise ValueError("Trainer: needs a mesh, found none; pass mesh=autopar.init_mesh(dp=2, tp=2)")
         refuse_older("transformers", (5, 23), "Trainer")  # with label smoothing that of 5.10 has other losses
         self._mesh, self._mesh_options = mesh, dict(options or {})
-        self._part, self._parts = data_part(mesh)
-        check_methods(type(self), OnMesh, _METHODS)
+        self._part, self._parts = dp_rank_and_size(mesh)
+        check_methods(type(self), MeshTrainerMixin, _METHODS)
         super().__init__(*args, **kwargs)
         self._set_signature_columns_if_needed()  # as long as the model is its own class
         self._to_mesh()
@@ -114,7 +114,7 @@ class OnMesh(_BEHIND):
         return first.detach() * weight
 
     def _has_own_loss(self) -> bool:
-        return getattr(self.compute_loss, "__func__", None) is not OnMesh.compute_loss
+        return getattr(self.compute_loss, "__func__", None) is not MeshTrainerMixin.compute_loss
 
     def _with_count(self, inputs: dict[str, Any], count: Any) -> tuple[dict[str, Any], bool]:
         """``count`` is an input of models whose loss is a sum over it: of all batches of a step of the optimizer."""
@@ -214,8 +214,8 @@ class OnMesh(_BEHIND):
             self.model.load_pretrained(folder)
 
 
-class Trainer(OnMesh, _TRAINER):
-    """transformers.Trainer with ``mesh=`` and ``options=``: see `OnMesh`."""
+class Trainer(MeshTrainerMixin, _TRAINER):
+    """transformers.Trainer with ``mesh=`` and ``options=``: see `MeshTrainerMixin`."""
 
 
 def _of_outputs(loss: Any, outputs: Any, batch: Mapping[str, Any]) -> Tensor:

@@ -20,7 +20,7 @@ from autopar.ops.gradient import HOLE, OWN_BACKWARD, RESULT
 
 
 @dataclass
-class OwnBackward:
+class CustomBackward:
     """One call of an autograd function. inputs, gradients: in pairs. inside: what depends on the holes and leads to a
     gradient, in order. results: those of its results that are used."""
 
@@ -50,14 +50,14 @@ def parts_of_token(token: Node) -> tuple[list[Node], list[Node], list[Node], str
     return list(inputs), list(gradients), list(holes), str(name), bool(zeros)  # type: ignore[arg-type]
 
 
-def own_backwards(graph: Graph) -> list[OwnBackward]:
+def own_backwards(graph: Graph) -> list[CustomBackward]:
     """All of a graph, in order."""
     order = {n: i for i, n in enumerate(graph.nodes)}
     inside = inside_of(graph)
     found = []
     for token in graph.nodes:
         if is_call(token, OWN_BACKWARD):
-            own = OwnBackward(token, *parts_of_token(token))
+            own = CustomBackward(token, *parts_of_token(token))
             needed = reach(own.gradients, lambda n: n.all_input_nodes if n in inside else ())
             own.inside = sorted((n for n in needed if n in inside and not is_call(n, HOLE)), key=order.__getitem__)
             found.append(own)
@@ -89,7 +89,7 @@ def glued(nodes: Sequence[Node]) -> set[Node]:
     return found
 
 
-def is_linear(own: OwnBackward, rule_of: Callable[[Node], Any]) -> bool:
+def is_linear(own: CustomBackward, rule_of: Callable[[Node], Any]) -> bool:
     """Whether sums over ranks of the incoming gradients pass through to those of the inputs: by the operators' rules,
     ``rule_of``, which raises ValueError where there is none."""
     pending = set(own.holes)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from autopar.adapters.grad_fn_paths import BackwardPaths, start_of
+from autopar.adapters.grad_fn_paths import GradFnPaths, start_of
 from autopar.ir.graph import fake_mode, outputs, placeholders, tensor_operands, values
 from autopar.ir.meta import signature_of
 from autopar.ir.signature import InputSpec
@@ -74,7 +74,7 @@ def _reached_exactly(gm: GraphModule, trained: Sequence[InputSpec]) -> list[froz
         ]
         made = Interpreter(gm).run(*given)
     leaves = {numbers[node.name]: x for node, x in zip(placeholders(gm), given) if node.name in numbers}
-    paths = BackwardPaths({start_of(x): 1 << i for i, x in leaves.items()})
+    paths = GradFnPaths({start_of(x): 1 << i for i, x in leaves.items()})
     return [_names(trained, paths.reached(x) if isinstance(x, Tensor) else 0) for x in made]
 
 

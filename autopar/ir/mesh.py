@@ -132,7 +132,7 @@ class Mesh:
         """Into how many parts the ranks cut the batch."""
         return math.prod(map(self.size, DATA))
 
-    def data_part(self, coordinate: Mapping[str, int]) -> int:
+    def dp_rank_and_size(self, coordinate: Mapping[str, int]) -> int:
         """Which part of the batch a rank has: dp cuts it first, then rp, then ep."""
         part = 0
         for axis in DATA:

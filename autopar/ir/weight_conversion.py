@@ -15,7 +15,7 @@ Making = Callable[[Sequence[Tensor]], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class WeightConversion:
     """``sources``: names of what is there. ``target``: the name of what is made of them, of the first if there are
     several. ``make``: the sources' tensors, in order -> all that is made, by name; None if the one source only gets
     another name. ``words``: what it does, for messages."""
@@ -26,6 +26,6 @@ class Recipe:
     words: str = ""
 
 
-def as_they_are(names: Sequence[str]) -> list[Recipe]:
+def as_they_are(names: Sequence[str]) -> list[WeightConversion]:
     """Each tensor under its own name."""
-    return [Recipe((name,), name) for name in names]
+    return [WeightConversion((name,), name) for name in names]

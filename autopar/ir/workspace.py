@@ -26,7 +26,7 @@ from autopar.ops import grouped_experts as grouped_experts
 from autopar.ops import vocab_parallel as vocab_parallel  # registers what is named here
 from autopar.ops.kernels import expected_kernel
 from autopar.ops.kernels.chips import MODERN
-from autopar.ops.mask_spec import Facts
+from autopar.ops.mask_spec import MaskSpec
 
 ours = torch.ops.autopar
 
@@ -42,7 +42,7 @@ IN_PYTHON = ATTENTIONS | {
     ours.moe_combine.default,
     ours.moe_combine_backward.default,
 }
-_FACTS = tuple(Facts.__dataclass_fields__)[:-2]  # the last two are no arguments
+_FACTS = tuple(MaskSpec.__dataclass_fields__)[:-2]  # the last two are no arguments
 _KNOWN: dict[Any, int] = {}
 
 
@@ -67,5 +67,5 @@ def _kind(x: Any) -> Any:
 
 def _is_fused(given: Mapping[str, Any]) -> bool:
     """Whether a GPU would not hold the scores of all pairs."""
-    facts = Facts(*(given[name] for name in _FACTS))
+    facts = MaskSpec(*(given[name] for name in _FACTS))
     return expected_kernel(MODERN, given["q"], given["k"], given["v"], facts) != "math"

@@ -25,7 +25,7 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from autopar.capture.front_end import ADAPTERS
-from autopar.ir.weight_conversion import Recipe, as_they_are
+from autopar.ir.weight_conversion import WeightConversion, as_they_are
 from autopar.models.hf_batches import batch_dims
 from autopar.models.hf_capacity import capped_experts
 from autopar.models.hf_checkpoints import recipes_to_load, recipes_to_save
@@ -197,10 +197,10 @@ class TransformersAdapter:
                 out[f"{path}.{name}" if path else name] = real._buffers[name]
         return out
 
-    def recipes_to_load(self, model: nn.Module, names: list[str]) -> list[Recipe]:
+    def recipes_to_load(self, model: nn.Module, names: list[str]) -> list[WeightConversion]:
         return recipes_to_load(model, names) if isinstance(model, PreTrainedModel) else as_they_are(names)
 
-    def recipes_to_save(self, model: nn.Module, names: list[str]) -> list[Recipe]:
+    def recipes_to_save(self, model: nn.Module, names: list[str]) -> list[WeightConversion]:
         return recipes_to_save(model, names) if isinstance(model, PreTrainedModel) else as_they_are(names)
 
 

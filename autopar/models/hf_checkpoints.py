@@ -22,10 +22,10 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from autopar.ir.weight_conversion import Recipe
+from autopar.ir.weight_conversion import WeightConversion
 
 
-def recipes_to_load(model: PreTrainedModel, names: Sequence[str]) -> list[Recipe]:
+def recipes_to_load(model: PreTrainedModel, names: Sequence[str]) -> list[WeightConversion]:
     """From the tensors in files to the model's. ``model``: may be on the meta device, all parameters are there. A name
     that the model lacks keeps it."""
     renamings, converters = _sorted(get_model_conversion_mapping(model))
@@ -38,7 +38,7 @@ def recipes_to_load(model: PreTrainedModel, names: Sequence[str]) -> list[Recipe
     return groups.recipes([])
 
 
-def recipes_to_save(model: PreTrainedModel, names: Sequence[str]) -> list[Recipe]:
+def recipes_to_save(model: PreTrainedModel, names: Sequence[str]) -> list[WeightConversion]:
     """From the model's tensors to those in files, as transformers' save_pretrained writes them: undone is what was done
     when this model was loaded, or what would be for its type."""
     used = getattr(model, "_weight_conversions", None)
@@ -81,12 +81,12 @@ class _Collected:
         else:
             self._converted.setdefault(target, []).append((name, pattern))
 
-    def recipes(self, renamings: list[Any]) -> list[Recipe]:
+    def recipes(self, renamings: list[Any]) -> list[WeightConversion]:
         """``renamings`` are applied to what has been made."""
-        plain = [Recipe((name,), target) for name, target in self._plain]
+        plain = [WeightConversion((name,), target) for name, target in self._plain]
         return plain + [self._recipe(target, found, renamings) for target, found in self._converted.items()]
 
-    def _recipe(self, target: str, found: Sequence[tuple[str, str]], renamings: list[Any]) -> Recipe:
+    def _recipe(self, target: str, found: Sequence[tuple[str, str]], renamings: list[Any]) -> WeightConversion:
         converter, model = self._converters[found[0][1]], self._model
 
         def make(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -100,4 +100,4 @@ class _Collected:
             }
 
         words = ", ".join(map(repr, converter.operations))
-        return Recipe(tuple(name for name, _ in found), target, make, words)
+        return WeightConversion(tuple(name for name, _ in found), target, make, words)

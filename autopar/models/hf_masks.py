@@ -84,7 +84,7 @@ def masks_made_when_traced() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class MaskFacts:
-    """Who may attend to whom; see `autopar.ops.mask_spec.Facts`. ``tensor`` is a materialised mask that replaces all
+    """Who may attend to whom; see `autopar.ops.mask_spec.MaskSpec`. ``tensor`` is a materialised mask that replaces all
     other facts: bool (True = attend) or additive. ``make`` makes the one [B, 1, Sq, Sk] that the model's own attention
     would be given: to be added, where that is written out ("eager"), else bool."""
 

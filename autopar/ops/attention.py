@@ -20,7 +20,7 @@ from torch import Tensor
 
 from autopar.ops import kernels
 from autopar.ops.kernels import wide
-from autopar.ops.mask_spec import FACTS, Facts
+from autopar.ops.mask_spec import FACTS, MaskSpec
 
 
 def rows_first(x: Tensor) -> Tensor:
@@ -37,9 +37,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *facts: Any) -> tuple[Tensor, Ten
     """q [B, Hq, Sq, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv] -> out [B, Hq, Sq, Dv], lse [B, Hq, Sq].
 
     Hq is a multiple of Hk. ``out`` is stored heads-inside ([B, Sq, Hq, Dv] contiguous). ``lse`` is float32, or
-    float64 for float64 inputs, and not differentiable. The rest is `Facts`.
+    float64 for float64 inputs, and not differentiable. The rest is `MaskSpec`.
     """
-    known = Facts(*facts)
+    known = MaskSpec(*facts)
     if q.device.type != "cpu":  # there `kernels.backward` looks for them
         kernels.note_blocked_rows(known.bias)
     out, lse = kernels.forward(q, k, v, known)
@@ -51,7 +51,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *facts: Any) -> tuple[Tensor, Tensor]:
     batch, heads, size, _ = q.shape
     if heads % k.shape[1]:
         raise ValueError(f"attention: {heads} query heads need a divisor as key heads, found {k.shape[1]}")
-    bias, scores = Facts(*facts).bias, (batch, heads, size, k.shape[2])
+    bias, scores = MaskSpec(*facts).bias, (batch, heads, size, k.shape[2])
     if bias is not None and (bias.dim() != 4 or any(n not in (1, m) for n, m in zip(bias.shape, scores))):
         raise ValueError(f"attention: a bias needs {list(scores)}, or 1 for any of them, found {list(bias.shape)}")
     out = q.new_empty(batch, size, heads, v.shape[-1]).transpose(1, 2)
@@ -73,7 +73,7 @@ def attention_backward(
     p = exp(s - lse) and delta = rowsum(grad * out) each part's gradient is exact on its own.
     """
     *rest, bias_needs_grad = facts
-    known = Facts(*rest)
+    known = MaskSpec(*rest)
     to_sinks = sinks_grad(grad, out, lse, known)
     bias = known.bias if bias_needs_grad else None
     to_q, to_k, to_v, to_bias = kernels.backward(grad, q, k, v, out, lse, known, bias is not None)
@@ -83,7 +83,7 @@ def attention_backward(
     return *grads, to_bias.to(bias.dtype).contiguous(), to_sinks  # type: ignore[return-value]
 
 
-def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, facts: Facts) -> Tensor:
+def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, facts: MaskSpec) -> Tensor:
     """-sum over rows of p(sink) * rowsum(grad * out): a sink's value is zero, so only the denominator feels it."""
     if facts.sinks is None:
         return grad.new_empty(0)
@@ -96,7 +96,7 @@ def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *facts: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     *rest, bias_needs_grad = facts
-    known = Facts(*rest)
+    known = MaskSpec(*rest)
     grads = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
     to_bias = known.bias.new_empty(known.bias.shape) if bias_needs_grad and known.bias is not None else q.new_empty(0)
     to_sinks = known.sinks.new_empty(known.sinks.shape) if known.sinks is not None else grad.new_empty(0)

@@ -17,7 +17,7 @@ FACTS = (
 
 
 @dataclass(frozen=True)
-class Facts:
+class MaskSpec:
     """The arguments of `autopar::attention` behind q, k, v, in the order of its schema.
 
     bias      additive, float, differentiable, broadcastable to [B, Hq, Sq, Sk]

@@ -31,7 +31,7 @@ class DrawMaker:
     value: Callable[[Any], Tensor]
 
 
-Recipe = Callable[[Mapping[str, Any], DrawMaker], Any]
+WeightConversion = Callable[[Mapping[str, Any], DrawMaker], Any]
 
 
 class NoRecipe(ValueError):
@@ -54,7 +54,7 @@ def _empty(known: Mapping[str, Any], make: DrawMaker, dtype: torch.dtype) -> Any
     return make.call(aten.empty.memory_format, known["size"], dtype=dtype, device=known.get("device") or "cpu")
 
 
-def _made(kind: str, a: float = 0.0, b: float = 1.0) -> Recipe:
+def _made(kind: str, a: float = 0.0, b: float = 1.0) -> WeightConversion:
     """rand and randn: of a size."""
 
     def recipe(known: Mapping[str, Any], make: DrawMaker) -> Any:
@@ -65,7 +65,7 @@ def _made(kind: str, a: float = 0.0, b: float = 1.0) -> Recipe:
     return recipe
 
 
-def _alike(kind: str, a: float | str = 0.0, b: float | str = 1.0) -> Recipe:
+def _alike(kind: str, a: float | str = 0.0, b: float | str = 1.0) -> WeightConversion:
     """In the shape of ``self``; a and b are numbers, or names of arguments."""
 
     def recipe(known: Mapping[str, Any], make: DrawMaker) -> Any:
@@ -148,7 +148,7 @@ def _multinomial(known: Mapping[str, Any], make: DrawMaker) -> Any:
     return make.call(aten.sum.dim_IntList, steps, [-1])
 
 
-RECIPES: dict[Any, Recipe] = {
+RECIPES: dict[Any, WeightConversion] = {
     aten.rand: _made("uniform"),
     aten.randn: _made("normal"),
     aten.rand_like: _alike("uniform"),
@@ -169,7 +169,7 @@ RECIPES: dict[Any, Recipe] = {
 }
 
 
-def recipe_for(target: Any) -> tuple[Recipe | None, bool]:
+def recipe_for(target: Any) -> tuple[WeightConversion | None, bool]:
     """(how an operator is made, whether it writes into ``self``): bernoulli_ is bernoulli, written."""
     packet = getattr(target, "overloadpacket", None)
     if packet in RECIPES:

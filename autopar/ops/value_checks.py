@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Note:
+class ValueNote:
     """least and greatest [2] of values that should lie in low .. high. text: what that means, with {found} for the
     value that does not; fatal: whether it is an error, or only worth saying."""
 
@@ -38,24 +38,24 @@ class Note:
         return self.text.format(found=int(found) if float(found).is_integer() else found)
 
 
-_notes: deque[Note] = deque(maxlen=4096)  # of what nobody reads, the newest are enough
+_notes: deque[ValueNote] = deque(maxlen=4096)  # of what nobody reads, the newest are enough
 
 
 def note(values: Tensor, low: float, high: float, text: str, fatal: bool = True) -> None:
-    """Remember the range of some values; see `Note`."""
+    """Remember the range of some values; see `ValueNote`."""
     if not values.numel():
         return
-    made = Note(torch.stack(torch.aminmax(values)), low, high, text, fatal)
+    made = ValueNote(torch.stack(torch.aminmax(values)), low, high, text, fatal)
     if values.device.type != "cpu" or made.problem(made.extremes):
         _notes.append(made)
 
 
-def put_notes(notes: Iterable[Note]) -> None:
+def put_notes(notes: Iterable[ValueNote]) -> None:
     """Notes whose ranges somebody has computed anew."""
     _notes.extend(notes)
 
 
-def take_notes() -> list[Note]:
+def take_notes() -> list[ValueNote]:
     """All notes since the last call."""
     found = list(_notes)
     _notes.clear()

@@ -1,21 +1,21 @@
 """The passes, in order, one line each."""
 
 from autopar.passes import attention as attention  # fills the table of algorithms
-from autopar.passes.autodiff.clone_aliased_grads import OwnGradients
+from autopar.passes.autodiff.clone_aliased_grads import CloneAliasedGrads
 from autopar.passes.canonicalize.cap_experts import CapExperts
 from autopar.passes.canonicalize.cast_parameters import CastParameters
 from autopar.passes.canonicalize.derive_rules import DeriveRules
 from autopar.passes.canonicalize.expand_kv_heads import ExpandKvHeads
 from autopar.passes.canonicalize.normalize import Normalize
 from autopar.passes.canonicalize.split_biases import SplitBiases
-from autopar.passes.partition.lower_to_local import LocalizeShapes
+from autopar.passes.partition.lower_to_local import LowerToLocal
 from autopar.passes.partition.place_token_slices import PlaceTokenSlices
 from autopar.passes.partition.propagate_placements import PropagatePlacements
 from autopar.passes.partition.slice_early import SliceEarly
 from autopar.passes.step.bucket_gathers import BucketGathers
 from autopar.passes.step.bucket_gradients import BucketGradients
 from autopar.passes.step.early_exchanges import EarlyExchanges
-from autopar.passes.step.merge_all_reduces import JoinSums
+from autopar.passes.step.merge_all_reduces import MergeAllReduces
 from autopar.passes.step.prefetch_copies import PrefetchCopies
 from autopar.passes.step.prefetch_gathers import PrefetchGathers
 from autopar.passes.step.simplify_arithmetic import SimplifyArithmetic
@@ -29,16 +29,16 @@ PLACEMENT_PASSES: tuple[Pass, ...] = (
     PlaceTokenSlices(),
     PropagatePlacements(),
     SliceEarly(),
-    LocalizeShapes(),
+    LowerToLocal(),
 )
 STEP_PASSES: tuple[Pass, ...] = (
     SimplifyViews(),
     SimplifyArithmetic(),
     PrefetchGathers(),
     PrefetchCopies(),
-    JoinSums(),
+    MergeAllReduces(),
     BucketGathers(),
     BucketGradients(),
     EarlyExchanges(),
-    OwnGradients(),
+    CloneAliasedGrads(),
 )

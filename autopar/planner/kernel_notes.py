@@ -17,7 +17,7 @@ from autopar.attention.operator import FACT_NAMES
 from autopar.ir.graph import arguments, calls_of
 from autopar.ops.kernels import expected_kernel
 from autopar.ops.kernels.chips import MODERN
-from autopar.ops.mask_spec import Facts
+from autopar.ops.mask_spec import MaskSpec
 
 PACKAGE, OWN = "flash_attn", "triton_flash"
 _OR_PACKAGE = ", or in that of the package flash-attn where it is installed (extra flash)"
@@ -34,7 +34,7 @@ def kernel_notes(gm: GraphModule) -> list[tuple[str, str]]:
 def _why_plain(node: Node) -> str:
     """Empty if a fused kernel of torch takes it, or if its dtype is none that GPUs are used for."""
     args: dict[str, Any] = torch.fx.node.map_arg(arguments(node), lambda n: n.meta["val"])
-    q, k, v, facts = args["q"], args["k"], args["v"], Facts(*(args[name] for name in FACT_NAMES))
+    q, k, v, facts = args["q"], args["k"], args["v"], MaskSpec(*(args[name] for name in FACT_NAMES))
     if q.dtype == torch.float64:
         return ""
     if facts.dropout:
@@ -48,7 +48,7 @@ def _why_plain(node: Node) -> str:
     return ""
 
 
-def _facts(q: torch.Tensor, v: torch.Tensor, facts: Facts) -> str:
+def _facts(q: torch.Tensor, v: torch.Tensor, facts: MaskSpec) -> str:
     """'softcap, bias, float32, widths 300 and 300'"""
     names = ("softcap", "bias", "key_mask", "segments", "window", "chunk", "offset")
     given = [name.replace("_", " ") for name in names if getattr(facts, name) not in (None, 0, 0.0)]

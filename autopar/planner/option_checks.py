@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from autopar.ac_policies import AUTO, CHECKPOINTS
+from autopar.ac_policies import AC_POLICIES, AUTO
 from autopar.adapters.operators import OpOverload
 from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.cost.topology import Topologies
@@ -17,7 +17,7 @@ from autopar.schedule.request import SCHEDULES
 
 def check_names(options: Options) -> None:
     """Names of things that are registered: a misspelled one is an error on any mesh. Raises ValueError."""
-    CHECKPOINTS[options.checkpoints]
+    AC_POLICIES[options.checkpoints]
     if options.checkpoint == AUTO and not options.memory_limit:
         raise ValueError(
             "checkpoint: auto keeps what a rank holds under a limit, found no memory_limit; set one, such as "

@@ -17,9 +17,9 @@ from autopar.rules.local_types import (
     SAME,
     UNKNOWN,
     WHOLE,
-    Held,
     Joined,
     LocalCall,
+    RankState,
     constant_held,
     is_unknown,
     is_vague,
@@ -38,7 +38,7 @@ _FILLED = (
 )  # fmt: skip
 
 
-def held_results(node: Node, axis: str, size: int, operands: list[Held]) -> list[Held]:
+def held_results(node: Node, axis: str, size: int, operands: list[RankState]) -> list[RankState]:
     """Of every result of a call in a step graph; empty where its operands are no pieces of one value. ``size``: of the
     axis."""
     val = node.meta["val"]
@@ -50,7 +50,9 @@ def held_results(node: Node, axis: str, size: int, operands: list[Held]) -> list
     return list(map(with_single_rows, made, shapes))
 
 
-def _results(node: Node, axis: str, size: int, operands: list[Held], shapes: list[tuple[int, ...]]) -> list[Held]:
+def _results(
+    node: Node, axis: str, size: int, operands: list[RankState], shapes: list[tuple[int, ...]]
+) -> list[RankState]:
     if is_call(node, ours.all_to_all_rows.default):
         return [UNKNOWN]  # rows that were chosen
     if node.target in COLLECTIVES or node.target in LOCAL:
@@ -94,14 +96,14 @@ def _shape(result: Any) -> tuple[int, ...]:
     return tuple(result.shape) if isinstance(result, torch.Tensor) else ()
 
 
-def _joined(call: LocalCall, operands: list[Held], made: Held) -> Held:
+def _joined(call: LocalCall, operands: list[RankState], made: RankState) -> RankState:
     """A concatenation, if its parts may be read alike, or of values to be taken apart again."""
     dim = int(call.args["dim"]) % len(call.result)
     sizes = [call.shape_of(x)[dim] for x in call.operands]
     return made | {Joined(dim, tuple(zip(sizes, operands, strict=True)))}
 
 
-def _parted(call: LocalCall, held: Held) -> list[Held]:
+def _parted(call: LocalCall, held: RankState) -> list[RankState]:
     """The parts of a concatenation, taken apart as it was joined."""
     for x in held:
         if isinstance(x, Joined) and [size for size, _ in x.parts] == [r[x.dim] for r in call.result_shapes]:
@@ -109,7 +111,7 @@ def _parted(call: LocalCall, held: Held) -> list[Held]:
     return []
 
 
-def _exchanged(node: Node, axis: str, held: Held) -> Held:
+def _exchanged(node: Node, axis: str, held: RankState) -> RankState:
     """What a collective makes; empty where it is not for what it takes."""
     found: set[Any] = set()
     for x in held:
@@ -121,13 +123,13 @@ def _exchanged(node: Node, axis: str, held: Held) -> Held:
     return frozenset(found)
 
 
-def _converted(node: Node, axis: str, x: Any) -> Held:
+def _converted(node: Node, axis: str, x: Any) -> RankState:
     known, kind = arguments(node), node.target
     if axis not in known["axis"].split(","):
         level = known["axis"].startswith(axis)  # of neighbours on this axis, or of every n-th rank
         return UNKNOWN if x == ANY or level else frozenset({_of_other_axis(node, x)})
 
-    def piece(dim: int, blocks: list[int]) -> Held:
+    def piece(dim: int, blocks: list[int]) -> RankState:
         return frozenset({(dim, rows_in_piece(blocks, node.meta["val"].shape[dim]))})
 
     along = isinstance(x, tuple) and x[0] == known.get("dim", known.get("src_dim"))

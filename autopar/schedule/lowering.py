@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from dataclasses import replace
 
-from autopar.schedule.order import COMPUTE, Action, Hop, Order
+from autopar.schedule.order import COMPUTE, Action, Order, P2PEdge
 from autopar.schedule.order_checks import counterpart, validate
 
 Channel = tuple[int, int]  # sending rank, receiving rank
@@ -20,7 +20,7 @@ Channel = tuple[int, int]  # sending rank, receiving rank
 
 def lower(
     order: Order,
-    hops: Iterable[Hop],
+    hops: Iterable[P2PEdge],
     gathers: Set[int] = frozenset(),
     reductions: Set[int] = frozenset(),
     joined: Set[int] = frozenset(),
@@ -61,7 +61,7 @@ def _joined(order: Order, actions: list[Action], parts: Set[int]) -> list[Action
     return [replace(a, kind="BWR") if last.get(a.stage) == i else a for i, a in enumerate(actions)]
 
 
-def _ways(order: Order, hops: Iterable[Hop]) -> dict[tuple[str, int], list[int]]:
+def _ways(order: Order, hops: Iterable[P2PEdge]) -> dict[tuple[str, int], list[int]]:
     """(F or B, stage that makes values) -> stages on other ranks that they go to, nearest part first."""
     ways: dict[tuple[str, int], set[int]] = {}
     for hop in hops:

@@ -190,7 +190,7 @@ class ScheduleError(ValueError):
 
 
 @dataclass(frozen=True)
-class Hop:
+class P2PEdge:
     """A value goes from one part to a later one; with ``gradient`` its gradient comes back the same way.
 
     shapes: of one micro-batch on one rank; one shape per token slice where there are slices.

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.signature import Signature
 from autopar.plan import Plan
-from autopar.schedule.order import Hop, Order
+from autopar.schedule.order import Order, P2PEdge
 
 
 @dataclass
@@ -121,13 +121,13 @@ class Stage:
 
 
 @dataclass
-class RoundAhead:
+class GlobalStatistics:
     """What a step runs ahead of its first F, on every micro-batch, without gradients: a graph for each part that has
     one. It takes parameters as they are stored, totals of earlier rounds and values by name; it makes values, and
     addends to the ``totals`` of this round, summed over micro-batches. hops: what goes to later parts."""
 
     graphs: list[StepGraph | None]
-    hops: list[Hop]
+    hops: list[P2PEdge]
     totals: list[str]
 
 
@@ -142,13 +142,13 @@ class Pipeline:
     """
 
     parts: list[Stage]
-    hops: list[Hop]
+    hops: list[P2PEdge]
     order: Order
     once: StepGraph | None = None
     each: StepGraph | None = None
     slices: tuple[int, ...] = ()
     notes: tuple[tuple[str, str], ...] = ()
-    ahead: list[RoundAhead] = field(default_factory=list)
+    ahead: list[GlobalStatistics] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec
 from autopar.precision import Precision
 from autopar.schedule.lowering import lower
-from autopar.schedule.order import BACKWARD, TRANSFERS, Hop, Order
+from autopar.schedule.order import BACKWARD, TRANSFERS, Order, P2PEdge
 from autopar.steps.graphs import Pipeline, Prologue, Stage, StepGraph
 from autopar.steps.value_names import grad, is_a, of
 
@@ -175,12 +175,12 @@ def sends(pipeline: Pipeline, rank: int) -> Iterator[int]:
                 yield hop_bytes(hop, action.slice)
 
 
-def hop_bytes(hop: Hop, piece: int = 0) -> int:
+def hop_bytes(hop: P2PEdge, piece: int = 0) -> int:
     """Bytes of a hop's value for a micro-batch, or for one of its token slices."""
     return math.prod(hop.shapes[piece if len(hop.shapes) > 1 else 0]) * hop.dtype.itemsize
 
 
-def comes_back(pipeline: Pipeline, hop: Hop) -> bool:
+def comes_back(pipeline: Pipeline, hop: P2PEdge) -> bool:
     """Whether a gradient travels against a hop: the target makes one, or passes on that of a later part."""
     part = pipeline.parts[hop.target]
     made = any(grad(hop.value) in _outputs(graph_of(part, kind)) for kind in BACKWARDS)

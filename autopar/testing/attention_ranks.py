@@ -19,7 +19,7 @@ from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.attention.attend import Attend, Gradients
 from autopar.attention.problem import Problem, Spans, inner_problem, kv_repeats
 from autopar.ops.kernels import wide
-from autopar.ops.mask_spec import Facts
+from autopar.ops.mask_spec import MaskSpec
 from autopar.passes import attention as attention  # fills ALGORITHMS
 from autopar.testing.thread_comm import ThreadComm, run
 
@@ -33,7 +33,7 @@ class Case:
     k: Tensor
     v: Tensor
     grad: Tensor
-    facts: Facts
+    facts: MaskSpec
 
     @classmethod
     def of(cls, problem: Problem, seed: int = 0) -> Case:
@@ -49,7 +49,7 @@ class Case:
         shapes = {"rows": (1, p.heads, p.queries, p.keys), "columns": (p.batch, 1, 1, p.keys)}
         key_mask = torch.rand((p.batch, p.keys), generator=draw) > 0.3
         key_mask[0] = False
-        facts = Facts(
+        facts = MaskSpec(
             bias=random(*shapes[p.bias]) if p.bias else None,
             key_mask=key_mask if p.key_mask else None,
             segments=(torch.rand((p.batch, p.keys), generator=draw) > 0.8).cumsum(-1) if p.segments else None,
@@ -88,7 +88,7 @@ class AttentionFound:
 
 def on_the_whole(case: Case) -> AttentionFound:
     """The same by the operator on whole tensors."""
-    facts = [getattr(case.facts, f.name) for f in dataclasses.fields(Facts) if f.name not in ("mask", "lift")]
+    facts = [getattr(case.facts, f.name) for f in dataclasses.fields(MaskSpec) if f.name not in ("mask", "lift")]
     out, lse = torch.ops.autopar.attention(case.q, case.k, case.v, *facts)
     q, k, v, bias, _ = torch.ops.autopar.attention_backward(
         case.grad, case.q, case.k, case.v, out, lse, *facts, case.problem.bias_gradient

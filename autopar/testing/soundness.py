@@ -35,7 +35,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATE, Placement, Shard, dual, extent
 from autopar.ir.signature import InputSpec, Signature
 from autopar.passes.autodiff.trace_joint import joint_graph
-from autopar.passes.partition.lower_to_local import LocalizeShapes
+from autopar.passes.partition.lower_to_local import LowerToLocal
 from autopar.rewrite.checks import PlacementError, check_types
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import Pass
@@ -337,7 +337,7 @@ def wrong_pieces(sample: Sample, placements: Typed, mesh: Mesh, whole: Whole, pa
     """'' when the pieces give what the whole gives, else what differs. ``passes`` rewrite the typed graph first."""
     try:
         gm = typed(sample, placements, mesh)
-        for rewrite in (*passes, LocalizeShapes()):
+        for rewrite in (*passes, LowerToLocal()):
             gm = rewrite.apply(gm, Compilation(mesh))
         ends: Any = output_node(gm).args[0]
         results = [{a: placement(n, a) for a in mesh.cut_order} for n in ends]

@@ -20,7 +20,7 @@ from torch import Tensor
 from autopar.attention.exchanges import WAYS, Expected, Like, Pending, Sent
 
 T = TypeVar("T")
-Line = tuple[int, int, str, int]  # source, target, way, number: the way of one message
+StoreClient = tuple[int, int, str, int]  # source, target, way, number: the way of one message
 PATIENCE = 20.0  # seconds that a rank waits for another before it is an error
 
 
@@ -106,7 +106,7 @@ class ThreadComm:
         self.waiting += 1
         return _Exchange(self, what, send, letter, receive, request)
 
-    def _line(self, source: int, target: int, way: str) -> Line:
+    def _line(self, source: int, target: int, way: str) -> StoreClient:
         """A line for the next message: those of a pair and a way are matched by the order in which they start."""
         self.started[source, target, way] += 1
         return source, target, way, self.started[source, target, way]
@@ -141,9 +141,9 @@ class _Exchange:
         comm: ThreadComm,
         what: str,
         send: Sent | None,
-        letter: Line | None,
+        letter: StoreClient | None,
         receive: Expected | None,
-        request: Line | None,
+        request: StoreClient | None,
     ) -> None:
         self.comm, self.what, self.letter, self.request = comm, what, letter, request
         self.likes = list(receive[1]) if receive else []

@@ -16,7 +16,7 @@ from autopar.attention.attend import Gradients, KernelCall, Partials, positions
 from autopar.attention.blocks import blocks_of
 from autopar.attention.problem import Mask, Span, Spans
 from autopar.ops import kernels
-from autopar.ops.mask_spec import Facts
+from autopar.ops.mask_spec import MaskSpec
 from tests.support.attend_cases import (
     CASES,
     CPU,
@@ -157,7 +157,7 @@ def test_big_masks_are_split_along_rows(name: str, monkeypatch: pytest.MonkeyPat
     masks: list[int] = []
     kernel = kernels.forward
 
-    def seen(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
+    def seen(q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> tuple[Tensor, Tensor]:
         allowed = facts.allowed(q.shape[2], k.shape[2], q.device)
         if allowed is not None and not facts.only_causal:
             masks.append(allowed.numel())
@@ -181,7 +181,7 @@ def test_shapes_alone_are_counted_alike() -> None:
         for device in ("cpu", "meta"):
             seen: list[KernelCall] = []
             attend = of_rank(it, 1, seen.append)
-            tensors = {f.name: getattr(attend.facts, f.name) for f in dataclasses.fields(Facts)}
+            tensors = {f.name: getattr(attend.facts, f.name) for f in dataclasses.fields(MaskSpec)}
             moved = {n: x.to(device) for n, x in tensors.items() if isinstance(x, Tensor)}
             attend.facts = dataclasses.replace(attend.facts, **moved)
             q, grad, k, v = (

@@ -16,7 +16,7 @@ from autopar.ops import kernels
 from autopar.ops.kernels import KERNELS, cuda, triton_flash
 from autopar.ops.kernels.chips import Chip
 from autopar.ops.kernels.triton_module import module_that_runs
-from autopar.ops.mask_spec import Facts
+from autopar.ops.mask_spec import MaskSpec
 from tests.support.kernel_cases import CASES, both_ways, case_of, facts, tensors
 from tests.support.triton_files import fresh, interpreted
 
@@ -57,7 +57,7 @@ def played(fused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_flash, "_module", lambda device: fused)
 
 
-def compare(name: str, inputs: list[Tensor], known: Facts, tolerance: float) -> None:
+def compare(name: str, inputs: list[Tensor], known: MaskSpec, tolerance: float) -> None:
     """Both ways; the plain products are those of the same numbers in double precision."""
     q, k, v, grad = (x.double() for x in inputs)
     expected = both_ways_of_math(q, k, v, grad, known)
@@ -169,7 +169,7 @@ def test_blocks_out_of_reach_are_not_visited(fused: Any, mask: str) -> None:
     torch.testing.assert_close((to_k, to_v), (right_k, right_v), rtol=5e-6, atol=5e-6)
 
 
-def both_ways_of_math(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, known: Facts) -> list[Tensor]:
+def both_ways_of_math(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, known: MaskSpec) -> list[Tensor]:
     """out, lse and gradients."""
     with kernels.using("math"):
         return both_ways(q, k, v, grad, known)

@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 import autopar
-from autopar.ac_policies import CHECKPOINTS, ForwardValue
+from autopar.ac_policies import AC_POLICIES, ForwardValue
 from autopar.capture.front_end import capture
 from autopar.compile.model import compile_graph, compile_model
 from autopar.cost.memory import memories, memory
@@ -49,9 +49,9 @@ def every_second(value: ForwardValue) -> bool:
 
 @pytest.fixture(autouse=True)
 def _known_policy() -> Iterator[None]:
-    CHECKPOINTS.add("every second", every_second)
+    AC_POLICIES.add("every second", every_second)
     yield
-    CHECKPOINTS.remove("every second")
+    AC_POLICIES.remove("every second")
 
 
 @functools.cache
@@ -350,12 +350,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("options, message", BAD, ids=[str(o) for o, _ in BAD])
 def test_bad_input(options: dict[str, Any], message: str) -> None:
-    CHECKPOINTS.add("undecided", lambda value: None)  # type: ignore[arg-type, return-value]
+    AC_POLICIES.add("undecided", lambda value: None)  # type: ignore[arg-type, return-value]
     try:
         with pytest.raises(ValueError, match=message):
             made("llama", **options)
     finally:
-        CHECKPOINTS.remove("undecided")
+        AC_POLICIES.remove("undecided")
 
 
 def test_a_plan_of_another_graph_is_refused() -> None:

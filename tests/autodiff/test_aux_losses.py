@@ -17,7 +17,7 @@ from autopar.models.hf import exact_experts
 from autopar.models.hf_capacity import capped_experts
 from autopar.models.tiny import TINY
 from autopar.options import Options
-from autopar.runtime.mesh.process_groups import data_part, init_mesh
+from autopar.runtime.mesh.process_groups import dp_rank_and_size, init_mesh
 from autopar.testing.harness import MeshRun, check_model
 from autopar.testing.reference import LIMIT, Expected, eager
 from tests.hf import zoo
@@ -106,7 +106,7 @@ def stepped(facts: dict[str, Any], batch: dict[str, Tensor], axes: dict[str, int
     """Loss and whole gradients of a step of real ranks, what experts were chosen for, and the plan."""
     model, _ = tiny("qwen3_moe", **facts)
     mesh = init_mesh("cpu", 60.0, **axes)
-    part, parts = data_part(mesh)
+    part, parts = dp_rank_and_size(mesh)
     dims = dict.fromkeys(batch, 0)
     mine = part_of_batch(batch, dims, parts, part, axes.get("ep", 1), how["micro_batches"])
     parallel = parallelize(model, mesh, exact=True, example_batch=mine, **how)

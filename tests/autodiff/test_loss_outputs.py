@@ -12,7 +12,7 @@ from autopar.api import parallelize
 from autopar.compile.model import compile_model
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
-from autopar.runtime.mesh.process_groups import data_part, init_mesh
+from autopar.runtime.mesh.process_groups import dp_rank_and_size, init_mesh
 from tests.support.ranks import run_ranks
 
 
@@ -43,7 +43,7 @@ def test_what_is_called_loss_is_the_loss(mesh: Mesh) -> None:
 def stepped(mesh: Mesh, batch: dict[str, Tensor]) -> None:
     model, ranks = Beside("loss"), init_mesh("cpu", 60.0, **mesh.sizes)
     parallel = parallelize(copy.deepcopy(model), ranks, example_batch=batch, micro_batches=2)
-    part, parts = data_part(ranks)
+    part, parts = dp_rank_and_size(ranks)
     loss = parallel.train_step(**{name: x.chunk(parts)[part] for name, x in batch.items()})
     right = model(**batch)["loss"]
     right.backward()
@@ -70,7 +70,7 @@ class Named(nn.Module):
 def named(mesh: Mesh, options: dict[str, int]) -> None:
     ranks, model = init_mesh("cpu", 60.0, **mesh.sizes), Named()
     batch = {"input": torch.rand(8, 8, dtype=torch.float64), "id": torch.rand(8, 1, dtype=torch.float64)}
-    part, parts = data_part(ranks)
+    part, parts = dp_rank_and_size(ranks)
     mine = {name: x.chunk(parts)[part] for name, x in batch.items()}
     parallel = parallelize(copy.deepcopy(model), ranks, example_batch=mine, **options)
     right = model(**batch)["loss"]

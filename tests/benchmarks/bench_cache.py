@@ -23,7 +23,7 @@ from bench_real_models import CASES
 from common import load, publish, table
 
 from autopar.cache.compile_cache import stored_plan, stored_step
-from autopar.cache.disk_cache import EntryFolder
+from autopar.cache.disk_cache import DiskCache
 from autopar.cache.step_codec import StoredStep
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
@@ -56,7 +56,7 @@ def _row(name: str) -> list[object]:
             subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()[-5:]
             for _ in range(2)
         )
-        nbytes = sum(entry.nbytes for entry in EntryFolder(Path(folder)).entries())
+        nbytes = sum(entry.nbytes for entry in DiskCache(Path(folder)).entries())
     assert made[-1] == "0" and read[-1] == "1", (made, read)
     compiled = sum(map(float, made[:3]))
     plan, step, graphs = map(float, read[:3])

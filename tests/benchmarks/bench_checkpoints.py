@@ -24,12 +24,12 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule, Node
 
 import autopar.models.hf  # noqa: F401  (its adapter)
-from autopar.ac_policies import CHECKPOINTS
+from autopar.ac_policies import AC_POLICIES
 from autopar.compile import model as compiling
 from autopar.compile.layer_options import find_ways
-from autopar.compile.layer_tensors import JointFacts, chosen_by, layers_of
+from autopar.compile.layer_tensors import JointInfo, chosen_by, layers_of
 from autopar.compile.model import compile_model
-from autopar.compile.stages import PipelineMaker
+from autopar.compile.stages import StageBuilder
 from autopar.cost.traffic import Links
 from autopar.ir.graph import output_node, placeholders
 from autopar.ir.live_values import peak_of_values
@@ -37,7 +37,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ops.traits import PRODUCTS
 from autopar.options import Options
 from autopar.passes.autodiff.joint import Joint
-from autopar.planner.recompute.layer_solver import Room, least_time
+from autopar.planner.recompute.layer_solver import MemoryBudget, least_time
 from autopar.steps.value_names import grad, saved
 
 BUDGETS = [i / 10 for i in range(11)]
@@ -115,7 +115,7 @@ class Subject:
         self.constants = made.constants
         derived = found[0].derived(0)
         self.joint: Joint = derived.joint
-        self.facts = JointFacts(self.joint, layers_of(derived.calls), Links(Mesh.of()))
+        self.facts = JointInfo(self.joint, layers_of(derived.calls), Links(Mesh.of()))
         self.ways = find_ways(self.facts, {})
         self.seconds = {n.name: s for n, s in self.facts.seconds.items() if not self.joint.is_free(n)}
         self.products = {n.name for n in self.joint.order if n.target in PRODUCTS or "attention" in str(n.target)}
@@ -160,7 +160,7 @@ class Subject:
         """Ours, under a limit."""
         room: float = limit
         for _ in range(6):
-            choice = least_time(self.ways, [Room(room)])
+            choice = least_time(self.ways, [MemoryBudget(room)])
             assert choice is not None, f"{self.name}: nothing fits {limit:,}"
             again = (x.way(k).again for x, k in zip(self.facts.layers, choice, strict=True))
             found = self.split(frozenset().union(*again))
@@ -171,15 +171,15 @@ class Subject:
 
     def policy(self, name: str) -> Split:
         """Of a registered policy."""
-        return self.split(chosen_by(CHECKPOINTS[name], name, self.facts).again)
+        return self.split(chosen_by(AC_POLICIES[name], name, self.facts).again)
 
 
 @contextmanager
-def _maker() -> Iterator[list[PipelineMaker]]:
-    found: list[PipelineMaker] = []
+def _maker() -> Iterator[list[StageBuilder]]:
+    found: list[StageBuilder] = []
     before = compiling.with_checkpoints
 
-    def noted(maker: PipelineMaker, finished: Any) -> Any:
+    def noted(maker: StageBuilder, finished: Any) -> Any:
         found.append(maker)
         return before(maker, finished)
 

@@ -20,8 +20,8 @@ import torch
 from common import Workload, load, publish, table
 
 import autopar
-from autopar.runtime.exec.lowering import Bound
-from autopar.runtime.guards.module_guards import ModuleWatch
+from autopar.runtime.exec.lowering import Lowered
+from autopar.runtime.guards.module_guards import ModuleGuards
 
 WORK = Workload(hidden=64, layers=4, inner=128, heads=4, vocab=256, batch=1, length=16)
 TENTH = 10  # of the steps are faster than what the table shows
@@ -50,7 +50,7 @@ def main() -> None:
 
 def _guards(model: autopar.ParallelModule, steps: int) -> str:
     """How many guards a step has, and what one look at them takes."""
-    watch = ModuleWatch(model._tree.root)
+    watch = ModuleGuards(model._tree.root)
     assert watch.holds(), "nobody has changed anything"
     seconds = sorted(timeit.repeat(watch.holds, number=1, repeat=steps))
     cells = ", ".join(f"{x * 1e6:.0f}" for x in (seconds[0], _tenth(seconds), statistics.median(seconds)))
@@ -67,9 +67,9 @@ def _tenth(seconds: Any) -> float:
 def _one(model: autopar.ParallelModule, batch: dict[str, torch.Tensor], clear: bool) -> tuple[float, float]:
     """(seconds of a step, those of them that no step graph ran)"""
     within = 0.0
-    run: Callable[..., Any] = Bound.__call__
+    run: Callable[..., Any] = Lowered.__call__
 
-    def timed(bound: Bound, inputs: list[Any]) -> Any:
+    def timed(bound: Lowered, inputs: list[Any]) -> Any:
         nonlocal within
         start = time.perf_counter()
         out = run(bound, inputs)
@@ -78,13 +78,13 @@ def _one(model: autopar.ParallelModule, batch: dict[str, torch.Tensor], clear: b
 
     if clear:
         model.zero_grad(set_to_none=True)
-    Bound.__call__ = timed  # type: ignore[method-assign]
+    Lowered.__call__ = timed  # type: ignore[method-assign]
     try:
         start = time.perf_counter()
         model.train_step(**batch)
         seconds = time.perf_counter() - start
     finally:
-        Bound.__call__ = run  # type: ignore[method-assign]
+        Lowered.__call__ = run  # type: ignore[method-assign]
     return seconds, seconds - within
 
 

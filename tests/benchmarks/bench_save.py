@@ -41,7 +41,7 @@ class Trained:
 
     def __init__(self, work: Workload) -> None:
         mesh = autopar.init_mesh("cpu", dp=2)
-        part, parts = autopar.data_part(mesh)
+        part, parts = autopar.dp_rank_and_size(mesh)
         self.batch = {name: x.chunk(parts)[part] for name, x in work.tokens().items()}
         self.model = autopar.parallelize(work.model(), mesh, zero=1)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)

@@ -160,7 +160,7 @@ def ours(work: Workload, count: int, replicas: int = 1, **options: Any) -> Runne
     sizes = {"rp": replicas} if replicas > 1 else {}
     mesh = autopar.init_mesh(**sizes, dp=dist.get_world_size() // replicas)
     model = autopar.parallelize(work.model(), mesh, micro_batches=count, **options)
-    part, parts = autopar.data_part(mesh)
+    part, parts = autopar.dp_rank_and_size(mesh)
     batch = {k: v.chunk(parts)[part] for k, v in work.tokens().items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
 

@@ -17,7 +17,7 @@ import autopar
 from autopar.adapters.copying.fake import skeleton_of
 from autopar.cache import background_compile
 from autopar.cache.compile_cache import stored_step
-from autopar.cache.disk_cache import EntryFolder
+from autopar.cache.disk_cache import DiskCache
 from autopar.cache.step_codec import StoredStep
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
@@ -46,7 +46,7 @@ def ragged(ranks: int, folder: str, waits: bool, program: str) -> tuple[list[flo
 
 
 def trained_steps(folder: str) -> list[Any]:
-    return [entry for entry in EntryFolder(Path(folder)).entries() if entry.about["kind"] == "train"]
+    return [entry for entry in DiskCache(Path(folder)).entries() if entry.about["kind"] == "train"]
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
@@ -85,7 +85,7 @@ def test_what_cannot_be_sent_is_left_out(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
     model, batch = make("mlp")
     model.held = (x for x in ())  # type: ignore[assignment]
-    asked = background_compile.Ahead(Mesh.of(dp=1), Options(), True)
+    asked = background_compile.BackgroundCompile(Mesh.of(dp=1), Options(), True)
     longer = {name: torch.cat([x, x]) for name, x in batch.items()}
     asked.ask(model, batch, longer, {})
     asked.ask(model, batch, None, {})

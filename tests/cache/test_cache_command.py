@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cache.disk_cache import EntryFolder
+from autopar.cache.disk_cache import DiskCache
 from autopar.cli.main import main
 
 
@@ -17,7 +17,7 @@ def test_lists_and_clears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setenv("COLUMNS", "120")
     assert main(["cache"]) == 0
     assert capsys.readouterr().out == f"0 entries, 0.0 MiB of at most 2048 MiB (AUTOPAR_CACHE_SIZE), in {tmp_path}\n"
-    folder, made = EntryFolder(tmp_path), time.time() - 7300
+    folder, made = DiskCache(tmp_path), time.time() - 7300
     for key, model, body in (("ab" * 20, "Net[bold]", 2000), ("cd" * 20, "Llama", 4000)):
         folder.write(
             key, {"model": model, "mesh": "dp=2", "kind": "train", "created": made}, {"main": os.urandom(body)}

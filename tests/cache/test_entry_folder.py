@@ -16,7 +16,7 @@ import pytest
 
 from autopar.cache import disk_cache as module
 from autopar.cache import entry_file
-from autopar.cache.disk_cache import DEFAULT_SIZE, EntryFolder, entry_folder
+from autopar.cache.disk_cache import DEFAULT_SIZE, DiskCache, entry_folder
 from autopar.cache.entry_file import packed_entry, read_entry, unpacked_entry
 from autopar.cache.private_folder import user_key, why_unsafe
 
@@ -28,11 +28,11 @@ FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> EntryFolder:
-    return EntryFolder(tmp_path)
+def folder(tmp_path: Path) -> DiskCache:
+    return DiskCache(tmp_path)
 
 
-def file_of(folder: EntryFolder, key: str = KEY) -> Path:
+def file_of(folder: DiskCache, key: str = KEY) -> Path:
     return folder.path / "steps-1" / f"{key}.step"
 
 
@@ -40,7 +40,7 @@ def sections_of(entry: Any) -> dict[str, bytes]:
     return {name: entry.sections[name] for name in SECTIONS}
 
 
-def test_what_is_written_is_read(folder: EntryFolder) -> None:
+def test_what_is_written_is_read(folder: DiskCache) -> None:
     assert folder.read(KEY) is None
     assert folder.write(KEY, ABOUT, SECTIONS)
     entry = folder.read(KEY)
@@ -51,7 +51,7 @@ def test_what_is_written_is_read(folder: EntryFolder) -> None:
     assert listed.key == KEY and listed.about == ABOUT and listed.hits == 1
 
 
-def test_no_torn_or_changed_file_is_read(folder: EntryFolder) -> None:
+def test_no_torn_or_changed_file_is_read(folder: DiskCache) -> None:
     folder.write(KEY, ABOUT, SECTIONS)
     path, data = file_of(folder), file_of(folder).read_bytes()
     for length in (0, 1, 15, 30, 57, len(data) // 2, len(data) - 1):
@@ -70,7 +70,7 @@ def test_no_torn_or_changed_file_is_read(folder: EntryFolder) -> None:
     assert folder.read(KEY) is not None
 
 
-def test_what_nobody_signed_is_not_read_and_replaced(folder: EntryFolder) -> None:
+def test_what_nobody_signed_is_not_read_and_replaced(folder: DiskCache) -> None:
     """Files from before there were signatures, of another key, of another name; a key that is lost."""
     folder.write(KEY, ABOUT, SECTIONS)
     path, good = file_of(folder), file_of(folder).read_bytes()
@@ -88,7 +88,7 @@ def test_what_nobody_signed_is_not_read_and_replaced(folder: EntryFolder) -> Non
     assert folder.read(KEY) is None and folder.write(KEY, ABOUT, SECTIONS) and folder.read(KEY) is not None
 
 
-def test_a_key_that_others_know_is_none(folder: EntryFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_others_know_is_none(folder: DiskCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.write(KEY, ABOUT, SECTIONS)
     key = file_of(folder).parent / "key"
     assert key.stat().st_mode & 0o777 == 0o600 and len(key.read_bytes()) == 32
@@ -111,7 +111,7 @@ def test_a_key_that_others_know_is_none(folder: EntryFolder, tmp_path: Path, mon
 
 
 def test_folders_that_others_may_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = EntryFolder(tmp_path / "a" / "cache")
+    folder = DiskCache(tmp_path / "a" / "cache")
     folder.write(KEY, ABOUT, SECTIONS)
     assert folder.why_refused() == ""
     for path in (folder.path, file_of(folder).parent):
@@ -144,7 +144,7 @@ def test_folders_that_others_may_write_to(tmp_path: Path, monkeypatch: pytest.Mo
         assert entry_folder() is not None
 
 
-def test_files_beside_entries_are_no_links(folder: EntryFolder, tmp_path: Path) -> None:
+def test_files_beside_entries_are_no_links(folder: DiskCache, tmp_path: Path) -> None:
     folder.write(KEY, ABOUT, SECTIONS)
     victim, path = tmp_path / "victim", file_of(folder)
     victim.write_text("mine")
@@ -157,11 +157,11 @@ def test_files_beside_entries_are_no_links(folder: EntryFolder, tmp_path: Path) 
     assert victim.read_text() == "mine" and not (tmp_path / "made").exists()
 
 
-def _first_key(folder: EntryFolder, found: Any) -> None:
+def _first_key(folder: DiskCache, found: Any) -> None:
     found.put(user_key(file_of(folder).parent, make=True))
 
 
-def test_processes_that_make_a_key_at_once_get_one(folder: EntryFolder) -> None:
+def test_processes_that_make_a_key_at_once_get_one(folder: DiskCache) -> None:
     file_of(folder).parent.mkdir(mode=0o700)
     found = FORK.SimpleQueue()
     processes = [FORK.Process(target=_first_key, args=(folder, found)) for _ in range(8)]
@@ -173,7 +173,7 @@ def test_processes_that_make_a_key_at_once_get_one(folder: EntryFolder) -> None:
     assert [p.name for p in file_of(folder).parent.iterdir()] == ["key"]
 
 
-def test_sections_that_lie_about_their_size(folder: EntryFolder) -> None:
+def test_sections_that_lie_about_their_size(folder: DiskCache) -> None:
     """A small file that would unpack to gigabytes, and lengths that reach beyond the file."""
     good = packed_entry(SECRET, KEY, ABOUT, {"main": b"x" * 100})
     rest = good.partition(b"\n")[2]
@@ -195,9 +195,7 @@ def test_sections_that_lie_about_their_size(folder: EntryFolder) -> None:
         assert unpacked_entry(SECRET, KEY, sealed(text)) is None
 
 
-def test_files_of_others_and_links_are_none(
-    folder: EntryFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_files_of_others_and_links_are_none(folder: DiskCache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder.write(KEY, ABOUT, SECTIONS)
     path, secret = file_of(folder), user_key(file_of(folder).parent)
     assert secret is not None
@@ -217,9 +215,9 @@ def test_files_of_others_and_links_are_none(
     assert read_entry(secret, path) is None
 
 
-def test_the_least_recently_used_go(folder: EntryFolder) -> None:
+def test_the_least_recently_used_go(folder: DiskCache) -> None:
     size = len(packed_entry(SECRET, KEY, ABOUT, SECTIONS))
-    small = EntryFolder(folder.path, 3 * size + 10)
+    small = DiskCache(folder.path, 3 * size + 10)
     keys = [f"{i:040x}" for i in range(4)]
     for i, key in enumerate(keys[:3]):
         small.write(key, ABOUT, SECTIONS)
@@ -227,10 +225,10 @@ def test_the_least_recently_used_go(folder: EntryFolder) -> None:
     assert small.read(keys[0]) is not None  # the youngest now
     small.write(keys[3], ABOUT, SECTIONS)
     assert {entry.key for entry in small.entries()} == {keys[0], keys[2], keys[3]}
-    assert not EntryFolder(folder.path, size - 1).write(OTHER, ABOUT, SECTIONS)
+    assert not DiskCache(folder.path, size - 1).write(OTHER, ABOUT, SECTIONS)
 
 
-def test_clear_takes_what_is_ours_alone(folder: EntryFolder, tmp_path: Path) -> None:
+def test_clear_takes_what_is_ours_alone(folder: DiskCache, tmp_path: Path) -> None:
     folder.write(KEY, ABOUT, SECTIONS)
     folder.refuse(OTHER)
     (tmp_path / "steps-1" / "notes.txt").write_text("mine")
@@ -240,9 +238,7 @@ def test_clear_takes_what_is_ours_alone(folder: EntryFolder, tmp_path: Path) -> 
     assert {p.name for p in tmp_path.rglob("*")} == {"steps-1", "key", "notes.txt", "other"}
 
 
-def test_no_room_and_no_right_are_no_errors(
-    folder: EntryFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_no_room_and_no_right_are_no_errors(folder: DiskCache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -251,7 +247,7 @@ def test_no_room_and_no_right_are_no_errors(
         assert not folder.write(KEY, ABOUT, SECTIONS)
     assert [p.name for p in tmp_path.rglob("*")] == ["steps-1"]
     (tmp_path / "file").write_text("")
-    blocked = EntryFolder(tmp_path / "file")  # no folder can be made there
+    blocked = DiskCache(tmp_path / "file")  # no folder can be made there
     assert not blocked.write(KEY, ABOUT, SECTIONS) and blocked.read(KEY) is None and blocked.entries() == []
     with blocked.turn(KEY) as first:
         assert first
@@ -262,7 +258,7 @@ def test_no_room_and_no_right_are_no_errors(
 # --- several processes ------------------------------------------------------------------------------------
 
 
-def _take_turn(folder: EntryFolder, made: Any, seconds: float, store: bool) -> None:
+def _take_turn(folder: DiskCache, made: Any, seconds: float, store: bool) -> None:
     with folder.turn(KEY):
         if folder.read(KEY) is not None:
             return
@@ -273,7 +269,7 @@ def _take_turn(folder: EntryFolder, made: Any, seconds: float, store: bool) -> N
             folder.write(KEY, ABOUT, SECTIONS)
 
 
-def _start(folder: EntryFolder, count: int, seconds: float, store: bool = True) -> tuple[list[Any], Any]:
+def _start(folder: DiskCache, count: int, seconds: float, store: bool = True) -> tuple[list[Any], Any]:
     made = FORK.Value("i", 0)
     started = [FORK.Process(target=_take_turn, args=(folder, made, seconds, store)) for _ in range(count)]
     for process in started:
@@ -282,7 +278,7 @@ def _start(folder: EntryFolder, count: int, seconds: float, store: bool = True) 
 
 
 @pytest.mark.parametrize("before", [b"", b"autopar cache 1 of another key"])
-def test_eight_at_once_make_it_once(folder: EntryFolder, before: bytes) -> None:
+def test_eight_at_once_make_it_once(folder: DiskCache, before: bytes) -> None:
     if before:
         file_of(folder).parent.mkdir(mode=0o700)
         file_of(folder).write_bytes(before)
@@ -293,7 +289,7 @@ def test_eight_at_once_make_it_once(folder: EntryFolder, before: bytes) -> None:
     assert made.value == 1 and folder.read(KEY) is not None
 
 
-def test_who_is_killed_keeps_nobody_waiting(folder: EntryFolder) -> None:
+def test_who_is_killed_keeps_nobody_waiting(folder: DiskCache) -> None:
     (first,), _ = _start(folder, 1, 60.0)
     deadline = time.monotonic() + 10
     while not file_of(folder).with_suffix(".lock").exists() and time.monotonic() < deadline:
@@ -310,7 +306,7 @@ def test_who_is_killed_keeps_nobody_waiting(folder: EntryFolder) -> None:
     assert time.monotonic() - start < 5 and made.value >= 1 and folder.read(KEY) is not None
 
 
-def test_what_cannot_be_stored_is_not_made_one_after_the_other(folder: EntryFolder) -> None:
+def test_what_cannot_be_stored_is_not_made_one_after_the_other(folder: DiskCache) -> None:
     """Who has waited in vain goes on together with the others."""
     start = time.monotonic()
     processes, made = _start(folder, 6, 0.5, store=False)
@@ -319,7 +315,7 @@ def test_what_cannot_be_stored_is_not_made_one_after_the_other(folder: EntryFold
     assert made.value == 6 and time.monotonic() - start < 2.5
 
 
-def test_patience_ends(folder: EntryFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patience_ends(folder: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PATIENCE", 0.2)
     (holder,), _ = _start(folder, 1, 3.0)
     time.sleep(0.3)
@@ -329,17 +325,17 @@ def test_patience_ends(folder: EntryFolder, monkeypatch: pytest.MonkeyPatch) -> 
     holder.kill()
 
 
-def _write_often(folder: EntryFolder, number: int) -> None:
+def _write_often(folder: DiskCache, number: int) -> None:
     for i in range(40):
         folder.write(KEY, ABOUT, {"main": bytes([number]) * (1000 + 517 * i)})
 
 
-def _killed_while_writing(folder: EntryFolder) -> None:
+def _killed_while_writing(folder: DiskCache) -> None:
     while True:
         folder.write(KEY, ABOUT, {"main": os.urandom(1 << 16)})
 
 
-def test_readers_see_whole_files_whoever_writes_or_dies(folder: EntryFolder) -> None:
+def test_readers_see_whole_files_whoever_writes_or_dies(folder: DiskCache) -> None:
     writers = [FORK.Process(target=_write_often, args=(folder, i)) for i in range(4)]
     killed = [FORK.Process(target=_killed_while_writing, args=(folder,)) for _ in range(2)]
     for process in (*writers, *killed):
@@ -364,7 +360,7 @@ def test_readers_see_whole_files_whoever_writes_or_dies(folder: EntryFolder) -> 
     assert folder.read(KEY) is not None
 
 
-def test_what_was_never_finished_goes_later(folder: EntryFolder) -> None:
+def test_what_was_never_finished_goes_later(folder: DiskCache) -> None:
     folder.write(KEY, ABOUT, SECTIONS)
     left = folder.path / "steps-1" / "unfinished-abc"
     left.write_bytes(b"half")

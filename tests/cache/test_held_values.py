@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.cache.fingerprint import Reached
-from autopar.cache.fingerprint_values import CannotTell
+from autopar.cache.fingerprint import Fingerprint
+from autopar.cache.fingerprint_values import Uncacheable
 
 HEAD = """
 import array, collections, contextvars, dataclasses, datetime, decimal, enum, fractions, functools, itertools, logging
@@ -139,7 +139,7 @@ def digest(before: str, text: str, folder: Path, number: str = "2") -> str:
     sys.modules["users_held"] = module
     head, call = source[: source.index("def f()")], source[source.index("def f()") :]
     exec(compile(head.replace("2", number) + call, str(path), "exec"), module.__dict__)
-    reached = Reached()
+    reached = Fingerprint()
     reached.add("f", module.f)
     return reached.digest()
 
@@ -153,7 +153,7 @@ def test_what_is_held_counts(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", UNTOLD)
 def test_what_cannot_be_told(name: str, tmp_path: Path) -> None:
-    with pytest.raises(CannotTell):
+    with pytest.raises(Uncacheable):
         digest(*UNTOLD[name], tmp_path)
 
 
@@ -167,7 +167,7 @@ def test_what_a_function_keeps(tmp_path: Path) -> None:
     module: Any = sys.modules["users_held"]
 
     def now() -> str:
-        reached = Reached()
+        reached = Fingerprint()
         reached.add("f", module.f)
         return reached.digest()
 
@@ -176,7 +176,7 @@ def test_what_a_function_keeps(tmp_path: Path) -> None:
     module.f()
     assert now() == filled != first
     module.N[0] = 4
-    with pytest.raises(CannotTell, match="g, which keeps results"):
+    with pytest.raises(Uncacheable, match="g, which keeps results"):
         now()
     module.g.cache_clear()
     assert now() != first

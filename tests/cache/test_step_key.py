@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.adapters.copying.fake import skeleton_of
 from autopar.cache import library_versions
-from autopar.cache.fingerprint import Reached
-from autopar.cache.fingerprint_values import CannotTell
+from autopar.cache.fingerprint import Fingerprint
+from autopar.cache.fingerprint_values import Uncacheable
 from autopar.cache.library_versions import changed_autopar
 from autopar.cache.step_key import step_key
 from autopar.ir.mesh import Mesh
@@ -350,7 +350,7 @@ def test_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", READS)
 def test_reads_that_are_no_part_of_a_model(name: str, tmp_path: Path) -> None:
-    with pytest.raises(CannotTell):
+    with pytest.raises(Uncacheable):
         key(READS[name], tmp_path)
 
 
@@ -363,7 +363,7 @@ OPAQUE = (
 def test_objects_without_a_content(value: Any, tmp_path: Path) -> None:
     net = load(NET, tmp_path).Net()
     net.held = value
-    with pytest.raises(CannotTell):
+    with pytest.raises(Uncacheable):
         key_of(net)
 
 
@@ -373,7 +373,7 @@ def test_modes_around_a_call(tmp_path: Path) -> None:
 
     net = skeleton_of(load(NET, tmp_path).Net())
     batch = {"x": torch.empty(8, 4, device="meta")}
-    with Mode(), pytest.raises(CannotTell, match="Mode around the call"):
+    with Mode(), pytest.raises(Uncacheable, match="Mode around the call"):
         key_of(net, batch=batch)
 
 
@@ -381,7 +381,7 @@ def test_functions_in_the_place_of_autopars(tmp_path: Path, monkeypatch: pytest.
     net = skeleton_of(load(NET, tmp_path).Net())
     with monkeypatch.context() as patched:
         patched.setattr(differentiate, "differentiate", lambda *a: None)
-        with pytest.raises(CannotTell, match=r"autopar\.passes\.differentiate"):
+        with pytest.raises(Uncacheable, match=r"autopar\.passes\.differentiate"):
             key_of(net)
 
     class Mine:
@@ -389,7 +389,7 @@ def test_functions_in_the_place_of_autopars(tmp_path: Path, monkeypatch: pytest.
 
     SCHEDULES.add("mine", Mine())  # type: ignore[arg-type]
     try:
-        with pytest.raises(CannotTell, match="Mine"):
+        with pytest.raises(Uncacheable, match="Mine"):
             key_of(net)
     finally:
         SCHEDULES.remove("mine")
@@ -402,7 +402,7 @@ def test_what_libraries_know_of_packages_has_no_order() -> None:
     facts = []
     for lenient in (True, False):
         for value in (first, second):
-            reached = Reached()
+            reached = Fingerprint()
             reached._lenient = lenient
             reached._walk(value)
             facts.append(reached.facts)

@@ -328,4 +328,4 @@ def test_ranks(ranks: Any, tmp_path: Path, sizes: dict[str, int], options: dict[
     for (a, b, c, _), (x, y, z, _), (p, q, r, _) in zip(cold, warm, off, strict=True):
         assert a == x == p and c == z == r
         assert b.keys() == y.keys() == q.keys() and all(torch.equal(b[n], y[n]) and torch.equal(b[n], q[n]) for n in b)
-    assert disk_cache.EntryFolder(tmp_path).entries()
+    assert disk_cache.DiskCache(tmp_path).entries()

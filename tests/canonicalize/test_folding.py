@@ -19,7 +19,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
 from autopar.options import Options
 from autopar.plan import Plan
-from autopar.runtime.mesh.process_groups import data_part, init_mesh
+from autopar.runtime.mesh.process_groups import dp_rank_and_size, init_mesh
 from tests.experts.test_expert_load import chosen
 from tests.experts.test_experts import Layer, in_full, routed
 from tests.support.cases import Cell, called, check, compile_cell, simulated
@@ -180,7 +180,7 @@ def counted(sizes: dict[str, int], options: dict[str, Any]) -> dict[str, list[in
     """`expert_load` of a step."""
     model, batch = make("one-layer qwen3_moe")
     mesh = init_mesh("cpu", 60.0, **sizes)
-    part, parts = data_part(mesh)
+    part, parts = dp_rank_and_size(mesh)
     mine = {key: x.chunk(parts)[part] for key, x in batch.items()}
     parallel = parallelize(model, mesh, example_batch=mine, exact=True, **options)
     parallel.train_step(**mine)
@@ -204,7 +204,7 @@ def gone_on(folder: str, sizes: dict[str, int], options: dict[str, Any], saves: 
     """A step of AdamW, which is saved; or another one that goes on from there, and what it ends with."""
     torch.manual_seed(0)
     mesh = init_mesh("cpu", 60.0, **sizes)
-    part, parts = data_part(mesh)
+    part, parts = dp_rank_and_size(mesh)
     batch = {name: x.chunk(parts)[part] for name, x in routed(8, 8, 2, "lower half").items()}
     parallel = parallelize(Layer(8), mesh, example_batch=batch, **options)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.1)

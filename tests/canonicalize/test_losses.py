@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import autopar
-from autopar.ops.value_checks import Note, note, take_notes
-from autopar.runtime.exec.value_checks import NoteWatch
+from autopar.ops.value_checks import ValueNote, note, take_notes
+from autopar.runtime.exec.value_checks import ValueChecks
 from tests.canonicalize.test_normalize import normalized
 from tests.support.plain_models import Tied, build, part, put, tokens
 from tests.support.ranks import run_ranks
@@ -130,8 +130,8 @@ def test_notes_of_an_accelerator_are_told_when_they_have_arrived(monkeypatch: py
     """Nothing waits for them: a step that finds them still on their way leaves them to the next."""
     take_notes()
     there: list[bool] = []
-    watch = NoteWatch(_Groups())  # type: ignore[arg-type]
-    monkeypatch.setattr(NoteWatch, "_send", lambda self, notes, step: _later(self, notes, step, there))
+    watch = ValueChecks(_Groups())  # type: ignore[arg-type]
+    monkeypatch.setattr(ValueChecks, "_send", lambda self, notes, step: _later(self, notes, step, there))
     note(torch.tensor([3, 17]), 0, 15, "ids must lie in 0 .. 15, found {found}")
     watch.settle(4)
     note(torch.tensor([0]), 1, INF, "no label counts", fatal=False)
@@ -147,7 +147,7 @@ def test_notes_of_an_accelerator_are_told_when_they_have_arrived(monkeypatch: py
         watch.settle(6)
 
 
-def _later(watch: NoteWatch, notes: list[Note], step: int, there: list[bool]) -> Any:
+def _later(watch: ValueChecks, notes: list[ValueNote], step: int, there: list[bool]) -> Any:
     from autopar.runtime.exec.value_checks import Arriving
 
     class Event:

@@ -23,7 +23,7 @@ import autopar
 from autopar.capture.reads.forward_reads import ForwardReads
 from autopar.capture.reads.read_guards import ReadGuards, Where
 from autopar.models.tiny import TINY
-from autopar.runtime.guards.module_guards import ModuleWatch
+from autopar.runtime.guards.module_guards import ModuleGuards
 from autopar.runtime.guards.step_cache import STATES
 from tests.support.capture_cache import captured_by_each
 from tests.support.ranks import refusal, run_ranks
@@ -115,7 +115,7 @@ def test_a_change_is_seen_and_named(x: Any, change: Callable[[Any], Any]) -> Non
     assert str(guards.changed()[0]).startswith("CFG") and str(guards.changed()[0]).endswith(" of a.py")
 
 
-class Held:
+class RankState:
     """An object with attributes."""
 
     gain: Any = 1.0
@@ -130,7 +130,7 @@ def _put_attribute(x: Any, value: Any) -> None:
 
 @pytest.mark.parametrize("write", [_put_attribute, lambda x, v: vars(x).update(factor=v), object.__setattr__])
 def test_every_write_to_an_attribute_is_seen(write: Callable[..., Any]) -> None:
-    held, watch = Held(), ReadGuards()
+    held, watch = RankState(), ReadGuards()
     put = functools.partial(write, held, "factor") if write is object.__setattr__ else functools.partial(write, held)
     for number in range(20):
         put(float(number))
@@ -144,7 +144,7 @@ def test_every_write_to_an_attribute_is_seen(write: Callable[..., Any]) -> None:
 
 
 def test_writes_to_classes_and_files_are_seen_and_writes_beside_are_none() -> None:
-    kind, names = type("Kind", (Held,), {"gain": 1.0}), {"gain": 1.0, "loss": 0}
+    kind, names = type("Kind", (RankState,), {"gain": 1.0}), {"gain": 1.0, "loss": 0}
     watch = ReadGuards()
     watch.attributes(vars(kind), ["gain"], Where("Kind", "here"), new={"bias"})
     watch.attributes(names, ["gain"], Where("", "here"), new={"bias"})
@@ -175,7 +175,7 @@ def test_what_is_equal_holds() -> None:
 
 def test_an_equal_container_in_its_place_is_watched_from_then_on() -> None:
     model = Net(lambda m: sum(m.sizes), sizes=[1.0, 2.0])
-    watch = ModuleWatch(model)
+    watch = ModuleGuards(model)
     model.sizes = [1.0, 2.0]
     assert watch.holds() and watch.holds()
     model.sizes[0] = 3.0

@@ -17,7 +17,7 @@ import autopar
 from autopar.capture.front_end import capture
 from autopar.capture.layer_dedup.layer_signature import _reads_of
 from autopar.capture.module_state.assigned import Assignment, Lying
-from autopar.capture.trace.op_decomposition import TensorFacts, record
+from autopar.capture.trace.op_decomposition import TensorMeta, record
 from tests.compat import habit_kept
 from tests.compat.habit_buffers import Body, assigned, made, written
 from tests.compat.habit_models import batch
@@ -55,7 +55,7 @@ def test_nothing_holds_a_fake_after_a_capture(name: str) -> None:
     captured(getattr(habit_kept, name))
     defaults = habit_kept.in_a_default.__defaults__ or ({},)
     held = [*habit_kept.CACHE.values(), *habit_kept.ENTRIES, *defaults[0].values(), habit_kept.ONE]
-    held += [habit_kept.Held.mask, *vars(habit_kept.HELD).values()]
+    held += [habit_kept.RankState.mask, *vars(habit_kept.HELD).values()]
     assert not any(isinstance(x, FakeTensor) for x in held)
 
 
@@ -96,7 +96,7 @@ def test_what_functions_read_is_known_without_keeping_them() -> None:
 
 
 def test_what_takes_a_tangent_is_of_the_backward() -> None:
-    whole, diagonal = (TensorFacts(s, t, 0, torch.float64) for s, t in (((4, 4), (4, 1)), ((4,), (1,))))
+    whole, diagonal = (TensorMeta(s, t, 0, torch.float64) for s, t in (((4, 4), (4, 1)), ((4,), (1,))))
     operator: Callable[..., Any] = torch.ops.aten.as_strided.default
     found = record(lambda x: operator(x, [4], [5], 0), [whole], [True], [diagonal], False)
     taken = {x.number for call in found.calls[: found.forward] for x in call.args if hasattr(x, "number")}

@@ -47,7 +47,7 @@ def outcome(habit: Habit, place: Place | None, way: str) -> tuple[list[float], A
     torch.manual_seed(0)
     model: Any = habit.make()
     returned = habit.do(model) if habit.when == "before" else None
-    number, parts = autopar.data_part(place.mesh) if place else (0, 1)
+    number, parts = autopar.dp_rank_and_size(place.mesh) if place else (0, 1)
 
     def part(whole: dict[str, Tensor]) -> dict[str, Tensor]:
         return {k: v.to(next(model.parameters()).dtype).chunk(parts)[number] for k, v in whole.items()}

@@ -81,7 +81,7 @@ def wrong_lines(sizes: dict[str, int], zero: int, phases: bool) -> list[str]:
     model, batch = plain()
     start = {n: x.clone() for n, x in model.state_dict().items()}
     mesh = autopar.init_mesh("cpu", 30.0, **sizes)
-    part, parts = autopar.data_part(mesh)
+    part, parts = autopar.dp_rank_and_size(mesh)
     mine = {k: v.chunk(parts)[part] for k, v in batch.items()}
     parallel = autopar.parallelize(plain()[0], mesh, example_batch=mine, zero=zero, exact=True)
     cuts = [p.cuts for p in parallel.parameters()]  # type: ignore[attr-defined]

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from autopar.adapters.distributed import own_client
 from autopar.runtime.consistency.rank_checks import agree
 from autopar.runtime.fault import error_propagation
-from autopar.runtime.fault.error_log import MOST, Notices
-from autopar.runtime.fault.error_propagation import FailureBoard
-from autopar.runtime.fault.errors import CollectiveError, reporting
+from autopar.runtime.fault.error_log import MOST, ErrorLog
+from autopar.runtime.fault.error_propagation import ErrorBoard
+from autopar.runtime.fault.errors import CollectiveError, error_context
 from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from tests.consistency.test_hangs import LONG, SOON, World
 from tests.runtime.test_groups import Counting
@@ -30,7 +30,7 @@ def store() -> dist.Store:
 
 
 def test_notices_are_few_and_those_of_whoever_comes_first(store: dist.Store) -> None:
-    notices = Notices("x")
+    notices = ErrorLog("x")
     assert notices.read(store) == {}
     for rank in range(MOST + 3):
         notices.tell(store, "error", rank, f"KeyError: '{rank}'\nmore")
@@ -47,7 +47,7 @@ def test_notices_are_few_and_those_of_whoever_comes_first(store: dist.Store) -> 
 
 def test_notices_of_many_at_the_same_moment(store: dist.Store) -> None:
     """Nothing is lost, and nothing is told twice."""
-    notices, together = Notices("x"), threading.Barrier(8)
+    notices, together = ErrorLog("x"), threading.Barrier(8)
 
     def work(rank: int) -> None:
         client = own_client(store)
@@ -66,8 +66,8 @@ def test_notices_of_many_at_the_same_moment(store: dist.Store) -> None:
 
 
 def test_who_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FailureBoard, "__init__", lambda self, rank: setattr(self, "rank", rank))
-    near = lambda rank, ranks, most: FailureBoard(rank).near(ranks, most)  # type: ignore[call-arg] # noqa: E731
+    monkeypatch.setattr(ErrorBoard, "__init__", lambda self, rank: setattr(self, "rank", rank))
+    near = lambda rank, ranks, most: ErrorBoard(rank).near(ranks, most)  # type: ignore[call-arg] # noqa: E731
     assert near(2, range(4), 8) == [3, 0, 1] and near(0, [0, 2, 4], 2) == [2, 4] and near(9, [5], 8) == [5]
     assert near(6, [0, 2, 4, 6, 8], 2) == [8, 0] and near(5, range(0, 100, 10), 3) == [10, 20, 30]
     large = range(16384)
@@ -90,11 +90,11 @@ def four(rank: int, how: str) -> str:
         if how == "elsewhere":
             time.sleep(SOON)
         if how == "fails":
-            with reporting("something"):
+            with error_context("something"):
                 raise KeyError("boom")
         return "finished"
     try:
-        with reporting("something"):
+        with error_context("something"):
             if how in ("dies", "elsewhere"):
                 dist.all_reduce(torch.ones(1), group=groups.group("dp"))
             else:
@@ -131,7 +131,7 @@ def test_who_fails_in_a_large_world_asks_as_little(store: dist.Store, monkeypatc
     monkeypatch.setattr(error_propagation, "SILENCE", 0.5)
     asked = []
     for world in (64, 16384):
-        mine = FailureBoard(store, 7, world, f"failures of {world}", LONG)
+        mine = ErrorBoard(store, 7, world, f"failures of {world}", LONG)
         asks = mine.line.ask
         monkeypatch.setattr(mine.line, "ask", lambda question, *limit, asks=asks: asks(lambda s: question(Counting(s)), *limit))  # fmt: skip # noqa: E501
         before = Counting.asked

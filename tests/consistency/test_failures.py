@@ -334,11 +334,11 @@ def test_a_rank_that_stalls_is_named_within_the_timeout() -> None:
 def refused_and_gone_on() -> str:
     """All ranks are refused the same; one of them is late for the next call, and still says why."""
     groups = Groups(autopar.init_mesh("cpu", 30.0, dp=2))
-    with pytest.raises(ValueError), failures.reporting("a call"):
+    with pytest.raises(ValueError), failures.error_context("a call"):
         raise ValueError("refused everywhere")
     if dist.get_rank() == 1:
         time.sleep(1.6 * BEAT)
-    with failures.reporting("the next call"):
+    with failures.error_context("the next call"):
         agree(groups, "", "the next call")
     return "agreed"
 

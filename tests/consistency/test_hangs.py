@@ -94,7 +94,7 @@ def pipeline_and_torch(rank: int) -> str:
         lambda: dist.barrier(group=groups.group("dp")),
     ):
         try:
-            with autopar.reporting("waiting for rank 1"):
+            with autopar.error_context("waiting for rank 1"):
                 wait()
         except errors.CollectiveError as error:
             found.append(str(error))

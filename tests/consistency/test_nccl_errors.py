@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from autopar.runtime.exec.executor import Executor
 from autopar.runtime.fault import nccl_errors
-from autopar.runtime.fault.errors import CollectiveError, reporting
+from autopar.runtime.fault.errors import CollectiveError, error_context
 from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from tests.consistency.test_hangs import LONG, SOON, World, stop
 from tests.runtime import hand_made
@@ -39,7 +39,7 @@ def outcome(wait: Callable[[], Any]) -> str:
     found = []
     for _ in range(2):
         try:
-            with reporting("saying goodbye"):
+            with error_context("saying goodbye"):
                 wait()
                 found.append("went on with a value that means nothing")
         except CollectiveError as error:
@@ -76,7 +76,7 @@ def users_wait(rank: int) -> str:
 
 def waits_outside(groups: Groups, found: list[str]) -> None:
     """In a thread of its own, which is not the one that made the groups."""
-    with reporting("the first part"):
+    with error_context("the first part"):
         pass
     try:
         dist.all_reduce(torch.ones(1), group=groups.group("dp"))

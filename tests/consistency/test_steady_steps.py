@@ -22,9 +22,9 @@ from torch import Tensor
 import autopar
 from autopar.adapters.distributed import default_store, own_client
 from autopar.runtime.fault import errors, heartbeat
-from autopar.runtime.fault.call_sequence import CallOrder, Place, Places, places_in
+from autopar.runtime.fault.call_sequence import CallSequence, Place, Places, places_in
 from autopar.runtime.fault.errors import board
-from autopar.runtime.fault.store_client import Line
+from autopar.runtime.fault.store_client import StoreClient
 from tests.consistency.test_hangs import LONG, SOON, World
 from tests.faults.cases import Stack
 from tests.runtime.test_groups import Counting
@@ -44,7 +44,7 @@ def questions(sizes: dict[str, int], options: dict[str, Any]) -> list[int]:
     mesh = autopar.init_mesh("cpu", 30.0, **sizes)
     parallel = autopar.parallelize(Stack().double(), mesh, example_batch=mine, **options)
     optimizer = torch.optim.SGD(parallel.parameters(), 0.1)
-    board().line = Line(default_store(), connect=lambda store: Every(own_client(store)))
+    board().line = StoreClient(default_store(), connect=lambda store: Every(own_client(store)))
     found = []
     for _ in range(14):
         before = Every.asked
@@ -97,7 +97,10 @@ def test_a_beat_asks_four_questions() -> None:
                 asked.append(name)
             return super().__getattribute__(name)
 
-    with patch.object(heartbeat.threading.Thread, "start"), patch.object(Line, "ask", lambda line, ask, *_: ask(Spy())):
+    with (
+        patch.object(heartbeat.threading.Thread, "start"),
+        patch.object(StoreClient, "ask", lambda line, ask, *_: ask(Spy())),
+    ):
         beat = heartbeat.Heartbeat(dist.HashStore(), 0, 16384, "x", str, Places(), lambda _: None, 1.0)
     asked.clear()
     assert beat.look(Spy()) == "" and len(asked) == 4
@@ -107,7 +110,7 @@ def test_a_beat_asks_four_questions() -> None:
 # --- what is expected -------------------------------------------------------------------------------------
 
 
-def followed(order: CallOrder, calls: str) -> str:
+def followed(order: CallSequence, calls: str) -> str:
     """ "?" for each call that is agreed on."""
     out = ""
     for call in calls:
@@ -121,13 +124,13 @@ def followed(order: CallOrder, calls: str) -> str:
 
 
 def test_what_followed_before_is_expected() -> None:
-    order = CallOrder("m", Places())
+    order = CallSequence("m", Places())
     assert followed(order, "tttttttt") == "??......"
     assert followed(order, "eeee") == "??.." and followed(order, "t" * 16)[9:] == "......."
     epoch = "t" * 20 + "e" * 5
     assert followed(order, epoch * 8)[-50:].count("?") == 4
     for loop in ("tc", "tttc", "tetc", "tttttttc"):  # gradients of some batches, then a clip
-        order = CallOrder("m", Places())
+        order = CallSequence("m", Places())
         assert "?" not in followed(order, loop * 40)[-40:], loop
         assert order.number == 40 * len(loop) and str(order._calls) == f"m|{order.number}|0"
     order.forget()
@@ -139,7 +142,7 @@ def test_ranks_that_follow_the_same_expect_the_same() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
         past = "".join("tce"[int(i)] for i in torch.randint(0, 3, (30,), generator=generator))
-        one, two = CallOrder("m", Places()), CallOrder("m", Places())
+        one, two = CallSequence("m", Places()), CallSequence("m", Places())
         assert followed(one, past) == followed(two, past) and one.past == two.past
         assert sum(one.expects(call) for call in "tce") <= 1
         assert all(one.expects(call) == two.expects(call) for call in "tce")

@@ -22,7 +22,7 @@ from autopar.cost.traffic import Links
 from autopar.ir.graph import set_argument
 from autopar.ir.mesh import Mesh
 from autopar.models import hf as hf
-from autopar.ops.mask_spec import Facts
+from autopar.ops.mask_spec import MaskSpec
 from autopar.options import Options
 
 aten = torch.ops.aten
@@ -142,7 +142,7 @@ def test_grouped_products_do_not_depend_on_the_routing() -> None:
 def test_allowed_pairs_are_those_of_the_mask(
     causal: bool, window: int, chunk: int, queries: int, keys: int, offset: int
 ) -> None:
-    facts = Facts(None, None, None, None, None, causal, window, chunk, offset, 1.0, 0.0, 0.0, 0, [], [])
+    facts = MaskSpec(None, None, None, None, None, causal, window, chunk, offset, 1.0, 0.0, 0.0, 0, [], [])
     mask = facts.allowed(queries, keys, torch.device("cpu"))
     expected = queries * keys if mask is None else int(mask.sum())
     assert pairs(queries, keys, causal, window, chunk, offset) == expected

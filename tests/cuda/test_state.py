@@ -82,7 +82,7 @@ def test_saving_and_loading(held: tuple[FakeGpu, Any, Path], monkeypatch: pytest
     assert bool(others) == bool(copies(gpu)) == (parallel._groups.rank == 0)
     saved: list[Tensor] = []
     monkeypatch.setattr(hf_atomic_write, "save_file", lambda tensors, path, metadata: saved.extend(tensors.values()))
-    monkeypatch.setattr(hf_atomic_write.Draft, "publish", lambda *_: None)
+    monkeypatch.setattr(hf_atomic_write.AtomicFolder, "publish", lambda *_: None)
     parallel.save_pretrained(folder)
     assert on(saved) <= {torch.device("cpu")}
 

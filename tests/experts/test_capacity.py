@@ -20,7 +20,7 @@ from autopar.lift_to_float64 import LiftFloat32
 from autopar.models.hf import exact_experts
 from autopar.models.hf_capacity import capped_experts
 from autopar.options import Options
-from autopar.runtime.mesh.process_groups import data_part, init_mesh
+from autopar.runtime.mesh.process_groups import dp_rank_and_size, init_mesh
 from autopar.testing.harness import MeshRun
 from autopar.testing.reference import LIMIT, eager
 from tests.experts.test_experts import Layer, routed
@@ -114,7 +114,7 @@ def trained(batch: dict[str, Tensor], steps: int) -> dict[str, Tensor]:
     """Weights after some steps of AdamW."""
     model, _ = tiny("qwen3_moe")
     mesh, options = init_mesh("cpu", 60.0, ep=2), {"capacity": CAPACITY, "micro_batches": 2, "dispatch": "dedup"}
-    part, parts = data_part(mesh)
+    part, parts = dp_rank_and_size(mesh)
     mine = part_of_batch(batch, dict.fromkeys(batch, 0), parts, part, 2, 2)
     parallel = autopar.parallelize(model, mesh, exact=True, example_batch=mine, **options)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)

@@ -31,7 +31,7 @@ from autopar.passes.autodiff.shared_counts import shared_counts
 from autopar.plan import Plan
 from autopar.planner.experts.expert_plan import check_experts
 from autopar.report.graph_text import format_graph
-from autopar.runtime.mesh.process_groups import data_part, init_mesh
+from autopar.runtime.mesh.process_groups import dp_rank_and_size, init_mesh
 from autopar.steps.graphs import Compiled
 from autopar.testing import lockstep
 from autopar.testing.harness import MeshRun
@@ -260,7 +260,7 @@ def test_a_plan_with_nodes_that_are_none() -> None:
 def trained(batch: dict[str, Tensor], ranks: int, options: dict[str, str]) -> list[str]:
     """Steps of AdamW whose routing changes: rows for one rank only, none at all for another. Bits of two runs."""
     losses, mesh = [], init_mesh("cpu", 60.0, ep=ranks)
-    part, parts = data_part(mesh)
+    part, parts = dp_rank_and_size(mesh)
     mine = {name: x.chunk(parts)[part] for name, x in batch.items()}
     for _ in range(2):
         torch.manual_seed(0)
@@ -294,7 +294,7 @@ def killed_in_exchange(batch: dict[str, Tensor], ranks: int, options: dict[str, 
     """Two good steps; in the third a rank dies when rows are about to be exchanged, for the ``turn``-th time. What the
     others say."""
     mesh = init_mesh("cpu", TIMEOUT, ep=ranks)
-    part, parts = data_part(mesh)
+    part, parts = dp_rank_and_size(mesh)
     mine = {name: x.chunk(parts)[part] for name, x in batch.items()}
     parallel = parallelize(Layer(12), mesh, example_batch=mine, **options)
     for _ in range(2):

@@ -16,7 +16,7 @@ from autopar.ir.mesh import Mesh
 from autopar.models.hf import exact_experts
 from autopar.options import Options
 from autopar.runtime.exec.expert_stats import layers_of_experts
-from autopar.runtime.mesh.process_groups import data_part, init_mesh
+from autopar.runtime.mesh.process_groups import dp_rank_and_size, init_mesh
 from autopar.runtime.training.expert_bias import BIAS
 from tests.experts.test_experts import Layer, routed
 from tests.support.ranks import run_ranks
@@ -52,7 +52,7 @@ def counted(name: str, sizes: dict[str, int], options: dict[str, Any], steps: in
     """After some steps, after an evaluation, and after a reset and one ``model(**batch)`` where there are no parts."""
     model, batch = make(name)
     mesh = init_mesh("cpu", 60.0, **sizes)
-    part, parts = data_part(mesh)
+    part, parts = dp_rank_and_size(mesh)
     mine = {key: x.chunk(parts)[part] for key, x in batch.items()}
     parallel = parallelize(model, mesh, example_batch=mine, exact=True, **options)
     for _ in range(steps):
@@ -112,7 +112,7 @@ def balanced(steps: int) -> list[list[float]]:
     """The bias after each step."""
     model, batch = make("deepseek_v3")
     mesh = init_mesh("cpu", 60.0, ep=2)
-    part, parts = data_part(mesh)
+    part, parts = dp_rank_and_size(mesh)
     mine = {key: x.chunk(parts)[part] for key, x in batch.items()}
     parallel = parallelize(model, mesh, example_batch=mine, exact=True, dispatch="dedup")
     found = []

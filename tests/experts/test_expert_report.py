@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autopar.api import parallelize
 from autopar.report.html.expert_section import heat_map
-from autopar.runtime.mesh.process_groups import data_part, init_mesh
+from autopar.runtime.mesh.process_groups import dp_rank_and_size, init_mesh
 from tests.experts.test_experts import Layer, routed
 from tests.support.ranks import run_ranks
 
@@ -19,7 +19,7 @@ ROW = 4 * 8  # bytes: `Layer` is 4 wide, in float64
 def traced(folder: Path, batch: dict[str, Tensor]) -> int:
     """Bytes of rows that left this rank in the second of two equal steps."""
     model = parallelize(Layer(8), init_mesh("cpu", 60.0, ep=2), example_batch=batch, dispatch="plain")
-    part, parts = data_part(model.mesh)
+    part, parts = dp_rank_and_size(model.mesh)
     model.trace(folder, **{name: x.chunk(parts)[part] for name, x in batch.items()})
     return model.traffic()["ep", "all_to_all_rows"].bytes // 2
 

@@ -24,7 +24,7 @@ from autopar.options import DISPATCHES, Options
 from autopar.passes.autodiff.routed_sizes import routed_sizes
 from autopar.plan import Plan
 from autopar.report.graph_text import format_graph
-from autopar.runtime.mesh.process_groups import data_part, init_mesh
+from autopar.runtime.mesh.process_groups import dp_rank_and_size, init_mesh
 from autopar.testing.harness import MeshRun
 from autopar.testing.reference import eager
 from tests.support.capture_cache import captured_once
@@ -260,7 +260,7 @@ def counted(batch: dict[str, Tensor]) -> None:
     model = Layer(8)
     mesh = init_mesh("cpu", 60.0, ep=2)
     parallel = parallelize(copy.deepcopy(model), mesh, example_batch=batch)
-    part, parts = data_part(mesh)
+    part, parts = dp_rank_and_size(mesh)
     optimizers = [torch.optim.AdamW(module.parameters(), lr=0.1) for module in (model, parallel)]
     for choice in ("any", "one", "lower half", "one", "any"):
         whole = routed(8, 8, 2, choice)
@@ -281,7 +281,7 @@ def test_routing_changes_between_steps() -> None:
 def compiled_code(batch: dict[str, Tensor]) -> str:
     """The refusal."""
     parallel = parallelize(Layer(8), init_mesh("cpu", 60.0, ep=2), example_batch=batch, backend="inductor")
-    part, parts = data_part(parallel.mesh)
+    part, parts = dp_rank_and_size(parallel.mesh)
     try:
         parallel.train_step(**{name: x.chunk(parts)[part] for name, x in batch.items()})
     except ValueError as error:

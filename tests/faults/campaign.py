@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.runtime.checkpoint.checkpoint_dir import checkpoint_at, read_mark
-from autopar.runtime.checkpoint.hf_atomic_write import Draft
+from autopar.runtime.checkpoint.hf_atomic_write import AtomicFolder
 from autopar.runtime.checkpoint.tensor_storage import SavedTensors
 from autopar.runtime.fault import errors as failures
 from tests.faults.cases import ACTIONS, PHASES, SUBJECTS, Case, make_cases, model_of
@@ -70,7 +70,7 @@ class World:
         self._folder = tempfile.TemporaryDirectory(prefix="autopar-faults-")
         self.folder = Path(self._folder.name)
         self._old = {name: torch.zeros_like(value) for name, value in model_of(case.subject).state_dict().items()}
-        with Draft(self.folder / "saved", 1) as draft:
+        with AtomicFolder(self.folder / "saved", 1) as draft:
             draft.add(self._old, {"format": "pt"})
             draft.publish({}, [])
         warm()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ops.mask_spec import Facts
+from autopar.ops.mask_spec import MaskSpec
 
 NO_FACTS: dict[str, Any] = {
     "bias": None, "key_mask": None, "segments": None, "sinks": None, "seed": None, "causal": False, "window": 0,
@@ -104,13 +104,13 @@ def tensors(case: Case, keys: int, dtype: torch.dtype, device: str) -> list[Tens
     return [torch.randn(shape, generator=g).to(device, dtype) for shape in shapes]
 
 
-def facts(case: Case, dtype: torch.dtype, device: str) -> Facts:
+def facts(case: Case, dtype: torch.dtype, device: str) -> MaskSpec:
     """Floating ones in the dtype, all on the device."""
     made = MASKS[case.mask](case, seeded(case))
     for name, x in made.items():
         if isinstance(x, Tensor):
             made[name] = x.to(device, dtype if x.is_floating_point() else x.dtype)
-    return Facts(**{**NO_FACTS, "scale": 1 / math.sqrt(case.width), **made})
+    return MaskSpec(**{**NO_FACTS, "scale": 1 / math.sqrt(case.width), **made})
 
 
 def seeded(case: Case) -> torch.Generator:
@@ -118,7 +118,7 @@ def seeded(case: Case) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(str(case).encode()))
 
 
-def plain_math(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, known: Facts) -> list[Tensor]:
+def plain_math(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, known: MaskSpec) -> list[Tensor]:
     """out, lse and the gradients of q, k, v and, if there is one, of the bias, in float64 and by autograd."""
     given = (q, k, v) if known.bias is None else (q, k, v, known.bias)
     inputs = [x.detach().double().requires_grad_() for x in given]

@@ -12,7 +12,7 @@ from torch import Tensor
 from autopar.ops import kernels
 from autopar.ops.kernels import KERNELS
 from autopar.ops.kernels.chips import chip_of
-from autopar.ops.mask_spec import Facts
+from autopar.ops.mask_spec import MaskSpec
 from tests.gpu_check.attention_cases import NO_FACTS
 from tests.gpu_check.clock import milliseconds
 from tests.gpu_check.processes import Machine
@@ -54,7 +54,7 @@ def taken(name: str, machine: Machine) -> Row:
     return Row(WHAT, name, OK, took[chosen] / min(took.values()), "of the fastest", f"{chosen}; {times}")
 
 
-def problem(name: str, machine: Machine) -> tuple[Tensor, Tensor, Tensor, Tensor, Facts]:
+def problem(name: str, machine: Machine) -> tuple[Tensor, Tensor, Tensor, Tensor, MaskSpec]:
     """q, k, v, grad and facts: long on a GPU, short on a CPU."""
     width, values, heads, key_heads, mask = PROBLEMS[name]
     batch, length = (2, 2048) if machine.is_gpu else (1, 16)
@@ -63,10 +63,10 @@ def problem(name: str, machine: Machine) -> tuple[Tensor, Tensor, Tensor, Tensor
     if not mask:
         ends = torch.linspace(length // 2, length, batch, device=machine.device)[:, None]
         mask = {"key_mask": torch.arange(length, device=machine.device) < ends}
-    return (*made, Facts(**{**NO_FACTS, "scale": width**-0.5, **mask}))  # type: ignore[return-value]
+    return (*made, MaskSpec(**{**NO_FACTS, "scale": width**-0.5, **mask}))  # type: ignore[return-value]
 
 
-def both_ways(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, known: Facts) -> None:
+def both_ways(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, known: MaskSpec) -> None:
     """As in a step."""
     out, lse = kernels.forward(q, k, v, known)
     kernels.backward(grad, q, k, v, out.to(q.dtype), lse, known, False)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import autopar
-from autopar.ac_policies import CHECKPOINTS, HOST
+from autopar.ac_policies import AC_POLICIES, HOST
 from autopar.cost.memory import memory
 from autopar.models.tiny import TINY
 from tests.benchmarks.common import Workload
@@ -34,7 +34,7 @@ def checks(machine: Machine) -> list[Check]:
 def one_model(name: str, machine: Machine) -> Iterator[Row]:
     """With dropout."""
     warnings.filterwarnings("ignore")
-    CHECKPOINTS.add(EVERYTHING, lambda value: HOST)
+    AC_POLICIES.add(EVERYTHING, lambda value: HOST)
     what, mesh = f"{name} offload", autopar.init_mesh(machine.device, dp=1)
     for case, options in {
         "values": {"checkpoint": EVERYTHING},

@@ -9,7 +9,7 @@ import pytest
 
 from autopar.cli.main import COMMANDS
 from autopar.cli.show_command import LEVELS
-from autopar.passes.partition.lower_to_local import LocalizeShapes
+from autopar.passes.partition.lower_to_local import LowerToLocal
 from autopar.passes.partition.propagate_placements import PropagatePlacements
 from autopar.passes.pipelines import GLOBAL_PASSES
 
@@ -62,5 +62,5 @@ assert not models, f"another release may lack one, and each takes its time: {mod
 
 def test_levels_are_those_of_the_passes() -> None:
     assert [LEVELS["global"], LEVELS["typed"], LEVELS["local"]] == [
-        GLOBAL_PASSES[-1].name, PropagatePlacements.name, LocalizeShapes.name,
+        GLOBAL_PASSES[-1].name, PropagatePlacements.name, LowerToLocal.name,
     ]  # fmt: skip

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from autopar import api
 from autopar.cache.compile_cache import stored_step
-from autopar.cache.disk_cache import EntryFolder
+from autopar.cache.disk_cache import DiskCache
 from autopar.cache.library_versions import changed_autopar
 from autopar.cache.step_codec import StoredStep, step_of_sections, step_sections
 from autopar.ir.mesh import Mesh
@@ -164,7 +164,7 @@ def test_one_of_two_ranks_compiles() -> None:
 
 
 def test_a_rank_compiles_what_no_other_was_asked_for(tmp_path: Path) -> None:
-    step = partial(by_one, stored_step, step_sections, step_of_sections, EntryFolder(tmp_path))
+    step = partial(by_one, stored_step, step_sections, step_of_sections, DiskCache(tmp_path))
     first, second, batch = step(0, count()), step(1, count()), numbers()
 
     def read(ask: Callable[..., Any], options: Options, kind: type = Net) -> bool:

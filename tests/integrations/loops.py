@@ -91,7 +91,7 @@ def trained(
     """What a trainer logs; on a mesh, or in one process without one."""
     with as_started(), LiftFloat32() if exact else contextlib.nullcontext():
         mesh = autopar.init_mesh("cpu", **sizes) if sizes is not None else None
-        parts = autopar.data_part(mesh)[1] if mesh is not None else 1
+        parts = autopar.dp_rank_and_size(mesh)[1] if mesh is not None else 1
         how: dict[str, Any] = {
             "model": llama() if model is None else model(),
             "args": arguments(folder, parts, **changes),

@@ -31,7 +31,7 @@ def loop(sizes: Sizes | None, folder: str, first: int, last: int, zero: int = 0)
             accelerator: Any = accelerate.Accelerator(**how)
         else:
             mesh = autopar.init_mesh("cpu", **sizes)
-            parts = autopar.data_part(mesh)[1]
+            parts = autopar.dp_rank_and_size(mesh)[1]
             accelerator = integrations.Accelerator(mesh=mesh, options={"exact": True, "zero": zero}, **how)
         torch.manual_seed(1)
         model = llama()
@@ -59,7 +59,7 @@ def loop(sizes: Sizes | None, folder: str, first: int, last: int, zero: int = 0)
                 losses.append(float(loss))
                 rates.append(schedule.get_last_lr()[0])
         accelerator.save_state(folder)
-        numbers = torch.arange(autopar.data_part(mesh)[0], 8, parts) if sizes is not None else torch.arange(8)
+        numbers = torch.arange(autopar.dp_rank_and_size(mesh)[0], 8, parts) if sizes is not None else torch.arange(8)
         weights = accelerator.get_state_dict(model)
         how = {"is_main_process": accelerator.is_main_process, "save_function": accelerator.save}
         accelerator.unwrap_model(model).save_pretrained(f"{folder}/hf", state_dict=weights, **how)

@@ -41,7 +41,7 @@ def batch() -> dict[str, torch.Tensor]:
 def tuned(sizes: Sizes, folder: str) -> list[float]:
     """Three steps, saved; what is loaded from there is what was saved."""
     mesh = autopar.init_mesh("cpu", **sizes)
-    part, parts = autopar.data_part(mesh)
+    part, parts = autopar.dp_rank_and_size(mesh)
     model = autopar.parallelize(lora(), mesh, exact=True)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     mine, losses = {name: x.chunk(parts)[part] for name, x in batch().items()}, []

@@ -105,7 +105,7 @@ def test_in_bfloat16_with_activation_checkpoints(tmp_path: Path) -> None:
     assert 1e-6 < worst["loss"] < 0.02 and worst["grad_norm"] < 0.05
 
 
-class Smoothed(integrations.OnMesh, transformers.Trainer):
+class Smoothed(integrations.MeshTrainerMixin, transformers.Trainer):
     """A loss of its own, of the outputs."""
 
     loss_is_scaled_for_ga = False
@@ -201,7 +201,7 @@ def ragged(sizes: dict[str, int] | None, folder: str) -> list[dict[str, float]]:
 
     given = {"train_dataset": data(80, 1), "eval_dataset": data(10, 2), "data_collator": collated}
     given |= {"compute_metrics": None}
-    options = {"shapes": autopar.Buckets(lengths=(8, 16))} if sizes else {}
+    options = {"shapes": autopar.PaddingBuckets(lengths=(8, 16))} if sizes else {}
     return trained(sizes, folder, one_layer, given=given, options=options, max_steps=2, save_strategy="no")
 
 
@@ -237,11 +237,11 @@ class Slow(transformers.Trainer):
         return super().training_step(*args, **kwargs) * 1
 
 
-class FrontOfLoss(integrations.OnMesh, Weighted):
+class FrontOfLoss(integrations.MeshTrainerMixin, Weighted):
     pass
 
 
-class FrontOfStep(integrations.OnMesh, Slow):
+class FrontOfStep(integrations.MeshTrainerMixin, Slow):
     pass
 
 

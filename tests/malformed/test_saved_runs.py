@@ -23,7 +23,7 @@ from torch import Tensor
 import autopar
 from autopar.runtime.checkpoint.checkpoint_dir import MARK
 from autopar.runtime.checkpoint.tensor_storage import SavedTensors
-from autopar.runtime.fault.error_propagation import SavedStateError
+from autopar.runtime.fault.error_propagation import CheckpointError
 from tests.malformed.judge import JSON, broken, unclear
 from tests.support.ranks import run_ranks
 from tests.support.runs import Run
@@ -179,7 +179,7 @@ def attacked(folder: str) -> list[str]:
         said = ""
         try:
             load(path)
-        except (ValueError, SavedStateError) as error:
+        except (ValueError, CheckpointError) as error:
             said = unclear(str(error))
         except Exception as error:
             said = f"raised {type(error).__name__}: {str(error)[:200]}"
@@ -276,7 +276,7 @@ def attacked(folder: str) -> list[str]:
 
     # what one rank alone sees
     def fails(*_: Any) -> None:
-        raise SavedStateError("load: a disk has changed them")
+        raise CheckpointError("load: a disk has changed them")
 
     for method in ("check_data", "check"):
         with patch.object(SavedTensors, method, fails if rank == 1 else getattr(SavedTensors, method)):

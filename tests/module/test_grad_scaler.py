@@ -45,7 +45,7 @@ def model_for(sizes: dict[str, int]) -> Overflowing:
 def scaled_loop(sizes: dict[str, int], options: dict[str, Any], clip: bool, by_hand: bool) -> Found:
     """Four steps on a rank, of which the third overflows on one dp rank."""
     model, mesh = model_for(sizes), autopar.init_mesh("cpu", 30.0, **sizes)
-    at, count = autopar.data_part(mesh)
+    at, count = autopar.dp_rank_and_size(mesh)
     parts = [x.chunk(count)[at] for x in scaled_batches()]
     parallel = autopar.parallelize(model, mesh, example_batch={"x": parts[0]}, precision="fp16", **options)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)

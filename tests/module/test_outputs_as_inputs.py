@@ -61,7 +61,7 @@ def steps(student: Any, teacher: Any, x: Tensor, on_mesh: bool) -> tuple[float, 
 
 def on_a_mesh(sizes: dict[str, int]) -> tuple[float, Tensor, str]:
     mesh = autopar.init_mesh("cpu", 30.0, **sizes)
-    part, parts = autopar.data_part(mesh)
+    part, parts = autopar.dp_rank_and_size(mesh)
     x = whole_batch().chunk(parts)[part]
     teacher = autopar.parallelize(Teacher().double(), mesh, example_batch={"x": x})
     example = {"x": x, "hidden": torch.zeros(len(x), 8).double(), "logits": torch.zeros(len(x), 4).double()}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.lift_to_float64 import LiftFloat32
-from autopar.runtime.inputs.padding import IGNORED, Buckets, asked_shapes
+from autopar.runtime.inputs.padding import IGNORED, PaddingBuckets, asked_shapes
 from tests.support.ranks import run_ranks
 from tests.support.subjects import tiny
 
@@ -56,7 +56,7 @@ def _steps(
     """Steps, each with (rows, tokens) of every data rank; how many training steps were compiled."""
     model, _ = tiny(name.removeprefix("masked "), layers=1)
     mesh = autopar.init_mesh("cpu", 60.0, **sizes)
-    at, parts = autopar.data_part(mesh)
+    at, parts = autopar.dp_rank_and_size(mesh)
     parallel = autopar.parallelize(model, mesh, exact=True, shapes=shapes, **options)
     for seed, step in enumerate(steps):
         batches = [batch_of(name, *shape, 100 * seed + i) for i, shape in enumerate(step)]
@@ -76,8 +76,8 @@ RAGGED = [[(2, 40), (2, 61)], [(2, 100), (2, 7)], [(2, 64), (2, 64)], [(1, 30), 
 LESS = [[(2, 9), (2, 14)], [(2, 25), (2, 7)], [(1, 13), (2, 16)], [(2, 22), (1, 32)]]
 WHOLE = [[(2, 37)], [(2, 61)], [(2, 100)], [(1, 12)]]
 SHORT = [[(2, 10), (2, 13)], [(2, 17), (2, 4)], [(1, 7), (2, 16)]]
-SMALL = Buckets(lengths=(16, 32))
-UNCHECKED = Buckets(lengths=(16, 32), check=False)
+SMALL = PaddingBuckets(lengths=(16, 32))
+UNCHECKED = PaddingBuckets(lengths=(16, 32), check=False)
 ALONE = [step[:1] for step in SHORT]
 
 
@@ -203,8 +203,8 @@ def _refused(norm: bool, extra: bool, shapes: Any) -> str:
         (False, False, "bucket", "padding changes the loss of Pooled"),
         (True, False, "bucket", "a BatchNorm1d averages over all rows and tokens"),
         (False, True, "bucket", "needs to know how input extra of [4, 20] is padded"),
-        (False, False, Buckets(lengths=(16,)), "20 tokens are more than the longest of lengths=(16,)"),
-        (False, False, Buckets(lengths=(20, 32)), ""),
+        (False, False, PaddingBuckets(lengths=(16,)), "20 tokens are more than the longest of lengths=(16,)"),
+        (False, False, PaddingBuckets(lengths=(20, 32)), ""),
     ],
 )
 def test_what_padding_would_change_is_refused_on_all_ranks(norm: bool, extra: bool, shapes: Any, said: str) -> None:
@@ -220,12 +220,12 @@ def test_unknown_shapes_are_refused(asked: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         asked_shapes(asked)
     with pytest.raises(ValueError, match="ascending whole numbers"):
-        Buckets(lengths=(64, 32))
+        PaddingBuckets(lengths=(64, 32))
 
 
 def test_lengths() -> None:
-    buckets = Buckets()
+    buckets = PaddingBuckets()
     assert [buckets.length(n) for n in (1, 64, 65, 128, 1000)] == [64, 64, 128, 128, 1024]
     assert buckets.length(1000, limit=1000) == 1000 and buckets.length(1100, limit=1000) == 2048
     assert buckets.length(65, unit=12) == 132 and buckets.length(5, unit=1, limit=32) == 32
-    assert Buckets(lengths=(100, 200)).length(101) == 200
+    assert PaddingBuckets(lengths=(100, 200)).length(101) == 200

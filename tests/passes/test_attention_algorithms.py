@@ -15,7 +15,7 @@ from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.attention.exchanges import Expected, Sent
 from autopar.attention.layouts import CONTIGUOUS, ZIGZAG, Blocks
 from autopar.attention.problem import Mask, Problem
-from autopar.ops.mask_spec import Facts
+from autopar.ops.mask_spec import MaskSpec
 from autopar.testing.attention_ranks import (
     AttentionFound,
     Case,
@@ -366,6 +366,6 @@ def test_meta_tensors_make_the_same_exchanges(name: str) -> None:
         assert (found.q.shape, found.k.shape, found.v.shape) == (q.shape, k.shape, v.shape)
 
 
-def on_meta(facts: Facts) -> Facts:
+def on_meta(facts: MaskSpec) -> MaskSpec:
     tensors: dict[str, Any] = {n: x.to("meta") for n, x in vars(facts).items() if isinstance(x, Tensor)}
     return dataclasses.replace(facts, **tensors, index=[x.to("meta") for x in facts.index])

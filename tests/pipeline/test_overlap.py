@@ -25,7 +25,7 @@ from autopar.options import Options
 from autopar.runtime.comm import collectives
 from autopar.runtime.exec.executor import Executor
 from autopar.runtime.exec.instructions import Entry, Instruction
-from autopar.runtime.exec.overlapped_fb import PairedEntries, with_cells
+from autopar.runtime.exec.overlapped_fb import OverlappedEntries, with_cells
 from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from autopar.schedule.order import Action, Order
 from autopar.schedule.request import SCHEDULES, Request
@@ -76,7 +76,7 @@ def both_ways(cell: Cell) -> tuple[list[str], list[list[str]], int]:
     groups, bits, order, cells = Groups(init_mesh("cpu", 30.0, **cell.mesh.sizes)), [], [], 0
     for made in (inherited(cell), unpaired(inherited(cell))):
         executor = Executor(made, groups)
-        cells += sum(isinstance(one, PairedEntries) for runs in executor._runs for one in runs)
+        cells += sum(isinstance(one, OverlappedEntries) for runs in executor._runs for one in runs)
         with noted() as found:
             result = executor.run_step(values_of(made, cell.name, groups))
         values = [*result.losses, *(result.gradients[name] for name in sorted(result.gradients))]
@@ -160,7 +160,7 @@ def dies(cell: Cell, victim: int, turn: int) -> str:
     executor, turns = Executor(made, groups), itertools.count(1)
     values = values_of(made, cell.name, groups)
     executor.run_step(values)
-    run, exchange = PairedEntries.run, dist.all_to_all_single
+    run, exchange = OverlappedEntries.run, dist.all_to_all_single
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         if next(turns) == turn:
@@ -175,7 +175,7 @@ def dies(cell: Cell, victim: int, turn: int) -> str:
             dist.all_to_all_single = exchange
 
     if dist.get_rank() == victim:
-        PairedEntries.run = within  # type: ignore[method-assign]
+        OverlappedEntries.run = within  # type: ignore[method-assign]
     try:
         executor.run_step(values)
     except RuntimeError as error:
@@ -236,7 +236,7 @@ def test_what_takes_from_each_other_does_not_take_turns() -> None:
     (bound,) = [type("Paused", (), {"paused": print})()]
     for back, turns in (([3], True), ([1], False), ([0], True)):  # of nobody; of the first half; what both are given
         found = with_cells([entry("0F1&", [0], [1], bound), entry("0BW0", back, [2])])
-        assert [isinstance(one, PairedEntries) for one in found] == ([True] if turns else [False, False])
+        assert [isinstance(one, OverlappedEntries) for one in found] == ([True] if turns else [False, False])
     assert len(with_cells([entry("0F1&", [0], [1]), entry("0BW0", [3], [2])])) == 2  # nobody pauses
 
 
@@ -244,7 +244,7 @@ def test_what_both_read_stays_until_the_end() -> None:
     first, second = Entry(Action.parse("0F1&")), Entry(Action.parse("0BW0"))
     first.does = [Instruction(lambda x: x, [0], [1]), Instruction(lambda x: x, [0], [2], dead=[0])]
     second.does = [Instruction(lambda x: x, [0], [3], dead=[0])]
-    cell, slots = PairedEntries([first], second), [torch.ones(1), None, None, None]
+    cell, slots = OverlappedEntries([first], second), [torch.ones(1), None, None, None]
     for one in (*first.does, *second.does):
         one.stores = [(0, one.writes[0])]
     cell.run(slots)

@@ -9,7 +9,7 @@ import pytest
 
 from autopar.ir.storages import storage_bytes
 from autopar.models.tiny import TINY
-from autopar.schedule.order import Hop, Order
+from autopar.schedule.order import Order, P2PEdge
 from autopar.schedule.request import SCHEDULES
 from autopar.schedule.simulate import simulate
 from autopar.steps.graphs import Stage, StepGraph
@@ -61,7 +61,7 @@ def test_bytes_over_every_boundary_follow_the_formula(cell: Cell) -> None:
         assert [found.traffic["pp", "send"].bytes for found in ranks] == expected, name
 
 
-def size(hop: Hop) -> int:
+def size(hop: P2PEdge) -> int:
     assert hop.gradient, f"{hop.value} has no gradient, which the formula counts"
     return sum(math.prod(shape) for shape in hop.shapes) * hop.dtype.itemsize
 

@@ -109,7 +109,7 @@ def trained(model: Any, way: Callable[[Any], list[float]], step_of: Callable[[di
 def worst(sizes: dict[str, int], options: dict[str, Any]) -> dict[str, float]:
     """The largest difference from one process, by way."""
     mesh, out = autopar.init_mesh("cpu", 30.0, **sizes), {}
-    part, parts = autopar.data_part(mesh)
+    part, parts = autopar.dp_rank_and_size(mesh)
 
     def mine(step: int) -> dict[str, Tensor]:
         return {name: x.chunk(parts)[part] for name, x in batch(step).items()}

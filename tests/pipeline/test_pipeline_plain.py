@@ -156,7 +156,7 @@ def layer_gathers(options: dict[str, Any]) -> list[tuple[float, dict[str, int], 
     """On a rank, with gathers once per step and for each use: the error of a step; how often parameters were gathered
     and gradients reduced over dp; the norm before clipping, that of one process, and the norm afterwards."""
     mesh, model, found = init_mesh(pp=2, dp=2), Tied(), []
-    part, parts = autopar.data_part(mesh)
+    part, parts = autopar.dp_rank_and_size(mesh)
     mine = {k: v.chunk(parts)[part] for k, v in batch().items()}
     model(**batch()).backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autopar.schedule.dependencies import Dependencies
 from autopar.schedule.lowering import lower
-from autopar.schedule.order import COMPUTE, TRANSFERS, Action, Hop, Order, ScheduleError, parse_row, row_text
+from autopar.schedule.order import COMPUTE, TRANSFERS, Action, Order, P2PEdge, ScheduleError, parse_row, row_text
 from autopar.schedule.order_checks import channels, counterpart, validate
 from autopar.schedule.request import Costs
 from autopar.schedule.simulate import simulate
@@ -66,7 +66,7 @@ def test_what_is_no_action(text: str) -> None:
 
 
 def test_order_as_json() -> None:
-    order = lower(order_of(TWO_RANKS), [Hop("x", 0, 1)], gathers={0}, reductions={1})
+    order = lower(order_of(TWO_RANKS), [P2PEdge("x", 0, 1)], gathers={0}, reductions={1})
     assert Order.from_json(order.to_json()) == order
     with pytest.raises(ValueError, match=r"expected the JSON of an order: .* found no 'ranks'"):
         Order.from_json('{"name": "x"}')
@@ -204,7 +204,7 @@ def test_fused_and_unfused_cells() -> None:
 
 
 def test_gathers_and_reductions_take_the_time_of_the_costs() -> None:
-    order = lower(order_of(TWO_RANKS), [Hop("x", 0, 1)], gathers={0}, reductions={0, 1})
+    order = lower(order_of(TWO_RANKS), [P2PEdge("x", 0, 1)], gathers={0}, reductions={0, 1})
     assert rows_of(order)[0].startswith("0G 0F0") and rows_of(order)[0].endswith("0BW1 0R")
     free, costly = simulate(order), simulate(order, Costs(G=1.0, R=(0.5, 0.25)))
     assert costly.makespan == free.makespan + 1.5 and costly.busy[1] == free.busy[1] + 0.25
@@ -229,7 +229,7 @@ def test_timeline_as_text() -> None:
 
 def test_lowering_of_two_ranks() -> None:
     """The example in the docstring."""
-    order = lower(order_of(TWO_RANKS), [Hop("x", 0, 1), Hop("y", 0, 1, gradient=False)])
+    order = lower(order_of(TWO_RANKS), [P2PEdge("x", 0, 1), P2PEdge("y", 0, 1, gradient=False)])
     assert rows_of(order) == [
         "0F0 0SF0>1 0RB0<1 0F1 0SF1>1 0RB1<1 0BW0 0BW1",
         "1RF0<0 1F0 1RF1<0 1BW0 1SB0>0 1F1 1BW1 1SB1>0",
@@ -238,14 +238,14 @@ def test_lowering_of_two_ranks() -> None:
 
 
 def test_without_gradient_nothing_comes_back() -> None:
-    order = lower(order_of(TWO_RANKS), [Hop("x", 0, 1, gradient=False)])
+    order = lower(order_of(TWO_RANKS), [P2PEdge("x", 0, 1, gradient=False)])
     assert not {"SB", "RB"} & {action.kind for row in order.ranks for action in row}
 
 
 def test_skips_go_straight_and_one_rank_needs_no_transfer() -> None:
     """Parts 0 and 3 are on rank 0: the skip 0 -> 3 stays there; 0 -> 2 passes rank 1's part 1 by."""
     order = order_of(["0F0 3F0 3BW0 0BW0", "1F0 2F0 2BW0 1BW0"], rank_of=(0, 1, 1, 0))
-    hops = [Hop("x", 0, 1), Hop("x", 0, 2), Hop("z", 0, 3), Hop("y", 2, 3), Hop("w", 1, 2)]
+    hops = [P2PEdge("x", 0, 1), P2PEdge("x", 0, 2), P2PEdge("z", 0, 3), P2PEdge("y", 2, 3), P2PEdge("w", 1, 2)]
     assert rows_of(lower(order, hops)) == [
         "3RF0<2 0F0 0SF0>1 0SF0>2 3F0 0RB0<2 0RB0<1 3BW0 3SB0>2 0BW0",
         "1RF0<0 2RF0<0 1F0 2RB0<3 2F0 2SF0>3 2BW0 2SB0>0 1BW0 1SB0>0",
@@ -260,13 +260,13 @@ def test_receives_follow_the_sends_of_their_channel() -> None:
     with pytest.raises(ScheduleError, match="deadlock"):
         simulate(order)
     rows = ["0F0 0F1 2F1 2F0 2BW0 2BW1 0BW0 0BW1", "1F1 1F0 3F0 3F1 3BW0 3BW1 1BW0 1BW1"]
-    order = lower(order_of(rows, rank_of=(0, 1, 0, 1)), [Hop("x", i, i + 1) for i in range(3)])
+    order = lower(order_of(rows, rank_of=(0, 1, 0, 1)), [P2PEdge("x", i, i + 1) for i in range(3)])
     assert rows_of(order)[1].startswith("1RF0<0 1RF1<0 1F1")
     simulate(order)
 
 
 def test_transfers_that_do_not_match_are_errors() -> None:
-    rows = rows_of(lower(order_of(TWO_RANKS), [Hop("x", 0, 1)]))
+    rows = rows_of(lower(order_of(TWO_RANKS), [P2PEdge("x", 0, 1)]))
     missing = order_of([rows[0], rows[1].replace("1SB1>0", "")])
     with pytest.raises(ScheduleError, match="0RB1<1 has no other end"):
         simulate(missing)
@@ -281,7 +281,7 @@ def test_transfers_that_do_not_match_are_errors() -> None:
 
 
 def test_a_send_inside_a_cell_leaves_when_its_half_is_done() -> None:
-    order = lower(order_of(["0F0 0F1&0BW0 0BW1", "1F0 1BW0 1F1 1BW1"]), [Hop("x", 0, 1)])
+    order = lower(order_of(["0F0 0F1&0BW0 0BW1", "1F0 1BW0 1F1 1BW1"]), [P2PEdge("x", 0, 1)])
     assert "0F1&0SF1>1 0BW0" in rows_of(order)[0]
     for fused in (True, False):
         timeline = simulate(order, Costs(comm=0.5), fused=fused)
@@ -292,11 +292,11 @@ def test_a_send_inside_a_cell_leaves_when_its_half_is_done() -> None:
 
 def test_lowering_needs_a_complete_order() -> None:
     with pytest.raises(ScheduleError, match="needs F and BW"):
-        lower(order_of(["0F0 0BW0", "1F0"]), [Hop("x", 0, 1)])
+        lower(order_of(["0F0 0BW0", "1F0"]), [P2PEdge("x", 0, 1)])
 
 
 def test_channels_and_counterparts() -> None:
-    order = lower(order_of(TWO_RANKS), [Hop("x", 0, 1)])
+    order = lower(order_of(TWO_RANKS), [P2PEdge("x", 0, 1)])
     assert {channel: len(sends) for channel, (sends, _) in channels(order).items()} == {(0, 1): 2, (1, 0): 2}
     assert all(counterpart(counterpart(a)) == a for row in order.ranks for a in row if a.kind in TRANSFERS)
 

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from autopar.capture.front_end import capture
 from autopar.compile import stage_dedup
 from autopar.compile.model import compile_graph, compile_model
-from autopar.compile.stage_dedup import KnownParts
+from autopar.compile.stage_dedup import KnownStages
 from autopar.ir.graph import copy_graph
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
@@ -91,7 +91,7 @@ def test_copies(cell: str, monkeypatch: pytest.MonkeyPatch, layers: int = 0) -> 
     compiled = twice(cell, layers)
     found = next(compiled)
     assert len(copied) == CELLS[cell][-1]
-    monkeypatch.setattr(KnownParts, "stage", lambda self, part, make, how: make())
+    monkeypatch.setattr(KnownStages, "stage", lambda self, part, make, how: make())
     each = next(compiled)
     made = [step for part in copied for step in steps_of(part)]
     assert not any("graph" in vars(step) for step in made), "a copy is made by who asks for it"

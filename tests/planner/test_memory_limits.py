@@ -89,7 +89,7 @@ def _gradients(parallel: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tenso
 
 
 def _own_part(mesh: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    index, count = autopar.data_part(mesh)
+    index, count = autopar.dp_rank_and_size(mesh)
     return {key: x.chunk(count)[index].clone() for key, x in batch.items()}
 
 

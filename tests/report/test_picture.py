@@ -23,7 +23,7 @@ from autopar.report.schedule_grid import grid, sequence
 from autopar.report.schedule_summary import compare, run_schedule, sent, timeline_facts
 from autopar.report.svg import ticks
 from autopar.schedule.lowering import lower
-from autopar.schedule.order import Action, Hop, parse_row
+from autopar.schedule.order import Action, P2PEdge, parse_row
 from autopar.schedule.request import SCHEDULES, Costs, Request
 from autopar.schedule.simulate import Timeline, simulate
 
@@ -225,7 +225,7 @@ def test_a_simulated_trace(name: str) -> None:
 
 def test_a_measured_trace_shows_its_transfers() -> None:
     """Events of a lowered order, with transfers that take time and threads of their own."""
-    hops = [Hop("x", part, part + 1) for part in range(3)]
+    hops = [P2PEdge("x", part, part + 1) for part in range(3)]
     order = lower(made("1f1b").order, hops)
     timeline = simulate(order, MS)
     all_of_it = [

@@ -26,7 +26,7 @@ from autopar.ir.placement import Shard
 from autopar.ir.signature import InputSpec, OutputSpec
 from autopar.options import Options
 from autopar.schedule.lowering import lower
-from autopar.schedule.order import Hop, Order
+from autopar.schedule.order import Order, P2PEdge
 from autopar.schedule.request import SCHEDULES, Request
 from autopar.schedule.simulate import simulate
 from autopar.steps.graphs import Pipeline, Prologue, Stage, StepGraph
@@ -139,12 +139,12 @@ def _fixed(run: Callable[..., Any], count: int) -> Callable[..., Any]:
     }[count]
 
 
-def hops_of(case: Case) -> list[Hop]:
+def hops_of(case: Case) -> list[P2PEdge]:
     shape = ((case.rows, WIDTH),)
-    found = [Hop(f"h{k}", k, k + 1, True, shape, torch.float64) for k in range(case.parts - 1)]
+    found = [P2PEdge(f"h{k}", k, k + 1, True, shape, torch.float64) for k in range(case.parts - 1)]
     at = 1 if case.way == "relay" else 0
     for part in (p for p in case.skips if p > 1):
-        found.append(Hop("h0", at, part, True, shape, torch.float64))
+        found.append(P2PEdge("h0", at, part, True, shape, torch.float64))
         at = 0 if case.way == "star" else part
     return found
 

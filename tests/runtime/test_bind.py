@@ -21,7 +21,7 @@ from autopar.adapters.distributed import ALL_GATHER, REDUCE_SCATTER
 from autopar.ir.placement import PARTIAL, Shard, join, piece
 from autopar.runtime.comm.collectives import Traffic
 from autopar.runtime.exec.lowering import bind
-from autopar.runtime.fault.errors import reporting
+from autopar.runtime.fault.errors import error_context
 from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from tests.support.ranks import close_pools, rank_outcomes, run_ranks
 
@@ -301,7 +301,7 @@ def test_traffic_is_the_formula_and_what_was_called() -> None:
 def reduce_with(rank: int, what: str) -> str:
     groups = Groups(init_mesh(dp=2, tp=2, timeout=3))
     bound = bind(graph_of([(4, 4), (4, 4)], layers), groups)
-    with reporting():
+    with error_context():
         if groups.rank == rank and what == "exit":
             os._exit(3)
         if groups.rank == rank and what == "raise":

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar.runtime.checkpoint import hf_atomic_write, hf_files
-from autopar.runtime.checkpoint.hf_atomic_write import INDEX, PART, SINGLE, Draft
+from autopar.runtime.checkpoint.hf_atomic_write import INDEX, PART, SINGLE, AtomicFolder
 
 OPERATIONS = ("fsync", "link", "mkdir", "rename", "replace", "rmdir", "unlink")
 CONFIG = LlamaConfig(
@@ -78,7 +78,7 @@ def save(folder: Path, value: float, parts: int, config: LlamaConfig = CONFIG) -
     names = list(shapes)
     groups = [names] if parts == 1 else [names[:MIDDLE], names[MIDDLE:]]
     files: dict[str, str] = {}
-    with Draft(folder, parts) as draft:
+    with AtomicFolder(folder, parts) as draft:
         for group in groups:
             tensors = {n: torch.full(shapes[n], value) for n in group}
             files |= dict.fromkeys(group, draft.add(tensors, {"format": "pt"}))
@@ -184,7 +184,7 @@ def test_a_config_that_names_its_weights(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "transformers_weights": "other.safetensors"}))
     assert read_by_transformers(tmp_path) == read_by_us(tmp_path) == 1.0
-    with Draft(tmp_path, 1) as draft:
+    with AtomicFolder(tmp_path, 1) as draft:
         draft.add({n: torch.full(s, 2.0) for n, s in SHAPES.items()}, {"format": "pt"})
         draft.publish({}, [])
     assert read_by_transformers(tmp_path) == read_by_us(tmp_path) == 2.0
@@ -197,7 +197,7 @@ def test_a_config_that_names_its_weights(tmp_path: Path) -> None:
 def test_an_error_keeps_the_old_one(tmp_path: Path) -> None:
     save(tmp_path, 1.0, 2)
     before = state_of(tmp_path)
-    with pytest.raises(KeyError), Draft(tmp_path, 1) as draft:
+    with pytest.raises(KeyError), AtomicFolder(tmp_path, 1) as draft:
         draft.add({"x": torch.zeros(2)}, {})
         raise KeyError("another rank died")
     assert state_of(tmp_path) == before and read(tmp_path) == 1.0

@@ -25,7 +25,7 @@ from autopar.runtime.comm import functional_collectives
 from autopar.runtime.comm.collectives import Traffic
 from autopar.runtime.comm.context_parallel_comm import AxisComm
 from autopar.runtime.exec.lowering import bind
-from autopar.runtime.fault.errors import reporting
+from autopar.runtime.fault.errors import error_context
 from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from autopar.testing.attention_ranks import Case, attend_and_differentiate, cut, on_the_whole
 from tests.runtime.test_bind import graph_of
@@ -247,7 +247,7 @@ def test_compiled_graphs_run_the_algorithms() -> None:
 
 def lose(rank: int) -> str:
     ends = AxisComm(Groups(init_mesh("cpu", 3.0, cp=4)), "cp", "context_attention_7, ring")
-    with reporting():
+    with error_context():
         try:
             for step in range(20):
                 if ends.rank == rank and step == 3:

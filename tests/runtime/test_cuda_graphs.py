@@ -20,7 +20,7 @@ from autopar.runtime.comm.collectives import Ledger, add_ledgers, ledger_between
 from autopar.runtime.exec import cuda_graphs, executor
 from autopar.runtime.exec.cuda_graphs import MOVES, WARM_UP, why_not
 from autopar.runtime.exec.step_result import Result
-from autopar.runtime.exec.value_checks import NoteWatch
+from autopar.runtime.exec.value_checks import ValueChecks
 from tests.support.compile_cache import compiled_once
 from tests.support.plain_models import Net, Normed, Tied, WithDropout, build, images, numbers, part, put, tokens
 from tests.support.ranks import run_ranks
@@ -65,7 +65,7 @@ def _tensors(result: Result) -> list[Tensor]:
 
 def noted(values: Tensor, low: float, high: float, text: str, fatal: bool = True) -> None:
     """As on a GPU, where nobody knows yet whether the values are right."""
-    value_checks._notes.append(value_checks.Note(torch.stack(torch.aminmax(values)), low, high, text, fatal))
+    value_checks._notes.append(value_checks.ValueNote(torch.stack(torch.aminmax(values)), low, high, text, fatal))
 
 
 @contextmanager
@@ -240,14 +240,14 @@ def test_a_step_that_reads_values_is_not_recorded() -> None:
 @contextmanager
 def sent_notes() -> Iterator[list[list[list[float]]]]:
     """The ranges that each step has noted."""
-    found, send = list[list[list[float]]](), NoteWatch._send
+    found, send = list[list[list[float]]](), ValueChecks._send
 
-    def sent(self: NoteWatch, notes: list[value_checks.Note], step: int) -> Any:
+    def sent(self: ValueChecks, notes: list[value_checks.ValueNote], step: int) -> Any:
         found.append([note.extremes.tolist() for note in notes])
         return send(self, notes, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NoteWatch, "_send", sent)
+        patch.setattr(ValueChecks, "_send", sent)
         yield found
 
 

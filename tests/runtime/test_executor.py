@@ -12,7 +12,7 @@ from torch import Tensor
 from autopar.ir.signature import InputSpec, OutputSpec
 from autopar.runtime.comm.collectives import Traffic
 from autopar.runtime.exec.executor import Executor
-from autopar.runtime.exec.lowering import Bound
+from autopar.runtime.exec.lowering import Lowered
 from autopar.runtime.exec.slots import Values
 from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from autopar.schedule.request import SCHEDULES, Request
@@ -109,15 +109,15 @@ def train_rehearsed(case: Case, schedule: str) -> dict[str, Any]:
     begun: list[str] = []
     ran = dict.fromkeys((id(b) for entry in executor.program.entries for b in entry.runs), 0)
     with pytest.MonkeyPatch.context() as patched:
-        link, run = groups.link, Bound.__call__
+        link, run = groups.link, Lowered.__call__
         patched.setattr(groups, "link", lambda *ends: (begun.append(str(ends)), link(*ends))[1])
 
-        def counted(bound: Bound, inputs: list[Any]) -> tuple[Any, ...]:
+        def counted(bound: Lowered, inputs: list[Any]) -> tuple[Any, ...]:
             if not begun:
                 ran[id(bound)] += 1
             return run(bound, inputs)
 
-        patched.setattr(Bound, "__call__", counted)
+        patched.setattr(Lowered, "__call__", counted)
         result = executor.run_step(hand_made.mine(case, order, groups.rank))
     return {
         "losses": [float(x) for x in result.losses],

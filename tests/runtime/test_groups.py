@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.adapters.distributed import default_store, own_client
 from autopar.ir.mesh import Mesh
-from autopar.runtime.consistency.rank_checks import Claim, agree, agree_on, exchange_texts
-from autopar.runtime.fault.errors import board, reporting
-from autopar.runtime.fault.store_client import Line
+from autopar.runtime.consistency.rank_checks import RankCheck, agree, agree_on, exchange_texts
+from autopar.runtime.fault.errors import board, error_context
+from autopar.runtime.fault.store_client import StoreClient
 from autopar.runtime.mesh.process_groups import Groups, init_mesh, mesh_of
 from tests.support.ranks import rank_outcomes, run_ranks
 
@@ -217,7 +217,7 @@ def something_else() -> tuple[str, float]:
         if groups.rank:
             exchange_texts(groups, "5", "parameters")
         else:
-            agree_on(groups, [Claim(("dp",), {"x": "7"}, "", "")], "the batch")
+            agree_on(groups, [RankCheck(("dp",), {"x": "7"}, "", "")], "the batch")
     return str(caught.value), time.monotonic() - start
 
 
@@ -229,10 +229,10 @@ def test_ranks_in_different_calls_are_told_so_at_once() -> None:
 def questions_of_an_agreement(more: bool) -> tuple[int, int]:
     """How many this rank asks of the store in steady state, and how many keys of agreements are left there."""
     groups = Groups(init_mesh(dp=dist.get_world_size()))
-    claims = [Claim(("dp",), {f"x{i}": "7"}, "", "") for i in range(5 if more else 1)]
+    claims = [RankCheck(("dp",), {f"x{i}": "7"}, "", "") for i in range(5 if more else 1)]
     agree_on(groups, claims, "the batch")
     with patch("autopar.runtime.fault.store_client.own_client", lambda store: Counting(own_client(store))):
-        board().line = Line(default_store())
+        board().line = StoreClient(default_store())
     asked = Counting.asked
     for _ in range(10):
         dist.barrier()
@@ -275,7 +275,7 @@ def test_an_absent_rank_is_named() -> None:
 def agree_late(seconds: float) -> tuple[list[str], float]:
     """With rank 1, which is at work in a call of ours: longer than the timeout."""
     groups, start = Groups(init_mesh(dp=2)), time.monotonic()
-    with warnings.catch_warnings(record=True) as caught, reporting("train_step"):
+    with warnings.catch_warnings(record=True) as caught, error_context("train_step"):
         if groups.rank == 1:
             time.sleep(seconds)
         agree(groups, "x", "the plan", timeout=2)
@@ -291,13 +291,13 @@ def test_a_rank_at_work_is_waited_for() -> None:
 
 def told_and_handled() -> tuple[str, str, str]:
     init_mesh(dp=2)
-    with suppress(ValueError), reporting():
+    with suppress(ValueError), error_context():
         raise ValueError(f"handled by {dist.get_rank()}")
     dist.barrier()
     explained = board().explain([0, 1], "something old")
     told = board().trouble([0, 1])
     dist.barrier()
-    with reporting():
+    with error_context():
         dist.barrier()
     return explained, told, board().trouble([0, 1])
 

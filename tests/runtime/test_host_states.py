@@ -15,7 +15,7 @@ import autopar
 from autopar.adapters.dtensor import local_of
 from autopar.cost.memory import memory
 from autopar.runtime.mesh import offload_buffers
-from autopar.runtime.mesh.offload_buffers import HostArena, HostCopies
+from autopar.runtime.mesh.offload_buffers import HostArena, OffloadBuffers
 from tests.benchmarks.meter import Meter
 from tests.runtime.test_optimizers import OPTIMIZERS
 from tests.support.compile_cache import compiled_once
@@ -29,13 +29,13 @@ LARGE = 20_000  # of one that a meter sees well
 
 
 def arena() -> HostArena:
-    return HostCopies.on(torch.device("cpu")).arena
+    return OffloadBuffers.on(torch.device("cpu")).arena
 
 
 def made(sizes: dict[str, int], **options: Any) -> tuple[Any, dict[str, Tensor]]:
     """A parallel model, and a rank's part of a batch."""
     mesh = autopar.init_mesh("cpu", 60.0, **sizes)
-    part, parts = autopar.data_part(mesh)
+    part, parts = autopar.dp_rank_and_size(mesh)
     torch.manual_seed(0)
     batch = {k: v.chunk(parts)[part] for k, v in batch_of(0).items()}
     options = {"bucket_bytes": BUCKET, "example_batch": batch, **options}
@@ -222,7 +222,7 @@ def _between() -> tuple[bool, bool]:
     return all(torch.equal(x, weights[n]) for n, x in expected.items()), all(there) and not any(here)
 
 
-class LateCopies(HostCopies):
+class LateCopies(OffloadBuffers):
     """As on a GPU: what leaves the device arrives when somebody waits for it, or when it is to come back."""
 
     def __init__(self) -> None:

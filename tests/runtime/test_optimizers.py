@@ -98,7 +98,7 @@ def on_ranks(sizes: dict[str, int], options: dict[str, Any], names: Iterable[str
     """Weights after the steps of each optimizer, which begin with the same; and the layout of its states."""
     model, batch = plain()
     mesh = autopar.init_mesh("cpu", 60.0, **sizes)
-    part, parts = autopar.data_part(mesh)
+    part, parts = autopar.dp_rank_and_size(mesh)
     mine = {k: v.chunk(parts)[part] for k, v in batch.items()}
     parallel = autopar.parallelize(model, mesh, exact=True, example_batch=mine, **options)
     start, found = {n: x.clone() for n, x in parallel.full_state_dict().items()}, {}

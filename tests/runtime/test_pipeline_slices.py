@@ -16,7 +16,7 @@ from autopar.ir.signature import InputSpec, OutputSpec
 from autopar.options import Options
 from autopar.runtime.exec.executor import Executor
 from autopar.runtime.mesh.process_groups import Groups, init_mesh
-from autopar.schedule.order import Hop
+from autopar.schedule.order import P2PEdge
 from autopar.schedule.request import SCHEDULES, Request
 from autopar.schedule.simulate import simulate
 from autopar.steps.graphs import Cache, Pipeline, Stage
@@ -110,7 +110,7 @@ def train(schedule: str) -> tuple[float, dict[str, Tensor], int, int]:
     groups = Groups(init_mesh("cpu", 20.0, pp=2))
     order = SCHEDULES[schedule].make(Request(2, MICRO_BATCHES, 1, len(LENGTHS)))
     shapes = tuple((ROWS, n, WIDTH) for n in LENGTHS)
-    hops = [Hop("h0", 0, 1, True, shapes, torch.float64)]
+    hops = [P2PEdge("h0", 0, 1, True, shapes, torch.float64)]
     inputs = [InputSpec(n, "parameter", n, requires_grad=True) for n in NAMES] + [InputSpec("x", "input", "x")]
     compiled: Any = SimpleNamespace(
         pipeline=Pipeline([part(0), part(1)], hops, order, slices=LENGTHS),

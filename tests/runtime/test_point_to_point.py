@@ -15,7 +15,7 @@ from autopar.runtime.comm.collectives import Traffic
 from autopar.runtime.comm.p2p import Channels, side_by_side
 from autopar.runtime.exec.executor import Executor
 from autopar.runtime.exec.instructions import Instruction
-from autopar.runtime.fault.errors import CollectiveError, reporting
+from autopar.runtime.fault.errors import CollectiveError, error_context
 from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from autopar.schedule.order import Action, Order
 from autopar.schedule.order_checks import acknowledged, counterpart
@@ -126,7 +126,7 @@ def step_that_fails(how: str) -> tuple[str, float]:
         middle.does.insert(0, Instruction(STOPS[how], []))
     start = time.monotonic()
     try:
-        with reporting():
+        with error_context():
             executor.run_step(values)
     except (CollectiveError, ArithmeticError) as error:
         message = f"{type(error).__name__}: {error}"

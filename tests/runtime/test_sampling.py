@@ -34,7 +34,7 @@ class Rows:
 def numbers(sizes: Sizes, batches: int, **how: Any) -> tuple[int, list[list[float]]]:
     """The part of the batch that this rank has, and the rows it reads."""
     mesh = autopar.init_mesh("cpu", **sizes)
-    assert (mesh.data_rank, mesh.data_size) == autopar.data_part(mesh)
+    assert (mesh.data_rank, mesh.data_size) == autopar.dp_rank_and_size(mesh)
     loader = autopar.sampler(Rows(), mesh, batch_size=8, **how).loader()
     assert len(loader) == (3 if how.get("drop_last", True) else 4)
     found: list[list[float]] = []

@@ -73,7 +73,7 @@ def rounded(folder: str, precision: str, resume: bool, steps: int) -> tuple[list
     """A run in float32 with another precision."""
     torch.manual_seed(0)
     mesh = autopar.init_mesh("cpu", 60.0, dp=2)
-    part, parts = autopar.data_part(mesh)
+    part, parts = autopar.dp_rank_and_size(mesh)
     batches = [{n: x.chunk(parts)[part] for n, x in batch_of(i).items()} for i in range(6)]
     model = autopar.parallelize(Tied(), mesh, example_batch=batches[0], precision=precision, zero=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

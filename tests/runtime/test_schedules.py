@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import autopar.runtime.schedules  # noqa: F401  (fills the registry)
 from autopar.planner.pipeline.schedule_choice import chosen
 from autopar.schedule.lowering import lower
-from autopar.schedule.order import TRANSFERS, Hop, Order
+from autopar.schedule.order import TRANSFERS, Order, P2PEdge
 from autopar.schedule.order_checks import channels, counterpart, validate
 from autopar.schedule.request import SCHEDULES, Costs, Request
 from autopar.schedule.simulate import Timeline, simulate
@@ -44,8 +44,8 @@ def run(name: str, ranks: int, micro_batches: int, costs: Costs, **options: int)
     return simulate(make(name, ranks, micro_batches, **options), costs)
 
 
-def neighbours(order: Order) -> list[Hop]:
-    return [Hop("x", i, i + 1) for i in range(order.parts - 1)]
+def neighbours(order: Order) -> list[P2PEdge]:
+    return [P2PEdge("x", i, i + 1) for i in range(order.parts - 1)]
 
 
 # --- all of them --------------------------------------------------------------------------------------
@@ -85,9 +85,9 @@ def test_odd_sizes(name: str) -> None:
                 simulate(order)
 
 
-def forwards_ahead(hop: tuple[int, int, bool], parts: int) -> Hop | None:
+def forwards_ahead(hop: tuple[int, int, bool], parts: int) -> P2PEdge | None:
     source, target = sorted((hop[0] % parts, hop[1] % parts))
-    return Hop("x", source, target, hop[2]) if source < target else None
+    return P2PEdge("x", source, target, hop[2]) if source < target else None
 
 
 @settings(max_examples=150, deadline=None)
@@ -122,7 +122,7 @@ def test_lowered_orders_never_deadlock(
     )
 
 
-def expected_sends(order: Order, hops: list[Hop]) -> set[tuple[str, int, int, int, int]]:
+def expected_sends(order: Order, hops: list[P2PEdge]) -> set[tuple[str, int, int, int, int]]:
     out = set()
     for micro_batch, index in enumerate(order.chain_of):
         for hop in hops:

@@ -9,7 +9,7 @@ import pytest
 import autopar.runtime.schedules  # noqa: F401  (fills the registry)
 from autopar.compile.stages import proven
 from autopar.schedule.lowering import lower
-from autopar.schedule.order import Hop, Order, ScheduleError
+from autopar.schedule.order import Order, P2PEdge, ScheduleError
 from autopar.schedule.request import SCHEDULES, Costs, Request
 from autopar.schedule.simulate import simulate
 from autopar.schedule.stream_checks import Link, check_streams, links
@@ -17,16 +17,16 @@ from autopar.schedule.stream_checks import Link, check_streams, links
 SIZES = [(p, m) for p in (2, 3, 4, 8) for m in (p, 2 * p, 4 * p)]
 
 
-def hops_of(parts: int, skips: str) -> list[Hop]:
+def hops_of(parts: int, skips: str) -> list[P2PEdge]:
     """neighbours. decoder: an encoder's half, then a decoder's: its embedding comes from the first part, and every part
     of it takes the encoder's result from where it is made. all: every part takes something from every earlier one."""
-    chain, middle = [Hop("x", i, i + 1) for i in range(parts - 1)], parts // 2
+    chain, middle = [P2PEdge("x", i, i + 1) for i in range(parts - 1)], parts // 2
     if skips == "neighbours":
         return chain
     if skips == "decoder":
-        skipping = [Hop("embedding", 0, middle)] * (middle > 1)
-        return chain + skipping + [Hop("encoded", middle - 1, part) for part in range(middle + 1, parts)]
-    return chain + [Hop("y", i, j) for j in range(parts) for i in range(j - 1)]
+        skipping = [P2PEdge("embedding", 0, middle)] * (middle > 1)
+        return chain + skipping + [P2PEdge("encoded", middle - 1, part) for part in range(middle + 1, parts)]
+    return chain + [P2PEdge("y", i, j) for j in range(parts) for i in range(j - 1)]
 
 
 def one_way(link: Link) -> str:

@@ -13,12 +13,12 @@ from autopar.attention.attend import Attend, Gradients, KernelCall, Partials, po
 from autopar.attention.layouts import LAYOUTS
 from autopar.attention.problem import Mask, Problem, Spans
 from autopar.ops import kernels
-from autopar.ops.mask_spec import Facts
+from autopar.ops.mask_spec import MaskSpec
 
 B, WIDTH, VALUES = 2, 8, 8
 CPU = torch.device("cpu")
 
-NO_FACTS = Facts(
+NO_FACTS = MaskSpec(
     bias=None, key_mask=None, segments=None, sinks=None, seed=None, causal=False, window=0, chunk=0, offset=0,
     scale=0.35, softcap=0.0, dropout=0.0, site=3, index=[], shape=[],
 )  # fmt: skip
@@ -47,7 +47,7 @@ class Whole:
     """One attention with everything it needs, uncut."""
 
     problem: Problem
-    facts: Facts
+    facts: MaskSpec
     q: Tensor
     k: Tensor
     v: Tensor
@@ -134,7 +134,7 @@ def backward(it: Whole, out: Tensor, lse: Tensor) -> Gradients:
     return total
 
 
-def arguments(facts: Facts) -> list[Any]:
+def arguments(facts: MaskSpec) -> list[Any]:
     """Those of the operator."""
     return [getattr(facts, f.name) for f in dataclasses.fields(facts) if f.name not in ("mask", "lift")]
 

@@ -33,7 +33,7 @@ from autopar.adapters.copying.fake import new_mode
 from autopar.adapters.dispatch import modes_around
 from autopar.adapters.lazy import lazy_code
 from autopar.cache.compile_cache import noticed_warnings
-from autopar.cache.disk_cache import EntryFolder
+from autopar.cache.disk_cache import DiskCache
 from autopar.cache.graph_codec import GraphDecoder, GraphEncoder
 from autopar.cache.step_key import step_key
 from autopar.cache.value_codec import Damaged, Unstorable
@@ -119,9 +119,9 @@ def _in_memory() -> str | None:
     return place if roomy else None
 
 
-def _files() -> EntryFolder | None:
+def _files() -> DiskCache | None:
     path = os.environ.get(FOLDER)
-    return EntryFolder(Path(path)) if path else None
+    return DiskCache(Path(path)) if path else None
 
 
 def _key(model: nn.Module, batch: Mapping[str, Any], how: Mapping[str, Any]) -> str | None:
@@ -150,7 +150,7 @@ def _unnoticed(warn: Any) -> Any:
     return warn
 
 
-def _write(files: EntryFolder, key: str, gm: GraphModule) -> None:
+def _write(files: DiskCache, key: str, gm: GraphModule) -> None:
     try:
         with lazy_code(), resting_collector():
             text = json.dumps(GraphEncoder().graph(gm))
@@ -159,7 +159,7 @@ def _write(files: EntryFolder, key: str, gm: GraphModule) -> None:
     files.write(key, {}, {"graph": text.encode()})
 
 
-def _read(files: EntryFolder, key: str) -> GraphModule | None:
+def _read(files: DiskCache, key: str) -> GraphModule | None:
     entry = files.read(key)
     if entry is None:
         return None

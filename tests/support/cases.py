@@ -37,7 +37,7 @@ from autopar.runtime.comm.collectives import Ledger
 from autopar.runtime.comm.context_parallel_comm import OPERATORS
 from autopar.runtime.exec import executor as executors
 from autopar.runtime.exec.executor import Executor
-from autopar.runtime.exec.lowering import Bound, bind
+from autopar.runtime.exec.lowering import Lowered, bind
 from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from autopar.steps.graphs import Compiled
 from autopar.steps.of_rank import backwards
@@ -136,7 +136,7 @@ def called(cell: Cell) -> list[Errors]:
 def _called(cell: Cell) -> Errors:
     known = subject(cell.name)
     mesh = autopar.init_mesh("cpu", 30.0, **cell.mesh.sizes)
-    at = cell.mesh.data_part(cell.mesh.coordinate(dist.get_rank()))
+    at = cell.mesh.dp_rank_and_size(cell.mesh.coordinate(dist.get_rank()))
     sizes = cell.mesh.data_size, at, cell.mesh.size("ep"), cell.options.micro_batches
     part = part_of_batch(known.batch, dict.fromkeys(known.batch, 0), *sizes)
     chosen = {f.name: getattr(cell.options, f.name) for f in dataclasses.fields(Options)}
@@ -266,9 +266,9 @@ def with_schedule(made: Compiled, name: str) -> Compiled:
 def bound_once() -> Iterator[None]:
     """Within: all executors of a mesh share what is bound of a graph, unless it has attention over ranks, which counts
     what it sends and may be renamed."""
-    known: dict[int, tuple[GraphModule, Bound]] = {}  # by id, and alive
+    known: dict[int, tuple[GraphModule, Lowered]] = {}  # by id, and alive
 
-    def once(gm: GraphModule, *args: Any) -> Bound:
+    def once(gm: GraphModule, *args: Any) -> Lowered:
         if any(node.target in OPERATORS for node in gm.graph.nodes):
             return bind(gm, *args)
         if id(gm) not in known:

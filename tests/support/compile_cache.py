@@ -31,7 +31,7 @@ from autopar import api
 from autopar.adapters.hooks import hooks_of_all
 from autopar.adapters.tags import tags_of
 from autopar.cache.compile_cache import noticed_warnings, stored_plan, stored_step
-from autopar.cache.disk_cache import OFF, VARIABLE, EntryFolder
+from autopar.cache.disk_cache import OFF, VARIABLE, DiskCache
 from autopar.cache.fingerprint_code import code_digest
 from autopar.cache.step_codec import plan_of_sections, plan_sections, step_of_sections, step_sections
 from autopar.cache.value_codec import Unstorable
@@ -116,7 +116,7 @@ def compiled_by_one(folder: Path, rank: int) -> None:
     """From now on, in one call of `run_ranks` with a folder of its own: what all ranks compile one compiles, and the
     others read as they would read it in the cache. What the k-th asks for is what their k-th asked for, or it is
     compiled here."""
-    files, count = EntryFolder(folder), itertools.count()
+    files, count = DiskCache(folder), itertools.count()
     plain = api.stored_plan is _MAKERS["stored_plan"]
     _MAKERS["stored_plan"] = by_one(stored_plan, plan_sections, plan_of_sections, files, rank, count)
     _MAKERS["stored_step"] = by_one(stored_step, step_sections, step_of_sections, files, rank, count)
@@ -131,7 +131,7 @@ def compiled_by_each() -> Iterator[None]:
         yield
 
 
-def by_one(make: Any, pack: Any, unpack: Any, files: EntryFolder, rank: int, count: Iterator[int]) -> Any:
+def by_one(make: Any, pack: Any, unpack: Any, files: DiskCache, rank: int, count: Iterator[int]) -> Any:
     """``make``, or what another rank has made of the same question, which was its ``count``-th as well."""
 
     def call(model: nn.Module, given: Mapping[str, Any], mesh: Any, options: Any, *args: Any, **how: Any) -> Any:

@@ -11,19 +11,19 @@ from torch import Tensor
 
 from autopar.ops import kernels
 from autopar.ops.kernels import KERNELS
-from autopar.ops.mask_spec import Facts
+from autopar.ops.mask_spec import MaskSpec
 
 B, HQ, HK, S, D = 2, 4, 2, 22, 8
 CUDA = ("flash_attn", "cudnn", "cuda_flash", "cuda_efficient")
 
 
-def facts(**changes: Any) -> Facts:
+def facts(**changes: Any) -> MaskSpec:
     """None but these."""
     known: dict[str, Any] = {
         "bias": None, "key_mask": None, "segments": None, "sinks": None, "seed": None, "causal": False, "window": 0,
         "chunk": 0, "offset": 0, "scale": 0.35, "softcap": 0.0, "dropout": 0.0, "site": 0, "index": [], "shape": [],
     }  # fmt: skip
-    return Facts(**{**known, **changes})
+    return MaskSpec(**{**known, **changes})
 
 
 def tensors(
@@ -78,7 +78,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 SIZES = ("keys", "width", "value_width", "key_heads")
 
 
-def case_of(case: str) -> tuple[list[Tensor], Facts]:
+def case_of(case: str) -> tuple[list[Tensor], MaskSpec]:
     """Tensors and facts."""
     torch.manual_seed(1)
     made = CASES[case]()
@@ -86,7 +86,7 @@ def case_of(case: str) -> tuple[list[Tensor], Facts]:
     return tensors(**sizes), facts(**made)
 
 
-def both_ways(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, known: Facts) -> list[Tensor]:
+def both_ways(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, known: MaskSpec) -> list[Tensor]:
     """out, lse and gradients."""
     out, lse = kernels.forward(q, k, v, known)
     results = [out, lse, *kernels.backward(grad, q, k, v, out, lse, known, False)[:3]]

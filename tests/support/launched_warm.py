@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch
 
 from autopar.adapters.copying.fake import skeleton_of
-from autopar.cache.fingerprint_values import CannotTell
+from autopar.cache.fingerprint_values import Uncacheable
 from autopar.cache.step_key import step_key
 from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
@@ -22,5 +22,5 @@ note_no_stacks()
 share_captures()
 share_derivatives(FOLDER)
 warm()
-with suppress(CannotTell):  # somebody edits a file while the tests run
+with suppress(Uncacheable):  # somebody edits a file while the tests run
     step_key("train", skeleton_of(TINY["llama"].build()), TINY["llama"].batch(2, 4), Mesh.of(dp=1))

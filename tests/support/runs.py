@@ -64,7 +64,7 @@ class Run:
         model = build()
         model = model if any(p.is_meta for p in model.parameters()) else model.double()
         self.mesh = autopar.init_mesh("cpu", 60.0, **sizes)
-        self.part, self.parts = autopar.data_part(self.mesh)
+        self.part, self.parts = autopar.dp_rank_and_size(self.mesh)
         if sizes.get("pp", 1) > 1:
             options = {"micro_batches": 2, "schedule": "1f1b", **options}
         self.model = autopar.parallelize(model, self.mesh, example_batch=self.batch(0), seed=seed, **options)

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
 from autopar.capture.trace.aot import traced_joint
-from autopar.ir.custom_backward import OwnBackward, inside_of, own_backwards
+from autopar.ir.custom_backward import CustomBackward, inside_of, own_backwards
 from autopar.ops.checked import CHECKED
 from autopar.ops.gradient import OWN_BACKWARD, RESULT
 
@@ -32,7 +32,7 @@ class OwnBackwards(Interpreter):
             return self._own_backward(self.own[n])
         return self._result(n) if n.target is RESULT else super().run_node(n)
 
-    def _own_backward(self, own: OwnBackward) -> dict[Node, Tensor]:
+    def _own_backward(self, own: CustomBackward) -> dict[Node, Tensor]:
         """Sources of the results' gradients, by hole."""
         inputs, saved = [self.env[x] for x in own.inputs], [self.env[x].detach() for x in own.saved]
         shapes = [hole.meta["val"] for hole in own.holes]
@@ -61,7 +61,7 @@ class _DeferredBackward(torch.autograd.Function):
     """Gives tensors without values; of their gradients it computes those of its inputs, by a part of a graph."""
 
     @staticmethod
-    def forward(ctx: Any, own: OwnBackward, like: Sequence[Tensor], count: int, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, own: CustomBackward, like: Sequence[Tensor], count: int, *tensors: Tensor) -> Any:
         ctx.own, ctx.like = own, like
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors[count:])
@@ -69,7 +69,7 @@ class _DeferredBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        own: OwnBackward = ctx.own
+        own: CustomBackward = ctx.own
         if not own.zeros and any(g is None for g in grads):
             raise ValueError(
                 f"the autograd function {own.name} asks for None instead of gradients of zeros (set_materialize_grads) "

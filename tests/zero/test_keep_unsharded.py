@@ -1,4 +1,4 @@
-"""`with model.unchanged()`: gathered weights outlive a step, and nothing else is another than without."""
+"""`with model.keep_unsharded()`: gathered weights outlive a step, and nothing else is another than without."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def loop(sizes: dict[str, int], options: dict[str, Any], held: bool) -> Found:
     torch.manual_seed(0)
     model = Odd().double()
     mesh = autopar.init_mesh("cpu", 30.0, **sizes)
-    part, parts = autopar.data_part(mesh)
+    part, parts = autopar.dp_rank_and_size(mesh)
     mine = {k: v.chunk(parts)[part] for k, v in odd_batch().items()}
     parallel = autopar.parallelize(model, mesh, example_batch=mine, **options)
     groups = [p for p in parallel.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW([{"params": groups[:2], "lr": 0.1}, {"params": groups[2:], "lr": 0.05}])
     losses: list[Tensor] = []
     for _ in range(3):
-        with parallel.unchanged() if held else torch.enable_grad():
+        with parallel.keep_unsharded() if held else torch.enable_grad():
             for i in range(3):
                 rolled = {k: v.roll(i, 0) for k, v in mine.items()}
                 losses += parallel.train_step(**rolled)
@@ -87,7 +87,7 @@ def changed() -> list[str]:
 
     said = []
     for change in (scaled, optimizer.step, lambda: parallel.load_state_dict(state)):
-        with parallel.unchanged():
+        with parallel.keep_unsharded():
             parallel.train_step(**mine)
             change()
             try:
@@ -98,7 +98,7 @@ def changed() -> list[str]:
         before = parallel.train_step(**mine)
         scaled()
         said.append(str(bool((before[0] - parallel.train_step(**mine)[0]).abs() > 1e-6)))
-    with parallel.unchanged():  # model(**batch), forward and backward
+    with parallel.keep_unsharded():  # model(**batch), forward and backward
         parallel.zero_grad()
         losses = [parallel(**mine)["tokens"] for _ in range(2)]
         sum(losses).backward()  # type: ignore[union-attr]
@@ -109,7 +109,7 @@ def changed() -> list[str]:
 def test_changes_within_are_refused_and_seen_behind() -> None:
     for said in run_ranks(2, changed):
         for refused, seen in zip(said[:6:2], said[1:6:2], strict=True):
-            assert "was written to, or replaced, within `with model.unchanged()`" in refused and seen == "True"
+            assert "was written to, or replaced, within `with model.keep_unsharded()`" in refused and seen == "True"
         assert said[6] == "True"
 
 
@@ -122,7 +122,7 @@ def alone() -> str:
         if dist.get_rank():
             parallel.train_step(**mine)
         else:
-            with parallel.unchanged():
+            with parallel.keep_unsharded():
                 parallel.train_step(**mine)
     except ValueError as error:
         return str(error)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import autopar
-from autopar.ac_policies import CHECKPOINTS, HOST, ForwardValue
+from autopar.ac_policies import AC_POLICIES, HOST, ForwardValue
 from autopar.compile.model import compile_graph, compile_model
 from autopar.cost.memory import memories, memory
 from autopar.ir.graph import copy_graph, is_call, layer_of
@@ -29,7 +29,7 @@ from autopar.models.tiny import TINY
 from autopar.options import Options
 from autopar.plan import Plan
 from autopar.report.graph_text import format_graph
-from autopar.runtime.mesh.offload_buffers import HostArena, HostCopies
+from autopar.runtime.mesh.offload_buffers import HostArena, OffloadBuffers
 from autopar.steps.graphs import Compiled
 from tests.autodiff.test_activation_checkpoint import DROPPING, captured, every_second, least, made, peak
 from tests.benchmarks.meter import Meter
@@ -59,12 +59,12 @@ FAST = {"topology": "host=switch:1e12:1e-9"}  # as fast as tiny layers compute
 @contextlib.contextmanager
 def known_policies() -> Iterator[None]:
     """A rank may have been forked from a process that did not know them."""
-    new = [name for name in POLICIES if name not in CHECKPOINTS]
+    new = [name for name in POLICIES if name not in AC_POLICIES]
     for name in new:
-        CHECKPOINTS.add(name, POLICIES[name])
+        AC_POLICIES.add(name, POLICIES[name])
     yield
     for name in new:
-        CHECKPOINTS.remove(name)
+        AC_POLICIES.remove(name)
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def _known_policies() -> Iterator[None]:
 
 
 def arena() -> HostArena:
-    return HostCopies.on(torch.device("cpu")).arena
+    return OffloadBuffers.on(torch.device("cpu")).arena
 
 
 # --- steps on real ranks ------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def test_the_same_bits_and_the_bytes_that_were_predicted(case: str) -> None:
 @known_policies()
 def _steps(name: str, sizes: dict[str, int], options: dict[str, Any], policies: tuple[str, ...]) -> dict[str, Any]:
     mesh = autopar.init_mesh("cpu", 60.0, **sizes)
-    part, parts = autopar.data_part(mesh)
+    part, parts = autopar.dp_rank_and_size(mesh)
     model, batch = tiny(name, layers=1, dropout=0.1)
     mine = {k: v.chunk(parts)[part] for k, v in batch.items()}
     expected, found = dict[str, Tensor](), {}
@@ -348,7 +348,7 @@ def test_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
         def __exit__(self, *_: Any) -> None:
             pass
 
-    copies = HostCopies(torch.device("cpu"))
+    copies = OffloadBuffers(torch.device("cpu"))
     copies._out, copies._in = Stream("out"), Stream("in")  # type: ignore[assignment]
     fake = SimpleNamespace(current_stream=lambda device: Stream("compute"), stream=lambda stream: stream)
     monkeypatch.setattr(torch, "cuda", fake)

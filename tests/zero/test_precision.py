@@ -67,7 +67,7 @@ def step(name: str, layers: int, sizes: dict[str, int], policy: Precision, optio
     """On a rank: a step's loss, gradients (of the first rank) and dtypes."""
     model, batch = made(name, layers)
     mesh = autopar.init_mesh("cpu", 60.0, **sizes)
-    part, parts = autopar.data_part(mesh)
+    part, parts = autopar.dp_rank_and_size(mesh)
     mine = {k: v.chunk(parts)[part] for k, v in batch.items()}
     parallel = autopar.parallelize(model, mesh, example_batch=mine, precision=policy, **options)
     loss = parallel.train_step(**mine)

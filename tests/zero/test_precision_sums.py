@@ -45,7 +45,7 @@ VALUES = (1.0, 2.0**-10)  # in bfloat16 their sum is 1.0
 def witnessed(sizes: dict[str, int], policy: str, options: dict[str, Any]) -> list[float]:
     """On a rank: the gradients that have to be 1 + 2^-10, of a vector and of a matrix."""
     mesh = autopar.init_mesh("cpu", 60.0, **sizes)
-    at, parts = autopar.data_part(mesh)
+    at, parts = autopar.dp_rank_and_size(mesh)
     values = [*VALUES, *[0.0] * (parts - 2)]
     part = torch.tensor(values)[:, None].expand(-1, 4).contiguous().chunk(parts)[at]
     parallel = autopar.parallelize(Witness(), mesh, example_batch={"x": part}, precision=policy, **options)

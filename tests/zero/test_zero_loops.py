@@ -40,7 +40,7 @@ def odd_loop(zero: int, count: int, accumulate: int, replicas: int = 1) -> dict[
     torch.manual_seed(0)
     model = Odd().double()
     mesh = autopar.init_mesh("cpu", 30.0, rp=replicas, dp=2)
-    part, parts = autopar.data_part(mesh)
+    part, parts = autopar.dp_rank_and_size(mesh)
     mine = {k: v.chunk(parts)[part] for k, v in odd_batch().items()}
     parallel = autopar.parallelize(model, mesh, example_batch=mine, zero=zero, micro_batches=count)
     optimizer = torch.optim.AdamW([p for p in parallel.parameters() if p.requires_grad], lr=0.05)

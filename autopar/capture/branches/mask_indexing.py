@@ -37,7 +37,7 @@ _SELECTS = (torch.masked_select, _TENSOR.masked_select)
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class SelectedRows:
+class MaskIndexing:
     """Of one traced forward. ``refuse``: raises, with a text."""
 
     def __init__(self, refuse: Callable[[str], None]) -> None:

@@ -28,7 +28,7 @@ from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
 
 from autopar.capture.branches.known_values import answers
 from autopar.capture.layer_dedup.layer_signature import (
-    BlockFacts,
+    LayerSignature,
     NotComparable,
     Tensors,
     facts_of_block,
@@ -57,7 +57,7 @@ class _ModuleCall(NamedTuple):
     """``key``: everything that decides what a call does, but for the integers of the module."""
 
     key: Any
-    block: BlockFacts
+    block: LayerSignature
     tensors: Tensors
 
     def is_still(self, later: _ModuleCall | None) -> bool:
@@ -73,13 +73,13 @@ class _KnownModule(NamedTuple):
     template: Template
     numbers: dict[tuple[str, str], int]
 
-    def fits(self, facts: BlockFacts) -> bool:
+    def fits(self, facts: LayerSignature) -> bool:
         """Whether the integers of a module are those."""
         found = dict(zip(facts.names, facts.numbers, strict=True))
         return all(found[name] == number for name, number in self.numbers.items())
 
 
-class BlockMemo:
+class LayerDedup:
     """For one export of ``model``, in `within`. ``copied``: how many modules were not traced."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -143,7 +143,7 @@ class BlockMemo:
 
 def _alike(model: nn.Module) -> dict[int, _Member]:
     """By id of a module: those that are worth it, and of which there are enough."""
-    groups: dict[Any, list[tuple[nn.Module, BlockFacts]]] = {}
+    groups: dict[Any, list[tuple[nn.Module, LayerSignature]]] = {}
     states: dict[int, Any] = {}
     for module in model.modules():
         of_torch = type(module).__module__.startswith("torch.nn.")

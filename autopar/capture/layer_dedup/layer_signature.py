@@ -81,7 +81,7 @@ def memory_of(x: Tensor) -> int:
     return int(x.untyped_storage()._cdata)
 
 
-class BlockFacts(NamedTuple):
+class LayerSignature(NamedTuple):
     """``fixed``: everything but ``numbers``, the integers among the attributes; ``names``: where each of them is."""
 
     fixed: Any
@@ -89,7 +89,7 @@ class BlockFacts(NamedTuple):
     names: tuple[tuple[str, str], ...]
 
 
-def facts_of_block(module: nn.Module, tensors: Tensors, states: dict[int, Any] | None = None) -> BlockFacts:
+def facts_of_block(module: nn.Module, tensors: Tensors, states: dict[int, Any] | None = None) -> LayerSignature:
     """Of a module and all below it; its parameters and buffers go to ``tensors``. ``states``: facts of objects that
     modules hold, while nothing changes.
 
@@ -117,7 +117,7 @@ def facts_of_block(module: nn.Module, tensors: Tensors, states: dict[int, Any] |
                 fixed.append((name, _held(value, states)))
         for name, tensor in (*entries["_parameters"].items(), *entries["_buffers"].items()):
             fixed.append((name, None if tensor is None else tensors.fact(tensor)))
-    return BlockFacts(tuple(fixed), tuple(numbers), tuple(names))
+    return LayerSignature(tuple(fixed), tuple(numbers), tuple(names))
 
 
 def _modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

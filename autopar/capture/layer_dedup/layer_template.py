@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.adapters.ac_regions import new_regions, next_region
-from autopar.adapters.grad_fn_paths import UNKNOWN, BackwardPaths, continues_at, lose_paths, start_of
+from autopar.adapters.grad_fn_paths import UNKNOWN, GradFnPaths, continues_at, lose_paths, start_of
 from autopar.adapters.graph_nodes import copied_node, node_of
 from autopar.capture.layer_dedup.layer_signature import memory_of
 
@@ -206,7 +206,7 @@ def _outputs(leaves: Sequence[Any], given: Sequence[Tensor], inner: set[Node], t
 
 def _with_paths(outputs: list[_Output], starts: Sequence[Any]) -> list[_Output]:
     """With what is behind each; ``starts``: the nodes of autograd of what was given."""
-    paths = BackwardPaths({node: 2 << i for i, node in enumerate(starts) if node is not None})
+    paths = GradFnPaths({node: 2 << i for i, node in enumerate(starts) if node is not None})
 
     def behind(x: Tensor) -> tuple[int, ...] | None:
         bits = paths.reached(x)

@@ -53,7 +53,7 @@ _WRITES = {"makedirs", "mkdir", "removedirs", "touch", "unlink", "rename", "repl
 _IMPORTS = "<frozen importlib"
 
 
-class OutsideCalls:
+class ExternalCalls:
     """``begin``, ``end``: around a forward, in whose thread the profiler then looks at calls; ``rest``: it does not
     until ``look``. ``refuse(text, place)`` raises; ``noted``: what a forward
     may ask, and in which line."""
@@ -142,7 +142,7 @@ class OutsideCalls:
             self._ask(frame, "open", _EVERY_STEP)
 
 
-_WATCHED: list[OutsideCalls] = []  # of the thread that captures
+_WATCHED: list[ExternalCalls] = []  # of the thread that captures
 
 
 @contextmanager

@@ -27,14 +27,14 @@ from torch.utils import _pytree as pytree
 
 from autopar.adapters.copying.fake import MARKS, Owned
 from autopar.adapters.copying.fake_deepcopy import path_of
-from autopar.adapters.grad_fn_paths import UNKNOWN, BackwardPaths, start_of
+from autopar.adapters.grad_fn_paths import UNKNOWN, GradFnPaths, start_of
 from autopar.adapters.grad_mode import told_inference
 from autopar.adapters.tags import ReplacedTensors
 from autopar.capture.branches.data_dependent_branches import answered
 from autopar.capture.branches.known_values import REAL, KnownValues, is_real
-from autopar.capture.branches.mask_indexing import SelectedRows
+from autopar.capture.branches.mask_indexing import MaskIndexing
 from autopar.capture.reads.code_owners import TORCH, is_ours, is_torchs
-from autopar.capture.side_effects.external_calls import OutsideCalls
+from autopar.capture.side_effects.external_calls import ExternalCalls
 
 # What stands between a line and the torch function that it calls, besides the modes.
 _DELEGATES = {
@@ -72,9 +72,9 @@ class FunctionWatch(TorchFunctionMode):
         self._replica, self._owned = replica, owned
         self._places, self._tags = dict(_places(replica)), ReplacedTensors(replica)
         self._trained: dict[str, bool] = {}  # parameter -> whether it has a gradient, before the forward
-        self.outside = OutsideCalls(self.refuse)
+        self.outside = ExternalCalls(self.refuse)
         self.known = KnownValues()
-        self.rows = SelectedRows(self.refuse)
+        self.rows = MaskIndexing(self.refuse)
         self.refused: Refused | None = None
         self.said: dict[str, None] = {}
         self.running = False
@@ -175,7 +175,7 @@ class FunctionWatch(TorchFunctionMode):
                 f"the forward changes requires_grad of {switched[0]}, which a step has when it begins; change it before"
             )
         trained = [(name, x) for name, x in named.items() if x.requires_grad]
-        paths = BackwardPaths({start_of(x): 2 << i for i, (_, x) in enumerate(trained)})
+        paths = GradFnPaths({start_of(x): 2 << i for i, (_, x) in enumerate(trained)})
         reached = [paths.reached(x) if isinstance(x, Tensor) else 0 for x in pytree.tree_leaves(made)]
         if found := paths.out_of_sight():
             self._refuse_later(found)

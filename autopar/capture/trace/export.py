@@ -32,7 +32,7 @@ from autopar.adapters.copying.fake import silent_fakes
 from autopar.capture.branches.selected_targets import keep_rows_of_targets
 from autopar.capture.custom_autograd.autograd_function import captured_backwards
 from autopar.capture.custom_autograd.inner_derivatives import captured_derivatives
-from autopar.capture.layer_dedup.layer_dedup import BlockMemo, TraceAnew
+from autopar.capture.layer_dedup.layer_dedup import LayerDedup, TraceAnew
 from autopar.capture.reads.code_owners import is_ours, is_torchs
 from autopar.capture.side_effects.eager_answers import answered_as_eager
 from autopar.capture.side_effects.function_watch import Refused
@@ -94,7 +94,7 @@ def export(
     Raises ValueError that names the line which cannot be captured, or whose result has a size that depends on values;
     TraceAnew where it has to be done without ``memo``, on a new copy of the model.
     """
-    blocks = BlockMemo(model) if memo else None
+    blocks = LayerDedup(model) if memo else None
     try:
         with (
             warnings.catch_warnings(),

@@ -29,7 +29,7 @@ from autopar.capture.trace.call_recorder import MADE, CallRecorder
 
 
 @dataclass(frozen=True)
-class TensorFacts:
+class TensorMeta:
     """What a fake value is: shape, strides, offset in its storage, dtype."""
 
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class TensorFacts:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, x: Tensor) -> TensorFacts:
+    def of(cls, x: Tensor) -> TensorMeta:
         return cls(tuple(x.shape), x.stride(), int(x.storage_offset()), x.dtype)
 
     def fake(self, mode: FakeTensorMode) -> Tensor:
@@ -72,7 +72,7 @@ class CoreCall:
 
 
 ResultFacts = (
-    TensorFacts | tuple[TensorFacts | None, ...] | None
+    TensorMeta | tuple[TensorMeta | None, ...] | None
 )  # of a tensor, of several, of a tangent that nobody asks for
 
 
@@ -90,7 +90,7 @@ class Recorded:
     gradients: tuple[Value | None, ...]
     several: bool
 
-    def facts(self, values: Sequence[Value | None]) -> list[TensorFacts | None]:
+    def facts(self, values: Sequence[Value | None]) -> list[TensorMeta | None]:
         """Of some values, each one tensor."""
         return [None if v is None else self.likes[v.number] for v in values]  # type: ignore[misc]
 
@@ -122,20 +122,20 @@ class _CallList(CallRecorder):
     def _add(self, x: Tensor) -> int:
         number = len(self.likes)
         self.known[x] = Value(number)
-        self.likes.append(TensorFacts.of(x))
+        self.likes.append(TensorMeta.of(x))
         return number
 
 
 def like_of(val: Any) -> ResultFacts:
     """Of a result: one tensor, or several."""
     return (
-        TensorFacts.of(val) if isinstance(val, Tensor) else tuple(None if x is None else TensorFacts.of(x) for x in val)
+        TensorMeta.of(val) if isinstance(val, Tensor) else tuple(None if x is None else TensorMeta.of(x) for x in val)
     )
 
 
 def fake_of(likes: ResultFacts, mode: FakeTensorMode) -> Any:
     """New fake values."""
-    return likes.fake(mode) if isinstance(likes, TensorFacts) else tuple(x and x.fake(mode) for x in likes or ())
+    return likes.fake(mode) if isinstance(likes, TensorMeta) else tuple(x and x.fake(mode) for x in likes or ())
 
 
 MODE = new_mode()
@@ -146,9 +146,9 @@ MODE.cache_enabled = False
 
 def record(
     run: Callable[..., Any],
-    operands: Sequence[TensorFacts],
+    operands: Sequence[TensorMeta],
     needs: Sequence[bool],
-    tangents: Sequence[TensorFacts | None] | None,
+    tangents: Sequence[TensorMeta | None] | None,
     checked: Any,
 ) -> Recorded:
     """The calls behind ``run(*operands)`` and behind the gradients of the operands that need one.

@@ -29,7 +29,7 @@ from autopar.ops.kernels.triton_flash import TritonFlash
 from autopar.registry import Registry
 
 if TYPE_CHECKING:
-    from autopar.ops.mask_spec import Facts
+    from autopar.ops.mask_spec import MaskSpec
 
 __all__ = [
     "KERNELS", "Kernel", "backward", "choose_kernel", "expected_kernel", "forward", "note_blocked_rows", "sum_to",
@@ -53,7 +53,7 @@ def using(name: str) -> Iterator[None]:
         _forced.pop()
 
 
-def choose_kernel(q: Tensor, k: Tensor, v: Tensor, facts: Facts, bias_gradient: bool = False) -> Kernel:
+def choose_kernel(q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec, bias_gradient: bool = False) -> Kernel:
     """The kernel for these tensors and facts; with ``bias_gradient`` one that differentiates the bias."""
     if facts.lift is not None:
         return KERNELS["math"]
@@ -74,7 +74,7 @@ def _in_order(device: torch.device) -> Iterator[Kernel]:
     yield from (kernel for _, kernel in KERNELS.items())
 
 
-def expected_kernel(chip: Chip, q: Tensor, k: Tensor, v: Tensor, facts: Facts, without: tuple[str, ...] = ()) -> str:
+def expected_kernel(chip: Chip, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec, without: tuple[str, ...] = ()) -> str:
     """The name of the kernel that a GPU with this chip will take, by shapes, dtypes and facts: tensors may be without
     data. ``without``: kernels that are not installed, or off."""
     for name in chip.kernels:
@@ -84,13 +84,13 @@ def expected_kernel(chip: Chip, q: Tensor, k: Tensor, v: Tensor, facts: Facts, w
     return "math"
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> tuple[Tensor, Tensor]:
     """out [B, Hq, Sq, Dv] in q's dtype or a wider one, and lse [B, Hq, Sq], sinks included."""
     q, k, v = _rows(q), _rows(k), _rows(v)
     return with_sinks(*choose_kernel(q, k, v, facts).forward(q, k, v, facts), facts.sinks)
 
 
-def _is_blocked(lse: Tensor, facts: Facts) -> bool:
+def _is_blocked(lse: Tensor, facts: MaskSpec) -> bool:
     """Whether a bias blocks every key of a row by a large finite number: only `Math` makes probabilities of that again.
     Accelerators are not asked: it would make them wait."""
     if facts.bias is None or lse.device.type != "cpu":
@@ -112,7 +112,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias_gradient: bool
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: MaskSpec, bias_gradient: bool
 ) -> Grads:
     """Gradients of q, k, v and, if asked for, of the bias, in the dtypes in which the kernel has them."""
     grad, q, k, v, out = _rows(grad), _rows(q), _rows(k), _rows(v), _rows(out)

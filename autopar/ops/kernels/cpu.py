@@ -10,7 +10,7 @@ from torch import Tensor
 from autopar.ops.kernels.kernel import NEVER, Grads, Kernel, empty_rows, four_dims, has_size
 
 if TYPE_CHECKING:
-    from autopar.ops.mask_spec import Facts
+    from autopar.ops.mask_spec import MaskSpec
 
 _aten = torch.ops.aten
 
@@ -22,11 +22,11 @@ class CpuFlash(Kernel):
 
     name = "cpu_flash"
 
-    def applies(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> bool:
+    def applies(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> bool:
         plain = not facts.softcap and not facts.dropout
         return q.device.type == "cpu" and plain and q.shape[-1] == v.shape[-1] and has_size(q, k)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> tuple[Tensor, Tensor]:
         mask, causal = _mask(q, k, facts)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=facts.scale
@@ -34,7 +34,7 @@ class CpuFlash(Kernel):
         return out, lse if mask is None else lse.masked_fill(empty_rows(mask, lse), NEVER)
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias: bool
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: MaskSpec, bias: bool
     ) -> Grads:
         mask, causal = _mask(q, k, facts)
         grad, out = grad.to(q.dtype), out.to(q.dtype)
@@ -45,7 +45,7 @@ class CpuFlash(Kernel):
         return to_q, to_k, to_v, None
 
 
-def _mask(q: Tensor, k: Tensor, facts: Facts) -> tuple[Tensor | None, bool]:
+def _mask(q: Tensor, k: Tensor, facts: MaskSpec) -> tuple[Tensor | None, bool]:
     """(additive mask or None, the kernel's causal flag)."""
     if facts.only_causal and not (facts.causal and facts.offset):
         return None, facts.causal

@@ -36,7 +36,7 @@ from autopar.ops.kernels.kernel import (
 )
 
 if TYPE_CHECKING:
-    from autopar.ops.mask_spec import Facts
+    from autopar.ops.mask_spec import MaskSpec
 
 _aten = torch.ops.aten
 
@@ -54,14 +54,14 @@ class Fused(Kernel):
 
     dtypes: ClassVar[tuple[torch.dtype, ...]] = HALF
 
-    def applies(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> bool:
+    def applies(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> bool:
         return _on_cuda(q) and self.is_on() and self.takes(q, k, v, facts, chip_of(q.device))
 
     def is_on(self) -> bool:
         """Whether it is installed, and the user has not turned it off."""
         return True
 
-    def takes(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts, chip: Chip) -> bool:
+    def takes(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec, chip: Chip) -> bool:
         """Whether it computes this on a chip, by shapes, dtypes and facts alone."""
         plain = self.name in chip.kernels and q.dtype in self.dtypes and not facts.dropout and has_size(q, k, v)
         return plain and self.widths(q, v, chip) is not None and self.masks(q, k, facts, chip)
@@ -71,7 +71,7 @@ class Fused(Kernel):
         """Of queries and of values, at least as wide as they are; None if there are none."""
 
     @abstractmethod
-    def masks(self, q: Tensor, k: Tensor, facts: Facts, chip: Chip) -> bool:
+    def masks(self, q: Tensor, k: Tensor, facts: MaskSpec, chip: Chip) -> bool:
         """Whether it takes this mask at these lengths."""
 
 
@@ -79,13 +79,13 @@ class Padded(Fused):
     """Widths that it does not take are padded with zeros, which change no score and no gradient: the scale is an
     argument, that of the true width."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> tuple[Tensor, Tensor]:
         width, value = self._widths(q, v)
         out, lse = self.run(_fit(q, width), _fit(k, width), _fit(v, value), facts)
         return out[..., : v.shape[-1]], lse
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias: bool
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: MaskSpec, bias: bool
     ) -> Grads:
         width, value = self._widths(q, v)
         grad, out = _fit(grad.to(q.dtype), value), _fit(out.to(q.dtype), value)
@@ -99,12 +99,12 @@ class Padded(Fused):
         return found
 
     @abstractmethod
-    def run(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> tuple[Tensor, Tensor]:
         """`forward` at widths that it takes."""
 
     @abstractmethod
     def run_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias: bool
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: MaskSpec, bias: bool
     ) -> Grads:
         """`backward` at widths that it takes."""
 
@@ -126,7 +126,7 @@ def _flash_widths(q: Tensor, v: Tensor, chip: Chip) -> tuple[int, int] | None:
     return (width, width) if width <= 256 else None
 
 
-def _flash_masks(q: Tensor, k: Tensor, facts: Facts) -> bool:
+def _flash_masks(q: Tensor, k: Tensor, facts: MaskSpec) -> bool:
     """No mask but the triangle and windows, for which the last query stands at the last key: so no row lacks keys."""
     last_on_last = facts.offset == k.shape[2] - q.shape[2] >= 0
     placed = last_on_last or not (facts.causal or facts.window)
@@ -145,14 +145,14 @@ class FlashAttn(Padded):
     def widths(self, q: Tensor, v: Tensor, chip: Chip) -> tuple[int, int] | None:
         return _flash_widths(q, v, chip)
 
-    def masks(self, q: Tensor, k: Tensor, facts: Facts, chip: Chip) -> bool:
+    def masks(self, q: Tensor, k: Tensor, facts: MaskSpec, chip: Chip) -> bool:
         return _flash_masks(q, k, facts)
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> tuple[Tensor, Tensor]:
         return flash_attn.flash_forward(q, k, v, facts.scale, facts.causal, facts.window, facts.softcap)
 
     def run_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias: bool
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: MaskSpec, bias: bool
     ) -> Grads:
         known = (facts.scale, facts.causal, facts.window, facts.softcap)
         return *flash_attn.flash_backward(grad, q, k, v, out, lse.contiguous(), *known), None
@@ -172,19 +172,19 @@ class Cudnn(Padded):
         latent = (width, value) == (192, 128) and (9, 0) <= chip.capability < (11, 0) and chip.cudnn >= 91100
         return (width, value) if latent or max(width, value) <= 128 else None
 
-    def masks(self, q: Tensor, k: Tensor, facts: Facts, chip: Chip) -> bool:
+    def masks(self, q: Tensor, k: Tensor, facts: MaskSpec, chip: Chip) -> bool:
         square = q.shape[2] == k.shape[2] and not facts.offset
         lengths = k.shape[2] > 1 and (chip.cudnn > CUDNN_ERRS or q.shape[2] % 128 == k.shape[2] % 128 == 0)
         return lengths and facts.only_causal and not facts.softcap and (square or not facts.causal)
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> tuple[Tensor, Tensor]:
         out, lse = _aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, facts.causal, False, scale=facts.scale
         )[:2]
         return out, lse.reshape(q.shape[:3])
 
     def run_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias: bool
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: MaskSpec, bias: bool
     ) -> Grads:
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         to_q, to_k, to_v = _aten._scaled_dot_product_cudnn_attention_backward(
@@ -205,10 +205,10 @@ class CudaFlash(Padded):
     def widths(self, q: Tensor, v: Tensor, chip: Chip) -> tuple[int, int] | None:
         return _flash_widths(q, v, chip)
 
-    def masks(self, q: Tensor, k: Tensor, facts: Facts, chip: Chip) -> bool:
+    def masks(self, q: Tensor, k: Tensor, facts: MaskSpec, chip: Chip) -> bool:
         return _flash_masks(q, k, facts) and not facts.softcap
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> tuple[Tensor, Tensor]:
         turned = (x.transpose(1, 2) for x in (q, k, v))
         out, lse = _aten._flash_attention_forward(
             *turned, None, None, q.shape[2], k.shape[2], 0.0, facts.causal, False, scale=facts.scale,
@@ -217,7 +217,7 @@ class CudaFlash(Padded):
         return out.transpose(1, 2), lse
 
     def run_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias: bool
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: MaskSpec, bias: bool
     ) -> Grads:
         no_rng = torch.empty(2, dtype=torch.uint64, device=q.device)
         turned = (x.transpose(1, 2) for x in (grad, q, k, v, out))
@@ -250,10 +250,10 @@ class CudaEfficient(Padded):
         unit = 8 if q.dtype in HALF else 4
         return _up(q.shape[-1], unit), _up(v.shape[-1], unit)
 
-    def masks(self, q: Tensor, k: Tensor, facts: Facts, chip: Chip) -> bool:
+    def masks(self, q: Tensor, k: Tensor, facts: MaskSpec, chip: Chip) -> bool:
         return not facts.softcap
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> tuple[Tensor, Tensor]:
         mask, causal = _aligned_mask(q, k, facts)
         k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
         out, lse = _aten._scaled_dot_product_efficient_attention(
@@ -266,7 +266,7 @@ class CudaEfficient(Padded):
         return out.masked_fill(empty.unsqueeze(-1), 0.0), lse.masked_fill(empty, NEVER)
 
     def run_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias: bool
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: MaskSpec, bias: bool
     ) -> Grads:
         heads = k.shape[1]
         mask, causal = _aligned_mask(q, k, facts)
@@ -282,7 +282,7 @@ class CudaEfficient(Padded):
         return to_q, unexpand(to_k, heads), unexpand(to_v, heads), to_bias
 
 
-def _aligned_mask(q: Tensor, k: Tensor, facts: Facts) -> tuple[Tensor | None, bool]:
+def _aligned_mask(q: Tensor, k: Tensor, facts: MaskSpec) -> tuple[Tensor | None, bool]:
     """(additive mask [B, Hq, Sq, Sk] whose rows begin at multiples of 16 entries or None, the causal flag)."""
     if facts.only_causal and not (facts.causal and facts.offset):
         return None, facts.causal

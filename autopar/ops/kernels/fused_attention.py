@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from autopar.ops.mask_spec import Facts
+    from autopar.ops.mask_spec import MaskSpec
 
 # Up to which width -> rows, columns, warps and stages of a program, forward and backward. So large that accumulators
 # stay in registers (read off ptxas), and operands in the 99 KiB of shared memory that chips have from sm_80 on. With
@@ -228,7 +228,7 @@ def _to_keys(  # type: ignore[no-untyped-def]
     _store(to_v + batch * to_v_b + key_head * to_v_h, to_v_s, column, columns, dv, VALUE, of_values)
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
+def attended(q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> tuple[Tensor, Tensor]:
     """q [B, Hq, Sq, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv] -> out [B, Hq, Sq, Dv] in q's dtype, lse [B, Hq, Sq]."""
     out, lse = _like(q, v.shape[-1]), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     mask, segments, *known = _known(q, k, v, facts)
@@ -241,7 +241,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Ten
 
 
 def differentiated(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, facts: Facts
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, facts: MaskSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. ``lse`` and ``delta`` = rowsum(grad * out), [B, Hq, Sq] in float32, may be those of a
     larger attention."""
@@ -274,7 +274,7 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in x.stride()[:3]]
 
 
-def _known(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> list[Any]:
+def _known(q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> list[Any]:
     """mask [B, Sq, Sk] or None, segments or None, strides of the mask, heads, sizes, offset, scale."""
     size = (q.shape[0], 1, q.shape[2], k.shape[2])
     masks = [] if facts.key_mask is None else [facts.key_mask.bool()[:, None, None, :].expand(size)]
@@ -287,7 +287,7 @@ def _known(q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> list[Any]:
     ]  # fmt: skip
 
 
-def _constants(q: Tensor, v: Tensor, facts: Facts, backward: bool) -> tuple[dict[str, Any], dict[str, int]]:
+def _constants(q: Tensor, v: Tensor, facts: MaskSpec, backward: bool) -> tuple[dict[str, Any], dict[str, int]]:
     """What the kernel is compiled for, and how."""
     width, single = max(q.shape[-1], v.shape[-1]), q.dtype == torch.float32
     rows, columns, warps, stages = next(sizes for most, sizes in BLOCKS.items() if width <= most)[backward]

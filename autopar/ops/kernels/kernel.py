@@ -11,7 +11,7 @@ from torch import Tensor
 from autopar.ops.value_checks import note
 
 if TYPE_CHECKING:
-    from autopar.ops.mask_spec import Facts
+    from autopar.ops.mask_spec import MaskSpec
 
 HALF = (torch.float16, torch.bfloat16)
 NEVER = float("-inf")
@@ -44,16 +44,16 @@ class Kernel(ABC):
     bias_gradient = False
 
     @abstractmethod
-    def applies(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> bool:
+    def applies(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> bool:
         """Whether it computes this."""
 
     @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> tuple[Tensor, Tensor]:
         """q [B, Hq, Sq, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv] -> out [B, Hq, Sq, Dv], lse [B, Hq, Sq]."""
 
     @abstractmethod
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias: bool
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: MaskSpec, bias: bool
     ) -> Grads:
         """Gradients of q, k, v, and of the bias if ``bias``."""
 

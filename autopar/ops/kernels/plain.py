@@ -10,13 +10,13 @@ from torch import Tensor
 from autopar.ops.kernels.kernel import HUGE, NEVER, Grads, Kernel, sum_to, wide
 
 if TYPE_CHECKING:
-    from autopar.ops.mask_spec import Facts
+    from autopar.ops.mask_spec import MaskSpec
 
 
 class _PlainScores:
     """Scores [B, Hq, Sq, Sk], query heads of one key head stacked so that k and v stay unexpanded."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> None:
         self.facts = facts
         self.wide = wide(q.dtype)
         self.q, self.k, self.v = q.to(self.wide), k.to(self.wide), v.to(self.wide)
@@ -67,17 +67,17 @@ class Math(Kernel):
     name = "math"
     bias_gradient = True
 
-    def applies(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> bool:
+    def applies(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> bool:
         return True
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> tuple[Tensor, Tensor]:
         scores = _PlainScores(q, k, v, facts)
         lse = torch.logsumexp(scores.scores, -1)
         weights, kept = scores.probabilities(lse), scores.kept()
         return scores.product(weights if kept is None else weights * kept, scores.v), lse
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias: bool
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: MaskSpec, bias: bool
     ) -> Grads:
         scores = _PlainScores(q, k, v, facts)
         weights, kept = scores.probabilities(lse), scores.kept()
@@ -100,14 +100,14 @@ class Meta(Kernel):
     name = "meta"
     bias_gradient = True
 
-    def applies(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> bool:
+    def applies(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> bool:
         return q.is_meta
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> tuple[Tensor, Tensor]:
         return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: Facts, bias: bool
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: MaskSpec, bias: bool
     ) -> Grads:
         to_bias = facts.bias.new_empty(facts.bias.shape) if bias and facts.bias is not None else None
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), to_bias

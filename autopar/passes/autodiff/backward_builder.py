@@ -13,8 +13,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.capture.trace.op_decomposition import Recorded, TensorFacts, Value
-from autopar.ir.custom_backward import OwnBackward, inside_of, own_backwards
+from autopar.capture.trace.op_decomposition import Recorded, TensorMeta, Value
+from autopar.ir.custom_backward import CustomBackward, inside_of, own_backwards
 from autopar.ir.graph import is_call, placeholders
 from autopar.ops.gradient import RESULT
 from autopar.passes.autodiff.vjp import derivative, marked
@@ -53,12 +53,12 @@ class ForwardValues:
     def __init__(self, gm: GraphModule, differentiable: Sequence[bool]) -> None:
         self.graph, self.inputs = gm.graph, placeholders(gm)
         self.own = {one.token: one for one in own_backwards(gm.graph)}
-        self.likes: dict[ResultKey, TensorFacts] = {}
+        self.likes: dict[ResultKey, TensorMeta] = {}
         self.needs: dict[ResultKey, bool] = {}
         self.found: dict[Node, Recorded] = {}
         self.calls = forward_calls(gm)
         for node, wanted in zip(self.inputs, differentiable, strict=True):
-            self.likes[node, 0], self.needs[node, 0] = TensorFacts.of(node.meta["val"]), wanted
+            self.likes[node, 0], self.needs[node, 0] = TensorMeta.of(node.meta["val"]), wanted
         for node in self.calls:
             self._add(node)
 
@@ -74,7 +74,7 @@ class ForwardValues:
                 if like is not None:
                     self.likes[node, i], self.needs[node, i] = like, needs
 
-    def derivative(self, node: Node, tangents: Sequence[TensorFacts | None] | None = None) -> Recorded:
+    def derivative(self, node: Node, tangents: Sequence[TensorMeta | None] | None = None) -> Recorded:
         """Of a call, see `autopar.passes.autodiff.vjp`."""
         args, kwargs, operands = marked(node)
         keys = list(map(result_key, operands))
@@ -134,7 +134,7 @@ class Backward(Generic[T]):
                 if gradient is not None:
                     self._arrive(x, gradient, node)
 
-    def _own_backward(self, own: OwnBackward) -> None:
+    def _own_backward(self, own: CustomBackward) -> None:
         """A model's own: by a part of the graph."""
         gradients = [self.arrived.pop((hole, 0), None) for hole in own.holes]
         if all(g is None for g in gradients):
@@ -150,7 +150,7 @@ class Backward(Generic[T]):
             if self.forward.needs[result_key(x)]:
                 self._arrive(x, known[result_key(gradient)], own.token)
 
-    def _checked(self, own: OwnBackward, gradients: list[T | None]) -> list[T | None]:
+    def _checked(self, own: CustomBackward, gradients: list[T | None]) -> list[T | None]:
         if not own.zeros and any(g is None for g in gradients):
             raise ValueError(
                 f"the autograd function {own.name} asks for None instead of gradients of zeros (set_materialize_grads) "

@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class OwnGradients:
+class CloneAliasedGrads:
     """See the module's docstring."""
 
     name: ClassVar[str] = "own_gradients"

@@ -23,7 +23,7 @@ from autopar.adapters.copying.fake import new_mode
 from autopar.adapters.graph_nodes import new_node
 from autopar.adapters.lazy import graph_module
 from autopar.adapters.operators import OpOverload, name_of
-from autopar.capture.trace.op_decomposition import CoreCall, Recorded, TensorFacts, Value, fake_of, like_of
+from autopar.capture.trace.op_decomposition import CoreCall, Recorded, TensorMeta, Value, fake_of, like_of
 from autopar.ir.graph import fake_mode, is_call, outputs
 from autopar.ir.meta import ORIGIN, TRACE, inherit
 from autopar.ops.gradient import RESULT
@@ -64,16 +64,16 @@ class _Shapes:
         self.forward = forward
         self.found = dict(forward.found)
 
-    def value(self, key: ResultKey) -> TensorFacts:
+    def value(self, key: ResultKey) -> TensorMeta:
         return self.forward.likes[key]
 
     def call(
-        self, target: Any, args: Any, kwargs: Any, operands: Sequence[TensorFacts], origin: Node
-    ) -> list[TensorFacts | None]:
+        self, target: Any, args: Any, kwargs: Any, operands: Sequence[TensorMeta], origin: Node
+    ) -> list[TensorMeta | None]:
         found = derivative(target, args, kwargs, operands, [False for _ in operands])
         return found.facts(found.results)
 
-    def gradients(self, node: Node, tangents: Sequence[TensorFacts | None]) -> list[TensorFacts | None]:
+    def gradients(self, node: Node, tangents: Sequence[TensorMeta | None]) -> list[TensorMeta | None]:
         found = self.found[node] = self.forward.derivative(node, tangents)
         return found.facts(found.gradients)
 
@@ -81,7 +81,7 @@ class _Shapes:
 class _Nodes:
     """The second way through: the joint graph. The forward is there when it is made."""
 
-    def __init__(self, forward: ForwardValues, found: Mapping[Node, Recorded], tangents: Sequence[TensorFacts]) -> None:
+    def __init__(self, forward: ForwardValues, found: Mapping[Node, Recorded], tangents: Sequence[TensorMeta]) -> None:
         self.graph, self.found = Graph(), found
         mode = fake_mode(forward.graph)
         self.mode = mode if hasattr(mode, "fake_tensor_converter") else new_mode()
@@ -118,7 +118,7 @@ class _Nodes:
             made.meta["call"] = self.place[node]
         return [None if v is None else numbers[v.number] for v in found.gradients]
 
-    def _placeholder(self, name: str, like: TensorFacts) -> Node:
+    def _placeholder(self, name: str, like: TensorMeta) -> Node:
         node = self.graph.placeholder(name)
         node.meta["val"] = like.fake(self.mode)
         return node

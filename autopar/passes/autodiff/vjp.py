@@ -19,7 +19,7 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
 from autopar.adapters.operators import OpOverload, argument_defaults
-from autopar.capture.trace.op_decomposition import CoreCall, Recorded, TensorFacts, Value, fake_of, record
+from autopar.capture.trace.op_decomposition import CoreCall, Recorded, TensorMeta, Value, fake_of, record
 from autopar.ir.graph import fake_mode, has_gradient, is_call
 from autopar.ops.checked import CHECKED
 
@@ -38,9 +38,9 @@ def derivative(
     target: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    operands: Sequence[TensorFacts],
+    operands: Sequence[TensorMeta],
     needs: Sequence[bool],
-    tangents: Sequence[TensorFacts | None] | None = None,
+    tangents: Sequence[TensorMeta | None] | None = None,
 ) -> Recorded:
     """See `autopar.capture.trace.op_decomposition.record`. Tensors in ``args`` and ``kwargs`` are a `Value`, the
     number of an operand."""
@@ -101,7 +101,7 @@ def fake_result(node: Node) -> Any:
     if is_call(node, operator.getitem):
         return node.args[0].meta["val"][node.args[1]]  # type: ignore[union-attr]
     args, kwargs, operands = marked(node)
-    likes = [TensorFacts.of(x.meta["val"]) for x in operands]
+    likes = [TensorMeta.of(x.meta["val"]) for x in operands]
     found = derivative(node.target, args, kwargs, likes, [has_gradient(x) for x in operands])  # type: ignore[arg-type]
     mode = fake_mode(node.graph, operands)
     made = [like and fake_of(like, mode) for like in found.facts(found.results)]

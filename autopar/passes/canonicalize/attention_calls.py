@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass
-class FoundFacts:
+class MatchedMask:
     """What is known about one attention; see `autopar.ops.attention`."""
 
     scale: float
@@ -30,7 +30,7 @@ class FoundFacts:
     dropout: float = 0.0
 
 
-def attend(build: Build, q: Node, k: Node, v: Node, facts: FoundFacts) -> tuple[Node, Node]:
+def attend(build: Build, q: Node, k: Node, v: Node, facts: MatchedMask) -> tuple[Node, Node]:
     """out, log-sum-exp = autopar.attention(q, k, v, ...), on key heads that are not repeated."""
     bases = _unrepeated(k), _unrepeated(v)
     if shape_of(bases[0])[1] == shape_of(bases[1])[1]:
@@ -61,7 +61,7 @@ def sdpa(node: Node, build: Build) -> Node | None:
     known = arguments(node)
     q, k, v = known["query"], known["key"], known["value"]
     scale = known["scale"] if known["scale"] is not None else 1.0 / math.sqrt(shape_of(q)[-1])
-    facts = FoundFacts(float(scale), causal=known["is_causal"], dropout=float(known["dropout_p"]))
+    facts = MatchedMask(float(scale), causal=known["is_causal"], dropout=float(known["dropout_p"]))
     lead, mask = shape_of(q)[:-2], known["attn_mask"]
     flat = lead if len(lead) == 2 else (math.prod(lead[:-1]), lead[-1]) if lead[1:] else (math.prod(lead), 1)
     if flat != lead:
@@ -97,7 +97,7 @@ def mask_on_lead(build: Build, mask: Node, scores: Shape, lead: Shape) -> Node:
     return build.reshape(mask, (*joined, rows, columns))
 
 
-def _add_mask(build: Build, mask: Node, q: Node, facts: FoundFacts) -> None:
+def _add_mask(build: Build, mask: Node, q: Node, facts: MatchedMask) -> None:
     """Bool [B, 1, 1, Sk] is a key mask; other masks are a bias of q's dtype, 0 and -inf for bool ones."""
     while calls(mask, aten.expand.default):
         mask = operand(mask)

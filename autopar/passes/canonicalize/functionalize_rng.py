@@ -22,7 +22,7 @@ from autopar.ir.graph import (
 )
 from autopar.ir.meta import extend_signature
 from autopar.ir.signature import InputSpec
-from autopar.ops.random_recipes import DrawMaker, NoRecipe, Recipe, recipe_for
+from autopar.ops.random_recipes import DrawMaker, NoRecipe, WeightConversion, recipe_for
 from autopar.ops.traits import DROPOUTS, is_random
 from autopar.rewrite.build import Build, calls, operand
 
@@ -103,7 +103,7 @@ class _Numbering:
             source = Build(node)(torch.ops.autopar.dropout.default, source, self.seed(), rate, site, [], [])
         _replace_dropout(self.gm, node, source)
 
-    def recipe(self, node: Node, recipe: Recipe) -> None:
+    def recipe(self, node: Node, recipe: WeightConversion) -> None:
         """By what it is made of."""
         if arguments(node).get("generator") is not None:
             _refuse(node, " with a generator of its own")

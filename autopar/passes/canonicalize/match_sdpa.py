@@ -27,7 +27,7 @@ from torch.fx import Node
 
 from autopar.ir.graph import arguments
 from autopar.ops.traits import PERMUTED
-from autopar.passes.canonicalize.attention_calls import FoundFacts, additive, attend, mask_on_lead
+from autopar.passes.canonicalize.attention_calls import MatchedMask, additive, attend, mask_on_lead
 from autopar.passes.canonicalize.constant_masks import LEAST
 from autopar.passes.canonicalize.empty_rows import NEVER, WrittenMask, outcome
 from autopar.rewrite.build import Build, calls, operand, shape_of, value_of
@@ -75,7 +75,7 @@ def written_out(node: Node, build: Build) -> Node | None:
     lead = found.lead or _batch_and_heads(q)
     for factor in found.factors:
         q = build(aten.mul.Tensor, q, factor)
-    facts = FoundFacts(found.scale, softcap=found.softcap, dropout=found.dropout)
+    facts = MatchedMask(found.scale, softcap=found.softcap, dropout=found.dropout)
     for mask in found.masks:
         if mask.triangle == NEVER or (mask.triangle is not None and empty != "nan"):
             facts.causal = True

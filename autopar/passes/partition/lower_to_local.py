@@ -38,7 +38,7 @@ from autopar.ir.graph import (
 from autopar.ir.mesh import Mesh
 from autopar.ir.meta import TYPES, inherit, signature_of
 from autopar.ir.placement import INVARIANT, Pieces, Placement, Shard, repetitions
-from autopar.ops.mask_spec import Facts
+from autopar.ops.mask_spec import MaskSpec
 from autopar.ops.token_dispatchers import DISPATCHERS
 from autopar.ops.traits import CONVOLUTIONS
 from autopar.ops.vocab_parallel import cross_entropy_of_piece, embedding_of_piece
@@ -51,7 +51,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class LocalizeShapes:
+class LowerToLocal:
     """Rewrites shapes, sizes and the few ops that compute differently on a piece."""
 
     name: ClassVar[str] = "localize_shapes"
@@ -296,7 +296,7 @@ def _context_attention(local: _Local) -> None:
     chosen, size = local.plan.attention[node.name], local.mesh.size("cp")
     given = [args[name] for name in ("q", "k", "v", *FACT_NAMES)]
     q, k, v, *facts = torch.fx.node.map_arg(given, lambda n: n.meta["val"])
-    problem = problem_of_pieces(q, k, v, Facts(*facts), chosen.query_blocks, chosen.key_blocks, size)
+    problem = problem_of_pieces(q, k, v, MaskSpec(*facts), chosen.query_blocks, chosen.key_blocks, size)
     ranks = ALGORITHMS[chosen.forward].head_ranks(problem)
     how = (chosen.forward, chosen.backward, list(chosen.query_blocks), list(chosen.key_blocks), "cp", size, ranks)
     node.target, node.args, node.kwargs = attention_of_piece, (*given, *how), {}

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from torch.fx import Graph, Node
 
 from autopar.ir.conversions import is_conversion
-from autopar.ir.custom_backward import OwnBackward, function_of, inside_of, is_linear, own_backwards
+from autopar.ir.custom_backward import CustomBackward, function_of, inside_of, is_linear, own_backwards
 from autopar.ir.graph import describe
 from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATE, Invariant, Partial, Placement, Replicate, Shard
 from autopar.rules import Rule
@@ -34,7 +34,7 @@ class Backwards:
     def __init__(self, graph: Graph, axis: str, rule_of: Callable[[Node], Rule]) -> None:
         self.axis, self.rule_of = axis, rule_of
         self.inside = inside_of(graph)
-        self.of_hole: dict[Node, OwnBackward] = {}
+        self.of_hole: dict[Node, CustomBackward] = {}
         for own in own_backwards(graph):
             self.of_hole |= dict.fromkeys(own.holes, own)
         self.summed: dict[int, bool] = {}

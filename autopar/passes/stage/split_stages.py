@@ -33,7 +33,7 @@ from autopar.ops.gradient import OWN_BACKWARD
 from autopar.ops.traits import is_view
 from autopar.passes.autodiff.joint import part_of_view
 from autopar.passes.stage.slice_tokens import of_slice
-from autopar.schedule.order import Hop
+from autopar.schedule.order import P2PEdge
 from autopar.steps.value_names import output, output_place
 
 
@@ -56,7 +56,7 @@ class Cut:
     """The parts of a model, what goes between them, and the prologue's graphs with the names of their results."""
 
     parts: list[PartGraph]
-    hops: list[Hop] = field(default_factory=list)
+    hops: list[P2PEdge] = field(default_factory=list)
     once: GraphModule | None = None
     each: GraphModule | None = None
 
@@ -146,9 +146,9 @@ class _Cutter:
         users = reach(sources, lambda node: node.users)
         return min((self.part_of[n] for n in users if n in self.part_of), default=self.count - 1)
 
-    def _hops(self) -> tuple[list[Hop], list[list[Node]], list[list[Node]]]:
+    def _hops(self) -> tuple[list[P2PEdge], list[list[Node]], list[list[Node]]]:
         """Main values that later parts use travel from user to user."""
-        hops: list[Hop] = []
+        hops: list[P2PEdge] = []
         sent: list[list[Node]] = [[] for _ in range(self.count)]
         received: list[list[Node]] = [[] for _ in range(self.count)]
         for node in self.flow.main:
@@ -158,7 +158,7 @@ class _Cutter:
             for source, target in zip([home, *users], users, strict=False):
                 val = node.meta["val"]
                 assert isinstance(val, torch.Tensor), f"cut_stages: the tuple {node.name} crosses a cut"
-                hops.append(Hop(node.name, source, target, has_gradient(node), (tuple(val.shape),), val.dtype))
+                hops.append(P2PEdge(node.name, source, target, has_gradient(node), (tuple(val.shape),), val.dtype))
                 received[target].append(node)
             if users:
                 sent[home].append(node)

@@ -24,13 +24,13 @@ from autopar.ir.graph import add_placeholder, copy_node, outputs, placeholders
 from autopar.ops.traits import is_view
 from autopar.passes.autodiff.differentiate import lowered
 from autopar.passes.autodiff.joint import part_of_view
-from autopar.schedule.order import Hop
-from autopar.steps.graphs import RoundAhead, StepGraph
+from autopar.schedule.order import P2PEdge
+from autopar.steps.graphs import GlobalStatistics, StepGraph
 
 Place = tuple[int, int]  # round, part
 
 
-def split_rounds(gm: GraphModule, flow: Flow, part_of: Mapping[str, int], parts: int) -> list[RoundAhead]:
+def split_rounds(gm: GraphModule, flow: Flow, part_of: Mapping[str, int], parts: int) -> list[GlobalStatistics]:
     """``flow``: of ``gm``. ``part_of``: of values of the model that have these names; others belong to the part in
     which all of their operands are."""
     cutter = _RoundCutter(gm, flow, part_of)
@@ -82,17 +82,17 @@ class _RoundCutter:
                 queue += node.all_input_nodes
         return sorted(found, key=self.order.__getitem__)
 
-    def round(self, number: int, parts: int) -> RoundAhead:
+    def round(self, number: int, parts: int) -> GlobalStatistics:
         """The graphs of all parts, and what goes between them."""
         graphs = [self._graph((number, k)) if (number, k) in self.own else None for k in range(parts)]
         hops = [
-            Hop(x.name, k, to, False, (tuple(x.meta["val"].shape),), x.meta["val"].dtype)
+            P2PEdge(x.name, k, to, False, (tuple(x.meta["val"].shape),), x.meta["val"].dtype)
             for k in range(parts)
             for x in self.own.get((number, k), ())
             for to in sorted({part for _, part in self.taken_by.get(x, ())} - {k})
         ]
         assert all(hop.source < hop.target for hop in hops), "split_rounds: a value is used before it is made"
-        return RoundAhead(graphs, hops, [name for x, name in self.totals.items() if self.round_of[x] == number])
+        return GlobalStatistics(graphs, hops, [name for x, name in self.totals.items() if self.round_of[x] == number])
 
     def _graph(self, place: Place) -> StepGraph:
         graph, copies = Graph(), dict[Node, Node]()
@@ -106,7 +106,7 @@ class _RoundCutter:
         results = [(self.totals[x], x) for x in self.own[place] if x in self.totals]
         results += [(x.name, x) for x in self.own[place] if x in self.taken_by]
         graph.output(tuple(copies[x] for _, x in results))
-        made = lowered(graph_module(graph, "Ahead"))
+        made = lowered(graph_module(graph, "BackgroundCompile"))
         return StepGraph(made, [names[x.name] for x in placeholders(made)], [name for name, _ in results])
 
 

@@ -22,7 +22,7 @@ from autopar.rewrite.compilation import Compilation
 
 
 @dataclass(frozen=True)
-class JoinSums:
+class MergeAllReduces:
     """See the module's docstring."""
 
     name: ClassVar[str] = "join_sums"

@@ -13,12 +13,14 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.meta import signature_of
 from autopar.ir.parameter import ParameterSpec
 from autopar.plan import PipelinePlan, Plan
-from autopar.schedule.order import Action, Hop, Order
+from autopar.schedule.order import Action, Order, P2PEdge
 from autopar.schedule.request import SCHEDULES, Request
 from autopar.steps.graphs import Stage
 
 
-def make_order(plan: Plan, parts: Sequence[Stage], hops: Sequence[Hop], train: bool = True, static: int = 0) -> Order:
+def make_order(
+    plan: Plan, parts: Sequence[Stage], hops: Sequence[P2PEdge], train: bool = True, static: int = 0
+) -> Order:
     """The compute actions of a step. ``static``: bytes of the rank with most parameters and states, of which the
     memory limit leaves the rest to activations.
 

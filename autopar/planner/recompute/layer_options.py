@@ -30,7 +30,7 @@ BRANCHES = 300  # of an integer program, and no seconds: all ranks must find the
 
 
 @dataclass(frozen=True)
-class RemakableValue:
+class RecomputableValue:
     """seconds: to make it. bytes: of its storage; 0: it cannot be saved (several results). pinned: it is not made
     again. operands: numbers of values."""
 
@@ -40,7 +40,7 @@ class RemakableValue:
     operands: tuple[int, ...] = ()
 
 
-def ways(values: Sequence[RemakableValue], wanted: Sequence[int]) -> list[frozenset[int]]:
+def ways(values: Sequence[RecomputableValue], wanted: Sequence[int]) -> list[frozenset[int]]:
     """Sets of values to make again, from none to all that may be; each is one that no other beats in both (bytes,
     time), as far as they were looked for."""
     if not wanted:
@@ -58,7 +58,7 @@ def ways(values: Sequence[RemakableValue], wanted: Sequence[int]) -> list[frozen
 class _CutProgram:
     """The program of one layer, in shares of all its bytes and of all its time."""
 
-    def __init__(self, values: Sequence[RemakableValue], wanted: Sequence[int]) -> None:
+    def __init__(self, values: Sequence[RecomputableValue], wanted: Sequence[int]) -> None:
         self.values, self.wanted = values, wanted
         self.time, self.size = (np.array([getattr(v, f) for v in values], float) for f in ("seconds", "bytes"))
         self.time /= self.time.sum() or 1.0

@@ -1,7 +1,7 @@
 """Which way each layer takes, so that the least is made again under a limit of bytes.
 
 Layers run forward one after another, and backward in the opposite order. In layer i a rank holds what the layers before
-it have saved, and what is alive within it (`LayerWay`); of other micro-batches in flight, all that a part saves:
+it have saved, and what is alive within it (`RecomputeOption`); of other micro-batches in flight, all that a part saves:
 
     copies * saved(all) + saved(< i) + alive in F or B of i   <=   limit          for every i
 
@@ -24,7 +24,7 @@ NEAR = 1e-3  # of the least bytes
 
 
 @dataclass(frozen=True)
-class LayerWay:
+class RecomputeOption:
     """One way for a layer. saved: bytes kept from its F to its B. seconds: of what B makes again, and that it waits for
     copies. forward, backward: most bytes alive in its F and B, with its own saved ones, without what the layers before
     it have saved. left: where the backward comes in two, bytes that B leaves for W. host: bytes kept in host memory."""
@@ -36,7 +36,7 @@ class LayerWay:
     left: int = 0
     host: int = 0
 
-    def within(self, forward: int, backward: int) -> LayerWay:
+    def within(self, forward: int, backward: int) -> RecomputeOption:
         """Where further bytes live across its F and its B."""
         return replace(self, forward=self.forward + forward, backward=self.backward + backward)
 
@@ -47,7 +47,7 @@ class LayerWay:
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryBudget:
     """What a part may hold at a moment: ``bytes``, less ``copies`` of all that it saves, for ``share`` of a micro-batch
     that runs."""
 
@@ -64,7 +64,9 @@ class Room:
         return self.copies * total + self.share * alive
 
 
-def least_time(layers: Sequence[Sequence[LayerWay]], rooms: Sequence[Room], most: float = math.inf) -> list[int] | None:
+def least_time(
+    layers: Sequence[Sequence[RecomputeOption]], rooms: Sequence[MemoryBudget], most: float = math.inf
+) -> list[int] | None:
     """Number of a way for each layer, with the least seconds in all; None where no choice fits all of ``rooms``.
     ``most``: bytes that all layers may save together."""
     if not any(room.copies for room in rooms):
@@ -81,7 +83,7 @@ def least_time(layers: Sequence[Sequence[LayerWay]], rooms: Sequence[Room], most
     return chosen
 
 
-def least_bytes(layers: Sequence[Sequence[LayerWay]], rooms: Sequence[Room]) -> list[int]:
+def least_bytes(layers: Sequence[Sequence[RecomputeOption]], rooms: Sequence[MemoryBudget]) -> list[int]:
     """The way for each layer with which the fullest of the moments, whose ``bytes`` do not count, is as small as can
     be: where this does not fit, nothing does."""
 
@@ -102,7 +104,7 @@ def least_bytes(layers: Sequence[Sequence[LayerWay]], rooms: Sequence[Room]) -> 
     return chosen
 
 
-def alive_by(layers: Sequence[Sequence[LayerWay]], choice: Sequence[int]) -> int:
+def alive_by(layers: Sequence[Sequence[RecomputeOption]], choice: Sequence[int]) -> int:
     """Most bytes of the micro-batch that runs: in F and B with what the layers before have saved, in B with what those
     behind leave for W. What the layer before one has in host memory is still there in its F, and there again in its
     B: copies are made beside one layer."""
@@ -116,22 +118,22 @@ def alive_by(layers: Sequence[Sequence[LayerWay]], choice: Sequence[int]) -> int
     return most
 
 
-def saved_by(layers: Sequence[Sequence[LayerWay]], choice: Sequence[int]) -> int:
+def saved_by(layers: Sequence[Sequence[RecomputeOption]], choice: Sequence[int]) -> int:
     """Bytes of one micro-batch from F to B."""
     return sum(ways[k].saved for ways, k in zip(layers, choice, strict=True))
 
 
-def left_by(layers: Sequence[Sequence[LayerWay]], choice: Sequence[int]) -> int:
+def left_by(layers: Sequence[Sequence[RecomputeOption]], choice: Sequence[int]) -> int:
     """Bytes of one micro-batch from B to W."""
     return sum(ways[k].left for ways, k in zip(layers, choice, strict=True))
 
 
-def hosted_by(layers: Sequence[Sequence[LayerWay]], choice: Sequence[int]) -> int:
+def hosted_by(layers: Sequence[Sequence[RecomputeOption]], choice: Sequence[int]) -> int:
     """Bytes of one micro-batch in host memory."""
     return sum(ways[k].host for ways, k in zip(layers, choice, strict=True))
 
 
-def _program(layers: Sequence[Sequence[LayerWay]], room: float, most: float) -> tuple[float, list[int] | None]:
+def _program(layers: Sequence[Sequence[RecomputeOption]], room: float, most: float) -> tuple[float, list[int] | None]:
     """(seconds, way of each layer); None where none fits."""
     saved, seconds = np.zeros(1), np.zeros(1)
     steps: list[tuple[Any, Any]] = []

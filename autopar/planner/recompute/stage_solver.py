@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.planner.recompute.layer_solver import (
-    LayerWay,
-    Room,
+    MemoryBudget,
+    RecomputeOption,
     alive_by,
     hosted_by,
     least_bytes,
@@ -25,13 +25,13 @@ from autopar.planner.recompute.layer_solver import (
 )
 from autopar.schedule.order import BACKWARD, COMPUTE, Order
 
-Layers = Sequence[Sequence[LayerWay]]
+Layers = Sequence[Sequence[RecomputeOption]]
 Choice = list[list[int]]  # part -> layer -> number of a way
 ROUNDS, BISECTIONS = 2, 24
 
 
 @dataclass(frozen=True)
-class Moment:
+class ScheduleSlot:
     """When a rank runs F or a backward of a part. held: micro-batches of each part that wait for their backward,
     without the one that runs; split: those that have had B and wait for W. share: of a micro-batch that runs (less than
     1 for a token slice)."""
@@ -46,18 +46,18 @@ class Moment:
         """Held of a part."""
         return dict(self.held).get(part, 0.0)
 
-    def outdoes(self, other: Moment) -> bool:
+    def outdoes(self, other: ScheduleSlot) -> bool:
         """Whether the same runs, and no less is held."""
         pairs = ((self.held, other.held), (self.split, other.split))
         more = all(n <= dict(mine).get(p, 0.0) for mine, its in pairs for p, n in its)
         return self.part == other.part and self.share >= other.share and more
 
 
-def moments(order: Order, shares: Sequence[float] = (1.0,)) -> list[Moment]:
+def moments(order: Order, shares: Sequence[float] = (1.0,)) -> list[ScheduleSlot]:
     """Those of an order that no other one of the same rank and part outdoes. shares: of the token slices."""
-    found: list[Moment] = []
+    found: list[ScheduleSlot] = []
     for rank, actions in enumerate(order.ranks):
-        seen: dict[Moment, None] = {}
+        seen: dict[ScheduleSlot, None] = {}
         held: dict[int, float] = {}
         split: dict[int, float] = {}
         for action in actions:
@@ -67,7 +67,7 @@ def moments(order: Order, shares: Sequence[float] = (1.0,)) -> list[Moment]:
             if action.kind == "W":
                 split[part] = split.get(part, 0.0) - share
             if action.kind in COMPUTE:
-                seen[Moment(rank, part, _counts(held), _counts(split), share)] = None
+                seen[ScheduleSlot(rank, part, _counts(held), _counts(split), share)] = None
             if action.kind == "F":
                 held[part] = held.get(part, 0.0) + share
             if action.kind == "B":
@@ -80,24 +80,24 @@ def _counts(of_parts: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
     return tuple(sorted((part, round(n, 9)) for part, n in of_parts.items() if n > 1e-9))
 
 
-def bytes_at(moment: Moment, ways: Sequence[Layers], choice: Choice) -> float:
+def bytes_at(moment: ScheduleSlot, ways: Sequence[Layers], choice: Choice) -> float:
     """What a rank holds at a moment."""
     alive = moment.share * alive_by(ways[moment.part], choice[moment.part])
     return alive + held_beside(moment, ways, choice)
 
 
-def held_beside(moment: Moment, ways: Sequence[Layers], choice: Choice, but: int = -1) -> float:
+def held_beside(moment: ScheduleSlot, ways: Sequence[Layers], choice: Choice, but: int = -1) -> float:
     """What waits for a backward; without what waits for that of a part, and with all that waits for W."""
     held = sum(n * saved_by(ways[p], choice[p]) for p, n in moment.held if p != but)
     return held + sum(n * left_by(ways[p], choice[p]) for p, n in moment.split)
 
 
-def fullest(ways: Sequence[Layers], choice: Choice, events: Sequence[Moment], rank: int) -> float:
+def fullest(ways: Sequence[Layers], choice: Choice, events: Sequence[ScheduleSlot], rank: int) -> float:
     """The most that a rank holds."""
     return max((bytes_at(e, ways, choice) for e in events if e.rank == rank), default=0.0)
 
 
-def best_choice(ways: Sequence[Layers], events: Sequence[Moment], limits: Sequence[float]) -> Choice | None:
+def best_choice(ways: Sequence[Layers], events: Sequence[ScheduleSlot], limits: Sequence[float]) -> Choice | None:
     """The least time in all under the limit of each rank; None where none was found."""
     choice = _by_price(ways, events, limits) or smallest_choice(ways, events)
     split = any(e.split for e in events)
@@ -115,7 +115,7 @@ def best_choice(ways: Sequence[Layers], events: Sequence[Moment], limits: Sequen
 # --- host memory ---------------------------------------------------------------------------------------------
 
 
-def most_hosted(ways: Sequence[Layers], choice: Choice, events: Sequence[Moment]) -> dict[int, float]:
+def most_hosted(ways: Sequence[Layers], choice: Choice, events: Sequence[ScheduleSlot]) -> dict[int, float]:
     """Rank -> most bytes that it holds in host memory: of micro-batches that wait for their backward, or for W, and of
     the one that runs."""
     found: dict[int, float] = {}
@@ -127,7 +127,7 @@ def most_hosted(ways: Sequence[Layers], choice: Choice, events: Sequence[Moment]
 
 
 def within_host(
-    ways: Sequence[Layers], events: Sequence[Moment], limits: Sequence[float], host: float
+    ways: Sequence[Layers], events: Sequence[ScheduleSlot], limits: Sequence[float], host: float
 ) -> Choice | None:
     """As `best_choice`, with at most ``host`` bytes of a rank in host memory. Where that is too few for all layers of a
     part, its first ones have them: what they keep waits longest."""
@@ -160,7 +160,7 @@ def _chosen_of(
     return found and [[ks[k] for ks, k in zip(*pair, strict=True)] for pair in zip(kept, found, strict=True)]
 
 
-def smallest_within_host(ways: Sequence[Layers], events: Sequence[Moment], host: float) -> Choice:
+def smallest_within_host(ways: Sequence[Layers], events: Sequence[ScheduleSlot], host: float) -> Choice:
     """As `smallest_choice`, of ways with which every layer takes no more than an equal share of host memory."""
     copies = max((sum(n for _, n in (*e.held, *e.split)) + e.share for e in events), default=1.0)
     share = host / (copies * max((len(layers) for layers in ways), default=1))
@@ -170,7 +170,7 @@ def smallest_within_host(ways: Sequence[Layers], events: Sequence[Moment], host:
     return found
 
 
-def _filled(ways: Sequence[Layers], choice: Choice, events: Sequence[Moment], limits: Sequence[float]) -> Choice:
+def _filled(ways: Sequence[Layers], choice: Choice, events: Sequence[ScheduleSlot], limits: Sequence[float]) -> Choice:
     """Layer by layer the fastest way that still fits, first where most time is to be won."""
     places = [(part, i) for part, layers in enumerate(ways) for i in range(len(layers))]
     places.sort(key=lambda at: -ways[at[0]][at[1]][choice[at[0]][at[1]]].seconds)
@@ -186,11 +186,11 @@ def _filled(ways: Sequence[Layers], choice: Choice, events: Sequence[Moment], li
     return choice
 
 
-def _fits(ways: Sequence[Layers], choice: Choice, events: Sequence[Moment], limits: Sequence[float]) -> bool:
+def _fits(ways: Sequence[Layers], choice: Choice, events: Sequence[ScheduleSlot], limits: Sequence[float]) -> bool:
     return all(bytes_at(e, ways, choice) <= limits[e.rank] * (1 + 1e-9) for e in events)
 
 
-def _by_price(ways: Sequence[Layers], events: Sequence[Moment], limits: Sequence[float]) -> Choice | None:
+def _by_price(ways: Sequence[Layers], events: Sequence[ScheduleSlot], limits: Sequence[float]) -> Choice | None:
     """The ways that are best at the lowest price of bytes with which every rank keeps its limit."""
     weights = [_weights(p, events) for p in range(len(ways))]
     seconds = sum(max(w.seconds for w in layer) for layers in ways for layer in layers)
@@ -198,7 +198,7 @@ def _by_price(ways: Sequence[Layers], events: Sequence[Moment], limits: Sequence
     if not size or not seconds:
         return None
 
-    def cheapest(layer: Sequence[LayerWay], price: float, weight: tuple[float, float]) -> int:
+    def cheapest(layer: Sequence[RecomputeOption], price: float, weight: tuple[float, float]) -> int:
         costs = [w.seconds + price * (weight[0] * w.saved + weight[1] * w.left) for w in layer]
         return min(range(len(layer)), key=costs.__getitem__)
 
@@ -216,7 +216,7 @@ def _by_price(ways: Sequence[Layers], events: Sequence[Moment], limits: Sequence
     return found
 
 
-def _weights(part: int, events: Sequence[Moment]) -> tuple[float, float]:
+def _weights(part: int, events: Sequence[ScheduleSlot]) -> tuple[float, float]:
     """How often a rank holds what a part saves, and what its B leaves for W, at the most."""
     mine = [e for e in events if e.part == part]
     return (
@@ -226,28 +226,28 @@ def _weights(part: int, events: Sequence[Moment]) -> tuple[float, float]:
 
 
 def _best_of_part(
-    part: int, ways: Sequence[Layers], choice: Choice, events: Sequence[Moment], limits: Sequence[float]
+    part: int, ways: Sequence[Layers], choice: Choice, events: Sequence[ScheduleSlot], limits: Sequence[float]
 ) -> list[int] | None:
     """With the other parts as they are."""
     rooms, most = [], math.inf
     for e in events:
         others, copies = held_beside(e, ways, choice, but=part), e.copies(part)
         if e.part == part:
-            rooms.append(Room(limits[e.rank] - others, copies, e.share))
+            rooms.append(MemoryBudget(limits[e.rank] - others, copies, e.share))
         elif copies:
             rest = limits[e.rank] - others - e.share * alive_by(ways[e.part], choice[e.part])
             most = min(most, rest / copies)
     return least_time(ways[part], rooms, most)
 
 
-def smallest_choice(ways: Sequence[Layers], events: Sequence[Moment]) -> Choice:
+def smallest_choice(ways: Sequence[Layers], events: Sequence[ScheduleSlot]) -> Choice:
     """With which each part holds as little as it can at its fullest moment."""
     return [_smallest_of_part(part, layers, events) for part, layers in enumerate(ways)]
 
 
-def _smallest_of_part(part: int, layers: Layers, events: Sequence[Moment]) -> list[int]:
+def _smallest_of_part(part: int, layers: Layers, events: Sequence[ScheduleSlot]) -> list[int]:
     mine = [e for e in events if e.part == part]
-    by_saved = least_bytes(layers, [Room(0.0, e.copies(part), e.share) for e in mine] or [Room(0.0)])
+    by_saved = least_bytes(layers, [MemoryBudget(0.0, e.copies(part), e.share) for e in mine] or [MemoryBudget(0.0)])
     saved, left = _weights(part, events)
     if not left:
         return by_saved

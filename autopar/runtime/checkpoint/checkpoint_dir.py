@@ -57,7 +57,7 @@ class SavedStep(NamedTuple):
 
 
 @dataclass
-class RunLine:
+class RunLineage:
     """One run, from its first checkpoint on: ``name`` stands in each, and goes over to a model that loads one. began:
     when the model was made, in seconds; seen: by folder, the newest checkpoint there when this model last saved into it
     or loaded from it."""
@@ -72,11 +72,11 @@ class RunLine:
         self.seen[checkpoint.parent.resolve()] = newest
 
 
-class RunFolder:
+class CheckpointDir:
     """One save into the folder of a run, on the rank that does what is done once: `begin`, then `publish` or `discard`,
     and `close`."""
 
-    def __init__(self, folder: Path, line: RunLine) -> None:
+    def __init__(self, folder: Path, line: RunLineage) -> None:
         self.folder, self._line, self._name = folder.resolve(), line, ""
         self._held: IO[str] | None = None
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 BLOCK = 4 * 2**20  # bytes; the last block of a file has fewer
 
 
-class BlockSums:
+class BlockChecksums:
     """Of a file that is being written, from its begin to its end."""
 
     def __init__(self) -> None:

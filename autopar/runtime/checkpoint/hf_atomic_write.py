@@ -65,7 +65,7 @@ def _config(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-class Draft:
+class AtomicFolder:
     """A checkpoint in the making. Used as a context: an error discards it, and the old checkpoint stays.
 
     with Draft(folder, parts=2) as draft:
@@ -81,7 +81,7 @@ class Draft:
         self._names = _free_names(folder, parts)
         self._added: list[str] = []
 
-    def __enter__(self) -> Draft:
+    def __enter__(self) -> AtomicFolder:
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:

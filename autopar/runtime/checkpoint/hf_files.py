@@ -35,7 +35,7 @@ class Computed:
     words: str
 
 
-Source = Stored | Computed
+ViewSource = Stored | Computed
 
 
 def _head(folder: Path) -> Path:
@@ -149,7 +149,7 @@ class Files:
         dtype = self._stored(source, tuple(slice(0, 0) for _ in shape)).dtype  # of no numbers, or of the only one
         return shape, dtype
 
-    def check(self, name: str, source: Source, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def check(self, name: str, source: ViewSource, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Raises ValueError unless the tensor has this shape, and this dtype or one that is cast."""
         if isinstance(source, Computed):
             found, kinds = tuple(source.node.meta["val"].shape), [self.outline(x)[1] for x in source.inputs]
@@ -168,7 +168,7 @@ class Files:
                     "cast to floats: convert the checkpoint first (a quantized one with its scales)"
                 )
 
-    def read(self, source: Source, window: Window, dtype: torch.dtype) -> Tensor:
+    def read(self, source: ViewSource, window: Window, dtype: torch.dtype) -> Tensor:
         """A window of a tensor; () is the whole. What is computed is cast to ``dtype`` before, as transformers does."""
         if isinstance(source, Stored):
             return self._stored(source, window)

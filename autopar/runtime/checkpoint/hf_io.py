@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from autopar.ir.parameter import ParameterSpec
-from autopar.ir.weight_conversion import Recipe, as_they_are
-from autopar.runtime.checkpoint.hf_atomic_write import Draft, quantizer
-from autopar.runtime.checkpoint.hf_files import Computed, Files, Source, Stored, stored_in
+from autopar.ir.weight_conversion import WeightConversion, as_they_are
+from autopar.runtime.checkpoint.hf_atomic_write import AtomicFolder, quantizer
+from autopar.runtime.checkpoint.hf_files import Computed, Files, Stored, ViewSource, stored_in
 from autopar.runtime.checkpoint.partial_reads import traced
 from autopar.runtime.consistency.rank_checks import agree
 from autopar.runtime.mesh.process_groups import Groups
@@ -26,7 +26,7 @@ from autopar.runtime.params.parameters import STEPS, fetch_whole
 from autopar.runtime.params.shard_ranges import boxes, cuts_of
 from autopar.values import refuse, whole_number
 
-Recipes = Callable[[list[str]], list[Recipe]]  # of names
+Recipes = Callable[[list[str]], list[WeightConversion]]  # of names
 
 # --- loading ------------------------------------------------------------------------------------------
 
@@ -122,9 +122,11 @@ def _listed(word: str, names: Sequence[str]) -> str:
     return f"{word} {', '.join(names[:6])}{more}" if names else ""
 
 
-def _made(files: Files, stored: Mapping[str, Stored], recipes: Sequence[Recipe]) -> list[tuple[str, str, Source]]:
+def _made(
+    files: Files, stored: Mapping[str, Stored], recipes: Sequence[WeightConversion]
+) -> list[tuple[str, str, ViewSource]]:
     """(name in the model, name in the files, source) of all that the recipes make."""
-    out: list[tuple[str, str, Source]] = []
+    out: list[tuple[str, str, ViewSource]] = []
     for recipe in recipes:
         inputs = tuple(stored[name] for name in recipe.sources)
         if recipe.make is None:
@@ -148,13 +150,13 @@ def _outline(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _renamed(
-    made: Sequence[tuple[str, str, Source]], stored: Iterable[str], known: Sequence[str], prefix: str
-) -> tuple[dict[str, Source], list[str]]:
+    made: Sequence[tuple[str, str, ViewSource]], stored: Iterable[str], known: Sequence[str], prefix: str
+) -> tuple[dict[str, ViewSource], list[str]]:
     """Sources under the model's names, and names that the model lacks."""
     names, dot = set(known), f"{prefix}."
     base_model = prefix and not any(n.startswith(dot) for n in names)  # the model is the base model itself
     base_file = prefix and not any(n.startswith(dot) for n in stored)  # the files are of the base model alone
-    out: dict[str, Source] = {}
+    out: dict[str, ViewSource] = {}
     unknown = []
     for name, original, source in made:
         target = name
@@ -178,7 +180,7 @@ def _empty(spec: ParameterSpec, groups: Groups) -> Tensor:
     return torch.empty(spec.local_shape(groups.mesh), dtype=spec.dtype, device=groups.device)
 
 
-def _read_piece(files: Files, source: Source, spec: ParameterSpec, groups: Groups, local: Tensor) -> None:
+def _read_piece(files: Files, source: ViewSource, spec: ParameterSpec, groups: Groups, local: Tensor) -> None:
     """The boxes that this rank holds, read one by one into its local tensor."""
     cuts = cuts_of(spec.placements, groups.mesh.sizes)
     for box in boxes(spec.shape, cuts, groups.mesh.sizes, groups.coordinate):
@@ -217,7 +219,7 @@ def save_pretrained(
     made = _written((recipes or as_they_are)(list(outlines)), outlines)
     parts = _split([sum(x.nbytes for x in written.values()) for _, written in made], _parse_size(max_shard_size))
     files: dict[str, str] = {}  # tensor -> file
-    with _in_words(folder), Draft(folder, len(parts)) if groups.rank == 0 else nullcontext() as draft:
+    with _in_words(folder), AtomicFolder(folder, len(parts)) if groups.rank == 0 else nullcontext() as draft:
         for part in parts:
             content: dict[str, Tensor] = {}
             for recipe, _ in made[part]:
@@ -231,14 +233,16 @@ def save_pretrained(
     agree(groups, "written", f"the checkpoint in {folder}")  # nobody reads before it is complete
 
 
-def _written(recipes: Sequence[Recipe], outlines: Mapping[str, Tensor]) -> list[tuple[Recipe, Mapping[str, Tensor]]]:
+def _written(
+    recipes: Sequence[WeightConversion], outlines: Mapping[str, Tensor]
+) -> list[tuple[WeightConversion, Mapping[str, Tensor]]]:
     """Each recipe with what it makes, on the meta device, in the order of the model."""
     place = {name: number for number, name in enumerate(outlines)}
     ordered = sorted(recipes, key=lambda recipe: min(place[name] for name in recipe.sources))
     return [(recipe, _make(recipe, [outlines[name] for name in recipe.sources])) for recipe in ordered]
 
 
-def _make(recipe: Recipe, tensors: list[Tensor]) -> dict[str, Tensor]:
+def _make(recipe: WeightConversion, tensors: list[Tensor]) -> dict[str, Tensor]:
     return {recipe.target: tensors[0]} if recipe.make is None else recipe.make(tensors)
 
 

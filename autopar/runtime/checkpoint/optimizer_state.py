@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from autopar.adapters.dtensor import local_of
 from autopar.runtime.checkpoint.json_tree import decoded, encoded, names_with_values
-from autopar.runtime.optim.cpu_offload import HostStates
+from autopar.runtime.optim.cpu_offload import OffloadedStates
 from autopar.runtime.optim.unsharded_step import WHOLE
 from autopar.runtime.params.dtensor_layout import is_apart
 from autopar.runtime.params.parameters import is_alike
@@ -111,7 +111,7 @@ class Restored:
     ) -> None:
         self._optimizer, self._told, self._saved, self._device = optimizer, told, saved, device
         self.targets: list[tuple[str, Tensor]] = []
-        self._hosts = HostStates.of(optimizer, [p for p in own.values() if isinstance(p, DTensor)])
+        self._hosts = OffloadedStates.of(optimizer, [p for p in own.values() if isinstance(p, DTensor)])
         self._check(names_by_group(optimizer, own), own, where)
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         self._states = {}

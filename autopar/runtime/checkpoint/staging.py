@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.runtime.checkpoint.checksums import BlockSums
+from autopar.runtime.checkpoint.checksums import BlockChecksums
 from autopar.runtime.checkpoint.tensor_storage import Piece
 
 WAVE = 32 * 2**20  # bytes of a slot
@@ -77,7 +77,7 @@ class StagedFile:
     def __init__(self, path: Path, head: bytes, pieces: Sequence[Piece], slots: Slots | None) -> None:
         self._file = path.open("xb", buffering=0)
         self._head, self._pieces, self._slots = head, pieces, slots
-        self.sums = BlockSums()
+        self.sums = BlockChecksums()
         self._filled: queue.SimpleQueue[tuple[Tensor, int, torch.Event | None] | None] = queue.SimpleQueue()
         self.staged = threading.Event()
         self._error: BaseException | None = None

@@ -47,12 +47,12 @@ from autopar.runtime.checkpoint.storage_layout import (
     opened_inside,
     piece_name,
 )
-from autopar.runtime.fault.error_propagation import SavedStateError
+from autopar.runtime.fault.error_propagation import CheckpointError
 from autopar.runtime.mesh.process_groups import Groups
 
 
 @dataclass(frozen=True)
-class ToSave:
+class TensorToSave:
     """A tensor to save. ``cut``: the axes on which ranks hold different pieces. ``stage``: the coordinate on pp of the
     ranks that write it; None: this rank does, alone."""
 
@@ -84,7 +84,7 @@ def held_bytes(x: Tensor) -> int:
     return (local_of(x) if isinstance(x, DTensor) else x).nbytes
 
 
-def written_here(entries: Iterable[ToSave], groups: Groups) -> list[ToSave]:
+def written_here(entries: Iterable[TensorToSave], groups: Groups) -> list[TensorToSave]:
     """Those that this rank writes. Ranks that hold the same pieces come to the same division without asking: from the
     largest to the smallest, each goes to the replica that has least so far."""
     stage = groups.coordinate.get("pp", 0)
@@ -104,7 +104,7 @@ def written_here(entries: Iterable[ToSave], groups: Groups) -> list[ToSave]:
     return mine
 
 
-def pieces_of(entries: Sequence[ToSave]) -> list[Piece]:
+def pieces_of(entries: Sequence[TensorToSave]) -> list[Piece]:
     """In the order of the file: wide dtypes first, so that each lies where its width asks."""
     tensors = {e.key: e.tensor.detach() for e in entries}
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -154,11 +154,11 @@ def whole_index(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             known = tensors.setdefault(key, {**told, "pieces": []})
             known["pieces"] += told["pieces"]
             if (known["dtype"], known["shape"]) != (told["dtype"], told["shape"]):
-                raise SavedStateError(f"save: ranks hold {key} in other dtypes or shapes: {known}, {told}"[:500])
+                raise CheckpointError(f"save: ranks hold {key} in other dtypes or shapes: {known}, {told}"[:500])
     for key, told in tensors.items():
         held = sum(math.prod(sizes) for _, _, _, sizes in told["pieces"])
         if held != math.prod(told["shape"]):
-            raise SavedStateError(f"save: {key} has {math.prod(told['shape'])} entries, {held} of them were written")
+            raise CheckpointError(f"save: {key} has {math.prod(told['shape'])} entries, {held} of them were written")
     return {"files": files, "tensors": tensors}
 
 
@@ -224,7 +224,7 @@ class SavedTensors(StorageReader):
         if what:
             raise ValueError(f"load: {path} {what}: the checkpoint is damaged; load an older one")
         if wrong:
-            raise SavedStateError(f"load: {path} has other bytes than were saved: {wrong}; load an older one")
+            raise CheckpointError(f"load: {path} has other bytes than were saved: {wrong}; load an older one")
 
     def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
         """Fill tensors, DTensors among them, each with what this rank holds of it; floats are cast. Not collective."""
@@ -315,7 +315,7 @@ class SavedTensors(StorageReader):
             known = self._right.setdefault(place.file, set())
             wrong = check_blocks(whole, start, stop, self._sums[place.file], known)
         if wrong is not None:
-            raise SavedStateError(
+            raise CheckpointError(
                 f"load: {self.folder / place.file} has other bytes than were saved, behind byte {wrong}: a disk or a "
                 "copy of it has changed them; load an older one"
             )
@@ -325,7 +325,7 @@ class SavedTensors(StorageReader):
         """The bytes of a file in memory as they are asked for. Views of them must be gone at the end."""
         with opened_inside(self.folder, name) as file:
             if self._files[name] != _identity(os.fstat(file.fileno())):
-                raise SavedStateError(f"load: {self.folder / name} was changed while it was read; load it again")
+                raise CheckpointError(f"load: {self.folder / name} was changed while it was read; load it again")
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             try:
                 yield data

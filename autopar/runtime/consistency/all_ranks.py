@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from autopar.runtime.consistency.rank_checks import all_alike, exchange_texts, text_of_first
-from autopar.runtime.fault.error_propagation import SavedStateError
+from autopar.runtime.fault.error_propagation import CheckpointError
 from autopar.runtime.fault.errors import CollectiveError
 from autopar.runtime.mesh.process_groups import Groups
 
@@ -52,11 +52,11 @@ def attempted(what: str, call: Callable[[], T]) -> tuple[tuple[T] | None, str, B
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         mine = type(error) is ValueError
-        text = first if mine or isinstance(error, SavedStateError) else f"{what}: {type(error).__name__}: {first}"
+        text = first if mine or isinstance(error, CheckpointError) else f"{what}: {type(error).__name__}: {first}"
         return None, json.dumps({"mistake": mine, "text": text}), error
 
 
 def _error_of(said: str, rank: int | None) -> Exception:
     told = json.loads(said)
     where = "" if rank is None else f" (on rank {rank})"
-    return (ValueError if told["mistake"] else SavedStateError)(told["text"] + where)
+    return (ValueError if told["mistake"] else CheckpointError)(told["text"] + where)

@@ -24,7 +24,7 @@ from autopar.ir.batch import tensors_of
 from autopar.ir.mesh import DATA
 from autopar.ir.placement import Placements, Shard
 from autopar.runtime.consistency.exit_checks import ask_at_end, difference_at_end, no_longer_ask
-from autopar.runtime.consistency.rank_checks import Claim, everywhere
+from autopar.runtime.consistency.rank_checks import RankCheck, everywhere
 from autopar.runtime.consistency.tensor_hash import start_words, words_of
 from autopar.runtime.mesh.process_groups import Groups
 
@@ -42,14 +42,16 @@ class _Underway:
 
 
 @dataclass
-class BatchWatch:
+class BatchContents:
     """Of one model."""
 
     groups: Groups
     _last: _Underway | None = None
     _next: _Underway | None = None
 
-    def claims(self, batch: Mapping[str, Any], inputs: Mapping[str, Placements], at_once: bool = False) -> list[Claim]:
+    def claims(
+        self, batch: Mapping[str, Any], inputs: Mapping[str, Placements], at_once: bool = False
+    ) -> list[RankCheck]:
         """Ranks with the same coordinates on dp and rp hold the same of inputs that these cut (``inputs``: their
         placements), and
         all ranks the same of the others: each computes with its own copy. Any dtype counts, bit by bit.
@@ -70,13 +72,13 @@ class BatchWatch:
         )
         return found
 
-    def owed(self) -> list[Claim]:
+    def owed(self) -> list[RankCheck]:
         """What the last step has left for the next call, which this is."""
         found = self._of_last()
         self._keep(None)
         return found
 
-    def _of_last(self) -> list[Claim]:
+    def _of_last(self) -> list[RankCheck]:
         if (last := self._last) is None:
             return []
         return self._claims(last.shared, last.uncut, last.arrived(), ", in the step before")
@@ -105,17 +107,17 @@ class BatchWatch:
     def _others(self) -> tuple[str, ...]:
         return tuple(axis for axis, size in self.groups.mesh.axes if axis not in DATA and size > 1)
 
-    def _claims(self, shared: list[str], uncut: list[str], words: Mapping[str, str], when: str = "") -> list[Claim]:
+    def _claims(self, shared: list[str], uncut: list[str], words: Mapping[str, str], when: str = "") -> list[RankCheck]:
         others = self._others()
         return [
-            Claim(
+            RankCheck(
                 others,
                 {n: words[n] for n in shared},
                 f"batch: the ranks of {' and '.join(map(repr, others))} must be given the same batch{when}",
                 "feed every rank the batch of its dp coordinate (shuffle and augment by that, not by the rank); "
                 + SKIP,
             ),
-            Claim(
+            RankCheck(
                 everywhere(self.groups),
                 {n: words[n] for n in uncut},
                 f"batch: what is no part of the batch must be the same on all ranks{when}",

@@ -12,7 +12,7 @@ from torch import Tensor
 from autopar.capture.trace.export import flatten, unflatten
 from autopar.ir.batch import ConstantTensor, tensors_of
 from autopar.plan import UNCLEAR, Plan
-from autopar.runtime.consistency.rank_checks import Claim, all_alike, everywhere
+from autopar.runtime.consistency.rank_checks import RankCheck, all_alike, everywhere
 from autopar.runtime.consistency.tensor_hash import words_of
 from autopar.runtime.mesh.process_groups import Groups
 
@@ -31,14 +31,14 @@ def _shape(x: Tensor) -> Tensor:
 # --- what ranks must agree on ---------------------------------------------------------------------------
 
 
-def claim_shapes(groups: Groups, batch: Mapping[str, Any], further: Mapping[str, Any]) -> Claim:
+def claim_shapes(groups: Groups, batch: Mapping[str, Any], further: Mapping[str, Any]) -> RankCheck:
     """Shapes and dtypes of tensors, values of everything else: what a compiled step depends on. ``further``: more that
     must be the same on all ranks, by name."""
     leaves = tensors_of(batch)
     facts = {name: f"{tuple(x.shape)} {x.dtype}" for name, x in leaves.items()}
     told = (bool, int, float, str, ConstantTensor)
     facts |= {name: repr(value) for name, value in batch.items() if isinstance(value, told)}
-    return Claim(
+    return RankCheck(
         everywhere(groups),
         facts | {name: str(value) for name, value in further.items()},
         "agree: the step and the shapes of the batch must be the same on all ranks",

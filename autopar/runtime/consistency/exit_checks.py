@@ -12,7 +12,7 @@ import json
 import sys
 from typing import Any, Protocol
 
-from autopar.runtime.consistency.rank_checks import Claim
+from autopar.runtime.consistency.rank_checks import RankCheck
 from autopar.runtime.fault import errors
 from autopar.runtime.mesh.process_groups import Groups
 
@@ -54,7 +54,7 @@ def _say() -> None:
         print(f"autopar: {found}", file=sys.stderr, flush=True)
 
 
-def difference_at_end(groups: Groups, claim: Claim, key: str) -> str:
+def difference_at_end(groups: Groups, claim: RankCheck, key: str) -> str:
     """The claim's error, where the first of the ranks which make it that has ended claimed something else; else ""."""
     if not claim.facts:
         return ""

@@ -36,7 +36,7 @@ WEIGHTS = "the weights"
 
 
 @dataclass(frozen=True)
-class Claim:
+class RankCheck:
     """``facts`` by name, the same on the ranks that differ in their coordinates on ``axes`` only. The error reads
     "``need``, found ...; ``way_out``"."""
 
@@ -176,7 +176,7 @@ def agree(
 
 
 def agree_on(
-    groups: Groups, claims: Sequence[Claim], what: str, expected: Callable[[], Claim | None] = lambda: None
+    groups: Groups, claims: Sequence[RankCheck], what: str, expected: Callable[[], RankCheck | None] = lambda: None
 ) -> None:
     """Compare the claims, in order: the first one that does not hold raises ValueError, the same on every rank.
 
@@ -187,7 +187,7 @@ def agree_on(
     if groups.mesh.world_size == 1 or not claims:
         return
     order, meeting = groups.order, _Meeting(groups)
-    here = Claim(everywhere(groups), {"the calls before": order.past}, "agree: all ranks must take the same steps",
+    here = RankCheck(everywhere(groups), {"the calls before": order.past}, "agree: all ranks must take the same steps",
                  "handle an error alike on every rank")  # fmt: skip
     claims = [here, *claims]
     votes: dict[int, list[str]] = {}
@@ -215,7 +215,7 @@ def agree_on(
         raise
 
 
-def _gone_on(groups: Groups, rank: int, claim: Claim, expected: Claim | None) -> str:
+def _gone_on(groups: Groups, rank: int, claim: RankCheck, expected: RankCheck | None) -> str:
     """What differs from what ``rank`` does, which is what was expected."""
     if expected is None or (expected.axes, expected.need) != (claim.axes, claim.need):
         return ""
@@ -225,7 +225,7 @@ def _gone_on(groups: Groups, rank: int, claim: Claim, expected: Claim | None) ->
     return f"{claim.need}, found {', and '.join(shown[:MOST_SHOWN])}; {claim.way_out}" if shown else ""
 
 
-def compare_claims(groups: Groups, claims: Sequence[Claim], what: str) -> None:
+def compare_claims(groups: Groups, claims: Sequence[RankCheck], what: str) -> None:
     """`agree_on` for a call that all expect: the store is asked where claims do not hold, or hosts cannot vote."""
     told = [claim for claim in claims if claim.facts]
     if told and not (can_vote(groups) and hold(groups, [(claim.axes, claim.digest) for claim in told])):
@@ -237,7 +237,7 @@ def agree_on_arguments(
     who: str,
     arguments: Mapping[str, Any],
     names: Iterable[str] = (),
-    owed: Sequence[Claim] = (),
+    owed: Sequence[RankCheck] = (),
 ) -> None:
     """A call that all ranks must make alike: its ``arguments``, and the ``names`` of the parameters that it is about,
     which stages do not share. ``owed``: what earlier calls have left to be compared. Raises ValueError. Of a call that
@@ -251,8 +251,8 @@ def agree_on_arguments(
         return
     stage = tuple(axis for axis in groups.mesh.sizes if axis != "pp")
     need, way_out = f"{who}: every rank must be given the same", "call it alike on every rank"
-    told = Claim(everywhere(groups), facts, f"{need} arguments", way_out)
-    agree_on(groups, [told, Claim(stage, dict.fromkeys(names, "given"), f"{need} tensors", way_out), *owed], who)
+    told = RankCheck(everywhere(groups), facts, f"{need} arguments", way_out)
+    agree_on(groups, [told, RankCheck(stage, dict.fromkeys(names, "given"), f"{need} tensors", way_out), *owed], who)
     groups.order.agreed(call, names)
 
 
@@ -266,7 +266,7 @@ def _parts(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
     return list(found.values())
 
 
-def _explained(groups: Groups, claim: Claim, texts: Sequence[str]) -> str:
+def _explained(groups: Groups, claim: RankCheck, texts: Sequence[str]) -> str:
     """Says which facts differ, and on which ranks."""
     told = [json.loads(text) for text in texts]
     found: dict[str, str] = {}
@@ -289,7 +289,7 @@ def agree_on_call(groups: Groups, facts: Mapping[str, Any]) -> None:
     """The arguments of `parallelize`, by name."""
     told = {name: repr(value) for name, value in facts.items()}
     need, way_out = "parallelize: every rank must be given the same options", "call it alike on every rank"
-    agree_on(groups, [Claim(everywhere(groups), told, need, way_out)], "the options")
+    agree_on(groups, [RankCheck(everywhere(groups), told, need, way_out)], "the options")
 
 
 def agree_on_plan(groups: Groups, plan: Plan) -> None:
@@ -297,7 +297,7 @@ def agree_on_plan(groups: Groups, plan: Plan) -> None:
     told = {name: str(part) for name, part in json.loads(plan.to_json()).items()}
     need = "agree: the plan must be the same on all ranks"
     way_out = "give every rank the same model, mesh, options and batch shapes"
-    agree_on(groups, [Claim(everywhere(groups), told, need, way_out)], "the plan")
+    agree_on(groups, [RankCheck(everywhere(groups), told, need, way_out)], "the plan")
 
 
 # --- weights ----------------------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ def agree_on_model(groups: Groups, tensors: Mapping[str, Tensor], given: Mapping
         return
     shapes = {name: f"{tuple(x.shape)} {x.dtype}" for name, x in tensors.items()}
     need, way_out = "parallelize: every rank must be given the same model", "build it alike on every rank"
-    claims = [Claim(everywhere(groups), shapes, need, way_out)]
+    claims = [RankCheck(everywhere(groups), shapes, need, way_out)]
     if given is not None:
         words = words_of({name: x for name, x in given.items() if x is not None})
         told = {name: words.get(name, "no values") for name in given}
@@ -332,7 +332,7 @@ def agree_on_model(groups: Groups, tensors: Mapping[str, Tensor], given: Mapping
             "seed alike before building the model (torch.manual_seed), load the same checkpoint with "
             "load_pretrained(folder), or take those of rank 0 with parallelize(..., sync=True)"
         )
-        claims.append(Claim(everywhere(groups), told, need, way_out))
+        claims.append(RankCheck(everywhere(groups), told, need, way_out))
     agree_on(groups, claims, WEIGHTS)
 
 
@@ -359,7 +359,7 @@ def agree_on_pieces(
     by_axes[everywhere(groups)] |= {name: words[name] for name in buffers}
     need = f"{who}: every rank must be given the same values"
     way_out = "read the same checkpoint on every rank"
-    agree_on(groups, [Claim(axes, facts, need, way_out) for axes, facts in by_axes.items()], WEIGHTS)
+    agree_on(groups, [RankCheck(axes, facts, need, way_out) for axes, facts in by_axes.items()], WEIGHTS)
 
 
 def _copied_over(groups: Groups, spec: ParameterSpec) -> tuple[str, ...]:

@@ -21,12 +21,12 @@ from autopar.capture.module_state.assigned import Assignment, Lying
 from autopar.ir.graph import ancestors, outputs, placeholders
 from autopar.ir.storages import shared_outputs, storages
 from autopar.runtime.params.missing_gradient import with_refusal
-from autopar.runtime.params.sharded_modules import Tree
+from autopar.runtime.params.sharded_modules import ShardedModules
 from autopar.steps.graphs import Compiled, Stage
 from autopar.steps.value_names import is_a, output, output_place
 
 
-class StepBuffers:
+class BufferUpdates:
     """Of one compiled step. written: place among the outputs -> buffer into which the value is written; bound: buffers
     that get other tensors.
 
@@ -78,7 +78,7 @@ class StepBuffers:
             slots[i] = apart.copy(slots[i])
         return {name: apart.copy(values[name]) for name in self._again}
 
-    def store(self, tree: Tree, made: list[Any], differentiated: bool) -> None:
+    def store(self, tree: ShardedModules, made: list[Any], differentiated: bool) -> None:
         """The buffers of the modules are as the forward left them. ``made``: the outputs of the step; those that lie in
         the memory of a buffer are put there. ``differentiated``: the forward made a graph of autograd."""
         if self._unkept:
@@ -87,7 +87,7 @@ class StepBuffers:
             self._store(tree, made, differentiated)
 
     @torch.no_grad()
-    def _store(self, tree: Tree, made: list[Any], differentiated: bool) -> None:
+    def _store(self, tree: ShardedModules, made: list[Any], differentiated: bool) -> None:
         before = tree.buffers()
         values = {i: made[i].clone() if i in self._copied else made[i] for i in (*self.written, *self._places.values())}
         copy_all([before[name] for name in self.written.values()], [values[i] for i in self.written])
@@ -110,7 +110,7 @@ class StepBuffers:
                 made[i] = found.detach()
 
 
-def plain_buffers(tree: Tree, compiled: Compiled, train: bool) -> dict[str, Tensor]:
+def plain_buffers(tree: ShardedModules, compiled: Compiled, train: bool) -> dict[str, Tensor]:
     """What a step computes with. Raises ValueError for one that wants a gradient, or through which one would flow into
     an earlier step."""
     found = tree.buffers()

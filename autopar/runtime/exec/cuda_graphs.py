@@ -31,7 +31,7 @@ from torch.fx import GraphModule
 from autopar.adapters.foreach import copy_all
 from autopar.adapters.operators import OpOverload, name_of
 from autopar.ops.traits import COPIES
-from autopar.ops.value_checks import Note, put_notes, take_notes
+from autopar.ops.value_checks import ValueNote, put_notes, take_notes
 from autopar.runtime.comm.collectives import Ledger, Traffic, ledger_between
 from autopar.runtime.exec.step_result import Result, copied
 from autopar.runtime.fault.errors import CollectiveError
@@ -120,7 +120,7 @@ class RecordedStep:
         self._places: list[int] = []
         self._inputs: list[Tensor] = []
         self._result = Result([], {})
-        self._notes: list[Note] = []
+        self._notes: list[ValueNote] = []
         self._sent: dict[tuple[str, str], Traffic] = {}  # in one run
         self._token: list[Any] = []
         self.reason = ""

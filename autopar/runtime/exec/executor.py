@@ -32,21 +32,21 @@ from autopar.ops.grouped_experts import ends_of_rows
 from autopar.ops.value_checks import take_notes
 from autopar.runtime.comm.collectives import Ledger, Traffic, add_ledgers, ledger_between
 from autopar.runtime.comm.p2p import AXIS, Channels
-from autopar.runtime.exec.buffer_updates import StepBuffers
+from autopar.runtime.exec.buffer_updates import BufferUpdates
 from autopar.runtime.exec.cross_stage import StageExchange
 from autopar.runtime.exec.cuda_graphs import RecordedStep, why_not
 from autopar.runtime.exec.expert_stats import ExpertLoad, layers_of_experts
 from autopar.runtime.exec.global_statistics import links_ahead
 from autopar.runtime.exec.instructions import Entry, Program
-from autopar.runtime.exec.lowering import BACKENDS, Bound, bind
-from autopar.runtime.exec.module_profiling import ModuleSpans, Span, watched_modules
-from autopar.runtime.exec.overlapped_fb import PairedEntries, with_cells
+from autopar.runtime.exec.lowering import BACKENDS, Lowered, bind
+from autopar.runtime.exec.module_profiling import ModuleProfile, Span, watched_modules
+from autopar.runtime.exec.overlapped_fb import OverlappedEntries, with_cells
 from autopar.runtime.exec.program import make_program
 from autopar.runtime.exec.slots import Routes, unit_of
 from autopar.runtime.exec.step_fingerprint import axes_of_step
-from autopar.runtime.exec.step_inputs import SCALE, Feed
+from autopar.runtime.exec.step_inputs import SCALE, StepInputs
 from autopar.runtime.exec.step_result import Result
-from autopar.runtime.exec.unsharded_cache import HeldWeights
+from autopar.runtime.exec.unsharded_cache import UnshardedCache
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.schedule.order import BACKWARD, COMPUTE, Action
 from autopar.schedule.stream_checks import links
@@ -103,7 +103,7 @@ class Executor:
             )
         self.compiled, self.groups = compiled, groups
         self._backend, records = BACKENDS[backend]
-        self.feed = Feed(compiled, groups.device)
+        self.feed = StepInputs(compiled, groups.device)
         self.specs, self.micro_batches = self.feed.specs, self.feed.micro_batches
         held = compiled.constants
         by_name = {spec.name: spec.dtype for spec in compiled.parameters}
@@ -145,9 +145,9 @@ class Executor:
         self._runs = with_cells(self._forward), with_cells(self._backward)
         read = {i for entry in self._backward for x in (*entry.waits, *entry.does) for i in x.reads}
         self._left = [i for i in self.program.results.values() if i not in read]  # outputs that no backward takes
-        self.buffers = StepBuffers(compiled, sorted(read), set(self.program.tangents))
+        self.buffers = BufferUpdates(compiled, sorted(read), set(self.program.tangents))
         does = [one for entry in self._forward for one in entry.does]
-        self.held = HeldWeights(does)
+        self.held = UnshardedCache(does)
         self._comms = {bound.comms for entry in entries for bound in entry.runs}
         self._traffic_of = [
             add_ledgers(*(bound.traffic for entry in of_phase for bound in entry.runs))
@@ -173,7 +173,7 @@ class Executor:
             world=not self._alone and self.groups.device.type == "cuda",
         )
 
-    def _bind(self, graph: StepGraph) -> Bound:
+    def _bind(self, graph: StepGraph) -> Lowered:
         if self.groups.device.type != "cpu":
             set_device(graph.graph, self.groups.device)
         given = [self._known.get(name) for name in graph.inputs]
@@ -314,7 +314,7 @@ class Executor:
                 start = self._counted(entry, slots)
             if self._watched:
                 end = time.perf_counter()
-                for one in (*entry.ahead, entry.back) if isinstance(entry, PairedEntries) else (entry,):
+                for one in (*entry.ahead, entry.back) if isinstance(entry, OverlappedEntries) else (entry,):
                     if one.action is not None:
                         self._watch(one.action, start, end, slots)
         self._traffic = add_ledgers(self._traffic, self._traffic_of[entries is self._backward])
@@ -322,21 +322,21 @@ class Executor:
             self._traffic = add_ledgers(self._traffic, self.held.saved())
 
     @contextmanager
-    def _looked_at(self, entry: Entry | PairedEntries, profiled: bool) -> Iterator[None]:
+    def _looked_at(self, entry: Entry | OverlappedEntries, profiled: bool) -> Iterator[None]:
         """For torch's profiler, and for ``modules``."""
-        spans = ModuleSpans(named=profiled)
+        spans = ModuleProfile(named=profiled)
         with record_function(_name_of(entry)) if profiled else nullcontext(), watched_modules(spans):
             yield
         if self.record:
             self.modules += spans.found
 
-    def _counted(self, entry: Entry | PairedEntries, slots: list[Any]) -> float:
+    def _counted(self, entry: Entry | OverlappedEntries, slots: list[Any]) -> float:
         """Run an entry; of a forward of training, count which experts were chosen."""
-        action = entry.ahead[0].action if isinstance(entry, PairedEntries) else entry.action
+        action = entry.ahead[0].action if isinstance(entry, OverlappedEntries) else entry.action
         if self.load is None or action is None or action.kind != "F" or not self.compiled.train:
             return entry.run(slots)
         found: list[Tensor] = []
-        if isinstance(entry, PairedEntries):
+        if isinstance(entry, OverlappedEntries):
             start = entry.run(slots, functools.partial(_told, found))
         else:
             with _told(found):
@@ -362,9 +362,9 @@ class Executor:
         self.peaks.saved = max(self.peaks.saved, sum(storages.values()))
 
 
-def _name_of(entry: Entry | PairedEntries) -> str:
+def _name_of(entry: Entry | OverlappedEntries) -> str:
     """For torch's profiler: 'autopar 0F3', of a cell 'autopar 0F3&1BW2', else what comes ahead of all actions."""
-    entries = [entry.ahead[0], entry.back] if isinstance(entry, PairedEntries) else [entry]
+    entries = [entry.ahead[0], entry.back] if isinstance(entry, OverlappedEntries) else [entry]
     return f"autopar {'&'.join(str(one.action) for one in entries if one.action is not None) or 'prologue'}"
 
 

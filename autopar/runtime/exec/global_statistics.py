@@ -22,9 +22,9 @@ from autopar.ir.graph import outputs
 from autopar.runtime.comm.p2p import Channels
 from autopar.runtime.exec.instructions import Entry, Instruction, accumulate
 from autopar.runtime.exec.slots import Values
-from autopar.schedule.order import Action, Hop, Order
+from autopar.schedule.order import Action, Order, P2PEdge
 from autopar.schedule.stream_checks import Link
-from autopar.steps.graphs import Pipeline, RoundAhead, StepGraph
+from autopar.steps.graphs import GlobalStatistics, Pipeline, StepGraph
 
 Run = Callable[[Entry, StepGraph, list[int], list[int]], None]
 
@@ -40,12 +40,12 @@ def _homes(order: Order) -> list[int]:
     return [order.rank_of[stage] for stage in order.chains[0]]
 
 
-def _moves(hop: Hop, homes: Sequence[int]) -> bool:
+def _moves(hop: P2PEdge, homes: Sequence[int]) -> bool:
     return homes[hop.source] != homes[hop.target]
 
 
 @dataclass
-class AheadProgram:
+class StatisticsProgram:
     """Adds the instructions of one rank to an entry. ``run``: adds those of a graph. ``share``: sums values over all
     stages, None where there are none."""
 
@@ -54,7 +54,7 @@ class AheadProgram:
     device: torch.device
     run: Run
     share: Callable[[list[Tensor]], list[Tensor]] | None
-    pending: list[tuple[Action, int, list[Hop]]] = field(default_factory=list)  # that nobody has waited for
+    pending: list[tuple[Action, int, list[P2PEdge]]] = field(default_factory=list)  # that nobody has waited for
     made: set[str | None] = field(default_factory=set)  # names of values that go between graphs
 
     def add(self, entry: Entry) -> None:
@@ -64,7 +64,7 @@ class AheadProgram:
         for one in self.values.pipeline.ahead:
             self._round(entry, one)
 
-    def _round(self, entry: Entry, one: RoundAhead) -> None:
+    def _round(self, entry: Entry, one: GlobalStatistics) -> None:
         order, me = self.values.order, self.values.rank
         homes = _homes(order)
         for action, hops in self._transfers(one, "RF"):
@@ -82,7 +82,7 @@ class AheadProgram:
         if self.share is not None:
             self._share(entry, one)
 
-    def _transfers(self, one: RoundAhead, kind: str) -> Iterator[tuple[Action, list[Hop]]]:
+    def _transfers(self, one: GlobalStatistics, kind: str) -> Iterator[tuple[Action, list[P2PEdge]]]:
         """What this rank sends (SF) or receives (RF), in the order in which both ends have it."""
         order, me = self.values.order, self.values.rank
         homes, stages = _homes(order), order.chains[0]
@@ -99,7 +99,7 @@ class AheadProgram:
         """Of a value that goes between graphs."""
         return self.values.slot("ahead", micro_batch, name)
 
-    def _run(self, entry: Entry, one: RoundAhead, graph: StepGraph, i: int) -> None:
+    def _run(self, entry: Entry, one: GlobalStatistics, graph: StepGraph, i: int) -> None:
         reads = [self._slot(n, i) if n in self.made else self.values.shared(n, i) for n in graph.inputs]
         places = [self._slot(str(n), i) if n in self.made else self.values.slot("addend", n) for n in graph.outputs]
         self.run(entry, graph, reads, places)
@@ -128,7 +128,7 @@ class AheadProgram:
             entry.does.append(Instruction(lambda pending: channels.wait(pending[0]), reads, writes))
         self.pending = [x for x in self.pending if not (x[1] == i and x[0].stage == stage)]
 
-    def _send(self, action: Action, hops: list[Hop]) -> Instruction:
+    def _send(self, action: Action, hops: list[P2PEdge]) -> Instruction:
         peer, channels = self.values.order.rank_of[action.peer], self.channels
 
         def start(tensors: list[Any]) -> list[Any]:
@@ -137,7 +137,7 @@ class AheadProgram:
 
         return Instruction(start, [self._slot(hop.value, action.micro_batch) for hop in hops])
 
-    def _share(self, entry: Entry, one: RoundAhead) -> None:
+    def _share(self, entry: Entry, one: GlobalStatistics) -> None:
         """Totals of a round become those of all stages. Nothing of it is on its way any more: the names of transfers
         are free for the next one."""
         named = (pair for g in one.graphs if g is not None for pair in zip(g.outputs, outputs(g.graph), strict=True))

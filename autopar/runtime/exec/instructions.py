@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from autopar.adapters.foreach import add_all
-from autopar.runtime.exec.lowering import Bound
+from autopar.runtime.exec.lowering import Lowered
 from autopar.schedule.order import Action
 
 Slots = list[Any]
@@ -48,7 +48,7 @@ class Instruction:
 
     def steps(self, slots: Slots) -> Generator[None, None, None]:
         """`run`, with pauses where the graph that it applies has some."""
-        if isinstance(self.apply, Bound) and self.apply.paused is not None:
+        if isinstance(self.apply, Lowered) and self.apply.paused is not None:
             found = yield from self.apply.steps(self._taken(slots))
             self._store(found, slots)
         else:
@@ -83,7 +83,7 @@ class Entry:
     action: Action | None
     waits: list[Instruction] = field(default_factory=list)
     does: list[Instruction] = field(default_factory=list)
-    runs: list[Bound] = field(default_factory=list)
+    runs: list[Lowered] = field(default_factory=list)
 
     def run(self, slots: list[Any]) -> float:
         """Returns when (`time.perf_counter`) it no longer waited."""

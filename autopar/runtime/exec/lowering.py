@@ -35,7 +35,7 @@ from autopar.runtime.exec.fast_dispatch import shorten
 from autopar.runtime.exec.module_profiling import is_watched, left_after, watched_code
 from autopar.runtime.exec.op_errors import operator_explained
 from autopar.runtime.exec.yield_points import Steps, drained, make_generator, pause_here, pauses_in
-from autopar.runtime.mesh.offload_buffers import HostCopies
+from autopar.runtime.mesh.offload_buffers import OffloadBuffers
 from autopar.runtime.mesh.process_groups import Groups
 
 ours = torch.ops.autopar
@@ -52,7 +52,7 @@ BACKENDS = {
 
 
 @dataclass(frozen=True)
-class Bound:
+class Lowered:
     """A runnable step graph: ``bound([inputs]) -> tuple``, the list is emptied.
 
     traffic: of the collectives in one run, but for rows of experts. comms: what attention over cut sequences exchanges
@@ -99,7 +99,9 @@ class Bound:
             raise said from error
 
 
-def bind(gm: GraphModule, groups: Groups, backend: str = "eager", given: Sequence[Any] = (), pauses: str = "") -> Bound:
+def bind(
+    gm: GraphModule, groups: Groups, backend: str = "eager", given: Sequence[Any] = (), pauses: str = ""
+) -> Lowered:
     """Lower the raw collectives of a step graph onto the mesh. ``gm`` is left as it is. ``pauses``: the axis at whose
     exchanges it may pause, run operator by operator.
 
@@ -114,11 +116,11 @@ def bind(gm: GraphModule, groups: Groups, backend: str = "eager", given: Sequenc
 
         explicit = _lower(comms.compilable(gm), _Traced(Functional(groups), groups.device))
         run, made = compile_step(explicit, groups.device, given)
-        return Bound(run, traffic, gm.code, comms, made=made)
+        return Lowered(run, traffic, gm.code, comms, made=made)
     lowered = _lower(gm, _Eager(groups, comms), pauses)
     if not pauses_in(lowered.graph):
-        return Bound(lowered.forward, traffic, lowered.code, comms, lowered)
-    return Bound(drained(lowered.forward), traffic, lowered.code, comms, lowered, paused=lowered.forward)
+        return Lowered(lowered.forward, traffic, lowered.code, comms, lowered)
+    return Lowered(drained(lowered.forward), traffic, lowered.code, comms, lowered, paused=lowered.forward)
 
 
 def traffic_of_graph(gm: GraphModule, groups: Groups) -> Ledger:
@@ -254,12 +256,12 @@ class _Eager:
 
     def start(self, node: Node) -> Callable[..., Any]:
         if node.target in COPIES:
-            copies = HostCopies.on(self._groups.device)
+            copies = OffloadBuffers.on(self._groups.device)
             return copies.to_host if node.target is ours.to_host.default else copies.from_host
         return _start_of(node, self._groups, self._comms)
 
     def finish(self, node: Node) -> Callable[[Any], Any]:
-        return HostCopies.on(self._groups.device).finish if node.target in COPIES else finish
+        return OffloadBuffers.on(self._groups.device).finish if node.target in COPIES else finish
 
     def local(self, node: Node) -> Callable[..., Any]:
         return _local_of(node, self._groups)

@@ -25,7 +25,7 @@ from autopar.ir.graph import module_path
 Span = tuple[str, float, float]  # path of a module, when it was entered and left: `time.perf_counter`, seconds
 
 
-class ModuleSpans:
+class ModuleProfile:
     """The modules that are entered while this one watches. A module's span holds those of what is in it.
 
     named: they also are ranges of torch's profiler.
@@ -56,11 +56,11 @@ class ModuleSpans:
         stack.close()
 
 
-_WATCHING: list[ModuleSpans] = []  # the last one watches
+_WATCHING: list[ModuleProfile] = []  # the last one watches
 
 
 @contextlib.contextmanager
-def watched_modules(spans: ModuleSpans) -> Iterator[None]:
+def watched_modules(spans: ModuleProfile) -> Iterator[None]:
     """Within, ``spans`` gets what step graphs enter."""
     _WATCHING.append(spans)
     try:

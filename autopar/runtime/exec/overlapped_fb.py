@@ -24,7 +24,7 @@ Within = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass
-class PairedEntries:
+class OverlappedEntries:
     """``ahead``: the first half, and what is sent of it. ``back``: the second. dead: slots that both read and nobody
     later; they are emptied at the end."""
 
@@ -67,9 +67,9 @@ def _goes_on(steps: Generator[None, None, None]) -> bool:
     return next(steps, False) is None
 
 
-def with_cells(entries: list[Entry]) -> list[Entry | PairedEntries]:
+def with_cells(entries: list[Entry]) -> list[Entry | OverlappedEntries]:
     """The entries of a rank, of which those of a cell that can run by turns are one."""
-    out: list[Entry | PairedEntries] = []
+    out: list[Entry | OverlappedEntries] = []
     left = list(reversed(entries))
     while left:
         entry = left.pop()
@@ -80,7 +80,7 @@ def with_cells(entries: list[Entry]) -> list[Entry | PairedEntries]:
         while left[-1].action is None or left[-1].action.kind not in COMPUTE:
             ahead.append(left.pop())
         back = left.pop()
-        out += [PairedEntries(ahead, back)] if _can_take_turns(ahead, back) else [*ahead, back]
+        out += [OverlappedEntries(ahead, back)] if _can_take_turns(ahead, back) else [*ahead, back]
     return out
 
 

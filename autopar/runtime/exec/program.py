@@ -20,7 +20,7 @@ import torch
 from autopar.ir.graph import outputs, placeholders
 from autopar.precision import PRECISIONS, Precision
 from autopar.runtime.comm.p2p import Channels
-from autopar.runtime.exec.global_statistics import AheadProgram
+from autopar.runtime.exec.global_statistics import StatisticsProgram
 from autopar.runtime.exec.instructions import (
     NOWHERE,
     Entry,
@@ -35,17 +35,17 @@ from autopar.runtime.exec.instructions import (
     total,
     write_rows,
 )
-from autopar.runtime.exec.lowering import Bound
+from autopar.runtime.exec.lowering import Lowered
 from autopar.runtime.exec.slots import Unit, Values, unit_of
-from autopar.runtime.exec.step_inputs import Feed
+from autopar.runtime.exec.step_inputs import StepInputs
 from autopar.runtime.exec.unsharded_cache import gathering
-from autopar.schedule.order import Action, Hop, Order
+from autopar.schedule.order import Action, Order, P2PEdge
 from autopar.schedule.order_checks import acknowledged
 from autopar.steps.graphs import Cache, Pipeline, Prologue, StepGraph
 from autopar.steps.of_rank import backwards, graph_of, sum_dtypes
 from autopar.steps.value_names import grad, is_a, of
 
-Bind = Callable[[StepGraph], Bound]
+Bind = Callable[[StepGraph], Lowered]
 
 
 def make_program(
@@ -53,7 +53,7 @@ def make_program(
     order: Order,
     rank: int,
     bind: Bind,
-    feed: Feed,
+    feed: StepInputs,
     channels: Channels,
     device: torch.device,
     prologue: Prologue | None = None,
@@ -79,11 +79,11 @@ class _Builder:
         precision: Precision,
         share: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None,
     ) -> None:
-        self.ahead = AheadProgram(values, channels, device, self.run, share)
+        self.ahead = StatisticsProgram(values, channels, device, self.run, share)
         self.values, self.channels, self.device, self.precision = values, channels, device, precision
         self.slot, self.part, self.routes, self.order = values.slot, values.part, values.routes, values.order
         self._bind = bind
-        self.bound: dict[int, Bound] = {}
+        self.bound: dict[int, Lowered] = {}
         self.tangents: dict[str, list[int]] = {}
         self.losses: dict[str, int] = {}
         self.wanted = results
@@ -123,7 +123,7 @@ class _Builder:
 
     # --- graphs -------------------------------------------------------------------------------------------
 
-    def bind(self, graph: StepGraph) -> Bound:
+    def bind(self, graph: StepGraph) -> Lowered:
         """Once."""
         bound = self.bound.get(id(graph))
         if bound is None:
@@ -266,7 +266,7 @@ class _Builder:
             if like.dim():
                 self.values.constants[tangent] = torch.ones(tuple(like.shape), dtype=like.dtype, device=self.device)
             else:
-                self.values.loads.append((tangent, Feed.scale(like.dtype), 0))
+                self.values.loads.append((tangent, StepInputs.scale(like.dtype), 0))
         elif not sources:
             hop = next(h for h in self.routes.hops if h.value == value)
             entry.does.append(Instruction(filled(_shape(hop, unit), hop.dtype, self.device), [], [tangent]))
@@ -294,7 +294,7 @@ class _Builder:
 
     # --- transfers ----------------------------------------------------------------------------------------
 
-    def _moved(self, action: Action) -> list[tuple[Hop, int]]:
+    def _moved(self, action: Action) -> list[tuple[P2PEdge, int]]:
         """(hop, slot at this end) of what a transfer moves."""
         unit, here, there = unit_of(action), self.order.part_of(action.stage), self.order.part_of(action.peer)
         between, values = self.routes.between, self.values
@@ -366,5 +366,5 @@ class _Builder:
                 self.stored[name] = slot
 
 
-def _shape(hop: Hop, unit: Unit) -> tuple[int, ...]:
+def _shape(hop: P2PEdge, unit: Unit) -> tuple[int, ...]:
     return hop.shapes[unit[2] if len(hop.shapes) > 1 else 0]

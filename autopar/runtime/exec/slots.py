@@ -14,8 +14,8 @@ from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
-from autopar.runtime.exec.step_inputs import Feed
-from autopar.schedule.order import TRANSFERS, Action, Hop, Order
+from autopar.runtime.exec.step_inputs import StepInputs
+from autopar.schedule.order import TRANSFERS, Action, Order, P2PEdge
 from autopar.steps.graphs import Pipeline, Prologue, Stage, StepGraph
 from autopar.steps.of_rank import backwards, comes_back, restricted
 from autopar.steps.value_names import grad, is_a, of
@@ -36,16 +36,16 @@ class Routes:
         self.source = {(h.target, h.value): h for h in self.hops}
         assert len(self.source) == len(self.hops), "a part receives a value once"
 
-    def between(self, source: int, target: int, gradient: bool = False) -> list[Hop]:
+    def between(self, source: int, target: int, gradient: bool = False) -> list[P2PEdge]:
         """What one transfer moves, in order."""
         found = [h for h in self.hops if (h.source, h.target) == (source, target)]
         return [h for h in found if self.comes_back(h)] if gradient else found
 
-    def users(self, part: int, value: str) -> list[Hop]:
+    def users(self, part: int, value: str) -> list[P2PEdge]:
         """Hops that take a value on from a part and bring a gradient back."""
         return [h for h in self.hops if h.source == part and h.value == value and self.comes_back(h)]
 
-    def comes_back(self, hop: Hop) -> bool:
+    def comes_back(self, hop: P2PEdge) -> bool:
         """Whether the target has a gradient to send: its own, or that of parts behind it."""
         return comes_back(self.pipeline, hop)
 
@@ -96,7 +96,9 @@ class Values:
     prologue's graphs, without what this rank does not need. learned: names of totals that rounds ahead make.
     """
 
-    def __init__(self, pipeline: Pipeline, order: Order, rank: int, feed: Feed, prologue: Prologue | None) -> None:
+    def __init__(
+        self, pipeline: Pipeline, order: Order, rank: int, feed: StepInputs, prologue: Prologue | None
+    ) -> None:
         self.pipeline, self.order, self.rank, self.feed = pipeline, order, rank, feed
         self.routes = Routes(pipeline)
         self.slots: dict[Hashable, int] = {}

@@ -19,7 +19,7 @@ from autopar.adapters.operators import OpOverload
 from autopar.ir.graph import placeholders
 from autopar.runtime.consistency.tensor_hash import words_of
 from autopar.runtime.exec.lowering import axes_of
-from autopar.steps.graphs import Compiled, KnownFacts, RoundAhead, StepGraph
+from autopar.steps.graphs import Compiled, GlobalStatistics, KnownFacts, StepGraph
 from autopar.steps.of_rank import graphs_of_all
 
 
@@ -69,7 +69,7 @@ def _text(part: Any) -> str:
         return f"{part.inputs} {part.outputs} {_text(part.graph)}"
     if isinstance(part, (list, tuple)):
         return "\n".join(map(_text, part))
-    if isinstance(part, RoundAhead):
+    if isinstance(part, GlobalStatistics):
         return f"{_text(part.graphs)} {part.hops} {part.totals}"
     if isinstance(part, GraphModule):
         values = [node.meta.get("val") for node in placeholders(part)]

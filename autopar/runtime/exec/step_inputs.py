@@ -20,7 +20,7 @@ from autopar.steps.graphs import Compiled
 SCALE = "loss scale"  # what gradients of losses start from
 
 
-class Feed:
+class StepInputs:
     """Values by placeholder. ``specs``: placeholder -> InputSpec."""
 
     def __init__(self, compiled: Compiled, device: torch.device) -> None:

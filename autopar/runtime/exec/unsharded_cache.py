@@ -1,4 +1,4 @@
-"""Gathered weights that outlive a step, while nobody changes the weights: `ParallelModule.unchanged`.
+"""Gathered weights that outlive a step, while nobody changes the weights: `ParallelModule.keep_unsharded`.
 
     with model.unchanged():
         model.train_step(**first)       gathers once per step, as always; what was gathered is kept
@@ -21,7 +21,7 @@ from autopar.adapters.autograd import version_of
 from autopar.runtime.comm.collectives import Ledger, add_ledgers, ledger_between
 from autopar.runtime.comm.context_parallel_comm import Comms
 from autopar.runtime.exec.instructions import Instruction, Slots
-from autopar.runtime.exec.lowering import Bound
+from autopar.runtime.exec.lowering import Lowered
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Gathering(Instruction):
     what is gathered. held: None where every step gathers; empty before the first one that keeps it; else by slot."""
 
     used: list[tuple[int, int]] = field(default_factory=list)
-    bind: Callable[[], Bound] | None = None
+    bind: Callable[[], Lowered] | None = None
     held: dict[int, Any] | None = None
     skipped: bool = False
 
@@ -58,7 +58,7 @@ class Gathering(Instruction):
         if not self.skipped:
             return {}
         with_gathers, alone = self.apply, self.plain.apply
-        assert isinstance(with_gathers, Bound) and isinstance(alone, Bound)
+        assert isinstance(with_gathers, Lowered) and isinstance(alone, Lowered)
         return ledger_between(with_gathers.traffic, alone.traffic)
 
 
@@ -66,12 +66,12 @@ Places = tuple[list[int], list[int]]  # reads and writes
 
 
 def gathering(
-    both: Bound,
+    both: Lowered,
     places: Places,
     alone: Places,
     made: Sequence[str | None],
     gathered: Collection[str],
-    bind: Callable[[], Bound],
+    bind: Callable[[], Lowered],
 ) -> Gathering:
     """``both``: F with gathers, which makes the values named in ``made``; F ``alone`` is bound when it is needed."""
     used = [(k, places[1][k]) for k, name in enumerate(made) if name in gathered]
@@ -82,7 +82,7 @@ def _unbound(_: list[Any]) -> list[Any]:
     raise AssertionError("F alone is bound before it runs")
 
 
-class HeldWeights:
+class UnshardedCache:
     """What the gathering instructions of a step keep."""
 
     def __init__(self, instructions: Iterable[Instruction]) -> None:
@@ -106,7 +106,8 @@ class HeldWeights:
             facts = piece.data_ptr(), _version(piece), _version(parameters[name])
             if self._seen.setdefault(name, facts) != facts:
                 raise RuntimeError(
-                    f"unchanged: parameter {name} was written to, or replaced, within `with model.unchanged()`, whose "
+                    f"keep_unsharded: parameter {name} was written to, or replaced, within `with model.keep_unsharded()`, "
+                    "whose "
                     "steps compute with what the first one gathered; leave it before weights change (optimizer.step)"
                 )
 
@@ -114,7 +115,7 @@ class HeldWeights:
     def comms(self) -> set[Comms]:
         """Of the graphs that ran without gathers."""
         alone = (one.apply for gathering in self._gatherings for one in gathering.others)
-        return {bound.comms for bound in alone if isinstance(bound, Bound)}
+        return {bound.comms for bound in alone if isinstance(bound, Lowered)}
 
     def saved(self) -> Ledger:
         """What the last step did not send, as a ledger to add."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import refusal_like
-from autopar.ops.value_checks import Note, take_notes
+from autopar.ops.value_checks import ValueNote, take_notes
 from autopar.runtime.exec.op_errors import OpError
 from autopar.runtime.mesh.async_copies import to_host
 from autopar.runtime.mesh.process_groups import Groups
@@ -27,14 +27,14 @@ from autopar.runtime.mesh.process_groups import Groups
 class Arriving:
     """Ranges on their way to the host."""
 
-    notes: list[Note]
+    notes: list[ValueNote]
     extremes: Tensor  # [notes, 2] on the host
     there: torch.Event | None  # None: they are there
     step: int
 
 
 @dataclass
-class NoteWatch:
+class ValueChecks:
     """What one model's steps noted. What is no error is said once, by one rank of those that compute the same."""
 
     groups: Groups
@@ -58,7 +58,7 @@ class NoteWatch:
             self._arriving.append(self._send(notes, step))
         self.look()
 
-    def _send(self, notes: list[Note], step: int) -> Arriving:
+    def _send(self, notes: list[ValueNote], step: int) -> Arriving:
         """Start the ranges for the host."""
         extremes = torch.stack([note.extremes.to(torch.float64) for note in notes])
         return Arriving(notes, *to_host(extremes), step)
@@ -82,7 +82,7 @@ class NoteWatch:
             warnings.warn(f"step {step}: {text}", stacklevel=3)
         self._said.add(text)
 
-    def _say(self, note: Note, extremes: Tensor, step: int) -> None:
+    def _say(self, note: ValueNote, extremes: Tensor, step: int) -> None:
         problem = note.problem(extremes)
         if problem and note.fatal:
             raise ValueError(f"step {step}: {problem}; correct the batch")

@@ -58,7 +58,7 @@ def places_in(text: str) -> dict[str, Place]:
     return {name: Place(name, int(number), meets == "1") for name, number, meets in found}
 
 
-class CallOrder:
+class CallSequence:
     """The calls of one model. ``name``: in the store.
 
     A call is what all ranks compare, such as the shapes of a batch; ``own`` is what a rank compares with what it had in

@@ -23,7 +23,7 @@ def look(store: dist.Store, key: str) -> str:
     return store.compare_set(key, "", "").decode()
 
 
-class Notices:
+class ErrorLog:
     """Those under a key. A notice has a kind, the rank that it is about, and a text."""
 
     def __init__(self, key: str) -> None:

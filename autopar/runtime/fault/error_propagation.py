@@ -3,7 +3,7 @@
 A collective that loses a peer fails on the survivors as "Connection closed by peer" or as a timeout. Both say
 nothing about the cause. So every rank
   - beats (`autopar.runtime.fault.heartbeat`),
-  - reports its own error (``error/<rank>``), be it caught by `reporting` or uncaught,
+  - reports its own error (``error/<rank>``), be it caught by `error_context` or uncaught,
   - reports a collective that failed (``waiting/<rank>``), and that it has finished (``left/<rank>``).
 A survivor reads these keys and says which ranks failed and with what, which are gone without a word (their sign of life
 stands still), which have finished, and which are alive but did not join.
@@ -27,9 +27,9 @@ import torch.distributed as dist
 from autopar.adapters.distributed import hosted_by_launcher, is_backend_error
 from autopar.runtime.fault import nccl_errors
 from autopar.runtime.fault.call_sequence import Places
-from autopar.runtime.fault.error_log import Notices, look
+from autopar.runtime.fault.error_log import ErrorLog, look
 from autopar.runtime.fault.heartbeat import BEAT, Heartbeat, beat_of, doing_in, said_by_launcher
-from autopar.runtime.fault.store_client import Line, StoreError
+from autopar.runtime.fault.store_client import StoreClient, StoreError
 
 SILENCE = 2.5 * BEAT  # once something has failed: a count that stands still this long belongs to a dead rank
 NEAR = 8  # ranks of a group that one rank looks at
@@ -40,7 +40,7 @@ LINGER = 4.0  # seconds that the store of a rank outlives its work, for the othe
 T = TypeVar("T")
 
 
-class SavedStateError(RuntimeError):
+class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or read. The message names the rank."""
 
 
@@ -50,7 +50,7 @@ class CollectiveError(RuntimeError):
     why = ""  # the part that names them
 
 
-class FailureBoard:
+class ErrorBoard:
     """What the ranks of one world know of each other's failures. One per process and default group. ``line``: to the
     store; ``heartbeat``: of a world of several."""
 
@@ -58,11 +58,11 @@ class FailureBoard:
         self.rank, self._keys, self._world = rank, keys, range(world)
         self._told: dict[str, tuple[int, str]] = {}  # what we say, by kind: about which rank, and what
         self._own = ""  # the error of this rank's last call: all ranks may have had it, and some still say so
-        self._notices = Notices(f"{keys}/notices")
+        self._notices = ErrorLog(f"{keys}/notices")
         self.doing = ""  # the call of autopar that this rank is in, unless it waits for others there
         self.calls = Places()
         self.beat = beat_of(world)
-        self.line = Line(store, timeout)
+        self.line = StoreClient(store, timeout)
         if world > 1:
             self.line.ask(lambda store: store.check([keys]))  # connects now, and not when something has failed
         self.thread = threading.get_ident()  # of the training loop: where calls of autopar come from

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from autopar.adapters.distributed import default_store
 from autopar.runtime.fault.error_propagation import CollectiveError as CollectiveError
-from autopar.runtime.fault.error_propagation import FailureBoard
+from autopar.runtime.fault.error_propagation import ErrorBoard
 from autopar.runtime.fault.heartbeat import BEAT
 from autopar.runtime.fault.store_client import Answer, StoreError
 
@@ -35,11 +35,11 @@ T = TypeVar("T")
 
 # --- the board of this process --------------------------------------------------------------------------
 
-_boards: dict[int, FailureBoard] = {}
+_boards: dict[int, ErrorBoard] = {}
 _made = itertools.count()  # a store may outlive a default group, and serve the next
 
 
-def board() -> FailureBoard:
+def board() -> ErrorBoard:
     """The board of the default process group, made at the first call. Not collective."""
     store = default_store()
     if id(store) not in _boards:
@@ -47,10 +47,10 @@ def board() -> FailureBoard:
     return _boards[id(store)]
 
 
-def _new_board(store: dist.Store, rank: int, world: int, timeout: float = inf) -> FailureBoard:
+def _new_board(store: dist.Store, rank: int, world: int, timeout: float = inf) -> ErrorBoard:
     close()
     try:
-        made = FailureBoard(store, rank, world, f"autopar/failures/{next(_made)}", timeout)
+        made = ErrorBoard(store, rank, world, f"autopar/failures/{next(_made)}", timeout)
     except StoreError as error:
         raise CollectiveError(f"comm: joining the others failed on rank {rank}: {error}") from error
     _install_hook()
@@ -79,7 +79,7 @@ def clear() -> None:
 
 
 def first_to_say(key: str, text: str) -> str | None:
-    """`FailureBoard.first_to_say`, on the board that there is or was: the default group may be gone."""
+    """`ErrorBoard.first_to_say`, on the board that there is or was: the default group may be gone."""
     return next((mine.first_to_say(key, text) for mine in _boards.values()), None)
 
 
@@ -96,7 +96,7 @@ def _forget() -> None:
     _boards.clear()
 
 
-_of_parents: list[FailureBoard] = []
+_of_parents: list[ErrorBoard] = []
 os.register_at_fork(after_in_child=_forget)
 
 
@@ -104,7 +104,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 @contextmanager
-def reporting(action: str = "a collective") -> Iterator[None]:
+def error_context(action: str = "a collective") -> Iterator[None]:
     """Errors that leave this block name ranks, here and elsewhere.
 
     An error of this rank is published, so that the others' errors can name this rank and its error. An error of a
@@ -145,7 +145,7 @@ def within(limit: float, call: Callable[[], T], what: str, ranks: Sequence[int])
     return _wait_for(board(), limit, call, what, ranks)
 
 
-def _wait_for(mine: FailureBoard, limit: float, call: Callable[[], T], what: str, ranks: Sequence[int]) -> T:
+def _wait_for(mine: ErrorBoard, limit: float, call: Callable[[], T], what: str, ranks: Sequence[int]) -> T:
     answer, start, next_look = Answer(), time.monotonic(), mine.beat
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 

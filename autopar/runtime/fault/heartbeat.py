@@ -26,7 +26,7 @@ from autopar.adapters.distributed import root_store
 from autopar.runtime.fault import gloo_abort
 from autopar.runtime.fault.call_sequence import Place, Places, places_in
 from autopar.runtime.fault.error_log import look
-from autopar.runtime.fault.store_client import Line, StoreError
+from autopar.runtime.fault.store_client import StoreClient, StoreError
 
 BEAT = 1.0  # seconds between two signs of life
 MANY = 4096  # ranks up to which it is that
@@ -66,7 +66,7 @@ class Heartbeat:
         self._seen = ""
         root = root_store(store)
         self._port = root.port if isinstance(root, dist.TCPStore) else -1
-        self._line = Line(store, timeout)  # its own: a question of somebody else does not stop the beat
+        self._line = StoreClient(store, timeout)  # its own: a question of somebody else does not stop the beat
         self._line.ask(self._show)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="autopar-alive", daemon=True)

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from autopar.adapters.distributed import hosted_by_launcher, store_host
 from autopar.runtime.fault.error_log import look
-from autopar.runtime.fault.error_propagation import EACH, FailureBoard
+from autopar.runtime.fault.error_propagation import EACH, ErrorBoard
 from autopar.runtime.fault.errors import CollectiveError, board
 from autopar.runtime.fault.heartbeat import BEAT, said_by_launcher
-from autopar.runtime.fault.store_client import Answer, Line, StoreError
+from autopar.runtime.fault.store_client import Answer, StoreClient, StoreError
 
 T = TypeVar("T")
 PATIENCE = 10  # times the timeout, that an agreement waits for ranks which beat and are at work in a call of autopar
@@ -34,7 +34,7 @@ def world_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
     this one says which. Raises CollectiveError."""
     what, start, limit = f"comm: starting the ranks failed on rank {rank}: ", time.monotonic(), timeout.total_seconds()
     store = _connected(rank, world, timeout, what)
-    line = Line(store, limit)
+    line = StoreClient(store, limit)
     try:
         line.ask(lambda s: _come(s, rank, world))
         while why := line.ask(
@@ -297,7 +297,7 @@ def _waited_for(
 class _Patience:
     """With ranks that beat and are at work within autopar: a slow compile is no failure."""
 
-    def __init__(self, mine: FailureBoard, limit: float, what: str) -> None:
+    def __init__(self, mine: ErrorBoard, limit: float, what: str) -> None:
         self._mine, self._limit, self._what = mine, limit, what
         self._seen = -inf  # when all that were absent were at work
 

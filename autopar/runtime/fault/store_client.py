@@ -57,7 +57,7 @@ class Answer:
         return True
 
 
-class Line:
+class StoreClient:
     """A connection to the store: ``line.ask(lambda store: store.get("x"))``. No answer but the first is waited for
     longer than ``timeout`` seconds, or `LEAST`. ``patience``: what is waited for unless said otherwise. ``connect``:
     makes the client that it asks."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 
-class Surroundings(NamedTuple):
+class GlobalTorchState(NamedTuple):
     """autocast: its dtype, if there is one. The others: what torch calls them."""
 
     autocast: torch.dtype | None
@@ -22,7 +22,7 @@ class Surroundings(NamedTuple):
 
 
 @contextlib.contextmanager
-def outside(device: torch.device) -> Iterator[Surroundings]:
+def outside(device: torch.device) -> Iterator[GlobalTorchState]:
     """What surrounds the block; within it there is no autocast.
 
     Raises ValueError for an autocast on a GPU: steps are captured on the CPU, where other operators are cast.
@@ -33,7 +33,7 @@ def outside(device: torch.device) -> Iterator[Surroundings]:
             f"autocast: steps are captured on the CPU, whose list of operators to cast is not that of {device.type}; "
             "leave the autocast, and choose the dtype of the model: model.to(torch.bfloat16)"
         )
-    found = Surroundings(
+    found = GlobalTorchState(
         torch.get_autocast_dtype(device.type) if casts else None,
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),

@@ -2,8 +2,8 @@
 
 A step is compiled from the modules as they are: their modes, attributes, hooks, the code of their classes, and which
 parameters want a gradient; and from what their forwards read elsewhere, such as a global variable of their file. A
-`ModuleWatch` remembers all of it and compares at each step, mostly by identity and within C: about 0.5 us per module.
-Which parameters these are is for `tree.Tree` to see: a step takes any of the same layout.
+`ModuleGuards` remembers all of it and compares at each step, mostly by identity and within C: about 0.5 us per module.
+Which parameters these are is for `tree.ShardedModules` to see: a step takes any of the same layout.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from autopar.adapters.copying.fake import geometry_of
 from autopar.adapters.dtensor import as_plain, storage_of
 from autopar.adapters.hooks import hooks_of_all, hooks_so_far
 from autopar.capture.reads.forward_reads import HOOKS, NOT_PERSISTENT, ForwardReads
-from autopar.runtime.guards.tag_guards import TagWatch
+from autopar.runtime.guards.tag_guards import TagGuards
 
 _FACTS: tuple[Callable[[Any], Any], ...] = (operator.attrgetter("requires_grad"), operator.attrgetter("dtype"))
 
 
-class ModuleWatch:
-    """``ModuleWatch(root).holds()``: whether modules, attributes, parameters and what forwards read are as they were
+class ModuleGuards:
+    """``ModuleGuards(root).holds()``: whether modules, attributes, parameters and what forwards read are as they were
     when it was made; ``modes``: whether the modules' ``training`` counts."""
 
     def __init__(self, root: nn.Module, modes: bool = True) -> None:
@@ -44,7 +44,7 @@ class ModuleWatch:
         self._owners = [m._parameters for m in modules]
         self._facts = self._facts_now()
         self._buffers = [m._buffers for m in modules]
-        self._tags = TagWatch(root)
+        self._tags = TagGuards(root)
         self._buffer_facts = self._buffers_now()
         self._reads = ForwardReads(root, modes).guards
 

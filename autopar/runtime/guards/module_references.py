@@ -33,7 +33,7 @@ Find = Callable[[], Any]
 Translated = Callable[[Any], Any]
 
 
-class Handles:
+class ModuleReferences:
     """Of the model that was parallelized, and ``root``, the parallel one's modules."""
 
     def __init__(self, model: nn.Module, root: nn.Module) -> None:

@@ -37,7 +37,7 @@ from autopar.runtime.inputs.padding import BATCH_NORMS
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.optim.stale_optimizer import version_after_step
 from autopar.runtime.params.dtensor_layout import is_here, told_by_holder
-from autopar.runtime.params.sharded_modules import Tree
+from autopar.runtime.params.sharded_modules import ShardedModules
 
 OFTEN, EVERY = 64, 16  # steps: the same ones on all ranks
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -213,14 +213,14 @@ def _equal(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and bool(a == b))
 
 
-class Original:
-    """``Original({"": model}, tree, groups, written).check()`` at each step. ``written``: names of the buffers that
-    steps write to, None before the first."""
+class OriginalModel:
+    """``OriginalModel({"": model}, tree, groups, written).check()`` at each step. ``written``: names of the buffers
+    that steps write to, None before the first."""
 
     def __init__(
         self,
         models: Mapping[str, nn.Module],
-        tree: Tree,
+        tree: ShardedModules,
         groups: Groups,
         written: Callable[[], set[str] | None],
     ) -> None:

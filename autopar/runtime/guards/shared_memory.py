@@ -26,7 +26,7 @@ from autopar.adapters.autograd import version_of
 from autopar.adapters.first_words import sampled_words, value_of
 from autopar.adapters.held_memory import StoragePlace, move_to, of_array, own_piece
 from autopar.capture.side_effects.unusual import warn_of
-from autopar.runtime.params.sharded_modules import Tree
+from autopar.runtime.params.sharded_modules import ShardedModules
 
 _TAKEN = WeakIdKeyDictionary()  # tensors of originals in whose memory those of a parallel model lie
 
@@ -36,10 +36,10 @@ def is_taken_back(x: Tensor) -> bool:
     return x in _TAKEN
 
 
-class KeptMemory:
+class SharedMemory:
     """Of the model that was parallelized. ``held``: names of tensors that somebody holds besides."""
 
-    def __init__(self, model: nn.Module, tree: Tree, held: Collection[str]) -> None:
+    def __init__(self, model: nn.Module, tree: ShardedModules, held: Collection[str]) -> None:
         self._tree, self._gone = tree, False
         self._left: list[_Left] = []
         self._cut: list[_Left] = []

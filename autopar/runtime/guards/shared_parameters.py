@@ -19,19 +19,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.adapters.autograd import version_of
 from autopar.adapters.dtensor import local_of
-from autopar.runtime.params.sharded_modules import Tree
+from autopar.runtime.params.sharded_modules import ShardedModules
 
 _HOLDERS = WeakIdKeyDictionary()  # parameter or buffer of an original -> those that have a piece of it
 
 
-class SharedWeights:
+class SharedParameters:
     """Of one parallel model, which was made of ``models``, by paths."""
 
-    def __init__(self, models: Mapping[str, nn.Module], tree: Tree) -> None:
+    def __init__(self, models: Mapping[str, nn.Module], tree: ShardedModules) -> None:
         self._tree = tree
         self._others: list[_Other] = []
         canonical = {name: s.name for s in tree.specs for name in (s.name, *s.aliases)}
-        common: dict[SharedWeights, list[tuple[str, str]]] = {}
+        common: dict[SharedParameters, list[tuple[str, str]]] = {}
         own: list[tuple[str, Tensor]] = []
         for above, model in models.items():
             for name, x in (*model.named_parameters(), *model.named_buffers()):
@@ -75,7 +75,7 @@ class SharedWeights:
 class _Other:
     """What another model has in common with this one, as it was when both were there."""
 
-    def __init__(self, holder: SharedWeights, names: list[str]) -> None:
+    def __init__(self, holder: SharedParameters, names: list[str]) -> None:
         self.ref, self._names = weakref.ref(holder), names
         self._then = holder.versions(names)
 

@@ -17,24 +17,26 @@ from torch import nn
 from autopar.ir.batch import facts_of
 from autopar.plan import Plan
 from autopar.runtime.comm.collectives import Ledger, add_ledgers
-from autopar.runtime.consistency.batch_contents import BatchWatch
+from autopar.runtime.consistency.batch_contents import BatchContents
 from autopar.runtime.consistency.batch_shapes import check_unclear, claim_shapes, shapes_of
 from autopar.runtime.consistency.consensus import as_expected
-from autopar.runtime.consistency.rank_checks import Claim, agree_on, all_alike, compare_claims, everywhere
+from autopar.runtime.consistency.rank_checks import RankCheck, agree_on, all_alike, compare_claims, everywhere
 from autopar.runtime.exec.executor import Executor
 from autopar.runtime.exec.expert_stats import ExpertLoad
 from autopar.runtime.exec.step_fingerprint import step_facts
-from autopar.runtime.guards.capture_guards import PlannedState
-from autopar.runtime.guards.global_state import Surroundings
-from autopar.runtime.guards.module_guards import ModuleWatch
+from autopar.runtime.guards.capture_guards import CaptureGuards
+from autopar.runtime.guards.global_state import GlobalTorchState
+from autopar.runtime.guards.module_guards import ModuleGuards
 from autopar.runtime.mesh.process_groups import Groups
-from autopar.runtime.params.sharded_modules import Tree
+from autopar.runtime.params.sharded_modules import ShardedModules
 from autopar.steps.graphs import Compiled
 
 STATES = 8  # of the modules that compiled steps are kept for, for each kind of step and batch
 
 Compiler = Callable[..., Compiled]
-Ahead = Callable[[nn.Module, dict[str, Any], dict[str, Any]], None]  # (structure, a rank's batch, how to compile)
+BackgroundCompile = Callable[
+    [nn.Module, dict[str, Any], dict[str, Any]], None
+]  # (structure, a rank's batch, how to compile)
 
 
 class Kind(NamedTuple):
@@ -57,7 +59,7 @@ class _CachedStep:
     """A bound step and all that it was made from."""
 
     runner: Executor
-    watch: ModuleWatch
+    watch: ModuleGuards
     structure: nn.Module
     batch: dict[str, Any]
     how: dict[str, Any]
@@ -69,7 +71,7 @@ class StepCache:
     def __init__(
         self,
         compiler: Compiler,
-        tree: Tree,
+        tree: ShardedModules,
         plan: Plan,
         groups: Groups,
         backend: str,
@@ -78,16 +80,16 @@ class StepCache:
     ) -> None:
         self._compiler, self._tree, self._groups, self.backend = compiler, tree, groups, backend
         self.plan, self.micro_batches, self._check_batches = plan, micro_batches, check_batches
-        self._batches, self.load = BatchWatch(groups), ExpertLoad(groups)
+        self._batches, self.load = BatchContents(groups), ExpertLoad(groups)
         self._steps: dict[tuple[Any, ...], _CachedStep] = {}
         self._past = add_ledgers()  # traffic of steps that are no longer kept
         self.last: Executor | None = None  # that was asked for
         self._alone = groups.mesh.world_size == 1
         self._number = 0  # of training steps so far
         self._last_facts: tuple[Any, ...] | None = None  # of the last call
-        self.unchanged = False  # within `ParallelModule.unchanged`
-        self.ahead: Ahead | None = None  # told of each training step that was compiled
-        self._planned: PlannedState | None = PlannedState(tree)  # until the first step is compiled
+        self.keep_unsharded = False  # within `ParallelModule.keep_unsharded`
+        self.ahead: BackgroundCompile | None = None  # told of each training step that was compiled
+        self._planned: CaptureGuards | None = CaptureGuards(tree)  # until the first step is compiled
 
     def traffic(self) -> Ledger:
         """Of all steps so far, by (axis, kind)."""
@@ -107,7 +109,7 @@ class StepCache:
         watch = next((step.watch for step in self._steps.values() if step.runner is runner), None)
         return "" if watch is None or watch.holds() else watch.changed()
 
-    def owed(self) -> list[Claim]:
+    def owed(self) -> list[RankCheck]:
         """What the last step has left to be compared: by the call that asks for it, on every rank."""
         return self._batches.owed()
 
@@ -115,7 +117,7 @@ class StepCache:
         self,
         kind: Kind,
         batch: dict[str, Any],
-        surroundings: Surroundings,
+        surroundings: GlobalTorchState,
         number: int | None = None,
         refused: str = "",
     ) -> Executor:
@@ -131,14 +133,14 @@ class StepCache:
     def _agreed(self, facts: tuple[Any, ...], batch: dict[str, Any], number: int | None, refused: str) -> Executor:
         key = self._key(facts)
         known = self._steps.get(key)
-        call = (key, None if number is None else number - self._number, self.unchanged, refused)
+        call = (key, None if number is None else number - self._number, self.keep_unsharded, refused)
         expected = self._alone or as_expected(self._groups, call)  # asked of all ranks, whatever they know
         if known is not None and expected and not refused:
             if not self._alone:
                 compare_claims(self._groups, self._contents(batch, known.runner.compiled), "the batch")
         else:
             # a rank with another batch would otherwise end in a hang
-            claims = [self._claim(facts, key, batch, number, self.unchanged, refused)]
+            claims = [self._claim(facts, key, batch, number, self.keep_unsharded, refused)]
             contents = self._contents(batch, known.runner.compiled) if known is not None else []
             agree_on(self._groups, claims + contents, "the batch", lambda: self._expected(number))
             if refused:
@@ -148,11 +150,11 @@ class StepCache:
                 self._steps[key] = self._checked(self._compiled(facts[0], batch, facts[2]), key)
             self._groups.order.agreed(call)
         self._number = self._number if number is None else number
-        if self._last_facts is None or self._last_facts[1] != key or self._last_facts[3] != self.unchanged:
-            self._last_facts = facts, key, shapes_of(batch), self.unchanged
+        if self._last_facts is None or self._last_facts[1] != key or self._last_facts[3] != self.keep_unsharded:
+            self._last_facts = facts, key, shapes_of(batch), self.keep_unsharded
         self.last = self._steps[key].runner
-        self.last.held.keep(self.unchanged)
-        if self.unchanged:
+        self.last.held.keep(self.keep_unsharded)
+        if self.keep_unsharded:
             self.last.held.check(self._tree.own, self._tree.pieces())
         return self.last
 
@@ -173,7 +175,7 @@ class StepCache:
 
     def keep_weights(self, on: bool) -> None:
         """Whether steps keep what they gather, from now on."""
-        self.unchanged = on
+        self.keep_unsharded = on
         if not on:
             for runner in self.runners:
                 runner.held.keep(False)
@@ -186,7 +188,7 @@ class StepCache:
         number: int | None,
         unchanged: bool,
         refused: str = "",
-    ) -> Claim:
+    ) -> RankCheck:
         """What must be the same on all ranks of a call."""
         kind, described, surroundings = facts
         told = {"what forbids the call": refused or "nothing", "the call": kind}
@@ -194,7 +196,7 @@ class StepCache:
         told["being within unchanged()"] = unchanged
         return claim_shapes(self._groups, batch, told | {"the state that the modules are in": key[-1]})
 
-    def _expected(self, number: int | None) -> Claim | None:
+    def _expected(self, number: int | None) -> RankCheck | None:
         """That of the same step once more, as who goes on with what it did before makes it."""
         if self._last_facts is None:
             return None
@@ -221,11 +223,11 @@ class StepCache:
         if len(states) >= STATES:
             self._past = add_ledgers(self._past, self._steps.pop(states[0]).runner.traffic)
 
-    def _compiled(self, kind: Kind, batch: dict[str, Any], surroundings: Surroundings) -> _CachedStep:
+    def _compiled(self, kind: Kind, batch: dict[str, Any], surroundings: GlobalTorchState) -> _CachedStep:
         self._tree.refresh()
         planned, self._planned = self._planned, None
         unchanged = kind.train and planned is not None and planned.holds()
-        watch = planned.watch if planned is not None and unchanged else ModuleWatch(self._tree.root, modes=kind.train)
+        watch = planned.watch if planned is not None and unchanged else ModuleGuards(self._tree.root, modes=kind.train)
         structure = self._tree.structure()
         if not kind.train:
             structure.eval()
@@ -233,7 +235,7 @@ class StepCache:
         how = {**kind._asdict(), "fixed": fixed, "autocast": surroundings.autocast}
         with torch.inference_mode(False), torch.enable_grad():  # a backward may be what asks for this step
             compiled = self._compiler(structure, batch, unchanged=unchanged, **how)
-        same = Claim(
+        same = RankCheck(
             everywhere(self._groups),
             step_facts(compiled),
             "agree: the compiled step must be the same on all ranks",
@@ -245,12 +247,12 @@ class StepCache:
         runner.load = self.load
         all_alike(self._groups, "the bound step")  # one that binds slowly (inductor) would be missed in a collective
         if not watch.holds():  # what the forward itself has changed when it was traced, which it was told
-            watch = ModuleWatch(self._tree.root, modes=kind.train)
+            watch = ModuleGuards(self._tree.root, modes=kind.train)
         if kind.train and self.ahead is not None:
             self.ahead(structure, shapes_of(batch), how)
         return _CachedStep(runner, watch, structure, shapes_of(batch), how)
 
-    def _contents(self, batch: dict[str, Any], compiled: Compiled, at_once: bool = False) -> list[Claim]:
+    def _contents(self, batch: dict[str, Any], compiled: Compiled, at_once: bool = False) -> list[RankCheck]:
         """What must be equal of a batch on several ranks."""
         return self._batches.claims(batch, compiled.plan.inputs, at_once) if self._check_batches else []
 

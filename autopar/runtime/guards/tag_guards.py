@@ -18,7 +18,7 @@ _ENTRIES = operator.attrgetter("__dict__")
 _MISSING = object()
 
 
-class TagWatch:
+class TagGuards:
     """``holds()``: whether no attribute of a tensor of ``root`` that its code may read is another than before."""
 
     def __init__(self, root: nn.Module) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.adapters.dtensor import local_of, no_torch_function
 from autopar.ir.mesh import DATA
-from autopar.runtime.mesh.process_groups import data_part
+from autopar.runtime.mesh.process_groups import dp_rank_and_size
 from autopar.runtime.params.replicate_ops import leaves
 from autopar.runtime.params.sharded_tensor import ShardedTensor
 
@@ -73,7 +73,7 @@ def parts_of_outputs(batch: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def _plain_part(x: ShardedTensor, mesh: DeviceMesh) -> Tensor:
-    part, parts = data_part(mesh)
+    part, parts = dp_rank_and_size(mesh)
     dims = _batch_dims(x)
     wants_gradient = x.requires_grad and torch.is_grad_enabled()
     if x.device_mesh != mesh or wants_gradient or len(dims) != (parts > 1):

@@ -49,7 +49,7 @@ CLOSE = {torch.float64: 1e-9, torch.float32: 2e-5}  # relative; of losses of hal
 
 
 @dataclass(frozen=True)
-class Buckets:
+class PaddingBuckets:
     """How batches are padded.
 
     pad: input -> what its further tokens are filled with, beside those of transformers (`FILLED`); its dims are [rows,
@@ -83,13 +83,13 @@ class Buckets:
         return max(math.ceil(found / unit) * unit, tokens)
 
 
-def asked_shapes(shapes: Any) -> Buckets | None:
+def asked_shapes(shapes: Any) -> PaddingBuckets | None:
     """Of the argument of `parallelize`. Raises ValueError."""
     if shapes == "exact":
         return None
     if shapes == "bucket":
-        return Buckets()
-    if isinstance(shapes, Buckets):
+        return PaddingBuckets()
+    if isinstance(shapes, PaddingBuckets):
         return shapes
     hint = did_you_mean(shapes, ("exact", "bucket"))
     raise refuse("shapes", '"exact", "bucket" or autopar.Buckets(...)', shapes, hint)
@@ -98,10 +98,12 @@ def asked_shapes(shapes: Any) -> Buckets | None:
 Evaluate = Callable[[dict[str, Any]], Any]
 
 
-class BatchFitter:
+class BatchPadder:
     """Pads the batches of one model. ``evaluate``: outputs of a batch as it is, in eval mode."""
 
-    def __init__(self, buckets: Buckets, root: nn.Module, plan: Plan, groups: Groups, evaluate: Evaluate) -> None:
+    def __init__(
+        self, buckets: PaddingBuckets, root: nn.Module, plan: Plan, groups: Groups, evaluate: Evaluate
+    ) -> None:
         self.buckets, self.root, self.plan, self.groups, self.evaluate = buckets, root, plan, groups, evaluate
         self.fill = FILLED | dict(buckets.pad)
         self.rows = 0  # of the largest batch so far

@@ -82,7 +82,7 @@ class _HostCopy:
     arrived: torch.Event | None = None
 
 
-class HostCopies:
+class OffloadBuffers:
     """Copies of one device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -91,9 +91,9 @@ class HostCopies:
         self._out, self._in = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
 
     @staticmethod
-    def on(device: torch.device) -> HostCopies:
+    def on(device: torch.device) -> OffloadBuffers:
         """Those of a device: one arena for all steps of a process."""
-        return _OF_DEVICES.get(device) or _OF_DEVICES.setdefault(device, HostCopies(device))
+        return _OF_DEVICES.get(device) or _OF_DEVICES.setdefault(device, OffloadBuffers(device))
 
     def arrived(self) -> None:
         """Until all copies are done. The device waits for each that it needs; the host has to before it reads what lies
@@ -129,7 +129,7 @@ class HostCopies:
         return pending.made
 
 
-_OF_DEVICES: dict[torch.device, HostCopies] = {}
+_OF_DEVICES: dict[torch.device, OffloadBuffers] = {}
 
 
 def host_copies_arrived() -> None:

@@ -20,7 +20,7 @@ from autopar.adapters.distributed import default_store, group_of_members, rank_t
 from autopar.attention.exchanges import WAYS
 from autopar.ir.mesh import LEVELLED, Mesh
 from autopar.runtime.fault import gloo_abort
-from autopar.runtime.fault.call_sequence import CallOrder
+from autopar.runtime.fault.call_sequence import CallSequence
 from autopar.runtime.fault.errors import board, starting, within
 from autopar.runtime.fault.nccl_errors import leave_to_us, started, tell_count
 from autopar.runtime.fault.store_barrier import Rounds, world_store
@@ -45,7 +45,8 @@ def init_mesh(
     agreement or the making of a group without its peers fails; default $AUTOPAR_TIMEOUT or 600. A rank that is dead or
     stopped is noticed within seconds.
 
-    The mesh has ``data_rank`` and ``data_size``: which part of the batch this rank is given, of how many (`data_part`).
+    The mesh has ``data_rank`` and ``data_size``: which part of the batch this rank is given, of how many
+    (`dp_rank_and_size`).
 
     Raises ValueError for an unknown axis, a size below 1, sizes whose product is not the number of ranks, a device
     that is neither cpu nor a cuda that is there and that the group can use, ranks that share a GPU, or a timeout that
@@ -73,7 +74,7 @@ def init_mesh(
     key = (id(default_store()), kind, mesh, limit)
     if key not in _meshes:
         _meshes[key] = made = _make_mesh(mesh, kind, limit)
-        vars(made).update(zip(("data_rank", "data_size"), data_part(made)))
+        vars(made).update(zip(("data_rank", "data_size"), dp_rank_and_size(made)))
     return _meshes[key]
 
 
@@ -150,14 +151,14 @@ def _named_level(axis: str) -> tuple[str, str, str]:
     return axis.partition(kind) if kind else (axis, "", "")
 
 
-def data_part(mesh: DeviceMesh) -> tuple[int, int]:
+def dp_rank_and_size(mesh: DeviceMesh) -> tuple[int, int]:
     """(which part of the batch this rank is given, how many parts there are): over dp, over rp within that, and over ep
     within that. Ranks that differ in other axes are given the same part.
 
     ``batch.chunk(parts)[part]``, or a DistributedSampler of rank ``part`` and ``num_replicas=parts``.
     """
     sizes = mesh_of(mesh)
-    return sizes.data_part(sizes.coordinate(dist.get_rank())), sizes.data_size
+    return sizes.dp_rank_and_size(sizes.coordinate(dist.get_rank())), sizes.data_size
 
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:
@@ -219,7 +220,7 @@ class Groups:
         self.rounds: dict[str, Rounds] = {}  # of agreements so far, by scope
         _made[self.mesh] = _made.get(self.mesh, 0) + 1
         self.name = f"{self.mesh}/{_made[self.mesh]}"  # in the store
-        self.order = CallOrder(self.name, board().calls)
+        self.order = CallSequence(self.name, board().calls)
 
     def _find_levels(self) -> dict[str, str]:
         """Level -> the axis, or the subset that this rank is in: "cp%2" -> "cp[0+1]"."""

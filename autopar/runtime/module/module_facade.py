@@ -41,7 +41,7 @@ def _refuse(name: str, *_: Any, **__: Any) -> Any:
     raise ValueError(f"parallelize: {name} of a model on a mesh {_INSTEAD[name]}")
 
 
-class ModelOnMesh(Stateful):
+class ModuleFacade(Stateful):
     """The model as a module."""
 
     _sizes: tuple[int, int]  # of its own entries, and of those of its class

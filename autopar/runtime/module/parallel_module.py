@@ -22,24 +22,24 @@ from autopar.errors import refusal_like
 from autopar.ir.batch import tensors_of, with_constants
 from autopar.ir.parameter import ParameterSpec
 from autopar.plan import Plan
-from autopar.runtime.checkpoint.checkpoint_dir import RunLine
+from autopar.runtime.checkpoint.checkpoint_dir import RunLineage
 from autopar.runtime.comm.collectives import ledger_between, rows_sent
 from autopar.runtime.exec.buffer_updates import plain_buffers
 from autopar.runtime.exec.executor import Executor, is_drawn, per_rank
 from autopar.runtime.exec.step_inputs import SCALE
-from autopar.runtime.exec.value_checks import NoteWatch
-from autopar.runtime.fault.errors import reporting
-from autopar.runtime.guards.global_state import Surroundings, need_gradients, no_anomalies, outside
-from autopar.runtime.guards.origin import MadeFrom
+from autopar.runtime.exec.value_checks import ValueChecks
+from autopar.runtime.fault.errors import error_context
+from autopar.runtime.guards.global_state import GlobalTorchState, need_gradients, no_anomalies, outside
+from autopar.runtime.guards.origin import Origin
 from autopar.runtime.guards.step_cache import Compiler, Kind, StepCache
 from autopar.runtime.inputs.batch_outputs import parts_of_outputs
 from autopar.runtime.inputs.call_arguments import by_name, check_values, misspelled
 from autopar.runtime.inputs.outputs import rebuild_outputs
-from autopar.runtime.inputs.padding import BatchFitter, Buckets
+from autopar.runtime.inputs.padding import BatchPadder, PaddingBuckets
 from autopar.runtime.mesh.async_copies import to_device
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.module.autograd_bridge import Forward, attach, refuse_gradients
-from autopar.runtime.module.module_facade import SHARED, ModelOnMesh
+from autopar.runtime.module.module_facade import SHARED, ModuleFacade
 from autopar.runtime.module.overridden_methods import face_of
 from autopar.runtime.optim.cpu_offload import keep_on_host
 from autopar.runtime.optim.grad_clipping import clip_gradients
@@ -48,11 +48,11 @@ from autopar.runtime.optim.step_events import now, watch_steps
 from autopar.runtime.optim.step_hooks import watch_optimizers
 from autopar.runtime.params import parameters as state
 from autopar.runtime.params.gather_shards import STAGES
-from autopar.runtime.params.sharded_modules import Tree
+from autopar.runtime.params.sharded_modules import ShardedModules
 from autopar.values import a_path, number
 
 
-class ParallelModule(ModelOnMesh):
+class ParallelModule(ModuleFacade):
     """A model on a mesh, made by `autopar.parallelize`.
 
     ``train_step(**batch)``: forward and backward of all micro-batches; returns the loss of the whole batch.
@@ -90,19 +90,19 @@ class ParallelModule(ModelOnMesh):
         self._whole_outputs = outputs_with_grad
         self._groups, self._seed = groups, seed
         self._steps = 0
-        self._watch, self._observers = NoteWatch(groups), Observers()
+        self._watch, self._observers = ValueChecks(groups), Observers()
         self._scaler: GradScaler | None = None
         self._averages: list[Any] = []
-        self._origin: MadeFrom | None = None
-        self._line = RunLine()
+        self._origin: Origin | None = None
+        self._line = RunLineage()
         self._last_use, self._sizes = 0, (0, 0)
         self._weight = torch.ones((), dtype=torch.float64, device=groups.device)
-        self._fitter: BatchFitter | None = None
+        self._fitter: BatchPadder | None = None
         self._tangents: tuple[str, ...] = ()  # outputs beside the losses that somebody has differentiated
         self._loaded = sync or all(values.get(s.name) is not None for s in specs)
         # steps write to buffers
         own, written = state.make_parameters(specs, values, groups, sync), state.own_buffers(buffers, groups, sync)
-        tree = Tree(skeleton, specs, own, written)
+        tree = ShardedModules(skeleton, specs, own, written)
         for name in SHARED:
             self.__dict__[name] = tree.root.__dict__[name]  # this module stands for the root
         self._cache = StepCache(compiler, tree, plan, groups, backend, micro_batches, check_batches)
@@ -117,8 +117,8 @@ class ParallelModule(ModelOnMesh):
         self._sizes = len(self.__dict__), len(vars(type(self)))
 
     def watch_originals(self, models: Mapping[str, nn.Module], held: Collection[str] = ()) -> None:
-        """What it was made of, by paths: what is done to them afterwards is refused, see `original.Original`. ``held``:
-        names of tensors that somebody holds besides."""
+        """What it was made of, by paths: what is done to them afterwards is refused, see `original.OriginalModel`.
+        ``held``: names of tensors that somebody holds besides."""
 
         def written() -> set[str] | None:
             if not any(kind.train for kind in self._cache.kinds()):
@@ -126,16 +126,16 @@ class ParallelModule(ModelOnMesh):
             outputs = (s for runner in self._cache.runners for s in runner.compiled.signature.outputs)
             return {s.name for s in outputs if s.kind == "mutation"}
 
-        self._origin = MadeFrom(models, self._tree, self._groups, held, written)
+        self._origin = Origin(models, self._tree, self._groups, held, written)
 
-    def pad_batches(self, buckets: Buckets, ahead: Callable[..., None] | None = None) -> None:
-        """From now on: see `autopar.Buckets`. ``ahead``: is asked for the step of the next longer batch."""
+    def pad_batches(self, buckets: PaddingBuckets, ahead: Callable[..., None] | None = None) -> None:
+        """From now on: see `autopar.PaddingBuckets`. ``ahead``: is asked for the step of the next longer batch."""
 
         def evaluate(batch: dict[str, Any]) -> Any:
             with torch.no_grad():
                 return self._evaluated((), batch)
 
-        fitter = BatchFitter(buckets, self._tree.root, self._cache.plan, self._groups, evaluate)
+        fitter = BatchPadder(buckets, self._tree.root, self._cache.plan, self._groups, evaluate)
         self._fitter = fitter
         if ahead is not None:
             self._cache.ahead = lambda structure, batch, how: ahead(structure, batch, fitter.longer(batch), how)
@@ -150,7 +150,7 @@ class ParallelModule(ModelOnMesh):
         them, if there are several), which are differentiated together; gradients accumulate in ``.grad`` of the
         parameters, as ``backward()`` does. Raises ValueError for batches that do not fit.
         """
-        with reporting("train_step"), outside(self._groups.device) as surroundings:
+        with error_context("train_step"), outside(self._groups.device) as surroundings:
             if has_forward_hooks(self):
                 raise ValueError(
                     "train_step: hooks of the parallel model are called by model(**batch) only; register them on the "
@@ -177,7 +177,7 @@ class ParallelModule(ModelOnMesh):
         evaluates = not any(m.training for m in self._tree.root.modules())
         if evaluates and (not torch.is_grad_enabled() or self._cannot_differentiate()):
             return self._evaluated(args, batch)
-        with reporting("the forward"), outside(self._groups.device) as surroundings:
+        with error_context("the forward"), outside(self._groups.device) as surroundings:
             if reason := self._cannot_differentiate():
                 raise ValueError(reason)
             no_anomalies()
@@ -219,7 +219,7 @@ class ParallelModule(ModelOnMesh):
         return next((name for name in read if now[name].data_ptr() != values[name].data_ptr()), "")
 
     def _with_tangents(
-        self, named: dict[str, Any], kind: Kind, surroundings: Surroundings, names: tuple[str, ...]
+        self, named: dict[str, Any], kind: Kind, surroundings: GlobalTorchState, names: tuple[str, ...]
     ) -> Executor:
         """The same step with a backward that also starts from these outputs; from now on that of every forward."""
         self._tangents = tuple(sorted({*self._tangents, *kind.tangents, *names}))
@@ -232,7 +232,7 @@ class ParallelModule(ModelOnMesh):
         return self._evaluated(args, batch)
 
     def _evaluated(self, args: tuple[Any, ...], batch: dict[str, Any]) -> Any:
-        with reporting("the evaluation"), outside(self._groups.device) as surroundings:
+        with error_context("the evaluation"), outside(self._groups.device) as surroundings:
             executor, values = self._prepare(args, batch, Kind(False, None, grad_mode="no_grad"), surroundings)
             with self._watch.step(self.training_steps):
                 outputs = executor.run_step(values).outputs
@@ -257,7 +257,7 @@ class ParallelModule(ModelOnMesh):
         The same as the function of torch, with one exchange, and for `autopar.GradScaler`. A tied weight that several
         stages hold counts once. Collective.
         """
-        with reporting("clip_grad_norm_"):
+        with error_context("clip_grad_norm_"):
             scale = self._scaler.scale_to_take_off() if self._scaler is not None else None
             norm = clip_gradients(
                 self._tree.own, self._tree.specs, self._groups, max_norm, norm_type, self._cache.owed(), scale
@@ -279,7 +279,7 @@ class ParallelModule(ModelOnMesh):
             )
 
     def _prepare(
-        self, args: tuple[Any, ...], batch: dict[str, Any], kind: Kind, surroundings: Surroundings
+        self, args: tuple[Any, ...], batch: dict[str, Any], kind: Kind, surroundings: GlobalTorchState
     ) -> tuple[Executor, dict[str, Tensor]]:
         if not self._loaded:
             raise ValueError(
@@ -337,13 +337,13 @@ class ParallelModule(ModelOnMesh):
             self._weight = before
 
     @contextlib.contextmanager
-    def unchanged(self) -> Iterator[None]:
+    def keep_unsharded(self) -> Iterator[None]:
         """Within: no weight changes, so what steps gather once they gather in the first one only, and keep. For several
         `train_step` per ``optimizer.step()``, and for evaluations. On all ranks alike.
 
         Raises RuntimeError at a step for weights that were seen to change; writes through ``.data`` leave no trace.
         """
-        outermost = not self._cache.unchanged
+        outermost = not self._cache.keep_unsharded
         self._cache.keep_weights(True)
         try:
             yield
@@ -376,7 +376,7 @@ class ParallelModule(ModelOnMesh):
         finally:
             executor.record = False
         found: list[Any] = [None] * self._groups.mesh.world_size
-        with reporting("trace"):
+        with error_context("trace"):
             modules = executor.modules if is_drawn(self._groups.coordinate) else []  # they are many
             rows = rows_sent(ledger_between(before, executor.traffic))
             torch.distributed.all_gather_object(found, (self._groups.coordinate, executor.timeline, rows, modules))

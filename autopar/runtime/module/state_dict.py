@@ -20,13 +20,13 @@ from autopar.adapters.state_dict import IncompatibleKeys, unsaved_buffers
 from autopar.capture.front_end import OwnFolder, adapter_for
 from autopar.ir.parameter import ParameterSpec
 from autopar.plan import Plan
-from autopar.runtime.checkpoint.checkpoint_dir import RunLine
+from autopar.runtime.checkpoint.checkpoint_dir import RunLineage
 from autopar.runtime.checkpoint.hf_files import Files
 from autopar.runtime.checkpoint.hf_io import Recipes, checked_pretrained, save_pretrained, saved_steps
 from autopar.runtime.checkpoint.hf_save_args import check_habits
 from autopar.runtime.consistency.all_ranks import together
-from autopar.runtime.consistency.rank_checks import Claim, agree_on_arguments, agree_on_pieces
-from autopar.runtime.fault.errors import reporting
+from autopar.runtime.consistency.rank_checks import RankCheck, agree_on_arguments, agree_on_pieces
+from autopar.runtime.fault.errors import error_context
 from autopar.runtime.guards.step_cache import StepCache
 from autopar.runtime.inputs.loss_fn import of_the_model
 from autopar.runtime.mesh.process_groups import Groups
@@ -36,12 +36,12 @@ from autopar.runtime.optim.step_events import about_to_write, now
 from autopar.runtime.params import parameters as state
 from autopar.runtime.params.dtensor_layout import is_here
 from autopar.runtime.params.shard_views import all_written
-from autopar.runtime.params.sharded_modules import Tree
+from autopar.runtime.params.sharded_modules import ShardedModules
 from autopar.values import a_path, whole_number, yes_or_no
 
 
 @dataclass(frozen=True)
-class Held:
+class RankState:
     """What a rank holds of a model, for `autopar.save` and `autopar.load`.
 
     own: its pieces of parameters by name; ``canonical``: any name of a parameter, tied ones too -> its name. buffers:
@@ -62,15 +62,15 @@ class Held:
     scaler: GradScaler | None
     averages: list[Any]
     last_use: int
-    owed: list[Claim]
-    line: RunLine
+    owed: list[RankCheck]
+    line: RunLineage
     stateful: dict[str, nn.Module]
 
 
 class Stateful(nn.Module):
     """What a ParallelModule does with its state."""
 
-    _tree: Tree
+    _tree: ShardedModules
     _cache: StepCache
     _groups: Groups
     _steps: int
@@ -78,7 +78,7 @@ class Stateful(nn.Module):
     _seed: int
     _scaler: GradScaler | None
     _averages: list[Any]
-    _line: RunLine
+    _line: RunLineage
     _last_use: int
 
     @property
@@ -86,10 +86,10 @@ class Stateful(nn.Module):
         """The decisions: of the last compiled step, or of the parameters before the first one."""
         return self._cache.runners[-1].compiled.plan if self._cache.runners else self._cache.plan
 
-    def held(self) -> Held:
+    def held(self) -> RankState:
         """Everything that a checkpoint is made of, as it is now."""
         own, specs = self._tree.own, self._tree.specs
-        return Held(
+        return RankState(
             self._groups,
             own,
             specs,
@@ -129,7 +129,7 @@ class Stateful(nn.Module):
         """Original name (tied names too) -> whole tensor on the CPU; what modules make of their state dict (hooks,
         `get_extra_state`) is made of it. Collective."""
         persistent, own, specs = self._persistent(), self._tree.own, self._tree.specs
-        with reporting("full_state_dict"):
+        with error_context("full_state_dict"):
             yes_or_no("rank0_only", rank0_only)
             owed = self._cache.owed()
             agree_on_arguments(self._groups, "full_state_dict", {"rank0_only": rank0_only}, owed=owed)
@@ -141,7 +141,7 @@ class Stateful(nn.Module):
 
     def full_gradients(self, rank0_only: bool = False) -> dict[str, Tensor]:
         """Original name -> whole gradient on the CPU, for parameters that have one. Collective."""
-        with reporting("full_gradients"):
+        with error_context("full_gradients"):
             yes_or_no("rank0_only", rank0_only)
             has = [name for name, p in self._tree.own.items() if p.grad is not None]
             agree_on_arguments(self._groups, "full_gradients", {"rank0_only": rank0_only}, has, self._cache.owed())
@@ -162,7 +162,7 @@ class Stateful(nn.Module):
                 "load_state_dict: assign=True would put whole tensors in the place of this rank's pieces; "
                 "leave it out, values are copied"
             )
-        with reporting("load_state_dict"):
+        with error_context("load_state_dict"):
             by_itself = state_dict_hooks.loads_itself(self._tree.root)
             if not by_itself:
                 state.check_tensors(state_dict)
@@ -229,7 +229,7 @@ class Stateful(nn.Module):
         prefix = getattr(skeleton, "base_model_prefix", "")
         own, specs = self._own_of_model(), self._specs_of_model()
         ignore = getattr(skeleton, "_keys_to_ignore_on_load_unexpected", None) or ()
-        with reporting("load_pretrained"):
+        with error_context("load_pretrained"):
             folder = a_path("folder", folder)
             if (of_library := self._own_folder()) is not None:
                 given = together(self._groups, "load_pretrained", lambda: of_library.read(folder))
@@ -258,7 +258,7 @@ class Stateful(nn.Module):
         save_function, state_dict). Raises ValueError for what would make another folder."""
         skeleton, own, specs = self._tree.root, self._own_of_model(), self._specs_of_model()
         configs = [c for name in ("config", "generation_config") if (c := getattr(skeleton, name, None)) is not None]
-        with reporting("save_pretrained"):
+        with error_context("save_pretrained"):
             folder = a_path("folder", folder)
             same = {"folder": str(folder), "max_shard_size": max_shard_size, "further": sorted(how)}
             agree_on_arguments(self._groups, "save_pretrained", same, owed=self._cache.owed())

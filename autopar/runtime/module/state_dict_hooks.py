@@ -1,7 +1,7 @@
 """Modules that say themselves what their state is: hooks of a state dict, `get_extra_state`, an own `state_dict`.
 
 torch calls all of this with whole tensors, and so does a model on a mesh: for the moment its modules have whole
-parameters (`tree.Tree.whole`), and what they say or take is what they would in one process.
+parameters (`tree.ShardedModules.whole`), and what they say or take is what they would in one process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autopar.adapters.autograd import version_of
 from autopar.adapters.state_dict import IncompatibleKeys, with_notes_of
 from autopar.errors import refusal_like
 from autopar.runtime.module.overridden_methods import overrides
-from autopar.runtime.params.sharded_modules import Tree
+from autopar.runtime.params.sharded_modules import ShardedModules
 
 _SAVED = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _LOADED = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
@@ -45,7 +45,7 @@ def _has(module: nn.Module, methods: tuple[str, ...], hooks: tuple[str, ...]) ->
     return not type(module).__module__.startswith("torch.nn.") and overrides(module, *methods)
 
 
-def said(tree: Tree, whole: Mapping[str, Tensor]) -> Any:
+def said(tree: ShardedModules, whole: Mapping[str, Tensor]) -> Any:
     """The state dict of the model with these ``whole`` parameters: on the CPU, in storage of its own."""
     with tree.whole(whole) as root:
         found = root.state_dict()
@@ -68,7 +68,7 @@ def load_or_refuse(root: nn.Module, given: Any, strict: bool) -> tuple[Any, Valu
 
 
 def loaded(
-    tree: Tree, whole: Mapping[str, Tensor], given: Any, strict: bool
+    tree: ShardedModules, whole: Mapping[str, Tensor], given: Any, strict: bool
 ) -> tuple[Any, ValueError | None, dict[str, Tensor]]:
     """What `load_or_refuse` gives, and by name the whole parameters that it has written or replaced, in a model
     that had these ``whole`` ones before."""

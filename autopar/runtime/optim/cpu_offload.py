@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from autopar.adapters.dtensor import local_of
 from autopar.ir.parameter import in_buckets
 from autopar.ir.storages import is_dense
-from autopar.runtime.mesh.offload_buffers import HostCopies, host_copies_arrived
+from autopar.runtime.mesh.offload_buffers import OffloadBuffers, host_copies_arrived
 from autopar.runtime.optim.local_step import on_pieces, own_step, steps_elements
 from autopar.runtime.params.sharded_tensor import ShardedTensor
 
@@ -37,15 +37,15 @@ def keep_on_host(model: nn.Module, bucket: int) -> None:
     _MODELS[model] = bucket
 
 
-class HostStates:
+class OffloadedStates:
     """The states of one optimizer, for one step."""
 
     def __init__(self, optimizer: Optimizer, bucket: int, device: torch.device) -> None:
         self._optimizer, self.bucket = optimizer, bucket
-        self._copies = HostCopies.on(device)
+        self._copies = OffloadBuffers.on(device)
 
     @staticmethod
-    def of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> HostStates | None:
+    def of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> OffloadedStates | None:
         """None where they stay on the device. Raises ValueError for an optimizer that may not be stepped in parts."""
         mine = {id(p) for p in parameters if _MODELS}
         for model, bucket in list(_MODELS.items()):
@@ -54,7 +54,7 @@ class HostStates:
                 if optimizer not in _TOLD:
                     _TOLD.add(optimizer)
                     optimizer.register_state_dict_pre_hook(lambda _: host_copies_arrived())
-                return HostStates(optimizer, bucket, local_of(parameters[0]).device)  # type: ignore[arg-type]
+                return OffloadedStates(optimizer, bucket, local_of(parameters[0]).device)  # type: ignore[arg-type]
         return None
 
     def bring(self, parameters: Sequence[Tensor]) -> Callable[[], None]:
@@ -112,7 +112,7 @@ def _check_apart(optimizer: Optimizer) -> None:
 
 
 @torch.no_grad()
-def step_buckets(optimizer: Optimizer, is_ours: Callable[[Tensor], bool], hosts: HostStates) -> None:
+def step_buckets(optimizer: Optimizer, is_ours: Callable[[Tensor], bool], hosts: OffloadedStates) -> None:
     """Step our parameters bucket by bucket."""
     step, groups = own_step(optimizer), optimizer.param_groups
     try:

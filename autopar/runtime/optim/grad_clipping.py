@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from autopar.adapters.foreach import norms, scale_all
 from autopar.ir.parameter import ParameterSpec
 from autopar.runtime.comm.collectives import all_reduce, finish
-from autopar.runtime.consistency.rank_checks import Claim, agree_on_arguments
+from autopar.runtime.consistency.rank_checks import RankCheck, agree_on_arguments
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.params.parameters import local_tensor
 from autopar.runtime.params.shard_ranges import cuts_of
@@ -31,7 +31,7 @@ def clip_gradients(
     groups: Groups,
     max_norm: float,
     norm_type: float = 2.0,
-    owed: Sequence[Claim] = (),
+    owed: Sequence[RankCheck] = (),
     scale: Tensor | None = None,
 ) -> Tensor:
     """Scale the gradients of this rank's parameters such that the norm of all gradients is at most ``max_norm``.

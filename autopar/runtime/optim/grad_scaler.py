@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from autopar.adapters.foreach import unscale_all
 from autopar.capture.trace.export import flatten, unflatten
 from autopar.runtime.consistency.rank_checks import agree_on_arguments
-from autopar.runtime.fault.errors import reporting
+from autopar.runtime.fault.errors import error_context
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.optim.grad_clipping import over_world
 from autopar.runtime.optim.step_events import note_step
@@ -94,7 +94,7 @@ class GradScaler:
         if self._of(optimizer) is not None:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         given = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        with reporting("unscale_"):
+        with error_context("unscale_"):
             agree_on_arguments(self._groups, "unscale_", {"gradients": len(given)})
             found = torch.zeros((), device=self._groups.device)
             unscale_all(list(map(local_tensor, given)), found, self._scale.double().reciprocal().float())

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autopar.runtime.optim.cpu_offload import HostStates, step_buckets
+from autopar.runtime.optim.cpu_offload import OffloadedStates, step_buckets
 from autopar.runtime.optim.local_step import step_pieces, steps_elements
 from autopar.runtime.optim.unsharded_step import WHOLE, step_each
 
@@ -52,7 +52,7 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     if not ours:
         return None
     names = {cls.__name__ for cls in type(optimizer).__mro__}
-    hosts = HostStates.of(optimizer, ours)
+    hosts = OffloadedStates.of(optimizer, ours)
     step: Callable[[], None]
     if names & WHOLE:
         step = functools.partial(step_each, optimizer, _is_ours, hosts)

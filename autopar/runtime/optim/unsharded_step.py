@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.adapters.dtensor import local_of
-from autopar.runtime.optim.cpu_offload import HostStates
+from autopar.runtime.optim.cpu_offload import OffloadedStates
 from autopar.runtime.optim.local_step import own_step
 from autopar.runtime.params.dtensor_layout import is_here, shards_of
 from autopar.runtime.params.sharded_tensor import ShardedTensor
@@ -43,7 +43,7 @@ WHOLE = {
 
 
 @torch.no_grad()
-def step_each(optimizer: Optimizer, is_ours: Callable[[Tensor], bool], hosts: HostStates | None) -> None:
+def step_each(optimizer: Optimizer, is_ours: Callable[[Tensor], bool], hosts: OffloadedStates | None) -> None:
     """Step our parameters one by one, of each the whole as a plain tensor. ``hosts``: where states lie in host
     memory."""
     step, groups = own_step(optimizer), optimizer.param_groups

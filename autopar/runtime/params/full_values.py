@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 
-class WholeValues:
+class FullValues:
     """For a tensor with ``whole()``, ``is_apart`` and ``source``, as ShardedTensor has them."""
 
     def tolist(self: Any) -> Any:

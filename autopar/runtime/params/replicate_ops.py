@@ -23,7 +23,7 @@ from autopar.adapters.operators import OpOverload, writes_to
 from autopar.ops.traits import is_random, is_view
 from autopar.runtime.fault.errors import explained
 from autopar.runtime.params.scalar_tensor import ScalarTensor
-from autopar.runtime.params.shard_views import Source
+from autopar.runtime.params.shard_views import ViewSource
 from autopar.runtime.params.sharded_tensor import ShardedTensor, whole_tensor
 
 
@@ -89,12 +89,12 @@ def on_whole(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return mapped(out, wrapped)
 
 
-def _source(x: ShardedTensor) -> Source | None:
+def _source(x: ShardedTensor) -> ViewSource | None:
     """What a view of it, or of its whole, is written back to."""
-    return Source.gathered(x) if x.is_apart else x.source
+    return ViewSource.gathered(x) if x.is_apart else x.source
 
 
-def _whole(x: Tensor, source: Source | None) -> Tensor:
+def _whole(x: Tensor, source: ViewSource | None) -> Tensor:
     if isinstance(x, ShardedTensor):
         return source.whole if source is not None and x.is_apart else x.fresh()
     return whole_tensor(x) if isinstance(x, DTensor) else x

@@ -21,7 +21,7 @@ def cuts_of(placements: Mapping[str, Placement], sizes: Mapping[str, int]) -> Cu
 
 
 @dataclass(frozen=True)
-class Box:
+class ShardRange:
     """Consecutive positions in every dim: where they start in the whole and in the local tensor, and how many."""
 
     start: tuple[int, ...]
@@ -35,11 +35,13 @@ class Box:
         return local
 
 
-def boxes(shape: Sequence[int], cuts: Cuts, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> list[Box]:
+def boxes(
+    shape: Sequence[int], cuts: Cuts, sizes: Mapping[str, int], coordinate: Mapping[str, int]
+) -> list[ShardRange]:
     """What the rank at a coordinate holds of a tensor of this (whole) shape."""
     runs = [_runs(size, dim, cuts, sizes, coordinate) for dim, size in enumerate(shape)]
     found = itertools.product(*runs)
-    return [Box(*(tuple(r[i] for r in box) for i in range(3))) for box in found]
+    return [ShardRange(*(tuple(r[i] for r in box) for i in range(3))) for box in found]
 
 
 def _runs(

@@ -19,7 +19,7 @@ from autopar.runtime.params.gather_shards import piece_of
 
 
 @dataclass(eq=False)
-class Source:
+class ViewSource:
     """The piece that a view is of which does not lie in a piece alone: the view is one of ``whole``, which was gathered
     when the piece was at version ``seen``; ``stale``: an operator on pieces has written to it since."""
 
@@ -29,7 +29,7 @@ class Source:
     stale: bool = False
 
     @classmethod
-    def gathered(cls, x: Any) -> Source:
+    def gathered(cls, x: Any) -> ViewSource:
         """Collective."""
         of = x.same()  # the piece as it lies now: `.data` of x may be set
         whole = of.whole()
@@ -52,7 +52,7 @@ class Source:
         self.seen, self.stale = _version(self.of), False
 
 
-_live: weakref.WeakSet[Source] = weakref.WeakSet()
+_live: weakref.WeakSet[ViewSource] = weakref.WeakSet()
 
 
 def make_stale(x: Any) -> None:

@@ -6,7 +6,7 @@
     tree.refresh()               after changes: takes what can take effect, refuses the rest
 
 The modules of the tree are the submodules of `ParallelModule`. So ``model.bn.eval()``, ``isinstance(m, nn.Dropout)``,
-``m.p = 0.0`` and ``p.requires_grad_(False)`` mean what they mean in torch; `module_watch.ModuleWatch` sees what has
+``m.p = 0.0`` and ``p.requires_grad_(False)`` mean what they mean in torch; `module_watch.ModuleGuards` sees what has
 changed.
 """
 
@@ -52,7 +52,7 @@ def _not_kept(path: str, name: str) -> ValueError:
 _WANTS_GRADIENT = operator.attrgetter("requires_grad")
 
 
-class Tree:
+class ShardedModules:
     """``own``: name of each parameter -> this rank's piece of it."""
 
     def __init__(

@@ -43,10 +43,10 @@ from autopar.adapters.dtensor import (
 from autopar.adapters.foreach import take_part
 from autopar.adapters.keys import Same
 from autopar.adapters.parameter_data import refuse_as_data
-from autopar.runtime.params.full_values import WholeValues
+from autopar.runtime.params.full_values import FullValues
 from autopar.runtime.params.gather_shards import STAGES, Holders, from_holder, gather, piece_of, shape_of_piece
-from autopar.runtime.params.shard_ranges import Box, Cuts, boxes
-from autopar.runtime.params.shard_views import Source, make_stale
+from autopar.runtime.params.shard_ranges import Cuts, ShardRange, boxes
+from autopar.runtime.params.shard_views import ViewSource, make_stale
 
 
 def written(x: Any) -> None:
@@ -73,7 +73,7 @@ _ATTRIBUTES: Any = Tensor  # whose attributes are descriptors
 _get_grad, _set_grad = _ATTRIBUTES.grad.__get__, _ATTRIBUTES.grad.__set__
 
 
-class ShardedTensor(WholeValues, DTensor):
+class ShardedTensor(FullValues, DTensor):
     """``ShardedTensor.make(local, mesh, cuts, shape)``; see the module's docstring. ``cuts`` says which axes cut which
     dims in which blocks; on every other axis of the mesh the tensor is the same.
 
@@ -86,7 +86,7 @@ class ShardedTensor(WholeValues, DTensor):
 
     cuts: Cuts
     holders: Holders | None = None
-    source: Source | None = None
+    source: ViewSource | None = None
     piece: Tensor | None = None
     run_operator: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
 
@@ -251,7 +251,7 @@ class ShardedTensor(WholeValues, DTensor):
 
     # --- distributed checkpoint: one chunk per run of consecutive positions ----------------------------
 
-    def chunks(self) -> list[Box]:
+    def chunks(self) -> list[ShardRange]:
         """What this rank holds, as boxes of the whole tensor."""
         if not self.is_here:
             return []

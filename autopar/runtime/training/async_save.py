@@ -20,19 +20,19 @@ from typing import Any
 
 import torch.distributed as dist
 
-from autopar.runtime.checkpoint.checkpoint_dir import RunFolder, read_shown, write_synced
+from autopar.runtime.checkpoint.checkpoint_dir import CheckpointDir, read_shown, write_synced
 from autopar.runtime.checkpoint.staging import StagedFile
 from autopar.runtime.checkpoint.tensor_storage import whole_index
 from autopar.runtime.consistency.exit_checks import ask_at_end, no_longer_ask
 from autopar.runtime.fault.error_log import look
-from autopar.runtime.fault.error_propagation import FailureBoard, SavedStateError
+from autopar.runtime.fault.error_propagation import CheckpointError, ErrorBoard
 from autopar.runtime.fault.errors import board
 from autopar.runtime.fault.store_barrier import Rounds
 from autopar.runtime.fault.store_client import StoreError
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.optim.step_events import before_writes
 
-_in_flight: Saving | None = None
+_in_flight: AsyncSave | None = None
 
 
 def wait_for_save() -> None:
@@ -61,13 +61,13 @@ before_writes(_wait_staged)
 os.register_at_fork(after_in_child=_forget)
 
 
-class Saving:
+class AsyncSave:
     """A save, perhaps in flight: what `autopar.save` returns. ``folder``: where the checkpoint is, or will be."""
 
     def __init__(
         self,
         groups: Groups,
-        run: RunFolder,
+        run: CheckpointDir,
         draft: Path,
         staged: StagedFile,
         told: Mapping[str, Any],
@@ -77,7 +77,7 @@ class Saving:
         self._groups, self._run, self._draft, self._staged = groups, run, draft, staged
         self._told, self._common, self._keep = told, common, keep
         self.folder = draft.parent / draft.name.removeprefix(".saving-")
-        self._board: FailureBoard = board()
+        self._board: ErrorBoard = board()
         self._rounds = groups.rounds.setdefault("saves", Rounds())
         self._where = self._rounds.next(f"autopar/{groups.name}/saves")
         self._before, self._rounds.left = self._rounds.left, [f"{self._where}/{x}" for x in ("ended", "failed", "done")]
@@ -121,7 +121,7 @@ class Saving:
         if self._outcome is None:
             self._outcome = self._ask(f"{self._where}/done")
         if self._outcome != "done":
-            raise SavedStateError(f"save: {self._outcome}; the checkpoint before it is as it was")
+            raise CheckpointError(f"save: {self._outcome}; the checkpoint before it is as it was")
 
     def last_words(self) -> str:
         """When the process ends: what became of it, if it failed."""

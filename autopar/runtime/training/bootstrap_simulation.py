@@ -29,11 +29,11 @@ import torch.distributed as dist
 from autopar.adapters.distributed import default_store, fake_backend, group_count, own_client
 from autopar.attention.exchanges import WAYS
 from autopar.ir.mesh import Mesh
-from autopar.runtime.consistency.rank_checks import Claim, agree_on, agree_on_arguments, agree_on_call, everywhere
+from autopar.runtime.consistency.rank_checks import RankCheck, agree_on, agree_on_arguments, agree_on_call, everywhere
 from autopar.runtime.fault import errors
 from autopar.runtime.fault.errors import board
 from autopar.runtime.fault.heartbeat import Heartbeat, beat_of
-from autopar.runtime.fault.store_client import Line
+from autopar.runtime.fault.store_client import StoreClient
 from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from autopar.values import refuse, whole_number
 
@@ -150,7 +150,7 @@ def _measured(mesh: Mesh, crowd: Crowd) -> StartReport:
     groups = Groups(init_mesh("cpu", TIMEOUT, **mesh.sizes))
     _make_groups(groups)
     seconds = time.perf_counter() - start
-    board().line = Line(default_store(), TIMEOUT, crowd.connect)
+    board().line = StoreClient(default_store(), TIMEOUT, crowd.connect)
     parallelize = crowd.asked(lambda: _as_parallelize(groups))
     agreement = crowd.asked(lambda: agree_on(groups, [_claim(groups, "x")], "one question"))
     steps = tuple(crowd.asked(lambda: _step(groups)) for _ in range(6))
@@ -172,8 +172,8 @@ def _make_groups(groups: Groups) -> None:
         groups.votes()
 
 
-def _claim(groups: Groups, value: str) -> Claim:
-    return Claim(everywhere(groups), {"x": value}, "simulate_start: all ranks say the same", "")
+def _claim(groups: Groups, value: str) -> RankCheck:
+    return RankCheck(everywhere(groups), {"x": value}, "simulate_start: all ranks say the same", "")
 
 
 def _as_parallelize(groups: Groups) -> None:

@@ -4,9 +4,9 @@
     gradients.*      those that no step has been made with yet   optimizer.0.group.*   options that are tensors
     average.0.*      of `autopar.ema`                            extra.*, part.3.*     the user's
 
-Values that all ranks hold alike are in `Parts.common`. Those of a stage's parameters are in ``of_stage``, for all of
-its ranks alike. ``of_part`` is what ranks that are given the same part of the batch hold alike, such as the position
-of a data loader.
+Values that all ranks hold alike are in `CheckpointContents.common`. Those of a stage's parameters are in ``of_stage``,
+for all of its ranks alike. ``of_part`` is what ranks that are given the same part of the batch hold alike, such as the
+position of a data loader.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from torch.optim import Optimizer
 
 from autopar.runtime.checkpoint.json_tree import encoded
 from autopar.runtime.checkpoint.optimizer_state import class_of, names_by_group, options_of, states_of
-from autopar.runtime.checkpoint.tensor_storage import ToSave
+from autopar.runtime.checkpoint.tensor_storage import TensorToSave
 from autopar.runtime.consistency.tensor_hash import words_of
-from autopar.runtime.module.state_dict import Held
+from autopar.runtime.module.state_dict import RankState
 from autopar.runtime.optim.step_events import is_pending
 from autopar.runtime.params.dtensor_layout import is_here, shards_of
 from autopar.runtime.params.parameters import local_tensor
 
 
 @dataclass
-class Parts:
+class CheckpointContents:
     """What this rank knows of the run. ``small``: tensors of which each rank holds a copy, by key, to compare them."""
 
-    entries: list[ToSave] = field(default_factory=list)
+    entries: list[TensorToSave] = field(default_factory=list)
     common: dict[str, Any] = field(default_factory=dict)
     of_stage: dict[str, Any] = field(default_factory=dict)
     extra: Any = None
@@ -50,24 +50,24 @@ class Parts:
         prefix = "extra" if part is None else f"part.{part}"
         for key, x in self.extra_tensors.items():
             if part is None or writes:
-                self.entries.append(ToSave(f"{prefix}.{key}", x, stage=0 if part is None else None))
+                self.entries.append(TensorToSave(f"{prefix}.{key}", x, stage=0 if part is None else None))
 
 
 def parts_of_run(
-    held: Held,
+    held: RankState,
     optimizers: Sequence[Optimizer],
     schedulers: Sequence[Any],
     step: int,
     extra: Mapping[str, Any],
-) -> Parts:
+) -> CheckpointContents:
     """Everything of a run that is to be saved. Not collective. Raises ValueError for what cannot be."""
-    parts = Parts()
+    parts = CheckpointContents()
     own, owner = held.own, {s.name: s.ranks[0] for s in held.specs}
     here = {name for name, p in own.items() if is_here(p)}
 
     def add(key: str, x: Tensor, name: str) -> None:
         cut = frozenset(axis for axis, _ in shards_of(x)) if isinstance(x, DTensor) else frozenset[str]()
-        parts.entries.append(ToSave(key, x, cut, owner[name]))
+        parts.entries.append(TensorToSave(key, x, cut, owner[name]))
 
     for name, p in own.items():
         add(f"model.{name}", p.detach(), name)
@@ -124,14 +124,14 @@ def parts_of_run(
     return parts
 
 
-def _copy_of_all(parts: Parts, key: str, x: Tensor) -> None:
+def _copy_of_all(parts: CheckpointContents, key: str, x: Tensor) -> None:
     """All ranks hold it alike; a copy, since a step or the user may change it."""
     copy = local_tensor(x).clone()
     parts.small[key] = copy
-    parts.entries.append(ToSave(key, copy))
+    parts.entries.append(TensorToSave(key, copy))
 
 
-def _extra(parts: Parts, at: str, x: Tensor) -> str:
+def _extra(parts: CheckpointContents, at: str, x: Tensor) -> str:
     if isinstance(x, DTensor):
         raise ValueError(f"save: {at} is a DTensor, which another mesh could not read; give x.full_tensor()")
     key = at.removeprefix("extra.")

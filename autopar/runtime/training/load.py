@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from autopar.runtime.checkpoint.checkpoint_dir import (
     MARK,
-    SavedStateError,
+    CheckpointError,
     SavedStep,
     checkpoint_at,
     newest_in,
@@ -39,11 +39,11 @@ from autopar.runtime.checkpoint.optimizer_state import Restored, class_of
 from autopar.runtime.checkpoint.tensor_storage import SavedTensors
 from autopar.runtime.consistency.all_ranks import by_first, together
 from autopar.runtime.consistency.rank_checks import agree_on_arguments
-from autopar.runtime.fault.errors import reporting
+from autopar.runtime.fault.errors import error_context
 from autopar.runtime.mesh.offload_buffers import host_copies_arrived
 from autopar.runtime.module.argument_checks import MOST_SEED
 from autopar.runtime.module.parallel_module import ParallelModule
-from autopar.runtime.module.state_dict import Held
+from autopar.runtime.module.state_dict import RankState
 from autopar.runtime.optim.step_events import note_step
 from autopar.runtime.params.parameters import MOST_STEPS, other_kind
 from autopar.runtime.training.async_save import wait_for_save
@@ -90,7 +90,7 @@ def load(
     if not isinstance(model, ParallelModule):
         raise ValueError(f"load: needs a model made by autopar.parallelize, found a {type(model).__name__}")
     optimizers, schedulers = several("optimizer", optimizer), several("scheduler", scheduler)
-    with reporting("load"), torch.inference_mode(False), torch.no_grad():
+    with error_context("load"), torch.inference_mode(False), torch.no_grad():
         path, held = Path(os.path.abspath(a_path("folder", folder))), model.held()
         groups = held.groups
         given = {"optimizers": list(map(class_of, optimizers)), "schedulers": len(schedulers)}
@@ -135,7 +135,7 @@ class _Loading:
     def __init__(
         self,
         checkpoint: Path,
-        held: Held,
+        held: RankState,
         optimizers: Sequence[Optimizer],
         schedulers: Sequence[Any],
         stateful: Mapping[str, Any],
@@ -283,7 +283,7 @@ class _Loading:
     @property
     def _part(self) -> int:
         groups = self._held.groups
-        return groups.mesh.data_part(groups.coordinate)
+        return groups.mesh.dp_rank_and_size(groups.coordinate)
 
     # --- reading ----------------------------------------------------------------------------------------------
 
@@ -356,10 +356,10 @@ def _in_words(what: str) -> Iterator[None]:
     """What Python and torch say of values that are none of a checkpoint is a ValueError here."""
     try:
         yield
-    except (SavedStateError, OSError) as error:
-        if isinstance(error, SavedStateError):
+    except (CheckpointError, OSError) as error:
+        if isinstance(error, CheckpointError):
             raise
-        raise SavedStateError(f"load: reading failed: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"load: reading failed: {type(error).__name__}: {error}") from error
     except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, ValueError) as error:
         if type(error) is ValueError and str(error).startswith(_SAID):
             raise

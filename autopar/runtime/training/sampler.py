@@ -19,7 +19,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset
 
-from autopar.runtime.mesh.process_groups import data_part
+from autopar.runtime.mesh.process_groups import dp_rank_and_size
 from autopar.values import whole_number, yes_or_no
 
 _OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
@@ -113,14 +113,14 @@ def sampler(
     """Who reads which rows of a data set with a length, of torch or of Hugging Face's datasets.
 
     Args:
-        mesh: ranks that differ in tp, cp or pp read the same rows; see `autopar.data_part`.
+        mesh: ranks that differ in tp, cp or pp read the same rows; see `autopar.dp_rank_and_size`.
         batch_size: rows of a whole batch, over all parts.
         shuffle: another order in every epoch, by ``seed``; the same on all ranks and meshes.
         drop_last: leave out the rows that fill no whole batch; otherwise the last batch has fewer.
 
     Raises ValueError for data sets without a length, and for sizes that do not divide over the parts of the batch.
     """
-    part, parts = data_part(mesh)
+    part, parts = dp_rank_and_size(mesh)
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ValueError(
             f"sampler: needs a data set with a length and rows by number, found a {type(dataset).__name__}; of a "

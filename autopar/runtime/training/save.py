@@ -21,18 +21,18 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from autopar.runtime.checkpoint.checkpoint_dir import RunFolder
+from autopar.runtime.checkpoint.checkpoint_dir import CheckpointDir
 from autopar.runtime.checkpoint.staging import StagedFile, slots_of
 from autopar.runtime.checkpoint.tensor_storage import file_layout, pieces_of, written_here
 from autopar.runtime.consistency.all_ranks import by_first, together
-from autopar.runtime.consistency.rank_checks import Claim, agree_on, agree_on_arguments, all_alike, everywhere
-from autopar.runtime.fault.errors import reporting
+from autopar.runtime.consistency.rank_checks import RankCheck, agree_on, agree_on_arguments, all_alike, everywhere
+from autopar.runtime.fault.errors import error_context
 from autopar.runtime.mesh.offload_buffers import host_copies_arrived
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.module.parallel_module import ParallelModule
-from autopar.runtime.module.state_dict import Held
-from autopar.runtime.training.async_save import Saving, wait_for_save
-from autopar.runtime.training.checkpoint_contents import Parts, digest, parts_of_run
+from autopar.runtime.module.state_dict import RankState
+from autopar.runtime.training.async_save import AsyncSave, wait_for_save
+from autopar.runtime.training.checkpoint_contents import CheckpointContents, digest, parts_of_run
 from autopar.values import a_path, byte_count, whole_number, yes_or_no
 
 
@@ -47,7 +47,7 @@ def save(
     keep: int | None = None,
     asynchronous: bool = False,
     host_memory: int | None = None,
-) -> Saving:
+) -> AsyncSave:
     """Save a run into its folder, as the next of its checkpoints. Collective.
 
     A checkpoint has the model's parameters, buffers, count of steps and seed; the state of optimizers under the names
@@ -73,7 +73,7 @@ def save(
     if not isinstance(model, ParallelModule):
         raise ValueError(f"save: needs a model made by autopar.parallelize, found a {type(model).__name__}")
     optimizers, schedulers = several("optimizer", optimizer), several("scheduler", scheduler)
-    with reporting("save"), torch.inference_mode(False), torch.no_grad():  # tensors of that mode have no versions
+    with error_context("save"), torch.inference_mode(False), torch.no_grad():  # tensors of that mode have no versions
         path = Path(os.path.abspath(a_path("folder", folder)))
         keep = None if keep is None else whole_number("keep", keep, 1)
         limit = None if host_memory is None else byte_count("host_memory", host_memory)
@@ -86,7 +86,7 @@ def save(
         host_copies_arrived()
         parts = together(groups, "save", lambda: _checked_parts(held, optimizers, schedulers, chosen, extra or {}))
         _agree(groups, parts, str(path))
-        run = RunFolder(path, held.line)
+        run = CheckpointDir(path, held.line)
         file = f"rank-{groups.rank:05d}.safetensors"
         try:
             draft = Path(by_first(groups, "save", lambda: str(run.begin(chosen))))
@@ -99,7 +99,7 @@ def save(
             _give_up(run, groups)
             raise
         told = {"index": index, "of_stage": parts.of_stage if _is_first_of_stage(groups) else {}, "extra": parts.extra}
-        made = Saving(groups, run, draft, staged, told, parts.common, keep)
+        made = AsyncSave(groups, run, draft, staged, told, parts.common, keep)
         if parts.unstable and asynchronous:
             made.start()
             made.wait_staged()  # the next backward would add to the gradients
@@ -121,8 +121,8 @@ def several(name: str, given: Any) -> list[Any]:
 
 
 def _checked_parts(
-    held: Held, optimizers: Sequence[Optimizer], schedulers: Sequence[Any], step: int, extra: Mapping[str, Any]
-) -> Parts:
+    held: RankState, optimizers: Sequence[Optimizer], schedulers: Sequence[Any], step: int, extra: Mapping[str, Any]
+) -> CheckpointContents:
     if not held.loaded:
         raise ValueError(
             "save: the model came without weights (meta device), there is nothing to save; load some first"
@@ -134,14 +134,14 @@ def _checked_parts(
     return parts_of_run(held, optimizers, schedulers, step, extra)
 
 
-def _agree(groups: Groups, parts: Parts, folder: str) -> None:
+def _agree(groups: Groups, parts: CheckpointContents, folder: str) -> None:
     """Ranks hold alike what only some of them write; and where they do not, it is known which ones do."""
     common = {name: json.dumps(value, sort_keys=True) for name, value in parts.common.items()}
     within = tuple(axis for axis in groups.mesh.sizes if axis != "pp")
     claims = [
-        Claim(everywhere(groups), {"folder": folder, **common, "tensors": digest(None, parts.small)},
+        RankCheck(everywhere(groups), {"folder": folder, **common, "tensors": digest(None, parts.small)},
               "save: every rank must save the same run", "call it alike on every rank"),
-        Claim(within, {"states": digest(parts.of_stage, parts.stage_small)},
+        RankCheck(within, {"states": digest(parts.of_stage, parts.stage_small)},
               "save: ranks that step the same parameters must have the same states of optimizers",
               "step optimizers alike on every rank"),
     ]  # fmt: skip
@@ -154,9 +154,11 @@ def _agree(groups: Groups, parts: Parts, folder: str) -> None:
     data = {axis for axis in ("dp", "rp") if axis in groups.mesh.sizes}
     others = tuple(axis for axis in groups.mesh.sizes if axis not in data)
     need = "save: ranks that are given the same part of the batch must give the same extra"
-    agree_on(groups, [Claim(others, {"extra": told}, need, "give what is alike on these ranks")], "save: extra by part")
+    agree_on(
+        groups, [RankCheck(others, {"extra": told}, need, "give what is alike on these ranks")], "save: extra by part"
+    )
     first = all(groups.coordinate[axis] == 0 for axis in others)
-    part = groups.mesh.data_part(groups.coordinate)
+    part = groups.mesh.dp_rank_and_size(groups.coordinate)
     parts.add_extra(part, writes=first)
     parts.extra = {"part": part, "tree": parts.extra} if first else {}
 
@@ -165,7 +167,7 @@ def _is_first_of_stage(groups: Groups) -> bool:
     return all(at == 0 for axis, at in groups.coordinate.items() if axis != "pp")
 
 
-def _give_up(run: RunFolder, groups: Groups) -> None:
+def _give_up(run: CheckpointDir, groups: Groups) -> None:
     if groups.rank == 0:
         run.discard()
         run.close()
