@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.adapters.copying.fake import skeleton_of
-from autopar.adapters.held_memory import held_elsewhere
+from autopar.adapters.tensors.held_memory import held_elsewhere
 from autopar.adapters.versions import told, warn_of_newer
 from autopar.cache.background_compile import BackgroundCompile
 from autopar.cache.compile_cache import stored_plan, stored_step

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from autopar.adapters.copying.fake import MARKS, Owned
 from autopar.adapters.function_caches import CACHED
 from autopar.adapters.operators import OpOverload
-from autopar.adapters.tags import tags_of
+from autopar.adapters.tensors.tags import tags_of
 from autopar.cache.fingerprint_code import code_digest
 from autopar.capture.layer_dedup.layer_signature import memory_of
 

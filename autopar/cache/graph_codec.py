@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from autopar.adapters.graph_data import append_node, fake_tensor, is_fake
-from autopar.adapters.lazy import graph_module
+from autopar.adapters.fx.graph_data import append_node, fake_tensor, is_fake
+from autopar.adapters.fx.lazy import graph_module
 from autopar.cache.value_codec import Damaged, Decoder, Encoder, ShardedModules, Unstorable, kind_of_torch
 from autopar.ir.meta import GRAPHS, NODES, note_all
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from autopar.adapters.copying.fake import new_mode
-from autopar.adapters.lazy import lazy_code
+from autopar.adapters.fx.lazy import lazy_code
 from autopar.cache.graph_codec import GraphDecoder, GraphEncoder
 from autopar.cache.value_codec import Damaged, Decoder, Encoder, ShardedModules, Unstorable
 from autopar.capture.trace.gc_pause import resting_collector

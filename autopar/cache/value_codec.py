@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from autopar.adapters.graph_data import TreeSpec, parts_of_spec, spec_of
+from autopar.adapters.fx.graph_data import TreeSpec, parts_of_spec, spec_of
 from autopar.adapters.operators import OpOverload, argument_defaults, name_of, overload_of
 from autopar.cache.stored_operators import SPACES, may_be_stored
 from autopar.rules.core import CORE

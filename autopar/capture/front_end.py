@@ -28,8 +28,8 @@ from torch.utils import _pytree as pytree
 from autopar import ops as ops  # registers the operators that adapters put into models
 from autopar.adapters.copying.fake import FakeTensorMode, fake_like, new_mode, owned_by, structure_copy
 from autopar.adapters.distributions import unchecked_distributions
+from autopar.adapters.fx.lazy import graph_module, lazy_code
 from autopar.adapters.grad_fn_paths import followed_paths
-from autopar.adapters.lazy import graph_module, lazy_code
 from autopar.capture.layer_dedup.layer_dedup import TraceAnew
 from autopar.capture.module_state.assigned import BufferWatch
 from autopar.capture.module_state.leftovers import Leftovers, nothing_left

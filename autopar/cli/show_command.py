@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 LEVELS = {
     "global": "derive_rules",
     "typed": "propagate_placements",
-    "local": "localize_shapes",
+    "local": "lower_to_local",
     "gather": "gather",
     "forward": "forward",
     "backward": "backward_reduce",  # with the sums of gradients over ranks

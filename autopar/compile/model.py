@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from autopar.adapters.lazy import lazy_code
+from autopar.adapters.fx.lazy import lazy_code
 from autopar.capture.trace.frame_stack import roomy
 from autopar.capture.trace.gc_pause import resting_collector
 from autopar.compile.ac_solver import LimitError, with_checkpoints

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from autopar.adapters.graph_nodes import copied_node
+from autopar.adapters.fx.graph_nodes import copied_node
+from autopar.adapters.fx.lazy import graph_module
 from autopar.adapters.keys import told_apart
-from autopar.adapters.lazy import graph_module
 from autopar.ir.graph import frozen
 from autopar.ir.meta import NODES
 from autopar.passes.stage.split_stages import PartGraph

@@ -21,7 +21,7 @@ def convert(x: torch.Tensor, axis: str, src: str, dst: str) -> torch.Tensor:
     """Value ``x`` goes from placement ``src`` to ``dst`` on a mesh axis.
 
     On global shapes it is the identity (the whole value is the same before and after), so that a typed graph
-    still runs in one process. `localize_shapes` turns it into an `exchange`.
+    still runs in one process. `lower_to_local` turns it into an `exchange`.
     """
     return x
 

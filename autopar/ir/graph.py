@@ -15,8 +15,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from autopar.adapters.graph_nodes import copied_node, new_node
-from autopar.adapters.lazy import graph_module
+from autopar.adapters.fx.graph_nodes import copied_node, new_node
+from autopar.adapters.fx.lazy import graph_module
 from autopar.adapters.operators import OpOverload, argument_defaults
 from autopar.capture.trace.export import line_of
 from autopar.ir.mesh import Mesh

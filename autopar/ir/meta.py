@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 NODES = {
     # torch's
-    "val": "Tensor | tuple[Tensor | None, ...] | int: the fake result, of global shape or, behind localize_shapes, of "
+    "val": "Tensor | tuple[Tensor | None, ...] | int: the fake result, of global shape or, behind lower_to_local, of "
     "one rank's; an int in graphs that compute sizes of token slices",
     "nn_module_stack": "dict[str, tuple[str, type]]: the modules around the call in the model, outermost first",
     "stack_trace": "str: the lines of the model that made the call",

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from autopar.adapters.graph_nodes import copied_node
-from autopar.adapters.lazy import graph_module
+from autopar.adapters.fx.graph_nodes import copied_node
+from autopar.adapters.fx.lazy import graph_module
 from autopar.ir.gradient_dtypes import added_in
 from autopar.ir.graph import ancestors, is_call, outputs, placeholders
 from autopar.ir.mesh import Mesh

@@ -87,13 +87,13 @@ def test_tokens_are_sliced_once_and_the_loss_is_summed() -> None:
     labels, so each of them knows how many there are."""
     _, texts = rewritten("zigzag", "ring+token_ring")
     assert calls(texts["normalize"], *WATCHED, "exchange") == BEFORE.strip().splitlines()
-    assert calls(texts["localize_shapes"], *WATCHED, "exchange") == AFTER.strip().splitlines()
+    assert calls(texts["lower_to_local"], *WATCHED, "exchange") == AFTER.strip().splitlines()
 
 
 def test_a_contiguous_layout_is_plain() -> None:
     made, texts = rewritten("contiguous", "ring")
-    assert "ids_s: i64[2,8] cp:S(1) = exchange(ids, cp, I -> S(1))" in calls(texts["localize_shapes"], "exchange")
-    assert made.plan.streams[0].blocks == () and "'ring', 'ring', [], [], 'cp', 2, 1)" in texts["localize_shapes"]
+    assert "ids_s: i64[2,8] cp:S(1) = exchange(ids, cp, I -> S(1))" in calls(texts["lower_to_local"], "exchange")
+    assert made.plan.streams[0].blocks == () and "'ring', 'ring', [], [], 'cp', 2, 1)" in texts["lower_to_local"]
 
 
 def test_algorithms_stand_in_forward_and_backward() -> None:

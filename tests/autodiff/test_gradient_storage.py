@@ -12,7 +12,7 @@ import autopar
 from autopar.ir.mesh import Mesh
 from autopar.ir.storages import shared_outputs
 from autopar.options import Options
-from autopar.passes.autodiff.clone_aliased_grads import own_gradients
+from autopar.passes.autodiff.clone_aliased_grads import clone_aliased_grads
 from autopar.rewrite.checks import PlacementError, check_owned
 from autopar.rewrite.compilation import Compilation
 from autopar.runtime.params.parameters import local_tensor
@@ -170,7 +170,7 @@ def test_a_graph_whose_gradients_share_storage_is_refused() -> None:
     assert shared_outputs(gm, gm.meta["owned"]) == [1, 2, 3, 4]
     with pytest.raises(PlacementError, match=r"aten\.t\.default \(t.*aten\.slice.*placeholder \(w\)"):
         check_owned(gm, Compilation(Mesh.of()))
-    own_gradients(gm)
+    clone_aliased_grads(gm)
     check_owned(gm, Compilation(Mesh.of()))
     given = [torch.randn(4, 4), torch.randn(4, 4)]
     check_alone(gm(*given)[:5], given)

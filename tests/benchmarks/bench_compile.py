@@ -26,7 +26,7 @@ MESHES = {
     "dp=2 tp=2": (Mesh.of(dp=2, tp=2), Options(zero=3, sequence_parallel=True)),
     "dp=64 tp=4": (Mesh.of(dp=64, tp=4), Options(zero=3, sequence_parallel=True)),
 }
-STAGES = ("capture", "plan", "propagate_placements", "localize_shapes", "differentiate")
+STAGES = ("capture", "plan", "propagate_placements", "lower_to_local", "differentiate")
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from autopar.models import hf as hf  # knows transformers models
 from autopar.options import Options
 from autopar.steps.graphs import Compiled, StepGraph
 
-STAGES = ("capture", "plan", "propagate_placements", "localize_shapes", "differentiate")
+STAGES = ("capture", "plan", "propagate_placements", "lower_to_local", "differentiate")
 
 
 @dataclass(frozen=True)

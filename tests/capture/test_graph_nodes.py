@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.fx import Graph, Node
 from torch.fx.graph import _Namespace
 
-from autopar.adapters.graph_nodes import _free_name, copied_node, new_node
+from autopar.adapters.fx.graph_nodes import _free_name, copied_node, new_node
 
 aten = torch.ops.aten
 

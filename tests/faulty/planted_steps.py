@@ -202,7 +202,7 @@ for _name, _stop, _where, _change in (
 for _name, _stop, _where, _change in (
     ("a gather starts before its operand is made", "step checks", "zero forward prefetch_gathers", _early),
     ("a gradient is an input", "step checks", "ddp backward_reduce simplify_views", _returns_input),
-    ("two gradients are one storage", "step checks", "ddp backward_reduce own_gradients", _transposed),
+    ("two gradients are one storage", "step checks", "ddp backward_reduce clone_aliased_grads", _transposed),
     ("a factor is simplified away", "numbers", "ddp backward_reduce simplify_arithmetic", _factor),
 ):
     in_step("step passes", _name, _stop, _where, _change)

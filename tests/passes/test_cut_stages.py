@@ -39,7 +39,7 @@ def targets(step: StepGraph | None) -> list[str]:
 
 def test_text_before_and_after() -> None:
     _, seen = compiled(Tied(), Mesh.of(pp=2, dp=2), zero=3, cuts=("blocks.1",))
-    before = seen["localize_shapes"]
+    before = seen["lower_to_local"]
     assert "p_blocks_0_weight_r: f64[8,8] dp:R mb:R = exchange(p_blocks_0_weight_r_1, dp, S(0) -> R)" in before
     assert seen["part0.part"].splitlines() == [
         "x: f64[2,8] dp:S(0) mb:S(0) = input",

@@ -85,7 +85,7 @@ def test_propagate_types_values_and_inserts_conversions(tensor_parallel: dict[st
 
 
 def test_localize_gives_one_ranks_shapes(tensor_parallel: dict[str, list[str]]) -> None:
-    after = tensor_parallel["localize_shapes"]
+    after = tensor_parallel["lower_to_local"]
     assert after[0] == "p_up_weight: f32[8,8] tp:S(0) = parameter"
     assert "linear: f32[4,8] tp:S(1) = linear(x, p_up_weight, p_up_bias)" in after
     assert "linear_1_i: f32[4,8] = exchange(linear_1, tp, P -> I)" in after
@@ -96,7 +96,7 @@ def test_expand_kv_heads_repeats_to_the_number_of_ranks() -> None:
     assert not any("repeat_interleave" in line for line in seen["normalize"])
     repeated = [line for line in seen["expand_kv_heads"] if "repeat_interleave" in line]
     assert len(repeated) == 2 and all("f32[2,4,3,2]" in line and ", 2, 1)" in line for line in repeated)
-    local = [line for line in seen["localize_shapes"] if "autopar.attention" in line]
+    local = [line for line in seen["lower_to_local"] if "autopar.attention" in line]
     assert "f32[2,1,3,2]" in local[0]
 
 

@@ -207,7 +207,7 @@ def test_data_parallel_ranks_compute_the_tables_of_their_rows() -> None:
     )
     assert any("convert(unsqueeze_2, dp, I -> S(0))" in line for line in before)
     assert not any("unsqueeze_2, dp" in line for line in after)
-    assert any(re.search(r"cos: f32\[2,6\] dp:S\(0\)", line) for line in seen["localize_shapes"])
+    assert any(re.search(r"cos: f32\[2,6\] dp:S\(0\)", line) for line in seen["lower_to_local"])
 
 
 @pytest.mark.parametrize("mesh, options", [("dp=2", {}), ("dp=2,tp=2", {"zero": 3}), ("dp=2", {"micro_batches": 2})])

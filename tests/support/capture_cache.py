@@ -31,7 +31,7 @@ from torch.fx import GraphModule
 
 from autopar.adapters.copying.fake import new_mode
 from autopar.adapters.dispatch import modes_around
-from autopar.adapters.lazy import lazy_code
+from autopar.adapters.fx.lazy import lazy_code
 from autopar.cache.compile_cache import noticed_warnings
 from autopar.cache.disk_cache import DiskCache
 from autopar.cache.graph_codec import GraphDecoder, GraphEncoder

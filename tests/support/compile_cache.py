@@ -29,7 +29,7 @@ from torch import nn
 
 from autopar import api
 from autopar.adapters.hooks import hooks_of_all
-from autopar.adapters.tags import tags_of
+from autopar.adapters.tensors.tags import tags_of
 from autopar.cache.compile_cache import noticed_warnings, stored_plan, stored_step
 from autopar.cache.disk_cache import OFF, VARIABLE, DiskCache
 from autopar.cache.fingerprint_code import code_digest

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.adapters.copying.fake_deepcopy import rebuild
 from autopar.adapters.hooks import refuse_backward_hooks
-from autopar.adapters.tags import tags_of
+from autopar.adapters.tensors.tags import tags_of
 
 
 def new_mode() -> FakeTensorMode:

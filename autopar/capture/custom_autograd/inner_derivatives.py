@@ -29,8 +29,8 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autopar.adapters.fx.graph_nodes import node_of
 from autopar.adapters.grad_fn_paths import continues_at
-from autopar.adapters.graph_nodes import node_of
 from autopar.adapters.operators import mutates, overload_of, returns_alias
 from autopar.adapters.traced_threads import traced_by_this_thread
 from autopar.capture.layer_dedup.layer_template import result_like, set_node

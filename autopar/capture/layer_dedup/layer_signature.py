@@ -30,7 +30,7 @@ from torch.overrides import _get_current_function_mode_stack
 from autopar.adapters.copying.fake_deepcopy import children
 from autopar.adapters.grad_mode import told_inference
 from autopar.adapters.keys import Same, told_apart
-from autopar.adapters.tags import tags_of
+from autopar.adapters.tensors.tags import tags_of
 from autopar.capture.reads.names_read import names_read
 from autopar.capture.side_effects.trace_side_effects import state_of
 

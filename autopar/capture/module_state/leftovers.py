@@ -28,7 +28,7 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from autopar.adapters.function_caches import CACHED, kept_results, lookup_of
-from autopar.adapters.graph_nodes import node_of
+from autopar.adapters.fx.graph_nodes import node_of
 from autopar.capture.reads.memos import is_data, memo_text
 
 _FOREIGN = {"torch", "autopar", "numpy", "transformers", "builtins", *sys.stdlib_module_names} - {"__main__"}

@@ -19,7 +19,7 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.node import map_arg
 
-from autopar.adapters.graph_nodes import node_of
+from autopar.adapters.fx.graph_nodes import node_of
 from autopar.capture.reads.code_owners import USER, owner_of_module
 
 _NUMBERS = (bool, int, float, complex, str)

@@ -29,7 +29,7 @@ from autopar.adapters.copying.fake import MARKS, Owned
 from autopar.adapters.copying.fake_deepcopy import path_of
 from autopar.adapters.grad_fn_paths import UNKNOWN, GradFnPaths, start_of
 from autopar.adapters.grad_mode import told_inference
-from autopar.adapters.tags import ReplacedTensors
+from autopar.adapters.tensors.tags import ReplacedTensors
 from autopar.capture.branches.data_dependent_branches import answered
 from autopar.capture.branches.known_values import REAL, KnownValues, is_real
 from autopar.capture.branches.mask_indexing import MaskIndexing

@@ -35,7 +35,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from autopar.adapters.ac_regions import decomposed
-from autopar.adapters.graph_nodes import copied_node
+from autopar.adapters.fx.graph_nodes import copied_node
 from autopar.adapters.keys import told_apart
 from autopar.adapters.operators import mutates, returns_alias
 from autopar.capture.trace.call_recorder import CallRecorder

@@ -1,4 +1,4 @@
-"""own_gradients: every gradient that leaves a step is alone in its storage.
+"""clone_aliased_grads: every gradient that leaves a step is alone in its storage.
 
 Consumes    a step graph; ``meta["owned"]`` says which of its outputs are written to: gradients, which sums over
             micro-batches, clipping and optimizers change in place.
@@ -27,16 +27,16 @@ aten = torch.ops.aten
 class CloneAliasedGrads:
     """See the module's docstring."""
 
-    name: ClassVar[str] = "own_gradients"
+    name: ClassVar[str] = "clone_aliased_grads"
     requires: ClassVar[tuple[str, ...]] = ("step",)
     ensures: ClassVar[tuple[str, ...]] = ("owned",)
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
-        own_gradients(gm)
+        clone_aliased_grads(gm)
         return gm
 
 
-def own_gradients(gm: GraphModule) -> None:
+def clone_aliased_grads(gm: GraphModule) -> None:
     """Clone the outputs in ``meta["owned"]`` that share their storage."""
     end, values, how = output_node(gm), outputs(gm), {"memory_format": torch.contiguous_format}
     for i in shared_outputs(gm, gm.meta.get("owned", ())):

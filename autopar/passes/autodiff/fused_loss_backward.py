@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.adapters.graph_nodes import copied_node
+from autopar.adapters.fx.graph_nodes import copied_node
 from autopar.ir.graph import ancestors, is_call, output_node, placeholders, reach, tensor_operands
 from autopar.ir.meta import TRACE, inherit
 from autopar.ops.traits import is_view

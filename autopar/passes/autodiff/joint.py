@@ -18,13 +18,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.ac_policies import PartCheckpoints
-from autopar.adapters.graph_nodes import copied_node
-from autopar.adapters.lazy import graph_module
+from autopar.adapters.fx.graph_nodes import copied_node
+from autopar.adapters.fx.lazy import graph_module
 from autopar.ir.graph import add_placeholder, ancestors, copy_node, is_call, output_node, outputs, placeholders
 from autopar.ir.meta import ORIGIN, inherit
 from autopar.ir.storages import is_dense
 from autopar.ops.traits import aliases, is_cheap, is_view
-from autopar.passes.autodiff.clone_aliased_grads import own_gradients
+from autopar.passes.autodiff.clone_aliased_grads import clone_aliased_grads
 from autopar.passes.autodiff.fused_loss_backward import early_gradients
 from autopar.passes.autodiff.routed_sizes import routed_sizes
 from autopar.passes.autodiff.shared_counts import shared_counts
@@ -251,7 +251,7 @@ class Joint:
         for node in self.remade & copies.keys() - known.keys():
             copies[node].meta["again"] = True
         gm.meta["owned"] = [i for i, (name, _) in enumerate(results) if not is_a(name, "stash")]
-        own_gradients(gm)
+        clone_aliased_grads(gm)
         return StepGraph(gm, [known[n] for n in given], [name if n is not None else None for name, n in results])
 
     def _given(self, wanted: Iterable[Node], known: Mapping[Node, str]) -> set[Node]:

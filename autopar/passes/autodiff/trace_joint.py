@@ -20,8 +20,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from autopar.adapters.copying.fake import new_mode
-from autopar.adapters.graph_nodes import new_node
-from autopar.adapters.lazy import graph_module
+from autopar.adapters.fx.graph_nodes import new_node
+from autopar.adapters.fx.lazy import graph_module
 from autopar.adapters.operators import OpOverload, name_of
 from autopar.capture.trace.op_decomposition import CoreCall, Recorded, TensorMeta, Value, fake_of, like_of
 from autopar.ir.graph import fake_mode, is_call, outputs

@@ -1,4 +1,4 @@
-"""localize_shapes: from whole tensors to the pieces of one rank.
+"""lower_to_local: from whole tensors to the pieces of one rank.
 
 Consumes    a typed global graph.
 Guarantees  every value has one rank's shape; typed conversions are exchanges; the placements and global shapes stay
@@ -54,7 +54,7 @@ aten = torch.ops.aten
 class LowerToLocal:
     """Rewrites shapes, sizes and the few ops that compute differently on a piece."""
 
-    name: ClassVar[str] = "localize_shapes"
+    name: ClassVar[str] = "lower_to_local"
     requires: ClassVar[tuple[str, ...]] = ("placements",)
     ensures: ClassVar[tuple[str, ...]] = ("local_shapes",)
 
@@ -96,9 +96,7 @@ class _Local:
         node = self.node
         node.meta["val"] = fake_result(node)
         found = [tuple(v.shape) for v in values(node)]
-        assert found == self.shapes, (
-            f"localize_shapes: {describe(node)} gives {found}, its placements say {self.shapes}"
-        )
+        assert found == self.shapes, f"lower_to_local: {describe(node)} gives {found}, its placements say {self.shapes}"
 
     def _conversion(self) -> None:
         axis, src, dst = conversion_of(self.node)

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 
 from autopar.ir.gradient_dtypes import added_in
 from autopar.ir.graph import add_placeholder, copy_graph, insert_call, is_call, output_node, outputs, remove_dead_code
-from autopar.passes.autodiff.clone_aliased_grads import own_gradients
+from autopar.passes.autodiff.clone_aliased_grads import clone_aliased_grads
 from autopar.passes.autodiff.widen_reductions import CAST, behind_sums
 from autopar.precision import Precision
 from autopar.steps.graphs import StepGraph
@@ -41,7 +41,7 @@ def _local(gm: GraphModule, whole: bool) -> GraphModule:
     out = output_node(gm)
     out.args = (tuple(behind_sums(g, whole)[0] if isinstance(g, Node) else None for g in outputs(gm)),)
     remove_dead_code(gm)
-    own_gradients(gm)
+    clone_aliased_grads(gm)
     return gm
 
 

@@ -19,13 +19,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from autopar.adapters.graph_nodes import copied_node
-from autopar.adapters.lazy import graph_module
+from autopar.adapters.fx.graph_nodes import copied_node
+from autopar.adapters.fx.lazy import graph_module
 from autopar.ir.conversions import conversion_of, exchange, is_cast_input, is_conversion
 from autopar.ir.gradient_dtypes import added_in, summed_in
 from autopar.ir.graph import add_placeholder, copy_graph, insert_call, output_node, outputs, placeholders
 from autopar.ir.placement import conversion, dual, parse_placement
-from autopar.passes.autodiff.clone_aliased_grads import own_gradients
+from autopar.passes.autodiff.clone_aliased_grads import clone_aliased_grads
 from autopar.passes.autodiff.differentiate import lowered
 from autopar.precision import Precision
 from autopar.steps.graphs import StepGraph
@@ -107,7 +107,7 @@ def _reduction(graph: Graph, inputs: list[str], made: list[str], alone: bool = T
     gm = lowered(graph_module(graph, "Reduce"))
     gm.meta["owned"] = list(range(len(made)))
     if alone:
-        own_gradients(gm)
+        clone_aliased_grads(gm)
     return StepGraph(gm, inputs, list(made))
 
 
@@ -190,7 +190,7 @@ def inline_reductions(step: StepGraph, reduce: StepGraph, last: bool = False) ->
     made += [(name, copies[x], True) for name, x in zip(reduce.outputs, outputs(reduce.graph), strict=True)]
     output_node(gm).args = (tuple(x for _, x, _ in made),)
     gm.meta["owned"] = [i for i, (_, _, owned) in enumerate(made) if owned]
-    own_gradients(gm)
+    clone_aliased_grads(gm)
     return StepGraph(gm, inputs, [name for name, _, _ in made])
 
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from autopar.adapters.graph_nodes import new_node
-from autopar.adapters.lazy import graph_module
+from autopar.adapters.fx.graph_nodes import new_node
+from autopar.adapters.fx.lazy import graph_module
 from autopar.ir.graph import add_placeholder, describe, insert_call
 from autopar.ir.mesh import TokenSlice
 from autopar.ops.traits import COLLECTIVES, LOCAL

@@ -1,6 +1,6 @@
 """slice_tokens: from a graph typed on "sl" to the graph that runs one slice of the tokens.
 
-Consumes    a typed local graph of the tokens [c, c + l) (`place_token_slices`, `localize_shapes`).
+Consumes    a typed local graph of the tokens [c, c + l) (`place_token_slices`, `lower_to_local`).
 Guarantees  no conversion over "sl" is left. A whole value gives its rows; keys and values of causal attention come
             from a cache: an input ``past_..`` with the c keys of earlier slices, and an output with the slice's own l.
             Nodes that depend on no parameter but on the slice are marked (`of_slice`): no prologue may make them.

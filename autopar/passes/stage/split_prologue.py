@@ -25,8 +25,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from autopar.adapters.graph_nodes import copied_node
-from autopar.adapters.lazy import graph_module
+from autopar.adapters.fx.graph_nodes import copied_node
+from autopar.adapters.fx.lazy import graph_module
 from autopar.ir.conversions import conversion_of, is_conversion
 from autopar.ir.graph import (
     add_placeholder,

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from autopar.adapters.graph_nodes import copied_node
-from autopar.adapters.lazy import graph_module
+from autopar.adapters.fx.graph_nodes import copied_node
+from autopar.adapters.fx.lazy import graph_module
 from autopar.ir.custom_backward import parts_of_token
 from autopar.ir.flow import Flow
 from autopar.ir.graph import add_placeholder, ancestors, copy_node, has_gradient, is_call, loss_places, outputs, reach

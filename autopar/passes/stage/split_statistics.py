@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 from torch.fx import Graph, GraphModule, Node
 
-from autopar.adapters.lazy import graph_module
+from autopar.adapters.fx.lazy import graph_module
 from autopar.ir.flow import Flow
 from autopar.ir.graph import add_placeholder, copy_node, outputs, placeholders
 from autopar.ops.traits import is_view

@@ -1,4 +1,4 @@
-"""join_sums: one sum over replicas and the ranks they are copies of.
+"""merge_all_reduces: one sum over replicas and the ranks they are copies of.
 
 Consumes    a step graph.
 Guarantees  an all-reduce over dp whose result does nothing but be all-reduced over rp is one over both: for n and r
@@ -25,7 +25,7 @@ from autopar.rewrite.compilation import Compilation
 class MergeAllReduces:
     """See the module's docstring."""
 
-    name: ClassVar[str] = "join_sums"
+    name: ClassVar[str] = "merge_all_reduces"
     requires: ClassVar[tuple[str, ...]] = ("step",)
     ensures: ClassVar[tuple[str, ...]] = ()
 

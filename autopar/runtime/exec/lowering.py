@@ -22,7 +22,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
-from autopar.adapters.graph_nodes import copied_node
+from autopar.adapters.fx.graph_nodes import copied_node
 from autopar.adapters.operators import OpOverload, argument_defaults, name_of
 from autopar.ir.meta import TRACE, inherit
 from autopar.ir.waits import WaitPlaces, is_started, overwritten, pauses_at

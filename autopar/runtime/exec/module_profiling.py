@@ -19,7 +19,7 @@ from torch.autograd.profiler import record_function
 from torch.fx import Graph, GraphModule
 from torch.fx.graph import CodeGen
 
-from autopar.adapters.graph_nodes import copied_node
+from autopar.adapters.fx.graph_nodes import copied_node
 from autopar.ir.graph import module_path
 
 Span = tuple[str, float, float]  # path of a module, when it was entered and left: `time.perf_counter`, seconds

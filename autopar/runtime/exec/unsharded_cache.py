@@ -106,9 +106,9 @@ class UnshardedCache:
             facts = piece.data_ptr(), _version(piece), _version(parameters[name])
             if self._seen.setdefault(name, facts) != facts:
                 raise RuntimeError(
-                    f"keep_unsharded: parameter {name} was written to, or replaced, within `with model.keep_unsharded()`, "
-                    "whose "
-                    "steps compute with what the first one gathered; leave it before weights change (optimizer.step)"
+                    f"keep_unsharded: parameter {name} was written to, or replaced, within "
+                    "`with model.keep_unsharded()`, whose steps compute with what the first one gathered; leave it
+                    before weights change (optimizer.step)"
                 )
 
     @property

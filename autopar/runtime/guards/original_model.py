@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from autopar.adapters.autograd import version_of
 from autopar.adapters.copying.fake_deepcopy import walk_attributes
 from autopar.adapters.dtensor import local_of
-from autopar.adapters.first_words import place_of, sampled_words, value_of
 from autopar.adapters.hooks import HOOKS_OF_MODULES, has_gradient_hooks, hooks_so_far
-from autopar.adapters.tags import tags_of
+from autopar.adapters.tensors.first_words import place_of, sampled_words, value_of
+from autopar.adapters.tensors.tags import tags_of
 from autopar.capture.reads.named_in_code import names_written
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import nested_piece

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.adapters.autograd import version_of
-from autopar.adapters.first_words import sampled_words, value_of
-from autopar.adapters.held_memory import StoragePlace, move_to, of_array, own_piece
+from autopar.adapters.tensors.first_words import sampled_words, value_of
+from autopar.adapters.tensors.held_memory import StoragePlace, move_to, of_array, own_piece
 from autopar.capture.side_effects.unusual import warn_of
 from autopar.runtime.params.sharded_modules import ShardedModules
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autopar.adapters.tags import tags_of
+from autopar.adapters.tensors.tags import tags_of
 from autopar.capture.reads.named_in_code import names_in_code
 
 _ENTRIES = operator.attrgetter("__dict__")

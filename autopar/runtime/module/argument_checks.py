@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from autopar.adapters.tags import check_tags
+from autopar.adapters.tensors.tags import check_tags
 from autopar.plan import Plan
 from autopar.runtime.exec.lowering import BACKENDS
 from autopar.runtime.module.overridden_methods import check_lists

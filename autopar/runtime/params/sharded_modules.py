@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from autopar.adapters.copying.fake import copy_with, geometry_of, note_overlaps
 from autopar.adapters.dtensor import local_of, storage_of
 from autopar.adapters.module_calls import allow_calls, refuse_calls
-from autopar.adapters.tags import free_tags, keep_tags
+from autopar.adapters.tensors.tags import free_tags, keep_tags
 from autopar.capture.reads.module_reads import allow_reads, refuse_reads
 from autopar.ir.parameter import ParameterSpec
 from autopar.runtime.params.dtensor_layout import is_here

@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 
 from autopar.runtime.checkpoint.checkpoint_dir import (
     MARK,
-    CheckpointError,
     SavedStep,
     checkpoint_at,
     newest_in,
@@ -39,6 +38,7 @@ from autopar.runtime.checkpoint.optimizer_state import Restored, class_of
 from autopar.runtime.checkpoint.tensor_storage import SavedTensors
 from autopar.runtime.consistency.all_ranks import by_first, together
 from autopar.runtime.consistency.rank_checks import agree_on_arguments
+from autopar.runtime.fault.error_propagation import CheckpointError
 from autopar.runtime.fault.errors import error_context
 from autopar.runtime.mesh.offload_buffers import host_copies_arrived
 from autopar.runtime.module.argument_checks import MOST_SEED
