@@ -107,8 +107,8 @@ class UnshardedCache:
             if self._seen.setdefault(name, facts) != facts:
                 raise RuntimeError(
                     f"keep_unsharded: parameter {name} was written to, or replaced, within "
-                    "`with model.keep_unsharded()`, whose steps compute with what the first one gathered; leave it
-                    before weights change (optimizer.step)"
+                    "`with model.keep_unsharded()`, whose steps compute with what the first one gathered; leave it "
+                    "before weights change (optimizer.step)"
                 )
 
     @property
