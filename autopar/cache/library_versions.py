@@ -22,7 +22,7 @@ from typing import Any
 import numpy
 import torch
 
-from autopar.capture.reads.code_owners import AREAS, OURS, TRUSTED, USER, owner_of_function
+from autopar.capture.reads.code_owners import OURS, TRUSTED, USER, owner_of_function
 
 _LOOKED_AT = (
     "torch", "torch.nn", "torch.nn.functional", "torch.functional", "torch.nn.init", "torch.utils.checkpoint",
@@ -41,12 +41,11 @@ def is_foreign(value: object) -> bool:
 def own_digest() -> str:
     """Of all sources of autopar; "" where one is younger than this process, which has read what it was before."""
     digest = hashlib.blake2b(digest_size=16)
-    for folder in (OURS, *AREAS):
-        for file in sorted(Path(folder).rglob("*.py")):
-            if file.stat().st_mtime > _LOADED:
-                return ""
-            digest.update(f"{file.relative_to(folder)}\0".encode())
-            digest.update(file.read_bytes())
+    for file in sorted(Path(OURS).rglob("*.py")):
+        if file.stat().st_mtime > _LOADED:
+            return ""
+        digest.update(f"{file.relative_to(OURS)}\0".encode())
+        digest.update(file.read_bytes())
     return digest.hexdigest()
 
 

@@ -17,11 +17,10 @@ import numpy
 import torch
 
 TORCH = str(Path(torch.__file__).parent)
-OURS = str(Path(__file__).parent.parent)
-AREAS = tuple(os.path.realpath(os.path.join(OURS, area)) for area in ("passes", "runtime", "models"))
+OURS = str(Path(__file__).parents[2])
 _PATHS = sysconfig.get_paths()
 _SITE = tuple({_PATHS["purelib"], _PATHS["platlib"]})
-_TRUSTED = (TORCH, str(Path(numpy.__file__).parent), OURS, *AREAS)
+_TRUSTED = (TORCH, str(Path(numpy.__file__).parent), OURS)
 _STANDARD = tuple({_PATHS["stdlib"], _PATHS["platstdlib"]})
 _FROZEN = ("<frozen ", "<__array_function__ internals>")
 
@@ -42,7 +41,7 @@ def owner_of_file(path: str) -> str:
 
 def is_ours(path: str) -> bool:
     """Whether a file of code is autopar's."""
-    return lies_in(path, (OURS, *AREAS))
+    return lies_in(path, (OURS,))
 
 
 def is_torchs(path: str) -> bool:
