@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.habit_buffers import BUFFERS
 from tests.habit_faces import FACES
+from tests.habit_functions import FUNCTIONS
 from tests.habit_guards import GUARDS
 from tests.habit_hooks import OTHERS
 from tests.habit_interception import FORWARDS
@@ -27,6 +28,7 @@ SECTIONS = {
     "Numbers of parameters and gradients, and what is written into them": NUMBERS,
     "States, in files and in plain models": STATES,
     "What a forward does to autograd": FORWARDS,
+    "Autograd functions by C's own apply": FUNCTIONS,
     "Methods, attributes of parameters, states, old handles": FACES,
     "Buffers": BUFFERS,
     "What a forward keeps": KEPT,

@@ -21,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 from autopar.adapters.fake import skeleton_of
 from autopar.cache import libraries
 from autopar.cache.libraries import changed_autopar
-from autopar.cache.reached import Reached
 from autopar.cache.step_key import step_key
 from autopar.cache.values_reached import CannotTell
 from autopar.ir.mesh import Mesh
@@ -394,16 +393,3 @@ def test_functions_in_the_place_of_autopars(tmp_path: Path, monkeypatch: pytest.
     finally:
         SCHEDULES.remove("mine")
     assert key_of(net) == key_of(net) and os.sep
-
-
-def test_what_libraries_know_of_packages_has_no_order() -> None:
-    """Which distributions are installed comes in the order of a set, another one in each process."""
-    first, second = {"a": ["x"], "b": ["y", "z"]}, {"b": ["y", "z"], "a": ["x"]}
-    facts = []
-    for lenient in (True, False):
-        for value in (first, second):
-            reached = Reached()
-            reached._lenient = lenient
-            reached._walk(value)
-            facts.append(reached.facts)
-    assert facts[0] == facts[1] and facts[2] != facts[3]
