@@ -344,8 +344,7 @@ class ValueFingerprints(abc.ABC):
 
 def _are_texts(pair: tuple[Any, Any]) -> bool:
     """A text for a text, or for a list of them."""
-    key, value = pair
-    return all(type(x) is str for x in (key, *(value if type(value) is list else [value])))
+    return all(type(x) is str for x in (pair[0], *(pair[1] if type(pair[1]) is list else pair[1:])))
 
 
 @functools.lru_cache(4096)

@@ -180,3 +180,16 @@ def test_what_a_function_keeps(tmp_path: Path) -> None:
         now()
     module.g.cache_clear()
     assert now() != first
+
+
+def test_what_libraries_know_of_packages_has_no_order() -> None:
+    """Which distributions are installed comes in the order of a set, another one in each process."""
+    first, second = {"a": ["x"], "b": ["y", "z"]}, {"b": ["y", "z"], "a": ["x"]}
+    facts = []
+    for lenient in (True, False):
+        for value in (first, second):
+            reached = Fingerprint()
+            reached._lenient = lenient
+            reached._walk(value)
+            facts.append(reached.facts)
+    assert facts[0] == facts[1] and facts[2] != facts[3]

@@ -97,7 +97,6 @@ class Scaled(Function):
 
 
 clip, triple, scaled = Clipped.apply, Tripled.apply, Scaled.apply
-around = super(Function, Clipped).apply
 TABLE, PARTIAL = {"clip": Clipped.apply}, functools.partial(Clipped.apply)
 
 
@@ -112,31 +111,11 @@ def made_within(m: Any, h: Tensor) -> Any:
 
 class OfClass:
     clip, bound = staticmethod(Clipped.apply), functools.partialmethod(Clipped.apply)
-    function = Clipped
 
 
 class OfWeight(nn.Module):
     def forward(self, w: Tensor) -> Any:
         return clip(w)
-
-
-class AroundWeight(nn.Module):
-    def forward(self, w: Tensor) -> Any:
-        return around(w)
-
-
-AROUND = functools.partial(around)
-
-
-def closed_over(f: Any) -> Callable[[Any, Tensor], Any]:
-    return lambda m, h: f(h)
-
-
-def asked_of_class(m: Any, h: Tensor) -> Any:
-    """A Function is a class like others: as a method's attribute, by name, with an object of it."""
-    cls = OfClass().function
-    assert cls is Clipped and isinstance(cls, type) and cls.__name__ == "Clipped"
-    return cls.apply(h)  # type: ignore[no-untyped-call]
 
 
 APPLY = "clip = Clipped.apply"
@@ -157,16 +136,6 @@ forward('getattr(Clipped, "apply")', lambda m, h: getattr(Clipped, "apply")(h)) 
 forward("a function made in the forward", made_within)
 forward("a keyword of an apply: scaled(h, factor=3.0)", lambda m, h: scaled(h, factor=3.0))
 forward("CheckpointFunction.apply", lambda m, h, f=CheckpointFunction.apply: f(m.mid, True, h))
-forward("super(Function, Clipped).apply of a file", lambda m, h: around(h))
-forward("super(Function, Clipped).apply in a closure", closed_over(around))
-forward("around = super(Function, Clipped).apply as an attribute", lambda m, h: m.around(h),
-        change=lambda m: setattr(m, "around", around))  # fmt: skip
-forward("functools.partial of it in a forward hook", lambda m, h: m.mid(h),
-        change=lambda m: m.mid.register_forward_hook(lambda *given: AROUND(given[2])))  # fmt: skip
-forward("it in a parametrization", lambda m, h: m.mid(h),
-        change=lambda m: nn.utils.parametrize.register_parametrization(m.mid, "weight", AroundWeight()))  # fmt: skip
-forward("a Function as an attribute of a class", lambda m, h: OfClass.function.apply(h))
-forward("isinstance and names of a Function in the forward", asked_of_class)
 
 # --- contexts ---------------------------------------------------------------------------------------------------
 

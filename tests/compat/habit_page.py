@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.compat.habit_buffers import BUFFERS
 from tests.compat.habit_faces import FACES
+from tests.compat.habit_functions import FUNCTIONS
 from tests.compat.habit_guards import GUARDS
 from tests.compat.habit_held import HELD
 from tests.compat.habit_hooks import OTHERS
@@ -28,6 +29,7 @@ SECTIONS = {
     "Numbers of parameters and gradients, and what is written into them": NUMBERS,
     "States, in files and in plain models": STATES,
     "What a forward does to autograd": FORWARDS,
+    "Autograd functions by C's own apply": FUNCTIONS,
     "Methods, attributes of parameters, states, old handles": FACES,
     "Buffers": BUFFERS,
     "What a forward keeps": KEPT,

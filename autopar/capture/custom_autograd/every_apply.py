@@ -29,7 +29,7 @@ _BASE: Any = torch._C._FunctionBase
 Answer = Callable[..., Any]  # (class, *args, **kwargs) -> the result
 
 
-class _Entry(ctypes.Structure):
+class _Method(ctypes.Structure):
     """PyMethodDef."""
 
     _fields_ = (
@@ -47,18 +47,18 @@ class _Descriptor:
         return self
 
 
-def _entry_of_apply() -> _Entry:
+def _entry_of_apply() -> _Method:
     """Of C's table: what a builtin object points to behind the header that all objects have."""
     method = _BASE.apply
-    entry = ctypes.POINTER(_Entry).from_address(id(method) + object.__basicsize__).contents
+    entry = ctypes.POINTER(_Method).from_address(id(method) + object.__basicsize__).contents
     assert entry.name == b"apply"
     return entry
 
 
 _ENTRY = _entry_of_apply()
-_KEPT = _Entry(_ENTRY.name, _ENTRY.function, _ENTRY.flags, _ENTRY.doc)
+_KEPT = _Method(_ENTRY.name, _ENTRY.function, _ENTRY.flags, _ENTRY.doc)
 _slot = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_int)(("PyType_GetSlot", ctypes.pythonapi))
-_classmethod = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object, ctypes.POINTER(_Entry))(
+_classmethod = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object, ctypes.POINTER(_Method))(
     ("PyDescr_NewClassMethod", ctypes.pythonapi)
 )
 _CALLS_GET = _slot(_Descriptor, _DESCR_GET)
