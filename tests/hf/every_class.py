@@ -35,7 +35,7 @@ ASKS = "needs to know the inputs of"
 HEAD = """# Model classes of transformers
 
 `parallelize` plans a model's parameters before its first batch. For a class of transformers it makes that batch from
-the config and the forward's signature (`models/hf_examples.py`); where that is not enough, it says what it tried and
+the config and the forward's signature (`autopar/models/hf_examples.py`); where that is not enough, it says what it tried and
 asks for `example_batch=`. Tried with classes of the auto mappings, each with the config that it has by default (and
 a vocabulary, tokens of padding and of a decoder's start and a length of predictions where it has none, without
 SpecAugment and LayerDrop, which branch on drawn numbers), two layers deep and without weights. What cannot be built so
