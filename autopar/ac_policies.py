@@ -5,7 +5,7 @@ A policy is asked of every value of the forward that the backward may take. It s
 "host" for one that waits in host memory if it is kept, False for one that stays on the device. What leaves its layer,
 and a choice that another run might make otherwise, is never made again, whatever it says.
 
-    @autopar.CHECKPOINTS.register("norms")
+    @autopar.AC_POLICIES.register("norms")
     def norms(value):
         return bool(value.layer) and value.module.endswith("norm")
 """

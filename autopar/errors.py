@@ -20,6 +20,11 @@ class BothErrors(ValueError):
         return ValueError, self.args  # other processes may lack the class
 
 
+def is_refusal(error: BaseException) -> bool:
+    """Whether an error tells of a user's mistake in words of autopar's."""
+    return type(error) is ValueError or isinstance(error, BothErrors)
+
+
 def refusal_like(error: BaseException, text: str) -> ValueError:
     """A ValueError with this text, which who catches the class of ``error`` catches, too, with its attributes. Classes
     within torch are none that users catch."""

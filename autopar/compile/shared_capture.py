@@ -33,7 +33,7 @@ class SharedCapture:
         """As `autopar.capture.front_end.capture`, whose result is kept, unless the forward has filled a memo: in torch
         it is the first step that does, with what it then finds."""
         gm = capture(model, batch, **how, trial=True)
-        if not gm.meta["kept"]:
+        if not gm.meta.get("kept"):  # absent where none was
             self._facts, self._graph = _seen(batch, **how), copy_graph(gm)
         return gm
 

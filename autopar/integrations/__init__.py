@@ -1,7 +1,7 @@
 """The loops that people have, on a mesh: one line of them changes.
 
     from autopar.integrations import Trainer         transformers.Trainer, with mesh=
-    class Mine(OnMesh, SFTTrainer): ...              any other trainer that is made from it
+    class Mine(MeshTrainerMixin, SFTTrainer): ...    any other trainer that is made from it
     from autopar.integrations import Accelerator     accelerate.Accelerator, with mesh=
 
 What their arguments mean they mean here, and what they can't mean on a mesh is refused in words. Only scripts import

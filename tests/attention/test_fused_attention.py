@@ -23,7 +23,7 @@ from tests.support.triton_files import fresh, interpreted
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # the logarithm in rows without keys
 triton = pytest.importorskip("triton", reason="Triton is not here; the extra dev has it: pip install -e '.[dev]'")
 
-FILE = Path(kernels.__file__).parent.with_name("fused_attention.py")
+FILE = Path(kernels.__file__).with_name("fused_attention.py")
 SMALL = {256: ((16, 16, 4, 2), (16, 16, 4, 2)), 512: ((32, 32, 4, 2), (32, 32, 4, 2))}
 MATH = KERNELS["math"]
 

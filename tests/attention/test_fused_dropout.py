@@ -21,7 +21,7 @@ from tests.support.triton_files import fresh, interpreted
 
 triton = pytest.importorskip("triton", reason="Triton is not here; the extra dev has it: pip install -e '.[dev]'")
 
-FILE = Path(dropout.__file__).with_name("fused_dropout.py")
+FILE = Path(dropout.__file__).parent / "kernels" / "fused_dropout.py"
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 ops = torch.ops.autopar

@@ -173,7 +173,7 @@ class World:
 def _names(text: str, victim: int) -> bool:
     """Whether an error says which rank it was, and what this rank was doing."""
     collective = rf"CollectiveError: comm: .+ failed on rank \d+: .*\brank {victim}\b"
-    return re.search(rf"{collective}|SavedStateError: save: .*\brank {victim}\b", text) is not None
+    return re.search(rf"{collective}|CheckpointError: save: .*\brank {victim}\b", text) is not None
 
 
 def _same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:

@@ -265,7 +265,7 @@ def losses_refused(folder: str) -> list[str]:
 
 
 def test_losses_that_would_not_be_called_are_refused(tmp_path: Path) -> None:
-    hidden = "stands behind OnMesh, which does it in another way on a mesh and would hide it; write it in"
+    hidden = "stands behind MeshTrainerMixin, which does it in another way on a mesh and would hide it; write it in"
     words = [f"Weighted.compute_loss {hidden}", f"Slow.training_step {hidden}"]
     words += ["needs one loss, found compute_loss_func and a compute_loss of Smoothed"]
     words += [f"{name} is traced with the model when" for name in ("compute_loss_func", "label_smoother")]

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autopar.errors import is_refusal
+
 # What Python, torch and their libraries say when nobody spoke for them.
 NOISE = re.compile(
     r"Traceback|<class '|object at 0x|has no attribute|unsupported operand|positional argument|not subscriptable|"
@@ -41,7 +43,7 @@ def failures(cases: Sequence[Case]) -> list[str]:
         try:
             value = case.run()
         except ValueError as error:
-            problem = unclear(str(error)) if type(error) is ValueError else f"raised {type(error).__name__}: {error}"
+            problem = unclear(str(error)) if is_refusal(error) else f"raised {type(error).__name__}: {error}"
         except Exception as error:
             problem = f"raised {type(error).__name__}: {str(error)[:300]}"
         else:

@@ -117,7 +117,7 @@ def test_damaged_checkpoints_are_named(tmp_path: Path) -> None:
     expected = {
         "missing file": "ValueError: load: .*rank-00001.safetensors is missing: the checkpoint is damaged",
         "truncated file": "rank-00001.safetensors has 1000 bytes, needs",
-        "flipped bit": r"SavedStateError: load: .*rank-00001.safetensors has other bytes than were saved, behind byte 0"
+        "flipped bit": r"CheckpointError: load: .*rank-00001.safetensors has other bytes than were saved, behind byte 0"
         r".*load an older one \(on rank [01]\)",
         "flipped in the head": "rank-00000.safetensors has other bytes than were saved",
         "flipped in the mark": "ValueError: load: .*checkpoint.json has other bytes than were saved",
@@ -280,7 +280,7 @@ def test_what_cannot_be_written_leaves_the_checkpoint_before(tmp_path: Path) -> 
     said, other = run_ranks(2, unwritable, str(tmp_path))
     assert "step-00000009" in said.pop("removed") and not other.pop("removed")
     assert said == other
-    full = "SavedStateError: save: rank {} could not write step-00000002: OSError: [Errno 27] File too large"
+    full = "CheckpointError: save: rank {} could not write step-00000002: OSError: [Errno 27] File too large"
     expected = {
         "full on rank 0": full.format(0),
         "full on rank 1": full.format(1),
@@ -290,9 +290,9 @@ def test_what_cannot_be_written_leaves_the_checkpoint_before(tmp_path: Path) -> 
         "no room at fsync": "rank 0 could not write step-00000003: OSError: [Errno 28] No space left on device",
         "no room at rename": "rank 0 could not complete step-00000003: OSError: [Errno 28] No space left on device",
         "no room at replace": "rank 0 could not complete step-00000003: OSError: [Errno 28] No space left on device",
-        "a file": "SavedStateError: save: FileExistsError",
-        "below a file": "SavedStateError: save: NotADirectoryError",
-        "read-only": "SavedStateError: save: FileNotFoundError",
+        "a file": "CheckpointError: save: FileExistsError",
+        "below a file": "CheckpointError: save: NotADirectoryError",
+        "read-only": "CheckpointError: save: FileNotFoundError",
         "two jobs": "another process is saving into",
     }
     wrong = {n: said[n] for n, text in expected.items() if text not in said[n]}

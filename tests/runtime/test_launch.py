@@ -81,7 +81,7 @@ def test_mistakes_are_refused() -> None:
 
 def test_under_torchrun(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
-    script = root / "tests" / "torchrun_script.py"
+    script = root / "tests" / "support" / "torchrun_script.py"
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script),
         str(tmp_path),

@@ -26,7 +26,7 @@ class Found:
 shift = 5
 
 def body(n):
-    part, _ = autopar.data_part(autopar.init_mesh("cpu", dp=2))
+    part, _ = autopar.dp_rank_and_size(autopar.init_mesh("cpu", dp=2))
     return Found(part + shift + n)
 
 if "-c" in sys.argv:

@@ -69,8 +69,7 @@ def scattered() -> tuple[str, int, bool]:
 def test_reduce_scatters_keep_no_more_than_two_gradients() -> None:
     """Beside the one that starts, and of the largest."""
     code, most, right = run_ranks(2, scattered)[0]
-    words = "".join(
-        {"start": "S", "finish": "F"}[word] for word in re.findall(r" = autopar_runtime_comm_([a-z]+)", code)
-    )
+    calls = re.findall(r" = autopar_runtime_comm_collectives_([a-z]+)", code)
+    words = "".join({"start": "S", "finish": "F"}[call] for call in calls)
     assert words == "SSSFSSFSFFFF"
     assert right and most == 3 * (8 + 4 + 4 + 8) <= 3 * 3 * max(GRADIENTS)

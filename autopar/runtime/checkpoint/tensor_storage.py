@@ -145,7 +145,7 @@ def file_layout(pieces: Sequence[Piece], file: str) -> tuple[bytes, dict[str, An
 
 
 def whole_index(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the mark says of all files. Raises SavedStateError where pieces do not make up a tensor."""
+    """What the mark says of all files. Raises CheckpointError where pieces do not make up a tensor."""
     files: dict[str, int] = {}
     tensors: dict[str, Any] = {}
     for part in parts:
@@ -193,7 +193,7 @@ class SavedTensors(StorageReader):
 
     def check(self, keys: Iterable[str]) -> None:
         """Raises ValueError for pieces of these tensors that do not make them up, for files that are missing or of
-        another length than they had, and SavedStateError for one whose head says something else."""
+        another length than they had, and CheckpointError for one whose head says something else."""
         by_file: dict[str, list[tuple[SavedTensor, SavedPiece]]] = {}
         for key in dict.fromkeys(keys):
             if key not in self._pieces:
@@ -267,7 +267,7 @@ class SavedTensors(StorageReader):
         return Metadata(known, storage_data=self._places)
 
     def check_data(self, plan: LoadPlan) -> None:
-        """Raises SavedStateError where what a plan asks for is not what was written. Nothing is filled."""
+        """Raises CheckpointError where what a plan asks for is not what was written. Nothing is filled."""
         for _, place, stored, data in self._stored(plan):
             self._check(place, data, stored)
             del stored
@@ -306,7 +306,7 @@ class SavedTensors(StorageReader):
         return torch.frombuffer(data, dtype=torch.uint8, count=count, offset=place.at).view(dtype).view(place.sizes)
 
     def _check(self, place: SavedPiece, data: mmap.mmap, part: Tensor) -> None:
-        """Raises SavedStateError where what is read of a file is not what was written."""
+        """Raises CheckpointError where what is read of a file is not what was written."""
         if place.file not in self._sums or part.numel() == 0:
             return
         start = place.at + int(part.storage_offset()) * part.itemsize

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 from typing import TypeVar
 
+from autopar.errors import is_refusal
 from autopar.runtime.consistency.rank_checks import all_alike, exchange_texts, text_of_first
 from autopar.runtime.fault.error_propagation import CheckpointError
 from autopar.runtime.fault.errors import CollectiveError
@@ -19,7 +20,7 @@ T = TypeVar("T")
 
 def together(groups: Groups, what: str, call: Callable[[], T]) -> T:
     """What ``call`` returns here, once it has returned on all ranks. Raises the error of the first rank that has one,
-    on all: ValueError for a user's mistake, else SavedStateError. Collective."""
+    on all: ValueError for a user's mistake, else CheckpointError. Collective."""
     found, said, cause = attempted(what, call)
     if not all_alike(groups, f"{what}: what came of it", said or "all is well") or said:
         texts = exchange_texts(groups, said, f"{what}: who failed")
@@ -51,7 +52,7 @@ def attempted(what: str, call: Callable[[], T]) -> tuple[tuple[T] | None, str, B
         raise
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
-        mine = type(error) is ValueError
+        mine = is_refusal(error)
         text = first if mine or isinstance(error, CheckpointError) else f"{what}: {type(error).__name__}: {first}"
         return None, json.dumps({"mistake": mine, "text": text}), error
 

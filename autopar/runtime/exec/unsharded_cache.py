@@ -1,6 +1,6 @@
 """Gathered weights that outlive a step, while nobody changes the weights: `ParallelModule.keep_unsharded`.
 
-    with model.unchanged():
+    with model.keep_unsharded():
         model.train_step(**first)       gathers once per step, as always; what was gathered is kept
         model.train_step(**second)      computes with that
 

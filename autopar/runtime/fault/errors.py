@@ -110,7 +110,7 @@ def error_context(action: str = "a collective") -> Iterator[None]:
     An error of this rank is published, so that the others' errors can name this rank and its error. An error of a
     backend ("Connection closed by peer") becomes a CollectiveError that names ``action`` and the ranks which failed:
 
-        with autopar.reporting("saving the optimizer"):
+        with autopar.error_context("saving the optimizer"):
             torch.distributed.checkpoint.save(...)
     """
     mine = board()

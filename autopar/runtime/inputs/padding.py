@@ -92,7 +92,7 @@ def asked_shapes(shapes: Any) -> PaddingBuckets | None:
     if isinstance(shapes, PaddingBuckets):
         return shapes
     hint = did_you_mean(shapes, ("exact", "bucket"))
-    raise refuse("shapes", '"exact", "bucket" or autopar.Buckets(...)', shapes, hint)
+    raise refuse("shapes", '"exact", "bucket" or autopar.PaddingBuckets(...)', shapes, hint)
 
 
 Evaluate = Callable[[dict[str, Any]], Any]
@@ -203,7 +203,7 @@ class BatchPadder:
             if not known and x.dim() > 1 and x.shape[1] in lengths and dims.get(path, 0) == 0:
                 raise ValueError(
                     f"shapes: needs to know how input {path} of {list(x.shape)} is padded, whose dim 1 is as long as "
-                    f"the tokens; say shapes=autopar.Buckets(pad={{{path!r}: 0}}), or pad it yourself"
+                    f"the tokens; say shapes=autopar.PaddingBuckets(pad={{{path!r}: 0}}), or pad it yourself"
                 )
             if known and x.dim() > 1:
                 x = _wider(x, 1, wanted[path], self._value(path))
@@ -266,7 +266,7 @@ class BatchPadder:
         self.masks = False
         raise ValueError(
             f"shapes: padding changes the loss of {type(self.root).__name__} from {plain} to {found}: tokens see it; "
-            'pass an attention_mask, say by autopar.Buckets(pad={...}) what fills inputs, or use shapes="exact"'
+            'pass an attention_mask, say by autopar.PaddingBuckets(pad={...}) what fills inputs, or use shapes="exact"'
         )
 
     def _shortest(

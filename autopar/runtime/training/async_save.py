@@ -110,7 +110,7 @@ class AsyncSave:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until the checkpoint is complete. Raises SavedStateError, on all ranks, where it will not be: naming the rank
+        """Until the checkpoint is complete. Raises CheckpointError, on all ranks, where it will not be: naming the rank
         that failed. Collective."""
         global _in_flight
         if _in_flight is self:

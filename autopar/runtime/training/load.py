@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from autopar.errors import is_refusal
 from autopar.runtime.checkpoint.checkpoint_dir import (
     MARK,
     SavedStep,
@@ -84,7 +85,7 @@ def load(
         extra: objects with ``load_state_dict``, such as data loaders, by the names under which they were saved.
 
     Raises ValueError, on all ranks and before anything is changed, where there is no checkpoint, and for one that is
-    damaged, of a newer format, or of another model; SavedStateError where reading fails or bytes have changed, before
+    damaged, of a newer format, or of another model; CheckpointError where reading fails or bytes have changed, before
     anything is changed too, unless a disk fails in the last moment: the model has to be loaded then.
     """
     if not isinstance(model, ParallelModule):
@@ -361,7 +362,7 @@ def _in_words(what: str) -> Iterator[None]:
             raise
         raise CheckpointError(f"load: reading failed: {type(error).__name__}: {error}") from error
     except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, ValueError) as error:
-        if type(error) is ValueError and str(error).startswith(_SAID):
+        if is_refusal(error) and str(error).startswith(_SAID):
             raise
         raise ValueError(f"load: {what}: {_first_line(error)}; load an older one") from error
 

@@ -67,7 +67,7 @@ def save(
         host_memory: bytes for copies per rank; default: a half of what is free, shared by the ranks of a machine. With
             less than the rank's share, the next step of an optimizer waits for what does not fit to be written.
 
-    Raises ValueError for what cannot be saved, SavedStateError where writing fails: on all ranks, and the checkpoint
+    Raises ValueError for what cannot be saved, CheckpointError where writing fails: on all ranks, and the checkpoint
     before it stays as it is.
     """
     if not isinstance(model, ParallelModule):
