@@ -12,6 +12,7 @@ import sysconfig
 import types
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -54,10 +55,10 @@ def lies_in(path: str, folders: Iterable[str]) -> bool:
     return path.startswith(tuple(f"{folder}{os.sep}" for folder in folders))
 
 
-def owner_of_module(name: str | None) -> str:
+def owner_of_module(name: Any) -> str:
     """Whose a module is, by its file; one without a file is the user's if it was made by hand, such as __main__ of a
     notebook."""
-    if name is None:
+    if not isinstance(name, str):  # a metaclass may have a descriptor under `__module__`
         return USER
     if name.partition(".")[0] in ("torch", "numpy", "autopar", "builtins"):
         return TRUSTED

@@ -21,7 +21,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CodeType, FunctionType, ModuleType
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -221,7 +221,8 @@ def _asks(x: Any, names: set[str]) -> bool:
     if isinstance(x, ModuleType):
         return x in _ASKED or (x is os and not names.isdisjoint(_ENTROPY))
     drawn = isinstance(x, type(time.time)) and x in [getattr(os, n) for n in _ENTROPY if hasattr(os, n)]
-    return drawn or _is_clock(x) or isinstance(getattr(x, "__self__", None), random.Random)
+    bound = isinstance(x, BuiltinMethodType | MethodType) and isinstance(x.__self__, random.Random)
+    return drawn or _is_clock(x) or bound
 
 
 def _within(code: CodeType) -> Iterator[CodeType]:

@@ -210,7 +210,7 @@ def state_of(x: Any) -> Any:
         return f"{_ITERATOR} {_place_of(x)}"
     if isinstance(x, numpy.random.RandomState):
         return f"{_GENERATOR} {x.get_state()}"
-    generator = getattr(x, "bit_generator", None) if type(x).__module__.startswith("numpy.random") else None
+    generator = getattr(x, "bit_generator", None) if str(type(x).__module__).startswith("numpy.random") else None
     return f"{_GENERATOR} {generator.state}" if generator is not None else None
 
 
