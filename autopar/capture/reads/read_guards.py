@@ -4,7 +4,9 @@
     watch.container([1.0, 2.0], where)
     watch.holds()                                          about 40 ns per dict, and per other guard
 
-CPython counts the writes to a dict: what is in one is looked at only where it was written to.
+CPython counts the writes to a dict: what is in one is looked at only where it was written to. From Python 3.12 on torch
+counts them, and is not told of all: of writes to the attributes of an object that has no more than 30, and of an update
+of a dict that is empty. There small dicts are looked at each time.
 
 What is another object now is compared by content: a number by type and bits, a container by its entries (1 is not True,
 0.0 is not -0.0). An object of which nothing is known is equal to itself alone.
@@ -15,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import operator
+import sys
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence, Set, ValuesView
@@ -31,6 +34,7 @@ from autopar.adapters.autograd import version_of
 from autopar.adapters.dtensor import storage_of
 from autopar.adapters.keys import told_apart
 
+_SMALL = 30 if sys.version_info >= (3, 12) else -1  # entries of a dict whose writes may not be counted
 _ATOMS = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -75,6 +79,11 @@ class _Guarded:
         """What is there now counts."""
         self.writes = dict_version(self.within) if self.within is not None else 0
         self.then = list(self.read(self.holder))
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the writes to all of it are."""
+        return self.within is not None and len(self.within) > _SMALL
 
     def word(self, i: int) -> Where:
         if self.names is None:
@@ -147,10 +156,12 @@ class ReadGuards:
 
     def done(self) -> None:
         """All is added: from now on it is compared."""
-        self._in_dicts = [p for p in self._places if p.within is not None]
-        self._dicts = [p.within for p in self._places if p.within is not None]
+        self._in_dicts = [p for p in self._places if p.is_counted]
+        self._dicts = [p.within for p in self._in_dicts if p.within is not None]
         self._writes = [p.writes for p in self._in_dicts]
-        left = [p for p in self._places if p.within is None]
+        left = [p for p in self._places if not p.is_counted]
+        self._names = [p.holder.keys() for p in left if p.keys is not None]
+        self._names_then = [p.keys for p in left if p.keys is not None]
         entries, equal = [p for p in left if p.read is iter], [p for p in left if p.equal]
         read = [p for p in left if p.read is not iter and not p.equal]
         self._entries, self._sizes = [p.holder for p in entries], [len(p.then) for p in entries]
@@ -185,6 +196,7 @@ class ReadGuards:
             return False
         if (
             self._same_dicts()
+            and all(map(operator.eq, self._names, self._names_then))
             and list(map(len, self._entries)) == self._sizes
             and list(map(operator.call, self._equal_getters, self._equal_holders)) == self._equal
             and all(
