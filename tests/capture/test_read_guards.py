@@ -115,7 +115,7 @@ def test_a_change_is_seen_and_named(x: Any, change: Callable[[Any], Any]) -> Non
     assert str(guards.changed()[0]).startswith("CFG") and str(guards.changed()[0]).endswith(" of a.py")
 
 
-class RankState:
+class Held:
     """An object with attributes."""
 
     gain: Any = 1.0
@@ -130,7 +130,7 @@ def _put_attribute(x: Any, value: Any) -> None:
 
 @pytest.mark.parametrize("write", [_put_attribute, lambda x, v: vars(x).update(factor=v), object.__setattr__])
 def test_every_write_to_an_attribute_is_seen(write: Callable[..., Any]) -> None:
-    held, watch = RankState(), ReadGuards()
+    held, watch = Held(), ReadGuards()
     put = functools.partial(write, held, "factor") if write is object.__setattr__ else functools.partial(write, held)
     for number in range(20):
         put(float(number))
@@ -144,7 +144,7 @@ def test_every_write_to_an_attribute_is_seen(write: Callable[..., Any]) -> None:
 
 
 def test_writes_to_classes_and_files_are_seen_and_writes_beside_are_none() -> None:
-    kind, names = type("Kind", (RankState,), {"gain": 1.0}), {"gain": 1.0, "loss": 0}
+    kind, names = type("Kind", (Held,), {"gain": 1.0}), {"gain": 1.0, "loss": 0}
     watch = ReadGuards()
     watch.attributes(vars(kind), ["gain"], Where("Kind", "here"), new={"bias"})
     watch.attributes(names, ["gain"], Where("", "here"), new={"bias"})

@@ -28,13 +28,13 @@ ENTRIES: list[Tensor] = []
 ONE: Any = None
 
 
-class RankState:
+class Held:
     """An object that is no module."""
 
     mask: Any = None
 
 
-HELD = RankState()
+HELD = Held()
 
 
 def triangle() -> Tensor:
@@ -66,9 +66,9 @@ def in_a_global(m: Any, h: Tensor) -> Tensor:
 
 
 def in_a_class(m: Any, h: Tensor) -> Tensor:
-    if RankState.mask is None:
-        RankState.mask = triangle()
-    return h @ RankState.mask
+    if Held.mask is None:
+        Held.mask = triangle()
+    return h @ Held.mask
 
 
 def in_an_object(m: Any, h: Tensor) -> Tensor:

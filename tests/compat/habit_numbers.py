@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from tests.compat.habits import PHASES, STEP, Habit, Run
 
 NUMBERS: list[Habit] = []
-StoreClient = Callable[[list[nn.Parameter]], Any]
-LINES: dict[str, StoreClient] = {}  # of parameters that have gradients
+Line = Callable[[list[nn.Parameter]], Any]
+LINES: dict[str, Line] = {}  # of parameters that have gradients
 
 
-def line(what: str) -> Callable[[StoreClient], StoreClient]:
+def line(what: str) -> Callable[[Line], Line]:
     """A function of the parameters, behind a backward and before the optimizer's step."""
 
-    def add(fn: StoreClient) -> StoreClient:
+    def add(fn: Line) -> Line:
         LINES[what] = fn
         NUMBERS.append(Habit(what, "loop", lambda run: _between(run, fn), ways=(STEP, PHASES)))
         return fn
@@ -29,7 +29,7 @@ def line(what: str) -> Callable[[StoreClient], StoreClient]:
     return add
 
 
-def _between(run: Run, fn: StoreClient) -> Any:
+def _between(run: Run, fn: Line) -> Any:
     if run.on_mesh and not run.phases:
         run.losses.append(float(run.model.train_step(**run.batch(1))))
     else:

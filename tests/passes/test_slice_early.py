@@ -128,14 +128,14 @@ def test_flattened_labels_are_cut_where_they_come_in() -> None:
 # --- where a slice stays ----------------------------------------------------------------------------------------------
 
 
-def keep_unsharded(sample: Sample, *placements: dict[str, Placement]) -> bool:
+def unchanged(sample: Sample, *placements: dict[str, Placement]) -> bool:
     return sliced(sample, placements) == lines(typed(sample, placements, CP))
 
 
 def test_above_an_op_that_spans_the_dim() -> None:
     sample = rotary()
     sample.steps[2] = SampleCall(aten.cumsum.default, (Ref(1), 0))
-    assert keep_unsharded(sample, {"cp": ZIGZAG})
+    assert unchanged(sample, {"cp": ZIGZAG})
 
 
 def test_above_an_op_of_several_results() -> None:
@@ -144,7 +144,7 @@ def test_above_an_op_of_several_results() -> None:
         SampleCall(convert, (Ref(0), "cp", "I", "S(0;4,-4)")),
         SampleCall(aten.mul.Tensor, (normal(2, 8), Ref(1))),
     ]
-    assert keep_unsharded(Sample(steps, gradients=False, private=(0, 1)), {}, {"cp": ZIGZAG})
+    assert unchanged(Sample(steps, gradients=False, private=(0, 1)), {}, {"cp": ZIGZAG})
 
 
 @pytest.mark.parametrize("user", [1, 2])
@@ -163,7 +163,7 @@ def test_at_a_value_that_is_cut_in_two_ways() -> None:
         SampleCall(aten.mul.Tensor, (normal(8), Ref(5))),
     )
     sample.private = (0, 1, 2, 3, 5)
-    assert keep_unsharded(sample, {"cp": ZIGZAG}, {"cp": Shard(0)})
+    assert unchanged(sample, {"cp": ZIGZAG}, {"cp": Shard(0)})
 
 
 def test_at_a_value_that_its_user_needs_in_two_ways() -> None:
@@ -174,13 +174,13 @@ def test_at_a_value_that_its_user_needs_in_two_ways() -> None:
         SampleCall(convert, (Ref(1), "cp", "I", "S(0;4,-4)")),
         SampleCall(aten.mul.Tensor, (normal(8, 8), Ref(2))),
     ]
-    assert keep_unsharded(Sample(steps, private=(0, 1, 2)), {}, {"cp": Shard(0, (4, -4))})
+    assert unchanged(Sample(steps, private=(0, 1, 2)), {}, {"cp": Shard(0, (4, -4))})
 
 
 def test_at_a_value_with_a_gradient() -> None:
     sample = rotary()
     sample.steps[1] = SampleCall(aten.mul.Tensor, (Ref(0), normal(8)))
-    assert keep_unsharded(sample, {}, {"cp": ZIGZAG})
+    assert unchanged(sample, {}, {"cp": ZIGZAG})
 
 
 # --- whole models -----------------------------------------------------------------------------------------------------
