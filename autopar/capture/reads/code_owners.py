@@ -20,7 +20,7 @@ import torch
 TORCH = str(Path(torch.__file__).parent)
 OURS = str(Path(__file__).parents[2])
 _PATHS = sysconfig.get_paths()
-_SITE = tuple({_PATHS["purelib"], _PATHS["platlib"]})
+_SITES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))  # of whatever environment
 _TRUSTED = (TORCH, str(Path(numpy.__file__).parent), OURS)
 _STANDARD = tuple({_PATHS["stdlib"], _PATHS["platstdlib"]})
 _FROZEN = ("<frozen ", "<__array_function__ internals>")
@@ -35,9 +35,23 @@ def owner_of_file(path: str) -> str:
         return TRUSTED
     if lies_in(path, _TRUSTED):
         return TRUSTED
-    if lies_in(path, _SITE):
+    if any(site in path for site in _SITES) or _is_recorded(path):
         return LIBRARY
     return TRUSTED if lies_in(path, _STANDARD) else USER
+
+
+def _is_recorded(path: str) -> bool:
+    """Whether an installer put the file into a folder that Python looks into (`pip install --target`). It writes down
+    each file; what is installed as editable lies elsewhere, and is the user's."""
+    return any(path[len(folder) + 1 :] in _files_installed(folder) for folder in sys.path if lies_in(path, (folder,)))
+
+
+@functools.lru_cache(64)
+def _files_installed(folder: str) -> frozenset[str]:
+    """The records of a folder."""
+    found = Path(folder).glob("*.dist-info/RECORD")
+    records = (record.read_text(encoding="utf-8", errors="replace") for record in found)
+    return frozenset(os.path.normpath(line.partition(",")[0]) for text in records for line in text.splitlines())
 
 
 def is_ours(path: str) -> bool:

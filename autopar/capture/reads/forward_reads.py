@@ -144,7 +144,8 @@ class ForwardReads(ReadValues):
 
     def _is_meant(self, name: str) -> bool:
         """Whether a text is this name, or a part of it."""
-        return name in self._texts or any(name.startswith(x) or name.endswith(x) for x in self._parts)
+        ends = (end for i in range(_FRAGMENT, len(name) + 1) for end in (name[:i], name[-i:]))
+        return name in self._texts or not self._parts.isdisjoint(ends)
 
     def _is_foreign(self, value: Any) -> bool:
         """Of what stands in a library: whether it is a function to follow, an object, or of the user."""
