@@ -66,6 +66,29 @@ held("nn.Parameter(torch.from_numpy(a)): a after steps", from_array, alive=False
 held("the same, a[2] = 3", from_array, lambda x: operator.setitem(x, 2, 3.0), alive=False)
 
 
+def with_buffer(body: Body) -> Callable[[], Left]:
+    def built() -> Left:
+        m = made(body)
+        KEPT["memory"], KEPT["model"] = torch.ones(6, dtype=torch.float64), m
+        m.c = KEPT["memory"]
+        return m
+
+    return built
+
+
+def written_between(run: Run) -> float:
+    """The backward has what torch's saved: `1 + c` of before."""
+    loss = run.forward()["loss"]
+    KEPT["memory"].fill_(0.5)
+    loss.backward()
+    run.optimizer.step()
+    return float(KEPT["memory"].sum())
+
+
+between = "c = torch.ones(6), a buffer, in h * (1 + c): loss, c.fill_(0.5), loss.backward()"
+HELD.append(Habit(between, "loop", written_between, make=with_buffer(lambda m, h: h * (1 + m.c)), ways=BOTH))
+
+
 # --- errors that code for torch catches ---------------------------------------------------------------------
 
 

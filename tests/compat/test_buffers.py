@@ -55,7 +55,7 @@ def test_nothing_holds_a_fake_after_a_capture(name: str) -> None:
     captured(getattr(habit_kept, name))
     defaults = habit_kept.in_a_default.__defaults__ or ({},)
     held = [*habit_kept.CACHE.values(), *habit_kept.ENTRIES, *defaults[0].values(), habit_kept.ONE]
-    held += [habit_kept.RankState.mask, *vars(habit_kept.HELD).values()]
+    held += [habit_kept.Held.mask, *vars(habit_kept.HELD).values()]
     assert not any(isinstance(x, FakeTensor) for x in held)
 
 

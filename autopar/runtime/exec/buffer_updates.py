@@ -10,7 +10,7 @@ for that only another step has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,19 +64,21 @@ class BufferUpdates:
         found += [k for k, i in place.items() if i in self.written and behind[nodes[k]][0][0].op == "placeholder"]
         return [place[k] for k in found]
 
-    def keep(self, slots: list[Any], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """After a forward: slots that the backward reads get copies of what is about to be written to. Returns copies
-        of the buffers that are needed to run the forward again."""
-        if not self.written:
+    def keep(self, slots: list[Any], values: Mapping[str, Tensor], shared: Collection[str]) -> dict[str, Tensor]:
+        """After a forward: slots that the backward reads get copies of what is about to be written to, and of
+        ``shared`` buffers, to whose memory somebody else may write. Returns copies of the buffers that are needed to
+        run the forward again."""
+        shared = [name for name in shared if name in values]
+        if not self.written and not shared:
             return {}
         apart = _Apart()
-        if self._in_written is None:
-            memories = {_memory(values[name]) for name in self.written.values()}
+        if self._in_written is None or shared:
+            memories = {_memory(values[name]) for name in (*self.written.values(), *shared)}
             held = ((i, slots[i]) for i in self._reads)
             self._in_written = [i for i, x in held if isinstance(x, Tensor) and x.numel() and _memory(x) in memories]
         for i in self._in_written:
             slots[i] = apart.copy(slots[i])
-        return {name: apart.copy(values[name]) for name in self._again}
+        return {name: apart.copy(values[name]) for name in (*self._again, *shared)}
 
     def store(self, tree: ShardedModules, made: list[Any], differentiated: bool) -> None:
         """The buffers of the modules are as the forward left them. ``made``: the outputs of the step; those that lie in

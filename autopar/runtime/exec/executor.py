@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -218,12 +218,13 @@ class Executor:
         return Result(self._outputs({**self._kept(slots), **losses}), gradients, list(losses.values()))
 
     @torch.no_grad()
-    def run_forward(self, values: Mapping[str, Tensor]) -> tuple[list[Any], Paused]:
-        """(outputs, the step up to there), of a model without stages that was compiled with gradients."""
+    def run_forward(self, values: Mapping[str, Tensor], shared: Collection[str] = ()) -> tuple[list[Any], Paused]:
+        """(outputs, the step up to there), of a model without stages that was compiled with gradients. ``shared``:
+        buffers in memory that somebody else holds, too."""
         assert self.compiled.train and len(self.order.ranks) == 1, "stages run forward and backward in one"
         with self._whole():
             slots = self._start(values)
-        before = self.buffers.keep(slots, values)
+        before = self.buffers.keep(slots, values, shared)
         kept = [(name, slots[i]) for i, name in self.program.saved.items()]
         saved = [(name, x) for name, x in kept if isinstance(x, Tensor)]
         made = self._outputs(self._kept(slots))

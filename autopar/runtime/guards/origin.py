@@ -32,6 +32,10 @@ class Origin:
         self._memory = SharedMemory(models[""], tree, held)
         self._shared = SharedParameters(models, tree)
 
+    def shared_buffers(self) -> Collection[str]:
+        """Buffers in memory that somebody holds besides."""
+        return self._memory.buffers
+
     def refusal(self, kind: Kind) -> str:
         """What has been done to them so that the parallel model cannot go on; "" if it can. What may be done to them
         takes effect."""

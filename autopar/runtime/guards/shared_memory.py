@@ -43,6 +43,7 @@ class SharedMemory:
         self._tree, self._gone = tree, False
         self._left: list[_Left] = []
         self._cut: list[_Left] = []
+        self.buffers: set[str] = set()  # that lie in memory which somebody else has, too
         aliases = {name: spec.name for spec in tree.specs for name in (spec.name, *spec.aliases)}
         buffers = tree.buffers()
         seen = set[int]()
@@ -81,7 +82,9 @@ class SharedMemory:
 
     def _take_back(self, found: list[_Left]) -> None:
         own = {**self._tree.held, **self._tree.buffers()} if found else {}
-        cut = [one for one in found if one.take_back(own.get(one.there)) is False]
+        taken = {one: one.take_back(own.get(one.there)) for one in found}
+        self.buffers |= {one.there for one, done in taken.items() if done and one.there not in self._tree.held}
+        cut = [one for one, done in taken.items() if done is False]
         new = [one for one in cut if one not in self._cut]
         self._cut += new
         if new:

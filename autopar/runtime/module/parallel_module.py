@@ -186,7 +186,9 @@ class ParallelModule(ModuleFacade):
             kind = Kind(True, None, self._tangents)
             executor, values = self._prepare(args, batch, kind, surroundings)
             with self._watch.step(self.training_steps):
-                outputs, paused = executor.run_forward(values)
+                outputs, paused = executor.run_forward(
+                    values, self._origin.shared_buffers() if self._origin is not None else ()
+                )
             executor.buffers.store(self._tree, outputs, torch.is_grad_enabled())
             run = None
             if torch.is_grad_enabled():
@@ -230,6 +232,9 @@ class ParallelModule(ModuleFacade):
     def eval_step(self, *args: Any, **batch: Any) -> Any:
         """The model's outputs in eval mode (no dropout, running statistics), without gradients."""
         return self._evaluated(args, batch)
+
+    def _shared_buffers(self) -> Collection[str]:
+        return self._origin.shared_buffers() if self._origin is not None else ()
 
     def _evaluated(self, args: tuple[Any, ...], batch: dict[str, Any]) -> Any:
         with error_context("the evaluation"), outside(self._groups.device) as surroundings:
