@@ -21,12 +21,12 @@ from autopar.ir.mesh import IN_TIME, Mesh
 from autopar.ir.placement import Shard, dual
 from autopar.rewrite.step_checks import StepError
 from autopar.rules.local_type_rules import held_results
-from autopar.rules.local_types import UNKNOWN, RankState, held_as, may_be, shown
+from autopar.rules.local_types import UNKNOWN, LocalType, held_as, may_be, shown
 from autopar.steps.graphs import Stage, StepGraph
 from autopar.steps.of_rank import GRAPHS, graph_of
 from autopar.steps.value_names import earlier_sum, grad, is_a, of, output
 
-State = tuple[RankState, ...]  # of a value, one per axis
+State = tuple[LocalType, ...]  # of a value, one per axis
 IN_ORDER = ("G", "GF", "F", "BW", "B", "W", "BWR", "R")
 
 
@@ -59,7 +59,7 @@ def _promised(local: GraphModule, axes: Sequence[str]) -> dict[str, State]:
     }
 
 
-def _held(node: Node, axis: str, gradient: bool) -> RankState:
+def _held(node: Node, axis: str, gradient: bool) -> LocalType:
     own = dual(placement(node, axis)) if gradient else placement(node, axis)
     others = [
         p.dim for a, p in node.meta.get("placements", {}).items() if isinstance(p, Shard) and a not in (axis, "mb")

@@ -19,7 +19,7 @@ from autopar.rules.local_types import (
     WHOLE,
     Joined,
     LocalCall,
-    RankState,
+    LocalType,
     constant_held,
     is_unknown,
     is_vague,
@@ -38,7 +38,7 @@ _FILLED = (
 )  # fmt: skip
 
 
-def held_results(node: Node, axis: str, size: int, operands: list[RankState]) -> list[RankState]:
+def held_results(node: Node, axis: str, size: int, operands: list[LocalType]) -> list[LocalType]:
     """Of every result of a call in a step graph; empty where its operands are no pieces of one value. ``size``: of the
     axis."""
     val = node.meta["val"]
@@ -51,8 +51,8 @@ def held_results(node: Node, axis: str, size: int, operands: list[RankState]) ->
 
 
 def _results(
-    node: Node, axis: str, size: int, operands: list[RankState], shapes: list[tuple[int, ...]]
-) -> list[RankState]:
+    node: Node, axis: str, size: int, operands: list[LocalType], shapes: list[tuple[int, ...]]
+) -> list[LocalType]:
     if is_call(node, ours.all_to_all_rows.default):
         return [UNKNOWN]  # rows that were chosen
     if node.target in COLLECTIVES or node.target in LOCAL:
@@ -96,14 +96,14 @@ def _shape(result: Any) -> tuple[int, ...]:
     return tuple(result.shape) if isinstance(result, torch.Tensor) else ()
 
 
-def _joined(call: LocalCall, operands: list[RankState], made: RankState) -> RankState:
+def _joined(call: LocalCall, operands: list[LocalType], made: LocalType) -> LocalType:
     """A concatenation, if its parts may be read alike, or of values to be taken apart again."""
     dim = int(call.args["dim"]) % len(call.result)
     sizes = [call.shape_of(x)[dim] for x in call.operands]
     return made | {Joined(dim, tuple(zip(sizes, operands, strict=True)))}
 
 
-def _parted(call: LocalCall, held: RankState) -> list[RankState]:
+def _parted(call: LocalCall, held: LocalType) -> list[LocalType]:
     """The parts of a concatenation, taken apart as it was joined."""
     for x in held:
         if isinstance(x, Joined) and [size for size, _ in x.parts] == [r[x.dim] for r in call.result_shapes]:
@@ -111,7 +111,7 @@ def _parted(call: LocalCall, held: RankState) -> list[RankState]:
     return []
 
 
-def _exchanged(node: Node, axis: str, held: RankState) -> RankState:
+def _exchanged(node: Node, axis: str, held: LocalType) -> LocalType:
     """What a collective makes; empty where it is not for what it takes."""
     found: set[Any] = set()
     for x in held:
@@ -123,13 +123,13 @@ def _exchanged(node: Node, axis: str, held: RankState) -> RankState:
     return frozenset(found)
 
 
-def _converted(node: Node, axis: str, x: Any) -> RankState:
+def _converted(node: Node, axis: str, x: Any) -> LocalType:
     known, kind = arguments(node), node.target
     if axis not in known["axis"].split(","):
         level = known["axis"].startswith(axis)  # of neighbours on this axis, or of every n-th rank
         return UNKNOWN if x == ANY or level else frozenset({_of_other_axis(node, x)})
 
-    def piece(dim: int, blocks: list[int]) -> RankState:
+    def piece(dim: int, blocks: list[int]) -> LocalType:
         return frozenset({(dim, rows_in_piece(blocks, node.meta["val"].shape[dim]))})
 
     along = isinstance(x, tuple) and x[0] == known.get("dim", known.get("src_dim"))

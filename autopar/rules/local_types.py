@@ -36,14 +36,14 @@ class Joined:
     """A concatenation along ``dim`` of values that are held in different ways: (size, how it is held) of each."""
 
     dim: int
-    parts: tuple[tuple[int, RankState], ...]
+    parts: tuple[tuple[int, LocalType], ...]
 
 
-RankState = frozenset[str | Cut | Joined]
+LocalType = frozenset[str | Cut | Joined]
 Shape = tuple[int, ...]
-WHOLE: RankState = frozenset({SAME})
-ADDENDS: RankState = frozenset({PART})
-UNKNOWN: RankState = frozenset({ANY})
+WHOLE: LocalType = frozenset({SAME})
+ADDENDS: LocalType = frozenset({PART})
+UNKNOWN: LocalType = frozenset({ANY})
 
 
 class LocalCall(Call):
@@ -55,7 +55,7 @@ class LocalCall(Call):
         return () if size == 1 != known else (name,)
 
 
-def held_as(placement: Placement, shape: Shape, alone: bool = True) -> RankState:
+def held_as(placement: Placement, shape: Shape, alone: bool = True) -> LocalType:
     """Of a value of this local shape; ``alone``: no other axis cuts the same dim."""
     if isinstance(placement, Shard):
         if placement.blocks and not alone:
@@ -66,7 +66,7 @@ def held_as(placement: Placement, shape: Shape, alone: bool = True) -> RankState
     return ADDENDS if isinstance(placement, Partial) else WHOLE
 
 
-def with_single_rows(held: RankState, shape: Shape) -> RankState:
+def with_single_rows(held: LocalType, shape: Shape) -> LocalType:
     """A piece of one row may be a pending sum: that over a dim of size one is left out. And it may be read in all ways
     that a view to its own shape gives, as that of [S, B, 1 head, D] to [S, B * 1 head, D]: that is left out, too."""
     told = frozenset(x for x in held if isinstance(x, tuple) and x[1] and x[0] < len(shape))
@@ -81,23 +81,23 @@ def rows_in_piece(blocks: Sequence[int], size: int) -> Rows:
     return size // max(len(blocks), 1) if even else 0
 
 
-def constant_held(dims: int, zero: bool) -> RankState:
+def constant_held(dims: int, zero: bool) -> LocalType:
     """One number everywhere: a piece of itself along every dim; zero is a sum of zeros as well."""
     return frozenset({SAME, *((d, None) for d in range(dims)), *([PART] if zero else [])})
 
 
-def is_unknown(held: RankState) -> bool:
+def is_unknown(held: LocalType) -> bool:
     """Whether nothing can be said of it as one value."""
     return ANY in held or all(isinstance(x, Joined) for x in held)
 
 
-def is_vague(held: RankState) -> bool:
+def is_vague(held: LocalType) -> bool:
     """Whether it is a piece of which nobody knows how many rows follow one another, however it is read: where that
     matters (a dim of size one may stand between rows), nothing can be said of it."""
     return all(isinstance(x, tuple) and x[1] == 0 for x in held)
 
 
-def may_be(found: RankState, expected: RankState) -> bool:
+def may_be(found: LocalType, expected: LocalType) -> bool:
     """Whether a value may be what it should be."""
     if is_unknown(found) or is_unknown(expected) or found & expected:
         return True
@@ -107,7 +107,7 @@ def may_be(found: RankState, expected: RankState) -> bool:
     return any(f[0] in rows and not (f[1] and rows[f[0]]) for f in found if isinstance(f, tuple))
 
 
-def shown(held: RankState) -> str:
+def shown(held: LocalType) -> str:
     """For messages."""
     words = {f"a piece along dim {x[0]}" if isinstance(x, tuple) else str(x) for x in held if not isinstance(x, Joined)}
     return " or ".join(sorted(words)) or "several values"
@@ -116,7 +116,7 @@ def shown(held: RankState) -> str:
 # --- through a rule -----------------------------------------------------------------------------------------
 
 
-def through(rule: Rule, operands: Sequence[RankState], strict: bool = False) -> list[RankState]:
+def through(rule: Rule, operands: Sequence[LocalType], strict: bool = False) -> list[LocalType]:
     """What an operator makes of its operands; empty where they do not fit the rule. ``strict``: the operator is linear
     in no operand but those that the rule names; else nobody has said."""
     used = [(i, d, held) for i, (d, held) in enumerate(zip(rule.operands, operands, strict=True)) if d is not None]
@@ -147,7 +147,7 @@ def through(rule: Rule, operands: Sequence[RankState], strict: bool = False) -> 
     return [UNKNOWN if spanned and not found[0] else frozenset(made) for made in found]
 
 
-Used = list[tuple[int, Dims, RankState]]
+Used = list[tuple[int, Dims, LocalType]]
 
 
 def _factors(dims: Iterable[Any]) -> list[str]:
@@ -185,7 +185,7 @@ def _readings(options: Mapping[str, Sequence[Rows]]) -> list[dict[str, Rows]]:
     return found + [first | {factor: n} for factor, rows in options.items() for n in rows]
 
 
-def _fits(rule: Rule, i: int, held: RankState, group: frozenset[str], cut: bool) -> bool:
+def _fits(rule: Rule, i: int, held: LocalType, group: frozenset[str], cut: bool) -> bool:
     """Whether an operand may stand beside pieces along ``group``. What is the same everywhere may have the factor: it
     is then equal in all rows, as an expanded value is."""
     if rule.addends.get(i) in group:
@@ -240,7 +240,7 @@ def _made(rule: Rule, dims: Dims, factors: frozenset[str], rows: dict[str, Rows]
 # --- through a view -----------------------------------------------------------------------------------------
 
 
-def viewed(held: RankState, source: Shape, target: Shape) -> RankState:
+def viewed(held: LocalType, source: Shape, target: Shape) -> LocalType:
     """A value in another shape. A piece's rows keep their place among all elements: [B, S, H] cut along S becomes
     [B * S, H], of whose rows S follow one another, and [B, S, H] again."""
     if is_unknown(held) or 0 in source:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from autopar.rules import local_types
-from autopar.rules.local_types import PART, SAME, RankState, through
+from autopar.rules.local_types import PART, SAME, LocalType, through
 from autopar.rules.rule import Cat, Rule
 
 
@@ -29,7 +29,7 @@ def every_way(options: Mapping[str, Sequence[local_types.Rows]]) -> list[dict[st
 def test_ways_that_are_looked_at_give_all_results(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(seed)
     known = [(1, 8), (1, 4), (1, 2), (1, 0), (0, 1), (0, 0), SAME, PART]
-    operands: list[RankState] = [frozenset(draw.sample(known, draw.randint(1, 4))) for _ in range(draw.randint(2, 4))]
+    operands: list[LocalType] = [frozenset(draw.sample(known, draw.randint(1, 4))) for _ in range(draw.randint(2, 4))]
     rule = joined(len(operands))
     found = through(rule, operands)
     monkeypatch.setattr(local_types, "_readings", every_way)
@@ -38,6 +38,6 @@ def test_ways_that_are_looked_at_give_all_results(seed: int, monkeypatch: pytest
 
 def test_a_bucket_of_many_parts_that_are_read_in_several_ways() -> None:
     """2**200 ways, of which as many matter as there are parts."""
-    several: RankState = frozenset({(1, 8), (1, 4), (1, 0), PART})
+    several: LocalType = frozenset({(1, 8), (1, 4), (1, 0), PART})
     made, last = through(joined(200), [several] * 200)
     assert made == {(1, 8), (1, 0)} and last >= {(1, 8), (1, 4), (1, 0)}
