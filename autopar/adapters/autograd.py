@@ -12,5 +12,9 @@ def keeps_graph() -> bool:
 
 
 def version_of(x: Tensor) -> int:
-    """How often a tensor, or one that shares its counter, was written to in place."""
-    return int(x._version)
+    """How often a tensor, or one that shares its counter, was written to in place. 0 for one of inference mode, which
+    has no counter, and does not say so once ``x.data`` was replaced."""
+    try:
+        return int(x._version)
+    except RuntimeError:
+        return 0

@@ -103,7 +103,7 @@ class UnshardedCache:
         if not self.on or not self._gatherings:
             return
         for name, piece in pieces.items():
-            facts = piece.data_ptr(), _version(piece), _version(parameters[name])
+            facts = piece.data_ptr(), version_of(piece), version_of(parameters[name])
             if self._seen.setdefault(name, facts) != facts:
                 raise RuntimeError(
                     f"keep_unsharded: parameter {name} was written to, or replaced, within "
@@ -120,7 +120,3 @@ class UnshardedCache:
     def saved(self) -> Ledger:
         """What the last step did not send, as a ledger to add."""
         return add_ledgers(*(gathering.saved() for gathering in self._gatherings))
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else version_of(x)

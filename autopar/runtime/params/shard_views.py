@@ -72,4 +72,4 @@ def all_written() -> None:
 
 def _version(x: Any) -> int:
     local = local_of(x) if x.piece is None else x.piece
-    return 0 if local.is_inference() else version_of(local)
+    return version_of(local)
