@@ -190,7 +190,7 @@ class _Wanted(Generic[T]):
             if self.key_of() != key:
                 raise Unstorable("compiling it changes what it was compiled from")
             folder.write(key, self.about | {"created": time.time(), "warned": warned}, self.pack(made))
-        except Exception as why:  # Unstorable, CannotTell, or what objects do when they are looked at
+        except Exception as why:  # Unstorable, Uncacheable, or what objects do when they are looked at
             self._log("not stored", why)
             folder.refuse(key)
         return made

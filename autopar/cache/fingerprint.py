@@ -69,7 +69,7 @@ class Fingerprint(ValueFingerprints):
         self._name_all(_CALLED)
 
     def add(self, label: str, value: Any) -> None:
-        """Raises CannotTell."""
+        """Raises Uncacheable."""
         try:
             self._say(label)
             self._walk(value)
@@ -168,7 +168,7 @@ class Fingerprint(ValueFingerprints):
     def _check_kept(self, x: Any) -> None:
         """What a cached function has kept cannot be looked at. It is what the function would find now, if nothing that
         it reads has changed since it kept nothing; of what a method reads of its objects nobody knows. A step that
-        fills it is another one afterwards: who reads it from the disk fills nothing. Raises CannotTell."""
+        fills it is another one afterwards: who reads it from the disk fills nothing. Raises Uncacheable."""
         function = x.__wrapped__
         if self._lenient or not self._is_users(function) or not reads_data(function, {x}):
             return

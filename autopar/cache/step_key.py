@@ -38,7 +38,7 @@ _DECIMAL = ("prec", "rounding", "Emin", "Emax", "clamp", "capitals")
 
 
 def step_key(kind: str, model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, **how: Any) -> str:
-    """Raises CannotTell where something that may decide cannot be told."""
+    """Raises Uncacheable where something that may decide cannot be told."""
     return _reached(kind, model, batch, mesh, **how).digest()
 
 

@@ -1,6 +1,6 @@
 """Sums of the blocks of a file: a bit that has flipped on a disk or on a wire is found where it is read.
 
-    sums = BlockSums(); sums.add(data) ...         while a file is written, in any portions; sums.found
+    sums = BlockChecksums(); sums.add(data) ...         while a file is written, in any portions; sums.found
     check_blocks(data, 100, 300, sums, known)      while parts of it are read: the blocks of these bytes, each once
 
 CRC-32 (ISO 3309, as in gzip): of a block of 4 MiB it misses one in 2**32 changes, and none of 32 bits or less in a row.

@@ -1,6 +1,6 @@
 """Ranks that must be given the same batch are: compared at every step, without waiting for an accelerator.
 
-    watch = BatchWatch(groups)
+    watch = BatchContents(groups)
     with watch.agreeing():
         agree_on(groups, watch.claims(batch, inputs), "the batch")
 

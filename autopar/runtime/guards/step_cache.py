@@ -24,7 +24,6 @@ from autopar.runtime.consistency.rank_checks import RankCheck, agree_on, all_ali
 from autopar.runtime.exec.executor import Executor
 from autopar.runtime.exec.expert_stats import ExpertLoad
 from autopar.runtime.exec.step_fingerprint import step_facts
-from autopar.runtime.guards.capture_guards import CaptureGuards
 from autopar.runtime.guards.global_state import GlobalTorchState
 from autopar.runtime.guards.module_guards import ModuleGuards
 from autopar.runtime.mesh.process_groups import Groups
@@ -89,7 +88,7 @@ class StepCache:
         self._last_facts: tuple[Any, ...] | None = None  # of the last call
         self.keep_unsharded = False  # within `ParallelModule.keep_unsharded`
         self.ahead: BackgroundCompile | None = None  # told of each training step that was compiled
-        self._planned: CaptureGuards | None = CaptureGuards(tree)  # until the first step is compiled
+        self._captured: ModuleGuards | None = ModuleGuards(tree.root)  # until the first step is compiled
 
     def traffic(self) -> Ledger:
         """Of all steps so far, by (axis, kind)."""
@@ -225,9 +224,9 @@ class StepCache:
 
     def _compiled(self, kind: Kind, batch: dict[str, Any], surroundings: GlobalTorchState) -> _CachedStep:
         self._tree.refresh()
-        planned, self._planned = self._planned, None
-        unchanged = kind.train and planned is not None and planned.holds()
-        watch = planned.watch if planned is not None and unchanged else ModuleGuards(self._tree.root, modes=kind.train)
+        captured, self._captured = self._captured, None
+        unchanged = kind.train and captured is not None and captured.holds()
+        watch = captured if captured is not None and unchanged else ModuleGuards(self._tree.root, modes=kind.train)
         structure = self._tree.structure()
         if not kind.train:
             structure.eval()
