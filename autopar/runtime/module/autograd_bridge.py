@@ -24,6 +24,7 @@ from torch.fx import Node
 
 from autopar.adapters.autograd import keeps_graph, version_of
 from autopar.adapters.dtensor import as_plain, local_of
+from autopar.errors import refusal_like
 from autopar.ir.graph import ancestors, outputs
 from autopar.ir.placement import Replicate
 from autopar.runtime.exec.executor import Executor, Paused
@@ -35,11 +36,6 @@ from autopar.steps.value_names import grad, of, output, output_place
 
 _COPIES = (torch.ops.aten.detach.default, torch.ops.aten.clone.default)
 Again = Callable[[tuple[str, ...]], Executor]  # names of outputs -> the step that has gradients for them
-
-
-class WrittenBetween(ValueError, RuntimeError):
-    """Torch's RuntimeError where it raises one. A refusal where it does not: its backward reads other tensors, such as
-    a product with a weight instead of the weight."""
 
 
 @dataclass
@@ -171,10 +167,13 @@ def _versions(values: Mapping[str, Any]) -> list[tuple[str, Tensor, int]]:
 def _check(versions: Sequence[tuple[str, Tensor, int]]) -> None:
     for name, x, version in versions:
         if version_of(x) != version:
-            raise WrittenBetween(
+            # In torch's words, as it raises this. Where it does not, its backward reads other tensors, such as a
+            # product with a weight instead of the weight, and this is a refusal.
+            raise refusal_like(
+                RuntimeError(),
                 "backward: one of the variables needed for gradient computation has been modified by an inplace "
                 f"operation: {name} is at version {version_of(x)}; expected version {version} instead; "
-                "differentiate before you write to it"
+                "differentiate before you write to it",
             )
 
 
