@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from autopar.runtime.mesh.process_groups import dp_rank_and_size, init_mesh
     from autopar.runtime.module.parallel_module import ParallelModule
     from autopar.runtime.optim.grad_scaler import GradScaler
-    from autopar.runtime.training.bootstrap_simulation import simulate_start
     from autopar.runtime.training.ema import ema
     from autopar.runtime.training.expert_bias import balance_experts
     from autopar.runtime.training.launch import launch
@@ -53,7 +52,6 @@ __all__ = [
     "error_context",
     "sampler",
     "save",
-    "simulate_start",
     "verify",
 ]
 
@@ -75,7 +73,6 @@ _HOME = {
     "error_context": "autopar.runtime.fault.errors",
     "sampler": "autopar.runtime.training.sampler",
     "save": "autopar.runtime.training.save",
-    "simulate_start": "autopar.runtime.training.bootstrap_simulation",
     "verify": "autopar.verification",
 }
 

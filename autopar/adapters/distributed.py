@@ -4,7 +4,6 @@ groups that do not raise them."""
 from __future__ import annotations
 
 import ctypes
-import importlib
 import os
 import re
 from contextlib import suppress
@@ -38,17 +37,6 @@ def all_gather_single(out: torch.Tensor, x: torch.Tensor, **how: Any) -> Any:
 def reduce_scatter_single(out: torch.Tensor, x: torch.Tensor, **how: Any) -> Any:
     """``out`` [n], this rank's piece of the sum over the ranks of ``x`` [ranks * n]."""
     return getattr(dist, REDUCE_SCATTER)(out, x, **how)
-
-
-def fake_backend() -> str:
-    """The name of a backend that connects to nobody, and whose collectives do nothing; registered at the first call."""
-    importlib.import_module("torch.testing._internal.distributed.fake_pg")
-    return "fake"
-
-
-def group_count() -> int:
-    """How many process groups this process has made, besides the default one."""
-    return len(distributed_c10d._world.pg_map) - 1
 
 
 def default_store() -> dist.Store:

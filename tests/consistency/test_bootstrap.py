@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import io
-import runpy
-from contextlib import redirect_stdout
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 import torch.distributed as dist
 
-import autopar
 from autopar.adapters.distributed import own_client
-from autopar.cli.main import main
 from autopar.ir.mesh import Mesh
-from autopar.runtime.training.bootstrap_simulation import Crowd, StartReport, ask_as, crowd_of, simulate_here
+from tests.benchmarks.bootstrap import Crowd, StartReport, ask_as, crowd_of, simulate_start
 from tests.support.launched import in_child
 
 LARGE = "pp=8,dp=8,cp=8,tp=4"
 
 
 def start(mesh: str, ranks: int) -> StartReport:
-    """What `autopar.simulate_start` tells, by a process that need not import anything."""
-    return in_child(simulate_here, Mesh.parse(mesh), ranks)
+    """In a process that need not import anything."""
+    return in_child(simulate_start, Mesh.parse(mesh), ranks)
 
 
 @pytest.fixture(scope="module")
@@ -80,37 +72,3 @@ def test_what_goes_wrong_in_the_crowd_is_raised() -> None:
     with crowd_of(store, 0, 4) as crowd, pytest.raises(AttributeError):
         crowd.asked(lambda: crowd.repeat("no such question", ()))
     assert isinstance(crowd, Crowd)
-
-
-def test_mistakes_are_told() -> None:
-    for mesh, message in (("dp=1", "two ranks or more"), ("dp", "expected name=size"), ({"mb": 4}, "nothing is cut")):
-        with pytest.raises(ValueError, match=message):
-            autopar.simulate_start(mesh)
-    with pytest.raises(ValueError, match="ranks"):
-        autopar.simulate_start("dp=4", ranks=0)
-
-
-def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, large: StartReport) -> None:
-    monkeypatch.setattr(
-        "autopar.runtime.training.bootstrap_simulation.simulate_start", lambda mesh, ranks: replace(large, groups=ranks)
-    )
-    assert main(["start", "--mesh", LARGE, "--ranks", "7"]) == 0
-    assert "2048 ranks\ngroups of a rank      7 in" in capsys.readouterr().out
-    assert str(Mesh.parse(LARGE)) == LARGE
-
-
-def printed_by(script: str) -> str:
-    """By a script that is the main module of this process."""
-    with redirect_stdout(io.StringIO()) as printed:
-        runpy.run_path(script, run_name="__main__")
-    return printed.getvalue()
-
-
-def test_in_a_script_without_a_main_guard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In a process of its own, which does not run the script again; also from within a launched one."""
-    monkeypatch.setenv("RANK", "3")
-    script = tmp_path / "script.py"
-    script.write_text("import autopar\nprint(autopar.simulate_start({'dp': 2, 'tp': 2}, ranks=1))\n")
-    found = in_child(printed_by, str(script))
-    assert found.startswith("dp=2,tp=2: 4 ranks\n"), found
-    assert "0, 0, 0, 0 questions" in found

@@ -1,7 +1,5 @@
 """How a world of any size starts, on one machine: what ranks ask of the store, how long that takes, their groups.
 
-    print(autopar.simulate_start("pp=16,dp=16,cp=8,tp=8"))
-
 A few ranks do what each rank does, with the code that they run anyway: they make their groups (over torch's fake
 backend, which connects to nobody), agree on what `parallelize` agrees on, and make a call over and over. What one of
 them asks of the store, a real TCPStore, a crowd asks for all others: a few threads with a connection each, which repeat
@@ -12,21 +10,20 @@ machine; connections between ranks, imports and compiling are no part of them.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import queue
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # noqa: F401  # a backend that connects to nobody
+from torch.distributed import distributed_c10d
 
-from autopar.adapters.distributed import default_store, fake_backend, group_count, own_client
+from autopar.adapters.distributed import default_store, own_client
 from autopar.attention.exchanges import WAYS
 from autopar.ir.mesh import Mesh
 from autopar.runtime.consistency.rank_checks import RankCheck, agree_on, agree_on_arguments, agree_on_call, everywhere
@@ -35,7 +32,6 @@ from autopar.runtime.fault.errors import board
 from autopar.runtime.fault.heartbeat import Heartbeat, beat_of
 from autopar.runtime.fault.store_client import StoreClient
 from autopar.runtime.mesh.process_groups import Groups, init_mesh
-from autopar.values import refuse, whole_number
 
 THREADS = 16  # of the crowd
 TIMEOUT = 300.0  # seconds
@@ -83,47 +79,11 @@ class StartReport:
         )
 
 
-def simulate_start(mesh: str | Mapping[str, int], ranks: int = 3) -> StartReport:
-    """What the start of a world costs that lies on a mesh (``"dp=8,tp=8"`` or ``{"dp": 8, "tp": 8}``): store questions,
-    bytes, groups and seconds; see `autopar.runtime.training.bootstrap_simulation`.
+def simulate_start(mesh: Mesh, ranks: int = 3) -> StartReport:
+    """What the start of a world on a mesh of two ranks or more costs: store questions, bytes, groups and seconds.
 
-    ``ranks``: how many of them really run, spread over the mesh. In a process of its own, on the CPU. Raises ValueError
-    for a mesh of one rank, RuntimeError with what that process said if it fails.
+    ``ranks``: how many of them really run, spread over the mesh. This process must not be part of any world.
     """
-    if not isinstance(mesh, (str, Mapping)):
-        raise refuse("mesh", 'a text such as "dp=8,tp=8", or sizes by axis', mesh)
-    made = Mesh.parse(mesh) if isinstance(mesh, str) else Mesh(tuple(mesh.items()))
-    whole_number("ranks", ranks, 1)
-    if made.planned().world_size < 2:
-        raise ValueError(
-            f"simulate_start: needs a mesh of two ranks or more, found {made}; say how many, such as dp=64"
-        )
-    code = f"from {__name__} import tell; tell({str(made)!r}, {ranks})"
-    environment = {k: v for k, v in os.environ.items() if k not in _LAUNCHED}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        raise RuntimeError(f"simulate_start: the simulation failed\n{done.stderr[-3000:]}")
-    return _read(done.stdout.splitlines()[-1])
-
-
-_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def tell(mesh: str, ranks: int) -> None:
-    """Print the report of a simulation in this process, which must not be part of any world, as JSON."""
-    print(json.dumps(asdict(simulate_here(Mesh.parse(mesh), ranks))))
-
-
-def _read(text: str) -> StartReport:
-    told = json.loads(text)
-    mesh = Mesh(tuple((name, size) for name, size in told["mesh"]["axes"]))
-    steps = tuple(Questions(**step) for step in told["steps"])
-    agreement, parallelize, beat = (Questions(**told[name]) for name in ("agreement", "parallelize", "beat"))
-    return StartReport(mesh, told["groups"], told["group_seconds"], agreement, parallelize, steps, beat)
-
-
-def simulate_here(mesh: Mesh, ranks: int) -> StartReport:
-    """`simulate_start` in this process, which must not be part of any world."""
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # no rank hosts the store
     world, count = mesh.world_size, min(ranks, mesh.world_size)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -134,7 +94,7 @@ def simulate_here(mesh: Mesh, ranks: int) -> StartReport:
 
 
 def _one(mesh: Mesh, rank: int, store: dist.Store) -> StartReport:
-    dist.init_process_group(fake_backend(), rank=rank, world_size=mesh.world_size, store=store)
+    dist.init_process_group("fake", rank=rank, world_size=mesh.world_size, store=store)
     try:
         with crowd_of(default_store(), rank, mesh.world_size) as crowd:
             report = _measured(mesh, crowd)
@@ -155,7 +115,7 @@ def _measured(mesh: Mesh, crowd: Crowd) -> StartReport:
     agreement = crowd.asked(lambda: agree_on(groups, [_claim(groups, "x")], "one question"))
     steps = tuple(crowd.asked(lambda: _step(groups)) for _ in range(6))
     beat = crowd.asked(lambda: board().line.ask(_heart(groups).look))
-    return StartReport(mesh, group_count(), seconds, agreement, parallelize, steps, beat)
+    return StartReport(mesh, len(distributed_c10d._world.pg_map) - 1, seconds, agreement, parallelize, steps, beat)
 
 
 def _make_groups(groups: Groups) -> None:
