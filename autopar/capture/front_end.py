@@ -49,9 +49,8 @@ from autopar.capture.trace.frame_stack import roomy
 from autopar.capture.trace.gc_pause import resting_collector
 from autopar.capture.trace.program_checks import refuse_overlaps, refuse_running_values
 from autopar.ir.batch import constants_of
-from autopar.ir.compute_dtypes import Dtypes, cast_around, dtypes_of, stored_by_name
+from autopar.ir.compute_dtypes import Dtypes, cast_around, check_dtypes, dtypes_of, stored_by_name
 from autopar.ir.custom_backward import check_contained
-from autopar.ir.dtype_checks import check_dtypes
 from autopar.ir.exported import Made, buffers_differentiated, read_again, refuse_writes_again, specs_of_inputs
 from autopar.ir.gradient_paths import refuse_other_gradients
 from autopar.ir.signature import InputSpec, OutputSpec, Signature

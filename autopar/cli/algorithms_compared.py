@@ -28,8 +28,7 @@ from autopar.planner.attention_choice import (
     dealt,
 )
 from autopar.report.attention_picture import timeline_svg
-from autopar.report.formatting import human_digits
-from autopar.report.tables import escaped, show_table, table_of
+from autopar.report.tables import escaped, human_digits, show_table, table_of
 
 _WIDTH = 180  # of tables when stdout is no terminal
 

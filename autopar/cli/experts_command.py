@@ -17,8 +17,7 @@ from autopar.cli.shared_arguments import add_device, positive
 from autopar.cost.expert_traffic import DispatchCost, Routing, dispatch_costs
 from autopar.cost.hardware import DEVICES
 from autopar.cost.topology import Topology
-from autopar.report.formatting import human_digits
-from autopar.report.tables import show_table
+from autopar.report.tables import human_digits, show_table
 from autopar.values import DTYPES, dtype_name
 
 _BYTES = dict(zip(DTYPES, (2, 2, 4, 8), strict=True))

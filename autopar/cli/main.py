@@ -18,24 +18,59 @@ interrupted; 141: nobody reads the results.
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import contextlib
 import gc
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from autopar.cli.attention_command import ATTENTION
 from autopar.cli.cache_command import CACHE
-from autopar.cli.command import Parser
-from autopar.cli.demo_command import DEMO
-from autopar.cli.env_command import ENV
+from autopar.cli.command import Command, Parser
 from autopar.cli.experts_command import EXPERTS
 from autopar.cli.plan_command import PLAN
 from autopar.cli.schedule_command import SCHEDULE
+from autopar.cli.shared_arguments import add_option, mesh
 from autopar.cli.show_command import SHOW
 from autopar.cli.verify_command import VERIFY
+from autopar.options import DECLARED
 from autopar.version import VERSION
+
+
+def _env_arguments(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+def _run_env(args: argparse.Namespace) -> int:
+    from autopar.cli.environment import environment_lines  # loads torch
+
+    for line in environment_lines():
+        print(line)
+    return 0
+
+
+ENV = Command("env", "print versions, devices, backends, and what is supported here", _env_arguments, _run_env)
+
+
+def _demo_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--steps", type=int, default=100, help="optimizer steps of each run (default %(default)s)")
+    add("--mesh", type=mesh, default="dp=2,tp=2", help="axes and sizes (default %(default)s)")
+    add_option(parser, DECLARED["zero"], default=3, help=f"{DECLARED['zero'].help} (default: %(default)s)")
+    add("--out", type=Path, default=Path("demo_output"), help="results (default ./%(default)s)")
+
+
+def _run_demo(args: argparse.Namespace) -> int:
+    from autopar.cli.demo import run_demo
+
+    return run_demo(args.steps, args.mesh, args.zero, args.out)
+
+
+DEMO = Command("demo", "a small model, from plan to training, on local processes", _demo_arguments, _run_demo)
+
 
 INTERRUPTED, UNREAD = 130, 141  # exit codes, as of a program that a signal ends
 COMMANDS = (PLAN, SHOW, VERIFY, SCHEDULE, ATTENTION, EXPERTS, CACHE, ENV, DEMO)

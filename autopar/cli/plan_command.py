@@ -65,7 +65,7 @@ def _remark(args: argparse.Namespace) -> None:
 def _run_several(args: argparse.Namespace, meshes: list[Mesh]) -> int:
     """A batch that all of them can cut; options count on the meshes that have their axes."""
     from autopar.cli.compiling import options_for
-    from autopar.report.comparison import show_side_by_side
+    from autopar.report.summary import show_side_by_side
 
     args.batch = args.batch or max(mesh.data_size for mesh in meshes) * args.micro_batches
     found: list[dict[str, Any]] = []

@@ -20,8 +20,7 @@ from rich.table import Table
 from autopar.cli.command import Command, console_of_results
 from autopar.report.chrome_trace import events_of, write_trace
 from autopar.report.html.schedule_picture import svg
-from autopar.report.schedule_grid import grid
-from autopar.report.schedule_summary import Outcome, compare, run_schedule, sent, summary, timeline_facts
+from autopar.report.schedule_summary import Outcome, compare, grid, run_schedule, sent, summary, timeline_facts
 from autopar.report.tables import show_table
 from autopar.schedule.request import SCHEDULES, Costs, Request
 from autopar.schedule.simulate import Timeline

@@ -15,8 +15,8 @@ from torch.fx import Node
 
 from autopar.compile.layer_tensors import ChosenValues, JointInfo, LayerTensors, is_pinned
 from autopar.ir.graph import frozen, is_call
+from autopar.ir.live_values import workspace
 from autopar.ir.storages import Storage, size_of
-from autopar.ir.workspace import workspace
 from autopar.planner.recompute.layer_options import RecomputableValue, ways
 from autopar.planner.recompute.layer_solver import RecomputeOption
 

@@ -7,12 +7,14 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from autopar.ac_policies import AUTO
 from autopar.adapters.fx.lazy import lazy_code
 from autopar.capture.trace.frame_stack import roomy
 from autopar.capture.trace.gc_pause import resting_collector
@@ -21,7 +23,6 @@ from autopar.compile.loss_chunks import Made, in_chunks
 from autopar.compile.parameters import known_batch_dims, normalized
 from autopar.compile.shared_capture import SharedCapture
 from autopar.compile.slices import samples_of
-from autopar.compile.split_points import cut_within_limit, fastest_cuts, follow_limit, same_cuts
 from autopar.compile.stages import StageBuilder
 from autopar.cost.axis_shares import axis_shares
 from autopar.cost.memory import most_static
@@ -99,7 +100,7 @@ def plan_model(
     shared: SharedCapture | None = None,
 ) -> tuple[Plan, tuple[ParameterSpec, ...]]:
     """The plan, and what it makes of the parameters: enough to hold and load them. Compiles only where a memory limit
-    leaves two ways to cut stages (`autopar.compile.split_points`).
+    leaves two ways to cut stages (`autopar.compile.model`).
 
     Only the parameters' decisions are meant to be used; those that depend on the batch are made when it comes.
     ``shared`` keeps the capture for it.
@@ -224,3 +225,37 @@ def keep_outputs(gm: GraphModule, names: Sequence[str]) -> None:
     gm.meta["signature"] = dataclasses.replace(signature, outputs=tuple(spec for spec, _ in kept))
     remove_dead_code(gm)
     gm.recompile()
+
+
+# --- splits at modules that the user names -------------------------------------------------------------
+
+
+def follow_limit(mesh: Mesh, options: Options) -> bool:
+    """Whether a limit says where to cut, if no plan does."""
+    return mesh.size("pp") > 1 and bool(options.memory_limit) and not options.cuts and options.checkpoints == AUTO
+
+
+def fastest_cuts(gm: GraphModule, mesh: Mesh, options: Options, **how: Any) -> Plan:
+    """The plan without a limit."""
+    free = replace(options, memory_limit=0, host_memory=0, checkpoint="none")
+    return make_plan(normalized(gm, Compilation(mesh)), mesh, free, **how)
+
+
+def same_cuts(one: Plan, other: Plan) -> bool:
+    """Whether two plans have the same stages under the same schedule."""
+    assert one.pipeline is not None and other.pipeline is not None
+    return (one.pipeline.schedule, one.pipeline.cuts) == (other.pipeline.schedule, other.pipeline.cuts)
+
+
+def cut_within_limit(
+    gm: GraphModule, mesh: Mesh, options: Options, train: bool, compiled: Callable[..., Compiled]
+) -> Compiled:
+    """What ``compiled(graph)`` makes, or ``compiled(graph, fixed=plan)``. Raises the LimitError of the fastest cuts."""
+    kept = copy_graph(gm)
+    try:
+        return compiled(gm)
+    except LimitError as error:
+        plan = fastest_cuts(copy_graph(kept), mesh, options, train=train)
+        if same_cuts(plan, error.plan):
+            raise
+    return compiled(kept, fixed=plan)

@@ -14,19 +14,26 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autopar.ac_policies import AUTO, NOTHING, PartCheckpoints
-from autopar.compile.parameter_exchanges import place_exchanges
 from autopar.compile.slices import COMPUTE_GRAPHS, merged, sliced_hop
 from autopar.compile.stage_dedup import KnownStages
+from autopar.ir.compute_dtypes import summed_in
 from autopar.ir.conversions import is_conversion
 from autopar.ir.flow import Flow, flow_of
-from autopar.ir.gradient_dtypes import summed_in
 from autopar.ir.graph import layer_of, module_path, placeholders
 from autopar.ir.mesh import TokenSlice
 from autopar.passes.autodiff.backward_builder import forward_calls
 from autopar.passes.autodiff.clone_aliased_grads import CloneAliasedGrads
 from autopar.passes.autodiff.differentiate import Differentiated, lowered
 from autopar.passes.pipelines import STEP_PASSES
-from autopar.passes.stage.parameter_graphs import gather_graph, reduce_graph
+from autopar.passes.stage.accumulate_gradients import split_accumulation
+from autopar.passes.stage.parameter_graphs import (
+    gather_graph,
+    inline_gathers,
+    inline_reductions,
+    late_reduce_graph,
+    reduce_graph,
+    with_gathers,
+)
 from autopar.passes.stage.split_stages import Cut, PartGraph, cut_stages, uncut
 from autopar.passes.stage.split_statistics import split_rounds
 from autopar.plan import Plan
@@ -35,14 +42,13 @@ from autopar.planner.pipeline.step_order import make_order
 from autopar.precision import Precision
 from autopar.rewrite.compilation import Compilation, timed
 from autopar.rewrite.pass_manager import PassManager
-from autopar.rewrite.step_checks import check_gradients, promise
-from autopar.rewrite.step_types import check_step_types
+from autopar.rewrite.step_checks import check_gradients, check_step_types, promise
 from autopar.schedule.lowering import lower
 from autopar.schedule.order import Order, P2PEdge
+from autopar.schedule.order_checks import check_streams
 from autopar.schedule.request import SCHEDULES
 from autopar.schedule.simulate import simulate
-from autopar.schedule.stream_checks import check_streams
-from autopar.steps.graphs import Cache, GlobalStatistics, Pipeline, Stage, StepGraph
+from autopar.steps.graphs import Cache, GlobalStatistics, Pipeline, Stage, StepGraph, grad
 from autopar.steps.of_rank import backwards, graph_name
 
 
@@ -282,3 +288,70 @@ def _prologues(cut: Cut) -> tuple[StepGraph | None, StepGraph | None]:
         inputs, results = [n.name for n in placeholders(graph)], graph.meta["results"]
         found.append(StepGraph(lowered(graph), inputs, list(results)))
     return found[0], found[1]
+
+
+# --- graphs of a part's parameters ---------------------------------------------------------------------
+
+OF_EACH = ("backward", "backward_input", "backward_weight")  # the backwards of every micro-batch
+
+
+def place_exchanges(stage: Stage, used: Mapping[Node, Node] | None, plan: Plan) -> None:
+    """``used``: used node -> its parameter, where G and R were cut out."""
+    options, alone = plan.options, plan.pipeline is None  # without other parts it is known which backward is the last
+    last = alone and stage.backward is not None
+    once = options.reduces_once and options.micro_batches > 1
+    late = options.micro_batches > 1 and not once
+    if used is not None:
+        if not options.gathers_once and stage.gather is not None:
+            _gather_inside(stage)
+        if not once:
+            _reduce_in_each(stage, used, options.precision, late)
+        if last and stage.reduce is not None:
+            _reduce_in_last(stage)
+        if alone:
+            stage.roots = _of_stored(stage.roots, used)
+    elif last and (once or late):
+        assert stage.backward is not None
+        stage.backward, stage.backward_reduce = split_accumulation(stage.backward, options.precision, late)
+    if last and options.micro_batches == 1:
+        stage.backward, stage.backward_reduce = None, stage.backward
+    if stage.gather is not None:
+        stage.gather_forward = with_gathers(stage.forward, stage.gather)
+
+
+def _gather_inside(stage: Stage) -> None:
+    """Parameters are gathered by every graph that uses them, and die in between."""
+    gather = stage.gather
+    assert gather is not None
+    for name in ("forward", *OF_EACH):
+        step = getattr(stage, name)
+        setattr(stage, name, step and inline_gathers(step, gather))
+    stage.gather, stage.gathered = None, {}
+
+
+def _reduce_in_last(stage: Stage) -> None:
+    """Sums overlap with the last backward, which takes what the earlier ones have made."""
+    assert stage.backward is not None and stage.reduce is not None
+    stage.backward_reduce, stage.reduce = inline_reductions(stage.backward, stage.reduce, last=True), None
+
+
+def _reduce_in_each(stage: Stage, used: Mapping[Node, Node], precision: Precision, late: bool) -> None:
+    """Where several graphs make gradients of one parameter, each sums its own."""
+    made: dict[str | None, None] = {}
+    for name in OF_EACH:
+        step = getattr(stage, name)
+        reduce = reduce_graph(used, step.outputs, precision, False, late) if step is not None else None
+        if reduce is not None:
+            setattr(stage, name, inline_reductions(step, reduce))
+            made |= dict.fromkeys(reduce.outputs)
+    stage.reduce = late_reduce_graph(used, made, precision) if late else None
+
+
+def _of_stored(roots: Mapping[str, list[str]], used: Mapping[Node, Node]) -> dict[str, list[str]]:
+    """`Stage.roots` of stored parameters, from those of their used values."""
+    found: dict[str, list[str]] = {}
+    for name in dict.fromkeys(p.name for p in used.values()):
+        each = [roots.get(grad(u.name)) for u, p in used.items() if p.name == name]
+        if None not in each:  # else all
+            found[grad(name)] = list(dict.fromkeys(start for starts in each for start in starts or ()))
+    return found

@@ -20,8 +20,7 @@ from torch.fx import GraphModule, Node
 from autopar.adapters.operators import OpOverload
 from autopar.cost.flops import flops
 from autopar.ir.conversions import conversion_of, is_conversion
-from autopar.ir.graph import global_shape, module_path, tensor_operands
-from autopar.ir.layer_names import compressed, without_indices, without_numbers
+from autopar.ir.graph import compressed, global_shape, module_path, tensor_operands, without_indices, without_numbers
 from autopar.ir.mesh import Mesh
 from autopar.ir.meta import input_specs, names_of_parameters
 from autopar.ir.placement import Shard

@@ -19,7 +19,7 @@ from autopar.cost.flops import node_seconds
 from autopar.cost.hardware import Device, host_link
 from autopar.cost.traffic import Links, transfer
 from autopar.ir.graph import nbytes
-from autopar.ir.waits import WaitPlaces, is_started
+from autopar.ir.waits import WaitPlaces, is_started, pauses_at
 from autopar.ops.traits import COPIES
 
 HOST = "host"  # the link to host memory, beside those of axes
@@ -91,3 +91,68 @@ class _GraphRun:
         self.moving[node] = self.links.seconds(node) or 0.0
         self.exposed[node] = max(self.moving[node] - self.computing[node], 0.0)
         self.now += max(self.computing[node], self.moving[node])
+
+
+# --- graphs that exchange tokens, alone or two by turns ------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """``computes`` seconds, and then starts exchanges, (which, seconds) each, or waits for some."""
+
+    computes: float
+    started: tuple[tuple[int, float], ...] = ()
+    waits: tuple[int, ...] = ()
+
+
+Stretches = tuple[Stretch, ...]
+
+
+def stretches_of(gm: GraphModule, axis: str, device: Device, links: Links) -> Stretches:
+    """Of a step graph, with experts over an axis."""
+    places, found, computes = WaitPlaces(gm), list[Stretch](), 0.0
+    numbers: dict[Node, int] = {}
+
+    def wait(collectives: list[Node]) -> None:
+        nonlocal computes
+        if ours := tuple(numbers[node] for node in collectives if node in numbers):
+            found.append(Stretch(computes, waits=ours))
+            computes = 0.0
+
+    for node in gm.graph.nodes:
+        wait(places.before(node))
+        took = node_seconds(node, device, links)
+        if not is_started(node):
+            computes += took
+            continue
+        if pauses_at([node], axis):
+            numbers[node] = len(numbers)
+            found.append(Stretch(computes, ((numbers[node], took),)))
+            computes = 0.0
+        else:
+            computes += took
+        wait(places.started(node))
+    return (*found, Stretch(computes))
+
+
+def seconds_by_turns(*halves: Stretches) -> float:
+    """Of one graph, or of two that take turns."""
+    now = link = 0.0
+    ends: list[dict[int, float]] = [{} for _ in halves]
+    at, paused = [0] * len(halves), [False] * len(halves)
+    while any(i < len(half) for i, half in zip(at, halves, strict=True)):
+        for k, half in enumerate(halves):
+            while at[k] < len(half):
+                stretch = half[at[k]]
+                if not paused[k]:
+                    now += stretch.computes
+                    for number, took in stretch.started:
+                        link = ends[k][number] = max(now, link) + took
+                    paused[k] = bool(stretch.waits)
+                    if paused[k]:
+                        break
+                else:
+                    paused[k] = False
+                    now = max([now, *(ends[k][number] for number in stretch.waits)])
+                at[k] += 1
+    return now

@@ -12,9 +12,11 @@ reports.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Node
 
 from autopar.cost.stage_memory import walk_rank
@@ -25,7 +27,7 @@ from autopar.ir.placement import Shard
 from autopar.ir.storages import bytes_of
 from autopar.options import Options
 from autopar.steps.graphs import Compiled
-from autopar.steps.of_rank import shared_gradients
+from autopar.steps.of_rank import graphs_of_all, shared_gradients
 
 # Floating states of AdamW per element: the two moments.
 _MOMENTS = 2
@@ -163,3 +165,36 @@ def static_bytes(specs: Mapping[str, ParameterSpec], names: Sequence[str], mesh:
     return sum(p.nbytes(mesh) * (2 if p.requires_grad else 1) for p in held) + sum(
         optimizer_bytes(p, mesh) for p in held if p.requires_grad and not options.optimizer_on_host
     )
+
+
+# --- if routing sends a rank as many tokens as it can --------------------------------------------------
+
+
+def memory_at_worst(compiled: Compiled) -> Memory | None:
+    """Of the rank that needs most; an upper bound, for no routing sends most everywhere. None where no experts are
+    cut."""
+    nodes = {n for gm in graphs_of_all(compiled.pipeline, compiled.prologue) for n in gm.graph.nodes}
+    routed = [n for n in nodes if "most_rows" in n.meta]
+    if not routed:
+        return None
+    with _with_most(routed):
+        return memory(compiled)
+
+
+@contextmanager
+def _with_most(nodes: list[Node]) -> Iterator[None]:
+    """Within: values have as many rows as they may have."""
+    before = [node.meta["val"] for node in nodes]
+    try:
+        for node, val in zip(nodes, before, strict=True):
+            several = isinstance(val, (tuple, list))
+            found = [_of_rows(x, n) for x, n in zip(val if several else [val], node.meta["most_rows"], strict=True)]
+            node.meta["val"] = type(val)(found) if several else found[0]
+        yield
+    finally:
+        for node, val in zip(nodes, before, strict=True):
+            node.meta["val"] = val
+
+
+def _of_rows(x: object, rows: int | None) -> object:
+    return x if rows is None or not isinstance(x, torch.Tensor) else x.new_empty((rows, *x.shape[1:]))

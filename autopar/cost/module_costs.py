@@ -22,9 +22,8 @@ from autopar.ir.graph import arguments, module_path, nbytes, outputs, placeholde
 from autopar.ir.mesh import Mesh
 from autopar.ir.storages import size_of, storages
 from autopar.ops.traits import COPIES, SUMS
-from autopar.steps.graphs import Compiled, Stage
+from autopar.steps.graphs import Compiled, Stage, is_a, of
 from autopar.steps.of_rank import graphs_of_rank
-from autopar.steps.value_names import is_a, of
 
 FORWARD, BACKWARD = "forward", "backward"
 Way = tuple[str, str, str]  # axis, kind, FORWARD or BACKWARD

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from torch.fx import GraphModule
 
 from autopar.cost.flops import seconds_of
+from autopar.cost.graph_times import Stretches, seconds_by_turns, stretches_of
 from autopar.cost.hardware import device_of, links_of
-from autopar.cost.overlap_times import Stretches, seconds_by_turns, stretches_of
+from autopar.cost.topology import Topology
 from autopar.cost.traffic import Links
 from autopar.ir.expert_layers import axis_of_experts
 from autopar.ir.graph import nbytes, placeholders
@@ -18,8 +21,9 @@ from autopar.ir.storages import storage_bytes
 from autopar.plan import Plan
 from autopar.schedule.order import P2PEdge
 from autopar.schedule.request import Costs
-from autopar.steps.graphs import Stage, StepGraph
-from autopar.steps.value_names import is_a
+from autopar.schedule.simulate import Timeline, simulate
+from autopar.steps.graphs import Compiled, Pipeline, Stage, StepGraph, is_a
+from autopar.steps.of_rank import hop_bytes, lowered_order, slice_shares
 
 
 def stage_costs(parts: Sequence[Stage], hops: Sequence[P2PEdge], plan: Plan) -> Costs:
@@ -93,3 +97,54 @@ def _taken(step: StepGraph | None) -> int:
 
 def _hop_bytes(hop: P2PEdge) -> int:
     return sum(math.prod(shape) for shape in hop.shapes) * hop.dtype.itemsize
+
+
+# --- a step, simulated on these costs ------------------------------------------------------------------
+
+
+def step_timeline(compiled: Compiled, unit: float = 1.0) -> Timeline:
+    """The step of a compiled model, as its ranks run it, on times estimated from its graphs, in units of ``unit``
+    seconds; memory in bytes."""
+    pipeline = compiled.pipeline
+    return timeline_of(compiled, stage_costs(pipeline.parts, pipeline.hops, compiled.plan), unit)
+
+
+def timeline_of(compiled: Compiled, costs: Costs, unit: float = 1.0) -> Timeline:
+    """The same on other times."""
+    pipeline = compiled.pipeline
+    if pipeline.order.slices > 1 and not costs.tokens:
+        costs = _of_slices(costs, pipeline, links_of(compiled.plan.options).of("pp"))
+    return simulate(lowered_order(pipeline), in_units(costs, unit))
+
+
+def _of_slices(costs: Costs, pipeline: Pipeline, links: Topology) -> Costs:
+    """From the costs of the token slice that the graphs' shapes are for to those of a micro-batch of several: all grow
+    with the tokens."""
+    shares = slice_shares(pipeline)
+    whole = sum(shares)
+    changed: dict[str, Any] = {}
+    for name in ("F", "B", "W", "stash"):
+        value = getattr(costs, name)
+        changed[name] = tuple(v * whole for v in value) if isinstance(value, tuple) else value * whole
+
+    def received(part: int) -> int:
+        return sum(hop_bytes(h, i) for h in pipeline.hops if h.target == part for i in range(len(shares)))
+
+    changed["activations"] = tuple(kept(part) * whole + received(k) for k, part in enumerate(pipeline.parts))
+    changed["comm"] = links.latency + (costs.comm - links.latency) / len(shares)  # a transfer is of one slice
+    part = tuple(share / whole for share in shares)
+    return replace(costs, **changed, scale=part, tokens=part)
+
+
+def in_units(costs: Costs, unit: float) -> Costs:
+    """Costs with their times in units of ``unit`` seconds."""
+    changed: dict[str, Any] = {}
+    for name in ("F", "B", "W", "comm", "FB", "G", "R"):
+        value = getattr(costs, name)
+        if value is not None:
+            changed[name] = _divided(value, unit)
+    return replace(costs, **changed)
+
+
+def _divided(value: Any, unit: float) -> Any:
+    return tuple(_divided(v, unit) for v in value) if isinstance(value, tuple) else value / unit

@@ -6,7 +6,7 @@
     R       turns the gradient sums of a stage into gradients
 
 At every action: what is there already, values on their way to and from other stages included
-(`autopar.cost.p2p_buffers`), and the live values of the graph that it runs.
+(`autopar.cost.stage_memory`), and the live values of the graph that it runs.
 """
 
 from __future__ import annotations
@@ -15,16 +15,23 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from autopar.cost.p2p_buffers import P2PBuffers
-from autopar.cost.statistics_memory import memory_ahead
 from autopar.ir.graph import outputs, placeholders
 from autopar.ir.live_values import peak_of_values
 from autopar.ir.storages import bytes_of, storage_bytes, storages
 from autopar.precision import PRECISIONS, Precision
-from autopar.schedule.order import COMPUTE, PARAMETERS, TRANSFERS, Action, Order
-from autopar.steps.graphs import Pipeline, StepGraph
-from autopar.steps.of_rank import backwards, exchanges_tokens, graph_of, lowered_order, slice_shares, sum_dtypes
-from autopar.steps.value_names import is_a, of
+from autopar.schedule.order import BACKWARD, COMPUTE, PARAMETERS, TRANSFERS, Action, Order
+from autopar.schedule.order_checks import acknowledged
+from autopar.steps.graphs import Pipeline, StepGraph, is_a, of
+from autopar.steps.of_rank import (
+    backwards,
+    comes_back,
+    exchanges_tokens,
+    graph_of,
+    hop_bytes,
+    lowered_order,
+    slice_shares,
+    sum_dtypes,
+)
 
 
 @dataclass
@@ -295,3 +302,111 @@ def _made(step: StepGraph | None, wanted: Collection[str]) -> int:
     if step is None:
         return 0
     return storage_bytes(step.graph, [i for i, name in enumerate(step.outputs) if name in wanted])
+
+
+# --- values on their way between stages ----------------------------------------------------------------
+
+Key = tuple[str, int, int, int]  # F or B, stage, micro-batch, slice
+
+
+class P2PBuffers:
+    """``size``: bytes of all that is on its way to or from a rank, or between stages of it."""
+
+    def __init__(self, pipeline: Pipeline, order: Order, rank: int) -> None:
+        self._pipeline, self._order, self._rank = pipeline, order, rank
+        self._acknowledged = acknowledged(order, rank)
+        self._posted: dict[Key, list[Action]] = {}
+        self._sizes: dict[Action | Key, int] = {}  # a transfer, or what a unit will take from its own rank
+        self._known: dict[tuple[int, int, str, int], int] = {}
+
+    @property
+    def size(self) -> int:
+        return sum(self._sizes.values())
+
+    def transfer(self, action: Action) -> None:
+        """A send or a receive is started."""
+        here, there = self._order.part_of(action.stage), self._order.part_of(action.peer)
+        self._sizes[action] = self._between(min(here, there), max(here, there), action)
+        if action.kind[0] == "R":
+            self._posted.setdefault(_key(action, action.kind[1]), []).append(action)
+
+    def before(self, action: Action) -> None:
+        """What an F or a backward waits for is its own from here on."""
+        key = _key(action, action.kind[0])
+        for receive in self._posted.pop(key, ()):
+            del self._sizes[receive]
+            for send in self._acknowledged.get(receive, ()):
+                self._sizes.pop(send, None)
+        self._sizes.pop(key, None)
+
+    def after(self, action: Action) -> None:
+        """What an F or a backward hands on to stages of the same rank."""
+        if action.kind != "F" and action.kind not in BACKWARD:
+            return
+        part = self._order.part_of(action.stage)
+        chain = self._order.chains[self._order.chain_of[action.micro_batch]]
+        for other in range(len(chain)):
+            if other == part or self._order.rank_of[chain[other]] != self._rank:
+                continue
+            if (other > part) == (action.kind == "F"):
+                key = (action.kind[0], chain[other], action.micro_batch, action.slice)
+                size = self._between(min(part, other), max(part, other), action)
+                self._sizes[key] = self._sizes.get(key, 0) + size
+
+    def _between(self, source: int, target: int, action: Action) -> int:
+        """Bytes of what goes from a part to a later one, or comes back; what F of the sender saves anyway left out."""
+        way = "back" if "B" in action.kind else "received" if action.kind == "RF" else "sent"
+        key = (source, target, way, action.slice)
+        if key not in self._known:
+            hops = [h for h in self._pipeline.hops if (h.source, h.target) == (source, target)]
+            if way == "back":
+                hops = [h for h in hops if comes_back(self._pipeline, h)]
+            elif way == "sent":
+                hops = [h for h in hops if not self._is_saved(source, h.value)]
+            self._known[key] = sum(hop_bytes(h, action.slice) for h in hops)
+        return self._known[key]
+
+    def _is_saved(self, part: int, value: str) -> bool:
+        """Whether F of a part keeps the storage of a value that it sends."""
+        forward = self._pipeline.parts[part].forward
+        if value not in forward.outputs:  # it was received
+            return False
+        saved = [i for i, name in enumerate(forward.outputs) if is_a(name, "saved")]
+        sent = forward.outputs.index(value)
+        return storage_bytes(forward.graph, [*saved, sent]) == storage_bytes(forward.graph, saved)
+
+
+def _key(action: Action, kind: str) -> Key:
+    return kind, action.stage, action.micro_batch, action.slice
+
+
+# --- rounds ahead of a step ----------------------------------------------------------------------------
+
+
+def memory_ahead(pipeline: Pipeline, order: Order, rank: int) -> tuple[int, int]:
+    """(bytes of all totals, most bytes at once in any round) of the ranks at a coordinate of pp."""
+    here = [order.rank_of[stage] == rank for stage in order.chains[0]]
+    sizes: dict[str, int] = {}  # of everything that graphs of rounds make
+    totals, most = 0, 0
+    for one in pipeline.ahead:
+        for graph in (g for g in one.graphs if g is not None):
+            sizes |= {str(n): bytes_of([x]) for n, x in zip(graph.outputs, outputs(graph.graph), strict=True)}
+        totals += sum(sizes.pop(name) for name in one.totals)
+        mine = [g for k, g in enumerate(one.graphs) if g is not None and here[k]]
+        live = max((peak_of_values(g.graph, {x.name for x in placeholders(g.graph)}) for g in mine), default=0)
+        most = max(most, live)
+    kept = max((_kept(pipeline, here, sizes, r) for r in range(len(pipeline.ahead))), default=0)
+    return totals, totals + order.micro_batches * kept + most
+
+
+def _kept(pipeline: Pipeline, here: list[bool], sizes: dict[str, int], number: int) -> int:
+    """Bytes of the values of a micro-batch that are made or received by a round, or before it, and taken in it or
+    later."""
+    there, later = set[str](), set[str]()
+    for r, one in enumerate(pipeline.ahead):
+        mine = [g for k, g in enumerate(one.graphs) if g is not None and here[k]]
+        if r <= number:
+            there |= {str(n) for g in mine for n in g.outputs} | {h.value for h in one.hops if here[h.target]}
+        if r >= number:
+            later |= {n for g in mine for n in g.inputs} | {h.value for h in one.hops if here[h.source]}
+    return sum(sizes[name] for name in there & later & sizes.keys())

@@ -17,8 +17,7 @@ from autopar.cost.axis_shares import forward_flops
 from autopar.cost.flops import flops
 from autopar.cost.graph_times import GraphTimes, graph_times
 from autopar.cost.hardware import device_of, links_of
-from autopar.cost.stage_costs import stage_costs
-from autopar.cost.step_timeline import timeline_of
+from autopar.cost.stage_costs import stage_costs, timeline_of
 from autopar.cost.traffic import Links
 from autopar.steps.graphs import Compiled, StepGraph
 from autopar.steps.of_rank import graphs_of_rank

@@ -11,15 +11,26 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
+from autopar.adapters.operators import kernel_of
+from autopar.capture.trace.python_workspace import held_within
 from autopar.ir.graph import arguments, is_call, nbytes, output_node, placeholders, shape
 from autopar.ir.placement import repetitions, scaled_blocks
 from autopar.ir.storages import Storage, bytes_of, size_of, storages
 from autopar.ir.waits import WaitPlaces, is_started
-from autopar.ir.workspace import workspace
+from autopar.ops import attention as attention
+from autopar.ops import cross_entropy as cross_entropy
+from autopar.ops import grouped_experts as grouped_experts
+from autopar.ops import vocab_parallel as vocab_parallel  # registers what is named here
+from autopar.ops.kernels import expected_kernel
+from autopar.ops.kernels.chips import MODERN
+from autopar.ops.mask_spec import MaskSpec
 from autopar.ops.traits import COPIES
 
 ours = torch.ops.autopar
@@ -155,3 +166,46 @@ def _moves(whole: tuple[int, ...], dim: int, blocks: list[int]) -> bool:
     """Whether rows, one for each rank, are a copy of the whole: not where they follow each other in it."""
     parts = scaled_blocks(blocks, whole[dim])
     return math.prod(whole[:dim]) > 1 or repetitions(parts) > 1 or len(parts) > 1 or any(b < 0 for b in parts)
+
+
+# --- workspace of calls --------------------------------------------------------------------------------
+
+ATTENTIONS = {ours.attention.default, ours.attention_backward.default}
+IN_PYTHON = ATTENTIONS | {
+    ours.cross_entropy.default,
+    ours.cross_entropy_backward.default,
+    ours.piece_max.default,
+    ours.piece_sums.default,
+    ours.piece_backward.default,
+    ours.moe_dispatch.default,
+    ours.moe_dispatch_backward.default,
+    ours.moe_combine.default,
+    ours.moe_combine_backward.default,
+}
+_FACTS = tuple(MaskSpec.__dataclass_fields__)[:-2]  # the last two are no arguments
+_KNOWN: dict[Any, int] = {}
+
+
+def workspace(node: Node) -> int:
+    """Bytes."""
+    if node.target not in IN_PYTHON:
+        return 0
+    given: dict[str, Any] = map_arg(arguments(node), lambda n: n.meta["val"])
+    key = (node.target, *map(_kind, given.values()))
+    if key not in _KNOWN:
+        function = kernel_of(node.target)
+        assert function is not None
+        _KNOWN[key] = 0 if node.target in ATTENTIONS and _is_fused(given) else held_within(function, given)
+    return _KNOWN[key]
+
+
+def _kind(x: Any) -> Any:
+    if isinstance(x, (list, tuple)):
+        return tuple(map(_kind, x))
+    return (tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x
+
+
+def _is_fused(given: Mapping[str, Any]) -> bool:
+    """Whether a GPU would not hold the scores of all pairs."""
+    facts = MaskSpec(*(given[name] for name in _FACTS))
+    return expected_kernel(MODERN, given["q"], given["k"], given["v"], facts) != "math"

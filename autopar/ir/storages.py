@@ -1,7 +1,7 @@
 """What a graph's values take: the storages behind them. How they live and die: `autopar.ir.live_values`.
 
 A value lives from its node to the last use of any view of it. Sums overwrite an operand where they may.
-What operators hold beside what they return: `autopar.ir.workspace`.
+What operators hold beside what they return: `autopar.ir.live_values`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ random_numbers                numbers of other distributions, likewise
 random_recipes                which of them each random operator of torch is made of
 eager_random                  the same masks and numbers in eager runs
 collectives                   what moves between ranks, by the name of an axis
-moe, cache, gradient, checked, watch      experts, keys of earlier slices, own backwards, reports, ranges
+moe, cache, gradient, watch      experts, keys of earlier slices, own backwards, reports, ranges
 
 Importing this package registers them under `torch.ops.autopar`. Stands on adapters; ir and all above import it.
 """
@@ -19,7 +19,6 @@ from __future__ import annotations
 from autopar.ops import (
     attention,
     cache,
-    checked,
     collectives,
     cross_entropy,
     ctc,
@@ -34,7 +33,6 @@ from autopar.ops import (
 __all__ = [
     "attention",
     "cache",
-    "checked",
     "collectives",
     "cross_entropy",
     "ctc",

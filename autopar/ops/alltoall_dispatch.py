@@ -6,7 +6,7 @@
 
 Counts say which expert a row is for, weights stay at home. More rows than copies (`autopar.ops.dedup_dispatch`)
 wherever two experts of a token are on one rank; the way of Megatron-LM's all-to-all dispatcher and of transformers. Of
-the counts, for which dispatch and combine both ask, a joint graph keeps one (`autopar.passes.autodiff.shared_counts`).
+the counts, for which dispatch and combine both ask, a joint graph keeps one (`autopar.passes.autodiff.joint`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Where an axis has nodes, a token goes once to each node that has an expert of it
 (level "ep/8"), and from it to the ranks of that node ("ep%8"): the same steps twice, and sums of sums on the way back.
 
 `dispatch_by_copies` and `combine_by_copies` are what a local graph calls; both ask for the same counts, of which a
-joint graph keeps one (`autopar.passes.autodiff.shared_counts`). Known as deduplicated dispatch, and in two levels from
+joint graph keeps one (`autopar.passes.autodiff.joint`). Known as deduplicated dispatch, and in two levels from
 DeepEP (DeepSeek-AI, 2025). How many rows come is known when they are there: shapes say how many if routing is even.
 """
 

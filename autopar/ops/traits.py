@@ -25,7 +25,6 @@ from autopar.adapters.operators import OpOverload, is_composite, mutates, return
 from autopar.ops import (  # noqa: F401  (registers what is named here)
     alltoall_dispatch,
     cache,
-    capacity,
     collectives,
     dedup_dispatch,
     grouped_experts,

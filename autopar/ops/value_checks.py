@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from autopar.adapters.operators import check_factorisation
+
 
 @dataclass(frozen=True)
 class ValueNote:
@@ -91,3 +93,19 @@ def watch_count(mask: Tensor, count: int, text: str) -> Tensor:
 @watch_count.register_fake
 def _(mask: Tensor, count: int, text: str) -> Tensor:
     return torch.empty_like(mask)
+
+
+@torch.library.custom_op("autopar::checked", mutates_args=())
+def checked(value: Tensor, info: Tensor, name: str, is_matrix: bool) -> Tensor:
+    """value, unchanged. info: per matrix 0, or what is wrong with it. name: of the function, for the error's words;
+    is_matrix: whether it was given one matrix and not a batch of them."""
+    check_factorisation(info, name, is_matrix=is_matrix)
+    return value.clone()
+
+
+@checked.register_fake
+def _(value: Tensor, info: Tensor, name: str, is_matrix: bool) -> Tensor:
+    return torch.empty_like(value)
+
+
+CHECKED = torch.ops.autopar.checked.default

@@ -4,36 +4,47 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
+from autopar.attention.operator import FACT_NAMES
 from autopar.cost.axis_shares import axis_shares
 from autopar.cost.hardware import device_of
 from autopar.cost.topology import Topologies
 from autopar.ir.batch import BatchDims
-from autopar.ir.graph import global_shape
+from autopar.ir.graph import arguments, calls_of, global_shape
 from autopar.ir.mesh import DATA, Mesh
 from autopar.ir.meta import input_specs
 from autopar.ir.placement import INVARIANT, REPLICATE, Pieces, Placement, Shard, nested_shape
 from autopar.ir.signature import InputSpec
+from autopar.ops.kernels import expected_kernel
+from autopar.ops.kernels.chips import MODERN
+from autopar.ops.mask_spec import MaskSpec
 from autopar.options import Options
 from autopar.plan import UNCLEAR, ParameterPlan, Plan, Stream, graph_digest
 from autopar.planner.batch_dims import decide_batch_dims
 from autopar.planner.context_parallel import ContextPlan, plan_context
-from autopar.planner.derived_notes import derived_notes
 from autopar.planner.experts.expert_axis import expert_axis, kept_axis
-from autopar.planner.experts.expert_notes import capacity_notes, expert_notes
-from autopar.planner.experts.expert_plan import DRAWS, check_draws, expert_parameters, plan_experts
+from autopar.planner.experts.expert_plan import (
+    DRAWS,
+    capacity_notes,
+    check_draws,
+    expert_notes,
+    expert_parameters,
+    plan_experts,
+)
 from autopar.planner.factor_propagation import Analysis
-from autopar.planner.kernel_notes import kernel_notes
 from autopar.planner.option_checks import check_names, check_used
 from autopar.planner.pipeline.pipeline_plan import main_parts, plan_pipeline
 from autopar.planner.pipeline.slice_lengths import best_lengths, slice_lengths, slice_unit, token_count
 from autopar.planner.pipeline.step_order import parameter_specs
 from autopar.planner.plan_fits import check_fits
-from autopar.planner.residual_streams import find_streams
-from autopar.planner.tensor_parallel import TensorParallel, plan_tensor_parallel
+from autopar.planner.tensor_parallel import TensorParallel, find_streams, plan_tensor_parallel
+from autopar.rules.derived import MADE_OF_PARAMETERS, DerivedRule, text_of
 from autopar.schedule.request import SCHEDULES
 
 ONCE, EACH = "once per step", "right before use"  # when parameters are gathered
@@ -284,3 +295,54 @@ def _nothing_to_cut(refused: Mapping[tuple[str, int], str], mesh: Mesh) -> str:
     return (
         f"tensor_parallel: no weight can be cut over axis 'tp' of size {mesh.size('tp')}: {shown}; choose another size"
     )
+
+
+# --- notes ---------------------------------------------------------------------------------------------
+
+PACKAGE, OWN = "flash_attn", "triton_flash"
+_OR_PACKAGE = ", or in that of the package flash-attn where it is installed (extra flash)"
+_PLAIN = "on GPUs in plain products, all scores at once"
+
+
+def kernel_notes(gm: GraphModule) -> list[tuple[str, str]]:
+    """("attention", how many and why) of a normalised global graph, one for each reason."""
+    nodes = calls_of(gm.graph, torch.ops.autopar.attention.default)
+    counts = Counter(why for node in nodes if (why := _why_plain(node)))
+    return [("attention", f"{count} of {len(nodes)} {why}") for why, count in counts.items()]
+
+
+def _why_plain(node: Node) -> str:
+    """Empty if a fused kernel of torch takes it, or if its dtype is none that GPUs are used for."""
+    args: dict[str, Any] = torch.fx.node.map_arg(arguments(node), lambda n: n.meta["val"])
+    q, k, v, facts = args["q"], args["k"], args["v"], MaskSpec(*(args[name] for name in FACT_NAMES))
+    if q.dtype == torch.float64:
+        return ""
+    if facts.dropout:
+        return f"{_PLAIN}: no fused kernel draws dropout of probabilities from positions; without it they are fused"
+    chosen = expected_kernel(MODERN, q, k, v, facts, without=(PACKAGE,))
+    if chosen == "math":
+        return f"{_PLAIN}: no fused kernel takes them together: {_facts(q, v, facts)}"
+    if chosen == OWN:
+        packaged = expected_kernel(MODERN, q, k, v, facts) == PACKAGE
+        return "on GPUs fused in autopar's own kernel" + (_OR_PACKAGE if packaged else "")
+    return ""
+
+
+def _facts(q: torch.Tensor, v: torch.Tensor, facts: MaskSpec) -> str:
+    """'softcap, bias, float32, widths 300 and 300'"""
+    names = ("softcap", "bias", "key_mask", "segments", "window", "chunk", "offset")
+    given = [name.replace("_", " ") for name in names if getattr(facts, name) not in (None, 0, 0.0)]
+    dtype = str(q.dtype).removeprefix("torch.")
+    return ", ".join([*given, dtype, f"widths {q.shape[-1]} and {v.shape[-1]}"])
+
+
+def derived_notes(gm: GraphModule) -> list[tuple[str, str]]:
+    """("rules", operator and what was found) of a normalised global graph, each once."""
+    found: Counter[str] = Counter()
+    for node in gm.graph.nodes:
+        derived = node.meta.get("derived")
+        if derived == MADE_OF_PARAMETERS:
+            found[f"{node.target}: made of parameters alone, computed whole"] += 1
+        elif isinstance(derived, DerivedRule):
+            found[f"{node.target}: derived: {text_of(node)}"] += 1
+    return [("rules", text if count == 1 else f"{text}, {count} times") for text, count in found.items()]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from autopar.ir.graph import arguments, global_shape, is_call, module_path, reach, tensor_operands
+from autopar.ir.mesh import Mesh
 from autopar.ir.placement import REPLICATE, Shard
 from autopar.ops.traits import PRODUCTS
-from autopar.plan import ParameterPlan
+from autopar.plan import ParameterPlan, Stream
 from autopar.planner.factor_propagation import Analysis, Closure, Rejected, close_with_blocks
+from autopar.rules.sequence_parallel import spread_label
 
 # A table that only is looked up is worth an exchange of activations when it holds this share of all parameters.
 LOOKUP_SHARE = 0.01
@@ -178,3 +181,43 @@ def _check_heads(analysis: Analysis, out: TensorParallel) -> None:
             )
     if mistake and not divided:
         raise ValueError(mistake)
+
+
+# --- residual streams: where sequence parallelism starts -----------------------------------------------
+
+SOURCES = (
+    torch.ops.aten.linear.default,
+    torch.ops.aten.embedding.default,
+    torch.ops.autopar.moe_combine.default,
+)
+
+
+def find_streams(
+    gm: GraphModule, contractions: list[Node], mesh: Mesh, axis: str, chunks: Mapping[Node, int]
+) -> tuple[Stream, ...]:
+    """One stream per residual stream: each pending sum (..., sequence, width) that no earlier stream reaches.
+
+    ``chunks``: into how many pieces another axis cuts the sequence of a value; each of them is cut.
+
+    Raises ValueError when a stream's sequence does not divide over the axis.
+    """
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    labels: dict[Node, Shard] = {}
+    streams: list[Stream] = []
+    for node in sorted(contractions, key=order.__getitem__):
+        if not is_call(node, *SOURCES) or len(global_shape(node)) < 3 or node in labels:
+            continue
+        dim = len(global_shape(node)) - 2
+        size, count = global_shape(node)[dim], chunks.get(node, 1)
+        pieces = mesh.size(axis) * count
+        if size % pieces:
+            raise ValueError(
+                f"sequence_parallel: sequence length {size} of the stream in {module_path(node) or node.name} does not "
+                f"divide over axis {axis!r} of size {mesh.size(axis)}{f' in {count} chunks' if count > 1 else ''}; pad "
+                f"to {-(-size // pieces) * pieces} or set sequence_parallel=False"
+            )
+        shard = Shard(dim, (size // count,) * count)
+        reason = f"residual stream of {module_path(node) or node.name}"
+        streams.append(Stream(node.name, dim, reason, axis, shard.blocks))
+        labels |= spread_label(node, shard, mesh, axis)
+    return tuple(streams)

@@ -23,12 +23,10 @@ from autopar.cost.attention_costs import PASSES, AttentionCost, estimate
 from autopar.cost.attention_traffic import is_context_attention, problem_of_node
 from autopar.cost.hardware import Device, device_of, links_of
 from autopar.cost.topology import Topology
-from autopar.ir.graph import has_gradient, module_path
-from autopar.ir.layer_names import compressed, without_indices
+from autopar.ir.graph import compressed, has_gradient, module_path, without_indices
 from autopar.plan import AttentionPlan
 from autopar.planner.context_parallel import AXIS
-from autopar.report.formatting import human_bytes, human_seconds
-from autopar.report.tables import escaped, table_of
+from autopar.report.tables import escaped, human_bytes, human_seconds, table_of
 from autopar.steps.graphs import Compiled
 
 

@@ -20,7 +20,7 @@ from autopar.ir.graph import arguments, getitem_index, module_path, nbytes
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import INVARIANT
 from autopar.ops.traits import COPIES
-from autopar.report.formatting import human_bytes
+from autopar.report.tables import human_bytes
 
 DTYPES = {
     torch.float64: "f64",

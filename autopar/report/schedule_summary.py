@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from autopar.schedule.order import Order
+from rich.text import Text
+
+from autopar.report.chrome_trace import Event, events_of
+from autopar.schedule.order import COMPUTE, Action, Order
 from autopar.schedule.request import SCHEDULES, Costs, Request
 from autopar.schedule.simulate import Timeline, simulate
 
@@ -90,3 +96,123 @@ def sent(order: Order) -> int:
         for i, chain in enumerate(order.chains)
     ]
     return sum(hops) * order.slices
+
+
+MOST_BLOCKS = 8
+
+# Ink and paper by kind, for the first and for later stages of a rank.
+_INK = "#1c2330"
+_PAPER = {
+    "F": ("#7fb0f5", "#bcd5fa"),
+    "B": ("#63c7a0", "#b3e4d1"),
+    "W": ("#f3c65c", "#f9e4b2"),
+    "BW": ("#e38fb4", "#f2cbdc"),
+    "BWR": ("#cf6a99", "#e8b1ca"),
+}
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """What a rank does from column ``first`` up to column ``last``."""
+
+    first: int
+    last: int
+    label: str
+    style: str
+
+
+def grid(timeline: Timeline, width: int = 120) -> Text:
+    """The grid, at most ``width`` columns wide; coloured by kind where it is printed on a terminal."""
+    rows = _rows(timeline)
+    names = [f"rank {rank}" for rank in range(len(rows))]
+    margin = max(map(len, names)) + 2
+    columns = max(width - margin, 20)
+    scale = max(((len(label) + 1) / time for row in rows for _, time, label, _ in row), default=1.0)
+    span = timeline.makespan
+    if span * scale > MOST_BLOCKS * columns:
+        return Text(sequence(timeline.order, width))
+    if span * scale <= columns:  # whole columns per unit of time look even
+        scale = max(scale, math.floor(columns / span)) if scale <= math.floor(columns / span) < 2 * scale else scale
+    origin = min(start for start, _ in timeline.window)
+    cells = [[_cell(origin, scale, *facts) for facts in row] for row in rows]
+    total = max((cell.last for row in cells for cell in row), default=0)
+    out = Text()
+    # A block shows the cells that begin in it as a whole, so it keeps room for the widest at its end.
+    widest = max((cell.last - cell.first for row in cells for cell in row), default=0)
+    step = columns if total <= columns else max(columns - widest, columns // 2)
+    step = math.ceil(total / math.ceil(total / step)) if total else 1  # blocks of one length
+    for first in range(0, total, step):
+        last = min(first + step, total)
+        out.append(("\n" if first else "") + " " * margin + _ruler(first, last, scale, span) + "\n", style="dim")
+        for name, row in zip(names, cells):
+            out.append(name.ljust(margin))
+            _line(out, [cell for cell in row if cell.first < last and cell.last > first], first)
+    return out
+
+
+def sequence(order: Order, width: int = 120) -> str:
+    """The actions of each rank in order, without times."""
+    label = len(f"rank {len(order.ranks) - 1}") + 2
+    lines = []
+    for rank, actions in enumerate(order.ranks):
+        text = " ".join(str(action) for action in actions).replace("& ", "&")
+        lines += textwrap.wrap(
+            text, max(width, 20), initial_indent=f"rank {rank}".ljust(label), subsequent_indent=" " * label
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _rows(timeline: Timeline) -> list[list[tuple[float, float, str, str]]]:
+    """Per rank: (start, time, label, style) of each cell; two actions that run together are one cell."""
+    several = any(len({a.stage for a in actions}) > 1 for actions in timeline.order.ranks)
+    rows: list[list[list[Event]]] = [[] for _ in timeline.order.ranks]
+    for event in events_of(timeline):
+        row = rows[event[0]]
+        if event[1].kind in COMPUTE:
+            together = row and row[-1][0][1].paired and row[-1][0][2:] == event[2:]
+            row[-1].append(event) if together else row.append([event])
+    out = []
+    for row in rows:
+        stages = sorted({e[1].stage for cell in row for e in cell})
+        styles = [_style(cell[0][1], stages) for cell in row]
+        labels = ["&".join(_label(e[1], several) for e in cell) for cell in row]
+        out.append([(c[0][2], c[0][3] - c[0][2], label, style) for c, label, style in zip(row, labels, styles)])
+    return out
+
+
+def _label(action: Action, several: bool) -> str:
+    return str(action).rstrip("&") if several else str(action).removeprefix(str(action.stage)).rstrip("&")
+
+
+def _style(action: Action, stages: Sequence[int]) -> str:
+    return f"{_INK} on {_PAPER[action.kind][min(stages.index(action.stage), 1)]}"
+
+
+def _cell(origin: float, scale: float, start: float, time: float, label: str, style: str) -> _Cell:
+    first, last = (math.floor((t - origin) * scale + 0.5 + 1e-6) for t in (start, start + time))
+    return _Cell(first, last, label, style)
+
+
+def _line(out: Text, cells: Sequence[_Cell], first: int) -> None:
+    at = first
+    for cell in cells:
+        out.append(" " * (cell.first - at))
+        text = f"{cell.label:─<{cell.last - cell.first - 1}} "
+        if cell.first < first:  # begun, and named, in the block before
+            text = f"{'':─<{cell.last - first - 1}} "
+        out.append(text, cell.style)
+        at = cell.last
+    out.rstrip()
+    out.append("\n")
+
+
+def _ruler(first: int, last: int, scale: float, span: float) -> str:
+    """Times above the columns at which they are."""
+    step = 10.0 ** math.floor(math.log10(8 / scale))
+    step = next(step * f for f in (1, 2, 5, 10, 20) if step * f * scale >= 8)
+    text = ""
+    for i in range(math.floor(span / step) + 1):
+        column = math.floor(i * step * scale + 0.5)
+        if first <= column < last - len(f"{i * step:g}") + 1:
+            text = text.ljust(column - first) + f"{i * step:g}"
+    return text

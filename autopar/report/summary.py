@@ -10,28 +10,27 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from autopar.ac_policies import LayerCheckpoint
-from autopar.cost.memory import Memory, memories
+from autopar.cost.memory import Memory, memories, memory_at_worst
+from autopar.cost.stage_costs import step_timeline
 from autopar.cost.step_estimate import step_estimate
-from autopar.cost.step_traffic import graph_runs, step_communication, transfer_seconds
-from autopar.cost.traffic import Volume
-from autopar.cost.worst_case_memory import memory_at_worst
-from autopar.ir.layer_names import compressed, without_indices, without_numbers
+from autopar.cost.traffic import Volume, graph_runs, step_communication, transfer_seconds
+from autopar.ir.graph import compressed, modules_of, without_indices, without_numbers
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
 from autopar.plan import Plan
 from autopar.report.attention_summary import attention_summary, attention_table
-from autopar.report.formatting import human_bytes, human_seconds
 from autopar.report.graph_text import DTYPES
-from autopar.report.pipeline_summary import pipeline_summary, pipeline_tables
-from autopar.report.tables import escaped, show_table, table_of
+from autopar.report.tables import escaped, fits, human_bytes, human_count, human_seconds, show_table, table_of
+from autopar.schedule.simulate import Timeline, per_part
 from autopar.steps.graphs import Compiled
+from autopar.steps.of_rank import hop_bytes, parts_of
 
 AXIS_SHARES = "What each axis cuts, of bytes of parameters and FLOPs of the forward, and what it leaves whole"
 CHECKPOINT_ROWS = "What the backward makes again: values per layer, what each keeps, on the host, time of all layers"
@@ -316,3 +315,178 @@ def _axis(name: str) -> str:
     one group, 'dp,ep', as they are."""
     axis, level, count = re.fullmatch(r"([\w,]+)([%/]?)(\d*)", name).groups()  # type: ignore[union-attr]
     return {"%": f"{axis}, {count} neighbours", "/": f"{axis}, ranks {count} apart"}.get(level, axis)
+
+
+# --- pipelines -----------------------------------------------------------------------------------------
+
+Volumes = Mapping[tuple[str, str], Volume]
+
+
+def pipeline_summary(
+    compiled: Compiled, memories: Sequence[Mapping[str, int]], volumes: Sequence[Volumes]
+) -> dict[str, Any]:
+    """Plain JSON values. memories, volumes: of a rank for every coordinate on pp.
+
+    Times are seconds on the device that the options name; ``time`` of a part is its share of all compute.
+    """
+    pipeline, plan = compiled.pipeline, compiled.plan.pipeline
+    assert plan is not None
+    timeline = step_timeline(compiled)
+    order = pipeline.order
+    sent = [sum(v.bytes for v in volume.values()) for volume in volumes]
+    peaks = [memory["peak"] for memory in memories]
+    return {
+        "schedule": plan.schedule,
+        "device": compiled.plan.options.device,
+        "why": [reason for subject, reason in compiled.plan.notes if subject == "pipeline"],
+        "chunks": plan.chunks,
+        "slices": list(plan.slices),
+        "micro_batches": order.micro_batches,
+        "parts": part_rows(compiled, timeline),
+        "makespan": timeline.makespan,
+        "step": timeline.cost,
+        "bubble": timeline.bubble,
+        "fullest": peaks.index(max(peaks)),
+        "busiest": sent.index(max(sent)),
+        "ranks": [
+            {
+                "rank": rank,
+                "parts": parts_of(order, rank),
+                "busy": timeline.busy[rank],
+                "idle": timeline.idle[rank],
+                "live": timeline.live[rank],
+                "sent": sent[rank],
+                **memory,
+            }
+            for rank, memory in enumerate(memories)
+        ],
+    }
+
+
+def part_rows(compiled: Compiled, timeline: Timeline) -> list[dict[str, Any]]:
+    """What each part of the model is, on which ranks it runs, and what one micro-batch takes there. parameters: their
+    number. activations: kept from F until B. sent: values for later parts."""
+    pipeline, plan = compiled.pipeline, compiled.plan.pipeline
+    assert plan is not None
+    order, costs = timeline.order, timeline.costs
+    specs = {p.name: p for p in compiled.parameters}
+    times = [sum(per_part(getattr(costs, kind), k) for kind in "FBW") for k in range(order.parts)]
+    rows = []
+    for k, part in enumerate(pipeline.parts):
+        rows.append(
+            {
+                "part": k,
+                "ranks": sorted({order.rank_of[chain[k]] for chain in order.chains}),
+                "begins": plan.cuts[k - 1] if k else "",
+                "modules": modules_of(name for name in specs if name in part.parameters),
+                "parameters": sum(math.prod(specs[name].shape) for name in part.parameters),
+                "time": times[k] / (sum(times) or 1.0),
+                "activations": round(per_part(costs.activations, k)),
+                "sent": sum(hop_bytes(h, i) for h in pipeline.hops if h.source == k for i in range(len(h.shapes))),
+            }
+        )
+    return rows
+
+
+# --- tables --------------------------------------------------------------------------------------------------
+
+
+def pipeline_tables(summary: Mapping[str, Any]) -> list[Table]:
+    """The summary as tables."""
+    return [_facts(summary), _parts(summary), _ranks(summary)]
+
+
+def _facts(summary: Mapping[str, Any]) -> Table:
+    table = table_of("Pipeline", "what", "value")
+    table.add_row("schedule", summary["schedule"])
+    for reason in summary["why"]:
+        table.add_row("", escaped(reason))
+    table.add_row("micro-batches", str(summary["micro_batches"]))
+    if summary["slices"]:
+        table.add_row("token slices", ", ".join(map(str, summary["slices"])))
+    table.add_row(f"step, simulated for {summary['device']}", human_seconds(summary["step"]))
+    table.add_row("bubble", f"{summary['bubble']:.1%}")
+    return table
+
+
+def _parts(summary: Mapping[str, Any]) -> Table:
+    right = ("parameters", "time", "activations", "sent")
+    table = table_of("Parts (bytes of one micro-batch)", "part", "on pp", "modules", *right, right=right)
+    for row in summary["parts"]:
+        ranks = ", ".join(map(str, row["ranks"]))
+        sizes = [human_bytes(row[name]) for name in ("activations", "sent")]
+        modules = escaped(row["modules"]) or row["begins"]
+        table.add_row(str(row["part"]), ranks, modules, human_count(row["parameters"]), f"{row['time']:.1%}", *sizes)
+    return table
+
+
+def _ranks(summary: Mapping[str, Any]) -> Table:
+    columns: tuple[str, ...] = (
+        "busy",
+        "idle",
+        "live",
+        "activations",
+        "parameters",
+        "optimizer",
+        "gathered",
+        "peak",
+        "sent",
+    )
+    if not any(row["gathered"] for row in summary["ranks"]):
+        columns = tuple(c for c in columns if c != "gathered")
+    table = table_of("Ranks of pp, per step", "pp", "parts", *columns, right=columns)
+    for row in summary["ranks"]:
+        found = {name: human_bytes(row[name]) for name in columns if name in row}
+        found |= {"activations": human_bytes(row["saved"]), "live": str(row["live"])}
+        found |= {name: human_seconds(row[name]) for name in ("busy", "idle")}
+        table.add_row(str(row["rank"]), ", ".join(map(str, row["parts"])), *(found[name] for name in columns))
+    return table
+
+
+# --- several plans side by side ------------------------------------------------------------------------
+
+_NUMBERS = ("ranks", "a step", "tokens/s", "MFU", "exposed", "bubble", "memory", "of it weights", "optimizer", "sent")
+
+
+def show_side_by_side(summaries: Sequence[Mapping[str, Any]], examples: int, tokens: int, console: Console) -> None:
+    """Print a row per mesh, the fastest marked. summaries: of `autopar.report.summary.summarize`, each with its "mesh";
+    one with "refused" instead says why there is none. examples, tokens: of the whole batch, of an example."""
+    title = f"{summaries[0]['model']}: {examples} examples of {tokens} tokens in a step, on each mesh"
+    rows = {_mesh(s): _numbers(s, examples * tokens) for s in summaries if "refused" not in s}
+    seconds = {_mesh(s): s["step"]["seconds"] for s in summaries if "refused" not in s}
+    fastest = min(seconds, key=seconds.__getitem__, default="")
+    table = table_of(title, "", "mesh", *_NUMBERS, right=_NUMBERS)
+    for mesh, numbers in rows.items():
+        table.add_row("fastest" if mesh == fastest else "", mesh, *numbers)
+    if not fits(console, table):  # a column for each mesh
+        table = table_of(title, "", *rows, right=tuple(rows))
+        table.add_row("", *("fastest" if mesh == fastest else "" for mesh in rows))
+        for i, name in enumerate(_NUMBERS):
+            table.add_row(name, *(numbers[i] for numbers in rows.values()))
+    if rows:
+        show_table(console, table)
+    for summary in summaries:
+        if "refused" in summary:
+            console.print(f"{_mesh(summary)}: {escaped(summary['refused'])}")
+
+
+def _mesh(summary: Mapping[str, Any]) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in summary["mesh"].items())
+
+
+def _numbers(summary: Mapping[str, Any], tokens: int) -> list[str]:
+    step, memory = summary["step"], summary["memory"]
+    sent = sum(row["bytes"] for row in summary["communication"])
+    bubble = f"{summary['pipeline']['bubble']:.1%}" if "pipeline" in summary else ""
+    return [
+        str(summary["ranks"]),
+        human_seconds(step["seconds"]),
+        human_count(tokens / step["seconds"]),
+        f"{step['utilization']:.1%}",
+        human_seconds(step["exposed"]),
+        bubble,
+        human_bytes(memory["peak"]),
+        human_bytes(memory["parameters"]),
+        human_bytes(memory["optimizer"]),
+        human_bytes(sent),
+    ]

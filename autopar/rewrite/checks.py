@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from operator import is_
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
 from autopar.adapters.operators import mutates
 from autopar.ir.conversions import conversion_of, is_conversion, uncast
 from autopar.ir.expert_layers import axis_of_experts
-from autopar.ir.graph import describe, global_shape, has_gradient, outputs, placeholders, placement, shape_on, values
+from autopar.ir.graph import (
+    calls_of,
+    describe,
+    global_shape,
+    has_gradient,
+    is_call,
+    layer_of,
+    outputs,
+    placeholders,
+    placement,
+    shape_on,
+    values,
+)
 from autopar.ir.meta import input_specs, names_of_parameters
 from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATE, Invariant, Placement, Shard, check_shard, conversion
 from autopar.ir.storages import shared_outputs
 from autopar.rewrite.compilation import Compilation
-from autopar.rewrite.step_checks import check_step
-from autopar.rewrite.tidy_checks import check_gathers_together, check_plain
+from autopar.rewrite.step_checks import StepError, check_step
 from autopar.rules import RuleError, local_shapes, matches, operand_placements, result_placements, type_of
 
 Check = Callable[[GraphModule, "Compilation"], None]
@@ -166,6 +179,46 @@ def check_owned(gm: GraphModule, ctx: Compilation) -> None:
     if shared:
         found = ", ".join(describe(outputs(gm)[i]) for i in shared)
         raise PlacementError(f"gradients that share their storage leave a step: {found}")
+
+
+ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+def check_plain(gm: GraphModule, ctx: Compilation) -> None:
+    """Nothing takes a value through a detach or an alias: patterns of operators are found behind each other."""
+    for node in calls_of(gm.graph, *ALIASES):
+        if any(user.op != "output" for user in node.users):
+            raise StepError(f"{describe(node)} stands between a value and its users")
+
+
+def check_gathers_together(gm: GraphModule, ctx: Compilation) -> None:
+    """The gathers of the parameters of a layer stand side by side."""
+    for group in gathers_by_layer(gm):
+        for before, after in itertools.pairwise(group):
+            if before.next is not after:
+                raise StepError(f"{describe(after)} stands behind {describe(before.next)}, apart from its layer")
+
+
+def is_parameter_gather(node: Node) -> bool:
+    """An all-gather of a placeholder, cast or not, or of a placeholder that another gather made whole."""
+    if not is_call(node, torch.ops.autopar.all_gather.default):
+        return False
+    source = node.args[0]
+    return isinstance(source, Node) and (uncast(source).op == "placeholder" or is_parameter_gather(source))
+
+
+def gathers_by_layer(gm: GraphModule) -> list[list[Node]]:
+    """Gathers in order, grouped by the layer that uses them first."""
+    groups: list[list[Node]] = []
+    last = None
+    for node in calls_of(gm.graph, torch.ops.autopar.all_gather.default):
+        if is_parameter_gather(node):
+            layer = layer_of(node) or layer_of(next(iter(node.users)))
+            if not groups or layer != last:
+                groups.append([])
+                last = layer
+            groups[-1].append(node)
+    return groups
 
 
 CHECKS: dict[str, Check] = {

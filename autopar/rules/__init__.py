@@ -3,12 +3,11 @@
 rule, call, builders        what a rule says, of which call, and how families of rules are made
 table                       operator -> rule; one without a row is an error that names it
 known_rules                 rules that were made before
-derivation, derived         what is found out about calls that the table does not know
-call_forms, trials          how: what they are tried with, and one try
-derived_calls               such rules in files
+infer_rule, derived         what is found out about calls that the table does not know, and such rules in files
+call_forms, rule_trials     how: what they are tried with, and one try
 core                        the same for operators that only differentiation makes
-held, held_calls            what ranks hold of values without gradients of their own: types of step graphs
-special, picks, views, matrices, space, attention_rules, gradient_holes      rules with a meaning of their own
+local_types, local_type_rules    what ranks hold of values without gradients of their own: types of step graphs
+special, picks, views, matrices, space, grad_placeholder      rules with a meaning of their own
 custom_backwards            whether an operator of others has a backward that is linear
 follow                      one dim along the dataflow
 
@@ -26,8 +25,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import INVARIANT, Invariant, Pieces, Placement, nested_shape
 from autopar.rules.builders import opaque
 from autopar.rules.call import Call
-from autopar.rules.derived import DerivedRule, NoRule
-from autopar.rules.derived_calls import text_of
+from autopar.rules.derived import DerivedRule, NoRule, text_of
 from autopar.rules.grad_placeholder import TARGETS, type_of_part
 from autopar.rules.known_rules import known_results, known_rule
 from autopar.rules.rule import Cat, Cut, Rule, RuleError, apply, matches

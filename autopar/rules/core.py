@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from autopar.rules.attention_rules import LinkedRule, attention_rule
 from autopar.rules.builders import UNARY, einsum_rule, named_dims, pointwise, words
 from autopar.rules.call import Call, RuleFunction
 from autopar.rules.rule import Rule
 from autopar.rules.space import convolution_rule
-from autopar.rules.special import ctc_loss_rule, layer_norm_rule
+from autopar.rules.special import LinkedRule, attention_rule, ctc_loss_rule, layer_norm_rule
 from autopar.rules.table import RULES, overloads
 from autopar.rules.views import split_rule
 

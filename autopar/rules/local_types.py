@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.ir.placement import Partial, Placement, Shard
-from autopar.rules.attention_rules import LinkedRule
 from autopar.rules.call import Call
 from autopar.rules.rule import Cat, Dims, Rule
+from autopar.rules.special import LinkedRule
 
 SAME, PART, ANY = "the same everywhere", "a pending sum", "unknown"
 Rows = int | None

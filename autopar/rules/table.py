@@ -18,7 +18,6 @@ from autopar.rules import picks as pick
 from autopar.rules import space
 from autopar.rules import special as sp
 from autopar.rules import views as vw
-from autopar.rules.attention_rules import attention_rule
 from autopar.rules.builders import (
     blocks_dims,
     einsum_of_call,
@@ -32,6 +31,7 @@ from autopar.rules.builders import (
 )
 from autopar.rules.call import Call, RuleFunction
 from autopar.rules.matrices import cross, diagonal, diagonal_matrices, diagonal_written, distances, matrices, solve
+from autopar.rules.special import attention_rule
 
 RULES: dict[Any, RuleFunction] = {}
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from autopar.schedule.dependencies import Dependencies, Key, key_of
-from autopar.schedule.order import COMPUTE, PARAMETERS, TRANSFERS, Action, Order, ScheduleError
+from autopar.schedule.order import BACKWARD, COMPUTE, PARAMETERS, TRANSFERS, Action, Order, ScheduleError
 from autopar.schedule.order_checks import check_channels
 from autopar.schedule.request import Costs
 
@@ -283,3 +283,79 @@ def _memory_change(order: Order, costs: Costs, action: Action) -> float:
     share = costs.tokens[action.slice] if costs.tokens else 1 / order.slices
     held, stash = per_part(costs.activations, part) * share, per_part(costs.stash, part) * share
     return {"F": held, "B": stash - held, "W": -stash, "BW": -held, "BWR": -held}[action.kind]
+
+
+# --- what an action waits for --------------------------------------------------------------------------
+
+Key = tuple[str, int, int, int, int]
+"""(kind, stage, micro-batch, slice, peer) of an action; BW and BWR count as B."""
+
+
+def key_of(action: Action) -> Key:
+    """What others wait for when they wait for this action."""
+    kind = "B" if action.kind in BACKWARD else action.kind
+    return kind, action.stage, action.micro_batch, action.slice, action.peer
+
+
+class Dependencies:
+    """``dependencies(action)`` lists the keys that the action waits for."""
+
+    def __init__(self, order: Order) -> None:
+        """``order``: lowered or not."""
+        self.slices = order.slices
+        self.before: dict[int, int] = {}  # stage -> stage whose F comes first without a transfer
+        self.behind: dict[int, int] = {}
+        for chain in order.chains:
+            for i, stage in enumerate(chain):
+                known = [s for s in chain[:i] if not order.lowered or order.rank_of[s] == order.rank_of[stage]]
+                if known:
+                    self.before[stage] = known[-1]
+            for stage, following in pairwise(chain):
+                if not order.lowered:
+                    self.behind[stage] = following
+        if order.lowered:
+            self.behind = {first: second for second, first in self.before.items()}
+        self.receives: dict[tuple[str, int, int, int], list[Key]] = {}
+        for actions in order.ranks:
+            for action in actions:
+                if action.kind in ("RF", "RB"):
+                    unit = (action.kind[1], action.stage, action.micro_batch, action.slice)
+                    self.receives.setdefault(unit, []).append(key_of(action))
+
+    def __call__(self, action: Action) -> list[Key]:
+        """Keys in the order in which it is best to look at them: what is latest first."""
+        kind, stage, micro_batch, piece = action.kind, action.stage, action.micro_batch, action.slice
+        if kind in ("W", "SB"):
+            return [("B", stage, micro_batch, piece, -1)]
+        if kind == "SF":
+            return [("F", stage, micro_batch, piece, -1)]
+        if kind == "F":
+            return self._forward(stage, micro_batch, piece)
+        if kind in BACKWARD:
+            return self._backward(stage, micro_batch, piece)
+        return []
+
+    def _forward(self, stage: int, micro_batch: int, piece: int) -> list[Key]:
+        keys = self._received("F", stage, micro_batch, piece)
+        if stage in self.before:
+            keys.append(("F", self.before[stage], micro_batch, piece, -1))
+        if piece > 0:
+            keys.append(("F", stage, micro_batch, piece - 1, -1))
+        return keys
+
+    def _backward(self, stage: int, micro_batch: int, piece: int) -> list[Key]:
+        keys = self._received("B", stage, micro_batch, piece)
+        if stage in self.behind:
+            keys.append(("B", self.behind[stage], micro_batch, piece, -1))
+        if piece < self.slices - 1:
+            keys.append(("B", stage, micro_batch, piece + 1, -1))
+        keys.append(("F", stage, micro_batch, piece, -1))
+        return keys
+
+    def _received(self, way: str, stage: int, micro_batch: int, piece: int) -> list[Key]:
+        """The receives of a unit, which must be posted, and the sends at the other end."""
+        if not self.receives:
+            return []
+        posted = self.receives.get((way, stage, micro_batch, piece), [])
+        sends = [(f"S{way}", peer, micro_batch, piece, stage) for _, _, _, _, peer in posted]
+        return [*posted, *sends]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 from torch.fx import GraphModule
@@ -29,7 +29,7 @@ class Prologue:
 class StepGraph:
     """A graph that takes the values named in ``inputs`` and makes those named in ``outputs`` (None: no value).
 
-    Names are those of `autopar.steps.value_names`. ``grad:`` of a loss is 1 in a training step, and what autograd says
+    Names are those of `autopar.steps.graphs`. ``grad:`` of a loss is 1 in a training step, and what autograd says
     behind ``model(**batch)``. Ints ``slice_start`` and ``slice_length`` say which token slice runs.
     """
 
@@ -196,3 +196,49 @@ class Compiled:
     def losses(self) -> list[str]:
         """Names of the outputs that a training step differentiates."""
         return list(dict.fromkeys(name for part in self.pipeline.parts for name in part.losses))
+
+
+def grad(name: str) -> str:
+    """The gradient of a value."""
+    return f"grad:{name}"
+
+
+def saved(name: str) -> str:
+    """What F keeps of a value."""
+    return f"saved:{name}"
+
+
+def on_host(name: str) -> str:
+    """What F keeps of a value in host memory."""
+    return f"host:{name}"
+
+
+def stash(name: str) -> str:
+    """What B keeps of a value."""
+    return f"stash:{name}"
+
+
+def earlier_sum(name: str) -> str:
+    """The sum of a value's gradients so far."""
+    return f"sum:{name}"
+
+
+def output(place: int) -> str:
+    """An output of the model, by its place."""
+    return f"output:{place}"
+
+
+def is_a(name: object, *kinds: str) -> TypeGuard[str]:
+    """Whether this is the name of a value of one of ``kinds``: "grad", "saved", "host", "stash", "sum",
+    "output"."""
+    return isinstance(name, str) and ":" in name and name.partition(":")[0] in kinds
+
+
+def of(name: str) -> str:
+    """What it is the gradient, the saved value, ... of."""
+    return name.partition(":")[2]
+
+
+def output_place(name: str) -> int:
+    """The place of an output."""
+    return int(of(name))

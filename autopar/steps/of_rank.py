@@ -16,15 +16,14 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.fx.graph_nodes import copied_node
 from autopar.adapters.fx.lazy import graph_module
-from autopar.ir.gradient_dtypes import added_in
+from autopar.ir.compute_dtypes import added_in
 from autopar.ir.graph import ancestors, is_call, outputs, placeholders
 from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec
 from autopar.precision import Precision
 from autopar.schedule.lowering import lower
 from autopar.schedule.order import BACKWARD, TRANSFERS, Order, P2PEdge
-from autopar.steps.graphs import Pipeline, Prologue, Stage, StepGraph
-from autopar.steps.value_names import grad, is_a, of
+from autopar.steps.graphs import Pipeline, Prologue, Stage, StepGraph, grad, is_a, of
 
 GRAPHS = {
     "F": "forward", "BW": "backward", "B": "backward_input", "W": "backward_weight", "BWR": "backward_reduce",

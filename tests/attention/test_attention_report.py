@@ -24,16 +24,16 @@ from autopar.attention.program import ExchangeEvent
 from autopar.capture.front_end import capture
 from autopar.compile.model import compile_graph
 from autopar.cost.attention_costs import PASSES, pass_timeline
-from autopar.cost.step_traffic import step_communication
+from autopar.cost.traffic import step_communication
 from autopar.ir.graph import copy_graph
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.report.attention_picture import MOST_RANKS
 from autopar.report.attention_summary import attention_summary, attentions_of
 from autopar.report.dump.dump import Dumper, plan_rows
-from autopar.report.formatting import human_bytes
 from autopar.report.html.attention_section import SECTION, attention_sections
 from autopar.report.summary import show_summary, summarize
+from autopar.report.tables import human_bytes
 from autopar.steps.graphs import Compiled
 
 SVG = "{http://www.w3.org/2000/svg}"

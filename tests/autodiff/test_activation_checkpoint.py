@@ -23,7 +23,7 @@ from autopar.ac_policies import AC_POLICIES, ForwardValue
 from autopar.capture.front_end import capture
 from autopar.compile.model import compile_graph, compile_model
 from autopar.cost.memory import memories, memory
-from autopar.cost.step_traffic import step_communication
+from autopar.cost.traffic import step_communication
 from autopar.ir.graph import copy_graph
 from autopar.ir.mesh import Mesh
 from autopar.options import Options

@@ -15,7 +15,7 @@ from torch.fx import Node
 from autopar.api import parallelize
 from autopar.compile.model import compile_model
 from autopar.cost.memory import memories, memory
-from autopar.cost.step_traffic import step_communication
+from autopar.cost.traffic import step_communication
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
 from autopar.ops.traits import PRODUCTS

@@ -38,7 +38,7 @@ from autopar.ops.traits import PRODUCTS
 from autopar.options import Options
 from autopar.passes.autodiff.joint import Joint
 from autopar.planner.recompute.layer_solver import MemoryBudget, least_time
-from autopar.steps.value_names import grad, saved
+from autopar.steps.graphs import grad, saved
 
 BUDGETS = [i / 10 for i in range(11)]
 PICTURE = DOCS.parent / "pictures" / "measured" / "checkpoints.svg"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.api import parallelize
 from autopar.compile.model import compile_model, plan_model
-from autopar.cost.step_traffic import step_communication
+from autopar.cost.traffic import step_communication
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
 from autopar.options import Options

@@ -16,12 +16,12 @@ from rich.console import Console
 
 from autopar.cli import plan_command
 from autopar.cli.main import main
-from autopar.ir.layer_names import compressed
+from autopar.ir.graph import compressed
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
-from autopar.report.formatting import human_bytes
-from autopar.report.schedule_grid import grid
+from autopar.report.schedule_summary import grid
 from autopar.report.summary import show_summary
+from autopar.report.tables import human_bytes
 from autopar.schedule.request import SCHEDULES, Request
 from autopar.schedule.simulate import simulate
 

@@ -12,8 +12,7 @@ from rich.table import Table
 
 from autopar.cli.main import main
 from autopar.cli.show_command import _wrapped
-from autopar.report.comparison import show_side_by_side
-from autopar.report.summary import show_summary
+from autopar.report.summary import show_side_by_side, show_summary
 from autopar.report.tables import show_table, table_of
 
 NAME = "model.layers.{0..3}.post_attention_layernorm.weight"

@@ -13,8 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.compile.model import compile_model
 from autopar.cost.memory import memory, optimizer_bytes
-from autopar.cost.step_traffic import graph_runs, step_communication
-from autopar.cost.traffic import Volume, communication
+from autopar.cost.traffic import Volume, communication, graph_runs, step_communication
 from autopar.ir.live_values import peak_of_values
 from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec

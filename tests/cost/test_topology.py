@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autopar.compile.model import compile_model
-from autopar.cost.step_timeline import step_timeline
+from autopar.cost.stage_costs import step_timeline
 from autopar.cost.topology import Topologies, Topology
 from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY

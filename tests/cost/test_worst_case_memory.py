@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from autopar.compile.model import compile_model
-from autopar.cost.memory import memory
-from autopar.cost.worst_case_memory import memory_at_worst
+from autopar.cost.memory import memory, memory_at_worst
 from autopar.ir.graph import outputs
 from autopar.ir.mesh import Mesh
 from autopar.options import Options

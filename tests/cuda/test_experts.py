@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.ops import grouped_experts, tiles
-from autopar.ops.tiles import Tiles
+from autopar.ops import grouped_experts
+from autopar.ops.grouped_experts import Tiles
 
 ops = torch.ops.autopar
 ENDS = ([4, 4, 12, 16], [0, 0, 0, 16], [0, 0, 0, 0], [3, 7, 8, 11])  # experts without rows, rows of no expert
@@ -49,7 +49,7 @@ def test_the_same_numbers(ends: list[int], fused: bool, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("height", [1, 3, 16])
 def test_rows_on_tiles(height: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the rows are split on experts, they fit."""
-    monkeypatch.setattr(tiles, "LEAST", height)
+    monkeypatch.setattr(grouped_experts, "LEAST", height)
     for seed in range(20):
         split = torch.rand(5, generator=torch.Generator().manual_seed(seed)) ** 4
         ends = (split.cumsum(0) / split.sum() * 37).int().tolist()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.capture.front_end import capture
 from autopar.compile.model import compile_graph, compile_model
-from autopar.cost.step_traffic import step_communication
+from autopar.cost.traffic import step_communication
 from autopar.ir.batch import part_of_batch
 from autopar.ir.mesh import Mesh
 from autopar.lift_to_float64 import LiftFloat32

@@ -23,11 +23,11 @@ from autopar.capture.front_end import capture
 from autopar.compile.model import compile_graph, compile_model
 from autopar.cost.expert_traffic import Routing
 from autopar.cost.memory import memory
-from autopar.cost.step_traffic import step_communication
+from autopar.cost.traffic import step_communication
 from autopar.ir.mesh import Mesh
 from autopar.ops.dedup_dispatch import even_copies
 from autopar.options import Options
-from autopar.passes.autodiff.shared_counts import shared_counts
+from autopar.passes.autodiff.joint import shared_counts
 from autopar.plan import Plan
 from autopar.planner.experts.expert_plan import check_experts
 from autopar.report.graph_text import format_graph

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule
 from autopar.api import parallelize
 from autopar.capture.front_end import capture
 from autopar.compile.model import compile_graph, compile_model
-from autopar.cost.step_traffic import step_communication
+from autopar.cost.traffic import step_communication
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import REPLICATE, Shard, conversion, parse_placement
 from autopar.options import DISPATCHES, Options

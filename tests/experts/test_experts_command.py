@@ -12,8 +12,8 @@ import pytest
 from autopar.cli.main import main
 from autopar.compile.model import compile_model
 from autopar.cost.expert_traffic import DispatchCost, Routing, dispatch_costs
-from autopar.cost.step_traffic import step_communication
 from autopar.cost.topology import Topology
+from autopar.cost.traffic import step_communication
 from autopar.ir.mesh import Mesh
 from autopar.models.tiny import HIDDEN, TINY
 from autopar.options import DISPATCHES, Options

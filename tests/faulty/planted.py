@@ -27,8 +27,7 @@ from autopar.passes.pipelines import STEP_PASSES
 from autopar.rewrite.checks import PlacementError, check_placements
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import PassManager
-from autopar.rewrite.step_checks import StepError, promise
-from autopar.rewrite.step_types import check_step_types
+from autopar.rewrite.step_checks import StepError, check_step_types, promise
 from autopar.steps.graphs import Compiled
 from autopar.testing.harness import MeshRun, eager
 

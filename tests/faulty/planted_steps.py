@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.fx import GraphModule, Node
 
-import autopar.compile.parameter_exchanges
+import autopar.compile.stages
 import autopar.ir.conversions
 import autopar.passes.canonicalize.losses as losses
 import autopar.passes.canonicalize.normalize as normalize
@@ -221,7 +221,7 @@ def _last(change: Callable[[GraphModule], None]) -> Callable[[pytest.MonkeyPatch
         change(last.graph)
         return local, last
 
-    return patched(autopar.compile.parameter_exchanges, "split_accumulation", split)
+    return patched(autopar.compile.stages, "split_accumulation", split)
 
 
 def _earlier(gm: GraphModule) -> list[Node]:

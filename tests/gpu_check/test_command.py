@@ -15,7 +15,7 @@ import pytest
 from torch import Tensor
 
 from autopar.ops import dropout, grouped_experts
-from autopar.ops.kernels.cpu import CpuFlash
+from autopar.ops.kernels.plain import CpuFlash
 from autopar.runtime.exec.executor import Executor
 from tests.gpu_check import command, ranks, step
 from tests.gpu_check.attention import checks

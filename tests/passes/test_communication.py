@@ -15,7 +15,7 @@ from autopar.cost.traffic import communication, transfer
 from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY, VOCAB, TinyModel
 from autopar.options import Options
-from autopar.rewrite.tidy_checks import is_parameter_gather
+from autopar.rewrite.checks import is_parameter_gather
 from autopar.steps.graphs import Compiled
 
 LAYERS = 4

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 import autopar
-from autopar.planner.pipeline.kept_splits import _starts
+from autopar.planner.pipeline.pipeline_plan import _starts
 from tests.support.compile_cache import compiled_once
 from tests.support.ranks import run_ranks
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.cost.graph_times import Stretch, seconds_by_turns
 from autopar.cost.memory import memories
-from autopar.cost.overlap_times import Stretch, seconds_by_turns
-from autopar.cost.step_timeline import step_timeline
+from autopar.cost.stage_costs import step_timeline
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.runtime.comm import collectives

@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 
 from autopar.cost.memory import memories, memory
-from autopar.cost.step_timeline import step_timeline
-from autopar.cost.step_traffic import graph_runs, step_communication
-from autopar.ir.layer_names import modules_of
+from autopar.cost.stage_costs import step_timeline
+from autopar.cost.traffic import graph_runs, step_communication
+from autopar.ir.graph import modules_of
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.planner.pipeline.step_order import owners
 from autopar.report.chrome_trace import events_of, measured_events
-from autopar.report.dump.dump import STEP_GRAPHS, Dumper
-from autopar.report.dump.pipeline_dump import dump_pipeline, measured_costs
+from autopar.report.dump.dump import STEP_GRAPHS, Dumper, dump_pipeline, measured_costs
 from autopar.rewrite.compilation import Compilation
 from autopar.runtime.exec.executor import per_rank
 from autopar.runtime.exec.slots import Routes

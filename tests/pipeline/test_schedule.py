@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.schedule.dependencies import Dependencies
 from autopar.schedule.lowering import lower
 from autopar.schedule.order import COMPUTE, TRANSFERS, Action, Order, P2PEdge, ScheduleError, parse_row, row_text
 from autopar.schedule.order_checks import channels, counterpart, validate
 from autopar.schedule.request import Costs
-from autopar.schedule.simulate import simulate
+from autopar.schedule.simulate import Dependencies, simulate
 
 TWO_RANKS = ("0F0 0F1 0BW0 0BW1", "1F0 1BW0 1F1 1BW1")
 

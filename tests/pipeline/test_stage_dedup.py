@@ -20,9 +20,8 @@ from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.report.progress import Progress
 from autopar.runtime.exec.step_fingerprint import step_facts
-from autopar.steps.graphs import Compiled, Stage, StepGraph
+from autopar.steps.graphs import Compiled, Stage, StepGraph, is_a
 from autopar.steps.of_rank import graphs_of_all
-from autopar.steps.value_names import is_a
 from tests.capture.test_decompose import text
 from tests.support.subjects import tiny
 

@@ -18,10 +18,10 @@ from autopar.ir.signature import InputSpec, OutputSpec, Signature
 from autopar.options import Options
 from autopar.plan import ParameterPlan, Plan
 from autopar.report.dump.dump import Dumper, dumper_for
-from autopar.report.formatting import human_bytes
 from autopar.report.graph_text import diff, format_graph, format_type
 from autopar.report.html.page import Page, Section, render
 from autopar.report.html.page_levels import Level
+from autopar.report.tables import human_bytes
 from autopar.rewrite.compilation import Compilation
 
 aten, ops = torch.ops.aten, torch.ops.autopar

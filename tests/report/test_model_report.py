@@ -16,9 +16,8 @@ from autopar.cost.hardware import A100, DEVICES, Device
 from autopar.cost.memory import Memory
 from autopar.cost.module_costs import Exchanged, ModuleCost, module_costs
 from autopar.cost.step_estimate import StepEstimate, step_estimate, times_of_graphs
-from autopar.cost.step_traffic import graph_runs, step_communication
 from autopar.cost.topology import Topologies, Topology
-from autopar.cost.traffic import Links, total_volume
+from autopar.cost.traffic import Links, graph_runs, step_communication, total_volume
 from autopar.ir.expert_layers import ExpertPlan
 from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec
@@ -26,13 +25,10 @@ from autopar.ir.placement import Shard
 from autopar.options import CHIPS, Options
 from autopar.plan import ParameterPlan, Plan
 from autopar.report.dump.dump import Dumper, plan_rows
-from autopar.report.html.advice import advice
-from autopar.report.html.folded_text import folded
 from autopar.report.html.layer_picture import _Step
-from autopar.report.html.model_pages import memory_causes, model_sections
-from autopar.report.html.page_levels import ROOM, Level, graph_levels
-from autopar.report.model_tree import ModuleRow, model_tree
-from autopar.report.sharding_words import cuts_in_words
+from autopar.report.html.model_pages import advice, memory_causes, model_sections
+from autopar.report.html.page_levels import ROOM, Level, folded, graph_levels
+from autopar.report.model_tree import ModuleRow, cuts_in_words, model_tree
 from autopar.steps.graphs import Compiled
 from tests.support.cases import Cell, compiled
 

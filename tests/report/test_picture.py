@@ -17,10 +17,8 @@ import autopar.runtime.schedules  # noqa: F401  (fills the table of schedules)
 from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.report.chrome_trace import Event, chrome_trace, events_of, measured_events, transfers
 from autopar.report.html.page import Page, render
-from autopar.report.html.pipeline_section import pipeline_section
-from autopar.report.html.schedule_picture import svg
-from autopar.report.schedule_grid import grid, sequence
-from autopar.report.schedule_summary import compare, run_schedule, sent, timeline_facts
+from autopar.report.html.schedule_picture import pipeline_section, svg
+from autopar.report.schedule_summary import compare, grid, run_schedule, sent, sequence, timeline_facts
 from autopar.report.svg import ticks
 from autopar.schedule.lowering import lower
 from autopar.schedule.order import Action, P2PEdge, parse_row

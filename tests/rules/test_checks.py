@@ -21,11 +21,17 @@ from autopar.passes.pipelines import STEP_PASSES
 from autopar.passes.step.bucket_gathers import BucketGathers
 from autopar.passes.step.prefetch_gathers import PrefetchGathers
 from autopar.rewrite import checks
-from autopar.rewrite.checks import PlacementError, check_functional, check_placements, check_types
+from autopar.rewrite.checks import (
+    PlacementError,
+    check_functional,
+    check_gathers_together,
+    check_placements,
+    check_plain,
+    check_types,
+)
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import PassManager
 from autopar.rewrite.step_checks import StepError, promise
-from autopar.rewrite.tidy_checks import check_gathers_together, check_plain
 from tests.support.subjects import tiny
 
 MODES: dict[str, tuple[str, dict[str, Any]]] = {

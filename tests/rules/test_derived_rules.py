@@ -19,8 +19,7 @@ from autopar.ir.placement import REPLICATE, Shard
 from autopar.options import Options
 from autopar.report.dump.dump import Dumper
 from autopar.rules import RULES, RuleError, infer_rule, rule_of
-from autopar.rules.derived import DerivedRule, NoRule
-from autopar.rules.derived_calls import as_file, call_of, entry_of, text_of
+from autopar.rules.derived import DerivedRule, NoRule, as_file, call_of, entry_of, text_of
 from autopar.rules.infer_rule import derive
 from autopar.testing.harness import check_model
 from autopar.testing.soundness import call, unsound

@@ -15,8 +15,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATE, Placement, Shard
 from autopar.rules import RULES, Rule, RuleError, apply, rule_of, space
 from autopar.rules import special as sp
-from autopar.rules.attention_rules import attention_rule as attention_rule
 from autopar.rules.builders import blocks_dims, einsum_rule, factory, named_dims, pointwise, reduction
+from autopar.rules.special import attention_rule as attention_rule
 from autopar.testing.soundness import (
     Ref,
     Sample,

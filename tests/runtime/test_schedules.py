@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autopar.runtime.schedules  # noqa: F401  (fills the registry)
-from autopar.planner.pipeline.schedule_choice import chosen
+from autopar.planner.pipeline.pipeline_plan import chosen
 from autopar.schedule.lowering import lower
 from autopar.schedule.order import TRANSFERS, Order, P2PEdge
-from autopar.schedule.order_checks import channels, counterpart, validate
+from autopar.schedule.order_checks import channels, check_streams, counterpart, validate
 from autopar.schedule.request import SCHEDULES, Costs, Request
 from autopar.schedule.simulate import Timeline, simulate
-from autopar.schedule.stream_checks import check_streams
 from tests.support.zero_bubble_tables import TABLE_5, Row
 
 SETTINGS = ((4, 4), (4, 8), (4, 16), (2, 2), (2, 4), (8, 4), (8, 8), (8, 16))  # (ranks, micro-batches)

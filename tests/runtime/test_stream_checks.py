@@ -10,9 +10,9 @@ import autopar.runtime.schedules  # noqa: F401  (fills the registry)
 from autopar.compile.stages import proven
 from autopar.schedule.lowering import lower
 from autopar.schedule.order import Order, P2PEdge, ScheduleError
+from autopar.schedule.order_checks import Link, check_streams, links
 from autopar.schedule.request import SCHEDULES, Costs, Request
 from autopar.schedule.simulate import simulate
-from autopar.schedule.stream_checks import Link, check_streams, links
 
 SIZES = [(p, m) for p in (2, 3, 4, 8) for m in (p, 2 * p, 4 * p)]
 

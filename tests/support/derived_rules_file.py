@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from autopar.rules.call_forms import CallForm, NoTrial, draws
-from autopar.rules.derived_calls import as_file, call_of, entry_of
+from autopar.rules.derived import as_file, call_of, entry_of
 from autopar.rules.infer_rule import derive
 from autopar.testing.soundness import Sample, SampleCall
 

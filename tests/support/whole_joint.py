@@ -12,8 +12,8 @@ from torch.fx.node import map_arg
 
 from autopar.capture.trace.aot import traced_joint
 from autopar.ir.custom_backward import CustomBackward, inside_of, own_backwards
-from autopar.ops.checked import CHECKED
 from autopar.ops.gradient import OWN_BACKWARD, RESULT
+from autopar.ops.value_checks import CHECKED
 
 
 class OwnBackwards(Interpreter):

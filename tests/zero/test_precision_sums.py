@@ -12,7 +12,7 @@ from torch.fx import Node
 
 import autopar
 from autopar.compile.model import compile_model
-from autopar.cost.step_traffic import step_communication
+from autopar.cost.traffic import step_communication
 from autopar.ir.compute_dtypes import torch_dtype
 from autopar.ir.graph import outputs
 from autopar.ir.mesh import Mesh
@@ -20,10 +20,9 @@ from autopar.ops.traits import SUMS
 from autopar.options import Options
 from autopar.passes.autodiff.widen_reductions import behind_sums
 from autopar.precision import Precision
-from autopar.rewrite.tidy_checks import is_parameter_gather
-from autopar.steps.graphs import Compiled
+from autopar.rewrite.checks import is_parameter_gather
+from autopar.steps.graphs import Compiled, is_a, of
 from autopar.steps.of_rank import GRAPHS, graph_of
-from autopar.steps.value_names import is_a, of
 from tests.support.ranks import run_ranks
 from tests.support.subjects import tiny
 

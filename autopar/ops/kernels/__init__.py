@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from autopar.ops.kernels.chips import Chip, chip_of
-from autopar.ops.kernels.cpu import CpuFlash
 from autopar.ops.kernels.cuda import CudaEfficient, CudaFlash, Cudnn, FlashAttn, Fused
 from autopar.ops.kernels.kernel import HUGE, NEVER, Grads, Kernel, note_blocked_rows, sum_to, wide
-from autopar.ops.kernels.plain import Math, Meta
+from autopar.ops.kernels.plain import CpuFlash, Math, Meta
 from autopar.ops.kernels.triton_flash import TritonFlash
 from autopar.registry import Registry
 

@@ -30,8 +30,7 @@ from autopar.ir.placement import conversion, parse_placement
 from autopar.ops.traits import PRODUCTS, aliases
 from autopar.passes.autodiff.backward_builder import forward_calls
 from autopar.passes.autodiff.joint import Joint, part_of_view
-from autopar.steps.graphs import Stage, StepGraph
-from autopar.steps.value_names import grad, is_a, of, on_host, saved, stash
+from autopar.steps.graphs import Stage, StepGraph, grad, is_a, of, on_host, saved, stash
 
 aten = torch.ops.aten
 

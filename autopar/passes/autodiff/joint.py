@@ -20,20 +20,27 @@ from torch.fx import Graph, GraphModule, Node
 from autopar.ac_policies import PartCheckpoints
 from autopar.adapters.fx.graph_nodes import copied_node
 from autopar.adapters.fx.lazy import graph_module
-from autopar.ir.graph import add_placeholder, ancestors, copy_node, is_call, output_node, outputs, placeholders
+from autopar.ir.graph import (
+    add_placeholder,
+    ancestors,
+    copy_node,
+    frozen,
+    insert_call,
+    is_call,
+    output_node,
+    outputs,
+    placeholders,
+    values,
+)
 from autopar.ir.meta import ORIGIN, inherit
 from autopar.ir.storages import is_dense
-from autopar.ops.traits import aliases, is_cheap, is_view
+from autopar.ops.traits import aliases, is_cheap, is_random, is_view
 from autopar.passes.autodiff.clone_aliased_grads import clone_aliased_grads
 from autopar.passes.autodiff.fused_loss_backward import early_gradients
-from autopar.passes.autodiff.routed_sizes import routed_sizes
-from autopar.passes.autodiff.shared_counts import shared_counts
-from autopar.passes.autodiff.sum_products import sum_products
+from autopar.passes.autodiff.routed_sizes import most_rows, routed_sizes
 from autopar.passes.autodiff.trace_joint import joint_graph
 from autopar.passes.autodiff.widen_reductions import widen_reductions
-from autopar.passes.autodiff.worst_case_tokens import most_rows
-from autopar.steps.graphs import StepGraph
-from autopar.steps.value_names import is_a
+from autopar.steps.graphs import StepGraph, is_a
 
 ours = torch.ops.autopar
 
@@ -282,3 +289,64 @@ def _copy_between(graph: Graph, target: Any, x: Node) -> Node:
 def part_of_view(node: Node) -> bool:
     """getitem of a split: a view as well."""
     return is_call(node, operator.getitem) and isinstance(node.args[0], Node) and is_view(node.args[0].target)
+
+
+aten = torch.ops.aten
+
+
+def sum_products(gm: GraphModule, tangents: Iterable[Node]) -> None:
+    """See the module's docstring."""
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    gradients = set(tangents)
+    for node in list(gm.graph.nodes):
+        if gradients.isdisjoint(node.all_input_nodes) or node.op == "output":
+            continue
+        gradients.add(node)
+        if not is_call(node, aten.add.Tensor) or node.kwargs or len(node.all_input_nodes) < 2:
+            continue
+        for x in [x for x in node.all_input_nodes if x in gradients]:
+            _straighten(x)
+        first, last = sorted(node.all_input_nodes, key=order.__getitem__)
+        if is_call(last, aten.mm.default) and last in gradients and _only(first, node) and _only(last, node):
+            total = insert_call(last, aten.addmm.default, (first, *last.args), like=last, val=last.meta["val"])
+            order[total] = order[last]
+            gradients.add(total)
+            node.replace_all_uses_with(total)
+            gm.graph.erase_node(node)
+            gm.graph.erase_node(last)
+    gm.recompile()
+
+
+def _straighten(x: Node) -> None:
+    """A weight that is taken transposed has its gradient transposed twice."""
+    once = x.args[0] if is_call(x, aten.t.default) else None
+    if isinstance(once, Node) and is_call(once, aten.t.default) and len(x.users) == len(once.users) == 1:
+        x.replace_all_uses_with(once.args[0])  # type: ignore[arg-type]
+        x.graph.erase_node(x)
+        x.graph.erase_node(once)
+
+
+def _only(x: Node, user: Node) -> bool:
+    """Whether x is added there alone, as it is."""
+    given, made = x.meta["val"], user.meta["val"]
+    return list(x.users) == [user] and given.shape == made.shape and given.dtype == made.dtype
+
+
+def shared_counts(gm: GraphModule) -> None:
+    """See the module's docstring."""
+    counts = ancestors([node for node in gm.graph.nodes if is_call(node, ours.row_splits.default)])
+    seen: dict[Any, Node] = {}
+    for node in list(gm.graph.nodes):
+        asked = node in counts or (is_call(node, operator.getitem) and node.args[0] in counts)
+        if asked and _is_whole_numbers(node):
+            first = seen.setdefault((node.target, *(frozen(x, lambda x: x) for x in (node.args, node.kwargs))), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                gm.graph.erase_node(node)
+
+
+def _is_whole_numbers(node: Node) -> bool:
+    """Whether a call makes integers, and the same ones each time."""
+    if node.op != "call_function" or is_random(node.target):
+        return False
+    return all(not x.is_floating_point() and not x.is_complex() for x in values(node))

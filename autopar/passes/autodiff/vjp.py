@@ -21,7 +21,7 @@ from torch.fx.node import map_aggregate, map_arg
 from autopar.adapters.operators import OpOverload, argument_defaults
 from autopar.capture.trace.op_decomposition import CoreCall, Recorded, TensorMeta, Value, fake_of, record
 from autopar.ir.graph import fake_mode, has_gradient, is_call
-from autopar.ops.checked import CHECKED
+from autopar.ops.value_checks import CHECKED
 
 _KNOWN: dict[Any, Recorded] = {}
 SITE = 7_204_011_953_173  # stands for the number of any dropout

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Container
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
+from autopar.adapters.operators import decomposition_of, is_composite
 from autopar.ir.conversions import is_zeros
-from autopar.ir.graph import arguments
+from autopar.ir.graph import arguments, fake_mode, insert_call, output_node, placeholders
+from autopar.ops.random_recipes import recipe_for
 from autopar.ops.traits import is_view
 from autopar.rewrite.build import Build, Rewrite, operand, shape_of, value_of
+from autopar.rules import has_rule
 
 aten = torch.ops.aten
 CONVOLUTIONS = {1: aten.conv1d.default, 2: aten.conv2d.default, 3: aten.conv3d.default}
@@ -169,3 +175,76 @@ TABLE: dict[Any, Rewrite] = {
     aten.ones_like.default: ones_of_a_number,
     aten.add.Tensor: addition,
 }
+
+
+def take_apart(gm: GraphModule, known: Container[Any]) -> None:
+    """Replace composite operators without a rule and without a rewrite (``known``), if all of their parts have one:
+    else messages, and ``whole_ops``, name what the model calls."""
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and not _is_known(node, known) and is_composite(node.target):
+            parts, operands = decomposition_of(node, fake_mode(gm.graph))
+            calls = [part for part in parts.graph.nodes if part.op not in ("placeholder", "output")]
+            if all(_is_known(part, known) for part in calls):
+                _inline(node, parts, operands)
+
+
+def _is_known(node: Node, known: Container[Any]) -> bool:
+    recipe, writes = recipe_for(node.target)  # of a random operator
+    return has_rule(node) or node.target in known or (recipe is not None and not writes)
+
+
+def _inline(node: Node, parts: GraphModule, operands: list[Node]) -> None:
+    """The parts in place of the call. Their values are known: of a recurrence there are thousands."""
+    made: dict[Node, Any] = dict(zip(placeholders(parts), operands, strict=True))
+    for part in parts.graph.nodes:
+        if part.op == "call_function":
+            args, kwargs = map_arg((part.args, part.kwargs), made.__getitem__)
+            made[part] = insert_call(node, part.target, args, kwargs, val=part.meta["val"])
+    results: Any = map_arg(output_node(parts).args[0], made.__getitem__)
+    if isinstance(results, Node):
+        node.replace_all_uses_with(results)
+    else:
+        for user in list(node.users):
+            user.replace_all_uses_with(results[user.args[1]])
+            node.graph.erase_node(user)
+    node.graph.erase_node(node)
+
+
+def as_strided(node: Node, build: Build) -> Node | None:
+    """Rows of what lies between the outer dims and the inner ones that are as they were, if those are one dim."""
+    known = arguments(node)
+    x, made = known["self"], list(zip(known["size"], known["stride"], strict=True))
+    shape, offset = shape_of(x), value_of(x).storage_offset()
+    own = list(zip(shape, value_of(x).stride(), strict=True))
+    if known["storage_offset"] not in (None, offset) or not value_of(x).numel():
+        return None
+    most_outer, most_inner = _equal_dims(made, own), _equal_dims(made[::-1], own[::-1])
+    for outer, inner in itertools.product(range(most_outer, -1, -1), range(most_inner, -1, -1)):
+        if outer + inner >= len(shape) or outer + inner > len(made):
+            continue
+        middle, steps = own[outer : len(own) - inner], made[outer : len(made) - inner]
+        unit, count = middle[-1][1], math.prod(n for n, _ in middle)
+        one_dim = all(a[1] == b[0] * b[1] for a, b in itertools.pairwise(middle))
+        last = sum((n - 1) * stride for n, stride in steps)
+        if unit > 0 and one_dim and all(stride % unit == 0 for _, stride in steps) and last < count * unit:
+            rows = build.reshape(x, (*shape[:outer], count, *shape[len(shape) - inner :]))
+            chosen = _places(build, [(n, stride // unit) for n, stride in steps], value_of(x).device)
+            return build.reshape(build(aten.index_select.default, rows, outer, chosen), shape_of(node))
+    return None
+
+
+def _equal_dims(made: list[tuple[int, int]], own: list[tuple[int, int]]) -> int:
+    """How many dims at the front have the size and the stride that they had."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(made, own, strict=False)))
+
+
+def _places(build: Build, steps: list[tuple[int, int]], device: torch.device) -> Node:
+    """The sums of one multiple of each stride, in order, flat."""
+    total = build(aten.full.default, [1] * max(1, len(steps)), 0, dtype=torch.int64, device=device)
+    for i, (n, stride) in enumerate(steps):
+        counted = build(aten.mul.Tensor, build(aten.arange.default, n, device=device), stride)
+        total = build(aten.add.Tensor, total, build.reshape(counted, [n if j == i else 1 for j in range(len(steps))]))
+    return build.reshape(total, (math.prod(n for n, _ in steps),))
+
+
+STRIDED: dict[Any, Rewrite] = {aten.as_strided.default: as_strided}

@@ -34,9 +34,8 @@ from autopar.passes.canonicalize import (
     per_example_index,
     products,
     shapes,
-    strided,
 )
-from autopar.passes.canonicalize.composites import take_apart
+from autopar.passes.canonicalize.canonical_ops import take_apart
 from autopar.passes.canonicalize.functionalize_rng import hold_unused_draws, number_draws, release_draws
 from autopar.passes.canonicalize.match_sdpa import written_out
 from autopar.rewrite.build import Build, Rewrite
@@ -72,7 +71,7 @@ class Normalize:
                 node.meta["value"] = gm.meta["constants"][specs[node.name].name]
         trainable = [name for name, spec in specs.items() if spec.requires_grad]
         unused = hold_unused_draws(gm)
-        _to_fixpoint(gm, trainable, strided.TABLE)  # while values lie in memory as the model has them
+        _to_fixpoint(gm, trainable, canonical_ops.STRIDED)  # while values lie in memory as the model has them
         take_apart(gm, REWRITES)
         _to_fixpoint(gm, trainable, REWRITES)
         _to_fixpoint(gm, trainable, {torch.ops.aten.matmul.default: written_out})

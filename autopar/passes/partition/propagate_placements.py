@@ -15,14 +15,14 @@ innermost, "sl", was placed before (`place_token_slices`).
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
-from autopar.ir.conversions import convert, is_cast_input, is_zeros, uncast
-from autopar.ir.custom_backward import parts_of_token
+from autopar.ir.conversions import convert, is_cast_input, is_conversion, is_zeros, uncast
+from autopar.ir.custom_backward import CustomBackward, function_of, inside_of, is_linear, own_backwards, parts_of_token
 from autopar.ir.expert_layers import mark_experts
 from autopar.ir.graph import (
     describe,
@@ -50,7 +50,6 @@ from autopar.ir.placement import (
     conversion,
 )
 from autopar.ops.gradient import HOLE, OWN_BACKWARD, RESULT
-from autopar.passes.partition.propagate_backward import Backwards, best_input, dual_of, source_of
 from autopar.plan import Plan
 from autopar.rewrite.compilation import Compilation
 from autopar.rules import (
@@ -66,6 +65,7 @@ from autopar.rules import (
     set_results,
     type_of,
 )
+from autopar.rules.custom_backwards import has_nonlinear_backward
 from autopar.rules.sequence_parallel import stream_labels
 
 # Axes that cut the batch or its tokens: weights are whole for use there, and activations decide. On tp and ep weights
@@ -397,3 +397,82 @@ def _deal(gm: GraphModule, plan: Plan) -> None:
 
 def _suffix(p: Placement) -> str:
     return {Shard: "s", Replicate: "r", Invariant: "i", Partial: "p"}[type(p)]
+
+
+# --- placements of custom backwards --------------------------------------------------------------------
+
+
+class Backwards:
+    """Those of a graph on an axis."""
+
+    def __init__(self, graph: Graph, axis: str, rule_of: Callable[[Node], Rule]) -> None:
+        self.axis, self.rule_of = axis, rule_of
+        self.inside = inside_of(graph)
+        self.of_hole: dict[Node, CustomBackward] = {}
+        for own in own_backwards(graph):
+            self.of_hole |= dict.fromkeys(own.holes, own)
+        self.summed: dict[int, bool] = {}
+
+    def hole(self, node: Node, value: Placement, of: Callable[[Node], Placement]) -> Placement:
+        """The placement of a hole. value: that of its value. of: what an input counts as."""
+        if isinstance(value, (Shard, Partial)):
+            return value if isinstance(value, Shard) else INVARIANT
+        own = self.of_hole.get(node)
+        if own is None:
+            return INVARIANT
+        if id(own) not in self.summed:
+            whole = all(not isinstance(of(hole.args[0]), (Shard, Partial)) for hole in own.holes)  # type: ignore[arg-type]
+            replicate = whole and all(isinstance(of(x), Replicate) for x in own.inputs)
+            self.summed[id(own)] = self.axis == "mb" or (replicate and is_linear(own, self.rule_of))
+        return PARTIAL if self.summed[id(own)] else INVARIANT
+
+    def refuse_over_micro_batches(self, x: Node, before: Node) -> None:
+        """Raises ValueError where gradients of all micro-batches would be needed in the backward of one."""
+        if self.axis == "mb" and x in self.inside:
+            while is_conversion(before):
+                before = next(iter(before.users))
+            raise ValueError(
+                f"micro_batches: the backward of the autograd function {function_of(x)} needs the gradients of all "
+                f"micro-batches at once at {describe(before)}, so cutting the batch would change the result; use "
+                "micro_batches=1"
+            )
+
+    def needs_whole_gradient(self, node: Node) -> bool:
+        """Whether a call is of an operator whose own backward is not linear: the gradient that it takes must be that
+        of all ranks. Raises ValueError over micro-batches."""
+        if not has_nonlinear_backward(node):
+            return False
+        if self.axis == "mb":
+            raise ValueError(
+                f"micro_batches: the backward that is registered for {node.target} is not linear in the gradient, so "
+                f"it needs that of all micro-batches at once at {describe(node)}; use micro_batches=1"
+            )
+        return True
+
+
+def best_input(
+    gradient: Placement,
+    native: Placement,
+    versions: Mapping[Placement, Node],
+    cost: Callable[[Placement, Placement], float],
+) -> Placement:
+    """The placement with which an input is taken. cost: of a conversion. The gradient of a converted input goes through
+    the transposed conversion; where all is equal it does, together with the gradients of other uses."""
+
+    def total(p: Placement) -> tuple[float, bool]:
+        back = 0.0 if p == native else cost(dual_of(p), dual_of(native))
+        return cost(gradient, dual_of(p)) + back, p == native
+
+    return min([native, *versions], key=total)
+
+
+def dual_of(p: Placement) -> Placement:
+    """The placement of a gradient, as a value without gradient: whole is whole."""
+    if isinstance(p, Shard):
+        return p
+    return PARTIAL if isinstance(p, Replicate) else INVARIANT
+
+
+def source_of(p: Placement, need: Placement) -> Placement:
+    """As what a whole value without gradient is converted: equal copies become addends as Replicate."""
+    return REPLICATE if isinstance(p, Invariant) and isinstance(need, Partial) else p

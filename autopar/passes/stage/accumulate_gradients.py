@@ -17,13 +17,12 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.ir.gradient_dtypes import added_in
+from autopar.ir.compute_dtypes import added_in
 from autopar.ir.graph import add_placeholder, copy_graph, insert_call, is_call, output_node, outputs, remove_dead_code
 from autopar.passes.autodiff.clone_aliased_grads import clone_aliased_grads
 from autopar.passes.autodiff.widen_reductions import CAST, behind_sums
 from autopar.precision import Precision
-from autopar.steps.graphs import StepGraph
-from autopar.steps.value_names import earlier_sum, of
+from autopar.steps.graphs import StepGraph, earlier_sum, of
 
 aten = torch.ops.aten
 

@@ -21,15 +21,14 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.fx.graph_nodes import copied_node
 from autopar.adapters.fx.lazy import graph_module
+from autopar.ir.compute_dtypes import added_in, summed_in
 from autopar.ir.conversions import conversion_of, exchange, is_cast_input, is_conversion
-from autopar.ir.gradient_dtypes import added_in, summed_in
 from autopar.ir.graph import add_placeholder, copy_graph, insert_call, output_node, outputs, placeholders
 from autopar.ir.placement import conversion, dual, parse_placement
 from autopar.passes.autodiff.clone_aliased_grads import clone_aliased_grads
 from autopar.passes.autodiff.differentiate import lowered
 from autopar.precision import Precision
-from autopar.steps.graphs import StepGraph
-from autopar.steps.value_names import earlier_sum, grad, of
+from autopar.steps.graphs import StepGraph, earlier_sum, grad, of
 
 
 def chain_of(node: Node) -> list[Node]:

@@ -34,7 +34,7 @@ from autopar.ops.traits import is_view
 from autopar.passes.autodiff.joint import part_of_view
 from autopar.passes.stage.slice_tokens import of_slice
 from autopar.schedule.order import P2PEdge
-from autopar.steps.value_names import output, output_place
+from autopar.steps.graphs import output, output_place
 
 
 @dataclass

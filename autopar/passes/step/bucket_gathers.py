@@ -29,8 +29,8 @@ from autopar.ir.graph import arguments, insert_call, is_call, layer_of, nbytes, 
 from autopar.ir.meta import of_no_module
 from autopar.options import Options
 from autopar.passes.step.bucket_gradients import ends_in_output, move_users_to_end
+from autopar.rewrite.checks import is_parameter_gather
 from autopar.rewrite.compilation import Compilation
-from autopar.rewrite.tidy_checks import is_parameter_gather
 
 aten = torch.ops.aten
 LONE_BYTES = 2**20

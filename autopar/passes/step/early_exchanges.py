@@ -21,8 +21,8 @@ from torch.fx import GraphModule, Node
 
 from autopar.ir.conversions import is_cast_input
 from autopar.ir.graph import is_call, reach
+from autopar.rewrite.checks import is_parameter_gather
 from autopar.rewrite.compilation import Compilation
-from autopar.rewrite.tidy_checks import is_parameter_gather
 
 ours = torch.ops.autopar
 

@@ -18,8 +18,8 @@ from typing import ClassVar
 from torch.fx import GraphModule, Node
 
 from autopar.ir.conversions import is_cast_input
+from autopar.rewrite.checks import gathers_by_layer, is_parameter_gather
 from autopar.rewrite.compilation import Compilation
-from autopar.rewrite.tidy_checks import gathers_by_layer, is_parameter_gather
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from torch.fx import GraphModule, Node
 
 from autopar.ir.graph import is_call, remove_dead_code
 from autopar.ops.traits import PASSING, is_view
+from autopar.rewrite.checks import ALIASES
 from autopar.rewrite.compilation import Compilation
-from autopar.rewrite.tidy_checks import ALIASES
 
 aten = torch.ops.aten
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch.fx import GraphModule, Node
 
 from autopar.cost.expert_traffic import Routing, dispatch_costs
 from autopar.cost.hardware import links_of
 from autopar.cost.topology import Topologies
 from autopar.ir.expert_layers import axis_of_experts, dispatches, expert_weights
-from autopar.ir.graph import arguments, global_shape
+from autopar.ir.graph import arguments, global_shape, is_call, reach
 from autopar.ir.mesh import Mesh
 from autopar.options import DECLARED, EXPERT_AXES, Options
 from autopar.plan import Plan
-from autopar.planner.experts.router_groups import router_groups
 
 WHOLE = "whole"  # every rank has all experts
 _SUMS = ("dp", "cp")  # over which gradients of weights are summed, or under ZeRO gathered and scattered
@@ -113,3 +113,44 @@ def _seconds(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> float:
 
 def _bytes(weights: Sequence[Node]) -> float:
     return float(sum(math.prod(global_shape(w)) * w.meta["val"].dtype.itemsize for w in weights))
+
+
+# --- groups of experts that a router chooses first -----------------------------------------------------
+
+aten = torch.ops.aten
+_PRODUCTS = (aten.linear.default, aten.matmul.default, aten.mm.default, aten.addmm.default, aten.bmm.default)
+
+
+def router_groups(dispatch: Node) -> tuple[int, int]:
+    """(groups of equally many consecutive experts, of how many a token may use some); (1, 1) without."""
+    args = arguments(dispatch)
+    experts = int(args["num_experts"])
+    top = global_shape(args["expert"])[-1]
+    router = reach([args["expert"]], lambda node: [] if is_call(node, *_PRODUCTS) else node.all_input_nodes)
+    for node in router:
+        if is_call(node, aten.topk.default):
+            known = arguments(node)
+            shape, limit = global_shape(known["self"]), int(known["k"])
+            groups = shape[int(known["dim"])]
+            flat = len(shape) == 2 and int(known["dim"]) % 2 == 1
+            if flat and groups < experts and experts % groups == 0 and limit < groups:
+                return (groups, limit) if top <= experts // groups * limit else (1, 1)
+    return 1, 1
+
+
+def groups_on_nodes(routing: Routing) -> str:
+    """What a plan says of a router's groups; "" where there is one node, or no limit."""
+    groups, nodes = routing.groups, routing.nodes
+    if groups == 1 or nodes == 1:
+        return ""
+    said = f"a token uses {routing.limit} of {groups} groups of experts"
+    if groups % nodes == 0:
+        return (
+            f"{said}, and {groups // nodes} are on each of {nodes} nodes: it reaches at most {routing.most_nodes} of "
+            "them, which bytes and times are estimated with"
+        )
+    fits = max(n for n in range(1, min(groups, routing.ranks) + 1) if groups % n == 0 and routing.ranks % n == 0)
+    return (
+        f"warning: {said}, which do not fall on {nodes} nodes: it reaches up to {routing.most_nodes} of them; use a "
+        f"number of nodes that divides {groups}, such as {fits} of {routing.ranks // fits} ranks"
+    )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -13,6 +14,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+import autopar.runtime.schedules  # noqa: F401  (fills the table of schedules)
 from autopar.ac_policies import AUTO
 from autopar.cost.flops import node_seconds
 from autopar.cost.hardware import device_of
@@ -20,18 +22,18 @@ from autopar.cost.memory import static_bytes
 from autopar.cost.topology import Topologies
 from autopar.ir.conversions import is_conversion
 from autopar.ir.flow import Flow, flow_of
-from autopar.ir.graph import ancestors, nbytes
+from autopar.ir.graph import ancestors, described_at, nbytes
 from autopar.ir.mesh import Mesh
 from autopar.ir.meta import names_of_parameters
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.storages import shares_storage
 from autopar.options import Options
 from autopar.plan import PipelinePlan
-from autopar.planner.pipeline.kept_splits import kept_cuts
-from autopar.planner.pipeline.schedule_choice import chosen
-from autopar.planner.pipeline.split_candidates import Unit, parts_by_node, resolve, units_of
+from autopar.planner.pipeline.split_candidates import LEVELS, Unit, parts_by_node, resolve, units_at, units_of
 from autopar.planner.pipeline.stage_balance import UnitCosts, balance
+from autopar.planner.pipeline.step_order import layout, owners_of
 from autopar.schedule.request import SCHEDULES, Costs, Request, Schedule
+from autopar.schedule.simulate import Timeline, simulate
 
 MOST_CHUNKS = 2  # parts per rank that the plan considers when it chooses the schedule
 
@@ -230,3 +232,115 @@ def _first_that_works(tries: Sequence[Callable[[], list[int]]]) -> list[int]:
         with contextlib.suppress(ValueError):
             return attempt()
     return tries[-1]()
+
+
+# --- choice of a schedule ------------------------------------------------------------------------------
+
+CANDIDATES = ("1f1b", "interleaved", "zb_h1", "zb_v")  # simple ones first
+NEARLY = 1.01
+
+
+def chosen(ranks: int, micro_batches: int, costs: Mapping[int, Costs]) -> tuple[str, str]:
+    """(name in SCHEDULES, reason): simulate the candidates and take the shortest step; within 1 % the simpler one.
+
+    costs: parts per rank -> the costs of those parts, such as {1: costs, 2: costs.divided(2)}. 1 must be there; a
+    number that is absent is not possible.
+    """
+    assert 1 in costs, "1f1b has one part per rank"
+    runs = {
+        name: _run(name, ranks, micro_batches, costs[SCHEDULES[name].chunks])
+        for name in CANDIDATES
+        if SCHEDULES[name].chunks in costs
+    }
+    limit = max(runs["1f1b"].memory)
+    fit = {name: run for name, run in runs.items() if max(run.memory) <= limit * (1 + 1e-9)}
+    best = min(run.makespan for run in fit.values())
+    name = next(name for name, run in fit.items() if run.makespan <= best * NEARLY)
+    return name, _reason(name, runs, list(fit))
+
+
+def _run(name: str, ranks: int, micro_batches: int, costs: Costs) -> Timeline:
+    schedule = SCHEDULES[name]
+    return simulate(schedule.make(Request(ranks, micro_batches, schedule.chunks)), costs)
+
+
+def _reason(name: str, runs: Mapping[str, Timeline], fit: list[str]) -> str:
+    """One sentence with the numbers of all candidates."""
+    others = [f"{other} {runs[other].makespan:.4g}" for other in fit if other != name]
+    text = f"{name} takes {runs[name].makespan:.4g} per step by simulation"
+    if others:
+        text += f", {', '.join(others)}"
+        if any(runs[other].makespan < runs[name].makespan for other in fit):
+            text += " (within 1 % the simpler one is taken)"
+    large = [f"{other} {max(run.memory):.4g}" for other, run in runs.items() if other not in fit]
+    if large:
+        text += f"; more memory than 1f1b's {max(runs['1f1b'].memory):.4g} need {', '.join(large)}"
+    return text
+
+
+# --- splits that others chose --------------------------------------------------------------------------
+
+
+def kept_cuts(
+    main: Sequence[Node], weights: Callable[[Node], Iterable[str]], pipeline: PipelinePlan, mesh: Mesh
+) -> tuple[str, ...]:
+    """The cuts of an earlier plan if they leave every weight in parts of its ranks; else the coarsest others that do.
+
+    main: the main nodes of a graph, in order. weights: names of the parameters that one takes.
+    Raises ValueError where there are no such cuts.
+    """
+    order, owners = layout(pipeline, mesh), owners_of(pipeline, mesh)
+    ranks = [{order.rank_of[chain[k]] for chain in order.chains} for k in range(pipeline.parts)]
+    parts = {name: {k for k, found in enumerate(ranks) if found <= {*held}} for name, held in owners.items()}
+    anywhere = frozenset(range(pipeline.parts))
+    allowed = {node: anywhere.intersection(*(parts.get(name, anywhere) for name in weights(node))) for node in main}
+    with suppress(ValueError):
+        part_of = parts_by_node(*resolve(main, pipeline.cuts))
+        if all(part in allowed[node] for node, part in part_of.items()):
+            return pipeline.cuts
+    for level in LEVELS:
+        units = units_at(main, level)
+        found = _starts([anywhere.intersection(*(allowed[n] for n in unit.nodes)) for unit in units], pipeline.parts)
+        if found:
+            return tuple(units[i].name for i in found[1:])
+    raise ValueError(_refusal(main, allowed, weights, owners))
+
+
+def _starts(allowed: Sequence[Collection[int]], parts: int) -> list[int]:
+    """The first unit of each part, as late as the others allow; none where they do not fit. ``allowed``: the parts that
+    each unit may be in."""
+    fits = [[False] * (parts + 1) for _ in range(len(allowed) + 1)]  # [i][k]: units from i on, where i is in part k
+    fits[-1][parts - 1] = True
+    for i in reversed(range(len(allowed))):
+        for k in allowed[i]:
+            fits[i][k] = fits[i + 1][k] or (i + 1 < len(allowed) and fits[i + 1][k + 1])
+    if not fits[0][0]:
+        return []
+    starts = [0]
+    for i in range(1, len(allowed)):
+        if not fits[i][len(starts) - 1]:
+            starts.append(i)
+    return starts
+
+
+def _refusal(
+    main: Sequence[Node],
+    allowed: Mapping[Node, Collection[int]],
+    weights: Callable[[Node], Iterable[str]],
+    owners: Mapping[str, Sequence[int]],
+) -> str:
+    part = 0
+    for node in main:
+        later = [k for k in allowed[node] if k >= part]
+        if not later:
+            held = " and ".join(f"{name} (rank {', '.join(map(str, owners[name]))})" for name in weights(node))
+            return (
+                f"pipeline: {described_at(node)} computes with {held}, which no part that can come here holds; the "
+                "forward uses weights in another order than when parallelize dealt them over the axis pp: make such a "
+                "change before it"
+            )
+        part = min(later)
+    return (
+        "pipeline: the forward has fewer layers than when parallelize placed its weights, and leaves a part without an "
+        "operation; make such a change before parallelize"
+    )

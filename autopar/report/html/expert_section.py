@@ -12,11 +12,10 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 
-from autopar.cost.step_traffic import step_communication
-from autopar.cost.traffic import Volume
-from autopar.report.formatting import human_bytes
+from autopar.cost.traffic import Volume, step_communication
 from autopar.report.html.page import Section, table
 from autopar.report.svg import WIDTH, framed, px
+from autopar.report.tables import human_bytes
 from autopar.steps.graphs import Compiled
 
 SECTION = "Experts"

@@ -18,9 +18,9 @@ from autopar.cost.step_estimate import TimesOfGraphs
 from autopar.ir.graph import module_path
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
-from autopar.report.formatting import human_bytes, human_seconds
 from autopar.report.model_tree import ModuleRow, WeightRow
 from autopar.report.svg import framed, px
+from autopar.report.tables import human_bytes, human_seconds
 from autopar.steps.graphs import Compiled
 
 _ROW, _LINE, _PILL, _HEAD = 50.0, 15.0, 19.0, 84.0  # heights: least of a box, lines within and beside it, the head

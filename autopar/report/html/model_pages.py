@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import html
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from autopar.cost.axis_shares import repeated
 from autopar.cost.memory import Memory, memories
+from autopar.cost.module_costs import Exchanged, ModuleCost
 from autopar.cost.step_estimate import StepEstimate, step_estimate, times_of_graphs
-from autopar.report.formatting import human_bytes, human_seconds
-from autopar.report.html.advice import advice
+from autopar.plan import Plan
+from autopar.report.graph_text import DTYPES
 from autopar.report.html.layer_picture import layer_picture
-from autopar.report.html.model_section import memory_bar, model_section
-from autopar.report.html.page import Section, findings
-from autopar.report.model_tree import model_tree
+from autopar.report.html.page import Section, findings, legend
+from autopar.report.model_tree import ModuleRow, WeightRow, by_kind, model_tree
+from autopar.report.tables import human_bytes, human_count, human_seconds
 from autopar.steps.graphs import Compiled
 
 
@@ -69,3 +73,158 @@ def memory_causes(found: Memory) -> list[tuple[str, int]]:
         ("activations kept for the backward", kept),
         ("gradients, sums and working values", found.peak - found.steady - kept),
     ]
+
+
+TITLE = "Model"
+MOST_OPEN = 60  # rows of a tree that is shown whole; of a larger one the first levels are
+COLUMNS = ("module", "how it is cut", "weights on a rank", "kept for the backward", "exchanged in a step", "computes")
+LEGEND = (
+    ("over tp, ep", "each rank has its columns, rows or experts of the weight, and computes with these alone"),
+    ("in pieces over dp", "ZeRO: a rank stores a piece; the whole is gathered where it is used"),
+    ("whole", "every rank has all of it; where the batch is cut, gradients are summed over dp, rp, cp and ep"),
+    ("exposed", "of a transfer, what computing has to wait for; the rest runs beside computing"),
+    ("exchanged", "a blue line: hidden beside computing for the most part; an orange one: computing waits for it"),
+    ("computes", "blue: the forward, green: the backward, to the scale of the longest row"),
+    ("×4", "so many modules that are alike, added up; point at a number for its parts"),
+)
+
+
+def model_section(root: ModuleRow, times: str) -> Section:
+    """``times``: a sentence on what they are estimated for."""
+    rows = list(root.all())
+    depth = 99 if len(rows) <= MOST_OPEN else 2
+    longest = max((row.total.forward + row.total.backward for row in rows), default=0.0) or 1.0
+    head = "".join(f"<span>{name}</span>" for name in COLUMNS)
+    tree = f"<div class=tree><div class='row head'>{head}</div>{_row(root, depth, longest)}</div>"
+    return Section(TITLE, f"<p class=muted>{html.escape(times)}</p>{tree}{legend(LEGEND)}")
+
+
+def _row(row: ModuleRow, depth: int, longest: float, deep: int = 0) -> str:
+    """``depth``: levels that are open, ``deep``: how far in the row stands."""
+    cells = "".join(f"<span data-is='{name}'>{cell}</span>" for name, cell in zip(COLUMNS, _cells(row, longest)))
+    line = f"<span class=row style='--deep:{deep}' id='m-{html.escape(row.paths[0])}'>{cells}</span>"
+    if not row.children:
+        return f"<div class=leaf>{line}</div>"
+    inner = "".join(_row(child, depth - 1, longest, deep + 1) for child in row.children)
+    return f"<details{' open' if depth > 0 else ''}><summary>{line}</summary><div class=inner>{inner}</div></details>"
+
+
+def _cells(row: ModuleRow, longest: float) -> Iterator[str]:
+    cost = row.total
+    count = f" <em>×{row.count}</em>" if row.count > 1 else ""
+    yield f"<b>{html.escape(row.name or 'the whole model')}</b> <i>{html.escape(row.kind)}</i>{count}"
+    yield "".join(map(_weight, row.weights)) or "<i></i>"
+    elements = f" <i>of {human_count(row.elements)} parameters</i>" if row.elements else ""
+    yield f"{human_bytes(row.bytes)}{elements}" if row.bytes else ""
+    yield human_bytes(cost.kept) if cost.kept else ""
+    yield "".join(_exchanged(axis, kind, x, cost) for (axis, kind), x in by_kind(cost).items())
+    yield _seconds(cost, longest)
+
+
+def _weight(weight: WeightRow) -> str:
+    spec = weight.spec
+    shape = f"{DTYPES.get(spec.dtype, spec.dtype)}[{', '.join(map(str, spec.shape))}]"
+    how = "; ".join(weight.cuts) or "whole"
+    more = [] if spec.requires_grad else ["frozen"]
+    more += [f"also {name}" for name in spec.aliases]
+    note = f" <i>{html.escape(', '.join(more))}</i>" if more else ""
+    why = html.escape("\n".join([f"{weight.name}: {shape}, {human_bytes(weight.bytes)} on a rank", *weight.reasons]))
+    return f"<span title='{why}'><u>{html.escape(weight.name)}</u> {html.escape(how)}{note}</span>"
+
+
+def _exchanged(axis: str, kind: str, x: Exchanged, cost: ModuleCost) -> str:
+    ways = [f"{way}: {human_bytes(e.bytes)}" for (a, k, way), e in cost.exchanged.items() if (a, k) == (axis, kind)]
+    hidden = 1 - x.exposed / x.seconds if x.seconds else 1.0
+    late = f"{human_seconds(x.exposed)} exposed" if hidden < 0.995 else "beside computing"
+    title = f"{x.calls:,.4g} calls, {human_seconds(x.seconds)} of transfers, {late}\n" + "\n".join(ways)
+    return (
+        f"<span class='sent{' late' if hidden < 0.5 else ''}' title='{html.escape(title)}'>"
+        f"{html.escape(axis)} {html.escape(kind.replace('_', '-'))} {human_bytes(x.bytes)}</span>"
+    )
+
+
+def _seconds(cost: ModuleCost, longest: float) -> str:
+    whole = cost.forward + cost.backward
+    if not whole:
+        return ""
+    parts = ((cost.forward, "F"), (cost.backward, "B"))
+    bars = "".join(f"<b class={name} style='width:{100 * part / longest:.2f}%'></b>" for part, name in parts)
+    title = f"forward {human_seconds(cost.forward)}, backward {human_seconds(cost.backward)}"
+    return f"<span title='{title}'>{human_seconds(whole)}<span class=time>{bars}</span></span>"
+
+
+def memory_bar(causes: Iterable[tuple[str, int]], title: str) -> str:
+    """What is held at the peak, one piece of a bar for each (cause, bytes), with its numbers below."""
+    found = [(name, size) for name, size in causes if size > 0]
+    whole = sum(size for _, size in found) or 1
+    bars = "".join(
+        f"<b class=c{i} style='width:{100 * size / whole:.2f}%' title='{html.escape(name)}: {human_bytes(size)}'></b>"
+        for i, (name, size) in enumerate(found)
+    )
+    words = "".join(
+        f"<span><b class=c{i}></b>{html.escape(name)} <em>{human_bytes(size)}</em></span>"
+        for i, (name, size) in enumerate(found)
+    )
+    return f"<p class=muted>{html.escape(title)}</p><div class=stack>{bars}</div><div class=stackwords>{words}</div>"
+
+
+LATE, IDLE, LARGE = 0.15, 0.1, 0.4  # of the step's time, of it without work, of the memory at the peak: worth a line
+_FASTER = {
+    "tp": "keep tp within the ranks of a node, or take a smaller tp and more dp; longer batches hide more",
+    "dp": "more examples per rank; with zero below 3 a step gathers once, whatever its micro_batches",
+    "ep": "dispatch= by name, see autopar experts; keep ep within a node",
+    "cp": "attention= by name, see autopar attention; cp pays for long sequences only",
+    "pp": "more micro_batches, so that sending stands beside computing",
+}
+
+
+def advice(plan: Plan, cost: ModuleCost, step: StepEstimate, memory: Memory) -> list[tuple[str, str]]:
+    """cost: of the whole model. memory: of the fullest rank."""
+    rows = [*_late(cost, step), *_idle(plan, step), *_full(plan, memory)]
+    return [*((found, way_out) for text in repeated(plan) for found, way_out in [_cut(text)]), *rows]
+
+
+def _cut(text: str) -> tuple[str, str]:
+    found, _, way_out = text.removeprefix("plan: ").rpartition("; ")
+    return found, way_out
+
+
+def _late(cost: ModuleCost, step: StepEstimate) -> Iterator[tuple[str, str]]:
+    """What computing waits for, by axis."""
+    axes: dict[str, float] = {}
+    for (axis, _, _), x in cost.exchanged.items():
+        name = axis.partition(",")[0].partition("%")[0].partition("/")[0]
+        axes[name] = axes.get(name, 0.0) + x.exposed
+    for axis, seconds in sorted(axes.items(), key=lambda item: -item[1]):
+        if seconds > LATE * step.seconds:
+            share = f"{min(seconds / step.seconds, 1):.0%} of the step"
+            yield f"computing waits {human_seconds(seconds)} for transfers over {axis}, {share}", _FASTER.get(axis, "")
+
+
+def _idle(plan: Plan, step: StepEstimate) -> Iterator[tuple[str, str]]:
+    """Time of a pipeline in which a rank has nothing to do."""
+    idle = 1 - (step.computing + step.exposed) / step.seconds if step.seconds else 0.0
+    if plan.pipeline is not None and idle > IDLE:
+        more = f"micro_batches above {plan.options.micro_batches}, or a schedule with a smaller bubble"
+        found = f"ranks of the pipeline have no work for {idle:.0%} of the step"
+        yield found, f"{more}: autopar schedule --name all"
+
+
+def _full(plan: Plan, memory: Memory) -> Iterator[tuple[str, str]]:
+    options, dp = plan.options, plan.mesh.data_size
+    kept = min(memory.saved, memory.peak - memory.steady)
+    if kept > LARGE * memory.peak:
+        found = f"{human_bytes(kept)} of {human_bytes(memory.peak)} are activations kept for the backward"
+        yield (
+            found,
+            'checkpoint="selective" or "full", or memory_limit="40GB", which recomputes what it must; '
+            + (
+                "more micro_batches"
+                if plan.mesh.size("tp") == 1 or options.sequence_parallel
+                else "sequence_parallel=True"
+            ),
+        )
+    states = memory.optimizer if not memory.states else 0
+    if dp > 1 and not options.zero and states + memory.parameters > LARGE * memory.peak:
+        found = f"{human_bytes(states + memory.parameters)} of {human_bytes(memory.peak)} are weights and states of the"
+        yield f"{found} optimizer, whole on each of {dp} ranks", "zero=1, which stores a piece on each; or zero=3"

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.report.chrome_trace import Event, events_of
+from autopar.report.html.page import Section, facts
+from autopar.report.schedule_summary import grid, timeline_facts
 from autopar.report.svg import WIDTH, framed, px, ticks
 from autopar.schedule.order import PARAMETERS, TRANSFERS, Action
 from autopar.schedule.simulate import Timeline
@@ -274,3 +276,29 @@ def _legend(panels: Sequence[_SchedulePanel]) -> Iterator[str]:
     if tones > 1:
         what = "later token slices" if any(panel.sliced for panel in panels) else "later stages of the rank"
         yield f'<text class="faint end" x="{WIDTH - _RIGHT}" y="40">fainter: {what}</text>'
+
+
+SECTION = "Pipeline"
+
+
+def pipeline_section(
+    timeline: Timeline, measured: Iterable[Event] | None = None, notes: Sequence[str] = (), unit: str = ""
+) -> Section:
+    """A part of the report: numbers, picture, grid, and the actions as the executor reads them.
+
+    measured: (rank, action, start, end) of a real run, in the timeline's unit. notes: a line each.
+    """
+    order, events = timeline.order, None if measured is None else list(measured)
+    rows = [("schedule", order.name), ("ranks", str(len(order.ranks))), ("stages", str(len(order.rank_of)))]
+    rows += [("micro-batches", str(order.micro_batches)), *timeline_facts(timeline, unit)]
+    if events:
+        took = max(e[3] for e in events) - min(e[2] for e in events)
+        rows.append(("measured", f"{took:,.5g}{f' {unit}' if unit else ''}"))
+    lines = "".join(f"<p class=muted>{html.escape(note)}</p>" for note in notes)
+    grids = (("grid", grid(timeline, 160).plain), ("actions", order.text()))
+    texts = "".join(
+        f"<details class=inner><summary>{name}</summary><pre>{html.escape(text)}</pre></details>"
+        for name, text in grids
+    )
+    picture = svg(timeline, title=order.name, measured=events, unit=unit)
+    return Section(SECTION, f"{facts(rows)}{lines}\n{picture}<div class=level>{texts}</div>")

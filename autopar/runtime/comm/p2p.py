@@ -5,7 +5,7 @@
 
 Every link, a pair of ranks and a direction, has a process group of its own. NCCL has no tags, and a transfer keeps its
 stream until the other end has come: in a group of more ranks, or for both directions, transfers that cross would wait
-for each other (`autopar.schedule.stream_checks`). Both ends list the transfers of a link in the same order
+for each other (`autopar.schedule.order_checks`). Both ends list the transfers of a link in the same order
 (`autopar.schedule.order_checks.check_channels`).
 
 A send keeps its tensors until `arrived` says that the other side has them, at last until `flush`. gloo cannot be
@@ -25,7 +25,7 @@ from autopar.runtime.fault.errors import CollectiveError, board
 from autopar.runtime.fault.nccl_errors import started
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.schedule.order import Action
-from autopar.schedule.stream_checks import Link
+from autopar.schedule.order_checks import Link
 
 AXIS = "pp"
 

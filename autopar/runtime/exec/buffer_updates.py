@@ -22,8 +22,7 @@ from autopar.ir.graph import ancestors, outputs, placeholders
 from autopar.ir.storages import shared_outputs, storages
 from autopar.runtime.params.missing_gradient import with_refusal
 from autopar.runtime.params.sharded_modules import ShardedModules
-from autopar.steps.graphs import Compiled, Stage
-from autopar.steps.value_names import is_a, output, output_place
+from autopar.steps.graphs import Compiled, Stage, is_a, output, output_place
 
 
 class BufferUpdates:

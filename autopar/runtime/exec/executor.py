@@ -49,10 +49,9 @@ from autopar.runtime.exec.step_result import Result
 from autopar.runtime.exec.unsharded_cache import UnshardedCache
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.schedule.order import BACKWARD, COMPUTE, Action
-from autopar.schedule.stream_checks import links
-from autopar.steps.graphs import Compiled, StepGraph
+from autopar.schedule.order_checks import links
+from autopar.steps.graphs import Compiled, StepGraph, output
 from autopar.steps.of_rank import graphs_of_rank, lowered_order
-from autopar.steps.value_names import output
 
 GIVEN = ("input", "seed")  # kinds of values that are others in every step
 MADE = ("micro_batch", "total")  # by the step itself

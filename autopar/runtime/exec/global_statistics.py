@@ -23,7 +23,7 @@ from autopar.runtime.comm.p2p import Channels
 from autopar.runtime.exec.instructions import Entry, Instruction, accumulate
 from autopar.runtime.exec.slots import Values
 from autopar.schedule.order import Action, Order, P2PEdge
-from autopar.schedule.stream_checks import Link
+from autopar.schedule.order_checks import Link
 from autopar.steps.graphs import GlobalStatistics, Pipeline, StepGraph
 
 Run = Callable[[Entry, StepGraph, list[int], list[int]], None]

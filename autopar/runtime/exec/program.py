@@ -41,9 +41,8 @@ from autopar.runtime.exec.step_inputs import StepInputs
 from autopar.runtime.exec.unsharded_cache import gathering
 from autopar.schedule.order import Action, Order, P2PEdge
 from autopar.schedule.order_checks import acknowledged
-from autopar.steps.graphs import Cache, Pipeline, Prologue, StepGraph
+from autopar.steps.graphs import Cache, Pipeline, Prologue, StepGraph, grad, is_a, of
 from autopar.steps.of_rank import backwards, graph_of, sum_dtypes
-from autopar.steps.value_names import grad, is_a, of
 
 Bind = Callable[[StepGraph], Lowered]
 

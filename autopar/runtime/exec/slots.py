@@ -16,9 +16,8 @@ from typing import Any
 
 from autopar.runtime.exec.step_inputs import StepInputs
 from autopar.schedule.order import TRANSFERS, Action, Order, P2PEdge
-from autopar.steps.graphs import Pipeline, Prologue, Stage, StepGraph
+from autopar.steps.graphs import Pipeline, Prologue, Stage, StepGraph, grad, is_a, of
 from autopar.steps.of_rank import backwards, comes_back, restricted
-from autopar.steps.value_names import grad, is_a, of
 
 Unit = tuple[int, int, int]  # stage, micro-batch, slice
 

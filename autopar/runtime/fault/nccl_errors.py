@@ -57,7 +57,7 @@ def there_are_some() -> bool:
 def tell_count() -> None:
     """Log how many there are; warn if they share streams, of which torch has a fixed number: one then waits for what
     was started on another. Which ones share is a matter of who else in the process takes streams, so that no order of
-    transfers can be checked for it ahead (`autopar.schedule.stream_checks` has one for each link)."""
+    transfers can be checked for it ahead (`autopar.schedule.order_checks` has one for each link)."""
     count = len(quiet_groups())
     logging.getLogger(__name__).info("this rank is in %d process groups on the GPU", count)
     if count > STREAMS:

@@ -26,7 +26,7 @@ from autopar.runtime.fault.nccl_errors import leave_to_us, started, tell_count
 from autopar.runtime.fault.store_barrier import Rounds, world_store
 from autopar.runtime.mesh.devices import check_devices, choose_device
 from autopar.runtime.mesh.timeouts import time_limit
-from autopar.schedule.stream_checks import Link
+from autopar.schedule.order_checks import Link
 
 _meshes: dict[tuple[int, str, Mesh, timedelta], DeviceMesh] = {}
 _parts: dict[tuple[int, str, Mesh, str, timedelta], dist.ProcessGroup | None] = {}  # all but those of the axes

@@ -31,8 +31,8 @@ from autopar.runtime.exec.executor import Executor, Paused
 from autopar.runtime.inputs.outputs import placements_of
 from autopar.runtime.params.missing_gradient import with_refusal
 from autopar.runtime.params.parameters import local_gradient
+from autopar.steps.graphs import grad, of, output, output_place
 from autopar.steps.of_rank import backwards
-from autopar.steps.value_names import grad, of, output, output_place
 
 _COPIES = (torch.ops.aten.detach.default, torch.ops.aten.clone.default)
 Again = Callable[[tuple[str, ...]], Executor]  # names of outputs -> the step that has gradients for them
