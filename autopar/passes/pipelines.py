@@ -15,11 +15,8 @@ from autopar.passes.partition.slice_early import SliceEarly
 from autopar.passes.step.bucket_gathers import BucketGathers
 from autopar.passes.step.bucket_gradients import BucketGradients
 from autopar.passes.step.early_exchanges import EarlyExchanges
-from autopar.passes.step.merge_all_reduces import MergeAllReduces
-from autopar.passes.step.prefetch_copies import PrefetchCopies
-from autopar.passes.step.prefetch_gathers import PrefetchGathers
-from autopar.passes.step.simplify_arithmetic import SimplifyArithmetic
-from autopar.passes.step.simplify_views import SimplifyViews
+from autopar.passes.step.prefetch import Prefetch
+from autopar.passes.step.simplify import Simplify
 from autopar.rewrite.pass_manager import Pass
 
 GLOBAL_PASSES: tuple[Pass, ...] = (Normalize(), CastParameters(), ExpandKvHeads(), DeriveRules())
@@ -32,11 +29,8 @@ PLACEMENT_PASSES: tuple[Pass, ...] = (
     LowerToLocal(),
 )
 STEP_PASSES: tuple[Pass, ...] = (
-    SimplifyViews(),
-    SimplifyArithmetic(),
-    PrefetchGathers(),
-    PrefetchCopies(),
-    MergeAllReduces(),
+    Simplify(),
+    Prefetch(),
     BucketGathers(),
     BucketGradients(),
     EarlyExchanges(),

@@ -148,15 +148,15 @@ def test_levels_of_parts_are_step_graphs(tmp_path: Path) -> None:
     assert all(
         map(STEP_GRAPHS.fullmatch, ("forward", "part0.forward", "part12.backward_weight", "part1.gather", "once"))
     )
-    assert not any(map(STEP_GRAPHS.fullmatch, ("part0.part", "part0.simplify_views", "forward.differentiate")))
+    assert not any(map(STEP_GRAPHS.fullmatch, ("part0.part", "part0.simplify", "forward.differentiate")))
     gm = compiled(LLAMA).local
     dumper, ctx = Dumper(tmp_path), Compilation(LLAMA.mesh)
     with ctx.within("part0."):
-        dumper("part0.simplify_views", gm, ctx)
+        dumper("part0.simplify", gm, ctx)
         dumper("part0.prefetch", gm, ctx)
         dumper("part0.forward", gm, ctx)
     with ctx.within("part1."):
-        dumper("part1.simplify_views", gm, ctx)
+        dumper("part1.simplify", gm, ctx)
     assert [level.same for level in dumper.levels] == [
         False,
         True,

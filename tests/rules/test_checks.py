@@ -19,7 +19,7 @@ from autopar.models.tiny import TINY
 from autopar.options import Options
 from autopar.passes.pipelines import STEP_PASSES
 from autopar.passes.step.bucket_gathers import BucketGathers
-from autopar.passes.step.prefetch_gathers import PrefetchGathers
+from autopar.passes.step.prefetch import Prefetch
 from autopar.rewrite import checks
 from autopar.rewrite.checks import (
     PlacementError,
@@ -182,10 +182,8 @@ def test_passes_over_step_graphs_build_on_each_other() -> None:
     ctx = Compilation(Mesh.of(dp=2))
     with pytest.raises(AssertionError, match=r"bucket_gathers requires .'gathers_together'., which no earlier pass"):
         PassManager([BucketGathers()]).run(two_gathers(), ctx, facts=("step",))
-    with pytest.raises(AssertionError, match=r"simplify_arithmetic requires .'plain'."):
-        PassManager(STEP_PASSES[1:]).run(two_gathers(), ctx, facts=("step",))
-    with pytest.raises(AssertionError, match=r"prefetch_gathers requires .'step'."):
-        PassManager([PrefetchGathers()]).run(two_gathers(), ctx)
+    with pytest.raises(AssertionError, match=r"prefetch requires .'step'."):
+        PassManager([Prefetch()]).run(two_gathers(), ctx)
 
 
 def test_facts_of_step_graphs_are_made_and_end() -> None:

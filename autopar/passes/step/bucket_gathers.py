@@ -1,6 +1,6 @@
 """bucket_gathers: let small parameters travel together.
 
-Consumes    a step graph whose gathers of one layer stand side by side (prefetch_gathers).
+Consumes    a step graph whose gathers of one layer stand side by side (prefetch).
 Guarantees  gathers of parameters below `LONE_BYTES` that stand side by side are one gather, and reduce-scatters of such
             gradients are one per layer, of at most ``bucket_bytes``, for each dtype and set of axes: of those that dp
             and cp cut, one per axis. A gather is unpacked right before its first use, so that it still overlaps the

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.ir.mesh import Mesh
-from autopar.passes.step.simplify_arithmetic import SimplifyArithmetic
+from autopar.passes.step.simplify import Simplify
 from autopar.rewrite.compilation import Compilation
 
 aten = torch.ops.aten
@@ -26,7 +26,7 @@ def simplified(function: Callable[..., Tensor], *inputs: Tensor) -> GraphModule:
     """The graph of a function after the pass, which must give the same numbers."""
     gm = make_fx(function, tracing_mode="fake")(*inputs)
     expected = gm(*inputs)
-    gm = SimplifyArithmetic().apply(gm, Compilation(Mesh.of(dp=2)))
+    gm = Simplify().apply(gm, Compilation(Mesh.of(dp=2)))
     torch.testing.assert_close(gm(*inputs), expected, rtol=1e-12, atol=1e-12)
     return gm
 
