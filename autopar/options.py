@@ -1,7 +1,7 @@
 """What the user may ask for: each option declared once, with its values, its words and the axes that it is about.
 
 The command line (`autopar.cli.shared_arguments`), docs/options.md, the docstring of `Options` and the check that an
-option counts on a mesh (`autopar.planner.option_checks`) read the declarations. Loads no torch.
+option counts on a mesh (`autopar.planner.plan_fits`) read the declarations. Loads no torch.
 """
 
 from __future__ import annotations

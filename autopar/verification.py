@@ -38,7 +38,7 @@ from autopar.ir.batch import part_of_batch, tensors_of
 from autopar.ir.compute_dtypes import cast_around
 from autopar.ir.mesh import Mesh
 from autopar.lift_to_float64 import LiftFloat32
-from autopar.ops.eager_random import shared_random
+from autopar.ops.random_recipes import shared_random
 from autopar.ops.traits import aliases
 from autopar.options import Options
 from autopar.plan import AxisShare

@@ -30,7 +30,7 @@ from autopar.capture.trace.gc_pause import resting_collector
 from autopar.compile.model import compile_model, plan_model
 from autopar.compile.shared_capture import SharedCapture
 from autopar.ir.mesh import Mesh
-from autopar.ir.parameter import ParameterSpec
+from autopar.ir.signature import ParameterSpec
 from autopar.options import Options
 from autopar.plan import Plan
 from autopar.steps.graphs import Compiled

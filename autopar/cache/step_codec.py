@@ -20,7 +20,7 @@ from autopar.adapters.fx.lazy import lazy_code
 from autopar.cache.graph_codec import GraphDecoder, GraphEncoder
 from autopar.cache.value_codec import Damaged, Decoder, Encoder, ShardedModules, Unstorable
 from autopar.capture.trace.gc_pause import resting_collector
-from autopar.ir.parameter import ParameterSpec
+from autopar.ir.signature import ParameterSpec
 from autopar.plan import Plan
 from autopar.runtime.exec.step_fingerprint import known_facts
 from autopar.steps.graphs import Compiled, CopiedStepGraph, KnownFacts, MadeLater, Prologue, StepGraph

@@ -51,8 +51,14 @@ from autopar.capture.trace.program_checks import refuse_overlaps, refuse_running
 from autopar.ir.batch import constants_of
 from autopar.ir.compute_dtypes import Dtypes, cast_around, check_dtypes, dtypes_of, stored_by_name
 from autopar.ir.custom_backward import check_contained
-from autopar.ir.exported import Made, buffers_differentiated, read_again, refuse_writes_again, specs_of_inputs
-from autopar.ir.gradient_paths import refuse_other_gradients
+from autopar.ir.exported import (
+    Made,
+    buffers_differentiated,
+    read_again,
+    refuse_other_gradients,
+    refuse_writes_again,
+    specs_of_inputs,
+)
 from autopar.ir.signature import InputSpec, OutputSpec, Signature
 from autopar.ir.weight_conversion import WeightConversion
 from autopar.lift_to_float64 import LiftFloat32

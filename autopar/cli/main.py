@@ -33,9 +33,8 @@ from autopar.cli.command import Command, Parser
 from autopar.cli.experts_command import EXPERTS
 from autopar.cli.plan_command import PLAN
 from autopar.cli.schedule_command import SCHEDULE
-from autopar.cli.shared_arguments import add_option, mesh
+from autopar.cli.shared_arguments import OFTEN, add_model, add_option, mesh
 from autopar.cli.show_command import SHOW
-from autopar.cli.verify_command import VERIFY
 from autopar.options import DECLARED
 from autopar.version import VERSION
 
@@ -70,6 +69,29 @@ def _run_demo(args: argparse.Namespace) -> int:
 
 
 DEMO = Command("demo", "a small model, from plan to training, on local processes", _demo_arguments, _run_demo)
+
+
+def _verify_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, seq=16, batch=4, dtype="float64")
+
+
+def _run_verify(args: argparse.Namespace) -> int:
+    from autopar.cli.compiling import asked_mesh, asked_options, configs
+
+    hf = configs()
+    from autopar.cli.verify_run import verify_config  # needs transformers
+
+    config, mesh, options = hf.load_config(args.config), asked_mesh(args.mesh), asked_options(args)
+    return verify_config(config, mesh, options, seq=args.seq, batch=args.batch, dtype=hf.dtype_named(args.dtype))
+
+
+VERIFY = Command(
+    "verify",
+    "run on local processes and compare with one process; exits 1 on mismatch",
+    _verify_arguments,
+    _run_verify,
+    OFTEN,
+)
 
 
 INTERRUPTED, UNREAD = 130, 141  # exit codes, as of a program that a signal ends

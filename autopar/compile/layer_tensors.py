@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from autopar.ac_policies import HOST, ForwardValue, Policy
-from autopar.cost.attention_traffic import is_context_attention
+from autopar.cost.attention_costs import is_context_attention
 from autopar.cost.flops import node_seconds
 from autopar.cost.hardware import DEFAULT, Device
 from autopar.cost.topology import Topology

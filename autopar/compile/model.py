@@ -29,7 +29,7 @@ from autopar.cost.memory import most_static
 from autopar.ir.batch import with_constants
 from autopar.ir.graph import copy_graph, loss_places, output_node, remove_dead_code
 from autopar.ir.mesh import Mesh
-from autopar.ir.parameter import ParameterSpec
+from autopar.ir.signature import ParameterSpec
 from autopar.options import Options
 from autopar.passes.autodiff.differentiate import lowered
 from autopar.passes.pipelines import PLACEMENT_PASSES

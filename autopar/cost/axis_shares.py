@@ -46,7 +46,7 @@ def forward_flops(gm: GraphModule, plan: Plan) -> float:
 
 
 def _share(axis: str, gm: GraphModule, plan: Plan, calls: _TypedCalls | None) -> AxisShare:
-    sizes = {name: _nbytes(node) for node, name in _parameters(gm)}
+    sizes = {name: math.prod(global_shape(node)) * node.meta["val"].dtype.itemsize for node, name in _parameters(gm)}
     whole = [(name, sizes[name], why) for name, why in _whole_parameters(plan, axis, sizes)]
     total = sum(sizes.values())
     parameters, rows = _cut(whole, total), _largest("parameters", whole, total)
@@ -120,10 +120,6 @@ def _way_out(plan: Plan, axis: str, parts: list[tuple[WholePart, str]]) -> str:
 def _parameters(gm: GraphModule) -> Iterator[tuple[Node, str]]:
     names = names_of_parameters(gm)
     return ((n, names[n.name]) for n in gm.graph.nodes if n.op == "placeholder" and n.name in names)
-
-
-def _nbytes(node: Node) -> int:
-    return math.prod(global_shape(node)) * node.meta["val"].dtype.itemsize
 
 
 def _whole_parameters(plan: Plan, axis: str, names: Iterable[str]) -> Iterator[tuple[str, str]]:

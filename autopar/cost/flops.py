@@ -25,7 +25,7 @@ from torch.fx import Node
 import autopar.ops  # noqa: F401  (registers the operators that the table names)
 from autopar.adapters.operators import OpOverload, mutates, name_of
 from autopar.attention.operator import attention_of_piece
-from autopar.cost.attention_traffic import is_context_attention
+from autopar.cost.attention_costs import is_context_attention
 from autopar.cost.hardware import DEFAULT, Device
 from autopar.cost.traffic import Links
 from autopar.ir.conversions import convert, exchange
@@ -53,10 +53,6 @@ def _numel(node: Node) -> int:
 
 def _nbytes(node: Node) -> int:
     return sum(math.prod(v.shape) * v.dtype.itemsize for v in _tensors(node))
-
-
-def _dtype(node: Node) -> torch.dtype | None:
-    return next((v.dtype for v in _tensors(node)), None)
 
 
 def _size(node: Node) -> tuple[int, ...]:
@@ -241,7 +237,7 @@ def node_seconds(node: Node, device: Device = DEFAULT, links: Links | None = Non
     if _is_free(node):
         return 0.0
     operands = tensor_operands(node) or [node]
-    speed = device.speed(_dtype(operands[0]) or torch.float32)
+    speed = device.speed(next((v.dtype for v in _tensors(operands[0])), None) or torch.float32)
     return max(flops(node) / speed, memory_bytes(node) / device.memory, device.launch, moved or 0.0)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from autopar.cost.attention_traffic import is_context_attention
+from autopar.cost.attention_costs import is_context_attention
 from autopar.cost.flops import node_seconds
 from autopar.cost.hardware import Device, host_link
 from autopar.cost.traffic import Links, transfer

@@ -22,8 +22,8 @@ from torch.fx import Node
 from autopar.cost.stage_memory import walk_rank
 from autopar.ir.graph import placeholders
 from autopar.ir.mesh import Mesh
-from autopar.ir.parameter import ParameterSpec, in_buckets
 from autopar.ir.placement import Shard
+from autopar.ir.signature import ParameterSpec, in_buckets
 from autopar.ir.storages import bytes_of
 from autopar.options import Options
 from autopar.steps.graphs import Compiled

@@ -14,7 +14,7 @@ from dataclasses import astuple, dataclass, field
 
 from torch.fx import GraphModule, Node
 
-from autopar.cost.attention_traffic import is_context_attention, sent_by
+from autopar.cost.attention_costs import is_context_attention, sent_by
 from autopar.cost.graph_times import HOST, GraphTimes
 from autopar.cost.step_estimate import TimesOfGraphs
 from autopar.cost.traffic import transfer

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.cost.attention_traffic import is_context_attention, sent_by
+from autopar.cost.attention_costs import is_context_attention, sent_by
 from autopar.cost.hardware import links_of
 from autopar.cost.topology import Topologies
 from autopar.ir.conversions import conversion_of, exchange, is_conversion

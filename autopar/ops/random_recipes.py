@@ -10,13 +10,21 @@ An operator that draws as many numbers as values tell (poisson, gamma: they reje
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from autopar.adapters.dispatch import DispatchMode
+from autopar.adapters.operators import argument_defaults
+from autopar.ops.dropout import keep_mask
+from autopar.ops.random_numbers import drawn
+from autopar.ops.traits import is_random
 
 aten = torch.ops.aten
 
@@ -177,3 +185,53 @@ def recipe_for(target: Any) -> tuple[WeightConversion | None, bool]:
     name = str(packet).removeprefix("aten.")
     plain = getattr(aten, name[:-1], None) if name.endswith("_") else None
     return RECIPES.get(plain), plain in RECIPES
+
+
+# --- in eager runs -------------------------------------------------------------------------------------
+
+
+class _Numbers(DispatchMode):
+    """Answers requests for random numbers; counts them in ``site``."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        self.seed, self.site = seed, 0
+        self.maker = DrawMaker(lambda target, *args, **kwargs: target(*args, **kwargs), self._draw, lambda x: x)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        known = kwargs or {}
+        if func is aten.native_dropout.default:  # the fused form on CUDA
+            x, p, train = args
+            mask = self._mask(x, p) if train or train is None else torch.ones_like(x, dtype=torch.bool)
+            return x * mask * (1.0 / (1.0 - p) if train and p < 1 else 1.0), mask
+        recipe, written = recipe_for(func)
+        if recipe is None or known.get("generator") is not None:
+            assert recipe or not is_random(func) or not _named(func, args, known).get("dropout_p", True), (
+                f"nothing says what {func} draws"
+            )
+            return func(*args, **known)
+        made = recipe(_named(func, args, known), self.maker)
+        return args[0].copy_(made) if written else made
+
+    def _mask(self, x: Tensor, p: float) -> Tensor:
+        mask = keep_mask(x.shape, torch.tensor(self.seed, device=x.device), p, self.site, [], [])
+        self.site += 1
+        return mask
+
+    def _draw(self, like: Tensor, kind: str, a: float, b: float, dtype: torch.dtype) -> Tensor:
+        seed = torch.tensor(self.seed, device=like.device)
+        self.site += 1
+        return drawn(like.shape, seed, kind, float(a), float(b), self.site - 1, [], [], dtype)
+
+
+def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call. An attention that a model has chosen a kernel for draws nothing at a rate of 0."""
+    return {**argument_defaults(func), **dict(zip(argument_defaults(func), args)), **kwargs}
+
+
+@contextlib.contextmanager
+def shared_random(seed: int) -> Iterator[_Numbers]:
+    """Within: what is drawn depends on ``seed`` and the number of the call. Around the forward of a model, not its
+    backward."""
+    with sdpa_kernel(SDPBackend.MATH), _Numbers(seed) as numbers:
+        yield numbers

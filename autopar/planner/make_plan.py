@@ -38,11 +38,10 @@ from autopar.planner.experts.expert_plan import (
     plan_experts,
 )
 from autopar.planner.factor_propagation import Analysis
-from autopar.planner.option_checks import check_names, check_used
 from autopar.planner.pipeline.pipeline_plan import main_parts, plan_pipeline
 from autopar.planner.pipeline.slice_lengths import best_lengths, slice_lengths, slice_unit, token_count
 from autopar.planner.pipeline.step_order import parameter_specs
-from autopar.planner.plan_fits import check_fits
+from autopar.planner.plan_fits import check_fits, check_names, check_used
 from autopar.planner.tensor_parallel import TensorParallel, find_streams, plan_tensor_parallel
 from autopar.rules.derived import MADE_OF_PARAMETERS, DerivedRule, text_of
 from autopar.schedule.request import SCHEDULES

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 
+import torch
 from torch.fx import GraphModule
 
+from autopar.ac_policies import AC_POLICIES, AUTO
+from autopar.adapters.operators import OpOverload
+from autopar.attention.algorithm_table import ALGORITHMS
+from autopar.cost.topology import Topologies
 from autopar.ir.graph import global_shape, placeholders
+from autopar.ir.mesh import LEVELLED, Mesh
 from autopar.ir.meta import signature_of
 from autopar.ir.placement import Placement, Shard, check_shard, local_shape
+from autopar.options import DECLARED, EXPERT_AXES, Options
 from autopar.plan import ParameterPlan, Plan
 from autopar.planner.batch_dims import check_dims_exist
 from autopar.planner.experts.expert_plan import check_experts
@@ -87,3 +95,96 @@ def _check_cuts(plan: Plan, name: str, shape: tuple[int, ...], placements: Mappi
                 f"plan: {name} of shape {tuple(shape)} on axis {axis!r}: {why}; cut it otherwise, or leave it whole (I)"
             ) from None
         left = local_shape(left, p, pieces)
+
+
+# --- options -------------------------------------------------------------------------------------------
+
+
+def check_names(options: Options) -> None:
+    """Names of things that are registered: a misspelled one is an error on any mesh. Raises ValueError."""
+    AC_POLICIES[options.checkpoints]
+    if options.checkpoint == AUTO and not options.memory_limit:
+        raise ValueError(
+            "checkpoint: auto keeps what a rank holds under a limit, found no memory_limit; set one, such as "
+            'memory_limit="80GB", or checkpoint="selective" or "full"'
+        )
+    if options.host_memory and not options.memory_limit and not options.checkpoint:
+        raise ValueError(
+            f"host_memory: holds what a memory_limit does not let a rank keep, found {options.host_memory:,} bytes and "
+            'no memory_limit; set one, such as memory_limit="80GB", or checkpoint="offload"'
+        )
+    if options.schedule:
+        SCHEDULES[options.schedule]
+    for name in options.attention.split("+") if options.attention != "auto" else ():
+        ALGORITHMS[name]
+    Topologies.parse(options.topology)
+    for name in options.whole_ops:
+        if not _is_operator(name):
+            raise ValueError(f"whole_ops: no operator {name!r}; their names are such as 'aten.cumsum.default'")
+
+
+def check_used(options: Options, mesh: Mesh) -> None:
+    """Options without an axis that they are about: whoever sets one expects that it does something. An axis of one rank
+    will do, so that a script runs on meshes of all sizes. Raises ValueError."""
+    for name, option in DECLARED.items():
+        value, axes = getattr(options, name), option.axes
+        if axes and value != option.default and not any(axis in mesh.sizes for axis in axes):
+            raise ValueError(
+                f"{name}: counts with an axis {' or '.join(axes)} only, found {name}={value!r} on the mesh {mesh}; "
+                f"leave it out, or add such an axis"
+            )
+    _check_experts(options, mesh)
+    if options.gathers != DECLARED["gathers"].default and options.zero == 0:
+        raise ValueError(
+            f"gathers: says when parameters that ZeRO cuts are gathered, found gathers={options.gathers!r} with "
+            "zero=0; leave it out, or set zero=3"
+        )
+    wiring = Topologies.parse(options.topology)
+    for name in wiring.axes:
+        axis, *level = re.split("[%/]", name)
+        if axis not in ("*", "host") and axis not in mesh.sizes:
+            raise ValueError(f"topology: names links of the axis {axis!r}, found the mesh {mesh}; leave that axis out")
+        if level:
+            _check_level(name, axis, level, mesh)
+            wiring.per_node(axis)
+
+
+def _check_experts(options: Options, mesh: Mesh) -> None:
+    axis = options.experts
+    if axis in EXPERT_AXES[1:] and axis not in mesh.sizes:
+        raise ValueError(
+            f"experts: expected an axis of the mesh {mesh} over which to cut experts, found experts={axis!r}; add that "
+            'axis, or an axis "ep" that is for experts alone'
+        )
+    if axis in EXPERT_AXES[1:] and mesh.size("ep") > 1:
+        raise ValueError(
+            f"experts: an axis 'ep' is for experts, found experts={axis!r} beside ep={mesh.size('ep')}; leave one of "
+            f"them out (what others call {axis} with ep inside of it is, without experts=, {axis}/ep times ep)"
+        )
+    if axis == "ep" and "ep" not in mesh.sizes and options.dispatch != DECLARED["dispatch"].default:
+        raise ValueError(
+            f"dispatch: counts with experts that are cut over an axis, found dispatch={options.dispatch!r} on the mesh "
+            f'{mesh} without an axis ep; leave it out, add such an axis, or say experts="dp" (or "cp", "tp", "auto")'
+        )
+
+
+def _check_level(name: str, axis: str, level: list[str], mesh: Mesh) -> None:
+    size = mesh.size(axis)
+    if axis not in LEVELLED or len(level) != 1 or not (level[0].isascii() and level[0].isdigit()):
+        raise ValueError(
+            f"topology: expected an axis, or nodes of one of {', '.join(LEVELLED)} such as ep%8 (within 8 ranks) and "
+            f"ep/8 (between them), found {name!r}"
+        )
+    if not 0 < int(level[0]) <= size or size % int(level[0]):
+        fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        raise ValueError(
+            f"topology: {size} ranks of axis {axis!r} do not divide into nodes of {level[0]}; use one of "
+            f"{fits} in {name!r}"
+        )
+
+
+def _is_operator(name: str) -> bool:
+    namespace, _, rest = name.partition(".")
+    packet, _, overload = rest.partition(".")
+    found = getattr(getattr(torch.ops, namespace, None), packet, None) if namespace and packet else None
+    return isinstance(getattr(found, overload or "default", None), OpOverload)

@@ -66,7 +66,9 @@ def _ordered(candidates: list[Closure]) -> list[Closure]:
         others = (c for c in candidates if not c.gathered and _exclude(c, closure))
         return bool(closure.gathered) and _size(closure) > sum(map(_size, others))
 
-    return sorted(candidates, key=lambda c: (not first(c), *_traffic_per_product(c)))
+    return sorted(
+        candidates, key=lambda c: (not first(c), not c.products, c.returns, c.traffic / (c.products or _size(c)))
+    )
 
 
 def _exclude(a: Closure, b: Closure) -> bool:
@@ -75,12 +77,6 @@ def _exclude(a: Closure, b: Closure) -> bool:
 
 def _size(closure: Closure) -> int:
     return sum(p.meta["val"].numel() for p in closure.parameters)
-
-
-def _traffic_per_product(closure: Closure) -> tuple[bool, bool, float]:
-    """Pairs of column and row first, then what returns into itself, then tables; each by traffic per product."""
-    weight = closure.products or _size(closure)
-    return (not closure.products, closure.returns, closure.traffic / weight)
 
 
 def _candidates(analysis: Analysis, names: dict[Node, str], out: TensorParallel) -> list[Closure]:

@@ -19,8 +19,7 @@ from rich.table import Table
 from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.attention.layouts import LAYOUTS, Blocks
 from autopar.attention.problem import Problem
-from autopar.cost.attention_costs import PASSES, AttentionCost, estimate
-from autopar.cost.attention_traffic import is_context_attention, problem_of_node
+from autopar.cost.attention_costs import PASSES, AttentionCost, estimate, is_context_attention, problem_of_node
 from autopar.cost.hardware import Device, device_of, links_of
 from autopar.cost.topology import Topology
 from autopar.ir.graph import compressed, has_gradient, module_path, without_indices

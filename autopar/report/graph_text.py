@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.cost.attention_traffic import is_context_attention, sent_by
+from autopar.cost.attention_costs import is_context_attention, sent_by
 from autopar.cost.traffic import KINDS, transfer
 from autopar.ir.conversions import conversion_of, is_conversion
 from autopar.ir.graph import arguments, getitem_index, module_path, nbytes

@@ -20,8 +20,8 @@ from autopar.cost.module_costs import Exchanged, ModuleCost, module_costs
 from autopar.cost.step_estimate import TimesOfGraphs
 from autopar.ir.expert_layers import axis_of_experts
 from autopar.ir.graph import compressed
-from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
+from autopar.ir.signature import ParameterSpec
 from autopar.plan import ParameterPlan, Plan
 from autopar.steps.graphs import Compiled
 

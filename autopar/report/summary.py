@@ -22,8 +22,8 @@ from autopar.cost.stage_costs import step_timeline
 from autopar.cost.step_estimate import step_estimate
 from autopar.cost.traffic import Volume, graph_runs, step_communication, transfer_seconds
 from autopar.ir.graph import compressed, modules_of, without_indices, without_numbers
-from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
+from autopar.ir.signature import ParameterSpec
 from autopar.plan import Plan
 from autopar.report.attention_summary import attention_summary, attention_table
 from autopar.report.graph_text import DTYPES

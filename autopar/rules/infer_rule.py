@@ -10,7 +10,7 @@ What makes such a claim unsound, and what stands against it:
   and as many as another dim has.
 - Arguments that hold sizes or places (``roll(4)`` of 4 rows, ``triu(10)`` of 8 columns). They stay as they are, and no
   dim is tried only in sizes below its own, unless four times the largest number among them is less.
-- Sampled values that agree by accident. Several kinds of draws (`autopar.rules.call_forms`) in double precision, with
+- Sampled values that agree by accident. Several kinds of draws (`autopar.rules.rule_trials`) in double precision, with
   ties, rows of very different size, and a row that is no number; integers must differ, and so must the numbers of each
   result.
 - State, randomness, writing. Operators that say they draw numbers or write are refused; what runs twice must give the
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -34,17 +35,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from autopar.adapters.copying.fake import new_mode, silent_fakes
-from autopar.adapters.dispatch import without_modes
+from autopar.adapters.dispatch import has_kernel, without_modes
 from autopar.adapters.keys import told_apart
 from autopar.adapters.operators import OpOverload, mutates
-from autopar.ir.graph import frozen, getitem_index, tensor_operands
+from autopar.capture.trace.export import flatten
+from autopar.ir.graph import frozen, getitem_index, has_gradient, tensor_operands
+from autopar.ir.meta import remembered
 from autopar.ops.traits import is_random
-from autopar.rules.call_forms import CallForm, NoTrial, Slot, draws, shapes_made
-from autopar.rules.custom_backwards import has_nonlinear_backward
 from autopar.rules.derived import CommonDim, DerivedRule, NoRule, Place
-from autopar.rules.rule_trials import Rows, Trial, call_result, same_bits
+from autopar.rules.rule_trials import CallForm, NoTrial, Rows, Slot, Trial, call_result, draws, same_bits, shapes_made
 
 FOREIGN = ("autopar", "_c10d_functional", "c10d", "c10d_functional", "symm_mem", "higher_order", "prim", "profiler")
 TAGS = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
@@ -306,3 +308,75 @@ class _Seen:
         """Whether they differ."""
         told = all(len(numbers) > 1 for numbers, u in zip(self.results, used, strict=True) if u)
         return told and all(len(numbers) > 1 for numbers in self.integers.values())
+
+
+# --- backwards that others registered ------------------------------------------------------------------
+
+OURS = ("aten", "prims", "autopar", "_c10d_functional", "higher_order")
+MOST_ELEMENTS = 2**26  # elements that are tried out
+SIZES = (1e-5, 1.0, 1e5)
+AUTOGRAD = ("Autograd", "AutogradCPU", "AutogradCUDA")
+
+
+def has_nonlinear_backward(node: Node) -> bool:
+    """Of a call: whether its operator has a backward of its own that is not linear in the gradient. One that cannot be
+    tried is taken to be linear, with a warning."""
+    return _has_backward(node) and remembered(node, "nonlinear", _tried)
+
+
+def _has_backward(node: Node) -> bool:
+    op = node.target
+    if not isinstance(op, OpOverload) or op.namespace in OURS or not has_gradient(node):
+        return False
+    return any(has_kernel(op.name(), key) for key in AUTOGRAD)
+
+
+def _tried(node: Node) -> bool:
+    try:
+        size = sum(math.prod(x.meta["val"].shape) for x in node.all_input_nodes)
+        if size > MOST_ELEMENTS:
+            raise ValueError(f"its operands have {size} elements")
+        with without_modes(), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            return _is_nonlinear(node)
+    except Exception as error:
+        warnings.warn(
+            f"the backward of {node.target} cannot be tried out on the CPU ({error}); it is taken to be linear in the "
+            "gradient, as a derivative is; if it is not, write it as a torch.autograd.Function, which is captured",
+            stacklevel=2,
+        )
+        return False
+
+
+def _is_nonlinear(node: Node) -> bool:
+    args, kwargs = map_arg((node.args, node.kwargs), _example)
+    made = node.target(*args, **kwargs)  # type: ignore[operator]
+    results = [y for y in flatten(made)[0] if isinstance(y, Tensor) and y.requires_grad]
+    inputs = [x for x in flatten((args, kwargs))[0] if isinstance(x, Tensor) and x.requires_grad]
+
+    def backward(grads: Sequence[Tensor]) -> Tensor:
+        found = torch.autograd.grad(results, inputs, grads, retain_graph=True, allow_unused=True)
+        return torch.cat([x.double().flatten() for x in found if x is not None])
+
+    for size in SIZES:
+        a, b = ([torch.randn_like(y) * size for y in results] for _ in range(2))
+        apart = backward(a), backward(b)
+        together = backward([x + y for x, y in zip(a, b, strict=True)])
+        least = max(float(x.abs().max()) for x in apart)
+        if not math.isfinite(least):
+            raise ValueError("it gives numbers that are not finite")
+        exact = max(torch.finfo(y.dtype).eps for y in results) ** 0.5
+        if float((together - sum(apart)).abs().max()) > exact * least:
+            return True
+    return False
+
+
+def _example(x: Node) -> Any:
+    """Random numbers, or zeros, of an operand's shape and dtype."""
+    val = x.meta["val"]
+    if not isinstance(val, Tensor):
+        return val
+    shape = tuple(val.shape)
+    if val.dtype.is_floating_point or val.dtype.is_complex:
+        return torch.randn(shape, dtype=val.dtype).requires_grad_(has_gradient(x))
+    return torch.zeros(shape, dtype=val.dtype)

@@ -9,8 +9,7 @@ from typing import Any, TypeGuard
 from torch import Tensor
 from torch.fx import GraphModule
 
-from autopar.ir.parameter import ParameterSpec
-from autopar.ir.signature import Signature
+from autopar.ir.signature import ParameterSpec, Signature
 from autopar.plan import Plan
 from autopar.schedule.order import Order, P2PEdge
 

@@ -19,7 +19,7 @@ from autopar.adapters.fx.lazy import graph_module
 from autopar.ir.compute_dtypes import added_in
 from autopar.ir.graph import ancestors, is_call, outputs, placeholders
 from autopar.ir.mesh import Mesh
-from autopar.ir.parameter import ParameterSpec
+from autopar.ir.signature import ParameterSpec
 from autopar.precision import Precision
 from autopar.schedule.lowering import lower
 from autopar.schedule.order import BACKWARD, TRANSFERS, Order, P2PEdge

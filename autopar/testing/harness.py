@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from autopar.compile.model import compile_model
 from autopar.ir.mesh import Mesh
-from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import INVARIANT, Partial, Placement, Placements, join, nested_piece, piece
+from autopar.ir.signature import ParameterSpec
 from autopar.options import Options
 from autopar.steps.graphs import Compiled, StepGraph
 from autopar.testing.lockstep import in_lockstep

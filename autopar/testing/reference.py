@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from autopar.api import load_adapters
 from autopar.capture.front_end import adapter_for
-from autopar.ir.parameter import ParameterSpec
+from autopar.ir.signature import ParameterSpec
 from autopar.lift_to_float64 import LiftFloat32
-from autopar.ops.eager_random import shared_random
+from autopar.ops.random_recipes import shared_random
 
 LIMIT = 1e-10  # of the loss and of every gradient, in float64
 

@@ -14,9 +14,8 @@ from autopar.capture.front_end import capture
 from autopar.compile.model import compile_model
 from autopar.ir.graph import arguments
 from autopar.ir.mesh import Mesh
-from autopar.ops.eager_random import shared_random
 from autopar.ops.random_numbers import BITS, KINDS, drawn
-from autopar.ops.random_recipes import RECIPES, recipe_for
+from autopar.ops.random_recipes import RECIPES, recipe_for, shared_random
 from autopar.ops.traits import is_random
 from autopar.options import Options
 from autopar.passes.canonicalize.normalize import Normalize

@@ -79,7 +79,7 @@ def test_over_micro_batches_it_is_refused_and_a_derivative_is_not() -> None:
 
 
 def test_what_cannot_be_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.rules.custom_backwards.MOST", 16)
+    monkeypatch.setattr("autopar.rules.infer_rule.MOST", 16)
     with pytest.warns(
         UserWarning, match=r"backward of autopar_tests.doubled.default cannot be tried out .*64 elements"
     ):

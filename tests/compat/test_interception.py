@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import Function
 
 from autopar.capture.front_end import capture
-from autopar.ir.gradient_paths import refuse_other_gradients
+from autopar.ir.exported import refuse_other_gradients
 from autopar.ir.mesh import Mesh
 from autopar.ir.meta import signature_of
 from autopar.testing.harness import check_model

@@ -16,8 +16,8 @@ from autopar.cost.memory import memory, optimizer_bytes
 from autopar.cost.traffic import Volume, communication, graph_runs, step_communication
 from autopar.ir.live_values import peak_of_values
 from autopar.ir.mesh import Mesh
-from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
+from autopar.ir.signature import ParameterSpec
 from autopar.ir.storages import storage_bytes, storages
 from autopar.models import hf as hf
 from autopar.options import Options

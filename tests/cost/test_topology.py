@@ -16,7 +16,7 @@ from autopar.models.tiny import TINY
 from autopar.options import Options
 from autopar.plan import PipelinePlan
 from autopar.planner import make_plan
-from autopar.planner.option_checks import check_used
+from autopar.planner.plan_fits import check_used
 from autopar.report.summary import summarize
 from autopar.steps.graphs import Compiled
 from tests.support.slices import normalized

@@ -14,7 +14,7 @@ import torch
 
 from autopar.ir.graph import output_node
 from autopar.ir.mesh import Mesh
-from autopar.ir.parameter import ParameterSpec
+from autopar.ir.signature import ParameterSpec
 from autopar.models.tiny import TINY
 from autopar.options import Options
 from autopar.steps.graphs import Compiled, StepGraph

@@ -15,7 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from autopar.ir.mesh import Mesh
-from autopar.ir.parameter import ParameterSpec
+from autopar.ir.signature import ParameterSpec
 from autopar.runtime.checkpoint.hf_io import load_pretrained, saved_steps
 from tests.malformed.judge import JSON, Case, broken, failures
 

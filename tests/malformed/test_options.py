@@ -9,7 +9,7 @@ import autopar
 from autopar.compile.model import compile_model
 from autopar.ir.mesh import Mesh
 from autopar.options import DECLARED
-from autopar.planner.option_checks import check_used
+from autopar.planner.plan_fits import check_used
 from tests.malformed import judge
 from tests.malformed.judge import ANY, Case, failures
 from tests.support.plain_models import Net, build, numbers

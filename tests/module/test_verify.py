@@ -18,7 +18,7 @@ import autopar
 from autopar.cli.verify_run import ignored_labels, random_batch, verify_config
 from autopar.ir.mesh import Mesh
 from autopar.models.tiny import TINY
-from autopar.ops.eager_random import shared_random
+from autopar.ops.random_recipes import shared_random
 from autopar.options import Options
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.verification import TOLERANCES, Compared, Report

@@ -12,15 +12,13 @@ from torch.fx import Graph, GraphModule, Node
 from autopar.cost import traffic
 from autopar.ir.conversions import convert
 from autopar.ir.mesh import Mesh
-from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import PARTIAL, Placement, Shard
-from autopar.ir.signature import InputSpec, OutputSpec, Signature
+from autopar.ir.signature import InputSpec, OutputSpec, ParameterSpec, Signature
 from autopar.options import Options
 from autopar.plan import ParameterPlan, Plan
 from autopar.report.dump.dump import Dumper, dumper_for
 from autopar.report.graph_text import diff, format_graph, format_type
-from autopar.report.html.page import Page, Section, render
-from autopar.report.html.page_levels import Level
+from autopar.report.html.page import Level, Page, Section, render
 from autopar.report.tables import human_bytes
 from autopar.rewrite.compilation import Compilation
 

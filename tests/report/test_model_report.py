@@ -20,14 +20,14 @@ from autopar.cost.topology import Topologies, Topology
 from autopar.cost.traffic import Links, graph_runs, step_communication, total_volume
 from autopar.ir.expert_layers import ExpertPlan
 from autopar.ir.mesh import Mesh
-from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
+from autopar.ir.signature import ParameterSpec
 from autopar.options import CHIPS, Options
 from autopar.plan import ParameterPlan, Plan
 from autopar.report.dump.dump import Dumper, plan_rows
 from autopar.report.html.layer_picture import _Step
 from autopar.report.html.model_pages import advice, memory_causes, model_sections
-from autopar.report.html.page_levels import ROOM, Level, folded, graph_levels
+from autopar.report.html.page import ROOM, Level, folded, graph_levels
 from autopar.report.model_tree import ModuleRow, cuts_in_words, model_tree
 from autopar.steps.graphs import Compiled
 from tests.support.cases import Cell, compiled

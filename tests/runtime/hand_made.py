@@ -21,9 +21,8 @@ from torch.fx.node import map_aggregate
 
 import autopar.runtime.schedules  # noqa: F401 - fills SCHEDULES
 from autopar.ir.graph import outputs
-from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
-from autopar.ir.signature import InputSpec, OutputSpec
+from autopar.ir.signature import InputSpec, OutputSpec, ParameterSpec
 from autopar.options import Options
 from autopar.schedule.lowering import lower
 from autopar.schedule.order import Order, P2PEdge

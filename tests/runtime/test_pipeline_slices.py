@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from autopar.ir.graph import outputs, placeholders
-from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
-from autopar.ir.signature import InputSpec, OutputSpec
+from autopar.ir.signature import InputSpec, OutputSpec, ParameterSpec
 from autopar.options import Options
 from autopar.runtime.exec.executor import Executor
 from autopar.runtime.mesh.process_groups import Groups, init_mesh

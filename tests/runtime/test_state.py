@@ -18,8 +18,8 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.adapters.hooks import Observers
-from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import INVARIANT, Placement, Shard
+from autopar.ir.signature import ParameterSpec
 from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from autopar.runtime.params.dtensor_layout import is_here
 from autopar.runtime.params.parameters import (

@@ -29,8 +29,8 @@ from autopar.adapters.operators import argument_defaults
 from autopar.compile.model import compile_graph
 from autopar.ir.batch import part_of_batch, without_constants
 from autopar.ir.mesh import Mesh
-from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import nested_piece
+from autopar.ir.signature import ParameterSpec
 from autopar.options import Options
 from autopar.planner.pipeline.step_order import make_order, owners
 from autopar.runtime.comm.collectives import Ledger

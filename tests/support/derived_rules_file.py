@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from autopar.rules.call_forms import CallForm, NoTrial, draws
 from autopar.rules.derived import as_file, call_of, entry_of
 from autopar.rules.infer_rule import derive
+from autopar.rules.rule_trials import CallForm, NoTrial, draws
 from autopar.testing.soundness import Sample, SampleCall
 
 FILE = Path(__file__).with_name("derived_rules.json")

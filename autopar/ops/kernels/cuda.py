@@ -41,10 +41,6 @@ if TYPE_CHECKING:
 _aten = torch.ops.aten
 
 
-def _on_cuda(q: Tensor) -> bool:
-    return q.is_cuda
-
-
 def _up(width: int, unit: int) -> int:
     return -(-width // unit) * unit
 
@@ -55,7 +51,7 @@ class Fused(Kernel):
     dtypes: ClassVar[tuple[torch.dtype, ...]] = HALF
 
     def applies(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> bool:
-        return _on_cuda(q) and self.is_on() and self.takes(q, k, v, facts, chip_of(q.device))
+        return q.is_cuda and self.is_on() and self.takes(q, k, v, facts, chip_of(q.device))
 
     def is_on(self) -> bool:
         """Whether it is installed, and the user has not turned it off."""

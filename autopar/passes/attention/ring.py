@@ -20,7 +20,16 @@ from autopar.attention.attend import Attend, Gradients, Partials
 from autopar.attention.exchanges import Comm
 from autopar.attention.problem import Problem
 from autopar.ops.kernels import wide
-from autopar.passes.attention.circulate import Circulation, Journey, Packet, Wheel, apart, tokens_first, zero_bias
+from autopar.passes.attention.circulate import (
+    Circulation,
+    Journey,
+    Packet,
+    Wheel,
+    apart,
+    shorter,
+    tokens_first,
+    zero_bias,
+)
 
 
 class Ring(AttentionAlgorithm):
@@ -93,4 +102,103 @@ class Ring(AttentionAlgorithm):
         return into
 
 
-ALGORITHMS.add(Ring.name, Ring())
+class BiRing(Ring):
+    """A ring in both directions: the first half of each span of keys goes up, the second half down, side by side.
+
+        k0 v0    rank 0 --> rank 1 --> rank 2 -->          k1 v1    rank 0 <-- rank 1 <-- rank 2 <--
+
+    Each link carries half as much each way, so links that carry both ways take half the time.
+    """
+
+    name = "bi_ring"
+    title = "half of the keys and values goes round each way"
+    layouts = ("zigzag", "contiguous")
+
+    def circulations(self, problem: Problem) -> tuple[Circulation, ...]:
+        return Circulation("columns", 1, 0, 2), Circulation("columns", -1, 1, 2)
+
+
+class ZigzagRing(Ring):
+    """For causal sequences dealt in zigzag: chunks i and 2N - 1 - i to rank i, so that all steps cost the same.
+
+        step 0    both own chunks against both                    (two triangles and a square)
+        step t    keys of a lower rank: all queries, first half of the keys
+                  keys of a higher rank: second half of the queries, all keys
+
+    It turns *down*. The second half of a rank's keys is used by lower ranks only, which are then visited first, and it
+    goes no further: three quarters of a full ring's bytes, for any number of ranks.
+    """
+
+    name = "zigzag_ring"
+    title = "keys and values go round, the late ones only as far as they are used"
+    layouts = ("zigzag",)
+
+    def circulations(self, problem: Problem) -> tuple[Circulation, ...]:
+        return (Circulation("columns", -1),)
+
+
+class Ulysses(Ring):
+    """All ranks exchange heads for sequence; Jacobs et al., arXiv:2309.14509.
+
+    The all-to-alls stand in the graph around the attention (`AttentionAlgorithm.head_ranks`). Between them one rank is
+    left: it holds all of the sequence, and nothing goes round.
+    """
+
+    name = "ulysses"
+    title = "heads are exchanged for sequence, and back"
+    layouts = ("contiguous", "zigzag")
+
+    def refusal(self, problem: Problem) -> str:
+        """See `AttentionAlgorithm.refusal`."""
+        if problem.heads % problem.size == 0:
+            return ""
+        return (
+            f'context_parallel: attention "{self.name}": {problem.heads} query heads do not divide over {problem.size} '
+            f'ranks; it needs a multiple of {problem.size} heads: choose fewer ranks, "hybrid" or "ring"'
+        )
+
+    def head_ranks(self, problem: Problem) -> int:
+        """See `AttentionAlgorithm.head_ranks`."""
+        return problem.size
+
+    def circulations(self, problem: Problem) -> tuple[Circulation, ...]:
+        return ()
+
+
+class Hybrid(Ring):
+    """Groups of neighbouring ranks exchange heads for sequence, and a ring goes round the groups; Fang and Zhao,
+    arXiv:2405.07719.
+
+        8 ranks, 4 heads:   (0 1 2 3) (4 5 6 7)    inside ( ) heads for sequence; a ring of two from group to group
+
+    The ring turns in the direction in which less travels: down for a causal sequence dealt in zigzag.
+    """
+
+    name = "hybrid"
+    title = "heads for sequence within groups, a ring over the groups"
+    layouts = ("zigzag", "contiguous")
+
+    def refusal(self, problem: Problem) -> str:
+        """See `AttentionAlgorithm.refusal`."""
+        if _group_sizes(problem):
+            return ""
+        return (
+            f'context_parallel: attention "{self.name}": needs a size of groups that divides {problem.size} ranks and '
+            f'{problem.heads} query heads, and finds none but 1 and {problem.size}; choose "ring"'
+        )
+
+    def head_ranks(self, problem: Problem) -> int:
+        """The largest group that needs no key heads twice, else the largest."""
+        return max(_group_sizes(problem), key=lambda size: (problem.kv_heads % size == 0, size))
+
+    def circulations(self, problem: Problem) -> tuple[Circulation, ...]:
+        return (shorter(problem, "columns"),)
+
+
+def _group_sizes(problem: Problem) -> list[int]:
+    """Proper divisors of the number of ranks that divide the query heads."""
+    return [n for n in range(2, problem.size) if problem.size % n == 0 and problem.heads % n == 0]
+
+
+for _algorithm in (Ring(), BiRing(), ZigzagRing(), Ulysses(), Hybrid()):
+    ALGORITHMS.add(_algorithm.name, _algorithm)

@@ -46,7 +46,7 @@ class SplitBiases:
             placed: list[Placement | None] = [ctx.plan.weight_pieces.get(weight.name)]
             if weight.name in names:
                 placed += [ctx.plan.parameter(names[weight.name], a).used for a in ctx.mesh.cut_order]
-            if any(_cuts_contraction(p, transposed) for p in placed):
+            if any(isinstance(p, Shard) and p.dim == (0 if transposed else 1) for p in placed):
                 _split(gm, node)
         gm.recompile()
         return gm
@@ -60,10 +60,6 @@ def _behind_transpose(node: Node) -> tuple[Node, bool]:
     if is_call(weight, *PERMUTED) and isinstance(weight.args[0], Node) and len(shape(weight)) == 2:
         return weight.args[0], True
     return weight, False
-
-
-def _cuts_contraction(placement: Placement | None, transposed: bool) -> bool:
-    return isinstance(placement, Shard) and placement.dim == (0 if transposed else 1)
 
 
 def _split(gm: GraphModule, node: Node) -> None:

@@ -65,7 +65,7 @@ from autopar.rules import (
     set_results,
     type_of,
 )
-from autopar.rules.custom_backwards import has_nonlinear_backward
+from autopar.rules.infer_rule import has_nonlinear_backward
 from autopar.rules.sequence_parallel import stream_labels
 
 # Axes that cut the batch or its tokens: weights are whole for use there, and activations decide. On tp and ep weights
@@ -249,7 +249,7 @@ class _PlacementSweep:
             yield _Choice(rule.required(imposed), rule.produced(imposed), rank=0)
             return
         for i, x in enumerate(operands):
-            p = self._resolved(x) if i in partial else have[i]
+            p = self.labels.get(x, INVARIANT) if i in partial else have[i]
             dims = rule.operands[i]
             if dims is None or not isinstance(p, Shard):
                 continue
@@ -327,10 +327,6 @@ class _PlacementSweep:
             resolved = [p for p in self.versions.get(x, {}) if not isinstance(p, Partial)]
             return resolved[0] if resolved else have
         return have
-
-    def _resolved(self, x: Node) -> Placement:
-        """What a pending sum becomes when its user does not say: its stream's cut, or Invariant."""
-        return self.labels.get(x, INVARIANT)
 
     def _costed(self, choice: _Choice, operands: list[Node]) -> _Choice:
         for x, need in zip(operands, choice.needs, strict=True):

@@ -169,7 +169,7 @@ class _Cutter:
     def part(self, k: int) -> PartGraph:
         """The graph of one part."""
         graph, copies = Graph(), dict[Node, Node]()
-        results = self._results(k)
+        results = [*self.kept[k], *((n.name, "sent", n) for n in self.sent[k])]
         own = [n for n in self.flow.main if self.part_of[n] == k]
         wanted = [*own, *(value for _, _, value in results)]
         inputs = self._inputs(k, wanted)
@@ -195,9 +195,6 @@ class _Cutter:
         """A received value is contiguous, whatever its strides were; a gathered weight has a gradient as stored."""
         val = node.meta["val"]
         new.meta["val"] = val.new_empty(val.shape)
-
-    def _results(self, k: int) -> list[tuple[str, str, Node]]:
-        return [*self.kept[k], *((n.name, "sent", n) for n in self.sent[k])]
 
     def _inputs(self, k: int, wanted: Iterable[Node]) -> list[Node]:
         """Where the part begins: used parameters, received values, and what depends on no parameter."""

@@ -66,8 +66,10 @@ def _simplify_view(node: Node) -> None:
         operand = node.args[0]
         assert isinstance(operand, Node)
         node.replace_all_uses_with(operand, delete_user_cb=lambda user: user.op != "output")
-    elif is_call(node, aten.view.default) and is_call(node.args[0], aten.view.default, aten._unsafe_view.default):
-        base = node.args[0].args[0]
+    elif is_call(node, aten.view.default):
+        inner = node.args[0]
+        viewed = isinstance(inner, Node) and is_call(inner, aten.view.default, aten._unsafe_view.default)
+        base = inner.args[0] if viewed else None  # type: ignore[union-attr]
         if isinstance(base, Node) and base.meta["val"].is_contiguous():
             node.update_arg(0, base)
 

@@ -25,7 +25,7 @@ from autopar.ir.flow import Flow, flow_of
 from autopar.ir.graph import ancestors, described_at, nbytes
 from autopar.ir.mesh import Mesh
 from autopar.ir.meta import names_of_parameters
-from autopar.ir.parameter import ParameterSpec
+from autopar.ir.signature import ParameterSpec
 from autopar.ir.storages import shares_storage
 from autopar.options import Options
 from autopar.plan import PipelinePlan

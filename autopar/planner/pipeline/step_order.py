@@ -11,7 +11,7 @@ from autopar.cost.stage_costs import stage_costs
 from autopar.ir.graph import global_shape, placeholders
 from autopar.ir.mesh import Mesh
 from autopar.ir.meta import signature_of
-from autopar.ir.parameter import ParameterSpec
+from autopar.ir.signature import ParameterSpec
 from autopar.plan import PipelinePlan, Plan
 from autopar.schedule.order import Action, Order, P2PEdge
 from autopar.schedule.request import SCHEDULES, Request

@@ -26,16 +26,15 @@ from autopar.cost.stage_costs import step_timeline
 from autopar.cost.traffic import Volume, communication, step_communication, total_volume
 from autopar.ir.graph import compressed, modules_of, without_indices, without_numbers
 from autopar.ir.mesh import Mesh
-from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
+from autopar.ir.signature import ParameterSpec
 from autopar.plan import Plan
 from autopar.report.chrome_trace import Event, Span, events_of, measured_events, write_trace
 from autopar.report.graph_text import diff, format_graph
 from autopar.report.html.attention_section import attention_sections
 from autopar.report.html.expert_section import Load, Sent, expert_sections
 from autopar.report.html.model_pages import model_sections
-from autopar.report.html.page import Page, Section, render, table
-from autopar.report.html.page_levels import Level
+from autopar.report.html.page import Level, Page, Section, render, table
 from autopar.report.html.schedule_picture import pipeline_section
 from autopar.report.tables import human_bytes
 from autopar.rewrite.compilation import Compilation
@@ -348,7 +347,9 @@ def measured_costs(order: Order, events: Iterable[Event], costs: Costs) -> Costs
     events = [e for e in events if e[1].kind in (*COMPUTE, *PARAMETERS)]
     taken: dict[tuple[int, str], list[float]] = {}
     for _, action, start, end in events:
-        taken.setdefault((order.part_of(action.stage), action.kind), []).append((end - start) * _slices(action, order))
+        taken.setdefault((order.part_of(action.stage), action.kind), []).append(
+            (end - start) * (order.slices if action.kind in COMPUTE else 1)
+        )
 
     def times(*kinds: str) -> tuple[float, ...]:
         found = [[taken.get((part, kind)) for kind in kinds] for part in range(order.parts)]
@@ -360,11 +361,6 @@ def measured_costs(order: Order, events: Iterable[Event], costs: Costs) -> Costs
         costs, F=times("F"), B=times("B", "BW", "BWR"), W=times("W"), G=times("G"),
         R=tuple(map(max, times("R"), joined)), comm=min(gaps, default=0.0),
     )  # fmt: skip
-
-
-def _slices(action: Action, order: Order) -> int:
-    """Costs are those of a whole micro-batch."""
-    return order.slices if action.kind in COMPUTE else 1
 
 
 def _neighbours(events: Sequence[Event]) -> list[tuple[Event, Event]]:
@@ -388,15 +384,12 @@ def _section(compiled: Compiled, timeline: Timeline, measured: Sequence[Event] |
     times = "simulated with the median times of the measured step" if measured else estimated
     notes = [f"Times are {times}; peak memory of activations in MiB."]
     notes += [reason for subject, reason in compiled.plan.notes if subject == "pipeline"]
-    section = pipeline_section(in_mebibytes(timeline), measured, notes, "ms")
+    section = pipeline_section(
+        replace(timeline, memory=tuple(value / 2**20 for value in timeline.memory)), measured, notes, "ms"
+    )
     parts = f"<p class=muted>Parts, for one micro-batch</p>{_parts(compiled, timeline)}"
     ranks = f"<p class=muted>Ranks of pp, for a step</p>{_ranks(compiled, timeline)}"
     return replace(section, body=f"{section.body}\n{parts}\n{ranks}")
-
-
-def in_mebibytes(timeline: Timeline) -> Timeline:
-    """Memory as numbers that people read."""
-    return replace(timeline, memory=tuple(value / 2**20 for value in timeline.memory))
 
 
 def _parts(compiled: Compiled, timeline: Timeline) -> str:

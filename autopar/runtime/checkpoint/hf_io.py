@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ir.parameter import ParameterSpec
+from autopar.ir.signature import ParameterSpec
 from autopar.ir.weight_conversion import WeightConversion, as_they_are
 from autopar.runtime.checkpoint.hf_atomic_write import AtomicFolder, quantizer
 from autopar.runtime.checkpoint.hf_files import Computed, Files, Stored, ViewSource, stored_in

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.ir.parameter import ParameterSpec
+from autopar.ir.signature import ParameterSpec
 from autopar.runtime.params.parameters import check_tensors, local_tensor, piece_like
 from autopar.runtime.params.sharded_tensor import whole_tensor
 

@@ -21,8 +21,8 @@ from typing import Any
 from torch import Tensor
 
 from autopar.ir.mesh import Mesh
-from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
+from autopar.ir.signature import ParameterSpec
 from autopar.plan import Plan
 from autopar.runtime.consistency.consensus import as_expected, can_vote, hold
 from autopar.runtime.consistency.tensor_hash import words_of

@@ -30,8 +30,8 @@ from autopar.adapters.hooks import HOOKS_OF_MODULES, has_gradient_hooks, hooks_s
 from autopar.adapters.tensors.first_words import place_of, sampled_words, value_of
 from autopar.adapters.tensors.tags import tags_of
 from autopar.capture.reads.named_in_code import names_written
-from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import nested_piece
+from autopar.ir.signature import ParameterSpec
 from autopar.runtime.guards.shared_memory import is_taken_back
 from autopar.runtime.inputs.padding import BATCH_NORMS
 from autopar.runtime.mesh.process_groups import Groups

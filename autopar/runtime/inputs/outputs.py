@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar.ir.graph import outputs
-from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import PARTIAL, Placement, Placements, Shard
+from autopar.ir.signature import ParameterSpec
 from autopar.rules import result_placements
 from autopar.runtime.inputs.batch_outputs import batch_output
 from autopar.runtime.mesh.process_groups import Groups

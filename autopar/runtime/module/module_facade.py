@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from autopar.ir.parameter import ParameterSpec
+from autopar.ir.signature import ParameterSpec
 from autopar.runtime.comm.collectives import Ledger
 from autopar.runtime.module.module_repr import module_text
 from autopar.runtime.module.state_dict import Stateful

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from autopar.ir.mesh import Mesh
-from autopar.ir.parameter import ParameterSpec
+from autopar.ir.signature import ParameterSpec
 
 _INDENT = "  "
 

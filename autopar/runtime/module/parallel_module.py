@@ -20,7 +20,7 @@ from autopar.adapters.grad_mode import grad_mode
 from autopar.adapters.hooks import Observers, has_forward_hooks
 from autopar.errors import refusal_like
 from autopar.ir.batch import tensors_of, with_constants
-from autopar.ir.parameter import ParameterSpec
+from autopar.ir.signature import ParameterSpec
 from autopar.plan import Plan
 from autopar.runtime.checkpoint.checkpoint_dir import RunLineage
 from autopar.runtime.comm.collectives import ledger_between, rows_sent

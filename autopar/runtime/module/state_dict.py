@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from autopar.adapters.state_dict import IncompatibleKeys, unsaved_buffers
 from autopar.capture.front_end import OwnFolder, adapter_for
-from autopar.ir.parameter import ParameterSpec
+from autopar.ir.signature import ParameterSpec
 from autopar.plan import Plan
 from autopar.runtime.checkpoint.checkpoint_dir import RunLineage
 from autopar.runtime.checkpoint.hf_files import Files

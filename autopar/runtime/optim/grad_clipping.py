@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.adapters.foreach import norms, scale_all
-from autopar.ir.parameter import ParameterSpec
+from autopar.ir.signature import ParameterSpec
 from autopar.runtime.comm.collectives import all_reduce, finish
 from autopar.runtime.consistency.rank_checks import RankCheck, agree_on_arguments
 from autopar.runtime.mesh.process_groups import Groups

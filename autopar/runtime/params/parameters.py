@@ -25,8 +25,8 @@ from autopar.adapters.foreach import add_all
 from autopar.adapters.hooks import Observers, accumulate_gradient
 from autopar.adapters.state_dict import IncompatibleKeys, add_note, noted
 from autopar.errors import refusal_like
-from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import nested_piece
+from autopar.ir.signature import ParameterSpec
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.params import sharded_ops as sharded_ops  # what a ShardedTensor does with operators
 from autopar.runtime.params.gather_shards import STAGES, Holders, nothing_of, piece_of

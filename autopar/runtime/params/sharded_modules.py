@@ -28,7 +28,7 @@ from autopar.adapters.dtensor import local_of, storage_of
 from autopar.adapters.module_calls import allow_calls, refuse_calls
 from autopar.adapters.tensors.tags import free_tags, keep_tags
 from autopar.capture.reads.module_reads import allow_reads, refuse_reads
-from autopar.ir.parameter import ParameterSpec
+from autopar.ir.signature import ParameterSpec
 from autopar.runtime.params.dtensor_layout import is_here
 from autopar.runtime.params.parameters import is_alike
 
