@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Protocol
 
 from torch.fx import GraphModule
 
@@ -13,19 +12,20 @@ from autopar.rewrite.checks import CHECKS
 from autopar.rewrite.compilation import Compilation, timed
 
 
-class Pass(Protocol):
+class Pass:
     """A rewrite of the graph that carries out decisions which the plan made.
 
     ``requires`` and ``ensures`` name facts of `autopar.rewrite.checks.CHECKS`; the manager checks what a pass ensures
-    right after it ran, and that what it requires was ensured before. A pass may name facts that no longer hold behind
-    it, too, in ``ends``.
+    right after it ran, and that what it requires was ensured before; facts in ``ends`` no longer hold behind it.
     """
 
-    name: ClassVar[str]
-    requires: ClassVar[tuple[str, ...]]
-    ensures: ClassVar[tuple[str, ...]]
+    name: str
+    requires: tuple[str, ...] = ()
+    ensures: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
 
-    def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule: ...
+    def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
+        raise NotImplementedError
 
 
 @dataclass
@@ -40,7 +40,7 @@ class PassManager:
             missing = [fact for fact in p.requires if fact not in known]
             assert not missing, f"pass {p.name} requires {missing}, which no earlier pass ensured"
             gm = timed(ctx.timings, p.name, partial(p.apply, gm, ctx))
-            known = [fact for fact in known if fact not in getattr(p, "ends", ())]
+            known = [fact for fact in known if fact not in p.ends]
             known += [fact for fact in p.ensures if fact not in known]
             for fact in known:
                 timed(ctx.timings, "checks", partial(CHECKS[fact], gm, ctx))

@@ -10,26 +10,23 @@ Leaves      gradients that are so already (nearly all); outputs that nobody writ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch.fx import GraphModule, Node
 
 from autopar.ir.graph import insert_call, output_node, outputs
 from autopar.ir.storages import shared_outputs
 from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.pass_manager import Pass
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class CloneAliasedGrads:
+class CloneAliasedGrads(Pass):
     """See the module's docstring."""
 
-    name: ClassVar[str] = "clone_aliased_grads"
-    requires: ClassVar[tuple[str, ...]] = ("step",)
-    ensures: ClassVar[tuple[str, ...]] = ("owned",)
+    name = "clone_aliased_grads"
+    requires = ("step",)
+    ensures = ("owned",)
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         clone_aliased_grads(gm)

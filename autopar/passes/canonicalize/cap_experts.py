@@ -17,26 +17,22 @@ which pairs are dropped depends on no mesh.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch.fx import GraphModule, Node
 
 from autopar.ir.expert_layers import dispatches, layer_of_dispatch, pairs_per_expert
 from autopar.ir.graph import arguments, insert_call, is_call, set_argument
 from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.pass_manager import Pass
 
 aten, ours = torch.ops.aten, torch.ops.autopar
 
 
-@dataclass(frozen=True)
-class CapExperts:
+class CapExperts(Pass):
     """See the module's docstring."""
 
-    name: ClassVar[str] = "cap_experts"
-    requires: ClassVar[tuple[str, ...]] = ("functional",)
-    ensures: ClassVar[tuple[str, ...]] = ()
+    name = "cap_experts"
+    requires = ("functional",)
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         assert ctx.plan is not None

@@ -11,25 +11,21 @@ Leaves      other casts; where the cast stands among the exchanges over ranks (`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch.fx import GraphModule
 
 from autopar.ir.graph import insert_call, placeholders
 from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.pass_manager import Pass
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class CastParameters:
+class CastParameters(Pass):
     """See the module's docstring."""
 
-    name: ClassVar[str] = "cast_parameters"
-    requires: ClassVar[tuple[str, ...]] = ("functional",)
-    ensures: ClassVar[tuple[str, ...]] = ()
+    name = "cast_parameters"
+    requires = ("functional",)
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         stored = gm.meta.pop("stored_dtypes", {})

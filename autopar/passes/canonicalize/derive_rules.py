@@ -12,26 +12,22 @@ No-op       where all operators have rules.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from torch.fx import GraphModule, Node
 
 from autopar.ir.graph import mark_gradients, tensor_operands
 from autopar.ir.meta import input_specs
 from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.pass_manager import Pass
 from autopar.rules import RULES
 from autopar.rules.derived import MADE_OF_PARAMETERS, NoRule
 from autopar.rules.infer_rule import derive
 
 
-@dataclass(frozen=True)
-class DeriveRules:
+class DeriveRules(Pass):
     """See the module's docstring."""
 
-    name: ClassVar[str] = "derive_rules"
-    requires: ClassVar[tuple[str, ...]] = ("functional",)
-    ensures: ClassVar[tuple[str, ...]] = ()
+    name = "derive_rules"
+    requires = ("functional",)
 
     def apply(self, gm: GraphModule, ctx: Compilation | None = None) -> GraphModule:
         unknown = [n for n in gm.graph.nodes if n.op == "call_function" and n.target not in RULES]

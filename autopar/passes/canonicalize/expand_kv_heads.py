@@ -17,8 +17,6 @@ Leaves      the result: a query head attends to its own kv head. Each rank slice
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -34,17 +32,16 @@ from autopar.ir.graph import (
 )
 from autopar.rewrite.build import Build
 from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.pass_manager import Pass
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class ExpandKvHeads:
+class ExpandKvHeads(Pass):
     """Repeats kv heads until they divide over tp."""
 
-    name: ClassVar[str] = "expand_kv_heads"
-    requires: ClassVar[tuple[str, ...]] = ("functional",)
-    ensures: ClassVar[tuple[str, ...]] = ()
+    name = "expand_kv_heads"
+    requires = ("functional",)
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         ranks = ctx.mesh.size("tp")

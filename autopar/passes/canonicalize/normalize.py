@@ -17,8 +17,7 @@ No-op       on a normalised graph.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -40,6 +39,7 @@ from autopar.passes.canonicalize.functionalize_rng import hold_unused_draws, num
 from autopar.passes.canonicalize.match_sdpa import written_out
 from autopar.rewrite.build import Build, Rewrite
 from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.pass_manager import Pass
 
 REWRITES: dict[Any, Rewrite] = {
     **shapes.TABLE,
@@ -55,13 +55,11 @@ REWRITES: dict[Any, Rewrite] = {
 _MOST_SWEEPS = 20  # each sweep makes progress; graphs settle in 3 or 4
 
 
-@dataclass(frozen=True)
-class Normalize:
+class Normalize(Pass):
     """See the module's docstring."""
 
-    name: ClassVar[str] = "normalize"
-    requires: ClassVar[tuple[str, ...]] = ()
-    ensures: ClassVar[tuple[str, ...]] = ("functional",)
+    name = "normalize"
+    ensures = ("functional",)
 
     def apply(self, gm: GraphModule, ctx: Compilation | None = None) -> GraphModule:
         specs = input_specs(gm)

@@ -10,9 +10,6 @@ Leaves      every other product fused with its bias.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch.fx import GraphModule, Node
 
@@ -22,18 +19,17 @@ from autopar.ir.meta import names_of_parameters
 from autopar.ir.placement import Placement, Shard
 from autopar.ops.traits import CONVOLUTIONS, PERMUTED, TRANSPOSED_CONVOLUTIONS
 from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.pass_manager import Pass
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class SplitBiases:
+class SplitBiases(Pass):
     """linear(x, w, b) -> add(linear(x, w), b) where w's contracted dim is cut. Of a transposed convolution that is the
     first."""
 
-    name: ClassVar[str] = "split_biases"
-    requires: ClassVar[tuple[str, ...]] = ("functional",)
-    ensures: ClassVar[tuple[str, ...]] = ()
+    name = "split_biases"
+    requires = ("functional",)
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         assert ctx.plan is not None

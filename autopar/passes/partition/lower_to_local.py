@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -45,18 +44,18 @@ from autopar.ops.vocab_parallel import cross_entropy_of_piece, embedding_of_piec
 from autopar.passes.autodiff.vjp import fake_result
 from autopar.plan import Plan
 from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.pass_manager import Pass
 from autopar.rules import local_shapes
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class LowerToLocal:
+class LowerToLocal(Pass):
     """Rewrites shapes, sizes and the few ops that compute differently on a piece."""
 
-    name: ClassVar[str] = "lower_to_local"
-    requires: ClassVar[tuple[str, ...]] = ("placements",)
-    ensures: ClassVar[tuple[str, ...]] = ("local_shapes",)
+    name = "lower_to_local"
+    requires = ("placements",)
+    ensures = ("local_shapes",)
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         for node in list(gm.graph.nodes):

@@ -18,8 +18,6 @@ the types say it op by op. Method: TeraPipe (Li et al., 2021), section 3.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -44,6 +42,7 @@ from autopar.ir.meta import input_specs, signature_of
 from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATE, Invariant, Partial, Placement, Shard
 from autopar.ops.gradient import HOLE
 from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.pass_manager import Pass
 from autopar.rules import (
     Rule,
     RuleError,
@@ -61,14 +60,12 @@ ATTENTION = torch.ops.autopar.attention.default
 AXIS = "sl"
 
 
-@dataclass(frozen=True)
-class PlaceTokenSlices:
+class PlaceTokenSlices(Pass):
     """Types every value on the axis "sl" and inserts the conversions. Raises ValueError for a model whose tokens
     depend on later ones."""
 
-    name: ClassVar[str] = "place_token_slices"
-    requires: ClassVar[tuple[str, ...]] = ("functional",)
-    ensures: ClassVar[tuple[str, ...]] = ()
+    name = "place_token_slices"
+    requires = ("functional",)
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         if ctx.mesh.slice is not None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch.fx import Graph, GraphModule, Node
 
@@ -52,6 +51,7 @@ from autopar.ir.placement import (
 from autopar.ops.gradient import HOLE, OWN_BACKWARD, RESULT
 from autopar.plan import Plan
 from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.pass_manager import Pass
 from autopar.rules import (
     RULES,
     Rule,
@@ -74,13 +74,12 @@ BATCH_AXES = (*DATA, "mb", "cp")
 _PRICES = {"none": 0, "slice": 1e-3, "divide": 1e-3, "all_reduce": 2}  # of a byte that is converted; of others 1
 
 
-@dataclass(frozen=True)
-class PropagatePlacements:
+class PropagatePlacements(Pass):
     """Types every value on every axis and inserts the conversions."""
 
-    name: ClassVar[str] = "propagate_placements"
-    requires: ClassVar[tuple[str, ...]] = ("functional",)
-    ensures: ClassVar[tuple[str, ...]] = ("placements", "planned_shards")
+    name = "propagate_placements"
+    requires = ("functional",)
+    ensures = ("placements", "planned_shards")
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         assert ctx.plan is not None

@@ -17,8 +17,6 @@ tensor (arange), and a value that somebody uses whole: a slice is cheaper than t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -29,16 +27,15 @@ from autopar.ir.mesh import IN_TIME
 from autopar.ir.placement import Invariant, Placement, Replicate, Shard
 from autopar.rewrite.checks import PlacementError, check_types
 from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.pass_manager import Pass
 from autopar.rules import RuleError, has_rule, rule_of, set_results, type_of
 
 
-@dataclass(frozen=True)
-class SliceEarly:
+class SliceEarly(Pass):
     """Moves slices of values without gradient towards the inputs, axis by axis."""
 
-    name: ClassVar[str] = "slice_early"
-    requires: ClassVar[tuple[str, ...]] = ("placements",)
-    ensures: ClassVar[tuple[str, ...]] = ()
+    name = "slice_early"
+    requires = ("placements",)
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         for axis in (a for a in ctx.mesh.cut_order if a not in IN_TIME):

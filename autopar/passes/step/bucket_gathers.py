@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -31,6 +29,7 @@ from autopar.options import Options
 from autopar.passes.step.bucket_gradients import ends_in_output, move_users_to_end
 from autopar.rewrite.checks import is_parameter_gather
 from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.pass_manager import Pass
 
 aten = torch.ops.aten
 LONE_BYTES = 2**20
@@ -38,14 +37,12 @@ GATHER = torch.ops.autopar.all_gather.default
 SCATTER = torch.ops.autopar.reduce_scatter.default
 
 
-@dataclass(frozen=True)
-class BucketGathers:
+class BucketGathers(Pass):
     """Joins small gathers of parameters, and small reduce-scatters of gradients."""
 
-    name: ClassVar[str] = "bucket_gathers"
-    requires: ClassVar[tuple[str, ...]] = ("step", "gathers_together")
-    ensures: ClassVar[tuple[str, ...]] = ()
-    ends: ClassVar[tuple[str, ...]] = ("gathers_together",)  # each is unpacked where it is used
+    name = "bucket_gathers"
+    requires = ("step", "gathers_together")
+    ends = ("gathers_together",)  # each is unpacked where it is used
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         for chains in _runs(gm):

@@ -15,8 +15,6 @@ Leaves      the all-reduces of activations, on which the backward waits; large g
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -26,18 +24,17 @@ from autopar.ir.meta import of_no_module
 from autopar.ops.traits import PASSING
 from autopar.options import Options
 from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.pass_manager import Pass
 
 aten = torch.ops.aten
 LONE_BYTES = 2**20
 
 
-@dataclass(frozen=True)
-class BucketGradients:
+class BucketGradients(Pass):
     """Joins the all-reduces that end in gradients."""
 
-    name: ClassVar[str] = "bucket_gradients"
-    requires: ClassVar[tuple[str, ...]] = ("step",)
-    ensures: ClassVar[tuple[str, ...]] = ()
+    name = "bucket_gradients"
+    requires = ("step",)
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         while True:  # one pass per axis of a chain: sums over tp first, then over dp

@@ -13,9 +13,6 @@ Leaves      graphs without exchanges of rows; what is computed. A call moves acr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch.fx import GraphModule, Node
 
@@ -23,17 +20,16 @@ from autopar.ir.conversions import is_cast_input
 from autopar.ir.graph import is_call, reach
 from autopar.rewrite.checks import is_parameter_gather
 from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.pass_manager import Pass
 
 ours = torch.ops.autopar
 
 
-@dataclass(frozen=True)
-class EarlyExchanges:
+class EarlyExchanges(Pass):
     """Orders the calls around exchanges of rows."""
 
-    name: ClassVar[str] = "early_exchanges"
-    requires: ClassVar[tuple[str, ...]] = ("step",)
-    ensures: ClassVar[tuple[str, ...]] = ()
+    name = "early_exchanges"
+    requires = ("step",)
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         calls = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]

@@ -16,8 +16,6 @@ Leaves      gathers of activations; copies to the host, which start right behind
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -26,15 +24,15 @@ from autopar.ir.conversions import is_cast_input
 from autopar.ir.graph import calls_of, layer_of
 from autopar.rewrite.checks import gathers_by_layer, is_parameter_gather
 from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.pass_manager import Pass
 
 
-@dataclass(frozen=True)
-class Prefetch:
+class Prefetch(Pass):
     """Moves gathers of parameters, and copies from the host, up by one layer."""
 
-    name: ClassVar[str] = "prefetch"
-    requires: ClassVar[tuple[str, ...]] = ("step",)
-    ensures: ClassVar[tuple[str, ...]] = ("gathers_together",)
+    name = "prefetch"
+    requires = ("step",)
+    ensures = ("gathers_together",)
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         groups = gathers_by_layer(gm)

@@ -18,8 +18,6 @@ Leaves      outputs; every number; sums of pieces over rp, behind a reduce-scatt
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -30,6 +28,7 @@ from autopar.ir.mesh import DATA
 from autopar.ops.traits import PASSING, is_elementwise, is_view
 from autopar.rewrite.checks import ALIASES
 from autopar.rewrite.compilation import Compilation
+from autopar.rewrite.pass_manager import Pass
 
 aten = torch.ops.aten
 
@@ -38,13 +37,12 @@ DIVIDED = (aten.div.Tensor, aten.div.Scalar)
 ADDED = (aten.add.Tensor, aten.add.Scalar)
 
 
-@dataclass(frozen=True)
-class Simplify:
+class Simplify(Pass):
     """Views first, then arithmetic by `RULES`, then sums over ranks."""
 
-    name: ClassVar[str] = "simplify"
-    requires: ClassVar[tuple[str, ...]] = ("step",)
-    ensures: ClassVar[tuple[str, ...]] = ("plain",)
+    name = "simplify"
+    requires = ("step",)
+    ensures = ("plain",)
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         for node in list(gm.graph.nodes):
