@@ -1,6 +1,6 @@
 """What holds of a step graph from its making to its run, whichever pass rewrites it: `promise`, `check_step`.
 
-    backward = promise(differentiate(...).backward)     notes what the graph makes and moves
+    backward = promise(stage.backward.graph)            notes what the graph makes and moves
     PassManager(STEP_PASSES).run(backward, ctx, facts=("step",))     checks it after every pass
 
 Buckets change the number of calls and prefetching their places, but neither what is made nor how many elements are

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.adapters.operators import OpOverload
 from autopar.ir.graph import tensor_operands, values
 from autopar.rules.call import Call
 from autopar.rules.rule import Rule
@@ -120,26 +119,6 @@ def _written(x: Any) -> Any:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def call_of(entry: Mapping[str, Any]) -> tuple[OpOverload, list[Any], dict[str, Any]]:
-    """(operator, arguments, keywords) of an entry, with empty tensors on the CPU. Raises AttributeError for an operator
-    that is not there."""
-    op: Any = torch.ops
-    for part in entry["op"].split("."):
-        op = getattr(op, part)
-    return op, [_read(x) for x in entry["args"]], {name: _read(x) for name, x in entry["kwargs"].items()}
-
-
-def _read(x: Any) -> Any:
-    if isinstance(x, list):
-        return [_read(y) for y in x]
-    if isinstance(x, dict):
-        ((name, value),) = x.items()
-        return (
-            getattr(torch, value) if name == "dtype" else torch.zeros(value, dtype=getattr(torch, name), device="cpu")
-        )
-    return x
 
 
 def as_file(entries: Iterable[Mapping[str, Any]]) -> str:

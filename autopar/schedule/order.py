@@ -23,14 +23,11 @@ of two chains.
 from __future__ import annotations
 
 import importlib
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
-
-from autopar.values import parse, read
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -91,9 +88,6 @@ def parse_row(text: str) -> tuple[Action, ...]:
     return tuple(Action.parse(word) for word in text.replace("&", "& ").split())
 
 
-_Rows = tuple[tuple[Action, ...], ...]
-
-
 @dataclass(frozen=True)
 class Order:
     """What every rank does, in order.
@@ -103,7 +97,7 @@ class Order:
     """
 
     name: str
-    ranks: _Rows
+    ranks: tuple[tuple[Action, ...], ...]
     chains: tuple[tuple[int, ...], ...]
     rank_of: tuple[int, ...]
     chain_of: tuple[int, ...]
@@ -149,26 +143,6 @@ class Order:
             f"rank {rank:<{label}}  " + " ".join(word.center(width) for word in row) for rank, row in enumerate(rows)
         )
         return "\n".join(line.rstrip() for line in lines)
-
-    def to_json(self) -> str:
-        """The order as JSON text, with rows as in `text`."""
-        fields = {name: value for name, value in asdict(replace(self, ranks=())).items() if name != "ranks"}
-        return json.dumps({**fields, "ranks": [row_text(actions) for actions in self.ranks]})
-
-    @staticmethod
-    def from_json(text: str) -> Order:
-        """Inverse of `to_json`. Raises ValueError."""
-        try:
-            order: Order = read(Order, parse(text), "the order", {_Rows: _rows})
-        except ValueError as error:
-            raise ValueError(
-                f"schedule: expected the JSON of an order: {error}; write it with order.to_json()"
-            ) from error
-        return order
-
-
-def _rows(value: Any, at: str) -> _Rows:
-    return tuple(parse_row(row) for row in read(tuple[str, ...], value, at, {}))
 
 
 def _window(actions: Sequence[Action], mark: int | None, around: int | None) -> list[str]:

@@ -54,28 +54,6 @@ class Timeline:
         """Per rank, the part of the makespan in which it computes nothing."""
         return tuple(self.makespan - busy for busy in self.busy)
 
-    def show(self, step: float = 1.0) -> str:
-        """The timeline for people: a line per rank, a column per ``step`` of time; ``--`` where nothing starts and
-        nothing runs, ``..`` where an action of an earlier column goes on."""
-        columns = round(max(last for _, last in self.window) / step)
-        rows = [self._row(rank, step, columns) for rank in range(len(self.start))]
-        width = max(len(word) for row in rows for word in row)
-        label = len(str(len(rows) - 1))
-        return "\n".join(
-            f"rank {rank:<{label}}  " + " ".join(word.ljust(width) for word in row).rstrip()
-            for rank, row in enumerate(rows)
-        )
-
-    def _row(self, rank: int, step: float, columns: int) -> list[str]:
-        row = ["--"] * columns
-        for action, start, end in zip(self.order.ranks[rank], self.start[rank], self.end[rank]):
-            first, last = round(start / step), round(end / step)
-            if action.kind not in COMPUTE or first >= last:
-                continue
-            row[first] = row[first] + str(action) if row[first].endswith("&") else str(action)
-            row[first + 1 : last] = [".."] * (last - first - 1)
-        return row
-
 
 def simulate(order: Order, costs: Costs = UNIT_COSTS, *, fused: bool = True) -> Timeline:
     """Run an order, lowered or not, on ``costs``.

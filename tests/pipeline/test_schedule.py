@@ -15,6 +15,7 @@ from autopar.schedule.order import COMPUTE, TRANSFERS, Action, Order, P2PEdge, S
 from autopar.schedule.order_checks import channels, counterpart, validate
 from autopar.schedule.request import Costs
 from autopar.schedule.simulate import Dependencies, simulate
+from tests.support.drawn_timeline import drawn
 
 TWO_RANKS = ("0F0 0F1 0BW0 0BW1", "1F0 1BW0 1F1 1BW1")
 
@@ -62,13 +63,6 @@ def test_text_forms() -> None:
 def test_what_is_no_action(text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"found {text!r}")):
         Action.parse(text)
-
-
-def test_order_as_json() -> None:
-    order = lower(order_of(TWO_RANKS), [P2PEdge("x", 0, 1)], gathers={0}, reductions={1})
-    assert Order.from_json(order.to_json()) == order
-    with pytest.raises(ValueError, match=r"expected the JSON of an order: .* found no 'ranks'"):
-        Order.from_json('{"name": "x"}')
 
 
 def test_grid() -> None:
@@ -217,7 +211,7 @@ def test_costs_of_the_wrong_length() -> None:
 
 
 def test_timeline_as_text() -> None:
-    assert simulate(order_of(TWO_RANKS), Costs(1, 1, 0)).show().splitlines() == [
+    assert drawn(simulate(order_of(TWO_RANKS), Costs(1, 1, 0))).splitlines() == [
         "rank 0  0F0  0F1  --   0BW0 --   0BW1",
         "rank 1  --   1F0  1BW0 1F1  1BW1 --",
     ]

@@ -19,11 +19,11 @@ from autopar.ir.placement import REPLICATE, Shard
 from autopar.options import Options
 from autopar.report.dump.dump import Dumper
 from autopar.rules import RULES, RuleError, infer_rule, rule_of
-from autopar.rules.derived import DerivedRule, NoRule, as_file, call_of, entry_of, text_of
+from autopar.rules.derived import DerivedRule, NoRule, as_file, entry_of, text_of
 from autopar.rules.infer_rule import derive
 from autopar.testing.harness import check_model
 from autopar.testing.soundness import call, unsound
-from tests.support.derived_rules_file import FILE, found, sample_of
+from tests.support.derived_rules_file import FILE, call_of, found, sample_of
 from tests.support.pointwise_samples import integer, normal
 from tests.support.rule_samples import SAMPLES
 

@@ -18,6 +18,7 @@ from autopar.schedule.order import TRANSFERS, Order, P2PEdge
 from autopar.schedule.order_checks import channels, check_streams, counterpart, validate
 from autopar.schedule.request import SCHEDULES, Costs, Request
 from autopar.schedule.simulate import Timeline, simulate
+from tests.support.drawn_timeline import drawn
 from tests.support.zero_bubble_tables import TABLE_5, Row
 
 SETTINGS = ((4, 4), (4, 8), (4, 16), (2, 2), (2, 4), (8, 4), (8, 8), (8, 16))  # (ranks, micro-batches)
@@ -65,7 +66,6 @@ def test_all(name: str, ranks: int, micro_batches: int) -> None:
     assert order.micro_batches == micro_batches and len(order.ranks) == ranks
     assert len(order.rank_of) == ranks * entry.chunks * entry.copies and len(order.chains) == entry.copies
     assert order.parts == ranks * entry.chunks
-    assert Order.from_json(order.to_json()) == order
     lowered = lower(order, neighbours(order), gathers={0}, reductions={order.parts - 1})
     validate(lowered)
     for fused in (True, False):
@@ -161,12 +161,12 @@ def test_drawings_in_the_docstrings_are_true(name: str) -> None:
     slices = 2 if entry.sliced else 1
     apart = any(action.kind == "W" for row in make(name, ranks, micro_batches, slices=slices).ranks for action in row)
     costs = Costs(1, 1, 1) if apart else Costs(2, 2, 0) if entry.sliced else Costs(1, 1, 0)
-    shown = run(name, ranks, micro_batches, costs, slices=slices).show().splitlines()
+    shown = drawn(run(name, ranks, micro_batches, costs, slices=slices)).splitlines()
     text = inspect.getdoc(sys.modules[entry.make.__module__]) or ""
     assert f"p = {ranks}, m = {micro_batches}" in text
-    drawn = [line.strip() for line in text.splitlines() if line.startswith("    rank ")]
-    assert len(drawn) == len(shown) and all(len(line) > 40 for line in drawn)
-    assert all(full.startswith(line.removesuffix(" ...")) for full, line in zip(shown, drawn))
+    text_of_ranks = [line.strip() for line in text.splitlines() if line.startswith("    rank ")]
+    assert len(text_of_ranks) == len(shown) and all(len(line) > 40 for line in text_of_ranks)
+    assert all(full.startswith(line.removesuffix(" ...")) for full, line in zip(shown, text_of_ranks))
 
 
 # --- bubbles ------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def test_interleaved_takes_any_number(micro_batches: int) -> None:
 def test_1f1b_step_by_step() -> None:
     """F = B = 1, p = 4, m = 6: makespan (m+p-1)(F+B)."""
     timeline = run("1f1b", 4, 6, Costs(1, 1, 0))
-    shown = [line.split()[2:] for line in timeline.show().replace("BW", "B").splitlines()]
+    shown = [line.split()[2:] for line in drawn(timeline).replace("BW", "B").splitlines()]
     expected = (
         "F1 F2 F3 F4 -- -- -- B1 F5 B2 F6 B3 -- B4 -- B5 -- B6",
         "-- F1 F2 F3 -- -- B1 F4 B2 F5 B3 F6 B4 -- B5 -- B6 --",

@@ -23,6 +23,7 @@ from autopar.runtime.schedules.zb_search import RowProblem, lower_bound, run_row
 from autopar.schedule.order_checks import validate
 from autopar.schedule.request import SCHEDULES, Costs, Request
 from autopar.schedule.simulate import Timeline, simulate
+from tests.support.drawn_timeline import drawn
 from tests.support.zero_bubble_tables import TABLE_5, Row
 
 ALMOST = 1e-9
@@ -81,7 +82,7 @@ def test_no_bubble_for_equal_times_and_twice_the_memory() -> None:
 
 
 def test_drawing_in_the_docstring_is_true() -> None:
-    shown = searched(Request(3, 4, costs=Costs(stash=0.5), memory_limit=2.0)).show().splitlines()
+    shown = drawn(searched(Request(3, 4, costs=Costs(stash=0.5), memory_limit=2.0))).splitlines()
     text = inspect.getdoc(zb_auto) or ""
     assert [line.strip() for line in text.splitlines() if line.startswith("    rank ")] == shown
     for limit, name in ((3.0, "zb_h1"), (4.0, "zb_h2")):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from autopar.rules.derived import as_file, call_of, entry_of
+from autopar.rules.derived import as_file, entry_of
 from autopar.rules.infer_rule import derive
 from autopar.rules.rule_trials import CallForm, NoTrial, draws
 from autopar.testing.soundness import Sample, SampleCall
@@ -70,6 +70,26 @@ CALLS: list[tuple[Any, ...]] = [  # operator, arguments
     ("aten.native_group_norm.default", _t(4, 6, 5), _t(6), _t(6), 4, 6, 5, 2, 1e-5),
     ("aten.addr.default", _t(8, 6), _t(8), _t(6)),
 ]  # fmt: skip
+
+
+def call_of(entry: dict[str, Any]) -> tuple[Any, list[Any], dict[str, Any]]:
+    """(operator, arguments, keywords) of an entry, with empty tensors on the CPU. Raises AttributeError for an operator
+    that is not there."""
+    op: Any = torch.ops
+    for part in entry["op"].split("."):
+        op = getattr(op, part)
+    return op, [_read(x) for x in entry["args"]], {name: _read(x) for name, x in entry["kwargs"].items()}
+
+
+def _read(x: Any) -> Any:
+    if isinstance(x, list):
+        return [_read(y) for y in x]
+    if isinstance(x, dict):
+        ((name, value),) = x.items()
+        return (
+            getattr(torch, value) if name == "dtype" else torch.zeros(value, dtype=getattr(torch, name), device="cpu")
+        )
+    return x
 
 
 def call_node(entry: dict[str, Any]) -> Node:

@@ -35,17 +35,6 @@ from autopar.steps.graphs import Stage, StepGraph, grad, is_a, of, on_host, save
 aten = torch.ops.aten
 
 
-def differentiate(
-    gm: GraphModule,
-    results: Mapping[str, str],
-    fixed: Iterable[str],
-    split: bool = False,
-    sums: Mapping[str, torch.dtype] | None = None,
-) -> Stage:
-    """The step graphs of one part of a model, that make nothing again: see `Differentiated`."""
-    return Differentiated(gm, results, fixed, sums).stage(split)
-
-
 class Differentiated:
     """One part of a model with its derivative, as one graph (``joint``), of which stages are made."""
 
