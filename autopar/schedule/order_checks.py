@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
 from autopar.schedule.order import BACKWARD, COMPUTE, TRANSFERS, Action, Order, ScheduleError
@@ -147,7 +149,6 @@ def acknowledged(order: Order, rank: int) -> dict[Action, list[Action]]:
 # --- streams -------------------------------------------------------------------------------------------
 
 COMPUTATION = "computation"  # the stream that is no transfer's
-StreamUnit = tuple[str, int, int, int] | tuple[str, int, int, int, int]
 Link = tuple[int, int]  # sending rank, receiving rank
 Groups = Callable[[Link], Hashable]  # the process group that a link's transfers go through
 
@@ -157,83 +158,50 @@ def links(order: Order) -> list[Link]:
     return sorted(channels(order))
 
 
-def own_group(link: Link) -> Hashable:
-    """A process group of two ranks for every link: how the runtime makes them."""
-    return link
-
-
-def check_streams(order: Order, group: Groups = own_group) -> None:
-    """That a lowered order ends, whether communicators are made lazily or not. Raises ScheduleError with every rank's
-    place."""
+def check_streams(order: Order, group: Groups = lambda link: link) -> None:
+    """That a lowered order ends where a transfer keeps its stream until the other end has come, as on NCCL, whether
+    communicators are made lazily or not. Raises ScheduleError with every rank's place. ``group``: by default one of two
+    ranks for every link, as the runtime makes them."""
     pairs: dict[Hashable, set[frozenset[int]]] = {}
     for link in links(order):
         pairs.setdefault(group(link), set()).add(frozenset(link))
     for eager in (False, True) if any(len(found) > 1 for found in pairs.values()) else (True,):
-        left = _Waits(order, group, eager).left()
+        left = _stuck(order, group, eager)
         if left:
             stuck = ", ".join(str(order.ranks[rank][index]) for rank, index in left.items())
             how = "one communicator per process group" if eager else "one communicator per pair of ranks"
             raise ScheduleError(order, f"with {how}, transfers wait for each other: {stuck}", left)
 
 
-class _Waits:
-    """Who waits for whom. Every computation has a number, and so has every transfer: the same at both ends."""
-
-    def __init__(self, order: Order, group: Groups, eager: bool) -> None:
-        self._group, self._eager, self._rank_of = group, eager, order.rank_of
-        self._numbers: list[list[int]] = []  # rank -> numbers of its actions
-        self._transfers: dict[StreamUnit, int] = {}
-        self._behind: list[list[int]] = []  # number -> what waits for it
-        self._open: list[int] = []  # number -> how many it waits for
-        for actions in order.ranks:
-            self._numbers.append([self._number(action) for action in actions])
-        for rank, actions in enumerate(order.ranks):
-            self._add_rank(rank, actions, self._numbers[rank])
-
-    def _number(self, action: Action) -> int:
-        if action.kind in TRANSFERS:
-            ends = (action.stage, action.peer) if action.kind[0] == "S" else (action.peer, action.stage)
-            number = self._transfers.setdefault(
-                (action.kind[1], *ends, action.micro_batch, action.slice), len(self._open)
-            )
-            if number < len(self._open):
-                return number
-        self._open.append(0)
-        self._behind.append([])
-        return len(self._open) - 1
-
-    def _add_rank(self, rank: int, actions: Sequence[Action], numbers: Sequence[int]) -> None:
-        last: dict[Hashable, int] = {}  # stream -> what was started on it last
-        arriving: dict[StreamUnit, list[int]] = {}  # what computes a unit takes these receives
-        for action, number in zip(actions, numbers):
-            kind, unit = action.kind, (action.stage, action.micro_batch, action.slice)
+def _stuck(order: Order, group: Groups, eager: bool) -> dict[int, int]:
+    """Rank -> index of its first action that never ends. Both ends of a transfer are one node."""
+    waits, rows = TopologicalSorter[Hashable](), list[list[Hashable]]()
+    for rank, actions in enumerate(order.ranks):
+        last: dict[Hashable, Hashable] = {}  # stream -> what was started on it last
+        arriving: dict[Hashable, list[Hashable]] = {}  # what computes a unit takes these receives
+        rows.append([])
+        for index, action in enumerate(actions):
+            kind, unit, node = action.kind, (action.stage, action.micro_batch, action.slice), (rank, index)
+            streams: list[Hashable] = [COMPUTATION]
             if kind in TRANSFERS:
-                peer = self._rank_of[action.peer]
-                group = self._group((rank, peer) if kind[0] == "S" else (peer, rank))
-                stream: Hashable = group if self._eager else (group, peer)
-                ahead = [last[s] for s in (COMPUTATION, stream) if s in last]
-                last[stream] = number
-                if kind[0] == "R":
-                    arriving.setdefault((kind[1], *unit), []).append(number)
-            else:
-                ahead = [last[COMPUTATION]] if COMPUTATION in last else []
+                peer, sends = order.rank_of[action.peer], kind[0] == "S"
+                ends = (action.stage, action.peer) if sends else (action.peer, action.stage)
+                node = (kind[1], *ends, action.micro_batch, action.slice)  # type: ignore[assignment]
+                used = group((rank, peer) if sends else (peer, rank))
+                streams.append(used if eager else (used, peer))
+                if not sends:
+                    arriving.setdefault((kind[1], *unit), []).append(node)
+            ahead = [last[stream] for stream in streams if stream in last]
+            if kind not in TRANSFERS:
                 ahead += arriving.get(("B" if kind in BACKWARD else kind, *unit), ())
-                last[COMPUTATION] = number
-            for other in ahead:
-                self._behind[other].append(number)
-            self._open[number] += len(ahead)
-
-    def left(self) -> dict[int, int]:
-        """Rank -> index of its first action that never ends."""
-        waits_for = list(self._open)
-        ready, ended = [n for n, count in enumerate(waits_for) if not count], [False] * len(waits_for)
-        while ready:
-            number = ready.pop()
-            ended[number] = True
-            for other in self._behind[number]:
-                waits_for[other] -= 1
-                if not waits_for[other]:
-                    ready.append(other)
-        rows = enumerate(self._numbers)
-        stuck = {rank: next((i for i, number in enumerate(row) if not ended[number]), -1) for rank, row in rows}
-        return {rank: index for rank, index in stuck.items() if index >= 0}
+            waits.add(node, *ahead)
+            last[streams[-1]] = node
+            rows[-1].append(node)
+    with suppress(CycleError):  # what does not wait for it is still found
+        waits.prepare()
+    ended: set[Hashable] = set()
+    while ready := waits.get_ready():
+        ended.update(ready)
+        waits.done(*ready)
+    stuck = {rank: next((i for i, node in enumerate(row) if node not in ended), -1) for rank, row in enumerate(rows)}
+    return {rank: index for rank, index in stuck.items() if index >= 0}
