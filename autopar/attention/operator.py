@@ -28,7 +28,7 @@ from autopar.attention.layouts import Blocks
 from autopar.attention.problem import Mask, Problem, kv_repeats
 from autopar.ir.conversions import exchange
 from autopar.ir.placement import REPLICATE, Placement, Shard
-from autopar.ops.attention import rows_first, sinks_grad
+from autopar.ops.attention import fake_gradients, register_backward, rows_first, sinks_grad
 from autopar.ops.kernels import note_blocked_rows, wide, with_sinks
 from autopar.ops.kernels.kernel import HUGE, NEVER
 from autopar.ops.mask_spec import FACTS, MaskSpec
@@ -134,42 +134,10 @@ def _backward_fake(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     *rest_, bias_needs_grad = rest
-    facts, _ = _split(rest_)
-    grads = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
-    to_bias = facts.bias.new_empty(facts.bias.shape) if bias_needs_grad and facts.bias is not None else q.new_empty(0)
-    to_sinks = facts.sinks.new_empty(facts.sinks.shape) if facts.sinks is not None else grad.new_empty(0)
-    return *grads, to_bias, to_sinks  # type: ignore[return-value]
+    return fake_gradients(grad, q, k, v, _split(rest_)[0], bias_needs_grad)
 
 
-_OPTIONAL = 5  # bias, key_mask, segments, sinks, seed
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *rest = inputs
-    tensors, (*ctx.scalars, index, ctx.shape), ctx.how = rest[:_OPTIONAL], rest[_OPTIONAL:-_HOW], rest[-_HOW:]
-    ctx.indices = len(index)
-    ctx.save_for_backward(q, k, v, *output, *tensors, *index)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grad: Tensor | None, grad_lse: None) -> tuple[Any, ...]:
-    # autograd wants the structure of the inputs back, in which an empty list of ints counts as a list
-    rest: list[Any] = [[] if isinstance(x, (list, tuple)) and not x else None for x in (ctx.shape, *ctx.how)]
-    nothing = [*[None] * len(ctx.scalars), [None] * ctx.indices, *rest]
-    if grad is None:
-        return (*[None] * (3 + _OPTIONAL), *nothing)
-    saved = ctx.saved_tensors
-    tensors, index = saved[: 5 + _OPTIONAL], list(saved[5 + _OPTIONAL :])
-    needs_bias, needs_sinks = ctx.needs_input_grad[3], ctx.needs_input_grad[6]
-    to_q, to_k, to_v, to_bias, to_sinks = torch.ops.autopar.context_attention_backward(
-        grad, *tensors, *ctx.scalars, index, ctx.shape, *ctx.how, needs_bias
-    )
-    optional = (to_bias if needs_bias else None, None, None, to_sinks if needs_sinks else None, None)
-    return (to_q, to_k, to_v, *optional, *nothing)
-
-
-torch.library.register_autograd("autopar::context_attention", _backward, setup_context=_setup, lib=_library)
+register_backward("context_attention", _HOW, _library)
 
 
 # --- what stands in local graphs -------------------------------------------------------------------------

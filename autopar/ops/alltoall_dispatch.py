@@ -16,17 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.ops.declare import dense, operator
 from autopar.ops.dedup_dispatch import exchange_rows
 from autopar.ops.grouped_experts import pairs_by_expert
 
 ours = torch.ops.autopar
 
 
-@torch.library.custom_op(
-    "autopar::moe_pairs",
-    mutates_args=(),
-    schema="(Tensor expert, int experts, int ranks) -> (Tensor pairs, Tensor counts)",
-)
+@operator("(Tensor expert, int experts, int ranks) -> (Tensor pairs, Tensor counts)")
 def moe_pairs(expert: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor]:
     """expert [T, K] -> pairs [m] int64, t * K + k of those in [0, experts), by expert and in their order; counts
     [ranks, experts / ranks] int64, how many each expert has."""
@@ -40,19 +37,15 @@ def _(expert: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor]:
     return pairs, expert.new_empty(ranks, experts // ranks, dtype=torch.int64)
 
 
-@torch.library.custom_op("autopar::take_pairs", mutates_args=(), schema="(Tensor x, Tensor pairs, int k) -> Tensor")
+@operator("(Tensor x, Tensor pairs, int k) -> Tensor", lambda x, pairs, *_: x.new_empty(pairs.shape[0], *x.shape[1:]))
 def take_pairs(x: Tensor, pairs: Tensor, k: int) -> Tensor:
     """x [T, H] -> [m, H], the token of each pair of it and one of its ``k`` experts."""
     return x.index_select(0, pairs // k)
 
 
-@take_pairs.register_fake
-def _(x: Tensor, pairs: Tensor, k: int) -> Tensor:
-    return x.new_empty(pairs.shape[0], *x.shape[1:])
-
-
-@torch.library.custom_op(
-    "autopar::experts_of_rows", mutates_args=(), schema="(Tensor came, Tensor splits, SymInt rows) -> Tensor"
+@operator(
+    "(Tensor came, Tensor splits, SymInt rows) -> Tensor",
+    lambda came, splits, rows: came.new_empty(rows, 1, dtype=torch.int32),
 )
 def experts_of_rows(came: Tensor, splits: Tensor, rows: int) -> Tensor:
     """came [1, R*E]: how many rows each rank has sent for each of E experts, in this order -> [n, 1] int32, the expert
@@ -62,27 +55,16 @@ def experts_of_rows(came: Tensor, splits: Tensor, rows: int) -> Tensor:
     return experts.repeat_interleave(came[0], output_size=int(splits[1].sum())).unsqueeze(1)
 
 
-@experts_of_rows.register_fake
-def _(came: Tensor, splits: Tensor, rows: int) -> Tensor:
-    return came.new_empty(rows, 1, dtype=torch.int32)
-
-
-@torch.library.custom_op("autopar::unsorted_rows", mutates_args=(), schema="(Tensor rows, Tensor order) -> Tensor")
+@operator("(Tensor rows, Tensor order) -> Tensor", dense)
 def unsorted_rows(rows: Tensor, order: Tensor) -> Tensor:
     """[n, H] -> [n, H] with row i at place order[i]."""
     return torch.empty_like(rows, memory_format=torch.contiguous_format).index_copy_(0, order, rows)
 
 
-@torch.library.custom_op("autopar::sorted_rows", mutates_args=(), schema="(Tensor rows, Tensor order) -> Tensor")
+@operator("(Tensor rows, Tensor order) -> Tensor", dense)
 def sorted_rows(rows: Tensor, order: Tensor) -> Tensor:
     """[n, H] -> [n, H] with row order[i] at place i."""
     return rows.index_select(0, order)
-
-
-@unsorted_rows.register_fake
-@sorted_rows.register_fake
-def _(rows: Tensor, order: Tensor) -> Tensor:
-    return torch.empty_like(rows, memory_format=torch.contiguous_format)
 
 
 def _take_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

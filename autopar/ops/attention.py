@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from autopar.ops import kernels
+from autopar.ops.declare import operator
 from autopar.ops.kernels import wide
 from autopar.ops.mask_spec import FACTS, MaskSpec
 
@@ -28,11 +29,7 @@ def rows_first(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-@torch.library.custom_op(
-    "autopar::attention",
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {FACTS}) -> (Tensor out, Tensor lse)",
-)
+@operator(f"(Tensor q, Tensor k, Tensor v, {FACTS}) -> (Tensor out, Tensor lse)")
 def attention(q: Tensor, k: Tensor, v: Tensor, *facts: Any) -> tuple[Tensor, Tensor]:
     """q [B, Hq, Sq, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv] -> out [B, Hq, Sq, Dv], lse [B, Hq, Sq].
 
@@ -58,11 +55,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, *facts: Any) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(batch, heads, size, dtype=wide(q.dtype))
 
 
-@torch.library.custom_op(
-    "autopar::attention_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {FACTS}, bool bias_needs_grad) -> "
-    "(Tensor q_grad, Tensor k_grad, Tensor v_grad, Tensor bias_grad, Tensor sinks_grad)",
+@operator(
+    f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {FACTS}, bool bias_needs_grad) -> "
+    "(Tensor q_grad, Tensor k_grad, Tensor v_grad, Tensor bias_grad, Tensor sinks_grad)"
 )
 def attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *facts: Any
@@ -91,40 +86,53 @@ def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, facts: MaskSpec) -> Tenso
     return -(torch.exp(facts.sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(facts.sinks.dtype)
 
 
-@attention_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *facts: Any
+def fake_gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, known: MaskSpec, bias_needs_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    *rest, bias_needs_grad = facts
-    known = MaskSpec(*rest)
+    """Shapes of what `attention_backward` makes."""
     grads = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
     to_bias = known.bias.new_empty(known.bias.shape) if bias_needs_grad and known.bias is not None else q.new_empty(0)
     to_sinks = known.sinks.new_empty(known.sinks.shape) if known.sinks is not None else grad.new_empty(0)
     return *grads, to_bias, to_sinks  # type: ignore[return-value]
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, bias, key_mask, segments, sinks, seed, *scalars, index, ctx.shape = inputs
-    ctx.scalars, ctx.indices = scalars, len(index)
-    ctx.save_for_backward(q, k, v, *output, bias, key_mask, segments, sinks, seed, *index)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
+@attention_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *facts: Any) -> tuple[Tensor, ...]:
+    return fake_gradients(grad, q, k, v, MaskSpec(*facts[:-1]), facts[-1])
 
 
-def _backward(ctx: Any, grad: Tensor | None, grad_lse: None) -> tuple[Any, ...]:
-    # autograd wants the structure of the inputs back, in which an empty list of ints counts as a list
-    nothing = (None,) * (5 + len(ctx.scalars)) + ([None] * ctx.indices, None if ctx.shape else [])
-    if grad is None:
-        return None, None, None, *nothing
-    saved = ctx.saved_tensors
-    tensors, index = saved[:10], list(saved[10:])
-    bias_needs_grad = ctx.needs_input_grad[3]
-    to_q, to_k, to_v, to_bias, to_sinks = torch.ops.autopar.attention_backward(
-        grad, *tensors, *ctx.scalars, index, ctx.shape, bias_needs_grad
-    )
-    bias = to_bias if bias_needs_grad else None
-    sinks = to_sinks if ctx.needs_input_grad[6] else None
-    return to_q, to_k, to_v, bias, None, None, sinks, *nothing[4:]
+_OPTIONAL = 5  # bias, key_mask, segments, sinks, seed
 
 
-attention.register_autograd(_backward, setup_context=_setup)
+def register_backward(name: str, further: int = 0, lib: Any = None) -> None:
+    """The backward of an attention is the operator ``<name>_backward``. ``further``: arguments of both behind those of
+    `MaskSpec`."""
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, *rest = inputs
+        end = len(rest) - further
+        tensors, (*ctx.scalars, index, ctx.shape), ctx.how = rest[:_OPTIONAL], rest[_OPTIONAL:end], rest[end:]
+        ctx.indices = len(index)
+        ctx.save_for_backward(q, k, v, *output, *tensors, *index)
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: None) -> tuple[Any, ...]:
+        # autograd wants the structure of the inputs back, in which an empty list of ints counts as a list
+        rest: list[Any] = [[] if isinstance(x, (list, tuple)) and not x else None for x in (ctx.shape, *ctx.how)]
+        nothing = [*[None] * len(ctx.scalars), [None] * ctx.indices, *rest]
+        if grad is None:
+            return (*[None] * (3 + _OPTIONAL), *nothing)
+        saved = ctx.saved_tensors
+        tensors, index = saved[: 5 + _OPTIONAL], list(saved[5 + _OPTIONAL :])
+        needs_bias, needs_sinks = ctx.needs_input_grad[3], ctx.needs_input_grad[6]
+        to_q, to_k, to_v, to_bias, to_sinks = getattr(torch.ops.autopar, f"{name}_backward")(
+            grad, *tensors, *ctx.scalars, index, ctx.shape, *ctx.how, needs_bias
+        )
+        optional = (to_bias if needs_bias else None, None, None, to_sinks if needs_sinks else None, None)
+        return (to_q, to_k, to_v, *optional, *nothing)
+
+    torch.library.register_autograd(f"autopar::{name}", backward, setup_context=setup, lib=lib)
+
+
+register_backward("attention")

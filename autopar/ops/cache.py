@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.ops.declare import operator
 
-@torch.library.custom_op("autopar::extend", mutates_args=(), schema="(Tensor past, Tensor own, int dim) -> Tensor")
+
+@operator("(Tensor past, Tensor own, int dim) -> Tensor")
 def extend(past: Tensor, own: Tensor, dim: int) -> Tensor:
     """past [.., c, ..], own [.., l, ..] -> [.., c + l, ..] along ``dim``. c may be 0."""
     return torch.cat([past, own], dim)

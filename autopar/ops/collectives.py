@@ -7,20 +7,13 @@ slices the dim has many sizes. ``size`` is the number of ranks on the axis.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 _library = torch.library.Library("autopar", "FRAGMENT")
-
-_library.define("all_reduce(Tensor x, str axis, str op) -> Tensor")
-_library.define("all_gather(Tensor x, int dim, int[] blocks, str axis, int size) -> Tensor")
-_library.define("reduce_scatter(Tensor x, int dim, int[] blocks, str axis, int size) -> Tensor")
-_library.define(
-    "all_to_all(Tensor x, int src_dim, int[] src_blocks, int dst_dim, int[] dst_blocks, str axis, int size) -> Tensor"
-)
-_library.define("all_to_all_rows(Tensor x, Tensor splits, bool back, str axis, int size) -> Tensor")
-_library.define("shard_slice(Tensor x, int dim, int[] blocks, str axis, int size) -> Tensor")
-_library.define("shard_pad(Tensor x, int dim, int[] blocks, str axis, int size) -> Tensor")
 
 
 def _resized(x: Tensor, dim: int, size: int) -> Tensor:
@@ -29,45 +22,38 @@ def _resized(x: Tensor, dim: int, size: int) -> Tensor:
     return x.new_empty(shape)
 
 
-def _divided(x: Tensor, dim: int, size: int) -> int:
-    assert x.shape[dim] % size == 0, f"dim {dim} of {tuple(x.shape)} does not divide over {size}"
-    return x.shape[dim] // size
-
-
-@torch.library.register_fake("autopar::all_reduce", lib=_library)
-def _all_reduce(x: Tensor, axis: str, op: str) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake("autopar::all_gather", lib=_library)
-def _all_gather(x: Tensor, dim: int, blocks: list[int], axis: str, size: int) -> Tensor:
+def _whole(x: Tensor, dim: int, blocks: list[int], axis: str, size: int) -> Tensor:
     return _resized(x, dim, x.shape[dim] * size)
 
 
-@torch.library.register_fake("autopar::reduce_scatter", lib=_library)
-def _reduce_scatter(x: Tensor, dim: int, blocks: list[int], axis: str, size: int) -> Tensor:
-    return _resized(x, dim, _divided(x, dim, size))
+def _piece(x: Tensor, dim: int, blocks: list[int], axis: str, size: int) -> Tensor:
+    assert x.shape[dim] % size == 0, f"dim {dim} of {tuple(x.shape)} does not divide over {size}"
+    return _resized(x, dim, x.shape[dim] // size)
 
 
-@torch.library.register_fake("autopar::all_to_all", lib=_library)
 def _all_to_all(
     x: Tensor, src_dim: int, src_blocks: list[int], dst_dim: int, dst_blocks: list[int], axis: str, size: int
 ) -> Tensor:
-    whole = _resized(x, src_dim, x.shape[src_dim] * size)
-    return _resized(whole, dst_dim, _divided(whole, dst_dim, size))
+    return _piece(_whole(x, src_dim, src_blocks, axis, size), dst_dim, dst_blocks, axis, size)
 
 
-@torch.library.register_fake("autopar::all_to_all_rows", lib=_library)
-def _all_to_all_rows(x: Tensor, splits: Tensor, back: bool, axis: str, size: int) -> Tensor:
-    """As many as go, if routing is even."""
+def _same(x: Tensor, *_: Any) -> Tensor:  # of rows: as many as go, if routing is even
     return x.new_empty(x.shape)
 
 
-@torch.library.register_fake("autopar::shard_slice", lib=_library)
-def _shard_slice(x: Tensor, dim: int, blocks: list[int], axis: str, size: int) -> Tensor:
-    return _resized(x, dim, _divided(x, dim, size))
-
-
-@torch.library.register_fake("autopar::shard_pad", lib=_library)
-def _shard_pad(x: Tensor, dim: int, blocks: list[int], axis: str, size: int) -> Tensor:
-    return _resized(x, dim, x.shape[dim] * size)
+_ALONG = "(Tensor x, int dim, int[] blocks, str axis, int size) -> Tensor"
+_COLLECTIVES: tuple[tuple[str, Callable[..., Tensor]], ...] = (
+    ("all_reduce(Tensor x, str axis, str op) -> Tensor", _same),
+    (f"all_gather{_ALONG}", _whole),
+    (f"reduce_scatter{_ALONG}", _piece),
+    (
+        "all_to_all(Tensor x, int src_dim, int[] src_blocks, int dst_dim, int[] dst_blocks, str axis, int size) "
+        "-> Tensor",
+        _all_to_all,
+    ),
+    ("all_to_all_rows(Tensor x, Tensor splits, bool back, str axis, int size) -> Tensor", _same),
+    (f"shard_slice{_ALONG}", _piece),
+    (f"shard_pad{_ALONG}", _whole),
+)
+for _schema, _fake in _COLLECTIVES:
+    torch.library.register_fake(f"autopar::{_library.define(_schema)}", _fake, lib=_library)

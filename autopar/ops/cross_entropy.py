@@ -11,17 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.ops.declare import operator
+
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype that sums are taken in."""
     return dtype if dtype == torch.float64 else torch.float32
 
 
-@torch.library.custom_op(
-    "autopar::cross_entropy",
-    mutates_args=(),
-    schema="(Tensor logits, Tensor target, int ignore_index, float label_smoothing) -> (Tensor loss, Tensor lse)",
-)
+@operator("(Tensor logits, Tensor target, int ignore_index, float label_smoothing) -> (Tensor loss, Tensor lse)")
 def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> tuple[Tensor, Tensor]:
     """logits [N, C], target [N] int -> loss [N] (0 where the target is ``ignore_index``), log-sum-exp [N].
 
@@ -42,10 +40,9 @@ def _(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float)
     return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=dtype)
 
 
-@torch.library.custom_op(
-    "autopar::cross_entropy_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor logits, Tensor target, Tensor lse, int ignore_index, float label_smoothing) -> Tensor",
+@operator(
+    "(Tensor grad, Tensor logits, Tensor target, Tensor lse, int ignore_index, float label_smoothing) -> Tensor",
+    lambda grad, logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
 )
 def cross_entropy_backward(
     grad: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
@@ -59,11 +56,6 @@ def cross_entropy_backward(
     out.scatter_add_(-1, index, torch.full_like(out[:, :1], label_smoothing - 1.0))
     out *= grad.masked_fill(ignored, 0.0).unsqueeze(-1)
     return out.to(logits.dtype, memory_format=torch.contiguous_format)
-
-
-@cross_entropy_backward.register_fake
-def _(grad: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.ops.declare import operator
+
 _INPUTS = "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, bool zero_infinity"
 
 
-@torch.library.custom_op("autopar::ctc_loss", mutates_args=(), schema=f"({_INPUTS}) -> Tensor")
+@operator(f"({_INPUTS}) -> Tensor", lambda log_probs, *_: log_probs.new_empty(log_probs.shape[1]))
 def ctc_loss(log_probs: Tensor, targets: Tensor, *how: Any) -> Tensor:
     """log_probs [T, N, C], targets [N, S] (or those of all examples in one row), lengths [N] -> loss [N].
 
@@ -25,12 +27,10 @@ def ctc_loss(log_probs: Tensor, targets: Tensor, *how: Any) -> Tensor:
     return loss.masked_fill(loss == float("inf"), 0.0) if zero_infinity else loss
 
 
-@ctc_loss.register_fake
-def _(log_probs: Tensor, targets: Tensor, *how: Any) -> Tensor:
-    return log_probs.new_empty(log_probs.shape[1])
-
-
-@torch.library.custom_op("autopar::ctc_loss_backward", mutates_args=(), schema=f"(Tensor grad, {_INPUTS}) -> Tensor")
+@operator(
+    f"(Tensor grad, {_INPUTS}) -> Tensor",
+    lambda grad, log_probs, *_: torch.empty_like(log_probs, memory_format=torch.contiguous_format),
+)
 def ctc_loss_backward(grad: Tensor, log_probs: Tensor, targets: Tensor, *how: Any) -> Tensor:
     """grad [N] of the losses -> gradient of log_probs [T, N, C]."""
     loss, alpha = torch.ops.aten._ctc_loss.Tensor(log_probs, targets, *how)
@@ -39,11 +39,6 @@ def ctc_loss_backward(grad: Tensor, log_probs: Tensor, targets: Tensor, *how: An
         grad.contiguous(), log_probs, targets, *lengths, loss, alpha, blank, zero_infinity
     )
     return out.contiguous()
-
-
-@ctc_loss_backward.register_fake
-def _(grad: Tensor, log_probs: Tensor, targets: Tensor, *how: Any) -> Tensor:
-    return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -23,16 +23,13 @@ import torch
 from torch import Tensor
 
 from autopar.ops import collectives as collectives  # registers the raw collectives
+from autopar.ops.declare import operator
 from autopar.ops.vocab_parallel import first_row
 
 ours = torch.ops.autopar
 
 
-@torch.library.custom_op(
-    "autopar::moe_copies",
-    mutates_args=(),
-    schema="(Tensor expert, Tensor? first, int experts, int ranks, int every) -> (Tensor sent, Tensor counts)",
-)
+@operator("(Tensor expert, Tensor? first, int experts, int ranks, int every) -> (Tensor sent, Tensor counts)")
 def moe_copies(expert: Tensor, first: Tensor | None, experts: int, ranks: int, every: int) -> tuple[Tensor, Tensor]:
     """expert [T, K] of which [first, first + ``experts``) are dealt to ``ranks`` -> sent [m] int64, tokens by rank and
     in their order, one entry per rank that has an expert of it; counts [ranks, 1] int64 of these entries. ``first``:
@@ -68,33 +65,27 @@ def _(expert: Tensor, first: Tensor | None, experts: int, ranks: int, every: int
     return expert.new_empty(copies, dtype=torch.int64), expert.new_empty(ranks, 1, dtype=torch.int64)
 
 
-@torch.library.custom_op("autopar::row_splits", mutates_args=(), schema="(Tensor counts, Tensor came) -> Tensor")
+@operator(
+    "(Tensor counts, Tensor came) -> Tensor",
+    lambda counts, *_: torch.empty(2, counts.shape[0], dtype=torch.int64, device="cpu"),
+)
 def row_splits(counts: Tensor, came: Tensor) -> Tensor:
     """counts [R, n] of rows for each rank, came [1, R*n] of rows from each -> both, [2, R] int64 on the host, which
     waits for them."""
     return torch.stack([counts.sum(1), came.view_as(counts).sum(1)]).to("cpu", copy=True)
 
 
-@row_splits.register_fake
-def _(counts: Tensor, came: Tensor) -> Tensor:
-    return torch.empty(2, counts.shape[0], dtype=torch.int64, device="cpu")
-
-
-@torch.library.custom_op(
-    "autopar::take_copies", mutates_args=(), schema="(Tensor x, Tensor sent, Tensor splits) -> Tensor"
+@operator(
+    "(Tensor x, Tensor sent, Tensor splits) -> Tensor", lambda x, sent, *_: x.new_empty(sent.shape[0], *x.shape[1:])
 )
 def take_copies(x: Tensor, sent: Tensor, splits: Tensor) -> Tensor:
     """x [T, ...] -> [m, ...], the rows that ``sent`` [m] names."""
     return x.index_select(0, sent)
 
 
-@take_copies.register_fake
-def _(x: Tensor, sent: Tensor, splits: Tensor) -> Tensor:
-    return x.new_empty(sent.shape[0], *x.shape[1:])
-
-
-@torch.library.custom_op(
-    "autopar::add_copies", mutates_args=(), schema="(Tensor rows, Tensor sent, Tensor splits, SymInt tokens) -> Tensor"
+@operator(
+    "(Tensor rows, Tensor sent, Tensor splits, SymInt tokens) -> Tensor",
+    lambda rows, sent, splits, tokens: rows.new_empty(tokens, *rows.shape[1:]),
 )
 def add_copies(rows: Tensor, sent: Tensor, splits: Tensor, tokens: int) -> Tensor:
     """rows [m, ...] -> [tokens, ...]: the sum of what ``sent`` [m] says is of a token. Rank by rank (``splits``, as of
@@ -106,11 +97,6 @@ def add_copies(rows: Tensor, sent: Tensor, splits: Tensor, tokens: int) -> Tenso
             out.index_add_(0, sent.narrow(0, start, count), rows.narrow(0, start, count))
         start += count
     return out
-
-
-@add_copies.register_fake
-def _(rows: Tensor, sent: Tensor, splits: Tensor, tokens: int) -> Tensor:
-    return rows.new_empty(tokens, *rows.shape[1:])
 
 
 def _take_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from autopar.ops.declare import dense, operator
 from autopar.ops.kernels.triton_module import module_that_runs
 
 _BITS = 24  # of the hash that are compared with p: p is honoured to 6e-8
@@ -124,11 +125,7 @@ def _try(module: Any, device: torch.device) -> None:
     module.mask((1, 1), torch.zeros((), dtype=torch.int64, device=device), 0.5, 0, [], [])
 
 
-@torch.library.custom_op(
-    "autopar::dropout",
-    mutates_args=(),
-    schema="(Tensor x, Tensor seed, float p, int site, Tensor[] index, SymInt[] shape) -> Tensor",
-)
+@operator("(Tensor x, Tensor seed, float p, int site, Tensor[] index, SymInt[] shape) -> Tensor", dense)
 def dropout(x: Tensor, seed: Tensor, p: float, site: int, index: list[Tensor], shape: list[int]) -> Tensor:
     """Zero each element of ``x`` with probability ``p``, scale the others by 1 / (1 - p). p = 1 gives zeros."""
     if p >= 1.0:
@@ -137,11 +134,6 @@ def dropout(x: Tensor, seed: Tensor, p: float, site: int, index: list[Tensor], s
         return fused.dropped(x, seed.to(x.device), p, site, index, shape)
     keep = keep_mask(x.shape, seed.to(x.device), p, site, index, shape)
     return (x * keep).mul_(1.0 / (1.0 - p)).contiguous()
-
-
-@dropout.register_fake
-def _(x: Tensor, seed: Tensor, p: float, site: int, index: list[Tensor], shape: list[int]) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

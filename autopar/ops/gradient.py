@@ -16,21 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.ops.declare import dense, operator
+
 TRACED = "torch.autograd.grad through an autograd function inside of a forward is not supported; compute it outside"
 
 
-@torch.library.custom_op("autopar::gradient_of", mutates_args=())
+@operator(fake=dense)
 def gradient_of(value: Tensor, inputs: list[Tensor]) -> Tensor:
     """The hole: the gradient of a result whose value is ``value``, of its shape and dtype. Without a value."""
     return torch.zeros_like(value, memory_format=torch.contiguous_format)
 
 
-@gradient_of.register_fake
-def _(value: Tensor, inputs: list[Tensor]) -> Tensor:
-    return torch.empty_like(value, memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op("autopar::own_backward", mutates_args=())
+@operator()
 def own_backward(inputs: list[Tensor], gradients: list[Tensor], holes: list[Tensor], name: str, zeros: bool) -> Tensor:
     """The gradients of the inputs are ``gradients``, which are made of ``holes``. ``name``: of the function. ``zeros``:
     whether what a result does not get is a gradient of zeros; else the backward would see None."""
@@ -44,7 +41,7 @@ def _(inputs: list[Tensor], gradients: list[Tensor], holes: list[Tensor], name: 
     return gradients[0].new_empty(())
 
 
-@torch.library.custom_op("autopar::with_backward", mutates_args=())
+@operator()
 def with_backward(value: Tensor, hole: Tensor, token: Tensor) -> Tensor:
     """A result of a function: ``value``, whose gradient is ``hole`` in the backward that ``token`` names."""
     return value.clone()

@@ -19,15 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.ops.declare import dense, operator
 from autopar.ops.kernels.chips import chip_of
 from autopar.ops.vocab_parallel import first_row
 
 
-@torch.library.custom_op(
-    "autopar::moe_dispatch",
-    mutates_args=(),
-    schema="(Tensor x, Tensor expert, int num_experts) -> (Tensor rows, Tensor order, Tensor offsets)",
-)
+@operator("(Tensor x, Tensor expert, int num_experts) -> (Tensor rows, Tensor order, Tensor offsets)")
 def moe_dispatch(x: Tensor, expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """x [T, H], expert [T, K] int -> rows [T*K, H] sorted by expert (stable), order [T*K] int64 with
     rows[i] = x[order[i] // K], offsets [E] int32, cumulative."""
@@ -67,11 +64,7 @@ def _(x: Tensor, expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
     return rows, x.new_empty(rows.shape[0], dtype=torch.int64), x.new_empty(num_experts, dtype=torch.int32)
 
 
-@torch.library.custom_op(
-    "autopar::moe_dispatch_own",
-    mutates_args=(),
-    schema="(Tensor x, Tensor expert, int experts, SymInt rows) -> (Tensor rows, Tensor order, Tensor offsets)",
-)
+@operator("(Tensor x, Tensor expert, int experts, SymInt rows) -> (Tensor rows, Tensor order, Tensor offsets)")
 def moe_dispatch_own(x: Tensor, expert: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """`moe_dispatch` of the pairs whose expert is one of the first ``experts`` [0, experts); others have any number:
     rows [n, H], order [n], offsets [experts]. n is known when it is there (the host waits for it); shapes say
@@ -114,19 +107,13 @@ def _by_pair(rows: Tensor, order: Tensor, pairs: int) -> Tensor:
     return made(pairs, rows.shape[1]).index_copy_(0, order, rows)
 
 
-@torch.library.custom_op(
-    "autopar::moe_dispatch_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor order, SymInt k, SymInt tokens) -> Tensor",
+@operator(
+    "(Tensor grad, Tensor order, SymInt k, SymInt tokens) -> Tensor",
+    lambda grad, order, k, tokens: grad.new_empty(tokens, grad.shape[1]),
 )
 def moe_dispatch_backward(grad: Tensor, order: Tensor, k: int, tokens: int) -> Tensor:
     """grad [n, H] of the rows -> gradient of x [T, H]. A sum of K terms in fixed order: deterministic."""
     return _by_pair(grad, order, tokens * k).view(tokens, k, grad.shape[1]).sum(1)
-
-
-@moe_dispatch_backward.register_fake
-def _(grad: Tensor, order: Tensor, k: int, tokens: int) -> Tensor:
-    return grad.new_empty(tokens, grad.shape[1])
 
 
 def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -182,10 +169,9 @@ def _clear_tail(out: Tensor, offsets: Tensor) -> Tensor:
     return out.masked_fill_(tail.unsqueeze(-1), 0.0)
 
 
-@torch.library.custom_op(
-    "autopar::grouped_mm",
-    mutates_args=(),
-    schema="(Tensor rows, Tensor weight, Tensor offsets, bool transposed) -> Tensor",
+@operator(
+    "(Tensor rows, Tensor weight, Tensor offsets, bool transposed) -> Tensor",
+    lambda rows, weight, offsets, transposed: rows.new_empty(rows.shape[0], weight.shape[2 if transposed else 1]),
 )
 def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
     """rows [N, I] times each row's expert: weight [E, O, I], or [E, I, O] if ``transposed`` -> [N, O]."""
@@ -200,16 +186,7 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, transposed: bool) 
     return out
 
 
-@grouped_mm.register_fake
-def _(rows: Tensor, weight: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
-    return rows.new_empty(rows.shape[0], weight.shape[2 if transposed else 1])
-
-
-@torch.library.custom_op(
-    "autopar::grouped_mm_weight_grad",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor rows, Tensor offsets, bool transposed) -> Tensor",
-)
+@operator("(Tensor grad, Tensor rows, Tensor offsets, bool transposed) -> Tensor")
 def grouped_mm_weight_grad(grad: Tensor, rows: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
     """grad [N, O], rows [N, I] -> gradient of the weight, [E, O, I] or [E, I, O] if ``transposed``."""
     left, right = (rows, grad) if transposed else (grad, rows)
@@ -249,9 +226,7 @@ def _mm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 grouped_mm.register_autograd(_mm_backward, setup_context=_mm_setup)
 
 
-@torch.library.custom_op(
-    "autopar::grouped_bias", mutates_args=(), schema="(Tensor rows, Tensor bias, Tensor offsets) -> Tensor"
-)
+@operator("(Tensor rows, Tensor bias, Tensor offsets) -> Tensor", dense)
 def grouped_bias(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     """rows [N, O] + the bias [E, O] of each row's expert."""
     if _stay(rows):
@@ -263,12 +238,9 @@ def grouped_bias(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-@grouped_bias.register_fake
-def _(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
-    return torch.empty_like(rows, memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op("autopar::grouped_sum", mutates_args=(), schema="(Tensor rows, Tensor offsets) -> Tensor")
+@operator(
+    "(Tensor rows, Tensor offsets) -> Tensor", lambda rows, offsets: rows.new_empty(offsets.shape[0], rows.shape[1])
+)
 def grouped_sum(rows: Tensor, offsets: Tensor) -> Tensor:
     """rows [N, O] -> the sum over each expert's rows [E, O]; the transpose of `grouped_bias`."""
     if _stay(rows):
@@ -278,11 +250,6 @@ def grouped_sum(rows: Tensor, offsets: Tensor) -> Tensor:
     for expert, start, stop in _groups(offsets):
         out[expert] = rows[start:stop].sum(0)
     return out
-
-
-@grouped_sum.register_fake
-def _(rows: Tensor, offsets: Tensor) -> Tensor:
-    return rows.new_empty(offsets.shape[0], rows.shape[1])
 
 
 def _bias_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -297,8 +264,9 @@ def _bias_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 grouped_bias.register_autograd(_bias_backward, setup_context=_bias_setup)
 
 
-@torch.library.custom_op(
-    "autopar::moe_combine", mutates_args=(), schema="(Tensor rows, Tensor order, Tensor weights) -> Tensor"
+@operator(
+    "(Tensor rows, Tensor order, Tensor weights) -> Tensor",
+    lambda rows, order, weights: rows.new_empty(weights.shape[0], rows.shape[1]),
 )
 def moe_combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """rows [n, H] sorted by expert, order from a dispatch, weights [T, K] -> [T, H]: each token's weighted sum over
@@ -308,15 +276,12 @@ def moe_combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     return (unsorted.view(tokens, k, rows.shape[1]) * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
 
-@moe_combine.register_fake
-def _(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    return rows.new_empty(weights.shape[0], rows.shape[1])
-
-
-@torch.library.custom_op(
-    "autopar::moe_combine_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor rows, Tensor order, Tensor weights) -> (Tensor rows_grad, Tensor weights_grad)",
+@operator(
+    "(Tensor grad, Tensor rows, Tensor order, Tensor weights) -> (Tensor rows_grad, Tensor weights_grad)",
+    lambda grad, rows, order, weights: (
+        torch.empty_like(rows, memory_format=torch.contiguous_format),
+        weights.new_empty(weights.shape),
+    ),
 )
 def moe_combine_backward(grad: Tensor, rows: Tensor, order: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """grad [T, H] -> gradients of the rows [n, H] and of the weights [T, K]: zero for pairs that are not there."""
@@ -325,11 +290,6 @@ def moe_combine_backward(grad: Tensor, rows: Tensor, order: Tensor, weights: Ten
     to_weights = (unsorted.view(tokens, k, rows.shape[1]) * grad.unsqueeze(1)).sum(-1, dtype=weights.dtype)
     spread = (grad.unsqueeze(1) * weights.unsqueeze(-1)).to(rows.dtype).view(tokens * k, rows.shape[1])
     return spread.index_select(0, order), to_weights
-
-
-@moe_combine_backward.register_fake
-def _(grad: Tensor, rows: Tensor, order: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(rows, memory_format=torch.contiguous_format), weights.new_empty(weights.shape)
 
 
 def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -395,11 +355,7 @@ class Tiles:
         return (slice(start, start + few) for start in range(0, self.count, few))
 
 
-@torch.library.custom_op(
-    "autopar::within_capacity",
-    mutates_args=(),
-    schema="(Tensor expert, int experts, int capacity) -> Tensor",
-)
+@operator("(Tensor expert, int experts, int capacity) -> Tensor", dense)
 def within_capacity(expert: Tensor, experts: int, capacity: int) -> Tensor:
     """expert [T, K] int, of all tokens -> the same, but ``experts``, which is nobody's number, from an expert's place
     ``capacity`` on. Places are counted in the order of tokens, and of a token's choices."""
@@ -407,8 +363,3 @@ def within_capacity(expert: Tensor, experts: int, capacity: int) -> Tensor:
     place = torch.arange(ranked.shape[0], device=ranked.device) - torch.searchsorted(ranked, ranked)
     kept = torch.where(place < capacity, ranked, torch.full_like(ranked, experts))
     return torch.empty_like(ranked).index_copy_(0, order, kept).view(expert.shape)
-
-
-@within_capacity.register_fake
-def _(expert: Tensor, experts: int, capacity: int) -> Tensor:
-    return torch.empty_like(expert, memory_format=torch.contiguous_format)

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from autopar.ops.declare import operator
 from autopar.ops.dropout import keep_mask, random_words
 
 BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
@@ -78,11 +79,12 @@ def _distributed(kind: str, between: Tensor, a: float, b: float, dtype: torch.dt
     return (found.exp_() if kind == "log_normal" else found).to(dtype)
 
 
-@torch.library.custom_op(
-    "autopar::random",
-    mutates_args=(),
-    schema="(Tensor like, Tensor seed, str kind, float a, float b, int site, Tensor[] index, SymInt[] shape, "
+@operator(
+    "(Tensor like, Tensor seed, str kind, float a, float b, int site, Tensor[] index, SymInt[] shape, "
     "ScalarType dtype) -> Tensor",
+    lambda like, seed, kind, a, b, site, index, shape, dtype: torch.empty_like(
+        like, dtype=dtype, memory_format=torch.contiguous_format
+    ),
 )
 def random(
     like: Tensor,
@@ -97,18 +99,3 @@ def random(
 ) -> Tensor:
     """Random numbers in the shape of ``like``, whose values do not matter."""
     return drawn(like.shape, seed.to(like.device), kind, a, b, site, index, shape, dtype)
-
-
-@random.register_fake
-def _(
-    like: Tensor,
-    seed: Tensor,
-    kind: str,
-    a: float,
-    b: float,
-    site: int,
-    index: list[Tensor],
-    shape: list[int],
-    dtype: torch.dtype,
-) -> Tensor:
-    return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from autopar.adapters.operators import check_factorisation
+from autopar.ops.declare import alike, operator
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,7 @@ def take_notes() -> list[ValueNote]:
     return found
 
 
-@torch.library.custom_op(
-    "autopar::watch",
-    mutates_args=(),
-    schema="(Tensor x, float low, float high, int? ignored, str text, bool fatal) -> Tensor",
-)
+@operator("(Tensor x, float low, float high, int? ignored, str text, bool fatal) -> Tensor", alike)
 def watch(x: Tensor, low: float, high: float, ignored: int | None, text: str, fatal: bool) -> Tensor:
     """x, unchanged. Entries that are neither ``ignored`` nor in low .. high are noted."""
     values = x.detach()
@@ -78,34 +75,19 @@ def watch(x: Tensor, low: float, high: float, ignored: int | None, text: str, fa
     return x.clone()
 
 
-@watch.register_fake
-def _(x: Tensor, low: float, high: float, ignored: int | None, text: str, fatal: bool) -> Tensor:
-    return torch.empty_like(x)
-
-
-@torch.library.custom_op("autopar::watch_count", mutates_args=(), schema="(Tensor mask, int count, str text) -> Tensor")
+@operator("(Tensor mask, int count, str text) -> Tensor", alike)
 def watch_count(mask: Tensor, count: int, text: str) -> Tensor:
     """mask (bool), unchanged. Another number of true entries is noted."""
     note(mask.sum(), count, count, text)
     return mask.clone()
 
 
-@watch_count.register_fake
-def _(mask: Tensor, count: int, text: str) -> Tensor:
-    return torch.empty_like(mask)
-
-
-@torch.library.custom_op("autopar::checked", mutates_args=())
+@operator(fake=alike)
 def checked(value: Tensor, info: Tensor, name: str, is_matrix: bool) -> Tensor:
     """value, unchanged. info: per matrix 0, or what is wrong with it. name: of the function, for the error's words;
     is_matrix: whether it was given one matrix and not a batch of them."""
     check_factorisation(info, name, is_matrix=is_matrix)
     return value.clone()
-
-
-@checked.register_fake
-def _(value: Tensor, info: Tensor, name: str, is_matrix: bool) -> Tensor:
-    return torch.empty_like(value)
 
 
 CHECKED = torch.ops.autopar.checked.default

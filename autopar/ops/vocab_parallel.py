@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import autopar.ops.collectives  # noqa: F401  (registers the raw collectives)
+from autopar.ops.declare import operator
 
 
 def first_row(rows: int, axis: str, size: int, device: torch.device) -> Tensor:
@@ -97,18 +98,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
 
-@torch.library.custom_op("autopar::piece_max", mutates_args=())
+@operator(fake=lambda logits: logits.new_empty(logits.shape[:-1], dtype=_wide(logits.dtype)))
 def piece_max(logits: Tensor) -> Tensor:
     """[N, C] -> [N]: the greatest logit among the rank's classes, in the dtype of sums."""
     return logits.amax(-1).to(_wide(logits.dtype))
 
 
-@piece_max.register_fake
-def _(logits: Tensor) -> Tensor:
-    return logits.new_empty(logits.shape[:-1], dtype=_wide(logits.dtype))
-
-
-@torch.library.custom_op("autopar::piece_sums", mutates_args=())
+@operator(fake=lambda logits, index, top, *_: top.new_empty((3, *top.shape)))
 def piece_sums(logits: Tensor, index: Tensor, top: Tensor, classes: int) -> Tensor:
     """[N, C], local target index [N] (out of range: another rank's) -> [3, N]: sum of exp(logit - top), the target's
     logit, the rank's share of the mean logit over all ``classes``."""
@@ -118,12 +114,7 @@ def piece_sums(logits: Tensor, index: Tensor, top: Tensor, classes: int) -> Tens
     return torch.stack([(x - top.unsqueeze(-1)).exp_().sum(-1), chosen, x.sum(-1) / classes])
 
 
-@piece_sums.register_fake
-def _(logits: Tensor, index: Tensor, top: Tensor, classes: int) -> Tensor:
-    return top.new_empty((3, *top.shape))
-
-
-@torch.library.custom_op("autopar::piece_backward", mutates_args=())
+@operator(fake=lambda grad, logits, *_: torch.empty_like(logits))
 def piece_backward(
     grad: Tensor, logits: Tensor, index: Tensor, lse: Tensor, label_smoothing: float, classes: int
 ) -> Tensor:
@@ -136,8 +127,3 @@ def piece_backward(
     out.scatter_add_(-1, index.clamp(0, out.shape[-1] - 1).unsqueeze(-1), hit)
     out *= grad.unsqueeze(-1)
     return out.to(logits.dtype)
-
-
-@piece_backward.register_fake
-def _(grad: Tensor, logits: Tensor, index: Tensor, lse: Tensor, label_smoothing: float, classes: int) -> Tensor:
-    return torch.empty_like(logits)

@@ -1,0 +1,35 @@
+"""How `autopar::` operators are declared: schema, kernel and fake in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def operator(schema: str | None = None, fake: Callable[..., Any] | None = None) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a function the kernel of the operator ``autopar::`` of its name, which writes to none of its arguments.
+
+    ``schema``: by default that of the annotations. ``fake``: makes fake results of fake arguments, if not registered
+    behind the function.
+    """
+
+    def made(kernel: Callable[..., Any]) -> Any:
+        found = torch.library.custom_op(f"autopar::{kernel.__name__}", mutates_args=(), schema=schema)(kernel)
+        if fake is not None:
+            found.register_fake(fake)
+        return found
+
+    return made
+
+
+def alike(x: Tensor, *_: Any) -> Tensor:
+    """A fake: of the first argument's shape and strides."""
+    return torch.empty_like(x)
+
+
+def dense(x: Tensor, *_: Any) -> Tensor:
+    """A fake: of the first argument's shape, contiguous."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
