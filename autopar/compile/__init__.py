@@ -2,8 +2,7 @@
 
 model            `compile_model`, from a module or a captured graph
 parameters       what is known before a batch comes: the plan, and the pieces of parameters
-parts            a local graph cut into the parts of a pipeline, each differentiated, and the order of actions
-parameter_exchanges  where gathers and sums over ranks stand in the graphs of a part
+stages           a local graph cut into the parts of a pipeline, each differentiated, and the order of actions
 slices           the pipeline of token slices
 
 The one room that knows the planner and the passes. `autopar.api`, verify and the command line import it; the runtime

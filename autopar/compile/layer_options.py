@@ -17,8 +17,7 @@ from autopar.compile.layer_tensors import ChosenValues, JointInfo, LayerTensors,
 from autopar.ir.graph import frozen, is_call
 from autopar.ir.live_values import workspace
 from autopar.ir.storages import Storage, size_of
-from autopar.planner.recompute.layer_options import RecomputableValue, ways
-from autopar.planner.recompute.layer_solver import RecomputeOption
+from autopar.planner.recompute.layer_solver import RecomputableValue, RecomputeOption, ways
 
 # Of equal layers: numbers of nodes that are made again, and of those that wait on the host; what that costs.
 Known = dict[Hashable, list[tuple[frozenset[int], frozenset[int], RecomputeOption]]]

@@ -208,7 +208,7 @@ class JointInfo:
         hosts = (x for x in kept if x in chosen.host and self.joint.may_wait_on_host(x))
         return ChosenValues(frozenset(again) & chosen.again, frozenset(hosts))
 
-    def seen(self, layer: LayerTensors, node: Node) -> ForwardValue:
+    def seen(self, node: Node) -> ForwardValue:
         """As a policy sees it."""
         return ForwardValue(
             target=str(node.target),
@@ -232,7 +232,7 @@ def chosen_by(policy: Policy, name: str, facts: JointInfo) -> ChosenValues:
         for node in layer.forward:
             if not facts.may_be_asked(node):
                 continue
-            answer = policy(facts.seen(layer, node))
+            answer = policy(facts.seen(node))
             if not isinstance(answer, bool) and answer != HOST:
                 raise ValueError(
                     f"checkpoint: the policy {name!r} says of each value whether the backward makes it again, "

@@ -74,7 +74,7 @@ class StageBuilder:
         self.graphs, self.ctx, self.train, self.static, self.slices = graphs, ctx, train, static, slices
         self._ahead = ahead
         plan = self.plan
-        self.cuts = timed(ctx.timings, "cut_stages", lambda: [_cut(gm, plan, tangents, train) for gm, _ in graphs])
+        self.cuts = timed(ctx.timings, "cut_stages", lambda: [_cut(gm, plan, tangents) for gm, _ in graphs])
         self.parts = [same[0] for same in zip(*(cut.parts for cut in self.cuts), strict=True)]
         self._known = KnownStages()
         self._derived: dict[tuple[int, int], Differentiated] = {}
@@ -218,7 +218,7 @@ def _as_is(stage: Stage) -> Stage:
     return stage
 
 
-def _cut(gm: GraphModule, plan: Plan, tangents: Sequence[str], train: bool) -> Cut:
+def _cut(gm: GraphModule, plan: Plan, tangents: Sequence[str]) -> Cut:
     """Of one part, gathers for each use stay within the graph, and are made again in its backward."""
     if plan.pipeline is not None:
         flow = flow_of(gm, plan.inputs)
@@ -296,7 +296,20 @@ OF_EACH = ("backward", "backward_input", "backward_weight")  # the backwards of 
 
 
 def place_exchanges(stage: Stage, used: Mapping[Node, Node] | None, plan: Plan) -> None:
-    """``used``: used node -> its parameter, where G and R were cut out."""
+    """Where the exchanges of parameters and gradients stand: in graphs of their own (G, R), or within F and the
+    backwards.
+
+        zero    gathers          sums over ranks
+        0                        the last backward (with stages: R)
+        1       the first F      the last backward (with stages: R)
+        2       the first F      every backward
+        3       every graph      every backward
+
+    What every backward sums is what sums cut: over dp (and cp) it leaves pieces. What they leave whole is summed once
+    per step, in the last backward or in R: pieces over replicas (rp), which moves 2(R-1)/R of a piece (Zhao et al.
+    2023, PyTorch FSDP, 3.2.2), and gradients of parameters that nothing cuts over all axes. ``used``: used node -> its
+    parameter, where G and R were cut out.
+    """
     options, alone = plan.options, plan.pipeline is None  # without other parts it is known which backward is the last
     last = alone and stage.backward is not None
     once = options.reduces_once and options.micro_batches > 1

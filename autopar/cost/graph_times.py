@@ -98,7 +98,15 @@ class _GraphRun:
 
 @dataclass(frozen=True)
 class Stretch:
-    """``computes`` seconds, and then starts exchanges, (which, seconds) each, or waits for some."""
+    """``computes`` seconds, and then starts exchanges, (which, seconds) each, or waits for some.
+
+        F    compute, start 1, compute, wait 1, ...    up to each wait for an exchange of tokens one half goes on,
+        BW   compute, start 2, wait 2, compute, ...    then the other (`autopar.runtime.exec.overlapped_fb`)
+
+    Exchanges share one link.
+
+    What no exchange of tokens is, other collectives too, takes its time where it stands, as in `autopar.cost.flops`.
+    """
 
     computes: float
     started: tuple[tuple[int, float], ...] = ()

@@ -310,7 +310,9 @@ Key = tuple[str, int, int, int]  # F or B, stage, micro-batch, slice
 
 
 class P2PBuffers:
-    """``size``: bytes of all that is on its way to or from a rank, or between stages of it."""
+    """``size``: bytes of all that is on its way to or from a rank, or between stages of it. A posted receive has its
+    buffers until the action that waits for it takes them over. A send keeps its tensors until a message tells that
+    they have arrived (`acknowledged`). What a stage hands on to another of its own rank waits for that."""
 
     def __init__(self, pipeline: Pipeline, order: Order, rank: int) -> None:
         self._pipeline, self._order, self._rank = pipeline, order, rank

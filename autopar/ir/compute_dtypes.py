@@ -154,7 +154,7 @@ def stored_by_name(model: nn.Module, dtypes: Dtypes) -> dict[str, torch.dtype]:
 
 
 def summed_in(stored: torch.dtype, precision: Precision) -> torch.dtype:
-    """``stored``: the dtype of the parameter."""
+    """Of gradients over ranks: without a policy in the dtype of their parameter, ``stored``."""
     return torch_dtype(precision.reduce) if precision.reduce and stored.is_floating_point else stored
 
 

@@ -9,7 +9,7 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -308,6 +308,16 @@ def outputs(gm: GraphModule) -> list[Any]:
     """What the graph returns, flat."""
     result = output_node(gm).args[0]
     return list(result) if isinstance(result, (list, tuple)) else [result]
+
+
+def extracted(gm: GraphModule, values: Collection[Node], title: str) -> GraphModule:
+    """What makes some values of a graph, as a graph of its own with these results."""
+    needed, graph, copies = ancestors(values), Graph(), dict[Node, Node]()
+    for node in gm.graph.nodes:
+        if node in needed:
+            copies[node] = copied_node(graph, node, copies.__getitem__)
+    graph.output(tuple(copies[x] for x in values))
+    return graph_module(graph, title)
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:

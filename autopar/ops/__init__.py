@@ -6,8 +6,8 @@ cross_entropy, vocabulary     losses by row, and with embeddings over a cut voca
 ctc                           a loss by example
 dropout, fused_dropout        masks that depend on a seed and positions alone; on GPUs as one kernel of Triton
 random_numbers                numbers of other distributions, likewise
-random_recipes                which of them each random operator of torch is made of
-eager_random                  the same masks and numbers in eager runs
+random_recipes                which of them each random operator of torch is made of, in eager runs, too
+declare                       how operators are declared
 collectives                   what moves between ranks, by the name of an axis
 moe, cache, gradient, watch      experts, keys of earlier slices, own backwards, reports, ranges
 

@@ -308,7 +308,13 @@ LEAST = 64  # rows of a tile: less does not fill a kernel
 
 
 class Tiles:
-    """Where the rows lie: expert e owns offsets[e-1] .. offsets[e] of N; rows behind the last offset are of none."""
+    """Products of experts whose rows are counted on the device only: expert e owns rows offsets[e-1] .. offsets[e] of
+    N; rows behind the last offset are of none.
+
+    Any split of N rows on E experts fits on N // T + E tiles of T rows (and on N), so shapes are fixed. With T = N / 4E
+    these are a quarter more rows than there are. A tile's matrix is copied next to it, for a few tiles at a time: half
+    of what the matrices take.
+    """
 
     def __init__(self, offsets: Tensor, rows: int) -> None:
         experts = offsets.shape[0]

@@ -231,7 +231,8 @@ def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
 
 @contextlib.contextmanager
 def shared_random(seed: int) -> Iterator[_Numbers]:
-    """Within: what is drawn depends on ``seed`` and the number of the call. Around the forward of a model, not its
-    backward."""
+    """Within, numbers are those of `autopar::dropout` and `autopar::random`: they depend on ``seed`` and the number of
+    the call, which is the site of the captured graph. Around the forward of a model, not its backward. It works
+    below autograd, where every dropout of torch asks for random bits."""
     with sdpa_kernel(SDPBackend.MATH), _Numbers(seed) as numbers:
         yield numbers

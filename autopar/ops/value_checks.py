@@ -84,8 +84,9 @@ def watch_count(mask: Tensor, count: int, text: str) -> Tensor:
 
 @operator(fake=alike)
 def checked(value: Tensor, info: Tensor, name: str, is_matrix: bool) -> Tensor:
-    """value, unchanged. info: per matrix 0, or what is wrong with it. name: of the function, for the error's words;
-    is_matrix: whether it was given one matrix and not a batch of them."""
+    """The value of a factorisation, unchanged, once its report says that there is one: torch checks with an operator
+    that has no result, which nobody takes once a graph is cut. info: per matrix 0, or what is wrong with it. name:
+    of the function, for the error's words; is_matrix: whether it was given one matrix and not a batch of them."""
     check_factorisation(info, name, is_matrix=is_matrix)
     return value.clone()
 

@@ -1,8 +1,8 @@
 """Everything that prints, draws, dumps or shows progress.
 
-graph_text, summary, attention_summary, pipeline_summary, schedule_summary, comparison, tables, formatting      text
-model_tree, sharding_words          the model, as people read it
-svg, attention_picture, schedule_grid, chrome_trace      pictures and traces
+graph_text, summary, attention_summary, schedule_summary, tables      text
+model_tree          the model, as people read it
+svg, attention_picture, chrome_trace      pictures and traces
 html                the HTML report
 dump                folders with every graph
 progress            what the compiler is doing

@@ -4,12 +4,11 @@ rule, call, builders        what a rule says, of which call, and how families of
 table                       operator -> rule; one without a row is an error that names it
 known_rules                 rules that were made before
 infer_rule, derived         what is found out about calls that the table does not know, and such rules in files
-call_forms, rule_trials     how: what they are tried with, and one try
+rule_trials                 how: what they are tried with, and one try
 core                        the same for operators that only differentiation makes
 local_types, local_type_rules    what ranks hold of values without gradients of their own: types of step graphs
 special, picks, views, matrices, space, grad_placeholder      rules with a meaning of their own
-custom_backwards            whether an operator of others has a backward that is linear
-follow                      one dim along the dataflow
+sequence_parallel           one dim along the dataflow
 
 Stands on ir, attention and plan. Rewrites, costs, the planner and passes import it.
 """

@@ -159,9 +159,20 @@ def links(order: Order) -> list[Link]:
 
 
 def check_streams(order: Order, group: Groups = lambda link: link) -> None:
-    """That a lowered order ends where a transfer keeps its stream until the other end has come, as on NCCL, whether
-    communicators are made lazily or not. Raises ScheduleError with every rank's place. ``group``: by default one of two
-    ranks for every link, as the runtime makes them."""
+    """That a lowered order ends where a transfer keeps its stream until the other end has come. Raises ScheduleError
+    with every rank's place. ``group``: by default one of two ranks for every link, as the runtime makes them.
+
+    On NCCL the host waits for nothing: every action of a rank goes to a stream, and runs once all that is ahead of it
+    there has ended.
+
+        compute     F, B, W, G, R of a rank run one after the other; those that take a received value wait for it
+        transfers   wait for the computation that was started ahead of them, for what is ahead of them in their stream,
+                    and for the other end: a send and its receive run as one
+
+    A process group whose communicators are made at first use (lazily) has one stream per pair of its ranks; one that is
+    made with ``device_id=`` has a single one, in which unbatched transfers stand in the order in which they were
+    started. In a group of two ranks for one direction both are the same.
+    """
     pairs: dict[Hashable, set[frozenset[int]]] = {}
     for link in links(order):
         pairs.setdefault(group(link), set()).add(frozenset(link))

@@ -276,7 +276,17 @@ def key_of(action: Action) -> Key:
 
 
 class Dependencies:
-    """``dependencies(action)`` lists the keys that the action waits for."""
+    """``dependencies(action)`` lists the keys that the action waits for: what a runtime must keep as well.
+
+        F(part)    F(part-1) of the same micro-batch and slice; F of the slice before on the same stage
+        B, BW, BWR own F; B(part+1); B of the slice behind on the same stage (backward runs slices in reverse)
+        W          own B
+        SF, SB     own F, own B
+        RF, RB     nothing: they are posted, and what uses the value waits for the send at the other end
+
+    In a lowered order, what comes from other ranks comes only through transfers; between stages of one rank F and B
+    wait for the nearest stage of the same chain.
+    """
 
     def __init__(self, order: Order) -> None:
         """``order``: lowered or not."""

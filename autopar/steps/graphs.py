@@ -197,6 +197,15 @@ class Compiled:
         return list(dict.fromkeys(name for part in self.pipeline.parts for name in part.losses))
 
 
+# h0              a value of the model, by its node's name
+# output:0        an output of the model, by its place
+# grad:h0         the gradient of h0; grad:output:0 that of an output
+# saved:relu      what F keeps for the backward
+# host:relu       the same, in host memory
+# stash:mm        what B keeps for W
+# sum:weight      what the earlier backwards of a step made of grad:weight, added up
+
+
 def grad(name: str) -> str:
     """The gradient of a value."""
     return f"grad:{name}"

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from autopar.attention import attend as attend_module
-from autopar.attention.attend import Gradients, KernelCall, Partials, positions
-from autopar.attention.blocks import blocks_of
+from autopar.attention.attend import Gradients, KernelCall, Partials, blocks_of, positions
 from autopar.attention.problem import Mask, Span, Spans
 from autopar.ops import kernels
 from autopar.ops.mask_spec import MaskSpec

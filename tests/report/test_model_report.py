@@ -14,8 +14,7 @@ from autopar.cost.flops import seconds_of
 from autopar.cost.graph_times import graph_times
 from autopar.cost.hardware import A100, DEVICES, Device
 from autopar.cost.memory import Memory
-from autopar.cost.module_costs import Exchanged, ModuleCost, module_costs
-from autopar.cost.step_estimate import StepEstimate, step_estimate, times_of_graphs
+from autopar.cost.step_estimate import Exchanged, ModuleCost, StepEstimate, module_costs, step_estimate, times_of_graphs
 from autopar.cost.topology import Topologies, Topology
 from autopar.cost.traffic import Links, graph_runs, step_communication, total_volume
 from autopar.ir.expert_layers import ExpertPlan

@@ -295,7 +295,15 @@ aten = torch.ops.aten
 
 
 def sum_products(gm: GraphModule, tangents: Iterable[Node]) -> None:
-    """See the module's docstring."""
+    """A product that is only added to an earlier sum, which nobody else takes, is one call with the sum, which
+    overwrites it (`autopar.ir.waits`): one copy of it is there, where the old sum, the product and the new sum
+    would be.
+
+        g1 = mm(a, b); g2 = mm(c, d); g = add(g1, g2)    -->    g1 = mm(a, b); g = addmm(g1, c, d)
+
+    Weights are used several times where they are tied, and where losses are computed in chunks of tokens. Values of the
+    forward are left: whether they are made again is up to a policy, and gradients have the same bits under each.
+    """
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     gradients = set(tangents)
     for node in list(gm.graph.nodes):
@@ -333,7 +341,12 @@ def _only(x: Node, user: Node) -> bool:
 
 
 def shared_counts(gm: GraphModule) -> None:
-    """See the module's docstring."""
+    """Calls that say which copies of tokens go where, how many, and whose experts they are for are one where they are
+    of the same experts: the dispatch and the combine of a layer both ask.
+
+        a = moe_copies(e); c = all_to_all(a1); s = row_splits(a1, c)
+        b = moe_copies(e); d = all_to_all(b1); t = row_splits(b1, d)    -->    (a, c and s, for all users)
+    """
     counts = ancestors([node for node in gm.graph.nodes if is_call(node, ours.row_splits.default)])
     seen: dict[Any, Node] = {}
     for node in list(gm.graph.nodes):

@@ -122,7 +122,13 @@ Most = tuple[int | None, ...]  # of each result
 
 
 def most_rows(gm: GraphModule) -> None:
-    """See the module's docstring."""
+    """Note on every value with a row per routed row, or per copy of a token that goes or came, how many they may be if
+    routing sends a rank as many as it can (``meta["most_rows"]``, one number or None per result).
+
+        rows = moe_dispatch_own(x, expert, 2, 64)       64 if routing is even; at most tokens x min(K, 2)
+
+    A bound for each value by itself: copies that go may be many on one rank, and rows on another.
+    """
     if not any(is_call(node, ours.moe_dispatch_own.default) for node in gm.graph.nodes):
         return
     for node in gm.graph.nodes:

@@ -47,12 +47,12 @@ def widen_reductions(gm: GraphModule, dtypes: Sequence[torch.dtype | None]) -> N
     results = list(out.args[0])  # type: ignore[arg-type]
     for i, dtype in enumerate(dtypes):
         if isinstance(results[i], Node) and dtype is not None:
-            results[i] = _widened(out, results[i], dtype)
+            results[i] = _widened(results[i], dtype)
     out.args = (tuple(results),)
     gm.recompile()
 
 
-def _widened(out: Node, gradient: Node, dtype: torch.dtype) -> Node:
+def _widened(gradient: Node, dtype: torch.dtype) -> Node:
     own, chain = behind_sums(gradient)
     sums = [node for node in chain if not is_call(node, CAST)]
     if all(node.meta["val"].dtype == dtype for node in (own, *chain)):

@@ -1,8 +1,8 @@
 """Canonicalize: rewrites of the captured graph that do not depend on the mesh, or only on its sizes.
 
 normalize               one form for each operation, no operator that writes in place: runs the files below
-canonical_ops, shapes, products, composites, strided     one form of operators and views
-attention_calls, match_sdpa, constant_masks, empty_rows  attention as `autopar::attention`
+canonical_ops, shapes, products                          one form of operators and views
+attention_calls, match_sdpa, constant_masks              attention as `autopar::attention`
 losses, norms, bags, per_example_index                   losses, norms, lookups
 functionalize_rng       random operators as `autopar::dropout` and `autopar::random`
 cast_parameters, expand_kv_heads, split_biases, cap_experts, derive_rules     what the plan asks for before sharding

@@ -53,7 +53,7 @@ class ExpandKvHeads(Pass):
             if times > 1:
                 for name in ("k", "v"):
                     _take_apart(args[name])
-                    set_argument(node, name, _repeated(gm, node, arguments(node)[name], times))
+                    set_argument(node, name, _repeated(node, arguments(node)[name], times))
         remove_dead_code(gm)
         gm.recompile()
         return gm
@@ -67,7 +67,7 @@ def repeats(heads: int, kv_heads: int, ranks: int) -> int:
     return fitting[0] if fitting and kv_heads > 1 else 1
 
 
-def _repeated(gm: GraphModule, node: Node, x: Node, times: int) -> Node:
+def _repeated(node: Node, x: Node, times: int) -> Node:
     return insert_call(node, aten.repeat_interleave.self_int, (x, times, 1), like=x, name=f"{x.name}_repeated")
 
 

@@ -37,7 +37,7 @@ def cross_entropy_loss(node: Node, build: Build) -> Node | None:
     fused = torch.ops.autopar.cross_entropy.default
     both = build(fused, flat, target_flat, known["ignore_index"], 0.0 if apart else smoothing)
     smoothed = _weighted_smoothing(build, flat, target_flat, known) if apart else None
-    return _finish(node, build, build(_getitem, both, 0), target, target_flat, smoothed)
+    return _finish(node, build, build(_getitem, both, 0), target_flat, smoothed)
 
 
 def _weighted_smoothing(build: Build, rows: Node, flat: Node, known: dict[str, Any]) -> tuple[float, Node]:
@@ -50,9 +50,7 @@ def _weighted_smoothing(build: Build, rows: Node, flat: Node, known: dict[str, A
     return 1.0 - smoothing, build(aten.masked_fill.Scalar, total, ignored, 0.0)
 
 
-def _finish(
-    node: Node, build: Build, loss: Node, target: Node, flat: Node, smoothed: tuple[float, Node] | None = None
-) -> Node:
+def _finish(node: Node, build: Build, loss: Node, flat: Node, smoothed: tuple[float, Node] | None = None) -> Node:
     """Class weights, reduction, shape and dtype of a per-row loss. ``smoothed``: see `_weighted_smoothing`."""
     known = arguments(node)
     ignore, weight, reduction = known["ignore_index"], known["weight"], known["reduction"]
@@ -119,11 +117,11 @@ def nll_loss(node: Node, build: Build) -> Node | None:
     ignore = known["ignore_index"]
     if calls(x, aten.log_softmax.int) and len(shape_of(x)) == 2 and arguments(x)["dim"] % 2 == 1:
         both = build(torch.ops.autopar.cross_entropy.default, operand(x), target_flat, ignore, 0.0)
-        return _finish(node, build, build(_getitem, both, 0), target, target_flat)
+        return _finish(node, build, build(_getitem, both, 0), target_flat)
     ignored = build(aten.eq.Scalar, target_flat, ignore)
     index = build(aten.unsqueeze.default, build(aten.masked_fill.Scalar, target_flat, ignored, 0), 1)
     chosen = build(aten.neg.default, build(aten.squeeze.dim, build(aten.gather.default, flat, 1, index), 1))
-    return _finish(node, build, build(aten.masked_fill.Scalar, chosen, ignored, 0.0), target, target_flat)
+    return _finish(node, build, build(aten.masked_fill.Scalar, chosen, ignored, 0.0), target_flat)
 
 
 def nll_loss_forward(node: Node, build: Build) -> Node | None:

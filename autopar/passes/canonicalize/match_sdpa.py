@@ -316,7 +316,17 @@ def _is_filled_triangle(node: Node) -> bool:
 
 
 def outcome(masks: Sequence[WrittenMask], dropout: float = 0.0) -> str:
-    """See the module's docstring. ``masks``: the last that is applied first."""
+    """What written-out attention gives in rows that may attend to nothing. ``masks``: the last that is applied first.
+
+    `autopar::attention` gives 0 there. A softmax over written-out scores does not: scores that are all *filled* with
+    one number have equal weights, so the row is the mean of all values; scores of which -inf is left are 0/0. Large
+    numbers that are *added* leave the scores beneath them, which the operator computes as they are.
+
+        "never": every row has a key, or no mask can take it away       "mean", "nan": see above
+        "unknown": something else, such as fills with two numbers: not to be rewritten
+
+    Scores themselves, and biases that are learned, are taken to be no masks: far above `LEAST`.
+    """
     masking = [m for m in masks if not _is_moderate(m)]
     finite = {m.fill for m in masks if m.fill is not None and m.fill > NEVER}
     if not masking or _every_row_has_a_key(masking):

@@ -43,7 +43,7 @@ class SplitBiases(Pass):
             if weight.name in names:
                 placed += [ctx.plan.parameter(names[weight.name], a).used for a in ctx.mesh.cut_order]
             if any(isinstance(p, Shard) and p.dim == (0 if transposed else 1) for p in placed):
-                _split(gm, node)
+                _split(node)
         gm.recompile()
         return gm
 
@@ -58,7 +58,7 @@ def _behind_transpose(node: Node) -> tuple[Node, bool]:
     return weight, False
 
 
-def _split(gm: GraphModule, node: Node) -> None:
+def _split(node: Node) -> None:
     bias = arguments(node)["bias"]
     set_argument(node, "bias", None)
     after = node.next

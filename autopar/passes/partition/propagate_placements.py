@@ -398,7 +398,16 @@ def _suffix(p: Placement) -> str:
 
 
 class Backwards:
-    """Those of a graph on an axis."""
+    """Placements of a model's own backwards (`autopar.ops.gradient`) on one axis.
+
+    A hole gets the placement of the gradient that it stands for, and what is computed from it is then placed like any
+    other value without gradient. Two choices are left: the gradient of a whole value is whole, and the result
+    Invariant, or a pending sum, and the result Replicate, where all inputs are that too and the backward is linear in
+    it; and an input is taken with that placement for which its gradient is least to convert.
+
+    Over micro-batches nothing of a backward is converted: the others' gradients are not there yet. An operator of
+    others whose registered backward is not linear runs on whole values, Invariant: then the gradient is whole as well.
+    """
 
     def __init__(self, graph: Graph, axis: str, rule_of: Callable[[Node], Rule]) -> None:
         self.axis, self.rule_of = axis, rule_of

@@ -23,15 +23,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
-from autopar.adapters.fx.graph_nodes import copied_node
-from autopar.adapters.fx.lazy import graph_module
 from autopar.ir.conversions import conversion_of, is_conversion
 from autopar.ir.graph import (
     add_placeholder,
     ancestors,
     described_at,
+    extracted,
     has_gradient,
     placeholders,
     remove_dead_code,
@@ -150,13 +149,7 @@ def _extract(gm: GraphModule, addends: Mapping[Node, Node], title: str) -> Graph
     """What makes a micro-batch's addends to some totals, in a graph of its own."""
     if not addends:
         return None
-    needed = ancestors(addends.values())
-    graph, copies = Graph(), dict[Node, Node]()
-    for node in gm.graph.nodes:
-        if node in needed:
-            copies[node] = copied_node(graph, node, copies.__getitem__)
-    graph.output(tuple(copies[x] for x in addends.values()))
-    made = graph_module(graph, title)
+    made = extracted(gm, [*addends.values()], title)
     made.meta["signature"], made.meta["results"] = gm.meta["signature"], [total.name for total in addends]
     return made
 

@@ -23,11 +23,20 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from autopar.adapters.fx.graph_nodes import copied_node
 from autopar.adapters.fx.lazy import graph_module
 from autopar.ir.custom_backward import parts_of_token
 from autopar.ir.flow import Flow
-from autopar.ir.graph import add_placeholder, ancestors, copy_node, has_gradient, is_call, loss_places, outputs, reach
+from autopar.ir.graph import (
+    add_placeholder,
+    ancestors,
+    copy_node,
+    extracted,
+    has_gradient,
+    is_call,
+    loss_places,
+    outputs,
+    reach,
+)
 from autopar.ir.signature import Signature
 from autopar.ops.gradient import OWN_BACKWARD
 from autopar.ops.traits import is_view
@@ -240,12 +249,6 @@ class _Cutter:
         if not wanted:
             return None
         wanted = sorted(wanted, key=self.order.__getitem__)
-        needed = ancestors(wanted)
-        graph, copies = Graph(), dict[Node, Node]()
-        for node in self.gm.graph.nodes:
-            if node in needed:
-                copies[node] = copied_node(graph, node, copies.__getitem__)
-        graph.output(tuple(copies[n] for n in wanted))
-        gm = graph_module(graph, title)
+        gm = extracted(self.gm, wanted, title)
         gm.meta["results"] = [n.name for n in wanted]
         return gm

@@ -134,10 +134,10 @@ def _join_gathers(gm: GraphModule, chains: list[Chain]) -> None:
     graph, first = gm.graph, chains[0][0]
     order = {n: i for i, n in enumerate(graph.nodes)}
     sources = list(map(_source, chains))
-    whole = _through(gm, first, _packed(gm, first, sources, 1), GATHER, chains[0])
+    whole = _through(first, _packed(first, sources, 1), GATHER, chains[0])
     uses = {chain[-1]: min(chain[-1].users, key=order.__getitem__) for chain in chains}
     sizes = [s.meta["val"].numel() for s in sources]
-    parts = _split(gm, min(uses.values(), key=order.__getitem__), whole, sizes, aten.split_with_sizes.default)
+    parts = _split(min(uses.values(), key=order.__getitem__), whole, sizes, aten.split_with_sizes.default)
     for i, chain in enumerate(chains):
         _unpack(graph, uses[chain[-1]], parts, i, aten.reshape.default, chain)
 
@@ -145,15 +145,15 @@ def _join_gathers(gm: GraphModule, chains: list[Chain]) -> None:
 def _join_scatters(gm: GraphModule, chains: list[Chain]) -> None:
     graph, last, end = gm.graph, chains[-1][-1], output_node(gm)
     rows = math.prod(_axis(n)[1] for n in chains[0])
-    piece = _through(gm, last, _packed(gm, last, list(map(_source, chains)), rows), SCATTER, chains[0])
+    piece = _through(last, _packed(last, list(map(_source, chains)), rows), SCATTER, chains[0])
     sizes = [chain[-1].meta["val"].numel() for chain in chains]
     # copies: no gradient keeps the bucket alive, or is written to with another
-    parts = _split(gm, end, piece, sizes, aten.split_with_sizes_copy.default)
+    parts = _split(end, piece, sizes, aten.split_with_sizes_copy.default)
     for i, chain in enumerate(chains):
         move_users_to_end(_unpack(graph, end, parts, i, aten.view.default, chain), end)
 
 
-def _through(gm: GraphModule, before: Node, packed: Node, op: OpOverload, chain: Chain) -> Node:
+def _through(before: Node, packed: Node, op: OpOverload, chain: Chain) -> Node:
     """The collectives of a chain, for what is packed: its rows are what they join or cut."""
     for axis, size in map(_axis, chain):
         rows, width = shape(packed)
@@ -175,7 +175,7 @@ def _unpack(graph: Graph, before: Node, parts: Node, i: int, op: OpOverload, cha
     return new
 
 
-def _packed(gm: GraphModule, before: Node, values: list[Node], rows: int) -> Node:
+def _packed(before: Node, values: list[Node], rows: int) -> Node:
     """[rows, N]: all values side by side, each cut along its first dim into rows."""
     flat = [insert_call(before, aten.reshape.default, (v, [rows, -1]), like=v) for v in values]
     width = sum(f.meta["val"].shape[1] for f in flat)
@@ -184,7 +184,7 @@ def _packed(gm: GraphModule, before: Node, values: list[Node], rows: int) -> Nod
     return packed
 
 
-def _split(gm: GraphModule, before: Node, value: Node, sizes: list[int], op: OpOverload) -> Node:
+def _split(before: Node, value: Node, sizes: list[int], op: OpOverload) -> Node:
     parts = insert_call(before, op, (value, sizes, 1))
     of_no_module(parts)
     return parts

@@ -49,7 +49,7 @@ class Simplify(Pass):
             _simplify_view(node)
         remove_dead_code(gm)
         for node in list(gm.graph.nodes):
-            new = next((new for rule in RULES if (new := rule(gm, node)) is not None), None)
+            new = next((new for rule in RULES if (new := rule(node)) is not None), None)
             if new is not None:
                 node.replace_all_uses_with(new)
         remove_dead_code(gm)
@@ -81,7 +81,7 @@ def _changes_nothing(node: Node) -> bool:
     return bool(source.shape == result.shape and source.stride() == result.stride())
 
 
-def _neutral(gm: GraphModule, node: Node) -> Node | None:
+def _neutral(node: Node) -> Node | None:
     """pow(x, 1), mul(x, 1), div(x, 1), and x + 0 of integers (a float's -0 would change) -> x"""
     if not is_call(node, aten.pow.Tensor_Scalar, *MULTIPLIED, *DIVIDED, *ADDED) or _is_output(node):
         return None
@@ -96,7 +96,7 @@ def _neutral(gm: GraphModule, node: Node) -> Node | None:
     return x if other == neutral and same else None
 
 
-def _double_transpose(gm: GraphModule, node: Node) -> Node | None:
+def _double_transpose(node: Node) -> Node | None:
     """t(t(x)) -> x"""
     inner = node.args[0] if is_call(node, aten.t.default) else None
     if not isinstance(inner, Node) or not is_call(inner, aten.t.default) or _is_output(node):
@@ -105,7 +105,7 @@ def _double_transpose(gm: GraphModule, node: Node) -> Node | None:
     return x if isinstance(x, Node) else None
 
 
-def _quotient_of_expanded(gm: GraphModule, node: Node) -> Node | None:
+def _quotient_of_expanded(node: Node) -> Node | None:
     """div(expand(m), n) -> expand(div(m, n))"""
     if not is_call(node, *DIVIDED):
         return None
@@ -127,7 +127,7 @@ def _is_output(node: Node) -> bool:
     return any(user.op == "output" for user in node.users)
 
 
-RULES: tuple[Callable[[GraphModule, Node], Node | None], ...] = (_neutral, _double_transpose, _quotient_of_expanded)
+RULES: tuple[Callable[[Node], Node | None], ...] = (_neutral, _double_transpose, _quotient_of_expanded)
 
 
 def _merge_all_reduces(node: Node, order: list[str]) -> None:

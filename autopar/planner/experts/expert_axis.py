@@ -122,7 +122,13 @@ _PRODUCTS = (aten.linear.default, aten.matmul.default, aten.mm.default, aten.add
 
 
 def router_groups(dispatch: Node) -> tuple[int, int]:
-    """(groups of equally many consecutive experts, of how many a token may use some); (1, 1) without."""
+    """(groups of equally many consecutive experts, of how many a token may use some); (1, 1) without. Node-limited
+    routing (DeepSeek-V3, 2.1.2), found by dataflow: before its experts, such a router chooses among scores of
+    groups.
+
+        grouped = scores.view(T, 8, 32); best = grouped.topk(2)[0].sum(-1)
+        allowed = best.topk(4)[1]  -->  ...  -->  expert = masked.topk(8)[1]         # 4 of 8 groups
+    """
     args = arguments(dispatch)
     experts = int(args["num_experts"])
     top = global_shape(args["expert"])[-1]

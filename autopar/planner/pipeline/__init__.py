@@ -2,10 +2,9 @@
 
 split_candidates    where a model may be split
 stage_balance       split points that balance the stages
-kept_splits         split points of a model whose weights are already placed
-schedule_choice     the schedule, when the user names none
 slice_lengths, terapipe     lengths of token slices (TeraPipe, Li et al. 2021)
-pipeline_plan, step_order   the plan, and the order of its actions
+pipeline_plan       the schedule, when the user names none, and the split points, new or kept
+step_order          the order of its actions
 
 Stands on cost and schedule; used by `planner.make_plan` and compile.
 """

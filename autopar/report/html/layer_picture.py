@@ -13,8 +13,7 @@ import html
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.cost.module_costs import BACKWARD, FORWARD, Exchanged
-from autopar.cost.step_estimate import TimesOfGraphs
+from autopar.cost.step_estimate import BACKWARD, FORWARD, Exchanged, TimesOfGraphs
 from autopar.ir.graph import module_path
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from autopar.cost.axis_shares import repeated
 from autopar.cost.memory import Memory, memories
-from autopar.cost.module_costs import Exchanged, ModuleCost
-from autopar.cost.step_estimate import StepEstimate, step_estimate, times_of_graphs
+from autopar.cost.step_estimate import Exchanged, ModuleCost, StepEstimate, step_estimate, times_of_graphs
 from autopar.plan import Plan
 from autopar.report.graph_text import DTYPES
 from autopar.report.html.layer_picture import layer_picture
