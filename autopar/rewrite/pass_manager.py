@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,7 @@ from autopar.rewrite.checks import CHECKS
 from autopar.rewrite.compilation import Compilation, timed
 
 
-class Pass:
+class Pass(ABC):
     """A rewrite of the graph that carries out decisions which the plan made.
 
     ``requires`` and ``ensures`` name facts of `autopar.rewrite.checks.CHECKS`; the manager checks what a pass ensures
@@ -24,8 +25,9 @@ class Pass:
     ensures: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
 
+    @abstractmethod
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
-        raise NotImplementedError
+        """The graph, rewritten."""
 
 
 @dataclass
