@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -29,7 +28,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
 from autopar.ir.signature import ParameterSpec
 from autopar.plan import Plan
-from autopar.report.chrome_trace import Event, Span, events_of, measured_events, write_trace
+from autopar.report.chrome_trace import Event, Span, events_of, measured_events, transfers, write_trace
 from autopar.report.graph_text import diff, format_graph
 from autopar.report.html.attention_section import attention_sections
 from autopar.report.html.expert_section import Load, Sent, expert_sections
@@ -39,7 +38,7 @@ from autopar.report.html.schedule_picture import pipeline_section
 from autopar.report.tables import human_bytes
 from autopar.rewrite.compilation import Compilation
 from autopar.rules.derived import as_file, recorded_calls
-from autopar.schedule.order import BACKWARD, COMPUTE, PARAMETERS, Action, Order
+from autopar.schedule.order import COMPUTE, PARAMETERS, Action, Order
 from autopar.schedule.request import Costs
 from autopar.schedule.simulate import Timeline, per_part, simulate
 from autopar.steps.graphs import Compiled
@@ -355,25 +354,12 @@ def measured_costs(order: Order, events: Iterable[Event], costs: Costs) -> Costs
         found = [[taken.get((part, kind)) for kind in kinds] for part in range(order.parts)]
         return tuple(next((median(times) for times in of_part if times), 0.0) for of_part in found)
 
-    gaps = [max(0.0, later[2] - one[3]) for one, later in _neighbours(events)]
+    gaps = [max(0.0, later[2] - one[3]) for one, later in transfers(events)]
     joined = [max(0.0, x - b) for x, b in zip(times("BWR"), times("BW", "BWR"), strict=True)]  # R inside of a backward
     return replace(
         costs, F=times("F"), B=times("B", "BW", "BWR"), W=times("W"), G=times("G"),
         R=tuple(map(max, times("R"), joined)), comm=min(gaps, default=0.0),
     )  # fmt: skip
-
-
-def _neighbours(events: Sequence[Event]) -> list[tuple[Event, Event]]:
-    """Pairs of actions that follow each other along a chain on two ranks."""
-    ways: dict[tuple[bool, int, int], list[Event]] = {}
-    for event in events:
-        if event[1].kind in ("F", *BACKWARD):
-            ways.setdefault((event[1].kind == "F", event[1].micro_batch, event[1].slice), []).append(event)
-    found = []
-    for way in ways.values():
-        way.sort(key=lambda e: e[2])
-        found += [(one, later) for one, later in pairwise(way) if one[0] != later[0]]
-    return found
 
 
 # --- the report ----------------------------------------------------------------------------------------------
