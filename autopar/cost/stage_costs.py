@@ -138,12 +138,8 @@ def _of_slices(costs: Costs, pipeline: Pipeline, links: Topology) -> Costs:
 
 def in_units(costs: Costs, unit: float) -> Costs:
     """Costs with their times in units of ``unit`` seconds."""
-    changed: dict[str, Any] = {}
-    for name in ("F", "B", "W", "comm", "FB", "G", "R"):
-        value = getattr(costs, name)
-        if value is not None:
-            changed[name] = _divided(value, unit)
-    return replace(costs, **changed)
+    times = {name: getattr(costs, name) for name in ("F", "B", "W", "comm", "FB", "G", "R")}
+    return replace(costs, **{name: _divided(value, unit) for name, value in times.items() if value is not None})
 
 
 def _divided(value: Any, unit: float) -> Any:

@@ -317,33 +317,13 @@ class Dependencies:
             return [("B", stage, micro_batch, piece, -1)]
         if kind == "SF":
             return [("F", stage, micro_batch, piece, -1)]
-        if kind == "F":
-            return self._forward(stage, micro_batch, piece)
-        if kind in BACKWARD:
-            return self._backward(stage, micro_batch, piece)
-        return []
-
-    def _forward(self, stage: int, micro_batch: int, piece: int) -> list[Key]:
-        keys = self._received("F", stage, micro_batch, piece)
-        if stage in self.before:
-            keys.append(("F", self.before[stage], micro_batch, piece, -1))
-        if piece > 0:
-            keys.append(("F", stage, micro_batch, piece - 1, -1))
-        return keys
-
-    def _backward(self, stage: int, micro_batch: int, piece: int) -> list[Key]:
-        keys = self._received("B", stage, micro_batch, piece)
-        if stage in self.behind:
-            keys.append(("B", self.behind[stage], micro_batch, piece, -1))
-        if piece < self.slices - 1:
-            keys.append(("B", stage, micro_batch, piece + 1, -1))
-        keys.append(("F", stage, micro_batch, piece, -1))
-        return keys
-
-    def _received(self, way: str, stage: int, micro_batch: int, piece: int) -> list[Key]:
-        """The receives of a unit, which must be posted, and the sends at the other end."""
-        if not self.receives:
+        if kind != "F" and kind not in BACKWARD:
             return []
+        way, nearest, beside = ("F", self.before, piece - 1) if kind == "F" else ("B", self.behind, piece + 1)
         posted = self.receives.get((way, stage, micro_batch, piece), [])
-        sends = [(f"S{way}", peer, micro_batch, piece, stage) for _, _, _, _, peer in posted]
-        return [*posted, *sends]
+        keys = [*posted, *((f"S{way}", peer, micro_batch, piece, stage) for _, _, _, _, peer in posted)]
+        if stage in nearest:
+            keys.append((way, nearest[stage], micro_batch, piece, -1))
+        if 0 <= beside < self.slices:
+            keys.append((way, stage, micro_batch, beside, -1))
+        return keys if way == "F" else [*keys, ("F", stage, micro_batch, piece, -1)]

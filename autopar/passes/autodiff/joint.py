@@ -30,6 +30,7 @@ from autopar.ir.graph import (
     output_node,
     outputs,
     placeholders,
+    reach,
     values,
 )
 from autopar.ir.meta import ORIGIN, inherit
@@ -168,14 +169,8 @@ class Joint:
     @cached_property
     def _leaving(self) -> set[Node]:
         """Outputs, and what they are views of."""
-        found: set[Node] = set()
-        queue = [n for n in self.outs if isinstance(n, Node)]
-        while queue:
-            x = queue.pop()
-            found.add(x)
-            if aliases(x.target) or part_of_view(x):
-                queue += x.all_input_nodes
-        return found
+        made = [n for n in self.outs if isinstance(n, Node)]
+        return set(reach(made, lambda x: x.all_input_nodes if aliases(x.target) or part_of_view(x) else ()))
 
     def closure(self, wanted: Iterable[Node], remade: Collection[Node]) -> tuple[list[Node], list[Node]]:
         """(kept, made again) so that ``wanted`` is there, if what is in ``remade`` is made again where it is needed."""
@@ -263,19 +258,7 @@ class Joint:
 
     def _given(self, wanted: Iterable[Node], known: Mapping[Node, str]) -> set[Node]:
         """Those of the known nodes that the wanted ones depend on without another known one between."""
-        seen: set[Node] = set()
-        found: set[Node] = set()
-        queue = list(wanted)
-        while queue:
-            node = queue.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if node in known:
-                found.add(node)
-            else:
-                queue += node.all_input_nodes
-        return found
+        return {x for x in reach(wanted, lambda x: () if x in known else x.all_input_nodes) if x in known}
 
 
 def _copy_between(graph: Graph, target: Any, x: Node) -> Node:

@@ -204,29 +204,26 @@ def _channels(local: _Local) -> int:
     return 0 if alone else 1
 
 
-def _only(local: _Local, axes: list[str]) -> str:
+def _vocabulary_axis(local: _Local, name: str, dim: int) -> str:
+    axes = local.cut_axes(name, dim)
     if len(axes) > 1:
         raise ValueError(f"plan: the vocabulary of {describe(local.node)} is cut over {axes}; cut it over one axis")
-    return axes[0]
+    return axes[0] if axes else ""
 
 
 def _embedding(local: _Local) -> None:
-    axes = local.cut_axes("weight", 0)
-    if not axes:
+    axis, node, args = _vocabulary_axis(local, "weight", 0), local.node, local.args
+    if not axis:
         return
-    axis = _only(local, axes)
-    node, args = local.node, local.args
     node.target, node.kwargs = embedding_of_piece, {}
     name = _source_of(args["indices"], local.gm, "ids")
     node.args = (args["weight"], args["indices"], args["padding_idx"], axis, local.mesh.size(axis), name)
 
 
 def _cross_entropy(local: _Local) -> None:
-    axes = local.cut_axes("logits", 1)
-    if not axes:
+    axis, node, args = _vocabulary_axis(local, "logits", 1), local.node, local.args
+    if not axis:
         return
-    axis = _only(local, axes)
-    node, args = local.node, local.args
     node.target, node.kwargs = cross_entropy_of_piece, {}
     node.args = (
         *(args[k] for k in ("logits", "target", "ignore_index", "label_smoothing")),

@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.fx.lazy import graph_module
 from autopar.ir.flow import Flow
-from autopar.ir.graph import add_placeholder, copy_node, outputs, placeholders
+from autopar.ir.graph import add_placeholder, copy_node, outputs, placeholders, reach
 from autopar.ops.traits import is_view
 from autopar.passes.autodiff.differentiate import lowered
 from autopar.passes.autodiff.joint import part_of_view
@@ -69,18 +69,13 @@ class _RoundCutter:
 
     def _given(self, place: Place) -> list[Node]:
         """Where the graph of a round and part begins: placeholders, and what others make."""
-        found, seen, queue = set[Node](), set[Node](), list(self.own[place])
-        while queue:
-            node = queue.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            elsewhere = node in self.part_of and self._place(node) != place and not _is_view(node)
-            if elsewhere or node.op == "placeholder":
-                found.add(node)
-            else:
-                queue += node.all_input_nodes
-        return sorted(found, key=self.order.__getitem__)
+
+        def given(x: Node) -> bool:
+            elsewhere = x in self.part_of and self._place(x) != place and not _is_view(x)
+            return elsewhere or x.op == "placeholder"
+
+        met = reach(self.own[place], lambda x: () if given(x) else x.all_input_nodes)
+        return sorted(filter(given, met), key=self.order.__getitem__)
 
     def round(self, number: int, parts: int) -> GlobalStatistics:
         """The graphs of all parts, and what goes between them."""
