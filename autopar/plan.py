@@ -15,7 +15,7 @@ from autopar.ac_policies import LayerCheckpoint, checkpoint_lines
 from autopar.ir.expert_layers import ExpertPlan
 from autopar.ir.mesh import DATA, Mesh
 from autopar.ir.meta import signature_of
-from autopar.ir.placement import INVARIANT, Invariant, Partial, Placement, Shard, parse_placement
+from autopar.ir.placement import INVARIANT, Invariant, Partial, Placement, Replicate, Shard, parse_placement
 from autopar.options import Options
 from autopar.spelling import did_you_mean
 from autopar.values import parse, read
@@ -259,32 +259,7 @@ class Plan:
         return lines
 
     def to_json(self) -> str:
-        return json.dumps(
-            {
-                "mesh": [list(a) for a in self.mesh.axes],
-                "graph": self.graph,
-                "options": dataclasses.asdict(self.options),
-                "parameters": {
-                    name: {a: [str(p.stored), str(p.used), p.reason] for a, p in axes.items()}
-                    for name, axes in self.parameters.items()
-                },
-                "inputs": {name: {a: str(p) for a, p in axes.items()} for name, axes in self.inputs.items()},
-                "streams": [dataclasses.asdict(s) for s in self.streams],
-                "attention": {node: dataclasses.asdict(a) for node, a in self.attention.items()},
-                "experts": {node: dataclasses.asdict(e) for node, e in self.experts.items()},
-                "notes": [list(n) for n in self.notes],
-                "weight_pieces": {name: str(p) for name, p in self.weight_pieces.items()},
-                "overrides": {name: dict(axes) for name, axes in self.overrides.items()},
-                "batch_dims": dict(self.batch_dims),
-                "checkpoints": [dataclasses.asdict(layer) for layer in self.checkpoints],
-                "loss_chunks": self.loss_chunks,
-                "loss_gradients": self.loss_gradients,
-                "draws": self.draws,
-                "shares": [dataclasses.asdict(share) for share in self.shares],
-                "pipeline": dataclasses.asdict(self.pipeline) if self.pipeline is not None else None,
-            },
-            indent=1,
-        )
+        return json.dumps(_plain(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -305,6 +280,23 @@ def _renamed(value: Any) -> Any:
         value = {"weight_pieces" if name == "slices" else name: v for name, v in value.items()}
     added = {"loss_gradients": "", "draws": False}
     return {"experts": {}, "shares": [], "checkpoints": [], "loss_chunks": 0, **added, **value}
+
+
+def _plain(value: Any) -> Any:
+    """Inverse of `_READERS`, and of `read`."""
+    if isinstance(value, (Shard, Partial, Replicate, Invariant)):
+        return str(value)
+    if isinstance(value, ParameterPlan):
+        return [str(value.stored), str(value.used), value.reason]
+    if isinstance(value, Mesh):
+        return value.axes
+    if isinstance(value, Plan):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(x) for key, x in value.items()}
+    return [_plain(x) for x in value] if isinstance(value, (list, tuple)) else value
 
 
 def _placement(value: Any, at: str) -> Placement:

@@ -181,11 +181,7 @@ def _check_heads(analysis: Analysis, out: TensorParallel) -> None:
 
 # --- residual streams: where sequence parallelism starts -----------------------------------------------
 
-SOURCES = (
-    torch.ops.aten.linear.default,
-    torch.ops.aten.embedding.default,
-    torch.ops.autopar.moe_combine.default,
-)
+SOURCES = (torch.ops.aten.linear.default, torch.ops.aten.embedding.default, torch.ops.autopar.moe_combine.default)
 
 
 def find_streams(

@@ -219,10 +219,7 @@ add("arange zeros ones full empty scalar_tensor linspace.default eye tril_indice
 add("new_zeros new_ones new_full new_empty", factory)
 add("ones_like full_like empty_like fill.Scalar", like)
 add("zeros_like", pointwise("unary", keep=True))
-add(
-    "bucketize searchsorted.Tensor bincount nonzero unique_consecutive",
-    opaque("its size depends on values"),
-)
+add("bucketize searchsorted.Tensor bincount nonzero unique_consecutive", opaque("its size depends on values"))
 add("embedding_bag", opaque("its bags differ in length"))
 
 RULES[attention_of_piece] = attention_rule

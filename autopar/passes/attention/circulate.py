@@ -45,10 +45,7 @@ class Circulation:
     def cut(self, span: Span) -> Span:
         """The part of a span that travels."""
         size = len(span)
-        return Span(
-            span.start + size * self.part // self.parts,
-            span.start + size * (self.part + 1) // self.parts,
-        )
+        return Span(span.start + size * self.part // self.parts, span.start + size * (self.part + 1) // self.parts)
 
 
 @dataclass(frozen=True)

@@ -223,11 +223,7 @@ class Joint:
         return gm
 
     def graph_of(
-        self,
-        run: Iterable[Node],
-        results: Sequence[tuple[str, Node | None]],
-        known: Mapping[Node, str],
-        title: str,
+        self, run: Iterable[Node], results: Sequence[tuple[str, Node | None]], known: Mapping[Node, str], title: str
     ) -> StepGraph:
         """Runs ``run`` (in order) and what must be made again for it; returns ``results`` by name.
 

@@ -72,7 +72,4 @@ def _reduced(build: Build, known: dict[str, Any], length: int) -> Node:
     return build(aten.div.Tensor, build(aten.sum.dim_IntList, rows, [1]), build(aten.clamp_min.default, count, 1.0))
 
 
-TABLE: dict[Any, Rewrite] = {
-    aten.embedding_bag.default: regular_bags,
-    aten.embedding_bag.padding_idx: regular_bags,
-}
+TABLE: dict[Any, Rewrite] = {aten.embedding_bag.default: regular_bags, aten.embedding_bag.padding_idx: regular_bags}

@@ -21,15 +21,7 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.ir.graph import (
-    arguments,
-    insert_call,
-    is_call,
-    reach,
-    remove_dead_code,
-    set_argument,
-    shape,
-)
+from autopar.ir.graph import arguments, insert_call, is_call, reach, remove_dead_code, set_argument, shape
 from autopar.rewrite.build import Build
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import Pass

@@ -65,11 +65,7 @@ def gather_graph(used: Mapping[Node, Node]) -> tuple[StepGraph | None, dict[str,
 
 
 def reduce_graph(
-    used: Mapping[Node, Node],
-    available: Iterable[str | None],
-    precision: Precision,
-    added: bool,
-    late: bool = False,
+    used: Mapping[Node, Node], available: Iterable[str | None], precision: Precision, added: bool, late: bool = False
 ) -> StepGraph | None:
     """R. ``available``: names of the gradients that there are (``grad:`` of used nodes). They come in the dtype of the
     used values; ``added``: added up over micro-batches, `added_in` another one. They leave in what they are

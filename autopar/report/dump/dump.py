@@ -139,14 +139,7 @@ class Dumper:
             self._write("derived_rules.json", as_file(entries))
 
     def record(
-        self,
-        name: str,
-        gm: GraphModule,
-        mesh: Mesh,
-        *,
-        seconds: float = 0.0,
-        step: bool = False,
-        anew: bool = False,
+        self, name: str, gm: GraphModule, mesh: Mesh, *, seconds: float = 0.0, step: bool = False, anew: bool = False
     ) -> None:
         """Write one graph, and its diff to the graph recorded before.
 
@@ -213,11 +206,7 @@ class Dumper:
         self.finish(ctx, parameters=compiled.parameters, summary=summary)
 
     def finish(
-        self,
-        ctx: Compilation,
-        *,
-        parameters: Iterable[ParameterSpec] = (),
-        summary: Iterable[tuple[str, str]] = (),
+        self, ctx: Compilation, *, parameters: Iterable[ParameterSpec] = (), summary: Iterable[tuple[str, str]] = ()
     ) -> None:
         """Write timings, plan, communication and the report. ``summary`` rows come before the dumper's own."""
         if not self.enabled:

@@ -55,11 +55,7 @@ _STYLE = """
 
 
 def svg(
-    timeline: Timeline,
-    title: str = "",
-    measured: Iterable[Event] | None = None,
-    unit: str = "",
-    notes: str = "",
+    timeline: Timeline, title: str = "", measured: Iterable[Event] | None = None, unit: str = "", notes: str = ""
 ) -> str:
     """The picture as SVG text.
 
