@@ -320,7 +320,8 @@ def place_exchanges(stage: Stage, used: Mapping[Node, Node] | None, plan: Plan) 
         if not once:
             _reduce_in_each(stage, used, options.precision, late)
         if last and stage.reduce is not None:
-            _reduce_in_last(stage)
+            assert stage.backward is not None  # sums overlap with it: it takes what the earlier ones have made
+            stage.backward_reduce, stage.reduce = inline_reductions(stage.backward, stage.reduce, last=True), None
         if alone:
             stage.roots = _of_stored(stage.roots, used)
     elif last and (once or late):
@@ -340,12 +341,6 @@ def _gather_inside(stage: Stage) -> None:
         step = getattr(stage, name)
         setattr(stage, name, step and inline_gathers(step, gather))
     stage.gather, stage.gathered = None, {}
-
-
-def _reduce_in_last(stage: Stage) -> None:
-    """Sums overlap with the last backward, which takes what the earlier ones have made."""
-    assert stage.backward is not None and stage.reduce is not None
-    stage.backward_reduce, stage.reduce = inline_reductions(stage.backward, stage.reduce, last=True), None
 
 
 def _reduce_in_each(stage: Stage, used: Mapping[Node, Node], precision: Precision, late: bool) -> None:

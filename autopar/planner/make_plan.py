@@ -19,7 +19,7 @@ from autopar.ir.batch import BatchDims
 from autopar.ir.graph import arguments, calls_of, global_shape
 from autopar.ir.mesh import DATA, Mesh
 from autopar.ir.meta import input_specs
-from autopar.ir.placement import INVARIANT, REPLICATE, Pieces, Placement, Shard, nested_shape
+from autopar.ir.placement import INVARIANT, REPLICATE, Placement, Shard, nested_shape
 from autopar.ir.signature import InputSpec
 from autopar.ops.kernels import expected_kernel
 from autopar.ops.kernels.chips import MODERN
@@ -217,26 +217,17 @@ def _data_parallel(
         return ParameterPlan(INVARIANT, REPLICATE, "whole; gradients are summed")
     if len(global_shape(node)) < 2:
         return ParameterPlan(INVARIANT, REPLICATE, "a vector: too small to gather; gradients are summed")
-    shape = nested_shape(global_shape(node), {a: p.stored for a, p in axes.items()}, _earlier(mesh, axis))
+    order, at = list(mesh.cut_order), list(mesh.cut_order).index(axis)
+    shape = nested_shape(
+        global_shape(node), {a: p.stored for a, p in axes.items()}, {a: mesh.cut_order[a] for a in order[:at]}
+    )
     ranks = mesh.size(axis)
-    first = 1 if by_expert in _later(mesh, axis) else 0
+    first = 1 if by_expert in order[at + 1 :] else 0
     for dim, size in enumerate(shape):
         if size % ranks == 0 and dim >= first:
             when = ONCE if options.gathers_once else EACH
             return ParameterPlan(Shard(dim), REPLICATE, f"gathered {when}, gradients scattered")
     return ParameterPlan(INVARIANT, REPLICATE, f"no dim of {tuple(shape)} divides over {ranks}; whole")
-
-
-def _earlier(mesh: Mesh, axis: str) -> dict[str, Pieces]:
-    """The axes that cut before one."""
-    order = list(mesh.cut_order)
-    return {a: mesh.cut_order[a] for a in order[: order.index(axis)]}
-
-
-def _later(mesh: Mesh, axis: str) -> list[str]:
-    """The axes that cut after one."""
-    order = list(mesh.cut_order)
-    return order[order.index(axis) + 1 :]
 
 
 def _inputs(gm: GraphModule, mesh: Mesh, micro_batches: int, dims: BatchDims) -> dict[str, dict[str, Placement]]:

@@ -100,10 +100,12 @@ class _AttentionPanel:
 
 def _panel(panel: _AttentionPanel, scale: float, top: float) -> Iterator[str]:
     timeline, lanes = panel.timeline, top + _HEAD
+    ranks = len(timeline.busy)
+    left_out = f"; the first {panel.ranks} of {ranks} ranks" if panel.ranks < ranks else ""
     times = f"{_ms(timeline.seconds)}, of them {_ms(timeline.exposed)} exposed; ideal {_ms(timeline.ideal)}"
     yield (
         f'<text x="{_PAD}" y="{px(top + 14)}"><tspan class="name">{html.escape(panel.name)}</tspan>'
-        f'<tspan class="faint" dx="10">{times}{_left_out(panel)}</tspan></text>'
+        f'<tspan class="faint" dx="10">{times}{left_out}</tspan></text>'
     )
     for rank in range(panel.ranks):
         yield f'<text x="{_PAD}" y="{px(lanes + rank * panel.row + 13)}">rank {rank}</text>'
@@ -122,11 +124,6 @@ def _panel(panel: _AttentionPanel, scale: float, top: float) -> Iterator[str]:
         if span.rank < panel.ranks:
             y, height = panel.lane(span.rank, span.what)
             yield _box(span, _LEFT + span.start * scale, (span.end - span.start) * scale, lanes + y, height)
-
-
-def _left_out(panel: _AttentionPanel) -> str:
-    ranks = len(panel.timeline.busy)
-    return f"; the first {panel.ranks} of {ranks} ranks" if panel.ranks < ranks else ""
 
 
 def _box(span: Played, x: float, width: float, y: float, height: int) -> str:

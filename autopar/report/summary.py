@@ -66,7 +66,7 @@ def summarize(compiled: Compiled, model: str = "") -> dict[str, Any]:
     """Everything about a compiled plan as plain JSON values, which `show_summary` prints. Bytes are those of one rank;
     with pipeline stages, memory is that of the fullest rank and communication that of the rank that sends most."""
     plan = compiled.plan
-    every, sent = memories(compiled), volumes(compiled)
+    every, sent, worst = memories(compiled), volumes(compiled), memory_at_worst(compiled)
     fullest = max(every, key=lambda m: m.peak)
     busiest = max(sent, key=lambda v: sum(x.bytes for x in v.values()))
     found = {
@@ -85,7 +85,7 @@ def summarize(compiled: Compiled, model: str = "") -> dict[str, Any]:
         "checkpoints": checkpoint_rows(plan),
         "notes": note_rows(plan),
         "step": dataclasses.asdict(step_estimate(compiled)),
-        "memory": memory_row(fullest) | _at_worst(compiled),
+        "memory": memory_row(fullest) | ({"peak_at_worst": worst.peak} if worst is not None else {}),
         "communication": [
             {
                 "axis": key[0],
@@ -114,11 +114,6 @@ def volumes(compiled: Compiled) -> list[dict[tuple[str, str], Volume]]:
 def memory_row(found: Memory) -> dict[str, int]:
     """Memory as plain values."""
     return {**dataclasses.asdict(found), "steady": found.steady, "peak": found.peak}
-
-
-def _at_worst(compiled: Compiled) -> dict[str, int]:
-    found = memory_at_worst(compiled)
-    return {"peak_at_worst": found.peak} if found is not None else {}
 
 
 def _runs(compiled: Compiled) -> dict[str, dict[str, int]]:
@@ -200,7 +195,7 @@ def show_summary(summary: dict[str, Any], console: Console) -> None:
     )
     console.print(f"{summary['model']} on {mesh} ({summary['ranks']} ranks), {options}", highlight=False)
     more = [attention_table(summary["attention"])] if "attention" in summary else []
-    more += pipeline_tables(summary["pipeline"]) if "pipeline" in summary else []
+    more += [make(summary["pipeline"]) for make in (_facts, _parts, _ranks)] if "pipeline" in summary else []
     for table in (
         _placements(summary),
         _shares(summary),
@@ -389,11 +384,6 @@ def part_rows(compiled: Compiled, timeline: Timeline) -> list[dict[str, Any]]:
 
 
 # --- tables --------------------------------------------------------------------------------------------------
-
-
-def pipeline_tables(summary: Mapping[str, Any]) -> list[Table]:
-    """The summary as tables."""
-    return [_facts(summary), _parts(summary), _ranks(summary)]
 
 
 def _facts(summary: Mapping[str, Any]) -> Table:

@@ -80,10 +80,6 @@ def _cast(call: Call) -> Any:
     return pointwise("unary" if exact else "", keep=scalar)(call)
 
 
-def _last(name: str) -> RuleFunction:
-    return blocks_dims(lambda c: [c.dim(name)], "the op spans it")
-
-
 # Elementwise. Those linear in their operands may pass a Partial.
 add(
     "relu silu gelu tanh sigmoid exp log log2 log1p sqrt rsqrt abs sign sin cos erf reciprocal square floor ceil round "
@@ -156,7 +152,10 @@ add(
     "max.default min.default count_nonzero median nansum aminmax std_mean.correction var_mean.correction",
     reduction(linear=False),
 )
-add("softmax.int log_softmax.int _softmax _log_softmax cumsum cumprod logcumsumexp sort topk diff", _last("dim"))
+add(
+    "softmax.int log_softmax.int _softmax _log_softmax cumsum cumprod logcumsumexp sort topk diff",
+    blocks_dims(lambda c: [c.dim()], "the op spans it"),
+)
 add("scatter_add", pick.scatter_add_rule)
 add("histc", sp.histc_rule)
 add("scatter.src scatter.value scatter_reduce.two scatter.reduce scatter.value_reduce", pick.scatter_rule)

@@ -167,18 +167,13 @@ def _of(node: Node) -> Most:
         return (_noted(tensor_operands(dispatch_of(node))[0]),)
     if is_call(node, ours.add_copies.default):
         return (_noted(arguments(args["sent"].args[0])["expert"]),)
-    return _as_operands(node)
+    given = [(x.meta["val"].shape[:1], _noted(x)) for x in tensor_operands(node) if _noted(x)]  # row by row
+    return tuple(next((most for rows, most in given if v.shape[:1] == rows), None) for v in values(node))
 
 
 def _noted(x: Any) -> int | None:
     found: int | None = x.meta.get("most_rows", (None,))[0]
     return found
-
-
-def _as_operands(node: Node) -> Most:
-    """Made row by row of rows."""
-    given = [(x.meta["val"].shape[:1], _noted(x)) for x in tensor_operands(node) if _noted(x)]
-    return tuple(next((most for rows, most in given if v.shape[:1] == rows), None) for v in values(node))
 
 
 def _asked_most(splits: Node) -> Node:

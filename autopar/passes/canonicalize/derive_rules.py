@@ -32,17 +32,13 @@ class DeriveRules(Pass):
     def apply(self, gm: GraphModule, ctx: Compilation | None = None) -> GraphModule:
         unknown = [n for n in gm.graph.nodes if n.op == "call_function" and n.target not in RULES]
         if unknown:
-            _mark(gm)
+            mark_gradients(gm, [name for name, spec in input_specs(gm).items() if spec.requires_grad])
             of_batch = _of_batch(gm)
             for node in unknown:
                 found = derive(node)
                 given = isinstance(found, NoRule) and found.repeats and node not in of_batch and tensor_operands(node)
                 node.meta["derived"] = MADE_OF_PARAMETERS if given else found
         return gm
-
-
-def _mark(gm: GraphModule) -> None:
-    mark_gradients(gm, [name for name, spec in input_specs(gm).items() if spec.requires_grad])
 
 
 def _of_batch(gm: GraphModule) -> set[Node]:

@@ -83,7 +83,8 @@ def written_out(node: Node, build: Build) -> Node | None:
             facts.causal = True
             continue
         said = mask.node if mask.keep else build(aten.logical_not.default, mask.node)
-        bias = _bias(build, mask, said, lead, value_of(q).dtype)
+        bias = additive(build, mask_on_lead(build, said, mask.scores[:-2], lead), value_of(q).dtype)
+        bias = bias if mask.factor == 1 else build(aten.mul.Tensor, bias, mask.factor)
         facts.bias = bias if facts.bias is None else build(aten.add.Tensor, facts.bias, bias)
     q, k, v = (build.reshape(x, (*lead, *shape_of(x)[-2:])) for x in (q, k, v))
     out, lse = attend(build, q, k, v, facts)
@@ -115,7 +116,8 @@ def _under_softmax(found: _WrittenScores) -> _WrittenScores | None:
             x = operand(x)
             once = once and len(x.users) == 1
         if calls(x, aten.native_dropout.default, aten.dropout.default):
-            rate = _rate(x)
+            known = arguments(x)
+            rate = float(known["p"]) if known["train"] or known["train"] is None else 0.0
             if rate and (found.dropout or not once):
                 return None
             found = found.to(operand(x), dropout=rate or found.dropout)
@@ -126,12 +128,6 @@ def _under_softmax(found: _WrittenScores) -> _WrittenScores | None:
             found = found.to(operand(x))
         else:
             return None
-
-
-def _rate(dropout: Node) -> float:
-    """Of a dropout: 0 if it does nothing."""
-    known = arguments(dropout)
-    return float(known["p"]) if known["train"] or known["train"] is None else 0.0
 
 
 def _down_to_product(found: _WrittenScores) -> _WrittenScores | None:
@@ -239,12 +235,6 @@ def _transposed(build: Build, x: Node) -> Node:
     if calls(x, *PERMUTED) and _order(x) == [*range(last - 1), last, last - 1]:
         return operand(x)
     return build(aten.transpose.int, x, -1, -2)
-
-
-def _bias(build: Build, mask: WrittenMask, said: Node, lead: tuple[int, ...], dtype: torch.dtype) -> Node:
-    """[B|1, H|1, n|1, m]: what is added; ``said`` is the mask's node, True = attend if it is bool."""
-    x = additive(build, mask_on_lead(build, said, mask.scores[:-2], lead), dtype)
-    return x if mask.factor == 1 else build(aten.mul.Tensor, x, mask.factor)
 
 
 def _batch_and_heads(q: Node) -> tuple[int, int]:

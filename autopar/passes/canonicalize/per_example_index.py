@@ -68,7 +68,9 @@ def written_rows(node: Node, build: Build) -> Node | None:
     put = aten.scatter_add.default if arguments(node)["accumulate"] else aten.scatter.src
     written = build(put, found.x, 1, found.places, values)
     first, *others = _turned(shape_of(node), found.dim)
-    return _first_at(build, build.reshape(written, (first, *others)), found.dim)
+    made, dim = build.reshape(written, (first, *others)), found.dim
+    back = [*range(1, dim + 1), 0, *range(dim + 1, len(shape_of(made)))]
+    return build(aten.permute.default, made, back) if dim else made
 
 
 def _masked(node: Node, build: Build) -> Node | None:
@@ -114,12 +116,6 @@ def _rows(node: Node, build: Build) -> _Rows | None:
 def _turned(dims: Sequence[T], dim: int) -> list[T]:
     """One of several first."""
     return [dims[dim], *dims[:dim], *dims[dim + 1 :]]
-
-
-def _first_at(build: Build, x: Node, dim: int) -> Node:
-    """The first dim back at its place."""
-    order = [*range(1, dim + 1), 0, *range(dim + 1, len(shape_of(x)))]
-    return build(aten.permute.default, x, order) if dim else x
 
 
 def _counts(indices: list[Node], examples: int) -> bool:

@@ -50,7 +50,8 @@ def split_prologue(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, Prol
     """Remove the axis "mb" from a local graph. Returns it, its prologue, and the graph of what is learned ahead: of a
     micro-batch's addends to the totals that weights have a part in, of which one may take another; their names are its
     ``meta["results"]``."""
-    if ctx.mesh.size("mb") == 1:
+    count = ctx.mesh.size("mb")
+    if count == 1:
         return gm, None, None
     assert ctx.plan is not None
     cuts: list[Node] = []
@@ -65,18 +66,18 @@ def split_prologue(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, Prol
         elif isinstance(src, Partial) and isinstance(dst, Invariant) and not has_gradient(node):
             cuts.append(node)
         elif isinstance(src, Replicate) and isinstance(dst, Partial):
-            _divide(node, ctx.mesh.size("mb"))
+            node.target, node.args = aten.div.Tensor, (node.args[0], count)  # what all compute alike is an addend
         elif isinstance(dst, Shard) and not isinstance(src, (Shard, Partial)):
-            _slice_by_index(gm, node, ctx.mesh.size("mb"), dst)
+            _slice_by_index(gm, node, count, dst)
         elif isinstance(src, Shard) and not isinstance(dst, Shard) and not has_gradient(node):
-            _place_by_index(gm, node, ctx.mesh.size("mb"), src)
+            _place_by_index(gm, node, count, src)
             cuts.append(node)
         else:
             raise ValueError(_refusal(node))
     learned = {cut for cut in cuts if _made_of_parameters(gm, [cut])}
     if ctx.plan.options.aux_loss == "micro_batch":
         for cut in [cut for cut in learned if isinstance(conversion_of(cut)[1], Partial)]:
-            _stand_in(cut, ctx.mesh.size("mb"))
+            cut.target, cut.args = aten.mul.Tensor, (cut.args[0], count)  # its own addend, instead of the sum
             cuts.remove(cut)
         learned = {cut for cut in cuts if _made_of_parameters(gm, [cut])}
     _refuse_chains([cut for cut in cuts if cut not in learned])
@@ -97,20 +98,10 @@ def _bypass(node: Node) -> None:
     node.graph.erase_node(node)
 
 
-def _divide(node: Node, count: int) -> None:
-    """What every micro-batch computes alike becomes an addend."""
-    node.target, node.args = aten.div.Tensor, (node.args[0], count)
-
-
 def _made_of_parameters(gm: GraphModule, cuts: list[Node]) -> bool:
     """Whether weights that are trained stand behind them."""
     trained = {s.node for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.requires_grad}
     return any(node.name in trained for node in ancestors(cuts))
-
-
-def _stand_in(node: Node, count: int) -> None:
-    """A micro-batch's own addend, times their number, instead of the sum."""
-    node.target, node.args = aten.mul.Tensor, (node.args[0], count)
 
 
 def _is_loss(node: Node) -> bool:

@@ -184,7 +184,8 @@ class _Cutter:
         inputs = self._inputs(k, wanted)
         for node in inputs:
             copies[node] = add_placeholder(graph, node.name, like=node)
-            self._as_input(copies[node], node)
+            # a received value is contiguous, whatever its strides were; a gathered weight has a gradient as stored
+            copies[node].meta["val"] = node.meta["val"].new_empty(node.meta["val"].shape)
 
         for node in own:
             copy_node(graph, node, copies)
@@ -199,11 +200,6 @@ class _Cutter:
         names = {s.node: s.name for s in signature.inputs}
         held = list(dict.fromkeys(names[p.name] for p in used.values()))
         return PartGraph(gm, kinds, fixed, _mutations(signature, kinds), held, used)
-
-    def _as_input(self, new: Node, node: Node) -> None:
-        """A received value is contiguous, whatever its strides were; a gathered weight has a gradient as stored."""
-        val = node.meta["val"]
-        new.meta["val"] = val.new_empty(val.shape)
 
     def _inputs(self, k: int, wanted: Iterable[Node]) -> list[Node]:
         """Where the part begins: used parameters, received values, and what depends on no parameter."""

@@ -248,20 +248,15 @@ def chosen(ranks: int, micro_batches: int, costs: Mapping[int, Costs]) -> tuple[
     """
     assert 1 in costs, "1f1b has one part per rank"
     runs = {
-        name: _run(name, ranks, micro_batches, costs[SCHEDULES[name].chunks])
+        name: simulate(entry.make(Request(ranks, micro_batches, entry.chunks)), costs[entry.chunks])
         for name in CANDIDATES
-        if SCHEDULES[name].chunks in costs
+        if (entry := SCHEDULES[name]).chunks in costs
     }
     limit = max(runs["1f1b"].memory)
     fit = {name: run for name, run in runs.items() if max(run.memory) <= limit * (1 + 1e-9)}
     best = min(run.makespan for run in fit.values())
     name = next(name for name, run in fit.items() if run.makespan <= best * NEARLY)
     return name, _reason(name, runs, list(fit))
-
-
-def _run(name: str, ranks: int, micro_batches: int, costs: Costs) -> Timeline:
-    schedule = SCHEDULES[name]
-    return simulate(schedule.make(Request(ranks, micro_batches, schedule.chunks)), costs)
 
 
 def _reason(name: str, runs: Mapping[str, Timeline], fit: list[str]) -> str:

@@ -182,12 +182,6 @@ class Dumper:
             found = model_sections(compiled)
             self.model, self.facts = found.sections, found.facts
 
-    def add_attention(self, compiled: Compiled) -> None:
-        """A section of the report on attention over the axis cp: what runs, what else there was, and the timelines.
-        Nothing for a model whose sequences are whole."""
-        if self.enabled:
-            self.sections += attention_sections(compiled)
-
     def add_compiled(
         self,
         compiled: Compiled,
@@ -199,7 +193,7 @@ class Dumper:
     ) -> None:
         """All that there is to say of a compiled model, and `finish`. load, sent: of its experts, as measured."""
         self.add_model(compiled)
-        self.add_attention(compiled)
+        self.sections += attention_sections(compiled) if self.enabled else []
         self.add_pipeline(compiled, recorded, modules)
         self.sections += expert_sections(compiled, load or {}, sent or {})
         ctx = Compilation(compiled.plan.mesh, compiled.plan, timings=compiled.timings)

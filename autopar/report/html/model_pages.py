@@ -39,16 +39,13 @@ def model_sections(compiled: Compiled) -> ModelPages:
         sections.append(Section("One layer", picture))
     where = f" of the fullest rank, {held.index(fullest)} of pp" if len(held) > 1 else " of a rank"
     sections.append(Section("Memory", memory_bar(memory_causes(fullest), f"At the peak of a step,{where}")))
-    return ModelPages(sections, [*facts_of_step(estimate), ("memory of a rank, peak", human_bytes(fullest.peak))])
-
-
-def facts_of_step(found: StepEstimate) -> list[tuple[str, str]]:
-    """What a step comes to, for the summary."""
-    return [
-        (f"a step, estimated for {found.device}", human_seconds(found.seconds)),
-        ("of it in wait for transfers", human_seconds(found.exposed)),
-        ("MFU at that", f"{found.utilization:.1%}"),
+    facts = [
+        (f"a step, estimated for {estimate.device}", human_seconds(estimate.seconds)),
+        ("of it in wait for transfers", human_seconds(estimate.exposed)),
+        ("MFU at that", f"{estimate.utilization:.1%}"),
+        ("memory of a rank, peak", human_bytes(fullest.peak)),
     ]
+    return ModelPages(sections, facts)
 
 
 def _basis(found: StepEstimate, compiled: Compiled) -> str:
@@ -180,12 +177,8 @@ _FASTER = {
 def advice(plan: Plan, cost: ModuleCost, step: StepEstimate, memory: Memory) -> list[tuple[str, str]]:
     """cost: of the whole model. memory: of the fullest rank."""
     rows = [*_late(cost, step), *_idle(plan, step), *_full(plan, memory)]
-    return [*((found, way_out) for text in repeated(plan) for found, way_out in [_cut(text)]), *rows]
-
-
-def _cut(text: str) -> tuple[str, str]:
-    found, _, way_out = text.removeprefix("plan: ").rpartition("; ")
-    return found, way_out
+    parts = (text.removeprefix("plan: ").rpartition("; ") for text in repeated(plan))
+    return [*((found, way_out) for found, _, way_out in parts), *rows]
 
 
 def _late(cost: ModuleCost, step: StepEstimate) -> Iterator[tuple[str, str]]:
