@@ -10,8 +10,7 @@ For a bound t_max on every slice, the least sum over slicings of the first i tok
     S*(i; t_max) = min_k { S*(i - k; t_max) + t(k, i - k) :  t(k, i - k) <= t_max }              (Eq. 7, 8)
     T*           = min over t_max of  S*(L; t_max) + (K - 1) t_max                               (Eq. 6)
 
-With a batch, each of its groups of b sequences is sliced by that program with t(b, ·, ·), and a second program over
-the number of sequences picks the groups (section 3.4). The t_max that can matter are the values of t on the grid.
+All micro-batches are sliced alike. The t_max that can matter are the values of t on the grid.
 S* never grows with t_max, so S*(b) + (K - 1) a bounds all candidates in [a, b] from below: the outer minimum is taken
 by branch and bound, best bound first, which is exact and solves a few dozen of some 10⁴ inner programs.
 """
@@ -19,6 +18,7 @@ by branch and bound, best bound first, which is exact and solves a few dozen of 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -60,162 +60,98 @@ def slice_times(groups: Groups, time: Time) -> list[float]:
     return found
 
 
-def best_slices(
-    length: int,
-    stages: int,
-    time: Time,
-    batch: int = 1,
-    micro_batch: int | None = None,
-    grid: int = 8,
-    t_max: float = math.inf,
-    gap: float = 0.0,
-) -> Slicing:
+def best_slices(length: int, stages: int, time: Time, batch: int = 1, micro_batch: int = 1, grid: int = 8) -> Slicing:
     """The slicing of ``batch`` sequences of ``length`` tokens that takes the least time on ``stages`` equal stages.
 
-    time: seconds of a slice on one stage, see `Time`. micro_batch: sequences per micro-batch, all sliced alike; None
-    chooses them too. grid: slices are cut at multiples of it; where it does not divide the length, the last slice takes
-    the odd tokens. t_max: no slice may take longer. gap: T may be up to (stages - 1)·gap above the least.
-    Raises ValueError for sizes below 1, a micro_batch that does not divide the batch, times that are not numbers, and a
-    t_max below every slicing's.
+    time: seconds of a slice on one stage, see `Time`. micro_batch: sequences per micro-batch. grid: slices are cut at
+    multiples of it; where it does not divide the length, the last slice takes the odd tokens.
+    Raises ValueError for sizes below 1, a micro_batch that does not divide the batch, and times that are not numbers.
     """
     for name, value in (("length", length), ("stages", stages), ("batch", batch), ("grid", grid)):
         if value < 1:
             raise ValueError(f"slices: {name} needs to be at least 1, found {value}")
-    if micro_batch is not None and (micro_batch < 1 or batch % micro_batch):
+    if micro_batch < 1 or batch % micro_batch:
         raise ValueError(
             f"slices: a batch of {batch} sequences does not divide into micro-batches of {micro_batch}; use a divisor "
             f"of {batch}"
         )
-    program = _SliceProgram(length, batch, micro_batch, grid, time)
-    found = _least(program, stages, t_max, gap)
-    if found is None:
-        raise ValueError(
-            f"slices: no slicing of {length} tokens on a grid of {grid} keeps every slice within t_max = {t_max:g} s; "
-            f"use at least {program.least_bound():g} s, or a finer grid"
-        )
-    return Slicing(found.groups, pipeline_time(found.times, stages), max(found.times))
+    count = batch // micro_batch
+    lengths, times = _least(_SliceProgram(length, micro_batch, grid, time), count, stages)
+    return Slicing(((micro_batch, lengths),) * count, pipeline_time(times * count, stages), max(times))
 
 
 # --- one t_max -----------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class _Solution:
-    groups: tuple[tuple[int, tuple[int, ...]], ...]
-    times: tuple[float, ...]
+# Lengths and times of the slices of a micro-batch.
+_Solution = tuple[tuple[int, ...], tuple[float, ...]]
 
 
 class _SliceProgram:
-    """Tabulated times, and the inner programs over tokens and sequences for a given t_max.
+    """Tabulated times, and the inner program over tokens for a given t_max.
 
-    ``points``: where slices may begin and end. ``table[j, s, i]``: time of tokens points[i]..points[j] of sizes[s]
-    sequences; infinite for i >= j.
+    ``points``: where slices may begin and end. ``table[j, i]``: time of tokens points[i]..points[j]; infinite for
+    i >= j.
     """
 
-    def __init__(self, length: int, batch: int, micro_batch: int | None, grid: int, time: Time) -> None:
-        self.batch = batch
-        self.sizes = [micro_batch] if micro_batch is not None else list(range(1, batch + 1))
+    def __init__(self, length: int, size: int, grid: int, time: Time) -> None:
         self.points = np.array([*range(0, length, grid), length])
         count = len(self.points)
-        self.table = np.full((count, len(self.sizes), count), np.inf)
+        self.table = np.full((count, count), np.inf)
         end, start = np.tril_indices(count, -1)
-        for s, size in enumerate(self.sizes):
-            values = np.asarray(time(size, self.points[end] - self.points[start], self.points[start]), dtype=float)
-            if not (np.isfinite(values).all() and (values >= 0).all()):
-                raise ValueError(f"slices: times need to be finite and not negative, found {values.min()} s")
-            self.table[end, s, start] = values
+        values = np.asarray(time(size, self.points[end] - self.points[start], self.points[start]), dtype=float)
+        if not (np.isfinite(values).all() and (values >= 0).all()):
+            raise ValueError(f"slices: times need to be finite and not negative, found {values.min()} s")
+        self.table[end, start] = values
         self.candidates = np.unique(self.table[np.isfinite(self.table)])
 
     def solve(self, t_max: float) -> _Solution | None:
-        """The least sum of times with every slice within t_max; None if there is none."""
-        sums, before = self._tokens(t_max)
-        total, chosen = self._sequences(sums)
-        if math.isinf(total):
-            return None
-        slicings = {s: self._slices(before, s) for s in set(chosen)}
-        groups = tuple((self.sizes[s], slicings[s][0]) for s in chosen)
-        return _Solution(groups, tuple(t for s in chosen for t in slicings[s][1]))
-
-    def _tokens(self, t_max: float) -> tuple[Array, npt.NDArray[np.intp]]:
-        """S* of the whole length per size, and [point, size] -> where the slice that ends there begins.
+        """The least sum of times with every slice within t_max; None if there is none.
 
         Of equal sums the one with the least sum of squares: the evenest.
         """
         count = len(self.points)
-        sums = np.full((len(self.sizes), count), np.inf)
-        squares = np.zeros_like(sums)
-        sums[:, 0] = 0.0
-        before = np.zeros((count, len(self.sizes)), dtype=np.intp)
-        rows = np.arange(len(self.sizes))
+        sums, squares = np.full(count, np.inf), np.zeros(count)
+        sums[0] = 0.0
+        before = [0] * count
         for j in range(1, count):
-            times = self.table[j, :, :j]
-            costs = np.where(times <= t_max, sums[:, :j] + times, np.inf)
-            equal = costs <= costs.min(axis=1, keepdims=True) * (1 + _ROUNDING)
-            spread = np.where(equal, squares[:, :j] + times**2, np.inf)
-            before[j] = spread.argmin(axis=1)
-            sums[:, j], squares[:, j] = costs[rows, before[j]], spread[rows, before[j]]
-        return sums[:, -1], before
-
-    def _sequences(self, sums: Array) -> tuple[float, list[int]]:
-        """Groups whose sizes sum to the batch, at the least sum: (sum, indices of sizes)."""
-        best = [0.0] + [math.inf] * self.batch
-        last = [0] * (self.batch + 1)
-        for n in range(1, self.batch + 1):
-            for s, size in enumerate(self.sizes):
-                if size <= n and best[n - size] + sums[s] < best[n] * (1 - _ROUNDING):  # of equals the smaller groups
-                    best[n], last[n] = best[n - size] + float(sums[s]), s
-        chosen, n = [], self.batch
-        while n and not math.isinf(best[n]):
-            chosen.append(last[n])
-            n -= self.sizes[last[n]]
-        return best[self.batch], chosen
-
-    def _slices(self, before: npt.NDArray[np.intp], s: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Lengths and times of a size's slices, first one first."""
-        cuts = [len(self.points) - 1]
+            times = self.table[j, :j]
+            costs = np.where(times <= t_max, sums[:j] + times, np.inf)
+            spread = np.where(costs <= costs.min() * (1 + _ROUNDING), squares[:j] + times**2, np.inf)
+            before[j] = i = int(spread.argmin())
+            sums[j], squares[j] = costs[i], spread[i]
+        if math.isinf(sums[-1]):
+            return None
+        cuts = [count - 1]
         while cuts[-1]:
-            cuts.append(int(before[cuts[-1], s]))
-        pairs = list(zip(cuts[1:], cuts))[::-1]
+            cuts.append(before[cuts[-1]])
+        pairs = list(itertools.pairwise(reversed(cuts)))
         lengths = tuple(int(self.points[j] - self.points[i]) for i, j in pairs)
-        return lengths, tuple(float(self.table[j, s, i]) for i, j in pairs)
-
-    def least_bound(self) -> float:
-        """The least t_max that some slicing keeps."""
-        low, high = 0, len(self.candidates) - 1
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.solve(self.candidates[middle]) else (middle + 1, high)
-        return float(self.candidates[low])
+        return lengths, tuple(float(self.table[j, i]) for i, j in pairs)
 
 
 # --- the minimum over t_max ----------------------------------------------------------------------------------
 
 
-def _least(program: _SliceProgram, stages: int, t_max: float, gap: float) -> _Solution | None:
+def _least(program: _SliceProgram, count: int, stages: int) -> _Solution:
     """Branch and bound over the sorted candidates. An entry of the queue: (bound of T, first, last, bound of S*)."""
     values = program.candidates
-    best: _Solution | None = None
     total = math.inf
-    behind = int(np.searchsorted(values, t_max, side="right"))
-    queue = [(0.0, 0, behind - 1, 0.0)]
-    middle = behind - 1  # first the loosest bound: its sum is the least of all
+    queue = [(0.0, 0, len(values) - 1, 0.0)]
+    middle = len(values) - 1  # first the loosest bound: its sum is the least of all
     while queue:
         bound, low, high, least = heapq.heappop(queue)
-        if low > high or bound >= total - (stages - 1) * gap:
+        if low > high or bound >= total:
             continue
         if total < math.inf:
             middle = int(np.searchsorted(values, (values[low] + values[high]) / 2, side="right")) - 1
-        found = program.solve(values[middle])
-        if found is not None:
-            sums, longest = math.fsum(found.times), max(found.times)
+        if found := program.solve(values[middle]):
+            sums, longest = math.fsum(found[1] * count), max(found[1])
             if (here := sums + (stages - 1) * longest) < total:
                 best, total = found, here
             # every t_max from the longest slice's time to here has the same S*, and T at least as great
             below = int(np.searchsorted(values, longest)) - 1
             if low <= below:
                 heapq.heappush(queue, (sums + (stages - 1) * float(values[low]), low, below, sums))
-        elif math.isinf(total):
-            return None
         if middle < high:
             heapq.heappush(queue, (least + (stages - 1) * float(values[middle + 1]), middle + 1, high, least))
     return best
