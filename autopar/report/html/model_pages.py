@@ -12,7 +12,7 @@ from autopar.cost.step_estimate import Exchanged, ModuleCost, StepEstimate, step
 from autopar.plan import Plan
 from autopar.report.graph_text import DTYPES
 from autopar.report.html.layer_picture import layer_picture
-from autopar.report.html.page import Section, findings, legend
+from autopar.report.html.page import Section, facts
 from autopar.report.model_tree import ModuleRow, WeightRow, by_kind, model_tree
 from autopar.report.tables import human_bytes, human_count, human_seconds
 from autopar.steps.graphs import Compiled
@@ -33,19 +33,19 @@ def model_sections(compiled: Compiled) -> ModelPages:
     held = memories(compiled)
     fullest = max(held, key=lambda m: m.peak)
     tried = advice(compiled.plan, root.total, estimate, fullest)
-    sections = [Section("What to try", findings(tried))] if tried else []
+    sections = [Section("What to try", facts(tried, "findings"))] if tried else []
     sections.append(model_section(root, _basis(estimate, compiled)))
     if picture := layer_picture(root, compiled, times):
         sections.append(Section("One layer", picture))
     where = f" of the fullest rank, {held.index(fullest)} of pp" if len(held) > 1 else " of a rank"
     sections.append(Section("Memory", memory_bar(memory_causes(fullest), f"At the peak of a step,{where}")))
-    facts = [
+    shown = [
         (f"a step, estimated for {estimate.device}", human_seconds(estimate.seconds)),
         ("of it in wait for transfers", human_seconds(estimate.exposed)),
         ("MFU at that", f"{estimate.utilization:.1%}"),
         ("memory of a rank, peak", human_bytes(fullest.peak)),
     ]
-    return ModelPages(sections, facts)
+    return ModelPages(sections, shown)
 
 
 def _basis(found: StepEstimate, compiled: Compiled) -> str:
@@ -92,7 +92,7 @@ def model_section(root: ModuleRow, times: str) -> Section:
     longest = max((row.total.forward + row.total.backward for row in rows), default=0.0) or 1.0
     head = "".join(f"<span>{name}</span>" for name in COLUMNS)
     tree = f"<div class=tree><div class='row head'>{head}</div>{_row(root, depth, longest)}</div>"
-    return Section(TITLE, f"<p class=muted>{html.escape(times)}</p>{tree}{legend(LEGEND)}")
+    return Section(TITLE, f"<p class=muted>{html.escape(times)}</p>{tree}{facts(LEGEND, 'legend')}")
 
 
 def _row(row: ModuleRow, depth: int, longest: float, deep: int = 0) -> str:

@@ -78,10 +78,10 @@ def _anchor(title: str) -> str:
     return re.sub(r"\W+", "-", title.lower()).strip("-")
 
 
-def facts(rows: Iterable[tuple[str, str]]) -> str:
-    """Cards of (what, value) pairs."""
-    cards = (f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in rows)
-    return f"<dl>{''.join(cards)}</dl>"
+def facts(rows: Iterable[tuple[str, str]], kind: str = "") -> str:
+    """(what, value) pairs as cards. kind: "legend" of words and colours, or "findings", below each other."""
+    cards = "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in rows)
+    return f"<dl class={kind}>{cards}</dl>" if kind else f"<dl>{cards}</dl>"
 
 
 PLACEMENTS = (
@@ -92,20 +92,8 @@ PLACEMENTS = (
 )
 
 
-def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """What words, signs and colours stand for."""
-    cells = "".join(f"<div><dt>{html.escape(word)}</dt><dd>{html.escape(text)}</dd></div>" for word, text in entries)
-    return f"<dl class=legend>{cells}</dl>"
-
-
-def findings(rows: Iterable[tuple[str, str]]) -> str:
-    """(what was found, what to try), below each other."""
-    lines = (f"<div><dt>{html.escape(found)}</dt><dd>{html.escape(words)}</dd></div>" for found, words in rows)
-    return f"<dl class=findings>{''.join(lines)}</dl>"
-
-
 def _plan(rows: Sequence[tuple[str, str, str]]) -> str:
-    return legend(PLACEMENTS) + (
+    return facts(PLACEMENTS, "legend") + (
         f"<details{' open' if len(rows) <= 24 else ''}><summary>{len(rows)} decisions</summary>"
         f"{table(('what', 'placement', 'why'), rows)}</details>"
     )
@@ -180,10 +168,10 @@ def _shown(levels: Sequence[Level]) -> list[tuple[str, str]]:
 def _level(number: int, level: Level, diff: str, graph: str) -> str:
     changed = [line for line in level.diff.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
     added = sum(line.startswith("+") for line in changed)
-    facts = [f"{level.nodes:,} nodes"] if level.nodes else []
-    facts += [f"<ins>+{added:,}</ins> <del>−{len(changed) - added:,}</del>"] if changed else []
-    facts += [f"{level.seconds * 1e3:,.1f} ms"] if level.seconds else []
-    name = f"<b>{number:02d}</b> {html.escape(level.name)}<span class=muted>{' · '.join(facts)}</span>"
+    numbers = [f"{level.nodes:,} nodes"] if level.nodes else []
+    numbers += [f"<ins>+{added:,}</ins> <del>−{len(changed) - added:,}</del>"] if changed else []
+    numbers += [f"{level.seconds * 1e3:,.1f} ms"] if level.seconds else []
+    name = f"<b>{number:02d}</b> {html.escape(level.name)}<span class=muted>{' · '.join(numbers)}</span>"
     whole = f"<p class=muted>whole: <a href='{html.escape(level.file)}'>{html.escape(level.file)}</a></p>"
     whole = whole if level.file else ""
     tabs = f"<details class=inner open><summary>diff</summary><pre>{_diff_lines(diff)}</pre></details>" if diff else ""
