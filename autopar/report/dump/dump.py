@@ -23,7 +23,7 @@ from torch.fx import GraphModule
 from autopar.cost.memory import memories
 from autopar.cost.stage_costs import step_timeline
 from autopar.cost.traffic import Volume, communication, step_communication, total_volume
-from autopar.ir.graph import compressed, modules_of, without_indices, without_numbers
+from autopar.ir.graph import compressed, without_indices, without_numbers
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
 from autopar.ir.signature import ParameterSpec
@@ -35,6 +35,7 @@ from autopar.report.html.expert_section import Load, Sent, expert_sections
 from autopar.report.html.model_pages import model_sections
 from autopar.report.html.page import Level, Page, Section, render, table
 from autopar.report.html.schedule_picture import pipeline_section
+from autopar.report.summary import part_rows
 from autopar.report.tables import human_bytes
 from autopar.rewrite.compilation import Compilation
 from autopar.rules.derived import as_file, recorded_calls
@@ -362,14 +363,11 @@ def _section(compiled: Compiled, timeline: Timeline, measured: Sequence[Event] |
 
 
 def _parts(compiled: Compiled, timeline: Timeline) -> str:
-    costs, order = timeline.costs, timeline.order
-    names = [p.name for p in compiled.parameters]
     rows = []
-    for k, part in enumerate(compiled.pipeline.parts):
-        ranks = ", ".join(str(r) for r in sorted({order.rank_of[chain[k]] for chain in order.chains}))
-        modules = modules_of(name for name in names if name in part.parameters)
-        times = [f"{per_part(getattr(costs, kind), k):.4g}" for kind in "FBW"]
-        rows.append([str(k), ranks, *times, human_bytes(per_part(costs.activations, k)), modules])
+    for row in part_rows(compiled, timeline):
+        times = [f"{per_part(getattr(timeline.costs, kind), row['part']):.4g}" for kind in "FBW"]
+        ranks = ", ".join(map(str, row["ranks"]))
+        rows.append([str(row["part"]), ranks, *times, human_bytes(row["activations"]), row["modules"]])
     head = ("part", "on pp", "F, ms", "B, ms", "W, ms", "activations", "modules")
     return table(head, rows, numeric=(2, 3, 4, 5))
 
