@@ -213,7 +213,7 @@ def test_every_mesh_has_its_pages_and_memory_adds_up(cell: Cell) -> None:
     held = memory(compiled(cell))
     causes = memory_causes(held)
     assert sum(size for _, size in causes) == held.peak and all(size >= 0 for _, size in causes)
-    titles = [section.title for section in model_sections(compiled(cell)).sections if section.title != "What to try"]
+    titles = [section.title for section in model_sections(compiled(cell))[0] if section.title != "What to try"]
     assert titles[0] == "Model" and titles[-1] == "Memory"
 
 

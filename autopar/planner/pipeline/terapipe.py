@@ -20,17 +20,14 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[np.float64]
 # (batch, lengths, contexts) -> seconds, for arrays of lengths and contexts of equal shape; `SliceEstimate` is one.
 Time = Callable[[int, Any, Any], Any]
-Groups = Sequence[tuple[int, Sequence[int]]]
 
 # Sums that differ by less are equal.
 _ROUNDING = 1e-12
@@ -38,26 +35,16 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Slicing:
-    """groups: (sequences, lengths of their slices) of every micro-batch. total: T. longest: the greatest slice time."""
+    """groups: (sequences, lengths of their slices) of every micro-batch. total: T."""
 
     groups: tuple[tuple[int, tuple[int, ...]], ...]
     total: float
-    longest: float
 
 
 def pipeline_time(slice_times: Iterable[float], stages: int) -> float:
     """T of slices that pass ``stages`` equal stages one after another: Σ t + (K - 1) max t."""
     times = list(slice_times)
     return math.fsum(times) + (stages - 1) * max(times, default=0.0)
-
-
-def slice_times(groups: Groups, time: Time) -> list[float]:
-    """The time of every slice on one stage, micro-batch by micro-batch."""
-    found: list[float] = []
-    for batch, lengths in groups:
-        contexts = np.cumsum([0, *lengths[:-1]])
-        found += np.broadcast_to(time(batch, np.asarray(lengths), contexts), len(lengths)).tolist()
-    return found
 
 
 def best_slices(length: int, stages: int, time: Time, batch: int = 1, micro_batch: int = 1, grid: int = 8) -> Slicing:
@@ -77,7 +64,7 @@ def best_slices(length: int, stages: int, time: Time, batch: int = 1, micro_batc
         )
     count = batch // micro_batch
     lengths, times = _least(_SliceProgram(length, micro_batch, grid, time), count, stages)
-    return Slicing(((micro_batch, lengths),) * count, pipeline_time(times * count, stages), max(times))
+    return Slicing(((micro_batch, lengths),) * count, pipeline_time(times * count, stages))
 
 
 # --- one t_max -----------------------------------------------------------------------------------------------

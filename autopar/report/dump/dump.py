@@ -180,8 +180,7 @@ class Dumper:
     def add_model(self, compiled: Compiled) -> None:
         """What the report begins with: the modules, a layer, memory, how long a step takes."""
         if self.enabled:
-            found = model_sections(compiled)
-            self.model, self.facts = found.sections, found.facts
+            self.model, self.facts = model_sections(compiled)
 
     def add_compiled(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from autopar.cost.axis_shares import repeated
 from autopar.cost.memory import Memory, memories
@@ -18,16 +17,8 @@ from autopar.report.tables import human_bytes, human_count, human_seconds
 from autopar.steps.graphs import Compiled
 
 
-@dataclass(frozen=True)
-class ModelPages:
-    """Sections, and (what, value) pairs for the summary."""
-
-    sections: list[Section]
-    facts: list[tuple[str, str]]
-
-
-def model_sections(compiled: Compiled) -> ModelPages:
-    """Of a compiled model, on any mesh."""
+def model_sections(compiled: Compiled) -> tuple[list[Section], list[tuple[str, str]]]:
+    """Of a compiled model, on any mesh: sections, and (what, value) pairs for the summary."""
     times = times_of_graphs(compiled)
     root, estimate = model_tree(compiled, times), step_estimate(compiled, times)
     held = memories(compiled)
@@ -45,7 +36,7 @@ def model_sections(compiled: Compiled) -> ModelPages:
         ("MFU at that", f"{estimate.utilization:.1%}"),
         ("memory of a rank, peak", human_bytes(fullest.peak)),
     ]
-    return ModelPages(sections, shown)
+    return sections, shown
 
 
 def _basis(found: StepEstimate, compiled: Compiled) -> str:
