@@ -23,7 +23,6 @@ of two chains.
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,12 +35,6 @@ COMPUTE = ("F", "B", "W", "BW", "BWR")
 BACKWARD = ("B", "BW", "BWR")  # what makes the gradients of received values
 TRANSFERS = ("SF", "RF", "SB", "RB")
 PARAMETERS = ("G", "R")
-
-ACTION = re.compile(
-    r"(?P<stage>\d+)(?:(?P<parameters>[GR])"
-    r"|(?P<compute>F|BWR|BW|B|W)(?P<micro_batch>\d+)(?:\.(?P<slice>\d+))?(?P<paired>&)?"
-    r"|(?P<transfer>[SR][FB])(?P<moved>\d+)(?:\.(?P<piece>\d+))?(?P<way>[<>])(?P<peer>\d+))"
-)
 
 
 @dataclass(frozen=True)
@@ -63,29 +56,10 @@ class Action:
         peer = f"{'>' if self.kind[0] == 'S' else '<'}{self.peer}" if self.kind in TRANSFERS else ""
         return f"{self.stage}{self.kind}{unit}{peer}{'&' if self.paired else ''}"
 
-    @staticmethod
-    def parse(text: str) -> Action:
-        """Inverse of ``str(action)``. Raises ValueError."""
-        match = ACTION.fullmatch(text)
-        if match is None or (match["transfer"] and (match["way"] == ">") != (match["transfer"][0] == "S")):
-            raise ValueError(f"schedule: expected an action such as 2F0, 2BW0.1, 2SF0>3, 3RF0<2 or 2G, found {text!r}")
-        stage = int(match["stage"])
-        if match["parameters"]:
-            return Action(stage, match["parameters"])
-        if match["compute"]:
-            paired = match["paired"] is not None
-            return Action(stage, match["compute"], int(match["micro_batch"]), int(match["slice"] or 0), paired=paired)
-        return Action(stage, match["transfer"], int(match["moved"]), int(match["piece"] or 0), int(match["peer"]))
-
 
 def row_text(actions: Iterable[Action]) -> str:
     """The actions of one rank on one line: '0F0 0F1&1BW0'."""
     return " ".join(map(str, actions)).replace("& ", "&")
-
-
-def parse_row(text: str) -> tuple[Action, ...]:
-    """Inverse of `row_text`. Raises ValueError."""
-    return tuple(Action.parse(word) for word in text.replace("&", "& ").split())
 
 
 @dataclass(frozen=True)
@@ -126,7 +100,7 @@ class Order:
         return any(action.kind not in ("F", "B", "W", "BW") for actions in self.ranks for action in actions)
 
     def text(self) -> str:
-        """One line per rank, which `parse_row` reads."""
+        """One line per rank."""
         return "\n".join(row_text(actions) for actions in self.ranks)
 
     def show(self, marks: Mapping[int, int] | None = None, around: int | None = None) -> str:

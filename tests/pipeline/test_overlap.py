@@ -27,12 +27,13 @@ from autopar.runtime.exec.executor import Executor
 from autopar.runtime.exec.instructions import Entry, Instruction
 from autopar.runtime.exec.overlapped_fb import OverlappedEntries, with_cells
 from autopar.runtime.mesh.process_groups import Groups, init_mesh
-from autopar.schedule.order import Action, Order
+from autopar.schedule.order import Order
 from autopar.schedule.request import SCHEDULES, Request
 from autopar.schedule.simulate import simulate
 from autopar.steps.graphs import Compiled
 from tests.experts.test_experts import in_full
 from tests.support.cases import Cell, called, check, compile_cell, compiled, inherited, on_ranks, values_of
+from tests.support.order_texts import parse_action
 from tests.support.ranks import close_pools, rank_outcomes
 
 MESH = Mesh.of(pp=2, ep=2)
@@ -229,7 +230,7 @@ def test_both_halves_are_in_memory() -> None:
 
 def entry(text: str, reads: list[int], writes: list[int], made: Any = None) -> Entry:
     """An action of one instruction, whose graph pauses if it is ``made`` of one that does."""
-    return Entry(Action.parse(text), does=[Instruction(lambda x: x, reads, writes)], runs=[made] if made else [])
+    return Entry(parse_action(text), does=[Instruction(lambda x: x, reads, writes)], runs=[made] if made else [])
 
 
 def test_what_takes_from_each_other_does_not_take_turns() -> None:
@@ -241,7 +242,7 @@ def test_what_takes_from_each_other_does_not_take_turns() -> None:
 
 
 def test_what_both_read_stays_until_the_end() -> None:
-    first, second = Entry(Action.parse("0F1&")), Entry(Action.parse("0BW0"))
+    first, second = Entry(parse_action("0F1&")), Entry(parse_action("0BW0"))
     first.does = [Instruction(lambda x: x, [0], [1]), Instruction(lambda x: x, [0], [2], dead=[0])]
     second.does = [Instruction(lambda x: x, [0], [3], dead=[0])]
     cell, slots = OverlappedEntries([first], second), [torch.ones(1), None, None, None]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.runtime.mesh.process_groups import init_mesh
-from autopar.schedule.order import parse_row
+from tests.support.order_texts import parse_row
 from tests.support.ranks import run_ranks
 
 WIDTH = 8

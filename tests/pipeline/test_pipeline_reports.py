@@ -21,12 +21,13 @@ from autopar.rewrite.compilation import Compilation
 from autopar.runtime.exec.executor import per_rank
 from autopar.runtime.exec.slots import Routes
 from autopar.schedule.lowering import lower
-from autopar.schedule.order import Order, parse_row
+from autopar.schedule.order import Order
 from autopar.schedule.request import SCHEDULES, Costs, Request
 from autopar.schedule.simulate import simulate
 from autopar.steps.graphs import Compiled
 from autopar.steps.of_rank import lowered_order
 from tests.support.cases import Cell, compiled, ran, with_schedule
+from tests.support.order_texts import parse_row
 
 LLAMA = Cell("llama", Mesh.of(pp=2), Options(micro_batches=4, schedule="1f1b", chunks=1))
 TIED = Cell("gpt2", Mesh.of(pp=2, dp=2), Options(micro_batches=2, schedule="1f1b", zero=1))

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.schedule.lowering import lower
-from autopar.schedule.order import COMPUTE, TRANSFERS, Action, Order, P2PEdge, ScheduleError, parse_row, row_text
+from autopar.schedule.order import COMPUTE, TRANSFERS, Action, Order, P2PEdge, ScheduleError, row_text
 from autopar.schedule.order_checks import channels, counterpart, validate
 from autopar.schedule.request import Costs
 from autopar.schedule.simulate import Dependencies, simulate
 from tests.support.drawn_timeline import drawn
+from tests.support.order_texts import parse_action, parse_row
 
 TWO_RANKS = ("0F0 0F1 0BW0 0BW1", "1F0 1BW0 1F1 1BW1")
 
@@ -47,7 +48,7 @@ actions = st.one_of(
 @given(st.lists(actions, max_size=6))
 def test_rows_can_be_read_back(row: list[Action]) -> None:
     assert parse_row(row_text(row)) == tuple(row)
-    assert all(Action.parse(str(action)) == action for action in row)
+    assert all(parse_action(str(action)) == action for action in row)
 
 
 def test_text_forms() -> None:
@@ -62,7 +63,7 @@ def test_text_forms() -> None:
 )
 def test_what_is_no_action(text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"found {text!r}")):
-        Action.parse(text)
+        parse_action(text)
 
 
 def test_grid() -> None:
@@ -278,8 +279,8 @@ def test_a_send_inside_a_cell_leaves_when_its_half_is_done() -> None:
     assert "0F1&0SF1>1 0BW0" in rows_of(order)[0]
     for fused in (True, False):
         timeline = simulate(order, Costs(comm=0.5), fused=fused)
-        sent = order.ranks[0].index(Action.parse("0SF1>1"))
-        used = order.ranks[1].index(Action.parse("1F1"))
+        sent = order.ranks[0].index(parse_action("0SF1>1"))
+        used = order.ranks[1].index(parse_action("1F1"))
         assert timeline.start[1][used] >= timeline.start[0][sent] + 0.5
 
 

@@ -21,9 +21,10 @@ from autopar.report.html.schedule_picture import pipeline_section, svg
 from autopar.report.schedule_summary import compare, grid, run_schedule, sent, sequence, timeline_facts
 from autopar.report.svg import ticks
 from autopar.schedule.lowering import lower
-from autopar.schedule.order import Action, P2PEdge, parse_row
+from autopar.schedule.order import Action, P2PEdge
 from autopar.schedule.request import SCHEDULES, Costs, Request
 from autopar.schedule.simulate import Timeline, simulate
+from tests.support.order_texts import parse_row
 
 MS = Costs(F=18.5, B=18.1, W=9.3, comm=0.6, stash=0.5)
 SVG = "{http://www.w3.org/2000/svg}"
