@@ -227,7 +227,7 @@ class Plan:
         for node, a in self.attention.items():
             lines.append(f"  attention {node:<50} cp: forward {a.forward}, backward {a.backward}  {a.reason}")
         for node, e in self.experts.items():
-            lines.append(f"  experts of {node:<49} {e.axis}: {e.dispatch}  {e.reason}")
+            lines.append(f"  experts of {node:<49} {e.axis}: {e.token_dispatcher}  {e.reason}")
         lines += self._candidates()
         lines += [f"  piece {name:<54} tp: {p}  of a whole fused weight" for name, p in self.weight_pieces.items()]
         for share in self.shares:
@@ -349,7 +349,7 @@ def check_plan(plan: Plan) -> None:
                 f"plan: {name} is used as P, a pending sum; use R, or the placement that it is stored with"
             )
         if isinstance(axes["mb"].stored if "mb" in axes else None, Shard):
-            raise ValueError(f"plan: {name} is cut on axis 'mb': micro-batches cut the batch, no parameter; use I")
+            raise ValueError(f"plan: {name} is cut on axis 'mb': microbatches cut the batch, no parameter; use I")
     _check_parts(plan)
 
 

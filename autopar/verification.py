@@ -172,7 +172,7 @@ def verify(
             `TOLERANCES` of the coarsest one that it computes in: many models have norms and losses in float32 whatever
             their dtype.
         rtol, atol: an error may reach ``max(rtol * max|reference|, atol)``, per tensor.
-        options: anything that `parallelize` takes: zero, sequence_parallel, micro_batches, plan, backend, seed ...
+        options: anything that `parallelize` takes: zero, sequence_parallel, microbatches, plan, backend, seed ...
             With a ``precision`` one process computes in it, too; an exact comparison leaves out its casts.
 
     The tolerance relates to the largest value of each tensor, not to each element: a sum whose true value is zero has
@@ -188,9 +188,9 @@ def verify(
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None:
             number(name, value, 0.0)
-    if options.get("aux_loss") == "micro_batch":
+    if options.get("aux_loss") == "microbatch":
         raise ValueError(
-            'verify: aux_loss="micro_batch" is another loss than that of one process on the whole batch; leave it out '
+            'verify: aux_loss_scope="microbatch" is another loss than that of one process on the whole batch; leave it out '
             "(it is exact then), or verify without the auxiliary loss"
         )
     load_adapters(model)
@@ -200,14 +200,14 @@ def verify(
     part = _part(copied, whole, sizes, dist.get_rank(), options)
     seed = int(options.get("seed", 0))
     options.setdefault("example_batch", part)
-    parallel = parallelize(copied, mesh, exact=exact, **options)
+    parallel = parallelize(copied, mesh, lift_to_float64=exact, **options)
     losses = parallel.train_step(**part)
     found = parallel.full_gradients()
     loss = sum(float(x) for x in (losses if isinstance(losses, tuple) else (losses,)))
     own = {name: s.name for s in parallel.parameter_specs for name in (s.name, *s.aliases)}
     alone = copied if exact else computing_in(copied, policy)
-    limit = parallel.plan.options.capacity
-    reference_loss, expected = reference(alone, whole, exact=exact, seed=step_seed(seed, 1), capacity=limit)
+    limit = parallel.plan.options.capacity_factor
+    reference_loss, expected = reference(alone, whole, lift_to_float64=exact, seed=step_seed(seed, 1), capacity_factor=limit)
     expected = {own[name]: g for name, g in expected.items()}
 
     def limits(dtype: torch.dtype) -> tuple[float, float]:
@@ -308,11 +308,11 @@ def _part(
     if ranks > 1 and not set(tensors) <= set(dims):
         likely = likely_dims({name: tuple(x.shape) for name, x in tensors.items()}, dims)
         dims = likely | dict(plan_model(skeleton, batch, Mesh.of(dp=ranks), asked, None)[0].batch_dims)
-    index, micro_batches = (
+    index, microbatches = (
         mesh.dp_rank_and_size(mesh.coordinate(rank)),
-        options.get("micro_batches", before.micro_batches),
+        options.get("microbatches", before.microbatches),
     )
-    return part_of_batch(batch, dims, ranks, index, mesh.size("ep"), micro_batches)
+    return part_of_batch(batch, dims, ranks, index, mesh.size("ep"), microbatches)
 
 
 def _computed_in(graph: GraphModule) -> set[torch.dtype]:

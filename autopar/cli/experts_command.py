@@ -91,7 +91,7 @@ def _notes(routing: Routing, costs: list[DispatchCost], inside: Topology, betwee
     if routing.nodes > 1:
         n = routing.per_node
         lines.append(
-            f'on a mesh: topology="ep%{n}={inside},ep/{n}={between}", and dispatch="auto" or one of these names'
+            f'on a mesh: topology="ep%{n}={inside},ep/{n}={between}", and token_dispatcher="auto" or one of these names'
         )
         lines.append(f"a token reaches {routing.reached(routing.nodes):.2f} nodes, at most {routing.most_nodes}")
     if routing.limit < routing.groups and routing.nodes > 1 and routing.groups % routing.nodes:

@@ -26,7 +26,7 @@ from autopar.compile.slices import samples_of
 from autopar.compile.stages import StageBuilder
 from autopar.cost.axis_shares import axis_shares
 from autopar.cost.memory import most_static
-from autopar.ir.batch import with_constants
+from autopar.ir.batch import with_static_inputs
 from autopar.ir.graph import copy_graph, loss_places, output_node, remove_dead_code
 from autopar.ir.mesh import Mesh
 from autopar.ir.signature import ParameterSpec
@@ -66,7 +66,7 @@ def compile_model(
 
     Args:
         model: any module that torch.export accepts; on cpu, cuda or meta; it is not modified.
-        batch: the whole batch (all dp ranks, all micro-batches); only shapes and dtypes matter.
+        batch: the whole batch (all dp ranks, all microbatches); only shapes and dtypes matter.
         train: with gradients, each module in the mode that it has; otherwise all in eval mode, without gradients.
         grad_mode: what the forward is told when it asks whether there are gradients.
         autocast: dtype of a `torch.autocast` around the forward.
@@ -80,10 +80,10 @@ def compile_model(
     start = time.perf_counter()
     asked = options or (plan.options if plan is not None else Options())
     known_batch_dims(model, batch, asked, fixed)  # for what it refuses
-    batch = with_constants(batch, asked.constants)
+    batch = with_static_inputs(batch, asked.static_inputs)
     shared, precision = shared or SharedCapture(), asked.precision
     seen: dict[str, Any] = {"autocast": autocast, "precision": precision, "grad_mode": grad_mode}
-    gm = shared.again(model, batch, train=None if train else False, exact=exact, **seen)
+    gm = shared.again(model, batch, train=None if train else False, lift_to_float64=exact, **seen)
     seconds = time.perf_counter() - start
     how: dict[str, Any] = {"plan": plan, "fixed": fixed, "outputs": outputs, "tangents": tangents}
     return compile_graph(gm, mesh, options, train=train, timings={"capture": seconds}, observers=observers, **how)
@@ -106,9 +106,9 @@ def plan_model(
     ``shared`` keeps the capture for it.
     """
     known_batch_dims(model, batch, options, fixed)  # for what it refuses
-    batch = with_constants(batch, options.constants)
+    batch = with_static_inputs(batch, options.static_inputs)
     shared = shared or SharedCapture()
-    captured = shared.first(model, batch, exact=exact, precision=options.precision)
+    captured = shared.first(model, batch, lift_to_float64=exact, precision=options.precision)
     kept = copy_graph(captured) if fixed is None and follow_limit(mesh, options) else None
     gm = normalized(captured, Compilation(mesh))
     plan = make_plan(gm, mesh, options, fixed, example=True)
@@ -143,7 +143,7 @@ def _compiled(
 ) -> Compiled:
     options = options or (plan.options if plan is not None else Options())
     timings = {} if timings is None else timings
-    ctx = Compilation(mesh.with_micro_batches(options.micro_batches), observers=list(observers), timings=timings)
+    ctx = Compilation(mesh.with_microbatches(options.microbatches), observers=list(observers), timings=timings)
     ctx.observe("capture", gm)
     gm = normalized(gm, ctx)
     if outputs is not None:
@@ -161,7 +161,7 @@ def _compiled(
         PassManager(PLACEMENT_PASSES).run(copy_graph(gm) if slices else gm, c, facts=("functional",)) for c in contexts
     ]
     ctx.plan = plan = dataclasses.replace(plan, shares=axis_shares(local[0], plan))
-    made = [_of_micro_batch(*pair) for pair in zip(local, contexts, strict=True)]
+    made = [_of_microbatch(*pair) for pair in zip(local, contexts, strict=True)]
     gm, prologue = made[0][0], made[0][2]
     ahead = made[0][3]
     if prologue is not None:
@@ -195,16 +195,16 @@ def _settled_cuts(gm: GraphModule, mesh: Mesh, options: Options, estimated: Plan
 def _with_forward_ahead(plan: Plan, ahead: GraphModule) -> Plan:
     """Says so: it is no small thing."""
     note = (
-        f"{len(ahead.meta['results'])} values of all micro-batches need weights: a forward of each goes ahead of the "
-        'step, without gradients; aux_loss="micro_batch" does without for auxiliary losses'
+        f"{len(ahead.meta['results'])} values of all microbatches need weights: a forward of each goes ahead of the "
+        'step, without gradients; aux_loss_scope="microbatch" does without for auxiliary losses'
     )
     return dataclasses.replace(plan, notes=(*plan.notes, ("prologue", note)))
 
 
-def _of_micro_batch(
+def _of_microbatch(
     gm: GraphModule, ctx: Compilation
 ) -> tuple[GraphModule, list[Cache], Prologue | None, GraphModule | None]:
-    """What one rank runs on a micro-batch, or on a slice of its tokens, before it is cut and differentiated, and what
+    """What one rank runs on a microbatch, or on a slice of its tokens, before it is cut and differentiated, and what
     goes ahead of it."""
     gm, prologue, ahead = split_prologue(gm, ctx)
     gm, caches = slice_tokens(gm, ctx)
@@ -232,19 +232,19 @@ def keep_outputs(gm: GraphModule, names: Sequence[str]) -> None:
 
 def follow_limit(mesh: Mesh, options: Options) -> bool:
     """Whether a limit says where to cut, if no plan does."""
-    return mesh.size("pp") > 1 and bool(options.memory_limit) and not options.cuts and options.checkpoints == AUTO
+    return mesh.size("pp") > 1 and bool(options.memory_limit) and not options.split_points and options.ac_policy == AUTO
 
 
 def fastest_cuts(gm: GraphModule, mesh: Mesh, options: Options, **how: Any) -> Plan:
     """The plan without a limit."""
-    free = replace(options, memory_limit=0, host_memory=0, checkpoint="none")
+    free = replace(options, memory_limit=0, activation_offload=0, activation_checkpoint="none")
     return make_plan(normalized(gm, Compilation(mesh)), mesh, free, **how)
 
 
 def same_cuts(one: Plan, other: Plan) -> bool:
     """Whether two plans have the same stages under the same schedule."""
     assert one.pipeline is not None and other.pipeline is not None
-    return (one.pipeline.schedule, one.pipeline.cuts) == (other.pipeline.schedule, other.pipeline.cuts)
+    return (one.pipeline.schedule, one.pipeline.split_points) == (other.pipeline.schedule, other.pipeline.split_points)
 
 
 def cut_within_limit(

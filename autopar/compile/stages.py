@@ -68,7 +68,7 @@ class StageBuilder:
     ) -> None:
         """``graphs``: it and its caches, or those of the sample ``slices``. ``static``: see `make_order`. ``tangents``:
         names of outputs that gradients come for, beside the losses, where there is one part. ``ahead``: what totals
-        over micro-batches need of weights.
+        over microbatches need of weights.
 
         Raises ValueError where the graph has no such layers."""
         self.graphs, self.ctx, self.train, self.static, self.slices = graphs, ctx, train, static, slices
@@ -122,7 +122,7 @@ class StageBuilder:
     def make(self, checkpoints: Mapping[int, PartCheckpoints] | None = None) -> Pipeline:
         """The pipeline; ``checkpoints``: of its parts.
 
-        Raises ValueError where the schedule does not take the number of micro-batches."""
+        Raises ValueError where the schedule does not take the number of microbatches."""
         ctx, parts, checked = self.ctx, list[Stage](), list[Stage]()
         for k, part in enumerate(self.parts):
             own = (checkpoints or {}).get(k, NOTHING)
@@ -137,7 +137,7 @@ class StageBuilder:
                 make = partial(_as_is, make())
             parts.append(self._known.stage(part, make, own) if self._shares_parts else make())
         timed(ctx.timings, "checks", lambda: check_step_types(checked or parts, self.graphs[0][0], ctx.mesh))
-        lengths = self.plan.pipeline.slices if self.plan.pipeline is not None else ()
+        lengths = self.plan.pipeline.token_slices if self.plan.pipeline is not None else ()
         hops = self.cuts[0].hops
         if self.slices:
             hops = [sliced_hop(x, self.slices, lengths) for x in zip(*(cut.hops for cut in self.cuts), strict=True)]
@@ -152,7 +152,7 @@ class StageBuilder:
         return Pipeline(parts, hops, order, *self.prologues, lengths, ahead=self.rounds)
 
     def further_ahead(self, made: Pipeline) -> Pipeline | None:
-        """The same graphs in an order that takes the limit for more micro-batches in flight; None where the schedule
+        """The same graphs in an order that takes the limit for more microbatches in flight; None where the schedule
         has but one order, or no limit is so low."""
         pipeline = self.plan.pipeline
         if pipeline is None or not SCHEDULES[pipeline.schedule].searches:
@@ -165,11 +165,11 @@ class StageBuilder:
 
     def _order(self, parts: Sequence[Stage], hops: Sequence[P2PEdge]) -> Order:
         """Where checkpoints keep the limit, a schedule that searches does not take what they save for more
-        micro-batches in flight: that would ask for more of them."""
+        microbatches in flight: that would ask for more of them."""
         options = self.plan.options
-        if options.checkpoints != AUTO:
+        if options.ac_policy != AUTO:
             return make_order(self.plan, parts, hops, self.train, self.static)
-        free = replace(self.plan, options=replace(options, memory_limit=0, checkpoint="none"))
+        free = replace(self.plan, options=replace(options, memory_limit=0, activation_checkpoint="none"))
         return make_order(free, parts, hops, self.train)
 
     def _compile_part(self, k: int, checkpoints: PartCheckpoints) -> Stage:
@@ -204,13 +204,13 @@ class StageBuilder:
         if self._ahead is None:
             return []
         flow, pipeline, gm = flow_of(self._ahead, self.plan.inputs), self.plan.pipeline, self.graphs[0][0]
-        cuts = pipeline.cuts if pipeline is not None else ()
+        cuts = pipeline.split_points if pipeline is not None else ()
         where = place(flow_of(gm, self.plan.inputs), cuts) if cuts else {}
         return split_rounds(self._ahead, flow, {node.name: k for node, k in where.items()}, len(self.parts))
 
     @cached_property
     def prologues(self) -> tuple[StepGraph | None, StepGraph | None]:
-        """What all micro-batches share, and what each has of its own (`Pipeline.once`, `Pipeline.each`)."""
+        """What all microbatches share, and what each has of its own (`Pipeline.once`, `Pipeline.each`)."""
         return _prologues(self.cuts[0])
 
 
@@ -222,7 +222,7 @@ def _cut(gm: GraphModule, plan: Plan, tangents: Sequence[str]) -> Cut:
     """Of one part, gathers for each use stay within the graph, and are made again in its backward."""
     if plan.pipeline is not None:
         flow = flow_of(gm, plan.inputs)
-        return cut_stages(gm, flow, place(flow, plan.pipeline.cuts), plan.pipeline.parts)
+        return cut_stages(gm, flow, place(flow, plan.pipeline.split_points), plan.pipeline.parts)
     once = plan.options.zero and plan.options.gathers_once
     return uncut(gm, tangents, flow_of(gm, plan.inputs).used if once else None)
 
@@ -292,7 +292,7 @@ def _prologues(cut: Cut) -> tuple[StepGraph | None, StepGraph | None]:
 
 # --- graphs of a part's parameters ---------------------------------------------------------------------
 
-OF_EACH = ("backward", "backward_input", "backward_weight")  # the backwards of every micro-batch
+OF_EACH = ("backward", "backward_input", "backward_weight")  # the backwards of every microbatch
 
 
 def place_exchanges(stage: Stage, used: Mapping[Node, Node] | None, plan: Plan) -> None:
@@ -306,14 +306,14 @@ def place_exchanges(stage: Stage, used: Mapping[Node, Node] | None, plan: Plan) 
         3       every graph      every backward
 
     What every backward sums is what sums cut: over dp (and cp) it leaves pieces. What they leave whole is summed once
-    per step, in the last backward or in R: pieces over replicas (rp), which moves 2(R-1)/R of a piece (Zhao et al.
+    per step, in the last backward or in R: pieces over replicas (dp_replicate), which moves 2(R-1)/R of a piece (Zhao et al.
     2023, PyTorch FSDP, 3.2.2), and gradients of parameters that nothing cuts over all axes. ``used``: used node -> its
     parameter, where G and R were cut out.
     """
     options, alone = plan.options, plan.pipeline is None  # without other parts it is known which backward is the last
     last = alone and stage.backward is not None
-    once = options.reduces_once and options.micro_batches > 1
-    late = options.micro_batches > 1 and not once
+    once = options.reduces_once and options.microbatches > 1
+    late = options.microbatches > 1 and not once
     if used is not None:
         if not options.gathers_once and stage.gather is not None:
             _gather_inside(stage)
@@ -327,7 +327,7 @@ def place_exchanges(stage: Stage, used: Mapping[Node, Node] | None, plan: Plan) 
     elif last and (once or late):
         assert stage.backward is not None
         stage.backward, stage.backward_reduce = split_accumulation(stage.backward, options.precision, late)
-    if last and options.micro_batches == 1:
+    if last and options.microbatches == 1:
         stage.backward, stage.backward_reduce = None, stage.backward
     if stage.gather is not None:
         stage.gather_forward = with_gathers(stage.forward, stage.gather)

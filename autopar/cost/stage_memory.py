@@ -52,7 +52,7 @@ class MemoryProfile:
 
 
 def walk_rank(pipeline: Pipeline, rank: int, precision: Precision = PRECISIONS["none"]) -> MemoryProfile:
-    """Run the actions of one coordinate on pp. ``precision``: says in what gradients of micro-batches are added up."""
+    """Run the actions of one coordinate on pp. ``precision``: says in what gradients of microbatches are added up."""
     order = lowered_order(pipeline)
     run = _RankWalk(pipeline, order, rank, precision)
     totals, ahead = memory_ahead(pipeline, order, rank)
@@ -139,9 +139,9 @@ class _RankWalk:
         self.gathered: dict[tuple[int, str], int] = {}  # stage, used parameter -> bytes
         self.gathers: set[int] = set()  # stages whose next F gathers
         self.sums: dict[int, dict[str, int]] = {}  # stage -> gradient -> bytes
-        self.micro: dict[int, int] = {}  # micro-batch -> bytes of its prologue values and caches
+        self.micro: dict[int, int] = {}  # microbatch -> bytes of its prologue values and caches
         mine = [a for a in order.ranks[rank] if a.kind not in TRANSFERS and a.kind not in PARAMETERS]
-        self.left = Counter(a.micro_batch for a in mine)
+        self.left = Counter(a.microbatch for a in mine)
         self.last = {(a.stage, n): a for a in mine for n in self._used(a)}
         taken = {n for a in mine for n in self._graph_inputs(a)}
         self.once = _made(pipeline.once, taken)
@@ -180,7 +180,7 @@ class _RankWalk:
             return
         share = self.shares[action.slice]
         if action.kind == "F":
-            self.micro.setdefault(action.micro_batch, self.each + round(sum(part.caches) * sum(self.shares)))
+            self.micro.setdefault(action.microbatch, self.each + round(sum(part.caches) * sum(self.shares)))
             if action.stage in self.gathers:
                 graph = part.part.gather_forward
         self.moving.before(action)
@@ -205,7 +205,7 @@ class _RankWalk:
             sums |= trained
             if casts:  # the first sums, in a dtype of their own: addends are let go of one by one
                 self.peak(action.kind, self.there + part.largest(graph, trained))
-            several = self.order.micro_batches * self.order.slices > 1
+            several = self.order.microbatches * self.order.slices > 1
             total = sum(size for of_stage in self.sums.values() for size in of_stage.values())
             self.found.accumulated = max(self.found.accumulated, total if several else 0)
             self.found.trained |= {part.part.aliases.get(n, n) for n in map(of, trained)}
@@ -285,10 +285,10 @@ class _RankWalk:
         self.reduced += storage_bytes(graph.graph, range(len(graph.outputs)))
 
     def leave(self, action: Action) -> None:
-        """What dies with the last action of a micro-batch on this rank."""
-        self.left[action.micro_batch] -= 1
-        if not self.left[action.micro_batch]:
-            self.micro.pop(action.micro_batch, None)
+        """What dies with the last action of a microbatch on this rank."""
+        self.left[action.microbatch] -= 1
+        if not self.left[action.microbatch]:
+            self.micro.pop(action.microbatch, None)
 
     def peak(self, kind: str, size: float) -> None:
         if kind == "F":
@@ -306,7 +306,7 @@ def _made(step: StepGraph | None, wanted: Collection[str]) -> int:
 
 # --- values on their way between stages ----------------------------------------------------------------
 
-Key = tuple[str, int, int, int]  # F or B, stage, micro-batch, slice
+Key = tuple[str, int, int, int]  # F or B, stage, microbatch, slice
 
 
 class P2PBuffers:
@@ -346,12 +346,12 @@ class P2PBuffers:
         if action.kind != "F" and action.kind not in BACKWARD:
             return
         part = self._order.part_of(action.stage)
-        chain = self._order.chains[self._order.chain_of[action.micro_batch]]
+        chain = self._order.chains[self._order.chain_of[action.microbatch]]
         for other in range(len(chain)):
             if other == part or self._order.rank_of[chain[other]] != self._rank:
                 continue
             if (other > part) == (action.kind == "F"):
-                key = (action.kind[0], chain[other], action.micro_batch, action.slice)
+                key = (action.kind[0], chain[other], action.microbatch, action.slice)
                 size = self._between(min(part, other), max(part, other), action)
                 self._sizes[key] = self._sizes.get(key, 0) + size
 
@@ -379,7 +379,7 @@ class P2PBuffers:
 
 
 def _key(action: Action, kind: str) -> Key:
-    return kind, action.stage, action.micro_batch, action.slice
+    return kind, action.stage, action.microbatch, action.slice
 
 
 # --- rounds ahead of a step ----------------------------------------------------------------------------
@@ -398,11 +398,11 @@ def memory_ahead(pipeline: Pipeline, order: Order, rank: int) -> tuple[int, int]
         live = max((peak_of_values(g.graph, {x.name for x in placeholders(g.graph)}) for g in mine), default=0)
         most = max(most, live)
     kept = max((_kept(pipeline, here, sizes, r) for r in range(len(pipeline.ahead))), default=0)
-    return totals, totals + order.micro_batches * kept + most
+    return totals, totals + order.microbatches * kept + most
 
 
 def _kept(pipeline: Pipeline, here: list[bool], sizes: dict[str, int], number: int) -> int:
-    """Bytes of the values of a micro-batch that are made or received by a round, or before it, and taken in it or
+    """Bytes of the values of a microbatch that are made or received by a round, or before it, and taken in it or
     later."""
     there, later = set[str](), set[str]()
     for r, one in enumerate(pipeline.ahead):

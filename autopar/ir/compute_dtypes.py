@@ -159,7 +159,7 @@ def summed_in(stored: torch.dtype, precision: Precision) -> torch.dtype:
 
 
 def added_in(own: torch.dtype, stored: torch.dtype, precision: Precision) -> torch.dtype:
-    """``own``: that of one micro-batch's gradient."""
+    """``own``: that of one microbatch's gradient."""
     found = torch.promote_types(own, summed_in(stored, precision))
     return torch.promote_types(found, torch.float32) if precision.compute else found
 

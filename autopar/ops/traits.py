@@ -26,7 +26,7 @@ from autopar.ops import (  # noqa: F401  (registers what is named here)
     alltoall_dispatch,
     cache,
     collectives,
-    dedup_dispatch,
+    alltoall_dedup_dispatch,
     grouped_experts,
     host,
 )

@@ -23,7 +23,7 @@ from autopar.planner.experts.expert_plan import check_experts
 from autopar.planner.pipeline.slice_lengths import check_lengths, slice_unit, token_count
 from autopar.schedule.request import SCHEDULES
 
-WHOLE_WEIGHTS = ("rp", "dp", "cp")  # axes that cut the batch or its tokens, over which weights are whole for use
+WHOLE_WEIGHTS = ("dp_replicate", "dp", "cp")  # axes that cut the batch or its tokens, over which weights are whole for use
 MAKERS = ("", "forward", "backward")  # of the gradients of losses in chunks; "": not decided
 
 
@@ -61,7 +61,7 @@ def check_fits(plan: Plan, gm: GraphModule, train: bool = False) -> None:
         if name in inputs:
             _check_cuts(plan, f"input {name}", inputs[name], placed)
     if train and plan.pipeline is not None and SCHEDULES[plan.pipeline.schedule].sliced:
-        check_lengths(plan.pipeline.slices, token_count(gm), slice_unit(plan.options, plan.mesh))
+        check_lengths(plan.pipeline.token_slices, token_count(gm), slice_unit(plan.options, plan.mesh))
 
 
 def _check_ways(name: str, axes: Mapping[str, ParameterPlan], of_experts: Collection[str]) -> None:
@@ -78,7 +78,7 @@ def _check_ways(name: str, axes: Mapping[str, ParameterPlan], of_experts: Collec
 
 def _check_cuts(plan: Plan, name: str, shape: tuple[int, ...], placements: Mapping[str, Placement]) -> None:
     """Each axis cuts what the axes before it left."""
-    mesh, left = plan.mesh.with_micro_batches(plan.options.micro_batches), shape
+    mesh, left = plan.mesh.with_microbatches(plan.options.microbatches), shape
     for axis, pieces in mesh.cut_order.items():
         p = placements.get(axis)
         if not isinstance(p, Shard):
@@ -102,25 +102,25 @@ def _check_cuts(plan: Plan, name: str, shape: tuple[int, ...], placements: Mappi
 
 def check_names(options: Options) -> None:
     """Names of things that are registered: a misspelled one is an error on any mesh. Raises ValueError."""
-    AC_POLICIES[options.checkpoints]
-    if options.checkpoint == AUTO and not options.memory_limit:
+    AC_POLICIES[options.ac_policy]
+    if options.activation_checkpoint == AUTO and not options.memory_limit:
         raise ValueError(
-            "checkpoint: auto keeps what a rank holds under a limit, found no memory_limit; set one, such as "
-            'memory_limit="80GB", or checkpoint="selective" or "full"'
+            "activation_checkpoint: auto keeps what a rank holds under a limit, found no memory_limit; set one, such as "
+            'memory_limit="80GB", or activation_checkpoint="selective" or "full"'
         )
-    if options.host_memory and not options.memory_limit and not options.checkpoint:
+    if options.activation_offload and not options.memory_limit and not options.activation_checkpoint:
         raise ValueError(
-            f"host_memory: holds what a memory_limit does not let a rank keep, found {options.host_memory:,} bytes and "
-            'no memory_limit; set one, such as memory_limit="80GB", or checkpoint="offload"'
+            f"activation_offload: holds what a memory_limit does not let a rank keep, found {options.activation_offload:,} bytes and "
+            'no memory_limit; set one, such as memory_limit="80GB", or activation_checkpoint="offload"'
         )
     if options.schedule:
         SCHEDULES[options.schedule]
     for name in options.attention.split("+") if options.attention != "auto" else ():
         ALGORITHMS[name]
     Topologies.parse(options.topology)
-    for name in options.whole_ops:
+    for name in options.replicate_ops:
         if not _is_operator(name):
-            raise ValueError(f"whole_ops: no operator {name!r}; their names are such as 'aten.cumsum.default'")
+            raise ValueError(f"replicate_ops: no operator {name!r}; their names are such as 'aten.cumsum.default'")
 
 
 def check_used(options: Options, mesh: Mesh) -> None:
@@ -134,9 +134,9 @@ def check_used(options: Options, mesh: Mesh) -> None:
                 f"leave it out, or add such an axis"
             )
     _check_experts(options, mesh)
-    if options.gathers != DECLARED["gathers"].default and options.zero == 0:
+    if options.reshard_after_forward != DECLARED["gathers"].default and options.zero == 0:
         raise ValueError(
-            f"gathers: says when parameters that ZeRO cuts are gathered, found gathers={options.gathers!r} with "
+            f"reshard_after_forward: says when parameters that ZeRO cuts are gathered, found reshard_after_forward={options.reshard_after_forward!r} with "
             "zero=0; leave it out, or set zero=3"
         )
     wiring = Topologies.parse(options.topology)
@@ -150,7 +150,7 @@ def check_used(options: Options, mesh: Mesh) -> None:
 
 
 def _check_experts(options: Options, mesh: Mesh) -> None:
-    axis = options.experts
+    axis = options.expert_axis
     if axis in EXPERT_AXES[1:] and axis not in mesh.sizes:
         raise ValueError(
             f"experts: expected an axis of the mesh {mesh} over which to cut experts, found experts={axis!r}; add that "
@@ -161,9 +161,9 @@ def _check_experts(options: Options, mesh: Mesh) -> None:
             f"experts: an axis 'ep' is for experts, found experts={axis!r} beside ep={mesh.size('ep')}; leave one of "
             f"them out (what others call {axis} with ep inside of it is, without experts=, {axis}/ep times ep)"
         )
-    if axis == "ep" and "ep" not in mesh.sizes and options.dispatch != DECLARED["dispatch"].default:
+    if axis == "ep" and "ep" not in mesh.sizes and options.token_dispatcher != DECLARED["dispatch"].default:
         raise ValueError(
-            f"dispatch: counts with experts that are cut over an axis, found dispatch={options.dispatch!r} on the mesh "
+            f"token_dispatcher: counts with experts that are cut over an axis, found token_dispatcher={options.token_dispatcher!r} on the mesh "
             f'{mesh} without an axis ep; leave it out, add such an axis, or say experts="dp" (or "cp", "tp", "auto")'
         )
 

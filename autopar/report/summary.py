@@ -40,10 +40,10 @@ MEMORY_NOTES = {
     "inputs": "its part of the batch of a step",
     "gradients": "one per parameter, placed and typed like it",
     "optimizer": "AdamW: two moments, in the dtype of the parameters",
-    "accumulated": "gradient sums of micro-batches, before they are reduced",
-    "saved": "activations that F keeps for B: of one micro-batch, or of all in flight in a pipeline",
+    "accumulated": "gradient sums of microbatches, before they are reduced",
+    "saved": "activations that F keeps for B: of one microbatch, or of all in flight in a pipeline",
     "received": "of these, what other stages have sent",
-    "gathered": "parameters that stay whole for all micro-batches",
+    "gathered": "parameters that stay whole for all microbatches",
     "forward_peak": "live values in F, saved ones and gradient sums included",
     "backward_peak": "live values in B, saved ones, gradients and gradient sums included",
     "steady": "parameters + buffers + inputs + optimizer, but for states on the host",
@@ -191,7 +191,7 @@ def show_summary(summary: dict[str, Any], console: Console) -> None:
     """Print a summary as tables."""
     mesh = ",".join(f"{axis}={size}" for axis, size in summary["mesh"].items())
     options = ", ".join(
-        f"{k}={v}" for k, v in summary["options"].items() if k in ("zero", "sequence_parallel", "micro_batches")
+        f"{k}={v}" for k, v in summary["options"].items() if k in ("zero", "sequence_parallel", "microbatches")
     )
     console.print(f"{summary['model']} on {mesh} ({summary['ranks']} ranks), {options}", highlight=False)
     more = [attention_table(summary["attention"])] if "attention" in summary else []
@@ -332,11 +332,11 @@ def pipeline_summary(
     peaks = [memory["peak"] for memory in memories]
     return {
         "schedule": plan.schedule,
-        "device": compiled.plan.options.device,
+        "device": compiled.plan.options.target_hardware,
         "why": [reason for subject, reason in compiled.plan.notes if subject == "pipeline"],
-        "chunks": plan.chunks,
-        "slices": list(plan.slices),
-        "micro_batches": order.micro_batches,
+        "virtual_stages": plan.virtual_stages,
+        "token_slices": list(plan.token_slices),
+        "microbatches": order.microbatches,
         "parts": part_rows(compiled, timeline),
         "makespan": timeline.makespan,
         "step": timeline.cost,
@@ -359,7 +359,7 @@ def pipeline_summary(
 
 
 def part_rows(compiled: Compiled, timeline: Timeline) -> list[dict[str, Any]]:
-    """What each part of the model is, on which ranks it runs, and what one micro-batch takes there. parameters: their
+    """What each part of the model is, on which ranks it runs, and what one microbatch takes there. parameters: their
     number. activations: kept from F until B. sent: values for later parts."""
     pipeline, plan = compiled.pipeline, compiled.plan.pipeline
     assert plan is not None
@@ -372,7 +372,7 @@ def part_rows(compiled: Compiled, timeline: Timeline) -> list[dict[str, Any]]:
             {
                 "part": k,
                 "ranks": sorted({order.rank_of[chain[k]] for chain in order.chains}),
-                "begins": plan.cuts[k - 1] if k else "",
+                "begins": plan.split_points[k - 1] if k else "",
                 "modules": modules_of(name for name in specs if name in part.parameters),
                 "parameters": sum(math.prod(specs[name].shape) for name in part.parameters),
                 "time": times[k] / (sum(times) or 1.0),
@@ -391,7 +391,7 @@ def _facts(summary: Mapping[str, Any]) -> Table:
     table.add_row("schedule", summary["schedule"])
     for reason in summary["why"]:
         table.add_row("", escaped(reason))
-    table.add_row("micro-batches", str(summary["micro_batches"]))
+    table.add_row("microbatches", str(summary["microbatches"]))
     if summary["slices"]:
         table.add_row("token slices", ", ".join(map(str, summary["slices"])))
     table.add_row(f"step, simulated for {summary['device']}", human_seconds(summary["step"]))
@@ -401,7 +401,7 @@ def _facts(summary: Mapping[str, Any]) -> Table:
 
 def _parts(summary: Mapping[str, Any]) -> Table:
     right = ("parameters", "time", "activations", "sent")
-    table = table_of("Parts (bytes of one micro-batch)", "part", "on pp", "modules", *right, right=right)
+    table = table_of("Parts (bytes of one microbatch)", "part", "on pp", "modules", *right, right=right)
     for row in summary["parts"]:
         ranks = ", ".join(map(str, row["ranks"]))
         sizes = [human_bytes(row[name]) for name in ("activations", "sent")]

@@ -138,7 +138,7 @@ def check_step_types(parts: Sequence[Stage], local: GraphModule, mesh: Mesh) -> 
     The placements of inputs are known, operators have rules (`autopar.rules.local_types`), a sum over ranks makes a
     whole of addends, and a gradient must arrive as the dual of the placement of what it is the gradient of. So a
     collective that is missing, doubled, of another kind or over another axis is an error, whether the table of
-    conversions, differentiation or a pass made the mistake. Each axis is looked at by itself; micro-batches and token
+    conversions, differentiation or a pass made the mistake. Each axis is looked at by itself; microbatches and token
     slices are the runtime's.
     """
     axes = {a: n for a, n in mesh.sizes.items() if n > 1 and a != "pp" and a not in IN_TIME}

@@ -21,7 +21,7 @@ UNIT_COSTS = Costs()
 @dataclass(frozen=True)
 class Timeline:
     """An order with times. start, end: per rank, one per action of ``order.ranks[rank]``; the two actions of a fused
-    cell share them. busy: per rank, the time in which it computes. live: per rank, the most units (stage, micro-batch,
+    cell share them. busy: per rank, the time in which it computes. live: per rank, the most units (stage, microbatch,
     slice) whose F has run and whose B or BW has not. memory: per rank, the peak in the units of the costs."""
 
     order: Order
@@ -215,8 +215,8 @@ class _Simulation:
         known = {key_of(action): action for actions in self.order.ranks for action in actions}
         stuck = []
         for key, ranks in self.waiting.items():
-            kind, stage, micro_batch, piece, peer = key
-            absent = f"{Action(stage, kind, micro_batch, piece, peer)}, which no rank runs"
+            kind, stage, microbatch, piece, peer = key
+            absent = f"{Action(stage, kind, microbatch, piece, peer)}, which no rank runs"
             missing = str(known.get(key, absent))
             for rank in ranks:
                 stuck.append((rank, f"rank {rank} at {self.order.ranks[rank][marks[rank]]} waits for {missing}"))
@@ -266,19 +266,19 @@ def _memory_change(order: Order, costs: Costs, action: Action) -> float:
 # --- what an action waits for --------------------------------------------------------------------------
 
 Key = tuple[str, int, int, int, int]
-"""(kind, stage, micro-batch, slice, peer) of an action; BW and BWR count as B."""
+"""(kind, stage, microbatch, slice, peer) of an action; BW and BWR count as B."""
 
 
 def key_of(action: Action) -> Key:
     """What others wait for when they wait for this action."""
     kind = "B" if action.kind in BACKWARD else action.kind
-    return kind, action.stage, action.micro_batch, action.slice, action.peer
+    return kind, action.stage, action.microbatch, action.slice, action.peer
 
 
 class Dependencies:
     """``dependencies(action)`` lists the keys that the action waits for: what a runtime must keep as well.
 
-        F(part)    F(part-1) of the same micro-batch and slice; F of the slice before on the same stage
+        F(part)    F(part-1) of the same microbatch and slice; F of the slice before on the same stage
         B, BW, BWR own F; B(part+1); B of the slice behind on the same stage (backward runs slices in reverse)
         W          own B
         SF, SB     own F, own B
@@ -307,23 +307,23 @@ class Dependencies:
         for actions in order.ranks:
             for action in actions:
                 if action.kind in ("RF", "RB"):
-                    unit = (action.kind[1], action.stage, action.micro_batch, action.slice)
+                    unit = (action.kind[1], action.stage, action.microbatch, action.slice)
                     self.receives.setdefault(unit, []).append(key_of(action))
 
     def __call__(self, action: Action) -> list[Key]:
         """Keys in the order in which it is best to look at them: what is latest first."""
-        kind, stage, micro_batch, piece = action.kind, action.stage, action.micro_batch, action.slice
+        kind, stage, microbatch, piece = action.kind, action.stage, action.microbatch, action.slice
         if kind in ("W", "SB"):
-            return [("B", stage, micro_batch, piece, -1)]
+            return [("B", stage, microbatch, piece, -1)]
         if kind == "SF":
-            return [("F", stage, micro_batch, piece, -1)]
+            return [("F", stage, microbatch, piece, -1)]
         if kind != "F" and kind not in BACKWARD:
             return []
         way, nearest, beside = ("F", self.before, piece - 1) if kind == "F" else ("B", self.behind, piece + 1)
-        posted = self.receives.get((way, stage, micro_batch, piece), [])
-        keys = [*posted, *((f"S{way}", peer, micro_batch, piece, stage) for _, _, _, _, peer in posted)]
+        posted = self.receives.get((way, stage, microbatch, piece), [])
+        keys = [*posted, *((f"S{way}", peer, microbatch, piece, stage) for _, _, _, _, peer in posted)]
         if stage in nearest:
-            keys.append((way, nearest[stage], micro_batch, piece, -1))
+            keys.append((way, nearest[stage], microbatch, piece, -1))
         if 0 <= beside < self.slices:
-            keys.append((way, stage, micro_batch, beside, -1))
-        return keys if way == "F" else [*keys, ("F", stage, micro_batch, piece, -1)]
+            keys.append((way, stage, microbatch, beside, -1))
+        return keys if way == "F" else [*keys, ("F", stage, microbatch, piece, -1)]

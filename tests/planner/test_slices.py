@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from autopar.planner.pipeline.terapipe import Time, best_slices, pipeline_time
 
-# Table 1 of the paper: setting -> (batch per pipeline, micro-batches as they were measured).
+# Table 1 of the paper: setting -> (batch per pipeline, microbatches as they were measured).
 TABLE = {
     1: (16, [(1, [776, 640, 632])] * 16),
     2: (36, [(1, [2048])] * 36),
@@ -44,7 +44,7 @@ def slice_time(floor: float, token: float, pair: float = 0.0, latency: float = 0
 
 
 def slice_times(groups: Sequence[tuple[int, Sequence[int]]], time: Time) -> list[float]:
-    """The time of every slice on one stage, micro-batch by micro-batch."""
+    """The time of every slice on one stage, microbatch by microbatch."""
     found: list[float] = []
     for batch, lengths in groups:
         contexts = np.cumsum([0, *lengths[:-1]])
@@ -144,8 +144,8 @@ def test_2048_tokens_on_a_grid_of_8_take_no_time() -> None:
 
 def test_refusals() -> None:
     model = slice_time(floor=1.0, token=0.1)
-    with pytest.raises(ValueError, match="divide into micro-batches of 3"):
-        best_slices(8, 2, model, batch=4, micro_batch=3)
+    with pytest.raises(ValueError, match="divide into microbatches of 3"):
+        best_slices(8, 2, model, batch=4, microbatch=3)
     with pytest.raises(ValueError, match="stages needs to be at least 1"):
         best_slices(8, 0, model)
     with pytest.raises(ValueError, match="finite"):
@@ -174,7 +174,7 @@ def test_the_ablation_is_predicted(
     for parts, measured in seconds.items():
         predicted = pipeline_time(slice_times(uniform(parts, batch), model), stages)
         assert predicted == pytest.approx(measured, rel=0.1 if parts in fitted else 0.05)
-    found = best_slices(2048, stages, model, batch=batch, micro_batch=1)
+    found = best_slices(2048, stages, model, batch=batch, microbatch=1)
     assert found.total == pytest.approx(programmed, rel=0.05)
     assert found.total <= min(pipeline_time(slice_times(uniform(m, batch), model), stages) for m in seconds)
     assert found.groups == (found.groups[0],) * batch
@@ -183,5 +183,5 @@ def test_the_ablation_is_predicted(
 def test_the_measured_slicings_are_near_the_best() -> None:
     """The paper's own slicings in its settings 8 and 9 are within 6 % of what the program finds."""
     for setting, (stages, batch, _, _, model) in ((8, GPT3_44B), (9, GPT3_175B)):
-        best = best_slices(2048, stages, model, batch=batch, micro_batch=1).total
+        best = best_slices(2048, stages, model, batch=batch, microbatch=1).total
         assert best <= pipeline_time(slice_times(TABLE[setting][1], model), stages) <= 1.06 * best

@@ -8,7 +8,7 @@ from autopar.schedule.order import Action
 
 ACTION = re.compile(
     r"(?P<stage>\d+)(?:(?P<parameters>[GR])"
-    r"|(?P<compute>F|BWR|BW|B|W)(?P<micro_batch>\d+)(?:\.(?P<slice>\d+))?(?P<paired>&)?"
+    r"|(?P<compute>F|BWR|BW|B|W)(?P<microbatch>\d+)(?:\.(?P<slice>\d+))?(?P<paired>&)?"
     r"|(?P<transfer>[SR][FB])(?P<moved>\d+)(?:\.(?P<piece>\d+))?(?P<way>[<>])(?P<peer>\d+))"
 )
 
@@ -23,7 +23,7 @@ def parse_action(text: str) -> Action:
         return Action(stage, match["parameters"])
     if match["compute"]:
         paired = match["paired"] is not None
-        return Action(stage, match["compute"], int(match["micro_batch"]), int(match["slice"] or 0), paired=paired)
+        return Action(stage, match["compute"], int(match["microbatch"]), int(match["slice"] or 0), paired=paired)
     return Action(stage, match["transfer"], int(match["moved"]), int(match["piece"] or 0), int(match["peer"]))
 
 

@@ -105,7 +105,7 @@ class _PlacementSweep:
     def __init__(self, gm: GraphModule, ctx: Compilation, plan: Plan, axis: str) -> None:
         self.gm, self.plan, self.axis, self.mesh = gm, plan, axis, ctx.mesh
         self.ranks = ctx.mesh.size(axis)
-        self.whole = plan.options.whole_ops
+        self.whole = plan.options.replicate_ops
         self.versions: dict[Node, dict[Placement, Node]] = {}
         self.weights: set[Node] = set()
         self.specs = input_specs(gm)
@@ -233,7 +233,7 @@ class _PlacementSweep:
 
     def _choices(self, node: Node, rule: Rule, operands: list[Node], have: list[Placement]) -> Iterator[_Choice]:
         partial = frozenset(i for i, p in enumerate(have) if isinstance(p, Partial) and rule.operands[i] is not None)
-        # parts of a loss that all micro-batches compute alike, of parameters alone: divided, they are addends, too
+        # parts of a loss that all microbatches compute alike, of parameters alone: divided, they are addends, too
         alike = {i for i, x in enumerate(operands) if self.axis == "mb" and have[i] == REPLICATE and has_gradient(x)}
         for kept in rule.linear:
             others = [operands[i] for i in partial - kept]  # a count under a sum: resolved, when not differentiated
@@ -264,7 +264,7 @@ class _PlacementSweep:
         yield self._whole(rule, operands, have)
 
     def _passes_on(self, node: Node, rule: Rule, operands: list[Node], kept: frozenset[int]) -> bool:
-        """Whether pending sums stay pending. Over micro-batches those that are differentiated can only become a loss,
+        """Whether pending sums stay pending. Over microbatches those that are differentiated can only become a loss,
         and others are summed before they meet anything: what is counted ahead cannot depend on what is."""
         if node in self.backwards.inside:
             return True
@@ -357,7 +357,7 @@ class _PlacementSweep:
                 return versions[made]
         if matches(placement(x, self.axis), need, has_gradient(x)):
             return x
-        self.backwards.refuse_over_micro_batches(x, before)
+        self.backwards.refuse_over_microbatches(x, before)
         src = source or min(self._sources(x), key=lambda p: self._price(x, p, need))
         if self._price(x, src, need) == float("inf"):
             raise ValueError(f"placements: {describe(before)} needs {x.name} as {need} on {self.axis!r}, it is {src}")
@@ -405,7 +405,7 @@ class Backwards:
     Invariant, or a pending sum, and the result Replicate, where all inputs are that too and the backward is linear in
     it; and an input is taken with that placement for which its gradient is least to convert.
 
-    Over micro-batches nothing of a backward is converted: the others' gradients are not there yet. An operator of
+    Over microbatches nothing of a backward is converted: the others' gradients are not there yet. An operator of
     others whose registered backward is not linear runs on whole values, Invariant: then the gradient is whole as well.
     """
 
@@ -430,26 +430,26 @@ class Backwards:
             self.summed[id(own)] = self.axis == "mb" or (replicate and is_linear(own, self.rule_of))
         return PARTIAL if self.summed[id(own)] else INVARIANT
 
-    def refuse_over_micro_batches(self, x: Node, before: Node) -> None:
-        """Raises ValueError where gradients of all micro-batches would be needed in the backward of one."""
+    def refuse_over_microbatches(self, x: Node, before: Node) -> None:
+        """Raises ValueError where gradients of all microbatches would be needed in the backward of one."""
         if self.axis == "mb" and x in self.inside:
             while is_conversion(before):
                 before = next(iter(before.users))
             raise ValueError(
-                f"micro_batches: the backward of the autograd function {function_of(x)} needs the gradients of all "
-                f"micro-batches at once at {describe(before)}, so cutting the batch would change the result; use "
-                "micro_batches=1"
+                f"microbatches: the backward of the autograd function {function_of(x)} needs the gradients of all "
+                f"microbatches at once at {describe(before)}, so cutting the batch would change the result; use "
+                "microbatches=1"
             )
 
     def needs_whole_gradient(self, node: Node) -> bool:
         """Whether a call is of an operator whose own backward is not linear: the gradient that it takes must be that
-        of all ranks. Raises ValueError over micro-batches."""
+        of all ranks. Raises ValueError over microbatches."""
         if not has_nonlinear_backward(node):
             return False
         if self.axis == "mb":
             raise ValueError(
-                f"micro_batches: the backward that is registered for {node.target} is not linear in the gradient, so "
-                f"it needs that of all micro-batches at once at {describe(node)}; use micro_batches=1"
+                f"microbatches: the backward that is registered for {node.target} is not linear in the gradient, so "
+                f"it needs that of all microbatches at once at {describe(node)}; use microbatches=1"
             )
         return True
 

@@ -5,14 +5,14 @@ Guarantees  no view that changes nothing (same shape, detach, alias), power of o
             integer sum with zero, or transpose of a transpose feeds another op; a view of a view of a contiguous value
             is one view; a quotient is taken before an expansion, where only elementwise operators read it: a kernel may
             take for granted that its operand is dense, as it was when the graph was traced. An all-reduce over dp whose
-            result does nothing but be all-reduced over rp is one over both: for n and r ranks it moves 2 (nr - 1)/nr of
+            result does nothing but be all-reduced over dp_replicate is one over both: for n and r ranks it moves 2 (nr - 1)/nr of
             the value, and not 2 (n - 1)/n + 2 (r - 1)/r.
-Leaves      outputs; every number; sums of pieces over rp, behind a reduce-scatter; sums over axes with other links.
+Leaves      outputs; every number; sums of pieces over dp_replicate, behind a reduce-scatter; sums over axes with other links.
 
     a = view(w, [32]); b = detach(a); y = mul(b, x)            -->     y = mul(w, x)
     a = view(x, [64, 32]); b = view(a, [4, 16, 32])            -->     b = view(x, [4, 16, 32])
     a = expand(m, [2, 512, 384]); b = div(a, 384)              -->     a = div(m, 384); b = expand(a, [2, 512, 384])
-    a = all_reduce(x, "dp"); b = all_reduce(a, "rp")           -->     b = all_reduce(x, "rp,dp")
+    a = all_reduce(x, "dp"); b = all_reduce(a, "dp_replicate")           -->     b = all_reduce(x, "dp_replicate,dp")
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ from autopar.cost.topology import Topologies
 from autopar.ir.expert_layers import GATHER, ExpertPlan, axis_of_experts, dispatches, expert_weights, pairs_per_expert
 from autopar.ir.graph import arguments, describe, global_shape, is_call, reach
 from autopar.ir.mesh import Mesh
-from autopar.options import DISPATCHES, EXPERT_AXES, Options
+from autopar.options import TOKEN_DISPATCHERS, EXPERT_AXES, Options
 from autopar.planner.experts.expert_axis import cuts_tokens, exchange_costs, groups_on_nodes, routing_of
 
-LEVELS = "two_level"
+LEVELS = "hierarchical"
 ours = torch.ops.autopar
 DRAWS = (ours.dropout.default, ours.random.default)
 
@@ -43,21 +43,21 @@ def _chosen(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> ExpertPl
     ranks, wiring = mesh.size(axis), Topologies.parse(options.topology)
     per_node = wiring.per_node(axis) or ranks
     several = 1 < per_node < ranks
-    if options.dispatch == LEVELS and not several:
+    if options.token_dispatcher == LEVELS and not several:
         raise ValueError(
-            f"experts: dispatch={LEVELS!r} needs an axis {axis!r} over several nodes of several ranks, found "
+            f"experts: token_dispatcher={LEVELS!r} needs an axis {axis!r} over several nodes of several ranks, found "
             f'{ranks} ranks in nodes of {per_node}; say how many are a node, such as topology="{axis}%8=switch", '
-            'or use dispatch="dedup"'
+            'or use token_dispatcher="dedup"'
         )
     if not cuts_tokens(axis, options):
-        if options.dispatch not in ("auto", GATHER):
+        if options.token_dispatcher not in ("auto", GATHER):
             raise ValueError(
-                f"experts: ranks of axis {axis!r} have the same tokens, found dispatch={options.dispatch!r}, which "
+                f"experts: ranks of axis {axis!r} have the same tokens, found token_dispatcher={options.token_dispatcher!r}, which "
                 "sends tokens; set sequence_parallel=True, or leave dispatch out"
             )
         return ExpertPlan(axis, GATHER, f"ranks of {axis} have the same tokens: results are summed")
-    if options.dispatch != "auto":
-        return ExpertPlan(axis, options.dispatch, "asked for", per_node if several else 0)
+    if options.token_dispatcher != "auto":
+        return ExpertPlan(axis, options.token_dispatcher, "asked for", per_node if several else 0)
     seconds = exchange_costs(dispatch, mesh, options, axis)
     times = ", ".join(f"{name} {took * 1e3:.3g} ms" for name, took in seconds.items())
     nodes = f" on nodes of {per_node} ranks" if several else ""
@@ -78,10 +78,10 @@ def _check_divides(dispatch: Node, axis: str, mesh: Mesh) -> None:
         )
 
 
-def check_draws(gm: GraphModule, mesh: Mesh, micro_batches: int) -> None:
+def check_draws(gm: GraphModule, mesh: Mesh, microbatches: int) -> None:
     """Raises ValueError for random numbers drawn row by row in the order of experts, which no cut of the tokens
     keeps: a rank's rows have other numbers then than those of one process, or as many as nobody knows."""
-    if mesh.data_size * mesh.size("cp") * micro_batches == 1:
+    if mesh.data_size * mesh.size("cp") * microbatches == 1:
         return
     for node in dispatches(gm):
         rows = [x for x in node.users if is_call(x, operator.getitem) and x.args[1] == 0]
@@ -108,11 +108,11 @@ def check_experts(gm: GraphModule, mesh: Mesh, plans: Mapping[str, ExpertPlan]) 
                 f"plan: experts of {name} are cut over {chosen.axis!r}, which must be {which} and an axis of the mesh "
                 f"{mesh}; make a plan for this mesh"
             )
-        if chosen.dispatch not in DISPATCHES:
+        if chosen.token_dispatcher not in TOKEN_DISPATCHERS:
             raise ValueError(
-                f"plan: tokens get to the experts of {name} by {chosen.dispatch!r}; use one of {', '.join(DISPATCHES)}"
+                f"plan: tokens get to the experts of {name} by {chosen.token_dispatcher!r}; use one of {', '.join(TOKEN_DISPATCHERS)}"
             )
-        if chosen.dispatch == LEVELS and not (1 < chosen.per_node < ranks and ranks % chosen.per_node == 0):
+        if chosen.token_dispatcher == LEVELS and not (1 < chosen.per_node < ranks and ranks % chosen.per_node == 0):
             raise ValueError(
                 f"plan: tokens get to the experts of {name} by {LEVELS!r} with {chosen.per_node} ranks per node, which "
                 f"must be several, and divide {ranks} ranks of axis {axis!r} into several nodes"
@@ -141,15 +141,15 @@ def expert_parameters(gm: GraphModule, names: Mapping[Node, str], plans: Mapping
 
 def capacity_notes(gm: GraphModule, options: Options) -> list[tuple[str, str]]:
     """How many tokens an expert takes. Raises ValueError for a capacity that no step can keep."""
-    if not options.capacity:
+    if not options.capacity_factor:
         return []
     found = dispatches(gm)
     if not found:
         raise ValueError(
-            f"capacity: is one of experts, found capacity={options.capacity} and a model without any that autopar "
+            f"capacity_factor: is one of experts, found capacity_factor={options.capacity_factor} and a model without any that autopar "
             "knows (autopar::moe_dispatch); leave it out"
         )
-    limits = {pairs_per_expert(node, options.capacity): node for node in reversed(found)}
+    limits = {pairs_per_expert(node, options.capacity_factor): node for node in reversed(found)}
     return [
         (
             f"experts of {node.name}",
@@ -196,9 +196,9 @@ def _rows_of(dispatch: Node, mesh: Mesh, options: Options, chosen: ExpertPlan) -
 
 def _moved(dispatch: Node, own: int, routing: Routing, options: Options, chosen: ExpertPlan) -> str:
     """Bytes that a rank sends on each level, evenly and at most."""
-    x, way = arguments(dispatch)["x"], chosen.dispatch
+    x, way = arguments(dispatch)["x"], chosen.token_dispatcher
     width, itemsize = global_shape(x)[1], x.meta["val"].dtype.itemsize
-    copy = copy_bytes(routing, way, own * options.micro_batches, width, itemsize) / 1e6
+    copy = copy_bytes(routing, way, own * options.microbatches, width, itemsize) / 1e6
     places = ("within a node", "between nodes") if routing.nodes > 1 else ("over the axis",)
     sent = zip(places, even_copies_of(routing, way), most_copies(routing, way), strict=False)
     return ", and ".join(f"{even * copy:.3g} MB {place}, at most {most * copy:.3g}" for place, even, most in sent)

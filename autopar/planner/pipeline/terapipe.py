@@ -10,7 +10,7 @@ For a bound t_max on every slice, the least sum over slicings of the first i tok
     S*(i; t_max) = min_k { S*(i - k; t_max) + t(k, i - k) :  t(k, i - k) <= t_max }              (Eq. 7, 8)
     T*           = min over t_max of  S*(L; t_max) + (K - 1) t_max                               (Eq. 6)
 
-All micro-batches are sliced alike. The t_max that can matter are the values of t on the grid.
+All microbatches are sliced alike. The t_max that can matter are the values of t on the grid.
 S* never grows with t_max, so S*(b) + (K - 1) a bounds all candidates in [a, b] from below: the outer minimum is taken
 by branch and bound, best bound first, which is exact and solves a few dozen of some 10⁴ inner programs.
 """
@@ -35,7 +35,7 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Slicing:
-    """groups: (sequences, lengths of their slices) of every micro-batch. total: T."""
+    """groups: (sequences, lengths of their slices) of every microbatch. total: T."""
 
     groups: tuple[tuple[int, tuple[int, ...]], ...]
     total: float
@@ -47,29 +47,29 @@ def pipeline_time(slice_times: Iterable[float], stages: int) -> float:
     return math.fsum(times) + (stages - 1) * max(times, default=0.0)
 
 
-def best_slices(length: int, stages: int, time: Time, batch: int = 1, micro_batch: int = 1, grid: int = 8) -> Slicing:
+def best_slices(length: int, stages: int, time: Time, batch: int = 1, microbatch: int = 1, grid: int = 8) -> Slicing:
     """The slicing of ``batch`` sequences of ``length`` tokens that takes the least time on ``stages`` equal stages.
 
-    time: seconds of a slice on one stage, see `Time`. micro_batch: sequences per micro-batch. grid: slices are cut at
+    time: seconds of a slice on one stage, see `Time`. microbatch: sequences per microbatch. grid: slices are cut at
     multiples of it; where it does not divide the length, the last slice takes the odd tokens.
-    Raises ValueError for sizes below 1, a micro_batch that does not divide the batch, and times that are not numbers.
+    Raises ValueError for sizes below 1, a microbatch that does not divide the batch, and times that are not numbers.
     """
     for name, value in (("length", length), ("stages", stages), ("batch", batch), ("grid", grid)):
         if value < 1:
-            raise ValueError(f"slices: {name} needs to be at least 1, found {value}")
-    if micro_batch < 1 or batch % micro_batch:
+            raise ValueError(f"token_slices: {name} needs to be at least 1, found {value}")
+    if microbatch < 1 or batch % microbatch:
         raise ValueError(
-            f"slices: a batch of {batch} sequences does not divide into micro-batches of {micro_batch}; use a divisor "
+            f"token_slices: a batch of {batch} sequences does not divide into microbatches of {microbatch}; use a divisor "
             f"of {batch}"
         )
-    count = batch // micro_batch
-    lengths, times = _least(_SliceProgram(length, micro_batch, grid, time), count, stages)
-    return Slicing(((micro_batch, lengths),) * count, pipeline_time(times * count, stages))
+    count = batch // microbatch
+    lengths, times = _least(_SliceProgram(length, microbatch, grid, time), count, stages)
+    return Slicing(((microbatch, lengths),) * count, pipeline_time(times * count, stages))
 
 
 # --- one t_max -----------------------------------------------------------------------------------------------
 
-# Lengths and times of the slices of a micro-batch.
+# Lengths and times of the slices of a microbatch.
 _Solution = tuple[tuple[int, ...], tuple[float, ...]]
 
 
@@ -87,7 +87,7 @@ class _SliceProgram:
         end, start = np.tril_indices(count, -1)
         values = np.asarray(time(size, self.points[end] - self.points[start], self.points[start]), dtype=float)
         if not (np.isfinite(values).all() and (values >= 0).all()):
-            raise ValueError(f"slices: times need to be finite and not negative, found {values.min()} s")
+            raise ValueError(f"token_slices: times need to be finite and not negative, found {values.min()} s")
         self.table[end, start] = values
         self.candidates = np.unique(self.table[np.isfinite(self.table)])
 

@@ -253,7 +253,7 @@ class Dumper:
 
 
 def _summary(ctx: Compilation, parameters: list[ParameterSpec]) -> list[tuple[str, str]]:
-    mesh = ctx.plan.mesh if ctx.plan is not None else ctx.mesh  # without the micro-batches
+    mesh = ctx.plan.mesh if ctx.plan is not None else ctx.mesh  # without the microbatches
     rows = [("mesh", str(mesh)), ("ranks", str(mesh.world_size))]
     if parameters:
         whole = sum(p.nbytes() for p in parameters)
@@ -349,14 +349,14 @@ def measured_costs(order: Order, events: Iterable[Event], costs: Costs) -> Costs
 
 
 def _section(compiled: Compiled, timeline: Timeline, measured: Sequence[Event] | None) -> Section:
-    estimated = f"estimated for {compiled.plan.options.device}"
+    estimated = f"estimated for {compiled.plan.options.target_hardware}"
     times = "simulated with the median times of the measured step" if measured else estimated
     notes = [f"Times are {times}; peak memory of activations in MiB."]
     notes += [reason for subject, reason in compiled.plan.notes if subject == "pipeline"]
     section = pipeline_section(
         replace(timeline, memory=tuple(value / 2**20 for value in timeline.memory)), measured, notes, "ms"
     )
-    parts = f"<p class=muted>Parts, for one micro-batch</p>{_parts(compiled, timeline)}"
+    parts = f"<p class=muted>Parts, for one microbatch</p>{_parts(compiled, timeline)}"
     ranks = f"<p class=muted>Ranks of pp, for a step</p>{_ranks(compiled, timeline)}"
     return replace(section, body=f"{section.body}\n{parts}\n{ranks}")
 
