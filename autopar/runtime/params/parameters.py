@@ -60,19 +60,20 @@ def stages_with(spec: ParameterSpec, groups: Groups) -> Holders | None:
 
 
 def wrap(local: Tensor, spec: ParameterSpec, groups: Groups, holders: Holders | None = None) -> ShardedTensor:
-    """This rank's piece (of a parameter or of an output) as a DTensor; shares the storage, passes gradients on."""
+    """This rank's piece (of a parameter or of an output) as a DTensor, which passes gradients on. Without any it holds
+    the piece itself: a buffer that is returned and later given other ``.data`` is seen in the output, as in torch."""
     expected = spec.local_shape(groups.mesh) if holders is None or holders.here else (0,)
     assert tuple(local.shape) == expected, f"{spec.name}: a piece has shape {expected}, found {tuple(local.shape)}"
     cuts = cuts_of(spec.placements, groups.mesh.sizes)
     mesh, shape = groups.device_mesh, torch.Size(spec.shape)
     if local.requires_grad and torch.is_grad_enabled():
         return from_local(local, mesh, cuts, shape)
-    return ShardedTensor.make(local.detach(), mesh, cuts, shape, holders)
+    return ShardedTensor.make(local.detach() if local.requires_grad else local, mesh, cuts, shape, holders)
 
 
 def make_parameter(local: Tensor, spec: ParameterSpec, groups: Groups) -> nn.Parameter:
     """A parameter that optimizers and checkpoints see whole, over this rank's piece (same storage)."""
-    laid = wrap(local, spec, groups, stages_with(spec, groups))
+    laid = wrap(local.detach(), spec, groups, stages_with(spec, groups))
     parameter = nn.Parameter(laid, requires_grad=spec.requires_grad)
     parameter.share_memory_ = _not_shared  # type: ignore[method-assign] # torch's own crashes the interpreter
     return parameter
