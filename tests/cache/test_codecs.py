@@ -170,7 +170,7 @@ def test_steps_come_back(name: str, mesh: str, options: dict[str, Any], train: b
     """Code, notes and order of every graph; nothing is made before it is asked for."""
     made = compile_graph(subject(name).graph(), Mesh.parse(mesh), Options(**options), train=train)
     sections = step_sections(made)
-    found = step_of_sections(sections)
+    found = step_of_sections(sections, made.constants)
     assert isinstance(found, StoredStep) and "local" not in vars(found)
     assert found.plan == made.plan and found.signature == made.signature and found.parameters == made.parameters
     assert found.signature.leaves == made.signature.leaves and found.signature.spec == made.signature.spec
@@ -290,8 +290,8 @@ def test_a_step_without_its_parts_is_refused() -> None:
     sections = step_sections(made)
     for lost in sections:
         with pytest.raises(Damaged):
-            step_of_sections({name: data for name, data in sections.items() if name != lost})
+            step_of_sections({name: data for name, data in sections.items() if name != lost}, made.constants)
     s = subject("mlp")
     plan = plan_sections(plan_model(s.model, s.batch, Mesh.of(dp=2), Options()))
     with pytest.raises(Damaged):
-        step_of_sections(sections | plan)
+        step_of_sections(sections | plan, made.constants)

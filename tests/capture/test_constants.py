@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cache.step_key import step_key
+from autopar.capture.front_end import capture
 from autopar.compile.model import compile_model
 from autopar.ir.batch import constants_of, facts_of, whole_batch, with_constants, without_constants
 from autopar.ir.mesh import Mesh
@@ -101,7 +102,7 @@ def test_verify_takes_them() -> None:
 def test_the_key_of_what_is_kept_has_their_values() -> None:
     def key(*lengths: int) -> str:
         marked = with_constants(batch_of(*lengths), ("lengths",))
-        return step_key("step", Packed(), marked, Mesh.of(dp=2), options=ASKED, train=True)
+        return step_key("step", capture(Packed(), marked), Mesh.of(dp=2), options=ASKED, train=True)
 
     assert key(2, 4) == key(2, 4) != key(4, 2)
 

@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from autopar.cache.library_versions import changed_autopar
+from autopar.cache.own_sources import changed_autopar
 from autopar.runtime.fault import errors
 from tests.support.compile_cache import compiled_by_one
 from tests.support.cpu_slots import take_turns_as_rank
