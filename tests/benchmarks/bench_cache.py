@@ -1,6 +1,6 @@
 """What the cache of compiled steps saves for real models on large meshes: processor time to plan and step of one rank,
-compiled, and read from disk by another process, which captures the model to know what to read; imports and the model's own
-construction are left out of both.
+compiled, and read from disk by another process, which captures the model to know what to read. Imports and the model's
+own construction are left out of both.
 
     python tests/benchmarks/bench_cache.py [--only llama_8b]
 
