@@ -189,7 +189,7 @@ class Options:
     optimizer_on_host: bool = _option(
         False, FLAG, "states of optimizers lie in host memory; a step brings those of a bucket of parameters at a time"
     )
-    checkpoint: str = _option(
+    activation_checkpoint: str = _option(
         "", NAME, "what the backward makes again, or gets back from the host, instead of keeping it",
         "auto with a memory_limit, else what the model asks for", names=AC_POLICIES,
     )  # fmt: skip
@@ -254,9 +254,9 @@ class Options:
     )  # fmt: skip
 
     @property
-    def checkpoints(self) -> str:
-        """Name of the policy of checkpoints."""
-        return self.checkpoint or (AUTO if self.memory_limit else "model")
+    def ac_policy(self) -> str:
+        """Name of the policy of activation checkpointing."""
+        return self.activation_checkpoint or (AUTO if self.memory_limit else "model")
 
     @property
     def gathers_once(self) -> bool:
@@ -274,12 +274,19 @@ class Options:
 
 
 OTHER_WORDS = {
-    "gradient_accumulation_steps": "micro_batches", "accumulation_steps": "micro_batches",
-    "grad_accum": "micro_batches", "microbatches": "micro_batches", "num_microbatches": "micro_batches",
-    "dtype": "precision", "amp": "precision", "gradient_checkpointing": "checkpoint",
-    "activation_checkpointing": "checkpoint", "recompute": "checkpoint", "remat": "checkpoint", "fsdp": "zero",
-    "stage": "zero", "offload_optimizer": "optimizer_on_host", "cpu_offload": "optimizer_on_host", "compile": "backend",
-    "batch": "example_batch", "inputs": "example_batch",
+    "gradient_accumulation_steps": "microbatches", "accumulation_steps": "microbatches", "grad_accum": "microbatches",
+    "micro_batches": "microbatches", "num_microbatches": "microbatches", "dtype": "precision", "amp": "precision",
+    "checkpoint": "activation_checkpoint", "gradient_checkpointing": "activation_checkpoint",
+    "activation_checkpointing": "activation_checkpoint", "recompute": "activation_checkpoint",
+    "remat": "activation_checkpoint", "fsdp": "zero", "stage": "zero", "cuts": "split_points",
+    "chunks": "virtual_stages", "slices": "token_slices", "gathers": "reshard_after_forward",
+    "reductions": "reduce_grads", "host_memory": "activation_offload", "optimizer_on_host": "optimizer_cpu_offload",
+    "offload_optimizer": "optimizer_cpu_offload", "cpu_offload": "optimizer_cpu_offload", "experts": "expert_axis",
+    "dispatch": "token_dispatcher", "capacity": "capacity_factor", "aux_loss": "aux_loss_scope",
+    "layout": "cp_load_balance", "device": "target_hardware", "whole_ops": "replicate_ops",
+    "constants": "static_inputs", "exact": "lift_to_float64", "sync": "broadcast_weights",
+    "check_batches": "check_replica_inputs", "shapes": "padding", "compile": "backend", "batch": "example_batch",
+    "inputs": "example_batch",
 }  # of other libraries for these options, and for arguments of parallelize  # fmt: skip
 DECLARED = {f.name: DeclaredOption(f.name, f.default, **f.metadata) for f in fields(Options)}
 Options.__doc__ = "\n".join([f"{Options.__doc__}\n", *(f"{o.name}: {o.words}." for o in DECLARED.values())])

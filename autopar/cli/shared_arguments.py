@@ -17,7 +17,7 @@ from autopar.values import DTYPES, byte_rate, dtype_name, one_of
 # Of commands that plan a model: what help shows.
 OFTEN = (
     "--config", "--mesh", "--seq", "--batch", "--dtype", "--zero", "--sequence-parallel", "--micro-batches",
-    "--precision", "--checkpoint", "--schedule", "--attention", "--device",
+    "--precision", "--activation-checkpoint", "--schedule", "--attention", "--device",
 )  # fmt: skip
 _GROUPS: dict[tuple[str, ...], str] = {
     ("cp",): "sequences cut over ranks (axis cp)",

@@ -54,7 +54,7 @@ class LimitError(ValueError):
 def with_checkpoints(maker: StageBuilder, finished: Callable[[Plan, Pipeline], Compiled]) -> Compiled:
     """The compiled model. Raises ValueError where no choice fits the limit, with the least that one would fit."""
     plan = maker.plan
-    name = plan.options.checkpoints
+    name = plan.options.ac_policy
     if not maker.train:
         return finished(replace(plan, checkpoints=()), maker.make())
     if plan.checkpoints:
@@ -121,7 +121,7 @@ class _Fitting:
         for k in dict.fromkeys(self.first):
             derived = self.maker.derived(k)
             first = derived.first if self.splits else None
-            units = layers_of(derived.calls, asked=self.maker.plan.options.checkpoints == "model")
+            units = layers_of(derived.calls, asked=self.maker.plan.options.ac_policy == "model")
             found[k] = JointInfo(derived.joint, units, self.links, first, self.device, self.host, self.host_limit > 0)
         return [found[k] for k in self.first]
 
@@ -139,12 +139,12 @@ class _Fitting:
         if not self.maker.asks(name):
             return self.finished(self.maker.plan, self.maker.make())
         chosen = {facts: chosen_by(policy, name, facts) for facts in dict.fromkeys(self.facts)}
-        made = self.compiled([chosen[facts] for facts in self.facts], f"checkpoint={name}")
+        made = self.compiled([chosen[facts] for facts in self.facts], f"activation_checkpoint={name}")
         hosted = max(found.host for found in memories(made)) if self.host_limit else 0
         if hosted > self.host_limit:
             raise ValueError(
-                f"checkpoint: {name} keeps {hosted:,} bytes of a rank in host memory, found a host_memory of "
-                f"{self.host_limit:,}; allow more, or let a memory_limit choose"
+                f"activation_checkpoint: {name} keeps {hosted:,} bytes of a rank in host memory, found a host_memory "
+                f"of {self.host_limit:,}; allow more, or let a memory_limit choose"
             )
         return made
 
@@ -174,8 +174,8 @@ class _Fitting:
         more = ["more ranks"] + ["zero=3"] * (plan.options.zero < 3) + ["smaller micro-batches"]
         more += ["an example_batch of these sizes, for which stages are cut"] * (plan.pipeline is not None)
         return LimitError(
-            f"checkpoint: no choice of what to make again fits a memory_limit of {limit:,} bytes; the least that would "
-            f"do is {least:,} bytes; use {', '.join(more[:-1])}{',' * (len(more) > 2)} or {more[-1]}",
+            f"activation_checkpoint: no choice of what to make again fits a memory_limit of {limit:,} bytes; the least "
+            f"that would do is {least:,} bytes; use {', '.join(more[:-1])}{',' * (len(more) > 2)} or {more[-1]}",
             least,
             plan,
         )

@@ -50,12 +50,12 @@ def in_chunks(
     several = max((_chunks_of(head) for head in found), default=1)
     if train and count > 1:
         ways = [(count, way) for way in ([plan.loss_gradients] if plan.loss_gradients else _makers(plan))]
-    elif count == 1 or options.checkpoints != AUTO or several == 1:
+    elif count == 1 or options.ac_policy != AUTO or several == 1:
         ways = [(int(train), "")]
     else:
         ways = [(1, ""), *((several, way) for way in _makers(plan))]
     losses = {head.loss.name for head in found}
-    return _best(graphs, ctx, ways if options.checkpoints == AUTO else ways[:1], losses, attempt)
+    return _best(graphs, ctx, ways if options.ac_policy == AUTO else ways[:1], losses, attempt)
 
 
 def _in_one_part(found: Sequence[Head], gm: GraphModule, cuts: tuple[str, ...], count: int) -> list[Head]:

@@ -23,12 +23,12 @@ from autopar.steps.graphs import Compiled
 
 def follow_limit(mesh: Mesh, options: Options) -> bool:
     """Whether a limit says where to cut, if no plan does."""
-    return mesh.size("pp") > 1 and bool(options.memory_limit) and not options.cuts and options.checkpoints == AUTO
+    return mesh.size("pp") > 1 and bool(options.memory_limit) and not options.cuts and options.ac_policy == AUTO
 
 
 def fastest_cuts(gm: GraphModule, mesh: Mesh, options: Options, **how: Any) -> Plan:
     """The plan without a limit."""
-    free = replace(options, memory_limit=0, host_memory=0, checkpoint="none")
+    free = replace(options, memory_limit=0, host_memory=0, activation_checkpoint="none")
     return make_plan(normalized(gm, Compilation(mesh)), mesh, free, **how)
 
 

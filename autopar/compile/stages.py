@@ -161,9 +161,9 @@ class StageBuilder:
         """Where checkpoints keep the limit, a schedule that searches does not take what they save for more
         micro-batches in flight: that would ask for more of them."""
         options = self.plan.options
-        if options.checkpoints != AUTO:
+        if options.ac_policy != AUTO:
             return make_order(self.plan, parts, hops, self.train, self.static)
-        free = replace(self.plan, options=replace(options, memory_limit=0, checkpoint="none"))
+        free = replace(self.plan, options=replace(options, memory_limit=0, activation_checkpoint="none"))
         return make_order(free, parts, hops, self.train)
 
     def _compile_part(self, k: int, checkpoints: PartCheckpoints) -> Stage:

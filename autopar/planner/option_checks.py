@@ -17,16 +17,16 @@ from autopar.schedule.request import SCHEDULES
 
 def check_names(options: Options) -> None:
     """Names of things that are registered: a misspelled one is an error on any mesh. Raises ValueError."""
-    AC_POLICIES[options.checkpoints]
-    if options.checkpoint == AUTO and not options.memory_limit:
+    AC_POLICIES[options.ac_policy]
+    if options.activation_checkpoint == AUTO and not options.memory_limit:
         raise ValueError(
-            "checkpoint: auto keeps what a rank holds under a limit, found no memory_limit; set one, such as "
-            'memory_limit="80GB", or checkpoint="selective" or "full"'
+            "activation_checkpoint: auto keeps what a rank holds under a limit, found no memory_limit; set one, such as "
+            'memory_limit="80GB", or activation_checkpoint="selective" or "full"'
         )
-    if options.host_memory and not options.memory_limit and not options.checkpoint:
+    if options.host_memory and not options.memory_limit and not options.activation_checkpoint:
         raise ValueError(
             f"host_memory: holds what a memory_limit does not let a rank keep, found {options.host_memory:,} bytes and "
-            'no memory_limit; set one, such as memory_limit="80GB", or checkpoint="offload"'
+            'no memory_limit; set one, such as memory_limit="80GB", or activation_checkpoint="offload"'
         )
     if options.schedule:
         SCHEDULES[options.schedule]

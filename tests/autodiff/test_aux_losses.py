@@ -50,7 +50,7 @@ def of_any_type(name: str) -> Made:
         ("qwen3_moe", 2, Mesh.of(dp=1), Options(micro_batches=4)),
         ("qwen3_moe", 1, Mesh.of(dp=2, ep=2), Options(micro_batches=2, zero=3, dispatch="dedup")),
         pytest.param(
-            *("qwen3_moe", 1, Mesh.of(ep=2, tp=2), Options(micro_batches=2, dispatch="plain", checkpoint="full")),
+            *("qwen3_moe", 1, Mesh.of(ep=2, tp=2), Options(micro_batches=2, dispatch="plain", activation_checkpoint="full")),
             marks=pytest.mark.full,
         ),
         *(pytest.param(name, 2, Mesh.of(ep=2), Options(micro_batches=2), marks=pytest.mark.full) for name in TYPES),

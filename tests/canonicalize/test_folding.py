@@ -50,7 +50,7 @@ MORE = [
     *(Cell(name, Mesh.of(dp=2, tp=2), TP) for name in FAMILIES),
     *(Cell(name, Mesh.of(cp=2, dp=2), replace(CP, dispatch="gather", zero=3, micro_batches=2)) for name in FAMILIES),
     *(Cell(name, Mesh.of(cp=2, dp=2), replace(DP, dispatch="dedup", zero=2, micro_batches=2)) for name in FAMILIES),
-    *(Cell("mixtral", Mesh.of(dp=2), replace(DP, dispatch="dedup", zero=zero, checkpoint="full")) for zero in range(4)),
+    *(Cell("mixtral", Mesh.of(dp=2), replace(DP, dispatch="dedup", zero=zero, activation_checkpoint="full")) for zero in range(4)),
 ]
 RANKS = [
     Cell("mixtral", Mesh.of(pp=2, dp=2), replace(DP, schedule="zb_h1", micro_batches=2, dispatch="dedup", zero=1)),

@@ -29,7 +29,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"micro_batch": 2}, "micro_batches"),
     ({"gradient_accumulation_steps": 2}, "micro_batches"),
     ({"mixed_precision": "bf16"}, "precision"),
-    ({"checkpointing": "full"}, "checkpoint"),
+    ({"checkpointing": "full"}, "activation_checkpoint"),
     ({"example_batchs": {}}, "example_batch"),
     ({"backends": "eager"}, "backend"),
     ({"precision": "bfloat16"}, "bf16"),
@@ -120,9 +120,9 @@ def config(tmp_path: Path) -> str:
 
 LINES = {
     "pln": "plan",
-    "plan --config C --mesh dp=2 --chekpoint full": "--checkpoint",
+    "plan --config C --mesh dp=2 --chekpoint full": "--activation-checkpoint",
     "plan --config C --mesh dp=2 --micro_batches 2": "--micro-batches",
-    "plan --config C --mesh dp=2 --checkpoint ful": "full",
+    "plan --config C --mesh dp=2 --activation-checkpoint ful": "full",
     "plan --config C --mesh dp=2 --schedule gpip": "gpipe",
     "plan --config C --mesh dp=2 --attention ring+tokenring": "token_ring",
     "plan --config C --mesh dp=2 --topology rng": "ring",

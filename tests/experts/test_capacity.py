@@ -33,7 +33,7 @@ MESHES = [
     (Mesh.of(dp=1), Options(micro_batches=4)),
     (Mesh.of(ep=2), Options(dispatch="gather")),
     (Mesh.of(dp=2, ep=2), Options(zero=3, dispatch="dedup", micro_batches=2)),
-    (Mesh.of(cp=2, ep=2), Options(dispatch="plain", checkpoint="full", micro_batches=2)),
+    (Mesh.of(cp=2, ep=2), Options(dispatch="plain", activation_checkpoint="full", micro_batches=2)),
     (Mesh.of(dp=2, cp=2), Options()),
     (Mesh.of(ep=2, tp=2), Options(dispatch="dedup", sequence_parallel=True)),
 ]

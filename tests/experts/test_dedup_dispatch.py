@@ -125,7 +125,7 @@ def test_the_host_waits_in_the_forward_only(
 ) -> None:
     """Counts are exchanged once per layer and level, whatever the backward makes again. Exchanges of a layer: tokens,
     numbers, weights, sums; and three gradients; of rows for each expert only rows go there and back."""
-    cell = Cell("one-layer mixtral", Mesh.of(ep=4), replace(options, checkpoint=checkpoint))
+    cell = Cell("one-layer mixtral", Mesh.of(ep=4), replace(options, activation_checkpoint=checkpoint))
     forward, backward = calls_of(compile_cell(cell))
     asked = forward["moe_copies"] + forward["moe_pairs"]
     assert forward["row_splits"] == asked == forward["all_to_all"] == levels

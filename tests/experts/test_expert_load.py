@@ -73,18 +73,18 @@ def _lists(load: dict[str, Tensor]) -> Load:
 
 
 CASES = [
-    ("one-layer qwen3_moe", {"ep": 2}, {"checkpoint": "full"}),
-    ("one-layer qwen3_moe", {"ep": 2}, {"dispatch": "dedup", "checkpoint": "full", "micro_batches": 2}),
+    ("one-layer qwen3_moe", {"ep": 2}, {"activation_checkpoint": "full"}),
+    ("one-layer qwen3_moe", {"ep": 2}, {"dispatch": "dedup", "activation_checkpoint": "full", "micro_batches": 2}),
     ("one-layer qwen3_moe", {"tp": 2}, {}),
     ("qwen3_moe", {"pp": 2}, {"micro_batches": 4}),
 ]
 MORE = [
     ("one-layer qwen3_moe", {"dp": 2}, {"micro_batches": 2}),
-    ("qwen3_moe", {"ep": 2}, {"dispatch": "dedup", "checkpoint": "full"}),  # by ``model(**batch)`` as well
+    ("qwen3_moe", {"ep": 2}, {"dispatch": "dedup", "activation_checkpoint": "full"}),  # by ``model(**batch)`` as well
     ("deepseek_v3", {"dp": 2}, {"micro_batches": 2}),  # by default, what moves its bias
     ("qwen3_moe", {"pp": 2, "ep": 2}, {"micro_batches": 4, "schedule": "dual_pipe"}),  # each part twice
     ("qwen3_moe", {"cp": 2, "ep": 2}, {"dispatch": "dedup"}),
-    ("qwen3_moe", {"pp": 2, "ep": 2}, {"micro_batches": 4, "schedule": "dual_pipe_v", "checkpoint": "full"}),
+    ("qwen3_moe", {"pp": 2, "ep": 2}, {"micro_batches": 4, "schedule": "dual_pipe_v", "activation_checkpoint": "full"}),
     ("qwen3_moe", {"dp": 2, "tp": 2}, {"sequence_parallel": True, "zero": 3}),
 ]
 

@@ -40,20 +40,20 @@ LEVELS = Options(dispatch="two_level", topology=NODES)
 CELLS = [
     Cell("one-layer mixtral", Mesh.of(dp=2, ep=2), Options(zero=3, micro_batches=2, dispatch="dedup")),
     Cell(
-        "one-layer qwen3_moe", Mesh.of(ep=2, tp=2), Options(sequence_parallel=True, checkpoint="full", dispatch="dedup")
+        "one-layer qwen3_moe", Mesh.of(ep=2, tp=2), Options(sequence_parallel=True, activation_checkpoint="full", dispatch="dedup")
     ),
     Cell("gpt_oss", Mesh.of(ep=4), GATHER),  # biases, and sizes of rows in its backward
     Cell("deepseek_v3", Mesh.of(cp=2, ep=2), GATHER),  # shared experts; tokens cut twice
     Cell("one-layer qwen3_moe", Mesh.of(ep=2, tp=2), Options(sequence_parallel=True, dispatch="gather")),
-    Cell("gpt_oss", Mesh.of(ep=4), replace(LEVELS, checkpoint="full")),
-    Cell("deepseek_v3", Mesh.of(dp=2, ep=2), replace(PLAIN, zero=3, micro_batches=2, checkpoint="full")),
+    Cell("gpt_oss", Mesh.of(ep=4), replace(LEVELS, activation_checkpoint="full")),
+    Cell("deepseek_v3", Mesh.of(dp=2, ep=2), replace(PLAIN, zero=3, micro_batches=2, activation_checkpoint="full")),
     Cell("gpt_oss", Mesh.of(cp=2, ep=2), PLAIN),
 ]
 MORE = [
     *(replace(c, name=c.name.removeprefix("one-layer ")) for c in CELLS if "one-layer" in c.name),
     Cell("gpt_oss", Mesh.of(ep=4), DEDUP),
     Cell("deepseek_v3", Mesh.of(cp=2, ep=2), DEDUP),
-    Cell("qwen3_moe", Mesh.of(dp=2, ep=2), Options(checkpoint="full", dispatch="gather")),
+    Cell("qwen3_moe", Mesh.of(dp=2, ep=2), Options(activation_checkpoint="full", dispatch="gather")),
     Cell("mixtral", Mesh.of(ep=4, tp=2), replace(LEVELS, sequence_parallel=True, zero=0)),
     *(Cell(name, Mesh.of(ep=2), GATHER) for name in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")),
     *(Cell(name, Mesh.of(ep=4), GATHER) for name in ("mixtral", "qwen3_moe", "deepseek_v3")),
@@ -74,15 +74,15 @@ MORE = [
     *(Cell(name, Mesh.of(cp=2, ep=2), DEDUP) for name in ("mixtral", "gpt_oss", "qwen3_moe")),
     Cell("mixtral", Mesh.of(dp=2, cp=2, ep=2), Options(zero=3, dispatch="dedup")),
     Cell("gpt_oss", Mesh.of(ep=2), Options(loss_chunks=3, micro_batches=2, dispatch="dedup")),
-    Cell("qwen3_moe", Mesh.of(ep=4), Options(checkpoint="offload", dispatch="dedup")),
+    Cell("qwen3_moe", Mesh.of(ep=4), Options(activation_checkpoint="offload", dispatch="dedup")),
     *(Cell(name, Mesh.of(ep=4), LEVELS) for name in ("mixtral", "qwen3_moe", "deepseek_v3")),
     *(Cell("mixtral", Mesh.of(dp=2, ep=4), replace(LEVELS, zero=zero)) for zero in range(4)),
     Cell("qwen3_moe", Mesh.of(cp=2, ep=4), LEVELS),
-    Cell("qwen3_moe", Mesh.of(ep=4), replace(LEVELS, checkpoint="offload")),
+    Cell("qwen3_moe", Mesh.of(ep=4), replace(LEVELS, activation_checkpoint="offload")),
     *(Cell(name, Mesh.of(ep=2), PLAIN) for name in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")),
     *(Cell("mixtral", Mesh.of(dp=2, ep=2), replace(PLAIN, zero=zero)) for zero in range(4)),
     *(Cell(name, Mesh.of(ep=2, tp=2), PLAIN) for name in ("mixtral", "gpt_oss", "deepseek_v3")),
-    Cell("qwen3_moe", Mesh.of(ep=4), replace(PLAIN, checkpoint="offload")),
+    Cell("qwen3_moe", Mesh.of(ep=4), replace(PLAIN, activation_checkpoint="offload")),
 ]
 RANKS = [
     Cell("one-layer qwen3_moe", Mesh.of(ep=2), DEDUP),

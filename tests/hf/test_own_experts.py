@@ -29,7 +29,7 @@ from tests.support.cases import Cell, called, check, compiled
 
 DEDUP = Options(dispatch="dedup")
 PARTS = Options(zero=3, micro_batches=2, dispatch="dedup")
-WHOLE = Options(sequence_parallel=True, checkpoint="full")
+WHOLE = Options(sequence_parallel=True, activation_checkpoint="full")
 
 
 STORED = {  # what is stored in parts, of how many layers of experts

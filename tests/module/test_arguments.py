@@ -158,7 +158,7 @@ OPTIONS: list[tuple[str, Any, str]] = [
     ("whole_ops", "aten.sinc.default", r"expected a tuple of names such as \('aten.sinc.default',\)"),
     ("whole_ops", [1], "expected a tuple of names"),
     ("bucket_bytes", "25 boxes", "expected a number of bytes, such as 80e9, 80GB or 75GiB, found '25 boxes'"),
-    ("checkpoint", 1, "expected a text, found 1"),
+    ("activation_checkpoint", 1, "expected a text, found 1"),
     ("bucket_bytes", 0.5, "expected a whole number of at least 0, found 0.5"),
     ("schedule", None, "expected a text, found None"),
     ("cuts", "layers.1", r"expected a tuple of names such as \('layers.1',\)"),
@@ -186,7 +186,7 @@ READ: dict[str, tuple[str, Any]] = {  # of the command line
     "memory_limit": ("80e9", 80 * 10**9), "precision": ("bf16", PRECISIONS["bf16"]),
     "attention": ("ring+token_ring", "ring+token_ring"), "layout": ("zigzag", "zigzag"),
     "topology": ("cp=ring", "cp=ring"), "batch_dims": ("x=1,past.0=none", (("past.0", None), ("x", 1))),
-    "constants": ("grid,kinds", ("grid", "kinds")), "checkpoint": ("full", "full"), "loss_chunks": ("8", 8),
+    "constants": ("grid,kinds", ("grid", "kinds")), "activation_checkpoint": ("full", "full"), "loss_chunks": ("8", 8),
     "host_memory": ("1GB", 10**9), "dispatch": ("dedup", "dedup"),
     "experts": ("dp", "dp"), "device": ("h100", "H100"), "capacity": ("1.25", 1.25), "aux_loss": ("micro_batch",) * 2,
 }  # fmt: skip

@@ -41,7 +41,7 @@ BOTH = Cell("deep mixtral", MESH, PAIRED)
 MORE = [
     Cell("deepseek_v3", MESH, PAIRED),
     Cell("mixtral", MESH, replace(PAIRED, dispatch="gather")),
-    Cell("qwen3_moe", MESH, replace(PAIRED, dispatch="plain", checkpoint="full")),
+    Cell("qwen3_moe", MESH, replace(PAIRED, dispatch="plain", activation_checkpoint="full")),
     Cell("gpt_oss", MESH, replace(PAIRED, schedule="dual_pipe")),
     Cell("qwen3_moe", Mesh.of(pp=2, dp=2), replace(PAIRED, experts="dp", zero=1)),
     Cell("mixtral", Mesh.of(pp=2, ep=2, tp=2), replace(PAIRED, sequence_parallel=True)),

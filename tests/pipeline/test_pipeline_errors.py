@@ -33,7 +33,7 @@ PLANNING: list[tuple[dict[str, Any], str]] = [
     ({"schedule": "dual_pipe", "micro_batches": 2}, "dual_pipe needs"),
     ({"schedule": "1f1b", "chunks": 2}, "1f1b runs 1 parts per rank, found 2"),
     ({"schedule": "1f1b", "slices": 4}, "1f1b runs whole micro-batches, found slices=4; use tera_pipe or seq1f1b"),
-    ({"memory_limit": 1000, "schedule": "1f1b", "checkpoint": "none"}, "the least that would do is"),
+    ({"memory_limit": 1000, "schedule": "1f1b", "activation_checkpoint": "none"}, "the least that would do is"),
 ]
 
 

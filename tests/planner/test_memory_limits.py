@@ -102,8 +102,8 @@ def _limited(name: str, axes: dict[str, int], options: dict[str, Any]) -> Seen:
         parallel = autopar.parallelize(wide(name, stages)[0], mesh, **options, **kept)
         return parallel, _gradients(parallel, batch)
 
-    none, expected = stepped(checkpoint="none")
-    full, again = stepped(checkpoint="full")
+    none, expected = stepped(activation_checkpoint="none")
+    full, again = stepped(activation_checkpoint="full")
     most, least = (peak(step.compiled()[0]) for step in (none, full))
     assert least < 0.95 * most
     limit = (most + least) // 2
@@ -163,10 +163,10 @@ def _stages(name: str, options: dict[str, Any], limit: int) -> list[str]:
         parallel = autopar.parallelize(model, mesh, example_batch=batch, **options, **way)  # for which stages are cut
         return _gradients(parallel, batch), bool(parallel.plan.checkpoints)
 
-    expected, again = stepped(checkpoint="none")
+    expected, again = stepped(activation_checkpoint="none")
     assert not again
     wrong = []
-    for way in ({"checkpoint": "full"}, {"checkpoint": "selective"}, {"memory_limit": limit}):
+    for way in ({"activation_checkpoint": "full"}, {"activation_checkpoint": "selective"}, {"memory_limit": limit}):
         found, again = stepped(**way)  # type: ignore[arg-type]
         assert again or "memory_limit" in way, "a limit may be kept by other orders, or the head may set the peak"
         wrong += [f"{way}: {key}" for key in differing(found, expected)]

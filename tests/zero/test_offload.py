@@ -121,7 +121,7 @@ def _steps(name: str, sizes: dict[str, int], options: dict[str, Any], policies: 
     mine = {k: v.chunk(parts)[part] for k, v in batch.items()}
     expected, found = dict[str, Tensor](), {}
     for policy in policies:
-        parallel = autopar.parallelize(model, mesh, checkpoint=policy, **options)
+        parallel = autopar.parallelize(model, mesh, activation_checkpoint=policy, **options)
         arena().most, held = arena().lent, []
         for _ in range(2):  # each with other masks of dropout
             parallel.zero_grad()
@@ -150,7 +150,7 @@ def _metered(policies: tuple[str, ...]) -> list[tuple[int, int, int, int]]:
     mesh, found = autopar.init_mesh("cpu", 30.0, dp=1), []
     for policy in policies:
         model, batch = tiny("gpt2", layers=3)
-        parallel = autopar.parallelize(model, mesh, checkpoint=policy)
+        parallel = autopar.parallelize(model, mesh, activation_checkpoint=policy)
         parallel.train_step(**batch)
         parallel.zero_grad()
         gc.collect()
@@ -171,7 +171,7 @@ def _forwards() -> list[Any]:
     """``backward()`` of the user; a forward that nobody differentiates; one that is differentiated twice."""
     model, batch = tiny("llama", layers=1)
     expected = torch.autograd.grad(model(**batch).loss, next(model.parameters()))[0]
-    parallel = autopar.parallelize(model, autopar.init_mesh("cpu", 30.0, dp=1), checkpoint="everything", exact=True)
+    parallel = autopar.parallelize(model, autopar.init_mesh("cpu", 30.0, dp=1), activation_checkpoint="everything", exact=True)
     loss = parallel(**batch).loss
     lent = arena().lent > 0
     del loss
@@ -213,7 +213,7 @@ SAVING: list[tuple[dict[str, Any], float, int, int]] = [  # layers, share of the
 )
 def test_host_memory_saves_time(how: dict[str, Any], share: float, some: int, count: int) -> None:
     """Under one limit the more host memory the less time is lost, and each limit is kept."""
-    none, full = (peak(wide(checkpoint=name, **how)) for name in ("none", "full"))
+    none, full = (peak(wide(activation_checkpoint=name, **how)) for name in ("none", "full"))
     limit, times = round(share * full + (1 - share) * none), []
     for host in (0, some, 10**9):
         found = wide(memory_limit=limit, host_memory=host, **how, **FAST)
@@ -223,7 +223,7 @@ def test_host_memory_saves_time(how: dict[str, Any], share: float, some: int, co
 
 
 def test_a_slow_link_is_left_alone() -> None:
-    none, full = peak(wide(checkpoint="none")), peak(wide(checkpoint="full"))
+    none, full = peak(wide(activation_checkpoint="none")), peak(wide(activation_checkpoint="full"))
     limit = round(0.5 * none + 0.5 * full)
     slow = wide(memory_limit=limit, host_memory="1GB", topology="host=switch:1e6:1e-3")
     assert memory(slow).host == 0 and lost(slow) == lost(wide(memory_limit=limit))
@@ -231,7 +231,7 @@ def test_a_slow_link_is_left_alone() -> None:
 
 def test_the_last_layer_stays() -> None:
     """Its backward comes at once: nothing hides its copies."""
-    none, full = peak(wide(checkpoint="none")), peak(wide(checkpoint="full"))
+    none, full = peak(wide(activation_checkpoint="none")), peak(wide(activation_checkpoint="full"))
     found = wide(memory_limit=round(0.9 * full + 0.1 * none), host_memory="1GB", **FAST)
     hosted = {layer.layer: layer.hosted for layer in found.plan.checkpoints}
     assert sum(hosted.values()) == memory(found).host > 0
@@ -252,11 +252,11 @@ def test_the_least_limit_with_host_memory() -> None:
 
 
 def test_a_plan_says_what_waits() -> None:
-    plan = made("llama", checkpoint="layers").plan
+    plan = made("llama", activation_checkpoint="layers").plan
     captured_graph = copy_graph(captured("llama")[2])
     again = compile_graph(captured_graph, Mesh.of(), plan=Plan.from_json(plan.to_json()), outputs=())
     assert again.plan.checkpoints == plan.checkpoints and memory(again).host == sum(x.hosted for x in plan.checkpoints)
-    assert "more on the host; checkpoint=layers" in str(plan)
+    assert "more on the host; activation_checkpoint=layers" in str(plan)
 
 
 # --- graphs -------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def test_a_plan_says_what_waits() -> None:
 def test_copies_start_early_and_end_late() -> None:
     """Out right behind what is copied; back one layer ahead of the first use."""
     model, batch = tiny("llama", layers=3)
-    stage = compile_model(model, batch, Mesh.of(), Options(checkpoint="layers"), outputs=()).stage
+    stage = compile_model(model, batch, Mesh.of(), Options(activation_checkpoint="layers"), outputs=()).stage
     assert stage.backward_reduce is not None
     forward, backward = stage.forward, stage.backward_reduce
     copies = [n for n in forward.graph.graph.nodes if is_call(n, ours.to_host.default)]
@@ -288,7 +288,7 @@ def test_copies_start_early_and_end_late() -> None:
 def test_copies_have_the_time_of_one_layer() -> None:
     """They keep what they read until the layer behind the next one begins."""
     model, batch = tiny("llama", layers=4)
-    graph = compile_model(model, batch, Mesh.of(), Options(checkpoint="layers"), outputs=()).stage.forward.graph
+    graph = compile_model(model, batch, Mesh.of(), Options(activation_checkpoint="layers"), outputs=()).stage.forward.graph
     waits, begun, ended = WaitPlaces(graph), dict[str, set[str]](), dict[str, set[str]]()
     for node in graph.graph.nodes:
         for done in waits.before(node):
@@ -381,8 +381,8 @@ def test_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
             "host_memory: holds what a memory_limit does not let a rank keep, found 1,000,000,000",
         ),
         (
-            {"host_memory": 5, "checkpoint": "everything"},
-            "checkpoint: everything keeps [0-9,]+ bytes of a rank in host",
+            {"host_memory": 5, "activation_checkpoint": "everything"},
+            "activation_checkpoint: everything keeps [0-9,]+ bytes of a rank in host",
         ),
         ({"topology": "hosts=switch"}, "topology: names links of the axis 'hosts'"),
     ],
@@ -394,7 +394,7 @@ def test_bad_input(options: dict[str, Any], message: str) -> None:
 
 
 def test_a_plan_of_another_graph_is_refused() -> None:
-    plan = made("llama", checkpoint="layers").plan
+    plan = made("llama", activation_checkpoint="layers").plan
     text = plan.to_json().replace(f'"{plan.checkpoints[0].host[0]}"', '"no_such_value"')
-    with pytest.raises(ValueError, match="checkpoint: a plan names no_such_value, which the graph does not have"):
+    with pytest.raises(ValueError, match="activation_checkpoint: a plan names no_such_value, which the graph does not have"):
         compile_graph(copy_graph(captured("llama")[2]), Mesh.of(), plan=Plan.from_json(text), outputs=())

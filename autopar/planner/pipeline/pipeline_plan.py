@@ -154,7 +154,7 @@ class _Planner:
             "rank_of_part": mirrored(entry, self.mesh.size("pp"), parts),
         }
         tries = [(costs, facts)]
-        if self.options.checkpoints == AUTO:  # of a unit what goes into it is kept, the rest can be made again
+        if self.options.ac_policy == AUTO:  # of a unit what goes into it is kept, the rest can be made again
             shares = self.mesh.data_size * self.options.micro_batches
             given = [0, *(size // shares for size in facts["sent"])]
             tries = [([replace(c, activations=size) for c, size in zip(costs, given, strict=True)], facts)]

@@ -60,7 +60,7 @@ def _full(plan: Plan, memory: Memory) -> Iterator[tuple[str, str]]:
         found = f"{human_bytes(kept)} of {human_bytes(memory.peak)} are activations kept for the backward"
         yield (
             found,
-            'checkpoint="selective" or "full", or memory_limit="40GB", which recomputes what it must; '
+            'activation_checkpoint="selective" or "full", or memory_limit="40GB", which recomputes what it must; '
             + (
                 "more micro_batches"
                 if plan.mesh.size("tp") == 1 or options.sequence_parallel
