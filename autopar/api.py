@@ -95,7 +95,7 @@ def parallelize(
             the loss alone.
         outputs_with_grad: ``model(**batch)`` gives plain tensors of the whole batch on every rank, of which each rank
             computes the same loss: ``my_loss(out.logits).backward()``. Else they are DTensors, with gradients, too.
-        options: fields of `autopar.Options`, whose docstring says what each does: zero=3, micro_batches=8 ...
+        options: fields of `autopar.Options`, whose docstring says what each does: zero=3, microbatches=8 ...
 
     Raises ValueError, on every rank and before any collective, for sizes that do not divide, models that do not
     export, plans of other models.
@@ -165,7 +165,7 @@ def parallelize(
         note_parameters(p for _, p in model.named_parameters())
         parallel = ParallelModule(
             skeleton, compiler, groups, made, specs, values, buffers, backend, seed, sync, check_batches,
-            chosen.micro_batches, outputs_with_grad,
+            chosen.microbatches, outputs_with_grad,
         )  # fmt: skip
         parallel.watch_originals(originals, held)
         if buckets is not None:
@@ -183,7 +183,7 @@ def _compiler(
         if not unchanged:
             shared.forget()
         # without gradients there are none to add up, and no tokens are dropped
-        chosen = options if how["train"] else dataclasses.replace(options, micro_batches=1, capacity=0.0)
+        chosen = options if how["train"] else dataclasses.replace(options, microbatches=1, capacity=0.0)
         measured = {name: how.pop(name) for name in ("recorded", "modules", "load", "sent") if name in how}
         folder = dumper_for(how.pop("dump", dump))
         progress = Progress(f"compiling {type(skeleton).__name__}").begin() if groups.rank == 0 else None

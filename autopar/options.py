@@ -147,7 +147,7 @@ class Options:
         axes=_DP,
     )  # fmt: skip
     sequence_parallel: bool = _option(False, FLAG, "cut the residual stream along the sequence over tp", axes=("tp",))
-    micro_batches: int = _option(1, POSITIVE, "gradient accumulation steps of a train_step, which also fill a pipeline")
+    microbatches: int = _option(1, POSITIVE, "gradient accumulation steps of a train_step, which also fill a pipeline")
     precision: Precision = _option(  # noqa: RUF009  (frozen)
         PRECISIONS["none"],
         ValueKind(a_precision, shown=f"{{{','.join(PRECISIONS)}}}"),
@@ -160,7 +160,7 @@ class Options:
     )
     bucket_bytes: int = _option(25 * 2**20, BYTES, "size of a bucket of small gradients")
     schedule: str = _option(
-        "", NAME, "how micro-batches run through the stages", "the fastest by simulation", axes=_PP, names=SCHEDULES
+        "", NAME, "how microbatches run through the stages", "the fastest by simulation", axes=_PP, names=SCHEDULES
     )
     cuts: tuple[str, ...] = _option(
         (), NAMES, "modules with which each part but the first begins", "balanced by estimated time", axes=_PP
@@ -176,8 +176,8 @@ class Options:
         "for each use with zero=3, else once per step", axes=_DP,
     )  # fmt: skip
     reductions: str = _option(
-        "auto", _choice("auto", "step", "micro_batch"), "sum gradients over ranks per step, or per micro-batch",
-        "after each micro-batch with zero=2 and 3, else once per step", axes=_DP,
+        "auto", _choice("auto", "step", "microbatch"), "sum gradients over ranks per step, or per microbatch",
+        "after each microbatch with zero=2 and 3, else once per step", axes=_DP,
     )  # fmt: skip
     memory_limit: int = _option(
         0, BYTES, "what a rank may hold, such as 80e9 or 80GB: for checkpoints, for cuts and for schedules that search",
@@ -230,9 +230,9 @@ class Options:
         "all that choose it",
     )  # fmt: skip
     aux_loss: str = _option(
-        "exact", _choice("exact", "micro_batch"),
+        "exact", _choice("exact", "microbatch"),
         "what a loss that balances experts counts: the choices of the whole batch, for which a forward of every "
-        "micro-batch goes ahead, or of each micro-batch, times their number",
+        "microbatch goes ahead, or of each microbatch, times their number",
     )  # fmt: skip
     topology: str = _option(
         "",
@@ -243,7 +243,7 @@ class Options:
     batch_dims: tuple[tuple[str, int | None], ...] = _option(
         (),
         DIMS,
-        "which dim of an input is the batch, over dp and micro-batches; none for one that is no part; nested ones "
+        "which dim of an input is the batch, over dp and microbatches; none for one that is no part; nested ones "
         "by path (past.0)",
         "found in the graph",
     )
@@ -265,7 +265,7 @@ class Options:
 
     @property
     def reduces_once(self) -> bool:
-        """Whether gradients are summed over ranks once per step (else after each micro-batch)."""
+        """Whether gradients are summed over ranks once per step (else after each microbatch)."""
         return self.reductions == "step" or (self.reductions == "auto" and self.zero < 2)
 
     def __post_init__(self) -> None:

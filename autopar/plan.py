@@ -357,7 +357,7 @@ def check_plan(plan: Plan) -> None:
                 f"plan: {name} is used as P, a pending sum; use R, or the placement that it is stored with"
             )
         if isinstance(axes["mb"].stored if "mb" in axes else None, Shard):
-            raise ValueError(f"plan: {name} is cut on axis 'mb': micro-batches cut the batch, no parameter; use I")
+            raise ValueError(f"plan: {name} is cut on axis 'mb': microbatches cut the batch, no parameter; use I")
     _check_parts(plan)
 
 

@@ -28,7 +28,7 @@ def refuse(name: str, expected: str, found: Any, hint: str = "") -> ValueError:
 
 
 def whole_number(name: str, value: Any, least: float = 0, most: float = math.inf) -> int:
-    """An int (numpy's, too), and neither a bool nor a float: True micro-batches are a mistake."""
+    """An int (numpy's, too), and neither a bool nor a float: True microbatches are a mistake."""
     top = "" if most == math.inf else f" and at most {most}"
     expected = f"a whole number of at least {least}{top}"
     try:

@@ -172,7 +172,7 @@ def verify(
             `TOLERANCES` of the coarsest one that it computes in: many models have norms and losses in float32 whatever
             their dtype.
         rtol, atol: an error may reach ``max(rtol * max|reference|, atol)``, per tensor.
-        options: anything that `parallelize` takes: zero, sequence_parallel, micro_batches, plan, backend, seed ...
+        options: anything that `parallelize` takes: zero, sequence_parallel, microbatches, plan, backend, seed ...
             With a ``precision`` one process computes in it, too; an exact comparison leaves out its casts.
 
     The tolerance relates to the largest value of each tensor, not to each element: a sum whose true value is zero has
@@ -188,9 +188,9 @@ def verify(
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None:
             number(name, value, 0.0)
-    if options.get("aux_loss") == "micro_batch":
+    if options.get("aux_loss") == "microbatch":
         raise ValueError(
-            'verify: aux_loss="micro_batch" is another loss than that of one process on the whole batch; leave it out '
+            'verify: aux_loss="microbatch" is another loss than that of one process on the whole batch; leave it out '
             "(it is exact then), or verify without the auxiliary loss"
         )
     load_adapters(model)
@@ -308,11 +308,11 @@ def _part(
     if ranks > 1 and not set(tensors) <= set(dims):
         likely = likely_dims({name: tuple(x.shape) for name, x in tensors.items()}, dims)
         dims = likely | dict(plan_model(skeleton, batch, Mesh.of(dp=ranks), asked, None)[0].batch_dims)
-    index, micro_batches = (
+    index, microbatches = (
         mesh.dp_rank_and_size(mesh.coordinate(rank)),
-        options.get("micro_batches", before.micro_batches),
+        options.get("microbatches", before.microbatches),
     )
-    return part_of_batch(batch, dims, ranks, index, mesh.size("ep"), micro_batches)
+    return part_of_batch(batch, dims, ranks, index, mesh.size("ep"), microbatches)
 
 
 def _computed_in(graph: GraphModule) -> set[torch.dtype]:

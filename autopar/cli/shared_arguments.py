@@ -16,7 +16,7 @@ from autopar.values import DTYPES, byte_rate, dtype_name, one_of
 
 # Of commands that plan a model: what help shows.
 OFTEN = (
-    "--config", "--mesh", "--seq", "--batch", "--dtype", "--zero", "--sequence-parallel", "--micro-batches",
+    "--config", "--mesh", "--seq", "--batch", "--dtype", "--zero", "--sequence-parallel", "--microbatches",
     "--precision", "--activation-checkpoint", "--schedule", "--attention", "--device",
 )  # fmt: skip
 _GROUPS: dict[tuple[str, ...], str] = {
@@ -26,9 +26,9 @@ _GROUPS: dict[tuple[str, ...], str] = {
 
 
 def add_model(parser: argparse.ArgumentParser, seq: int, batch: int | None, dtype: str, several: bool = False) -> None:
-    """The arguments that say what is planned. ``batch``: None for one example per dp rank and micro-batch. ``several``:
+    """The arguments that say what is planned. ``batch``: None for one example per dp rank and microbatch. ``several``:
     the mesh may be given more than once, and is a list."""
-    default = "%(default)s" if batch else "dp x micro-batches"
+    default = "%(default)s" if batch else "dp x microbatches"
     add = parser.add_argument
     add("--config", required=True, type=config, metavar="CONFIG.json", help="a transformers config.json, or its folder")
     add(
@@ -45,7 +45,7 @@ def add_model(parser: argparse.ArgumentParser, seq: int, batch: int | None, dtyp
         "--batch",
         type=positive,
         default=batch,
-        help=f"examples of a step, over all ranks and micro-batches (default: {default})",
+        help=f"examples of a step, over all ranks and microbatches (default: {default})",
     )
     add("--dtype", type=dtype_of, default=dtype, help="of parameters: bf16, fp16, fp32, fp64 (default: %(default)s)")
     groups: dict[tuple[str, ...], Any] = {axes: parser.add_argument_group(title) for axes, title in _GROUPS.items()}

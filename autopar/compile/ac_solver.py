@@ -171,7 +171,7 @@ class _Fitting:
 
     def refused(self, limit: int, least: int) -> LimitError:
         plan = self.maker.plan
-        more = ["more ranks"] + ["zero=3"] * (plan.options.zero < 3) + ["smaller micro-batches"]
+        more = ["more ranks"] + ["zero=3"] * (plan.options.zero < 3) + ["smaller microbatches"]
         more += ["an example_batch of these sizes, for which stages are cut"] * (plan.pipeline is not None)
         return LimitError(
             f"activation_checkpoint: no choice of what to make again fits a memory_limit of {limit:,} bytes; the least "

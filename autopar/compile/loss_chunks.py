@@ -44,7 +44,7 @@ def in_chunks(
             if (pending := pending_logits(graphs[0][0]))
             else ValueError(
                 f"loss_chunks: no loss can be computed in {count} chunks: it takes one of a product with a weight, of "
-                "whose logits nobody else takes any, and whole micro-batches; leave loss_chunks out"
+                "whose logits nobody else takes any, and whole microbatches; leave loss_chunks out"
             )
         )
     several = max((_chunks_of(head) for head in found), default=1)

@@ -65,7 +65,7 @@ def compile_model(
 
     Args:
         model: any module that torch.export accepts; on cpu, cuda or meta; it is not modified.
-        batch: the whole batch (all dp ranks, all micro-batches); only shapes and dtypes matter.
+        batch: the whole batch (all dp ranks, all microbatches); only shapes and dtypes matter.
         train: with gradients, each module in the mode that it has; otherwise all in eval mode, without gradients.
         grad_mode: what the forward is told when it asks whether there are gradients.
         autocast: dtype of a `torch.autocast` around the forward.
@@ -142,7 +142,7 @@ def _compiled(
 ) -> Compiled:
     options = options or (plan.options if plan is not None else Options())
     timings = {} if timings is None else timings
-    ctx = Compilation(mesh.with_micro_batches(options.micro_batches), observers=list(observers), timings=timings)
+    ctx = Compilation(mesh.with_microbatches(options.microbatches), observers=list(observers), timings=timings)
     ctx.observe("capture", gm)
     gm = normalized(gm, ctx)
     if outputs is not None:
@@ -160,7 +160,7 @@ def _compiled(
         PassManager(PLACEMENT_PASSES).run(copy_graph(gm) if slices else gm, c, facts=("functional",)) for c in contexts
     ]
     ctx.plan = plan = dataclasses.replace(plan, shares=axis_shares(local[0], plan))
-    made = [_of_micro_batch(*pair) for pair in zip(local, contexts, strict=True)]
+    made = [_of_microbatch(*pair) for pair in zip(local, contexts, strict=True)]
     gm, prologue = made[0][0], made[0][2]
     ahead = made[0][3]
     if prologue is not None:
@@ -194,16 +194,16 @@ def _settled_cuts(gm: GraphModule, mesh: Mesh, options: Options, estimated: Plan
 def _with_forward_ahead(plan: Plan, ahead: GraphModule) -> Plan:
     """Says so: it is no small thing."""
     note = (
-        f"{len(ahead.meta['results'])} values of all micro-batches need weights: a forward of each goes ahead of the "
-        'step, without gradients; aux_loss="micro_batch" does without for auxiliary losses'
+        f"{len(ahead.meta['results'])} values of all microbatches need weights: a forward of each goes ahead of the "
+        'step, without gradients; aux_loss="microbatch" does without for auxiliary losses'
     )
     return dataclasses.replace(plan, notes=(*plan.notes, ("prologue", note)))
 
 
-def _of_micro_batch(
+def _of_microbatch(
     gm: GraphModule, ctx: Compilation
 ) -> tuple[GraphModule, list[Cache], Prologue | None, GraphModule | None]:
-    """What one rank runs on a micro-batch, or on a slice of its tokens, before it is cut and differentiated, and what
+    """What one rank runs on a microbatch, or on a slice of its tokens, before it is cut and differentiated, and what
     goes ahead of it."""
     gm, prologue, ahead = split_prologue(gm, ctx)
     gm, caches = slice_tokens(gm, ctx)

@@ -33,15 +33,15 @@ from autopar.precision import Precision
 from autopar.steps.graphs import Stage
 from autopar.steps.value_names import grad
 
-OF_EACH = ("backward", "backward_input", "backward_weight")  # the backwards of every micro-batch
+OF_EACH = ("backward", "backward_input", "backward_weight")  # the backwards of every microbatch
 
 
 def place_exchanges(stage: Stage, used: Mapping[Node, Node] | None, plan: Plan) -> None:
     """``used``: used node -> its parameter, where G and R were cut out."""
     options, alone = plan.options, plan.pipeline is None  # without other parts it is known which backward is the last
     last = alone and stage.backward is not None
-    once = options.reduces_once and options.micro_batches > 1
-    late = options.micro_batches > 1 and not once
+    once = options.reduces_once and options.microbatches > 1
+    late = options.microbatches > 1 and not once
     if used is not None:
         if not options.gathers_once and stage.gather is not None:
             _gather_inside(stage)
@@ -54,7 +54,7 @@ def place_exchanges(stage: Stage, used: Mapping[Node, Node] | None, plan: Plan) 
     elif last and (once or late):
         assert stage.backward is not None
         stage.backward, stage.backward_reduce = split_accumulation(stage.backward, options.precision, late)
-    if last and options.micro_batches == 1:
+    if last and options.microbatches == 1:
         stage.backward, stage.backward_reduce = None, stage.backward
     if stage.gather is not None:
         stage.gather_forward = with_gathers(stage.forward, stage.gather)

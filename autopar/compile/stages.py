@@ -62,7 +62,7 @@ class StageBuilder:
     ) -> None:
         """``graphs``: it and its caches, or those of the sample ``slices``. ``static``: see `make_order`. ``tangents``:
         names of outputs that gradients come for, beside the losses, where there is one part. ``ahead``: what totals
-        over micro-batches need of weights.
+        over microbatches need of weights.
 
         Raises ValueError where the graph has no such layers."""
         self.graphs, self.ctx, self.train, self.static, self.slices = graphs, ctx, train, static, slices
@@ -116,7 +116,7 @@ class StageBuilder:
     def make(self, checkpoints: Mapping[int, PartCheckpoints] | None = None) -> Pipeline:
         """The pipeline; ``checkpoints``: of its parts.
 
-        Raises ValueError where the schedule does not take the number of micro-batches."""
+        Raises ValueError where the schedule does not take the number of microbatches."""
         ctx, parts, checked = self.ctx, list[Stage](), list[Stage]()
         for k, part in enumerate(self.parts):
             own = (checkpoints or {}).get(k, NOTHING)
@@ -146,7 +146,7 @@ class StageBuilder:
         return Pipeline(parts, hops, order, *self.prologues, lengths, ahead=self.rounds)
 
     def further_ahead(self, made: Pipeline) -> Pipeline | None:
-        """The same graphs in an order that takes the limit for more micro-batches in flight; None where the schedule
+        """The same graphs in an order that takes the limit for more microbatches in flight; None where the schedule
         has but one order, or no limit is so low."""
         pipeline = self.plan.pipeline
         if pipeline is None or not SCHEDULES[pipeline.schedule].searches:
@@ -159,7 +159,7 @@ class StageBuilder:
 
     def _order(self, parts: Sequence[Stage], hops: Sequence[P2PEdge]) -> Order:
         """Where checkpoints keep the limit, a schedule that searches does not take what they save for more
-        micro-batches in flight: that would ask for more of them."""
+        microbatches in flight: that would ask for more of them."""
         options = self.plan.options
         if options.ac_policy != AUTO:
             return make_order(self.plan, parts, hops, self.train, self.static)
@@ -204,7 +204,7 @@ class StageBuilder:
 
     @cached_property
     def prologues(self) -> tuple[StepGraph | None, StepGraph | None]:
-        """What all micro-batches share, and what each has of its own (`Pipeline.once`, `Pipeline.each`)."""
+        """What all microbatches share, and what each has of its own (`Pipeline.once`, `Pipeline.each`)."""
         return _prologues(self.cuts[0])
 
 

@@ -128,10 +128,10 @@ def whole_batch(batch: Mapping[str, Any], dims: BatchDims, ranks: int) -> dict[s
 
 
 def part_of_batch(
-    batch: Mapping[str, Any], dims: BatchDims, ranks: int, index: int, experts: int = 1, micro_batches: int = 1
+    batch: Mapping[str, Any], dims: BatchDims, ranks: int, index: int, experts: int = 1, microbatches: int = 1
 ) -> dict[str, Any]:
     """The part of one of the ranks that have other samples of the whole batch: consecutive examples; where ``experts``
-    neighbours of them share experts, these have consecutive examples of each of the ``micro_batches``, so that samples
+    neighbours of them share experts, these have consecutive examples of each of the ``microbatches``, so that samples
     have the place, and so the random numbers, that they have in one process.
 
     Raises ValueError for a batch that does not divide."""
@@ -146,9 +146,9 @@ def part_of_batch(
                 f"'dp' of size {ranks}; use a batch of {-(-x.shape[dim] // ranks) * ranks}"
             )
         whole = x.chunk(ranks // experts, dim)[index // experts]
-        if experts == 1 or whole.shape[dim] % (experts * micro_batches):
+        if experts == 1 or whole.shape[dim] % (experts * microbatches):
             return whole.chunk(experts, dim)[index % experts].contiguous()
-        return torch.cat([x.chunk(experts, dim)[index % experts] for x in whole.chunk(micro_batches, dim)], dim)
+        return torch.cat([x.chunk(experts, dim)[index % experts] for x in whole.chunk(microbatches, dim)], dim)
 
     out: dict[str, Any] = map_tensors(dict(batch), part)
     return out

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from autopar.ir.placement import Pieces  # which loads torch: a command line is read without it
 
 # Outer to inner: neighbours on the innermost axis are neighbours in rank, so tp lands on the fastest links.
-# "mb" and "sl" are no axes of ranks: micro-batches are pieces of the batch in time, token slices pieces of the
+# "mb" and "sl" are no axes of ranks: microbatches are pieces of the batch in time, token slices pieces of the
 # sequence; they are typed like any other axis. A slice is cut first: it is consecutive tokens of the whole.
 AXES = ("pp", "mb", "rp", "dp", "cp", "ep", "tp", "sl")
 IN_TIME = ("mb", "sl")
@@ -155,8 +155,8 @@ class Mesh:
     def __reduce__(self) -> Any:
         return Mesh, (self.axes, self.slice)  # without what is kept
 
-    def with_micro_batches(self, count: int) -> Mesh:
-        """This mesh with micro-batches as its outermost axis."""
+    def with_microbatches(self, count: int) -> Mesh:
+        """This mesh with microbatches as its outermost axis."""
         return dataclasses.replace(self, axes=(("mb", count), *self.axes)) if count > 1 else self
 
     def with_slice(self, length: int, start: int, total: int) -> Mesh:

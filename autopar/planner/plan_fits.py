@@ -70,7 +70,7 @@ def _check_ways(name: str, axes: Mapping[str, ParameterPlan], of_experts: Collec
 
 def _check_cuts(plan: Plan, name: str, shape: tuple[int, ...], placements: Mapping[str, Placement]) -> None:
     """Each axis cuts what the axes before it left."""
-    mesh, left = plan.mesh.with_micro_batches(plan.options.micro_batches), shape
+    mesh, left = plan.mesh.with_microbatches(plan.options.microbatches), shape
     for axis, pieces in mesh.cut_order.items():
         p = placements.get(axis)
         if not isinstance(p, Shard):

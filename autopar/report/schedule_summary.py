@@ -48,7 +48,7 @@ class Outcome:
 def run_schedule(name: str, request: Request, costs: Costs) -> Timeline:
     """Make a schedule and simulate it.
 
-    ``costs`` are of a rank's whole share of the model for one micro-batch (parts are equal shares of it), so schedules
+    ``costs`` are of a rank's whole share of the model for one microbatch (parts are equal shares of it), so schedules
     with more parts per rank compare. Raises ValueError for unknown names, and for what a schedule cannot do.
     """
     entry = SCHEDULES[name]

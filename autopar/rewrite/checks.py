@@ -161,7 +161,7 @@ def check_local_shapes(gm: GraphModule, ctx: Compilation) -> None:
 
 def check_owned(gm: GraphModule, ctx: Compilation) -> None:
     """Every gradient that leaves a step graph has contiguous storage to itself: whoever writes to it (sums over
-    micro-batches, clipping, the optimizer) writes to nothing else."""
+    microbatches, clipping, the optimizer) writes to nothing else."""
     shared = shared_outputs(gm, gm.meta.get("owned", ()))
     if shared:
         found = ", ".join(describe(outputs(gm)[i]) for i in shared)

@@ -86,7 +86,7 @@ def test_layouts_are_known() -> None:
 
 @pytest.mark.parametrize("schedule", ["tera_pipe", "seq1f1b"])
 def test_a_sequence_is_not_cut_in_time_and_over_ranks(schedule: str) -> None:
-    options = Options(schedule=schedule, micro_batches=2)
+    options = Options(schedule=schedule, microbatches=2)
     message = (
         f'^pipeline: the schedule {schedule} cuts the sequence in time.* the axis "cp" cuts it over ranks; .*; use a'
     )

@@ -9,7 +9,7 @@ ways rotate:
     qwen3     contiguous  ulysses, hybrid      auto         zigzag       zigzag         some of `SAME_GRAPH`
     ...
 
-Options rotate along: ZeRO, sequence parallelism, micro-batches. The whole product is in
+Options rotate along: ZeRO, sequence parallelism, microbatches. The whole product is in
 tests/hf/test_context_product.py.
 """
 
@@ -57,7 +57,7 @@ def cell_of(model: str, mesh: str, way: str = "") -> Cell:
     if mesh == "pp=2,cp=2":
         options["schedule"] = "1f1b"
     if mesh == "pp=2,cp=2" or (mesh in ("cp=2", "dp=2,cp=2") and i // 2 % 2):
-        options["micro_batches"] = 2
+        options["microbatches"] = 2
     return Cell(model, Mesh.parse(mesh), Options(**options))
 
 
@@ -144,7 +144,7 @@ def test_every_algorithm_meets_every_model_and_every_mesh() -> None:
     assert rotated >= set(itertools.product(MESHES, ("ulysses", "auto"))), "with -m full"
     assert {*CHOSEN} == {*FEW}
     assert {n for name in names for n in name.split("+")} | {"hybrid"} == {n for n, _ in ALGORITHMS.items()}
-    for option, mesh in (("zero", "dp=2,cp=2"), ("sequence_parallel", "cp=2,tp=2"), ("micro_batches", "cp=2")):
+    for option, mesh in (("zero", "dp=2,cp=2"), ("sequence_parallel", "cp=2,tp=2"), ("microbatches", "cp=2")):
         assert len({getattr(c.options, option) for c in FEW if str(c.mesh) == mesh}) == 2
 
 

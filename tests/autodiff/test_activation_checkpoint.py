@@ -116,12 +116,12 @@ LIMITED: dict[str, tuple[str, Mesh, dict[str, Any]]] = {
     "sequence parallel": ("one-layer llama", Mesh.of(tp=2), {"sequence_parallel": True}),
     "an encoder": ("one-layer t5", Mesh.of(dp=2, tp=2), {}),
     "cut sequences": ("one-layer llama", Mesh.of(cp=2), {}),
-    "1f1b": ("one-layer llama", Mesh.of(pp=2), {"micro_batches": 4, "schedule": "1f1b"}),
-    "zb_h1": ("one-layer llama", Mesh.of(pp=2), {"micro_batches": 4, "schedule": "zb_h1"}),
-    "zb_auto": ("llama", Mesh.of(pp=2), {"micro_batches": 4, "schedule": "zb_auto"}),
-    "interleaved": ("llama", Mesh.of(pp=2), {"micro_batches": 4, "schedule": "interleaved"}),
-    "dual_pipe_v": ("llama", Mesh.of(pp=2), {"micro_batches": 4, "schedule": "dual_pipe_v"}),
-    "token slices": ("one-layer llama", Mesh.of(pp=2), {"micro_batches": 2, "schedule": "tera_pipe", "slices": 2}),
+    "1f1b": ("one-layer llama", Mesh.of(pp=2), {"microbatches": 4, "schedule": "1f1b"}),
+    "zb_h1": ("one-layer llama", Mesh.of(pp=2), {"microbatches": 4, "schedule": "zb_h1"}),
+    "zb_auto": ("llama", Mesh.of(pp=2), {"microbatches": 4, "schedule": "zb_auto"}),
+    "interleaved": ("llama", Mesh.of(pp=2), {"microbatches": 4, "schedule": "interleaved"}),
+    "dual_pipe_v": ("llama", Mesh.of(pp=2), {"microbatches": 4, "schedule": "dual_pipe_v"}),
+    "token slices": ("one-layer llama", Mesh.of(pp=2), {"microbatches": 2, "schedule": "tera_pipe", "slices": 2}),
 }
 
 
@@ -164,9 +164,9 @@ def test_a_limit_is_kept(kind: str, shares: Sequence[float]) -> None:
 
 
 def test_early_stages_make_more_again() -> None:
-    """1F1B holds more micro-batches on early stages, so the same limit asks more of them."""
+    """1F1B holds more microbatches on early stages, so the same limit asks more of them."""
     model, batch = tiny("llama", layers=4)
-    options: dict[str, Any] = {"micro_batches": 4, "schedule": "1f1b"}
+    options: dict[str, Any] = {"microbatches": 4, "schedule": "1f1b"}
     cuts = ("model.layers.1", "model.layers.2", "model.layers.3")
 
     def compiled(**more: Any) -> Compiled:
@@ -221,7 +221,7 @@ def _held(policy: str) -> tuple[int, int]:
 
 def test_what_both_would_make_again_is_made_once() -> None:
     """B hands it to W."""
-    options: dict[str, Any] = {"micro_batches": 4, "schedule": "zb_h1"}
+    options: dict[str, Any] = {"microbatches": 4, "schedule": "zb_h1"}
     compiled = compile_cell(Cell("llama", Mesh.of(pp=2), Options(activation_checkpoint="full", **options)))
     for part in compiled.pipeline.parts:
         assert part.backward_input is not None and part.backward_weight is not None
@@ -311,7 +311,8 @@ def test_transformers_own_checkpoints(recwarn: pytest.WarningsRecorder) -> None:
     model.train()
     model.gradient_checkpointing_enable()  # type: ignore[operator]
     asked, full = (
-        compile_model(model, batch, Mesh.of(), Options(activation_checkpoint=name), outputs=()) for name in ("model", "full")
+        compile_model(model, batch, Mesh.of(), Options(activation_checkpoint=name), outputs=())
+        for name in ("model", "full")
     )
     assert [layer.layer for layer in asked.plan.checkpoints] == ["model.layers.0"]
     assert {x for layer in asked.plan.checkpoints for x in layer.again} == {
@@ -325,7 +326,9 @@ def test_transformers_own_checkpoints(recwarn: pytest.WarningsRecorder) -> None:
 
 
 def test_a_plan_holds_what_was_decided() -> None:
-    compiled = made("llama", memory_limit=round(0.5 * (peak(made("llama", activation_checkpoint="none")) + least("llama"))))
+    compiled = made(
+        "llama", memory_limit=round(0.5 * (peak(made("llama", activation_checkpoint="none")) + least("llama")))
+    )
     plan = Plan.from_json(compiled.plan.to_json())
     assert plan == compiled.plan and plan.checkpoints
     text = str(plan)
@@ -339,8 +342,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"activation_checkpoint": "sometimes"},
         "activation_checkpoint: unknown name 'sometimes'; known are none, full, selective, model, offload, auto",
     ),
-    ({"activation_checkpoint": "auto"}, "activation_checkpoint: auto keeps what a rank holds under a limit, found no memory_limit; set one"),
-    ({"memory_limit": 5}, "activation_checkpoint: no choice of what to make again fits a memory_limit of 5 bytes; the least that"),
+    (
+        {"activation_checkpoint": "auto"},
+        "activation_checkpoint: auto keeps what a rank holds under a limit, found no memory_limit; set one",
+    ),
+    (
+        {"memory_limit": 5},
+        "activation_checkpoint: no choice of what to make again fits a memory_limit of 5 bytes; the least that",
+    ),
     (
         {"activation_checkpoint": "undecided"},
         "the policy 'undecided' says of each value whether the backward makes it again, found",
@@ -361,5 +370,7 @@ def test_bad_input(options: dict[str, Any], message: str) -> None:
 def test_a_plan_of_another_graph_is_refused() -> None:
     plan = made("llama", activation_checkpoint="full").plan
     text = plan.to_json().replace('"silu"', '"no_such_value"')
-    with pytest.raises(ValueError, match="activation_checkpoint: a plan names no_such_value, which the graph does not have"):
+    with pytest.raises(
+        ValueError, match="activation_checkpoint: a plan names no_such_value, which the graph does not have"
+    ):
         compile_graph(copy_graph(captured("llama")[2]), Mesh.of(), plan=Plan.from_json(text), outputs=())

@@ -32,15 +32,15 @@ from tests.support.subjects import tiny
 CELLS = [
     Cell("one-layer llama", Mesh.of(dp=2, tp=2), Options(loss_chunks=5)),  # a vocabulary cut over tp; 64 rows in fives
     Cell("one-layer gemma2", Mesh.of(dp=2), Options(loss_chunks=4, zero=3)),  # a cap on the logits
-    Cell("padded llama", Mesh.of(dp=2), Options(loss_chunks=5, micro_batches=2, activation_checkpoint="full")),
+    Cell("padded llama", Mesh.of(dp=2), Options(loss_chunks=5, microbatches=2, activation_checkpoint="full")),
     Cell("one-layer t5", Mesh.of(tp=2), Options(loss_chunks=3, sequence_parallel=True)),  # an encoder, and a scale
     Cell("one-layer bert", Mesh.of(dp=2), Options(loss_chunks=4)),  # a bias
     Cell("two losses", Mesh.of(dp=2), Options(loss_chunks=3)),
     Cell("one-layer llama", Mesh.of(cp=2), Options(loss_chunks=2)),
 ]
 STAGES = {
-    "backward": Cell("llama", Mesh.of(pp=2), Options(loss_chunks=3, micro_batches=4, schedule="zb_h1")),
-    "forward": Cell("one-layer gpt2", Mesh.of(pp=2), Options(loss_chunks=3, micro_batches=4, schedule="1f1b")),  # tied
+    "backward": Cell("llama", Mesh.of(pp=2), Options(loss_chunks=3, microbatches=4, schedule="zb_h1")),
+    "forward": Cell("one-layer gpt2", Mesh.of(pp=2), Options(loss_chunks=3, microbatches=4, schedule="1f1b")),  # tied
 }
 
 
@@ -120,7 +120,7 @@ def _has_classes(node: Node, classes: int) -> bool:
 def test_chunks_hold_no_more_on_stages(schedule: str) -> None:
     """W takes the gradients of all chunks' logits from B, as it would take those of whole logits; or F leaves that of
     the weight, which B scales."""
-    options: dict[str, Any] = {"micro_batches": 4, "schedule": schedule, "activation_checkpoint": "none"}
+    options: dict[str, Any] = {"microbatches": 4, "schedule": schedule, "activation_checkpoint": "none"}
     whole, parts = (memories(compiled(Mesh.of(pp=2), loss_chunks=n, **options)) for n in (1, 8))
     assert all(part.peak <= all_of_it.peak + 8 for all_of_it, part in zip(whole, parts, strict=True))
 
@@ -277,10 +277,12 @@ def test_a_stage_begins_between_logits_and_loss() -> None:
         ValueError, match="loss_chunks: needs logits and their loss in one stage, found one that begins"
     ):
         compile_model(Few(), batch, mesh, Options(loss_chunks=4, **stages))
-    whole = memories(compile_model(Few(), batch, mesh, Options(micro_batches=4, **stages)))
+    whole = memories(compile_model(Few(), batch, mesh, Options(microbatches=4, **stages)))
     limit = max(held.peak for held in whole) - 1
-    with pytest.raises(ValueError, match="activation_checkpoint: no choice of what to make again fits"):  # chunks are no choice
-        compile_model(Few(), batch, mesh, Options(micro_batches=4, memory_limit=limit, **stages))
+    with pytest.raises(
+        ValueError, match="activation_checkpoint: no choice of what to make again fits"
+    ):  # chunks are no choice
+        compile_model(Few(), batch, mesh, Options(microbatches=4, memory_limit=limit, **stages))
 
 
 def test_bad_input() -> None:

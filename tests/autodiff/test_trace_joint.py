@@ -91,8 +91,8 @@ FEW = ("llama", "t5")
 CELLS: list[tuple[str, dict[str, Any]]] = [
     ("dp=2", {}),
     ("tp=2", {"sequence_parallel": True}),
-    ("dp=2,tp=2", {"zero": 3, "micro_batches": 2}),
-    ("pp=2", {"micro_batches": 4}),
+    ("dp=2,tp=2", {"zero": 3, "microbatches": 2}),
+    ("pp=2", {"microbatches": 4}),
     ("cp=2", {}),
 ]
 
@@ -106,7 +106,7 @@ def compare(model: nn.Module, batch: dict[str, Tensor], mesh: str, options: dict
 
 @pytest.mark.parametrize("name", FEW)
 def test_it_is_that_of_the_whole(name: str, both: Any) -> None:
-    compare(*tiny(name, layers=1), "dp=2,tp=2", {"zero": 3, "micro_batches": 2}, both)
+    compare(*tiny(name, layers=1), "dp=2,tp=2", {"zero": 3, "microbatches": 2}, both)
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""Whole training steps that save memory, ours against torch's: ZeRO with micro-batches, mixed precision, replicas.
+"""Whole training steps that save memory, ours against torch's: ZeRO with microbatches, mixed precision, replicas.
 
 Forward, backward and AdamW; checked first as `bench_peers` does, then in turns.
 

@@ -1,4 +1,4 @@
-"""Whole training steps of peers and of ours: forward and backward of several micro-batches, then AdamW.
+"""Whole training steps of peers and of ours: forward and backward of several microbatches, then AdamW.
 
 A step's gradients are those of before the optimizer's step; they stay until the next step.
 """
@@ -34,7 +34,7 @@ def steps(
     count: int,
     last: Callable[[bool], contextlib.AbstractContextManager[Any]] = lambda _: contextlib.nullcontext(),
 ) -> Callable[[], Tensor]:
-    """``last(is_last)``: around a micro-batch."""
+    """``last(is_last)``: around a microbatch."""
     pieces = [{k: v.chunk(count)[i] for k, v in batch.items()} for i in range(count)]
 
     def step() -> Tensor:
@@ -52,7 +52,7 @@ def steps(
 
 
 def ddp(work: Workload, count: int, zero: bool = False, dtype: torch.dtype | None = None) -> Runner:
-    """DistributedDataParallel, which sums after the last micro-batch; ``zero``: with ZeroRedundancyOptimizer."""
+    """DistributedDataParallel, which sums after the last microbatch; ``zero``: with ZeroRedundancyOptimizer."""
     model = DistributedDataParallel(work.model(), gradient_as_bucket_view=True)
     optimizer: Any = (
         ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=RATE)
@@ -80,7 +80,7 @@ def fsdp2(
     dtype: torch.dtype | None = None,
     replicas: int = 1,
 ) -> Runner:
-    """fully_shard of every layer and of the root. ``each``: gradients are reduce-scattered after every micro-batch,
+    """fully_shard of every layer and of the root. ``each``: gradients are reduce-scattered after every microbatch,
     else after the last. ``replicas``: hybrid sharding."""
     model: Any = work.model()
     ranks = dist.get_world_size()
@@ -159,7 +159,7 @@ def ours(work: Workload, count: int, replicas: int = 1, **options: Any) -> Runne
     """autopar over dp, or over rp and dp."""
     sizes = {"rp": replicas} if replicas > 1 else {}
     mesh = autopar.init_mesh(**sizes, dp=dist.get_world_size() // replicas)
-    model = autopar.parallelize(work.model(), mesh, micro_batches=count, **options)
+    model = autopar.parallelize(work.model(), mesh, microbatches=count, **options)
     part, parts = autopar.dp_rank_and_size(mesh)
     batch = {k: v.chunk(parts)[part] for k, v in work.tokens().items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)

@@ -294,7 +294,7 @@ def test_calls(tmp_path: Path) -> None:
     x = torch.empty(8, 4, device="meta")
     calls: list[dict[str, Any]] = [
         {}, {"mesh": "dp=4"}, {"mesh": "tp=2"}, {"mesh": "dp=2,tp=1"}, {"options": {"zero": 3}},
-        {"options": {"micro_batches": 2}}, {"train": False}, {"outputs": None}, {"outputs": ("loss",)},
+        {"options": {"microbatches": 2}}, {"train": False}, {"outputs": None}, {"outputs": ("loss",)},
         {"exact": True}, {"autocast": torch.bfloat16}, {"tangents": ("h",)},
         {"batch": {"x": torch.empty(16, 4, device="meta")}}, {"batch": {"x": x.double()}},
         {"batch": {"x": torch.empty(4, 8, device="meta").t()}}, {"batch": {"x": x, "y": x}},

@@ -35,15 +35,15 @@ CELLS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("one-layer llama", "dp=2,tp=2", {"sequence_parallel": True}, {}),
     ("one-layer llama", "dp=2,tp=2", {}, {"train": False, "outputs": None}),
     ("one-layer llama", "dp=2", {"zero": 3}, {"outputs": None}),
-    ("gpt2 with dropout", "pp=2", {"micro_batches": 2}, {}),
+    ("gpt2 with dropout", "pp=2", {"microbatches": 2}, {}),
     ("one-layer vit", "tp=2", {}, {}),
     ("two losses", "dp=2", {}, {}),
-    ("mlp", "dp=2", {"micro_batches": 2}, {"autocast": torch.bfloat16}),
+    ("mlp", "dp=2", {"microbatches": 2}, {"autocast": torch.bfloat16}),
 ]
 KINDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("dp=2,tp=2", {"sequence_parallel": True}, {"train": False, "outputs": None}),
     ("dp=2", {"zero": 3}, {"outputs": None}),
-    ("pp=2,dp=2", {"micro_batches": 2}, {}),
+    ("pp=2,dp=2", {"microbatches": 2}, {}),
 ]
 MORE = [(name, *kind) for name in [*TINY, *SPECIAL] for kind in KINDS]
 
@@ -315,7 +315,7 @@ def steps_on_a_rank(folder: str, sizes: dict[str, int], options: dict[str, Any])
 
 
 @pytest.mark.parametrize(
-    ("sizes", "options"), [({"dp": 2}, {"zero": 3}), ({"tp": 2}, {}), ({"pp": 2}, {"micro_batches": 2})], ids=str
+    ("sizes", "options"), [({"dp": 2}, {"zero": 3}), ({"tp": 2}, {}), ({"pp": 2}, {"microbatches": 2})], ids=str
 )
 def test_ranks(ranks: Any, tmp_path: Path, sizes: dict[str, int], options: dict[str, Any]) -> None:
     """One of two compiles; a restart compiles nothing; numbers are the same bit for bit."""

@@ -31,7 +31,7 @@ DP, CP, TP = (Options(experts=axis) for axis in ("dp", "cp", "tp"))
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 NODES = "dp%2=switch:450e9,dp/2=switch:50e9"
 CELLS = [
-    Cell("one-layer mixtral", Mesh.of(dp=2), replace(DP, dispatch="gather", micro_batches=2, zero=3)),
+    Cell("one-layer mixtral", Mesh.of(dp=2), replace(DP, dispatch="gather", microbatches=2, zero=3)),
     Cell("gpt_oss", Mesh.of(dp=4), replace(DP, dispatch="dedup")),
     Cell("deepseek_v3", Mesh.of(cp=2), replace(CP, dispatch="plain")),
     Cell("one-layer mixtral", Mesh.of(cp=2, dp=2), replace(DP, dispatch="gather", zero=3)),  # cp leaves experts in one
@@ -42,25 +42,28 @@ CELLS = [
 MORE = [
     Cell("qwen3_moe", Mesh.of(rp=2, dp=2), replace(DP, dispatch="gather")),
     *(Cell(name, Mesh.of(dp=2), replace(DP, dispatch=way)) for name in FAMILIES for way in ("gather", "dedup")),
-    *(Cell(name, Mesh.of(dp=4), replace(DP, dispatch="plain", micro_batches=2, zero=1)) for name in FAMILIES),
+    *(Cell(name, Mesh.of(dp=4), replace(DP, dispatch="plain", microbatches=2, zero=1)) for name in FAMILIES),
     *(Cell(name, Mesh.of(dp=4), replace(DP, dispatch="two_level", topology=NODES)) for name in FAMILIES),
     *(Cell(name, Mesh.of(dp=2, tp=2), replace(DP, dispatch="dedup")) for name in FAMILIES),
     *(Cell(name, Mesh.of(tp=4), replace(TP, dispatch="dedup", sequence_parallel=True)) for name in FAMILIES),
     *(Cell(name, Mesh.of(tp=2), replace(TP, dispatch="gather", sequence_parallel=True)) for name in FAMILIES),
     *(Cell(name, Mesh.of(dp=2, tp=2), TP) for name in FAMILIES),
-    *(Cell(name, Mesh.of(cp=2, dp=2), replace(CP, dispatch="gather", zero=3, micro_batches=2)) for name in FAMILIES),
-    *(Cell(name, Mesh.of(cp=2, dp=2), replace(DP, dispatch="dedup", zero=2, micro_batches=2)) for name in FAMILIES),
-    *(Cell("mixtral", Mesh.of(dp=2), replace(DP, dispatch="dedup", zero=zero, activation_checkpoint="full")) for zero in range(4)),
+    *(Cell(name, Mesh.of(cp=2, dp=2), replace(CP, dispatch="gather", zero=3, microbatches=2)) for name in FAMILIES),
+    *(Cell(name, Mesh.of(cp=2, dp=2), replace(DP, dispatch="dedup", zero=2, microbatches=2)) for name in FAMILIES),
+    *(
+        Cell("mixtral", Mesh.of(dp=2), replace(DP, dispatch="dedup", zero=zero, activation_checkpoint="full"))
+        for zero in range(4)
+    ),
 ]
 RANKS = [
-    Cell("mixtral", Mesh.of(pp=2, dp=2), replace(DP, schedule="zb_h1", micro_batches=2, dispatch="dedup", zero=1)),
+    Cell("mixtral", Mesh.of(pp=2, dp=2), replace(DP, schedule="zb_h1", microbatches=2, dispatch="dedup", zero=1)),
 ]
 MORE_RANKS = [
-    Cell("qwen3_moe", Mesh.of(dp=2), replace(DP, dispatch="gather", micro_batches=2)),
+    Cell("qwen3_moe", Mesh.of(dp=2), replace(DP, dispatch="gather", microbatches=2)),
     *(Cell("qwen3_moe", Mesh.of(dp=2), replace(DP, zero=zero, dispatch="plain")) for zero in range(4)),
-    Cell("mixtral", Mesh.of(pp=2, dp=2), replace(DP, schedule="1f1b", micro_batches=2, dispatch="dedup", zero=2)),
-    Cell("mixtral", Mesh.of(pp=2, dp=2), replace(DP, schedule="zb_h1", micro_batches=2, dispatch="plain", zero=3)),
-    Cell("deepseek_v3", Mesh.of(pp=2, dp=2), replace(DP, schedule="dual_pipe_v", micro_batches=4, dispatch="dedup")),
+    Cell("mixtral", Mesh.of(pp=2, dp=2), replace(DP, schedule="1f1b", microbatches=2, dispatch="dedup", zero=2)),
+    Cell("mixtral", Mesh.of(pp=2, dp=2), replace(DP, schedule="zb_h1", microbatches=2, dispatch="plain", zero=3)),
+    Cell("deepseek_v3", Mesh.of(pp=2, dp=2), replace(DP, schedule="dual_pipe_v", microbatches=4, dispatch="dedup")),
     Cell("gpt_oss", Mesh.of(dp=2, tp=2), replace(TP, dispatch="dedup", sequence_parallel=True, zero=3)),
     Cell("mixtral", Mesh.of(cp=2), replace(CP, dispatch="gather")),
     Cell("mixtral", Mesh.of(dp=4), replace(DP, dispatch="two_level", topology=NODES)),
@@ -94,8 +97,8 @@ def test_gradients_of_experts_are_not_summed() -> None:
 
 
 def test_nobody_gathers_for_it_but_its_axis() -> None:
-    """Micro-batches and replicas cut what is gathered over dp as they cut each piece of it."""
-    made = compile_cell(Cell("qwen3_moe", Mesh.of(rp=2, dp=2), replace(DP, dispatch="gather", micro_batches=2)))
+    """Microbatches and replicas cut what is gathered over dp as they cut each piece of it."""
+    made = compile_cell(Cell("qwen3_moe", Mesh.of(rp=2, dp=2), replace(DP, dispatch="gather", microbatches=2)))
     assert {axis for axis, kind in step_communication(made, 0) if kind in ("all_gather", "reduce_scatter")} == {"dp"}
     assert not [n for n in made.local.graph.nodes if "mb" in n.args]
 

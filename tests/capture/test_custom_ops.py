@@ -69,13 +69,11 @@ def test_a_backward_that_is_not_linear_sees_the_whole_gradient(name: str, on_wei
     check(name, on_weight, "tp=2")
 
 
-def test_over_micro_batches_it_is_refused_and_a_derivative_is_not() -> None:
+def test_over_microbatches_it_is_refused_and_a_derivative_is_not() -> None:
     for name in NONLINEAR:
-        with pytest.raises(
-            ValueError, match=rf"^micro_batches: .*autopar_tests.{name}.default is not linear in the gr"
-        ):
-            check(name, True, "dp=1", micro_batches=2)
-    check("doubled", True, "dp=2", micro_batches=2)
+        with pytest.raises(ValueError, match=rf"^microbatches: .*autopar_tests.{name}.default is not linear in the gr"):
+            check(name, True, "dp=1", microbatches=2)
+    check("doubled", True, "dp=2", microbatches=2)
 
 
 def test_what_cannot_be_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

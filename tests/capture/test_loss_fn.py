@@ -92,16 +92,16 @@ def on_mesh(sizes: Sizes, kind: str, options: dict[str, Any], folder: str) -> tu
 
 CASES = [
     ("distilled", {"dp": 2}, {"zero": 3}),
-    ("distilled", {"pp": 2}, {"micro_batches": 2}),
-    ("regularised", {"tp": 2}, {"sequence_parallel": True, "micro_batches": 2}),
-    ("weighted", {"dp": 2, "pp": 2}, {"micro_batches": 2}),
+    ("distilled", {"pp": 2}, {"microbatches": 2}),
+    ("regularised", {"tp": 2}, {"sequence_parallel": True, "microbatches": 2}),
+    ("weighted", {"dp": 2, "pp": 2}, {"microbatches": 2}),
 ]
 MORE = [
     ("distilled", {"dp": 2, "tp": 2}, {"zero": 3}),
-    ("distilled", {"pp": 2, "dp": 2}, {"micro_batches": 2}),
-    ("regularised", {"dp": 2, "tp": 2}, {"sequence_parallel": True, "micro_batches": 2}),
-    ("regularised", {"pp": 2, "dp": 2}, {"micro_batches": 2, "zero": 3, "schedule": "interleaved"}),
-    ("regularised", {"pp": 2, "tp": 2}, {"micro_batches": 4, "schedule": "zb_h1"}),
+    ("distilled", {"pp": 2, "dp": 2}, {"microbatches": 2}),
+    ("regularised", {"dp": 2, "tp": 2}, {"sequence_parallel": True, "microbatches": 2}),
+    ("regularised", {"pp": 2, "dp": 2}, {"microbatches": 2, "zero": 3, "schedule": "interleaved"}),
+    ("regularised", {"pp": 2, "tp": 2}, {"microbatches": 4, "schedule": "zb_h1"}),
 ]
 
 

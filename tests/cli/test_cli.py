@@ -59,10 +59,10 @@ def plan(capsys: pytest.CaptureFixture[str], config: Path, *more: object) -> str
 
 
 def test_plan_as_json_says_everything(capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path) -> None:
-    options = ("--batch", 8, "--zero", 3, "--sequence-parallel", "--micro-batches", 2)
+    options = ("--batch", 8, "--zero", 3, "--sequence-parallel", "--microbatches", 2)
     found: dict[str, Any] = json.loads(plan(capsys, config, "--json", "--dump", tmp_path / "dump", *options))
     assert found["mesh"] == {"dp": 2, "tp": 2} and found["ranks"] == 4
-    chosen = [found["options"][name] for name in ("zero", "sequence_parallel", "micro_batches")]
+    chosen = [found["options"][name] for name in ("zero", "sequence_parallel", "microbatches")]
     assert chosen == [3, True, 2]
     rows = {row["name"]: row for row in found["parameters"]}
     query = rows["model.layers.{0,1}.self_attn.q_proj.weight"]
@@ -71,7 +71,7 @@ def test_plan_as_json_says_everything(capsys: pytest.CaptureFixture[str], config
     assert query["axes"]["tp"] == {"stored": "S(0)", "used": "S(0)", "reason": "heads kept whole"}
     assert (query["axes"]["dp"]["stored"], query["axes"]["dp"]["used"]) == ("S(0)", "R")
     assert sum(row["bytes"] for row in rows.values()) == found["memory"]["parameters"]
-    assert found["memory"]["inputs"] == 2 * 8 * 4 * 16  # the whole batch is 8: 4 for each dp rank, in 2 micro-batches
+    assert found["memory"]["inputs"] == 2 * 8 * 4 * 16  # the whole batch is 8: 4 for each dp rank, in 2 microbatches
     assert found["memory"]["accumulated"] > 0
     assert found["streams"][0]["node"] == "embedding"
     kinds = {(row["axis"], row["kind"]) for row in found["communication"]}
@@ -118,7 +118,7 @@ def test_show_prints_one_level(capsys: pytest.CaptureFixture[str], config: Path,
     assert line in out and out.splitlines()[-1].startswith("return (")
 
 
-PIPELINE = ("--mesh", "pp=2,dp=2", "--seq", 16, "--micro-batches", 4, "--schedule", "1f1b", "--zero", 1)
+PIPELINE = ("--mesh", "pp=2,dp=2", "--seq", 16, "--microbatches", 4, "--schedule", "1f1b", "--zero", 1)
 
 
 def test_plan_of_a_pipeline(capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_plan_of_a_pipeline(capsys: pytest.CaptureFixture[str], config: Path, tm
     found: dict[str, Any] = json.loads(out)
     assert (found["options"]["cuts"], found["options"]["memory_limit"]) == (["model.layers.1"], 10**9)
     pipeline = found["pipeline"]
-    assert (pipeline["schedule"], pipeline["micro_batches"], pipeline["slices"]) == ("1f1b", 4, [])
+    assert (pipeline["schedule"], pipeline["microbatches"], pipeline["slices"]) == ("1f1b", 4, [])
     assert [part["modules"] for part in pipeline["parts"]] == [
         "model.embed_tokens, model.layers.0",
         "model.layers.1, model.norm, lm_head",
@@ -303,7 +303,7 @@ def test_it_runs_as_a_module() -> None:
 
 # --- schedules ----------------------------------------------------------------------------------------------
 
-TIMES = "F=18.522,B=18.086,W=9.337,comm=0.601"  # 1.5B, 24 micro-batches: table 9 of Zero Bubble (Qi et al. 2024)
+TIMES = "F=18.522,B=18.086,W=9.337,comm=0.601"  # 1.5B, 24 microbatches: table 9 of Zero Bubble (Qi et al. 2024)
 
 
 def schedule(capsys: pytest.CaptureFixture[str], *more: object) -> str:
@@ -315,7 +315,7 @@ def schedule(capsys: pytest.CaptureFixture[str], *more: object) -> str:
 @pytest.mark.parametrize(("name", "bubble"), [("1f1b", 0.2431), ("zb_h1", 0.1585), ("zb_h2", 0.1083)])
 def test_schedules_have_the_bubbles_of_the_paper(capsys: pytest.CaptureFixture[str], name: str, bubble: float) -> None:
     """Table 5 of Zero Bubble."""
-    options = ("--name", name, "--stages", 8, "--micro-batches", 24, "--times", TIMES, "--memory", "M_B=2,M_W=1")
+    options = ("--name", name, "--stages", 8, "--microbatches", 24, "--times", TIMES, "--memory", "M_B=2,M_W=1")
     found = json.loads(schedule(capsys, *options, "--json"))
     assert found.keys() == {"makespan", "bubble", "peak", "order"}
     assert found["bubble"] == pytest.approx(bubble, abs=5e-5)
@@ -336,7 +336,7 @@ def test_schedules_have_the_bubbles_of_the_paper(capsys: pytest.CaptureFixture[s
 
 def test_a_schedule_is_printed_drawn_and_traced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture, trace = tmp_path / "a.svg", tmp_path / "a.json"
-    options = ("--stages", 3, "--micro-batches", 5, "--chunks", 2, "--svg", picture, "--trace", trace)
+    options = ("--stages", 3, "--microbatches", 5, "--chunks", 2, "--svg", picture, "--trace", trace)
     text = schedule(capsys, "--name", "interleaved", *options)
     assert text.splitlines()[1].startswith("rank 0  0F0 0F1 0F2 ")
     assert "peak memory per rank: " in text and "makespan: 18" in text
@@ -346,7 +346,7 @@ def test_a_schedule_is_printed_drawn_and_traced(capsys: pytest.CaptureFixture[st
 
 
 def test_all_schedules_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--name", "all", "--stages", 5, "--micro-batches", 10)
+    options = ("--name", "all", "--stages", 5, "--microbatches", 10)
     text = schedule(capsys, *options)
     found = json.loads(schedule(capsys, *options, "--json"))
     assert set(SCHEDULES) == set(found)
@@ -372,7 +372,7 @@ def test_all_schedules_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
         (["--name", "gpipe", "--times", "W=nan"], "--times: W needs a number"),
         (["--name", "gpipe", "--times", "X=1"], "--times: expected NAME=NUMBER of F, B, W, comm"),
         (["--name", "gpipe", "--memory", "M_F=1"], "--memory: expected NAME=NUMBER of M_B, M_W"),
-        (["--name", "gpipe", "--micro-batches", 0], "--micro-batches: expected a positive whole number"),
+        (["--name", "gpipe", "--microbatches", 0], "--microbatches: expected a positive whole number"),
         (["--name", "gpipe", "--stages", "x"], "--stages"),
         (["--name", "gpipe", "--chunks", 2], "gpipe runs 1 parts per rank, found 2"),
         (["--name", "gpipe", "--slices", 4], "use tera_pipe"),
@@ -386,7 +386,7 @@ def test_all_schedules_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_bad_schedule_options(capsys: pytest.CaptureFixture[str], options: list[object], message: str) -> None:
-    code, out, err = run(capsys, "schedule", "--stages", 4, "--micro-batches", 8, *options)
+    code, out, err = run(capsys, "schedule", "--stages", 4, "--microbatches", 8, *options)
     assert code == 2 and not out
     assert message in err and len(err.strip().splitlines()) == 1
 

@@ -26,8 +26,9 @@ from tests.support.plain_models import Net
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"zero_stage": 3}, "zero"),
-    ({"micro_batch": 2}, "micro_batches"),
-    ({"gradient_accumulation_steps": 2}, "micro_batches"),
+    ({"microbatch": 2}, "microbatches"),
+    ({"micro_batches": 2}, "microbatches"),
+    ({"gradient_accumulation_steps": 2}, "microbatches"),
     ({"mixed_precision": "bf16"}, "precision"),
     ({"checkpointing": "full"}, "activation_checkpoint"),
     ({"example_batchs": {}}, "example_batch"),
@@ -38,7 +39,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"zero": "3"}, "3"),
     ({"sequence_parallel": "true"}, "True"),
     ({"gathers": "steps"}, "step"),
-    ({"reductions": "micro-batch"}, "micro_batch"),
+    ({"reductions": "microbatch"}, "microbatch"),
     ({"layout": "zig_zag"}, "zigzag"),
     ({"experts": "eq"}, "ep"),
     ({"dispatch": "2_level"}, "two_level"),
@@ -121,7 +122,7 @@ def config(tmp_path: Path) -> str:
 LINES = {
     "pln": "plan",
     "plan --config C --mesh dp=2 --chekpoint full": "--activation-checkpoint",
-    "plan --config C --mesh dp=2 --micro_batches 2": "--micro-batches",
+    "plan --config C --mesh dp=2 --microbatches 2": "--microbatches",
     "plan --config C --mesh dp=2 --activation-checkpoint ful": "full",
     "plan --config C --mesh dp=2 --schedule gpip": "gpipe",
     "plan --config C --mesh dp=2 --attention ring+tokenring": "token_ring",
@@ -129,7 +130,7 @@ LINES = {
     "plan --config C --mesh dp=2 --dtype bfloat61": "bfloat16",
     "plan --config C --mesh mp=2": "tp",
     "show --config C --mesh dp=2 --level forwrd": "forward",
-    "schedule --name gpip --stages 2 --micro-batches 2": "gpipe",
+    "schedule --name gpip --stages 2 --microbatches 2": "gpipe",
     "experts --device h10": "H100",
 }
 

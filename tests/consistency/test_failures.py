@@ -63,7 +63,7 @@ class Branching(Net):
 
 
 class Contrastive(Net):
-    """Samples meet: a micro-batch is not a piece of it."""
+    """Samples meet: a microbatch is not a piece of it."""
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         h = self.first(x)
@@ -111,9 +111,9 @@ CASES: dict[str, type[Net]] = {c.__name__: c for c in (Net, WithKthValue, WithMe
 # --- sizes --------------------------------------------------------------------------------------------
 
 
-def test_a_batch_that_does_not_divide_over_micro_batches() -> None:
+def test_a_batch_that_does_not_divide_over_microbatches() -> None:
     pattern = "batch of 6 .*does not divide into 4 pieces.*use a batch of 8"
-    refused(2, pattern, step_named, "Net", 3, {"dp": 2}, {"micro_batches": 2})
+    refused(2, pattern, step_named, "Net", 3, {"dp": 2}, {"microbatches": 2})
 
 
 def test_a_sequence_that_does_not_divide() -> None:
@@ -148,8 +148,8 @@ def test_unknown_axes_and_meshes_larger_than_the_world() -> None:
 def test_unknown_options() -> None:
     refused(2, "unknown option 'zeroo'; the options are .*zero", step_named, "Net", 2, {"dp": 2}, {"zeroo": 3})
     refused(2, "zero: expected 0, 1, 2 or 3, found 7", step_named, "Net", 2, {"dp": 2}, {"zero": 7})
-    pattern = "micro_batches: expected a whole number of at least 1, found 0"
-    refused(2, pattern, step_named, "Net", 2, {"dp": 2}, {"micro_batches": 0})
+    pattern = "microbatches: expected a whole number of at least 1, found 0"
+    refused(2, pattern, step_named, "Net", 2, {"dp": 2}, {"microbatches": 0})
     pattern = "backend: expected 'eager', 'inductor', 'cudagraphs' or 'inductor.cudagraphs', found 'fast'"
     refused(2, pattern, step_named, "Net", 2, {"dp": 2}, {"backend": "fast"})
 
@@ -192,9 +192,9 @@ def test_a_model_that_does_not_export() -> None:
     )  # fmt: skip
 
 
-def test_samples_that_meet_across_micro_batches() -> None:
-    refused(2, "micro_batches: samples of different micro-batches meet at .*micro_batches=1",
-            step_named, "Contrastive", 4, {"dp": 2}, {"micro_batches": 2})  # fmt: skip
+def test_samples_that_meet_across_microbatches() -> None:
+    refused(2, "microbatches: samples of different microbatches meet at .*microbatches=1",
+            step_named, "Contrastive", 4, {"dp": 2}, {"microbatches": 2})  # fmt: skip
 
 
 def without_labels() -> None:

@@ -53,7 +53,7 @@ class Case:
 
     def __str__(self) -> str:
         o = self.options
-        return f"{self.name} {self.mesh} zero={o.zero} m={o.micro_batches} {o.precision} {o.schedule}"
+        return f"{self.name} {self.mesh} zero={o.zero} m={o.microbatches} {o.precision} {o.schedule}"
 
 
 SCHEDULES = ("1f1b", "zb_h1", "interleaved", "dual_pipe_v")
@@ -63,7 +63,7 @@ TWO, STAGES = Mesh.of(dp=2), Mesh.of(dp=2, pp=2)
 
 
 def case(mesh: Mesh, zero: int, count: int, precision: str = "none", name: str = "llama", **more: Any) -> Case:
-    return Case(name, mesh, Options(zero=zero, micro_batches=count, precision=PRECISIONS[precision], **more))
+    return Case(name, mesh, Options(zero=zero, microbatches=count, precision=PRECISIONS[precision], **more))
 
 
 ALL = [
@@ -193,10 +193,10 @@ def test_memory_is_what_a_meter_sees(count: int) -> None:
 
 
 def test_few_have_every_pair() -> None:
-    """Of ZeRO, numbers of micro-batches and precisions without stages; every schedule and kind of mesh somewhere."""
+    """Of ZeRO, numbers of microbatches and precisions without stages; every schedule and kind of mesh somewhere."""
 
     def pairs(cases: list[Case]) -> set[tuple[str, str]]:
-        facts = [(f"zero={o.zero}", f"m={o.micro_batches}", str(o.precision)) for o in (c.options for c in cases)]
+        facts = [(f"zero={o.zero}", f"m={o.microbatches}", str(o.precision)) for o in (c.options for c in cases)]
         return {pair for three in facts for pair in itertools.combinations(three, 2)}
 
     assert pairs(FEW[:8]) == pairs(ALL[:16]) and not any("pp" in c.mesh.sizes for c in FEW[:8])

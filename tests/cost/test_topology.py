@@ -111,7 +111,7 @@ def test_seconds_of_collectives() -> None:
 @pytest.fixture(scope="module")
 def pipeline() -> Compiled:
     model, batch = TINY["llama"].build(), TINY["llama"].batch(4, 16)
-    options = Options(schedule="1f1b", micro_batches=2)
+    options = Options(schedule="1f1b", microbatches=2)
     return compile_model(model, batch, Mesh.of(pp=2, tp=2), options, outputs=())
 
 
@@ -137,7 +137,7 @@ def test_links_of_a_pipeline_choose_its_schedule_and_slices() -> None:
     gm, mesh = normalized(TINY["llama"].build(), TINY["llama"].batch(8, 64)), Mesh.of(pp=2)
 
     def planned(**how: Any) -> PipelinePlan:
-        plan = make_plan(gm, mesh, Options(micro_batches=4, **how)).pipeline
+        plan = make_plan(gm, mesh, Options(microbatches=4, **how)).pipeline
         assert plan is not None
         return plan
 

@@ -42,7 +42,7 @@ def test_a_rank_that_gets_all(dispatch: str) -> None:
 
 @pytest.mark.parametrize("dispatch", EVERY)
 def test_the_walk_is_over_what_may_come(dispatch: str) -> None:
-    options = Options(dispatch=dispatch, topology=NODES, micro_batches=2)
+    options = Options(dispatch=dispatch, topology=NODES, microbatches=2)
     made = compile_model(Layer(8), routed(64, 8, 2, "any"), MESH, options, exact=True, outputs=())
     even, worst = memory(made), memory_at_worst(made)
     assert worst is not None and worst.saved > 2 * even.saved and worst.peak > even.peak

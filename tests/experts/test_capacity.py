@@ -30,10 +30,10 @@ from tests.support.subjects import SEED, tiny
 
 MESHES = [
     (Mesh.of(dp=1), Options()),
-    (Mesh.of(dp=1), Options(micro_batches=4)),
+    (Mesh.of(dp=1), Options(microbatches=4)),
     (Mesh.of(ep=2), Options(dispatch="gather")),
-    (Mesh.of(dp=2, ep=2), Options(zero=3, dispatch="dedup", micro_batches=2)),
-    (Mesh.of(cp=2, ep=2), Options(dispatch="plain", activation_checkpoint="full", micro_batches=2)),
+    (Mesh.of(dp=2, ep=2), Options(zero=3, dispatch="dedup", microbatches=2)),
+    (Mesh.of(cp=2, ep=2), Options(dispatch="plain", activation_checkpoint="full", microbatches=2)),
     (Mesh.of(dp=2, cp=2), Options()),
     (Mesh.of(ep=2, tp=2), Options(dispatch="dedup", sequence_parallel=True)),
 ]
@@ -78,15 +78,15 @@ class Capped(Layer):
 
 
 @pytest.mark.parametrize("choice", ["any", "one", "lower half"])
-@pytest.mark.parametrize(("dispatch", "micro_batches"), [("gather", 1), ("plain", 3), ("dedup", 1)])
-def test_whoever_is_chosen(choice: str, dispatch: str, micro_batches: int) -> None:
+@pytest.mark.parametrize(("dispatch", "microbatches"), [("gather", 1), ("plain", 3), ("dedup", 1)])
+def test_whoever_is_chosen(choice: str, dispatch: str, microbatches: int) -> None:
     """12 tokens, 24 pairs of 8 experts: 3 pairs each, and all pairs of one expert's where all choose the same."""
     model, batch, mesh = Layer(8), routed(12, 8, 2, choice), Mesh.of(ep=4)
     one = Capped(8)
     one.load_state_dict(model.state_dict())
     one.limit = 3
     expected = eager(one, batch, SEED)
-    options = Options(dispatch=dispatch, capacity=1.0, micro_batches=micro_batches)
+    options = Options(dispatch=dispatch, capacity=1.0, microbatches=microbatches)
     made = compile_graph(capture(model, routed(12, 8, 2, "any"), exact=True), mesh, options, outputs=())
     for found in MeshRun(made, model, batch, mesh, SEED).errors(expected):
         assert found.worst < LIMIT, found
@@ -113,7 +113,7 @@ def test_what_is_gathered() -> None:
 def trained(batch: dict[str, Tensor], steps: int) -> dict[str, Tensor]:
     """Weights after some steps of AdamW."""
     model, _ = tiny("qwen3_moe")
-    mesh, options = init_mesh("cpu", 60.0, ep=2), {"capacity": CAPACITY, "micro_batches": 2, "dispatch": "dedup"}
+    mesh, options = init_mesh("cpu", 60.0, ep=2), {"capacity": CAPACITY, "microbatches": 2, "dispatch": "dedup"}
     part, parts = dp_rank_and_size(mesh)
     mine = part_of_batch(batch, dict.fromkeys(batch, 0), parts, part, 2, 2)
     parallel = autopar.parallelize(model, mesh, exact=True, example_batch=mine, **options)

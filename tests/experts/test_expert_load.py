@@ -60,7 +60,7 @@ def counted(name: str, sizes: dict[str, int], options: dict[str, Any], steps: in
     first = parallel.expert_load()
     parallel.eval_step(**mine)
     second = parallel.expert_load(reset=True)
-    if "pp" not in sizes and "micro_batches" not in options:
+    if "pp" not in sizes and "microbatches" not in options:
         parallel(**mine).loss.backward()
     else:
         parallel.train_step(**mine)
@@ -74,17 +74,17 @@ def _lists(load: dict[str, Tensor]) -> Load:
 
 CASES = [
     ("one-layer qwen3_moe", {"ep": 2}, {"activation_checkpoint": "full"}),
-    ("one-layer qwen3_moe", {"ep": 2}, {"dispatch": "dedup", "activation_checkpoint": "full", "micro_batches": 2}),
+    ("one-layer qwen3_moe", {"ep": 2}, {"dispatch": "dedup", "activation_checkpoint": "full", "microbatches": 2}),
     ("one-layer qwen3_moe", {"tp": 2}, {}),
-    ("qwen3_moe", {"pp": 2}, {"micro_batches": 4}),
+    ("qwen3_moe", {"pp": 2}, {"microbatches": 4}),
 ]
 MORE = [
-    ("one-layer qwen3_moe", {"dp": 2}, {"micro_batches": 2}),
+    ("one-layer qwen3_moe", {"dp": 2}, {"microbatches": 2}),
     ("qwen3_moe", {"ep": 2}, {"dispatch": "dedup", "activation_checkpoint": "full"}),  # by ``model(**batch)`` as well
-    ("deepseek_v3", {"dp": 2}, {"micro_batches": 2}),  # by default, what moves its bias
-    ("qwen3_moe", {"pp": 2, "ep": 2}, {"micro_batches": 4, "schedule": "dual_pipe"}),  # each part twice
+    ("deepseek_v3", {"dp": 2}, {"microbatches": 2}),  # by default, what moves its bias
+    ("qwen3_moe", {"pp": 2, "ep": 2}, {"microbatches": 4, "schedule": "dual_pipe"}),  # each part twice
     ("qwen3_moe", {"cp": 2, "ep": 2}, {"dispatch": "dedup"}),
-    ("qwen3_moe", {"pp": 2, "ep": 2}, {"micro_batches": 4, "schedule": "dual_pipe_v", "activation_checkpoint": "full"}),
+    ("qwen3_moe", {"pp": 2, "ep": 2}, {"microbatches": 4, "schedule": "dual_pipe_v", "activation_checkpoint": "full"}),
     ("qwen3_moe", {"dp": 2, "tp": 2}, {"sequence_parallel": True, "zero": 3}),
 ]
 
@@ -103,7 +103,7 @@ def test_counts_are_those_of_one_process(name: str, sizes: dict[str, int], optio
 
 def test_equal_stages_have_layers_of_their_own() -> None:
     model, batch = tiny("qwen3_moe")
-    made = compile_model(model, batch, Mesh.of(pp=2), Options(micro_batches=2), exact=True, outputs=())
+    made = compile_model(model, batch, Mesh.of(pp=2), Options(microbatches=2), exact=True, outputs=())
     found = [layers_of_experts(part.forward.graph) for part in made.pipeline.parts]
     assert found == [[f"model.layers.{i}.mlp.experts"] for i in range(2)]
 

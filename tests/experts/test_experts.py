@@ -38,15 +38,17 @@ PLAIN = Options(dispatch="plain")
 NODES = "ep%2=switch:450e9,ep/2=switch:50e9"  # two ranks each
 LEVELS = Options(dispatch="two_level", topology=NODES)
 CELLS = [
-    Cell("one-layer mixtral", Mesh.of(dp=2, ep=2), Options(zero=3, micro_batches=2, dispatch="dedup")),
+    Cell("one-layer mixtral", Mesh.of(dp=2, ep=2), Options(zero=3, microbatches=2, dispatch="dedup")),
     Cell(
-        "one-layer qwen3_moe", Mesh.of(ep=2, tp=2), Options(sequence_parallel=True, activation_checkpoint="full", dispatch="dedup")
+        "one-layer qwen3_moe",
+        Mesh.of(ep=2, tp=2),
+        Options(sequence_parallel=True, activation_checkpoint="full", dispatch="dedup"),
     ),
     Cell("gpt_oss", Mesh.of(ep=4), GATHER),  # biases, and sizes of rows in its backward
     Cell("deepseek_v3", Mesh.of(cp=2, ep=2), GATHER),  # shared experts; tokens cut twice
     Cell("one-layer qwen3_moe", Mesh.of(ep=2, tp=2), Options(sequence_parallel=True, dispatch="gather")),
     Cell("gpt_oss", Mesh.of(ep=4), replace(LEVELS, activation_checkpoint="full")),
-    Cell("deepseek_v3", Mesh.of(dp=2, ep=2), replace(PLAIN, zero=3, micro_batches=2, activation_checkpoint="full")),
+    Cell("deepseek_v3", Mesh.of(dp=2, ep=2), replace(PLAIN, zero=3, microbatches=2, activation_checkpoint="full")),
     Cell("gpt_oss", Mesh.of(cp=2, ep=2), PLAIN),
 ]
 MORE = [
@@ -58,7 +60,7 @@ MORE = [
     *(Cell(name, Mesh.of(ep=2), GATHER) for name in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")),
     *(Cell(name, Mesh.of(ep=4), GATHER) for name in ("mixtral", "qwen3_moe", "deepseek_v3")),
     *(
-        Cell("mixtral", Mesh.of(dp=2, ep=2), Options(zero=zero, micro_batches=m, dispatch="gather"))
+        Cell("mixtral", Mesh.of(dp=2, ep=2), Options(zero=zero, microbatches=m, dispatch="gather"))
         for zero in range(4)
         for m in (1, 2)
     ),
@@ -66,14 +68,14 @@ MORE = [
     *(Cell(name, Mesh.of(cp=2, ep=2), GATHER) for name in ("mixtral", "gpt_oss", "qwen3_moe")),
     Cell("mixtral", Mesh.of(dp=2, cp=2, ep=2), Options(zero=3, dispatch="gather")),
     Cell("qwen3_moe", Mesh.of(rp=2, ep=2), Options(zero=1, dispatch="gather")),
-    Cell("gpt_oss", Mesh.of(ep=2), Options(loss_chunks=3, micro_batches=2, dispatch="gather")),
+    Cell("gpt_oss", Mesh.of(ep=2), Options(loss_chunks=3, microbatches=2, dispatch="gather")),
     *(Cell(name, Mesh.of(ep=2), DEDUP) for name in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")),
     *(Cell(name, Mesh.of(ep=4), DEDUP) for name in ("mixtral", "qwen3_moe", "deepseek_v3")),
     *(Cell("mixtral", Mesh.of(dp=2, ep=2), Options(zero=zero, dispatch="dedup")) for zero in range(4)),
     *(Cell(name, Mesh.of(ep=2, tp=2), DEDUP) for name in ("mixtral", "gpt_oss", "deepseek_v3")),
     *(Cell(name, Mesh.of(cp=2, ep=2), DEDUP) for name in ("mixtral", "gpt_oss", "qwen3_moe")),
     Cell("mixtral", Mesh.of(dp=2, cp=2, ep=2), Options(zero=3, dispatch="dedup")),
-    Cell("gpt_oss", Mesh.of(ep=2), Options(loss_chunks=3, micro_batches=2, dispatch="dedup")),
+    Cell("gpt_oss", Mesh.of(ep=2), Options(loss_chunks=3, microbatches=2, dispatch="dedup")),
     Cell("qwen3_moe", Mesh.of(ep=4), Options(activation_checkpoint="offload", dispatch="dedup")),
     *(Cell(name, Mesh.of(ep=4), LEVELS) for name in ("mixtral", "qwen3_moe", "deepseek_v3")),
     *(Cell("mixtral", Mesh.of(dp=2, ep=4), replace(LEVELS, zero=zero)) for zero in range(4)),
@@ -86,24 +88,24 @@ MORE = [
 ]
 RANKS = [
     Cell("one-layer qwen3_moe", Mesh.of(ep=2), DEDUP),
-    Cell("mixtral", Mesh.of(pp=2, ep=2), Options(schedule="zb_h1", micro_batches=2, dispatch="gather")),
+    Cell("mixtral", Mesh.of(pp=2, ep=2), Options(schedule="zb_h1", microbatches=2, dispatch="gather")),
     Cell("one-layer qwen3_moe", Mesh.of(ep=4), LEVELS),
 ]
 MORE_RANKS = [
     Cell("qwen3_moe", Mesh.of(ep=2), GATHER),
-    Cell("mixtral", Mesh.of(pp=2, ep=2), Options(schedule="zb_h1", micro_batches=2, dispatch="dedup")),
-    Cell("deepseek_v3", Mesh.of(pp=2, ep=2), Options(schedule="dual_pipe_v", micro_batches=4, dispatch="dedup")),
-    Cell("gpt_oss", Mesh.of(pp=2, ep=2), Options(schedule="1f1b", micro_batches=4, dispatch="dedup")),
-    Cell("mixtral", Mesh.of(pp=2, ep=2), Options(schedule="tera_pipe", micro_batches=2, dispatch="dedup")),
-    Cell("deepseek_v3", Mesh.of(pp=2, ep=2), Options(schedule="dual_pipe_v", micro_batches=4, dispatch="gather")),
-    Cell("gpt_oss", Mesh.of(pp=2, ep=2), Options(schedule="1f1b", micro_batches=4, dispatch="gather")),
-    Cell("mixtral", Mesh.of(dp=2, ep=2), Options(zero=3, micro_batches=2, dispatch="gather")),
+    Cell("mixtral", Mesh.of(pp=2, ep=2), Options(schedule="zb_h1", microbatches=2, dispatch="dedup")),
+    Cell("deepseek_v3", Mesh.of(pp=2, ep=2), Options(schedule="dual_pipe_v", microbatches=4, dispatch="dedup")),
+    Cell("gpt_oss", Mesh.of(pp=2, ep=2), Options(schedule="1f1b", microbatches=4, dispatch="dedup")),
+    Cell("mixtral", Mesh.of(pp=2, ep=2), Options(schedule="tera_pipe", microbatches=2, dispatch="dedup")),
+    Cell("deepseek_v3", Mesh.of(pp=2, ep=2), Options(schedule="dual_pipe_v", microbatches=4, dispatch="gather")),
+    Cell("gpt_oss", Mesh.of(pp=2, ep=2), Options(schedule="1f1b", microbatches=4, dispatch="gather")),
+    Cell("mixtral", Mesh.of(dp=2, ep=2), Options(zero=3, microbatches=2, dispatch="gather")),
     Cell("qwen3_moe", Mesh.of(ep=2, tp=2), Options(sequence_parallel=True, dispatch="gather")),
     Cell("qwen3_moe", Mesh.of(cp=2, ep=2), GATHER),
-    Cell("mixtral", Mesh.of(pp=2, ep=2), Options(schedule="zb_h1", micro_batches=2, dispatch="plain")),
-    Cell("deepseek_v3", Mesh.of(pp=2, ep=2), Options(schedule="dual_pipe_v", micro_batches=4, dispatch="plain")),
+    Cell("mixtral", Mesh.of(pp=2, ep=2), Options(schedule="zb_h1", microbatches=2, dispatch="plain")),
+    Cell("deepseek_v3", Mesh.of(pp=2, ep=2), Options(schedule="dual_pipe_v", microbatches=4, dispatch="plain")),
     Cell("deepseek_v3", Mesh.of(dp=2, ep=4), replace(LEVELS, zero=3)),
-    Cell("mixtral", Mesh.of(pp=2, ep=4), replace(LEVELS, schedule="zb_h1", micro_batches=2)),
+    Cell("mixtral", Mesh.of(pp=2, ep=4), replace(LEVELS, schedule="zb_h1", microbatches=2)),
 ]
 
 

@@ -28,7 +28,7 @@ from tests.support.capture_cache import captured_once
 from tests.support.cases import Cell, called, check, compiled
 
 DEDUP = Options(dispatch="dedup")
-PARTS = Options(zero=3, micro_batches=2, dispatch="dedup")
+PARTS = Options(zero=3, microbatches=2, dispatch="dedup")
 WHOLE = Options(sequence_parallel=True, activation_checkpoint="full")
 
 
@@ -132,8 +132,8 @@ def test_what_the_forward_makes_is_said_in_the_plan() -> None:
 
 
 def test_a_capacity_of_the_whole_batch() -> None:
-    """Places are counted over all micro-batches, ahead of the step, for the encoder's experts before the decoder's."""
-    result = check_model(*own("nllb moe"), Mesh.of(dp=2), Options(micro_batches=2))
+    """Places are counted over all microbatches, ahead of the step, for the encoder's experts before the decoder's."""
+    result = check_model(*own("nllb moe"), Mesh.of(dp=2), Options(microbatches=2))
     assert result.worst < 1e-10 and len(result.compiled.pipeline.ahead) == 2
 
 

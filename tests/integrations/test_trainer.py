@@ -29,7 +29,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[di
 
 def resumed(sizes: dict[str, int], folder: str) -> list[dict[str, float]]:
     """Another mesh, a pipeline, goes on from a checkpoint of steps 1 and 2."""
-    return trained(sizes, folder, options={"micro_batches": 2}, resume=f"{folder}/checkpoint-2")
+    return trained(sizes, folder, options={"microbatches": 2}, resume=f"{folder}/checkpoint-2")
 
 
 BOTH = pytest.param({"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}, marks=pytest.mark.full)

@@ -39,7 +39,7 @@ def test_options_without_the_axis_that_they_are_about() -> None:
     values: dict[str, dict[str, Any]] = {
         "zero": {"zero": 3}, "sequence_parallel": {"sequence_parallel": True}, "schedule": {"schedule": "1f1b"},
         "cuts": {"cuts": ("a",)}, "chunks": {"chunks": 2}, "slices": {"slices": 2},
-        "gathers": {"gathers": "layer", "zero": 1}, "reductions": {"reductions": "micro_batch", "zero": 1},
+        "gathers": {"gathers": "layer", "zero": 1}, "reductions": {"reductions": "microbatch", "zero": 1},
         "attention": {"attention": "ring"}, "layout": {"layout": "zigzag"},
         "experts": {"experts": "auto"}, "dispatch": {"dispatch": "dedup", "experts": "auto"},
     }  # fmt: skip

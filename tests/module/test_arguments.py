@@ -147,10 +147,10 @@ OPTIONS: list[tuple[str, Any, str]] = [
     ("zero", "3", "expected 0, 1, 2 or 3, found '3'"),
     ("zero", True, "expected 0, 1, 2 or 3, found True"),
     ("zero", 3.0, "expected 0, 1, 2 or 3, found 3.0"),
-    ("micro_batches", "2", "expected a whole number of at least 1, found '2'"),
-    ("micro_batches", 2.0, "expected a whole number of at least 1, found 2.0"),
-    ("micro_batches", True, "expected a whole number of at least 1, found True"),
-    ("micro_batches", torch.tensor(2), "expected a whole number of at least 1, found a Tensor"),
+    ("microbatches", "2", "expected a whole number of at least 1, found '2'"),
+    ("microbatches", 2.0, "expected a whole number of at least 1, found 2.0"),
+    ("microbatches", True, "expected a whole number of at least 1, found True"),
+    ("microbatches", torch.tensor(2), "expected a whole number of at least 1, found a Tensor"),
     ("sequence_parallel", "no", "expected True or False, found 'no'"),
     ("sequence_parallel", 1, "expected True or False, found 1"),
     ("precision", torch.bfloat16, "expected a text, found a dtype"),
@@ -180,7 +180,7 @@ def test_options_have_types(name: str, value: Any, message: str) -> None:
 
 
 READ: dict[str, tuple[str, Any]] = {  # of the command line
-    "zero": ("3", 3), "micro_batches": ("4", 4), "whole_ops": ("aten.sinc.default", ("aten.sinc.default",)),
+    "zero": ("3", 3), "microbatches": ("4", 4), "whole_ops": ("aten.sinc.default", ("aten.sinc.default",)),
     "bucket_bytes": ("1e6", 10**6), "schedule": ("zb_h1", "zb_h1"), "cuts": ("a, b", ("a", "b")), "chunks": ("2", 2),
     "slices": ("9,7", (9, 7)), "gathers": ("layer", "layer"), "reductions": ("step", "step"),
     "memory_limit": ("80e9", 80 * 10**9), "precision": ("bf16", PRECISIONS["bf16"]),
@@ -188,7 +188,7 @@ READ: dict[str, tuple[str, Any]] = {  # of the command line
     "topology": ("cp=ring", "cp=ring"), "batch_dims": ("x=1,past.0=none", (("past.0", None), ("x", 1))),
     "constants": ("grid,kinds", ("grid", "kinds")), "activation_checkpoint": ("full", "full"), "loss_chunks": ("8", 8),
     "host_memory": ("1GB", 10**9), "dispatch": ("dedup", "dedup"),
-    "experts": ("dp", "dp"), "device": ("h100", "H100"), "capacity": ("1.25", 1.25), "aux_loss": ("micro_batch",) * 2,
+    "experts": ("dp", "dp"), "device": ("h100", "H100"), "capacity": ("1.25", 1.25), "aux_loss": ("microbatch",) * 2,
 }  # fmt: skip
 
 
@@ -211,11 +211,11 @@ def test_the_command_line_takes_every_option(tmp_path: Path) -> None:
 
 
 def test_options_take_what_means_the_same() -> None:
-    options = autopar.Options(micro_batches=np.int64(2), memory_limit=80e9, slices=[4, 4], cuts=["a"])  # type: ignore[arg-type]
-    assert options == autopar.Options(micro_batches=2, memory_limit=80 * 10**9, slices=(4, 4), cuts=("a",))
+    options = autopar.Options(microbatches=np.int64(2), memory_limit=80e9, slices=[4, 4], cuts=["a"])  # type: ignore[arg-type]
+    assert options == autopar.Options(microbatches=2, memory_limit=80 * 10**9, slices=(4, 4), cuts=("a",))
     for text, value in {"80GB": 80 * 10**9, "75GiB": 75 * 2**30, "1.5 kb": 1500, "80e9": 80 * 10**9, "7": 7}.items():
         assert autopar.Options(memory_limit=text).memory_limit == value  # type: ignore[arg-type]
-    assert type(options.micro_batches) is type(options.memory_limit) is int
+    assert type(options.microbatches) is type(options.memory_limit) is int
 
 
 def test_calls_beside_parallelize() -> None:

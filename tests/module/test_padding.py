@@ -96,7 +96,7 @@ ALONE = [step[:1] for step in SHORT]
             ("llama", {"tp": 2}, {"sequence_parallel": True}, WHOLE, "bucket"),
             ("gpt2", {"pp": 2}, {"schedule": "1f1b"}, ALONE, SMALL),
             ("llama", {"cp": 2}, {}, WHOLE, "bucket"),
-            ("gpt2", {"dp": 2}, {"micro_batches": 2}, SHORT[:2], SMALL),
+            ("gpt2", {"dp": 2}, {"microbatches": 2}, SHORT[:2], SMALL),
         ]),
     ],
     ids=lambda x: str(x) if not isinstance(x, list) else "",

@@ -71,7 +71,7 @@ def agrees(sizes: dict[str, int], p: float, dtype: torch.dtype, exact: bool, opt
 
 
 MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
-    "dp2": ({"dp": 2}, {}), "tp2": ({"tp": 2}, {}), "dp2-zero3-mb2": ({"dp": 2}, {"zero": 3, "micro_batches": 2}),
+    "dp2": ({"dp": 2}, {}), "tp2": ({"tp": 2}, {}), "dp2-zero3-mb2": ({"dp": 2}, {"zero": 3, "microbatches": 2}),
 }  # fmt: skip
 WITHOUT = ("tp2",)  # what has dropout by default has it not with -m full, and the other way round
 
@@ -107,7 +107,7 @@ def with_seeds(options: dict[str, Any]) -> list[Report]:
 
 
 def test_the_seed_changes_the_masks_and_not_the_agreement() -> None:
-    first, second = run_ranks(2, with_seeds, {"zero": 3, "micro_batches": 2})[0]
+    first, second = run_ranks(2, with_seeds, {"zero": 3, "microbatches": 2})[0]
     assert first.passed and second.passed
     assert abs(first.loss - second.loss) > 1e-4
 
@@ -119,10 +119,10 @@ def transformer(sizes: dict[str, int], options: dict[str, Any]) -> Report:
 
 
 CUT: list[tuple[dict[str, int], dict[str, Any]]] = [
-    ({"dp": 2}, {"zero": 3, "micro_batches": 2}),
+    ({"dp": 2}, {"zero": 3, "microbatches": 2}),
     ({"tp": 2}, {"sequence_parallel": True}),
 ]
-ALL_CUT = [({"dp": 2, "tp": 2}, {"sequence_parallel": True, "micro_batches": 2})]
+ALL_CUT = [({"dp": 2, "tp": 2}, {"sequence_parallel": True, "microbatches": 2})]
 
 
 @pytest.mark.parametrize("meshes", [CUT, pytest.param([*CUT, *ALL_CUT], marks=pytest.mark.full)], ids=len)
@@ -273,7 +273,7 @@ def bad_input(kind: str) -> str:
         if kind == "option":
             autopar.verify(build(), mesh, batch_of(), zeroo=3)
         if kind == "auxiliary":
-            autopar.verify(build(), mesh, batch_of(), aux_loss="micro_batch")
+            autopar.verify(build(), mesh, batch_of(), aux_loss="microbatch")
     except ValueError as error:
         return str(error)
     return "no error"
@@ -284,7 +284,7 @@ def bad_input(kind: str) -> str:
     ("meta", "verify: needs the model's weights"),
     ("loss", "returns no scalar with a gradient"),
     ("option", "unknown option 'zeroo'"),
-    ("auxiliary", 'verify: aux_loss="micro_batch" is another loss than that of one process .*; leave it out'),
+    ("auxiliary", 'verify: aux_loss="microbatch" is another loss than that of one process .*; leave it out'),
 ])  # fmt: skip
 def test_bad_input(kind: str, pattern: str) -> None:
     texts = run_ranks(2, bad_input, kind)

@@ -18,7 +18,7 @@ HEAD = f"""# Models of others
 Small models of other libraries, and plain modules as others write them, on three meshes: {"; ".join(TITLES.values())}.
 *exact* means that loss, all gradients and all buffers equal one process to 1e-10 in float64. *cut* is the share of all
 parameters that is cut over tp. cp is tried where there are tokens to cut. Where samples meet in the model (statistics
-of a batch, contrastive losses) it cannot be cut into micro-batches: *in one batch*. `tests/outside` builds the models
+of a batch, contrastive losses) it cannot be cut into microbatches: *in one batch*. `tests/outside` builds the models
 and runs them all under `-m full`; the libraries are the extra `outside`, which pip installs beside torch 2.13 as it
 is. (torchvision's wheels on PyPI hold kernels for a CUDA build of torch; beside a CPU build they do not load, and the
 tests enter the two operators that its import needs. No model here calls them.) Inputs whose values the graph depends on

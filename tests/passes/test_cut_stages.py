@@ -27,7 +27,7 @@ def compiled(model: nn.Module, mesh: Mesh, **options: Any) -> tuple[Compiled, di
         lines = format_graph(gm, ctx.mesh).splitlines()
         seen[name] = "\n".join(" ".join(line.partition("  # ")[0].split()) for line in lines if line)
 
-    chosen = Options(**{"schedule": "zb_h1", "micro_batches": 2, **options})
+    chosen = Options(**{"schedule": "zb_h1", "microbatches": 2, **options})
     return compile_model(model, batch(), mesh, chosen, outputs=(), observers=[watch]), seen
 
 
@@ -126,7 +126,7 @@ def test_encoder_and_decoder() -> None:
     """T5: encoder states go on from decoder part to decoder part; position biases are made again; masks come ahead."""
     model, data = TINY["t5"].build(dtype=torch.float64), TINY["t5"].batch(4, 16)
     cuts = ("encoder.block.1", "decoder.block.0", "decoder.block.1")
-    options = Options(schedule="1f1b", micro_batches=2, cuts=cuts)
+    options = Options(schedule="1f1b", microbatches=2, cuts=cuts)
     made = compile_model(model, data, Mesh.of(pp=4), options, exact=True, outputs=())
     pipeline = made.pipeline
     assert pipeline is not None and pipeline.once is not None and pipeline.each is not None

@@ -1,4 +1,4 @@
-"""Exchanges of tokens beside what another micro-batch computes: cells whose graphs take turns."""
+"""Exchanges of tokens beside what another microbatch computes: cells whose graphs take turns."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.support.cases import Cell, called, check, compile_cell, compiled, inh
 from tests.support.ranks import close_pools, rank_outcomes
 
 MESH = Mesh.of(pp=2, ep=2)
-PAIRED = Options(schedule="dual_pipe_v", micro_batches=4, dispatch="dedup")
+PAIRED = Options(schedule="dual_pipe_v", microbatches=4, dispatch="dedup")
 BOTH = Cell("deep mixtral", MESH, PAIRED)
 MORE = [
     Cell("deepseek_v3", MESH, PAIRED),

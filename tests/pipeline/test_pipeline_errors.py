@@ -30,9 +30,9 @@ PLANNING: list[tuple[dict[str, Any], str]] = [
     ({"cuts": ("model.norm", "model.layers.1"), "schedule": "interleaved"}, "4 parts need 3 cuts, found 2"),
     ({"cuts": ("model.norm", "model.layers.1", "lm_head"), "schedule": "interleaved"}, "in the order of the model"),
     ({"cuts": ("model.embed_tokens",)}, "leave something in every part"),
-    ({"schedule": "dual_pipe", "micro_batches": 2}, "dual_pipe needs"),
+    ({"schedule": "dual_pipe", "microbatches": 2}, "dual_pipe needs"),
     ({"schedule": "1f1b", "chunks": 2}, "1f1b runs 1 parts per rank, found 2"),
-    ({"schedule": "1f1b", "slices": 4}, "1f1b runs whole micro-batches, found slices=4; use tera_pipe or seq1f1b"),
+    ({"schedule": "1f1b", "slices": 4}, "1f1b runs whole microbatches, found slices=4; use tera_pipe or seq1f1b"),
     ({"memory_limit": 1000, "schedule": "1f1b", "activation_checkpoint": "none"}, "the least that would do is"),
 ]
 
@@ -59,8 +59,8 @@ def test_a_plan_holds_every_decision() -> None:
     assert plan.notes[-1] == ("pipeline", "token slices 6, 5, 5: 3 equal slices, as asked")
     evaluation = make_plan(gm, mesh, Options(slices=3), plan, train=False)
     assert evaluation.pipeline == plan.pipeline and not evaluation.notes
-    example = make_plan(gm, mesh, Options(slices=3, micro_batches=2, sequence_parallel=False), example=True)
-    assert example.pipeline == dataclasses.replace(plan.pipeline, slices=()) and example.options.micro_batches == 1
+    example = make_plan(gm, mesh, Options(slices=3, microbatches=2, sequence_parallel=False), example=True)
+    assert example.pipeline == dataclasses.replace(plan.pipeline, slices=()) and example.options.microbatches == 1
     check_fits(plan, gm, train=True)
     check_fits(example, gm)
     with pytest.raises(ValueError, match=r"slices \(\) sum to 0, the sequence has 16 tokens"):
@@ -112,14 +112,14 @@ def test_a_cut_through_an_operation_is_refused() -> None:
 def test_slices_must_sum_to_the_sequence(slices: Any) -> None:
     message = r"^token_slices: .*the sequence has 16 tokens; give positive lengths|^slices: .* at least 1, found 0"
     with pytest.raises(ValueError, match=message):
-        options = Options(schedule="seq1f1b", slices=slices, micro_batches=2)
+        options = Options(schedule="seq1f1b", slices=slices, microbatches=2)
         compile_model(LLAMA, BATCH, Mesh.of(pp=2), options, exact=True, outputs=())
 
 
 @pytest.mark.parametrize("name", ["bert", "vit", "t5"])
 def test_models_whose_tokens_see_later_ones_are_not_sliced(name: str) -> None:
     model, batch = TINY[name].build(dtype=torch.float64), TINY[name].batch(4, 16)
-    options = Options(schedule="tera_pipe", slices=2, micro_batches=2)
+    options = Options(schedule="tera_pipe", slices=2, microbatches=2)
     with pytest.raises(ValueError, match=r"^token_slices: .*attention"):
         compile_model(model, batch, Mesh.of(pp=2), options, exact=True, outputs=())
 
@@ -139,9 +139,9 @@ def refused_on_a_rank(options: dict[str, Any], rows: int) -> list[str]:
 
 def test_every_rank_refuses_before_anything_is_sent() -> None:
     for options, rows, message in (
-        ({"schedule": "dual_pipe", "micro_batches": 2}, 8, "dual_pipe needs"),
-        ({"schedule": "1f1b", "micro_batches": 3}, 8, "does not divide"),
-        ({"schedule": "1f1b", "micro_batches": 2}, 7, "does not divide"),
+        ({"schedule": "dual_pipe", "microbatches": 2}, 8, "dual_pipe needs"),
+        ({"schedule": "1f1b", "microbatches": 3}, 8, "does not divide"),
+        ({"schedule": "1f1b", "microbatches": 2}, 7, "does not divide"),
     ):
         for error, sent in run_ranks(2, refused_on_a_rank, options, rows, timeout=120):
             assert message in error, error

@@ -45,7 +45,7 @@ def whole_cell(model: str, mesh: str, chunks: int, **options: Any) -> Cell:
     """Cut into ``chunks`` parts per rank."""
     sizes = Mesh.parse(mesh)
     schedule = "1f1b" if chunks == 1 else "interleaved"
-    return Cell(model, sizes, Options(micro_batches=2 * sizes.size("pp"), schedule=schedule, chunks=chunks, **options))
+    return Cell(model, sizes, Options(microbatches=2 * sizes.size("pp"), schedule=schedule, chunks=chunks, **options))
 
 
 def cells(*models: str) -> list[Cell]:
@@ -76,7 +76,7 @@ def test_every_schedule_meets_every_mesh() -> None:
 
 def sliced_cell_of(of: Sliced) -> Cell:
     model, mesh, slices, options = of
-    return Cell(model, Mesh.parse(mesh), Options(micro_batches=2, schedule="seq1f1b", slices=slices, **options))
+    return Cell(model, Mesh.parse(mesh), Options(microbatches=2, schedule="seq1f1b", slices=slices, **options))
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def test_transformers_inputs_are_known() -> None:
 )
 def test_sequence_first_models_are_exact(mesh: str, count: int) -> None:
     torch.manual_seed(0)
-    result = check_model(SequenceFirst().double(), sequences(), Mesh.parse(mesh), Options(micro_batches=count))
+    result = check_model(SequenceFirst().double(), sequences(), Mesh.parse(mesh), Options(microbatches=count))
     assert result.worst < EXACT
     assert dict(result.compiled.plan.batch_dims) == {"x": 1, "labels": 1, "table": None}
 
@@ -205,14 +205,14 @@ def test_a_table_of_as_many_rows_as_the_batch_is_asked_about() -> None:
 
 
 def sequence_first(tp: int) -> list[str]:
-    """Exact on ranks, in micro-batches; then each rank is fed something of its own."""
+    """Exact on ranks, in microbatches; then each rank is fed something of its own."""
     torch.manual_seed(0)
     model, rank, dims = Small().double(), dist.get_rank(), {"x": 1, "y": 0, "table": None}
     whole = {"x": sequences()["x"], "y": torch.randn(B, 3).double(), "table": sequences()["table"][:, :3]}
     loss, logits = model(**whole)
     loss.backward()
     mesh, mine = autopar.init_mesh("cpu", 30.0, dp=2, tp=tp), part_of_batch(whole, dims, 2, rank // tp)
-    put = lambda **how: autopar.parallelize(copy.deepcopy(model), mesh, example_batch=mine, micro_batches=2, **how)  # noqa: E731
+    put = lambda **how: autopar.parallelize(copy.deepcopy(model), mesh, example_batch=mine, microbatches=2, **how)  # noqa: E731
     parallel, loose = put(), put(check_batches=False, batch_dims=dims)
     assert abs(float(parallel.train_step(**mine)) - float(loss)) < EXACT
     assert dict(parallel.plan.batch_dims) == dims

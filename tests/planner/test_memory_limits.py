@@ -33,9 +33,9 @@ LIMITED = {
     "zero 3": ("gpt2", {"dp": 2}, {"zero": 3}),
     "tensor parallel": ("gpt2", {"tp": 2}, {}),
     "sequence parallel": ("llama", {"tp": 2}, {"sequence_parallel": True}),
-    "1f1b": ("gpt2", {"pp": 2}, {"micro_batches": 4, "schedule": "1f1b"}),
-    "zb_h1": ("gpt2", {"pp": 2}, {"micro_batches": 4, "schedule": "zb_h1"}),
-    "interleaved": ("gpt2", {"pp": 2}, {"micro_batches": 4, "schedule": "interleaved"}),
+    "1f1b": ("gpt2", {"pp": 2}, {"microbatches": 4, "schedule": "1f1b"}),
+    "zb_h1": ("gpt2", {"pp": 2}, {"microbatches": 4, "schedule": "zb_h1"}),
+    "interleaved": ("gpt2", {"pp": 2}, {"microbatches": 4, "schedule": "interleaved"}),
 }
 RARE = ("tensor parallel", "sequence parallel", "1f1b", "interleaved")  # run with -m full only
 
@@ -125,7 +125,7 @@ def test_the_least_that_is_named_does_wherever_a_limit_lets_stages_be_cut() -> N
     s, mesh = subject("one-layer llama"), Mesh.of(pp=2)
 
     def limited(limit: int) -> Options:
-        return Options(schedule="dual_pipe_v", micro_batches=4, memory_limit=limit)
+        return Options(schedule="dual_pipe_v", microbatches=4, memory_limit=limit)
 
     def least_under(limit: int) -> int:
         with pytest.raises(ValueError, match="least that would do is ") as error:
@@ -145,7 +145,7 @@ def test_the_least_that_is_named_does_wherever_a_limit_lets_stages_be_cut() -> N
 @pytest.mark.parametrize("name", MODELS)
 def test_stages_keep_the_bits(schedule: str, name: str) -> None:
     """Also under the least limit."""
-    options: dict[str, Any] = {"micro_batches": 4, "schedule": schedule}
+    options: dict[str, Any] = {"microbatches": 4, "schedule": schedule}
     with pytest.raises(ValueError, match="least that would do") as error:
         compile_model(*tiny(name, dropout=0.1), Mesh.of(pp=2), Options(memory_limit=1, **options), outputs=())
     least = re.search(r"least that would do is ([\d,]+) bytes", str(error.value))

@@ -37,7 +37,7 @@ PLAN = Plan(
 def test_options_are_checked() -> None:
     for wrong, why in (
         ({"zero": 4}, "zero: expected"),
-        ({"micro_batches": 0}, "micro_batches: expected a"),
+        ({"microbatches": 0}, "microbatches: expected a"),
     ):
         with pytest.raises(ValueError, match=why):
             Options(**wrong)  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ WRONG = {  # what a JSON says instead -> what the error says
     "used P": ({"parameters": {"w": {"tp": ["I", "P", ""]}}}, "w is used as P, a pending sum"),
     "input P": ({"inputs": {"x": {"dp": "P"}}}, "input x is stored as P"),
     "piece R": ({"weight_pieces": {"split": "R"}}, "piece split is stored as R"),
-    "micro-batches": ({"parameters": {"w": {"mb": ["S(0)", "R", ""]}}}, "w is cut on axis 'mb'"),
+    "microbatches": ({"parameters": {"w": {"mb": ["S(0)", "R", ""]}}}, "w is cut on axis 'mb'"),
     "attention": ({"attention": {"a": {"forward": "ring", "backward": "ring", "query_blocks": [], "key_blocks": [],
                                        "reason": "", "candidates": []}}}, "attention a: no axis 'cp'"),
     "pipeline": ({"pipeline": {"schedule": "gpipe", "cuts": ["m"], "chunks": 1, "slices": [], "holders": {}}},

@@ -17,7 +17,7 @@ def test_plan_of_several_meshes_stands_side_by_side(capsys: pytest.CaptureFixtur
     config = tmp_path / "config.json"
     config.write_text(json.dumps(LLAMA | {"num_hidden_layers": 2}))
     meshes = ("--mesh", "dp=4", "--mesh", "tp=2", "--mesh", "tp=3", "--mesh", "pp=2,dp=2")
-    more: tuple[Any, ...] = ("--seq", 16, "--micro-batches", 2, "--zero", 1, "--sequence-parallel")
+    more: tuple[Any, ...] = ("--seq", 16, "--microbatches", 2, "--zero", 1, "--sequence-parallel")
     more = (*more, "--schedule", "1f1b", "--topology", "tp=switch:300e9", "--device", "h100")
     code, out, err = run(capsys, "plan", "--config", config, *meshes, *more, "--json", "--dump", tmp_path / "d")
     assert code == 0, err

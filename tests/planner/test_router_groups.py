@@ -86,5 +86,5 @@ def test_noise_of_a_router_is_that_of_one_process() -> None:
     """Numbers follow from an element's place in the batch: no rank draws its own."""
     model, batch = tiny("mixtral", layers=1, router_jitter_noise=0.2)
     assert abs(eager(model, batch, 0).loss - eager(tiny("mixtral", layers=1)[0], batch, 0).loss) > 1e-5
-    mesh, options = Mesh.of(dp=2, ep=2), Options(micro_batches=2, dispatch="dedup")
+    mesh, options = Mesh.of(dp=2, ep=2), Options(microbatches=2, dispatch="dedup")
     assert check_model(model, batch, mesh, options).worst < LIMIT

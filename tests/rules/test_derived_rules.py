@@ -265,7 +265,7 @@ def batch() -> dict[str, Tensor]:
     return {n: torch.randn(8, d, generator=g, dtype=torch.float64) for n, d in (("x", 8), ("y", 4))}
 
 
-MESHES: list[tuple[str, dict[str, Any]]] = [("dp=2,tp=2", {"zero": 3}), ("dp=2", {"micro_batches": 2})]
+MESHES: list[tuple[str, dict[str, Any]]] = [("dp=2,tp=2", {"zero": 3}), ("dp=2", {"microbatches": 2})]
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def model() -> Iterator[nn.Module]:
 
 @pytest.mark.parametrize(
     "mesh, options",
-    [({"dp": 2, "tp": 2}, {"zero": 3}), ({"dp": 2}, {"micro_batches": 2}), ({"tp": 2}, {}), ({"tp": 4}, {})],
+    [({"dp": 2, "tp": 2}, {"zero": 3}), ({"dp": 2}, {"microbatches": 2}), ({"tp": 2}, {}), ({"tp": 4}, {})],
     ids=str,
 )
 def test_same_numbers(model: nn.Module, mesh: dict[str, int], options: dict[str, int]) -> None:

@@ -150,9 +150,9 @@ def test_a_gradient_that_all_ranks_compute_alike() -> None:
 
 
 @pytest.mark.parametrize("name, where", [("batch-hard triplets", "cdist"), ("put into a table", "index_put")])
-def test_where_samples_of_micro_batches_meet(name: str, where: str) -> None:
-    options = Options(micro_batches=2, batch_dims={"x": 0})
-    with pytest.raises(ValueError, match=rf"micro-batches meet at aten\.{where}.* at .*test_operator_models.py:\d+ in"):
+def test_where_samples_of_microbatches_meet(name: str, where: str) -> None:
+    options = Options(microbatches=2, batch_dims={"x": 0})
+    with pytest.raises(ValueError, match=rf"microbatches meet at aten\.{where}.* at .*test_operator_models.py:\d+ in"):
         check_model(Pair(EXACT_ON_ALL[name]), batch(), Mesh.of(dp=1), options)
 
 

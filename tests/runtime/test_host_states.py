@@ -57,7 +57,7 @@ def states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("sizes", "options"),
-    [({"dp": 2}, {"zero": 3}), pytest.param({"pp": 2}, {"micro_batches": 2, "zero": 0}, marks=pytest.mark.full)],
+    [({"dp": 2}, {"zero": 3}), pytest.param({"pp": 2}, {"microbatches": 2, "zero": 0}, marks=pytest.mark.full)],
     ids=str,
 )
 def test_steps_are_the_same_bits(sizes: dict[str, int], options: dict[str, Any]) -> None:
@@ -204,7 +204,7 @@ def test_habits_between_steps() -> None:
 def _between() -> tuple[bool, bool]:
     found = []
     for on_host in (False, True):
-        parallel, batch = made({"dp": 2}, zero=2, micro_batches=2, optimizer_on_host=on_host)
+        parallel, batch = made({"dp": 2}, zero=2, microbatches=2, optimizer_on_host=on_host)
         parameters = [*parallel.parameters()]
         optimizer = torch.optim.AdamW(parameters[:5], lr=0.01)
         for number in range(5):

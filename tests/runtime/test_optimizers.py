@@ -75,7 +75,7 @@ def plain() -> tuple[nn.Module, dict[str, Tensor]]:
 
 MESHES: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"dp": 2, "tp": 2}, {"zero": 3}),  # cut by one axis, and by two along one dim
-    ({"pp": 2, "dp": 2}, {"zero": 1, "micro_batches": 2}),
+    ({"pp": 2, "dp": 2}, {"zero": 1, "microbatches": 2}),
 ]
 
 
@@ -274,7 +274,7 @@ def lbfgs_on_stages() -> float:
     torch.manual_seed(0)
     x, plain = torch.rand(8, 8, dtype=torch.float64), Matrices().double()
     mesh = autopar.init_mesh("cpu", 30.0, pp=2)
-    parallel = autopar.parallelize(plain, mesh, example_batch={"x": x}, micro_batches=2, cuts=("second",))
+    parallel = autopar.parallelize(plain, mesh, example_batch={"x": x}, microbatches=2, cuts=("second",))
     plain = copy.deepcopy(plain)
     for model in (plain, parallel):
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3, line_search_fn="strong_wolfe")

@@ -108,7 +108,7 @@ def inherited(cell: Cell) -> Compiled:
 
 
 def step_graphs(made: Compiled) -> Iterator[GraphModule]:
-    """All that run once per micro-batch."""
+    """All that run once per microbatch."""
     for part in made.pipeline.parts:
         yield from (step.graph for step in (part.forward, *backwards(part)))
 
@@ -137,7 +137,7 @@ def _called(cell: Cell) -> Errors:
     known = subject(cell.name)
     mesh = autopar.init_mesh("cpu", 30.0, **cell.mesh.sizes)
     at = cell.mesh.dp_rank_and_size(cell.mesh.coordinate(dist.get_rank()))
-    sizes = cell.mesh.data_size, at, cell.mesh.size("ep"), cell.options.micro_batches
+    sizes = cell.mesh.data_size, at, cell.mesh.size("ep"), cell.options.microbatches
     part = part_of_batch(known.batch, dict.fromkeys(known.batch, 0), *sizes)
     chosen = {f.name: getattr(cell.options, f.name) for f in dataclasses.fields(Options)}
     with _given(cell):

@@ -50,10 +50,10 @@ def both(sizes: dict[str, int], options: dict[str, Any]) -> tuple[Found, Found]:
 
 CASES: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"dp": 2}, {"zero": 1}),
-    ({"dp": 2}, {"zero": 2, "micro_batches": 2}),
-    ({"dp": 2}, {"zero": 3, "gathers": "step", "micro_batches": 2}),
-    ({"dp": 2, "pp": 2}, {"zero": 1, "micro_batches": 2, "cuts": ("second",)}),
-    ({"dp": 2}, {"zero": 3, "micro_batches": 2}),
+    ({"dp": 2}, {"zero": 2, "microbatches": 2}),
+    ({"dp": 2}, {"zero": 3, "gathers": "step", "microbatches": 2}),
+    ({"dp": 2, "pp": 2}, {"zero": 1, "microbatches": 2, "cuts": ("second",)}),
+    ({"dp": 2}, {"zero": 3, "microbatches": 2}),
     ({"dp": 2}, {"zero": 0}),
 ]
 

@@ -80,21 +80,21 @@ def arena() -> HostArena:
 # --- steps on real ranks ------------------------------------------------------------------------------------
 
 MESHES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
-    "zero 3": ("gpt2", {"dp": 2}, {"zero": 3, "micro_batches": 2}),
-    "zb_h1": ("gpt2", {"pp": 2}, {"micro_batches": 4, "schedule": "zb_h1"}),
-    "token slices": ("llama", {"pp": 2}, {"micro_batches": 2, "schedule": "tera_pipe", "slices": 2}),
+    "zero 3": ("gpt2", {"dp": 2}, {"zero": 3, "microbatches": 2}),
+    "zb_h1": ("gpt2", {"pp": 2}, {"microbatches": 4, "schedule": "zb_h1"}),
+    "token slices": ("llama", {"pp": 2}, {"microbatches": 2, "schedule": "tera_pipe", "slices": 2}),
 }
 KINDS = {"zero 3": ["everything"], "zb_h1": ["mixed"], "token slices": ["mixed"]}  # the others have both
 MORE: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     **{f"{case}, both": MESHES[case] for case in MESHES},
     "sequence parallel": ("llama", {"tp": 2}, {"sequence_parallel": True}),
     "cut sequences": ("llama", {"cp": 2}, {}),
-    "1f1b": ("t5", {"pp": 2}, {"micro_batches": 4, "schedule": "1f1b"}),
-    "zb_h1, t5": ("t5", {"pp": 2}, {"micro_batches": 4, "schedule": "zb_h1"}),
-    **{s: ("gpt2", {"pp": 2}, {"micro_batches": 4, "schedule": s})
+    "1f1b": ("t5", {"pp": 2}, {"microbatches": 4, "schedule": "1f1b"}),
+    "zb_h1, t5": ("t5", {"pp": 2}, {"microbatches": 4, "schedule": "zb_h1"}),
+    **{s: ("gpt2", {"pp": 2}, {"microbatches": 4, "schedule": s})
        for s in ("interleaved", "zb_v", "dual_pipe", "dual_pipe_v", "zb_h2")},
     "inductor": ("gpt2", {"dp": 2}, {"backend": "inductor"}),
-    "bf16": ("llama", {"dp": 2}, {"precision": "bf16", "zero": 2, "micro_batches": 2}),
+    "bf16": ("llama", {"dp": 2}, {"precision": "bf16", "zero": 2, "microbatches": 2}),
     **{f"one rank, {name}": (name, {"dp": 1}, {}) for name in DROPPING},
 }  # fmt: skip
 
@@ -171,7 +171,9 @@ def _forwards() -> list[Any]:
     """``backward()`` of the user; a forward that nobody differentiates; one that is differentiated twice."""
     model, batch = tiny("llama", layers=1)
     expected = torch.autograd.grad(model(**batch).loss, next(model.parameters()))[0]
-    parallel = autopar.parallelize(model, autopar.init_mesh("cpu", 30.0, dp=1), activation_checkpoint="everything", exact=True)
+    parallel = autopar.parallelize(
+        model, autopar.init_mesh("cpu", 30.0, dp=1), activation_checkpoint="everything", exact=True
+    )
     loss = parallel(**batch).loss
     lent = arena().lent > 0
     del loss
@@ -204,7 +206,7 @@ def wide(layers: int = 3, stages: int = 1, **options: Any) -> Compiled:
 SAVING: list[tuple[dict[str, Any], float, int, int]] = [  # layers, share of the limit, some host memory, other times
     ({}, 0.8, 4 * 10**6, 2),
     ({"layers": 4}, 0.8, 10**7, 3),
-    ({"stages": 2, "micro_batches": 4, "schedule": "1f1b"}, 0.9, 10**7, 2),
+    ({"stages": 2, "microbatches": 4, "schedule": "1f1b"}, 0.9, 10**7, 2),
 ]
 
 
@@ -288,7 +290,9 @@ def test_copies_start_early_and_end_late() -> None:
 def test_copies_have_the_time_of_one_layer() -> None:
     """They keep what they read until the layer behind the next one begins."""
     model, batch = tiny("llama", layers=4)
-    graph = compile_model(model, batch, Mesh.of(), Options(activation_checkpoint="layers"), outputs=()).stage.forward.graph
+    graph = compile_model(
+        model, batch, Mesh.of(), Options(activation_checkpoint="layers"), outputs=()
+    ).stage.forward.graph
     waits, begun, ended = WaitPlaces(graph), dict[str, set[str]](), dict[str, set[str]]()
     for node in graph.graph.nodes:
         for done in waits.before(node):
@@ -396,5 +400,7 @@ def test_bad_input(options: dict[str, Any], message: str) -> None:
 def test_a_plan_of_another_graph_is_refused() -> None:
     plan = made("llama", activation_checkpoint="layers").plan
     text = plan.to_json().replace(f'"{plan.checkpoints[0].host[0]}"', '"no_such_value"')
-    with pytest.raises(ValueError, match="activation_checkpoint: a plan names no_such_value, which the graph does not have"):
+    with pytest.raises(
+        ValueError, match="activation_checkpoint: a plan names no_such_value, which the graph does not have"
+    ):
         compile_graph(copy_graph(captured("llama")[2]), Mesh.of(), plan=Plan.from_json(text), outputs=())

@@ -79,21 +79,21 @@ def step(name: str, layers: int, sizes: dict[str, int], policy: Precision, optio
 
 CASES: list[tuple[str, dict[str, int], dict[str, Any], tuple[Precision, ...]]] = [
     ("llama", {"dp": 2}, {"zero": 0}, (HALF,)),
-    ("llama", {"dp": 2}, {"zero": 1, "micro_batches": 2}, (HALF,)),
-    ("llama", {"dp": 2}, {"zero": 3, "micro_batches": 2}, (SINGLE, HALF)),
-    ("gpt2", {"dp": 2, "tp": 2}, {"zero": 2, "micro_batches": 2, "sequence_parallel": True}, (HALF,)),
+    ("llama", {"dp": 2}, {"zero": 1, "microbatches": 2}, (HALF,)),
+    ("llama", {"dp": 2}, {"zero": 3, "microbatches": 2}, (SINGLE, HALF)),
+    ("gpt2", {"dp": 2, "tp": 2}, {"zero": 2, "microbatches": 2, "sequence_parallel": True}, (HALF,)),
     ("llama", {"dp": 2, "tp": 2}, {"zero": 3, "sequence_parallel": True}, (HALF,)),
     ("llama", {"dp": 2, "cp": 2}, {"zero": 3}, (SINGLE,)),
-    ("llama", {"dp": 2, "pp": 2}, {"zero": 0, "micro_batches": 2, "schedule": "zb_h1"}, (SINGLE,)),
-    ("llama", {"dp": 2, "pp": 2}, {"zero": 3, "micro_batches": 2, "schedule": "1f1b"}, (HALF,)),
-    ("t5", {"pp": 2}, {"micro_batches": 2, "schedule": "1f1b"}, (HALF,)),
+    ("llama", {"dp": 2, "pp": 2}, {"zero": 0, "microbatches": 2, "schedule": "zb_h1"}, (SINGLE,)),
+    ("llama", {"dp": 2, "pp": 2}, {"zero": 3, "microbatches": 2, "schedule": "1f1b"}, (HALF,)),
+    ("t5", {"pp": 2}, {"microbatches": 2, "schedule": "1f1b"}, (HALF,)),
     ("mixtral", {"dp": 2}, {"zero": 3}, (SINGLE,)),
 ]
 RARE = (0, 2, 4, 7)  # run with -m full only: modes and meshes that others have
 MORE = [
     (name, sizes, options, (SINGLE, HALF, PRECISIONS["bf16_pure"]))
     for name in TINY
-    for sizes, options in (({"dp": 2}, {"zero": 3, "micro_batches": 2}), ({"tp": 2}, {}))
+    for sizes, options in (({"dp": 2}, {"zero": 3, "microbatches": 2}), ({"tp": 2}, {}))
 ]
 
 

@@ -3,7 +3,7 @@
 Consumes    a typed global graph.
 Guarantees  a value without gradient (a rotary table, positions, a mask, shifted labels) of which only one cut is used
             is computed cut, from slices as far up as rules allow; no op computes more than before.
-Leaves      shapes, which stay global; values with a gradient; token slices and micro-batches.
+Leaves      shapes, which stay global; values with a gradient; token slices and microbatches.
 
     angle = mul(positions, frequency)    -->    positions_s = convert(positions, "cp", I, S(0))
     cos = cos(angle)                            angle = mul(positions_s, frequency)          # cp: S(0)

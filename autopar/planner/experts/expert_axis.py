@@ -73,7 +73,7 @@ def routing_of(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> tuple
 
 def _tokens(dispatch: Node, mesh: Mesh, options: Options) -> float:
     """Of a rank at a time, where tp does not cut them."""
-    parts = mesh.data_size * mesh.size("cp") * options.micro_batches
+    parts = mesh.data_size * mesh.size("cp") * options.microbatches
     return global_shape(arguments(dispatch)["expert"])[0] / parts
 
 
@@ -94,15 +94,15 @@ def _divides(dispatch: Node, ranks: int) -> bool:
 def _seconds(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> float:
     """Of a layer's exchanges in a step: of tokens, of pending sums over tp, and of the weights' gradients."""
     wiring, x = links_of(options), arguments(dispatch)["x"]
-    tokens = _tokens(dispatch, mesh, options) * options.micro_batches
+    tokens = _tokens(dispatch, mesh, options) * options.microbatches
     rows = tokens * global_shape(x)[1] * x.meta["val"].dtype.itemsize
     found = 0.0
     if (tp := mesh.size("tp")) > 1 and (axis != "tp" or not cuts_tokens("tp", options)):
         ways = ("all_gather", "reduce_scatter") if options.sequence_parallel else ("all_reduce",)
         each = rows * (tp - 1) / tp * (1 if options.sequence_parallel else 2)
-        found += sum(wiring.of("tp").seconds(way, 2 * each, tp, 2 * options.micro_batches) for way in ways)
+        found += sum(wiring.of("tp").seconds(way, 2 * each, tp, 2 * options.microbatches) for way in ways)
     if axis != WHOLE and cuts_tokens(axis, options):
-        found += options.micro_batches * min(exchange_costs(dispatch, mesh, options, axis).values())
+        found += options.microbatches * min(exchange_costs(dispatch, mesh, options, axis).values())
     held = _bytes(expert_weights(dispatch)) / tp / (mesh.size(axis) if axis in _SUMS else 1)
     for other in _SUMS:
         if other != axis and (ranks := mesh.size(other)) > 1:

@@ -77,7 +77,7 @@ def _moved(dispatch: Node, own: int, routing: Routing, options: Options, chosen:
     """Bytes that a rank sends on each level, evenly and at most."""
     x, way = arguments(dispatch)["x"], chosen.dispatch
     width, itemsize = global_shape(x)[1], x.meta["val"].dtype.itemsize
-    copy = copy_bytes(routing, way, own * options.micro_batches, width, itemsize) / 1e6
+    copy = copy_bytes(routing, way, own * options.microbatches, width, itemsize) / 1e6
     places = ("within a node", "between nodes") if routing.nodes > 1 else ("over the axis",)
     sent = zip(places, even_copies_of(routing, way), most_copies(routing, way), strict=False)
     return ", and ".join(f"{even * copy:.3g} MB {place}, at most {most * copy:.3g}" for place, even, most in sent)

@@ -76,10 +76,10 @@ def _check_divides(dispatch: Node, axis: str, mesh: Mesh) -> None:
         )
 
 
-def check_draws(gm: GraphModule, mesh: Mesh, micro_batches: int) -> None:
+def check_draws(gm: GraphModule, mesh: Mesh, microbatches: int) -> None:
     """Raises ValueError for random numbers drawn row by row in the order of experts, which no cut of the tokens
     keeps: a rank's rows have other numbers then than those of one process, or as many as nobody knows."""
-    if mesh.data_size * mesh.size("cp") * micro_batches == 1:
+    if mesh.data_size * mesh.size("cp") * microbatches == 1:
         return
     for node in dispatches(gm):
         rows = [x for x in node.users if is_call(x, operator.getitem) and x.args[1] == 0]

@@ -105,14 +105,14 @@ class _Planner:
                 if chunks == 1:
                     raise
                 continue
-            shares = self.mesh.data_size * self.mesh.size("tp") * self.options.micro_batches
+            shares = self.mesh.data_size * self.mesh.size("tp") * self.options.microbatches
             t = tuple(time / shares for time in times)
             links = Topologies.parse(self.options.topology).given("pp")
             comm = links.seconds("send", sent / shares * self.mesh.size("tp"), ranks) if links is not None else 0.0
             costs[chunks] = Costs(t, t, t, comm=comm, activations=t, stash=tuple(x / 2 for x in t))
         if self.options.cuts:
             costs[1] = Costs()
-        name, reason = chosen(ranks, self.options.micro_batches, costs)
+        name, reason = chosen(ranks, self.options.microbatches, costs)
         return name, [("pipeline", f"schedule {name}: {reason}")]
 
     def _check_schedule(self, entry: Schedule) -> None:
@@ -120,12 +120,12 @@ class _Planner:
         if self.options.slices and not entry.sliced:
             sliced = " or ".join(name for name, other in SCHEDULES.items() if other.sliced)
             raise ValueError(
-                f"schedule: {entry.name} runs whole micro-batches, found slices={self.options.slices}; use "
+                f"schedule: {entry.name} runs whole microbatches, found slices={self.options.slices}; use "
                 f"{sliced}, or leave slices out"
             )
         if not entry.searches:
             chunks = self.options.chunks or entry.chunks
-            entry.make(Request(self.mesh.size("pp"), self.options.micro_batches, chunks))
+            entry.make(Request(self.mesh.size("pp"), self.options.microbatches, chunks))
 
     def cut(self, parts: int, entry: Schedule) -> tuple[tuple[str, ...], list[float], int]:
         """Names of the units that begin further parts, the time of each part, and the most bytes between two."""
@@ -149,13 +149,13 @@ class _Planner:
         costs = self._costs(units)
         facts: dict[str, Any] = {
             "sent": self._crossing(units),
-            "in_flight": in_flight(entry, self.mesh.size("pp"), parts, self.options.micro_batches),
+            "in_flight": in_flight(entry, self.mesh.size("pp"), parts, self.options.microbatches),
             "limit": self.options.memory_limit or None,
             "rank_of_part": mirrored(entry, self.mesh.size("pp"), parts),
         }
         tries = [(costs, facts)]
         if self.options.ac_policy == AUTO:  # of a unit what goes into it is kept, the rest can be made again
-            shares = self.mesh.data_size * self.options.micro_batches
+            shares = self.mesh.data_size * self.options.microbatches
             given = [0, *(size // shares for size in facts["sent"])]
             tries = [([replace(c, activations=size) for c, size in zip(costs, given, strict=True)], facts)]
             tries.append((costs, {**facts, "limit": None}))  # who cannot fit is told of all that counts
@@ -167,7 +167,7 @@ class _Planner:
         every operation makes as activations: an estimate from above."""
         seen: set[str] = set()
         out = []
-        shares = self.mesh.data_size * self.options.micro_batches
+        shares = self.mesh.data_size * self.options.microbatches
         for unit in units:
             names = {name for n in unit.nodes for name in self.weights(n)} - seen
             seen |= names
@@ -210,11 +210,11 @@ def main_parts(gm: GraphModule, cuts: tuple[str, ...]) -> list[list[Node]]:
     return [[n for n, part in part_of.items() if part == k] for k in range(len(cuts) + 1)]
 
 
-def in_flight(entry: Schedule, ranks: int, parts: int, micro_batches: int) -> list[int]:
-    """Micro-batches that every part holds at once, as 1F1B does: fewer towards the end; all of them under AFAB."""
+def in_flight(entry: Schedule, ranks: int, parts: int, microbatches: int) -> list[int]:
+    """Microbatches that every part holds at once, as 1F1B does: fewer towards the end; all of them under AFAB."""
     if entry.name in ("gpipe", "tera_pipe"):
-        return [micro_batches] * parts
-    return [max(1, min(micro_batches, ranks - k * ranks // parts)) for k in range(parts)]
+        return [microbatches] * parts
+    return [max(1, min(microbatches, ranks - k * ranks // parts)) for k in range(parts)]
 
 
 def mirrored(entry: Schedule, ranks: int, parts: int) -> list[int]:

@@ -55,7 +55,7 @@ from autopar.values import a_path, number
 class ParallelModule(ModuleFacade):
     """A model on a mesh, made by `autopar.parallelize`.
 
-    ``train_step(**batch)``: forward and backward of all micro-batches; returns the loss of the whole batch.
+    ``train_step(**batch)``: forward and backward of all microbatches; returns the loss of the whole batch.
     ``model(**batch)``: the model's own output structure, a part of autograd's graph. Scalars are plain tensors; other
     outputs are DTensors over the mesh, as they are cut, which compute as the whole tensors that they stand for:
     ``float(out.logits.mean())`` is that of the whole batch. So do parameters and gradients, those of other pipeline
@@ -83,7 +83,7 @@ class ParallelModule(ModuleFacade):
         seed: int,
         sync: bool = False,
         check_batches: bool = True,
-        micro_batches: int = 1,
+        microbatches: int = 1,
         outputs_with_grad: bool = False,
     ) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class ParallelModule(ModuleFacade):
         tree = ShardedModules(skeleton, specs, own, written)
         for name in SHARED:
             self.__dict__[name] = tree.root.__dict__[name]  # this module stands for the root
-        self._cache = StepCache(compiler, tree, plan, groups, backend, micro_batches, check_batches)
+        self._cache = StepCache(compiler, tree, plan, groups, backend, microbatches, check_batches)
         self.__class__ = face_of(type(self), tree.root)
         self._tree = tree
         watch_optimizers(groups.device_mesh)
@@ -144,7 +144,7 @@ class ParallelModule(ModuleFacade):
 
     @torch.compiler.disable
     def train_step(self, *args: Any, **batch: Any) -> Tensor:
-        """Forward and backward of this rank's part of the batch, in all its micro-batches.
+        """Forward and backward of this rank's part of the batch, in all its microbatches.
 
         Returns the loss of the whole batch: the output called "loss", else each scalar with a gradient (a tuple of
         them, if there are several), which are differentiated together; gradients accumulate in ``.grad`` of the
@@ -207,9 +207,9 @@ class ParallelModule(ModuleFacade):
                 "model(**batch): a pipeline runs forward and backward in one, stage by stage; use "
                 "train_step(**batch) to train, eval_step(**batch) for outputs"
             )
-        count = self._cache.micro_batches
+        count = self._cache.microbatches
         if count > 1:
-            return f"model(**batch): works without micro-batches, found micro_batches={count}; use train_step(**batch)"
+            return f"model(**batch): works without microbatches, found microbatches={count}; use train_step(**batch)"
         return ""
 
     def _unlike(self, executor: Executor, values: Mapping[str, Tensor]) -> str:

@@ -7,7 +7,7 @@ deepseek-ai/DualPipe).
 
 Rank i has stages i and 2p-1-i. A forward on the way down runs in one cell with a backward of the way up, and the other
 way round. Bubble (p-1)(F&B + B_full - 3W), of one stage, with F&B the time of a cell; every rank holds 2p+1 parts'
-micro-batches at most, as much as DualPipe on 2p ranks.
+microbatches at most, as much as DualPipe on 2p ranks.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from autopar.schedule.request import SCHEDULES, Request, Schedule
 
 
 def dual_pipe_v(request: Request) -> Order:
-    """Any number of ranks p, two parts per rank, micro-batches m >= 2p."""
+    """Any number of ranks p, two parts per rank, microbatches m >= 2p."""
     check(request, "dual_pipe_v", chunks=2)
-    p, m = request.ranks, request.micro_batches
+    p, m = request.ranks, request.microbatches
     if m < 2 * p:
         raise ValueError(
-            f"schedule: dual_pipe_v needs at least {2 * p} micro-batches (twice the ranks), found {m}; "
+            f"schedule: dual_pipe_v needs at least {2 * p} microbatches (twice the ranks), found {m}; "
             "use more, or zb_v, which runs any number"
         )
     rows = (
