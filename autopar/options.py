@@ -162,13 +162,13 @@ class Options:
     schedule: str = _option(
         "", NAME, "how microbatches run through the stages", "the fastest by simulation", axes=_PP, names=SCHEDULES
     )
-    cuts: tuple[str, ...] = _option(
+    split_points: tuple[str, ...] = _option(
         (), NAMES, "modules with which each part but the first begins", "balanced by estimated time", axes=_PP
     )
-    chunks: int = _option(
+    virtual_stages: int = _option(
         0, COUNT, "parts per rank, for schedules that take several", "the schedule's own number", axes=_PP
     )
-    slices: int | tuple[int, ...] = _option(
+    token_slices: int | tuple[int, ...] = _option(
         0, LENGTHS, "for schedules over token slices: their number, or their lengths", "by estimated time", axes=_PP
     )
     gathers: str = _option(
@@ -180,7 +180,7 @@ class Options:
         "after each microbatch with zero=2 and 3, else once per step", axes=_DP,
     )  # fmt: skip
     memory_limit: int = _option(
-        0, BYTES, "what a rank may hold, such as 80e9 or 80GB: for checkpoints, for cuts and for schedules that search",
+        0, BYTES, "what a rank may hold, such as 80e9 or 80GB: for checkpoints, split points and schedules that search",
         "no limit",
     )  # fmt: skip
     host_memory: int = _option(

@@ -42,7 +42,7 @@ def draw(name: str) -> str:
     """The picture of one schedule."""
     entry = SCHEDULES[name]
     slices = SLICES if entry.sliced else 1
-    timeline = run_schedule(name, Request(RANKS, MICROBATCHES, entry.chunks, slices), COSTS)
+    timeline = run_schedule(name, Request(RANKS, MICROBATCHES, entry.virtual_stages, slices), COSTS)
     notes = " · ".join(f"{what} {value}" for what, value in timeline_facts(timeline))
     return svg(timeline, title=f"{name}: {entry.summary}", notes=notes)
 

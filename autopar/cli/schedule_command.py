@@ -39,8 +39,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--name", required=True, help=f"a schedule, or '{ALL}' for a table: {', '.join(SCHEDULES)}")
     add("--stages", type=int, required=True, metavar="N", help="ranks of the pp axis")
     add("--microbatches", type=int, required=True, metavar="N")
-    add("--chunks", type=int, metavar="N", help="parts of the model per rank (default: the schedule's own)")
-    add("--slices", type=int, default=1, metavar="N", help="token slices per microbatch (default: 1)")
+    add("--virtual-stages", type=int, metavar="N", help="parts of the model per rank (default: the schedule's own)")
+    add("--token-slices", type=int, default=1, metavar="N", help="token slices per microbatch (default: 1)")
     add(
         "--times",
         default="",
@@ -63,21 +63,22 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    for name in ("stages", "microbatches", "slices"):
+    for name in ("stages", "microbatches", "token_slices"):
         if getattr(args, name) < 1:
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option}: expected a positive whole number, found {getattr(args, name)}")
-    if args.chunks is not None and args.chunks < 1:
-        raise ValueError(f"--chunks: expected a positive whole number, found {args.chunks}")
+    if args.virtual_stages is not None and args.virtual_stages < 1:
+        raise ValueError(f"--virtual-stages: expected a positive whole number, found {args.virtual_stages}")
     costs = asked_costs(args.times, args.memory)
-    chunks = args.chunks or (1 if args.name == ALL else SCHEDULES[args.name].chunks)
-    cells = args.stages * args.microbatches * chunks * args.slices
+
+    virtual_stages = args.virtual_stages or (1 if args.name == ALL else SCHEDULES[args.name].virtual_stages)
+    cells = args.stages * args.microbatches * virtual_stages * args.token_slices
     if cells > MOST_CELLS:
         raise ValueError(
-            f"--stages: a picture of stages x microbatches x chunks x slices needs at most {MOST_CELLS} cells, found "
-            f"{cells}; take fewer microbatches, the pattern repeats"
+            f"--stages: a picture of stages x microbatches x virtual stages x token slices needs at most {MOST_CELLS} "
+            f"cells, found {cells}; take fewer microbatches, the pattern repeats"
         )
-    request = Request(args.stages, args.microbatches, chunks, args.slices, memory_limit=args.memory_limit)
+    request = Request(args.stages, args.microbatches, virtual_stages, args.token_slices, memory_limit=args.memory_limit)
     if args.name == ALL:
         return _all(args, request, costs)
     timeline = run_schedule(args.name, request, costs)
@@ -147,7 +148,7 @@ def _print(timeline: Timeline, facts: Sequence[tuple[str, str]]) -> None:
 def _all(args: argparse.Namespace, request: Request, costs: Costs) -> int:
     if args.svg or args.trace:
         raise ValueError(f"--svg and --trace need one schedule, found --name {ALL}")
-    outcomes = compare(request, costs, args.chunks)
+    outcomes = compare(request, costs, args.virtual_stages)
     if args.json:
         rows = {o.name: summary(o.timeline) if o.timeline else {"refused": o.refusal} for o in outcomes}
         print(json.dumps(rows))

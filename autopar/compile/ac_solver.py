@@ -221,9 +221,9 @@ class _Fitting:
 
     def events(self, pipeline: Pipeline) -> list[ScheduleSlot]:
         """When what is held counts. A sample of a token slice stands for all of them."""
-        if not pipeline.slices:
+        if not pipeline.token_slices:
             return moments(pipeline.order)
-        return moments(pipeline.order, [length / self.maker.slices[0].length for length in pipeline.slices])
+        return moments(pipeline.order, [length / self.maker.slices[0].length for length in pipeline.token_slices])
 
     def by_choice(self, choice: Choice, limit: float) -> _Tried:
         chosen = []

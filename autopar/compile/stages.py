@@ -131,7 +131,7 @@ class StageBuilder:
                 make = partial(_as_is, make())
             parts.append(self._known.stage(part, make, own) if self._shares_parts else make())
         timed(ctx.timings, "checks", lambda: check_step_types(checked or parts, self.graphs[0][0], ctx.mesh))
-        lengths = self.plan.pipeline.slices if self.plan.pipeline is not None else ()
+        lengths = self.plan.pipeline.token_slices if self.plan.pipeline is not None else ()
         hops = self.cuts[0].hops
         if self.slices:
             hops = [sliced_hop(x, self.slices, lengths) for x in zip(*(cut.hops for cut in self.cuts), strict=True)]
@@ -198,7 +198,7 @@ class StageBuilder:
         if self._ahead is None:
             return []
         flow, pipeline, gm = flow_of(self._ahead, self.plan.inputs), self.plan.pipeline, self.graphs[0][0]
-        cuts = pipeline.cuts if pipeline is not None else ()
+        cuts = pipeline.split_points if pipeline is not None else ()
         where = place(flow_of(gm, self.plan.inputs), cuts) if cuts else {}
         return split_rounds(self._ahead, flow, {node.name: k for node, k in where.items()}, len(self.parts))
 
@@ -216,7 +216,7 @@ def _cut(gm: GraphModule, plan: Plan, tangents: Sequence[str], train: bool) -> C
     """Of one part, gathers for each use stay within the graph, and are made again in its backward."""
     if plan.pipeline is not None:
         flow = flow_of(gm, plan.inputs)
-        return cut_stages(gm, flow, place(flow, plan.pipeline.cuts), plan.pipeline.parts)
+        return cut_stages(gm, flow, place(flow, plan.pipeline.split_points), plan.pipeline.parts)
     once = plan.options.zero and plan.options.gathers_once
     return uncut(gm, tangents, flow_of(gm, plan.inputs).used if once else None)
 

@@ -145,11 +145,11 @@ def _with_pipeline(
         def best() -> tuple[tuple[int, ...], str]:
             links = Topologies.parse(options.topology).given("pp")
             return best_lengths(
-                main_parts(gm, pipeline.cuts), total, options.microbatches, unit, links, device_of(options)
+                main_parts(gm, pipeline.split_points), total, options.microbatches, unit, links, device_of(options)
             )
 
-        lengths, reason = slice_lengths(options.slices, total, unit, best)
-        pipeline = dataclasses.replace(pipeline, slices=lengths)
+        lengths, reason = slice_lengths(options.token_slices, total, unit, best)
+        pipeline = dataclasses.replace(pipeline, token_slices=lengths)
         notes.append(("pipeline", f"token slices {', '.join(map(str, lengths))}: {reason}"))
     if SCHEDULES[pipeline.schedule].sliced:
         plan = dataclasses.replace(plan, parameters=_gathered_once(plan.parameters))

@@ -20,8 +20,9 @@ def check_names(options: Options) -> None:
     AC_POLICIES[options.ac_policy]
     if options.activation_checkpoint == AUTO and not options.memory_limit:
         raise ValueError(
-            "activation_checkpoint: auto keeps what a rank holds under a limit, found no memory_limit; set one, such as "
-            'memory_limit="80GB", or activation_checkpoint="selective" or "full"'
+
+            "activation_checkpoint: auto keeps what a rank holds under a limit, found no memory_limit; set one, such "
+            'as memory_limit="80GB", or activation_checkpoint="selective" or "full"'
         )
     if options.host_memory and not options.memory_limit and not options.activation_checkpoint:
         raise ValueError(

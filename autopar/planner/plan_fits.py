@@ -53,7 +53,7 @@ def check_fits(plan: Plan, gm: GraphModule, train: bool = False) -> None:
         if name in inputs:
             _check_cuts(plan, f"input {name}", inputs[name], placed)
     if train and plan.pipeline is not None and SCHEDULES[plan.pipeline.schedule].sliced:
-        check_lengths(plan.pipeline.slices, token_count(gm), slice_unit(plan.options, plan.mesh))
+        check_lengths(plan.pipeline.token_slices, token_count(gm), slice_unit(plan.options, plan.mesh))
 
 
 def _check_ways(name: str, axes: Mapping[str, ParameterPlan], of_experts: Collection[str]) -> None:

@@ -37,8 +37,8 @@ def pipeline_summary(
         "schedule": plan.schedule,
         "device": compiled.plan.options.device,
         "why": [reason for subject, reason in compiled.plan.notes if subject == "pipeline"],
-        "chunks": plan.chunks,
-        "slices": list(plan.slices),
+        "virtual_stages": plan.virtual_stages,
+        "token_slices": list(plan.token_slices),
         "microbatches": order.microbatches,
         "parts": part_rows(compiled, timeline),
         "makespan": timeline.makespan,
@@ -75,7 +75,7 @@ def part_rows(compiled: Compiled, timeline: Timeline) -> list[dict[str, Any]]:
             {
                 "part": k,
                 "ranks": sorted({order.rank_of[chain[k]] for chain in order.chains}),
-                "begins": plan.cuts[k - 1] if k else "",
+                "begins": plan.split_points[k - 1] if k else "",
                 "modules": modules_of(name for name in specs if name in part.parameters),
                 "parameters": sum(math.prod(specs[name].shape) for name in part.parameters),
                 "time": times[k] / (sum(times) or 1.0),
@@ -100,8 +100,8 @@ def _facts(summary: Mapping[str, Any]) -> Table:
     for reason in summary["why"]:
         table.add_row("", escaped(reason))
     table.add_row("microbatches", str(summary["microbatches"]))
-    if summary["slices"]:
-        table.add_row("token slices", ", ".join(map(str, summary["slices"])))
+    if summary["token_slices"]:
+        table.add_row("token slices", ", ".join(map(str, summary["token_slices"])))
     table.add_row(f"step, simulated for {summary['device']}", human_seconds(summary["step"]))
     table.add_row("bubble", f"{summary['bubble']:.1%}")
     return table

@@ -14,14 +14,14 @@ from autopar.schedule.order import Order
 class Request:
     """What a schedule is asked for.
 
-    ranks: size of the pp axis. chunks: parts per rank. slices: token slices per microbatch. costs, memory_limit: for
+    ranks: size of the pp axis. virtual_stages: parts per rank. token_slices: per microbatch. costs, memory_limit: for
     schedules that search (limit in units of one microbatch's activations on one rank).
     """
 
     ranks: int
     microbatches: int
-    chunks: int = 1
-    slices: int = 1
+    virtual_stages: int = 1
+    token_slices: int = 1
     costs: Costs | None = None
     memory_limit: float | None = None
 
@@ -30,14 +30,14 @@ class Request:
 class Schedule:
     """An entry of `SCHEDULES`.
 
-    make: the pure function. chunks: parts per rank (of the default request). sliced: whether it runs token
+    make: the pure function. virtual_stages: parts per rank (of the default request). sliced: whether it runs token
     slices. copies: how many ranks hold each part.
     """
 
     name: str
     make: Callable[[Request], Order]
     summary: str
-    chunks: int = 1
+    virtual_stages: int = 1
     sliced: bool = False
     copies: int = 1
     searches: bool = False

@@ -121,7 +121,7 @@ LIMITED: dict[str, tuple[str, Mesh, dict[str, Any]]] = {
     "zb_auto": ("llama", Mesh.of(pp=2), {"microbatches": 4, "schedule": "zb_auto"}),
     "interleaved": ("llama", Mesh.of(pp=2), {"microbatches": 4, "schedule": "interleaved"}),
     "dual_pipe_v": ("llama", Mesh.of(pp=2), {"microbatches": 4, "schedule": "dual_pipe_v"}),
-    "token slices": ("one-layer llama", Mesh.of(pp=2), {"microbatches": 2, "schedule": "tera_pipe", "slices": 2}),
+    "token slices": ("one-layer llama", Mesh.of(pp=2), {"microbatches": 2, "schedule": "tera_pipe", "token_slices": 2}),
 }
 
 
@@ -170,7 +170,7 @@ def test_early_stages_make_more_again() -> None:
     cuts = ("model.layers.1", "model.layers.2", "model.layers.3")
 
     def compiled(**more: Any) -> Compiled:
-        return compile_model(model, batch, Mesh.of(pp=4), Options(cuts=cuts, **options, **more), outputs=())
+        return compile_model(model, batch, Mesh.of(pp=4), Options(split_points=cuts, **options, **more), outputs=())
 
     def of_parts(found: Compiled) -> list[float]:
         layers = found.plan.checkpoints

@@ -68,14 +68,14 @@ class Case:
         return self.work.batch * self.work.length * self.work.hidden * 4
 
     def schedules(self) -> list[str]:
-        return [name for name in PEERS if SCHEDULES[name].chunks == self.chunks]
+        return [name for name in PEERS if SCHEDULES[name].virtual_stages == self.chunks]
 
 
 def compile_case(case: Case) -> Compiled:
     """Once, in the process that the ranks are forked from."""
     base = {1: "1f1b", 2: "interleaved"}[case.chunks]
     cuts = tuple(f"model.layers.{k}" for k in case.starts[1:])
-    options = Options(microbatches=case.microbatches, schedule=base, chunks=case.chunks, cuts=cuts)
+    options = Options(microbatches=case.microbatches, schedule=base, virtual_stages=case.chunks, split_points=cuts)
     return compile_model(
         skeleton_of(case.work.model()), case.work.tokens(), Mesh.of(pp=case.ranks), options, outputs=()
     )

@@ -160,7 +160,7 @@ CELLS: list[tuple[str, str, dict[str, Any], bool]] = [
     ("packed llama", "cp=2", {}, True),
     ("t5", "tp=2", {}, False),
     ("cnn", "dp=2", {"microbatches": 2}, True),
-    ("llama", "pp=2", {"microbatches": 2, "schedule": "tera_pipe", "slices": 4}, True),
+    ("llama", "pp=2", {"microbatches": 2, "schedule": "tera_pipe", "token_slices": 4}, True),
     ("two losses", "dp=2", {}, True),
 ]
 

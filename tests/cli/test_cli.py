@@ -122,13 +122,13 @@ PIPELINE = ("--mesh", "pp=2,dp=2", "--seq", 16, "--microbatches", 4, "--schedule
 
 
 def test_plan_of_a_pipeline(capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path) -> None:
-    more = ("--cuts", "model.layers.1", "--memory-limit", "1e9", "--json", "--dump", tmp_path)
+    more = ("--split-points", "model.layers.1", "--memory-limit", "1e9", "--json", "--dump", tmp_path)
     code, out, err = run(capsys, "plan", "--config", config, *PIPELINE, *more)
     assert code == 0, err
     found: dict[str, Any] = json.loads(out)
-    assert (found["options"]["cuts"], found["options"]["memory_limit"]) == (["model.layers.1"], 10**9)
+    assert (found["options"]["split_points"], found["options"]["memory_limit"]) == (["model.layers.1"], 10**9)
     pipeline = found["pipeline"]
-    assert (pipeline["schedule"], pipeline["microbatches"], pipeline["slices"]) == ("1f1b", 4, [])
+    assert (pipeline["schedule"], pipeline["microbatches"], pipeline["token_slices"]) == ("1f1b", 4, [])
     assert [part["modules"] for part in pipeline["parts"]] == [
         "model.embed_tokens, model.layers.0",
         "model.layers.1, model.norm, lm_head",
@@ -149,7 +149,11 @@ def test_plan_of_a_pipeline(capsys: pytest.CaptureFixture[str], config: Path, tm
     console = Console(width=160, highlight=False)
     with console.capture() as text:
         show_summary(found, console)
-    for line in ("cuts model.layers.1: the user's choice", "model.layers.1, model.norm, lm_head", "Ranks of pp"):
+    for line in (
+        "split points model.layers.1: the user's choice",
+        "model.layers.1, model.norm, lm_head",
+        "Ranks of pp",
+    ):
         assert line in text.get()
     assert f"rank {pipeline['busiest']} of pp" in text.get()
 
@@ -214,8 +218,16 @@ BAD: list[tuple[str, list[object], str]] = [
     ("no experts", ["--mesh", "ep=2"], "experts: nothing to cut over axis 'ep' of size 2: the model has no experts"),
     ("schedule", ["--mesh", "pp=2", "--schedule", "1f2b"], "--schedule: expected one of gpipe, 1f1b"),
     ("schedule without pp", ["--mesh", "tp=2", "--schedule", "1f1b"], "schedule: counts with an axis pp only, found"),
-    ("cuts", ["--mesh", "pp=2", "--schedule", "1f1b", "--cuts", "model.layers.9"], "no operation belongs to"),
-    ("slices", ["--mesh", "pp=2", "--slices", "8,x"], "--slices: expected a whole number of at least 0, found '8,x'"),
+    (
+        "split_points",
+        ["--mesh", "pp=2", "--schedule", "1f1b", "--split-points", "model.layers.9"],
+        "no operation belongs to",
+    ),
+    (
+        "token_slices",
+        ["--mesh", "pp=2", "--token-slices", "8,x"],
+        "--token-slices: expected a whole number of at least 0, found '8,x'",
+    ),
     (
         "memory limit",
         ["--mesh", "pp=2", "--memory-limit", "all"],
@@ -336,7 +348,7 @@ def test_schedules_have_the_bubbles_of_the_paper(capsys: pytest.CaptureFixture[s
 
 def test_a_schedule_is_printed_drawn_and_traced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture, trace = tmp_path / "a.svg", tmp_path / "a.json"
-    options = ("--stages", 3, "--microbatches", 5, "--chunks", 2, "--svg", picture, "--trace", trace)
+    options = ("--stages", 3, "--microbatches", 5, "--virtual-stages", 2, "--svg", picture, "--trace", trace)
     text = schedule(capsys, "--name", "interleaved", *options)
     assert text.splitlines()[1].startswith("rank 0  0F0 0F1 0F2 ")
     assert "peak memory per rank: " in text and "makespan: 18" in text
@@ -374,8 +386,8 @@ def test_all_schedules_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
         (["--name", "gpipe", "--memory", "M_F=1"], "--memory: expected NAME=NUMBER of M_B, M_W"),
         (["--name", "gpipe", "--microbatches", 0], "--microbatches: expected a positive whole number"),
         (["--name", "gpipe", "--stages", "x"], "--stages"),
-        (["--name", "gpipe", "--chunks", 2], "gpipe runs 1 parts per rank, found 2"),
-        (["--name", "gpipe", "--slices", 4], "use tera_pipe"),
+        (["--name", "gpipe", "--virtual-stages", 2], "gpipe runs 1 parts per rank, found 2"),
+        (["--name", "gpipe", "--token-slices", 4], "use tera_pipe"),
         (
             ["--name", "zb_h2", "--memory-limit", 6, "--memory", "M_B=2"],
             "needs a memory limit of 14 (rank 0), found 12",

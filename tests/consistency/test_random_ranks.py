@@ -94,7 +94,7 @@ def verified_tokens(sizes: dict[str, int], options: dict[str, Any]) -> Report:
 @pytest.mark.parametrize(
     "sizes, options",
     [
-        ({"pp": 2}, {"schedule": "seq1f1b", "microbatches": 2, "slices": 2}),
+        ({"pp": 2}, {"schedule": "seq1f1b", "microbatches": 2, "token_slices": 2}),
         ({"cp": 2}, {}),
         ({"tp": 2}, {"sequence_parallel": True}),
     ],

@@ -75,7 +75,7 @@ ALL = [
       for p in PRECISE for zero in range(4) for count in (1, 4)),
     *(case(Mesh.of(dp=4), zero, 2, p) for p in PRECISE for zero in range(4)),
     case(Mesh.of(dp=2, tp=2), 2, 2, sequence_parallel=True),
-    case(Mesh.of(pp=2), 0, 2, schedule="tera_pipe", slices=2),
+    case(Mesh.of(pp=2), 0, 2, schedule="tera_pipe", token_slices=2),
     *(case(TWO, 3, 2, name=name) for name in ("gpt2", "mixtral", "vit", "whisper", "bert")),
 ]  # fmt: skip
 FEW = [

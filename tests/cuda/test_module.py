@@ -32,8 +32,8 @@ WAYS: list[tuple[str, dict[str, Any]]] = [
 ]
 CELLS = [
     *((model, *way) for model in MODELS for way in WAYS if not (model == "t5" and "token_ring" in way[1].values())),
-    ("llama", "pp=2", {"schedule": "seq1f1b", "microbatches": 2, "slices": 2}),
-    ("gpt2", "pp=2", {"schedule": "tera_pipe", "microbatches": 2, "slices": 2}),
+    ("llama", "pp=2", {"schedule": "seq1f1b", "microbatches": 2, "token_slices": 2}),
+    ("gpt2", "pp=2", {"schedule": "tera_pipe", "microbatches": 2, "token_slices": 2}),
     ("whisper", "dp=2,tp=2", {}),
 ]
 OFTEN = (

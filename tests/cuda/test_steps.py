@@ -20,7 +20,7 @@ CELLS: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "dp=2", {"microbatches": 2}),
     ("llama", "dp=2,tp=2", {"zero": 3, "sequence_parallel": True}),
     ("llama", "pp=2", {"microbatches": 4}),
-    ("llama", "pp=2", {"microbatches": 2, "schedule": "seq1f1b", "slices": (7, 9)}),
+    ("llama", "pp=2", {"microbatches": 2, "schedule": "seq1f1b", "token_slices": (7, 9)}),
     ("llama", "cp=2", {"attention": "ring"}),
     ("llama", "cp=2", {"attention": "token_ring", "layout": "zigzag"}),
     ("llama", "cp=2", {"attention": "ulysses"}),

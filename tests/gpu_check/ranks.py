@@ -62,7 +62,7 @@ def cells() -> list[Cell]:
     for name, entry in SCHEDULES.items():
         options: dict[str, Any] = {"schedule": name, "microbatches": 4}
         if entry.sliced:  # only of models whose tokens do not see later ones
-            options |= {"microbatches": 2, "slices": (7, 9)}
+            options |= {"microbatches": 2, "token_slices": (7, 9)}
         for model in ("llama",) if entry.sliced else ("llama", "t5"):
             found.append(Cell(f"{model} pp=2 {name}", model, "pp=2", options))
     found += [Cell(f"{m} pp=4 1f1b", m, "pp=4", {"schedule": "1f1b", "microbatches": 8}) for m in ("llama", "t5")]

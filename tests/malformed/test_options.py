@@ -38,7 +38,8 @@ def test_options_without_the_axis_that_they_are_about() -> None:
     """Each option on each mesh of one axis: refused, or an axis that it counts with is there (of any size)."""
     values: dict[str, dict[str, Any]] = {
         "zero": {"zero": 3}, "sequence_parallel": {"sequence_parallel": True}, "schedule": {"schedule": "1f1b"},
-        "cuts": {"cuts": ("a",)}, "chunks": {"chunks": 2}, "slices": {"slices": 2},
+        "split_points": {"split_points": ("a",)}, "virtual_stages": {"virtual_stages": 2},
+        "token_slices": {"token_slices": 2},
         "gathers": {"gathers": "layer", "zero": 1}, "reductions": {"reductions": "microbatch", "zero": 1},
         "attention": {"attention": "ring"}, "layout": {"layout": "zigzag"},
         "experts": {"experts": "auto"}, "dispatch": {"dispatch": "dedup", "experts": "auto"},
@@ -62,7 +63,9 @@ def test_options_without_the_axis_that_they_are_about() -> None:
 def test_a_script_for_pipelines_runs_on_an_axis_of_one_rank() -> None:
     """The mesh of a test on one machine: nothing to cut, and nothing refused."""
     model, batch = build(Net), numbers()
-    given = autopar.Options(schedule="tera_pipe", slices=2, chunks=2, cuts=("first",), memory_limit=10**9)
+    given = autopar.Options(
+        schedule="tera_pipe", token_slices=2, virtual_stages=2, split_points=("first",), memory_limit=10**9
+    )
     found = [compile_model(model, batch, Mesh.of(pp=1, dp=2), options) for options in (given, autopar.Options())]
     assert found[0].plan.pipeline is None and found[0].local.code == found[1].local.code
 

@@ -161,10 +161,10 @@ OPTIONS: list[tuple[str, Any, str]] = [
     ("activation_checkpoint", 1, "expected a text, found 1"),
     ("bucket_bytes", 0.5, "expected a whole number of at least 0, found 0.5"),
     ("schedule", None, "expected a text, found None"),
-    ("cuts", "layers.1", r"expected a tuple of names such as \('layers.1',\)"),
-    ("chunks", -1, "expected a whole number of at least 0, found -1"),
-    ("slices", "2", "expected a whole number of at least 0, found '2'"),
-    ("slices", [4, 0], "expected a whole number of at least 1, found 0"),
+    ("split_points", "layers.1", r"expected a tuple of names such as \('layers.1',\)"),
+    ("virtual_stages", -1, "expected a whole number of at least 0, found -1"),
+    ("token_slices", "2", "expected a whole number of at least 0, found '2'"),
+    ("token_slices", [4, 0], "expected a whole number of at least 1, found 0"),
     ("gathers", None, "expected 'auto', 'step' or 'layer', found None"),
     ("memory_limit", float("nan"), "expected a whole number of at least 0, found nan"),
     ("attention", 1, "expected a text, found 1"),
@@ -181,8 +181,9 @@ def test_options_have_types(name: str, value: Any, message: str) -> None:
 
 READ: dict[str, tuple[str, Any]] = {  # of the command line
     "zero": ("3", 3), "microbatches": ("4", 4), "whole_ops": ("aten.sinc.default", ("aten.sinc.default",)),
-    "bucket_bytes": ("1e6", 10**6), "schedule": ("zb_h1", "zb_h1"), "cuts": ("a, b", ("a", "b")), "chunks": ("2", 2),
-    "slices": ("9,7", (9, 7)), "gathers": ("layer", "layer"), "reductions": ("step", "step"),
+    "bucket_bytes": ("1e6", 10**6), "schedule": ("zb_h1", "zb_h1"), "split_points": ("a, b", ("a", "b")),
+    "virtual_stages": ("2", 2),
+    "token_slices": ("9,7", (9, 7)), "gathers": ("layer", "layer"), "reductions": ("step", "step"),
     "memory_limit": ("80e9", 80 * 10**9), "precision": ("bf16", PRECISIONS["bf16"]),
     "attention": ("ring+token_ring", "ring+token_ring"), "layout": ("zigzag", "zigzag"),
     "topology": ("cp=ring", "cp=ring"), "batch_dims": ("x=1,past.0=none", (("past.0", None), ("x", 1))),
@@ -211,8 +212,8 @@ def test_the_command_line_takes_every_option(tmp_path: Path) -> None:
 
 
 def test_options_take_what_means_the_same() -> None:
-    options = autopar.Options(microbatches=np.int64(2), memory_limit=80e9, slices=[4, 4], cuts=["a"])  # type: ignore[arg-type]
-    assert options == autopar.Options(microbatches=2, memory_limit=80 * 10**9, slices=(4, 4), cuts=("a",))
+    options = autopar.Options(microbatches=np.int64(2), memory_limit=80e9, token_slices=[4, 4], split_points=["a"])  # type: ignore[arg-type]
+    assert options == autopar.Options(microbatches=2, memory_limit=80 * 10**9, token_slices=(4, 4), split_points=("a",))
     for text, value in {"80GB": 80 * 10**9, "75GiB": 75 * 2**30, "1.5 kb": 1500, "80e9": 80 * 10**9, "7": 7}.items():
         assert autopar.Options(memory_limit=text).memory_limit == value  # type: ignore[arg-type]
     assert type(options.microbatches) is type(options.memory_limit) is int

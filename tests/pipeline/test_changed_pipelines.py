@@ -82,7 +82,7 @@ FITS = [
     ["0123^", "0123", "0123", "123^"],  # a copy that a step does not use has its gradient all the same
 ]
 REFUSED = [["0123", "3012"], ["0123", "0123^"], ["0123", "0123u"]]
-OPTIONS = {"schedule": "1f1b", "microbatches": 2, "cuts": ("blocks.2",)}
+OPTIONS = {"schedule": "1f1b", "microbatches": 2, "split_points": ("blocks.2",)}
 
 
 def test_cuts_move_where_weights_allow() -> None:

@@ -27,7 +27,7 @@ def cell_of(ranks: int, chunks: int) -> Cell:
 @functools.cache
 def results(cell: Cell) -> dict[str, list[Found]]:
     """What the ranks of a cell found under every schedule that runs so many parts."""
-    names = [name for name in WHOLE if SCHEDULES[name].chunks == cell.options.chunks]
+    names = [name for name in WHOLE if SCHEDULES[name].virtual_stages == cell.options.virtual_stages]
     return {name: found for (name, _), found in ran(cell, names).items()}
 
 

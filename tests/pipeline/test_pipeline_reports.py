@@ -29,7 +29,7 @@ from autopar.steps.graphs import Compiled
 from autopar.steps.of_rank import lowered_order
 from tests.support.cases import Cell, compiled, ran, with_schedule
 
-LLAMA = Cell("llama", Mesh.of(pp=2), Options(microbatches=4, schedule="1f1b", chunks=1))
+LLAMA = Cell("llama", Mesh.of(pp=2), Options(microbatches=4, schedule="1f1b", virtual_stages=1))
 TIED = Cell("gpt2", Mesh.of(pp=2, dp=2), Options(microbatches=2, schedule="1f1b", zero=1))
 
 

@@ -98,7 +98,7 @@ def test_a_weight_of_two_parts_is_not_cut_over_pp() -> None:
 
 
 def test_over_token_slices_as_without_them() -> None:
-    sliced = Cell("one-layer llama", Mesh.of(pp=2, tp=2), Options(microbatches=2, schedule="tera_pipe", slices=2))
+    sliced = Cell("one-layer llama", Mesh.of(pp=2, tp=2), Options(microbatches=2, schedule="tera_pipe", token_slices=2))
     plain = Cell("one-layer llama", Mesh.of(tp=2))
     found, expected = (share(compiled(cell).plan, "tp").flops for cell in (sliced, plain))
     assert expected is not None and found == pytest.approx(expected, abs=0.01) and 0.9 < expected < 1

@@ -137,7 +137,7 @@ def test_the_least_that_is_named_does_wherever_a_limit_lets_stages_be_cut() -> N
     assert least == named and max(held.peak for held in memories(made)) <= least
     planned, _ = plan_model(s.model, s.batch, mesh, limited(least))
     assert planned.pipeline is not None and made.plan.pipeline is not None
-    assert planned.pipeline.cuts == made.plan.pipeline.cuts
+    assert planned.pipeline.split_points == made.plan.pipeline.split_points
 
 
 @pytest.mark.full

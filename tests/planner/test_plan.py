@@ -75,7 +75,8 @@ WRONG = {  # what a JSON says instead -> what the error says
     "microbatches": ({"parameters": {"w": {"mb": ["S(0)", "R", ""]}}}, "w is cut on axis 'mb'"),
     "attention": ({"attention": {"a": {"forward": "ring", "backward": "ring", "query_blocks": [], "key_blocks": [],
                                        "reason": "", "candidates": []}}}, "attention a: no axis 'cp'"),
-    "pipeline": ({"pipeline": {"schedule": "gpipe", "cuts": ["m"], "chunks": 1, "slices": [], "holders": {}}},
+    "pipeline": ({"pipeline": {"schedule": "gpipe", "split_points": ["m"], "virtual_stages": 1, "token_slices": [],
+                               "holders": {}}},
                  "needs an axis 'pp'"),
     "batch": ({"batch_dims": {"x": "1"}}, "expected int at the plan.batch_dims.x, found '1', or expected null"),
 }  # fmt: skip

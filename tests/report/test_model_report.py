@@ -41,7 +41,7 @@ CELLS = [
     ZERO3,
     Cell("llama", Mesh.of(dp=2, tp=2), Options(zero=1)),
     Cell("llama", Mesh.of(cp=2, dp=2), Options(attention="ring")),
-    Cell("llama", Mesh.of(pp=2, dp=2), Options(microbatches=4, schedule="zb_h1", chunks=1)),
+    Cell("llama", Mesh.of(pp=2, dp=2), Options(microbatches=4, schedule="zb_h1", virtual_stages=1)),
 ]
 
 
@@ -115,7 +115,7 @@ def test_sums_belong_to_the_module_that_leaves_them_open() -> None:
 
 
 def test_unlike_layers_are_rows_of_their_own() -> None:
-    root = tree(Cell("llama", Mesh.of(pp=2, dp=2), Options(microbatches=4, schedule="zb_h1", chunks=1)))
+    root = tree(Cell("llama", Mesh.of(pp=2, dp=2), Options(microbatches=4, schedule="zb_h1", virtual_stages=1)))
     assert sum(r.count for r in root.all() if r.kind == "LlamaDecoderLayer") == 2
 
 

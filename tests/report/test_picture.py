@@ -46,7 +46,7 @@ NAMES = (
 
 def made(name: str, ranks: int = 4, microbatches: int = 8, costs: Costs = MS) -> Timeline:
     entry = SCHEDULES[name]
-    return run_schedule(name, Request(ranks, microbatches, entry.chunks, 2 if entry.sliced else 1), costs)
+    return run_schedule(name, Request(ranks, microbatches, entry.virtual_stages, 2 if entry.sliced else 1), costs)
 
 
 def boxes(text: str) -> list[tuple[str, str, dict[str, float]]]:

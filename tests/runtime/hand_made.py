@@ -162,7 +162,7 @@ def compiled_of(case: Case, order: Order, bucket_bytes: int = 2**20) -> Any:
         hops_of(case),
         order,
         each=graph(lambda target, x: (target * 2, x * 3), ["target", "x"], ["doubled", "junk"]),
-        slices=case.slices,
+        token_slices=case.slices,
     )
     return SimpleNamespace(
         train=True,

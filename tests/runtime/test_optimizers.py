@@ -274,7 +274,7 @@ def lbfgs_on_stages() -> float:
     torch.manual_seed(0)
     x, plain = torch.rand(8, 8, dtype=torch.float64), Matrices().double()
     mesh = autopar.init_mesh("cpu", 30.0, pp=2)
-    parallel = autopar.parallelize(plain, mesh, example_batch={"x": x}, microbatches=2, cuts=("second",))
+    parallel = autopar.parallelize(plain, mesh, example_batch={"x": x}, microbatches=2, split_points=("second",))
     plain = copy.deepcopy(plain)
     for model in (plain, parallel):
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3, line_search_fn="strong_wolfe")

@@ -113,7 +113,7 @@ def train(schedule: str) -> tuple[float, dict[str, Tensor], int, int]:
     hops = [P2PEdge("h0", 0, 1, True, shapes, torch.float64)]
     inputs = [InputSpec(n, "parameter", n, requires_grad=True) for n in NAMES] + [InputSpec("x", "input", "x")]
     compiled: Any = SimpleNamespace(
-        pipeline=Pipeline([part(0), part(1)], hops, order, slices=LENGTHS),
+        pipeline=Pipeline([part(0), part(1)], hops, order, token_slices=LENGTHS),
         train=True,
         prologue=None,
         plan=SimpleNamespace(experts={}, options=Options(microbatches=MICROBATCHES), inputs={"x": {"mb": Shard(0)}}),

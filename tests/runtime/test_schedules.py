@@ -35,9 +35,9 @@ def can(name: str, ranks: int, microbatches: int) -> bool:
 
 
 @cache
-def make(name: str, ranks: int, microbatches: int, slices: int = 1, chunks: int = 0) -> Order:
+def make(name: str, ranks: int, microbatches: int, slices: int = 1, virtual_stages: int = 0) -> Order:
     entry = SCHEDULES[name]
-    return entry.make(Request(ranks, microbatches, chunks or entry.chunks, slices, Costs()))
+    return entry.make(Request(ranks, microbatches, virtual_stages or entry.virtual_stages, slices, Costs()))
 
 
 def run(name: str, ranks: int, microbatches: int, costs: Costs, **options: int) -> Timeline:
@@ -64,8 +64,8 @@ def test_all(name: str, ranks: int, microbatches: int) -> None:
     validate(order)
     assert order.name == name == entry.name and entry.summary
     assert order.microbatches == microbatches and len(order.ranks) == ranks
-    assert len(order.rank_of) == ranks * entry.chunks * entry.copies and len(order.chains) == entry.copies
-    assert order.parts == ranks * entry.chunks
+    assert len(order.rank_of) == ranks * entry.virtual_stages * entry.copies and len(order.chains) == entry.copies
+    assert order.parts == ranks * entry.virtual_stages
     assert Order.from_json(order.to_json()) == order
     lowered = lower(order, neighbours(order), gathers={0}, reductions={order.parts - 1})
     validate(lowered)
@@ -138,10 +138,10 @@ def expected_sends(order: Order, hops: list[P2PEdge]) -> set[tuple[str, int, int
 def test_requests_that_make_no_sense(name: str) -> None:
     entry = SCHEDULES[name]
     with pytest.raises(ValueError, match=f"schedule: {name} needs microbatches >= 1, found 0"):
-        entry.make(Request(2, 0, entry.chunks))
+        entry.make(Request(2, 0, entry.virtual_stages))
     if not entry.sliced:
         with pytest.raises(ValueError, match="found 4 token slices; use tera_pipe or seq1f1b"):
-            entry.make(Request(2, 4, entry.chunks, slices=4))
+            entry.make(Request(2, 4, entry.virtual_stages, token_slices=4))
     if name not in ("interleaved", "zb_auto"):
         with pytest.raises(ValueError, match="parts per rank, found 3; "):
             entry.make(Request(2, 4, 3))
@@ -193,7 +193,7 @@ def test_bubbles_of_the_table(ranks: int, microbatches: int) -> None:
 
     assert bubble("gpipe") == bubble("1f1b") == (ranks - 1) * 3.0
     for chunks in (2, 3, 4):
-        found = bubble("interleaved", TIMES.divided(chunks), chunks=chunks)
+        found = bubble("interleaved", TIMES.divided(chunks), virtual_stages=chunks)
         assert found == pytest.approx((ranks - 1) * 3.0 / chunks)
     assert bubble("zb_h1") == (ranks - 1) * (1.0 + 1.25 - 0.75)
     assert run("zb_h2", ranks, microbatches, Costs()).cost == microbatches * 3.0, "none for F = B = W"
@@ -294,7 +294,7 @@ def test_peak_memory_of_the_table(ranks: int, microbatches: int) -> None:
         assert memory("zb_h2") == tuple((2 * p - 2 * i - 1) * M_B + 2 * i * M_W for i in places)
         assert run("zb_v", p, m, costs).live == (2 * p,) * p, "halves: p microbatches, on all ranks"
         for chunks in (2, 3):
-            held = run("interleaved", p, m, costs, chunks=chunks).memory[0] / chunks
+            held = run("interleaved", p, m, costs, virtual_stages=chunks).memory[0] / chunks
             assert held == pytest.approx((1 + (p - 1) / (p * chunks)) * p)
         assert run("dual_pipe", p, m, costs).live == (p + 1,) * p
         assert max(run("dual_pipe_v", p, m, costs).live) <= 2 * p + 1

@@ -38,7 +38,7 @@ def made(name: str, ranks: int, microbatches: int) -> Order | None:
     entry = SCHEDULES[name]
     if name.startswith("dual_pipe") and (microbatches < 2 * ranks or (entry.copies > 1 and ranks % 2)):
         return None
-    return entry.make(Request(ranks, microbatches, entry.chunks, 2 if entry.sliced else 1, Costs()))
+    return entry.make(Request(ranks, microbatches, entry.virtual_stages, 2 if entry.sliced else 1, Costs()))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

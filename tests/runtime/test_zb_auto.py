@@ -227,8 +227,8 @@ def test_time_to_find() -> None:
         (lambda costs: {"memory_limit": float("nan")}, "found nan"),
         (lambda costs: {"costs": replace(costs, F=(1.0, 1.0))}, r"costs: F needs one value per part \(3\), found 2"),
         (lambda costs: {"costs": replace(costs, W=-1.0)}, "costs: W needs values of at least 0, found -1"),
-        (lambda costs: {"chunks": 2}, "zb_auto runs 1 parts per rank, found 2"),
-        (lambda costs: {"slices": 2}, "zb_auto runs whole microbatches, found 2 token slices"),
+        (lambda costs: {"virtual_stages": 2}, "zb_auto runs 1 parts per rank, found 2"),
+        (lambda costs: {"token_slices": 2}, "zb_auto runs whole microbatches, found 2 token slices"),
         (lambda costs: {"microbatches": 0}, "zb_auto needs microbatches >= 1, found 0"),
     ],
 )

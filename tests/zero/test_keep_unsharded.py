@@ -52,7 +52,7 @@ CASES: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"dp": 2}, {"zero": 1}),
     ({"dp": 2}, {"zero": 2, "microbatches": 2}),
     ({"dp": 2}, {"zero": 3, "gathers": "step", "microbatches": 2}),
-    ({"dp": 2, "pp": 2}, {"zero": 1, "microbatches": 2, "cuts": ("second",)}),
+    ({"dp": 2, "pp": 2}, {"zero": 1, "microbatches": 2, "split_points": ("second",)}),
     ({"dp": 2}, {"zero": 3, "microbatches": 2}),
     ({"dp": 2}, {"zero": 0}),
 ]

@@ -82,7 +82,7 @@ def arena() -> HostArena:
 MESHES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "zero 3": ("gpt2", {"dp": 2}, {"zero": 3, "microbatches": 2}),
     "zb_h1": ("gpt2", {"pp": 2}, {"microbatches": 4, "schedule": "zb_h1"}),
-    "token slices": ("llama", {"pp": 2}, {"microbatches": 2, "schedule": "tera_pipe", "slices": 2}),
+    "token slices": ("llama", {"pp": 2}, {"microbatches": 2, "schedule": "tera_pipe", "token_slices": 2}),
 }
 KINDS = {"zero 3": ["everything"], "zb_h1": ["mixed"], "token slices": ["mixed"]}  # the others have both
 MORE: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {

@@ -283,7 +283,7 @@ def test_names_stand_for_two_decisions() -> None:
 @pytest.mark.parametrize(("schedule", "when"), [("tera_pipe", "once per step"), ("1f1b", "right before use")])
 def test_a_plan_says_when_parameters_are_gathered(schedule: str, when: str) -> None:
     """Token slices take what was gathered for all of them."""
-    slices = {"slices": 2} if schedule == "tera_pipe" else {}
+    slices = {"token_slices": 2} if schedule == "tera_pipe" else {}
     options = Options(zero=3, microbatches=2, schedule=schedule, **slices)
     made = compile_cell(Cell("one-layer llama", Mesh.of(pp=2, dp=2), options))
     said = made.plan.parameter("lm_head.weight", "dp").reason

@@ -20,9 +20,9 @@ def chosen(ranks: int, microbatches: int, costs: Mapping[int, Costs]) -> tuple[s
     """
     assert 1 in costs, "1f1b has one part per rank"
     runs = {
-        name: _run(name, ranks, microbatches, costs[SCHEDULES[name].chunks])
+        name: _run(name, ranks, microbatches, costs[SCHEDULES[name].virtual_stages])
         for name in CANDIDATES
-        if SCHEDULES[name].chunks in costs
+        if SCHEDULES[name].virtual_stages in costs
     }
     limit = max(runs["1f1b"].memory)
     fit = {name: run for name, run in runs.items() if max(run.memory) <= limit * (1 + 1e-9)}
@@ -33,7 +33,7 @@ def chosen(ranks: int, microbatches: int, costs: Mapping[int, Costs]) -> tuple[s
 
 def _run(name: str, ranks: int, microbatches: int, costs: Costs) -> Timeline:
     schedule = SCHEDULES[name]
-    return simulate(schedule.make(Request(ranks, microbatches, schedule.chunks)), costs)
+    return simulate(schedule.make(Request(ranks, microbatches, schedule.virtual_stages)), costs)
 
 
 def _reason(name: str, runs: Mapping[str, Timeline], fit: list[str]) -> str:

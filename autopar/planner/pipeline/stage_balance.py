@@ -68,7 +68,7 @@ def balance(
     if problem.pieces < parts:
         raise ValueError(
             f"pipeline: {parts} parts need at least {parts} layers that can be cut apart, found {problem.pieces}; use "
-            f"at most {problem.pieces} parts (a smaller pp axis, or fewer chunks per rank)"
+            f"at most {problem.pieces} parts (a smaller pp axis, or fewer virtual stages)"
         )
     found = problem.solve(limit)
     if found is None:

@@ -32,8 +32,8 @@ def make_order(
     entry = SCHEDULES[pipeline.schedule]
     costs = stage_costs(parts, hops, plan)
     limit = float(plan.options.memory_limit - static) if plan.options.memory_limit else None
-    slices = max(len(pipeline.slices), 1)
-    request = Request(plan.mesh.size("pp"), plan.options.microbatches, pipeline.chunks, slices, costs, limit)
+    slices = max(len(pipeline.token_slices), 1)
+    request = Request(plan.mesh.size("pp"), plan.options.microbatches, pipeline.virtual_stages, slices, costs, limit)
     if train:
         return entry.make(request)
     return forward_order(entry.make(replace(request, microbatches=least_microbatches(pipeline, plan.mesh))))
@@ -44,8 +44,10 @@ def planned_order(plan: Plan) -> Order:
     pipeline, microbatches = plan.pipeline, plan.options.microbatches
     if pipeline is None:
         return one_after_another(microbatches, True)
-    slices = max(len(pipeline.slices), 1)
-    return SCHEDULES[pipeline.schedule].make(Request(plan.mesh.size("pp"), microbatches, pipeline.chunks, slices))
+    slices = max(len(pipeline.token_slices), 1)
+    return SCHEDULES[pipeline.schedule].make(
+        Request(plan.mesh.size("pp"), microbatches, pipeline.virtual_stages, slices)
+    )
 
 
 def most_waiting(order: Order) -> int:
@@ -78,14 +80,14 @@ def forward_order(order: Order) -> Order:
 def layout(pipeline: PipelinePlan, mesh: Mesh) -> Order:
     """Chains and ranks of a schedule's stages, on as few microbatches as it takes."""
     ranks = mesh.size("pp")
-    slices = max(len(pipeline.slices), 1)
-    request = Request(ranks, least_microbatches(pipeline, mesh), pipeline.chunks, slices)
+    slices = max(len(pipeline.token_slices), 1)
+    request = Request(ranks, least_microbatches(pipeline, mesh), pipeline.virtual_stages, slices)
     return SCHEDULES[pipeline.schedule].make(request)
 
 
 def least_microbatches(pipeline: PipelinePlan, mesh: Mesh) -> int:
     """A number of microbatches that any schedule takes."""
-    return 2 * mesh.size("pp") * pipeline.chunks
+    return 2 * mesh.size("pp") * pipeline.virtual_stages
 
 
 def owners(plan: Plan) -> dict[str, tuple[int, ...]]:

@@ -80,18 +80,18 @@ def best_slices(
     """
     for name, value in (("length", length), ("stages", stages), ("batch", batch), ("grid", grid)):
         if value < 1:
-            raise ValueError(f"slices: {name} needs to be at least 1, found {value}")
+            raise ValueError(f"token_slices: {name} needs to be at least 1, found {value}")
     if microbatch is not None and (microbatch < 1 or batch % microbatch):
         raise ValueError(
-            f"slices: a batch of {batch} sequences does not divide into microbatches of {microbatch}; use a divisor "
-            f"of {batch}"
+            f"token_slices: a batch of {batch} sequences does not divide into microbatches of {microbatch}; use a "
+            f"divisor of {batch}"
         )
     program = _SliceProgram(length, batch, microbatch, grid, time)
     found = _least(program, stages, t_max, gap)
     if found is None:
         raise ValueError(
-            f"slices: no slicing of {length} tokens on a grid of {grid} keeps every slice within t_max = {t_max:g} s; "
-            f"use at least {program.least_bound():g} s, or a finer grid"
+            f"token_slices: no slicing of {length} tokens on a grid of {grid} keeps every slice within t_max = "
+            f"{t_max:g} s; use at least {program.least_bound():g} s, or a finer grid"
         )
     return Slicing(found.groups, pipeline_time(found.times, stages), max(found.times))
 
@@ -122,7 +122,7 @@ class _SliceProgram:
         for s, size in enumerate(self.sizes):
             values = np.asarray(time(size, self.points[end] - self.points[start], self.points[start]), dtype=float)
             if not (np.isfinite(values).all() and (values >= 0).all()):
-                raise ValueError(f"slices: times need to be finite and not negative, found {values.min()} s")
+                raise ValueError(f"token_slices: times need to be finite and not negative, found {values.min()} s")
             self.table[end, s, start] = values
         self.candidates = np.unique(self.table[np.isfinite(self.table)])
 

@@ -210,7 +210,7 @@ class _Builder:
         if buffer not in self.started:
             self.started.add(buffer)
             like = self._past(unit, cache)
-            whole = sum(self.values.pipeline.slices)
+            whole = sum(self.values.pipeline.token_slices)
             shape = [whole if d == cache.dim % like.dim() else int(size) for d, size in enumerate(like.shape)]
             dtype = torch.promote_types(like.dtype, torch.float32) if gradient else like.dtype
             entry.does.append(Instruction(filled(shape, dtype, self.device), [], [buffer]))

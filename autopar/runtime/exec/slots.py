@@ -183,7 +183,7 @@ class Values:
 
     def slice(self, piece: int) -> tuple[int, int]:
         """(start, length) of a token slice."""
-        lengths = self.pipeline.slices
+        lengths = self.pipeline.token_slices
         assert lengths, "a graph that takes token slices needs their lengths"
         return sum(lengths[:piece]), lengths[piece]
 

@@ -20,7 +20,7 @@ from autopar.schedule.request import SCHEDULES, Request, Schedule
 
 def dual_pipe_v(request: Request) -> Order:
     """Any number of ranks p, two parts per rank, microbatches m >= 2p."""
-    check(request, "dual_pipe_v", chunks=2)
+    check(request, "dual_pipe_v", virtual_stages=2)
     p, m = request.ranks, request.microbatches
     if m < 2 * p:
         raise ValueError(
@@ -36,5 +36,5 @@ def dual_pipe_v(request: Request) -> Order:
 
 SCHEDULES.add(
     "dual_pipe_v",
-    Schedule("dual_pipe_v", dual_pipe_v, "cells of a forward and a backward along a V", chunks=2),
+    Schedule("dual_pipe_v", dual_pipe_v, "cells of a forward and a backward along a V", virtual_stages=2),
 )

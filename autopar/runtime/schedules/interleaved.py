@@ -21,15 +21,17 @@ from autopar.schedule.request import SCHEDULES, Request, Schedule
 
 def interleaved(request: Request) -> Order:
     """Any number of ranks and microbatches, two parts per rank or more."""
-    check(request, "interleaved", chunks=None)
-    if request.chunks < 2:
-        raise ValueError(f"schedule: interleaved needs 2 parts per rank or more, found {request.chunks}; use 1f1b")
+    check(request, "interleaved", virtual_stages=None)
+    if request.virtual_stages < 2:
+        raise ValueError(
+            f"schedule: interleaved needs 2 parts per rank or more, found {request.virtual_stages}; use 1f1b"
+        )
     rows = (_row(request, rank) for rank in range(request.ranks))
-    return one_chain("interleaved", request, rows, loop(request.ranks, request.chunks))
+    return one_chain("interleaved", request, rows, loop(request.ranks, request.virtual_stages))
 
 
 def _row(request: Request, rank: int) -> list[Action]:
-    p, v = request.ranks, request.chunks
+    p, v = request.ranks, request.virtual_stages
     groups = groups_of(request.microbatches, p)
     forward = [(chunk, k) for group in groups for chunk in range(v) for k in group]
     backward = [(chunk, k) for group in groups for chunk in reversed(range(v)) for k in group]
@@ -52,5 +54,6 @@ def groups_of(microbatches: int, least: int) -> list[range]:
 
 
 SCHEDULES.add(
-    "interleaved", Schedule("interleaved", interleaved, "1F1B with several parts per rank: a smaller bubble", chunks=2)
+    "interleaved",
+    Schedule("interleaved", interleaved, "1F1B with several parts per rank: a smaller bubble", virtual_stages=2),
 )

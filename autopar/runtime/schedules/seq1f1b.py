@@ -22,10 +22,10 @@ def seq1f1b(request: Request) -> Order:
 
 
 def _row(request: Request, rank: int) -> list[Action]:
-    slices = range(request.slices)
+    slices = range(request.token_slices)
     forward = [Action(rank, "F", k, s) for k in range(request.microbatches) for s in slices]
     backward = [Action(rank, "BW", k, s) for k in range(request.microbatches) for s in reversed(slices)]
-    warm_up = min(len(forward), request.ranks - 2 - rank + request.slices)
+    warm_up = min(len(forward), request.ranks - 2 - rank + request.token_slices)
     row = forward[:warm_up]
     for first, second in zip(forward[warm_up:], backward):
         row += [first, second]

@@ -19,7 +19,7 @@ from autopar.schedule.request import SCHEDULES, Request, Schedule
 def tera_pipe(request: Request) -> Order:
     """Any number of ranks, microbatches and slices."""
     check(request, "tera_pipe", sliced=True)
-    slices = range(request.slices)
+    slices = range(request.token_slices)
     forward = [(k, s) for k in range(request.microbatches) for s in slices]
     backward = [(k, s) for k in range(request.microbatches) for s in reversed(slices)]
     rows = (

@@ -21,7 +21,7 @@ def zb_v(request: Request) -> Order:
     The paper's order needs 2p-1 microbatches. With fewer it is the same order without the missing ones, which cannot
     deadlock either, because microbatches do not wait for each other.
     """
-    check(request, "zb_v", chunks=2)
+    check(request, "zb_v", virtual_stages=2)
     rows = (_row(request, rank) for rank in range(request.ranks))
     return one_chain("zb_v", request, rows, vee(request.ranks))
 
@@ -61,4 +61,4 @@ def _row(request: Request, rank: int) -> list[Action]:
     return [action for action in row if action.microbatch < request.microbatches]
 
 
-SCHEDULES.add("zb_v", Schedule("zb_v", zb_v, "two parts per rank along a V: almost no bubble", chunks=2))
+SCHEDULES.add("zb_v", Schedule("zb_v", zb_v, "two parts per rank along a V: almost no bubble", virtual_stages=2))
