@@ -104,9 +104,10 @@ def parallelize(
     with error_context("parallelize"):
         chosen = _options(options)
         buckets = asked_shapes(shapes)
-        if buckets is not None and chosen.capacity:
+        if buckets is not None and chosen.capacity_factor:
             raise ValueError(
-                f"shapes: padding would take places of experts, found capacity={chosen.capacity}; leave one of them out"
+                f"shapes: padding would take places of experts, found capacity_factor={chosen.capacity_factor}; leave "
+                "one of them out"
             )
         check_module(model)
         held = held_elsewhere(model)
@@ -183,7 +184,7 @@ def _compiler(
         if not unchanged:
             shared.forget()
         # without gradients there are none to add up, and no tokens are dropped
-        chosen = options if how["train"] else dataclasses.replace(options, microbatches=1, capacity=0.0)
+        chosen = options if how["train"] else dataclasses.replace(options, microbatches=1, capacity_factor=0.0)
         measured = {name: how.pop(name) for name in ("recorded", "modules", "load", "sent") if name in how}
         folder = dumper_for(how.pop("dump", dump))
         progress = Progress(f"compiling {type(skeleton).__name__}").begin() if groups.rank == 0 else None

@@ -31,11 +31,11 @@ from autopar.values import (
 )
 
 CHIPS = ("A100", "H100", "H200", "B200", "L40S", "MI300X", "V100")  # `autopar.cost.hardware` knows their speeds
-DISPATCHES = (
-    "gather",  # every token to every rank of ep
-    "plain",  # a row per token and expert
-    "dedup",  # a copy per token and rank with an expert of it
-    "two_level",  # a copy per token and node with an expert of it, there one per rank
+TOKEN_DISPATCHERS = (
+    "allgather",  # every token to every rank of ep
+    "alltoall",  # a row per token and expert
+    "alltoall_dedup",  # a copy per token and rank with an expert of it
+    "hierarchical",  # a copy per token and node with an expert of it, there one per rank
 )
 EXPERT_AXES = ("ep", "dp", "cp", "tp")  # over which experts may be cut
 
@@ -212,25 +212,25 @@ class Options:
         "the faster by estimate",
         axes=_CP,
     )
-    experts: str = _option(
+    expert_axis: str = _option(
         "ep", _choice("auto", *EXPERT_AXES),
         "the axis over which experts are cut: one of their own, or one that there is for something else; auto: ep, or "
         "without it what takes least time by estimate, not cutting them included", axes=EXPERT_AXES,
     )  # fmt: skip
-    dispatch: str = _option(
-        "auto", _choice("auto", *DISPATCHES), "how tokens get to experts on other ranks", "the fastest by estimate",
-        axes=EXPERT_AXES,
+    token_dispatcher: str = _option(
+        "auto", _choice("auto", *TOKEN_DISPATCHERS), "how tokens get to experts on other ranks",
+        "the fastest by estimate", axes=EXPERT_AXES,
     )  # fmt: skip
     device: str = _option(
         "A100", ValueKind(_chip, shown="NAME"), "the chip that times are estimated for", names=CHIPS,
     )  # fmt: skip
-    capacity: float = _option(
+    capacity_factor: float = _option(
         0.0, ValueKind(partial(number, least=0.0), _number, "FACTOR"),
         "an expert takes this many times its even share of a training step's tokens, the first ones of the whole batch",
         "all that choose it",
     )  # fmt: skip
-    aux_loss: str = _option(
-        "exact", _choice("exact", "microbatch"),
+    aux_loss_scope: str = _option(
+        "global_batch", _choice("global_batch", "microbatch"),
         "what a loss that balances experts counts: the choices of the whole batch, for which a forward of every "
         "microbatch goes ahead, or of each microbatch, times their number",
     )  # fmt: skip

@@ -228,7 +228,7 @@ class Plan:
         for node, a in self.attention.items():
             lines.append(f"  attention {node:<50} cp: forward {a.forward}, backward {a.backward}  {a.reason}")
         for node, e in self.experts.items():
-            lines.append(f"  experts of {node:<49} {e.axis}: {e.dispatch}  {e.reason}")
+            lines.append(f"  experts of {node:<49} {e.axis}: {e.token_dispatcher}  {e.reason}")
         lines += self._candidates()
         lines += [f"  piece {name:<54} tp: {p}  of a whole fused weight" for name, p in self.weight_pieces.items()]
         for share in self.shares:

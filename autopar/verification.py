@@ -188,10 +188,10 @@ def verify(
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None:
             number(name, value, 0.0)
-    if options.get("aux_loss") == "microbatch":
+    if options.get("aux_loss_scope") == "microbatch":
         raise ValueError(
-            'verify: aux_loss="microbatch" is another loss than that of one process on the whole batch; leave it out '
-            "(it is exact then), or verify without the auxiliary loss"
+            'verify: aux_loss_scope="microbatch" is another loss than that of one process on the whole batch; leave it '
+            "out (it is exact then), or verify without the auxiliary loss"
         )
     load_adapters(model)
     policy = _policy(options, exact)
@@ -206,8 +206,8 @@ def verify(
     loss = sum(float(x) for x in (losses if isinstance(losses, tuple) else (losses,)))
     own = {name: s.name for s in parallel.parameter_specs for name in (s.name, *s.aliases)}
     alone = copied if exact else computing_in(copied, policy)
-    limit = parallel.plan.options.capacity
-    reference_loss, expected = reference(alone, whole, exact=exact, seed=step_seed(seed, 1), capacity=limit)
+    limit = parallel.plan.options.capacity_factor
+    reference_loss, expected = reference(alone, whole, exact=exact, seed=step_seed(seed, 1), capacity_factor=limit)
     expected = {own[name]: g for name, g in expected.items()}
 
     def limits(dtype: torch.dtype) -> tuple[float, float]:
@@ -227,12 +227,17 @@ def verify(
 
 
 def reference(
-    model: nn.Module, batch: Mapping[str, Any], *, exact: bool = True, seed: int | None = None, capacity: float = 0.0
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    exact: bool = True,
+    seed: int | None = None,
+    capacity_factor: float = 0.0,
 ) -> tuple[float, dict[str, Tensor | None]]:
     """One process, eager: (sum of the losses, parameter name -> gradient on the CPU). Changes ``.grad`` of the model
     and its buffers. ``seed``: of the step whose dropout masks to use
         (`autopar.runtime.module.parallel_module.step_seed`).
-    ``capacity``: of experts, as the option of `autopar.parallelize`."""
+    ``capacity_factor``: of experts, as the option of `autopar.parallelize`."""
     load_adapters(model)
     adapter = adapter_for(model)
     model.zero_grad()
@@ -240,10 +245,10 @@ def reference(
         if exact:
             stack.enter_context(LiftFloat32())
         arguments = dict(batch)
-        if adapter is None and capacity:
-            raise ValueError("verify: one process is capped for transformers' models only; leave capacity out")
+        if adapter is None and capacity_factor:
+            raise ValueError("verify: one process is capped for transformers' models only; leave capacity_factor out")
         if adapter is not None:
-            stack.enter_context(adapter.reference(model, capacity))
+            stack.enter_context(adapter.reference(model, capacity_factor))
             arguments = adapter.arguments(model, batch)
         with shared_random(seed) if seed is not None else contextlib.nullcontext():
             output = model(**arguments)

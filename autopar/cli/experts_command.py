@@ -76,8 +76,8 @@ def _rows(tokens: int, row: int, routing: Routing) -> list[str]:
 
 def _table(costs: list[DispatchCost]) -> Table:
     table = Table(caption="per rank, layer and step, forward and backward", caption_justify="left")
-    for column in ("dispatch", "copies inside", "between nodes", "MB inside", "between nodes", "ms"):
-        table.add_column(column, justify="left" if column == "dispatch" else "right", no_wrap=True)
+    for column in ("token dispatcher", "copies inside", "between nodes", "MB inside", "between nodes", "ms"):
+        table.add_column(column, justify="left" if column == "token dispatcher" else "right", no_wrap=True)
     least = min(cost.seconds for cost in costs)
     for c in costs:
         copies, sizes = (c.copies_inside, c.copies_between), (c.bytes_inside / 1e6, c.bytes_between / 1e6)
@@ -92,7 +92,7 @@ def _notes(routing: Routing, costs: list[DispatchCost], inside: Topology, betwee
     if routing.nodes > 1:
         n = routing.per_node
         lines.append(
-            f'on a mesh: topology="ep%{n}={inside},ep/{n}={between}", and dispatch="auto" or one of these names'
+            f'on a mesh: topology="ep%{n}={inside},ep/{n}={between}", and token_dispatcher="auto" or one of these names'
         )
         lines.append(f"a token reaches {routing.reached(routing.nodes):.2f} nodes, at most {routing.most_nodes}")
     if routing.limit < routing.groups and routing.nodes > 1 and routing.groups % routing.nodes:

@@ -195,7 +195,7 @@ def _with_forward_ahead(plan: Plan, ahead: GraphModule) -> Plan:
     """Says so: it is no small thing."""
     note = (
         f"{len(ahead.meta['results'])} values of all microbatches need weights: a forward of each goes ahead of the "
-        'step, without gradients; aux_loss="microbatch" does without for auxiliary losses'
+        'step, without gradients; aux_loss_scope="microbatch" does without for auxiliary losses'
     )
     return dataclasses.replace(plan, notes=(*plan.notes, ("prologue", note)))
 

@@ -20,7 +20,6 @@ def check_names(options: Options) -> None:
     AC_POLICIES[options.ac_policy]
     if options.activation_checkpoint == AUTO and not options.memory_limit:
         raise ValueError(
-
             "activation_checkpoint: auto keeps what a rank holds under a limit, found no memory_limit; set one, such "
             'as memory_limit="80GB", or activation_checkpoint="selective" or "full"'
         )
@@ -66,21 +65,23 @@ def check_used(options: Options, mesh: Mesh) -> None:
 
 
 def _check_experts(options: Options, mesh: Mesh) -> None:
-    axis = options.experts
+    axis = options.expert_axis
     if axis in EXPERT_AXES[1:] and axis not in mesh.sizes:
         raise ValueError(
-            f"experts: expected an axis of the mesh {mesh} over which to cut experts, found experts={axis!r}; add that "
-            'axis, or an axis "ep" that is for experts alone'
+            f"expert_axis: expected an axis of the mesh {mesh} over which to cut experts, found expert_axis={axis!r}; "
+            'add that axis, or an axis "ep" that is for experts alone'
         )
     if axis in EXPERT_AXES[1:] and mesh.size("ep") > 1:
         raise ValueError(
-            f"experts: an axis 'ep' is for experts, found experts={axis!r} beside ep={mesh.size('ep')}; leave one of "
-            f"them out (what others call {axis} with ep inside of it is, without experts=, {axis}/ep times ep)"
+            f"expert_axis: an axis 'ep' is for experts, found expert_axis={axis!r} beside ep={mesh.size('ep')}; leave "
+            f"one of them out (what others call {axis} with ep inside of it is, without expert_axis=, {axis}/ep times "
+            "ep)"
         )
-    if axis == "ep" and "ep" not in mesh.sizes and options.dispatch != DECLARED["dispatch"].default:
+    if axis == "ep" and "ep" not in mesh.sizes and options.token_dispatcher != DECLARED["token_dispatcher"].default:
         raise ValueError(
-            f"dispatch: counts with experts that are cut over an axis, found dispatch={options.dispatch!r} on the mesh "
-            f'{mesh} without an axis ep; leave it out, add such an axis, or say experts="dp" (or "cp", "tp", "auto")'
+            f"token_dispatcher: counts with experts that are cut over an axis, found "
+            f"token_dispatcher={options.token_dispatcher!r} on the mesh {mesh} without an axis ep; leave it out, add "
+            'such an axis, or say expert_axis="dp" (or "cp", "tp", "auto")'
         )
 
 

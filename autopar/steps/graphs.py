@@ -137,7 +137,6 @@ class Pipeline:
 
     hops: what goes between parts. once: graph of the values that are the same for all microbatches and depend on no
     parameter; each: the same per microbatch. A rank runs what its stages need of them. order: compute actions.
-
     token_slices: their lengths (empty: none). notes: (subject, reason) of every decision. ahead: rounds of
     forwards that go ahead of the first action, for totals that weights have a part in.
     """

@@ -25,7 +25,7 @@ from tests.support.ranks import run_ranks
 from tests.support.subjects import Made, tiny
 
 AUXILIARY = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-EACH = Options(microbatches=2, aux_loss="microbatch")
+EACH = Options(microbatches=2, aux_loss_scope="microbatch")
 TYPES = ["mixtral", "gpt_oss", "olmoe", "qwen2_moe"]
 
 
@@ -48,13 +48,13 @@ def of_any_type(name: str) -> Made:
     ("name", "layers", "mesh", "options"),
     [
         ("qwen3_moe", 2, Mesh.of(dp=1), Options(microbatches=4)),
-        ("qwen3_moe", 1, Mesh.of(dp=2, ep=2), Options(microbatches=2, zero=3, dispatch="dedup")),
+        ("qwen3_moe", 1, Mesh.of(dp=2, ep=2), Options(microbatches=2, zero=3, token_dispatcher="alltoall_dedup")),
         pytest.param(
             *(
                 "qwen3_moe",
                 1,
                 Mesh.of(ep=2, tp=2),
-                Options(microbatches=2, dispatch="plain", activation_checkpoint="full"),
+                Options(microbatches=2, token_dispatcher="alltoall", activation_checkpoint="full"),
             ),
             marks=pytest.mark.full,
         ),
@@ -124,7 +124,7 @@ def test_on_ranks() -> None:
     """Experts are counted once, though tokens choose them twice."""
     facts = {"layers": 1, **AUXILIARY}
     model, batch = tiny("qwen3_moe", **facts)
-    how = {"microbatches": 2, "dispatch": "dedup"}
+    how = {"microbatches": 2, "token_dispatcher": "alltoall_dedup"}
     expected = eager(model, masked(batch))
     for loss, gradients, load, plan in run_ranks(2, stepped, facts, masked(batch), {"ep": 2}, how):
         assert "goes ahead" in plan
@@ -135,8 +135,8 @@ def test_on_ranks() -> None:
 
 
 STAGES = [
-    ({"pp": 2, "ep": 2}, {"schedule": "dual_pipe", "dispatch": "dedup"}),
-    ({"pp": 2, "tp": 2}, {"schedule": "zb_h1", "aux_loss": "microbatch"}),
+    ({"pp": 2, "ep": 2}, {"schedule": "dual_pipe", "token_dispatcher": "alltoall_dedup"}),
+    ({"pp": 2, "tp": 2}, {"schedule": "zb_h1", "aux_loss_scope": "microbatch"}),
     pytest.param({"pp": 2, "dp": 2}, {"schedule": "interleaved", "zero": 1}, marks=pytest.mark.full),
 ]
 
@@ -146,12 +146,12 @@ STAGES = [
 def test_stages_go_ahead_together(axes: dict[str, int], how: dict[str, Any], layers: int) -> None:
     """A round of forwards for every layer whose router decides what an expert takes; of tokens that later stages have,
     too. Where auxiliary losses are those of microbatches, only pairs are counted ahead."""
-    facts = {} if "aux_loss" in how else AUXILIARY
+    facts = {} if "aux_loss_scope" in how else AUXILIARY
     facts = {"layers": layers, **facts}
     model, batch = tiny("qwen3_moe", **facts)
     with capped_experts(model, 0.75):
         expected = eager(model, masked(batch))
-    how = {**how, "microbatches": 4, "capacity": 0.75}
+    how = {**how, "microbatches": 4, "capacity_factor": 0.75}
     for loss, gradients, *_ in run_ranks(4, stepped, facts, masked(batch), axes, how):
         assert abs(loss - expected.loss) < LIMIT
         for name, x in gradients.items():
@@ -161,4 +161,4 @@ def test_stages_go_ahead_together(axes: dict[str, int], how: dict[str, Any], lay
 def test_slices_of_tokens_are_too_late() -> None:
     model, batch = tiny("qwen3_moe", layers=1)
     with pytest.raises(ValueError, match=r"token_slices: .*within_capacity.* needs all tokens .* at once"):
-        compile_model(model, batch, Mesh.of(pp=2), Options(microbatches=2, schedule="tera_pipe", capacity=1.0))
+        compile_model(model, batch, Mesh.of(pp=2), Options(microbatches=2, schedule="tera_pipe", capacity_factor=1.0))

@@ -41,9 +41,9 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"gathers": "steps"}, "step"),
     ({"reductions": "microbatch"}, "microbatch"),
     ({"layout": "zig_zag"}, "zigzag"),
-    ({"experts": "eq"}, "ep"),
-    ({"dispatch": "2_level"}, "two_level"),
-    ({"aux_loss": "exakt"}, "exact"),
+    ({"expert_axis": "eq"}, "ep"),
+    ({"token_dispatcher": "hierarchic"}, "hierarchical"),
+    ({"aux_loss_scope": "globalbatch"}, "global_batch"),
     ({"device": "h10"}, "H100"),
 ]
 

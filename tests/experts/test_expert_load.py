@@ -74,16 +74,24 @@ def _lists(load: dict[str, Tensor]) -> Load:
 
 CASES = [
     ("one-layer qwen3_moe", {"ep": 2}, {"activation_checkpoint": "full"}),
-    ("one-layer qwen3_moe", {"ep": 2}, {"dispatch": "dedup", "activation_checkpoint": "full", "microbatches": 2}),
+    (
+        "one-layer qwen3_moe",
+        {"ep": 2},
+        {"token_dispatcher": "alltoall_dedup", "activation_checkpoint": "full", "microbatches": 2},
+    ),
     ("one-layer qwen3_moe", {"tp": 2}, {}),
     ("qwen3_moe", {"pp": 2}, {"microbatches": 4}),
 ]
 MORE = [
     ("one-layer qwen3_moe", {"dp": 2}, {"microbatches": 2}),
-    ("qwen3_moe", {"ep": 2}, {"dispatch": "dedup", "activation_checkpoint": "full"}),  # by ``model(**batch)`` as well
+    (
+        "qwen3_moe",
+        {"ep": 2},
+        {"token_dispatcher": "alltoall_dedup", "activation_checkpoint": "full"},
+    ),  # by ``model(**batch)`` as well
     ("deepseek_v3", {"dp": 2}, {"microbatches": 2}),  # by default, what moves its bias
     ("qwen3_moe", {"pp": 2, "ep": 2}, {"microbatches": 4, "schedule": "dual_pipe"}),  # each part twice
-    ("qwen3_moe", {"cp": 2, "ep": 2}, {"dispatch": "dedup"}),
+    ("qwen3_moe", {"cp": 2, "ep": 2}, {"token_dispatcher": "alltoall_dedup"}),
     ("qwen3_moe", {"pp": 2, "ep": 2}, {"microbatches": 4, "schedule": "dual_pipe_v", "activation_checkpoint": "full"}),
     ("qwen3_moe", {"dp": 2, "tp": 2}, {"sequence_parallel": True, "zero": 3}),
 ]
@@ -114,7 +122,7 @@ def balanced(steps: int) -> list[list[float]]:
     mesh = init_mesh("cpu", 60.0, ep=2)
     part, parts = dp_rank_and_size(mesh)
     mine = {key: x.chunk(parts)[part] for key, x in batch.items()}
-    parallel = parallelize(model, mesh, example_batch=mine, exact=True, dispatch="dedup")
+    parallel = parallelize(model, mesh, example_batch=mine, exact=True, token_dispatcher="alltoall_dedup")
     found = []
     for _ in range(steps):
         parallel.train_step(**mine)

@@ -27,8 +27,8 @@ from tests.hf.own_experts import own
 from tests.support.capture_cache import captured_once
 from tests.support.cases import Cell, called, check, compiled
 
-DEDUP = Options(dispatch="dedup")
-PARTS = Options(zero=3, microbatches=2, dispatch="dedup")
+ALLTOALL_DEDUP = Options(token_dispatcher="alltoall_dedup")
+PARTS = Options(zero=3, microbatches=2, token_dispatcher="alltoall_dedup")
 WHOLE = Options(sequence_parallel=True, activation_checkpoint="full")
 
 
@@ -44,14 +44,14 @@ MESHES = [
     ("dp=2", Options()),
     ("tp=2", Options()),
     ("ep=4", Options()),
-    ("ep=4", DEDUP),
+    ("ep=4", ALLTOALL_DEDUP),
     ("cp=2,ep=2", Options()),
     ("dp=2,ep=2", PARTS),
     ("ep=2,tp=2", WHOLE),
 ]
 ON_RANKS = ("jetmoe", "switch transformers")
 SOME = [
-    *((kind, "ep=2", Options() if i % 2 else DEDUP) for i, kind in enumerate(STORED) if kind not in ON_RANKS),
+    *((kind, "ep=2", Options() if i % 2 else ALLTOALL_DEDUP) for i, kind in enumerate(STORED) if kind not in ON_RANKS),
     ("dbrx", "ep=2,tp=2", WHOLE),
     ("jetmoe", "dp=2,ep=2", PARTS),
     ("switch transformers", "dp=2,ep=2", PARTS),
@@ -88,7 +88,7 @@ def test_every_layer_is_dispatched(kind: str) -> None:
     assert names.count("autopar.moe_dispatch.default") == (layers + layers // 2 if twice == 2 else layers)
 
 
-@pytest.mark.parametrize("cell", [Cell(kind, Mesh.of(ep=2), DEDUP) for kind in ON_RANKS], ids=str)
+@pytest.mark.parametrize("cell", [Cell(kind, Mesh.of(ep=2), ALLTOALL_DEDUP) for kind in ON_RANKS], ids=str)
 def test_on_real_ranks(cell: Cell) -> None:
     check(called(cell))
     check_cut(cell.name, compiled(cell))
@@ -125,7 +125,7 @@ def test_experts_that_nobody_asks_are_not_part_of_the_graph() -> None:
 
 
 def test_what_the_forward_makes_is_said_in_the_plan() -> None:
-    made = compiled(Cell("switch transformers", Mesh.of(ep=2), DEDUP))
+    made = compiled(Cell("switch transformers", Mesh.of(ep=2), ALLTOALL_DEDUP))
     notes = [text for _, text in made.plan.notes if "made in the forward" in text]
     assert len(notes) == 2
     assert all(note.startswith("2 weights are made in the forward (aten.stack.default): every rank") for note in notes)

@@ -42,7 +42,8 @@ def test_options_without_the_axis_that_they_are_about() -> None:
         "token_slices": {"token_slices": 2},
         "gathers": {"gathers": "layer", "zero": 1}, "reductions": {"reductions": "microbatch", "zero": 1},
         "attention": {"attention": "ring"}, "layout": {"layout": "zigzag"},
-        "experts": {"experts": "auto"}, "dispatch": {"dispatch": "dedup", "experts": "auto"},
+        "expert_axis": {"expert_axis": "auto"},
+        "token_dispatcher": {"token_dispatcher": "alltoall_dedup", "expert_axis": "auto"},
     }  # fmt: skip
     assert values.keys() == {name for name, option in DECLARED.items() if option.axes}
     axes = ("pp", "dp", "cp", "ep", "tp")

@@ -188,8 +188,9 @@ READ: dict[str, tuple[str, Any]] = {  # of the command line
     "attention": ("ring+token_ring", "ring+token_ring"), "layout": ("zigzag", "zigzag"),
     "topology": ("cp=ring", "cp=ring"), "batch_dims": ("x=1,past.0=none", (("past.0", None), ("x", 1))),
     "constants": ("grid,kinds", ("grid", "kinds")), "activation_checkpoint": ("full", "full"), "loss_chunks": ("8", 8),
-    "host_memory": ("1GB", 10**9), "dispatch": ("dedup", "dedup"),
-    "experts": ("dp", "dp"), "device": ("h100", "H100"), "capacity": ("1.25", 1.25), "aux_loss": ("microbatch",) * 2,
+    "host_memory": ("1GB", 10**9), "token_dispatcher": ("alltoall_dedup", "alltoall_dedup"),
+    "expert_axis": ("dp", "dp"), "device": ("h100", "H100"), "capacity_factor": ("1.25", 1.25),
+    "aux_loss_scope": ("microbatch",) * 2,
 }  # fmt: skip
 
 

@@ -273,7 +273,7 @@ def bad_input(kind: str) -> str:
         if kind == "option":
             autopar.verify(build(), mesh, batch_of(), zeroo=3)
         if kind == "auxiliary":
-            autopar.verify(build(), mesh, batch_of(), aux_loss="microbatch")
+            autopar.verify(build(), mesh, batch_of(), aux_loss_scope="microbatch")
     except ValueError as error:
         return str(error)
     return "no error"
@@ -284,7 +284,7 @@ def bad_input(kind: str) -> str:
     ("meta", "verify: needs the model's weights"),
     ("loss", "returns no scalar with a gradient"),
     ("option", "unknown option 'zeroo'"),
-    ("auxiliary", 'verify: aux_loss="microbatch" is another loss than that of one process .*; leave it out'),
+    ("auxiliary", 'verify: aux_loss_scope="microbatch" is another loss than that of one process .*; leave it out'),
 ])  # fmt: skip
 def test_bad_input(kind: str, pattern: str) -> None:
     texts = run_ranks(2, bad_input, kind)

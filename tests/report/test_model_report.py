@@ -135,7 +135,7 @@ def test_unlike_layers_are_rows_of_their_own() -> None:
 )
 def test_cuts_in_words(kind: str, shape: tuple[int, ...], cut: Shard, axis: str, words: str) -> None:
     spec = ParameterSpec("w", shape, torch.float32, placements={axis: cut})
-    experts = {"dispatch": ExpertPlan(axis, "gather")} if "experts" in words else {}
+    experts = {"dispatch": ExpertPlan(axis, "allgather")} if "experts" in words else {}
     plan = Plan(Mesh.of(**{axis: 2}), "", Options(), {"w": {axis: ParameterPlan(cut, cut)}}, {}, experts=experts)
     assert cuts_in_words(spec, plan, kind) == [words]
 

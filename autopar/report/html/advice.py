@@ -15,7 +15,7 @@ LATE, IDLE, LARGE = 0.15, 0.1, 0.4  # of the step's time, of it without work, of
 _FASTER = {
     "tp": "keep tp within the ranks of a node, or take a smaller tp and more dp; longer batches hide more",
     "dp": "more examples per rank; with zero below 3 a step gathers once, whatever its microbatches",
-    "ep": "dispatch= by name, see autopar experts; keep ep within a node",
+    "ep": "token_dispatcher= by name, see autopar experts; keep ep within a node",
     "cp": "attention= by name, see autopar attention; cp pays for long sequences only",
     "pp": "more microbatches, so that sending stands beside computing",
 }
