@@ -171,11 +171,12 @@ class Options:
     token_slices: int | tuple[int, ...] = _option(
         0, LENGTHS, "for schedules over token slices: their number, or their lengths", "by estimated time", axes=_PP
     )
-    gathers: str = _option(
-        "auto", _choice("auto", "step", "layer"), "gather cut parameters once per step, or for each use",
-        "for each use with zero=3, else once per step", axes=_DP,
+    reshard_after_forward: bool | str = _option(
+        "auto", _choice("auto", False, True),
+        "True: gather sharded parameters for each use, in forward and backward; False: once per step",
+        "True with zero=3, else False", axes=_DP,
     )  # fmt: skip
-    reductions: str = _option(
+    reduce_grads: str = _option(
         "auto", _choice("auto", "step", "microbatch"), "sum gradients over ranks per step, or per microbatch",
         "after each microbatch with zero=2 and 3, else once per step", axes=_DP,
     )  # fmt: skip
@@ -183,10 +184,10 @@ class Options:
         0, BYTES, "what a rank may hold, such as 80e9 or 80GB: for checkpoints, split points and schedules that search",
         "no limit",
     )  # fmt: skip
-    host_memory: int = _option(
+    activation_offload: int = _option(
         0, BYTES, "what a rank may hold of activations in host memory, where a memory_limit asks for it", "nothing",
     )  # fmt: skip
-    optimizer_on_host: bool = _option(
+    optimizer_cpu_offload: bool = _option(
         False, FLAG, "states of optimizers lie in host memory; a step brings those of a bucket of parameters at a time"
     )
     activation_checkpoint: str = _option(
@@ -261,12 +262,12 @@ class Options:
     @property
     def gathers_once(self) -> bool:
         """Whether cut parameters are gathered, and cast, once per step (else for each use)."""
-        return self.gathers == "step" or (self.gathers == "auto" and self.zero in (1, 2))
+        return self.zero in (1, 2) if self.reshard_after_forward == "auto" else not self.reshard_after_forward
 
     @property
     def reduces_once(self) -> bool:
         """Whether gradients are summed over ranks once per step (else after each microbatch)."""
-        return self.reductions == "step" or (self.reductions == "auto" and self.zero < 2)
+        return self.reduce_grads == "step" or (self.reduce_grads == "auto" and self.zero < 2)
 
     def __post_init__(self) -> None:
         for name, option in DECLARED.items():

@@ -122,7 +122,7 @@ def yes_or_no(name: str, value: Any) -> bool:
 
 def one_of(name: str, value: Any, known: Sequence[Any]) -> Any:
     """One of the known values, and of its type."""
-    if isinstance(value, bool) or type(value) not in {type(k) for k in known} or value not in known:
+    if type(value) not in {type(k) for k in known} or value not in known:
         raise refuse(name, f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}", value, did_you_mean(value, known))
     return value
 

@@ -112,7 +112,7 @@ class _Fitting:
     @property
     def host_limit(self) -> int:
         """Bytes that a rank may hold in host memory."""
-        return self.maker.plan.options.host_memory
+        return self.maker.plan.options.activation_offload
 
     @cached_property
     def facts(self) -> list[JointInfo]:
@@ -143,8 +143,8 @@ class _Fitting:
         hosted = max(found.host for found in memories(made)) if self.host_limit else 0
         if hosted > self.host_limit:
             raise ValueError(
-                f"activation_checkpoint: {name} keeps {hosted:,} bytes of a rank in host memory, found a host_memory "
-                f"of {self.host_limit:,}; allow more, or let a memory_limit choose"
+                f"activation_checkpoint: {name} keeps {hosted:,} bytes of a rank in host memory, found an "
+                f"activation_offload of {self.host_limit:,}; allow more, or let a memory_limit choose"
             )
         return made
 

@@ -28,7 +28,7 @@ def follow_limit(mesh: Mesh, options: Options) -> bool:
 
 def fastest_cuts(gm: GraphModule, mesh: Mesh, options: Options, **how: Any) -> Plan:
     """The plan without a limit."""
-    free = replace(options, memory_limit=0, host_memory=0, activation_checkpoint="none")
+    free = replace(options, memory_limit=0, activation_offload=0, activation_checkpoint="none")
     return make_plan(normalized(gm, Compilation(mesh)), mesh, free, **how)
 
 

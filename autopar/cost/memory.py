@@ -127,7 +127,7 @@ def _optimizer(compiled: Compiled, trained: Sequence[ParameterSpec]) -> dict[str
     """Bytes of states on the device, and on the host: those of three buckets in a row come and go in a step."""
     mesh, options = compiled.plan.mesh, compiled.plan.options
     states = [optimizer_bytes(p, mesh) for p in trained]
-    if not options.optimizer_on_host:
+    if not options.optimizer_cpu_offload:
         return {"optimizer": sum(states)}
     buckets = in_buckets([p.nbytes(mesh) for p in trained], options.bucket_bytes)
     sizes = [sum(states[i] for i in bucket) for bucket in buckets]
@@ -161,5 +161,5 @@ def static_bytes(specs: Mapping[str, ParameterSpec], names: Sequence[str], mesh:
     """Parameters, gradients and optimizer states of one rank, on the device."""
     held = [specs[n] for n in names]
     return sum(p.nbytes(mesh) * (2 if p.requires_grad else 1) for p in held) + sum(
-        optimizer_bytes(p, mesh) for p in held if p.requires_grad and not options.optimizer_on_host
+        optimizer_bytes(p, mesh) for p in held if p.requires_grad and not options.optimizer_cpu_offload
     )

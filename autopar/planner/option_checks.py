@@ -23,10 +23,11 @@ def check_names(options: Options) -> None:
             "activation_checkpoint: auto keeps what a rank holds under a limit, found no memory_limit; set one, such "
             'as memory_limit="80GB", or activation_checkpoint="selective" or "full"'
         )
-    if options.host_memory and not options.memory_limit and not options.activation_checkpoint:
+    if options.activation_offload and not options.memory_limit and not options.activation_checkpoint:
         raise ValueError(
-            f"host_memory: holds what a memory_limit does not let a rank keep, found {options.host_memory:,} bytes and "
-            'no memory_limit; set one, such as memory_limit="80GB", or activation_checkpoint="offload"'
+            "activation_offload: holds what a memory_limit does not let a rank keep, found "
+            f'{options.activation_offload:,} bytes and no memory_limit; set one, such as memory_limit="80GB", or '
+            'activation_checkpoint="offload"'
         )
     if options.schedule:
         SCHEDULES[options.schedule]
@@ -49,10 +50,10 @@ def check_used(options: Options, mesh: Mesh) -> None:
                 f"leave it out, or add such an axis"
             )
     _check_experts(options, mesh)
-    if options.gathers != DECLARED["gathers"].default and options.zero == 0:
+    if options.reshard_after_forward != DECLARED["reshard_after_forward"].default and options.zero == 0:
         raise ValueError(
-            f"gathers: says when parameters that ZeRO cuts are gathered, found gathers={options.gathers!r} with "
-            "zero=0; leave it out, or set zero=3"
+            f"reshard_after_forward: says when parameters that ZeRO cuts are gathered, found "
+            f"reshard_after_forward={options.reshard_after_forward!r} with zero=0; leave it out, or set zero=3"
         )
     wiring = Topologies.parse(options.topology)
     for name in wiring.axes:

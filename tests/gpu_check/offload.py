@@ -38,7 +38,7 @@ def one_model(name: str, machine: Machine) -> Iterator[Row]:
     what, mesh = f"{name} offload", autopar.init_mesh(machine.device, dp=1)
     for case, options in {
         "values": {"activation_checkpoint": EVERYTHING},
-        "states": {"optimizer_on_host": True, "bucket_bytes": 20_000},
+        "states": {"optimizer_cpu_offload": True, "bucket_bytes": 20_000},
     }.items():
         yield from guarded(what, f"{case}: the same bits", functools.partial(same, name, mesh, what, case, options))
     yield from guarded(what, "no step waits", functools.partial(unwatched, name, mesh, what, machine))
@@ -72,7 +72,7 @@ def same(name: str, mesh: Any, what: str, case: str, options: dict[str, Any]) ->
 
 def unwatched(name: str, mesh: Any, what: str, machine: Machine) -> Row:
     """A later step may not make the host wait. (The first ones make buffers.)"""
-    _, step = _loop(name, mesh, activation_checkpoint=EVERYTHING, optimizer_on_host=True, bucket_bytes=20_000)
+    _, step = _loop(name, mesh, activation_checkpoint=EVERYTHING, optimizer_cpu_offload=True, bucket_bytes=20_000)
     losses = [step() for _ in range(STEPS)]
     with no_waits(machine):
         losses.append(step())

@@ -40,7 +40,8 @@ def test_options_without_the_axis_that_they_are_about() -> None:
         "zero": {"zero": 3}, "sequence_parallel": {"sequence_parallel": True}, "schedule": {"schedule": "1f1b"},
         "split_points": {"split_points": ("a",)}, "virtual_stages": {"virtual_stages": 2},
         "token_slices": {"token_slices": 2},
-        "gathers": {"gathers": "layer", "zero": 1}, "reductions": {"reductions": "microbatch", "zero": 1},
+        "reshard_after_forward": {"reshard_after_forward": True, "zero": 1},
+        "reduce_grads": {"reduce_grads": "microbatch", "zero": 1},
         "attention": {"attention": "ring"}, "layout": {"layout": "zigzag"},
         "expert_axis": {"expert_axis": "auto"},
         "token_dispatcher": {"token_dispatcher": "alltoall_dedup", "expert_axis": "auto"},
@@ -56,7 +57,8 @@ def test_options_without_the_axis_that_they_are_about() -> None:
             else:
                 assert problem.startswith(f"{name}: counts with an axis ") and judge.unclear(problem) == "", problem
     assert _refusal(autopar.Options(zero=3), Mesh.of(tp=2)).startswith("zero: counts with an axis dp or ep or cp only")
-    assert _refusal(autopar.Options(gathers="layer"), Mesh.of(dp=2)).startswith("gathers: says when parameters that ")
+    told = _refusal(autopar.Options(reshard_after_forward=True), Mesh.of(dp=2))
+    assert told.startswith("reshard_after_forward: says when parameters that ")
     assert _refusal(autopar.Options(topology="tp=ring"), Mesh.of(cp=2)).startswith("topology: names links of the axis")
     assert _refusal(autopar.Options(), Mesh.of(ep=2)) == ""
 

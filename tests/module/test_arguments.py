@@ -165,7 +165,8 @@ OPTIONS: list[tuple[str, Any, str]] = [
     ("virtual_stages", -1, "expected a whole number of at least 0, found -1"),
     ("token_slices", "2", "expected a whole number of at least 0, found '2'"),
     ("token_slices", [4, 0], "expected a whole number of at least 1, found 0"),
-    ("gathers", None, "expected 'auto', 'step' or 'layer', found None"),
+    ("reshard_after_forward", None, "expected 'auto', False or True, found None"),
+    ("reshard_after_forward", 1, "expected 'auto', False or True, found 1"),
     ("memory_limit", float("nan"), "expected a whole number of at least 0, found nan"),
     ("attention", 1, "expected a text, found 1"),
     ("layout", "striped", "expected 'auto', 'contiguous' or 'zigzag', found 'striped'"),
@@ -183,12 +184,12 @@ READ: dict[str, tuple[str, Any]] = {  # of the command line
     "zero": ("3", 3), "microbatches": ("4", 4), "whole_ops": ("aten.sinc.default", ("aten.sinc.default",)),
     "bucket_bytes": ("1e6", 10**6), "schedule": ("zb_h1", "zb_h1"), "split_points": ("a, b", ("a", "b")),
     "virtual_stages": ("2", 2),
-    "token_slices": ("9,7", (9, 7)), "gathers": ("layer", "layer"), "reductions": ("step", "step"),
+    "token_slices": ("9,7", (9, 7)), "reshard_after_forward": ("True", True), "reduce_grads": ("step", "step"),
     "memory_limit": ("80e9", 80 * 10**9), "precision": ("bf16", PRECISIONS["bf16"]),
     "attention": ("ring+token_ring", "ring+token_ring"), "layout": ("zigzag", "zigzag"),
     "topology": ("cp=ring", "cp=ring"), "batch_dims": ("x=1,past.0=none", (("past.0", None), ("x", 1))),
     "constants": ("grid,kinds", ("grid", "kinds")), "activation_checkpoint": ("full", "full"), "loss_chunks": ("8", 8),
-    "host_memory": ("1GB", 10**9), "token_dispatcher": ("alltoall_dedup", "alltoall_dedup"),
+    "activation_offload": ("1GB", 10**9), "token_dispatcher": ("alltoall_dedup", "alltoall_dedup"),
     "expert_axis": ("dp", "dp"), "device": ("h100", "H100"), "capacity_factor": ("1.25", 1.25),
     "aux_loss_scope": ("microbatch",) * 2,
 }  # fmt: skip
@@ -203,8 +204,8 @@ def test_the_command_line_takes_every_option(tmp_path: Path) -> None:
     assert asked_options(parser.parse_args(given)) == autopar.Options()
     for name, (text, _) in READ.items():
         given += [f"--{name.replace('_', '-')}", text]
-    flags = {"sequence_parallel": True, "optimizer_on_host": True}
-    found = asked_options(parser.parse_args([*given, "--sequence-parallel", "--optimizer-on-host"]))
+    flags = {"sequence_parallel": True, "optimizer_cpu_offload": True}
+    found = asked_options(parser.parse_args([*given, "--sequence-parallel", "--optimizer-cpu-offload"]))
     assert found == autopar.Options(**flags, **{name: value for name, (_, value) in READ.items()})
     assert {*READ, *flags} == set(DECLARED)
     text = " ".join(parser.format_help().split()).replace("- ", "-")

@@ -27,7 +27,7 @@ from tests.capture.test_decompose import text
 from tests.support.subjects import tiny
 
 SPLIT = {"microbatches": 8, "schedule": "zb_h1", "sequence_parallel": True}
-AT_EACH_USE = {"microbatches": 4, "zero": 3, "gathers": "layer"}
+AT_EACH_USE = {"microbatches": 4, "zero": 3, "reshard_after_forward": True}
 # (model, mesh, options, how many of the parts are copies)
 ONE_BY_ONE: dict[str, tuple[str, dict[str, int], dict[str, Any], int]] = {
     "plain": ("llama", {"pp": 4}, {"microbatches": 4}, 1),

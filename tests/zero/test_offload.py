@@ -218,7 +218,7 @@ def test_host_memory_saves_time(how: dict[str, Any], share: float, some: int, co
     none, full = (peak(wide(activation_checkpoint=name, **how)) for name in ("none", "full"))
     limit, times = round(share * full + (1 - share) * none), []
     for host in (0, some, 10**9):
-        found = wide(memory_limit=limit, host_memory=host, **how, **FAST)
+        found = wide(memory_limit=limit, activation_offload=host, **how, **FAST)
         assert peak(found) <= limit and max(m.host for m in memories(found)) <= host
         times.append(lost(found))
     assert times[0] >= times[1] >= times[2] > 0 and len(set(times)) >= count
@@ -227,14 +227,14 @@ def test_host_memory_saves_time(how: dict[str, Any], share: float, some: int, co
 def test_a_slow_link_is_left_alone() -> None:
     none, full = peak(wide(activation_checkpoint="none")), peak(wide(activation_checkpoint="full"))
     limit = round(0.5 * none + 0.5 * full)
-    slow = wide(memory_limit=limit, host_memory="1GB", topology="host=switch:1e6:1e-3")
+    slow = wide(memory_limit=limit, activation_offload="1GB", topology="host=switch:1e6:1e-3")
     assert memory(slow).host == 0 and lost(slow) == lost(wide(memory_limit=limit))
 
 
 def test_the_last_layer_stays() -> None:
     """Its backward comes at once: nothing hides its copies."""
     none, full = peak(wide(activation_checkpoint="none")), peak(wide(activation_checkpoint="full"))
-    found = wide(memory_limit=round(0.9 * full + 0.1 * none), host_memory="1GB", **FAST)
+    found = wide(memory_limit=round(0.9 * full + 0.1 * none), activation_offload="1GB", **FAST)
     hosted = {layer.layer: layer.hosted for layer in found.plan.checkpoints}
     assert sum(hosted.values()) == memory(found).host > 0
     assert hosted.get("lm_head", 0) == hosted.get("model.layers.2", 0) == 0 < hosted["model.layers.0"]
@@ -243,14 +243,14 @@ def test_the_last_layer_stays() -> None:
 def test_the_least_limit_with_host_memory() -> None:
     """What a refusal names works, 1 % below is refused; less than without."""
     with pytest.raises(ValueError, match="no choice of what to make again") as error:
-        made("llama", memory_limit=1, host_memory="1GB", **FAST)
+        made("llama", memory_limit=1, activation_offload="1GB", **FAST)
     found = re.search(r"least that would do is ([\d,]+) bytes", str(error.value))
     assert found is not None
     smallest = int(found[1].replace(",", ""))
     assert smallest <= least("llama")
-    assert peak(made("llama", memory_limit=smallest, host_memory="1GB", **FAST)) <= smallest
+    assert peak(made("llama", memory_limit=smallest, activation_offload="1GB", **FAST)) <= smallest
     with pytest.raises(ValueError, match="the least that would do"):
-        made("llama", memory_limit=int(0.99 * smallest), host_memory="1GB", **FAST)
+        made("llama", memory_limit=int(0.99 * smallest), activation_offload="1GB", **FAST)
 
 
 def test_a_plan_says_what_waits() -> None:
@@ -381,11 +381,11 @@ def test_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "message"),
     [
         (
-            {"host_memory": "1GB"},
-            "host_memory: holds what a memory_limit does not let a rank keep, found 1,000,000,000",
+            {"activation_offload": "1GB"},
+            "activation_offload: holds what a memory_limit does not let a rank keep, found 1,000,000,000",
         ),
         (
-            {"host_memory": 5, "activation_checkpoint": "everything"},
+            {"activation_offload": 5, "activation_checkpoint": "everything"},
             "activation_checkpoint: everything keeps [0-9,]+ bytes of a rank in host",
         ),
         ({"topology": "hosts=switch"}, "topology: names links of the axis 'hosts'"),

@@ -64,8 +64,10 @@ FEW = [
     Cell("one-layer llama", PLAIN[3], Options(zero=3, microbatches=2)),
     # takes rows of microbatches
     Cell("one-layer vit", Mesh.of(dp=2, pp=2), Options(zero=2, microbatches=4, schedule="zb_v")),
-    Cell("llama", Mesh.of(dp=2), Options(zero=1, gathers="layer", reductions="microbatch", microbatches=2)),
-    Cell("llama", Mesh.of(dp=2), Options(zero=3, gathers="step", reductions="step", microbatches=2)),
+    Cell(
+        "llama", Mesh.of(dp=2), Options(zero=1, reshard_after_forward=True, reduce_grads="microbatch", microbatches=2)
+    ),
+    Cell("llama", Mesh.of(dp=2), Options(zero=3, reshard_after_forward=False, reduce_grads="step", microbatches=2)),
 ]
 # Replicas (rp) of a dp group, each mode, with or without microbatches, stages and other axes.
 REPLICAS = [
@@ -276,7 +278,7 @@ def test_the_last_backward_of_zero_1_reduces_as_it_goes() -> None:
 def test_names_stand_for_two_decisions() -> None:
     decided = {zero: (Options(zero=zero).gathers_once, Options(zero=zero).reduces_once) for zero in MODES}
     assert decided == {0: (False, True), 1: (True, True), 2: (True, False), 3: (False, False)}
-    other = dataclasses.replace(Options(zero=3), gathers="step", reductions="step")
+    other = dataclasses.replace(Options(zero=3), reshard_after_forward=False, reduce_grads="step")
     assert other.gathers_once and other.reduces_once
 
 
@@ -294,5 +296,5 @@ def test_a_plan_says_when_parameters_are_gathered(schedule: str, when: str) -> N
 def test_unknown_modes_are_refused() -> None:
     with pytest.raises(ValueError, match="zero: expected 0, 1, 2 or 3, found 4"):
         Options(zero=4)
-    with pytest.raises(ValueError, match="reductions: expected"):
-        Options(reductions="layer")
+    with pytest.raises(ValueError, match="reduce_grads: expected"):
+        Options(reduce_grads="layer")

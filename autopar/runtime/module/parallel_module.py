@@ -109,7 +109,7 @@ class ParallelModule(ModuleFacade):
         self.__class__ = face_of(type(self), tree.root)
         self._tree = tree
         watch_optimizers(groups.device_mesh)
-        if plan.options.optimizer_on_host:
+        if plan.options.optimizer_cpu_offload:
             keep_on_host(self, plan.options.bucket_bytes)
         watch_steps()
         if outputs_with_grad and (reason := self._cannot_differentiate()):
