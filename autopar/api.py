@@ -31,7 +31,7 @@ from autopar.compile.parameters import for_whole_batch
 from autopar.compile.shared_capture import SharedCapture
 from autopar.cost.axis_shares import repeated
 from autopar.errors import refusal_like
-from autopar.ir.batch import facts_of, with_constants
+from autopar.ir.batch import facts_of, with_static_inputs
 from autopar.options import DECLARED, OTHER_WORDS, Options
 from autopar.plan import Plan
 from autopar.report.dump.dump import check_writable, dumper_for
@@ -144,7 +144,7 @@ def parallelize(
             },
         )
         check_input_names(model, "batch_dims", dict(chosen.batch_dims))
-        check_input_names(model, "constants", chosen.constants)
+        check_input_names(model, "static_inputs", chosen.static_inputs)
         load_adapters(model)
         values = {name: None if p.is_meta else p for name, p in model.named_parameters(remove_duplicate=False)}
         buffers, given = _buffers(model, may_lack=sync and groups.rank > 0)
@@ -152,7 +152,7 @@ def parallelize(
         if plan is not None and not options:
             chosen = plan.options
         skeleton = skeleton_of(model, model_dtypes(model, chosen.precision).stored)
-        examples = [with_constants(batch, chosen.constants) for batch in examples_of(model, example_batch)]
+        examples = [with_static_inputs(batch, chosen.static_inputs) for batch in examples_of(model, example_batch)]
         shared = SharedCapture()
         made, specs = planned_with(
             examples, model, example_batch is None,

@@ -155,7 +155,7 @@ class Options:
         "as the model is",
         names=PRECISIONS,
     )
-    whole_ops: tuple[str, ...] = _option(
+    replicate_ops: tuple[str, ...] = _option(
         (), NAMES, "operators that run on whole values, with or without a rule: aten.foo.default", "none"
     )
     bucket_bytes: int = _option(25 * 2**20, BYTES, "size of a bucket of small gradients")
@@ -206,7 +206,7 @@ class Options:
         axes=_CP,
         names=ALGORITHMS,
     )
-    layout: str = _option(
+    cp_load_balance: str = _option(
         "auto",
         _choice("auto", *LAYOUTS),
         "how causal sequences are dealt to the ranks",
@@ -222,7 +222,7 @@ class Options:
         "auto", _choice("auto", *TOKEN_DISPATCHERS), "how tokens get to experts on other ranks",
         "the fastest by estimate", axes=EXPERT_AXES,
     )  # fmt: skip
-    device: str = _option(
+    target_hardware: str = _option(
         "A100", ValueKind(_chip, shown="NAME"), "the chip that times are estimated for", names=CHIPS,
     )  # fmt: skip
     capacity_factor: float = _option(
@@ -239,7 +239,7 @@ class Options:
         "",
         LINKS,
         "links of each axis, for estimates: ring, mesh or switch, bytes per second, seconds of a message",
-        "those of the device, by a switch",
+        "those of target_hardware, by a switch",
     )
     batch_dims: tuple[tuple[str, int | None], ...] = _option(
         (),
@@ -248,7 +248,7 @@ class Options:
         "by path (past.0)",
         "found in the graph",
     )
-    constants: tuple[str, ...] = _option(
+    static_inputs: tuple[str, ...] = _option(
         (), NAMES,
         "small inputs whose values the graph may depend on, such as sizes of grids; like shapes, other values compile "
         "again, and all ranks have the same", "none",
@@ -277,10 +277,10 @@ class Options:
 OTHER_WORDS = {
     "gradient_accumulation_steps": "microbatches", "accumulation_steps": "microbatches", "grad_accum": "microbatches",
     "micro_batches": "microbatches", "num_microbatches": "microbatches", "dtype": "precision", "amp": "precision",
-    "checkpoint": "activation_checkpoint", "gradient_checkpointing": "activation_checkpoint",
-    "activation_checkpointing": "activation_checkpoint", "recompute": "activation_checkpoint",
-    "remat": "activation_checkpoint", "fsdp": "zero", "stage": "zero", "cuts": "split_points",
-    "chunks": "virtual_stages", "slices": "token_slices", "gathers": "reshard_after_forward",
+    "checkpoint": "activation_checkpoint", "checkpointing": "activation_checkpoint",
+    "gradient_checkpointing": "activation_checkpoint", "activation_checkpointing": "activation_checkpoint",
+    "recompute": "activation_checkpoint", "remat": "activation_checkpoint", "fsdp": "zero", "stage": "zero",
+    "cuts": "split_points", "chunks": "virtual_stages", "slices": "token_slices", "gathers": "reshard_after_forward",
     "reductions": "reduce_grads", "host_memory": "activation_offload", "optimizer_on_host": "optimizer_cpu_offload",
     "offload_optimizer": "optimizer_cpu_offload", "cpu_offload": "optimizer_cpu_offload", "experts": "expert_axis",
     "dispatch": "token_dispatcher", "capacity": "capacity_factor", "aux_loss": "aux_loss_scope",

@@ -308,7 +308,7 @@ def _part(
     load_adapters(model)
     skeleton, ranks, plan = skeleton_of(model), mesh.data_size, options.get("plan")
     before = plan.options if plan is not None else Options()
-    asked = Options(**{name: options.get(name, getattr(before, name)) for name in ("batch_dims", "constants")})
+    asked = Options(**{name: options.get(name, getattr(before, name)) for name in ("batch_dims", "static_inputs")})
     dims, tensors = known_batch_dims(skeleton, batch, asked, plan), tensors_of(batch)
     if ranks > 1 and not set(tensors) <= set(dims):
         likely = likely_dims({name: tuple(x.shape) for name, x in tensors.items()}, dims)

@@ -48,7 +48,7 @@ from autopar.capture.trace.export import export, flatten, paths, unflatten
 from autopar.capture.trace.frame_stack import roomy
 from autopar.capture.trace.gc_pause import resting_collector
 from autopar.capture.trace.program_checks import refuse_overlaps, refuse_running_values
-from autopar.ir.batch import constants_of
+from autopar.ir.batch import static_inputs_of
 from autopar.ir.compute_dtypes import Dtypes, cast_around, dtypes_of, stored_by_name
 from autopar.ir.custom_backward import check_contained
 from autopar.ir.dtype_checks import check_dtypes
@@ -217,7 +217,7 @@ def _captured(
 ) -> GraphModule:
     adapter, mode = adapter_for(model), new_mode()
     replica, arguments = _prepared(model, batch, train, precision, mode)
-    constants = constants_of(arguments)
+    constants = static_inputs_of(arguments)
     arguments = {name: value for name, value in arguments.items() if name not in constants}
     leaves, spec = flatten(arguments)
     fakes = [fake_like(leaf, mode) if isinstance(leaf, Tensor) else leaf for leaf in leaves]

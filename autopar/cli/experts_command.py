@@ -13,7 +13,7 @@ import argparse
 from rich.table import Table
 
 from autopar.cli.command import Command, console_of_results
-from autopar.cli.shared_arguments import add_device, positive
+from autopar.cli.shared_arguments import add_target_hardware, positive
 from autopar.cost.expert_traffic import DispatchCost, Routing, dispatch_costs
 from autopar.cost.hardware import DEVICES
 from autopar.cost.topology import Topology
@@ -37,7 +37,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--groups", type=positive, default=1, metavar="N", help="groups of experts (default: %(default)s)")
     add("--limit", type=positive, metavar="N", help="groups that a token may use (default: all)")
     add("--dtype", type=dtype_name, choices=tuple(DTYPES), default="bfloat16", help="of tokens (default: %(default)s)")
-    add_device(parser, "whose links go between nodes")
+    add_target_hardware(parser, "whose links go between nodes")
     add("--inside", default="", metavar="KIND[:B/S[:S]]", help=f"links inside of a node (default: {_INSIDE})")
     add("--between", default="", metavar="KIND[:B/S[:S]]", help="links between nodes (default: the device's)")
 
@@ -45,7 +45,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     per_node = args.per_node or args.ranks
     routing = Routing(args.experts, args.top_k, args.ranks, per_node, args.groups, args.limit or args.groups)
-    size, links = _BYTES[args.dtype], DEVICES[args.device].links
+    size, links = _BYTES[args.dtype], DEVICES[args.target_hardware].links
     inside = Topology.parse(args.inside, _INSIDE) if args.inside else _INSIDE
     between = Topology.parse(args.between, links) if args.between else links
     costs = dispatch_costs(routing, args.tokens, args.hidden, size, inside, between)

@@ -17,7 +17,7 @@ from autopar.values import DTYPES, byte_rate, dtype_name, one_of
 # Of commands that plan a model: what help shows.
 OFTEN = (
     "--config", "--mesh", "--seq", "--batch", "--dtype", "--zero", "--sequence-parallel", "--microbatches",
-    "--precision", "--activation-checkpoint", "--schedule", "--attention", "--device",
+    "--precision", "--activation-checkpoint", "--schedule", "--attention", "--target-hardware",
 )  # fmt: skip
 _GROUPS: dict[tuple[str, ...], str] = {
     ("cp",): "sequences cut over ranks (axis cp)",
@@ -119,10 +119,12 @@ def whole(text: str) -> int:
     return int(text)
 
 
-def add_device(parser: argparse.ArgumentParser, words: str) -> None:
+def add_target_hardware(parser: argparse.ArgumentParser, words: str) -> None:
     """The chip of a command that plans no model."""
     words = f"{words} (default: %(default)s)"
-    parser.add_argument("--device", type=str.upper, choices=CHIPS, default=DECLARED["device"].default, help=words)
+    parser.add_argument(
+        "--target-hardware", type=str.upper, choices=CHIPS, default=DECLARED["target_hardware"].default, help=words
+    )
 
 
 def rate(text: str) -> float:

@@ -25,7 +25,7 @@ from autopar.compile.split_points import cut_within_limit, fastest_cuts, follow_
 from autopar.compile.stages import StageBuilder
 from autopar.cost.axis_shares import axis_shares
 from autopar.cost.memory import most_static
-from autopar.ir.batch import with_constants
+from autopar.ir.batch import with_static_inputs
 from autopar.ir.graph import copy_graph, loss_places, output_node, remove_dead_code
 from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec
@@ -79,7 +79,7 @@ def compile_model(
     start = time.perf_counter()
     asked = options or (plan.options if plan is not None else Options())
     known_batch_dims(model, batch, asked, fixed)  # for what it refuses
-    batch = with_constants(batch, asked.constants)
+    batch = with_static_inputs(batch, asked.static_inputs)
     shared, precision = shared or SharedCapture(), asked.precision
     seen: dict[str, Any] = {"autocast": autocast, "precision": precision, "grad_mode": grad_mode}
     gm = shared.again(model, batch, train=None if train else False, exact=exact, **seen)
@@ -105,7 +105,7 @@ def plan_model(
     ``shared`` keeps the capture for it.
     """
     known_batch_dims(model, batch, options, fixed)  # for what it refuses
-    batch = with_constants(batch, options.constants)
+    batch = with_static_inputs(batch, options.static_inputs)
     shared = shared or SharedCapture()
     captured = shared.first(model, batch, exact=exact, precision=options.precision)
     kept = copy_graph(captured) if fixed is None and follow_limit(mesh, options) else None

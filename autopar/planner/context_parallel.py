@@ -143,7 +143,7 @@ def problem_of_call(node: Node, mesh: Mesh, options: Options) -> Problem:
 
 def _layout(problems: list[Problem], options: Options) -> tuple[str, str]:
     """How to deal a stream for its causal attentions, and why. A named algorithm has layouts of its own."""
-    layout = options.layout
+    layout = options.cp_load_balance
     if layout == "auto" and options.attention != "auto":
         own = ALGORITHMS[options.attention.partition("+")[0]].layouts
         layout = own[0] if len(own) == 1 else layout

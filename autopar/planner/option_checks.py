@@ -34,9 +34,9 @@ def check_names(options: Options) -> None:
     for name in options.attention.split("+") if options.attention != "auto" else ():
         ALGORITHMS[name]
     Topologies.parse(options.topology)
-    for name in options.whole_ops:
+    for name in options.replicate_ops:
         if not _is_operator(name):
-            raise ValueError(f"whole_ops: no operator {name!r}; their names are such as 'aten.cumsum.default'")
+            raise ValueError(f"replicate_ops: no operator {name!r}; their names are such as 'aten.cumsum.default'")
 
 
 def check_used(options: Options, mesh: Mesh) -> None:

@@ -76,7 +76,7 @@ def _checked_facts(node: Node) -> list[Any]:
 
 
 def _check_call(node: Node, axis: str, ctx: Compilation) -> None:
-    whole = ctx.plan.options.whole_ops if ctx.plan is not None else ()
+    whole = ctx.plan.options.replicate_ops if ctx.plan is not None else ()
     have = result_placements(node, axis)
     try:
         if is_conversion(node) and conversion_of(node)[0] == axis:

@@ -64,8 +64,8 @@ def check(name: str, on_weight: bool, mesh: str, **options: Any) -> Checked:
 @pytest.mark.parametrize("name", NONLINEAR)
 @pytest.mark.parametrize("on_weight", [True, False])
 def test_a_backward_that_is_not_linear_sees_the_whole_gradient(name: str, on_weight: bool) -> None:
-    """As far as whole_ops lets the operator run on what is cut, or on copies."""
-    check(name, on_weight, "dp=2", zero=3, whole_ops=(f"autopar_tests.{name}.default",))
+    """As far as replicate_ops lets the operator run on what is cut, or on copies."""
+    check(name, on_weight, "dp=2", zero=3, replicate_ops=(f"autopar_tests.{name}.default",))
     check(name, on_weight, "tp=2")
 
 

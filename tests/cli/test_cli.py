@@ -203,7 +203,7 @@ def test_plan_of_a_cut_sequence(capsys: pytest.CaptureFixture[str], config: Path
 
 
 def test_show_prints_attention_over_ranks(capsys: pytest.CaptureFixture[str], config: Path) -> None:
-    options = ("--attention", "bi_ring+token_ring", "--layout", "zigzag", "--level", "local")
+    options = ("--attention", "bi_ring+token_ring", "--cp-load-balance", "zigzag", "--level", "local")
     code, out, err = run(capsys, "show", "--config", config, *CONTEXT, *options)
     assert code == 0, err
     lines = [line for line in out.splitlines() if "attention_of_piece(" in line]

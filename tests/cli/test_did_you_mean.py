@@ -40,11 +40,11 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"sequence_parallel": "true"}, "True"),
     ({"reshard_after_forward": "true"}, "True"),
     ({"reduce_grads": "micro-batch"}, "microbatch"),
-    ({"layout": "zig_zag"}, "zigzag"),
+    ({"cp_load_balance": "zig_zag"}, "zigzag"),
     ({"expert_axis": "eq"}, "ep"),
     ({"token_dispatcher": "hierarchic"}, "hierarchical"),
     ({"aux_loss_scope": "globalbatch"}, "global_batch"),
-    ({"device": "h10"}, "H100"),
+    ({"target_hardware": "h10"}, "H100"),
 ]
 
 
@@ -131,7 +131,7 @@ LINES = {
     "plan --config C --mesh mp=2": "tp",
     "show --config C --mesh dp=2 --level forwrd": "forward",
     "schedule --name gpip --stages 2 --microbatches 2": "gpipe",
-    "experts --device h10": "H100",
+    "experts --target-hardware h10": "H100",
 }
 
 

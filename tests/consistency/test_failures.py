@@ -161,14 +161,14 @@ def test_unknown_options() -> None:
     "name, op", [("WithKthValue", "aten.kthvalue.default"), ("WithMedian", "aten.nanmedian.default")]
 )
 def test_an_operator_without_a_rule(name: str, op: str) -> None:
-    refused(2, rf"no sharding rule for {op}.*whole_ops=\('{op}',\)", step_named, name, 8, {"dp": 2}, {})
+    refused(2, rf"no sharding rule for {op}.*replicate_ops=\('{op}',\)", step_named, name, 8, {"dp": 2}, {})
 
 
 def whole(name: str, op: str) -> tuple[float, float]:
     mesh = autopar.init_mesh("cpu", TIMEOUT, dp=2)
     model, everything = build(CASES[name], 6), batch_of(16)
     part = {k: v.chunk(2)[dist.get_rank()] for k, v in everything.items()}
-    parallel = autopar.parallelize(model, mesh, example_batch=part, whole_ops=(op,))
+    parallel = autopar.parallelize(model, mesh, example_batch=part, replicate_ops=(op,))
     loss = parallel.train_step(**part)
     expected = model(**everything)
     expected.backward()

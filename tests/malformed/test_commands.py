@@ -21,7 +21,8 @@ VALID = [
     "schedule --name zb_h1 --stages 3 --microbatches 4 --memory-limit 5 --unit us --json",
     "schedule --name interleaved --stages 2 --microbatches 2 --virtual-stages 2 --json",
     "schedule --name seq1f1b --stages 2 --microbatches 2 --token-slices 2 --json",
-    "attention --ranks 2 --seq 64 --heads 4 --kv-heads 2 --head-dim 16 --topology ring:12e9:1e-6 --layout zigzag",
+    "attention --ranks 2 --seq 64 --heads 4 --kv-heads 2 --head-dim 16 --topology ring:12e9:1e-6 --cp-load-balance "
+    "zigzag",
     "attention --ranks 2 --seq 64 --heads 4 --head-dim 16 --attention ring+token_ring --dtype float32",
     "plan --config /nowhere/config.json --mesh dp=2,tp=2 --seq 16 --batch 4 --zero 3 --dtype float32",
     "show --config /nowhere/config.json --mesh pp=2 --level forward --part 1 --microbatches 2",

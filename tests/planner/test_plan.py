@@ -21,7 +21,7 @@ from autopar.rewrite.compilation import Compilation
 PLAN = Plan(
     Mesh.of(dp=2, tp=2),
     "abc",
-    Options(zero=3, whole_ops=("aten.foo.default",)),
+    Options(zero=3, replicate_ops=("aten.foo.default",)),
     {
         "w": {
             "tp": ParameterPlan(Shard(0, (4, 2, 2)), Shard(0, (4, 2, 2)), "heads"),

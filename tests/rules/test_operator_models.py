@@ -159,8 +159,9 @@ def test_where_samples_of_microbatches_meet(name: str, where: str) -> None:
 def test_a_rule_that_is_missing_names_the_line() -> None:
     model = Pair(lambda m, a, b: torch.nanmedian(a - b))
     with pytest.raises(
-        ValueError, match=r"no sharding rule for aten\.nanmedian\.default .*test_operator_models.py:\d+ in .*whole_ops="
+        ValueError,
+        match=r"no sharding rule for aten\.nanmedian\.default .*test_operator_models.py:\d+ in .*replicate_ops=",
     ):
         check_model(model, batch(), Mesh.of(dp=2))
-    whole = Options(whole_ops=("aten.nanmedian.default",))
+    whole = Options(replicate_ops=("aten.nanmedian.default",))
     assert check_model(model, batch(), Mesh.of(dp=2), whole).worst < EXACT

@@ -27,7 +27,7 @@ import autopar
 from autopar import api
 from autopar.adapters.operators import argument_defaults
 from autopar.compile.model import compile_graph
-from autopar.ir.batch import part_of_batch, without_constants
+from autopar.ir.batch import part_of_batch, without_static_inputs
 from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import nested_piece
@@ -160,7 +160,7 @@ def _given(cell: Cell) -> Iterator[None]:
         return made.plan, made.parameters
 
     def compile_model(model: nn.Module, batch: Any, mesh: Mesh, options: Options, **facts: Any) -> Compiled:
-        batch = without_constants(batch)
+        batch = without_static_inputs(batch)
         assert {k: (v.shape, v.dtype) for k, v in batch.items()} == {k: (v.shape, v.dtype) for k, v in whole.items()}
         assert facts["train"] and facts["exact"] and facts["outputs"] == ()
         return made

@@ -106,7 +106,7 @@ class _PlacementSweep:
     def __init__(self, gm: GraphModule, ctx: Compilation, plan: Plan, axis: str) -> None:
         self.gm, self.plan, self.axis, self.mesh = gm, plan, axis, ctx.mesh
         self.ranks = ctx.mesh.size(axis)
-        self.whole = plan.options.whole_ops
+        self.whole = plan.options.replicate_ops
         self.versions: dict[Node, dict[Placement, Node]] = {}
         self.weights: set[Node] = set()
         self.specs = input_specs(gm)

@@ -97,7 +97,7 @@ def _neighbours(events: Sequence[Event]) -> list[tuple[Event, Event]]:
 
 
 def _section(compiled: Compiled, timeline: Timeline, measured: Sequence[Event] | None) -> Section:
-    estimated = f"estimated for {compiled.plan.options.device}"
+    estimated = f"estimated for {compiled.plan.options.target_hardware}"
     times = "simulated with the median times of the measured step" if measured else estimated
     notes = [f"Times are {times}; peak memory of activations in MiB."]
     notes += [reason for subject, reason in compiled.plan.notes if subject == "pipeline"]

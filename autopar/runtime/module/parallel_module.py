@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from autopar.adapters.grad_mode import grad_mode
 from autopar.adapters.hooks import Observers, has_forward_hooks
 from autopar.errors import refusal_like
-from autopar.ir.batch import tensors_of, with_constants
+from autopar.ir.batch import tensors_of, with_static_inputs
 from autopar.ir.parameter import ParameterSpec
 from autopar.plan import Plan
 from autopar.runtime.checkpoint.checkpoint_dir import RunLineage
@@ -297,7 +297,7 @@ class ParallelModule(ModuleFacade):
         check_values(named, differentiated=kind.train)
         if self._fitter is not None:
             named = self._fitter.fit(named)
-        named = with_constants(named, self._cache.plan.options.constants)
+        named = with_static_inputs(named, self._cache.plan.options.static_inputs)
         # masks depend on the number of the step
         number = self.training_steps + 1 if kind.train else None
         try:
