@@ -52,7 +52,7 @@ def compile_model(
     *,
     train: bool = True,
     grad_mode: str = "grad",
-    exact: bool = False,
+    lift_to_float64: bool = False,
     autocast: torch.dtype | None = None,
     plan: Plan | None = None,
     fixed: Plan | None = None,
@@ -82,7 +82,7 @@ def compile_model(
     batch = with_static_inputs(batch, asked.static_inputs)
     shared, precision = shared or SharedCapture(), asked.precision
     seen: dict[str, Any] = {"autocast": autocast, "precision": precision, "grad_mode": grad_mode}
-    gm = shared.again(model, batch, train=None if train else False, exact=exact, **seen)
+    gm = shared.again(model, batch, train=None if train else False, lift_to_float64=lift_to_float64, **seen)
     seconds = time.perf_counter() - start
     how: dict[str, Any] = {"plan": plan, "fixed": fixed, "outputs": outputs, "tangents": tangents}
     return compile_graph(gm, mesh, options, train=train, timings={"capture": seconds}, observers=observers, **how)
@@ -95,7 +95,7 @@ def plan_model(
     options: Options,
     fixed: Plan | None = None,
     *,
-    exact: bool = False,
+    lift_to_float64: bool = False,
     shared: SharedCapture | None = None,
 ) -> tuple[Plan, tuple[ParameterSpec, ...]]:
     """The plan, and what it makes of the parameters: enough to hold and load them. Compiles only where a memory limit
@@ -107,7 +107,7 @@ def plan_model(
     known_batch_dims(model, batch, options, fixed)  # for what it refuses
     batch = with_static_inputs(batch, options.static_inputs)
     shared = shared or SharedCapture()
-    captured = shared.first(model, batch, exact=exact, precision=options.precision)
+    captured = shared.first(model, batch, lift_to_float64=lift_to_float64, precision=options.precision)
     kept = copy_graph(captured) if fixed is None and follow_limit(mesh, options) else None
     gm = normalized(captured, Compilation(mesh))
     plan = make_plan(gm, mesh, options, fixed, example=True)

@@ -38,7 +38,7 @@ def rewritten(layout: str, attention: str) -> tuple[Compiled, dict[str, str]]:
     def watch(name: str, gm: GraphModule, ctx: Compilation) -> None:
         texts[name] = format_graph(gm, Mesh.of(cp=2))
 
-    graph = capture(Small(), small_batch(TOKENS), exact=True)
+    graph = capture(Small(), small_batch(TOKENS), lift_to_float64=True)
     options = Options(attention=attention, cp_load_balance=layout)
     return compile_graph(graph, Mesh.of(cp=2), options, outputs=(), observers=[watch]), texts
 

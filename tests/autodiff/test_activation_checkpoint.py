@@ -57,7 +57,7 @@ def _known_policy() -> Iterator[None]:
 @functools.cache
 def captured(name: str) -> tuple[nn.Module, Any, GraphModule]:
     model, batch = tiny(name, layers=1, dropout=0.1) if name in DROPPING else make(name)
-    return model, batch, capture(model, batch, exact=True)
+    return model, batch, capture(model, batch, lift_to_float64=True)
 
 
 @functools.cache

@@ -101,7 +101,7 @@ def test_of_each_microbatch(mesh: Mesh) -> None:
     dp = mesh.size("dp")
     per_rank = torch.arange(8).chunk(dp)
     parts = [torch.cat([rows.chunk(2)[i] for rows in per_rank]) for i in range(2)]
-    made = compile_model(model, batch, mesh, EACH, exact=True, outputs=())
+    made = compile_model(model, batch, mesh, EACH, lift_to_float64=True, outputs=())
     assert "aten.histc" not in str(made.prologue.graph.graph if made.prologue is not None else "")
     for found in MeshRun(made, model, batch, mesh).errors(own_losses(model, batch, parts)):
         assert found.worst < LIMIT, found
@@ -114,7 +114,7 @@ def stepped(facts: dict[str, Any], batch: dict[str, Tensor], axes: dict[str, int
     part, parts = dp_rank_and_size(mesh)
     dims = dict.fromkeys(batch, 0)
     mine = part_of_batch(batch, dims, parts, part, axes.get("ep", 1), how["microbatches"])
-    parallel = parallelize(model, mesh, exact=True, example_batch=mine, **how)
+    parallel = parallelize(model, mesh, lift_to_float64=True, example_batch=mine, **how)
     loss = parallel.train_step(**mine)
     found = {n: p.grad.full_tensor() for n, p in parallel.named_parameters() if p.grad is not None}  # type: ignore[union-attr]
     return float(loss), found, parallel.expert_load(), str(parallel.plan)

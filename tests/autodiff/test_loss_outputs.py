@@ -35,7 +35,7 @@ def test_what_is_called_loss_is_the_loss(mesh: Mesh) -> None:
     """What stands beside it is an output. Of scalars none of which is called so each is one."""
     batch = {"x": torch.randn(8, 8, dtype=torch.float64), "target": torch.randn(8, 4, dtype=torch.float64)}
     for name, count in (("loss", 1), ("total", 3)):
-        made = compile_model(Beside(name), batch, Mesh.of(dp=2), Options(), exact=True)
+        made = compile_model(Beside(name), batch, Mesh.of(dp=2), Options(), lift_to_float64=True)
         assert len(made.losses) == count
     run_ranks(2, stepped, mesh, batch)
 

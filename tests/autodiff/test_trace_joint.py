@@ -98,7 +98,7 @@ CELLS: list[tuple[str, dict[str, Any]]] = [
 
 
 def compare(model: nn.Module, batch: dict[str, Tensor], mesh: str, options: dict[str, Any], both: Any) -> None:
-    compile_graph(capture(model, batch, exact=True), Mesh.parse(mesh), Options(**options), outputs=())
+    compile_graph(capture(model, batch, lift_to_float64=True), Mesh.parse(mesh), Options(**options), outputs=())
     assert both
     for ours, whole in both:
         assert ours == whole

@@ -53,7 +53,7 @@ def load(source: str, folder: Path, name: str = "users_model") -> Any:
 
 def key_of(model: nn.Module, *, mesh: str = "dp=2", batch: Any = None, options: Any = None, **how: Any) -> str:
     batch = {"x": torch.empty(8, 4, device="meta")} if batch is None else batch
-    how = {"train": True, "outputs": (), "exact": False} | how
+    how = {"train": True, "outputs": (), "lift_to_float64": False} | how
     return step_key("step", model, batch, Mesh.parse(mesh), options=Options(**(options or {})), **how)
 
 
@@ -295,7 +295,7 @@ def test_calls(tmp_path: Path) -> None:
     calls: list[dict[str, Any]] = [
         {}, {"mesh": "dp=4"}, {"mesh": "tp=2"}, {"mesh": "dp=2,tp=1"}, {"options": {"zero": 3}},
         {"options": {"microbatches": 2}}, {"train": False}, {"outputs": None}, {"outputs": ("loss",)},
-        {"exact": True}, {"autocast": torch.bfloat16}, {"tangents": ("h",)},
+        {"lift_to_float64": True}, {"autocast": torch.bfloat16}, {"tangents": ("h",)},
         {"batch": {"x": torch.empty(16, 4, device="meta")}}, {"batch": {"x": x.double()}},
         {"batch": {"x": torch.empty(4, 8, device="meta").t()}}, {"batch": {"x": x, "y": x}},
         {"batch": {"x": x, "times": 1}}, {"batch": {"x": x, "times": 2}}, {"batch": {"x": x, "times": 1.0}},

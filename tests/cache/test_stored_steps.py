@@ -79,7 +79,11 @@ def said() -> Iterator[list[str]]:
 def step(name: str, mesh: str, options: dict[str, Any], how: dict[str, Any]) -> Compiled:
     model, batch = make(name)
     return stored_step(
-        skeleton_of(model), batch, Mesh.parse(mesh), Options(**options), **{"outputs": (), "exact": True, **how}
+        skeleton_of(model),
+        batch,
+        Mesh.parse(mesh),
+        Options(**options),
+        **{"outputs": (), "lift_to_float64": True, **how},
     )
 
 
@@ -303,7 +307,7 @@ def steps_on_a_rank(folder: str, sizes: dict[str, int], options: dict[str, Any])
         rank_batch = {name: x[: len(x) // sizes.get("dp", 1)] for name, x in batch.items()}
         with compiled_by_each():
             model = autopar.parallelize(
-                Net().double(), autopar.init_mesh(**sizes), example_batch=rank_batch, exact=True, **options
+                Net().double(), autopar.init_mesh(**sizes), example_batch=rank_batch, lift_to_float64=True, **options
             )
             found = [model.train_step(**rank_batch).item() for _ in range(2)]
             gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}

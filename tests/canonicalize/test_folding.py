@@ -132,7 +132,7 @@ def test_gradients_of_experts_are_not_summed() -> None:
     """Over dp, where those of the router and of shared experts are, and where zero=1 cuts these."""
     sent, batch = {}, routed(16, 8, 2, "any")
     for options in (Options(), replace(DP, token_dispatcher="allgather")):
-        made = compile_model(Layer(8), batch, Mesh.of(dp=4), options, exact=True, outputs=())
+        made = compile_model(Layer(8), batch, Mesh.of(dp=4), options, lift_to_float64=True, outputs=())
         sent[options.expert_axis] = step_communication(made, 0)["dp", "all_reduce"].bytes
     layer = Layer(8)
     experts = sum(p.numel() * 8 for p in (layer.up, layer.bias, layer.down))
@@ -168,7 +168,9 @@ FAST = "dp=switch:1e6:0,tp=switch:1e6:0,cp=switch:1e6:0"  # bytes decide
 
 def plan_of(model: nn.Module, mesh: Mesh, tokens: int = 16, **options: Any) -> Plan:
     options = {"expert_axis": "auto", "topology": ",".join(x for x in FAST.split(",") if x[:2] in mesh.sizes)} | options
-    return compile_model(model, routed(tokens, 8, 2, "any"), mesh, Options(**options), exact=True, outputs=()).plan
+    return compile_model(
+        model, routed(tokens, 8, 2, "any"), mesh, Options(**options), lift_to_float64=True, outputs=()
+    ).plan
 
 
 def test_auto_takes_what_costs_less() -> None:
@@ -253,7 +255,7 @@ def counted(sizes: dict[str, int], options: dict[str, Any]) -> dict[str, list[in
     mesh = init_mesh("cpu", 60.0, **sizes)
     part, parts = dp_rank_and_size(mesh)
     mine = {key: x.chunk(parts)[part] for key, x in batch.items()}
-    parallel = parallelize(model, mesh, example_batch=mine, exact=True, **options)
+    parallel = parallelize(model, mesh, example_batch=mine, lift_to_float64=True, **options)
     parallel.train_step(**mine)
     return {name: count.tolist() for name, count in parallel.expert_load().items()}
 
@@ -316,7 +318,7 @@ def test_checkpoints_go_on_with_experts_elsewhere(tmp_path: Any) -> None:
 def through_a_folder(folder: str, sizes: dict[str, int], options: dict[str, Any]) -> list[str]:
     """Save for transformers, load into another model; names that differ, and those of a rank's own experts."""
     model, batch = make("one-layer mixtral")
-    mesh, given = init_mesh("cpu", 60.0, **sizes), {**options, "example_batch": batch, "exact": True}
+    mesh, given = init_mesh("cpu", 60.0, **sizes), {**options, "example_batch": batch, "lift_to_float64": True}
     with compiled_once():
         first = parallelize(copy.deepcopy(model), mesh, **given)
         first.save_pretrained(folder)

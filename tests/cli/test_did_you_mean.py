@@ -20,7 +20,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import parse_placement
 from autopar.options import DECLARED
 from autopar.runtime.inputs.call_arguments import by_name, check_input_names, misspelled
-from autopar.runtime.inputs.padding import asked_shapes
+from autopar.runtime.inputs.padding import asked_padding
 from autopar.spelling import closest
 from tests.support.plain_models import Net
 
@@ -65,7 +65,7 @@ def test_axes_placements_shapes_and_names_in_plans() -> None:
     assert {axis: meant(lambda axis=axis: Mesh.of(**{axis: 2})) for axis in axes} == axes
     placements = {"Shard(1)": "S(1)", "Replicate()": "R", "s(0)": "S(0)", "Partial": "P"}
     assert {text: meant(lambda text=text: parse_placement(text)) for text in placements} == placements
-    assert meant(lambda: asked_shapes("buckets")) == "bucket"
+    assert meant(lambda: asked_padding("buckets")) == "bucket"
     assert meant(lambda: autopar.Precision("bf16")) == "bfloat16"
     assert closest("xp", ("dp", "tp")) is None and closest("nothing", DECLARED) is None
 

@@ -91,7 +91,7 @@ def step(kind: type[Net], rows: int, sizes: dict[str, int], options: dict[str, A
 
 def llama_step(sizes: dict[str, int], seq: int, options: dict[str, Any]) -> float:
     mesh = autopar.init_mesh("cpu", TIMEOUT, **sizes)
-    parallel = autopar.parallelize(tiny("llama", layers=1)[0], mesh, exact=True, **options)
+    parallel = autopar.parallelize(tiny("llama", layers=1)[0], mesh, lift_to_float64=True, **options)
     return float(parallel.train_step(**TINY["llama"].batch(2, seq)))
 
 
@@ -199,7 +199,7 @@ def test_samples_that_meet_across_microbatches() -> None:
 
 def without_labels() -> None:
     mesh = autopar.init_mesh("cpu", TIMEOUT, dp=2)
-    parallel = autopar.parallelize(TINY["llama"].build(), mesh, exact=True)
+    parallel = autopar.parallelize(TINY["llama"].build(), mesh, lift_to_float64=True)
     batch = TINY["llama"].batch(2, 8)
     batch.pop("labels")
     parallel.train_step(**batch)

@@ -152,7 +152,7 @@ class Sent:
 @functools.cache
 def made_for(ranks: int, tokens: int, experts: int, top: int, options: Options) -> Compiled:
     """Whoever is chosen."""
-    graph = capture(Layer(experts), routed(tokens, experts, top, "any"), exact=True)
+    graph = capture(Layer(experts), routed(tokens, experts, top, "any"), lift_to_float64=True)
     return compile_graph(graph, Mesh.of(ep=ranks), options, outputs=())
 
 
@@ -205,7 +205,7 @@ def test_what_is_sent_on_each_level(
 def test_bytes_of_a_plan() -> None:
     """As of even routing; what stays on its rank is not sent."""
     model, batch, ranks = Layer(8), routed(16, 8, 2, "any"), 4
-    made = compile_model(model, batch, Mesh.of(ep=ranks), ALLTOALL_DEDUP, exact=True, outputs=())
+    made = compile_model(model, batch, Mesh.of(ep=ranks), ALLTOALL_DEDUP, lift_to_float64=True, outputs=())
     copies = even_copies(4, 2, 8, ranks)
     sent = step_communication(made, 0)
     assert sent["ep", "all_to_all_rows"].calls == 6
@@ -223,7 +223,7 @@ def test_the_choice() -> None:
         ("ep=switch:1e3:0", "alltoall_dedup"),
         (near, "hierarchical"),
     ):
-        plan = compile_model(model, batch, Mesh.of(ep=4), Options(topology=topology), exact=True).plan
+        plan = compile_model(model, batch, Mesh.of(ep=4), Options(topology=topology), lift_to_float64=True).plan
         (found,) = plan.experts.values()
         assert found.token_dispatcher == chosen and "by estimate of a layer" in found.reason, topology
         assert ("on nodes of 2 ranks" in found.reason) == (found.per_node == 2) == (topology == near)

@@ -55,7 +55,7 @@ def test_a_capped_model_is_the_same_on_every_mesh(name: str) -> None:
     with capped_experts(model, CAPACITY):
         expected = eager(model, batch, SEED)
     assert abs(expected.loss - eager(model, batch, SEED).loss) > 1e-6
-    graph = captured_once(model, batch, exact=True)
+    graph = captured_once(model, batch, lift_to_float64=True)
     for mesh, options in MESHES:
         made = compile_graph(copy.deepcopy(graph), mesh, capped(options), outputs=())
         for found in MeshRun(made, model, batch, mesh, SEED).errors(expected):
@@ -87,7 +87,7 @@ def test_whoever_is_chosen(choice: str, dispatch: str, microbatches: int) -> Non
     one.limit = 3
     expected = eager(one, batch, SEED)
     options = Options(token_dispatcher=dispatch, capacity_factor=1.0, microbatches=microbatches)
-    made = compile_graph(capture(model, routed(12, 8, 2, "any"), exact=True), mesh, options, outputs=())
+    made = compile_graph(capture(model, routed(12, 8, 2, "any"), lift_to_float64=True), mesh, options, outputs=())
     for found in MeshRun(made, model, batch, mesh, SEED).errors(expected):
         assert found.worst < LIMIT, found
 
@@ -101,7 +101,7 @@ def test_the_operator() -> None:
 def test_what_is_gathered() -> None:
     """The numbers of experts of all tokens, on each axis that cuts them; nothing of it in the backward."""
     model, batch = Layer(8), routed(16, 8, 2, "any")
-    graph, mesh = capture(model, batch, exact=True), Mesh.of(ep=4)
+    graph, mesh = capture(model, batch, lift_to_float64=True), Mesh.of(ep=4)
     with_it, without = (
         step_communication(compile_graph(copy.deepcopy(graph), mesh, o, outputs=()), 0)
         for o in (Options(token_dispatcher="alltoall", capacity_factor=1.0), Options(token_dispatcher="alltoall"))
@@ -119,7 +119,7 @@ def trained(batch: dict[str, Tensor], steps: int) -> dict[str, Tensor]:
     )
     part, parts = dp_rank_and_size(mesh)
     mine = part_of_batch(batch, dict.fromkeys(batch, 0), parts, part, 2, 2)
-    parallel = autopar.parallelize(model, mesh, exact=True, example_batch=mine, **options)
+    parallel = autopar.parallelize(model, mesh, lift_to_float64=True, example_batch=mine, **options)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
     for _ in range(steps):
         parallel.train_step(**mine)

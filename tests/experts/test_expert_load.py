@@ -54,7 +54,7 @@ def counted(name: str, sizes: dict[str, int], options: dict[str, Any], steps: in
     mesh = init_mesh("cpu", 60.0, **sizes)
     part, parts = dp_rank_and_size(mesh)
     mine = {key: x.chunk(parts)[part] for key, x in batch.items()}
-    parallel = parallelize(model, mesh, example_batch=mine, exact=True, **options)
+    parallel = parallelize(model, mesh, example_batch=mine, lift_to_float64=True, **options)
     for _ in range(steps):
         parallel.train_step(**mine)
     first = parallel.expert_load()
@@ -111,7 +111,7 @@ def test_counts_are_those_of_one_process(name: str, sizes: dict[str, int], optio
 
 def test_equal_stages_have_layers_of_their_own() -> None:
     model, batch = tiny("qwen3_moe")
-    made = compile_model(model, batch, Mesh.of(pp=2), Options(microbatches=2), exact=True, outputs=())
+    made = compile_model(model, batch, Mesh.of(pp=2), Options(microbatches=2), lift_to_float64=True, outputs=())
     found = [layers_of_experts(part.forward.graph) for part in made.pipeline.parts]
     assert found == [[f"model.layers.{i}.mlp.experts"] for i in range(2)]
 
@@ -122,7 +122,7 @@ def balanced(steps: int) -> list[list[float]]:
     mesh = init_mesh("cpu", 60.0, ep=2)
     part, parts = dp_rank_and_size(mesh)
     mine = {key: x.chunk(parts)[part] for key, x in batch.items()}
-    parallel = parallelize(model, mesh, example_batch=mine, exact=True, token_dispatcher="alltoall_dedup")
+    parallel = parallelize(model, mesh, example_batch=mine, lift_to_float64=True, token_dispatcher="alltoall_dedup")
     found = []
     for _ in range(steps):
         parallel.train_step(**mine)

@@ -192,7 +192,10 @@ def routed(tokens: int, experts: int, top: int, choice: str) -> dict[str, Tensor
 def test_whoever_gets_the_tokens(ranks: int, tokens: int, experts: int, top: int, choice: str) -> None:
     """The graph is made for as many rows on each rank; what comes is something else."""
     model, batch, mesh = Layer(experts), routed(tokens, experts, top, choice), Mesh.of(ep=ranks)
-    graph, expected = capture(model, routed(tokens, experts, top, "any"), exact=True), eager(model, batch, SEED)
+    graph, expected = (
+        capture(model, routed(tokens, experts, top, "any"), lift_to_float64=True),
+        eager(model, batch, SEED),
+    )
     nodes = [n for n in range(2, ranks) if ranks % n == 0]
     ways = [Options(token_dispatcher=name) for name in TOKEN_DISPATCHERS if name != "hierarchical"]
     for options in [*ways, *(Options(token_dispatcher="hierarchical", topology=f"ep%{n}=switch") for n in nodes)]:
@@ -211,7 +214,7 @@ def test_an_auxiliary_loss_is_that_of_the_whole_batch(mesh: Mesh) -> None:
     """A product of two means of all rows and layers. It is an output beside the loss that it is part of, and counts
     once."""
     model, batch = tiny("qwen3_moe", **AUXILIARY)
-    made = compile_graph(captured_once(model, batch, exact=True), mesh, outputs=())
+    made = compile_graph(captured_once(model, batch, lift_to_float64=True), mesh, outputs=())
     assert len(made.losses) == 1
     expected = eager(model, batch, SEED)  # registers hooks of transformers: a model to be captured anew
     plain, _ = tiny("qwen3_moe")
@@ -249,7 +252,7 @@ def test_the_plan_says_so() -> None:
 def test_bytes() -> None:
     """Everybody gets all tokens: x and weights there, gradients back, results and their gradients; expert numbers."""
     model, batch, ranks = Layer(8), routed(16, 8, 2, "any"), 4
-    made = compile_model(model, batch, Mesh.of(ep=ranks), ALLGATHER, exact=True, outputs=())
+    made = compile_model(model, batch, Mesh.of(ep=ranks), ALLGATHER, lift_to_float64=True, outputs=())
     sent = step_communication(made, 0)
     own, outside = 16 // ranks, ranks - 1
     hidden, pairs = own * 4 * 8 * outside, own * 2 * 8 * outside
@@ -329,7 +332,7 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match="experts: 6 experts do not divide over axis 'ep' of size 12"):
         compile_model(Layer(6), batch, Mesh.of(ep=12))
     with pytest.raises(ValueError, match=r"placements: .* needs unsqueeze as S\(0;routed\) on 'ep', it is I"):
-        compile_model(Counted(6), batch, Mesh.of(ep=2), exact=True)
+        compile_model(Counted(6), batch, Mesh.of(ep=2), lift_to_float64=True)
     with pytest.raises(ValueError, match="experts: nothing to cut over axis 'ep' of size 2: the model has no experts"):
         compile_model(nn.Linear(4, 4), {"input": torch.randn(4, 4)}, Mesh.of(ep=2))
     with pytest.raises(ValueError, match="does not divide into 4 pieces"):

@@ -109,7 +109,7 @@ def _far(found: Tensor | None, expected: Tensor) -> float:
 def subjects() -> dict[str, Subject]:
     """The meshes and options that faults are planted on."""
     model = Small()
-    gm, expected = capture(model, batch(), exact=True), eager(model, batch())
+    gm, expected = capture(model, batch(), lift_to_float64=True), eager(model, batch())
     options = {
         "ddp": ("dp=2", Options(microbatches=2)),
         "tp": ("tp=2", Options()),

@@ -201,12 +201,12 @@ def ragged(sizes: dict[str, int] | None, folder: str) -> list[dict[str, float]]:
 
     given = {"train_dataset": data(80, 1), "eval_dataset": data(10, 2), "data_collator": collated}
     given |= {"compute_metrics": None}
-    options = {"shapes": autopar.PaddingBuckets(lengths=(8, 16))} if sizes else {}
+    options = {"padding": autopar.PaddingBuckets(lengths=(8, 16))} if sizes else {}
     return trained(sizes, folder, one_layer, given=given, options=options, max_steps=2, save_strategy="no")
 
 
 def test_batches_of_changing_lengths(tmp_path: Path) -> None:
-    """`shapes=` of the options: parts of unlike lengths, the losses of one process."""
+    """`padding=` of the options: parts of unlike lengths, the losses of one process."""
     expected = ragged(None, str(tmp_path))
     found = run_ranks(2, ragged, {"dp": 2}, str(tmp_path), timeout=200)[0]
     worst = differences(found, expected)

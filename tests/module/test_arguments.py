@@ -88,7 +88,7 @@ def bad_calls() -> None:
             {
                 "seed": of(net, seed=1.5),
                 "large seed": of(net, seed=2**70),
-                "exact": of(net, exact="yes"),
+                "lift_to_float64": of(net, lift_to_float64="yes"),
                 "backend": of(net, backend=None),
                 "dump": of(net, dump=5),
                 "plan": of(net, plan="plan.json"),
@@ -100,7 +100,7 @@ def bad_calls() -> None:
         {
             "seed": "seed: expected a whole number of at least 0 and at most ",
             "large seed": "seed: expected a whole number of at least 0 and at most ",
-            "exact": "exact: expected True or False, found 'yes'",
+            "lift_to_float64": "lift_to_float64: expected True or False, found 'yes'",
             "backend": "backend: expected 'eager', 'inductor', 'cudagraphs' or 'inductor+cudagraphs', found None",
             "dump": "dump: expected the path of a folder, found 5",
             "plan": "plan: needs a Plan, found a str; read one with Plan.from_json(text)",

@@ -317,7 +317,7 @@ def llama(sizes: dict[str, int], **changes: Any) -> tuple[nn.Module, dict[str, T
     mask[0, 5:], mask[3, 2:] = 0, 0  # padding on the right
     batch |= {"attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
     mesh = autopar.init_mesh("cpu", 30.0, **sizes)
-    return model, batch, autopar.parallelize(model, mesh, exact=True, **changes)
+    return model, batch, autopar.parallelize(model, mesh, lift_to_float64=True, **changes)
 
 
 def model_output() -> None:
@@ -347,7 +347,7 @@ def from_meta() -> None:
         model = type(source)(source.config).double().train()
     assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
     mesh = autopar.init_mesh("cpu", 30.0, **sizes)
-    parallel = autopar.parallelize(model, mesh, exact=True)
+    parallel = autopar.parallelize(model, mesh, lift_to_float64=True)
     with pytest.raises(ValueError, match=r"without weights.*load_pretrained"):
         parallel.train_step(**batch)
     parallel.load_state_dict(source.state_dict())
@@ -370,7 +370,7 @@ def inductor() -> None:
     losses, found = [], []
     for backend in ("eager", "inductor"):
         mesh = autopar.init_mesh("cpu", 30.0, **sizes)
-        parallel = autopar.parallelize(TINY["llama"].build(), mesh, exact=True, backend=backend)
+        parallel = autopar.parallelize(TINY["llama"].build(), mesh, lift_to_float64=True, backend=backend)
         losses.append(float(parallel.train_step(**batch)))
         found.append(parallel.full_gradients())
     assert abs(losses[0] - losses[1]) < EXACT

@@ -64,7 +64,7 @@ def agrees(sizes: dict[str, int], p: float, dtype: torch.dtype, exact: bool, opt
     mesh = autopar.init_mesh("cpu", 30.0, **sizes)
     model, batch = build(p, dtype), batch_of()
     before = {n: t.clone() for n, t in model.state_dict().items()}
-    report = autopar.verify(model, mesh, batch, exact=exact, **options)
+    report = autopar.verify(model, mesh, batch, lift_to_float64=exact, **options)
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
     assert all(q.grad is None and q.dtype == dtype for q in model.parameters())
     return report
@@ -220,7 +220,7 @@ class Weighted(Net):
 
 
 def in_double(kind: str, faults: tuple[float, ...]) -> list[Report]:
-    """``exact=False`` of a float64 model, one gradient of which is wrong by each of these factors."""
+    """``lift_to_float64=False`` of a float64 model, one gradient of which is wrong by each of these factors."""
     with compiled_once():
         return [faulty(kind, fault) for fault in faults]
 
@@ -240,7 +240,7 @@ def faulty(kind: str, fault: float) -> Report:
         return found | {name: found[name] * (1 + fault)}
 
     with patch.object(ParallelModule, "full_gradients", wrong):
-        return autopar.verify(model.double(), mesh, batch, exact=False)
+        return autopar.verify(model.double(), mesh, batch, lift_to_float64=False)
 
 
 @pytest.mark.parametrize("kind, fault, precision", [

@@ -22,7 +22,7 @@ Made = tuple[nn.Module, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Outside:
-    """A model of others. ``group`` is where the table puts it; ``static_inputs``: those whose values decide the graph."""
+    """A model of others. ``group`` is where the table puts it; ``static_inputs``: those whose values decide a graph."""
 
     name: str
     group: str

@@ -127,7 +127,7 @@ def test_encoder_and_decoder() -> None:
     model, data = TINY["t5"].build(dtype=torch.float64), TINY["t5"].batch(4, 16)
     cuts = ("encoder.block.1", "decoder.block.0", "decoder.block.1")
     options = Options(schedule="1f1b", microbatches=2, split_points=cuts)
-    made = compile_model(model, data, Mesh.of(pp=4), options, exact=True, outputs=())
+    made = compile_model(model, data, Mesh.of(pp=4), options, lift_to_float64=True, outputs=())
     pipeline = made.pipeline
     assert pipeline is not None and pipeline.once is not None and pipeline.each is not None
     ways: dict[str, list[tuple[int, int]]] = {}

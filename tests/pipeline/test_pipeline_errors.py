@@ -124,7 +124,7 @@ def test_slices_must_sum_to_the_sequence(slices: Any) -> None:
     )
     with pytest.raises(ValueError, match=message):
         options = Options(schedule="seq1f1b", token_slices=slices, microbatches=2)
-        compile_model(LLAMA, BATCH, Mesh.of(pp=2), options, exact=True, outputs=())
+        compile_model(LLAMA, BATCH, Mesh.of(pp=2), options, lift_to_float64=True, outputs=())
 
 
 @pytest.mark.parametrize("name", ["bert", "vit", "t5"])
@@ -132,7 +132,7 @@ def test_models_whose_tokens_see_later_ones_are_not_sliced(name: str) -> None:
     model, batch = TINY[name].build(dtype=torch.float64), TINY[name].batch(4, 16)
     options = Options(schedule="tera_pipe", token_slices=2, microbatches=2)
     with pytest.raises(ValueError, match=r"^token_slices: .*attention"):
-        compile_model(model, batch, Mesh.of(pp=2), options, exact=True, outputs=())
+        compile_model(model, batch, Mesh.of(pp=2), options, lift_to_float64=True, outputs=())
 
 
 def refused_on_a_rank(options: dict[str, Any], rows: int) -> list[str]:

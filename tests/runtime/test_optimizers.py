@@ -100,7 +100,7 @@ def on_ranks(sizes: dict[str, int], options: dict[str, Any], names: Iterable[str
     mesh = autopar.init_mesh("cpu", 60.0, **sizes)
     part, parts = autopar.dp_rank_and_size(mesh)
     mine = {k: v.chunk(parts)[part] for k, v in batch.items()}
-    parallel = autopar.parallelize(model, mesh, exact=True, example_batch=mine, **options)
+    parallel = autopar.parallelize(model, mesh, lift_to_float64=True, example_batch=mine, **options)
     start, found = {n: x.clone() for n, x in parallel.full_state_dict().items()}, {}
     cut = {str(p.placements) for p in parallel.parameters() if isinstance(p, DTensor)}
     assert "pp" in sizes or len(cut) > 2, cut
@@ -162,7 +162,9 @@ class Own(torch.optim.SGD):
 def operators_of_dtensors() -> dict[str, int]:
     """How many an optimizer asks for in its second step."""
     model, batch = plain()
-    parallel = autopar.parallelize(model, autopar.init_mesh("cpu", 60.0, tp=2), exact=True, example_batch=batch)
+    parallel = autopar.parallelize(
+        model, autopar.init_mesh("cpu", 60.0, tp=2), lift_to_float64=True, example_batch=batch
+    )
     found = {}
     known = {
         name: make for name, make in OPTIMIZERS.items() if name.split()[0] not in ("Muon", "Adafactor", "Adafactor,")

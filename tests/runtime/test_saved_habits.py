@@ -200,7 +200,7 @@ def buffers(folder: str) -> bool:
 
     def make(seed: int) -> tuple[autopar.ParallelModule, list[Optimizer], list[Any]]:
         torch.manual_seed(seed)
-        model = autopar.parallelize(Normed(), mesh, example_batch={"x": batches[0]}, sync=True)
+        model = autopar.parallelize(Normed(), mesh, example_batch={"x": batches[0]}, broadcast_weights=True)
         params = [*model.parameters()]
         matrices, vectors = [p for p in params if p.dim() == 2], [p for p in params if p.dim() == 1]
         optimizers = [torch.optim.Muon(matrices, lr=0.01), torch.optim.SGD(vectors, lr=0.01, momentum=0.9)]

@@ -141,7 +141,7 @@ def _called(cell: Cell) -> Errors:
     part = part_of_batch(known.batch, dict.fromkeys(known.batch, 0), *sizes)
     chosen = {f.name: getattr(cell.options, f.name) for f in dataclasses.fields(Options)}
     with _given(cell):
-        parallel = autopar.parallelize(known.model, mesh, exact=True, example_batch=part, **chosen)
+        parallel = autopar.parallelize(known.model, mesh, lift_to_float64=True, example_batch=part, **chosen)
         loss = parallel.train_step(**part)
     found = parallel.full_gradients()
     more = [n for n in found if known.expected.gradients.get(n) is None]
@@ -162,7 +162,7 @@ def _given(cell: Cell) -> Iterator[None]:
     def compile_model(model: nn.Module, batch: Any, mesh: Mesh, options: Options, **facts: Any) -> Compiled:
         batch = without_static_inputs(batch)
         assert {k: (v.shape, v.dtype) for k, v in batch.items()} == {k: (v.shape, v.dtype) for k, v in whole.items()}
-        assert facts["train"] and facts["exact"] and facts["outputs"] == ()
+        assert facts["train"] and facts["lift_to_float64"] and facts["outputs"] == ()
         return made
 
     before = api.stored_plan, api.stored_step

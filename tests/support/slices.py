@@ -37,7 +37,7 @@ from autopar.testing.lockstep import in_lockstep
 
 def normalized(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh | None = None) -> GraphModule:
     """The global graph with nothing but losses as outputs."""
-    gm = PassManager(GLOBAL_PASSES).run(capture(model, batch, exact=True), Compilation(mesh or Mesh.of()))
+    gm = PassManager(GLOBAL_PASSES).run(capture(model, batch, lift_to_float64=True), Compilation(mesh or Mesh.of()))
     mark_gradients(gm, [s.node for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.requires_grad])
     keep_outputs(gm, ())
     return gm

@@ -52,7 +52,7 @@ def subject(name: str) -> Subject:
     """A model by its name; see the head of this file."""
     model, batch = make(name)
     given = with_static_inputs(batch, STATIC_INPUTS.get(name, ()))
-    return Subject(model, batch, captured_once(model, given, exact=True), eager(model, batch, SEED))
+    return Subject(model, batch, captured_once(model, given, lift_to_float64=True), eager(model, batch, SEED))
 
 
 def make(name: str) -> Made:

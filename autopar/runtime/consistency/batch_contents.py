@@ -29,7 +29,7 @@ from autopar.runtime.consistency.tensor_hash import start_words, words_of
 from autopar.runtime.mesh.process_groups import Groups
 
 LATER = "to be compared in the next step"
-SKIP = "check_batches=False skips this check"
+SKIP = "check_replica_inputs=False skips this check"
 
 
 @dataclass(frozen=True)
