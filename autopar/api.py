@@ -73,7 +73,7 @@ def parallelize(
     Args:
         model: any module that torch.export accepts, transformers models unmodified. On the meta device: load weights
             afterwards. It is not changed; drop it to free the whole weights.
-        mesh: from `autopar.init_mesh`, or a torch DeviceMesh whose dims are named pp, rp, dp, cp, ep, tp.
+        mesh: from `autopar.init_mesh`, or a torch DeviceMesh whose dims are named pp, dp_replicate, dp, cp, ep, tp.
         example_batch: keyword arguments of the forward (one rank's batch), to plan the parameters with. Not needed
             for transformers models.
         plan: placements to use instead of deciding, such as ``plan.override({...})`` of an earlier one.

@@ -81,7 +81,7 @@ def make_plan(
         notes += _refusals(parameters, chosen.refused, {name: len(global_shape(n)) for n, name in names.items()})
         if options.sequence_parallel:
             streams = find_streams(gm, chosen.contractions, mesh, "tp", context.chunks(mesh.size("cp")))
-    for axis in ("ep", "cp", "dp", "rp"):  # as they cut: ep before cp before dp
+    for axis in ("ep", "cp", "dp", "dp_replicate"):  # as they cut: ep before cp before dp
         for node, name in names.items() if mesh.size(axis) > 1 else ():
             p = _data_parallel(node, parameters[name], options, mesh, axis, of_experts.get(name, ""))
             parameters[name][axis] = p if fixed is None else fixed.parameter(name, axis)
@@ -197,11 +197,12 @@ def _data_parallel(
     node: Node, axes: Mapping[str, ParameterPlan], options: Options, mesh: Mesh, axis: str, by_expert: str
 ) -> ParameterPlan:
     """On an axis whose ranks have other samples or tokens. DDP: whole, the gradient is all-reduced. ZeRO: cut along the
-    first dim that divides, gathered for use. Over replicas (rp) never: these hold the same pieces. ``by_expert``: the
-    axis over which experts are cut, of weights that are theirs: an axis that cuts before it leaves them in one."""
+    first dim that divides, gathered for use. Over replicas (dp_replicate) never: these hold the same pieces.
+    ``by_expert``: the axis over which experts are cut, of weights that are theirs: an axis that cuts before it leaves
+    them in one."""
     if axis == by_expert:
         return _of_expert(axis)
-    if axis == "rp":
+    if axis == "dp_replicate":
         return ParameterPlan(INVARIANT, REPLICATE, "the same on all replicas; gradients are summed")
     if options.zero == 0:
         return ParameterPlan(INVARIANT, REPLICATE, "whole; gradients are summed")
@@ -230,8 +231,8 @@ def _later(mesh: Mesh, axis: str) -> list[str]:
 
 
 def _inputs(gm: GraphModule, mesh: Mesh, microbatches: int, dims: BatchDims) -> dict[str, dict[str, Placement]]:
-    """The batch is cut along its dim, over dp, over rp, over microbatches, and then over ep: what is gathered over ep
-    is a piece of all the others."""
+    """The batch is cut along its dim, over dp, over dp_replicate, over microbatches, and then over ep: what is gathered
+    over ep is a piece of all the others."""
     tensors = {s.name: n for n, s in _nodes(gm) if s.kind == "input"}
     sizes = {axis: mesh.size(axis) for axis in DATA} | {"mb": microbatches}
     cuts = {axis: size for axis, size in sizes.items() if size > 1}

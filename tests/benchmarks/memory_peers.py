@@ -85,7 +85,7 @@ def fsdp2(
     model: Any = work.model()
     ranks = dist.get_world_size()
     shape, names = (ranks // replicas,), ("dp",)
-    mesh = init_device_mesh("cpu", (replicas, *shape), mesh_dim_names=("rp", *names)) if replicas > 1 else (
+    mesh = init_device_mesh("cpu", (replicas, *shape), mesh_dim_names=("dp_replicate", *names)) if replicas > 1 else (
         init_device_mesh("cpu", shape, mesh_dim_names=names)
     )  # fmt: skip
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
@@ -156,8 +156,8 @@ def has_deepspeed() -> bool:
 
 
 def ours(work: Workload, count: int, replicas: int = 1, **options: Any) -> Runner:
-    """autopar over dp, or over rp and dp."""
-    sizes = {"rp": replicas} if replicas > 1 else {}
+    """autopar over dp, or over dp_replicate and dp."""
+    sizes = {"dp_replicate": replicas} if replicas > 1 else {}
     mesh = autopar.init_mesh(**sizes, dp=dist.get_world_size() // replicas)
     model = autopar.parallelize(work.model(), mesh, microbatches=count, **options)
     part, parts = autopar.dp_rank_and_size(mesh)

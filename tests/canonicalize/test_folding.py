@@ -50,7 +50,7 @@ CELLS = [
     Cell("gpt_oss", Mesh.of(tp=2), TP),  # all ranks have all tokens
 ]
 MORE = [
-    Cell("qwen3_moe", Mesh.of(rp=2, dp=2), replace(DP, token_dispatcher="allgather")),
+    Cell("qwen3_moe", Mesh.of(dp_replicate=2, dp=2), replace(DP, token_dispatcher="allgather")),
     *(
         Cell(name, Mesh.of(dp=2), replace(DP, token_dispatcher=way))
         for name in FAMILIES
@@ -147,7 +147,7 @@ def test_gradients_of_experts_are_not_summed() -> None:
 def test_nobody_gathers_for_it_but_its_axis() -> None:
     """Microbatches and replicas cut what is gathered over dp as they cut each piece of it."""
     made = compile_cell(
-        Cell("qwen3_moe", Mesh.of(rp=2, dp=2), replace(DP, token_dispatcher="allgather", microbatches=2))
+        Cell("qwen3_moe", Mesh.of(dp_replicate=2, dp=2), replace(DP, token_dispatcher="allgather", microbatches=2))
     )
     assert {axis for axis, kind in step_communication(made, 0) if kind in ("all_gather", "reduce_scatter")} == {"dp"}
     assert not [n for n in made.local.graph.nodes if "mb" in n.args]
@@ -234,7 +234,11 @@ BAD = [
     ),
     ({"dp": 2}, {"expert_axis": "dp", "token_dispatcher": "hierarchical"}, "needs an axis 'dp' over several nodes"),
     ({"pp": 2}, {"expert_axis": "auto"}, "expert_axis: counts with an axis ep or dp or cp or tp only"),
-    ({"dp": 2}, {"expert_axis": "rp"}, "expert_axis: expected 'auto', 'ep', 'dp', 'cp' or 'tp', found 'rp'"),
+    (
+        {"dp": 2},
+        {"expert_axis": "dp_replicate"},
+        "expert_axis: expected 'auto', 'ep', 'dp', 'cp' or 'tp', found 'dp_replicate'",
+    ),
 ]
 
 

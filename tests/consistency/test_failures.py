@@ -139,7 +139,7 @@ def mesh_of(sizes: dict[str, int]) -> None:
 
 
 def test_unknown_axes_and_meshes_larger_than_the_world() -> None:
-    refused(2, "unknown axis 'data'; the axes are pp, rp, dp, cp, ep, tp", mesh_of, {"data": 2})
+    refused(2, "unknown axis 'data'; the axes are pp, dp_replicate, dp, cp, ep, tp", mesh_of, {"data": 2})
     refused(2, "needs 8 ranks, the world has 2", mesh_of, {"dp": 4, "tp": 2})
     refused(2, "needs 1 ranks, the world has 2", mesh_of, {})
     refused(2, "size of at least 1, found 0", mesh_of, {"dp": 0})

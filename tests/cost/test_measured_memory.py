@@ -71,7 +71,7 @@ ALL = [
     *(case(Mesh.of(pp=2), 0, 4, p, schedule=s) for p in PRECISE for s in (*SCHEDULES, "gpipe", "zb_v", "dual_pipe")),
     *(case(STAGES, zero, 4, p, schedule=s) for p in PRECISE for zero in range(4) for s in SCHEDULES),
     *(case(mesh, zero, count, p)
-      for mesh in (Mesh.of(rp=2, dp=2), Mesh.of(dp=2, tp=2), Mesh.of(dp=2, cp=2))
+      for mesh in (Mesh.of(dp_replicate=2, dp=2), Mesh.of(dp=2, tp=2), Mesh.of(dp=2, cp=2))
       for p in PRECISE for zero in range(4) for count in (1, 4)),
     *(case(Mesh.of(dp=4), zero, 2, p) for p in PRECISE for zero in range(4)),
     case(Mesh.of(dp=2, tp=2), 2, 2, sequence_parallel=True),
@@ -80,7 +80,8 @@ ALL = [
 ]  # fmt: skip
 FEW = [
     case(TWO, 0, 1), case(TWO, 0, 4, "bf16"), case(TWO, 1, 1, "bf16"), case(TWO, 2, 1), case(TWO, 3, 4),
-    case(Mesh.of(dp=2, tp=2), 1, 4), case(Mesh.of(rp=2, dp=2), 2, 4, "bf16"), case(Mesh.of(dp=2, cp=2), 3, 1, "bf16"),
+    case(Mesh.of(dp=2, tp=2), 1, 4), case(Mesh.of(dp_replicate=2, dp=2), 2, 4, "bf16"),
+    case(Mesh.of(dp=2, cp=2), 3, 1, "bf16"),
     case(Mesh.of(pp=2), 0, 4, "bf16", schedule="dual_pipe_v"),
     *(case(STAGES, zero, 4, p, schedule=s) for zero, p, s in zip((1, 2, 3), PRECISE * 2, SCHEDULES)),
     case(TWO, 3, 2, name="gpt2"),

@@ -27,7 +27,7 @@ def test_parse_and_print() -> None:
     [
         ("dp", "expected name=size pairs"),
         ("dp=x", "expected name=size"),
-        ("data=2", "unknown axis 'data'; the axes are pp, rp, dp"),
+        ("data=2", "unknown axis 'data'; the axes are pp, dp_replicate, dp"),
         ("dp=0", "size of at least 1"),
         ("dp=2,dp=2", "named twice"),
         (
@@ -88,5 +88,5 @@ def test_a_slice_of_tokens_is_a_fraction() -> None:
     assert rows_of_slice(32, Shard(0, (16, 16)), 6, 4, 16) == [(4, 6), (20, 6)]
     with pytest.raises(ValueError, match="block of 12 does not divide"):
         local_shape((12,), Shard(0), mesh.pieces("sl"))
-    with pytest.raises(ValueError, match="unknown axis 'sl'; the axes are pp, rp, dp, cp, ep, tp"):
+    with pytest.raises(ValueError, match="unknown axis 'sl'; the axes are pp, dp_replicate, dp, cp, ep, tp"):
         Mesh.of(sl=2)

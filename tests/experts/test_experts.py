@@ -67,7 +67,7 @@ MORE = [
     *(Cell(name, Mesh.of(ep=2, tp=2), ALLGATHER) for name in ("mixtral", "gpt_oss", "deepseek_v3", "qwen3_moe")),
     *(Cell(name, Mesh.of(cp=2, ep=2), ALLGATHER) for name in ("mixtral", "gpt_oss", "qwen3_moe")),
     Cell("mixtral", Mesh.of(dp=2, cp=2, ep=2), Options(zero=3, token_dispatcher="allgather")),
-    Cell("qwen3_moe", Mesh.of(rp=2, ep=2), Options(zero=1, token_dispatcher="allgather")),
+    Cell("qwen3_moe", Mesh.of(dp_replicate=2, ep=2), Options(zero=1, token_dispatcher="allgather")),
     Cell("gpt_oss", Mesh.of(ep=2), Options(loss_chunks=3, microbatches=2, token_dispatcher="allgather")),
     *(Cell(name, Mesh.of(ep=2), ALLTOALL_DEDUP) for name in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")),
     *(Cell(name, Mesh.of(ep=4), ALLTOALL_DEDUP) for name in ("mixtral", "qwen3_moe", "deepseek_v3")),

@@ -133,8 +133,8 @@ def bad_calls() -> None:
             "size": "mesh: axis 'dp' needs a whole number as its size, found '1'",
             "fraction": "mesh: axis 'dp' needs a whole number as its size, found 1.0",
             "bool": "mesh: axis 'dp' needs a whole number as its size, found True",
-            "axis": "mesh: unknown axis 'tensor'; the axes are pp, rp, dp, cp, ep, tp",
-            "in time": "mesh: nothing is cut over axis 'mb', found mb=1; the axes are pp, rp, dp, cp, ep, tp",
+            "axis": "mesh: unknown axis 'tensor'; the axes are pp, dp_replicate, dp, cp, ep, tp",
+            "in time": "mesh: nothing is cut over axis 'mb', found mb=1; the axes are pp, dp_replicate, dp, cp, ep, tp",
         },
     )
 

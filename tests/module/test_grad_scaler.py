@@ -103,7 +103,7 @@ CASES: list[tuple[dict[str, int], dict[str, Any], bool]] = [
     ({"dp": 2, "pp": 2}, {"microbatches": 2, "split_points": ("second",)}, False),
     ({"tp": 2}, {}, False),
     ({"dp": 2, "tp": 2}, {"zero": 2, "microbatches": 2}, False),
-    ({"rp": 2, "dp": 1}, {"zero": 3}, True),
+    ({"dp_replicate": 2, "dp": 1}, {"zero": 3}, True),
     ({"cp": 2}, {"zero": 3}, False),
     ({"dp": 2, "cp": 2}, {}, True),
 ]

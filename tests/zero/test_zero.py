@@ -69,21 +69,23 @@ FEW = [
     ),
     Cell("llama", Mesh.of(dp=2), Options(zero=3, reshard_after_forward=False, reduce_grads="step", microbatches=2)),
 ]
-# Replicas (rp) of a dp group, each mode, with or without microbatches, stages and other axes.
+# Replicas (dp_replicate) of a dp group, each mode, with or without microbatches, stages and other axes.
 REPLICAS = [
-    Cell("llama", Mesh.of(rp=2, dp=2), Options(zero=zero, microbatches=count)) for zero in MODES for count in (1, 2)
+    Cell("llama", Mesh.of(dp_replicate=2, dp=2), Options(zero=zero, microbatches=count))
+    for zero in MODES
+    for count in (1, 2)
 ]
 HYBRID = [
     *(small(cell) for cell in REPLICAS if cell.options.zero % 2 and cell.options.microbatches > 1),
-    Cell("one-layer llama", Mesh.of(rp=2, tp=2), Options(sequence_parallel=True)),
-    Cell("one-layer llama", Mesh.of(pp=2, rp=2), Options(microbatches=4, schedule="zb_h1")),
-    Cell("one-layer llama", Mesh.of(rp=2, cp=2), Options(zero=2, microbatches=2)),
+    Cell("one-layer llama", Mesh.of(dp_replicate=2, tp=2), Options(sequence_parallel=True)),
+    Cell("one-layer llama", Mesh.of(pp=2, dp_replicate=2), Options(microbatches=4, schedule="zb_h1")),
+    Cell("one-layer llama", Mesh.of(dp_replicate=2, cp=2), Options(zero=2, microbatches=2)),
 ]
-TIED = Cell("gpt2", Mesh.of(rp=2, dp=2), Options(zero=3, microbatches=2))
-EIGHT = Mesh.of(pp=2, rp=2, dp=2)
+TIED = Cell("gpt2", Mesh.of(dp_replicate=2, dp=2), Options(zero=3, microbatches=2))
+EIGHT = Mesh.of(pp=2, dp_replicate=2, dp=2)
 LARGE = [
     *(Cell("llama", EIGHT, Options(zero=zero, microbatches=2, schedule="gpipe")) for zero in MODES),
-    *(Cell("llama", Mesh.of(rp=2, dp=2, tp=2), Options(zero=zero, microbatches=2)) for zero in MODES),
+    *(Cell("llama", Mesh.of(dp_replicate=2, dp=2, tp=2), Options(zero=zero, microbatches=2)) for zero in MODES),
 ]  # fmt: skip
 
 
@@ -171,23 +173,23 @@ def test_bytes_are_those_of_the_formulas(ranks: int, count: int) -> None:
     [(2, 2, 2), (4, 2, 1), *(pytest.param(*of, marks=pytest.mark.full) for of in [(2, 2, 1), (2, 4, 1)])],
 )
 def test_replicas_sum_pieces_once_per_step(replicas: int, ranks: int, count: int) -> None:
-    """Over rp 2(R-1)/R of a piece, whatever the microbatches; over dp what there is without replicas. What nothing
-    cuts is summed over both in one."""
+    """Over dp_replicate 2(R-1)/R of a piece, whatever the microbatches; over dp what there is without replicas. What
+    nothing cuts is summed over both in one."""
     outer, inner = (replicas - 1) / replicas, (ranks - 1) / ranks
     world = replicas * ranks
     for zero in MODES:
         options = Options(zero=zero, microbatches=count)
-        made = compiled(Cell("one-layer llama", Mesh.of(rp=replicas, dp=ranks), options))
+        made = compiled(Cell("one-layer llama", Mesh.of(dp_replicate=replicas, dp=ranks), options))
         cut, whole = cut_and_whole(made)
         scalars = 64 * count
-        both, over_rp, over_dp = (
-            sent(made, axis, n) for axis, n in (("rp,dp", world), ("rp", replicas), ("dp", ranks))
+        both, over_replicas, over_dp = (
+            sent(made, axis, n) for axis, n in (("dp_replicate,dp", world), ("dp_replicate", replicas), ("dp", ranks))
         )
         joint = whole if zero else cut + whole
         assert abs(both["all_reduce"] - 2 * (world - 1) / world * joint) < scalars
-        assert abs(over_rp["all_reduce"] - (2 * outer * cut / ranks if zero else 0)) < scalars
+        assert abs(over_replicas["all_reduce"] - (2 * outer * cut / ranks if zero else 0)) < scalars
         assert over_dp["reduce_scatter"] == (inner * cut * (count if zero > 1 else 1) if zero else 0)
-        assert over_dp["all_reduce"] < scalars and over_rp.keys() <= {"all_reduce"} == both.keys()
+        assert over_dp["all_reduce"] < scalars and over_replicas.keys() <= {"all_reduce"} == both.keys()
 
 
 def test_zero_cuts_nothing_that_does_not_divide() -> None:

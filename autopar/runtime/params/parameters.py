@@ -88,8 +88,8 @@ def _not_shared() -> Any:
 def make_parameters(
     specs: Iterable[ParameterSpec], values: Mapping[str, Tensor | None], groups: Groups, broadcast_weights: bool = False
 ) -> dict[str, nn.Parameter]:
-    """All parameters, by name: pieces of whole ``values``, or empty ones where there is none. ``broadcast_weights``: of the
-    values of rank 0; collective then, and one of them is whole at a time."""
+    """All parameters, by name: pieces of whole ``values``, or empty ones where there is none. ``broadcast_weights``:
+    those of rank 0; collective then, and one of them is whole at a time."""
     out = {}
     for spec in specs:
         whole = values.get(spec.name)
