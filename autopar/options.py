@@ -6,7 +6,7 @@ option counts on a mesh (`autopar.planner.option_checks`) read the declarations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -115,9 +115,9 @@ def _chip(name: str, value: Any) -> str:
     return str(one_of(name, a_text(name, value).upper(), known=CHIPS))
 
 
-def _choice(*known: Any) -> ValueKind:
+def _choice(*known: Any, meant: Mapping[str, str] | None = None) -> ValueKind:
     by_text = {str(value): value for value in known}
-    return ValueKind(partial(one_of, known=known), lambda text: by_text.get(text, text), f"{{{','.join(by_text)}}}")
+    return ValueKind(partial(one_of, known=known, meant=meant), lambda text: by_text.get(text, text), f"{{{','.join(by_text)}}}")
 
 
 FLAG, NAME, LENGTHS = (
@@ -219,8 +219,8 @@ class Options:
         "without it what takes least time by estimate, not cutting them included", axes=EXPERT_AXES,
     )  # fmt: skip
     token_dispatcher: str = _option(
-        "auto", _choice("auto", *TOKEN_DISPATCHERS), "how tokens get to experts on other ranks",
-        "the fastest by estimate", axes=EXPERT_AXES,
+        "auto", _choice("auto", *TOKEN_DISPATCHERS, meant={"plain": "alltoall", "two_level": "hierarchical"}),
+        "how tokens get to experts on other ranks", "the fastest by estimate", axes=EXPERT_AXES,
     )  # fmt: skip
     target_hardware: str = _option(
         "A100", ValueKind(_chip, shown="NAME"), "the chip that times are estimated for", names=CHIPS,
@@ -231,7 +231,7 @@ class Options:
         "all that choose it",
     )  # fmt: skip
     aux_loss_scope: str = _option(
-        "global_batch", _choice("global_batch", "microbatch"),
+        "global_batch", _choice("global_batch", "microbatch", meant={"exact": "global_batch"}),
         "what a loss that balances experts counts: the choices of the whole batch, for which a forward of every "
         "microbatch goes ahead, or of each microbatch, times their number",
     )  # fmt: skip

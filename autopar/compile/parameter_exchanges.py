@@ -7,8 +7,8 @@
     3       every graph      every backward
 
 What every backward sums is what sums cut: over dp (and cp) it leaves pieces. What they leave whole is summed once per
-step, as with 0 and 1, in the last backward or in R: pieces over replicas (dp_replicate), which moves 2(R-1)/R of a piece (Zhao
-et al. 2023, PyTorch FSDP, 3.2.2), and gradients of parameters that nothing cuts (vectors) over all axes.
+step, as with 0 and 1, in the last backward or in R: pieces over replicas (dp_replicate), which moves 2(R-1)/R of a
+piece (Zhao et al. 2023, PyTorch FSDP, 3.2.2), and gradients of parameters that nothing cuts (vectors) over all axes.
 
 Before this a part has G and R, where what is between stored and used parameters was cut out of it; else all of it is in
 F and in the backward already, which makes it again: then only its sums are taken apart.

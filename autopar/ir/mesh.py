@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 # sequence; they are typed like any other axis. A slice is cut first: it is consecutive tokens of the whole.
 AXES = ("pp", "mb", "dp_replicate", "dp", "cp", "ep", "tp", "sl")
 IN_TIME = ("mb", "sl")
-# Whose ranks have other samples: dp has blocks of the batch, dp_replicate (replicas of all that dp cuts) parts of these,
-# ep (over which experts are cut) parts of those.
+# Whose ranks have other samples: dp has blocks of the batch, dp_replicate (replicas of all that dp cuts) parts of
+# these, ep (over which experts are cut) parts of those.
 DATA = ("dp", "dp_replicate", "ep")
 LEVELLED = ("cp", "ep", "dp", "tp")  # may have levels: neighbours ("ep%8"), and every n-th rank ("ep/8")
 PLANNED = ("pp", "dp_replicate", "dp", "cp", "ep", "tp")  # the axes that a user may ask for

@@ -18,7 +18,7 @@ from autopar.capture.front_end import capture
 from autopar.cli.main import COMMANDS, main
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import parse_placement
-from autopar.options import DECLARED
+from autopar.options import DECLARED, OTHER_WORDS
 from autopar.runtime.inputs.call_arguments import by_name, check_input_names, misspelled
 from autopar.runtime.inputs.padding import asked_padding
 from autopar.spelling import closest
@@ -45,6 +45,9 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"token_dispatcher": "hierarchic"}, "hierarchical"),
     ({"aux_loss_scope": "globalbatch"}, "global_batch"),
     ({"target_hardware": "h10"}, "H100"),
+    ({"token_dispatcher": "two_level"}, "hierarchical"),
+    ({"aux_loss_scope": "exact"}, "global_batch"),
+    *(({word: 1}, name) for word, name in OTHER_WORDS.items()),
 ]
 
 
@@ -122,7 +125,7 @@ def config(tmp_path: Path) -> str:
 LINES = {
     "pln": "plan",
     "plan --config C --mesh dp=2 --chekpoint full": "--activation-checkpoint",
-    "plan --config C --mesh dp=2 --microbatches 2": "--microbatches",
+    "plan --config C --mesh dp=2 --micro-batches 2": "--microbatches",
     "plan --config C --mesh dp=2 --activation-checkpoint ful": "full",
     "plan --config C --mesh dp=2 --schedule gpip": "gpipe",
     "plan --config C --mesh dp=2 --attention ring+tokenring": "token_ring",
@@ -132,6 +135,9 @@ LINES = {
     "show --config C --mesh dp=2 --level forwrd": "forward",
     "schedule --name gpip --stages 2 --microbatches 2": "gpipe",
     "experts --target-hardware h10": "H100",
+    "plan --config C --mesh dp=2 --whole-ops aten.sinc.default": "--replicate-ops",
+    "plan --config C --mesh rp=2": "dp_replicate",
+    "start --mesh dp=2": "bootstrap",
 }
 
 
