@@ -120,7 +120,7 @@ def parallelize(
         check_writable(dump)
         if outputs_with_grad and padding != "exact":
             raise ValueError(
-                f"outputs_with_grad: gives whole outputs, found shapes={padding!r}, which pads each part; use "
+                f"outputs_with_grad: gives whole outputs, found padding={padding!r}, which pads each part; use "
                 'loss=fn, or padding="exact"'
             )
         originals = {"": model} | ({LOSS: loss} if isinstance(loss, nn.Module) else {})

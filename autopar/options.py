@@ -117,7 +117,9 @@ def _chip(name: str, value: Any) -> str:
 
 def _choice(*known: Any, meant: Mapping[str, str] | None = None) -> ValueKind:
     by_text = {str(value): value for value in known}
-    return ValueKind(partial(one_of, known=known, meant=meant), lambda text: by_text.get(text, text), f"{{{','.join(by_text)}}}")
+    return ValueKind(
+        partial(one_of, known=known, meant=meant), lambda text: by_text.get(text, text), f"{{{','.join(by_text)}}}"
+    )
 
 
 FLAG, NAME, LENGTHS = (
@@ -191,7 +193,7 @@ class Options:
         False, FLAG, "states of optimizers lie in host memory; a step brings those of a bucket of parameters at a time"
     )
     activation_checkpoint: str = _option(
-        "", NAME, "what the backward makes again, or gets back from the host, instead of keeping it",
+        "", NAME, "which activations are recomputed or offloaded instead of kept",
         "auto with a memory_limit, else what the model asks for", names=AC_POLICIES,
     )  # fmt: skip
     loss_chunks: int = _option(

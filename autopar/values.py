@@ -123,7 +123,9 @@ def yes_or_no(name: str, value: Any) -> bool:
 def one_of(name: str, value: Any, known: Sequence[Any], meant: Mapping[str, Any] | None = None) -> Any:
     """One of the known values, and of its type. ``meant``: other words for them."""
     if type(value) not in {type(k) for k in known} or value not in known:
-        raise refuse(name, f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}", value, did_you_mean(value, known, meant))
+        raise refuse(
+            name, f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}", value, did_you_mean(value, known, meant)
+        )
     return value
 
 

@@ -37,7 +37,7 @@ def add_model(parser: argparse.ArgumentParser, seq: int, batch: int | None, dtyp
         type=mesh,
         action="append" if several else "store",
         metavar="dp=2,tp=4",
-        help="axes (dp_replicate, dp, cp, ep, tp, pp) and their sizes; any size works"
+        help="axes (dp_replicate, dp, cp, ep, tp, pp) and sizes"
         + ("; given several times, they are compared" if several else ""),
     )
     add("--seq", type=positive, default=seq, help="tokens per example (default: %(default)s)")
