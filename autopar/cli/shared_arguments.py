@@ -47,7 +47,7 @@ def add_model(parser: argparse.ArgumentParser, seq: int, batch: int | None, dtyp
         default=batch,
         help=f"examples of a step, over all ranks and microbatches (default: {default})",
     )
-    add("--dtype", type=dtype_of, default=dtype, help="of parameters: bf16, fp16, fp32, fp64 (default: %(default)s)")
+    add("--dtype", type=dtype_of, default=dtype, help="of weights: bf16, fp16, fp32, fp64 (default: %(default)s)")
     groups: dict[tuple[str, ...], Any] = {axes: parser.add_argument_group(title) for axes, title in _GROUPS.items()}
     for option in DECLARED.values():
         add_option(groups.get(option.axes, parser), option)
