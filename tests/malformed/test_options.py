@@ -21,8 +21,8 @@ def case(name: str, value: Any) -> Case:
     def right(options: autopar.Options) -> bool:
         found = getattr(options, name)
         given = tuple(value.items()) if isinstance(value, dict) else tuple(value) if isinstance(value, list) else value
-        same = found == given
-        return same and isinstance(found, bool) == (KINDS[name] is bool)
+        kinds = (KINDS[name], *typing.get_args(KINDS[name]))
+        return found == given and (bool in kinds if isinstance(found, bool) else KINDS[name] is not bool)
 
     return Case(f"{name}={value!r:.60}", lambda: autopar.Options(**{name: value}), right)
 
