@@ -19,18 +19,9 @@ from dataclasses import dataclass
 
 from autopar.cost.topology import Topology
 
-_NUMBERS = {
-    "allgather": 8,
-    "alltoall": 0,
-    "alltoall_dedup": 4,
-    "hierarchical": 4,
-}  # bytes of an expert's number, with a copy
-_CALLS = {
-    "allgather": 7,
-    "alltoall": 5,
-    "alltoall_dedup": 8,
-    "hierarchical": 8,
-}  # exchanges of a layer and step, by level
+# Bytes of an expert's number that goes with a copy; exchanges of a layer and step, on each level.
+_NUMBERS = {"allgather": 8, "alltoall": 0, "alltoall_dedup": 4, "hierarchical": 4}
+_CALLS = {"allgather": 7, "alltoall": 5, "alltoall_dedup": 8, "hierarchical": 8}
 
 
 @dataclass(frozen=True)

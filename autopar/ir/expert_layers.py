@@ -59,8 +59,8 @@ def pairs_per_expert(dispatch: Node, factor: float) -> int:
     if share < 1:
         raise ValueError(
             f"capacity_factor: an expert must take a token at least, found {factor} times the even share of {tokens} "
-            f"tokens with {top} of {experts} experts each, which is {share:.3g}; use {experts / (tokens * top):.3g} or "
-            "more"
+            f"tokens with {top} of {experts} experts each, which is {share:.3g}; use "
+            f"{experts / (tokens * top):.3g} or more"
         )
     return math.ceil(share)
 

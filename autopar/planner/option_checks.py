@@ -75,8 +75,8 @@ def _check_experts(options: Options, mesh: Mesh) -> None:
     if axis in EXPERT_AXES[1:] and mesh.size("ep") > 1:
         raise ValueError(
             f"expert_axis: an axis 'ep' is for experts, found expert_axis={axis!r} beside ep={mesh.size('ep')}; leave "
-            f"one of them out (what others call {axis} with ep inside of it is, without expert_axis=, {axis}/ep times "
-            "ep)"
+            f"one of them out (what others call {axis} with ep inside of it is, without expert_axis=, {axis}/ep "
+            "times ep)"
         )
     if axis == "ep" and "ep" not in mesh.sizes and options.token_dispatcher != DECLARED["token_dispatcher"].default:
         raise ValueError(

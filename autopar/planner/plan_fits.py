@@ -15,11 +15,7 @@ from autopar.planner.experts.expert_plan import check_experts
 from autopar.planner.pipeline.slice_lengths import check_lengths, slice_unit, token_count
 from autopar.schedule.request import SCHEDULES
 
-WHOLE_WEIGHTS = (
-    "dp_replicate",
-    "dp",
-    "cp",
-)  # axes that cut the batch or its tokens, over which weights are whole for use
+WHOLE_WEIGHTS = ("dp_replicate", "dp", "cp")  # cut the batch or its tokens; over these weights are whole for use
 MAKERS = ("", "forward", "backward")  # of the gradients of losses in chunks; "": not decided
 
 
