@@ -183,7 +183,7 @@ class Options:
         "after each microbatch with zero=2 and 3, else once per step", axes=_DP,
     )  # fmt: skip
     memory_limit: int = _option(
-        0, BYTES, "what a rank may hold, such as 80e9 or 80GB: for checkpoints, split points and schedules that search",
+        0, BYTES, "what a rank may hold, such as 80e9 or 80GB: for recomputation, split points and schedules that search",
         "no limit",
     )  # fmt: skip
     activation_offload: int = _option(
@@ -290,6 +290,6 @@ OTHER_WORDS = {
     "constants": "static_inputs", "exact": "lift_to_float64", "sync": "broadcast_weights",
     "check_batches": "check_replica_inputs", "shapes": "padding", "compile": "backend", "batch": "example_batch",
     "inputs": "example_batch",
-}  # of other libraries for these options, and for arguments of parallelize  # fmt: skip
+}  # of other libraries and earlier versions for these options, and for arguments of parallelize  # fmt: skip
 DECLARED = {f.name: DeclaredOption(f.name, f.default, **f.metadata) for f in fields(Options)}
 Options.__doc__ = "\n".join([f"{Options.__doc__}\n", *(f"{o.name}: {o.words}." for o in DECLARED.values())])
