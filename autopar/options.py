@@ -183,7 +183,7 @@ class Options:
         "after each microbatch with zero=2 and 3, else once per step", axes=_DP,
     )  # fmt: skip
     memory_limit: int = _option(
-        0, BYTES, "what a rank may hold, such as 80e9 or 80GB: for recomputation, split points and schedules that search",
+        0, BYTES, "what a rank may hold, such as 80e9 or 80GB: for recompute, split points and schedules that search",
         "no limit",
     )  # fmt: skip
     activation_offload: int = _option(
