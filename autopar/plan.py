@@ -66,19 +66,20 @@ class AttentionPlan:
 class PipelinePlan:
     """How the model is cut over the axis pp.
 
-    schedule: by name. cuts: the layer with which each part but the first begins. chunks: parts per rank. slices:
-    lengths of the token slices (empty: none). holders: parameter -> the parts that use it, or did when ranks got it.
+    schedule: by name. split_points: the layer with which each part but the first begins. virtual_stages: parts per
+    rank. token_slices: their lengths (empty: none). holders: parameter -> the parts that use it, or did when ranks got
+    it.
     """
 
     schedule: str
-    cuts: tuple[str, ...]
-    chunks: int = 1
-    slices: tuple[int, ...] = ()
+    split_points: tuple[str, ...]
+    virtual_stages: int = 1
+    token_slices: tuple[int, ...] = ()
     holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def parts(self) -> int:
-        return len(self.cuts) + 1
+        return len(self.split_points) + 1
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,7 @@ class Plan:
         for node, a in self.attention.items():
             lines.append(f"  attention {node:<50} cp: forward {a.forward}, backward {a.backward}  {a.reason}")
         for node, e in self.experts.items():
-            lines.append(f"  experts of {node:<49} {e.axis}: {e.dispatch}  {e.reason}")
+            lines.append(f"  experts of {node:<49} {e.axis}: {e.token_dispatcher}  {e.reason}")
         lines += self._candidates()
         lines += [f"  piece {name:<54} tp: {p}  of a whole fused weight" for name, p in self.weight_pieces.items()]
         for share in self.shares:
@@ -357,7 +358,7 @@ def check_plan(plan: Plan) -> None:
                 f"plan: {name} is used as P, a pending sum; use R, or the placement that it is stored with"
             )
         if isinstance(axes["mb"].stored if "mb" in axes else None, Shard):
-            raise ValueError(f"plan: {name} is cut on axis 'mb': micro-batches cut the batch, no parameter; use I")
+            raise ValueError(f"plan: {name} is cut on axis 'mb': microbatches cut the batch, no parameter; use I")
     _check_parts(plan)
 
 

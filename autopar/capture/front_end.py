@@ -48,7 +48,7 @@ from autopar.capture.trace.export import export, flatten, paths, unflatten
 from autopar.capture.trace.frame_stack import roomy
 from autopar.capture.trace.gc_pause import resting_collector
 from autopar.capture.trace.program_checks import refuse_overlaps, refuse_running_values
-from autopar.ir.batch import constants_of
+from autopar.ir.batch import static_inputs_of
 from autopar.ir.compute_dtypes import Dtypes, cast_around, dtypes_of, stored_by_name
 from autopar.ir.custom_backward import check_contained
 from autopar.ir.dtype_checks import check_dtypes
@@ -154,7 +154,7 @@ def capture(
     batch: Mapping[str, Any],
     *,
     train: bool | None = None,
-    exact: bool = False,
+    lift_to_float64: bool = False,
     autocast: torch.dtype | None = None,
     precision: Precision | None = None,
     grad_mode: str = "grad",
@@ -167,7 +167,7 @@ def capture(
     dicts of them, and constants (Python's, and `ConstantTensor`), which are specialised into the graph. The model may
     be anywhere, meta included; it is not modified and its parameters are not copied. ``train`` puts every module into
     this mode (dropout, batch norm); by default each has the mode that it has.
-    ``exact`` lifts float32 islands to float64, see `autopar.lift_to_float64`; give it a float64 model and batch.
+    ``lift_to_float64`` is for float32 islands, see `autopar.lift_to_float64`; give it a float64 model and batch.
     ``autocast`` is the dtype of a `torch.autocast` around the forward; its casts become part of the graph.
     ``precision``: the dtypes to compute in; parameters are taken in these, and ``meta["stored_dtypes"]`` says how they
         are held.
@@ -179,7 +179,7 @@ def capture(
 
     Raises ValueError that names the operator and line which cannot be captured.
     """
-    how = (train, exact, autocast, precision or Precision(), grad_mode)
+    how = (train, lift_to_float64, autocast, precision or Precision(), grad_mode)
     for blocks in (True, False) if memo else (False,):
         with contextlib.suppress(TraceAnew), nothing_left(trial) as left:
             gm = _captured(model, batch, *how, blocks, left)
@@ -208,7 +208,7 @@ def _captured(
     model: nn.Module,
     batch: Mapping[str, Any],
     train: bool | None,
-    exact: bool,
+    lift_to_float64: bool,
     autocast: torch.dtype | None,
     precision: Precision,
     grad_mode: str,
@@ -217,14 +217,14 @@ def _captured(
 ) -> GraphModule:
     adapter, mode = adapter_for(model), new_mode()
     replica, arguments = _prepared(model, batch, train, precision, mode)
-    constants = constants_of(arguments)
+    constants = static_inputs_of(arguments)
     arguments = {name: value for name, value in arguments.items() if name not in constants}
     leaves, spec = flatten(arguments)
     fakes = [fake_like(leaf, mode) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     with contextlib.ExitStack() as stack:
         if adapter is not None:
             stack.enter_context(adapter.context(batch))
-        if exact:
+        if lift_to_float64:
             stack.enter_context(_lifted_forward(replica))
         if constants:
             stack.enter_context(_given(replica, constants))

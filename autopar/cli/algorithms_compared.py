@@ -36,14 +36,14 @@ _WIDTH = 180  # of tables when stdout is no terminal
 
 def compare_algorithms(args: argparse.Namespace) -> int:
     """Run it. Returns the exit code; raises ValueError for bad input."""
-    problem, device = asked_problem(args), DEVICES[args.device]
+    problem, device = asked_problem(args), DEVICES[args.target_hardware]
     links = Topology("switch", args.bandwidth or device.links.bandwidth, _given(args.latency, device.links.latency))
     topology = Topology.parse(args.topology, links)
     console = console_of_results(_WIDTH)
     with Console(stderr=True).status("running the algorithms without data"):
-        layout, why = choose_layout([problem], args.attention, args.layout, topology, device)
+        layout, why = choose_layout([problem], args.attention, args.cp_load_balance, topology, device)
         choice = choose_algorithms(_as_dealt(problem, layout), args.attention, topology, device)
-        layouts = _layouts(problem) if args.layout == AUTO else [layout]
+        layouts = _layouts(problem) if args.cp_load_balance == AUTO else [layout]
         rows = {name: candidates(_as_dealt(problem, name), topology, device) for name in layouts}
         if args.svg:
             _draw(args.svg, _as_dealt(problem, layout), layout, topology, device)
@@ -129,7 +129,7 @@ def _print(
     console.print(f"ideal: {', '.join(ideals)} (the allowed pairs shared out evenly, at full speed, nothing exposed)")
     both = choice.forward if choice.forward == choice.backward else f"{choice.forward}+{choice.backward}"
     console.print(f"choice: {both} ({choice.reason})", soft_wrap=True)
-    console.print(f"layout: {layout[0]} ({layout[1]})", soft_wrap=True)
+    console.print(f"cp_load_balance: {layout[0]} ({layout[1]})", soft_wrap=True)
 
 
 def algorithms_table(rows: dict[str, list[AttentionCost]], chosen: tuple[str, AttentionChoice]) -> Table:

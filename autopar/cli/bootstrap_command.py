@@ -1,6 +1,6 @@
-"""`autopar start`: what the start of a world costs, whatever its size: store questions, bytes, groups, seconds.
+"""`autopar bootstrap`: what the start of a world costs, whatever its size: store questions, bytes, groups, seconds.
 
-autopar start --mesh pp=16,dp=16,cp=8,tp=8
+autopar bootstrap --mesh pp=16,dp=16,cp=8,tp=8
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from autopar.cli.shared_arguments import mesh
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--mesh", required=True, type=mesh, metavar="dp=8,tp=8", help="axes and sizes: pp, rp, dp, cp, ep, tp")
+    add(
+        "--mesh", required=True, type=mesh, metavar="dp=8,tp=8", help="axes and sizes: pp, dp_replicate, dp, cp, ep, tp"
+    )
     add("--ranks", type=int, default=1, metavar="N", help="that really run; each takes as long (default: %(default)s)")
 
 
@@ -24,6 +26,6 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-START = Command(
-    "start", "simulate how the ranks of a mesh meet at the start: store, bytes, groups", _add_arguments, _run
+BOOTSTRAP = Command(
+    "bootstrap", "simulate how the ranks of a mesh meet at the start: store, bytes, groups", _add_arguments, _run
 )

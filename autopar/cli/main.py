@@ -1,14 +1,14 @@
 """The command line: look at a plan and its graphs, check a model, see a demo. Any mesh, one process, no weights.
 
     autopar plan   --config CONFIG.json --mesh dp=8,tp=8 --seq 8192 --batch 8
-    autopar plan   --config CONFIG.json --mesh pp=4,dp=2 --micro-batches 8 --schedule 1f1b
+    autopar plan   --config CONFIG.json --mesh pp=4,dp=2 --microbatches 8 --schedule 1f1b
     autopar show   --config CONFIG.json --mesh dp=2,tp=2 --level typed
-    autopar show   --config CONFIG.json --mesh pp=2 --micro-batches 4 --part 1 --level backward_input
+    autopar show   --config CONFIG.json --mesh pp=2 --microbatches 4 --part 1 --level backward_input
     autopar verify --config CONFIG.json --mesh dp=2,tp=2 --zero 3
-    autopar schedule --name zb_h1 --stages 8 --micro-batches 24 --times F=18.5,B=18.1,W=9.3,comm=0.6
+    autopar schedule --name zb_h1 --stages 8 --microbatches 24 --times F=18.5,B=18.1,W=9.3,comm=0.6
     autopar attention --ranks 8 --seq 131072 --heads 32 --kv-heads 8 --topology ring
     autopar experts --ranks 64 --per-node 8 --experts 256 --top-k 8 --hidden 7168 --tokens 4096
-    autopar start --mesh pp=16,dp=16,cp=8,tp=8
+    autopar bootstrap --mesh pp=16,dp=16,cp=8,tp=8
     autopar cache --clear
     autopar env
     autopar demo
@@ -27,7 +27,7 @@ import sys
 from collections.abc import Sequence
 
 from autopar.cli.attention_command import ATTENTION
-from autopar.cli.bootstrap_command import START
+from autopar.cli.bootstrap_command import BOOTSTRAP
 from autopar.cli.cache_command import CACHE
 from autopar.cli.command import Parser
 from autopar.cli.demo_command import DEMO
@@ -40,7 +40,7 @@ from autopar.cli.verify_command import VERIFY
 from autopar.version import VERSION
 
 INTERRUPTED, UNREAD = 130, 141  # exit codes, as of a program that a signal ends
-COMMANDS = (PLAN, SHOW, VERIFY, SCHEDULE, ATTENTION, EXPERTS, START, CACHE, ENV, DEMO)
+COMMANDS = (PLAN, SHOW, VERIFY, SCHEDULE, ATTENTION, EXPERTS, BOOTSTRAP, CACHE, ENV, DEMO)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -67,7 +67,7 @@ def _run_several(args: argparse.Namespace, meshes: list[Mesh]) -> int:
     from autopar.cli.compiling import options_for
     from autopar.report.comparison import show_side_by_side
 
-    args.batch = args.batch or max(mesh.data_size for mesh in meshes) * args.micro_batches
+    args.batch = args.batch or max(mesh.data_size for mesh in meshes) * args.microbatches
     found: list[dict[str, Any]] = []
     for mesh in meshes:
         folder = args.dump / str(mesh).replace(",", "-") if args.dump else None

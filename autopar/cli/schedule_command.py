@@ -1,7 +1,7 @@
 """`autopar schedule`: simulate a pipeline schedule on given times; print it, its bubble and its memory.
 
-    autopar schedule --name zb_h1 --stages 8 --micro-batches 24 --times F=18.5,B=18.1,W=9.3,comm=0.6
-    autopar schedule --name all --stages 8 --micro-batches 24
+    autopar schedule --name zb_h1 --stages 8 --microbatches 24 --times F=18.5,B=18.1,W=9.3,comm=0.6
+    autopar schedule --name all --stages 8 --microbatches 24
 
 The times are those of a rank's whole share of the model, so schedules with several parts per rank compare.
 """
@@ -38,14 +38,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--name", required=True, help=f"a schedule, or '{ALL}' for a table: {', '.join(SCHEDULES)}")
     add("--stages", type=int, required=True, metavar="N", help="ranks of the pp axis")
-    add("--micro-batches", type=int, required=True, metavar="N")
-    add("--chunks", type=int, metavar="N", help="parts of the model per rank (default: the schedule's own)")
-    add("--slices", type=int, default=1, metavar="N", help="token slices per micro-batch (default: 1)")
+    add("--microbatches", type=int, required=True, metavar="N")
+    add("--virtual-stages", type=int, metavar="N", help="parts of the model per rank (default: the schedule's own)")
+    add("--token-slices", type=int, default=1, metavar="N", help="token slices per microbatch (default: 1)")
     add(
         "--times",
         default="",
         metavar="F=18.5,B=18.1,W=9.3,comm=0.6",
-        help="of one micro-batch on a rank's whole share of the model: F forward, B backward to inputs, W backward to "
+        help="of one microbatch on a rank's whole share of the model: F forward, B backward to inputs, W backward to "
         "weights (a backward in one takes B + W), comm a transfer, FB a fused cell of forward and "
         "backward (default: F=B=W=1, FB=F+B+W)",
     )
@@ -53,9 +53,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory",
         default="",
         metavar="M_B=1,M_W=0.5",
-        help="what one micro-batch keeps on a rank: M_B from F until B, M_W from B until W (default: 1 and 0.5)",
+        help="what one microbatch keeps on a rank: M_B from F until B, M_W from B until W (default: 1 and 0.5)",
     )
-    add("--memory-limit", type=float, metavar="M", help="most that a rank may keep, in micro-batches (units of M_B)")
+    add("--memory-limit", type=float, metavar="M", help="most that a rank may keep, in microbatches (units of M_B)")
     add("--unit", choices=UNITS, default="ms", help="of the times, in pictures and traces (default: %(default)s)")
     add("--json", action="store_true", help='print {"makespan", "bubble", "peak", "order"}, the last two per rank')
     add("--svg", type=Path, metavar="FILE", help="draw the schedule")
@@ -63,21 +63,22 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    for name in ("stages", "micro_batches", "slices"):
+    for name in ("stages", "microbatches", "token_slices"):
         if getattr(args, name) < 1:
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option}: expected a positive whole number, found {getattr(args, name)}")
-    if args.chunks is not None and args.chunks < 1:
-        raise ValueError(f"--chunks: expected a positive whole number, found {args.chunks}")
+    if args.virtual_stages is not None and args.virtual_stages < 1:
+        raise ValueError(f"--virtual-stages: expected a positive whole number, found {args.virtual_stages}")
     costs = asked_costs(args.times, args.memory)
-    chunks = args.chunks or (1 if args.name == ALL else SCHEDULES[args.name].chunks)
-    cells = args.stages * args.micro_batches * chunks * args.slices
+
+    virtual_stages = args.virtual_stages or (1 if args.name == ALL else SCHEDULES[args.name].virtual_stages)
+    cells = args.stages * args.microbatches * virtual_stages * args.token_slices
     if cells > MOST_CELLS:
         raise ValueError(
-            f"--stages: a picture of stages x micro-batches x chunks x slices needs at most {MOST_CELLS} cells, found "
-            f"{cells}; take fewer micro-batches, the pattern repeats"
+            f"--stages: a picture of stages x microbatches x virtual stages x token slices needs at most {MOST_CELLS} "
+            f"cells, found {cells}; take fewer microbatches, the pattern repeats"
         )
-    request = Request(args.stages, args.micro_batches, chunks, args.slices, memory_limit=args.memory_limit)
+    request = Request(args.stages, args.microbatches, virtual_stages, args.token_slices, memory_limit=args.memory_limit)
     if args.name == ALL:
         return _all(args, request, costs)
     timeline = run_schedule(args.name, request, costs)
@@ -147,7 +148,7 @@ def _print(timeline: Timeline, facts: Sequence[tuple[str, str]]) -> None:
 def _all(args: argparse.Namespace, request: Request, costs: Costs) -> int:
     if args.svg or args.trace:
         raise ValueError(f"--svg and --trace need one schedule, found --name {ALL}")
-    outcomes = compare(request, costs, args.chunks)
+    outcomes = compare(request, costs, args.virtual_stages)
     if args.json:
         rows = {o.name: summary(o.timeline) if o.timeline else {"refused": o.refusal} for o in outcomes}
         print(json.dumps(rows))

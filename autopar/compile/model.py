@@ -24,7 +24,7 @@ from autopar.compile.split_points import cut_within_limit, fastest_cuts, follow_
 from autopar.compile.stages import StageBuilder
 from autopar.cost.axis_shares import axis_shares
 from autopar.cost.memory import most_static
-from autopar.ir.batch import with_constants
+from autopar.ir.batch import with_static_inputs
 from autopar.ir.graph import copy_graph, loss_places, output_node, remove_dead_code
 from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec
@@ -51,7 +51,7 @@ def compile_model(
     *,
     train: bool = True,
     grad_mode: str = "grad",
-    exact: bool = False,
+    lift_to_float64: bool = False,
     autocast: torch.dtype | None = None,
     plan: Plan | None = None,
     fixed: Plan | None = None,
@@ -64,7 +64,7 @@ def compile_model(
 
     Args:
         model: any module that torch.export accepts; on cpu, cuda or meta; it is not modified.
-        batch: the whole batch (all dp ranks, all micro-batches); only shapes and dtypes matter.
+        batch: the whole batch (all dp ranks, all microbatches); only shapes and dtypes matter.
         train: with gradients, each module in the mode that it has; otherwise all in eval mode, without gradients.
         grad_mode: what the forward is told when it asks whether there are gradients.
         autocast: dtype of a `torch.autocast` around the forward.
@@ -79,7 +79,8 @@ def compile_model(
     gm = timed(
         timings, "capture",
         lambda: capture_step(
-            model, batch, asked, fixed, train=train, grad_mode=grad_mode, exact=exact, autocast=autocast, shared=shared
+            model, batch, asked, fixed, train=train, grad_mode=grad_mode, lift_to_float64=lift_to_float64,
+            autocast=autocast, shared=shared,
         ),
     )  # fmt: skip
     how: dict[str, Any] = {"plan": plan, "fixed": fixed, "outputs": outputs, "tangents": tangents}
@@ -94,15 +95,15 @@ def capture_step(
     *,
     train: bool = True,
     grad_mode: str = "grad",
-    exact: bool = False,
+    lift_to_float64: bool = False,
     autocast: torch.dtype | None = None,
     shared: SharedCapture | None = None,
 ) -> GraphModule:
     """The graph that `compile_model` compiles, which has the arguments."""
     known_batch_dims(model, batch, options, fixed)  # for what it refuses
-    batch, shared = with_constants(batch, options.constants), shared or SharedCapture()
+    batch, shared = with_static_inputs(batch, options.static_inputs), shared or SharedCapture()
     how: dict[str, Any] = {"autocast": autocast, "precision": options.precision, "grad_mode": grad_mode}
-    return shared.again(model, batch, train=None if train else False, exact=exact, **how)
+    return shared.again(model, batch, train=None if train else False, lift_to_float64=lift_to_float64, **how)
 
 
 def capture_example(
@@ -111,13 +112,13 @@ def capture_example(
     options: Options,
     fixed: Plan | None = None,
     *,
-    exact: bool = False,
+    lift_to_float64: bool = False,
     shared: SharedCapture | None = None,
 ) -> GraphModule:
     """The graph that `plan_graph` plans. ``shared`` keeps a copy for the first step."""
     known_batch_dims(model, batch, options, fixed)  # for what it refuses
-    batch, shared = with_constants(batch, options.constants), shared or SharedCapture()
-    return shared.first(model, batch, exact=exact, precision=options.precision)
+    batch, shared = with_static_inputs(batch, options.static_inputs), shared or SharedCapture()
+    return shared.first(model, batch, lift_to_float64=lift_to_float64, precision=options.precision)
 
 
 def plan_model(
@@ -169,7 +170,7 @@ def _compiled(
 ) -> Compiled:
     options = options or (plan.options if plan is not None else Options())
     timings = {} if timings is None else timings
-    ctx = Compilation(mesh.with_micro_batches(options.micro_batches), observers=list(observers), timings=timings)
+    ctx = Compilation(mesh.with_microbatches(options.microbatches), observers=list(observers), timings=timings)
     ctx.observe("capture", gm)
     gm = normalized(gm, ctx)
     if outputs is not None:
@@ -187,7 +188,7 @@ def _compiled(
         PassManager(PLACEMENT_PASSES).run(copy_graph(gm) if slices else gm, c, facts=("functional",)) for c in contexts
     ]
     ctx.plan = plan = dataclasses.replace(plan, shares=axis_shares(local[0], plan))
-    made = [_of_micro_batch(*pair) for pair in zip(local, contexts, strict=True)]
+    made = [_of_microbatch(*pair) for pair in zip(local, contexts, strict=True)]
     gm, prologue = made[0][0], made[0][2]
     ahead = made[0][3]
     if prologue is not None:
@@ -221,16 +222,16 @@ def _settled_cuts(gm: GraphModule, mesh: Mesh, options: Options, estimated: Plan
 def _with_forward_ahead(plan: Plan, ahead: GraphModule) -> Plan:
     """Says so: it is no small thing."""
     note = (
-        f"{len(ahead.meta['results'])} values of all micro-batches need weights: a forward of each goes ahead of the "
-        'step, without gradients; aux_loss="micro_batch" does without for auxiliary losses'
+        f"{len(ahead.meta['results'])} values of all microbatches need weights: a forward of each goes ahead of the "
+        'step, without gradients; aux_loss_scope="microbatch" does without for auxiliary losses'
     )
     return dataclasses.replace(plan, notes=(*plan.notes, ("prologue", note)))
 
 
-def _of_micro_batch(
+def _of_microbatch(
     gm: GraphModule, ctx: Compilation
 ) -> tuple[GraphModule, list[Cache], Prologue | None, GraphModule | None]:
-    """What one rank runs on a micro-batch, or on a slice of its tokens, before it is cut and differentiated, and what
+    """What one rank runs on a microbatch, or on a slice of its tokens, before it is cut and differentiated, and what
     goes ahead of it."""
     gm, prologue, ahead = split_prologue(gm, ctx)
     gm, caches = slice_tokens(gm, ctx)

@@ -7,8 +7,8 @@
     3       every graph      every backward
 
 What every backward sums is what sums cut: over dp (and cp) it leaves pieces. What they leave whole is summed once per
-step, as with 0 and 1, in the last backward or in R: pieces over replicas (rp), which moves 2(R-1)/R of a piece (Zhao et
-al. 2023, PyTorch FSDP, 3.2.2), and gradients of parameters that nothing cuts (vectors) over all axes.
+step, as with 0 and 1, in the last backward or in R: pieces over replicas (dp_replicate), which moves 2(R-1)/R of a
+piece (Zhao et al. 2023, PyTorch FSDP, 3.2.2), and gradients of parameters that nothing cuts (vectors) over all axes.
 
 Before this a part has G and R, where what is between stored and used parameters was cut out of it; else all of it is in
 F and in the backward already, which makes it again: then only its sums are taken apart.
@@ -33,15 +33,15 @@ from autopar.precision import Precision
 from autopar.steps.graphs import Stage
 from autopar.steps.value_names import grad
 
-OF_EACH = ("backward", "backward_input", "backward_weight")  # the backwards of every micro-batch
+OF_EACH = ("backward", "backward_input", "backward_weight")  # the backwards of every microbatch
 
 
 def place_exchanges(stage: Stage, used: Mapping[Node, Node] | None, plan: Plan) -> None:
     """``used``: used node -> its parameter, where G and R were cut out."""
     options, alone = plan.options, plan.pipeline is None  # without other parts it is known which backward is the last
     last = alone and stage.backward is not None
-    once = options.reduces_once and options.micro_batches > 1
-    late = options.micro_batches > 1 and not once
+    once = options.reduces_once and options.microbatches > 1
+    late = options.microbatches > 1 and not once
     if used is not None:
         if not options.gathers_once and stage.gather is not None:
             _gather_inside(stage)
@@ -54,7 +54,7 @@ def place_exchanges(stage: Stage, used: Mapping[Node, Node] | None, plan: Plan) 
     elif last and (once or late):
         assert stage.backward is not None
         stage.backward, stage.backward_reduce = split_accumulation(stage.backward, options.precision, late)
-    if last and options.micro_batches == 1:
+    if last and options.microbatches == 1:
         stage.backward, stage.backward_reduce = None, stage.backward
     if stage.gather is not None:
         stage.gather_forward = with_gathers(stage.forward, stage.gather)

@@ -23,19 +23,19 @@ from autopar.steps.graphs import Compiled
 
 def follow_limit(mesh: Mesh, options: Options) -> bool:
     """Whether a limit says where to cut, if no plan does."""
-    return mesh.size("pp") > 1 and bool(options.memory_limit) and not options.cuts and options.checkpoints == AUTO
+    return mesh.size("pp") > 1 and bool(options.memory_limit) and not options.split_points and options.ac_policy == AUTO
 
 
 def fastest_cuts(gm: GraphModule, mesh: Mesh, options: Options, **how: Any) -> Plan:
     """The plan without a limit."""
-    free = replace(options, memory_limit=0, host_memory=0, checkpoint="none")
+    free = replace(options, memory_limit=0, activation_offload=0, activation_checkpoint="none")
     return make_plan(normalized(gm, Compilation(mesh)), mesh, free, **how)
 
 
 def same_cuts(one: Plan, other: Plan) -> bool:
     """Whether two plans have the same stages under the same schedule."""
     assert one.pipeline is not None and other.pipeline is not None
-    return (one.pipeline.schedule, one.pipeline.cuts) == (other.pipeline.schedule, other.pipeline.cuts)
+    return (one.pipeline.schedule, one.pipeline.split_points) == (other.pipeline.schedule, other.pipeline.split_points)
 
 
 def cut_within_limit(

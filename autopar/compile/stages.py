@@ -62,7 +62,7 @@ class StageBuilder:
     ) -> None:
         """``graphs``: it and its caches, or those of the sample ``slices``. ``static``: see `make_order`. ``tangents``:
         names of outputs that gradients come for, beside the losses, where there is one part. ``ahead``: what totals
-        over micro-batches need of weights.
+        over microbatches need of weights.
 
         Raises ValueError where the graph has no such layers."""
         self.graphs, self.ctx, self.train, self.static, self.slices = graphs, ctx, train, static, slices
@@ -116,7 +116,7 @@ class StageBuilder:
     def make(self, checkpoints: Mapping[int, PartCheckpoints] | None = None) -> Pipeline:
         """The pipeline; ``checkpoints``: of its parts.
 
-        Raises ValueError where the schedule does not take the number of micro-batches."""
+        Raises ValueError where the schedule does not take the number of microbatches."""
         ctx, parts, checked = self.ctx, list[Stage](), list[Stage]()
         for k, part in enumerate(self.parts):
             own = (checkpoints or {}).get(k, NOTHING)
@@ -131,7 +131,7 @@ class StageBuilder:
                 make = partial(_as_is, make())
             parts.append(self._known.stage(part, make, own) if self._shares_parts else make())
         timed(ctx.timings, "checks", lambda: check_step_types(checked or parts, self.graphs[0][0], ctx.mesh))
-        lengths = self.plan.pipeline.slices if self.plan.pipeline is not None else ()
+        lengths = self.plan.pipeline.token_slices if self.plan.pipeline is not None else ()
         hops = self.cuts[0].hops
         if self.slices:
             hops = [sliced_hop(x, self.slices, lengths) for x in zip(*(cut.hops for cut in self.cuts), strict=True)]
@@ -146,7 +146,7 @@ class StageBuilder:
         return Pipeline(parts, hops, order, *self.prologues, lengths, ahead=self.rounds)
 
     def further_ahead(self, made: Pipeline) -> Pipeline | None:
-        """The same graphs in an order that takes the limit for more micro-batches in flight; None where the schedule
+        """The same graphs in an order that takes the limit for more microbatches in flight; None where the schedule
         has but one order, or no limit is so low."""
         pipeline = self.plan.pipeline
         if pipeline is None or not SCHEDULES[pipeline.schedule].searches:
@@ -159,11 +159,11 @@ class StageBuilder:
 
     def _order(self, parts: Sequence[Stage], hops: Sequence[P2PEdge]) -> Order:
         """Where checkpoints keep the limit, a schedule that searches does not take what they save for more
-        micro-batches in flight: that would ask for more of them."""
+        microbatches in flight: that would ask for more of them."""
         options = self.plan.options
-        if options.checkpoints != AUTO:
+        if options.ac_policy != AUTO:
             return make_order(self.plan, parts, hops, self.train, self.static)
-        free = replace(self.plan, options=replace(options, memory_limit=0, checkpoint="none"))
+        free = replace(self.plan, options=replace(options, memory_limit=0, activation_checkpoint="none"))
         return make_order(free, parts, hops, self.train)
 
     def _compile_part(self, k: int, checkpoints: PartCheckpoints) -> Stage:
@@ -198,13 +198,13 @@ class StageBuilder:
         if self._ahead is None:
             return []
         flow, pipeline, gm = flow_of(self._ahead, self.plan.inputs), self.plan.pipeline, self.graphs[0][0]
-        cuts = pipeline.cuts if pipeline is not None else ()
+        cuts = pipeline.split_points if pipeline is not None else ()
         where = place(flow_of(gm, self.plan.inputs), cuts) if cuts else {}
         return split_rounds(self._ahead, flow, {node.name: k for node, k in where.items()}, len(self.parts))
 
     @cached_property
     def prologues(self) -> tuple[StepGraph | None, StepGraph | None]:
-        """What all micro-batches share, and what each has of its own (`Pipeline.once`, `Pipeline.each`)."""
+        """What all microbatches share, and what each has of its own (`Pipeline.once`, `Pipeline.each`)."""
         return _prologues(self.cuts[0])
 
 
@@ -216,7 +216,7 @@ def _cut(gm: GraphModule, plan: Plan, tangents: Sequence[str], train: bool) -> C
     """Of one part, gathers for each use stay within the graph, and are made again in its backward."""
     if plan.pipeline is not None:
         flow = flow_of(gm, plan.inputs)
-        return cut_stages(gm, flow, place(flow, plan.pipeline.cuts), plan.pipeline.parts)
+        return cut_stages(gm, flow, place(flow, plan.pipeline.split_points), plan.pipeline.parts)
     once = plan.options.zero and plan.options.gathers_once
     return uncut(gm, tangents, flow_of(gm, plan.inputs).used if once else None)
 

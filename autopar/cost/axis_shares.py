@@ -6,7 +6,7 @@
 
 Bytes are those of the whole parameters, as they are stored. FLOPs are those of the whole forward (`autopar.cost.flops`)
 in graphs whose values are typed: a call is cut on an axis if an operand or a result of it is. What of a global graph
-can be told are bytes alone. Micro-batches are no ranks, and stages of a pipeline are weighed in its own tables.
+can be told are bytes alone. Microbatches are no ranks, and stages of a pipeline are weighed in its own tables.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class _TypedCalls:
         self.flops: dict[Node, float] = {}
         self.weights: dict[Node, str] = {}  # that a value is made of, and of no input
         self.reached: set[Node] = set()  # by an input
-        mesh = plan.mesh.with_micro_batches(plan.options.micro_batches)
+        mesh = plan.mesh.with_microbatches(plan.options.microbatches)
         names, specs = names_of_parameters(gm), input_specs(gm)
         for node in gm.graph.nodes:
             if node.op == "placeholder":

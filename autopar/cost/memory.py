@@ -3,7 +3,7 @@
     steady    parameters + buffers + inputs + optimizer
     F         saved values and temporaries as they live and die          \\
     B         saved values until their last use, gradients from birth     } the peak of a step lies in one of them
-    between   gradient sums of earlier micro-batches                     /
+    between   gradient sums of earlier microbatches                     /
 
 Activations are counted by walking a graph as it runs (`autopar.ir.storages`), with pipeline stages all graphs of a rank
 in the order of its actions (`autopar.cost.stage_memory`). It is what the graphs ask for, not what a device's allocator
@@ -38,9 +38,9 @@ class Memory:
     parameters: stored pieces of all parameters. buffers: buffers and constants. inputs: its part of a step's batch.
     gradients: one per trainable parameter that the loss depends on, placed and typed like it.
     optimizer: AdamW, see `optimizer_bytes`.
-    accumulated: with micro-batches, sums of this rank's own gradients before they are reduced over ranks, whole on dp;
-    of gradients that each micro-batch reduces (zero=2 and 3) the pieces.
-    saved: what F of one micro-batch keeps for B; with pipeline stages, the most that all micro-batches in flight keep.
+    accumulated: with microbatches, sums of this rank's own gradients before they are reduced over ranks, whole on dp;
+    of gradients that each microbatch reduces (zero=2 and 3) the pieces.
+    saved: what F of one microbatch keeps for B; with pipeline stages, the most that all microbatches in flight keep.
     forward_peak, backward_peak: most bytes of live values in F and in B, saved values and gradients included, what is
     steady left out.
 
@@ -127,7 +127,7 @@ def _optimizer(compiled: Compiled, trained: Sequence[ParameterSpec]) -> dict[str
     """Bytes of states on the device, and on the host: those of three buckets in a row come and go in a step."""
     mesh, options = compiled.plan.mesh, compiled.plan.options
     states = [optimizer_bytes(p, mesh) for p in trained]
-    if not options.optimizer_on_host:
+    if not options.optimizer_cpu_offload:
         return {"optimizer": sum(states)}
     buckets = in_buckets([p.nbytes(mesh) for p in trained], options.bucket_bytes)
     sizes = [sum(states[i] for i in bucket) for bucket in buckets]
@@ -142,8 +142,8 @@ def optimizer_bytes(spec: ParameterSpec, mesh: Mesh) -> int:
 
 
 def _input_bytes(compiled: Compiled, inputs: Mapping[str, str], nodes: Mapping[str, Node]) -> int:
-    """Inputs of all micro-batches: a graph sees one of them."""
-    count, total = compiled.plan.options.micro_batches, 0
+    """Inputs of all microbatches: a graph sees one of them."""
+    count, total = compiled.plan.options.microbatches, 0
     for node, name in inputs.items():
         cut = isinstance(compiled.plan.inputs.get(name, {}).get("mb"), Shard)
         total += bytes_of([nodes[node]]) * (count if cut else 1)
@@ -161,5 +161,5 @@ def static_bytes(specs: Mapping[str, ParameterSpec], names: Sequence[str], mesh:
     """Parameters, gradients and optimizer states of one rank, on the device."""
     held = [specs[n] for n in names]
     return sum(p.nbytes(mesh) * (2 if p.requires_grad else 1) for p in held) + sum(
-        optimizer_bytes(p, mesh) for p in held if p.requires_grad and not options.optimizer_on_host
+        optimizer_bytes(p, mesh) for p in held if p.requires_grad and not options.optimizer_cpu_offload
     )

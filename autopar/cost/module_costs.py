@@ -47,7 +47,7 @@ class Exchanged:
 @dataclass
 class ModuleCost:
     """Of one module without those within it, on one rank that has it, in a step. forward, backward: seconds of
-    computing. kept: bytes that F keeps for the backward, of one micro-batch."""
+    computing. kept: bytes that F keeps for the backward, of one microbatch."""
 
     forward: float = 0.0
     backward: float = 0.0

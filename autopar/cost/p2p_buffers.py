@@ -13,7 +13,7 @@ from autopar.steps.graphs import Pipeline
 from autopar.steps.of_rank import comes_back, hop_bytes
 from autopar.steps.value_names import is_a
 
-Key = tuple[str, int, int, int]  # F or B, stage, micro-batch, slice
+Key = tuple[str, int, int, int]  # F or B, stage, microbatch, slice
 
 
 class P2PBuffers:
@@ -51,12 +51,12 @@ class P2PBuffers:
         if action.kind != "F" and action.kind not in BACKWARD:
             return
         part = self._order.part_of(action.stage)
-        chain = self._order.chains[self._order.chain_of[action.micro_batch]]
+        chain = self._order.chains[self._order.chain_of[action.microbatch]]
         for other in range(len(chain)):
             if other == part or self._order.rank_of[chain[other]] != self._rank:
                 continue
             if (other > part) == (action.kind == "F"):
-                key = (action.kind[0], chain[other], action.micro_batch, action.slice)
+                key = (action.kind[0], chain[other], action.microbatch, action.slice)
                 size = self._between(min(part, other), max(part, other), action)
                 self._sizes[key] = self._sizes.get(key, 0) + size
 
@@ -84,4 +84,4 @@ class P2PBuffers:
 
 
 def _key(action: Action, kind: str) -> Key:
-    return kind, action.stage, action.micro_batch, action.slice
+    return kind, action.stage, action.microbatch, action.slice

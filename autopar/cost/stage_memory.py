@@ -45,7 +45,7 @@ class MemoryProfile:
 
 
 def walk_rank(pipeline: Pipeline, rank: int, precision: Precision = PRECISIONS["none"]) -> MemoryProfile:
-    """Run the actions of one coordinate on pp. ``precision``: says in what gradients of micro-batches are added up."""
+    """Run the actions of one coordinate on pp. ``precision``: says in what gradients of microbatches are added up."""
     order = lowered_order(pipeline)
     run = _RankWalk(pipeline, order, rank, precision)
     totals, ahead = memory_ahead(pipeline, order, rank)
@@ -132,9 +132,9 @@ class _RankWalk:
         self.gathered: dict[tuple[int, str], int] = {}  # stage, used parameter -> bytes
         self.gathers: set[int] = set()  # stages whose next F gathers
         self.sums: dict[int, dict[str, int]] = {}  # stage -> gradient -> bytes
-        self.micro: dict[int, int] = {}  # micro-batch -> bytes of its prologue values and caches
+        self.micro: dict[int, int] = {}  # microbatch -> bytes of its prologue values and caches
         mine = [a for a in order.ranks[rank] if a.kind not in TRANSFERS and a.kind not in PARAMETERS]
-        self.left = Counter(a.micro_batch for a in mine)
+        self.left = Counter(a.microbatch for a in mine)
         self.last = {(a.stage, n): a for a in mine for n in self._used(a)}
         taken = {n for a in mine for n in self._graph_inputs(a)}
         self.once = _made(pipeline.once, taken)
@@ -173,7 +173,7 @@ class _RankWalk:
             return
         share = self.shares[action.slice]
         if action.kind == "F":
-            self.micro.setdefault(action.micro_batch, self.each + round(sum(part.caches) * sum(self.shares)))
+            self.micro.setdefault(action.microbatch, self.each + round(sum(part.caches) * sum(self.shares)))
             if action.stage in self.gathers:
                 graph = part.part.gather_forward
         self.moving.before(action)
@@ -198,7 +198,7 @@ class _RankWalk:
             sums |= trained
             if casts:  # the first sums, in a dtype of their own: addends are let go of one by one
                 self.peak(action.kind, self.there + part.largest(graph, trained))
-            several = self.order.micro_batches * self.order.slices > 1
+            several = self.order.microbatches * self.order.slices > 1
             total = sum(size for of_stage in self.sums.values() for size in of_stage.values())
             self.found.accumulated = max(self.found.accumulated, total if several else 0)
             self.found.trained |= {part.part.aliases.get(n, n) for n in map(of, trained)}
@@ -278,10 +278,10 @@ class _RankWalk:
         self.reduced += storage_bytes(graph.graph, range(len(graph.outputs)))
 
     def leave(self, action: Action) -> None:
-        """What dies with the last action of a micro-batch on this rank."""
-        self.left[action.micro_batch] -= 1
-        if not self.left[action.micro_batch]:
-            self.micro.pop(action.micro_batch, None)
+        """What dies with the last action of a microbatch on this rank."""
+        self.left[action.microbatch] -= 1
+        if not self.left[action.microbatch]:
+            self.micro.pop(action.microbatch, None)
 
     def peak(self, kind: str, size: float) -> None:
         if kind == "F":

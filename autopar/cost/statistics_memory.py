@@ -1,4 +1,4 @@
-"""What rounds ahead of a step take on one rank: totals, values of every micro-batch that later rounds or parts take,
+"""What rounds ahead of a step take on one rank: totals, values of every microbatch that later rounds or parts take,
 and what the graph that runs has alive.
 """
 
@@ -24,11 +24,11 @@ def memory_ahead(pipeline: Pipeline, order: Order, rank: int) -> tuple[int, int]
         live = max((peak_of_values(g.graph, {x.name for x in placeholders(g.graph)}) for g in mine), default=0)
         most = max(most, live)
     kept = max((_kept(pipeline, here, sizes, r) for r in range(len(pipeline.ahead))), default=0)
-    return totals, totals + order.micro_batches * kept + most
+    return totals, totals + order.microbatches * kept + most
 
 
 def _kept(pipeline: Pipeline, here: list[bool], sizes: dict[str, int], number: int) -> int:
-    """Bytes of the values of a micro-batch that are made or received by a round, or before it, and taken in it or
+    """Bytes of the values of a microbatch that are made or received by a round, or before it, and taken in it or
     later."""
     there, later = set[str](), set[str]()
     for r, one in enumerate(pipeline.ahead):

@@ -30,7 +30,7 @@ def timeline_of(compiled: Compiled, costs: Costs, unit: float = 1.0) -> Timeline
 
 
 def _of_slices(costs: Costs, pipeline: Pipeline, links: Topology) -> Costs:
-    """From the costs of the token slice that the graphs' shapes are for to those of a micro-batch of several: all grow
+    """From the costs of the token slice that the graphs' shapes are for to those of a microbatch of several: all grow
     with the tokens."""
     shares = slice_shares(pipeline)
     whole = sum(shares)

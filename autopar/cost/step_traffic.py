@@ -16,12 +16,12 @@ ONCE = ("prologue", "once", "each", "ahead", "gather", "reduce")  # graphs that 
 
 def graph_runs(compiled: Compiled, rank: int = 0) -> dict[str, tuple[GraphModule, int]]:
     """Name -> (step graph, how often a step runs it), of the ranks at coordinate ``rank`` of pp: forward, or with
-    stages part1.backward_input, which runs for every micro-batch and token slice."""
+    stages part1.backward_input, which runs for every microbatch and token slice."""
     return graphs_of_rank(compiled.pipeline, compiled.prologue, rank)
 
 
 def step_communication(compiled: Compiled, rank: int | None = None) -> dict[tuple[str, str], Volume]:
-    """(axis, kind) -> volume of one whole step: forward and backward of all micro-batches, and the prologue; of the
+    """(axis, kind) -> volume of one whole step: forward and backward of all microbatches, and the prologue; of the
     ranks at coordinate ``rank`` of pp, by default of those that send most.
 
     With pipeline stages ("pp", "send")

@@ -140,7 +140,7 @@ def refuse_writes_again(gm: GraphModule) -> None:
         raise ValueError(
             f"capture: the forward writes to buffer {buffer} and reads it within torch.utils.checkpoint, which torch "
             "runs again in the backward, with what was written; turn the model's checkpoints off, and let "
-            'parallelize(..., checkpoint="full") or memory_limit= make values again, which write once'
+            'parallelize(..., activation_checkpoint="full") or memory_limit= make values again, which write once'
         )
 
 

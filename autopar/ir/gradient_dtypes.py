@@ -1,6 +1,6 @@
-"""In which dtypes gradients are added up: over ranks (`summed_in`), and over micro-batches (`added_in`).
+"""In which dtypes gradients are added up: over ranks (`summed_in`), and over microbatches (`added_in`).
 
-Without a policy in that of their parameter. With one over ranks in the dtype that it names, over micro-batches in
+Without a policy in that of their parameter. With one over ranks in the dtype that it names, over microbatches in
 float32 at least.
 """
 
@@ -18,6 +18,6 @@ def summed_in(stored: torch.dtype, precision: Precision) -> torch.dtype:
 
 
 def added_in(own: torch.dtype, stored: torch.dtype, precision: Precision) -> torch.dtype:
-    """``own``: that of one micro-batch's gradient."""
+    """``own``: that of one microbatch's gradient."""
     found = torch.promote_types(own, summed_in(stored, precision))
     return torch.promote_types(found, torch.float32) if precision.compute else found

@@ -23,11 +23,11 @@ import torch
 
 from autopar.adapters.operators import OpOverload, is_composite, mutates, returns_alias
 from autopar.ops import (  # noqa: F401  (registers what is named here)
+    alltoall_dedup_dispatch,
     alltoall_dispatch,
     cache,
     capacity,
     collectives,
-    dedup_dispatch,
     grouped_experts,
     host,
 )

@@ -52,7 +52,7 @@ def make_plan(
 
     ``fixed``: an earlier plan of the same parameters (another input shape); its parameter placements, batch dims,
     schedule and cuts are kept. ``train``: for a step with gradients; an evaluation runs no token slices. ``example``:
-    to place parameters by; what each batch decides anew (micro-batches, sequence parallelism, token slices) is left
+    to place parameters by; what each batch decides anew (microbatches, sequence parallelism, token slices) is left
     open, and inputs that are only likely part of the batch are noted.
     Raises ValueError for sizes that do not divide and for a plan of other parameters.
     """
@@ -60,7 +60,7 @@ def make_plan(
     check_names(asked)
     check_used(asked, mesh)
     _check(mesh, digest, fixed)
-    options = dataclasses.replace(asked, sequence_parallel=False, micro_batches=1) if example else asked
+    options = dataclasses.replace(asked, sequence_parallel=False, microbatches=1) if example else asked
     if fixed is not None:
         check_fits(dataclasses.replace(fixed, inputs={}), gm)
     names = {n: s.name for n, s in _nodes(gm) if s.kind == "parameter"}
@@ -69,7 +69,7 @@ def make_plan(
     streams: tuple[Stream, ...] = ()
     pieces: dict[str, Placement] = {}
     context = plan_context(gm, mesh, options) if mesh.size("cp") > 1 else ContextPlan()
-    check_draws(gm, mesh, asked.micro_batches)
+    check_draws(gm, mesh, asked.microbatches)
     axis, why = expert_axis(gm, mesh, asked) if fixed is None else (kept_axis(asked, fixed), "")
     experts = plan_experts(gm, mesh, asked, axis)
     of_experts = {name: axis for name in expert_parameters(gm, names, experts)}
@@ -81,15 +81,15 @@ def make_plan(
         notes += _refusals(parameters, chosen.refused, {name: len(global_shape(n)) for n, name in names.items()})
         if options.sequence_parallel:
             streams = find_streams(gm, chosen.contractions, mesh, "tp", context.chunks(mesh.size("cp")))
-    for axis in ("ep", "cp", "dp", "rp"):  # as they cut: ep before cp before dp
+    for axis in ("ep", "cp", "dp", "dp_replicate"):  # as they cut: ep before cp before dp
         for node, name in names.items() if mesh.size(axis) > 1 else ():
             p = _data_parallel(node, parameters[name], options, mesh, axis, of_experts.get(name, ""))
             parameters[name][axis] = p if fixed is None else fixed.parameter(name, axis)
-    if options.micro_batches > 1:
+    if options.microbatches > 1:
         for axes in parameters.values():
-            axes["mb"] = ParameterPlan(INVARIANT, REPLICATE, "gradients of micro-batches are added up")
+            axes["mb"] = ParameterPlan(INVARIANT, REPLICATE, "gradients of microbatches are added up")
     dims = _batch_dims(gm, mesh, asked, fixed)
-    inputs = _inputs(gm, mesh, options.micro_batches, dims)
+    inputs = _inputs(gm, mesh, options.microbatches, dims)
     streams += tuple(context.streams)
     notes += [] if example else capacity_notes(gm, asked)
     notes += [*context.notes, *expert_notes(gm, mesh, asked, experts), *kernel_notes(gm), *derived_notes(gm)]
@@ -145,11 +145,11 @@ def _with_pipeline(
         def best() -> tuple[tuple[int, ...], str]:
             links = Topologies.parse(options.topology).given("pp")
             return best_lengths(
-                main_parts(gm, pipeline.cuts), total, options.micro_batches, unit, links, device_of(options)
+                main_parts(gm, pipeline.split_points), total, options.microbatches, unit, links, device_of(options)
             )
 
-        lengths, reason = slice_lengths(options.slices, total, unit, best)
-        pipeline = dataclasses.replace(pipeline, slices=lengths)
+        lengths, reason = slice_lengths(options.token_slices, total, unit, best)
+        pipeline = dataclasses.replace(pipeline, token_slices=lengths)
         notes.append(("pipeline", f"token slices {', '.join(map(str, lengths))}: {reason}"))
     if SCHEDULES[pipeline.schedule].sliced:
         plan = dataclasses.replace(plan, parameters=_gathered_once(plan.parameters))
@@ -197,11 +197,12 @@ def _data_parallel(
     node: Node, axes: Mapping[str, ParameterPlan], options: Options, mesh: Mesh, axis: str, by_expert: str
 ) -> ParameterPlan:
     """On an axis whose ranks have other samples or tokens. DDP: whole, the gradient is all-reduced. ZeRO: cut along the
-    first dim that divides, gathered for use. Over replicas (rp) never: these hold the same pieces. ``by_expert``: the
-    axis over which experts are cut, of weights that are theirs: an axis that cuts before it leaves them in one."""
+    first dim that divides, gathered for use. Over replicas (dp_replicate) never: these hold the same pieces.
+    ``by_expert``: the axis over which experts are cut, of weights that are theirs: an axis that cuts before it leaves
+    them in one."""
     if axis == by_expert:
         return _of_expert(axis)
-    if axis == "rp":
+    if axis == "dp_replicate":
         return ParameterPlan(INVARIANT, REPLICATE, "the same on all replicas; gradients are summed")
     if options.zero == 0:
         return ParameterPlan(INVARIANT, REPLICATE, "whole; gradients are summed")
@@ -229,11 +230,11 @@ def _later(mesh: Mesh, axis: str) -> list[str]:
     return order[order.index(axis) + 1 :]
 
 
-def _inputs(gm: GraphModule, mesh: Mesh, micro_batches: int, dims: BatchDims) -> dict[str, dict[str, Placement]]:
-    """The batch is cut along its dim, over dp, over rp, over micro-batches, and then over ep: what is gathered over ep
-    is a piece of all the others."""
+def _inputs(gm: GraphModule, mesh: Mesh, microbatches: int, dims: BatchDims) -> dict[str, dict[str, Placement]]:
+    """The batch is cut along its dim, over dp, over dp_replicate, over microbatches, and then over ep: what is gathered
+    over ep is a piece of all the others."""
     tensors = {s.name: n for n, s in _nodes(gm) if s.kind == "input"}
-    sizes = {axis: mesh.size(axis) for axis in DATA} | {"mb": micro_batches}
+    sizes = {axis: mesh.size(axis) for axis in DATA} | {"mb": microbatches}
     cuts = {axis: size for axis, size in sizes.items() if size > 1}
     pieces = math.prod(cuts.values())
     out: dict[str, dict[str, Placement]] = {}
@@ -243,7 +244,7 @@ def _inputs(gm: GraphModule, mesh: Mesh, micro_batches: int, dims: BatchDims) ->
         if rows % pieces or not rows:
             raise ValueError(
                 f"data_parallel: the batch of {rows} (dim {dim} of input {name}) does not divide into {pieces} pieces "
-                f"({_of_ranks(mesh)}, {micro_batches} micro-batches); use a batch of "
+                f"({_of_ranks(mesh)}, {microbatches} microbatches); use a batch of "
                 f"{max(-(-rows // pieces), 1) * pieces}"
             )
         out[name] = dict.fromkeys(cuts, Shard(dim)) if dim is not None else {}
@@ -260,7 +261,7 @@ def _of_ranks(mesh: Mesh) -> str:
 
 def _batch_dims(gm: GraphModule, mesh: Mesh, options: Options, fixed: Plan | None) -> dict[str, int | None]:
     """Which dim of each input is the batch; nothing where nothing cuts it."""
-    if mesh.data_size == options.micro_batches == 1:
+    if mesh.data_size == options.microbatches == 1:
         return {}
     return decide_batch_dims(gm, options, fixed)
 

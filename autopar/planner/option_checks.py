@@ -17,25 +17,26 @@ from autopar.schedule.request import SCHEDULES
 
 def check_names(options: Options) -> None:
     """Names of things that are registered: a misspelled one is an error on any mesh. Raises ValueError."""
-    AC_POLICIES[options.checkpoints]
-    if options.checkpoint == AUTO and not options.memory_limit:
+    AC_POLICIES[options.ac_policy]
+    if options.activation_checkpoint == AUTO and not options.memory_limit:
         raise ValueError(
-            "checkpoint: auto keeps what a rank holds under a limit, found no memory_limit; set one, such as "
-            'memory_limit="80GB", or checkpoint="selective" or "full"'
+            "activation_checkpoint: auto keeps what a rank holds under a limit, found no memory_limit; set one, such "
+            'as memory_limit="80GB", or activation_checkpoint="selective" or "full"'
         )
-    if options.host_memory and not options.memory_limit and not options.checkpoint:
+    if options.activation_offload and not options.memory_limit and not options.activation_checkpoint:
         raise ValueError(
-            f"host_memory: holds what a memory_limit does not let a rank keep, found {options.host_memory:,} bytes and "
-            'no memory_limit; set one, such as memory_limit="80GB", or checkpoint="offload"'
+            "activation_offload: holds what a memory_limit does not let a rank keep, found "
+            f'{options.activation_offload:,} bytes and no memory_limit; set one, such as memory_limit="80GB", or '
+            'activation_checkpoint="offload"'
         )
     if options.schedule:
         SCHEDULES[options.schedule]
     for name in options.attention.split("+") if options.attention != "auto" else ():
         ALGORITHMS[name]
     Topologies.parse(options.topology)
-    for name in options.whole_ops:
+    for name in options.replicate_ops:
         if not _is_operator(name):
-            raise ValueError(f"whole_ops: no operator {name!r}; their names are such as 'aten.cumsum.default'")
+            raise ValueError(f"replicate_ops: no operator {name!r}; their names are such as 'aten.cumsum.default'")
 
 
 def check_used(options: Options, mesh: Mesh) -> None:
@@ -49,10 +50,10 @@ def check_used(options: Options, mesh: Mesh) -> None:
                 f"leave it out, or add such an axis"
             )
     _check_experts(options, mesh)
-    if options.gathers != DECLARED["gathers"].default and options.zero == 0:
+    if options.reshard_after_forward != DECLARED["reshard_after_forward"].default and options.zero == 0:
         raise ValueError(
-            f"gathers: says when parameters that ZeRO cuts are gathered, found gathers={options.gathers!r} with "
-            "zero=0; leave it out, or set zero=3"
+            f"reshard_after_forward: says when parameters that ZeRO cuts are gathered, found "
+            f"reshard_after_forward={options.reshard_after_forward!r} with zero=0; leave it out, or set zero=3"
         )
     wiring = Topologies.parse(options.topology)
     for name in wiring.axes:
@@ -65,21 +66,23 @@ def check_used(options: Options, mesh: Mesh) -> None:
 
 
 def _check_experts(options: Options, mesh: Mesh) -> None:
-    axis = options.experts
+    axis = options.expert_axis
     if axis in EXPERT_AXES[1:] and axis not in mesh.sizes:
         raise ValueError(
-            f"experts: expected an axis of the mesh {mesh} over which to cut experts, found experts={axis!r}; add that "
-            'axis, or an axis "ep" that is for experts alone'
+            f"expert_axis: expected an axis of the mesh {mesh} over which to cut experts, found expert_axis={axis!r}; "
+            'add that axis, or an axis "ep" that is for experts alone'
         )
     if axis in EXPERT_AXES[1:] and mesh.size("ep") > 1:
         raise ValueError(
-            f"experts: an axis 'ep' is for experts, found experts={axis!r} beside ep={mesh.size('ep')}; leave one of "
-            f"them out (what others call {axis} with ep inside of it is, without experts=, {axis}/ep times ep)"
+            f"expert_axis: an axis 'ep' is for experts, found expert_axis={axis!r} beside ep={mesh.size('ep')}; leave "
+            f"one of them out (what others call {axis} with ep inside of it is, without expert_axis=, {axis}/ep "
+            "times ep)"
         )
-    if axis == "ep" and "ep" not in mesh.sizes and options.dispatch != DECLARED["dispatch"].default:
+    if axis == "ep" and "ep" not in mesh.sizes and options.token_dispatcher != DECLARED["token_dispatcher"].default:
         raise ValueError(
-            f"dispatch: counts with experts that are cut over an axis, found dispatch={options.dispatch!r} on the mesh "
-            f'{mesh} without an axis ep; leave it out, add such an axis, or say experts="dp" (or "cp", "tp", "auto")'
+            f"token_dispatcher: counts with experts that are cut over an axis, found "
+            f"token_dispatcher={options.token_dispatcher!r} on the mesh {mesh} without an axis ep; leave it out, add "
+            'such an axis, or say expert_axis="dp" (or "cp", "tp", "auto")'
         )
 
 

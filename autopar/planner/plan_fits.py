@@ -15,7 +15,7 @@ from autopar.planner.experts.expert_plan import check_experts
 from autopar.planner.pipeline.slice_lengths import check_lengths, slice_unit, token_count
 from autopar.schedule.request import SCHEDULES
 
-WHOLE_WEIGHTS = ("rp", "dp", "cp")  # axes that cut the batch or its tokens, over which weights are whole for use
+WHOLE_WEIGHTS = ("dp_replicate", "dp", "cp")  # cut the batch or its tokens; over these weights are whole for use
 MAKERS = ("", "forward", "backward")  # of the gradients of losses in chunks; "": not decided
 
 
@@ -53,7 +53,7 @@ def check_fits(plan: Plan, gm: GraphModule, train: bool = False) -> None:
         if name in inputs:
             _check_cuts(plan, f"input {name}", inputs[name], placed)
     if train and plan.pipeline is not None and SCHEDULES[plan.pipeline.schedule].sliced:
-        check_lengths(plan.pipeline.slices, token_count(gm), slice_unit(plan.options, plan.mesh))
+        check_lengths(plan.pipeline.token_slices, token_count(gm), slice_unit(plan.options, plan.mesh))
 
 
 def _check_ways(name: str, axes: Mapping[str, ParameterPlan], of_experts: Collection[str]) -> None:
@@ -70,7 +70,7 @@ def _check_ways(name: str, axes: Mapping[str, ParameterPlan], of_experts: Collec
 
 def _check_cuts(plan: Plan, name: str, shape: tuple[int, ...], placements: Mapping[str, Placement]) -> None:
     """Each axis cuts what the axes before it left."""
-    mesh, left = plan.mesh.with_micro_batches(plan.options.micro_batches), shape
+    mesh, left = plan.mesh.with_microbatches(plan.options.microbatches), shape
     for axis, pieces in mesh.cut_order.items():
         p = placements.get(axis)
         if not isinstance(p, Shard):

@@ -35,11 +35,11 @@ def pipeline_summary(
     peaks = [memory["peak"] for memory in memories]
     return {
         "schedule": plan.schedule,
-        "device": compiled.plan.options.device,
+        "target_hardware": compiled.plan.options.target_hardware,
         "why": [reason for subject, reason in compiled.plan.notes if subject == "pipeline"],
-        "chunks": plan.chunks,
-        "slices": list(plan.slices),
-        "micro_batches": order.micro_batches,
+        "virtual_stages": plan.virtual_stages,
+        "token_slices": list(plan.token_slices),
+        "microbatches": order.microbatches,
         "parts": part_rows(compiled, timeline),
         "makespan": timeline.makespan,
         "step": timeline.cost,
@@ -62,7 +62,7 @@ def pipeline_summary(
 
 
 def part_rows(compiled: Compiled, timeline: Timeline) -> list[dict[str, Any]]:
-    """What each part of the model is, on which ranks it runs, and what one micro-batch takes there. parameters: their
+    """What each part of the model is, on which ranks it runs, and what one microbatch takes there. parameters: their
     number. activations: kept from F until B. sent: values for later parts."""
     pipeline, plan = compiled.pipeline, compiled.plan.pipeline
     assert plan is not None
@@ -75,7 +75,7 @@ def part_rows(compiled: Compiled, timeline: Timeline) -> list[dict[str, Any]]:
             {
                 "part": k,
                 "ranks": sorted({order.rank_of[chain[k]] for chain in order.chains}),
-                "begins": plan.cuts[k - 1] if k else "",
+                "begins": plan.split_points[k - 1] if k else "",
                 "modules": modules_of(name for name in specs if name in part.parameters),
                 "parameters": sum(math.prod(specs[name].shape) for name in part.parameters),
                 "time": times[k] / (sum(times) or 1.0),
@@ -99,17 +99,17 @@ def _facts(summary: Mapping[str, Any]) -> Table:
     table.add_row("schedule", summary["schedule"])
     for reason in summary["why"]:
         table.add_row("", escaped(reason))
-    table.add_row("micro-batches", str(summary["micro_batches"]))
-    if summary["slices"]:
-        table.add_row("token slices", ", ".join(map(str, summary["slices"])))
-    table.add_row(f"step, simulated for {summary['device']}", human_seconds(summary["step"]))
+    table.add_row("microbatches", str(summary["microbatches"]))
+    if summary["token_slices"]:
+        table.add_row("token slices", ", ".join(map(str, summary["token_slices"])))
+    table.add_row(f"step, simulated for {summary['target_hardware']}", human_seconds(summary["step"]))
     table.add_row("bubble", f"{summary['bubble']:.1%}")
     return table
 
 
 def _parts(summary: Mapping[str, Any]) -> Table:
     right = ("parameters", "time", "activations", "sent")
-    table = table_of("Parts (bytes of one micro-batch)", "part", "on pp", "modules", *right, right=right)
+    table = table_of("Parts (bytes of one microbatch)", "part", "on pp", "modules", *right, right=right)
     for row in summary["parts"]:
         ranks = ", ".join(map(str, row["ranks"]))
         sizes = [human_bytes(row[name]) for name in ("activations", "sent")]

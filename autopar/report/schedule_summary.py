@@ -48,14 +48,14 @@ class Outcome:
 def run_schedule(name: str, request: Request, costs: Costs) -> Timeline:
     """Make a schedule and simulate it.
 
-    ``costs`` are of a rank's whole share of the model for one micro-batch (parts are equal shares of it), so schedules
+    ``costs`` are of a rank's whole share of the model for one microbatch (parts are equal shares of it), so schedules
     with more parts per rank compare. Raises ValueError for unknown names, and for what a schedule cannot do.
     """
     entry = SCHEDULES[name]
     assert isinstance(costs.activations, (int, float))
-    each = costs.divided(max(request.chunks, 1))
+    each = costs.divided(max(request.virtual_stages, 1))
     order = entry.make(replace(request, costs=each))
-    assert order.parts == request.ranks * request.chunks, f"{name}: {order.parts} parts"
+    assert order.parts == request.ranks * request.virtual_stages, f"{name}: {order.parts} parts"
     timeline = simulate(order, each)
     if request.memory_limit is not None:
         _check_memory(timeline, request.memory_limit * costs.activations)
@@ -76,7 +76,7 @@ def compare(request: Request, costs: Costs, chunks: int | None = None) -> list[O
     out = []
     for name, entry in SCHEDULES.items():
         try:
-            asked = replace(request, chunks=chunks or entry.chunks)
+            asked = replace(request, virtual_stages=chunks or entry.virtual_stages)
             out.append(Outcome(name, run_schedule(name, asked, costs)))
         except ValueError as error:
             out.append(Outcome(name, refusal=" ".join(str(error).split())))

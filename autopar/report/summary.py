@@ -41,10 +41,10 @@ MEMORY_NOTES = {
     "inputs": "its part of the batch of a step",
     "gradients": "one per parameter, placed and typed like it",
     "optimizer": "AdamW: two moments, in the dtype of the parameters",
-    "accumulated": "gradient sums of micro-batches, before they are reduced",
-    "saved": "activations that F keeps for B: of one micro-batch, or of all in flight in a pipeline",
+    "accumulated": "gradient sums of microbatches, before they are reduced",
+    "saved": "activations that F keeps for B: of one microbatch, or of all in flight in a pipeline",
     "received": "of these, what other stages have sent",
-    "gathered": "parameters that stay whole for all micro-batches",
+    "gathered": "parameters that stay whole for all microbatches",
     "forward_peak": "live values in F, saved ones and gradient sums included",
     "backward_peak": "live values in B, saved ones, gradients and gradient sums included",
     "steady": "parameters + buffers + inputs + optimizer, but for states on the host",
@@ -197,7 +197,7 @@ def show_summary(summary: dict[str, Any], console: Console) -> None:
     """Print a summary as tables."""
     mesh = ",".join(f"{axis}={size}" for axis, size in summary["mesh"].items())
     options = ", ".join(
-        f"{k}={v}" for k, v in summary["options"].items() if k in ("zero", "sequence_parallel", "micro_batches")
+        f"{k}={v}" for k, v in summary["options"].items() if k in ("zero", "sequence_parallel", "microbatches")
     )
     console.print(f"{summary['model']} on {mesh} ({summary['ranks']} ranks), {options}", highlight=False)
     more = [attention_table(summary["attention"])] if "attention" in summary else []

@@ -76,7 +76,7 @@ def _checked_facts(node: Node) -> list[Any]:
 
 
 def _check_call(node: Node, axis: str, ctx: Compilation) -> None:
-    whole = ctx.plan.options.whole_ops if ctx.plan is not None else ()
+    whole = ctx.plan.options.replicate_ops if ctx.plan is not None else ()
     have = result_placements(node, axis)
     try:
         if is_conversion(node) and conversion_of(node)[0] == axis:
@@ -161,7 +161,7 @@ def check_local_shapes(gm: GraphModule, ctx: Compilation) -> None:
 
 def check_owned(gm: GraphModule, ctx: Compilation) -> None:
     """Every gradient that leaves a step graph has contiguous storage to itself: whoever writes to it (sums over
-    micro-batches, clipping, the optimizer) writes to nothing else."""
+    microbatches, clipping, the optimizer) writes to nothing else."""
     shared = shared_outputs(gm, gm.meta.get("owned", ()))
     if shared:
         found = ", ".join(describe(outputs(gm)[i]) for i in shared)

@@ -3,7 +3,7 @@
 The placements of inputs are known, operators have rules (`autopar.rules.local_types`), a sum over ranks makes a whole
 of addends, and a gradient must arrive as the dual of the placement of what it is the gradient of. So a collective that
 is missing, doubled, of another kind or over another axis is an error, whether the table of conversions, differentiation
-or a pass made the mistake. Each axis is looked at by itself; micro-batches and token slices are the runtime's.
+or a pass made the mistake. Each axis is looked at by itself; microbatches and token slices are the runtime's.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def missing_rule(node: Node, axis: str) -> str:
     why = f" (what could be derived, {text_of(node)}, does not cut it so)" if isinstance(tried, DerivedRule) else why
     return (
         f"placements: no sharding rule for {described_at(node)}{why} on axis {axis!r}, operands {at}; add one to "
-        f"autopar/rules/table.py (docs/adding.md), or run the op whole with whole_ops=({str(node.target)!r},)"
+        f"autopar/rules/table.py (docs/adding.md), or run the op whole with replicate_ops=({str(node.target)!r},)"
     )
 
 

@@ -1,7 +1,7 @@
 """Operators of others (`torch.library`) that bring a backward of their own: whether it is linear in the gradient.
 
 A derivative is. A backward that clips, normalises or keeps the largest entries is not: then the gradient must be whole
-before it runs, and not the part of a rank or of a micro-batch. What is registered may be code in any language, so it is
+before it runs, and not the part of a rank or of a microbatch. What is registered may be code in any language, so it is
 tried out, on random numbers of three sizes.
 """
 

@@ -1,6 +1,6 @@
 """What every action of an order waits for: the rules that `simulate` plays by and that a runtime must keep.
 
-    F(part)    F(part-1) of the same micro-batch and slice; F of the slice before on the same stage
+    F(part)    F(part-1) of the same microbatch and slice; F of the slice before on the same stage
     B, BW, BWR own F; B(part+1); B of the slice behind on the same stage (backward runs slices in reverse)
     W          own B
     SF, SB     own F, own B
@@ -17,13 +17,13 @@ from itertools import pairwise
 from autopar.schedule.order import BACKWARD, Action, Order
 
 Key = tuple[str, int, int, int, int]
-"""(kind, stage, micro-batch, slice, peer) of an action; BW and BWR count as B."""
+"""(kind, stage, microbatch, slice, peer) of an action; BW and BWR count as B."""
 
 
 def key_of(action: Action) -> Key:
     """What others wait for when they wait for this action."""
     kind = "B" if action.kind in BACKWARD else action.kind
-    return kind, action.stage, action.micro_batch, action.slice, action.peer
+    return kind, action.stage, action.microbatch, action.slice, action.peer
 
 
 class Dependencies:
@@ -48,43 +48,43 @@ class Dependencies:
         for actions in order.ranks:
             for action in actions:
                 if action.kind in ("RF", "RB"):
-                    unit = (action.kind[1], action.stage, action.micro_batch, action.slice)
+                    unit = (action.kind[1], action.stage, action.microbatch, action.slice)
                     self.receives.setdefault(unit, []).append(key_of(action))
 
     def __call__(self, action: Action) -> list[Key]:
         """Keys in the order in which it is best to look at them: what is latest first."""
-        kind, stage, micro_batch, piece = action.kind, action.stage, action.micro_batch, action.slice
+        kind, stage, microbatch, piece = action.kind, action.stage, action.microbatch, action.slice
         if kind in ("W", "SB"):
-            return [("B", stage, micro_batch, piece, -1)]
+            return [("B", stage, microbatch, piece, -1)]
         if kind == "SF":
-            return [("F", stage, micro_batch, piece, -1)]
+            return [("F", stage, microbatch, piece, -1)]
         if kind == "F":
-            return self._forward(stage, micro_batch, piece)
+            return self._forward(stage, microbatch, piece)
         if kind in BACKWARD:
-            return self._backward(stage, micro_batch, piece)
+            return self._backward(stage, microbatch, piece)
         return []
 
-    def _forward(self, stage: int, micro_batch: int, piece: int) -> list[Key]:
-        keys = self._received("F", stage, micro_batch, piece)
+    def _forward(self, stage: int, microbatch: int, piece: int) -> list[Key]:
+        keys = self._received("F", stage, microbatch, piece)
         if stage in self.before:
-            keys.append(("F", self.before[stage], micro_batch, piece, -1))
+            keys.append(("F", self.before[stage], microbatch, piece, -1))
         if piece > 0:
-            keys.append(("F", stage, micro_batch, piece - 1, -1))
+            keys.append(("F", stage, microbatch, piece - 1, -1))
         return keys
 
-    def _backward(self, stage: int, micro_batch: int, piece: int) -> list[Key]:
-        keys = self._received("B", stage, micro_batch, piece)
+    def _backward(self, stage: int, microbatch: int, piece: int) -> list[Key]:
+        keys = self._received("B", stage, microbatch, piece)
         if stage in self.behind:
-            keys.append(("B", self.behind[stage], micro_batch, piece, -1))
+            keys.append(("B", self.behind[stage], microbatch, piece, -1))
         if piece < self.slices - 1:
-            keys.append(("B", stage, micro_batch, piece + 1, -1))
-        keys.append(("F", stage, micro_batch, piece, -1))
+            keys.append(("B", stage, microbatch, piece + 1, -1))
+        keys.append(("F", stage, microbatch, piece, -1))
         return keys
 
-    def _received(self, way: str, stage: int, micro_batch: int, piece: int) -> list[Key]:
+    def _received(self, way: str, stage: int, microbatch: int, piece: int) -> list[Key]:
         """The receives of a unit, which must be posted, and the sends at the other end."""
         if not self.receives:
             return []
-        posted = self.receives.get((way, stage, micro_batch, piece), [])
-        sends = [(f"S{way}", peer, micro_batch, piece, stage) for _, _, _, _, peer in posted]
+        posted = self.receives.get((way, stage, microbatch, piece), [])
+        sends = [(f"S{way}", peer, microbatch, piece, stage) for _, _, _, _, peer in posted]
         return [*posted, *sends]

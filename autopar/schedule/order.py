@@ -1,10 +1,10 @@
 """Schedules are data: which rank does what in which order.
 
-    2F0      stage 2 runs the forward of micro-batch 0
+    2F0      stage 2 runs the forward of microbatch 0
     2B0      backward to inputs        2W0    backward to weights        2BW0    both in one
     2F0.1    the same for token slice 1
     0F3&     runs as one cell with the next compute action; rows print the cell as 0F3&1BW2
-    2SF0>3   stage 2 sends activations of micro-batch 0 to stage 3       3RF0<2  stage 3 receives them
+    2SF0>3   stage 2 sends activations of microbatch 0 to stage 3       3RF0<2  stage 3 receives them
     3SB0>2   stage 3 sends gradients back                                2RB0<3  stage 2 receives them
     2G       gather the parameters of stage 2                            2R      reduce its gradients
     2BWR3    2BW3 and 2R in one, so that the reductions overlap
@@ -16,7 +16,7 @@ runs the lowered Order, and pictures show the same. The schedules themselves are
 import fills `SCHEDULES`.
 
 A *stage* runs one *part* of the model on one rank. Parts follow each other along a *chain* of stages. All schedules
-have one chain, but for dual_pipe: there every part has two stages, on mirrored ranks, and each micro-batch takes one
+have one chain, but for dual_pipe: there every part has two stages, on mirrored ranks, and each microbatch takes one
 of two chains.
 """
 
@@ -42,7 +42,7 @@ PARAMETERS = ("G", "R")
 
 ACTION = re.compile(
     r"(?P<stage>\d+)(?:(?P<parameters>[GR])"
-    r"|(?P<compute>F|BWR|BW|B|W)(?P<micro_batch>\d+)(?:\.(?P<slice>\d+))?(?P<paired>&)?"
+    r"|(?P<compute>F|BWR|BW|B|W)(?P<microbatch>\d+)(?:\.(?P<slice>\d+))?(?P<paired>&)?"
     r"|(?P<transfer>[SR][FB])(?P<moved>\d+)(?:\.(?P<piece>\d+))?(?P<way>[<>])(?P<peer>\d+))"
 )
 
@@ -54,7 +54,7 @@ class Action:
 
     stage: int
     kind: str
-    micro_batch: int = 0
+    microbatch: int = 0
     slice: int = 0
     peer: int = -1
     paired: bool = False
@@ -62,7 +62,7 @@ class Action:
     def __str__(self) -> str:
         if self.kind in PARAMETERS:
             return f"{self.stage}{self.kind}"
-        unit = f"{self.micro_batch}.{self.slice}" if self.slice else str(self.micro_batch)
+        unit = f"{self.microbatch}.{self.slice}" if self.slice else str(self.microbatch)
         peer = f"{'>' if self.kind[0] == 'S' else '<'}{self.peer}" if self.kind in TRANSFERS else ""
         return f"{self.stage}{self.kind}{unit}{peer}{'&' if self.paired else ''}"
 
@@ -77,7 +77,7 @@ class Action:
             return Action(stage, match["parameters"])
         if match["compute"]:
             paired = match["paired"] is not None
-            return Action(stage, match["compute"], int(match["micro_batch"]), int(match["slice"] or 0), paired=paired)
+            return Action(stage, match["compute"], int(match["microbatch"]), int(match["slice"] or 0), paired=paired)
         return Action(stage, match["transfer"], int(match["moved"]), int(match["piece"] or 0), int(match["peer"]))
 
 
@@ -98,8 +98,8 @@ _Rows = tuple[tuple[Action, ...], ...]
 class Order:
     """What every rank does, in order.
 
-    ranks: rank -> actions. chains: the stages along which micro-batches flow, first part first. rank_of: stage -> rank.
-    chain_of: micro-batch -> index of its chain. slices: token slices per micro-batch (1: none).
+    ranks: rank -> actions. chains: the stages along which microbatches flow, first part first. rank_of: stage -> rank.
+    chain_of: microbatch -> index of its chain. slices: token slices per microbatch (1: none).
     """
 
     name: str
@@ -110,7 +110,7 @@ class Order:
     slices: int = 1
 
     @property
-    def micro_batches(self) -> int:
+    def microbatches(self) -> int:
         return len(self.chain_of)
 
     @property
@@ -193,7 +193,7 @@ class ScheduleError(ValueError):
 class P2PEdge:
     """A value goes from one part to a later one; with ``gradient`` its gradient comes back the same way.
 
-    shapes: of one micro-batch on one rank; one shape per token slice where there are slices.
+    shapes: of one microbatch on one rank; one shape per token slice where there are slices.
     """
 
     value: str

@@ -6,12 +6,12 @@ from itertools import pairwise
 
 from autopar.schedule.order import COMPUTE, TRANSFERS, Action, Order, ScheduleError
 
-Unit = tuple[int, int, int]  # stage, micro-batch, slice
+Unit = tuple[int, int, int]  # stage, microbatch, slice
 Place = tuple[int, int]  # rank, index
 
 
 def validate(order: Order) -> None:
-    """Check an order, lowered or not: every unit (stage of its micro-batch's chain, micro-batch, slice) has one F and
+    """Check an order, lowered or not: every unit (stage of its microbatch's chain, microbatch, slice) has one F and
     one BW, or one F, one B and one W, in this order and on the rank of its stage; or F alone, when there is no backward
     at all. Raises ScheduleError."""
     _check_chains(order)
@@ -20,18 +20,18 @@ def validate(order: Order) -> None:
         for index, action in enumerate(actions):
             _check_action(order, rank, index)
             if action.kind in COMPUTE:
-                unit = units.setdefault((action.stage, action.micro_batch, action.slice), {})
+                unit = units.setdefault((action.stage, action.microbatch, action.slice), {})
                 kind = "BW" if action.kind == "BWR" else action.kind
                 if kind in unit:
                     raise ScheduleError(order, f"{action} is there twice", {rank: index})
                 unit[kind] = (rank, index)
     complete = [["BW", "F"], ["B", "F", "W"]] if any(unit.keys() != {"F"} for unit in units.values()) else [["F"]]
-    for micro_batch, chain in enumerate(order.chain_of):
+    for microbatch, chain in enumerate(order.chain_of):
         for stage in order.chains[chain]:
             for piece in range(order.slices):
-                unit = units.get((stage, micro_batch, piece), {})
+                unit = units.get((stage, microbatch, piece), {})
                 if sorted(unit) not in complete:
-                    _raise_incomplete(order, Action(stage, "F", micro_batch, piece), unit)
+                    _raise_incomplete(order, Action(stage, "F", microbatch, piece), unit)
                 _check_sequence(order, unit)
     if order.lowered:
         check_channels(order)
@@ -40,14 +40,14 @@ def validate(order: Order) -> None:
 def _check_chains(order: Order) -> None:
     """Every stage is in one chain, and all chains have the same parts."""
     if not order.chains or not order.chain_of:
-        raise ScheduleError(order, "needs at least one chain of stages and one micro-batch")
+        raise ScheduleError(order, "needs at least one chain of stages and one microbatch")
     stages = sorted(stage for chain in order.chains for stage in chain)
     if stages != list(range(len(order.rank_of))):
         raise ScheduleError(order, f"every stage 0..{len(order.rank_of) - 1} must be in one chain, found {stages}")
     if len({len(chain) for chain in order.chains}) != 1:
         raise ScheduleError(order, f"chains must have equally many parts, found {order.chains}")
     if not all(0 <= chain < len(order.chains) for chain in order.chain_of):
-        raise ScheduleError(order, f"micro-batches take chains 0..{len(order.chains) - 1}, found {order.chain_of}")
+        raise ScheduleError(order, f"microbatches take chains 0..{len(order.chains) - 1}, found {order.chain_of}")
     if not all(0 <= rank < len(order.ranks) for rank in order.rank_of):
         raise ScheduleError(order, f"stages run on ranks 0..{len(order.ranks) - 1}, found {order.rank_of}")
 
@@ -60,11 +60,11 @@ def _check_action(order: Order, rank: int, index: int) -> None:
             raise ScheduleError(order, f"{action} names stage {stage}; there are {len(order.rank_of)}", here)
     if order.rank_of[action.stage] != rank:
         raise ScheduleError(order, f"{action} is on rank {rank}; its rank is {order.rank_of[action.stage]}", here)
-    if not 0 <= action.micro_batch < order.micro_batches or not 0 <= action.slice < order.slices:
-        most = f"{order.micro_batches} micro-batches of {order.slices} token slices"
+    if not 0 <= action.microbatch < order.microbatches or not 0 <= action.slice < order.slices:
+        most = f"{order.microbatches} microbatches of {order.slices} token slices"
         raise ScheduleError(order, f"{action} is beyond the {most}", here)
-    if action.kind in COMPUTE and action.stage not in order.chains[order.chain_of[action.micro_batch]]:
-        raise ScheduleError(order, f"{action}: micro-batch {action.micro_batch} takes another chain", here)
+    if action.kind in COMPUTE and action.stage not in order.chains[order.chain_of[action.microbatch]]:
+        raise ScheduleError(order, f"{action}: microbatch {action.microbatch} takes another chain", here)
     if action.paired:
         behind = next((a for a in order.ranks[rank][index + 1 :] if a.kind not in TRANSFERS), None)
         if action.kind not in COMPUTE or behind is None or behind.kind not in COMPUTE or behind.paired:
@@ -117,7 +117,7 @@ def check_channels(order: Order) -> None:
 def counterpart(transfer: Action) -> Action:
     """The receive of a send, the send of a receive."""
     way = "R" if transfer.kind[0] == "S" else "S"
-    return Action(transfer.peer, way + transfer.kind[1], transfer.micro_batch, transfer.slice, transfer.stage)
+    return Action(transfer.peer, way + transfer.kind[1], transfer.microbatch, transfer.slice, transfer.stage)
 
 
 def acknowledged(order: Order, rank: int) -> dict[Action, list[Action]]:
@@ -131,7 +131,7 @@ def acknowledged(order: Order, rank: int) -> dict[Action, list[Action]]:
         waiting: dict[tuple[str, int, int, int], list[Action]] = {}
         taken: list[Action] = []
         for action in order.ranks[peer]:
-            unit = (action.kind[-1 if action.kind in TRANSFERS else 0], action.stage, action.micro_batch, action.slice)
+            unit = (action.kind[-1 if action.kind in TRANSFERS else 0], action.stage, action.microbatch, action.slice)
             if action.kind not in TRANSFERS:
                 taken += waiting.pop(unit, [])
             elif order.rank_of[action.peer] == rank:

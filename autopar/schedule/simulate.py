@@ -21,7 +21,7 @@ UNIT_COSTS = Costs()
 @dataclass(frozen=True)
 class Timeline:
     """An order with times. start, end: per rank, one per action of ``order.ranks[rank]``; the two actions of a fused
-    cell share them. busy: per rank, the time in which it computes. live: per rank, the most units (stage, micro-batch,
+    cell share them. busy: per rank, the time in which it computes. live: per rank, the most units (stage, microbatch,
     slice) whose F has run and whose B or BW has not. memory: per rank, the peak in the units of the costs."""
 
     order: Order
@@ -237,8 +237,8 @@ class _Simulation:
         known = {key_of(action): action for actions in self.order.ranks for action in actions}
         stuck = []
         for key, ranks in self.waiting.items():
-            kind, stage, micro_batch, piece, peer = key
-            absent = f"{Action(stage, kind, micro_batch, piece, peer)}, which no rank runs"
+            kind, stage, microbatch, piece, peer = key
+            absent = f"{Action(stage, kind, microbatch, piece, peer)}, which no rank runs"
             missing = str(known.get(key, absent))
             for rank in ranks:
                 stuck.append((rank, f"rank {rank} at {self.order.ranks[rank][marks[rank]]} waits for {missing}"))

@@ -70,7 +70,7 @@ class _Waits:
         if action.kind in TRANSFERS:
             ends = (action.stage, action.peer) if action.kind[0] == "S" else (action.peer, action.stage)
             number = self._transfers.setdefault(
-                (action.kind[1], *ends, action.micro_batch, action.slice), len(self._open)
+                (action.kind[1], *ends, action.microbatch, action.slice), len(self._open)
             )
             if number < len(self._open):
                 return number
@@ -82,7 +82,7 @@ class _Waits:
         last: dict[Hashable, int] = {}  # stream -> what was started on it last
         arriving: dict[Unit, list[int]] = {}  # what computes a unit takes these receives
         for action, number in zip(actions, numbers):
-            kind, unit = action.kind, (action.stage, action.micro_batch, action.slice)
+            kind, unit = action.kind, (action.stage, action.microbatch, action.slice)
             if kind in TRANSFERS:
                 peer = self._rank_of[action.peer]
                 group = self._group((rank, peer) if kind[0] == "S" else (peer, rank))

@@ -18,7 +18,7 @@ from autopar.schedule.order import Order, P2PEdge
 @dataclass
 class Prologue:
     """``graph`` takes the placeholders named in ``inputs`` and returns one value per name in ``totals``, to be summed
-    over micro-batches and fed to the main graph."""
+    over microbatches and fed to the main graph."""
 
     graph: GraphModule
     inputs: list[str]
@@ -87,7 +87,7 @@ class Stage:
     forward (F): parameters, buffers, prologue values, received values -> sent values, losses, mutations, saved.
     backward (BW): saved values, parameters, ``grad:`` of sent values and of outputs -> ``grad:`` of received values and
     of parameters. backward_input (B), backward_weight (W): the same in two. None where nothing has a gradient.
-    losses: names in F's outputs, which every micro-batch adds to. dependent: names of all outputs of the model that
+    losses: names in F's outputs, which every microbatch adds to. dependent: names of all outputs of the model that
     depend on a trainable parameter, whether or not there is a backward for them. roots: gradient -> those outputs that
     it comes from, where these are not all that have a gradient. mutations: F's output -> buffer name.
     parameters: original names of what it holds. caches: of token slices.
@@ -96,10 +96,10 @@ class Stage:
       cut out   gather (G): stored -> used parameters; ``aliases``: used -> stored name where nothing is to do,
                 ``gathered``: of the others.
                 gather_forward (GF): G and F in one, for the first F of a step; makes what both make.
-                reduce (R): ``grad:`` of used parameters, summed over micro-batches -> ``grad:`` of stored ones.
+                reduce (R): ``grad:`` of used parameters, summed over microbatches -> ``grad:`` of stored ones.
       or inside of F and of backward_reduce (BWR): the last backward of a step, which takes ``sum:`` of the earlier ones
                 and reduces, so that sums over ranks overlap with it. BW makes this rank's own gradients then.
-      or inside of every backward: sums over micro-batches are then those of pieces.
+      or inside of every backward: sums over microbatches are then those of pieces.
     """
 
     forward: StepGraph
@@ -122,9 +122,9 @@ class Stage:
 
 @dataclass
 class GlobalStatistics:
-    """What a step runs ahead of its first F, on every micro-batch, without gradients: a graph for each part that has
+    """What a step runs ahead of its first F, on every microbatch, without gradients: a graph for each part that has
     one. It takes parameters as they are stored, totals of earlier rounds and values by name; it makes values, and
-    addends to the ``totals`` of this round, summed over micro-batches. hops: what goes to later parts."""
+    addends to the ``totals`` of this round, summed over microbatches. hops: what goes to later parts."""
 
     graphs: list[StepGraph | None]
     hops: list[P2PEdge]
@@ -135,9 +135,9 @@ class GlobalStatistics:
 class Pipeline:
     """A model cut into parts; one part where no axis cuts it.
 
-    hops: what goes between parts. once: graph of the values that are the same for all micro-batches and depend on no
-    parameter; each: the same per micro-batch. A rank runs what its stages need of them. order: compute actions.
-    slices: lengths of the token slices (empty: none). notes: (subject, reason) of every decision. ahead: rounds of
+    hops: what goes between parts. once: graph of the values that are the same for all microbatches and depend on no
+    parameter; each: the same per microbatch. A rank runs what its stages need of them. order: compute actions.
+    token_slices: their lengths (empty: none). notes: (subject, reason) of every decision. ahead: rounds of
     forwards that go ahead of the first action, for totals that weights have a part in.
     """
 
@@ -146,7 +146,7 @@ class Pipeline:
     order: Order
     once: StepGraph | None = None
     each: StepGraph | None = None
-    slices: tuple[int, ...] = ()
+    token_slices: tuple[int, ...] = ()
     notes: tuple[tuple[str, str], ...] = ()
     ahead: list[GlobalStatistics] = field(default_factory=list)
 
@@ -166,7 +166,7 @@ class Compiled:
     """Everything before `bind`: the same on all ranks.
 
     ``local``: the typed local graph. ``pipeline``: the step graphs of its parts. ``prologue``: what is computed once
-    per step from the inputs of all micro-batches (None without micro-batches, or where nothing is). ``timings``:
+    per step from the inputs of all microbatches (None without microbatches, or where nothing is). ``timings``:
     seconds per stage of the compiler.
     """
 

@@ -55,7 +55,7 @@ def exchanges_tokens(part: Stage) -> bool:
 
 
 def sum_dtypes(part: Stage, precision: Precision) -> dict[str, torch.dtype]:
-    """Gradient of a parameter -> the dtype in which those of micro-batches are added up: what takes the sum says it,
+    """Gradient of a parameter -> the dtype in which those of microbatches are added up: what takes the sum says it,
     if anything does."""
     taken = part.reduce or part.backward_reduce
     known = {
@@ -108,12 +108,12 @@ def graphs_of_rank(pipeline: Pipeline, prologue: Prologue | None, rank: int) -> 
     parts = [pipeline.parts[k] for k in parts_of(order, rank)]
     taken = {name for part in parts for kind in ("F", *BACKWARDS) for name in _inputs(graph_of(part, kind))}
     found: dict[str, tuple[GraphModule, int]] = {}
-    micro_batches = len({a.micro_batch for a in mine if a.kind == "F"})
+    microbatches = len({a.microbatch for a in mine if a.kind == "F"})
     totals = StepGraph(prologue.graph, prologue.inputs, list(prologue.totals)) if prologue is not None else None
     for name, step, times in (
-        ("each", pipeline.each, micro_batches),
+        ("each", pipeline.each, microbatches),
         ("once", pipeline.once, 1),
-        ("prologue", totals, order.micro_batches),
+        ("prologue", totals, order.microbatches),
     ):
         needed = restricted(step, taken)
         if needed is not None:
@@ -122,7 +122,7 @@ def graphs_of_rank(pipeline: Pipeline, prologue: Prologue | None, rank: int) -> 
     for r, one in enumerate(pipeline.ahead):
         for k, step in enumerate(one.graphs):
             if step is not None and order.rank_of[order.chains[0][k]] == rank:
-                found[graph_name(len(pipeline.parts), k, f"ahead{r}")] = step.graph, order.micro_batches
+                found[graph_name(len(pipeline.parts), k, f"ahead{r}")] = step.graph, order.microbatches
     for (k, kind), times in sorted(Counter((order.part_of(a.stage), a.kind) for a in mine).items()):
         graph = graph_of(pipeline.parts[k], kind)
         if graph is not None:
@@ -167,7 +167,7 @@ def sends(pipeline: Pipeline, rank: int) -> Iterator[int]:
     """Bytes of every tensor that a rank sends to other stages: values with F, their gradients with B or BW."""
     order, of = pipeline.order, pipeline.order.rank_of
     for action in order.ranks[rank]:
-        part, chain = order.part_of(action.stage), order.chains[order.chain_of[action.micro_batch]]
+        part, chain = order.part_of(action.stage), order.chains[order.chain_of[action.microbatch]]
         for hop in pipeline.hops:
             forward = action.kind == "F" and hop.source == part and of[chain[hop.target]] != rank
             backward = action.kind in BACKWARD and hop.target == part and of[chain[hop.source]] != rank
@@ -176,7 +176,7 @@ def sends(pipeline: Pipeline, rank: int) -> Iterator[int]:
 
 
 def hop_bytes(hop: P2PEdge, piece: int = 0) -> int:
-    """Bytes of a hop's value for a micro-batch, or for one of its token slices."""
+    """Bytes of a hop's value for a microbatch, or for one of its token slices."""
     return math.prod(hop.shapes[piece if len(hop.shapes) > 1 else 0]) * hop.dtype.itemsize
 
 
@@ -234,7 +234,7 @@ def recorded_facts(part: Stage, names: Collection[str]) -> dict[str, tuple[tuple
 
 
 def results_of(pipeline: Pipeline, order: Order, train: bool) -> dict[str, tuple[int, tuple[int, ...], torch.dtype]]:
-    """Output of F -> coordinate of the rank that makes it for the last micro-batch, shape, type: of the new buffers in
+    """Output of F -> coordinate of the rank that makes it for the last microbatch, shape, type: of the new buffers in
     training, of everything that the model returns otherwise."""
     last = order.chains[order.chain_of[-1]]
     found = {}

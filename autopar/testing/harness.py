@@ -90,9 +90,9 @@ class Checked:
 def check_model(
     model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, options: Options | None = None, **facts: Any
 ) -> Checked:
-    """Compile, run all ranks and micro-batches, compare with eager, which draws the same numbers if any are drawn.
+    """Compile, run all ranks and microbatches, compare with eager, which draws the same numbers if any are drawn.
     ``facts`` go to `compile_model`."""
-    compiled = compile_model(model, batch, mesh, options or Options(), exact=True, outputs=(), **facts)
+    compiled = compile_model(model, batch, mesh, options or Options(), lift_to_float64=True, outputs=(), **facts)
     seed = 0 if any(s.kind == "seed" for s in compiled.signature.inputs) else None
     return Checked(compiled, MeshRun(compiled, model, batch, mesh).errors(eager(model, batch, seed)))
 
@@ -104,8 +104,8 @@ class MeshRun:
         self, compiled: Compiled, model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, seed: int = 0
     ) -> None:
         self.compiled, self.batch, self.mesh, self.seed = compiled, batch, mesh, seed
-        self.count = compiled.plan.options.micro_batches
-        self.cut_order = mesh.with_micro_batches(self.count).cut_order
+        self.count = compiled.plan.options.microbatches
+        self.cut_order = mesh.with_microbatches(self.count).cut_order
         self.buffers: list[dict[str, Tensor]] = []  # that the last forward wrote, on every rank
         self.specs = {s.node: s for s in compiled.local.meta["signature"].inputs}
         self.specs |= {s.node: s for s in compiled.signature.inputs}
@@ -116,13 +116,13 @@ class MeshRun:
             **compiled.local.meta.get("constants", {}),
         }
 
-    def feed(self, names: Sequence[str], rank: int, micro_batch: int, known: Mapping[str, Any]) -> list[Any]:
+    def feed(self, names: Sequence[str], rank: int, microbatch: int, known: Mapping[str, Any]) -> list[Any]:
         """Values of a step graph's placeholders on one rank."""
-        return [known[n] if n in known else self._value(n, rank, micro_batch) for n in names]
+        return [known[n] if n in known else self._value(n, rank, microbatch) for n in names]
 
-    def _value(self, name: str, rank: int, micro_batch: int) -> Any:
+    def _value(self, name: str, rank: int, microbatch: int) -> Any:
         spec = self.specs[self.compiled.stage.aliases.get(name, name)]
-        at = {**self.mesh.coordinate(rank), "mb": micro_batch}
+        at = {**self.mesh.coordinate(rank), "mb": microbatch}
         if spec.kind == "parameter":
             return nested_piece(self.state[spec.name].detach(), self.placed[spec.name], self.mesh.cut_order, at).clone()
         if spec.kind in ("buffer", "constant"):
@@ -130,8 +130,8 @@ class MeshRun:
             return x.double() if x.dtype == torch.float32 else x
         if spec.kind == "input":
             return nested_piece(_at(self.batch, spec.name), self.compiled.plan.inputs[spec.name], self.cut_order, at)
-        assert spec.kind in ("micro_batch", "seed"), spec
-        return torch.tensor(micro_batch if spec.kind == "micro_batch" else self.seed)
+        assert spec.kind in ("microbatch", "seed"), spec
+        return torch.tensor(microbatch if spec.kind == "microbatch" else self.seed)
 
     def _totals(self) -> list[dict[str, Any]]:
         """Of every rank: what goes ahead, one sum after another."""
@@ -152,7 +152,7 @@ class MeshRun:
         known: list[dict[str, Any]],
         kept: Sequence[list[dict[str, Any]]] = (),
     ) -> None:
-        """Add to ``known`` the sums over micro-batches, to ``kept`` what else they make, of every rank."""
+        """Add to ``known`` the sums over microbatches, to ``kept`` what else they make, of every rank."""
         sums: list[dict[str, Any]] = [{} for _ in known]
         for mb in range(self.count):
             given = [{**a, **b} for a, b in zip(known, kept[mb] if kept else [{}] * len(known), strict=True)]

@@ -57,7 +57,7 @@ def _known_policy() -> Iterator[None]:
 @functools.cache
 def captured(name: str) -> tuple[nn.Module, Any, GraphModule]:
     model, batch = tiny(name, layers=1, dropout=0.1) if name in DROPPING else make(name)
-    return model, batch, capture(model, batch, exact=True)
+    return model, batch, capture(model, batch, lift_to_float64=True)
 
 
 @functools.cache
@@ -68,7 +68,7 @@ def made(name: str, **options: Any) -> Compiled:
 @functools.cache
 def step_of(name: str, policy: str = "none", limit: int = 0) -> tuple[list[float], dict[str, list[torch.Tensor]]]:
     model, batch, _ = captured(name)
-    return MeshRun(made(name, checkpoint=policy, memory_limit=limit), model, batch, Mesh.of(), SEED).step()
+    return MeshRun(made(name, activation_checkpoint=policy, memory_limit=limit), model, batch, Mesh.of(), SEED).step()
 
 
 def peak(compiled: Compiled) -> int:
@@ -100,9 +100,9 @@ def test_gradients_of_every_model_are_the_same_bits(name: str) -> None:
 @pytest.mark.parametrize("name", ALWAYS)
 def test_gradients_are_the_same_bits(name: str, policies: Sequence[str] = (), shares: Sequence[float] = (0.0,)) -> None:
     for policy in policies or ALWAYS[name]:
-        assert made(name, checkpoint=policy).plan.checkpoints or name in ("mlp", "cnn")
+        assert made(name, activation_checkpoint=policy).plan.checkpoints or name in ("mlp", "cnn")
         assert not differing(name, policy)
-    none = peak(made(name, checkpoint="none"))
+    none = peak(made(name, activation_checkpoint="none"))
     for share in shares:
         limit = round(least(name) + share * (none - least(name)))
         assert not differing(name, "auto", limit)
@@ -116,12 +116,12 @@ LIMITED: dict[str, tuple[str, Mesh, dict[str, Any]]] = {
     "sequence parallel": ("one-layer llama", Mesh.of(tp=2), {"sequence_parallel": True}),
     "an encoder": ("one-layer t5", Mesh.of(dp=2, tp=2), {}),
     "cut sequences": ("one-layer llama", Mesh.of(cp=2), {}),
-    "1f1b": ("one-layer llama", Mesh.of(pp=2), {"micro_batches": 4, "schedule": "1f1b"}),
-    "zb_h1": ("one-layer llama", Mesh.of(pp=2), {"micro_batches": 4, "schedule": "zb_h1"}),
-    "zb_auto": ("llama", Mesh.of(pp=2), {"micro_batches": 4, "schedule": "zb_auto"}),
-    "interleaved": ("llama", Mesh.of(pp=2), {"micro_batches": 4, "schedule": "interleaved"}),
-    "dual_pipe_v": ("llama", Mesh.of(pp=2), {"micro_batches": 4, "schedule": "dual_pipe_v"}),
-    "token slices": ("one-layer llama", Mesh.of(pp=2), {"micro_batches": 2, "schedule": "tera_pipe", "slices": 2}),
+    "1f1b": ("one-layer llama", Mesh.of(pp=2), {"microbatches": 4, "schedule": "1f1b"}),
+    "zb_h1": ("one-layer llama", Mesh.of(pp=2), {"microbatches": 4, "schedule": "zb_h1"}),
+    "zb_auto": ("llama", Mesh.of(pp=2), {"microbatches": 4, "schedule": "zb_auto"}),
+    "interleaved": ("llama", Mesh.of(pp=2), {"microbatches": 4, "schedule": "interleaved"}),
+    "dual_pipe_v": ("llama", Mesh.of(pp=2), {"microbatches": 4, "schedule": "dual_pipe_v"}),
+    "token slices": ("one-layer llama", Mesh.of(pp=2), {"microbatches": 2, "schedule": "tera_pipe", "token_slices": 2}),
 }
 
 
@@ -144,8 +144,8 @@ def test_a_limit_is_kept(kind: str, shares: Sequence[float]) -> None:
     def under(limit: int) -> Compiled:
         return compile_cell(Cell(name, mesh, Options(memory_limit=limit, **options)))
 
-    everything = peak(compile_cell(Cell(name, mesh, Options(checkpoint="none", **options))))
-    with pytest.raises(ValueError, match="checkpoint: no choice of what to make again fits") as error:
+    everything = peak(compile_cell(Cell(name, mesh, Options(activation_checkpoint="none", **options))))
+    with pytest.raises(ValueError, match="activation_checkpoint: no choice of what to make again fits") as error:
         under(1000)
     found = re.search(r"least that would do is ([\d,]+) bytes", str(error.value))
     assert found is not None
@@ -164,19 +164,19 @@ def test_a_limit_is_kept(kind: str, shares: Sequence[float]) -> None:
 
 
 def test_early_stages_make_more_again() -> None:
-    """1F1B holds more micro-batches on early stages, so the same limit asks more of them."""
+    """1F1B holds more microbatches on early stages, so the same limit asks more of them."""
     model, batch = tiny("llama", layers=4)
-    options: dict[str, Any] = {"micro_batches": 4, "schedule": "1f1b"}
+    options: dict[str, Any] = {"microbatches": 4, "schedule": "1f1b"}
     cuts = ("model.layers.1", "model.layers.2", "model.layers.3")
 
     def compiled(**more: Any) -> Compiled:
-        return compile_model(model, batch, Mesh.of(pp=4), Options(cuts=cuts, **options, **more), outputs=())
+        return compile_model(model, batch, Mesh.of(pp=4), Options(split_points=cuts, **options, **more), outputs=())
 
     def of_parts(found: Compiled) -> list[float]:
         layers = found.plan.checkpoints
         return [sum(layer.seconds for layer in layers if layer.part == k) for k in range(4)]
 
-    none, full = compiled(checkpoint="none"), compiled(checkpoint="full")
+    none, full = compiled(activation_checkpoint="none"), compiled(activation_checkpoint="full")
     limited = compiled(memory_limit=round(0.5 * peak(none) + 0.5 * peak(full)))
     seconds = of_parts(limited)
     assert seconds[0] > seconds[1] >= seconds[2] >= seconds[3]
@@ -201,11 +201,11 @@ def _held(policy: str) -> tuple[int, int]:
     limit = 0
     if policy == "auto":
         some = [
-            compile_model(model, batch, Mesh.of(dp=1), Options(checkpoint=name), outputs=())
+            compile_model(model, batch, Mesh.of(dp=1), Options(activation_checkpoint=name), outputs=())
             for name in ("none", "full")
         ]
         limit = round(sum(map(peak, some)) / 2)
-    parallel = autopar.parallelize(model, mesh, checkpoint=policy, memory_limit=limit)
+    parallel = autopar.parallelize(model, mesh, activation_checkpoint=policy, memory_limit=limit)
     parallel.train_step(**batch)
     for p in parallel.parameters():
         p.grad = None
@@ -221,8 +221,8 @@ def _held(policy: str) -> tuple[int, int]:
 
 def test_what_both_would_make_again_is_made_once() -> None:
     """B hands it to W."""
-    options: dict[str, Any] = {"micro_batches": 4, "schedule": "zb_h1"}
-    compiled = compile_cell(Cell("llama", Mesh.of(pp=2), Options(checkpoint="full", **options)))
+    options: dict[str, Any] = {"microbatches": 4, "schedule": "zb_h1"}
+    compiled = compile_cell(Cell("llama", Mesh.of(pp=2), Options(activation_checkpoint="full", **options)))
     for part in compiled.pipeline.parts:
         assert part.backward_input is not None and part.backward_weight is not None
         first, second = (
@@ -238,7 +238,7 @@ def test_what_both_would_make_again_is_made_once() -> None:
 
 
 def test_the_dump_says_what_is_saved_and_what_is_made_again() -> None:
-    stage = made("llama", checkpoint="full").stage
+    stage = made("llama", activation_checkpoint="full").stage
     assert stage.backward_reduce is not None
     forward, backward = (format_graph(step.graph) for step in (stage.forward, stage.backward_reduce))
     kept = re.findall(r"# saved, ([\d.]+ \w+)", forward)
@@ -246,7 +246,7 @@ def test_the_dump_says_what_is_saved_and_what_is_made_again() -> None:
     again = [line for line in backward.splitlines() if "# made again" in line]
     assert any("silu" in line and "model.layers.0.mlp" in line for line in again)
     assert any("attention" in line for line in again)
-    none = made("llama", checkpoint="none").stage
+    none = made("llama", activation_checkpoint="none").stage
     assert none.backward_reduce is not None
     texts = [format_graph(step.graph) for step in (none.forward, none.backward_reduce)]
     assert not any("made again" in text or "# saved" in text for text in texts)
@@ -255,7 +255,7 @@ def test_the_dump_says_what_is_saved_and_what_is_made_again() -> None:
 def test_gathers_are_made_again_and_sums_are_not() -> None:
     """Under sequence parallelism, as Megatron does: the piece is saved, and gathered in the backward as well."""
     mesh = Mesh.of(tp=2)
-    options = {name: Options(sequence_parallel=True, checkpoint=name) for name in ("none", "full")}
+    options = {name: Options(sequence_parallel=True, activation_checkpoint=name) for name in ("none", "full")}
     sent = {name: step_communication(compile_cell(Cell("one-layer llama", mesh, o)), 0) for name, o in options.items()}
     calls = {name: {kind: v.calls for (_, kind), v in volumes.items()} for name, volumes in sent.items()}
     assert calls["full"]["reduce_scatter"] == calls["none"]["reduce_scatter"]
@@ -266,7 +266,7 @@ def test_gathers_are_made_again_and_sums_are_not() -> None:
 
 def test_choices_of_experts_are_kept() -> None:
     """A tie that goes the other way the second time would be silent."""
-    stage = made("mixtral", checkpoint="full").stage
+    stage = made("mixtral", activation_checkpoint="full").stage
     assert stage.backward_reduce is not None
     names = [str(n.target) for n in stage.backward_reduce.graph.graph.nodes if "again" in n.meta]
     assert names and not any("topk" in name or "sort" in name for name in names)
@@ -300,7 +300,7 @@ def test_the_models_own_checkpoints(reentrant: bool) -> None:
     asked = compile_model(model, batch, Mesh.of())
     assert [layer.layer for layer in asked.plan.checkpoints] == ["layers.1", "layers.2"]
     for policy, saved in (("none", 0), ("model", 0)):
-        found = compile_model(model, batch, Mesh.of(), Options(checkpoint=policy))
+        found = compile_model(model, batch, Mesh.of(), Options(activation_checkpoint=policy))
         saved = memory(found).saved
         assert (saved > memory(asked).saved) == (policy == "none")
         assert bool(found.plan.checkpoints) == (policy == "model")
@@ -311,7 +311,8 @@ def test_transformers_own_checkpoints(recwarn: pytest.WarningsRecorder) -> None:
     model.train()
     model.gradient_checkpointing_enable()  # type: ignore[operator]
     asked, full = (
-        compile_model(model, batch, Mesh.of(), Options(checkpoint=name), outputs=()) for name in ("model", "full")
+        compile_model(model, batch, Mesh.of(), Options(activation_checkpoint=name), outputs=())
+        for name in ("model", "full")
     )
     assert [layer.layer for layer in asked.plan.checkpoints] == ["model.layers.0"]
     assert {x for layer in asked.plan.checkpoints for x in layer.again} == {
@@ -325,7 +326,9 @@ def test_transformers_own_checkpoints(recwarn: pytest.WarningsRecorder) -> None:
 
 
 def test_a_plan_holds_what_was_decided() -> None:
-    compiled = made("llama", memory_limit=round(0.5 * (peak(made("llama", checkpoint="none")) + least("llama"))))
+    compiled = made(
+        "llama", memory_limit=round(0.5 * (peak(made("llama", activation_checkpoint="none")) + least("llama")))
+    )
     plan = Plan.from_json(compiled.plan.to_json())
     assert plan == compiled.plan and plan.checkpoints
     text = str(plan)
@@ -336,13 +339,19 @@ def test_a_plan_holds_what_was_decided() -> None:
 
 BAD: list[tuple[dict[str, Any], str]] = [
     (
-        {"checkpoint": "sometimes"},
-        "checkpoint: unknown name 'sometimes'; known are none, full, selective, model, offload, auto",
+        {"activation_checkpoint": "sometimes"},
+        "activation_checkpoint: unknown name 'sometimes'; known are none, full, selective, model, offload, auto",
     ),
-    ({"checkpoint": "auto"}, "checkpoint: auto keeps what a rank holds under a limit, found no memory_limit; set one"),
-    ({"memory_limit": 5}, "checkpoint: no choice of what to make again fits a memory_limit of 5 bytes; the least that"),
     (
-        {"checkpoint": "undecided"},
+        {"activation_checkpoint": "auto"},
+        "activation_checkpoint: auto keeps what a rank holds under a limit, found no memory_limit; set one",
+    ),
+    (
+        {"memory_limit": 5},
+        "activation_checkpoint: no choice of what to make again fits a memory_limit of 5 bytes; the least that",
+    ),
+    (
+        {"activation_checkpoint": "undecided"},
         "the policy 'undecided' says of each value whether the backward makes it again, found",
     ),
 ]
@@ -359,7 +368,9 @@ def test_bad_input(options: dict[str, Any], message: str) -> None:
 
 
 def test_a_plan_of_another_graph_is_refused() -> None:
-    plan = made("llama", checkpoint="full").plan
+    plan = made("llama", activation_checkpoint="full").plan
     text = plan.to_json().replace('"silu"', '"no_such_value"')
-    with pytest.raises(ValueError, match="checkpoint: a plan names no_such_value, which the graph does not have"):
+    with pytest.raises(
+        ValueError, match="activation_checkpoint: a plan names no_such_value, which the graph does not have"
+    ):
         compile_graph(copy_graph(captured("llama")[2]), Mesh.of(), plan=Plan.from_json(text), outputs=())

@@ -156,11 +156,11 @@ def test_what_no_encoder_writes_is_refused(tree: Any) -> None:
 CELLS: list[tuple[str, str, dict[str, Any], bool]] = [
     ("llama", "dp=2,tp=2", {"sequence_parallel": True}, True),
     ("one-layer mixtral", "dp=2", {"zero": 3}, True),
-    ("gpt2 with dropout", "pp=2,dp=2", {"micro_batches": 4, "schedule": "zb_h1"}, True),
+    ("gpt2 with dropout", "pp=2,dp=2", {"microbatches": 4, "schedule": "zb_h1"}, True),
     ("packed llama", "cp=2", {}, True),
     ("t5", "tp=2", {}, False),
-    ("cnn", "dp=2", {"micro_batches": 2}, True),
-    ("llama", "pp=2", {"micro_batches": 2, "schedule": "tera_pipe", "slices": 4}, True),
+    ("cnn", "dp=2", {"microbatches": 2}, True),
+    ("llama", "pp=2", {"microbatches": 2, "schedule": "tera_pipe", "token_slices": 4}, True),
     ("two losses", "dp=2", {}, True),
 ]
 

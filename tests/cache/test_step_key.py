@@ -127,11 +127,11 @@ def test_calls() -> None:
     calls: list[dict[str, Any]] = [
         {}, {"mesh": "dp=4"}, {"mesh": "tp=2"}, {"mesh": "dp=2,tp=1"}, {"options": {"zero": 3}},
         {"train": False}, {"outputs": None}, {"outputs": ("loss",)}, {"tangents": ("h",)},
-        {"seen": {"exact": True}, "batch": {"x": x.double()}}, {"seen": {"autocast": torch.bfloat16}},
+        {"seen": {"lift_to_float64": True}, "batch": {"x": x.double()}}, {"seen": {"autocast": torch.bfloat16}},
         {"batch": {"x": torch.empty(16, 4, device="meta")}}, {"batch": {"x": x, "times": 2}},
         {"batch": {"x": torch.empty(4, 8, device="meta").t()}},
     ]  # fmt: skip
-    keys = [key_of(net.double() if "exact" in str(call) else net.float(), **call) for call in calls]
+    keys = [key_of(net.double() if "lift_to_float64" in str(call) else net.float(), **call) for call in calls]
     assert len({*keys}) == len(calls)
 
 

@@ -35,15 +35,15 @@ CELLS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("one-layer llama", "dp=2,tp=2", {"sequence_parallel": True}, {}),
     ("one-layer llama", "dp=2,tp=2", {}, {"train": False, "outputs": None}),
     ("one-layer llama", "dp=2", {"zero": 3}, {"outputs": None}),
-    ("gpt2 with dropout", "pp=2", {"micro_batches": 2}, {}),
+    ("gpt2 with dropout", "pp=2", {"microbatches": 2}, {}),
     ("one-layer vit", "tp=2", {}, {}),
     ("two losses", "dp=2", {}, {}),
-    ("mlp", "dp=2", {"micro_batches": 2}, {"autocast": torch.bfloat16}),
+    ("mlp", "dp=2", {"microbatches": 2}, {"autocast": torch.bfloat16}),
 ]
 KINDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("dp=2,tp=2", {"sequence_parallel": True}, {"train": False, "outputs": None}),
     ("dp=2", {"zero": 3}, {"outputs": None}),
-    ("pp=2,dp=2", {"micro_batches": 2}, {}),
+    ("pp=2,dp=2", {"microbatches": 2}, {}),
 ]
 MORE = [(name, *kind) for name in [*TINY, *SPECIAL] for kind in KINDS]
 
@@ -79,7 +79,11 @@ def said() -> Iterator[list[str]]:
 def step(name: str, mesh: str, options: dict[str, Any], how: dict[str, Any]) -> Compiled:
     model, batch = make(name)
     return stored_step(
-        skeleton_of(model), batch, Mesh.parse(mesh), Options(**options), **{"outputs": (), "exact": True, **how}
+        skeleton_of(model),
+        batch,
+        Mesh.parse(mesh),
+        Options(**options),
+        **{"outputs": (), "lift_to_float64": True, **how},
     )
 
 
@@ -291,7 +295,7 @@ def steps_on_a_rank(folder: str, sizes: dict[str, int], options: dict[str, Any])
         rank_batch = {name: x[: len(x) // sizes.get("dp", 1)] for name, x in batch.items()}
         with compiled_by_each():
             model = autopar.parallelize(
-                Net().double(), autopar.init_mesh(**sizes), example_batch=rank_batch, exact=True, **options
+                Net().double(), autopar.init_mesh(**sizes), example_batch=rank_batch, lift_to_float64=True, **options
             )
             found = [model.train_step(**rank_batch).item() for _ in range(2)]
             gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
@@ -303,7 +307,7 @@ def steps_on_a_rank(folder: str, sizes: dict[str, int], options: dict[str, Any])
 
 
 @pytest.mark.parametrize(
-    ("sizes", "options"), [({"dp": 2}, {"zero": 3}), ({"tp": 2}, {}), ({"pp": 2}, {"micro_batches": 2})], ids=str
+    ("sizes", "options"), [({"dp": 2}, {"zero": 3}), ({"tp": 2}, {}), ({"pp": 2}, {"microbatches": 2})], ids=str
 )
 def test_ranks(ranks: Any, tmp_path: Path, sizes: dict[str, int], options: dict[str, Any]) -> None:
     """One of two compiles; a restart compiles nothing; numbers are the same bit for bit."""

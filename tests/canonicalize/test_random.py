@@ -230,7 +230,7 @@ MODELS: dict[str, tuple[Any, ...]] = {
     "with dropout": (lambda m, h: F.dropout(h + torch.randn_like(h), 0.3) * torch.rand(h.shape[0], 1),),
     "unused ones": (lambda m, h: (torch.rand(3), F.dropout(h, 0.3), F.dropout(h, 1.0), h * torch.rand_like(h))[3],),
 }  # fmt: skip
-MESHES = {"dp=2,tp=2": {"zero": 3}, "dp=2": {"micro_batches": 2}}
+MESHES = {"dp=2,tp=2": {"zero": 3}, "dp=2": {"microbatches": 2}}
 
 
 def batch() -> dict[str, Tensor]:
@@ -254,8 +254,8 @@ def test_models(name: str, mesh: str) -> None:
 def test_a_permutation_of_the_batch_mixes_samples() -> None:
     model = Net(lambda m, h: h + h[torch.randperm(h.shape[0])].tanh()).double()
     assert check_model(model, batch(), Mesh.of(dp=2)).worst < 1e-12
-    with pytest.raises(ValueError, match=r"^micro_batches: samples of different micro-batches meet"):
-        compile_model(model, batch(), Mesh.of(dp=2), Options(micro_batches=2), exact=True)
+    with pytest.raises(ValueError, match=r"^microbatches: samples of different microbatches meet"):
+        compile_model(model, batch(), Mesh.of(dp=2), Options(microbatches=2), lift_to_float64=True)
 
 
 # --- what is refused, and what is left as it was -------------------------------------------------------------
@@ -278,7 +278,7 @@ def test_refused(middle: Any, said: str) -> None:
 
 def test_sites_are_counted_as_an_eager_run_counts() -> None:
     model = Net(*MODELS["unused ones"]).double()
-    gm = Normalize().apply(capture(model, batch(), exact=True))
+    gm = Normalize().apply(capture(model, batch(), lift_to_float64=True))
     calls = [arguments(n) for n in gm.graph.nodes if n.op == "call_function"]
     found = [known["site"] for known in calls if "site" in known]
     with shared_random(0) as counted:

@@ -64,18 +64,16 @@ def check(name: str, on_weight: bool, mesh: str, **options: Any) -> Checked:
 @pytest.mark.parametrize("name", NONLINEAR)
 @pytest.mark.parametrize("on_weight", [True, False])
 def test_a_backward_that_is_not_linear_sees_the_whole_gradient(name: str, on_weight: bool) -> None:
-    """As far as whole_ops lets the operator run on what is cut, or on copies."""
-    check(name, on_weight, "dp=2", zero=3, whole_ops=(f"autopar_tests.{name}.default",))
+    """As far as replicate_ops lets the operator run on what is cut, or on copies."""
+    check(name, on_weight, "dp=2", zero=3, replicate_ops=(f"autopar_tests.{name}.default",))
     check(name, on_weight, "tp=2")
 
 
-def test_over_micro_batches_it_is_refused_and_a_derivative_is_not() -> None:
+def test_over_microbatches_it_is_refused_and_a_derivative_is_not() -> None:
     for name in NONLINEAR:
-        with pytest.raises(
-            ValueError, match=rf"^micro_batches: .*autopar_tests.{name}.default is not linear in the gr"
-        ):
-            check(name, True, "dp=1", micro_batches=2)
-    check("doubled", True, "dp=2", micro_batches=2)
+        with pytest.raises(ValueError, match=rf"^microbatches: .*autopar_tests.{name}.default is not linear in the gr"):
+            check(name, True, "dp=1", microbatches=2)
+    check("doubled", True, "dp=2", microbatches=2)
 
 
 def test_what_cannot_be_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,10 +59,10 @@ def plan(capsys: pytest.CaptureFixture[str], config: Path, *more: object) -> str
 
 
 def test_plan_as_json_says_everything(capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path) -> None:
-    options = ("--batch", 8, "--zero", 3, "--sequence-parallel", "--micro-batches", 2)
+    options = ("--batch", 8, "--zero", 3, "--sequence-parallel", "--microbatches", 2)
     found: dict[str, Any] = json.loads(plan(capsys, config, "--json", "--dump", tmp_path / "dump", *options))
     assert found["mesh"] == {"dp": 2, "tp": 2} and found["ranks"] == 4
-    chosen = [found["options"][name] for name in ("zero", "sequence_parallel", "micro_batches")]
+    chosen = [found["options"][name] for name in ("zero", "sequence_parallel", "microbatches")]
     assert chosen == [3, True, 2]
     rows = {row["name"]: row for row in found["parameters"]}
     query = rows["model.layers.{0,1}.self_attn.q_proj.weight"]
@@ -71,7 +71,7 @@ def test_plan_as_json_says_everything(capsys: pytest.CaptureFixture[str], config
     assert query["axes"]["tp"] == {"stored": "S(0)", "used": "S(0)", "reason": "heads kept whole"}
     assert (query["axes"]["dp"]["stored"], query["axes"]["dp"]["used"]) == ("S(0)", "R")
     assert sum(row["bytes"] for row in rows.values()) == found["memory"]["parameters"]
-    assert found["memory"]["inputs"] == 2 * 8 * 4 * 16  # the whole batch is 8: 4 for each dp rank, in 2 micro-batches
+    assert found["memory"]["inputs"] == 2 * 8 * 4 * 16  # the whole batch is 8: 4 for each dp rank, in 2 microbatches
     assert found["memory"]["accumulated"] > 0
     assert found["streams"][0]["node"] == "embedding"
     kinds = {(row["axis"], row["kind"]) for row in found["communication"]}
@@ -118,17 +118,17 @@ def test_show_prints_one_level(capsys: pytest.CaptureFixture[str], config: Path,
     assert line in out and out.splitlines()[-1].startswith("return (")
 
 
-PIPELINE = ("--mesh", "pp=2,dp=2", "--seq", 16, "--micro-batches", 4, "--schedule", "1f1b", "--zero", 1)
+PIPELINE = ("--mesh", "pp=2,dp=2", "--seq", 16, "--microbatches", 4, "--schedule", "1f1b", "--zero", 1)
 
 
 def test_plan_of_a_pipeline(capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path) -> None:
-    more = ("--cuts", "model.layers.1", "--memory-limit", "1e9", "--json", "--dump", tmp_path)
+    more = ("--split-points", "model.layers.1", "--memory-limit", "1e9", "--json", "--dump", tmp_path)
     code, out, err = run(capsys, "plan", "--config", config, *PIPELINE, *more)
     assert code == 0, err
     found: dict[str, Any] = json.loads(out)
-    assert (found["options"]["cuts"], found["options"]["memory_limit"]) == (["model.layers.1"], 10**9)
+    assert (found["options"]["split_points"], found["options"]["memory_limit"]) == (["model.layers.1"], 10**9)
     pipeline = found["pipeline"]
-    assert (pipeline["schedule"], pipeline["micro_batches"], pipeline["slices"]) == ("1f1b", 4, [])
+    assert (pipeline["schedule"], pipeline["microbatches"], pipeline["token_slices"]) == ("1f1b", 4, [])
     assert [part["modules"] for part in pipeline["parts"]] == [
         "model.embed_tokens, model.layers.0",
         "model.layers.1, model.norm, lm_head",
@@ -149,7 +149,11 @@ def test_plan_of_a_pipeline(capsys: pytest.CaptureFixture[str], config: Path, tm
     console = Console(width=160, highlight=False)
     with console.capture() as text:
         show_summary(found, console)
-    for line in ("cuts model.layers.1: the user's choice", "model.layers.1, model.norm, lm_head", "Ranks of pp"):
+    for line in (
+        "split points model.layers.1: the user's choice",
+        "model.layers.1, model.norm, lm_head",
+        "Ranks of pp",
+    ):
         assert line in text.get()
     assert f"rank {pipeline['busiest']} of pp" in text.get()
 
@@ -199,7 +203,7 @@ def test_plan_of_a_cut_sequence(capsys: pytest.CaptureFixture[str], config: Path
 
 
 def test_show_prints_attention_over_ranks(capsys: pytest.CaptureFixture[str], config: Path) -> None:
-    options = ("--attention", "bi_ring+token_ring", "--layout", "zigzag", "--level", "local")
+    options = ("--attention", "bi_ring+token_ring", "--cp-load-balance", "zigzag", "--level", "local")
     code, out, err = run(capsys, "show", "--config", config, *CONTEXT, *options)
     assert code == 0, err
     lines = [line for line in out.splitlines() if "attention_of_piece(" in line]
@@ -214,8 +218,16 @@ BAD: list[tuple[str, list[object], str]] = [
     ("no experts", ["--mesh", "ep=2"], "experts: nothing to cut over axis 'ep' of size 2: the model has no experts"),
     ("schedule", ["--mesh", "pp=2", "--schedule", "1f2b"], "--schedule: expected one of gpipe, 1f1b"),
     ("schedule without pp", ["--mesh", "tp=2", "--schedule", "1f1b"], "schedule: counts with an axis pp only, found"),
-    ("cuts", ["--mesh", "pp=2", "--schedule", "1f1b", "--cuts", "model.layers.9"], "no operation belongs to"),
-    ("slices", ["--mesh", "pp=2", "--slices", "8,x"], "--slices: expected a whole number of at least 0, found '8,x'"),
+    (
+        "split_points",
+        ["--mesh", "pp=2", "--schedule", "1f1b", "--split-points", "model.layers.9"],
+        "no operation belongs to",
+    ),
+    (
+        "token_slices",
+        ["--mesh", "pp=2", "--token-slices", "8,x"],
+        "--token-slices: expected a whole number of at least 0, found '8,x'",
+    ),
     (
         "memory limit",
         ["--mesh", "pp=2", "--memory-limit", "all"],
@@ -303,7 +315,7 @@ def test_it_runs_as_a_module() -> None:
 
 # --- schedules ----------------------------------------------------------------------------------------------
 
-TIMES = "F=18.522,B=18.086,W=9.337,comm=0.601"  # 1.5B, 24 micro-batches: table 9 of Zero Bubble (Qi et al. 2024)
+TIMES = "F=18.522,B=18.086,W=9.337,comm=0.601"  # 1.5B, 24 microbatches: table 9 of Zero Bubble (Qi et al. 2024)
 
 
 def schedule(capsys: pytest.CaptureFixture[str], *more: object) -> str:
@@ -315,7 +327,7 @@ def schedule(capsys: pytest.CaptureFixture[str], *more: object) -> str:
 @pytest.mark.parametrize(("name", "bubble"), [("1f1b", 0.2431), ("zb_h1", 0.1585), ("zb_h2", 0.1083)])
 def test_schedules_have_the_bubbles_of_the_paper(capsys: pytest.CaptureFixture[str], name: str, bubble: float) -> None:
     """Table 5 of Zero Bubble."""
-    options = ("--name", name, "--stages", 8, "--micro-batches", 24, "--times", TIMES, "--memory", "M_B=2,M_W=1")
+    options = ("--name", name, "--stages", 8, "--microbatches", 24, "--times", TIMES, "--memory", "M_B=2,M_W=1")
     found = json.loads(schedule(capsys, *options, "--json"))
     assert found.keys() == {"makespan", "bubble", "peak", "order"}
     assert found["bubble"] == pytest.approx(bubble, abs=5e-5)
@@ -336,7 +348,7 @@ def test_schedules_have_the_bubbles_of_the_paper(capsys: pytest.CaptureFixture[s
 
 def test_a_schedule_is_printed_drawn_and_traced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture, trace = tmp_path / "a.svg", tmp_path / "a.json"
-    options = ("--stages", 3, "--micro-batches", 5, "--chunks", 2, "--svg", picture, "--trace", trace)
+    options = ("--stages", 3, "--microbatches", 5, "--virtual-stages", 2, "--svg", picture, "--trace", trace)
     text = schedule(capsys, "--name", "interleaved", *options)
     assert text.splitlines()[1].startswith("rank 0  0F0 0F1 0F2 ")
     assert "peak memory per rank: " in text and "makespan: 18" in text
@@ -346,7 +358,7 @@ def test_a_schedule_is_printed_drawn_and_traced(capsys: pytest.CaptureFixture[st
 
 
 def test_all_schedules_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--name", "all", "--stages", 5, "--micro-batches", 10)
+    options = ("--name", "all", "--stages", 5, "--microbatches", 10)
     text = schedule(capsys, *options)
     found = json.loads(schedule(capsys, *options, "--json"))
     assert set(SCHEDULES) == set(found)
@@ -372,10 +384,10 @@ def test_all_schedules_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
         (["--name", "gpipe", "--times", "W=nan"], "--times: W needs a number"),
         (["--name", "gpipe", "--times", "X=1"], "--times: expected NAME=NUMBER of F, B, W, comm"),
         (["--name", "gpipe", "--memory", "M_F=1"], "--memory: expected NAME=NUMBER of M_B, M_W"),
-        (["--name", "gpipe", "--micro-batches", 0], "--micro-batches: expected a positive whole number"),
+        (["--name", "gpipe", "--microbatches", 0], "--microbatches: expected a positive whole number"),
         (["--name", "gpipe", "--stages", "x"], "--stages"),
-        (["--name", "gpipe", "--chunks", 2], "gpipe runs 1 parts per rank, found 2"),
-        (["--name", "gpipe", "--slices", 4], "use tera_pipe"),
+        (["--name", "gpipe", "--virtual-stages", 2], "gpipe runs 1 parts per rank, found 2"),
+        (["--name", "gpipe", "--token-slices", 4], "use tera_pipe"),
         (
             ["--name", "zb_h2", "--memory-limit", 6, "--memory", "M_B=2"],
             "needs a memory limit of 14 (rank 0), found 12",
@@ -386,7 +398,7 @@ def test_all_schedules_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_bad_schedule_options(capsys: pytest.CaptureFixture[str], options: list[object], message: str) -> None:
-    code, out, err = run(capsys, "schedule", "--stages", 4, "--micro-batches", 8, *options)
+    code, out, err = run(capsys, "schedule", "--stages", 4, "--microbatches", 8, *options)
     assert code == 2 and not out
     assert message in err and len(err.strip().splitlines()) == 1
 

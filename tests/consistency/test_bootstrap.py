@@ -94,7 +94,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     monkeypatch.setattr(
         "autopar.runtime.training.bootstrap_simulation.simulate_start", lambda mesh, ranks: replace(large, groups=ranks)
     )
-    assert main(["start", "--mesh", LARGE, "--ranks", "7"]) == 0
+    assert main(["bootstrap", "--mesh", LARGE, "--ranks", "7"]) == 0
     assert "2048 ranks\ngroups of a rank      7 in" in capsys.readouterr().out
     assert str(Mesh.parse(LARGE)) == LARGE
 

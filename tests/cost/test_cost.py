@@ -89,12 +89,12 @@ def test_saved_activations_of_a_llama_layer() -> None:
     assert saved_of_layer(sequence_parallel=True) == tokens * (norms // t + read + cut)
 
 
-def test_micro_batches_divide_activations_and_keep_gradient_sums() -> None:
-    one, two = memory(compiled(layers=1, zero=3)), memory(compiled(layers=1, zero=3, micro_batches=2))
+def test_microbatches_divide_activations_and_keep_gradient_sums() -> None:
+    one, two = memory(compiled(layers=1, zero=3)), memory(compiled(layers=1, zero=3, microbatches=2))
     assert (one.accumulated, two.inputs) == (0, one.inputs)
-    # before they are reduced, gradients are whole on dp; with zero=3 each micro-batch reduces its own
+    # before they are reduced, gradients are whole on dp; with zero=3 each microbatch reduces its own
     assert two.accumulated == two.gradients
-    once = memory(compiled(layers=1, zero=3, micro_batches=2, reductions="step"))
+    once = memory(compiled(layers=1, zero=3, microbatches=2, reduce_grads="step"))
     assert once.accumulated == 2 * ((MATRICES_OF_LAYER + TABLES) // 2 + 3 * HIDDEN)
     assert two.saved < 0.6 * one.saved
     assert two.forward_peak >= two.saved + two.accumulated
@@ -174,19 +174,19 @@ def test_data_parallel_sends_twice_the_gradients() -> None:
     assert found["dp", "all_reduce"].bytes - ring("all_reduce", gradients, 4) in range(64)  # the loss and its count
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_zero_3_gathers_and_scatters_in_every_micro_batch(micro_batches: int) -> None:
-    """All-gather in F and B of each micro-batch, a reduce-scatter in B, whole norms all-reduced: 3Ψ(n-1)/n and more."""
-    found = step_communication(compiled("dp=4", zero=3, micro_batches=micro_batches))
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_zero_3_gathers_and_scatters_in_every_microbatch(microbatches: int) -> None:
+    """All-gather in F and B of each microbatch, a reduce-scatter in B, whole norms all-reduced: 3Ψ(n-1)/n and more."""
+    found = step_communication(compiled("dp=4", zero=3, microbatches=microbatches))
     matrices = 2 * (MATRICES_OF_LAYER + TABLES)
     # B gathers all but the table of the embedding, which it does not read: 2 bytes for V h elements
-    gathered = micro_batches * (2 * matrices - 2 * VOCAB * HIDDEN)
+    gathered = microbatches * (2 * matrices - 2 * VOCAB * HIDDEN)
     assert found["dp", "all_gather"].bytes == ring("all_gather", gathered, 4)
-    assert found["dp", "reduce_scatter"].bytes == micro_batches * ring("reduce_scatter", matrices, 4)
+    assert found["dp", "reduce_scatter"].bytes == microbatches * ring("reduce_scatter", matrices, 4)
 
 
 def test_a_step_counts_each_graph_as_often_as_it_runs() -> None:
-    two = compiled(layers=1, zero=3, micro_batches=2, reductions="step")
+    two = compiled(layers=1, zero=3, microbatches=2, reduce_grads="step")
     assert {name: n for name, (_, n) in graph_runs(two).items()} == {
         "prologue": 2,
         "forward": 2,

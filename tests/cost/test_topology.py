@@ -111,7 +111,7 @@ def test_seconds_of_collectives() -> None:
 @pytest.fixture(scope="module")
 def pipeline() -> Compiled:
     model, batch = TINY["llama"].build(), TINY["llama"].batch(4, 16)
-    options = Options(schedule="1f1b", micro_batches=2)
+    options = Options(schedule="1f1b", microbatches=2)
     return compile_model(model, batch, Mesh.of(pp=2, tp=2), options, outputs=())
 
 
@@ -137,12 +137,14 @@ def test_links_of_a_pipeline_choose_its_schedule_and_slices() -> None:
     gm, mesh = normalized(TINY["llama"].build(), TINY["llama"].batch(8, 64)), Mesh.of(pp=2)
 
     def planned(**how: Any) -> PipelinePlan:
-        plan = make_plan(gm, mesh, Options(micro_batches=4, **how)).pipeline
+        plan = make_plan(gm, mesh, Options(microbatches=4, **how)).pipeline
         assert plan is not None
         return plan
 
     assert planned().schedule != planned(topology="pp=switch:1e6").schedule == "1f1b"
-    sliced = [planned(schedule="seq1f1b", topology=text).slices for text in ("pp=switch:1e4:0", "pp=switch:1e4:1e3")]
+    sliced = [
+        planned(schedule="seq1f1b", topology=text).token_slices for text in ("pp=switch:1e4:0", "pp=switch:1e4:1e3")
+    ]
     assert len(sliced[0]) > len(sliced[1]) == 1
 
 

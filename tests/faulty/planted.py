@@ -55,7 +55,7 @@ class Small(nn.Module):
 
 
 def batch() -> dict[str, Tensor]:
-    """Rows of which the ranks and micro-batches have unlike numbers of labels that count."""
+    """Rows of which the ranks and microbatches have unlike numbers of labels that count."""
     torch.manual_seed(1)
     made = {name: torch.randint(0, 16, (8, 4)) for name in ("tokens", "labels")}
     made["labels"][0, 1:] = made["labels"][5] = -100
@@ -109,11 +109,11 @@ def _far(found: Tensor | None, expected: Tensor) -> float:
 def subjects() -> dict[str, Subject]:
     """The meshes and options that faults are planted on."""
     model = Small()
-    gm, expected = capture(model, batch(), exact=True), eager(model, batch())
+    gm, expected = capture(model, batch(), lift_to_float64=True), eager(model, batch())
     options = {
-        "ddp": ("dp=2", Options(micro_batches=2)),
+        "ddp": ("dp=2", Options(microbatches=2)),
         "tp": ("tp=2", Options()),
-        "both": ("dp=2,tp=2", Options(micro_batches=2)),
+        "both": ("dp=2,tp=2", Options(microbatches=2)),
         "zero": ("dp=2,tp=2", Options(zero=3, sequence_parallel=True)),
     }
     return {n: Subject(Mesh.parse(m), o, model, gm, expected) for n, (m, o) in options.items()}

@@ -214,7 +214,7 @@ _split = accumulation.split_accumulation
 
 
 def _last(change: Callable[[GraphModule], None]) -> Callable[[pytest.MonkeyPatch], None]:
-    """A mistake in the backward of the last micro-batch."""
+    """A mistake in the backward of the last microbatch."""
 
     def split(backward: StepGraph, *how: Any) -> tuple[StepGraph, StepGraph]:
         local, last = _split(backward, *how)
@@ -245,7 +245,7 @@ def _added_behind(gm: GraphModule) -> None:
 
 
 def _reduced_each(planted: pytest.MonkeyPatch) -> None:
-    """Every micro-batch's gradients are summed over the ranks, and their sums again."""
+    """Every microbatch's gradients are summed over the ranks, and their sums again."""
     _local = accumulation._local
 
     def local(gm: GraphModule, over: Collection[str]) -> GraphModule:
@@ -257,9 +257,9 @@ def _reduced_each(planted: pytest.MonkeyPatch) -> None:
 
 
 for _name, _stop, _plant in (
-    ("one gradient of earlier micro-batches is lost", "step checks", _last(_not_added)),
+    ("one gradient of earlier microbatches is lost", "step checks", _last(_not_added)),
     ("earlier gradients are added behind the sum", "step checks", _last(_added_behind)),
-    ("gradients are summed in every micro-batch, and again", "step checks", _reduced_each),
+    ("gradients are summed in every microbatch, and again", "step checks", _reduced_each),
 ):
     in_code("accumulation", _name, _stop, "ddp", _plant)
 

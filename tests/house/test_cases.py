@@ -24,7 +24,7 @@ from tests.faulty.planted import calls, set_outputs, skip
 from tests.support.cases import COMPILED, Cell, called, check, check_ran, compile_cell, on_ranks, ran, simulated
 from tests.support.ranks import close_pools, run_ranks
 
-CELL = Cell("mlp", Mesh.of(dp=2), Options(micro_batches=2))
+CELL = Cell("mlp", Mesh.of(dp=2), Options(microbatches=2))
 ops = torch.ops.autopar
 
 

@@ -19,7 +19,7 @@ from autopar.passes.pipelines import GLOBAL_PASSES
     [
         ["--help"],
         *([command.name, "--help"] for command in COMMANDS),
-        ["schedule", "--name", "all", "--stages", "4", "--micro-batches", "8"],
+        ["schedule", "--name", "all", "--stages", "4", "--microbatches", "8"],
         ["plan", "--mesh", "dp=2"],
     ],
     ids=" ".join,

@@ -64,14 +64,14 @@ def agrees(sizes: dict[str, int], p: float, dtype: torch.dtype, exact: bool, opt
     mesh = autopar.init_mesh("cpu", 30.0, **sizes)
     model, batch = build(p, dtype), batch_of()
     before = {n: t.clone() for n, t in model.state_dict().items()}
-    report = autopar.verify(model, mesh, batch, exact=exact, **options)
+    report = autopar.verify(model, mesh, batch, lift_to_float64=exact, **options)
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
     assert all(q.grad is None and q.dtype == dtype for q in model.parameters())
     return report
 
 
 MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
-    "dp2": ({"dp": 2}, {}), "tp2": ({"tp": 2}, {}), "dp2-zero3-mb2": ({"dp": 2}, {"zero": 3, "micro_batches": 2}),
+    "dp2": ({"dp": 2}, {}), "tp2": ({"tp": 2}, {}), "dp2-zero3-mb2": ({"dp": 2}, {"zero": 3, "microbatches": 2}),
 }  # fmt: skip
 WITHOUT = ("tp2",)  # what has dropout by default has it not with -m full, and the other way round
 
@@ -107,7 +107,7 @@ def with_seeds(options: dict[str, Any]) -> list[Report]:
 
 
 def test_the_seed_changes_the_masks_and_not_the_agreement() -> None:
-    first, second = run_ranks(2, with_seeds, {"zero": 3, "micro_batches": 2})[0]
+    first, second = run_ranks(2, with_seeds, {"zero": 3, "microbatches": 2})[0]
     assert first.passed and second.passed
     assert abs(first.loss - second.loss) > 1e-4
 
@@ -119,10 +119,10 @@ def transformer(sizes: dict[str, int], options: dict[str, Any]) -> Report:
 
 
 CUT: list[tuple[dict[str, int], dict[str, Any]]] = [
-    ({"dp": 2}, {"zero": 3, "micro_batches": 2}),
+    ({"dp": 2}, {"zero": 3, "microbatches": 2}),
     ({"tp": 2}, {"sequence_parallel": True}),
 ]
-ALL_CUT = [({"dp": 2, "tp": 2}, {"sequence_parallel": True, "micro_batches": 2})]
+ALL_CUT = [({"dp": 2, "tp": 2}, {"sequence_parallel": True, "microbatches": 2})]
 
 
 @pytest.mark.parametrize("meshes", [CUT, pytest.param([*CUT, *ALL_CUT], marks=pytest.mark.full)], ids=len)
@@ -220,7 +220,7 @@ class Weighted(Net):
 
 
 def in_double(kind: str, faults: tuple[float, ...]) -> list[Report]:
-    """``exact=False`` of a float64 model, one gradient of which is wrong by each of these factors."""
+    """``lift_to_float64=False`` of a float64 model, one gradient of which is wrong by each of these factors."""
     with compiled_once():
         return [faulty(kind, fault) for fault in faults]
 
@@ -240,7 +240,7 @@ def faulty(kind: str, fault: float) -> Report:
         return found | {name: found[name] * (1 + fault)}
 
     with patch.object(ParallelModule, "full_gradients", wrong):
-        return autopar.verify(model.double(), mesh, batch, exact=False)
+        return autopar.verify(model.double(), mesh, batch, lift_to_float64=False)
 
 
 @pytest.mark.parametrize("kind, fault, precision", [
@@ -273,7 +273,7 @@ def bad_input(kind: str) -> str:
         if kind == "option":
             autopar.verify(build(), mesh, batch_of(), zeroo=3)
         if kind == "auxiliary":
-            autopar.verify(build(), mesh, batch_of(), aux_loss="micro_batch")
+            autopar.verify(build(), mesh, batch_of(), aux_loss_scope="microbatch")
     except ValueError as error:
         return str(error)
     return "no error"
@@ -284,7 +284,7 @@ def bad_input(kind: str) -> str:
     ("meta", "verify: needs the model's weights"),
     ("loss", "returns no scalar with a gradient"),
     ("option", "unknown option 'zeroo'"),
-    ("auxiliary", 'verify: aux_loss="micro_batch" is another loss than that of one process .*; leave it out'),
+    ("auxiliary", 'verify: aux_loss_scope="microbatch" is another loss than that of one process .*; leave it out'),
 ])  # fmt: skip
 def test_bad_input(kind: str, pattern: str) -> None:
     texts = run_ranks(2, bad_input, kind)

@@ -38,7 +38,7 @@ def backward(c: Compiled) -> GraphModule:
 
 
 def moves(c: Compiled, axis: str) -> Counter[str]:
-    """Number of collectives of one micro-batch on an axis, by kind."""
+    """Number of collectives of one microbatch on an axis, by kind."""
     found: Counter[str] = Counter()
     for gm in (c.stage.forward.graph, backward(c)):
         for (on, kind), volume in communication(gm, c.plan.mesh).items():
@@ -96,7 +96,7 @@ def test_small_gradients_travel_together() -> None:
 
 
 def test_accumulation_does_not_multiply_reductions() -> None:
-    c = compiled("dp=2", micro_batches=2)
+    c = compiled("dp=2", microbatches=2)
     assert c.stage.backward is not None
     assert not collectives(c.stage.backward.graph, c.plan.mesh)
     assert len(collectives(backward(c), c.plan.mesh)) == len(collectives(backward(compiled("dp=2")), c.plan.mesh))

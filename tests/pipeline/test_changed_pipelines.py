@@ -82,7 +82,7 @@ FITS = [
     ["0123^", "0123", "0123", "123^"],  # a copy that a step does not use has its gradient all the same
 ]
 REFUSED = [["0123", "3012"], ["0123", "0123^"], ["0123", "0123u"]]
-OPTIONS = {"schedule": "1f1b", "micro_batches": 2, "cuts": ("blocks.2",)}
+OPTIONS = {"schedule": "1f1b", "microbatches": 2, "split_points": ("blocks.2",)}
 
 
 def test_cuts_move_where_weights_allow() -> None:
@@ -96,7 +96,7 @@ def test_cuts_move_where_weights_allow() -> None:
 
 def test_both_ranks_hold_all_under_dual_pipe() -> None:
     cases = [["0123", "320^"]]
-    for found in run_ranks(2, all_taken, cases, {"schedule": "dual_pipe", "micro_batches": 4}):
+    for found in run_ranks(2, all_taken, cases, {"schedule": "dual_pipe", "microbatches": 4}):
         assert found == [""]
 
 

@@ -1,4 +1,4 @@
-"""Exchanges of tokens beside what another micro-batch computes: cells whose graphs take turns."""
+"""Exchanges of tokens beside what another microbatch computes: cells whose graphs take turns."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from tests.support.cases import Cell, called, check, compile_cell, compiled, inh
 from tests.support.ranks import close_pools, rank_outcomes
 
 MESH = Mesh.of(pp=2, ep=2)
-PAIRED = Options(schedule="dual_pipe_v", micro_batches=4, dispatch="dedup")
+PAIRED = Options(schedule="dual_pipe_v", microbatches=4, token_dispatcher="alltoall_dedup")
 BOTH = Cell("deep mixtral", MESH, PAIRED)
 MORE = [
     Cell("deepseek_v3", MESH, PAIRED),
-    Cell("mixtral", MESH, replace(PAIRED, dispatch="gather")),
-    Cell("qwen3_moe", MESH, replace(PAIRED, dispatch="plain", checkpoint="full")),
+    Cell("mixtral", MESH, replace(PAIRED, token_dispatcher="allgather")),
+    Cell("qwen3_moe", MESH, replace(PAIRED, token_dispatcher="alltoall", activation_checkpoint="full")),
     Cell("gpt_oss", MESH, replace(PAIRED, schedule="dual_pipe")),
-    Cell("qwen3_moe", Mesh.of(pp=2, dp=2), replace(PAIRED, experts="dp", zero=1)),
+    Cell("qwen3_moe", Mesh.of(pp=2, dp=2), replace(PAIRED, expert_axis="dp", zero=1)),
     Cell("mixtral", Mesh.of(pp=2, ep=2, tp=2), replace(PAIRED, sequence_parallel=True)),
 ]
 TIMEOUT = 10.0

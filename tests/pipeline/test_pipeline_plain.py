@@ -126,13 +126,13 @@ def _part(sizes: dict[str, int]) -> dict[str, Tensor]:
 
 def test_on_two_ranks() -> None:
     """Of two parts each: values come back to a rank."""
-    for found in run_ranks(2, errors_of_all, {"pp": 2}, {"schedule": "zb_v", "micro_batches": 4}, timeout=200):
+    for found in run_ranks(2, errors_of_all, {"pp": 2}, {"schedule": "zb_v", "microbatches": 4}, timeout=200):
         assert max(found.values()) < 1e-12, found
 
 
 @pytest.mark.full
 def test_on_four_ranks() -> None:
-    for found in run_ranks(4, errors_of_all, {"pp": 4}, {"schedule": "1f1b", "micro_batches": 2}, timeout=200):
+    for found in run_ranks(4, errors_of_all, {"pp": 4}, {"schedule": "1f1b", "microbatches": 2}, timeout=200):
         assert max(found.values()) < 1e-12, found
 
 
@@ -141,14 +141,14 @@ FAR = (Skip, Tied)  # what ranks exchange that are no neighbours
 
 @pytest.mark.parametrize("models", [FAR, pytest.param(MODELS, marks=pytest.mark.full)], ids=["far", "all"])
 def test_two_copies(models: Sequence[type[Stack]]) -> None:
-    options = {"schedule": "dual_pipe", "micro_batches": 8}
+    options = {"schedule": "dual_pipe", "microbatches": 8}
     for found in run_ranks(4, errors_of_all, {"pp": 4}, options, models, timeout=200):
         assert max(found.values()) < 1e-12, found
 
 
 @pytest.mark.parametrize("schedule", ["dual_pipe", pytest.param("zb_h1", marks=pytest.mark.full)])
 def test_on_two_ranks_with_parts_on_one_or_both(schedule: str) -> None:
-    for found in run_ranks(2, errors_of_all, {"pp": 2}, {"schedule": schedule, "micro_batches": 4}, timeout=200):
+    for found in run_ranks(2, errors_of_all, {"pp": 2}, {"schedule": schedule, "microbatches": 4}, timeout=200):
         assert max(found.values()) < 1e-12, found
 
 
@@ -161,8 +161,10 @@ def layer_gathers(options: dict[str, Any]) -> list[tuple[float, dict[str, int], 
     model(**batch()).backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    for gathers in ("step", "layer"):
-        parallel = autopar.parallelize(Tied(), mesh, example_batch=mine, zero=3, gathers=gathers, **options)
+    for reshard in (False, True):
+        parallel = autopar.parallelize(
+            Tied(), mesh, example_batch=mine, zero=3, reshard_after_forward=reshard, **options
+        )
         parallel.train_step(**mine)
         calls = {kind: t.calls for (axis, kind), t in parallel.traffic().items() if axis == "dp"}
         gradients = parallel.full_gradients()
@@ -175,7 +177,7 @@ def layer_gathers(options: dict[str, Any]) -> list[tuple[float, dict[str, int], 
 
 def test_gathers_once_per_step_or_for_each_use_and_the_norm_over_all_stages() -> None:
     count = 4
-    for once, each in run_ranks(4, layer_gathers, {"schedule": "1f1b", "micro_batches": count}, timeout=200):
+    for once, each in run_ranks(4, layer_gathers, {"schedule": "1f1b", "microbatches": count}, timeout=200):
         calls, more = once[1], each[1]
         assert calls["all_gather"] * 2 * count >= more["all_gather"] >= calls["all_gather"] * count
         assert calls["reduce_scatter"] == more["reduce_scatter"]
@@ -200,7 +202,7 @@ def test_buffers_reach_all_ranks() -> None:
 
 
 def traced(sizes: dict[str, int], folder: str) -> tuple[float, float]:
-    parallel = autopar.parallelize(Stack(), init_mesh("cpu", **sizes), example_batch=batch(), micro_batches=4)
+    parallel = autopar.parallelize(Stack(), init_mesh("cpu", **sizes), example_batch=batch(), microbatches=4)
     return float(parallel.trace(folder, **batch())), float(parallel.train_step(**batch()))
 
 

@@ -29,8 +29,8 @@ from autopar.steps.graphs import Compiled
 from autopar.steps.of_rank import lowered_order
 from tests.support.cases import Cell, compiled, ran, with_schedule
 
-LLAMA = Cell("llama", Mesh.of(pp=2), Options(micro_batches=4, schedule="1f1b", chunks=1))
-TIED = Cell("gpt2", Mesh.of(pp=2, dp=2), Options(micro_batches=2, schedule="1f1b", zero=1))
+LLAMA = Cell("llama", Mesh.of(pp=2), Options(microbatches=4, schedule="1f1b", virtual_stages=1))
+TIED = Cell("gpt2", Mesh.of(pp=2, dp=2), Options(microbatches=2, schedule="1f1b", zero=1))
 
 
 def under(cell: Cell, schedule: str) -> Compiled:
@@ -66,7 +66,7 @@ def test_memory_of_ranks() -> None:
     whole = sum(p.nbytes(LLAMA.mesh) for p in made.parameters)
     assert sum(m.parameters for m in every) == whole == sum(m.gradients for m in every)  # nothing is tied
     gpipe, one = memories(under(LLAMA, "gpipe")), memories(under(LLAMA, "1f1b"))
-    assert gpipe[0].saved == 2 * one[0].saved and gpipe[1].saved == 4 * one[1].saved  # 4 micro-batches, or 2 and 1
+    assert gpipe[0].saved == 2 * one[0].saved and gpipe[1].saved == 4 * one[1].saved  # 4 microbatches, or 2 and 1
     for m in (*gpipe, *one):
         assert m.accumulated == m.gradients  # no axis cuts them
         assert m.forward_peak > m.saved and m.backward_peak > m.accumulated

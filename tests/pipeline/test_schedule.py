@@ -26,8 +26,8 @@ def order_of(
     """An order from text: one chain over all stages, stage i on rank i, unless told otherwise."""
     ranks = tuple(parse_row(row) for row in rows)
     rank_of = rank_of or tuple(range(len(rows)))
-    micro_batches = 1 + max(action.micro_batch for row in ranks for action in row)
-    return Order("test", ranks, chains or (tuple(range(len(rank_of))),), rank_of, (0,) * micro_batches, slices)
+    microbatches = 1 + max(action.microbatch for row in ranks for action in row)
+    return Order("test", ranks, chains or (tuple(range(len(rank_of))),), rank_of, (0,) * microbatches, slices)
 
 
 def rows_of(order: Order) -> list[str]:
@@ -147,8 +147,8 @@ def runs(order: Order) -> bool:
             a = row[at[rank]]
             needs = {"F": [("F", a.stage - 1)] if a.stage else [], "W": [("B", a.stage)]}
             needs["B"] = [("F", a.stage), *([("B", a.stage + 1)] if a.stage < last else [])]
-            if all((kind, stage, a.micro_batch) in done for kind, stage in needs[a.kind]):
-                done.add((a.kind, a.stage, a.micro_batch))
+            if all((kind, stage, a.microbatch) in done for kind, stage in needs[a.kind]):
+                done.add((a.kind, a.stage, a.microbatch))
                 at[rank], moved = at[rank] + 1, True
     return at == [len(row) for row in order.ranks]
 

@@ -26,26 +26,26 @@ from autopar.steps.value_names import is_a
 from tests.capture.test_decompose import text
 from tests.support.subjects import tiny
 
-SPLIT = {"micro_batches": 8, "schedule": "zb_h1", "sequence_parallel": True}
-AT_EACH_USE = {"micro_batches": 4, "zero": 3, "gathers": "layer"}
+SPLIT = {"microbatches": 8, "schedule": "zb_h1", "sequence_parallel": True}
+AT_EACH_USE = {"microbatches": 4, "zero": 3, "reshard_after_forward": True}
 # (model, mesh, options, how many of the parts are copies)
 ONE_BY_ONE: dict[str, tuple[str, dict[str, int], dict[str, Any], int]] = {
-    "plain": ("llama", {"pp": 4}, {"micro_batches": 4}, 1),
-    "chunks": ("llama", {"pp": 2}, {"micro_batches": 4, "schedule": "interleaved", "chunks": 3}, 3),
+    "plain": ("llama", {"pp": 4}, {"microbatches": 4}, 1),
+    "virtual_stages": ("llama", {"pp": 2}, {"microbatches": 4, "schedule": "interleaved", "virtual_stages": 3}, 3),
     "split": ("llama", {"pp": 4, "tp": 2}, SPLIT, 1),
-    "cut weights": ("llama", {"pp": 4, "dp": 2}, {"micro_batches": 4, "zero": 2}, 1),
+    "cut weights": ("llama", {"pp": 4, "dp": 2}, {"microbatches": 4, "zero": 2}, 1),
     "at each use": ("llama", {"pp": 4, "dp": 2}, AT_EACH_USE, 1),
-    "sequences": ("llama", {"pp": 4, "cp": 2}, {"micro_batches": 4}, 1),
-    "experts": ("mixtral", {"pp": 4}, {"micro_batches": 4}, 1),
-    "an encoder": ("bert", {"pp": 4}, {"micro_batches": 4}, 1),
-    "dropout, whose sites differ": ("gpt2", {"pp": 4}, {"micro_batches": 4, "dropout": 0.1}, 0),
+    "sequences": ("llama", {"pp": 4, "cp": 2}, {"microbatches": 4}, 1),
+    "experts": ("mixtral", {"pp": 4}, {"microbatches": 4}, 1),
+    "an encoder": ("bert", {"pp": 4}, {"microbatches": 4}, 1),
+    "dropout, whose sites differ": ("gpt2", {"pp": 4}, {"microbatches": 4, "dropout": 0.1}, 0),
 }
 TOGETHER = {
     "an encoder, split": ("bert", {"pp": 4, "tp": 2}, SPLIT, 1),
-    "cut weights, sequences": ("llama", {"pp": 4, "dp": 2, "cp": 2}, {"micro_batches": 4, "zero": 2}, 1),
+    "cut weights, sequences": ("llama", {"pp": 4, "dp": 2, "cp": 2}, {"microbatches": 4, "zero": 2}, 1),
     "experts, at each use": ("mixtral", {"pp": 4, "dp": 2}, AT_EACH_USE, 1),
 }
-FOUR_CHUNKS = ("llama", {"pp": 2}, {"micro_batches": 4, "schedule": "interleaved", "chunks": 4}, 5)
+FOUR_CHUNKS = ("llama", {"pp": 2}, {"microbatches": 4, "schedule": "interleaved", "virtual_stages": 4}, 5)
 CELLS = ONE_BY_ONE | TOGETHER | {"four chunks": FOUR_CHUNKS}
 
 
@@ -58,13 +58,14 @@ def twice(cell: str, layers: int) -> Iterator[Compiled]:
         yield compile_graph(copy_graph(captured), Mesh.of(**mesh), Options(**options))
 
 
-LAYERS = {"chunks": 6, "an encoder, split": 8}  # one in each part, and two; the others have four, one in each
-FEW = ("chunks", "dropout, whose sites differ", *TOGETHER)
+LAYERS = {"virtual_stages": 6, "an encoder, split": 8}  # one in each part, and two; the others have four, one in each
+FEW = ("virtual_stages", "dropout, whose sites differ", *TOGETHER)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("cell", "layers"), [*((cell, n) for cell in ONE_BY_ONE if cell != "chunks" for n in (4, 8)), ("four chunks", 8)]
+    ("cell", "layers"),
+    [*((cell, n) for cell in ONE_BY_ONE if cell != "virtual_stages" for n in (4, 8)), ("four chunks", 8)],
 )
 def test_copies_one_by_one(cell: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     test_copies(cell, monkeypatch, layers)
@@ -176,7 +177,7 @@ def test_what_tells_parts_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     model.layers[5].linear.weight.requires_grad_(False)
     cuts = [f"layers.{i}" for i in range(1, 8)]
-    options = Options(micro_batches=8, schedule="1f1b", cuts=cuts)
+    options = Options(microbatches=8, schedule="1f1b", split_points=cuts)
     compile_model(model, {"x": torch.rand(8, 4)}, Mesh.of(pp=8), options)
     assert [name.split(".")[1] for name in calls] == ["2", "4", "6"]
 
@@ -188,7 +189,7 @@ def test_who_watches_changes_nothing_and_sees_each_part(monkeypatch: pytest.Monk
     copy = stage_dedup._copied
     monkeypatch.setattr(stage_dedup, "_copied", lambda *args: copied.append(copy(*args)) or copied[-1])
     captured, seen = capture(*tiny("llama", layers=6)), list[str]()
-    options = Options(micro_batches=2, schedule="interleaved")
+    options = Options(microbatches=2, schedule="interleaved")
 
     def facts(*observers: Any) -> dict[str, Any]:
         return step_facts(compile_graph(copy_graph(captured), Mesh.of(pp=2), options, observers=observers))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from autopar.planner.pipeline.terapipe import Time, best_slices, pipeline_time, slice_times
 
-# Table 1 of the paper: setting -> (batch per pipeline, micro-batches as they were measured).
+# Table 1 of the paper: setting -> (batch per pipeline, microbatches as they were measured).
 TABLE = {
     1: (16, [(1, [776, 640, 632])] * 16),
     2: (36, [(1, [2048])] * 36),
@@ -115,7 +115,7 @@ def test_no_slicing_is_faster(length: int, stages: int, grid: int, seed: int, bo
 @settings(max_examples=30, deadline=None)
 @given(stages=st.integers(1, 6), batch=st.integers(1, 3), seed=st.integers(0, 99))
 def test_no_grouping_is_faster(stages: int, batch: int, seed: int) -> None:
-    """Micro-batches of any sizes, each sliced in its own way, against all of them."""
+    """Microbatches of any sizes, each sliced in its own way, against all of them."""
     table = np.random.default_rng(seed).uniform(0.2, 1.0, (batch + 1, 4, 4)) * (np.arange(batch + 1)[:, None, None] + 1)
 
     def cost(size: int, length: Any, context: Any) -> Any:
@@ -172,8 +172,8 @@ def test_2048_tokens_on_a_grid_of_8_take_no_time() -> None:
 
 def test_refusals() -> None:
     model = slice_time(floor=1.0, token=0.1)
-    with pytest.raises(ValueError, match="divide into micro-batches of 3"):
-        best_slices(8, 2, model, batch=4, micro_batch=3)
+    with pytest.raises(ValueError, match="divide into microbatches of 3"):
+        best_slices(8, 2, model, batch=4, microbatch=3)
     with pytest.raises(ValueError, match="stages needs to be at least 1"):
         best_slices(8, 0, model)
     with pytest.raises(ValueError, match=r"t_max = 0.5 s; use at least 1 s"):
@@ -204,7 +204,7 @@ def test_the_ablation_is_predicted(
     for parts, measured in seconds.items():
         predicted = pipeline_time(slice_times(uniform(parts, batch), model), stages)
         assert predicted == pytest.approx(measured, rel=0.1 if parts in fitted else 0.05)
-    found = best_slices(2048, stages, model, batch=batch, micro_batch=1)
+    found = best_slices(2048, stages, model, batch=batch, microbatch=1)
     assert found.total == pytest.approx(programmed, rel=0.05)
     assert found.total <= min(pipeline_time(slice_times(uniform(m, batch), model), stages) for m in seconds)
     assert found.groups == (found.groups[0],) * batch
@@ -213,5 +213,5 @@ def test_the_ablation_is_predicted(
 def test_the_measured_slicings_are_near_the_best() -> None:
     """The paper's own slicings in its settings 8 and 9 are within 6 % of what the program finds."""
     for setting, (stages, batch, _, _, model) in ((8, GPT3_44B), (9, GPT3_175B)):
-        best = best_slices(2048, stages, model, batch=batch, micro_batch=1).total
+        best = best_slices(2048, stages, model, batch=batch, microbatch=1).total
         assert best <= pipeline_time(slice_times(TABLE[setting][1], model), stages) <= 1.06 * best

@@ -36,12 +36,12 @@ from autopar.report.sharding_words import cuts_in_words
 from autopar.steps.graphs import Compiled
 from tests.support.cases import Cell, compiled
 
-ZERO3 = Cell("llama", Mesh.of(dp=2, tp=2), Options(zero=3, sequence_parallel=True, micro_batches=2))
+ZERO3 = Cell("llama", Mesh.of(dp=2, tp=2), Options(zero=3, sequence_parallel=True, microbatches=2))
 CELLS = [
     ZERO3,
     Cell("llama", Mesh.of(dp=2, tp=2), Options(zero=1)),
     Cell("llama", Mesh.of(cp=2, dp=2), Options(attention="ring")),
-    Cell("llama", Mesh.of(pp=2, dp=2), Options(micro_batches=4, schedule="zb_h1", chunks=1)),
+    Cell("llama", Mesh.of(pp=2, dp=2), Options(microbatches=4, schedule="zb_h1", virtual_stages=1)),
 ]
 
 
@@ -115,7 +115,7 @@ def test_sums_belong_to_the_module_that_leaves_them_open() -> None:
 
 
 def test_unlike_layers_are_rows_of_their_own() -> None:
-    root = tree(Cell("llama", Mesh.of(pp=2, dp=2), Options(micro_batches=4, schedule="zb_h1", chunks=1)))
+    root = tree(Cell("llama", Mesh.of(pp=2, dp=2), Options(microbatches=4, schedule="zb_h1", virtual_stages=1)))
     assert sum(r.count for r in root.all() if r.kind == "LlamaDecoderLayer") == 2
 
 
@@ -135,7 +135,7 @@ def test_unlike_layers_are_rows_of_their_own() -> None:
 )
 def test_cuts_in_words(kind: str, shape: tuple[int, ...], cut: Shard, axis: str, words: str) -> None:
     spec = ParameterSpec("w", shape, torch.float32, placements={axis: cut})
-    experts = {"dispatch": ExpertPlan(axis, "gather")} if "experts" in words else {}
+    experts = {"dispatch": ExpertPlan(axis, "allgather")} if "experts" in words else {}
     plan = Plan(Mesh.of(**{axis: 2}), "", Options(), {"w": {axis: ParameterPlan(cut, cut)}}, {}, experts=experts)
     assert cuts_in_words(spec, plan, kind) == [words]
 
@@ -189,11 +189,11 @@ def test_the_device_is_the_users() -> None:
     def seconds(made: Compiled) -> float:
         return step_estimate(made).seconds
 
-    fast = Cell("llama", Mesh.of(dp=2, tp=2), Options(zero=1, device="h100"))
-    assert compiled(fast).plan.options.device == "H100"
+    fast = Cell("llama", Mesh.of(dp=2, tp=2), Options(zero=1, target_hardware="h100"))
+    assert compiled(fast).plan.options.target_hardware == "H100"
     assert seconds(compiled(fast)) < seconds(compiled(Cell("llama", Mesh.of(dp=2, tp=2), Options(zero=1))))
-    with pytest.raises(ValueError, match=r"device: expected 'A100', 'H100',.* or 'V100', found 'TPU'"):
-        Options(device="tpu")
+    with pytest.raises(ValueError, match=r"target_hardware: expected 'A100', 'H100',.* or 'V100', found 'TPU'"):
+        Options(target_hardware="tpu")
     assert tuple(DEVICES) == CHIPS
 
 

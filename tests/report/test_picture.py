@@ -44,9 +44,9 @@ NAMES = (
 )
 
 
-def made(name: str, ranks: int = 4, micro_batches: int = 8, costs: Costs = MS) -> Timeline:
+def made(name: str, ranks: int = 4, microbatches: int = 8, costs: Costs = MS) -> Timeline:
     entry = SCHEDULES[name]
-    return run_schedule(name, Request(ranks, micro_batches, entry.chunks, 2 if entry.sliced else 1), costs)
+    return run_schedule(name, Request(ranks, microbatches, entry.virtual_stages, 2 if entry.sliced else 1), costs)
 
 
 def boxes(text: str) -> list[tuple[str, str, dict[str, float]]]:
@@ -236,7 +236,7 @@ def test_a_measured_trace_shows_its_transfers() -> None:
     sends = {one[1]: one[2] for one, _ in transfers(all_of_it)}
     measured: list[Event] = []
     for rank, action, start, end in all_of_it:
-        sender = Action(action.peer, "S" + action.kind[1:], action.micro_batch, peer=action.stage)
+        sender = Action(action.peer, "S" + action.kind[1:], action.microbatch, peer=action.stage)
         arrival = max(start, sends[sender]) if action.kind[0] == "R" else start
         measured.append((rank, action, start, end if end > start else arrival + 0.6))
     slices, arrows = check_trace(chrome_trace({"simulated": events_of(timeline), "measured": measured}, unit=1e-3))
@@ -244,7 +244,7 @@ def test_a_measured_trace_shows_its_transfers() -> None:
     assert len(real) == 2 * 3 * 8 and all(re.fullmatch(r"\dS[FB]\d>\d", a["name"]) for a in real)
     assert {s["tid"] for s in slices if s["pid"] == 1} == set(range(8))
     for one, other in transfers(measured):
-        assert (one[1].stage, one[1].peer, one[1].micro_batch) == (other[1].peer, other[1].stage, other[1].micro_batch)
+        assert (one[1].stage, one[1].peer, one[1].microbatch) == (other[1].peer, other[1].stage, other[1].microbatch)
 
 
 def test_receives_that_were_only_posted_give_way_to_what_waits_for_them() -> None:

@@ -33,7 +33,7 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "sp": ("tp=2", {"sequence_parallel": True}),
     "ddp": ("dp=2", {}),
     "zero3": ("dp=2", {"zero": 3}),
-    "all": ("dp=2,tp=2", {"zero": 3, "sequence_parallel": True, "micro_batches": 2}),
+    "all": ("dp=2,tp=2", {"zero": 3, "sequence_parallel": True, "microbatches": 2}),
 }
 
 

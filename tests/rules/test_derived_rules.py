@@ -265,7 +265,7 @@ def batch() -> dict[str, Tensor]:
     return {n: torch.randn(8, d, generator=g, dtype=torch.float64) for n, d in (("x", 8), ("y", 4))}
 
 
-MESHES: list[tuple[str, dict[str, Any]]] = [("dp=2,tp=2", {"zero": 3}), ("dp=2", {"micro_batches": 2})]
+MESHES: list[tuple[str, dict[str, Any]]] = [("dp=2,tp=2", {"zero": 3}), ("dp=2", {"microbatches": 2})]
 
 
 @pytest.mark.parametrize(
@@ -310,27 +310,27 @@ def test_the_error_says_why_there_is_none() -> None:
     net = Net(lambda m, h: h * torch.nanmedian(h))
     op = "aten.nanmedian.default"
     with pytest.raises(
-        ValueError, match=rf"no sharding rule for {op}.*none could be derived: no dim.*whole_ops=\('{op}',\)"
+        ValueError, match=rf"no sharding rule for {op}.*none could be derived: no dim.*replicate_ops=\('{op}',\)"
     ):
         compile_model(net, _float(), Mesh.of(dp=2), Options())
-    assert check_model(net.double(), batch(), Mesh.of(dp=2), Options(whole_ops=(op,))).worst < 1e-12
+    assert check_model(net.double(), batch(), Mesh.of(dp=2), Options(replicate_ops=(op,))).worst < 1e-12
 
 
 def test_what_the_rule_does_not_cut_is_not_gathered_in_silence() -> None:
     net = Net(lambda m, h: h + torch.kthvalue(h, 2, dim=0).values)
     op = "aten.kthvalue.default"
     with pytest.raises(
-        ValueError, match=rf"no sharding rule for {op}.*derived, \[\(\. a\)\].*does not cut it so.*whole_ops="
+        ValueError, match=rf"no sharding rule for {op}.*derived, \[\(\. a\)\].*does not cut it so.*replicate_ops="
     ):
         compile_model(net, _float(), Mesh.of(dp=2), Options())
-    assert check_model(net.double(), batch(), Mesh.of(dp=2, tp=2), Options(whole_ops=(op,), zero=3)).worst < 1e-12
+    assert check_model(net.double(), batch(), Mesh.of(dp=2, tp=2), Options(replicate_ops=(op,), zero=3)).worst < 1e-12
 
 
 @pytest.mark.parametrize("name", ["noise", "a state"])
 def test_what_does_not_repeat_itself_is_no_value_of_all_ranks(name: str) -> None:
     """Not even if it is made of parameters alone."""
     net = Net(lambda m, h: h * _trap(name)(m).sum(), lambda: nn.Parameter(torch.randn(4, 4)))
-    with pytest.raises(ValueError, match=r"none could be derived: it does not repeat itself.*whole_ops="):
+    with pytest.raises(ValueError, match=r"none could be derived: it does not repeat itself.*replicate_ops="):
         compile_model(net, _float(), Mesh.of(dp=2), Options())
 
 

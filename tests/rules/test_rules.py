@@ -333,7 +333,7 @@ def test_wrong_rule_is_caught(mistake: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_missing_rule_names_op_and_way_out() -> None:
     sample = Sample([SampleCall(aten.sinc.default, (normal(6),))])
-    with pytest.raises(ValueError, match=r"no sharding rule for aten\.sinc.*'dp'.*x0: S\(0\).*whole_ops"):
+    with pytest.raises(ValueError, match=r"no sharding rule for aten\.sinc.*'dp'.*x0: S\(0\).*replicate_ops"):
         typed(sample, ({"dp": Shard(0)},), Mesh.of(dp=2))
 
 

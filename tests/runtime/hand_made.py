@@ -1,7 +1,7 @@
 """Pipelines whose step graphs are written by hand, and the same computation under autograd in one process.
 
     part k      h_k = tanh(h_(k-1) @ w_k + b_k [+ h_0 where the skip goes])      h_(-1) = x
-    last part   loss = sum((h - 2 target)^2) / total,    total = number of rows in all micro-batches
+    last part   loss = sum((h - 2 target)^2) / total,    total = number of rows in all microbatches
 
 Used weights are twice the stored ones (G, R); biases are aliases. `2 target` comes from the prologue.
 """
@@ -40,8 +40,8 @@ class Case:
     1, which does not use it ("relay"), or from part 0 to each ("star"). tied: parts that share their weight."""
 
     parts: int
-    micro_batches: int
-    rows: int = 3  # of a micro-batch
+    microbatches: int
+    rows: int = 3  # of a microbatch
     skips: tuple[int, ...] = ()
     way: str = "chain"
     tied: tuple[int, ...] = ()
@@ -155,14 +155,14 @@ def compiled_of(case: Case, order: Order, bucket_bytes: int = 2**20) -> Any:
     inputs = [InputSpec(n, "parameter", n, requires_grad=True) for n in names]
     inputs += [InputSpec(n, "input", n) for n in ("x", "target")]
     inputs += [InputSpec("total_0", "total", "total_0")]
-    cut = {"mb": Shard(0)} if case.micro_batches > 1 else {}
+    cut = {"mb": Shard(0)} if case.microbatches > 1 else {}
     prologue = graph(lambda target: (target.sum() * 0 + target.shape[0],), ["target"], ["total_0"])
     pipeline = Pipeline(
         [part_of(case, k) for k in range(case.parts)],
         hops_of(case),
         order,
         each=graph(lambda target, x: (target * 2, x * 3), ["target", "x"], ["doubled", "junk"]),
-        slices=case.slices,
+        token_slices=case.slices,
     )
     return SimpleNamespace(
         train=True,
@@ -170,7 +170,7 @@ def compiled_of(case: Case, order: Order, bucket_bytes: int = 2**20) -> Any:
         prologue=Prologue(prologue.graph, prologue.inputs, ["total_0"]),
         plan=SimpleNamespace(
             experts={},
-            options=Options(micro_batches=case.micro_batches, bucket_bytes=bucket_bytes),
+            options=Options(microbatches=case.microbatches, bucket_bytes=bucket_bytes),
             inputs={"x": cut, "target": cut},
         ),
         signature=SimpleNamespace(inputs=inputs, outputs=[OutputSpec("output", "loss")], assigned=(), unkept=()),
@@ -194,7 +194,7 @@ def weights_of(case: Case, part: int) -> tuple[str, str]:
 def values_of(case: Case) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(3)
     draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64) / 2  # noqa: E731
-    rows = case.rows * case.micro_batches
+    rows = case.rows * case.microbatches
     found = {"x": draw(rows, WIDTH), "target": draw(rows, WIDTH)}
     for k in range(case.parts):
         found.setdefault(case.weight(k), draw(WIDTH, WIDTH))
@@ -227,7 +227,7 @@ def mine(case: Case, order: Order, rank: int) -> dict[str, Tensor]:
 
 def order_of(case: Case, schedule: str, ranks: int) -> Order:
     """An entry of the schedules' table, lowered, and run through the simulator."""
-    request = Request(ranks, case.micro_batches, case.parts // ranks, max(1, len(case.slices)))
+    request = Request(ranks, case.microbatches, case.parts // ranks, max(1, len(case.slices)))
     return lowered(case, SCHEDULES[schedule].make(request))
 
 

@@ -21,27 +21,27 @@ from autopar.schedule.simulate import Timeline, simulate
 from autopar.schedule.stream_checks import check_streams
 from tests.support.zero_bubble_tables import TABLE_5, Row
 
-SETTINGS = ((4, 4), (4, 8), (4, 16), (2, 2), (2, 4), (8, 4), (8, 8), (8, 16))  # (ranks, micro-batches)
+SETTINGS = ((4, 4), (4, 8), (4, 16), (2, 2), (2, 4), (8, 4), (8, 8), (8, 16))  # (ranks, microbatches)
 
-# What a method cannot do; all others take any number of ranks and micro-batches.
+# What a method cannot do; all others take any number of ranks and microbatches.
 CAN: dict[str, Callable[[int, int], bool]] = {
     "dual_pipe": lambda p, m: p % 2 == 0 and m % 2 == 0 and m >= 2 * p,
     "dual_pipe_v": lambda p, m: m >= 2 * p,
 }
 
 
-def can(name: str, ranks: int, micro_batches: int) -> bool:
-    return name not in CAN or CAN[name](ranks, micro_batches)
+def can(name: str, ranks: int, microbatches: int) -> bool:
+    return name not in CAN or CAN[name](ranks, microbatches)
 
 
 @cache
-def make(name: str, ranks: int, micro_batches: int, slices: int = 1, chunks: int = 0) -> Order:
+def make(name: str, ranks: int, microbatches: int, slices: int = 1, virtual_stages: int = 0) -> Order:
     entry = SCHEDULES[name]
-    return entry.make(Request(ranks, micro_batches, chunks or entry.chunks, slices, Costs()))
+    return entry.make(Request(ranks, microbatches, virtual_stages or entry.virtual_stages, slices, Costs()))
 
 
-def run(name: str, ranks: int, micro_batches: int, costs: Costs, **options: int) -> Timeline:
-    return simulate(make(name, ranks, micro_batches, **options), costs)
+def run(name: str, ranks: int, microbatches: int, costs: Costs, **options: int) -> Timeline:
+    return simulate(make(name, ranks, microbatches, **options), costs)
 
 
 def neighbours(order: Order) -> list[P2PEdge]:
@@ -51,21 +51,21 @@ def neighbours(order: Order) -> list[P2PEdge]:
 # --- all of them --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks, micro_batches", SETTINGS)
+@pytest.mark.parametrize("ranks, microbatches", SETTINGS)
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_all(name: str, ranks: int, micro_batches: int) -> None:
+def test_all(name: str, ranks: int, microbatches: int) -> None:
     """A schedule is complete, keeps its promises in the registry, and runs as well when it is lowered."""
     entry = SCHEDULES[name]
-    if not can(name, ranks, micro_batches):
-        with pytest.raises(ValueError, match=rf"schedule: {name} needs .*found {micro_batches}; use"):
-            make(name, ranks, micro_batches)
+    if not can(name, ranks, microbatches):
+        with pytest.raises(ValueError, match=rf"schedule: {name} needs .*found {microbatches}; use"):
+            make(name, ranks, microbatches)
         return
-    order = make(name, ranks, micro_batches, slices=3 if entry.sliced else 1)
+    order = make(name, ranks, microbatches, slices=3 if entry.sliced else 1)
     validate(order)
     assert order.name == name == entry.name and entry.summary
-    assert order.micro_batches == micro_batches and len(order.ranks) == ranks
-    assert len(order.rank_of) == ranks * entry.chunks * entry.copies and len(order.chains) == entry.copies
-    assert order.parts == ranks * entry.chunks
+    assert order.microbatches == microbatches and len(order.ranks) == ranks
+    assert len(order.rank_of) == ranks * entry.virtual_stages * entry.copies and len(order.chains) == entry.copies
+    assert order.parts == ranks * entry.virtual_stages
     assert Order.from_json(order.to_json()) == order
     lowered = lower(order, neighbours(order), gathers={0}, reductions={order.parts - 1})
     validate(lowered)
@@ -76,11 +76,11 @@ def test_all(name: str, ranks: int, micro_batches: int) -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_odd_sizes(name: str) -> None:
-    """Few and uneven numbers of micro-batches, one rank, other numbers of slices."""
+    """Few and uneven numbers of microbatches, one rank, other numbers of slices."""
     for ranks in range(1, 6):
-        for micro_batches in (*range(1, 2 * ranks + 4), 3 * ranks + 1):
-            if can(name, ranks, micro_batches):
-                order = make(name, ranks, micro_batches, slices=2 if SCHEDULES[name].sliced else 1)
+        for microbatches in (*range(1, 2 * ranks + 4), 3 * ranks + 1):
+            if can(name, ranks, microbatches):
+                order = make(name, ranks, microbatches, slices=2 if SCHEDULES[name].sliced else 1)
                 validate(order)
                 simulate(order)
 
@@ -100,12 +100,12 @@ def forwards_ahead(hop: tuple[int, int, bool], parts: int) -> P2PEdge | None:
     st.booleans(),
 )
 def test_lowered_orders_never_deadlock(
-    name: str, ranks: int, micro_batches: int, slices: int, skips: list[tuple[int, int, bool]], chain: bool
+    name: str, ranks: int, microbatches: int, slices: int, skips: list[tuple[int, int, bool]], chain: bool
 ) -> None:
-    """Whatever the hops: every hop of every micro-batch is moved, each channel in one order at both ends."""
-    if not can(name, ranks, micro_batches):
+    """Whatever the hops: every hop of every microbatch is moved, each channel in one order at both ends."""
+    if not can(name, ranks, microbatches):
         return
-    order = make(name, ranks, micro_batches, slices=slices if SCHEDULES[name].sliced else 1)
+    order = make(name, ranks, microbatches, slices=slices if SCHEDULES[name].sliced else 1)
     hops = [hop for skip in skips if (hop := forwards_ahead(skip, order.parts))]
     hops += neighbours(order) if chain else []
     lowered = lower(order, hops)
@@ -117,31 +117,31 @@ def test_lowered_orders_never_deadlock(
         assert [counterpart(action) for action in sent] == received and source != target
     moved = [a for row in lowered.ranks for a in row if a.kind in TRANSFERS]
     assert len(moved) == len(set(moved)) == 2 * len(expected_sends(order, hops))
-    assert {(a.kind, a.stage, a.peer, a.micro_batch, a.slice) for a in moved if a.kind[0] == "S"} == expected_sends(
+    assert {(a.kind, a.stage, a.peer, a.microbatch, a.slice) for a in moved if a.kind[0] == "S"} == expected_sends(
         order, hops
     )
 
 
 def expected_sends(order: Order, hops: list[P2PEdge]) -> set[tuple[str, int, int, int, int]]:
     out = set()
-    for micro_batch, index in enumerate(order.chain_of):
+    for microbatch, index in enumerate(order.chain_of):
         for hop in hops:
             source, target = order.chains[index][hop.source], order.chains[index][hop.target]
             if order.rank_of[source] != order.rank_of[target]:
                 for piece in range(order.slices):
-                    out.add(("SF", source, target, micro_batch, piece))
-                    out |= {("SB", target, source, micro_batch, piece)} if hop.gradient else set()
+                    out.add(("SF", source, target, microbatch, piece))
+                    out |= {("SB", target, source, microbatch, piece)} if hop.gradient else set()
     return out
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_requests_that_make_no_sense(name: str) -> None:
     entry = SCHEDULES[name]
-    with pytest.raises(ValueError, match=f"schedule: {name} needs micro_batches >= 1, found 0"):
-        entry.make(Request(2, 0, entry.chunks))
+    with pytest.raises(ValueError, match=f"schedule: {name} needs microbatches >= 1, found 0"):
+        entry.make(Request(2, 0, entry.virtual_stages))
     if not entry.sliced:
         with pytest.raises(ValueError, match="found 4 token slices; use tera_pipe or seq1f1b"):
-            entry.make(Request(2, 4, entry.chunks, slices=4))
+            entry.make(Request(2, 4, entry.virtual_stages, token_slices=4))
     if name not in ("interleaved", "zb_auto"):
         with pytest.raises(ValueError, match="parts per rank, found 3; "):
             entry.make(Request(2, 4, 3))
@@ -158,13 +158,13 @@ DRAWN |= {"gpipe": (2, 4), "1f1b": (2, 4), "zb_v": (2, 4), "dual_pipe": (4, 8), 
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_drawings_in_the_docstrings_are_true(name: str) -> None:
-    entry, (ranks, micro_batches) = SCHEDULES[name], DRAWN[name]
+    entry, (ranks, microbatches) = SCHEDULES[name], DRAWN[name]
     slices = 2 if entry.sliced else 1
-    apart = any(action.kind == "W" for row in make(name, ranks, micro_batches, slices=slices).ranks for action in row)
+    apart = any(action.kind == "W" for row in make(name, ranks, microbatches, slices=slices).ranks for action in row)
     costs = Costs(1, 1, 1) if apart else Costs(2, 2, 0) if entry.sliced else Costs(1, 1, 0)
-    shown = run(name, ranks, micro_batches, costs, slices=slices).show().splitlines()
+    shown = run(name, ranks, microbatches, costs, slices=slices).show().splitlines()
     text = inspect.getdoc(sys.modules[entry.make.__module__]) or ""
-    assert f"p = {ranks}, m = {micro_batches}" in text
+    assert f"p = {ranks}, m = {microbatches}" in text
     drawn = [line.strip() for line in text.splitlines() if line.startswith("    rank ")]
     assert len(drawn) == len(shown) and all(len(line) > 40 for line in drawn)
     assert all(full.startswith(line.removesuffix(" ...")) for full, line in zip(shown, drawn))
@@ -173,51 +173,51 @@ def test_drawings_in_the_docstrings_are_true(name: str) -> None:
 # --- bubbles ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", TABLE_5, ids=lambda row: f"{row.model}-{row.micro_batches}")
+@pytest.mark.parametrize("row", TABLE_5, ids=lambda row: f"{row.model}-{row.microbatches}")
 def test_bubbles_of_zero_bubble_table_5(row: Row) -> None:
     costs = Costs(row.F, row.B, row.W, row.comm)
     for name in ("1f1b", "zb_h1", "zb_h2"):
         expected = {"1f1b": row.one_f_one_b, "zb_h1": row.zb_h1, "zb_h2": row.zb_h2}[name]
-        assert round(run(name, row.ranks, row.micro_batches, costs).bubble, 4) == expected, name
+        assert round(run(name, row.ranks, row.microbatches, costs).bubble, 4) == expected, name
 
 
 TIMES = Costs(F=1.0, B=1.25, W=0.75)  # together 3
 
 
-@pytest.mark.parametrize("ranks, micro_batches", [(p, m) for p, m in SETTINGS if m >= 2 * p])
-def test_bubbles_of_the_table(ranks: int, micro_batches: int) -> None:
+@pytest.mark.parametrize("ranks, microbatches", [(p, m) for p, m in SETTINGS if m >= 2 * p])
+def test_bubbles_of_the_table(ranks: int, microbatches: int) -> None:
     """Idle time in closed form."""
 
     def bubble(name: str, costs: Costs = TIMES, **options: int) -> float:
-        return run(name, ranks, micro_batches, costs, **options).cost - micro_batches * 3.0
+        return run(name, ranks, microbatches, costs, **options).cost - microbatches * 3.0
 
     assert bubble("gpipe") == bubble("1f1b") == (ranks - 1) * 3.0
     for chunks in (2, 3, 4):
-        found = bubble("interleaved", TIMES.divided(chunks), chunks=chunks)
+        found = bubble("interleaved", TIMES.divided(chunks), virtual_stages=chunks)
         assert found == pytest.approx((ranks - 1) * 3.0 / chunks)
     assert bubble("zb_h1") == (ranks - 1) * (1.0 + 1.25 - 0.75)
-    assert run("zb_h2", ranks, micro_batches, Costs()).cost == micro_batches * 3.0, "none for F = B = W"
-    if micro_batches >= 2 * ranks - 1:
-        assert run("zb_v", ranks, micro_batches, Costs().divided(2)).cost == pytest.approx(micro_batches * 3.0)
+    assert run("zb_h2", ranks, microbatches, Costs()).cost == microbatches * 3.0, "none for F = B = W"
+    if microbatches >= 2 * ranks - 1:
+        assert run("zb_v", ranks, microbatches, Costs().divided(2)).cost == pytest.approx(microbatches * 3.0)
 
 
-@pytest.mark.parametrize("ranks, micro_batches", [(4, 2), (4, 4), (8, 5)])
-def test_zero_bubble_with_few_micro_batches(ranks: int, micro_batches: int) -> None:
+@pytest.mark.parametrize("ranks, microbatches", [(4, 2), (4, 4), (8, 5)])
+def test_zero_bubble_with_few_microbatches(ranks: int, microbatches: int) -> None:
     """m <= p: (m+p-1)(F+B) + W, against 1F1B's (m+p-1)(F+B+W)."""
-    fill = micro_batches + ranks - 1
-    assert run("zb_h1", ranks, micro_batches, TIMES).makespan == fill * 2.25 + 0.75
-    assert run("1f1b", ranks, micro_batches, TIMES).makespan == fill * 3.0
+    fill = microbatches + ranks - 1
+    assert run("zb_h1", ranks, microbatches, TIMES).makespan == fill * 2.25 + 0.75
+    assert run("1f1b", ranks, microbatches, TIMES).makespan == fill * 3.0
 
 
-@pytest.mark.parametrize("micro_batches", range(1, 20))
-def test_interleaved_takes_any_number(micro_batches: int) -> None:
-    """The same bubble where p does not divide m, with few more micro-batches alive."""
+@pytest.mark.parametrize("microbatches", range(1, 20))
+def test_interleaved_takes_any_number(microbatches: int) -> None:
+    """The same bubble where p does not divide m, with few more microbatches alive."""
     ranks, chunks = 4, 2
-    timeline = run("interleaved", ranks, micro_batches, Costs().divided(chunks))
-    if micro_batches >= ranks:
-        assert timeline.makespan == pytest.approx(micro_batches * 3.0 + (ranks - 1) * 3.0 / chunks)
-        largest = -(-micro_batches // (micro_batches // ranks))
-        assert timeline.live[0] == min(2 * (ranks - 1) + (chunks - 1) * largest + 1, chunks * micro_batches)
+    timeline = run("interleaved", ranks, microbatches, Costs().divided(chunks))
+    if microbatches >= ranks:
+        assert timeline.makespan == pytest.approx(microbatches * 3.0 + (ranks - 1) * 3.0 / chunks)
+        largest = -(-microbatches // (microbatches // ranks))
+        assert timeline.live[0] == min(2 * (ranks - 1) + (chunks - 1) * largest + 1, chunks * microbatches)
 
 
 def test_1f1b_step_by_step() -> None:
@@ -274,10 +274,10 @@ def test_slices_shrink_the_bubble() -> None:
 M_B, M_W = 1.0, 0.5
 
 
-@pytest.mark.parametrize("ranks, micro_batches", [(4, 8), (4, 16), (2, 4), (8, 16), (4, 2)])
-def test_peak_memory_of_the_table(ranks: int, micro_batches: int) -> None:
+@pytest.mark.parametrize("ranks, microbatches", [(4, 8), (4, 16), (2, 4), (8, 16), (4, 2)])
+def test_peak_memory_of_the_table(ranks: int, microbatches: int) -> None:
     costs = Costs(activations=M_B, stash=M_W)
-    p, m, places = ranks, micro_batches, range(ranks)
+    p, m, places = ranks, microbatches, range(ranks)
 
     def memory(name: str, **options: int) -> tuple[float, ...]:
         return run(name, p, m, costs, **options).memory
@@ -292,9 +292,9 @@ def test_peak_memory_of_the_table(ranks: int, micro_batches: int) -> None:
     if m >= 2 * p:
         assert memory("zb_h1") == tuple((p - i) * M_B + i * M_W for i in places)
         assert memory("zb_h2") == tuple((2 * p - 2 * i - 1) * M_B + 2 * i * M_W for i in places)
-        assert run("zb_v", p, m, costs).live == (2 * p,) * p, "halves: p micro-batches, on all ranks"
+        assert run("zb_v", p, m, costs).live == (2 * p,) * p, "halves: p microbatches, on all ranks"
         for chunks in (2, 3):
-            held = run("interleaved", p, m, costs, chunks=chunks).memory[0] / chunks
+            held = run("interleaved", p, m, costs, virtual_stages=chunks).memory[0] / chunks
             assert held == pytest.approx((1 + (p - 1) / (p * chunks)) * p)
         assert run("dual_pipe", p, m, costs).live == (p + 1,) * p
         assert max(run("dual_pipe_v", p, m, costs).live) <= 2 * p + 1

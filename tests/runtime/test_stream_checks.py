@@ -34,19 +34,19 @@ def one_way(link: Link) -> str:
     return "up" if link[0] < link[1] else "down"
 
 
-def made(name: str, ranks: int, micro_batches: int) -> Order | None:
+def made(name: str, ranks: int, microbatches: int) -> Order | None:
     entry = SCHEDULES[name]
-    if name.startswith("dual_pipe") and (micro_batches < 2 * ranks or (entry.copies > 1 and ranks % 2)):
+    if name.startswith("dual_pipe") and (microbatches < 2 * ranks or (entry.copies > 1 and ranks % 2)):
         return None
-    return entry.make(Request(ranks, micro_batches, entry.chunks, 2 if entry.sliced else 1, Costs()))
+    return entry.make(Request(ranks, microbatches, entry.virtual_stages, 2 if entry.sliced else 1, Costs()))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_schedule_stops(name: str) -> None:
     """With a group for every link. In groups of all ranks, every schedule stops somewhere."""
     stopped = 0
-    for ranks, micro_batches in SIZES:
-        order = made(name, ranks, micro_batches)
+    for ranks, microbatches in SIZES:
+        order = made(name, ranks, microbatches)
         for skips in ("neighbours", "decoder", "all") if order is not None else ():
             lowered = lower(order, hops_of(order.parts, skips), gathers={0}, reductions={order.parts - 1})
             check_streams(lowered)

@@ -38,34 +38,34 @@ def searched(request: Request) -> Timeline:
 
 
 def profiled(row: Row) -> Costs:
-    """Table 9, in micro-batches of memory: M_B is sb(34h + 5as), M_W 32sbh (section 2, table 1)."""
+    """Table 9, in microbatches of memory: M_B is sb(34h + 5as), M_W 32sbh (section 2, table 1)."""
     a, h = HEADS_AND_HIDDEN[row.model]
     stash = 32 * h / (34 * h + 5 * a * 1024)
     return Costs(row.F, row.B, row.W, row.comm, activations=1.0, stash=stash)
 
 
-FEW = {"1.5B": 64, "6.2B": 32, "14.6B": 48, "28.3B": 96}  # a number of micro-batches for each size
+FEW = {"1.5B": 64, "6.2B": 32, "14.6B": 48, "28.3B": 96}  # a number of microbatches for each size
 
 
 def rows_of_table() -> list[Any]:
-    """The others take long: they have most micro-batches, or most ranks."""
+    """The others take long: they have most microbatches, or most ranks."""
     return [
         pytest.param(
-            row, *bubbles, marks=() if FEW[row.model] == row.micro_batches else pytest.mark.full,
-            id=f"{row.model}-{row.micro_batches}",
+            row, *bubbles, marks=() if FEW[row.model] == row.microbatches else pytest.mark.full,
+            id=f"{row.model}-{row.microbatches}",
         )
         for row, *bubbles in zip(TABLE_5, ZB_1P, ZB_2P)
     ]  # fmt: skip
 
 
 def test_few_have_each_size() -> None:
-    assert {row.model for row in TABLE_5 if FEW[row.model] == row.micro_batches} == {row.model for row in TABLE_5}
+    assert {row.model for row in TABLE_5 if FEW[row.model] == row.microbatches} == {row.model for row in TABLE_5}
 
 
 @pytest.mark.parametrize("row, zb_1p, zb_2p", rows_of_table())
 def test_table_5(row: Row, zb_1p: float, zb_2p: float) -> None:
     """As good as what the paper found, by hand or by search, within the same memory; often the best there can be."""
-    request = Request(row.ranks, row.micro_batches, costs=profiled(row))
+    request = Request(row.ranks, row.microbatches, costs=profiled(row))
     one = searched(request)
     assert round(one.bubble, 4) <= min(row.zb_h1, zb_1p)
     assert max(one.memory) <= row.ranks * (1 + ALMOST)
@@ -106,23 +106,23 @@ def any_costs(rng: random.Random, ranks: int) -> Costs:
     return Costs(F, B, W, rng.choice((0.0, rng.uniform(0, 1))), activations=held, stash=stash)
 
 
-def any_request(rng: random.Random, ranks: int, micro_batches: int) -> Request:
+def any_request(rng: random.Random, ranks: int, microbatches: int) -> Request:
     costs = any_costs(rng, ranks)
     assert isinstance(costs.activations, tuple)
     limit = rng.choice((None, max(costs.activations) * rng.uniform(1, 2 * ranks)))
-    return Request(ranks, micro_batches, costs=costs, memory_limit=limit)
+    return Request(ranks, microbatches, costs=costs, memory_limit=limit)
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**9), st.integers(1, 6), st.integers(1, 12))
-def test_never_worse_than_by_hand(seed: int, ranks: int, micro_batches: int) -> None:
-    request = any_request(random.Random(seed), ranks, micro_batches)
+def test_never_worse_than_by_hand(seed: int, ranks: int, microbatches: int) -> None:
+    request = any_request(random.Random(seed), ranks, microbatches)
     assert request.costs is not None
     found, problem = searched(request), row_problem(request)
     assert max(found.memory) <= problem.limit * (1 + ALMOST)
     assert found.cost >= lower_bound(problem) * (1 - ALMOST)
     for name in ("1f1b", "zb_h1", "zb_h2"):
-        by_hand = simulate(SCHEDULES[name].make(Request(ranks, micro_batches)), request.costs)
+        by_hand = simulate(SCHEDULES[name].make(Request(ranks, microbatches)), request.costs)
         if max(by_hand.memory) <= problem.limit * (1 + ALMOST):
             assert found.cost <= by_hand.cost * (1 + ALMOST), name
         else:
@@ -131,16 +131,16 @@ def test_never_worse_than_by_hand(seed: int, ranks: int, micro_batches: int) -> 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**9), st.integers(1, 6), st.integers(1, 10), st.sampled_from(POLICIES), st.booleans())
-def test_greedy_rows_fit_and_end(seed: int, ranks: int, micro_batches: int, policy: Policy, large_stash: bool) -> None:
+def test_greedy_rows_fit_and_end(seed: int, ranks: int, microbatches: int, policy: Policy, large_stash: bool) -> None:
     """Whatever the policy, even where B needs more memory than it frees; and the fast run is the run of `simulate`."""
     rng = random.Random(seed)
-    request = any_request(rng, ranks, micro_batches)
+    request = any_request(rng, ranks, microbatches)
     problem = row_problem(request)
     if large_stash:
         stash = tuple(each * rng.uniform(1, 2) for each in problem.held)
         problem = replace(problem, stash=stash, limit=max(problem.limit, *stash))
     rows = greedy(problem, policy)
-    assert all(problem.fits(rank, row) and len(row) == 3 * micro_batches for rank, row in enumerate(rows))
+    assert all(problem.fits(rank, row) and len(row) == 3 * microbatches for rank, row in enumerate(rows))
     made = run_rows(problem, rows)
     assert made is not None and made.cost >= lower_bound(problem) * (1 - ALMOST)
     better = refine(problem, rows, 5, lower_bound(problem))
@@ -153,30 +153,30 @@ def test_greedy_rows_fit_and_end(seed: int, ranks: int, micro_batches: int, poli
 # --- the best there is --------------------------------------------------------------------------------
 
 
-def all_rows(micro_batches: int) -> list[str]:
+def all_rows(microbatches: int) -> list[str]:
     """Every row in which B follows F and W follows B."""
     words = [""]
-    for _ in range(3 * micro_batches):
-        words = [word + kind for word in words for kind in "FBW" if may_follow(word, kind, micro_batches)]
+    for _ in range(3 * microbatches):
+        words = [word + kind for word in words for kind in "FBW" if may_follow(word, kind, microbatches)]
     return words
 
 
-def may_follow(word: str, kind: str, micro_batches: int) -> bool:
-    limit = {"F": micro_batches, "B": word.count("F"), "W": word.count("B")}[kind]
+def may_follow(word: str, kind: str, microbatches: int) -> bool:
+    limit = {"F": microbatches, "B": word.count("F"), "W": word.count("B")}[kind]
     return word.count(kind) < limit
 
 
 def best_of_all(problem: RowProblem) -> float:
-    rows = all_rows(problem.micro_batches)
+    rows = all_rows(problem.microbatches)
     choices = ([row for row in rows if problem.fits(rank, row)] for rank in range(problem.ranks))
     runs = (run_rows(problem, rows) for rows in itertools.product(*choices))
     return min((made.cost for made in runs if made is not None), default=inf)
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("ranks, micro_batches", ((2, 3), (3, 2), (4, 2)))
-def test_small_cases_are_optimal(ranks: int, micro_batches: int, seed: int) -> None:
-    problem = row_problem(any_request(random.Random(seed), ranks, micro_batches))
+@pytest.mark.parametrize("ranks, microbatches", ((2, 3), (3, 2), (4, 2)))
+def test_small_cases_are_optimal(ranks: int, microbatches: int, seed: int) -> None:
+    problem = row_problem(any_request(random.Random(seed), ranks, microbatches))
     made = run_rows(problem, search(problem, []))
     assert made is not None
     best = best_of_all(problem)
@@ -221,15 +221,15 @@ def test_time_to_find() -> None:
     [
         (
             lambda costs: {"memory_limit": 1.5, "costs": replace(costs, activations=(1.0, 2.0, 1.0))},
-            r"schedule: zb_auto needs a memory_limit of at least 2, for one micro-batch on rank 1, found 1\.5; raise",
+            r"schedule: zb_auto needs a memory_limit of at least 2, for one microbatch on rank 1, found 1\.5; raise",
         ),
         (lambda costs: {"memory_limit": 1.0, "costs": replace(costs, stash=1.25)}, r"at least 1\.25"),
         (lambda costs: {"memory_limit": float("nan")}, "found nan"),
         (lambda costs: {"costs": replace(costs, F=(1.0, 1.0))}, r"costs: F needs one value per part \(3\), found 2"),
         (lambda costs: {"costs": replace(costs, W=-1.0)}, "costs: W needs values of at least 0, found -1"),
-        (lambda costs: {"chunks": 2}, "zb_auto runs 1 parts per rank, found 2"),
-        (lambda costs: {"slices": 2}, "zb_auto runs whole micro-batches, found 2 token slices"),
-        (lambda costs: {"micro_batches": 0}, "zb_auto needs micro_batches >= 1, found 0"),
+        (lambda costs: {"virtual_stages": 2}, "zb_auto runs 1 parts per rank, found 2"),
+        (lambda costs: {"token_slices": 2}, "zb_auto runs whole microbatches, found 2 token slices"),
+        (lambda costs: {"microbatches": 0}, "zb_auto needs microbatches >= 1, found 0"),
     ],
 )
 def test_what_cannot_be(change: Callable[[Costs], dict[str, object]], message: str) -> None:

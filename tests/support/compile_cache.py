@@ -110,7 +110,7 @@ def _remembered(kind: str) -> Callable[..., Any]:
 
 def _wanted(model: nn.Module, given: Mapping[str, Any], mesh: Any, options: Any, how: Mapping[str, Any]) -> str:
     fixed = how.get("fixed")
-    rest = [str(how.get(k)) for k in ("train", "outputs", "tangents", "autocast", "exact", "grad_mode")]
+    rest = [str(how.get(k)) for k in ("train", "outputs", "tangents", "autocast", "lift_to_float64", "grad_mode")]
     rest.append(str(fixed and (fixed.graph, sorted(fixed.parameters), fixed.pipeline)))
     surroundings = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), str(hooks_of_all())
     return f"{facts_of_model(model)} {facts_of(given)} {mesh} {options} {rest} {surroundings}"

@@ -1,4 +1,4 @@
-"""Sums over ranks and micro-batches in the dtype of a policy: 1 + 2^-10 stays what it is on every axis."""
+"""Sums over ranks and microbatches in the dtype of a policy: 1 + 2^-10 stays what it is on every axis."""
 
 from __future__ import annotations
 
@@ -60,17 +60,17 @@ def witnessed(sizes: dict[str, int], policy: str, options: dict[str, Any]) -> li
         ({"dp": 2}, {}),
         ({"dp": 2}, {"zero": 3}),
         ({"dp": 2}, {"zero": 1}),
-        ({"rp": 2, "dp": 1}, {}),
-        ({"rp": 2, "dp": 2}, {"zero": 3}),
-        ({"rp": 2, "dp": 2}, {"zero": 0}),
-        ({"dp": 1}, {"micro_batches": 2}),
+        ({"dp_replicate": 2, "dp": 1}, {}),
+        ({"dp_replicate": 2, "dp": 2}, {"zero": 3}),
+        ({"dp_replicate": 2, "dp": 2}, {"zero": 0}),
+        ({"dp": 1}, {"microbatches": 2}),
     ],
     ids=str,
 )
 def test_sums_keep_what_half_precision_would_lose(sizes: dict[str, int], options: dict[str, Any]) -> None:
     for policy in ("bf16", Precision("bfloat16", "float32", "bfloat16")):
         for found in run_ranks(math.prod(sizes.values()), witnessed, sizes, policy, options):
-            kept = policy == "bf16" or sizes == {"dp": 1}  # over micro-batches always
+            kept = policy == "bf16" or sizes == {"dp": 1}  # over microbatches always
             assert found == [1.0 + 2.0**-10 if kept else 1.0] * 2, (policy, found)
 
 
@@ -128,9 +128,9 @@ def sums_and_gathers(made: Compiled) -> tuple[set[torch.dtype], set[torch.dtype]
 
 EVERYWHERE: list[tuple[Mesh, dict[str, Any]]] = [
     (Mesh.of(dp=2, tp=2), {"zero": 3, "sequence_parallel": True}),
-    (Mesh.of(dp=2, tp=2), {"zero": 0, "sequence_parallel": True, "micro_batches": 2}),
-    (Mesh.of(dp=2, cp=2), {"zero": 2, "micro_batches": 2}),
-    (Mesh.of(dp=2, pp=2, tp=2), {"zero": 1, "micro_batches": 4, "sequence_parallel": True}),
+    (Mesh.of(dp=2, tp=2), {"zero": 0, "sequence_parallel": True, "microbatches": 2}),
+    (Mesh.of(dp=2, cp=2), {"zero": 2, "microbatches": 2}),
+    (Mesh.of(dp=2, pp=2, tp=2), {"zero": 1, "microbatches": 4, "sequence_parallel": True}),
 ]
 POLICIES = ("bf16", "bf16_pure", Precision("float16", "float32", "float16"))
 SUMMED = [(*case, policy, (i + j) % 2) for i, case in enumerate(EVERYWHERE) for j, policy in enumerate(POLICIES)]
@@ -165,7 +165,7 @@ def test_bytes_are_those_of_the_dtypes() -> None:
     model, batch = tiny("llama", layers=1)
     found = {}
     for policy in ("none", "bf16"):
-        options = Options(zero=3, precision=policy, micro_batches=2)  # type: ignore[arg-type]
+        options = Options(zero=3, precision=policy, microbatches=2)  # type: ignore[arg-type]
         volumes = step_communication(compile_model(model.float(), batch, Mesh.of(dp=2), options))
         found[policy] = {kind: v.bytes for (_, kind), v in volumes.items()}
     assert found["bf16"]["all_gather"] * 2 == found["none"]["all_gather"]

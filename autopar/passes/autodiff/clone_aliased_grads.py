@@ -1,7 +1,7 @@
 """clone_aliased_grads: every gradient that leaves a step is alone in its storage.
 
 Consumes    a step graph; ``meta["owned"]`` says which of its outputs are written to: gradients, which sums over
-            micro-batches, clipping and optimizers change in place.
+            microbatches, clipping and optimizers change in place.
 Guarantees  each of these has contiguous storage that is no input, no part of something larger, and no other output's.
 Leaves      gradients that are so already (nearly all); outputs that nobody writes to.
 

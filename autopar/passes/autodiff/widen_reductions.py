@@ -26,7 +26,7 @@ CAST = torch.ops.aten._to_copy.default
 
 
 def behind_sums(gradient: Node, whole: bool = False) -> tuple[Node, list[Node]]:
-    """(what a rank or a micro-batch has computed of a gradient by itself, the sums over ranks, casts and views between
+    """(what a rank or a microbatch has computed of a gradient by itself, the sums over ranks, casts and views between
     it and the gradient): of calls that lead to nothing else, from the first sum or cast on. ``whole``: behind sums
     that leave all of the value on every rank only."""
     own, chain, behind = gradient, list[Node](), list[Node]()

@@ -40,9 +40,9 @@ class CapExperts:
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         assert ctx.plan is not None
-        if ctx.plan.options.capacity:
+        if ctx.plan.options.capacity_factor:
             for dispatch in dispatches(gm):
-                _cap(dispatch, ctx.plan.options.capacity)
+                _cap(dispatch, ctx.plan.options.capacity_factor)
             gm.recompile()
         return gm
 

@@ -20,7 +20,7 @@ from autopar.rules import has_rule
 
 def take_apart(gm: GraphModule, known: Container[Any]) -> None:
     """Replace composite operators without a rule and without a rewrite (``known``), if all of their parts have one:
-    else messages, and ``whole_ops``, name what the model calls."""
+    else messages, and ``replicate_ops``, name what the model calls."""
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and not _is_known(node, known) and is_composite(node.target):
             parts, operands = decomposition_of(node, fake_mode(gm.graph))

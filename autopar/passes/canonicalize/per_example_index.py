@@ -6,7 +6,7 @@
     index_put(x, [arange(4), i], y)        -->    scatter(x, 1, expand(i, [4, 1, 32]), reshape(y, [4, 1, 32]))
     index_put(x, [mask], y)                -->    where(unsqueeze(mask, 2), y, x), if y is the same for all it picks
 
-So the end token's row of every text stays on the rank, and in the micro-batch, of its text.
+So the end token's row of every text stays on the rank, and in the microbatch, of its text.
 """
 
 from __future__ import annotations

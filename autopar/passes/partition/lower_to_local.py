@@ -240,7 +240,7 @@ def _cross_entropy(local: _Local) -> None:
 def _dispatch(local: _Local) -> None:
     chosen, node, args = local.node.meta.get("experts"), local.node, local.args
     if chosen is not None:
-        way, size = DISPATCHERS[chosen.dispatch], local.mesh.size(chosen.axis)
+        way, size = DISPATCHERS[chosen.token_dispatcher], local.mesh.size(chosen.axis)
         node.target, node.kwargs = way.dispatch, {}
         nodes = (chosen.per_node,) if way.nodes else ()
         node.args = (args["x"], args["expert"], args["num_experts"], chosen.axis, size, *nodes)
@@ -249,7 +249,7 @@ def _dispatch(local: _Local) -> None:
 def _combine(local: _Local) -> None:
     chosen, node, args = local.node.meta.get("experts"), local.node, local.args
     if chosen is not None and chosen.by_copies:
-        node.target, node.kwargs = DISPATCHERS[chosen.dispatch].combine, {}
+        node.target, node.kwargs = DISPATCHERS[chosen.token_dispatcher].combine, {}
         _, *where = dispatch_of(node).args
         node.args = (args["rows"], args["order"], args["weights"], *where)
 

@@ -83,7 +83,7 @@ class _SliceSweep:
     def __init__(self, gm: GraphModule, ctx: Compilation) -> None:
         self.gm, self.mesh = gm, ctx.mesh
         self.pieces = ctx.mesh.pieces(AXIS)
-        self.whole_ops = ctx.plan.options.whole_ops if ctx.plan is not None else ()
+        self.replicate_ops = ctx.plan.options.replicate_ops if ctx.plan is not None else ()
         self.specs = input_specs(gm)
         self.made: set[Node] = set()  # parameters, and what is made of them
         self.of_batch: set[Node] = set()  # what depends on the batch
@@ -143,7 +143,7 @@ class _SliceSweep:
             )
         if not has_rule(node):
             raise ValueError(missing_rule(node, AXIS))
-        rule = rule_of(node, AXIS, self.mesh, whole=self.whole_ops)
+        rule = rule_of(node, AXIS, self.mesh, whole=self.replicate_ops)
         if all(dims is None for dims in rule.operands):  # of its operands it takes the dtype alone
             self.made.discard(node)
             self.of_batch.discard(node)

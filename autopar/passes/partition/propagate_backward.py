@@ -8,7 +8,7 @@ value without gradient: a norm over a cut dim finds a pending sum, and a convers
   summed with all others;
 - an input is taken with that placement for which its gradient is least to convert.
 
-Over micro-batches nothing of a backward is converted: the others' gradients are not there yet.
+Over microbatches nothing of a backward is converted: the others' gradients are not there yet.
 
 An operator of others with a registered backward is one node, whose backward nobody sees. Where it is not linear, the
 operator runs on whole values, Invariant: then the gradient is whole as well.
@@ -52,26 +52,26 @@ class Backwards:
             self.summed[id(own)] = self.axis == "mb" or (replicate and is_linear(own, self.rule_of))
         return PARTIAL if self.summed[id(own)] else INVARIANT
 
-    def refuse_over_micro_batches(self, x: Node, before: Node) -> None:
-        """Raises ValueError where gradients of all micro-batches would be needed in the backward of one."""
+    def refuse_over_microbatches(self, x: Node, before: Node) -> None:
+        """Raises ValueError where gradients of all microbatches would be needed in the backward of one."""
         if self.axis == "mb" and x in self.inside:
             while is_conversion(before):
                 before = next(iter(before.users))
             raise ValueError(
-                f"micro_batches: the backward of the autograd function {function_of(x)} needs the gradients of all "
-                f"micro-batches at once at {describe(before)}, so cutting the batch would change the result; use "
-                "micro_batches=1"
+                f"microbatches: the backward of the autograd function {function_of(x)} needs the gradients of all "
+                f"microbatches at once at {describe(before)}, so cutting the batch would change the result; use "
+                "microbatches=1"
             )
 
     def needs_whole_gradient(self, node: Node) -> bool:
         """Whether a call is of an operator whose own backward is not linear: the gradient that it takes must be that
-        of all ranks. Raises ValueError over micro-batches."""
+        of all ranks. Raises ValueError over microbatches."""
         if not has_nonlinear_backward(node):
             return False
         if self.axis == "mb":
             raise ValueError(
-                f"micro_batches: the backward that is registered for {node.target} is not linear in the gradient, so "
-                f"it needs that of all micro-batches at once at {describe(node)}; use micro_batches=1"
+                f"microbatches: the backward that is registered for {node.target} is not linear in the gradient, so "
+                f"it needs that of all microbatches at once at {describe(node)}; use microbatches=1"
             )
         return True
 

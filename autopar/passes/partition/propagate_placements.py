@@ -106,7 +106,7 @@ class _PlacementSweep:
     def __init__(self, gm: GraphModule, ctx: Compilation, plan: Plan, axis: str) -> None:
         self.gm, self.plan, self.axis, self.mesh = gm, plan, axis, ctx.mesh
         self.ranks = ctx.mesh.size(axis)
-        self.whole = plan.options.whole_ops
+        self.whole = plan.options.replicate_ops
         self.versions: dict[Node, dict[Placement, Node]] = {}
         self.weights: set[Node] = set()
         self.specs = input_specs(gm)
@@ -234,7 +234,7 @@ class _PlacementSweep:
 
     def _choices(self, node: Node, rule: Rule, operands: list[Node], have: list[Placement]) -> Iterator[_Choice]:
         partial = frozenset(i for i, p in enumerate(have) if isinstance(p, Partial) and rule.operands[i] is not None)
-        # parts of a loss that all micro-batches compute alike, of parameters alone: divided, they are addends, too
+        # parts of a loss that all microbatches compute alike, of parameters alone: divided, they are addends, too
         alike = {i for i, x in enumerate(operands) if self.axis == "mb" and have[i] == REPLICATE and has_gradient(x)}
         for kept in rule.linear:
             others = [operands[i] for i in partial - kept]  # a count under a sum: resolved, when not differentiated
@@ -265,7 +265,7 @@ class _PlacementSweep:
         yield self._whole(rule, operands, have)
 
     def _passes_on(self, node: Node, rule: Rule, operands: list[Node], kept: frozenset[int]) -> bool:
-        """Whether pending sums stay pending. Over micro-batches those that are differentiated can only become a loss,
+        """Whether pending sums stay pending. Over microbatches those that are differentiated can only become a loss,
         and others are summed before they meet anything: what is counted ahead cannot depend on what is."""
         if node in self.backwards.inside:
             return True
@@ -362,7 +362,7 @@ class _PlacementSweep:
                 return versions[made]
         if matches(placement(x, self.axis), need, has_gradient(x)):
             return x
-        self.backwards.refuse_over_micro_batches(x, before)
+        self.backwards.refuse_over_microbatches(x, before)
         src = source or min(self._sources(x), key=lambda p: self._price(x, p, need))
         if self._price(x, src, need) == float("inf"):
             raise ValueError(f"placements: {describe(before)} needs {x.name} as {need} on {self.axis!r}, it is {src}")

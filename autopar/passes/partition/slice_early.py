@@ -3,7 +3,7 @@
 Consumes    a typed global graph.
 Guarantees  a value without gradient (a rotary table, positions, a mask, shifted labels) of which only one cut is used
             is computed cut, from slices as far up as rules allow; no op computes more than before.
-Leaves      shapes, which stay global; values with a gradient; token slices and micro-batches.
+Leaves      shapes, which stay global; values with a gradient; token slices and microbatches.
 
     angle = mul(positions, frequency)    -->    positions_s = convert(positions, "cp", I, S(0))
     cos = cos(angle)                            angle = mul(positions_s, frequency)          # cp: S(0)
@@ -54,7 +54,7 @@ class _Moves:
 
     def __init__(self, gm: GraphModule, ctx: Compilation, axis: str) -> None:
         self.gm, self.ctx, self.axis = gm, ctx, axis
-        self.whole_ops = ctx.plan.options.whole_ops if ctx.plan is not None else ()
+        self.replicate_ops = ctx.plan.options.replicate_ops if ctx.plan is not None else ()
         self.slices: dict[tuple[Node, Placement], Node] = {}
         for node in gm.graph.nodes:
             if self._is_slice(node):
@@ -99,7 +99,7 @@ class _Moves:
         """The operands that are cut where the result is, and how. Raises RuleError if the rule has no such cut, or if
         it needs what no slice gives."""
         assert isinstance(result, Shard)
-        rule = rule_of(node, self.axis, self.ctx.mesh, whole=self.whole_ops)
+        rule = rule_of(node, self.axis, self.ctx.mesh, whole=self.replicate_ops)
         cut = rule.completed(rule.cut_of(rule.results[0], result, self.ctx.mesh.pieces(self.axis)))
         found: dict[Node, Shard] = {}
         operands = list(zip(tensor_operands(node), rule.required(cut), strict=True))

@@ -1,10 +1,10 @@
-"""accumulate_gradients: reduce gradients once per step, not once per micro-batch.
+"""accumulate_gradients: reduce gradients once per step, not once per microbatch.
 
 Consumes    a backward step graph whose gradients end in sums over ranks.
 Guarantees  two graphs. BW stops before the sums: it returns this rank's own gradients. BWR, which is the last of a
             step, takes the sums of the earlier ones as further inputs (``earlier_0``, ...), adds them, and reduces.
-Leaves      sums over ranks of activations, which every micro-batch needs; sums that several gradients come of (those of
-            ``w1 + w2.t()``), which every micro-batch takes as well.
+Leaves      sums over ranks of activations, which every microbatch needs; sums that several gradients come of (those of
+            ``w1 + w2.t()``), which every microbatch takes as well.
 
     g = mm(dy, x); r = all_reduce(g, "dp"); return r
         -->
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 def split_accumulation(backward: StepGraph, precision: Precision, whole: bool = False) -> tuple[StepGraph, StepGraph]:
-    """(BW, BWR): see the module's docstring. ``whole``: what cuts a gradient stays in every micro-batch; only sums
+    """(BW, BWR): see the module's docstring. ``whole``: what cuts a gradient stays in every microbatch; only sums
     behind that, and of gradients that nothing cuts, wait for the last one. The graph is left as it is."""
     own = StepGraph(_local(copy_graph(backward.graph), whole), backward.inputs, backward.outputs)
     last = _last(copy_graph(backward.graph), precision, whole)

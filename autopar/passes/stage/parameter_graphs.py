@@ -2,7 +2,7 @@
 
 Consumes    the conversions behind the parameters of a part: chains of identities and gathers.
 Guarantees  G makes the used parameters from the stored ones, R the stored gradients from those of the used ones: by the
-            transposed conversions, in reverse. So both run once per step, whatever the number of micro-batches. A
+            transposed conversions, in reverse. So both run once per step, whatever the number of microbatches. A
             chain that moves nothing forward (whole weights) is not in G, but its transpose, a sum, is in R.
 Leaves      parameters that are used as they are stored.
 
@@ -73,7 +73,7 @@ def reduce_graph(
     late: bool = False,
 ) -> StepGraph | None:
     """R. ``available``: names of the gradients that there are (``grad:`` of used nodes). They come in the dtype of the
-    used values; ``added``: added up over micro-batches, `added_in` another one. They leave in what they are
+    used values; ``added``: added up over microbatches, `added_in` another one. They leave in what they are
     `summed_in`. ``late``: what `late_links` names is left for `late_reduce_graph`."""
     known = set(available)
     targets: dict[Node, list[Node]] = {}
@@ -113,7 +113,7 @@ def _reduction(graph: Graph, inputs: list[str], made: list[str], alone: bool = T
 
 def late_links(used: Mapping[Node, Node]) -> dict[Node, list[Node]]:
     """Parameter -> the conversions next to it whose sums leave the whole value that they were given on every rank: over
-    replicas those of the pieces; of a parameter that nothing cuts all. They commute with sums over micro-batches, which
+    replicas those of the pieces; of a parameter that nothing cuts all. They commute with sums over microbatches, which
     are no smaller for them."""
     found: dict[Node, list[Node]] = {}
     for u, p in used.items():
@@ -137,7 +137,7 @@ def _sums_whole(link: Node) -> bool:
 def late_reduce_graph(
     used: Mapping[Node, Node], available: Iterable[str | None], precision: Precision
 ) -> StepGraph | None:
-    """R for what each micro-batch has summed but for `late_links`: ``grad:`` of stored parameters, added up -> the
+    """R for what each microbatch has summed but for `late_links`: ``grad:`` of stored parameters, added up -> the
     same, summed over these as well."""
     known, graph = set(available), Graph()
     chains = {p: links for p, links in late_links(used).items() if links and grad(p.name) in known}
@@ -195,7 +195,7 @@ def inline_reductions(step: StepGraph, reduce: StepGraph, last: bool = False) ->
 
 
 def _with_earlier(gm: GraphModule, name: str, own: Node, like: Node | None) -> Node:
-    """A gradient added to what earlier micro-batches have made of it, in the dtype of ``like``."""
+    """A gradient added to what earlier microbatches have made of it, in the dtype of ``like``."""
     earlier = add_placeholder(gm.graph, f"earlier_{of(name)}", placeholders(gm)[-1], like=like or own)
     total: Node = insert_call(own.next, torch.ops.aten.add.Tensor, (own, earlier), like=own, val=earlier.meta["val"])
     return total

@@ -1,14 +1,14 @@
-"""split_prologue: what a step needs to know of all its micro-batches before the first one starts.
+"""split_prologue: what a step needs to know of all its microbatches before the first one starts.
 
-Consumes    a typed local graph whose outermost axis is "mb", the micro-batches.
-Guarantees  no conversion over "mb" is left. Values without gradient that all micro-batches share are totals, inputs
+Consumes    a typed local graph whose outermost axis is "mb", the microbatches.
+Guarantees  no conversion over "mb" is left. Values without gradient that all microbatches share are totals, inputs
             ``total_0``, ... of the main graph: those that are summed (the count of targets), and those that are whole
-            (the experts of all tokens, among which a capacity counts places), as a sum of every micro-batch's piece
+            (the experts of all tokens, among which a capacity counts places), as a sum of every microbatch's piece
             among zeros. Totals of inputs are made by a prologue graph. Those that weights have a part in are made
-            ahead as well, by forwards without gradients (`split_rounds`); with aux_loss="micro_batch" the sums of one
-            micro-batch, times their number, stand for those of all. What remains (gradients of parameters, the loss)
+            ahead as well, by forwards without gradients (`split_rounds`); with aux_loss_scope="microbatch" the sums of
+            one microbatch, times their number, stand for those of all. What remains (gradients of parameters, the loss)
             the runtime adds up.
-Leaves      graphs without micro-batches.
+Leaves      graphs without microbatches.
 
     count = sum(ne(labels, -100)); n = exchange(count, "mb", P, I); loss = div(s, n)
         -->
@@ -49,7 +49,7 @@ aten = torch.ops.aten
 
 def split_prologue(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, Prologue | None, GraphModule | None]:
     """Remove the axis "mb" from a local graph. Returns it, its prologue, and the graph of what is learned ahead: of a
-    micro-batch's addends to the totals that weights have a part in, of which one may take another; their names are its
+    microbatch's addends to the totals that weights have a part in, of which one may take another; their names are its
     ``meta["results"]``."""
     if ctx.mesh.size("mb") == 1:
         return gm, None, None
@@ -60,9 +60,9 @@ def split_prologue(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, Prol
             continue
         _, src, dst = conversion_of(node)
         if isinstance(src, Invariant) and isinstance(dst, Replicate):
-            _bypass(node)  # a parameter: the runtime adds the micro-batches' gradients
+            _bypass(node)  # a parameter: the runtime adds the microbatches' gradients
         elif isinstance(src, Partial) and isinstance(dst, Invariant) and _is_loss(node):
-            _bypass(node)  # the runtime adds the micro-batches' losses
+            _bypass(node)  # the runtime adds the microbatches' losses
         elif isinstance(src, Partial) and isinstance(dst, Invariant) and not has_gradient(node):
             cuts.append(node)
         elif isinstance(src, Replicate) and isinstance(dst, Partial):
@@ -75,7 +75,7 @@ def split_prologue(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, Prol
         else:
             raise ValueError(_refusal(node))
     learned = {cut for cut in cuts if _made_of_parameters(gm, [cut])}
-    if ctx.plan.options.aux_loss == "micro_batch":
+    if ctx.plan.options.aux_loss_scope == "microbatch":
         for cut in [cut for cut in learned if isinstance(conversion_of(cut)[1], Partial)]:
             _stand_in(cut, ctx.mesh.size("mb"))
             cuts.remove(cut)
@@ -99,7 +99,7 @@ def _bypass(node: Node) -> None:
 
 
 def _divide(node: Node, count: int) -> None:
-    """What every micro-batch computes alike becomes an addend."""
+    """What every microbatch computes alike becomes an addend."""
     node.target, node.args = aten.div.Tensor, (node.args[0], count)
 
 
@@ -110,7 +110,7 @@ def _made_of_parameters(gm: GraphModule, cuts: list[Node]) -> bool:
 
 
 def _stand_in(node: Node, count: int) -> None:
-    """A micro-batch's own addend, times their number, instead of the sum."""
+    """A microbatch's own addend, times their number, instead of the sum."""
     node.target, node.args = aten.mul.Tensor, (node.args[0], count)
 
 
@@ -123,8 +123,8 @@ def _refusal(node: Node) -> str:
     _, src, dst = conversion_of(node)
     user = next(iter(node.users))
     return (
-        f"micro_batches: samples of different micro-batches meet at {described_at(user)} (its operand goes from {src} "
-        f"to {dst}), so cutting the batch would change the result; use micro_batches=1"
+        f"microbatches: samples of different microbatches meet at {described_at(user)} (its operand goes from {src} "
+        f"to {dst}), so cutting the batch would change the result; use microbatches=1"
     )
 
 
@@ -135,7 +135,7 @@ def _refuse_chains(cuts: list[Node]) -> None:
 
 
 def _as_total(gm: GraphModule, cut: Node, i: int) -> tuple[Node, Node]:
-    """An input instead of a cut value, and what each micro-batch has of it."""
+    """An input instead of a cut value, and what each microbatch has of it."""
     addend, total = cut.args[0], add_placeholder(gm.graph, f"total_{i}", placeholders(gm)[-1])
     assert isinstance(addend, Node)
     total.meta = {"val": cut.meta["val"], "has_gradient": False}
@@ -147,7 +147,7 @@ def _as_total(gm: GraphModule, cut: Node, i: int) -> tuple[Node, Node]:
 
 
 def _extract(gm: GraphModule, addends: Mapping[Node, Node], title: str) -> GraphModule | None:
-    """What makes a micro-batch's addends to some totals, in a graph of its own."""
+    """What makes a microbatch's addends to some totals, in a graph of its own."""
     if not addends:
         return None
     needed = ancestors(addends.values())
@@ -162,7 +162,7 @@ def _extract(gm: GraphModule, addends: Mapping[Node, Node], title: str) -> Graph
 
 
 def _slice_by_index(gm: GraphModule, node: Node, count: int, dst: Shard) -> None:
-    """A whole value of which each micro-batch takes a piece: select it by the number of the micro-batch, an input."""
+    """A whole value of which each microbatch takes a piece: select it by the number of the microbatch, an input."""
     x = node.args[0]
     assert isinstance(x, Node)
     chosen = _own_entries(gm, node, count, dst.blocks or (x.meta["val"].shape[dst.dim],), x)
@@ -183,9 +183,9 @@ def _place_by_index(gm: GraphModule, node: Node, count: int, src: Shard) -> None
 
 
 def _own_entries(gm: GraphModule, node: Node, count: int, blocks: Sequence[int], like: Node) -> Node:
-    """Which entries of a dim are a micro-batch's: an equal part of each block."""
-    assert min(blocks) > 0, f"micro-batches are dealt in order, found {blocks}"
-    index, call, device = _micro_batch_input(gm), Build(node), like.meta["val"].device
+    """Which entries of a dim are a microbatch's: an equal part of each block."""
+    assert min(blocks) > 0, f"microbatches are dealt in order, found {blocks}"
+    index, call, device = _microbatch_input(gm), Build(node), like.meta["val"].device
     starts, rows = 0, []
     for block in blocks:
         size = block // count
@@ -195,13 +195,13 @@ def _own_entries(gm: GraphModule, node: Node, count: int, blocks: Sequence[int],
     return rows[0] if len(rows) == 1 else call(aten.cat.default, rows)
 
 
-def _micro_batch_input(gm: GraphModule) -> Node:
-    """The placeholder that says which micro-batch runs: an int64 scalar tensor."""
+def _microbatch_input(gm: GraphModule) -> Node:
+    """The placeholder that says which microbatch runs: an int64 scalar tensor."""
     for node in placeholders(gm):
-        if node.name == "micro_batch":
+        if node.name == "microbatch":
             return node
-    node = add_placeholder(gm.graph, "micro_batch", placeholders(gm)[-1])
+    node = add_placeholder(gm.graph, "microbatch", placeholders(gm)[-1])
     val = run_fake(gm.graph, torch.zeros, ((),), {"dtype": torch.int64})
     node.meta = {"val": val, "has_gradient": False, "global_shape": ()}
-    extend_signature(gm, [InputSpec("micro_batch", "micro_batch", "micro_batch")])
+    extend_signature(gm, [InputSpec("microbatch", "microbatch", "microbatch")])
     return node

@@ -1,6 +1,6 @@
 """cut_stages: a local graph becomes the graphs of its parts, by dataflow.
 
-Consumes    a local graph without micro-batch conversions, and the part of each main node.
+Consumes    a local graph without microbatch conversions, and the part of each main node.
 Guarantees  every part is a graph of its own. Its inputs: parameters as they are used, buffers, values that depend on no
             parameter, and values received from earlier parts. Its outputs: values for later parts, losses, new
             buffer values. A value that several later parts use goes from user to user (hops); so a part that uses a
@@ -8,7 +8,7 @@ Guarantees  every part is a graph of its own. Its inputs: parameters as they are
 Leaves      one computation of each main value. Values that derive from parameters alone (a position bias) are made
             again by every part that uses them, so that their gradients are added as those of tied weights are;
             values that depend on no parameter (rotary tables, masks, shifted labels) are made once, by a prologue:
-            per step if they are the same for all micro-batches, else per micro-batch.
+            per step if they are the same for all microbatches, else per microbatch.
 
     h0 = layer0(embed(ids)); h1 = layer1(h0, cos); loss = head(h1)
         -->

@@ -1,9 +1,9 @@
 """split_rounds: what goes ahead of a step, round by round and part by part.
 
-Consumes    the graph of a micro-batch's addends to totals that weights have a part in (`split_prologue`), where one
+Consumes    the graph of a microbatch's addends to totals that weights have a part in (`split_prologue`), where one
             total may have a part in another one, and the part of every value of the model.
 Guarantees  a graph of a round takes totals of earlier rounds only. Each value that depends on weights and on inputs is
-            made once per micro-batch, as soon as it can be; a later round keeps it, a later part gets it sent. What
+            made once per microbatch, as soon as it can be; a later round keeps it, a later part gets it sent. What
             depends on weights alone, on no weight, or is a view, is made again where it is taken.
 Leaves      the operators, and their order within a graph.
 

@@ -74,7 +74,7 @@ def _is_gradient_sum(node: Node) -> bool:
 
 def ends_in_output(node: Node) -> bool:
     """Whether a value does nothing but become results: through sums over ranks, reshapes, and sums with what is given
-    (what earlier micro-batches have made)."""
+    (what earlier microbatches have made)."""
     passing = (torch.ops.autopar.all_reduce.default, *PASSING)
     return bool(node.users) and all(
         u.op == "output" or ((is_call(u, *passing) or _adds_given(u)) and ends_in_output(u)) for u in node.users

@@ -1,11 +1,11 @@
 """merge_all_reduces: one sum over replicas and the ranks they are copies of.
 
 Consumes    a step graph.
-Guarantees  an all-reduce over dp whose result does nothing but be all-reduced over rp is one over both: for n and r
-            ranks it moves 2 (nr - 1)/nr of the value, and not 2 (n - 1)/n + 2 (r - 1)/r.
-Leaves      sums of pieces over rp, behind a reduce-scatter; sums over other axes, whose links are others.
+Guarantees  an all-reduce over dp whose result does nothing but be all-reduced over dp_replicate is one over both: for n
+            and r ranks it moves 2 (nr - 1)/nr of the value, and not 2 (n - 1)/n + 2 (r - 1)/r.
+Leaves      sums of pieces over dp_replicate, behind a reduce-scatter; sums over other axes, whose links are others.
 
-    a = all_reduce(x, "dp"); b = all_reduce(a, "rp")    -->    b = all_reduce(x, "rp,dp")
+    a = all_reduce(x, "dp"); b = all_reduce(a, "dp_replicate")    -->    b = all_reduce(x, "dp_replicate,dp")
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ _SUMS = ("dp", "cp")  # over which gradients of weights are summed, or under ZeR
 
 def expert_axis(gm: GraphModule, mesh: Mesh, options: Options) -> tuple[str, str]:
     """(axis, why): as asked for, or what takes least time by estimate; "" where experts are not cut."""
-    if options.experts != "auto":
-        return (options.experts if mesh.size(options.experts) > 1 else ""), ""
+    if options.expert_axis != "auto":
+        return (options.expert_axis if mesh.size(options.expert_axis) > 1 else ""), ""
     if mesh.size("ep") > 1:
         return "ep", ""
     layers = dispatches(gm)
@@ -44,11 +44,11 @@ def expert_axis(gm: GraphModule, mesh: Mesh, options: Options) -> tuple[str, str
 def kept_axis(asked: Options, plan: Plan) -> str:
     """The axis of an earlier plan, which parameters are cut by. Raises ValueError where the options ask for another."""
     axis = "ep" if plan.mesh.size("ep") > 1 else axis_of_experts(plan.experts)
-    if asked.experts not in ("auto", DECLARED["experts"].default, axis):
+    if asked.expert_axis not in ("auto", DECLARED["expert_axis"].default, axis):
         found = f"over {axis!r}" if axis else "over no axis"
         raise ValueError(
-            f"experts: a plan was given that cuts experts {found}, found experts={asked.experts!r}; leave the option "
-            "out, or make a plan with it"
+            f"expert_axis: a plan was given that cuts experts {found}, found expert_axis={asked.expert_axis!r}; leave "
+            "the option out, or make a plan with it"
         )
     return axis
 
@@ -73,7 +73,7 @@ def routing_of(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> tuple
 
 def _tokens(dispatch: Node, mesh: Mesh, options: Options) -> float:
     """Of a rank at a time, where tp does not cut them."""
-    parts = mesh.data_size * mesh.size("cp") * options.micro_batches
+    parts = mesh.data_size * mesh.size("cp") * options.microbatches
     return global_shape(arguments(dispatch)["expert"])[0] / parts
 
 
@@ -84,7 +84,7 @@ def exchange_costs(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> d
     wires = wiring.of(f"{axis}%{routing.per_node}"), wiring.of(f"{axis}/{routing.per_node}")
     costs = dispatch_costs(routing, own, global_shape(x)[1], x.meta["val"].dtype.itemsize, *wires)
     several = 1 < routing.per_node < routing.ranks
-    return {c.name: c.seconds for c in costs if c.name != "two_level" or several}
+    return {c.name: c.seconds for c in costs if c.name != "hierarchical" or several}
 
 
 def _divides(dispatch: Node, ranks: int) -> bool:
@@ -94,15 +94,15 @@ def _divides(dispatch: Node, ranks: int) -> bool:
 def _seconds(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> float:
     """Of a layer's exchanges in a step: of tokens, of pending sums over tp, and of the weights' gradients."""
     wiring, x = links_of(options), arguments(dispatch)["x"]
-    tokens = _tokens(dispatch, mesh, options) * options.micro_batches
+    tokens = _tokens(dispatch, mesh, options) * options.microbatches
     rows = tokens * global_shape(x)[1] * x.meta["val"].dtype.itemsize
     found = 0.0
     if (tp := mesh.size("tp")) > 1 and (axis != "tp" or not cuts_tokens("tp", options)):
         ways = ("all_gather", "reduce_scatter") if options.sequence_parallel else ("all_reduce",)
         each = rows * (tp - 1) / tp * (1 if options.sequence_parallel else 2)
-        found += sum(wiring.of("tp").seconds(way, 2 * each, tp, 2 * options.micro_batches) for way in ways)
+        found += sum(wiring.of("tp").seconds(way, 2 * each, tp, 2 * options.microbatches) for way in ways)
     if axis != WHOLE and cuts_tokens(axis, options):
-        found += options.micro_batches * min(exchange_costs(dispatch, mesh, options, axis).values())
+        found += options.microbatches * min(exchange_costs(dispatch, mesh, options, axis).values())
     held = _bytes(expert_weights(dispatch)) / tp / (mesh.size(axis) if axis in _SUMS else 1)
     for other in _SUMS:
         if other != axis and (ranks := mesh.size(other)) > 1:

@@ -20,15 +20,15 @@ from autopar.planner.experts.router_groups import groups_on_nodes
 
 def capacity_notes(gm: GraphModule, options: Options) -> list[tuple[str, str]]:
     """How many tokens an expert takes. Raises ValueError for a capacity that no step can keep."""
-    if not options.capacity:
+    if not options.capacity_factor:
         return []
     found = dispatches(gm)
     if not found:
         raise ValueError(
-            f"capacity: is one of experts, found capacity={options.capacity} and a model without any that autopar "
-            "knows (autopar::moe_dispatch); leave it out"
+            f"capacity_factor: is one of experts, found capacity_factor={options.capacity_factor} and a model without "
+            "any that autopar knows (autopar::moe_dispatch); leave it out"
         )
-    limits = {pairs_per_expert(node, options.capacity): node for node in reversed(found)}
+    limits = {pairs_per_expert(node, options.capacity_factor): node for node in reversed(found)}
     return [
         (
             f"experts of {node.name}",
@@ -75,9 +75,9 @@ def _rows_of(dispatch: Node, mesh: Mesh, options: Options, chosen: ExpertPlan) -
 
 def _moved(dispatch: Node, own: int, routing: Routing, options: Options, chosen: ExpertPlan) -> str:
     """Bytes that a rank sends on each level, evenly and at most."""
-    x, way = arguments(dispatch)["x"], chosen.dispatch
+    x, way = arguments(dispatch)["x"], chosen.token_dispatcher
     width, itemsize = global_shape(x)[1], x.meta["val"].dtype.itemsize
-    copy = copy_bytes(routing, way, own * options.micro_batches, width, itemsize) / 1e6
+    copy = copy_bytes(routing, way, own * options.microbatches, width, itemsize) / 1e6
     places = ("within a node", "between nodes") if routing.nodes > 1 else ("over the axis",)
     sent = zip(places, even_copies_of(routing, way), most_copies(routing, way), strict=False)
     return ", and ".join(f"{even * copy:.3g} MB {place}, at most {most * copy:.3g}" for place, even, most in sent)

@@ -9,13 +9,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autopar.cost.topology import Topologies
-from autopar.ir.expert_layers import GATHER, ExpertPlan, axis_of_experts, dispatches, expert_weights
+from autopar.ir.expert_layers import ALLGATHER, ExpertPlan, axis_of_experts, dispatches, expert_weights
 from autopar.ir.graph import arguments, describe, global_shape, is_call, reach
 from autopar.ir.mesh import Mesh
-from autopar.options import DISPATCHES, EXPERT_AXES, Options
+from autopar.options import EXPERT_AXES, TOKEN_DISPATCHERS, Options
 from autopar.planner.experts.expert_axis import cuts_tokens, exchange_costs
 
-LEVELS = "two_level"
+HIERARCHICAL = "hierarchical"
 ours = torch.ops.autopar
 DRAWS = (ours.dropout.default, ours.random.default)
 
@@ -41,21 +41,22 @@ def _chosen(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> ExpertPl
     ranks, wiring = mesh.size(axis), Topologies.parse(options.topology)
     per_node = wiring.per_node(axis) or ranks
     several = 1 < per_node < ranks
-    if options.dispatch == LEVELS and not several:
+    if options.token_dispatcher == HIERARCHICAL and not several:
         raise ValueError(
-            f"experts: dispatch={LEVELS!r} needs an axis {axis!r} over several nodes of several ranks, found "
-            f'{ranks} ranks in nodes of {per_node}; say how many are a node, such as topology="{axis}%8=switch", '
-            'or use dispatch="dedup"'
+            f"experts: token_dispatcher={HIERARCHICAL!r} needs an axis {axis!r} over several nodes of several ranks, "
+            f"found {ranks} ranks in nodes of {per_node}; say how many are a node, such as "
+            f'topology="{axis}%8=switch", or use token_dispatcher="alltoall_dedup"'
         )
     if not cuts_tokens(axis, options):
-        if options.dispatch not in ("auto", GATHER):
+        if options.token_dispatcher not in ("auto", ALLGATHER):
             raise ValueError(
-                f"experts: ranks of axis {axis!r} have the same tokens, found dispatch={options.dispatch!r}, which "
-                "sends tokens; set sequence_parallel=True, or leave dispatch out"
+                f"experts: ranks of axis {axis!r} have the same tokens, found "
+                f"token_dispatcher={options.token_dispatcher!r}, which sends tokens; set sequence_parallel=True, or "
+                "leave token_dispatcher out"
             )
-        return ExpertPlan(axis, GATHER, f"ranks of {axis} have the same tokens: results are summed")
-    if options.dispatch != "auto":
-        return ExpertPlan(axis, options.dispatch, "asked for", per_node if several else 0)
+        return ExpertPlan(axis, ALLGATHER, f"ranks of {axis} have the same tokens: results are summed")
+    if options.token_dispatcher != "auto":
+        return ExpertPlan(axis, options.token_dispatcher, "asked for", per_node if several else 0)
     seconds = exchange_costs(dispatch, mesh, options, axis)
     times = ", ".join(f"{name} {took * 1e3:.3g} ms" for name, took in seconds.items())
     nodes = f" on nodes of {per_node} ranks" if several else ""
@@ -76,10 +77,10 @@ def _check_divides(dispatch: Node, axis: str, mesh: Mesh) -> None:
         )
 
 
-def check_draws(gm: GraphModule, mesh: Mesh, micro_batches: int) -> None:
+def check_draws(gm: GraphModule, mesh: Mesh, microbatches: int) -> None:
     """Raises ValueError for random numbers drawn row by row in the order of experts, which no cut of the tokens
     keeps: a rank's rows have other numbers then than those of one process, or as many as nobody knows."""
-    if mesh.data_size * mesh.size("cp") * micro_batches == 1:
+    if mesh.data_size * mesh.size("cp") * microbatches == 1:
         return
     for node in dispatches(gm):
         rows = [x for x in node.users if is_call(x, operator.getitem) and x.args[1] == 0]
@@ -106,14 +107,17 @@ def check_experts(gm: GraphModule, mesh: Mesh, plans: Mapping[str, ExpertPlan]) 
                 f"plan: experts of {name} are cut over {chosen.axis!r}, which must be {which} and an axis of the mesh "
                 f"{mesh}; make a plan for this mesh"
             )
-        if chosen.dispatch not in DISPATCHES:
+        if chosen.token_dispatcher not in TOKEN_DISPATCHERS:
             raise ValueError(
-                f"plan: tokens get to the experts of {name} by {chosen.dispatch!r}; use one of {', '.join(DISPATCHES)}"
+                f"plan: tokens get to the experts of {name} by {chosen.token_dispatcher!r}; use one of "
+                f"{', '.join(TOKEN_DISPATCHERS)}"
             )
-        if chosen.dispatch == LEVELS and not (1 < chosen.per_node < ranks and ranks % chosen.per_node == 0):
+        if chosen.token_dispatcher == HIERARCHICAL and not (
+            1 < chosen.per_node < ranks and ranks % chosen.per_node == 0
+        ):
             raise ValueError(
-                f"plan: tokens get to the experts of {name} by {LEVELS!r} with {chosen.per_node} ranks per node, which "
-                f"must be several, and divide {ranks} ranks of axis {axis!r} into several nodes"
+                f"plan: tokens get to the experts of {name} by {HIERARCHICAL!r} with {chosen.per_node} ranks per node, "
+                f"which must be several, and divide {ranks} ranks of axis {axis!r} into several nodes"
             )
     for node in dispatches(gm) if ranks > 1 else ():
         if node.name not in plans:

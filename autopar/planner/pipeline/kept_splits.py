@@ -32,9 +32,9 @@ def kept_cuts(
     anywhere = frozenset(range(pipeline.parts))
     allowed = {node: anywhere.intersection(*(parts.get(name, anywhere) for name in weights(node))) for node in main}
     with suppress(ValueError):
-        part_of = parts_by_node(*resolve(main, pipeline.cuts))
+        part_of = parts_by_node(*resolve(main, pipeline.split_points))
         if all(part in allowed[node] for node, part in part_of.items()):
-            return pipeline.cuts
+            return pipeline.split_points
     for level in LEVELS:
         units = units_at(main, level)
         found = _starts([anywhere.intersection(*(allowed[n] for n in unit.nodes)) for unit in units], pipeline.parts)

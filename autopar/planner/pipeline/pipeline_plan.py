@@ -51,9 +51,9 @@ def plan_pipeline(
     """
     planner = _Planner(gm, mesh, options, specs)
     if fixed is not None:
-        cuts = kept_cuts(planner.main, planner.weights, fixed, mesh) if placed else fixed.cuts
+        cuts = kept_cuts(planner.main, planner.weights, fixed, mesh) if placed else fixed.split_points
         holders = planner.holders(cuts) | (dict(fixed.holders) if placed else {})
-        return replace(fixed, cuts=cuts, holders=holders), []
+        return replace(fixed, split_points=cuts, holders=holders), []
     name, notes = planner.schedule()
     entry = SCHEDULES[name]
     if entry.sliced and mesh.size("cp") > 1:
@@ -61,13 +61,15 @@ def plan_pipeline(
             f'pipeline: the schedule {name} cuts the sequence in time, the axis "cp" cuts it over ranks; '
             "keys of earlier slices would lie on all ranks; use a schedule without token slices, or no axis cp"
         )
-    chunks = options.chunks or entry.chunks
+    chunks = options.virtual_stages or entry.virtual_stages
     cuts, costs, _ = planner.cut(mesh.size("pp") * chunks, entry)
-    if options.cuts:
-        notes.append(("pipeline", f"cuts {', '.join(cuts)}: the user's choice"))
+    if options.split_points:
+        notes.append(("pipeline", f"split points {', '.join(cuts)}: the user's choice"))
     else:
         times = " ".join(f"{t / max(costs):.2f}" for t in costs)
-        notes.append(("pipeline", f"cuts {', '.join(cuts)}: times of the parts relative to the largest {times}"))
+        notes.append(
+            ("pipeline", f"split points {', '.join(cuts)}: times of the parts relative to the largest {times}")
+        )
     return PipelinePlan(name, cuts, chunks, (), planner.holders(cuts)), notes
 
 
@@ -88,54 +90,57 @@ class _Planner:
         if self.options.schedule:
             self._check_schedule(SCHEDULES[self.options.schedule])
             return self.options.schedule, []
-        if self.options.slices:
+        if self.options.token_slices:
             return "seq1f1b", [("pipeline", "schedule seq1f1b: token slices were asked for")]
-        if self.options.chunks > 1:
-            return "interleaved", [("pipeline", f"schedule interleaved: {self.options.chunks} chunks were asked for")]
-        if len(self.options.cuts) + 1 != ranks and self.options.cuts:
+        if self.options.virtual_stages > 1:
+            return "interleaved", [
+                ("pipeline", f"schedule interleaved: {self.options.virtual_stages} virtual stages were asked for")
+            ]
+        if len(self.options.split_points) + 1 != ranks and self.options.split_points:
             raise ValueError(
-                f"pipeline: {len(self.options.cuts)} cuts make {len(self.options.cuts) + 1} parts, axis 'pp' has size "
-                f"{ranks}; name the schedule that runs so many parts (interleaved, zb_v, ...), or give {ranks - 1} cuts"
+                f"pipeline: {len(self.options.split_points)} split points make {len(self.options.split_points) + 1} "
+                f"parts, axis 'pp' has size {ranks}; name the schedule that runs so many parts (interleaved, zb_v, "
+                f"...), or give {ranks - 1} split points"
             )
         costs: dict[int, Costs] = {}
-        for chunks in range(1, 1 if self.options.cuts else MOST_CHUNKS + 1):
+        for chunks in range(1, 1 if self.options.split_points else MOST_CHUNKS + 1):
             try:
                 _, times, sent = self.cut(ranks * chunks, SCHEDULES["1f1b"])
             except ValueError:
                 if chunks == 1:
                     raise
                 continue
-            shares = self.mesh.data_size * self.mesh.size("tp") * self.options.micro_batches
+            shares = self.mesh.data_size * self.mesh.size("tp") * self.options.microbatches
             t = tuple(time / shares for time in times)
             links = Topologies.parse(self.options.topology).given("pp")
             comm = links.seconds("send", sent / shares * self.mesh.size("tp"), ranks) if links is not None else 0.0
             costs[chunks] = Costs(t, t, t, comm=comm, activations=t, stash=tuple(x / 2 for x in t))
-        if self.options.cuts:
+        if self.options.split_points:
             costs[1] = Costs()
-        name, reason = chosen(ranks, self.options.micro_batches, costs)
+        name, reason = chosen(ranks, self.options.microbatches, costs)
         return name, [("pipeline", f"schedule {name}: {reason}")]
 
     def _check_schedule(self, entry: Schedule) -> None:
         """Numbers that the schedule does not take are refused before anything is compiled."""
-        if self.options.slices and not entry.sliced:
+        if self.options.token_slices and not entry.sliced:
             sliced = " or ".join(name for name, other in SCHEDULES.items() if other.sliced)
             raise ValueError(
-                f"schedule: {entry.name} runs whole micro-batches, found slices={self.options.slices}; use "
-                f"{sliced}, or leave slices out"
+                f"schedule: {entry.name} runs whole microbatches, found token_slices={self.options.token_slices}; use "
+                f"{sliced}, or leave token_slices out"
             )
         if not entry.searches:
-            chunks = self.options.chunks or entry.chunks
-            entry.make(Request(self.mesh.size("pp"), self.options.micro_batches, chunks))
+            chunks = self.options.virtual_stages or entry.virtual_stages
+            entry.make(Request(self.mesh.size("pp"), self.options.microbatches, chunks))
 
     def cut(self, parts: int, entry: Schedule) -> tuple[tuple[str, ...], list[float], int]:
         """Names of the units that begin further parts, the time of each part, and the most bytes between two."""
-        if self.options.cuts:
-            if len(self.options.cuts) != parts - 1:
+        if self.options.split_points:
+            if len(self.options.split_points) != parts - 1:
                 raise ValueError(
-                    f"pipeline: {parts} parts need {parts - 1} cuts, found {len(self.options.cuts)}; name the module "
-                    "with which each part but the first begins"
+                    f"pipeline: {parts} parts need {parts - 1} split points, found {len(self.options.split_points)}; "
+                    "name the module with which each part but the first begins"
                 )
-            units, starts = resolve(self.main, self.options.cuts)
+            units, starts = resolve(self.main, self.options.split_points)
         else:
             units = units_of(self.main, parts)
             starts = self._balanced(units, parts, entry)
@@ -149,13 +154,13 @@ class _Planner:
         costs = self._costs(units)
         facts: dict[str, Any] = {
             "sent": self._crossing(units),
-            "in_flight": in_flight(entry, self.mesh.size("pp"), parts, self.options.micro_batches),
+            "in_flight": in_flight(entry, self.mesh.size("pp"), parts, self.options.microbatches),
             "limit": self.options.memory_limit or None,
             "rank_of_part": mirrored(entry, self.mesh.size("pp"), parts),
         }
         tries = [(costs, facts)]
-        if self.options.checkpoints == AUTO:  # of a unit what goes into it is kept, the rest can be made again
-            shares = self.mesh.data_size * self.options.micro_batches
+        if self.options.ac_policy == AUTO:  # of a unit what goes into it is kept, the rest can be made again
+            shares = self.mesh.data_size * self.options.microbatches
             given = [0, *(size // shares for size in facts["sent"])]
             tries = [([replace(c, activations=size) for c, size in zip(costs, given, strict=True)], facts)]
             tries.append((costs, {**facts, "limit": None}))  # who cannot fit is told of all that counts
@@ -167,7 +172,7 @@ class _Planner:
         every operation makes as activations: an estimate from above."""
         seen: set[str] = set()
         out = []
-        shares = self.mesh.data_size * self.options.micro_batches
+        shares = self.mesh.data_size * self.options.microbatches
         for unit in units:
             names = {name for n in unit.nodes for name in self.weights(n)} - seen
             seen |= names
@@ -210,11 +215,11 @@ def main_parts(gm: GraphModule, cuts: tuple[str, ...]) -> list[list[Node]]:
     return [[n for n, part in part_of.items() if part == k] for k in range(len(cuts) + 1)]
 
 
-def in_flight(entry: Schedule, ranks: int, parts: int, micro_batches: int) -> list[int]:
-    """Micro-batches that every part holds at once, as 1F1B does: fewer towards the end; all of them under AFAB."""
+def in_flight(entry: Schedule, ranks: int, parts: int, microbatches: int) -> list[int]:
+    """Microbatches that every part holds at once, as 1F1B does: fewer towards the end; all of them under AFAB."""
     if entry.name in ("gpipe", "tera_pipe"):
-        return [micro_batches] * parts
-    return [max(1, min(micro_batches, ranks - k * ranks // parts)) for k in range(parts)]
+        return [microbatches] * parts
+    return [max(1, min(microbatches, ranks - k * ranks // parts)) for k in range(parts)]
 
 
 def mirrored(entry: Schedule, ranks: int, parts: int) -> list[int]:

@@ -12,7 +12,7 @@ CANDIDATES = ("1f1b", "interleaved", "zb_h1", "zb_v")  # simple ones first
 NEARLY = 1.01
 
 
-def chosen(ranks: int, micro_batches: int, costs: Mapping[int, Costs]) -> tuple[str, str]:
+def chosen(ranks: int, microbatches: int, costs: Mapping[int, Costs]) -> tuple[str, str]:
     """(name in SCHEDULES, reason): simulate the candidates and take the shortest step; within 1 % the simpler one.
 
     costs: parts per rank -> the costs of those parts, such as {1: costs, 2: costs.divided(2)}. 1 must be there; a
@@ -20,9 +20,9 @@ def chosen(ranks: int, micro_batches: int, costs: Mapping[int, Costs]) -> tuple[
     """
     assert 1 in costs, "1f1b has one part per rank"
     runs = {
-        name: _run(name, ranks, micro_batches, costs[SCHEDULES[name].chunks])
+        name: _run(name, ranks, microbatches, costs[SCHEDULES[name].virtual_stages])
         for name in CANDIDATES
-        if SCHEDULES[name].chunks in costs
+        if SCHEDULES[name].virtual_stages in costs
     }
     limit = max(runs["1f1b"].memory)
     fit = {name: run for name, run in runs.items() if max(run.memory) <= limit * (1 + 1e-9)}
@@ -31,9 +31,9 @@ def chosen(ranks: int, micro_batches: int, costs: Mapping[int, Costs]) -> tuple[
     return name, _reason(name, runs, list(fit))
 
 
-def _run(name: str, ranks: int, micro_batches: int, costs: Costs) -> Timeline:
+def _run(name: str, ranks: int, microbatches: int, costs: Costs) -> Timeline:
     schedule = SCHEDULES[name]
-    return simulate(schedule.make(Request(ranks, micro_batches, schedule.chunks)), costs)
+    return simulate(schedule.make(Request(ranks, microbatches, schedule.virtual_stages)), costs)
 
 
 def _reason(name: str, runs: Mapping[str, Timeline], fit: list[str]) -> str:

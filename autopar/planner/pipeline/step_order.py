@@ -24,32 +24,34 @@ def make_order(
     """The compute actions of a step. ``static``: bytes of the rank with most parameters and states, of which the
     memory limit leaves the rest to activations.
 
-    Raises ValueError where the schedule does not take the number of micro-batches.
+    Raises ValueError where the schedule does not take the number of microbatches.
     """
     pipeline = plan.pipeline
     if pipeline is None:
-        return one_after_another(plan.options.micro_batches, train)
+        return one_after_another(plan.options.microbatches, train)
     entry = SCHEDULES[pipeline.schedule]
     costs = stage_costs(parts, hops, plan)
     limit = float(plan.options.memory_limit - static) if plan.options.memory_limit else None
-    slices = max(len(pipeline.slices), 1)
-    request = Request(plan.mesh.size("pp"), plan.options.micro_batches, pipeline.chunks, slices, costs, limit)
+    slices = max(len(pipeline.token_slices), 1)
+    request = Request(plan.mesh.size("pp"), plan.options.microbatches, pipeline.virtual_stages, slices, costs, limit)
     if train:
         return entry.make(request)
-    return forward_order(entry.make(replace(request, micro_batches=least_micro_batches(pipeline, plan.mesh))))
+    return forward_order(entry.make(replace(request, microbatches=least_microbatches(pipeline, plan.mesh))))
 
 
 def planned_order(plan: Plan) -> Order:
     """The order of a step whose parts all take as long."""
-    pipeline, micro_batches = plan.pipeline, plan.options.micro_batches
+    pipeline, microbatches = plan.pipeline, plan.options.microbatches
     if pipeline is None:
-        return one_after_another(micro_batches, True)
-    slices = max(len(pipeline.slices), 1)
-    return SCHEDULES[pipeline.schedule].make(Request(plan.mesh.size("pp"), micro_batches, pipeline.chunks, slices))
+        return one_after_another(microbatches, True)
+    slices = max(len(pipeline.token_slices), 1)
+    return SCHEDULES[pipeline.schedule].make(
+        Request(plan.mesh.size("pp"), microbatches, pipeline.virtual_stages, slices)
+    )
 
 
 def most_waiting(order: Order) -> int:
-    """Of how many micro-batches the last part has run F, and neither BW nor W yet, at most."""
+    """Of how many microbatches the last part has run F, and neither BW nor W yet, at most."""
     most, last = 0, order.parts - 1
     for row in order.ranks:
         waiting = 0
@@ -60,15 +62,15 @@ def most_waiting(order: Order) -> int:
     return most
 
 
-def one_after_another(micro_batches: int, train: bool) -> Order:
-    """The order of a model that is not cut into parts: F and BW of each micro-batch."""
+def one_after_another(microbatches: int, train: bool) -> Order:
+    """The order of a model that is not cut into parts: F and BW of each microbatch."""
     kinds = ("F", "BW") if train else ("F",)
-    row = tuple(Action(0, kind, i) for i in range(micro_batches) for kind in kinds)
-    return Order("one part", (row,), ((0,),), (0,), (0,) * micro_batches)
+    row = tuple(Action(0, kind, i) for i in range(microbatches) for kind in kinds)
+    return Order("one part", (row,), ((0,),), (0,), (0,) * microbatches)
 
 
 def forward_order(order: Order) -> Order:
-    """F of one micro-batch along the first chain: for evaluation."""
+    """F of one microbatch along the first chain: for evaluation."""
     rows: list[list[Action]] = [[] for _ in order.ranks]
     for stage in order.chains[0]:
         rows[order.rank_of[stage]].append(Action(stage, "F", 0))
@@ -76,16 +78,16 @@ def forward_order(order: Order) -> Order:
 
 
 def layout(pipeline: PipelinePlan, mesh: Mesh) -> Order:
-    """Chains and ranks of a schedule's stages, on as few micro-batches as it takes."""
+    """Chains and ranks of a schedule's stages, on as few microbatches as it takes."""
     ranks = mesh.size("pp")
-    slices = max(len(pipeline.slices), 1)
-    request = Request(ranks, least_micro_batches(pipeline, mesh), pipeline.chunks, slices)
+    slices = max(len(pipeline.token_slices), 1)
+    request = Request(ranks, least_microbatches(pipeline, mesh), pipeline.virtual_stages, slices)
     return SCHEDULES[pipeline.schedule].make(request)
 
 
-def least_micro_batches(pipeline: PipelinePlan, mesh: Mesh) -> int:
-    """A number of micro-batches that any schedule takes."""
-    return 2 * mesh.size("pp") * pipeline.chunks
+def least_microbatches(pipeline: PipelinePlan, mesh: Mesh) -> int:
+    """A number of microbatches that any schedule takes."""
+    return 2 * mesh.size("pp") * pipeline.virtual_stages
 
 
 def owners(plan: Plan) -> dict[str, tuple[int, ...]]:

@@ -38,7 +38,7 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Slicing:
-    """groups: (sequences, lengths of their slices) of every micro-batch. total: T. longest: the greatest slice time."""
+    """groups: (sequences, lengths of their slices) of every microbatch. total: T. longest: the greatest slice time."""
 
     groups: tuple[tuple[int, tuple[int, ...]], ...]
     total: float
@@ -52,7 +52,7 @@ def pipeline_time(slice_times: Iterable[float], stages: int) -> float:
 
 
 def slice_times(groups: Groups, time: Time) -> list[float]:
-    """The time of every slice on one stage, micro-batch by micro-batch."""
+    """The time of every slice on one stage, microbatch by microbatch."""
     found: list[float] = []
     for batch, lengths in groups:
         contexts = np.cumsum([0, *lengths[:-1]])
@@ -65,33 +65,33 @@ def best_slices(
     stages: int,
     time: Time,
     batch: int = 1,
-    micro_batch: int | None = None,
+    microbatch: int | None = None,
     grid: int = 8,
     t_max: float = math.inf,
     gap: float = 0.0,
 ) -> Slicing:
     """The slicing of ``batch`` sequences of ``length`` tokens that takes the least time on ``stages`` equal stages.
 
-    time: seconds of a slice on one stage, see `Time`. micro_batch: sequences per micro-batch, all sliced alike; None
+    time: seconds of a slice on one stage, see `Time`. microbatch: sequences per microbatch, all sliced alike; None
     chooses them too. grid: slices are cut at multiples of it; where it does not divide the length, the last slice takes
     the odd tokens. t_max: no slice may take longer. gap: T may be up to (stages - 1)·gap above the least.
-    Raises ValueError for sizes below 1, a micro_batch that does not divide the batch, times that are not numbers, and a
+    Raises ValueError for sizes below 1, a microbatch that does not divide the batch, times that are not numbers, and a
     t_max below every slicing's.
     """
     for name, value in (("length", length), ("stages", stages), ("batch", batch), ("grid", grid)):
         if value < 1:
-            raise ValueError(f"slices: {name} needs to be at least 1, found {value}")
-    if micro_batch is not None and (micro_batch < 1 or batch % micro_batch):
+            raise ValueError(f"token_slices: {name} needs to be at least 1, found {value}")
+    if microbatch is not None and (microbatch < 1 or batch % microbatch):
         raise ValueError(
-            f"slices: a batch of {batch} sequences does not divide into micro-batches of {micro_batch}; use a divisor "
-            f"of {batch}"
+            f"token_slices: a batch of {batch} sequences does not divide into microbatches of {microbatch}; use a "
+            f"divisor of {batch}"
         )
-    program = _SliceProgram(length, batch, micro_batch, grid, time)
+    program = _SliceProgram(length, batch, microbatch, grid, time)
     found = _least(program, stages, t_max, gap)
     if found is None:
         raise ValueError(
-            f"slices: no slicing of {length} tokens on a grid of {grid} keeps every slice within t_max = {t_max:g} s; "
-            f"use at least {program.least_bound():g} s, or a finer grid"
+            f"token_slices: no slicing of {length} tokens on a grid of {grid} keeps every slice within t_max = "
+            f"{t_max:g} s; use at least {program.least_bound():g} s, or a finer grid"
         )
     return Slicing(found.groups, pipeline_time(found.times, stages), max(found.times))
 
@@ -112,9 +112,9 @@ class _SliceProgram:
     sequences; infinite for i >= j.
     """
 
-    def __init__(self, length: int, batch: int, micro_batch: int | None, grid: int, time: Time) -> None:
+    def __init__(self, length: int, batch: int, microbatch: int | None, grid: int, time: Time) -> None:
         self.batch = batch
-        self.sizes = [micro_batch] if micro_batch is not None else list(range(1, batch + 1))
+        self.sizes = [microbatch] if microbatch is not None else list(range(1, batch + 1))
         self.points = np.array([*range(0, length, grid), length])
         count = len(self.points)
         self.table = np.full((count, len(self.sizes), count), np.inf)
@@ -122,7 +122,7 @@ class _SliceProgram:
         for s, size in enumerate(self.sizes):
             values = np.asarray(time(size, self.points[end] - self.points[start], self.points[start]), dtype=float)
             if not (np.isfinite(values).all() and (values >= 0).all()):
-                raise ValueError(f"slices: times need to be finite and not negative, found {values.min()} s")
+                raise ValueError(f"token_slices: times need to be finite and not negative, found {values.min()} s")
             self.table[end, s, start] = values
         self.candidates = np.unique(self.table[np.isfinite(self.table)])
 

@@ -1,12 +1,12 @@
 """Which way each layer takes, so that the least is made again under a limit of bytes.
 
 Layers run forward one after another, and backward in the opposite order. In layer i a rank holds what the layers before
-it have saved, and what is alive within it (`RecomputeOption`); of other micro-batches in flight, all that a part saves:
+it have saved, and what is alive within it (`RecomputeOption`); of other microbatches in flight, all that a part saves:
 
     copies * saved(all) + saved(< i) + alive in F or B of i   <=   limit          for every i
 
 A dynamic program over the layers in order keeps, for each number of bytes saved so far, the least time. With copies,
-it runs once for each of several shares of the limit that other micro-batches may take.
+it runs once for each of several shares of the limit that other microbatches may take.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 STATES = 1024  # numbers of bytes that are told apart
-SHARES = 24  # of the limit, for other micro-batches
+SHARES = 24  # of the limit, for other microbatches
 NEAR = 1e-3  # of the least bytes
 
 
@@ -48,7 +48,7 @@ class RecomputeOption:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """What a part may hold at a moment: ``bytes``, less ``copies`` of all that it saves, for ``share`` of a micro-batch
+    """What a part may hold at a moment: ``bytes``, less ``copies`` of all that it saves, for ``share`` of a microbatch
     that runs."""
 
     bytes: float
@@ -56,7 +56,7 @@ class MemoryBudget:
     share: float = 1.0
 
     def beside(self, total: float) -> float:
-        """For the micro-batch that runs, if each saves ``total``."""
+        """For the microbatch that runs, if each saves ``total``."""
         return (self.bytes - self.copies * total) / self.share
 
     def taken(self, total: float, alive: float) -> float:
@@ -105,7 +105,7 @@ def least_bytes(layers: Sequence[Sequence[RecomputeOption]], rooms: Sequence[Mem
 
 
 def alive_by(layers: Sequence[Sequence[RecomputeOption]], choice: Sequence[int]) -> int:
-    """Most bytes of the micro-batch that runs: in F and B with what the layers before have saved, in B with what those
+    """Most bytes of the microbatch that runs: in F and B with what the layers before have saved, in B with what those
     behind leave for W. What the layer before one has in host memory is still there in its F, and there again in its
     B: copies are made beside one layer."""
     before = most = moving = 0
@@ -119,17 +119,17 @@ def alive_by(layers: Sequence[Sequence[RecomputeOption]], choice: Sequence[int])
 
 
 def saved_by(layers: Sequence[Sequence[RecomputeOption]], choice: Sequence[int]) -> int:
-    """Bytes of one micro-batch from F to B."""
+    """Bytes of one microbatch from F to B."""
     return sum(ways[k].saved for ways, k in zip(layers, choice, strict=True))
 
 
 def left_by(layers: Sequence[Sequence[RecomputeOption]], choice: Sequence[int]) -> int:
-    """Bytes of one micro-batch from B to W."""
+    """Bytes of one microbatch from B to W."""
     return sum(ways[k].left for ways, k in zip(layers, choice, strict=True))
 
 
 def hosted_by(layers: Sequence[Sequence[RecomputeOption]], choice: Sequence[int]) -> int:
-    """Bytes of one micro-batch in host memory."""
+    """Bytes of one microbatch in host memory."""
     return sum(ways[k].host for ways, k in zip(layers, choice, strict=True))
 
 

@@ -265,7 +265,7 @@ class Dumper:
 
 
 def _summary(ctx: Compilation, parameters: list[ParameterSpec]) -> list[tuple[str, str]]:
-    mesh = ctx.plan.mesh if ctx.plan is not None else ctx.mesh  # without the micro-batches
+    mesh = ctx.plan.mesh if ctx.plan is not None else ctx.mesh  # without the microbatches
     rows = [("mesh", str(mesh)), ("ranks", str(mesh.world_size))]
     if parameters:
         whole = sum(p.nbytes() for p in parameters)

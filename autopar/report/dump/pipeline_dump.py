@@ -76,7 +76,7 @@ def measured_costs(order: Order, events: Iterable[Event], costs: Costs) -> Costs
 
 
 def _slices(action: Action, order: Order) -> int:
-    """Costs are those of a whole micro-batch."""
+    """Costs are those of a whole microbatch."""
     return order.slices if action.kind in COMPUTE else 1
 
 
@@ -85,7 +85,7 @@ def _neighbours(events: Sequence[Event]) -> list[tuple[Event, Event]]:
     ways: dict[tuple[bool, int, int], list[Event]] = {}
     for event in events:
         if event[1].kind in ("F", *BACKWARD):
-            ways.setdefault((event[1].kind == "F", event[1].micro_batch, event[1].slice), []).append(event)
+            ways.setdefault((event[1].kind == "F", event[1].microbatch, event[1].slice), []).append(event)
     found = []
     for way in ways.values():
         way.sort(key=lambda e: e[2])
@@ -97,12 +97,12 @@ def _neighbours(events: Sequence[Event]) -> list[tuple[Event, Event]]:
 
 
 def _section(compiled: Compiled, timeline: Timeline, measured: Sequence[Event] | None) -> Section:
-    estimated = f"estimated for {compiled.plan.options.device}"
+    estimated = f"estimated for {compiled.plan.options.target_hardware}"
     times = "simulated with the median times of the measured step" if measured else estimated
     notes = [f"Times are {times}; peak memory of activations in MiB."]
     notes += [reason for subject, reason in compiled.plan.notes if subject == "pipeline"]
     section = pipeline_section(in_mebibytes(timeline), measured, notes, "ms")
-    parts = f"<p class=muted>Parts, for one micro-batch</p>{_parts(compiled, timeline)}"
+    parts = f"<p class=muted>Parts, for one microbatch</p>{_parts(compiled, timeline)}"
     ranks = f"<p class=muted>Ranks of pp, for a step</p>{_ranks(compiled, timeline)}"
     return replace(section, body=f"{section.body}\n{parts}\n{ranks}")
 

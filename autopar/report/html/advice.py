@@ -14,10 +14,10 @@ from autopar.report.formatting import human_bytes, human_seconds
 LATE, IDLE, LARGE = 0.15, 0.1, 0.4  # of the step's time, of it without work, of the memory at the peak: worth a line
 _FASTER = {
     "tp": "keep tp within the ranks of a node, or take a smaller tp and more dp; longer batches hide more",
-    "dp": "more examples per rank; with zero below 3 a step gathers once, whatever its micro_batches",
-    "ep": "dispatch= by name, see autopar experts; keep ep within a node",
+    "dp": "more examples per rank; with zero below 3 a step gathers once, whatever its microbatches",
+    "ep": "token_dispatcher= by name, see autopar experts; keep ep within a node",
     "cp": "attention= by name, see autopar attention; cp pays for long sequences only",
-    "pp": "more micro_batches, so that sending stands beside computing",
+    "pp": "more microbatches, so that sending stands beside computing",
 }
 
 
@@ -48,7 +48,7 @@ def _idle(plan: Plan, step: StepEstimate) -> Iterator[tuple[str, str]]:
     """Time of a pipeline in which a rank has nothing to do."""
     idle = 1 - (step.computing + step.exposed) / step.seconds if step.seconds else 0.0
     if plan.pipeline is not None and idle > IDLE:
-        more = f"micro_batches above {plan.options.micro_batches}, or a schedule with a smaller bubble"
+        more = f"microbatches above {plan.options.microbatches}, or a schedule with a smaller bubble"
         found = f"ranks of the pipeline have no work for {idle:.0%} of the step"
         yield found, f"{more}: autopar schedule --name all"
 
@@ -60,9 +60,9 @@ def _full(plan: Plan, memory: Memory) -> Iterator[tuple[str, str]]:
         found = f"{human_bytes(kept)} of {human_bytes(memory.peak)} are activations kept for the backward"
         yield (
             found,
-            'checkpoint="selective" or "full", or memory_limit="40GB", which recomputes what it must; '
+            'activation_checkpoint="selective" or "full", or memory_limit="40GB", which recomputes what it must; '
             + (
-                "more micro_batches"
+                "more microbatches"
                 if plan.mesh.size("tp") == 1 or options.sequence_parallel
                 else "sequence_parallel=True"
             ),

@@ -24,7 +24,7 @@ def pipeline_section(
     """
     order, events = timeline.order, None if measured is None else list(measured)
     rows = [("schedule", order.name), ("ranks", str(len(order.ranks))), ("stages", str(len(order.rank_of)))]
-    rows += [("micro-batches", str(order.micro_batches)), *timeline_facts(timeline, unit)]
+    rows += [("microbatches", str(order.microbatches)), *timeline_facts(timeline, unit)]
     if events:
         took = max(e[3] for e in events) - min(e[2] for e in events)
         rows.append(("measured", f"{took:,.5g}{f' {unit}' if unit else ''}"))

@@ -2,7 +2,7 @@
 
     Path("1f1b.svg").write_text(svg(timeline, title="1f1b"))
 
-Boxes hold micro-batch numbers where they fit, and say the rest when the mouse is over them. Later stages of a rank are
+Boxes hold microbatch numbers where they fit, and say the rest when the mouse is over them. Later stages of a rank are
 fainter, or later token slices where there are slices. Actions that a rank runs at the same time share its row. Colours
 follow the reader's light or dark mode.
 """
@@ -206,7 +206,7 @@ def _box(box: _ActionBox, panel: _SchedulePanel, look: _Look, top: float) -> str
     y = top + rank * look.row + box.lane * height
     gap = min(1.0, width / 8)
     times = f"{look.time(start)}-{look.time(end)}{look.unit}"
-    label = action.kind if action.kind in PARAMETERS else str(action.micro_batch)
+    label = action.kind if action.kind in PARAMETERS else str(action.microbatch)
     size = min(_SIZE, 0.85 * height, (width - gap - 1) / (0.6 * len(label)))
     text = ""
     if size >= 6.5:

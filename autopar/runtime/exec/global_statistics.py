@@ -1,11 +1,11 @@
 """The instructions of what goes ahead of a step's first action: rounds of forwards without gradients.
 
     for each round:    post every receive of it
-                       for each part here, for each micro-batch: wait, run, add to the totals, send
+                       for each part here, for each microbatch: wait, run, add to the totals, send
                        add the totals of all stages
 
 All ranks of the pp axis go through all rounds, part by part: a stage begins as soon as the one before it has sent a
-micro-batch, and totals are known everywhere before the next round. Of a part that two chains run the first one's stage
+microbatch, and totals are known everywhere before the next round. Of a part that two chains run the first one's stage
 does it.
 """
 
@@ -70,14 +70,14 @@ class StatisticsProgram:
         for action, hops in self._transfers(one, "RF"):
             kinds = [(hop.shapes[0], hop.dtype) for hop in hops]
             entry.does.append(self._post(action, kinds))
-            self.pending.append((action, action.micro_batch, hops))
+            self.pending.append((action, action.microbatch, hops))
         sends = dict(self._transfers(one, "SF"))
         for k, graph in enumerate(one.graphs):
-            for i in range(order.micro_batches) if homes[k] == me else ():
+            for i in range(order.microbatches) if homes[k] == me else ():
                 self._arrived(entry, k, i)
                 if graph is not None:
                     self._run(entry, one, graph, i)
-                for action in [a for a in sends if a.stage == order.chains[0][k] and a.micro_batch == i]:
+                for action in [a for a in sends if a.stage == order.chains[0][k] and a.microbatch == i]:
                     entry.does.append(self._send(action, sends[action]))
         if self.share is not None:
             self._share(entry, one)
@@ -88,16 +88,16 @@ class StatisticsProgram:
         homes, stages = _homes(order), order.chains[0]
         pairs = sorted({(h.source, h.target) for h in one.hops if _moves(h, homes)})
         for source in dict.fromkeys(source for source, _ in pairs):
-            for i in range(order.micro_batches):
+            for i in range(order.microbatches):
                 for target in (t for s, t in pairs if s == source):
                     here, there = (source, target) if kind == "SF" else (target, source)
                     if homes[here] == me:
                         hops = [h for h in one.hops if (h.source, h.target) == (source, target)]
                         yield Action(stages[here], kind, i, peer=stages[there]), hops
 
-    def _slot(self, name: str, micro_batch: int) -> int:
+    def _slot(self, name: str, microbatch: int) -> int:
         """Of a value that goes between graphs."""
-        return self.values.slot("ahead", micro_batch, name)
+        return self.values.slot("ahead", microbatch, name)
 
     def _run(self, entry: Entry, one: GlobalStatistics, graph: StepGraph, i: int) -> None:
         reads = [self._slot(n, i) if n in self.made else self.values.shared(n, i) for n in graph.inputs]
@@ -120,7 +120,7 @@ class StatisticsProgram:
         return Instruction(post, [], [self.values.slot("pending ahead", action)])
 
     def _arrived(self, entry: Entry, part: int, i: int) -> None:
-        """Wait for what a part takes of a micro-batch, or keeps for later rounds."""
+        """Wait for what a part takes of a microbatch, or keeps for later rounds."""
         stage, channels = self.values.order.chains[0][part], self.channels
         for action, _, hops in [x for x in self.pending if x[1] == i and x[0].stage == stage]:
             reads = [self.values.slot("pending ahead", action)]
@@ -135,7 +135,7 @@ class StatisticsProgram:
             channels.send(action, peer, tensors)
             return []
 
-        return Instruction(start, [self._slot(hop.value, action.micro_batch) for hop in hops])
+        return Instruction(start, [self._slot(hop.value, action.microbatch) for hop in hops])
 
     def _share(self, entry: Entry, one: GlobalStatistics) -> None:
         """Totals of a round become those of all stages. Nothing of it is on its way any more: the names of transfers

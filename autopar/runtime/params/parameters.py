@@ -87,14 +87,14 @@ def _not_shared() -> Any:
 
 
 def make_parameters(
-    specs: Iterable[ParameterSpec], values: Mapping[str, Tensor | None], groups: Groups, sync: bool = False
+    specs: Iterable[ParameterSpec], values: Mapping[str, Tensor | None], groups: Groups, broadcast_weights: bool = False
 ) -> dict[str, nn.Parameter]:
-    """All parameters, by name: pieces of whole ``values``, or empty ones where there is none. ``sync``: of the values
-    of rank 0; collective then, and one of them is whole at a time."""
+    """All parameters, by name: pieces of whole ``values``, or empty ones where there is none. ``broadcast_weights``:
+    those of rank 0; collective then, and one of them is whole at a time."""
     out = {}
     for spec in specs:
         whole = values.get(spec.name)
-        if sync:
+        if broadcast_weights:
             whole = of_first_rank(whole, spec.shape, spec.dtype, groups)
         holders = stages_with(spec, groups)
         if holders is not None and not holders.here:
@@ -107,11 +107,12 @@ def make_parameters(
     return out
 
 
-def own_buffers(buffers: Mapping[str, Tensor], groups: Groups, sync: bool = False) -> dict[str, Tensor]:
-    """Copies by name, on the mesh's device; tied ones stay tied. ``sync``: of those of rank 0; collective then."""
+def own_buffers(buffers: Mapping[str, Tensor], groups: Groups, broadcast_weights: bool = False) -> dict[str, Tensor]:
+    """Copies by name, on the mesh's device; tied ones stay tied. ``broadcast_weights``: of those of rank 0, which is
+    collective."""
     copies: dict[int, Tensor] = {}
     for b in buffers.values():
-        copy = of_first_rank(b, b.shape, b.dtype, groups) if sync else b.to(groups.device, copy=True)
+        copy = of_first_rank(b, b.shape, b.dtype, groups) if broadcast_weights else b.to(groups.device, copy=True)
         copies.setdefault(id(b), copy)
     return {name: copies[id(b)] for name, b in buffers.items()}
 

@@ -25,7 +25,7 @@ from autopar.cost.expert_traffic import Routing
 from autopar.cost.memory import memory
 from autopar.cost.step_traffic import step_communication
 from autopar.ir.mesh import Mesh
-from autopar.ops.dedup_dispatch import even_copies
+from autopar.ops.alltoall_dedup_dispatch import even_copies
 from autopar.options import Options
 from autopar.passes.autodiff.shared_counts import shared_counts
 from autopar.plan import Plan
@@ -36,7 +36,7 @@ from autopar.steps.graphs import Compiled
 from autopar.testing import lockstep
 from autopar.testing.harness import MeshRun
 from autopar.testing.reference import eager
-from tests.experts.test_experts import DEDUP, LEVELS, PLAIN, Layer, routed
+from tests.experts.test_experts import ALLTOALL, ALLTOALL_DEDUP, HIERARCHICAL, Layer, routed
 from tests.support.cases import Cell, check, compile_cell
 from tests.support.ranks import close_pools, rank_outcomes, run_ranks
 from tests.support.subjects import SEED, subject
@@ -96,12 +96,12 @@ def test_counts_are_asked_for_once() -> None:
 
 
 def test_the_graph() -> None:
-    made = compile_cell(Cell("mixtral", Mesh.of(ep=2), DEDUP))
+    made = compile_cell(Cell("mixtral", Mesh.of(ep=2), ALLTOALL_DEDUP))
     text = format_graph(made.local)
     assert text.count("dispatch_by_copies(") == text.count("combine_by_copies(") == 2
     assert "ep:S(0;routed)" in text and "moe_dispatch(" not in text
     assert memory(made).peak > 0  # walks what an exchange of rows holds
-    assert "ep: dedup" in str(made.plan) and "asked for" in str(made.plan)
+    assert "ep: alltoall_dedup" in str(made.plan) and "asked for" in str(made.plan)
 
 
 def calls_of(made: Compiled) -> tuple[Counter[str], Counter[str]]:
@@ -118,14 +118,14 @@ def calls_of(made: Compiled) -> tuple[Counter[str], Counter[str]]:
 
 @pytest.mark.parametrize("checkpoint", ["none", "full"])
 @pytest.mark.parametrize(
-    ("options", "levels", "there", "back"), [(PLAIN, 1, 2, 2), (DEDUP, 1, 4, 3), (LEVELS, 2, 8, 6)]
+    ("options", "levels", "there", "back"), [(ALLTOALL, 1, 2, 2), (ALLTOALL_DEDUP, 1, 4, 3), (HIERARCHICAL, 2, 8, 6)]
 )
 def test_the_host_waits_in_the_forward_only(
     options: Options, levels: int, there: int, back: int, checkpoint: str
 ) -> None:
     """Counts are exchanged once per layer and level, whatever the backward makes again. Exchanges of a layer: tokens,
     numbers, weights, sums; and three gradients; of rows for each expert only rows go there and back."""
-    cell = Cell("one-layer mixtral", Mesh.of(ep=4), replace(options, checkpoint=checkpoint))
+    cell = Cell("one-layer mixtral", Mesh.of(ep=4), replace(options, activation_checkpoint=checkpoint))
     forward, backward = calls_of(compile_cell(cell))
     asked = forward["moe_copies"] + forward["moe_pairs"]
     assert forward["row_splits"] == asked == forward["all_to_all"] == levels
@@ -152,7 +152,7 @@ class Sent:
 @functools.cache
 def made_for(ranks: int, tokens: int, experts: int, top: int, options: Options) -> Compiled:
     """Whoever is chosen."""
-    graph = capture(Layer(experts), routed(tokens, experts, top, "any"), exact=True)
+    graph = capture(Layer(experts), routed(tokens, experts, top, "any"), lift_to_float64=True)
     return compile_graph(graph, Mesh.of(ep=ranks), options, outputs=())
 
 
@@ -163,7 +163,7 @@ def test_what_is_sent(
 ) -> None:
     """A copy per token and other rank that has an expert of it: there and back, forward and backward."""
     model, batch, mesh = Layer(experts), routed(tokens, experts, top, choice), Mesh.of(ep=ranks)
-    made = made_for(ranks, tokens, experts, top, DEDUP)
+    made = made_for(ranks, tokens, experts, top, ALLTOALL_DEDUP)
     sent, own = Sent(monkeypatch), tokens // ranks
     check(MeshRun(made, model, batch, mesh, SEED).errors(eager(model, batch, SEED)))
     where = [set((row // (experts // ranks)).tolist()) - {token // own} for token, row in enumerate(batch["expert"])]
@@ -185,14 +185,14 @@ def test_what_is_sent_on_each_level(
     but for those of the own rank."""
     model, batch, mesh = Layer(experts), routed(tokens, experts, top, choice), Mesh.of(ep=ranks)
     expected = eager(model, batch, SEED)
-    levels = Options(dispatch="two_level", topology=f"ep%{per_node}=switch")
+    levels = Options(token_dispatcher="hierarchical", topology=f"ep%{per_node}=switch")
     inside = between = pairs = 0
     for token, row in enumerate(batch["expert"]):
         here, to = token // (tokens // ranks), (row // (experts // ranks)).tolist()
         pairs += sum(rank != here for rank in to)
         between += len({rank // per_node for rank in to} - {here // per_node})
         inside += sum(rank % per_node != here % per_node for rank in set(to))
-    for options, found in ((levels, {f"ep%{per_node}": inside, f"ep/{per_node}": between}), (PLAIN, {"ep": pairs})):
+    for options, found in ((levels, {f"ep%{per_node}": inside, f"ep/{per_node}": between}), (ALLTOALL, {"ep": pairs})):
         sent = Sent(monkeypatch)
         made = made_for(ranks, tokens, experts, top, options)
         check(MeshRun(made, model, batch, mesh, SEED).errors(expected))
@@ -205,7 +205,7 @@ def test_what_is_sent_on_each_level(
 def test_bytes_of_a_plan() -> None:
     """As of even routing; what stays on its rank is not sent."""
     model, batch, ranks = Layer(8), routed(16, 8, 2, "any"), 4
-    made = compile_model(model, batch, Mesh.of(ep=ranks), DEDUP, exact=True, outputs=())
+    made = compile_model(model, batch, Mesh.of(ep=ranks), ALLTOALL_DEDUP, lift_to_float64=True, outputs=())
     copies = even_copies(4, 2, 8, ranks)
     sent = step_communication(made, 0)
     assert sent["ep", "all_to_all_rows"].calls == 6
@@ -218,25 +218,30 @@ def test_the_choice() -> None:
     """By time: few exchanges where messages are dear, few bytes where links are slow."""
     model, batch = Layer(8, 64), routed(16, 8, 2, "any") | {"x": torch.randn(16, 64, dtype=torch.float64)}
     near = "ep%2=switch:1e15:0,ep/2=switch:1e3:0"
-    for topology, chosen in (("ep=switch:1e15:1", "plain"), ("ep=switch:1e3:0", "dedup"), (near, "two_level")):
-        plan = compile_model(model, batch, Mesh.of(ep=4), Options(topology=topology), exact=True).plan
+    for topology, chosen in (
+        ("ep=switch:1e15:1", "alltoall"),
+        ("ep=switch:1e3:0", "alltoall_dedup"),
+        (near, "hierarchical"),
+    ):
+        plan = compile_model(model, batch, Mesh.of(ep=4), Options(topology=topology), lift_to_float64=True).plan
         (found,) = plan.experts.values()
-        assert found.dispatch == chosen and "by estimate of a layer" in found.reason, topology
+        assert found.token_dispatcher == chosen and "by estimate of a layer" in found.reason, topology
         assert ("on nodes of 2 ranks" in found.reason) == (found.per_node == 2) == (topology == near)
     with pytest.raises(
-        ValueError, match="dispatch: expected 'auto', 'gather', 'plain', 'dedup' or 'two_level', found 'post'"
+        ValueError,
+        match="token_dispatcher: expected 'auto', 'allgather', 'alltoall', 'alltoall_dedup' or 'hierarchical', found",
     ):
-        Options(dispatch="post")
+        Options(token_dispatcher="post")
     with pytest.raises(ValueError, match="dispatch"):
-        compile_model(model, batch, Mesh.of(dp=2), DEDUP)
+        compile_model(model, batch, Mesh.of(dp=2), ALLTOALL_DEDUP)
 
 
 @pytest.mark.parametrize(
     ("ranks", "options", "said"),
     [
-        (4, {"dispatch": "two_level"}, "found 4 ranks in nodes of 4; say how many are a node"),
-        (4, {"dispatch": "two_level", "topology": "ep%4=switch"}, "found 4 ranks in nodes of 4"),
-        (4, {"dispatch": "two_level", "topology": "ep%1=switch"}, "found 4 ranks in nodes of 1"),
+        (4, {"token_dispatcher": "hierarchical"}, "found 4 ranks in nodes of 4; say how many are a node"),
+        (4, {"token_dispatcher": "hierarchical", "topology": "ep%4=switch"}, "found 4 ranks in nodes of 4"),
+        (4, {"token_dispatcher": "hierarchical", "topology": "ep%1=switch"}, "found 4 ranks in nodes of 1"),
         (4, {"topology": "ep%3=switch"}, "4 ranks of axis 'ep' do not divide into nodes of 3; use one of 1, 2, 4"),
         (4, {"topology": "ep%2=switch,ep/4=switch"}, "nodes of 2 and 4 ranks of axis 'ep'"),
         (4, {"topology": "ep%x=switch"}, "expected an axis, or nodes of one of cp, ep"),
@@ -249,11 +254,13 @@ def test_nodes_that_are_none(ranks: int, options: dict[str, str], said: str) -> 
 
 
 def test_a_plan_with_nodes_that_are_none() -> None:
-    cell = Cell("mixtral", Mesh.of(ep=4), LEVELS)
+    cell = Cell("mixtral", Mesh.of(ep=4), HIERARCHICAL)
     plan = compile_cell(cell).plan
     assert Plan.from_json(plan.to_json()) == plan
     experts = {name: replace(found, per_node=3) for name, found in plan.experts.items()}
-    with pytest.raises(ValueError, match="by 'two_level' with 3 ranks per node, which must be several, and divide 4"):
+    with pytest.raises(
+        ValueError, match="by 'hierarchical' with 3 ranks per node, which must be several, and divide 4"
+    ):
         check_experts(subject("mixtral").graph(), cell.mesh, experts)
 
 
@@ -282,10 +289,10 @@ def trained(batch: dict[str, Tensor], ranks: int, options: dict[str, str]) -> li
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options"), [(3, DEDUP), (4, LEVELS), pytest.param(3, PLAIN, marks=pytest.mark.full)]
+    ("ranks", "options"), [(3, ALLTOALL_DEDUP), (4, HIERARCHICAL), pytest.param(3, ALLTOALL, marks=pytest.mark.full)]
 )
 def test_routing_changes_between_steps(ranks: int, options: Options) -> None:
-    given = {"dispatch": options.dispatch, "topology": options.topology}
+    given = {"token_dispatcher": options.token_dispatcher, "topology": options.topology}
     first, *others = run_ranks(ranks, trained, routed(12, 12, 2, "any"), ranks, given)
     assert all(other == first for other in others)
 
@@ -318,17 +325,17 @@ def killed_in_exchange(batch: dict[str, Tensor], ranks: int, options: dict[str, 
 @pytest.mark.parametrize(
     ("ranks", "options", "turn"),
     [
-        pytest.param(3, DEDUP, 1, marks=pytest.mark.full),
-        pytest.param(3, DEDUP, 6, marks=pytest.mark.full),  # in the backward
-        pytest.param(3, PLAIN, 1, marks=pytest.mark.full),
-        pytest.param(3, PLAIN, 4, marks=pytest.mark.full),
-        pytest.param(4, LEVELS, 4, marks=pytest.mark.full),  # within a node
-        (4, LEVELS, 10),  # in the backward
+        pytest.param(3, ALLTOALL_DEDUP, 1, marks=pytest.mark.full),
+        pytest.param(3, ALLTOALL_DEDUP, 6, marks=pytest.mark.full),  # in the backward
+        pytest.param(3, ALLTOALL, 1, marks=pytest.mark.full),
+        pytest.param(3, ALLTOALL, 4, marks=pytest.mark.full),
+        pytest.param(4, HIERARCHICAL, 4, marks=pytest.mark.full),  # within a node
+        (4, HIERARCHICAL, 10),  # in the backward
     ],
 )
 def test_a_rank_that_dies_in_an_exchange_is_named(ranks: int, options: Options, turn: int) -> None:
     close_pools()
-    given = {"dispatch": options.dispatch, "topology": options.topology}
+    given = {"token_dispatcher": options.token_dispatcher, "topology": options.topology}
     batch = routed(12, 12, 2, "any")
     outcomes = rank_outcomes(ranks, killed_in_exchange, batch, ranks, given, 1, turn, timeout=60, grace=TIMEOUT + 5)
     close_pools()  # its groups are broken
