@@ -242,7 +242,7 @@ def test_the_graph() -> None:
 
 def test_the_plan_says_so() -> None:
     plan = compile_cell(Cell("mixtral", Mesh.of(ep=2), ALLGATHER)).plan
-    assert "experts of moe_dispatch " in str(plan) and "ep: gather" in str(plan)
+    assert "experts of moe_dispatch " in str(plan) and "ep: allgather" in str(plan)
     rows = subject("mixtral").batch["input_ids"].numel()  # of two ranks, and of two experts each
     note = f"a rank's experts get {rows} rows if routing is even, which memory and times are estimated for, and at most"
     assert "experts of moe_dispatch and 1 more" in str(plan) and f"{note} {2 * rows} (" in str(plan)
@@ -341,7 +341,7 @@ def test_bad_input() -> None:
 
 PLANS = {
     "an axis that the mesh lacks": ({"axis": "dp"}, "cut over 'dp', which must be 'ep' and an axis of the mesh"),
-    "a dispatcher that nobody wrote": ({"token_dispatcher": "post"}, "by 'post'; use one of gather"),
+    "a dispatcher that nobody wrote": ({"token_dispatcher": "post"}, "by 'post'; use one of allgather"),
     "a layer without": (None, "nothing is said of the experts of moe_dispatch"),
 }
 
