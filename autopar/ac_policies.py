@@ -56,7 +56,7 @@ class PartCheckpoints:
 
 NOTHING = PartCheckpoints()
 Policy = Callable[[ForwardValue], bool | str]
-AC_POLICIES: Registry[Policy] = Registry("checkpoint")
+AC_POLICIES: Registry[Policy] = Registry("activation_checkpoint")
 
 
 @AC_POLICIES.register("none")

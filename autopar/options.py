@@ -6,7 +6,7 @@ option counts on a mesh (`autopar.planner.plan_fits`) read the declarations. Loa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -31,11 +31,11 @@ from autopar.values import (
 )
 
 CHIPS = ("A100", "H100", "H200", "B200", "L40S", "MI300X", "V100")  # `autopar.cost.hardware` knows their speeds
-DISPATCHES = (
-    "gather",  # every token to every rank of ep
-    "plain",  # a row per token and expert
-    "dedup",  # a copy per token and rank with an expert of it
-    "two_level",  # a copy per token and node with an expert of it, there one per rank
+TOKEN_DISPATCHERS = (
+    "allgather",  # every token to every rank of ep
+    "alltoall",  # a row per token and expert
+    "alltoall_dedup",  # a copy per token and rank with an expert of it
+    "hierarchical",  # a copy per token and node with an expert of it, there one per rank
 )
 EXPERT_AXES = ("ep", "dp", "cp", "tp")  # over which experts may be cut
 
@@ -115,9 +115,11 @@ def _chip(name: str, value: Any) -> str:
     return str(one_of(name, a_text(name, value).upper(), known=CHIPS))
 
 
-def _choice(*known: Any) -> ValueKind:
+def _choice(*known: Any, meant: Mapping[str, str] | None = None) -> ValueKind:
     by_text = {str(value): value for value in known}
-    return ValueKind(partial(one_of, known=known), lambda text: by_text.get(text, text), f"{{{','.join(by_text)}}}")
+    return ValueKind(
+        partial(one_of, known=known, meant=meant), lambda text: by_text.get(text, text), f"{{{','.join(by_text)}}}"
+    )
 
 
 FLAG, NAME, LENGTHS = (
@@ -147,7 +149,7 @@ class Options:
         axes=_DP,
     )  # fmt: skip
     sequence_parallel: bool = _option(False, FLAG, "cut the residual stream along the sequence over tp", axes=("tp",))
-    micro_batches: int = _option(1, POSITIVE, "gradient accumulation steps of a train_step, which also fill a pipeline")
+    microbatches: int = _option(1, POSITIVE, "gradient accumulation steps of a train_step, which also fill a pipeline")
     precision: Precision = _option(  # noqa: RUF009  (frozen)
         PRECISIONS["none"],
         ValueKind(a_precision, shown=f"{{{','.join(PRECISIONS)}}}"),
@@ -155,42 +157,43 @@ class Options:
         "as the model is",
         names=PRECISIONS,
     )
-    whole_ops: tuple[str, ...] = _option(
+    replicate_ops: tuple[str, ...] = _option(
         (), NAMES, "operators that run on whole values, with or without a rule: aten.foo.default", "none"
     )
     bucket_bytes: int = _option(25 * 2**20, BYTES, "size of a bucket of small gradients")
     schedule: str = _option(
-        "", NAME, "how micro-batches run through the stages", "the fastest by simulation", axes=_PP, names=SCHEDULES
+        "", NAME, "how microbatches run through the stages", "the fastest by simulation", axes=_PP, names=SCHEDULES
     )
-    cuts: tuple[str, ...] = _option(
+    split_points: tuple[str, ...] = _option(
         (), NAMES, "modules with which each part but the first begins", "balanced by estimated time", axes=_PP
     )
-    chunks: int = _option(
+    virtual_stages: int = _option(
         0, COUNT, "parts per rank, for schedules that take several", "the schedule's own number", axes=_PP
     )
-    slices: int | tuple[int, ...] = _option(
+    token_slices: int | tuple[int, ...] = _option(
         0, LENGTHS, "for schedules over token slices: their number, or their lengths", "by estimated time", axes=_PP
     )
-    gathers: str = _option(
-        "auto", _choice("auto", "step", "layer"), "gather cut parameters once per step, or for each use",
-        "for each use with zero=3, else once per step", axes=_DP,
+    reshard_after_forward: bool | str = _option(
+        "auto", _choice("auto", False, True),
+        "True: gather sharded parameters for each use, in forward and backward; False: once per step",
+        "True with zero=3, else False", axes=_DP,
     )  # fmt: skip
-    reductions: str = _option(
-        "auto", _choice("auto", "step", "micro_batch"), "sum gradients over ranks per step, or per micro-batch",
-        "after each micro-batch with zero=2 and 3, else once per step", axes=_DP,
+    reduce_grads: str = _option(
+        "auto", _choice("auto", "step", "microbatch"), "sum gradients over ranks per step, or per microbatch",
+        "after each microbatch with zero=2 and 3, else once per step", axes=_DP,
     )  # fmt: skip
     memory_limit: int = _option(
-        0, BYTES, "what a rank may hold, such as 80e9 or 80GB: for checkpoints, for cuts and for schedules that search",
+        0, BYTES, "what a rank may hold, such as 80e9 or 80GB: for recompute, split points and schedules that search",
         "no limit",
     )  # fmt: skip
-    host_memory: int = _option(
+    activation_offload: int = _option(
         0, BYTES, "what a rank may hold of activations in host memory, where a memory_limit asks for it", "nothing",
     )  # fmt: skip
-    optimizer_on_host: bool = _option(
+    optimizer_cpu_offload: bool = _option(
         False, FLAG, "states of optimizers lie in host memory; a step brings those of a bucket of parameters at a time"
     )
-    checkpoint: str = _option(
-        "", NAME, "what the backward makes again, or gets back from the host, instead of keeping it",
+    activation_checkpoint: str = _option(
+        "", NAME, "which activations are recomputed or offloaded instead of kept",
         "auto with a memory_limit, else what the model asks for", names=AC_POLICIES,
     )  # fmt: skip
     loss_chunks: int = _option(
@@ -205,68 +208,68 @@ class Options:
         axes=_CP,
         names=ALGORITHMS,
     )
-    layout: str = _option(
+    cp_load_balance: str = _option(
         "auto",
         _choice("auto", *LAYOUTS),
         "how causal sequences are dealt to the ranks",
         "the faster by estimate",
         axes=_CP,
     )
-    experts: str = _option(
+    expert_axis: str = _option(
         "ep", _choice("auto", *EXPERT_AXES),
         "the axis over which experts are cut: one of their own, or one that there is for something else; auto: ep, or "
         "without it what takes least time by estimate, not cutting them included", axes=EXPERT_AXES,
     )  # fmt: skip
-    dispatch: str = _option(
-        "auto", _choice("auto", *DISPATCHES), "how tokens get to experts on other ranks", "the fastest by estimate",
-        axes=EXPERT_AXES,
+    token_dispatcher: str = _option(
+        "auto", _choice("auto", *TOKEN_DISPATCHERS, meant={"plain": "alltoall", "two_level": "hierarchical"}),
+        "how tokens get to experts on other ranks", "the fastest by estimate", axes=EXPERT_AXES,
     )  # fmt: skip
-    device: str = _option(
+    target_hardware: str = _option(
         "A100", ValueKind(_chip, shown="NAME"), "the chip that times are estimated for", names=CHIPS,
     )  # fmt: skip
-    capacity: float = _option(
+    capacity_factor: float = _option(
         0.0, ValueKind(partial(number, least=0.0), _number, "FACTOR"),
         "an expert takes this many times its even share of a training step's tokens, the first ones of the whole batch",
         "all that choose it",
     )  # fmt: skip
-    aux_loss: str = _option(
-        "exact", _choice("exact", "micro_batch"),
+    aux_loss_scope: str = _option(
+        "global_batch", _choice("global_batch", "microbatch", meant={"exact": "global_batch"}),
         "what a loss that balances experts counts: the choices of the whole batch, for which a forward of every "
-        "micro-batch goes ahead, or of each micro-batch, times their number",
+        "microbatch goes ahead, or of each microbatch, times their number",
     )  # fmt: skip
     topology: str = _option(
         "",
         LINKS,
         "links of each axis, for estimates: ring, mesh or switch, bytes per second, seconds of a message",
-        "those of the device, by a switch",
+        "those of target_hardware, by a switch",
     )
     batch_dims: tuple[tuple[str, int | None], ...] = _option(
         (),
         DIMS,
-        "which dim of an input is the batch, over dp and micro-batches; none for one that is no part; nested ones "
+        "which dim of an input is the batch, over dp and microbatches; none for one that is no part; nested ones "
         "by path (past.0)",
         "found in the graph",
     )
-    constants: tuple[str, ...] = _option(
+    static_inputs: tuple[str, ...] = _option(
         (), NAMES,
         "small inputs whose values the graph may depend on, such as sizes of grids; like shapes, other values compile "
         "again, and all ranks have the same", "none",
     )  # fmt: skip
 
     @property
-    def checkpoints(self) -> str:
-        """Name of the policy of checkpoints."""
-        return self.checkpoint or (AUTO if self.memory_limit else "model")
+    def ac_policy(self) -> str:
+        """Name of the policy of activation checkpointing."""
+        return self.activation_checkpoint or (AUTO if self.memory_limit else "model")
 
     @property
     def gathers_once(self) -> bool:
         """Whether cut parameters are gathered, and cast, once per step (else for each use)."""
-        return self.gathers == "step" or (self.gathers == "auto" and self.zero in (1, 2))
+        return self.zero in (1, 2) if self.reshard_after_forward == "auto" else not self.reshard_after_forward
 
     @property
     def reduces_once(self) -> bool:
-        """Whether gradients are summed over ranks once per step (else after each micro-batch)."""
-        return self.reductions == "step" or (self.reductions == "auto" and self.zero < 2)
+        """Whether gradients are summed over ranks once per step (else after each microbatch)."""
+        return self.reduce_grads == "step" or (self.reduce_grads == "auto" and self.zero < 2)
 
     def __post_init__(self) -> None:
         for name, option in DECLARED.items():
@@ -274,12 +277,19 @@ class Options:
 
 
 OTHER_WORDS = {
-    "gradient_accumulation_steps": "micro_batches", "accumulation_steps": "micro_batches",
-    "grad_accum": "micro_batches", "microbatches": "micro_batches", "num_microbatches": "micro_batches",
-    "dtype": "precision", "amp": "precision", "gradient_checkpointing": "checkpoint",
-    "activation_checkpointing": "checkpoint", "recompute": "checkpoint", "remat": "checkpoint", "fsdp": "zero",
-    "stage": "zero", "offload_optimizer": "optimizer_on_host", "cpu_offload": "optimizer_on_host", "compile": "backend",
-    "batch": "example_batch", "inputs": "example_batch",
-}  # of other libraries for these options, and for arguments of parallelize  # fmt: skip
+    "gradient_accumulation_steps": "microbatches", "accumulation_steps": "microbatches", "grad_accum": "microbatches",
+    "micro_batches": "microbatches", "num_microbatches": "microbatches", "dtype": "precision", "amp": "precision",
+    "checkpoint": "activation_checkpoint", "checkpointing": "activation_checkpoint",
+    "gradient_checkpointing": "activation_checkpoint", "activation_checkpointing": "activation_checkpoint",
+    "recompute": "activation_checkpoint", "remat": "activation_checkpoint", "fsdp": "zero", "stage": "zero",
+    "cuts": "split_points", "chunks": "virtual_stages", "slices": "token_slices", "gathers": "reshard_after_forward",
+    "reductions": "reduce_grads", "host_memory": "activation_offload", "optimizer_on_host": "optimizer_cpu_offload",
+    "offload_optimizer": "optimizer_cpu_offload", "cpu_offload": "optimizer_cpu_offload", "experts": "expert_axis",
+    "dispatch": "token_dispatcher", "capacity": "capacity_factor", "aux_loss": "aux_loss_scope",
+    "layout": "cp_load_balance", "device": "target_hardware", "whole_ops": "replicate_ops",
+    "constants": "static_inputs", "exact": "lift_to_float64", "sync": "broadcast_weights",
+    "check_batches": "check_replica_inputs", "shapes": "padding", "compile": "backend", "batch": "example_batch",
+    "inputs": "example_batch",
+}  # of other libraries and earlier versions for these options, and for arguments of parallelize  # fmt: skip
 DECLARED = {f.name: DeclaredOption(f.name, f.default, **f.metadata) for f in fields(Options)}
 Options.__doc__ = "\n".join([f"{Options.__doc__}\n", *(f"{o.name}: {o.words}." for o in DECLARED.values())])

@@ -66,19 +66,20 @@ class AttentionPlan:
 class PipelinePlan:
     """How the model is cut over the axis pp.
 
-    schedule: by name. cuts: the layer with which each part but the first begins. chunks: parts per rank. slices:
-    lengths of the token slices (empty: none). holders: parameter -> the parts that use it, or did when ranks got it.
+    schedule: by name. split_points: the layer with which each part but the first begins. virtual_stages: parts per
+    rank. token_slices: their lengths (empty: none). holders: parameter -> the parts that use it, or did when ranks got
+    it.
     """
 
     schedule: str
-    cuts: tuple[str, ...]
-    chunks: int = 1
-    slices: tuple[int, ...] = ()
+    split_points: tuple[str, ...]
+    virtual_stages: int = 1
+    token_slices: tuple[int, ...] = ()
     holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def parts(self) -> int:
-        return len(self.cuts) + 1
+        return len(self.split_points) + 1
 
 
 @dataclass(frozen=True)

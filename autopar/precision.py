@@ -22,7 +22,7 @@ class Precision:
 
     compute: of parameters where they are used, and of floating inputs. A cut parameter is cast before it is gathered.
     stored: of parameters as they are held, stepped and saved. reduce: of gradients as they are summed over ranks, on
-    every axis; over micro-batches they are summed in float32 or wider. keep: modules that compute in float32 (or in
+    every axis; over microbatches they are summed in float32 or wider. keep: modules that compute in float32 (or in
     ``stored``, if wider), by path, by the end of their path, or by class; what they take and return is cast.
     keep_inputs: inputs that are not cast.
 

@@ -28,7 +28,7 @@ def refuse(name: str, expected: str, found: Any, hint: str = "") -> ValueError:
 
 
 def whole_number(name: str, value: Any, least: float = 0, most: float = math.inf) -> int:
-    """An int (numpy's, too), and neither a bool nor a float: True micro-batches are a mistake."""
+    """An int (numpy's, too), and neither a bool nor a float: True microbatches are a mistake."""
     top = "" if most == math.inf else f" and at most {most}"
     expected = f"a whole number of at least {least}{top}"
     try:
@@ -120,10 +120,12 @@ def yes_or_no(name: str, value: Any) -> bool:
     return value
 
 
-def one_of(name: str, value: Any, known: Sequence[Any]) -> Any:
-    """One of the known values, and of its type."""
-    if isinstance(value, bool) or type(value) not in {type(k) for k in known} or value not in known:
-        raise refuse(name, f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}", value, did_you_mean(value, known))
+def one_of(name: str, value: Any, known: Sequence[Any], meant: Mapping[str, Any] | None = None) -> Any:
+    """One of the known values, and of its type. ``meant``: other words for them."""
+    if type(value) not in {type(k) for k in known} or value not in known:
+        raise refuse(
+            name, f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}", value, did_you_mean(value, known, meant)
+        )
     return value
 
 

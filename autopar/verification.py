@@ -155,7 +155,7 @@ def verify(
     mesh: DeviceMesh,
     batch: Mapping[str, Any],
     *,
-    exact: bool = True,
+    lift_to_float64: bool = True,
     rtol: float | None = None,
     atol: float | None = None,
     **options: Any,
@@ -168,9 +168,9 @@ def verify(
         mesh: as for `parallelize`.
         batch: the WHOLE batch as keyword arguments of the forward, the same on every rank: verify cuts out the dp part
             of each rank. (`train_step` takes this part; here one process needs it all.)
-        exact: compare in float64, float32 islands lifted, to 1e-10. Otherwise in the model's own dtypes, to the
-            `TOLERANCES` of the coarsest one that it computes in: many models have norms and losses in float32 whatever
-            their dtype.
+        lift_to_float64: compare in float64, float32 islands lifted, to 1e-10. Otherwise in the model's own dtypes, to
+            the `TOLERANCES` of the coarsest one that it computes in: many models have norms and losses in float32
+            whatever their dtype.
         rtol, atol: an error may reach ``max(rtol * max|reference|, atol)``, per tensor.
         options: anything that `parallelize` takes: zero, sequence_parallel, microbatches, plan, backend, seed ...
             With a ``precision`` one process computes in it, too; an exact comparison leaves out its casts.
@@ -179,7 +179,7 @@ def verify(
     no relative accuracy. Raises ValueError as `parallelize` does. Collective.
     """
     check_module(model)
-    yes_or_no("exact", exact)
+    yes_or_no("lift_to_float64", lift_to_float64)
     if not isinstance(batch, Mapping):
         raise ValueError(
             f"verify: needs the whole batch, the keyword arguments of the forward, found a {type(batch).__name__}; "
@@ -188,26 +188,28 @@ def verify(
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None:
             number(name, value, 0.0)
-    if options.get("aux_loss") == "microbatch":
+    if options.get("aux_loss_scope") == "microbatch":
         raise ValueError(
-            'verify: aux_loss_scope="microbatch" is another loss than that of one process on the whole batch; leave it out '
-            "(it is exact then), or verify without the auxiliary loss"
+            'verify: aux_loss_scope="microbatch" is another loss than that of one process on the whole batch; leave it '
+            "out (it is exact then), or verify without the auxiliary loss"
         )
     load_adapters(model)
-    policy = _policy(options, exact)
-    copied, whole = _prepared(model, batch, exact)
+    policy = _policy(options, lift_to_float64)
+    copied, whole = _prepared(model, batch, lift_to_float64)
     sizes = mesh_of(mesh)
     part = _part(copied, whole, sizes, dist.get_rank(), options)
     seed = int(options.get("seed", 0))
     options.setdefault("example_batch", part)
-    parallel = parallelize(copied, mesh, lift_to_float64=exact, **options)
+    parallel = parallelize(copied, mesh, lift_to_float64=lift_to_float64, **options)
     losses = parallel.train_step(**part)
     found = parallel.full_gradients()
     loss = sum(float(x) for x in (losses if isinstance(losses, tuple) else (losses,)))
     own = {name: s.name for s in parallel.parameter_specs for name in (s.name, *s.aliases)}
-    alone = copied if exact else computing_in(copied, policy)
+    alone = copied if lift_to_float64 else computing_in(copied, policy)
     limit = parallel.plan.options.capacity_factor
-    reference_loss, expected = reference(alone, whole, lift_to_float64=exact, seed=step_seed(seed, 1), capacity_factor=limit)
+    reference_loss, expected = reference(
+        alone, whole, lift_to_float64=lift_to_float64, seed=step_seed(seed, 1), capacity_factor=limit
+    )
     expected = {own[name]: g for name, g in expected.items()}
 
     def limits(dtype: torch.dtype) -> tuple[float, float]:
@@ -215,7 +217,7 @@ def verify(
         return (default[0] if rtol is None else rtol), (default[1] if atol is None else atol)
 
     held = {p.dtype for p in copied.parameters()} & set(TOLERANCES)
-    islands = set() if exact else _computed_in(parallel.compiled()[-1].local) & set(TOLERANCES) - held
+    islands = set() if lift_to_float64 else _computed_in(parallel.compiled()[-1].local) & set(TOLERANCES) - held
     coarsest = max(held | islands, key=lambda d: TOLERANCES[d][0], default=torch.float64)
     loss_entry = _compared("loss", _scalar(loss), _scalar(reference_loss), limits(coarsest))
     names = [n for n in expected if expected[n] is not None or n in found]
@@ -223,27 +225,34 @@ def verify(
     without = tuple(n for n in expected if n not in names)
     precision = " with parts in ".join(", ".join(sorted(map(_short, dtypes))) for dtypes in (held, islands) if dtypes)
     shares = parallel.plan.shares
-    return _worst(Report(str(sizes), exact, loss, reference_loss, loss_entry, entries, without, precision, shares))
+    return _worst(
+        Report(str(sizes), lift_to_float64, loss, reference_loss, loss_entry, entries, without, precision, shares)
+    )
 
 
 def reference(
-    model: nn.Module, batch: Mapping[str, Any], *, exact: bool = True, seed: int | None = None, capacity: float = 0.0
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    lift_to_float64: bool = True,
+    seed: int | None = None,
+    capacity_factor: float = 0.0,
 ) -> tuple[float, dict[str, Tensor | None]]:
     """One process, eager: (sum of the losses, parameter name -> gradient on the CPU). Changes ``.grad`` of the model
     and its buffers. ``seed``: of the step whose dropout masks to use
         (`autopar.runtime.module.parallel_module.step_seed`).
-    ``capacity``: of experts, as the option of `autopar.parallelize`."""
+    ``capacity_factor``: of experts, as the option of `autopar.parallelize`."""
     load_adapters(model)
     adapter = adapter_for(model)
     model.zero_grad()
     with contextlib.ExitStack() as stack:
-        if exact:
+        if lift_to_float64:
             stack.enter_context(LiftFloat32())
         arguments = dict(batch)
-        if adapter is None and capacity:
-            raise ValueError("verify: one process is capped for transformers' models only; leave capacity out")
+        if adapter is None and capacity_factor:
+            raise ValueError("verify: one process is capped for transformers' models only; leave capacity_factor out")
         if adapter is not None:
-            stack.enter_context(adapter.reference(model, capacity))
+            stack.enter_context(adapter.reference(model, capacity_factor))
             arguments = adapter.arguments(model, batch)
         with shared_random(seed) if seed is not None else contextlib.nullcontext():
             output = model(**arguments)
@@ -260,11 +269,11 @@ def reference(
     return float(total.detach()), gradients
 
 
-def _policy(options: dict[str, Any], exact: bool) -> Precision:
+def _policy(options: dict[str, Any], lift_to_float64: bool) -> Precision:
     """The dtypes that are asked for; an exact comparison is made without them, which it says to ``options``."""
     plan = options.get("plan")
     policy = a_precision("precision", options.get("precision", plan.options.precision if plan is not None else "none"))
-    if exact and "precision" in options and policy.compute:
+    if lift_to_float64 and "precision" in options and policy.compute:
         options["precision"] = dataclasses.replace(policy, compute="float64", stored="float64", reduce="float64")
     return policy
 
@@ -281,7 +290,7 @@ def computing_in(model: nn.Module, policy: Precision) -> nn.Module:
     return copied
 
 
-def _prepared(model: nn.Module, batch: Mapping[str, Any], exact: bool) -> tuple[nn.Module, dict[str, Any]]:
+def _prepared(model: nn.Module, batch: Mapping[str, Any], lift_to_float64: bool) -> tuple[nn.Module, dict[str, Any]]:
     """Copies of the model and batch; in float64 for the exact comparison."""
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise ValueError("verify: needs the model's weights, found tensors on the meta device; build it with weights")
@@ -290,7 +299,7 @@ def _prepared(model: nn.Module, batch: Mapping[str, Any], exact: bool) -> tuple[
         if getattr(module, "gradient_checkpointing", False):  # the eager run would draw its masks twice
             setattr(module, "gradient_checkpointing", False)  # noqa: B010  (typed as a tensor or module)
     leaves, spec = flatten(dict(batch))
-    if exact:
+    if lift_to_float64:
         nn.Module.to(copied, torch.float64)
         leaves = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in leaves]
     return copied, unflatten(leaves, spec)
@@ -303,7 +312,7 @@ def _part(
     load_adapters(model)
     skeleton, ranks, plan = skeleton_of(model), mesh.data_size, options.get("plan")
     before = plan.options if plan is not None else Options()
-    asked = Options(**{name: options.get(name, getattr(before, name)) for name in ("batch_dims", "constants")})
+    asked = Options(**{name: options.get(name, getattr(before, name)) for name in ("batch_dims", "static_inputs")})
     dims, tensors = known_batch_dims(skeleton, batch, asked, plan), tensors_of(batch)
     if ranks > 1 and not set(tensors) <= set(dims):
         likely = likely_dims({name: tuple(x.shape) for name, x in tensors.items()}, dims)

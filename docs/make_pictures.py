@@ -1,6 +1,6 @@
 """Draw docs/pictures: NAME.svg for every schedule, attention_NAME.svg for every attention algorithm.
 
-Schedules: 4 ranks, 8 micro-batches, F = B = W = 1 for a rank's share. Attention: both passes of one causal attention
+Schedules: 4 ranks, 8 microbatches, F = B = W = 1 for a rank's share. Attention: both passes of one causal attention
 over 4 ranks on a ring of links, dealt as the algorithm likes best. What a benchmark measured and drew lies in the
 folder `measured`.
 
@@ -29,7 +29,7 @@ from autopar.report.schedule_summary import run_schedule, timeline_facts
 from autopar.schedule.request import SCHEDULES, Costs, Request
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
-RANKS, MICRO_BATCHES, SLICES = 4, 8, 2
+RANKS, MICROBATCHES, SLICES = 4, 8, 2
 COSTS = Costs(stash=0.5)
 LINKS = Topology.parse("ring", A100.links)
 ATTENTION = Problem(
@@ -42,7 +42,7 @@ def draw(name: str) -> str:
     """The picture of one schedule."""
     entry = SCHEDULES[name]
     slices = SLICES if entry.sliced else 1
-    timeline = run_schedule(name, Request(RANKS, MICRO_BATCHES, entry.chunks, slices), COSTS)
+    timeline = run_schedule(name, Request(RANKS, MICROBATCHES, entry.virtual_stages, slices), COSTS)
     notes = " · ".join(f"{what} {value}" for what, value in timeline_facts(timeline))
     return svg(timeline, title=f"{name}: {entry.summary}", notes=notes)
 

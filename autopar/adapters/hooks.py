@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import operator
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -109,6 +110,47 @@ def accumulate_gradient(parameters: Sequence[Tensor], gradients: Sequence[Tensor
     """Add to ``.grad`` of leaves as one backward does: through their hooks, in torch's own order."""
     with torch.enable_grad():
         torch.autograd.backward(parameters, gradients)
+
+
+def skip_hooks_without_gradient(leaves: Sequence[Tensor]) -> None:
+    """Within the backward of a node: hooks of leaves to which it brings nothing are not called, unless something else
+    brings them a gradient. torch's engine calls those of every input of a node, with None."""
+    for leaf in leaves:
+        _call_with_gradient_only(leaf._backward_hooks)
+        if leaf._post_accumulate_grad_hooks:
+            Tensor.register_hook(leaf, _SkipOnce(leaf))
+
+
+def _call_with_gradient_only(hooks: Any) -> None:
+    for key, hook in [*(hooks or {}).items()]:
+        if getattr(hook, "__module__", "") != torch.autograd.graph.__name__:  # of several leaves; they count the calls
+            hooks[key] = _replaced_once(hooks, key, hook, lambda grad: grad is not None)
+
+
+def _replaced_once(hooks: dict[int, Any], key: int, hook: Any, called: Callable[[Any], bool]) -> Callable[[Any], Any]:
+    def once(given: Any) -> Any:
+        if hooks.get(key) is once:
+            hooks[key] = hook
+        return hook(given) if called(given) else None
+
+    return once
+
+
+class _SkipOnce:
+    """Called before a gradient is added up: without one, those that are called after that are not."""
+
+    def __init__(self, leaf: Tensor) -> None:
+        self._leaf = weakref.ref(leaf)
+
+    def __call__(self, grad: Tensor | None) -> None:
+        leaf: Any = self._leaf()
+        for key, hook in [*leaf._backward_hooks.items()]:
+            if hook is self:
+                del leaf._backward_hooks[key]
+        after = leaf._post_accumulate_grad_hooks or {}
+        for key, hook in [*after.items()]:
+            if grad is None:
+                after[key] = _replaced_once(after, key, hook, lambda _: False)
 
 
 def refuse_backward_hooks(model: nn.Module) -> None:

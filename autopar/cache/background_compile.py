@@ -1,6 +1,6 @@
 """The step that a run is likely to need next, compiled beside it, into the folder of the cache.
 
-    ahead = Ahead(mesh, options, exact)
+    ahead = Ahead(mesh, options, lift_to_float64)
     ahead.ask(structure, batch, longer, how)     returns at once; later the entry of the longer batch is in the folder
 
 Compiling changes what all threads of a process see (classes that a capture patches, warnings, the collector) and holds
@@ -69,8 +69,8 @@ class _LongerStep:
 class BackgroundCompile:
     """Requests of one model, worked off one after the other."""
 
-    def __init__(self, mesh: Mesh, options: Options, exact: bool) -> None:
-        self._mesh, self._options, self._exact = mesh, options, exact
+    def __init__(self, mesh: Mesh, options: Options, lift_to_float64: bool) -> None:
+        self._mesh, self._options, self._lift_to_float64 = mesh, options, lift_to_float64
         self._asked: set[tuple[str, ...]] = set()
         self._waiting: queue.Queue[IO[bytes]] = queue.Queue()
         self._worker: threading.Thread | None = None
@@ -83,7 +83,7 @@ class BackgroundCompile:
         if longer is None or entry_folder() is None or facts_of(longer) in self._asked:
             return
         self._asked |= {facts_of(batch), facts_of(longer)}
-        how = {"exact": self._exact, **how}
+        how = {"lift_to_float64": self._lift_to_float64, **how}
         try:
             data = _dumped(_LongerStep(model, owned_by(model).overlaps, batch, longer, self._mesh, self._options, how))
         except Exception as error:  # objects may do anything when they are pickled

@@ -14,25 +14,22 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from torch import nn
 
 from autopar.cache.disk_cache import DiskCache, entry_folder, log
-from autopar.cache.fingerprint_values import Uncacheable
 from autopar.cache.step_codec import Sections, plan_of_sections, plan_sections, step_of_sections, step_sections
 from autopar.cache.step_key import step_key
 from autopar.cache.value_codec import Damaged, Unstorable
-from autopar.capture.layer_dedup.layer_signature import memory_of
-from autopar.capture.reads.forward_reads import ForwardReads
 from autopar.capture.trace.gc_pause import resting_collector
-from autopar.compile.model import compile_model, plan_model
-from autopar.compile.shared_capture import SharedCapture
+from autopar.compile.model import capture_example, capture_step, compile_graph, plan_graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.signature import ParameterSpec
 from autopar.options import Options
 from autopar.plan import Plan
+from autopar.rewrite.compilation import timed
 from autopar.steps.graphs import Compiled
 
 CHECK = "AUTOPAR_CACHE_CHECK"
@@ -46,15 +43,13 @@ def stored_plan(
     mesh: Mesh,
     options: Options,
     fixed: Plan | None = None,
-    *,
-    shared: SharedCapture | None = None,
     **how: Any,
 ) -> tuple[Plan, tuple[ParameterSpec, ...]]:
-    """As `plan_model`, which has the other arguments. Where the plan is read nothing is captured, nor kept in
-    ``shared``."""
+    """As `plan_model`, which has the other arguments."""
+    gm = capture_example(model, batch, options, fixed, **how)
     return _Wanted(
-        lambda: plan_model(model, batch, mesh, options, fixed, shared=shared, **how),
-        lambda: step_key("plan", model, batch, mesh, options=options, fixed=fixed, **how),
+        lambda: plan_graph(gm, mesh, options, fixed),
+        lambda: step_key("plan", gm, mesh, options=options, fixed=fixed),
         plan_sections, plan_of_sections, _about(model, mesh, "plan"),
     ).found()  # fmt: skip
 
@@ -65,59 +60,48 @@ def stored_step(
     mesh: Mesh,
     options: Options | None = None,
     *,
-    shared: SharedCapture | None = None,
     observed: bool = False,
     observers: Sequence[Any] = (),
     **how: Any,
 ) -> Compiled:
     """As `compile_model`, which has the other arguments. ``observed``: somebody wants to see it compiled."""
-
-    def make() -> Compiled:
-        return compile_model(model, batch, mesh, options, shared=shared, observers=observers, **how)
-
-    if observed:
-        return make()
-    found = _wanted_step(make, model, batch, mesh, options, **how).found()
-    if shared is not None:
-        shared.forget()
-    return found
+    wanted = _wanted_step(model, batch, mesh, options, observers, **how)
+    return wanted.make() if observed else wanted.found()
 
 
 def known_step(
     model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, options: Options | None = None, **how: Any
 ) -> Compiled | None:
     """What `stored_step` would read; None where it would compile."""
-
-    def never() -> Compiled:
-        raise AssertionError("nothing is made here")
-
-    return _wanted_step(never, model, batch, mesh, options, **how).known()
+    return _wanted_step(model, batch, mesh, options, **how).known()
 
 
 def _wanted_step(
-    make: Callable[[], Compiled],
     model: nn.Module,
     batch: Mapping[str, Any],
     mesh: Mesh,
-    options: Options | None,
+    options: Options | None = None,
+    observers: Sequence[Any] = (),
+    *,
+    train: bool = True,
+    plan: Plan | None = None,
+    fixed: Plan | None = None,
+    outputs: Sequence[str] | None = None,
+    tangents: Sequence[str] = (),
     **how: Any,
 ) -> _Wanted[Compiled]:
-    kind = "train" if how.get("train", True) else "eval"
-    kind = kind if how.get("outputs", ()) is not None or kind == "eval" else "forward"
+    asked, timings = options or (plan.options if plan is not None else Options()), dict[str, float]()
+    gm = timed(timings, "capture", lambda: capture_step(model, batch, asked, fixed, train=train, **how))
+    constants = gm.meta["constants"]
+    question: dict[str, Any] = {
+        "train": train, "plan": plan, "fixed": fixed, "outputs": outputs and tuple(outputs), "tangents": tuple(tangents)
+    }  # fmt: skip
     return _Wanted(
-        make,
-        lambda: step_key("step", model, batch, mesh, options=options, **how),
-        lambda made: _sections(made, model), step_of_sections, _about(model, mesh, kind),
+        lambda: compile_graph(gm, mesh, options, timings=timings, observers=observers, **question),
+        lambda: step_key("step", gm, mesh, options=options, **question),
+        step_sections, lambda sections: step_of_sections(sections, constants),
+        _about(model, mesh, "eval" if not train else "train" if outputs is not None else "forward"), timings,
     )  # fmt: skip
-
-
-def _sections(made: Compiled, model: nn.Module) -> dict[str, bytes]:
-    """Raises Unstorable, also for a step that computes with a tensor which the user has, and may write to."""
-    kept = {memory_of(x) for x in ForwardReads(model).guards.tensors if not x.is_meta}
-    for name, constant in made.constants.items():
-        if memory_of(constant) in kept:
-            raise Unstorable(f"{name}, a tensor that may be written to between steps")
-    return step_sections(made)
 
 
 def _about(model: nn.Module, mesh: Mesh, kind: str) -> dict[str, Any]:
@@ -133,6 +117,7 @@ class _Wanted(Generic[T]):
     pack: Callable[[T], dict[str, bytes]]
     unpack: Callable[[Sections], T]
     about: dict[str, Any]
+    timings: Mapping[str, float] = field(default_factory=dict)  # of what was done before
 
     def found(self) -> T:
         """Read if it is there, else made and written."""
@@ -161,7 +146,7 @@ class _Wanted(Generic[T]):
         try:
             with resting_collector():
                 return self.key_of()
-        except Exception as error:  # objects may do anything when they are looked at; a model is compiled all the same
+        except (Unstorable, RecursionError) as error:
             self._log("not cached", error)
         return None
 
@@ -179,7 +164,7 @@ class _Wanted(Generic[T]):
         for text in entry.about.get("warned", ()):
             warnings.warn(str(text), UserWarning, stacklevel=3)
         if hasattr(found, "timings"):
-            found.timings["cache"] = time.perf_counter() - start
+            found.timings.update(self.timings, cache=time.perf_counter() - start)
         return found
 
     def _made(self, folder: DiskCache, key: str) -> T:
@@ -187,10 +172,8 @@ class _Wanted(Generic[T]):
         with noticed_warnings() as warned:
             made = self.make()
         try:
-            if self.key_of() != key:
-                raise Unstorable("compiling it changes what it was compiled from")
             folder.write(key, self.about | {"created": time.time(), "warned": warned}, self.pack(made))
-        except Exception as why:  # Unstorable, Uncacheable, or what objects do when they are looked at
+        except (Unstorable, RecursionError) as why:
             self._log("not stored", why)
             folder.refuse(key)
         return made
@@ -215,11 +198,10 @@ class _Wanted(Generic[T]):
         return made
 
     def _log(self, what: str, why: Exception) -> None:
-        expected = isinstance(why, (Uncacheable, Unstorable, Damaged))
         said = f"{self.about['kind']} of {self.about['model']} is {what}: {why}"
         level = logging.DEBUG if said in _told else logging.INFO
         _told.add(said)
-        log.log(level, "%s; docs/cache.md says what is kept", said, exc_info=not expected)
+        log.log(level, "%s; docs/cache.md says what is kept", said)
 
 
 def _difference(sections: Sections, name: str, data: bytes) -> str:

@@ -37,7 +37,7 @@ PATIENCE = 300.0  # seconds to wait for another rank's compilation
 _POLL = 0.02  # seconds
 _OLD = 3600.0  # seconds after which a file that was never finished goes
 _FORGOTTEN = 30 * 86400.0  # seconds after which notes beside entries go
-_VERSION = "steps-1"
+_VERSION = "steps-2"
 _BESIDE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # how a file beside an entry is opened
 _KEY = re.compile(r"[0-9a-f]{40}")
 

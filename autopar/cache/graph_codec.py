@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import keyword
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -48,10 +48,11 @@ class _ArgumentEncoder(Encoder):
 
 
 class GraphEncoder(Encoder):
-    """For one graph."""
+    """For one graph. ``left_out``: keys of its meta."""
 
-    def __init__(self) -> None:
+    def __init__(self, left_out: Collection[str] = ()) -> None:
         super().__init__()
+        self._left_out = left_out
         self._places: dict[Node, int] = {}
         self._targets: dict[Any, int] = {}
         self._notes: list[ShardedModules] = []
@@ -68,7 +69,7 @@ class GraphEncoder(Encoder):
         rows = [self._row(i, node) for i, node in enumerate(gm.graph.nodes)]
         return {
             "nodes": rows,
-            "meta": self.encode({key: value for key, value in gm.meta.items() if key in GRAPHS}),
+            "meta": self.encode({k: x for k, x in gm.meta.items() if k in GRAPHS and k not in self._left_out}),
             "targets": [self._target(target) for target in self._targets],
             "notes": self._notes,
             "fakes": [list(facts) for facts, _ in self._fakes],

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
+from torch import Tensor
 from torch.fx import GraphModule
 
 from autopar.adapters.copying.fake import new_mode
@@ -52,7 +53,7 @@ class _StepEncoder(Encoder):
         """All fields but the seconds that were spent, and the local graph's place."""
         kept = {f.name: getattr(compiled, f.name) for f in fields(Compiled) if f.name not in _APART}
         known = compiled.known or known_facts(compiled)
-        return [self.encode(kept), self._place(compiled.local), self.encode(compiled.constants), self.encode(known)]
+        return [self.encode(kept), self._place(compiled.local), [*compiled.constants], self.encode(known)]
 
 
 _APART = ("local", "timings", "known")
@@ -62,7 +63,7 @@ def step_sections(compiled: Compiled) -> dict[str, bytes]:
     """Raises Unstorable."""
     encoder = _StepEncoder()
     main = _json(encoder.step(compiled))
-    graphs = [_json(GraphEncoder().graph(gm)) for gm in encoder.graphs]
+    graphs = [_json(GraphEncoder(left_out=("constants",)).graph(gm)) for gm in encoder.graphs]
     return {_MAIN: main, **{_GRAPH.format(i): text for i, text in enumerate(graphs)}}
 
 
@@ -137,24 +138,24 @@ class _StepDecoder(Decoder):
 
         return make
 
-    def step(self) -> StoredStep:
-        main, place, constants, known = _tree(self._sections, _MAIN)
+    def step(self, constants: Mapping[str, Tensor]) -> StoredStep:
+        main, place, names, known = _tree(self._sections, _MAIN)
         kept, made = self.decode(main), object.__new__(StoredStep)
         wanted = {f.name for f in fields(Compiled)} - {*_APART}
         if not isinstance(kept, dict) or kept.keys() != wanted:
             raise Damaged("a step of other fields")
         made.__dict__.update(kept)
-        made._make, made._constants, made.timings = self.maker(place), self.decode(constants), {}
+        made._make, made._constants, made.timings = self.maker(place), {name: constants[name] for name in names}, {}
         made.known = self.decode(known)
         if not isinstance(made.known, KnownFacts) or not isinstance(made.plan, Plan):
             raise Damaged("a step without a plan or facts")
         return made
 
 
-def step_of_sections(sections: Sections) -> StoredStep:
-    """The inverse of `step_sections`. Raises Damaged."""
+def step_of_sections(sections: Sections, constants: Mapping[str, Tensor]) -> StoredStep:
+    """The inverse of `step_sections`, but for constants, which are those of a capture. Raises Damaged."""
     try:
-        return _StepDecoder(sections).step()
+        return _StepDecoder(sections).step(constants)
     except (LookupError, TypeError, ValueError) as error:
         raise error if isinstance(error, Damaged) else Damaged(f"no step: {error}") from error
 

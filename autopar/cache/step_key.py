@@ -1,107 +1,105 @@
-"""Everything that decides what a compilation makes, as one digest: equal keys, equal steps, in whichever process.
+"""The key of a compiled step, or of a plan: equal keys, equal results of compiling, in whichever process.
 
-the model           classes, code, attributes, hooks, shapes and dtypes of tensors, ties (`reached`)
-what it is called with: shapes and dtypes of the batch, other values; options, mesh, plans, kind of step
-around it           torch's flags and modes, environment, what has been put into torch and into autopar's tables
-versions            of Python, torch, numpy, the libraries whose code is reached; autopar's sources
+    the graph       as it was captured: calls, notes, signature; constants by content
+    the question    options, mesh, plans, kind of step
+    around it       torch's flags and devices, the processor, what users have added to autopar's tables
+    versions        of Python, torch and numpy; autopar's sources
 
-A rank's coordinate is no part of it: compiling makes the same on all ranks.
+What a forward reads, from the code of a module to a variable of the environment, counts by what it has done to the
+graph: who looks for a step has captured the model just before. A rank's coordinate is no part of it: compiling makes
+the same on all ranks.
 """
 
 from __future__ import annotations
 
-import decimal
 import functools
+import hashlib
+import json
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from autopar.ac_policies import AC_POLICIES
-from autopar.adapters.copying.fake import owned_by
+from autopar.adapters.fx.graph_data import is_fake
+from autopar.adapters.operators import OpOverload, name_of
 from autopar.adapters.torch_flags import default_devices, torch_flags, unknown_modes
 from autopar.attention.algorithm_table import ALGORITHMS
-from autopar.cache.fingerprint import Fingerprint
-from autopar.cache.fingerprint_values import Uncacheable
-from autopar.cache.library_versions import changed_autopar, is_foreign, own_digest, renamed, replaced, versions
-from autopar.capture.front_end import ADAPTERS, adapter_for
-from autopar.ir.batch import ConstantTensor, facts_of, tensors_of
+from autopar.cache.graph_codec import GraphEncoder
+from autopar.cache.own_sources import changed_autopar, is_foreign, own_digest, versions
+from autopar.cache.stored_operators import SPACES
+from autopar.cache.value_codec import Encoder, ShardedModules, Unstorable
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
 from autopar.rules.core import CORE
 from autopar.rules.table import RULES
 from autopar.schedule.request import SCHEDULES
 
-_DECIMAL = ("prec", "rounding", "Emin", "Emax", "clamp", "capitals")
+_PURE = ("autopar.", "_operator", "math", "builtins")  # modules whose functions a captured graph calls
 
 
-def step_key(kind: str, model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, **how: Any) -> str:
-    """Raises Uncacheable where something that may decide cannot be told."""
-    return _reached(kind, model, batch, mesh, **how).digest()
-
-
-def _reached(kind: str, model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, **how: Any) -> Fingerprint:
+def step_key(kind: str, gm: GraphModule, mesh: Mesh, **how: Any) -> str:
+    """Of a captured graph. Raises Unstorable where something that may decide cannot be told."""
     if not own_digest():
-        raise Uncacheable("a file of autopar that is younger than this process")
+        raise Unstorable("a file of autopar that is younger than this process")
     if where := changed_autopar():
-        raise Uncacheable(f"somebody has put a function of their own in the place of {where}")
+        raise Unstorable(f"somebody has put a function of their own in the place of {where}")
     if modes := unknown_modes():
-        raise Uncacheable(f"the mode {modes[0]} around the call")
-    classes = {cls for module in model.modules() for cls in type(module).__mro__}
-    reached = Fingerprint(owned_by(model), classes)
-    reached.add("kind", kind)
-    reached.add("versions", versions())
-    reached.add("torch", [*torch_flags(), *default_devices()])
-    reached.add("processor", torch.backends.cpu.get_cpu_capability())  # whose kernels rules were derived from
-    reached.add(
-        "decimal", [getattr(decimal.getcontext(), name) for name in ("prec", "rounding", "Emin", "Emax", "clamp")]
-    )
-    reached.add("names", tuple(renamed()))
-    for where, function in replaced():
-        reached.add(where, function)
-    _add_tables(reached)
-    reached.add("mesh", [mesh.axes, str(mesh.slice)])
-    for name, value in how.items():
-        reached.add(name, value.to_json() if isinstance(value, Plan) else value)
-    _add_batch(reached, batch)
-    adapter = adapter_for(model)
-    reached.add("adapter", type(adapter).__qualname__ if type(adapter).__module__.startswith("autopar.") else adapter)
-    reached.add("overlaps", owned_by(model).overlaps)
-    reached.add("model", model)
-    return reached
+        raise Unstorable(f"the mode {modes[0]} around the call")
+    asked = {name: x.to_json() if isinstance(x, Plan) else Encoder().encode(x) for name, x in how.items()}
+    around = [*torch_flags(), *default_devices(), torch.backends.cpu.get_cpu_capability()]  # rules are derived on it
+    facts = [kind, [*mesh.axes, str(mesh.slice)], asked, around, versions(), _tables(), _KeyEncoder().graph(gm)]
+    return hashlib.blake2b(json.dumps(facts).encode("utf-8", "surrogatepass"), digest_size=20).hexdigest()
 
 
-def _add_batch(reached: Fingerprint, batch: Mapping[str, Any]) -> None:
-    """Its tensors by what they are, everything else by content."""
-    reached.add("batch", facts_of(batch))
-    for path, x in tensors_of(batch).items():
-        reached.add(path, [x.stride(), x.requires_grad, type(x).__qualname__])
-    reached.add("other values", _without_tensors(batch))
+class _KeyEncoder(GraphEncoder):
+    """Nothing is read from it: operators and classes by their names, constants by a digest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds[OpOverload] = str
+        self.kinds[type] = lambda cls: ["class", cls.__module__, cls.__qualname__]
+
+    def _target(self, target: Any) -> ShardedModules:
+        if isinstance(target, OpOverload):
+            if name_of(target).partition("::")[0] not in SPACES:  # others may be something else under the same name
+                raise Unstorable(f"the operator {target}, which is not torch's")
+            return str(target)
+        if not isinstance(target, (types.FunctionType, types.BuiltinFunctionType)) or is_foreign(target):
+            raise Unstorable(f"the call target {target}")
+        if not target.__module__.startswith(_PURE):
+            raise Unstorable(f"the call target {target.__module__}.{target.__qualname__}")
+        return f"{target.__module__}.{target.__qualname__}"
+
+    def _other(self, value: Any) -> ShardedModules:
+        """Not where a fake begins in its memory: that depends on what torch has propagated before."""
+        if not is_fake(value):
+            return super()._other(value)
+        told = str(value.dtype), str(value.device), value.requires_grad, isinstance(value, nn.Parameter)
+        return ["k", list(value.shape), list(value.stride()), *told]
+
+    def _constant(self, x: Tensor) -> ShardedModules:
+        described = [str(x.dtype), list(x.shape), list(x.stride()), str(x.device)]
+        if x.is_meta:
+            return described
+        data = bytes(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        return [*described, hashlib.blake2b(data, digest_size=20).hexdigest()]
 
 
-def _without_tensors(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return "tensor"
-    if isinstance(value, ConstantTensor):
-        return repr(value)
-    if type(value) in (list, tuple):
-        return type(value)(map(_without_tensors, value))
-    if type(value) is dict:
-        return {key: _without_tensors(x) for key, x in value.items()}
-    return value
-
-
-def _add_tables(reached: Fingerprint) -> None:
-    """What users may add to: rules, schedules, algorithms, adapters. Ours are sources."""
-    reached.add("adapters", [type(x).__qualname__ for x in ADAPTERS])
-    reached.add(
-        "rules", [f"{_op_name(op)} {_rule_name(rule)}" for table in (RULES, CORE) for op, rule in table.items()]
-    )
-    reached.add("schedules", [f"{name} {_entry(entry)}" for name, entry in _entries(SCHEDULES)])
-    reached.add("checkpoints", [f"{name} {_policy(entry)}" for name, entry in _entries(AC_POLICIES)])
-    reached.add("algorithms", [f"{name} {_entry(entry)}" for name, entry in _entries(ALGORITHMS)])
+def _tables() -> list[str]:
+    """What users may add to: rules, schedules, policies, algorithms. Ours are sources."""
+    rules = [f"{_op_name(op)} {_rule_name(rule)}" for table in (RULES, CORE) for op, rule in table.items()]
+    for policy in (AC_POLICIES._entries[name] for name in AC_POLICIES):
+        if is_foreign(policy):
+            raise Unstorable("a policy of activation checkpoints which is not autopar's")
+    entries = [(name, table._entries[name]) for table in (SCHEDULES, ALGORITHMS) for name in table]
+    for name, entry in entries:
+        if not type(entry).__module__.startswith("autopar."):
+            raise Unstorable(f"{name}, which is not autopar's, in a table of autopar")
+    return [*rules, *AC_POLICIES, *(name for name, _ in entries)]
 
 
 @functools.lru_cache(4096)
@@ -111,28 +109,8 @@ def _op_name(op: Any) -> str:
 
 def _rule_name(rule: Callable[..., Any]) -> str:
     """A rule of ours, with what it was made of: two of one name may be made of other texts."""
-    if is_foreign(rule):
-        raise Uncacheable(f"the rule {getattr(rule, '__qualname__', rule)}, which is not autopar's")
-    cells = [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
+    cells: Iterable[Any] = [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
+    if is_foreign(rule) or any(map(is_foreign, cells)):
+        raise Unstorable(f"the rule {getattr(rule, '__qualname__', rule)}, which is not autopar's")
     held = [x for x in cells if isinstance(x, (str, int, bool, tuple, type(None)))]
-    if any(map(is_foreign, cells)):
-        raise Uncacheable("a rule that calls a function which is not autopar's")
     return f"{getattr(rule, '__qualname__', type(rule).__qualname__)} {held!r}"
-
-
-def _entries(table: Any) -> Iterable[tuple[str, Any]]:
-    return [(name, table._entries[name]) for name in table]
-
-
-def _policy(policy: Callable[..., Any]) -> str:
-    if is_foreign(policy):
-        raise Uncacheable("a policy of checkpoints which is not autopar's")
-    return ""
-
-
-def _entry(entry: Any) -> str:
-    """What stands in a table of ours and is loaded when it is asked for is the same before."""
-    cls = type(entry)
-    if not cls.__module__.startswith("autopar."):
-        raise Uncacheable(f"{cls.__qualname__}, which is not autopar's, in a table of autopar")
-    return ""

@@ -14,6 +14,7 @@ import collections
 import dataclasses
 import enum
 import functools
+import json
 import math
 import operator
 import sys
@@ -70,8 +71,8 @@ class Encoder:
             list: lambda x: ["l", *map(self.encode, x)],
             immutable_list: lambda x: ["L", *map(self.encode, x)],
             torch.Size: lambda x: ["S", *map(self.encode, x)],
-            set: lambda x: ["s", *map(self.encode, x)],
-            frozenset: lambda x: ["z", *map(self.encode, x)],
+            set: lambda x: ["s", *self._in_order(x)],
+            frozenset: lambda x: ["z", *self._in_order(x)],
             dict: lambda x: ["d", *self._items(x)],
             immutable_dict: lambda x: ["M", *self._items(x)],
             collections.OrderedDict: lambda x: ["o", *self._items(x)],
@@ -92,6 +93,10 @@ class Encoder:
         """Raises Unstorable."""
         known = self.kinds.get(type(value))
         return known(value) if known is not None else self._other(value)
+
+    def _in_order(self, entries: Any) -> list[ShardedModules]:
+        """The same in every process."""
+        return sorted(map(self.encode, entries), key=json.dumps)
 
     def _items(self, entries: Any) -> list[ShardedModules]:
         return [self.encode(x) for pair in entries.items() for x in pair]

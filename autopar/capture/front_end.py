@@ -159,7 +159,7 @@ def capture(
     batch: Mapping[str, Any],
     *,
     train: bool | None = None,
-    exact: bool = False,
+    lift_to_float64: bool = False,
     autocast: torch.dtype | None = None,
     precision: Precision | None = None,
     grad_mode: str = "grad",
@@ -172,7 +172,7 @@ def capture(
     dicts of them, and constants (Python's, and `ConstantTensor`), which are specialised into the graph. The model may
     be anywhere, meta included; it is not modified and its parameters are not copied. ``train`` puts every module into
     this mode (dropout, batch norm); by default each has the mode that it has.
-    ``exact`` lifts float32 islands to float64, see `autopar.lift_to_float64`; give it a float64 model and batch.
+    ``lift_to_float64`` is for float32 islands, see `autopar.lift_to_float64`; give it a float64 model and batch.
     ``autocast`` is the dtype of a `torch.autocast` around the forward; its casts become part of the graph.
     ``precision``: the dtypes to compute in; parameters are taken in these, and ``meta["stored_dtypes"]`` says how they
         are held.
@@ -184,7 +184,7 @@ def capture(
 
     Raises ValueError that names the operator and line which cannot be captured.
     """
-    how = (train, exact, autocast, precision or Precision(), grad_mode)
+    how = (train, lift_to_float64, autocast, precision or Precision(), grad_mode)
     for blocks in (True, False) if memo else (False,):
         with contextlib.suppress(TraceAnew), nothing_left(trial) as left:
             gm = _captured(model, batch, *how, blocks, left)
@@ -213,7 +213,7 @@ def _captured(
     model: nn.Module,
     batch: Mapping[str, Any],
     train: bool | None,
-    exact: bool,
+    lift_to_float64: bool,
     autocast: torch.dtype | None,
     precision: Precision,
     grad_mode: str,
@@ -229,7 +229,7 @@ def _captured(
     with contextlib.ExitStack() as stack:
         if adapter is not None:
             stack.enter_context(adapter.context(batch))
-        if exact:
+        if lift_to_float64:
             stack.enter_context(_lifted_forward(replica))
         if constants:
             stack.enter_context(_given(replica, constants))

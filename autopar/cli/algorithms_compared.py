@@ -35,7 +35,7 @@ _WIDTH = 180  # of tables when stdout is no terminal
 
 def compare_algorithms(args: argparse.Namespace) -> int:
     """Run it. Returns the exit code; raises ValueError for bad input."""
-    problem, device = asked_problem(args), DEVICES[args.device]
+    problem, device = asked_problem(args), DEVICES[args.target_hardware]
     links = Topology("switch", args.bandwidth or device.links.bandwidth, _given(args.latency, device.links.latency))
     topology = Topology.parse(args.topology, links)
     console = console_of_results(_WIDTH)

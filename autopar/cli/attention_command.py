@@ -12,12 +12,12 @@ import argparse
 from pathlib import Path
 
 from autopar.cli.command import Command
-from autopar.cli.shared_arguments import add_device, add_option, positive, rate
+from autopar.cli.shared_arguments import add_option, add_target_hardware, positive, rate
 from autopar.options import DECLARED
 from autopar.values import DTYPES, dtype_name
 
 _OFTEN = (
-    "--ranks", "--seq", "--heads", "--kv-heads", "--head-dim", "--full", "--window", "--device", "--topology",
+    "--ranks", "--seq", "--heads", "--kv-heads", "--head-dim", "--full", "--window", "--target-hardware", "--topology",
     "--attention", "--svg",
 )  # fmt: skip
 
@@ -36,12 +36,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     mask.add_argument("--full", action="store_true", help="all keys")
     add("--window", type=positive, default=0, metavar="N", help="only keys less than N tokens away")
     add("--dtype", type=dtype_name, choices=tuple(DTYPES), default="bfloat16", help="of q, k, v (default: %(default)s)")
-    add_device(parser, "what a rank computes with")
+    add_target_hardware(parser, "what a rank computes with")
     add("--topology", default="switch", metavar="KIND[:B/S[:S]]", help="ring, mesh or switch (default: %(default)s)")
     add("--bandwidth", type=rate, metavar="B/S", help="of a link, such as 50e9 or 50GB (default: the device's)")
     add("--latency", type=float, metavar="S", help="seconds of a message (default: the device's)")
     add_option(parser, DECLARED["attention"])
-    add_option(parser, DECLARED["layout"])
+    add_option(parser, DECLARED["cp_load_balance"])
     add("--svg", type=Path, metavar="FILE", help="draw the timelines of all algorithms")
 
 

@@ -11,9 +11,11 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
+from autopar.options import OTHER_WORDS
 from autopar.spelling import did_you_mean
 
 _CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)", re.DOTALL)
+_OTHER_COMMANDS = {"start": "bootstrap"}  # other words for commands
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         choice = _CHOICE.search(message)
-        hint = did_you_mean(choice[1], re.findall(r"[^', ]+", choice[2])) if choice else ""
+        hint = did_you_mean(choice[1], re.findall(r"[^', ]+", choice[2]), _OTHER_COMMANDS) if choice else ""
         print(f"{self.prog}: {' '.join(message.split())}{hint or self._see(message)}", file=sys.stderr)
         raise SystemExit(2)
 
@@ -68,7 +70,9 @@ class Parser(argparse.ArgumentParser):
         """Of arguments that nobody takes."""
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         typed = next((word.partition("=")[0] for word in unknown if word.startswith("-")), "")
-        hint = did_you_mean(typed, flags) if typed else ""
+        others = {f"__{word}": f"--{name.replace('_', '-')}" for word, name in OTHER_WORDS.items()}
+        hint = did_you_mean(typed, flags, {word: flag for word, flag in others.items() if flag in flags})
+        hint = hint if typed else ""
         message = f"unrecognized arguments: {' '.join(' '.join(unknown).split())}"
         print(f"{self.prog}: {message}{hint or self._see(message)}", file=sys.stderr)
         raise SystemExit(2)

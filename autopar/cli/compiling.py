@@ -53,7 +53,7 @@ def compile_on(
     """The same on a mesh with options that may not be those of the arguments."""
     hf = configs()
     model = hf.build(hf.load_config(args.config), hf.dtype_named(args.dtype))
-    rows = args.batch or mesh.data_size * options.micro_batches
+    rows = args.batch or mesh.data_size * options.microbatches
     batch = hf.batch_of(model, rows, args.seq)
     shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batch.items())
     compiled = compile_model(model, batch, mesh, options, outputs=(), observers=observers)

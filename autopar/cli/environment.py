@@ -22,7 +22,10 @@ from autopar.version import VERSION
 
 _LIBRARIES = ("numpy", "transformers", "accelerate", "triton", "flash-attn", "safetensors", "scipy", "rich")
 _SETTINGS = re.compile(r"(AUTOPAR|TORCH|PYTORCH|NCCL|GLOO|OMP|MKL|CUDA|HF|TRANSFORMERS)_|(RANK|LOCAL_RANK|WORLD_SIZE)$")
-_OWN = tuple(f"AUTOPAR_{name}" for name in ("CACHE", "CACHE_CHECK", "CACHE_SIZE", "DUMP", "SILENCE", "TIMEOUT"))
+_OWN = tuple(
+    f"AUTOPAR_{name}" for name in ("CACHE", "CACHE_CHECK", "CACHE_SIZE", "DUMP", "HEARTBEAT_TIMEOUT", "TIMEOUT")
+)
+_OTHER_WORDS = {"autopar_silence": "AUTOPAR_HEARTBEAT_TIMEOUT"}
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY")
 
 
@@ -53,7 +56,7 @@ def _facts() -> Iterator[tuple[str, str]]:
 def _unread(name: str) -> str:
     if not name.startswith("AUTOPAR_") or name in _OWN:
         return ""
-    return f" (autopar reads no such variable{did_you_mean(name, _OWN)})"
+    return f" (autopar reads no such variable{did_you_mean(name, _OWN, _OTHER_WORDS)})"
 
 
 def _version(name: str) -> str:

@@ -13,7 +13,7 @@ import argparse
 from rich.table import Table
 
 from autopar.cli.command import Command, console_of_results
-from autopar.cli.shared_arguments import add_device, positive
+from autopar.cli.shared_arguments import add_target_hardware, positive
 from autopar.cost.expert_traffic import DispatchCost, Routing, dispatch_costs
 from autopar.cost.hardware import DEVICES
 from autopar.cost.topology import Topology
@@ -36,7 +36,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--groups", type=positive, default=1, metavar="N", help="groups of experts (default: %(default)s)")
     add("--limit", type=positive, metavar="N", help="groups that a token may use (default: all)")
     add("--dtype", type=dtype_name, choices=tuple(DTYPES), default="bfloat16", help="of tokens (default: %(default)s)")
-    add_device(parser, "whose links go between nodes")
+    add_target_hardware(parser, "whose links go between nodes")
     add("--inside", default="", metavar="KIND[:B/S[:S]]", help=f"links inside of a node (default: {_INSIDE})")
     add("--between", default="", metavar="KIND[:B/S[:S]]", help="links between nodes (default: the device's)")
 
@@ -44,7 +44,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     per_node = args.per_node or args.ranks
     routing = Routing(args.experts, args.top_k, args.ranks, per_node, args.groups, args.limit or args.groups)
-    size, links = _BYTES[args.dtype], DEVICES[args.device].links
+    size, links = _BYTES[args.dtype], DEVICES[args.target_hardware].links
     inside = Topology.parse(args.inside, _INSIDE) if args.inside else _INSIDE
     between = Topology.parse(args.between, links) if args.between else links
     costs = dispatch_costs(routing, args.tokens, args.hidden, size, inside, between)
@@ -75,8 +75,8 @@ def _rows(tokens: int, row: int, routing: Routing) -> list[str]:
 
 def _table(costs: list[DispatchCost]) -> Table:
     table = Table(caption="per rank, layer and step, forward and backward", caption_justify="left")
-    for column in ("dispatch", "copies inside", "between nodes", "MB inside", "between nodes", "ms"):
-        table.add_column(column, justify="left" if column == "dispatch" else "right", no_wrap=True)
+    for column in ("token dispatcher", "copies inside", "between nodes", "MB inside", "between nodes", "ms"):
+        table.add_column(column, justify="left" if column == "token dispatcher" else "right", no_wrap=True)
     least = min(cost.seconds for cost in costs)
     for c in costs:
         copies, sizes = (c.copies_inside, c.copies_between), (c.bytes_inside / 1e6, c.bytes_between / 1e6)

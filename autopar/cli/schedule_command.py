@@ -62,21 +62,22 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    for name in ("stages", "microbatches", "slices"):
+    for name in ("stages", "microbatches", "token_slices"):
         if getattr(args, name) < 1:
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option}: expected a positive whole number, found {getattr(args, name)}")
     if args.virtual_stages is not None and args.virtual_stages < 1:
         raise ValueError(f"--virtual-stages: expected a positive whole number, found {args.virtual_stages}")
     costs = asked_costs(args.times, args.memory)
-    chunks = args.virtual_stages or (1 if args.name == ALL else SCHEDULES[args.name].virtual_stages)
-    cells = args.stages * args.microbatches * chunks * args.token_slices
+
+    virtual_stages = args.virtual_stages or (1 if args.name == ALL else SCHEDULES[args.name].virtual_stages)
+    cells = args.stages * args.microbatches * virtual_stages * args.token_slices
     if cells > MOST_CELLS:
         raise ValueError(
-            f"--stages: a picture of stages x microbatches x chunks x slices needs at most {MOST_CELLS} cells, found "
-            f"{cells}; take fewer microbatches, the pattern repeats"
+            f"--stages: a picture of stages x microbatches x virtual stages x token slices needs at most {MOST_CELLS} "
+            f"cells, found {cells}; take fewer microbatches, the pattern repeats"
         )
-    request = Request(args.stages, args.microbatches, chunks, args.token_slices, memory_limit=args.memory_limit)
+    request = Request(args.stages, args.microbatches, virtual_stages, args.token_slices, memory_limit=args.memory_limit)
     if args.name == ALL:
         return _all(args, request, costs)
     timeline = run_schedule(args.name, request, costs)

@@ -16,8 +16,8 @@ from autopar.values import DTYPES, byte_rate, dtype_name, one_of
 
 # Of commands that plan a model: what help shows.
 OFTEN = (
-    "--config", "--mesh", "--seq", "--batch", "--dtype", "--zero", "--sequence-parallel", "--micro-batches",
-    "--precision", "--checkpoint", "--schedule", "--attention", "--device",
+    "--config", "--mesh", "--seq", "--batch", "--dtype", "--zero", "--sequence-parallel", "--microbatches",
+    "--precision", "--activation-checkpoint", "--schedule", "--attention", "--target-hardware",
 )  # fmt: skip
 _GROUPS: dict[tuple[str, ...], str] = {
     ("cp",): "sequences cut over ranks (axis cp)",
@@ -26,9 +26,9 @@ _GROUPS: dict[tuple[str, ...], str] = {
 
 
 def add_model(parser: argparse.ArgumentParser, seq: int, batch: int | None, dtype: str, several: bool = False) -> None:
-    """The arguments that say what is planned. ``batch``: None for one example per dp rank and micro-batch. ``several``:
+    """The arguments that say what is planned. ``batch``: None for one example per dp rank and microbatch. ``several``:
     the mesh may be given more than once, and is a list."""
-    default = "%(default)s" if batch else "dp x micro-batches"
+    default = "%(default)s" if batch else "dp x microbatches"
     add = parser.add_argument
     add("--config", required=True, type=config, metavar="CONFIG.json", help="a transformers config.json, or its folder")
     add(
@@ -37,7 +37,7 @@ def add_model(parser: argparse.ArgumentParser, seq: int, batch: int | None, dtyp
         type=mesh,
         action="append" if several else "store",
         metavar="dp=2,tp=4",
-        help="axes (rp, dp, cp, ep, tp, pp) and their sizes; any size works"
+        help="axes (dp_replicate, dp, cp, ep, tp, pp) and sizes"
         + ("; given several times, they are compared" if several else ""),
     )
     add("--seq", type=positive, default=seq, help="tokens per example (default: %(default)s)")
@@ -45,9 +45,9 @@ def add_model(parser: argparse.ArgumentParser, seq: int, batch: int | None, dtyp
         "--batch",
         type=positive,
         default=batch,
-        help=f"examples of a step, over all ranks and micro-batches (default: {default})",
+        help=f"examples of a step, over all ranks and microbatches (default: {default})",
     )
-    add("--dtype", type=dtype_of, default=dtype, help="of parameters: bf16, fp16, fp32, fp64 (default: %(default)s)")
+    add("--dtype", type=dtype_of, default=dtype, help="of weights: bf16, fp16, fp32, fp64 (default: %(default)s)")
     groups: dict[tuple[str, ...], Any] = {axes: parser.add_argument_group(title) for axes, title in _GROUPS.items()}
     for option in DECLARED.values():
         add_option(groups.get(option.axes, parser), option)
@@ -119,10 +119,12 @@ def whole(text: str) -> int:
     return int(text)
 
 
-def add_device(parser: argparse.ArgumentParser, words: str) -> None:
+def add_target_hardware(parser: argparse.ArgumentParser, words: str) -> None:
     """The chip of a command that plans no model."""
     words = f"{words} (default: %(default)s)"
-    parser.add_argument("--device", type=str.upper, choices=CHIPS, default=DECLARED["device"].default, help=words)
+    parser.add_argument(
+        "--target-hardware", type=str.upper, choices=CHIPS, default=DECLARED["target_hardware"].default, help=words
+    )
 
 
 def rate(text: str) -> float:

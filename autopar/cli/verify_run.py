@@ -54,7 +54,7 @@ def _command_rank(
     data = random_batch(hf.batch_of(model, batch, seq), tokens, len(config.id2label or {}))
     mesh = init_mesh("cpu", timeout, **sizes)
     given = {name: getattr(options, name) for name in Options.__dataclass_fields__}
-    return verify(model, mesh, data, exact=dtype == torch.float64, **given)
+    return verify(model, mesh, data, lift_to_float64=dtype == torch.float64, **given)
 
 
 def random_batch(shapes: Mapping[str, Tensor], vocabulary: int, classes: int, seed: int = 0) -> dict[str, Tensor]:

@@ -54,7 +54,7 @@ class LimitError(ValueError):
 def with_checkpoints(maker: StageBuilder, finished: Callable[[Plan, Pipeline], Compiled]) -> Compiled:
     """The compiled model. Raises ValueError where no choice fits the limit, with the least that one would fit."""
     plan = maker.plan
-    name = plan.options.checkpoints
+    name = plan.options.ac_policy
     if not maker.train:
         return finished(replace(plan, checkpoints=()), maker.make())
     if plan.checkpoints:
@@ -112,7 +112,7 @@ class _Fitting:
     @property
     def host_limit(self) -> int:
         """Bytes that a rank may hold in host memory."""
-        return self.maker.plan.options.host_memory
+        return self.maker.plan.options.activation_offload
 
     @cached_property
     def facts(self) -> list[JointInfo]:
@@ -121,7 +121,7 @@ class _Fitting:
         for k in dict.fromkeys(self.first):
             derived = self.maker.derived(k)
             first = derived.first if self.splits else None
-            units = layers_of(derived.calls, asked=self.maker.plan.options.checkpoints == "model")
+            units = layers_of(derived.calls, asked=self.maker.plan.options.ac_policy == "model")
             found[k] = JointInfo(derived.joint, units, self.links, first, self.device, self.host, self.host_limit > 0)
         return [found[k] for k in self.first]
 
@@ -139,12 +139,12 @@ class _Fitting:
         if not self.maker.asks(name):
             return self.finished(self.maker.plan, self.maker.make())
         chosen = {facts: chosen_by(policy, name, facts) for facts in dict.fromkeys(self.facts)}
-        made = self.compiled([chosen[facts] for facts in self.facts], f"checkpoint={name}")
+        made = self.compiled([chosen[facts] for facts in self.facts], f"activation_checkpoint={name}")
         hosted = max(found.host for found in memories(made)) if self.host_limit else 0
         if hosted > self.host_limit:
             raise ValueError(
-                f"checkpoint: {name} keeps {hosted:,} bytes of a rank in host memory, found a host_memory of "
-                f"{self.host_limit:,}; allow more, or let a memory_limit choose"
+                f"activation_checkpoint: {name} keeps {hosted:,} bytes of a rank in host memory, found an "
+                f"activation_offload of {self.host_limit:,}; allow more, or let a memory_limit choose"
             )
         return made
 
@@ -171,11 +171,11 @@ class _Fitting:
 
     def refused(self, limit: int, least: int) -> LimitError:
         plan = self.maker.plan
-        more = ["more ranks"] + ["zero=3"] * (plan.options.zero < 3) + ["smaller micro-batches"]
+        more = ["more ranks"] + ["zero=3"] * (plan.options.zero < 3) + ["smaller microbatches"]
         more += ["an example_batch of these sizes, for which stages are cut"] * (plan.pipeline is not None)
         return LimitError(
-            f"checkpoint: no choice of what to make again fits a memory_limit of {limit:,} bytes; the least that would "
-            f"do is {least:,} bytes; use {', '.join(more[:-1])}{',' * (len(more) > 2)} or {more[-1]}",
+            f"activation_checkpoint: no choice of what to make again fits a memory_limit of {limit:,} bytes; the least "
+            f"that would do is {least:,} bytes; use {', '.join(more[:-1])}{',' * (len(more) > 2)} or {more[-1]}",
             least,
             plan,
         )
@@ -221,9 +221,9 @@ class _Fitting:
 
     def events(self, pipeline: Pipeline) -> list[ScheduleSlot]:
         """When what is held counts. A sample of a token slice stands for all of them."""
-        if not pipeline.slices:
+        if not pipeline.token_slices:
             return moments(pipeline.order)
-        return moments(pipeline.order, [length / self.maker.slices[0].length for length in pipeline.slices])
+        return moments(pipeline.order, [length / self.maker.slices[0].length for length in pipeline.token_slices])
 
     def by_choice(self, choice: Choice, limit: float) -> _Tried:
         chosen = []

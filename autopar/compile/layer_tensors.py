@@ -235,8 +235,8 @@ def chosen_by(policy: Policy, name: str, facts: JointInfo) -> ChosenValues:
             answer = policy(facts.seen(node))
             if not isinstance(answer, bool) and answer != HOST:
                 raise ValueError(
-                    f"activation_checkpoint: the policy {name!r} says of each value whether the backward makes it again, "
-                    f"found {answer!r} of {node.target}; return True, False or {HOST!r}"
+                    f"activation_checkpoint: the policy {name!r} says of each value whether the backward makes it "
+                    f"again, found {answer!r} of {node.target}; return True, False or {HOST!r}"
                 )
             values = {node, *(u for u in node.users if is_call(u, operator.getitem))}
             if answer == HOST:

@@ -37,35 +37,35 @@ def in_chunks(
     count, options = plan.loss_chunks or plan.options.loss_chunks, plan.options
     found = heads(graphs[0][0]) if train and len(graphs) == 1 else []
     if found and plan.pipeline is not None:
-        found = _in_one_part(found, graphs[0][0], plan.pipeline.cuts, count)
+        found = _in_one_part(found, graphs[0][0], plan.pipeline.split_points, count)
     if train and count > 1 and not found:
         raise (
             _refused_sums(*pending)
             if (pending := pending_logits(graphs[0][0]))
             else ValueError(
                 f"loss_chunks: no loss can be computed in {count} chunks: it takes one of a product with a weight, of "
-                "whose logits nobody else takes any, and whole micro-batches; leave loss_chunks out"
+                "whose logits nobody else takes any, and whole microbatches; leave loss_chunks out"
             )
         )
     several = max((_chunks_of(head) for head in found), default=1)
     if train and count > 1:
         ways = [(count, way) for way in ([plan.loss_gradients] if plan.loss_gradients else _makers(plan))]
-    elif count == 1 or options.checkpoints != AUTO or several == 1:
+    elif count == 1 or options.ac_policy != AUTO or several == 1:
         ways = [(int(train), "")]
     else:
         ways = [(1, ""), *((several, way) for way in _makers(plan))]
     losses = {head.loss.name for head in found}
-    return _best(graphs, ctx, ways if options.checkpoints == AUTO else ways[:1], losses, attempt)
+    return _best(graphs, ctx, ways if options.ac_policy == AUTO else ways[:1], losses, attempt)
 
 
-def _in_one_part(found: Sequence[Head], gm: GraphModule, cuts: tuple[str, ...], count: int) -> list[Head]:
+def _in_one_part(found: Sequence[Head], gm: GraphModule, split_points: tuple[str, ...], count: int) -> list[Head]:
     """Those that no stage begins within. Raises ValueError for chunks that are asked for and none such."""
-    part = {n: k for k, nodes in enumerate(main_parts(gm, cuts)) for n in nodes}
+    part = {n: k for k, nodes in enumerate(main_parts(gm, split_points)) for n in nodes}
     whole = [head for head in found if part[head.product] == part[head.loss]]
     if count > 1 and not whole:
         raise ValueError(
-            f"loss_chunks: needs logits and their loss in one stage, found one that begins between them (cuts "
-            f"{', '.join(cuts)}); use fewer stages or chunks per rank, name other cuts, or leave loss_chunks out"
+            f"loss_chunks: needs logits and their loss in one stage, found one that begins between them (split points "
+            f"{', '.join(split_points)}); use fewer stages, name other split_points, or leave loss_chunks out"
         )
     return whole
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -53,7 +52,7 @@ def compile_model(
     *,
     train: bool = True,
     grad_mode: str = "grad",
-    exact: bool = False,
+    lift_to_float64: bool = False,
     autocast: torch.dtype | None = None,
     plan: Plan | None = None,
     fixed: Plan | None = None,
@@ -77,40 +76,69 @@ def compile_model(
         shared: what planning has captured of the same modules, taken if it is of the same batch and surroundings.
     Raises: ValueError for a model that does not export, sizes that do not divide, ops without a rule.
     """
-    start = time.perf_counter()
-    asked = options or (plan.options if plan is not None else Options())
-    known_batch_dims(model, batch, asked, fixed)  # for what it refuses
-    batch = with_static_inputs(batch, asked.static_inputs)
-    shared, precision = shared or SharedCapture(), asked.precision
-    seen: dict[str, Any] = {"autocast": autocast, "precision": precision, "grad_mode": grad_mode}
-    gm = shared.again(model, batch, train=None if train else False, lift_to_float64=exact, **seen)
-    seconds = time.perf_counter() - start
+    asked, timings = options or (plan.options if plan is not None else Options()), dict[str, float]()
+    gm = timed(
+        timings, "capture",
+        lambda: capture_step(
+            model, batch, asked, fixed, train=train, grad_mode=grad_mode, lift_to_float64=lift_to_float64,
+            autocast=autocast, shared=shared,
+        ),
+    )  # fmt: skip
     how: dict[str, Any] = {"plan": plan, "fixed": fixed, "outputs": outputs, "tangents": tangents}
-    return compile_graph(gm, mesh, options, train=train, timings={"capture": seconds}, observers=observers, **how)
+    return compile_graph(gm, mesh, options, train=train, timings=timings, observers=observers, **how)
 
 
-def plan_model(
+def capture_step(
     model: nn.Module,
     batch: Mapping[str, Any],
-    mesh: Mesh,
     options: Options,
     fixed: Plan | None = None,
     *,
-    exact: bool = False,
+    train: bool = True,
+    grad_mode: str = "grad",
+    lift_to_float64: bool = False,
+    autocast: torch.dtype | None = None,
     shared: SharedCapture | None = None,
+) -> GraphModule:
+    """The graph that `compile_model` compiles, which has the arguments."""
+    known_batch_dims(model, batch, options, fixed)  # for what it refuses
+    batch, shared = with_static_inputs(batch, options.static_inputs), shared or SharedCapture()
+    how: dict[str, Any] = {"autocast": autocast, "precision": options.precision, "grad_mode": grad_mode}
+    return shared.again(model, batch, train=None if train else False, lift_to_float64=lift_to_float64, **how)
+
+
+def capture_example(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    options: Options,
+    fixed: Plan | None = None,
+    *,
+    lift_to_float64: bool = False,
+    shared: SharedCapture | None = None,
+) -> GraphModule:
+    """The graph that `plan_graph` plans. ``shared`` keeps a copy for the first step."""
+    known_batch_dims(model, batch, options, fixed)  # for what it refuses
+    batch, shared = with_static_inputs(batch, options.static_inputs), shared or SharedCapture()
+    return shared.first(model, batch, lift_to_float64=lift_to_float64, precision=options.precision)
+
+
+def plan_model(
+    model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, options: Options, fixed: Plan | None = None, **how: Any
 ) -> tuple[Plan, tuple[ParameterSpec, ...]]:
-    """The plan, and what it makes of the parameters: enough to hold and load them. Compiles only where a memory limit
-    leaves two ways to cut stages (`autopar.compile.model`).
+    """`plan_graph` of `capture_example`, which has the other arguments."""
+    return plan_graph(capture_example(model, batch, options, fixed, **how), mesh, options, fixed)
+
+
+def plan_graph(
+    gm: GraphModule, mesh: Mesh, options: Options, fixed: Plan | None = None
+) -> tuple[Plan, tuple[ParameterSpec, ...]]:
+    """The plan, and what it makes of the parameters: enough to hold and load them. ``gm`` is changed. Compiles only
+    where a memory limit leaves two ways to cut stages (`autopar.compile.split_points`).
 
     Only the parameters' decisions are meant to be used; those that depend on the batch are made when it comes.
-    ``shared`` keeps the capture for it.
     """
-    known_batch_dims(model, batch, options, fixed)  # for what it refuses
-    batch = with_static_inputs(batch, options.static_inputs)
-    shared = shared or SharedCapture()
-    captured = shared.first(model, batch, lift_to_float64=exact, precision=options.precision)
-    kept = copy_graph(captured) if fixed is None and follow_limit(mesh, options) else None
-    gm = normalized(captured, Compilation(mesh))
+    kept = copy_graph(gm) if fixed is None and follow_limit(mesh, options) else None
+    gm = normalized(gm, Compilation(mesh))
     plan = make_plan(gm, mesh, options, fixed, example=True)
     if kept is not None and (settled := _settled_cuts(kept, mesh, options, plan)) is not None:
         plan = make_plan(gm, mesh, options, settled, example=True)

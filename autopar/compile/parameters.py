@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from autopar.capture.front_end import adapter_for, capture
-from autopar.ir.batch import tensors_of, whole_batch, without_constants
+from autopar.ir.batch import tensors_of, whole_batch, without_static_inputs
 from autopar.ir.graph import mark_gradients
 from autopar.ir.mesh import Mesh
 from autopar.ir.meta import signature_of
@@ -39,7 +39,7 @@ def for_whole_batch(
     whose inputs an adapter knows, or a plan that knows them, that does not happen.
     """
     ranks, known = mesh.data_size, known_batch_dims(model, batch, options, fixed)
-    shapes = {name: tuple(x.shape) for name, x in tensors_of(without_constants(batch)).items()}
+    shapes = {name: tuple(x.shape) for name, x in tensors_of(without_static_inputs(batch)).items()}
     dims, tried = likely_dims(shapes, known), []
     while dims not in tried:
         tried.append(dims)
@@ -67,12 +67,12 @@ def known_batch_dims(
 ) -> dict[str, int | None]:
     """Batch dims of a batch's tensors that need no evidence (`autopar.planner.batch_dims.known_dims`). Raises
     ValueError for names that are no inputs (one that the forward takes may be absent), and dims that are not there."""
-    batch = without_constants(batch)
+    batch = without_static_inputs(batch)
     tensors, takes = tensors_of(batch), inspect.signature(model.forward).parameters
     anything = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    for name in options.constants:
+    for name in options.static_inputs:
         if name not in batch and name not in takes and not anything:
-            raise ValueError(f"constants: no input {name!r}; the inputs of the batch are {', '.join(batch)}")
+            raise ValueError(f"static_inputs: no input {name!r}; the inputs of the batch are {', '.join(batch)}")
     for name, _ in options.batch_dims:
         first = name.partition(".")[0]
         if name not in tensors and (first in batch or (first not in takes and not anything)):

@@ -1,8 +1,8 @@
 """One capture for planning and for the first step: a model is traced once for a batch of the same shapes.
 
 shared = SharedCapture()
-shared.first(model, batch, exact=exact)     traces, and keeps a copy
-shared.again(model, batch, exact=exact)     the copy, if it is of the same batch and surroundings; else traces
+shared.first(model, batch, lift_to_float64=lift)     traces, and keeps a copy
+shared.again(model, batch, lift_to_float64=lift)     the copy, if it is of the same batch and surroundings; else traces
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SharedCapture:
 def _seen(
     batch: Mapping[str, Any],
     train: bool | None = None,
-    exact: bool = False,
+    lift_to_float64: bool = False,
     autocast: torch.dtype | None = None,
     precision: Precision | None = None,
     grad_mode: str = "grad",
@@ -60,7 +60,7 @@ def _seen(
     return (
         facts_of(batch),
         train,
-        exact,
+        lift_to_float64,
         autocast,
         precision or Precision(),
         grad_mode,

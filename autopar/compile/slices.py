@@ -25,7 +25,7 @@ def samples_of(plan: Plan, train: bool) -> tuple[TokenSlice, ...]:
     """The slices for which local graphs are made; none where a step takes all tokens at once."""
     if not train or plan.pipeline is None or not SCHEDULES[plan.pipeline.schedule].sliced:
         return ()
-    return sample_slices(sum(plan.pipeline.slices), slice_unit(plan.options, plan.mesh))
+    return sample_slices(sum(plan.pipeline.token_slices), slice_unit(plan.options, plan.mesh))
 
 
 def merged(stages: Sequence[Stage], slices: Sequence[TokenSlice], caches: Sequence[Cache]) -> Stage:
@@ -47,7 +47,7 @@ def sliced_hop(hops: Sequence[P2PEdge], slices: Sequence[TokenSlice], lengths: S
     if later != first:
         raise ValueError(
             f"token_slices: {hops[0].value} goes from part {hops[0].source} to part {hops[0].target} and grows "
-            "with the tokens before the slice; cut the model elsewhere with cuts=[...]"
+            "with the tokens before the slice; cut the model elsewhere with split_points=[...]"
         )
     a, b = slices[0].length, slices[1].length
 

@@ -1,9 +1,10 @@
 """What ways to bring tokens to experts on other ranks send, before any graph is there: copies, bytes and seconds.
 
-    gather      every token to every rank of the axis; what comes back is summed on the way
-    plain       a copy per token and expert
-    dedup       a copy per token and rank that has one of its experts; that rank adds up what it has of the token
-    two_level   a copy per token and node, to the rank at the same place there, and from it one per rank of the node
+    allgather        every token to every rank of the axis; what comes back is summed on the way
+    alltoall         a copy per token and expert
+    alltoall_dedup   a copy per token and rank that has one of its experts; that rank adds up what it has of the token
+    hierarchical     a copy per token and node, to the rank at the same place there, and from it one per rank of the
+                     node
 
 A token chooses ``top_k`` of ``experts`` evenly; with ``groups`` (node-limited routing: DeepSeek-V3, 2.1.2) first
 ``limit`` of them, then its experts from these. Ranks have consecutive experts, nodes consecutive ranks. A copy moves
@@ -18,8 +19,9 @@ from dataclasses import dataclass
 
 from autopar.cost.topology import Topology
 
-_NUMBERS = {"gather": 8, "plain": 0, "dedup": 4, "two_level": 4}  # bytes of an expert's number that goes with a copy
-_CALLS = {"gather": 7, "plain": 5, "dedup": 8, "two_level": 8}  # exchanges of a layer and step, on each level
+# Bytes of an expert's number that goes with a copy; exchanges of a layer and step, on each level.
+_NUMBERS = {"allgather": 8, "alltoall": 0, "alltoall_dedup": 4, "hierarchical": 4}
+_CALLS = {"allgather": 7, "alltoall": 5, "alltoall_dedup": 8, "hierarchical": 8}
 
 
 @dataclass(frozen=True)
@@ -121,12 +123,12 @@ def dispatch_costs(
     for name, (near, far) in _copies(routing).items():
         copy = copy_bytes(routing, name, tokens, width, itemsize)
         times = [
-            wires.seconds("all_gather" if name == "gather" else "all_to_all", n * copy, ranks, _CALLS[name])
+            wires.seconds("all_gather" if name == "allgather" else "all_to_all", n * copy, ranks, _CALLS[name])
             for wires, n, ranks in ((inside, near, routing.per_node), (between, far, routing.nodes))
             if ranks > 1
         ]
-        # Levels of one exchange run beside each other; those of two_level one after the other.
-        seconds = sum(times) if name == "two_level" else max(times, default=0.0)
+        # Levels of one exchange run beside each other; those of hierarchical one after the other.
+        seconds = sum(times) if name == "hierarchical" else max(times, default=0.0)
         found.append(DispatchCost(name, near, far, near * copy, far * copy, seconds))
     return found
 
@@ -149,10 +151,10 @@ def most_copies(routing: Routing, name: str) -> tuple[float, float]:
     near, far = min(k, g - 1), min(k, r - g)
     own = routing.experts // r
     return {
-        "gather": _copies(routing)["gather"],
-        "plain": (min(k, own * (g - 1)), min(k, own * (r - g))),
-        "dedup": (near, far),
-        "two_level": (n * near, min(routing.most_nodes, n - 1)),
+        "allgather": _copies(routing)["allgather"],
+        "alltoall": (min(k, own * (g - 1)), min(k, own * (r - g))),
+        "alltoall_dedup": (near, far),
+        "hierarchical": (n * near, min(routing.most_nodes, n - 1)),
     }[name]
 
 
@@ -163,8 +165,8 @@ def _copies(routing: Routing) -> dict[str, tuple[float, float]]:
     ranks = routing.reached(r)
     other = (r - 1) / g if n > 1 else 0.0
     return {
-        "gather": (r - 1 - other, other),
-        "plain": (k * (g - 1) / r, k * (n - 1) / n),
-        "dedup": (ranks * (g - 1) / r, ranks * (r - g) / r),
-        "two_level": (ranks * (g - 1) / g, routing.reached(n) * (n - 1) / n),
+        "allgather": (r - 1 - other, other),
+        "alltoall": (k * (g - 1) / r, k * (n - 1) / n),
+        "alltoall_dedup": (ranks * (g - 1) / r, ranks * (r - g) / r),
+        "hierarchical": (ranks * (g - 1) / g, routing.reached(n) * (n - 1) / n),
     }

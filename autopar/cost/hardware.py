@@ -62,7 +62,7 @@ DEVICES = {device.name: device for device in (A100, H100, H200, B200, L40S, MI30
 
 def device_of(options: Options) -> Device:
     """The chip that times are estimated for."""
-    return DEVICES[options.device]
+    return DEVICES[options.target_hardware]
 
 
 def host_link(links: Topologies, device: Device) -> Topology:

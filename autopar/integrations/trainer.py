@@ -42,7 +42,7 @@ class MeshTrainerMixin(_BEHIND):
     """In front of a class that is made from transformers.Trainer: ``class Mine(MeshTrainerMixin, Theirs): ...``
 
     mesh: from `autopar.init_mesh`. options: keyword arguments of `autopar.parallelize`, such as {"zero": 3,
-    "micro_batches": 4}; ``bf16=True`` of the training arguments is ``precision="bf16"``. model: as transformers has it,
+    "microbatches": 4}; ``bf16=True`` of the training arguments is ``precision="bf16"``. model: as transformers has it,
     on the CPU or the meta device, in one piece.
 
     A class in front of this one with a ``compute_loss`` of its own calls ``model(**inputs)`` there and differentiates

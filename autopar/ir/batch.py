@@ -4,8 +4,8 @@ Every rank of a dp coordinate passes its part of the whole batch; a step is comp
 the input ({"x": 1, "past.0": 0, "table": None}), None for an input that is no part of the batch: all ranks pass the
 same. Which dims they are is decided in `autopar.planner.batch_dims`.
 
-Inputs that the user names as ``constants`` are no tensors of the batch: their values decide the graph, as numbers and
-texts do, and are compared as these are.
+Inputs that the user names as ``static_inputs`` are no tensors of the batch: their values decide the graph, as numbers
+and texts do, and are compared as these are.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def _digest(x: Tensor) -> str:
     return hashlib.sha256(x.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def with_constants(batch: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+def with_static_inputs(batch: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """The batch with the tensors of some inputs as constants. Raises ValueError for those that have no values."""
 
     def constant(name: str, x: Any) -> Any:
         if isinstance(x, Tensor) and x.is_meta:
-            raise ValueError(f"constants: the values of input {name} decide the graph, found it on the meta device")
+            raise ValueError(f"static_inputs: the values of input {name} decide the graph, found it on the meta device")
         return ConstantTensor(x) if isinstance(x, Tensor) else x
 
     out = dict(batch)
@@ -63,18 +63,18 @@ def with_constants(batch: Mapping[str, Any], names: Collection[str]) -> dict[str
     return out
 
 
-def without_constants(batch: Mapping[str, Any]) -> dict[str, Any]:
+def without_static_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     """The batch with all tensors as tensors."""
     leaves, spec = flatten(dict(batch))
     out: dict[str, Any] = unflatten([x.values if isinstance(x, ConstantTensor) else x for x in leaves], spec)
     return out
 
 
-def constants_of(batch: Mapping[str, Any]) -> dict[str, Any]:
+def static_inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs that are constants, with their values."""
     held = {name: [x for _, x in paths({name: value})] for name, value in batch.items()}
     names = [name for name, leaves in held.items() if any(isinstance(x, ConstantTensor) for x in leaves)]
-    return without_constants({name: batch[name] for name in names})
+    return without_static_inputs({name: batch[name] for name in names})
 
 
 def tensors_of(batch: Any) -> dict[str, Tensor]:
@@ -128,10 +128,10 @@ def whole_batch(batch: Mapping[str, Any], dims: BatchDims, ranks: int) -> dict[s
 
 
 def part_of_batch(
-    batch: Mapping[str, Any], dims: BatchDims, ranks: int, index: int, experts: int = 1, micro_batches: int = 1
+    batch: Mapping[str, Any], dims: BatchDims, ranks: int, index: int, experts: int = 1, microbatches: int = 1
 ) -> dict[str, Any]:
     """The part of one of the ranks that have other samples of the whole batch: consecutive examples; where ``experts``
-    neighbours of them share experts, these have consecutive examples of each of the ``micro_batches``, so that samples
+    neighbours of them share experts, these have consecutive examples of each of the ``microbatches``, so that samples
     have the place, and so the random numbers, that they have in one process.
 
     Raises ValueError for a batch that does not divide."""
@@ -146,9 +146,9 @@ def part_of_batch(
                 f"'dp' of size {ranks}; use a batch of {-(-x.shape[dim] // ranks) * ranks}"
             )
         whole = x.chunk(ranks // experts, dim)[index // experts]
-        if experts == 1 or whole.shape[dim] % (experts * micro_batches):
+        if experts == 1 or whole.shape[dim] % (experts * microbatches):
             return whole.chunk(experts, dim)[index % experts].contiguous()
-        return torch.cat([x.chunk(experts, dim)[index % experts] for x in whole.chunk(micro_batches, dim)], dim)
+        return torch.cat([x.chunk(experts, dim)[index % experts] for x in whole.chunk(microbatches, dim)], dim)
 
     out: dict[str, Any] = map_tensors(dict(batch), part)
     return out

@@ -22,7 +22,7 @@ from autopar.ir.placement import Shard
 
 ours = torch.ops.autopar
 aten = torch.ops.aten
-GATHER = "gather"
+ALLGATHER = "allgather"
 _KEPT_ORDER = (
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.permute.default, aten.transpose.int,
 )  # fmt: skip
@@ -35,14 +35,14 @@ class ExpertPlan:
     of the axis that follow each other are one node; 0 where there is one."""
 
     axis: str
-    dispatch: str
+    token_dispatcher: str
     reason: str = ""
     per_node: int = 0
 
     @property
     def by_copies(self) -> bool:
         """Whether tokens stay cut, and copies of them go to the ranks of their experts."""
-        return self.dispatch != GATHER
+        return self.token_dispatcher != ALLGATHER
 
 
 def dispatches(gm: GraphModule) -> list[Node]:
@@ -58,8 +58,9 @@ def pairs_per_expert(dispatch: Node, factor: float) -> int:
     share = factor * tokens * top / experts
     if share < 1:
         raise ValueError(
-            f"capacity: an expert must take a token at least, found {factor} times the even share of {tokens} tokens "
-            f"with {top} of {experts} experts each, which is {share:.3g}; use {experts / (tokens * top):.3g} or more"
+            f"capacity_factor: an expert must take a token at least, found {factor} times the even share of {tokens} "
+            f"tokens with {top} of {experts} experts each, which is {share:.3g}; use "
+            f"{experts / (tokens * top):.3g} or more"
         )
     return math.ceil(share)
 

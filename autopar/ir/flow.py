@@ -25,7 +25,7 @@ class Flow:
 
     main: on a parameter and on an input; they belong to one part each. parameter_only: on parameters, not on inputs.
     used: parameters as they enter compute, behind their conversions -> their placeholder (or that itself).
-    repeated: depends on something that differs between micro-batches.
+    repeated: depends on something that differs between microbatches.
     kinds: placeholder name -> kind of its input.
     """
 
@@ -42,7 +42,7 @@ class Flow:
 
 
 def flow_of(gm: GraphModule, inputs: Mapping[str, Mapping[str, Placement]] | None = None) -> Flow:
-    """Classify the values of a graph. ``inputs``: placements of the inputs, which say what micro-batches cut."""
+    """Classify the values of a graph. ``inputs``: placements of the inputs, which say what microbatches cut."""
     specs = input_specs(gm)
     flow = Flow(kinds={name: spec.kind for name, spec in specs.items()})
     from_input: set[Node] = set()
@@ -54,7 +54,7 @@ def flow_of(gm: GraphModule, inputs: Mapping[str, Mapping[str, Placement]] | Non
             elif spec.kind not in ("buffer", "constant"):
                 from_input.add(node)
             cut = isinstance((inputs or {}).get(spec.name, {}).get("mb"), Shard)
-            if spec.kind == "micro_batch" or (spec.kind == "input" and cut):
+            if spec.kind == "microbatch" or (spec.kind == "input" and cut):
                 flow.repeated.add(node)
             continue
         if node.op != "call_function":

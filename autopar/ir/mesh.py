@@ -17,19 +17,20 @@ if TYPE_CHECKING:
     from autopar.ir.placement import Pieces  # which loads torch: a command line is read without it
 
 # Outer to inner: neighbours on the innermost axis are neighbours in rank, so tp lands on the fastest links.
-# "mb" and "sl" are no axes of ranks: micro-batches are pieces of the batch in time, token slices pieces of the
+# "mb" and "sl" are no axes of ranks: microbatches are pieces of the batch in time, token slices pieces of the
 # sequence; they are typed like any other axis. A slice is cut first: it is consecutive tokens of the whole.
-AXES = ("pp", "mb", "rp", "dp", "cp", "ep", "tp", "sl")
+AXES = ("pp", "mb", "dp_replicate", "dp", "cp", "ep", "tp", "sl")
 IN_TIME = ("mb", "sl")
-# Whose ranks have other samples: dp has blocks of the batch, rp (replicas of all that dp cuts) parts of these, ep (over
-# which experts are cut) parts of those.
-DATA = ("dp", "rp", "ep")
+# Whose ranks have other samples: dp has blocks of the batch, dp_replicate (replicas of all that dp cuts) parts of
+# these, ep (over which experts are cut) parts of those.
+DATA = ("dp", "dp_replicate", "ep")
 LEVELLED = ("cp", "ep", "dp", "tp")  # may have levels: neighbours ("ep%8"), and every n-th rank ("ep/8")
-PLANNED = ("pp", "rp", "dp", "cp", "ep", "tp")  # the axes that a user may ask for
+PLANNED = ("pp", "dp_replicate", "dp", "cp", "ep", "tp")  # the axes that a user may ask for
 OTHER_WORDS = {
     "data": "dp", "fsdp": "dp", "tensor": "tp", "model": "tp", "mp": "tp", "pipeline": "pp", "pipe": "pp",
     "stage": "pp", "stages": "pp", "context": "cp", "sequence": "cp", "sp": "cp", "expert": "ep", "experts": "ep",
-    "replica": "rp", "replicate": "rp", "hsdp": "rp",
+    "rp": "dp_replicate", "replica": "dp_replicate", "replicate": "dp_replicate", "hsdp": "dp_replicate",
+    "dp_shard": "dp",
 }  # of others for these axes  # fmt: skip
 MOST_RANKS = 2**31 - 1  # torch counts them in 32 bits
 
@@ -133,7 +134,7 @@ class Mesh:
         return math.prod(map(self.size, DATA))
 
     def dp_rank_and_size(self, coordinate: Mapping[str, int]) -> int:
-        """Which part of the batch a rank has: dp cuts it first, then rp, then ep."""
+        """Which part of the batch a rank has: dp cuts it first, then dp_replicate, then ep."""
         part = 0
         for axis in DATA:
             part = part * self.size(axis) + coordinate.get(axis, 0)
@@ -155,8 +156,8 @@ class Mesh:
     def __reduce__(self) -> Any:
         return Mesh, (self.axes, self.slice)  # without what is kept
 
-    def with_micro_batches(self, count: int) -> Mesh:
-        """This mesh with micro-batches as its outermost axis."""
+    def with_microbatches(self, count: int) -> Mesh:
+        """This mesh with microbatches as its outermost axis."""
         return dataclasses.replace(self, axes=(("mb", count), *self.axes)) if count > 1 else self
 
     def with_slice(self, length: int, start: int, total: int) -> Mesh:

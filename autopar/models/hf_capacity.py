@@ -20,8 +20,8 @@ def capped_experts(model: nn.Module, capacity: float) -> Iterator[None]:
     found: list[Any] = [m for m in model.modules() if hasattr(m, "is_concatenated")] if capacity else []
     if capacity and not found:
         raise ValueError(
-            f"capacity: one process is capped for experts of transformers' registry, found none in "
-            f"{type(model).__name__}; leave capacity out"
+            f"capacity_factor: one process is capped for experts of transformers' registry, found none in "
+            f"{type(model).__name__}; leave capacity_factor out"
         )
     for experts in found:
         object.__setattr__(experts, "forward", _capped(experts, experts.forward, capacity))

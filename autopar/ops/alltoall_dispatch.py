@@ -4,7 +4,7 @@
     rows = all_to_all_rows(take_pairs(x, pairs))       -> by expert here: moe_dispatch -> products
     y = moe_combine(all_to_all_rows(rows), pairs, weights)
 
-Counts say which expert a row is for, weights stay at home. More rows than copies (`autopar.ops.alltoall_dedup_dispatch`)
+Counts say which expert a row is for, weights stay at home. More rows than `autopar.ops.alltoall_dedup_dispatch` sends
 wherever two experts of a token are on one rank; the way of Megatron-LM's all-to-all dispatcher and of transformers. Of
 the counts, for which dispatch and combine both ask, a joint graph keeps one (`autopar.passes.autodiff.joint`).
 """
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ops.declare import dense, operator
 from autopar.ops.alltoall_dedup_dispatch import exchange_rows
+from autopar.ops.declare import dense, operator
 from autopar.ops.grouped_experts import pairs_by_expert
 
 ours = torch.ops.autopar

@@ -1,10 +1,11 @@
-"""How tokens get to experts on other ranks, by the names of the option ``dispatch``: a function that stands for
+"""How tokens get to experts on other ranks, by the names of the option ``token_dispatcher``: a function that stands for
 `autopar::moe_dispatch`, and one for `autopar::moe_combine`, in the graph of a rank.
 
     dispatch(x, expert, experts, axis, ranks[, per node])                    -> rows, order, offsets
     combine(rows, order, weights[, expert, experts, axis, ranks[, per node]])  -> y
 
-A further way is an entry here, its name in `autopar.options.DISPATCHES` and its cost in `autopar.cost.expert_traffic`.
+A further way is an entry here, its name in `autopar.options.TOKEN_DISPATCHERS` and its cost in
+`autopar.cost.expert_traffic`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 
 import torch
 
+from autopar.ops.alltoall_dedup_dispatch import combine_by_copies, dispatch_by_copies
 from autopar.ops.alltoall_dispatch import combine_by_pairs, dispatch_by_pairs
-from autopar.ops.dedup_dispatch import combine_by_copies, dispatch_by_copies
 from autopar.ops.grouped_experts import dispatch_to_piece
 
 
@@ -30,8 +31,8 @@ class Dispatcher:
 
 
 DISPATCHERS = {
-    "gather": Dispatcher(dispatch_to_piece, torch.ops.autopar.moe_combine.default),
-    "plain": Dispatcher(dispatch_by_pairs, combine_by_pairs),
-    "dedup": Dispatcher(dispatch_by_copies, combine_by_copies),
-    "two_level": Dispatcher(dispatch_by_copies, combine_by_copies, nodes=True),
+    "allgather": Dispatcher(dispatch_to_piece, torch.ops.autopar.moe_combine.default),
+    "alltoall": Dispatcher(dispatch_by_pairs, combine_by_pairs),
+    "alltoall_dedup": Dispatcher(dispatch_by_copies, combine_by_copies),
+    "hierarchical": Dispatcher(dispatch_by_copies, combine_by_copies, nodes=True),
 }

@@ -23,10 +23,10 @@ import torch
 
 from autopar.adapters.operators import OpOverload, is_composite, mutates, returns_alias
 from autopar.ops import (  # noqa: F401  (registers what is named here)
+    alltoall_dedup_dispatch,
     alltoall_dispatch,
     cache,
     collectives,
-    alltoall_dedup_dispatch,
     grouped_experts,
     host,
 )

@@ -143,10 +143,12 @@ def check_layout(problem: Problem, layout: str) -> None:
     """Raises ValueError if a sequence cannot be dealt so."""
     pieces = problem.size * max(1, len(LAYOUTS[layout]))
     if problem.queries % pieces:
-        other = ", or the layout contiguous" if layout != "contiguous" and problem.queries % problem.size == 0 else ""
+        other = (
+            ", or cp_load_balance=contiguous" if layout != "contiguous" and problem.queries % problem.size == 0 else ""
+        )
         raise ValueError(
-            f"context_parallel: layout {layout}: a sequence of {problem.queries} tokens does not divide into {pieces} "
-            f"chunks for {problem.size} ranks; pad to {-(-problem.queries // pieces) * pieces}{other}"
+            f"context_parallel: cp_load_balance={layout}: a sequence of {problem.queries} tokens does not divide into "
+            f"{pieces} chunks for {problem.size} ranks; pad to {-(-problem.queries // pieces) * pieces}{other}"
         )
 
 

@@ -123,7 +123,7 @@ def problem_of_call(node: Node, mesh: Mesh, options: Options) -> Problem:
     args = arguments(node)
     batch, heads, queries, width = global_shape(args["q"])
     _, kv_heads, keys, value_width = global_shape(args["v"])
-    tp, parts = mesh.size("tp"), mesh.data_size * options.micro_batches
+    tp, parts = mesh.size("tp"), mesh.data_size * options.microbatches
     cut = tp if kv_heads % tp == 0 else 1
     bias = args["bias"]
     rows = bias is not None and len(global_shape(bias)) > 1 and global_shape(bias)[-2] > 1
@@ -143,7 +143,7 @@ def problem_of_call(node: Node, mesh: Mesh, options: Options) -> Problem:
 
 def _layout(problems: list[Problem], options: Options) -> tuple[str, str]:
     """How to deal a stream for its causal attentions, and why. A named algorithm has layouts of its own."""
-    layout = options.layout
+    layout = options.cp_load_balance
     if layout == "auto" and options.attention != "auto":
         own = ALGORITHMS[options.attention.partition("+")[0]].layouts
         layout = own[0] if len(own) == 1 else layout

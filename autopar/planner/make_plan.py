@@ -207,8 +207,9 @@ def _data_parallel(
     node: Node, axes: Mapping[str, ParameterPlan], options: Options, mesh: Mesh, axis: str, by_expert: str
 ) -> ParameterPlan:
     """On an axis whose ranks have other samples or tokens. DDP: whole, the gradient is all-reduced. ZeRO: cut along the
-    first dim that divides, gathered for use. Over replicas (dp_replicate) never: these hold the same pieces. ``by_expert``: the
-    axis over which experts are cut, of weights that are theirs: an axis that cuts before it leaves them in one."""
+    first dim that divides, gathered for use. Over replicas (dp_replicate) never: these hold the same pieces.
+    ``by_expert``: the axis over which experts are cut, of weights that are theirs: an axis that cuts before it leaves
+    them in one."""
     if axis == by_expert:
         return _of_expert(axis)
     if axis == "dp_replicate":
@@ -231,8 +232,8 @@ def _data_parallel(
 
 
 def _inputs(gm: GraphModule, mesh: Mesh, microbatches: int, dims: BatchDims) -> dict[str, dict[str, Placement]]:
-    """The batch is cut along its dim, over dp, over dp_replicate, over microbatches, and then over ep: what is gathered over ep
-    is a piece of all the others."""
+    """The batch is cut along its dim, over dp, over dp_replicate, over microbatches, and then over ep: what is gathered
+    over ep is a piece of all the others."""
     tensors = {s.name: n for n, s in _nodes(gm) if s.kind == "input"}
     sizes = {axis: mesh.size(axis) for axis in DATA} | {"mb": microbatches}
     cuts = {axis: size for axis, size in sizes.items() if size > 1}

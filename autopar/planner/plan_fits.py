@@ -23,7 +23,7 @@ from autopar.planner.experts.expert_plan import check_experts
 from autopar.planner.pipeline.slice_lengths import check_lengths, slice_unit, token_count
 from autopar.schedule.request import SCHEDULES
 
-WHOLE_WEIGHTS = ("dp_replicate", "dp", "cp")  # axes that cut the batch or its tokens, over which weights are whole for use
+WHOLE_WEIGHTS = ("dp_replicate", "dp", "cp")  # cut the batch or its tokens; over these weights are whole for use
 MAKERS = ("", "forward", "backward")  # of the gradients of losses in chunks; "": not decided
 
 
@@ -105,13 +105,14 @@ def check_names(options: Options) -> None:
     AC_POLICIES[options.ac_policy]
     if options.activation_checkpoint == AUTO and not options.memory_limit:
         raise ValueError(
-            "activation_checkpoint: auto keeps what a rank holds under a limit, found no memory_limit; set one, such as "
-            'memory_limit="80GB", or activation_checkpoint="selective" or "full"'
+            "activation_checkpoint: auto keeps what a rank holds under a limit, found no memory_limit; set one, such "
+            'as memory_limit="80GB", or activation_checkpoint="selective" or "full"'
         )
     if options.activation_offload and not options.memory_limit and not options.activation_checkpoint:
         raise ValueError(
-            f"activation_offload: holds what a memory_limit does not let a rank keep, found {options.activation_offload:,} bytes and "
-            'no memory_limit; set one, such as memory_limit="80GB", or activation_checkpoint="offload"'
+            "activation_offload: holds what a memory_limit does not let a rank keep, found "
+            f'{options.activation_offload:,} bytes and no memory_limit; set one, such as memory_limit="80GB", or '
+            'activation_checkpoint="offload"'
         )
     if options.schedule:
         SCHEDULES[options.schedule]
@@ -136,8 +137,8 @@ def check_used(options: Options, mesh: Mesh) -> None:
     _check_experts(options, mesh)
     if options.reshard_after_forward != DECLARED["gathers"].default and options.zero == 0:
         raise ValueError(
-            f"reshard_after_forward: says when parameters that ZeRO cuts are gathered, found reshard_after_forward={options.reshard_after_forward!r} with "
-            "zero=0; leave it out, or set zero=3"
+            "reshard_after_forward: says when parameters that ZeRO cuts are gathered, found "
+            f"reshard_after_forward={options.reshard_after_forward!r} with zero=0; leave it out, or set zero=3"
         )
     wiring = Topologies.parse(options.topology)
     for name in wiring.axes:
@@ -163,8 +164,9 @@ def _check_experts(options: Options, mesh: Mesh) -> None:
         )
     if axis == "ep" and "ep" not in mesh.sizes and options.token_dispatcher != DECLARED["dispatch"].default:
         raise ValueError(
-            f"token_dispatcher: counts with experts that are cut over an axis, found token_dispatcher={options.token_dispatcher!r} on the mesh "
-            f'{mesh} without an axis ep; leave it out, add such an axis, or say experts="dp" (or "cp", "tp", "auto")'
+            "token_dispatcher: counts with experts that are cut over an axis, found "
+            f"token_dispatcher={options.token_dispatcher!r} on the mesh {mesh} without an axis ep; leave it out, add "
+            'such an axis, or say experts="dp" (or "cp", "tp", "auto")'
         )
 
 

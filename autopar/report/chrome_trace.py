@@ -76,7 +76,7 @@ def write_trace(
 def transfers(events: Iterable[Event]) -> list[tuple[Event, Event]]:
     """(from, to) pairs between ranks.
 
-    Sends and receives where the events have them. Else what must have been sent: a micro-batch's forwards follow each
+    Sends and receives where the events have them. Else what must have been sent: a microbatch's forwards follow each
     other along its chain of stages, and so do its backwards.
     """
     events = list(events)
@@ -86,7 +86,7 @@ def transfers(events: Iterable[Event]) -> list[tuple[Event, Event]]:
     for event in events:
         action = event[1]
         if action.kind in ("F", *BACKWARD):
-            ways.setdefault((action.kind == "F", action.micro_batch, action.slice), []).append(event)
+            ways.setdefault((action.kind == "F", action.microbatch, action.slice), []).append(event)
     pairs = []
     for way in ways.values():
         way.sort(key=lambda e: (e[2], e[3]))
@@ -98,7 +98,7 @@ def _sends(events: Sequence[Event]) -> list[tuple[Event, Event]]:
     """(send, receive); where the receive was over before the send (it was only posted), (send, what waited for it)."""
 
     def way(action: Action, sender: int, receiver: int) -> tuple[Any, ...]:
-        return (action.kind[1], sender, receiver, action.micro_batch, action.slice)
+        return (action.kind[1], sender, receiver, action.microbatch, action.slice)
 
     received = {way(e[1], e[1].peer, e[1].stage): e for e in events if e[1].kind in ("RF", "RB")}
     users = {(e[1].kind[0], *_unit(e[1])): e for e in events if e[1].kind in ("F", *BACKWARD)}
@@ -108,13 +108,13 @@ def _sends(events: Sequence[Event]) -> list[tuple[Event, Event]]:
         if action.kind in ("SF", "SB"):
             other = received.get(way(action, action.stage, action.peer))
             if other is None or other[3] < event[2]:
-                other = users.get((action.kind[1], action.peer, action.micro_batch, action.slice))
+                other = users.get((action.kind[1], action.peer, action.microbatch, action.slice))
             pairs += [(event, other)] if other is not None else []
     return pairs
 
 
 def _unit(action: Action) -> tuple[int, int, int]:
-    return (action.stage, action.micro_batch, action.slice)
+    return (action.stage, action.microbatch, action.slice)
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _run(process: int, name: str, events: Sequence[Event], clock: _Clock) -> Ite
 
     for event in events:
         _, action, start, end = event
-        facts = {"stage": action.stage, "micro_batch": action.micro_batch, "slice": action.slice}
+        facts = {"stage": action.stage, "microbatch": action.microbatch, "slice": action.slice}
         slice_: dict[str, Any] = {
             "ph": "X", "name": str(action), "cat": action.kind, "pid": process, "tid": _thread(event),
             "ts": clock.at(start), "dur": clock.lasts(start, end), "args": facts,

@@ -392,8 +392,8 @@ def _facts(summary: Mapping[str, Any]) -> Table:
     for reason in summary["why"]:
         table.add_row("", escaped(reason))
     table.add_row("microbatches", str(summary["microbatches"]))
-    if summary["slices"]:
-        table.add_row("token slices", ", ".join(map(str, summary["slices"])))
+    if summary["token_slices"]:
+        table.add_row("token slices", ", ".join(map(str, summary["token_slices"])))
     table.add_row(f"step, simulated for {summary['device']}", human_seconds(summary["step"]))
     table.add_row("bubble", f"{summary['bubble']:.1%}")
     return table

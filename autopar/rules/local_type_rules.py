@@ -80,7 +80,7 @@ def _results(
     if is_call(node, aten.bmm.default) and call.shape("self")[2] == 1 and PART in made[0]:
         return [UNKNOWN]  # torch.einsum contracts dims of one row, cut or not
     if is_call(node, aten.index_add.default) and PART in made[0]:
-        return [UNKNOWN]  # the rows of a micro-batch, added within this rank's piece, look like any others
+        return [UNKNOWN]  # the rows of a microbatch, added within this rank's piece, look like any others
     if is_call(node, aten.slice.Tensor) and not is_unknown(made[0]):
         # of a concatenation whose parts are cut, a rank has a part of each: one of them is a slice of its piece
         dim = int(call.args["dim"]) % len(call.result)

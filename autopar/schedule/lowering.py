@@ -28,7 +28,7 @@ def lower(
     """The order with transfers for ``hops``, and with G and R of the parts in ``gathers`` and ``reductions``; the last
     BW of the parts in ``joined`` becomes BWR.
 
-    One transfer moves all values of a pair of stages for a micro-batch (and slice), gradients only where some hop has
+    One transfer moves all values of a pair of stages for a microbatch (and slice), gradients only where some hop has
     one; stages of one rank need none. A send comes right behind the action that makes its values, also inside a cell.
     A receive comes one compute action ahead of its use, so that it overlaps, or earlier: on every channel (ordered
     pair of ranks) receives have the order of the sends, because NCCL has no tags. G comes right ahead of the first F
@@ -79,7 +79,7 @@ def _sends(order: Order, action: Action, ways: dict[tuple[str, int], list[int]])
     """What goes out when an action has run."""
     way = "B" if action.kind == "BW" else action.kind
     peers = ways.get((way, action.stage), [])
-    return [Action(action.stage, f"S{way}", action.micro_batch, action.slice, peer) for peer in peers]
+    return [Action(action.stage, f"S{way}", action.microbatch, action.slice, peer) for peer in peers]
 
 
 def _cells(actions: Iterable[Action]) -> list[list[Action]]:
@@ -106,7 +106,7 @@ def _receives(
         for send in (send for group in moved for send in group if order.rank_of[send.peer] == rank):
             channel, receive = (source, rank), counterpart(send)
             queues.setdefault(channel, []).append(receive)
-            unit = (receive.kind[1], receive.stage, receive.micro_batch, receive.slice)
+            unit = (receive.kind[1], receive.stage, receive.microbatch, receive.slice)
             users.setdefault(unit, []).append((channel, receive))
     for queue in queues.values():
         queue.reverse()
@@ -115,7 +115,7 @@ def _receives(
     for index, cell in enumerate(cells):
         for action in cell:
             way = "B" if action.kind == "BW" else action.kind
-            for channel, receive in users.get((way, action.stage, action.micro_batch, action.slice), []):
+            for channel, receive in users.get((way, action.stage, action.microbatch, action.slice), []):
                 while receive not in done:
                     first = queues[channel].pop()  # what was sent earlier on the channel must be posted earlier
                     done.add(first)

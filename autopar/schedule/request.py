@@ -14,14 +14,14 @@ from autopar.schedule.order import Order
 class Request:
     """What a schedule is asked for.
 
-    ranks: size of the pp axis. chunks: parts per rank. slices: token slices per micro-batch. costs, memory_limit: for
-    schedules that search (limit in units of one micro-batch's activations on one rank).
+    ranks: size of the pp axis. virtual_stages: parts per rank. token_slices: per microbatch. costs, memory_limit: for
+    schedules that search (limit in units of one microbatch's activations on one rank).
     """
 
     ranks: int
-    micro_batches: int
-    chunks: int = 1
-    slices: int = 1
+    microbatches: int
+    virtual_stages: int = 1
+    token_slices: int = 1
     costs: Costs | None = None
     memory_limit: float | None = None
 
@@ -30,14 +30,14 @@ class Request:
 class Schedule:
     """An entry of `SCHEDULES`.
 
-    make: the pure function. chunks: parts per rank (of the default request). sliced: whether it runs token
+    make: the pure function. virtual_stages: parts per rank (of the default request). sliced: whether it runs token
     slices. copies: how many ranks hold each part.
     """
 
     name: str
     make: Callable[[Request], Order]
     summary: str
-    chunks: int = 1
+    virtual_stages: int = 1
     sliced: bool = False
     copies: int = 1
     searches: bool = False
@@ -45,11 +45,11 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds (any unit) and memory of actions of a whole micro-batch; a tuple gives one value per part.
+    """Seconds (any unit) and memory of actions of a whole microbatch; a tuple gives one value per part.
 
     F, B, W: times; BW takes B + W. comm: latency of a transfer between ranks. FB: a paired cell (default: F + BW);
     one value, or one per part of F and part of BW.
-    G, R: gather and reduce. scale: time of token slice i relative to the whole micro-batch; tokens: its share of the
+    G, R: gather and reduce. scale: time of token slice i relative to the whole microbatch; tokens: its share of the
     tokens, and so of the memory (default of both: equal slices). activations: what F keeps until B or BW; stash: what
     B leaves for W.
     """

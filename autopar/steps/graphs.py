@@ -136,7 +136,7 @@ class Pipeline:
 
     hops: what goes between parts. once: graph of the values that are the same for all microbatches and depend on no
     parameter; each: the same per microbatch. A rank runs what its stages need of them. order: compute actions.
-    slices: lengths of the token slices (empty: none). notes: (subject, reason) of every decision. ahead: rounds of
+    token_slices: their lengths (empty: none). notes: (subject, reason) of every decision. ahead: rounds of
     forwards that go ahead of the first action, for totals that weights have a part in.
     """
 
@@ -145,7 +145,7 @@ class Pipeline:
     order: Order
     once: StepGraph | None = None
     each: StepGraph | None = None
-    slices: tuple[int, ...] = ()
+    token_slices: tuple[int, ...] = ()
     notes: tuple[tuple[str, str], ...] = ()
     ahead: list[GlobalStatistics] = field(default_factory=list)
 

@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> list[float]:
         train_dataset=rows[64:],
         eval_dataset=rows[:64],
         mesh=mesh,  # this and the next line are what a mesh needs
-        options={"micro_batches": 4, "schedule": "1f1b"},
+        options={"microbatches": 4, "schedule": "1f1b"},
     )
     trainer.train()
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]

@@ -31,7 +31,7 @@ def main() -> list[float]:
         attention="zigzag_ring",  # without it: the fastest by estimate
         zero=3,  # ranks of cp hold the same weights, so ZeRO cuts them over cp, too
         loss_chunks=4,  # logits of a quarter of the tokens at a time
-        checkpoint="selective",
+        activation_checkpoint="selective",
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses: list[float] = []

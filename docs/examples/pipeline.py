@@ -26,12 +26,12 @@ def main(args: argparse.Namespace) -> list[float]:
     config = LlamaConfig(
         vocab_size=len(tokens), hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4
     )
-    # Where to cut is decided by estimated times; cuts=["model.layers.1", ...] says it.
-    model = autopar.parallelize(LlamaForCausalLM(config), mesh, micro_batches=8, schedule=args.schedule)
+    # Where to cut is decided by estimated times; split_points=["model.layers.1", ...] says it.
+    model = autopar.parallelize(LlamaForCausalLM(config), mesh, microbatches=8, schedule=args.schedule)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses: list[float] = []
     for batch in autopar.sampler(corpus.rows(tokens, 32), mesh, batch_size=16, seed=0).loader():
-        losses.append(float(model.train_step(**batch)))  # forward and backward of all micro-batches, stage by stage
+        losses.append(float(model.train_step(**batch)))  # forward and backward of all microbatches, stage by stage
         model.clip_grad_norm_(1.0)  # by the norm over all stages
         optimizer.step()
         optimizer.zero_grad()

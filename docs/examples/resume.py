@@ -28,7 +28,7 @@ def main(args: argparse.Namespace) -> list[float]:
     tokens = corpus.tokenizer()
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=len(tokens), n_positions=64, n_embd=64, n_layer=2, n_head=4)
-    model = autopar.parallelize(GPT2LMHeadModel(config), mesh, micro_batches=2)
+    model = autopar.parallelize(GPT2LMHeadModel(config), mesh, microbatches=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
     sampler = autopar.sampler(corpus.rows(tokens, 64), mesh, batch_size=8, seed=0)

@@ -86,7 +86,7 @@ def auto() -> Compiled:
 
 
 def hybrid() -> Compiled:
-    return compiled("cp=4", attention="hybrid", layout="zigzag")
+    return compiled("cp=4", attention="hybrid", cp_load_balance="zigzag")
 
 
 def many() -> Compiled:
@@ -95,7 +95,7 @@ def many() -> Compiled:
 
 
 def named() -> Compiled:
-    return compiled("cp=4", attention="ring+token_ring", layout="contiguous")
+    return compiled("cp=4", attention="ring+token_ring", cp_load_balance="contiguous")
 
 
 class Page(HTMLParser):

@@ -51,8 +51,9 @@ NAMES = ", ".join(name for name, _ in ALGORITHMS.items())
 REFUSED: list[tuple[str, int, str, dict[str, Any], str]] = [
     ("small", 18, "cp=4", {}, r'^context_parallel: sequence length 18 of .* does not divide over axis "cp" of size 4; '
      "pad to 20$"),
-    ("small", 12, "cp=4", {"layout": "zigzag"}, "layout zigzag: a sequence of 12 tokens does not divide into 8 chunks "
-     "for 4 ranks; pad to 16, or the layout contiguous$"),
+    ("small", 12, "cp=4", {"cp_load_balance": "zigzag"},
+     "cp_load_balance=zigzag: a sequence of 12 tokens does not divide into 8 chunks "
+     "for 4 ranks; pad to 16, or cp_load_balance=contiguous$"),
     ("small", 12, "cp=4", {"attention": "zigzag_ring"}, "12 tokens does not divide into 8 chunks .* pad to 16"),
     ("small", 16, "cp=4", {"attention": "ulysses"}, r'^context_parallel: .*"ulysses": 2 query heads do not divide over '
      r"4 ranks; .* choose fewer ranks, .*\"ring\""),
@@ -80,13 +81,15 @@ def test_refused_when_planning(model: str, tokens: int, mesh: str, options: dict
 
 
 def test_layouts_are_known() -> None:
-    with pytest.raises(ValueError, match=r"^layout: expected 'auto', 'contiguous' or 'zigzag', found .striped."):
-        Options(layout="striped")
+    with pytest.raises(
+        ValueError, match=r"^cp_load_balance: expected 'auto', 'contiguous' or 'zigzag', found .striped."
+    ):
+        Options(cp_load_balance="striped")
 
 
 @pytest.mark.parametrize("schedule", ["tera_pipe", "seq1f1b"])
 def test_a_sequence_is_not_cut_in_time_and_over_ranks(schedule: str) -> None:
-    options = Options(schedule=schedule, micro_batches=2)
+    options = Options(schedule=schedule, microbatches=2)
     message = (
         f'^pipeline: the schedule {schedule} cuts the sequence in time.* the axis "cp" cuts it over ranks; .*; use a'
     )

@@ -9,7 +9,7 @@ ways rotate:
     qwen3     contiguous  ulysses, hybrid      auto         zigzag       zigzag         some of `SAME_GRAPH`
     ...
 
-Options rotate along: ZeRO, sequence parallelism, micro-batches. The whole product is in
+Options rotate along: ZeRO, sequence parallelism, microbatches. The whole product is in
 tests/hf/test_context_product.py.
 """
 
@@ -57,12 +57,12 @@ def cell_of(model: str, mesh: str, way: str = "") -> Cell:
     if mesh == "pp=2,cp=2":
         options["schedule"] = "1f1b"
     if mesh == "pp=2,cp=2" or (mesh in ("cp=2", "dp=2,cp=2") and i // 2 % 2):
-        options["micro_batches"] = 2
+        options["microbatches"] = 2
     return Cell(model, Mesh.parse(mesh), Options(**options))
 
 
 def way_of(name: str) -> dict[str, Any]:
-    return {"layout": name, "attention": "ring"} if name in LAYOUTS else {"attention": name}
+    return {"cp_load_balance": name, "attention": "ring"} if name in LAYOUTS else {"attention": name}
 
 
 def possible(cell: Cell) -> list[str]:
@@ -76,7 +76,7 @@ def algorithms_of(cells: list[Cell]) -> dict[Cell, list[str]]:
     """What each cell is run with: every algorithm that is possible meets every model, mesh and layout, and every cell
     runs; whatever meets most that have not met comes first."""
     left = {
-        (c, name): {(c.name, name), (str(c.mesh), name), (c.options.layout, name)}
+        (c, name): {(c.name, name), (str(c.mesh), name), (c.options.cp_load_balance, name)}
         for c in cells
         for name in possible(c)
     }
@@ -138,13 +138,13 @@ def test_every_algorithm_meets_every_model_and_every_mesh() -> None:
     assert {(c.name, n) for c, n in met if n != "auto"} == set(itertools.product(models, names)) - refused
     beside = {(str(c.mesh), n) for c, chosen in HALVES.items() for n in chosen}
     assert {(str(c.mesh), n) for c, n in met} | beside >= set(itertools.product(MESHES, names))
-    assert {(c.options.layout, n) for c, n in met} >= set(itertools.product(LAYOUTS, SAME_GRAPH))
+    assert {(c.options.cp_load_balance, n) for c, n in met} >= set(itertools.product(LAYOUTS, SAME_GRAPH))
     assert len({c.name for c, n in met if n == "auto"}) == len({c.mesh for c, n in met if n == "auto"}) == 3
     rotated = {(str(c.mesh), c.options.attention) for c in CELLS}
     assert rotated >= set(itertools.product(MESHES, ("ulysses", "auto"))), "with -m full"
     assert {*CHOSEN} == {*FEW}
     assert {n for name in names for n in name.split("+")} | {"hybrid"} == {n for n, _ in ALGORITHMS.items()}
-    for option, mesh in (("zero", "dp=2,cp=2"), ("sequence_parallel", "cp=2,tp=2"), ("micro_batches", "cp=2")):
+    for option, mesh in (("zero", "dp=2,cp=2"), ("sequence_parallel", "cp=2,tp=2"), ("microbatches", "cp=2")):
         assert len({getattr(c.options, option) for c in FEW if str(c.mesh) == mesh}) == 2
 
 
@@ -169,7 +169,7 @@ def test_graphs_of_algorithms_differ_in_their_names_only(layout: str) -> None:
     of = cell_of("one-layer qwen3", "cp=2", layout)
     ours = compile_cell(of)
     for name in ("token_ring", "bi_ring+all_gather"):
-        own = compile_cell(Cell(of.name, of.mesh, Options(attention=name, layout=layout)))
+        own = compile_cell(Cell(of.name, of.mesh, Options(attention=name, cp_load_balance=layout)))
         with renamed(ours, name) as calls:
             assert calls == 2
             assert [str(g.graph) for g in step_graphs(ours)] == [str(g.graph) for g in step_graphs(own)]
@@ -245,7 +245,7 @@ def test_what_these_batches_are_for() -> None:
 def verified(attention: str) -> Report:
     mesh = autopar.init_mesh("cpu", 30.0, cp=2)
     model, batch = tiny("llama", layers=1, dropout=0.1)
-    return autopar.verify(model, mesh, batch, attention=attention, layout="zigzag")
+    return autopar.verify(model, mesh, batch, attention=attention, cp_load_balance="zigzag")
 
 
 def test_verify() -> None:
@@ -259,7 +259,9 @@ def logits() -> tuple[Tensor, Tensor, Tensor]:
     """On a rank: the logits that it holds, those of the mesh, and those of one process."""
     model, batch = tiny("llama", layers=1)
     mesh = autopar.init_mesh("cpu", 30.0, cp=2)
-    parallel = autopar.parallelize(model, mesh, example_batch=batch, exact=True, layout="zigzag").eval()
+    parallel = autopar.parallelize(
+        model, mesh, example_batch=batch, lift_to_float64=True, cp_load_balance="zigzag"
+    ).eval()
     with torch.no_grad(), LiftFloat32():
         expected = model.eval()(**batch).logits
         found = parallel(**batch).logits

@@ -38,8 +38,8 @@ def rewritten(layout: str, attention: str) -> tuple[Compiled, dict[str, str]]:
     def watch(name: str, gm: GraphModule, ctx: Compilation) -> None:
         texts[name] = format_graph(gm, Mesh.of(cp=2))
 
-    graph = capture(Small(), small_batch(TOKENS), exact=True)
-    options = Options(attention=attention, layout=layout)
+    graph = capture(Small(), small_batch(TOKENS), lift_to_float64=True)
+    options = Options(attention=attention, cp_load_balance=layout)
     return compile_graph(graph, Mesh.of(cp=2), options, outputs=(), observers=[watch]), texts
 
 
@@ -146,7 +146,7 @@ def test_plans_with_attention_survive_json(layout: str, attention: str) -> None:
 
 
 def test_a_plan_from_json_makes_the_same_graphs() -> None:
-    cell = Cell("llama", Mesh.of(cp=2), Options(attention="bi_ring+token_ring", layout="zigzag"))
+    cell = Cell("llama", Mesh.of(cp=2), Options(attention="bi_ring+token_ring", cp_load_balance="zigzag"))
     first = compiled(cell)
     graph = subject("llama").graph()
     again = compile_graph(graph, cell.mesh, plan=Plan.from_json(first.plan.to_json()), outputs=())
@@ -163,7 +163,7 @@ def llama(mesh: str, **options: object) -> Compiled:
 def test_sequence_parallelism_cuts_every_chunk() -> None:
     """tp cuts each of the four chunks that zigzag deals to cp=2, so every rank of tp holds a part of both of its own:
     gathering over tp alone gives back what cp dealt."""
-    made = llama("cp=2,tp=2", layout="zigzag", sequence_parallel=True)
+    made = llama("cp=2,tp=2", cp_load_balance="zigzag", sequence_parallel=True)
     (stream,) = [s for s in made.plan.streams if s.axis == "tp"]
     assert stream.blocks == (4, 4, 4, 4)
     found = Counter(
@@ -188,7 +188,7 @@ def moved_on_cp(made: Compiled) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(("mesh", "options"), [
-    ("cp=2", {"layout": "zigzag"}), ("cp=4", {}), ("cp=2,tp=2", {"sequence_parallel": True}),
+    ("cp=2", {"cp_load_balance": "zigzag"}), ("cp=4", {}), ("cp=2,tp=2", {"sequence_parallel": True}),
 ], ids=str)  # fmt: skip
 def test_outside_of_attention_only_gradients_and_the_loss_are_summed(mesh: str, options: dict[str, object]) -> None:
     made = llama(mesh, **options)

@@ -68,7 +68,7 @@ def made(name: str, **options: Any) -> Compiled:
 @functools.cache
 def step_of(name: str, policy: str = "none", limit: int = 0) -> tuple[list[float], dict[str, list[torch.Tensor]]]:
     model, batch, _ = captured(name)
-    return MeshRun(made(name, checkpoint=policy, memory_limit=limit), model, batch, Mesh.of(), SEED).step()
+    return MeshRun(made(name, activation_checkpoint=policy, memory_limit=limit), model, batch, Mesh.of(), SEED).step()
 
 
 def peak(compiled: Compiled) -> int:
@@ -100,9 +100,9 @@ def test_gradients_of_every_model_are_the_same_bits(name: str) -> None:
 @pytest.mark.parametrize("name", ALWAYS)
 def test_gradients_are_the_same_bits(name: str, policies: Sequence[str] = (), shares: Sequence[float] = (0.0,)) -> None:
     for policy in policies or ALWAYS[name]:
-        assert made(name, checkpoint=policy).plan.checkpoints or name in ("mlp", "cnn")
+        assert made(name, activation_checkpoint=policy).plan.checkpoints or name in ("mlp", "cnn")
         assert not differing(name, policy)
-    none = peak(made(name, checkpoint="none"))
+    none = peak(made(name, activation_checkpoint="none"))
     for share in shares:
         limit = round(least(name) + share * (none - least(name)))
         assert not differing(name, "auto", limit)
@@ -176,7 +176,7 @@ def test_early_stages_make_more_again() -> None:
         layers = found.plan.checkpoints
         return [sum(layer.seconds for layer in layers if layer.part == k) for k in range(4)]
 
-    none, full = compiled(checkpoint="none"), compiled(checkpoint="full")
+    none, full = compiled(activation_checkpoint="none"), compiled(activation_checkpoint="full")
     limited = compiled(memory_limit=round(0.5 * peak(none) + 0.5 * peak(full)))
     seconds = of_parts(limited)
     assert seconds[0] > seconds[1] >= seconds[2] >= seconds[3]
@@ -238,7 +238,7 @@ def test_what_both_would_make_again_is_made_once() -> None:
 
 
 def test_the_dump_says_what_is_saved_and_what_is_made_again() -> None:
-    stage = made("llama", checkpoint="full").stage
+    stage = made("llama", activation_checkpoint="full").stage
     assert stage.backward_reduce is not None
     forward, backward = (format_graph(step.graph) for step in (stage.forward, stage.backward_reduce))
     kept = re.findall(r"# saved, ([\d.]+ \w+)", forward)
@@ -246,7 +246,7 @@ def test_the_dump_says_what_is_saved_and_what_is_made_again() -> None:
     again = [line for line in backward.splitlines() if "# made again" in line]
     assert any("silu" in line and "model.layers.0.mlp" in line for line in again)
     assert any("attention" in line for line in again)
-    none = made("llama", checkpoint="none").stage
+    none = made("llama", activation_checkpoint="none").stage
     assert none.backward_reduce is not None
     texts = [format_graph(step.graph) for step in (none.forward, none.backward_reduce)]
     assert not any("made again" in text or "# saved" in text for text in texts)
@@ -266,7 +266,7 @@ def test_gathers_are_made_again_and_sums_are_not() -> None:
 
 def test_choices_of_experts_are_kept() -> None:
     """A tie that goes the other way the second time would be silent."""
-    stage = made("mixtral", checkpoint="full").stage
+    stage = made("mixtral", activation_checkpoint="full").stage
     assert stage.backward_reduce is not None
     names = [str(n.target) for n in stage.backward_reduce.graph.graph.nodes if "again" in n.meta]
     assert names and not any("topk" in name or "sort" in name for name in names)
@@ -311,7 +311,8 @@ def test_transformers_own_checkpoints(recwarn: pytest.WarningsRecorder) -> None:
     model.train()
     model.gradient_checkpointing_enable()  # type: ignore[operator]
     asked, full = (
-        compile_model(model, batch, Mesh.of(), Options(activation_checkpoint=name), outputs=()) for name in ("model", "full")
+        compile_model(model, batch, Mesh.of(), Options(activation_checkpoint=name), outputs=())
+        for name in ("model", "full")
     )
     assert [layer.layer for layer in asked.plan.checkpoints] == ["model.layers.0"]
     assert {x for layer in asked.plan.checkpoints for x in layer.again} == {
@@ -325,7 +326,9 @@ def test_transformers_own_checkpoints(recwarn: pytest.WarningsRecorder) -> None:
 
 
 def test_a_plan_holds_what_was_decided() -> None:
-    compiled = made("llama", memory_limit=round(0.5 * (peak(made("llama", checkpoint="none")) + least("llama"))))
+    compiled = made(
+        "llama", memory_limit=round(0.5 * (peak(made("llama", activation_checkpoint="none")) + least("llama")))
+    )
     plan = Plan.from_json(compiled.plan.to_json())
     assert plan == compiled.plan and plan.checkpoints
     text = str(plan)
@@ -339,8 +342,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"activation_checkpoint": "sometimes"},
         "activation_checkpoint: unknown name 'sometimes'; known are none, full, selective, model, offload, auto",
     ),
-    ({"activation_checkpoint": "auto"}, "activation_checkpoint: auto keeps what a rank holds under a limit, found no memory_limit; set one"),
-    ({"memory_limit": 5}, "activation_checkpoint: no choice of what to make again fits a memory_limit of 5 bytes; the least that"),
+    (
+        {"activation_checkpoint": "auto"},
+        "activation_checkpoint: auto keeps what a rank holds under a limit, found no memory_limit; set one",
+    ),
+    (
+        {"memory_limit": 5},
+        "activation_checkpoint: no choice of what to make again fits a memory_limit of 5 bytes; the least that",
+    ),
     (
         {"activation_checkpoint": "undecided"},
         "the policy 'undecided' says of each value whether the backward makes it again, found",
@@ -359,7 +368,9 @@ def test_bad_input(options: dict[str, Any], message: str) -> None:
 
 
 def test_a_plan_of_another_graph_is_refused() -> None:
-    plan = made("llama", checkpoint="full").plan
+    plan = made("llama", activation_checkpoint="full").plan
     text = plan.to_json().replace('"silu"', '"no_such_value"')
-    with pytest.raises(ValueError, match="activation_checkpoint: a plan names no_such_value, which the graph does not have"):
+    with pytest.raises(
+        ValueError, match="activation_checkpoint: a plan names no_such_value, which the graph does not have"
+    ):
         compile_graph(copy_graph(captured("llama")[2]), Mesh.of(), plan=Plan.from_json(text), outputs=())

@@ -54,23 +54,21 @@ def batch() -> dict[str, Tensor]:
     return {n: torch.randn(8, WIDTH).double() for n in "xy"}
 
 
-@pytest.mark.parametrize("mesh, zero, micro_batches", [("dp=2", 0, 1), ("dp=2,tp=2", 0, 2), ("dp=2", 3, 2)])
-def test_gradients_are_alone_and_add_up_in_place(mesh: str, zero: int, micro_batches: int) -> None:
+@pytest.mark.parametrize("mesh, zero, microbatches", [("dp=2", 0, 1), ("dp=2,tp=2", 0, 2), ("dp=2", 3, 2)])
+def test_gradients_are_alone_and_add_up_in_place(mesh: str, zero: int, microbatches: int) -> None:
     """`check_model` adds in place, as the runtime does, and asserts that each gradient has storage to itself."""
-    options = Options(zero=zero, micro_batches=micro_batches)
-    result = check_model(Shared(penalty=micro_batches == 1), batch(), Mesh.parse(mesh), options)
+    options = Options(zero=zero, microbatches=microbatches)
+    result = check_model(Shared(penalty=microbatches == 1), batch(), Mesh.parse(mesh), options)
     assert result.worst < EXACT, result
 
 
-def habits(sizes: dict[str, int], micro_batches: int, schedule: str | None) -> None:
+def habits(sizes: dict[str, int], microbatches: int, schedule: str | None) -> None:
     """Two steps, clipped and halved in place."""
     model, data = Shared(), batch()
     mesh = autopar.init_mesh("cpu", 30.0, **sizes)
     ranks = sizes.get("dp", 1)
     mine = {n: x.chunk(ranks)[mesh.get_local_rank("dp") if ranks > 1 else 0] for n, x in data.items()}
-    parallel = autopar.parallelize(
-        model, mesh, example_batch=mine, micro_batches=micro_batches, schedule=schedule or ""
-    )
+    parallel = autopar.parallelize(model, mesh, example_batch=mine, microbatches=microbatches, schedule=schedule or "")
     for step in range(2):
         model(**data).backward()
         parallel.train_step(**mine)
@@ -89,13 +87,13 @@ def habits(sizes: dict[str, int], micro_batches: int, schedule: str | None) -> N
 
 
 @pytest.mark.parametrize(
-    "sizes, micro_batches, schedule",
+    "sizes, microbatches, schedule",
     [({"dp": 2}, 2, None), ({"pp": 2}, 4, "zb_h1")],
 )
 def test_steps_that_accumulate_are_clipped_and_scaled(
-    sizes: dict[str, int], micro_batches: int, schedule: str | None
+    sizes: dict[str, int], microbatches: int, schedule: str | None
 ) -> None:
-    run_ranks(2, habits, sizes, micro_batches, schedule)
+    run_ranks(2, habits, sizes, microbatches, schedule)
 
 
 class Returning(nn.Module):

@@ -83,7 +83,7 @@ def compiled(mesh: Mesh = Mesh.of(), maker: str = "", classes: int = 2048, **opt
 def test_one_chunk_of_logits_exists_at_once(maker: str) -> None:
     """[128, 2048] float32 logits, and their gradient: of 8 chunks an eighth of each."""
     logits, weight = 128 * 2048 * 4, 2048 * 32 * 8
-    whole, parts = (memory(compiled(maker=maker, loss_chunks=n, checkpoint="none")) for n in (1, 8))
+    whole, parts = (memory(compiled(maker=maker, loss_chunks=n, activation_checkpoint="none")) for n in (1, 8))
     kept = weight if maker == "forward" else 0  # the weight's gradient
     assert whole.saved - parts.saved == pytest.approx(logits - kept, rel=0.01)
     assert whole.forward_peak - parts.forward_peak > 7 / 8 * logits - kept - logits / 4
@@ -95,7 +95,7 @@ def test_one_chunk_of_logits_exists_at_once(maker: str) -> None:
 def test_the_gradient_of_the_weight_is_there_once(maker: str) -> None:
     """Of a vocabulary that is large against the tokens of a chunk the peak is where the embedding has its gradient as
     well, and not where the sum so far, that of the chunk and the new sum would be."""
-    held = memory(compiled(maker=maker, classes=4096, loss_chunks=32, checkpoint="none"))
+    held = memory(compiled(maker=maker, classes=4096, loss_chunks=32, activation_checkpoint="none"))
     weight, logits = 4096 * 32 * 8, 4 * 4096 * 8
     kept = weight if maker == "forward" else 0
     assert max(held.forward_peak, held.backward_peak) < held.saved - kept + 2 * weight + 2.5 * logits
@@ -105,7 +105,7 @@ def test_no_product_is_made_twice() -> None:
     """F and B together have the head's three products, of each chunk; or its first once more."""
     counts = {}
     for maker in ("forward", "backward"):
-        stage = compiled(maker=maker, loss_chunks=4, checkpoint="none").stage
+        stage = compiled(maker=maker, loss_chunks=4, activation_checkpoint="none").stage
         graphs = [step.unnamed for step in (stage.forward, stage.backward_reduce or stage.backward) if step is not None]
         wide = [n for gm in graphs for n in gm.graph.nodes if n.target in PRODUCTS and _has_classes(n, 2048)]
         counts[maker] = len(wide)
@@ -146,7 +146,7 @@ def test_what_a_cut_vocabulary_exchanges() -> None:
 
 
 def test_under_a_limit_they_come_where_they_help() -> None:
-    everything = memory(compiled(checkpoint="none")).peak
+    everything = memory(compiled(activation_checkpoint="none")).peak
     fits, tight = compiled(memory_limit=everything), compiled(memory_limit=round(0.75 * everything))
     assert (fits.plan.loss_chunks, fits.plan.checkpoints) == (1, ())
     assert tight.plan.loss_chunks > 1 and memory(tight).peak <= 0.75 * everything
@@ -279,7 +279,9 @@ def test_a_stage_begins_between_logits_and_loss() -> None:
         compile_model(Few(), batch, mesh, Options(loss_chunks=4, **stages))
     whole = memories(compile_model(Few(), batch, mesh, Options(microbatches=4, **stages)))
     limit = max(held.peak for held in whole) - 1
-    with pytest.raises(ValueError, match="activation_checkpoint: no choice of what to make again fits"):  # chunks are no choice
+    with pytest.raises(
+        ValueError, match="activation_checkpoint: no choice of what to make again fits"
+    ):  # chunks are no choice
         compile_model(Few(), batch, mesh, Options(microbatches=4, memory_limit=limit, **stages))
 
 

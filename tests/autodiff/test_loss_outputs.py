@@ -35,14 +35,14 @@ def test_what_is_called_loss_is_the_loss(mesh: Mesh) -> None:
     """What stands beside it is an output. Of scalars none of which is called so each is one."""
     batch = {"x": torch.randn(8, 8, dtype=torch.float64), "target": torch.randn(8, 4, dtype=torch.float64)}
     for name, count in (("loss", 1), ("total", 3)):
-        made = compile_model(Beside(name), batch, Mesh.of(dp=2), Options(), exact=True)
+        made = compile_model(Beside(name), batch, Mesh.of(dp=2), Options(), lift_to_float64=True)
         assert len(made.losses) == count
     run_ranks(2, stepped, mesh, batch)
 
 
 def stepped(mesh: Mesh, batch: dict[str, Tensor]) -> None:
     model, ranks = Beside("loss"), init_mesh("cpu", 60.0, **mesh.sizes)
-    parallel = parallelize(copy.deepcopy(model), ranks, example_batch=batch, micro_batches=2)
+    parallel = parallelize(copy.deepcopy(model), ranks, example_batch=batch, microbatches=2)
     part, parts = dp_rank_and_size(ranks)
     loss = parallel.train_step(**{name: x.chunk(parts)[part] for name, x in batch.items()})
     right = model(**batch)["loss"]
@@ -80,8 +80,6 @@ def named(mesh: Mesh, options: dict[str, int]) -> None:
     torch.testing.assert_close(parallel.full_gradients()["layer.weight"], model.layer.weight.grad, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "mesh, options", [(Mesh.of(dp=2), {"micro_batches": 2}), (Mesh.of(tp=2), {"zero": 0})], ids=str
-)
+@pytest.mark.parametrize("mesh, options", [(Mesh.of(dp=2), {"microbatches": 2}), (Mesh.of(tp=2), {"zero": 0})], ids=str)
 def test_inputs_that_python_has_something_by(mesh: Mesh, options: dict[str, int]) -> None:
     run_ranks(2, named, mesh, options)

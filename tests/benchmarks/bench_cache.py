@@ -1,5 +1,6 @@
 """What the cache of compiled steps saves for real models on large meshes: processor time to plan and step of one rank,
-compiled, and read from disk by another process; imports and the model's own construction are left out of both.
+compiled, and read from disk by another process, which captures the model to know what to read. Imports and the model's
+own construction are left out of both.
 
     python tests/benchmarks/bench_cache.py [--only llama_8b]
 
@@ -25,6 +26,7 @@ from common import load, publish, table
 from autopar.cache.compile_cache import stored_plan, stored_step
 from autopar.cache.disk_cache import DiskCache
 from autopar.cache.step_codec import StoredStep
+from autopar.compile.shared_capture import SharedCapture
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.steps.of_rank import graphs_of_rank
@@ -37,9 +39,10 @@ def measured(name: str) -> str:
     case = CASES[name]
     model, inputs, mesh, options = case.build(), case.inputs(), Mesh.of(**case.mesh), Options(**case.options)
     times = [time.process_time()]
-    stored_plan(model, inputs, mesh, options)
+    shared = SharedCapture()
+    stored_plan(model, inputs, mesh, options, shared=shared)
     times.append(time.process_time())
-    step = stored_step(model, inputs, mesh, options, outputs=())
+    step = stored_step(model, inputs, mesh, options, outputs=(), shared=shared)
     times.append(time.process_time())
     graphs = graphs_of_rank(step.pipeline, step.prologue, mesh.size("pp") // 2)
     nodes = sum(len(graph.graph.nodes) for graph, _ in graphs.values())

@@ -55,8 +55,11 @@ class ExpertWorkload(Workload):
 MAKE: dict[str, Callable[[Workload], Runner]] = {
     "transformers ep": transformers_ep,
     **({"DeepSpeed ep": deepspeed_ep} if has_deepspeed() else {}),
-    **{f"autopar ep, {way}": partial(ours, axis="ep", dispatch=way) for way in ("gather", "plain", "dedup")},
-    "autopar ep, dedup, zero=3": partial(ours, axis="ep", dispatch="dedup", zero=3),
+    **{
+        f"autopar ep, {way}": partial(ours, axis="ep", token_dispatcher=way)
+        for way in ("allgather", "alltoall", "alltoall_dedup")
+    },
+    "autopar ep, alltoall_dedup, zero=3": partial(ours, axis="ep", token_dispatcher="alltoall_dedup", zero=3),
 }
 OPPONENTS = {name: ("transformers ep", "DeepSpeed ep") for name in MAKE if name.startswith("autopar")}
 

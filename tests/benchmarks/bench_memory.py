@@ -1,4 +1,4 @@
-"""Whole training steps that save memory, ours against torch's: ZeRO with micro-batches, mixed precision, replicas.
+"""Whole training steps that save memory, ours against torch's: ZeRO with microbatches, mixed precision, replicas.
 
 Forward, backward and AdamW; checked first as `bench_peers` does, then in turns.
 
@@ -39,7 +39,7 @@ REPLICAS: dict[str, Make] = {
     "FSDP2 over 4 ranks": partial(peers.fsdp2, count=2),
     "FSDP2, 2 replicas": partial(peers.fsdp2, count=2, replicas=2),
     "autopar dp=4, zero=3": partial(peers.ours, count=2, zero=3),
-    "autopar rp=2, dp=2, zero=3": partial(peers.ours, count=2, zero=3, replicas=2),
+    "autopar dp_replicate=2, dp=2, zero=3": partial(peers.ours, count=2, zero=3, replicas=2),
 }
 OPPONENTS: Mapping[str, tuple[str, ...]] = {
     "autopar zero=0": ("DDP",),
@@ -49,7 +49,7 @@ OPPONENTS: Mapping[str, tuple[str, ...]] = {
     "autopar bf16": ("DDP, autocast",),
     "autopar bf16, zero=3": ("FSDP2, MixedPrecisionPolicy",),
     "autopar dp=4, zero=3": ("FSDP2 over 4 ranks",),
-    "autopar rp=2, dp=2, zero=3": ("FSDP2, 2 replicas",),
+    "autopar dp_replicate=2, dp=2, zero=3": ("FSDP2, 2 replicas",),
 }
 BFLOAT16 = 2e-3, 0.3  # of the loss; of a gradient's worst entry, which one process in bfloat16 has as well
 SETS: dict[str, tuple[dict[str, Make], int, tuple[float, float]]] = {

@@ -187,7 +187,7 @@ def _costs(cases: list[Case], found: list[Found]) -> list[list[str]]:
             for side in ("autopar", "torch"):
                 cost = max(rank[name, side].overhead for rank in found)
                 actions = max(rank[name, side].actions for rank in found)
-                cells += [f"{cost:.0f}", f"{cost * actions / case.micro_batches:.0f}"]
+                cells += [f"{cost:.0f}", f"{cost * actions / case.microbatches:.0f}"]
             rows.append([str(case.ranks), name, str(actions), *cells])
     return rows
 
@@ -195,8 +195,8 @@ def _costs(cases: list[Case], found: list[Found]) -> list[list[str]]:
 def _tables(rows: list[list[str]], costs: list[list[str]]) -> str:
     head = ["", "ranks", "schedule", "ms, min", "to torch: min", "median", "processor"]
     head += ["kB per boundary", "torch", "formula", "MB kept", "peak MB", "torch", "gradient error", "torch"]
-    second = ["ranks", "schedule", "actions", "us per action", "per micro-batch", "torch: us per action"]
-    second += ["per micro-batch"]
+    second = ["ranks", "schedule", "actions", "us per action", "per microbatch", "torch: us per action"]
+    second += ["per microbatch"]
     middle = statistics.median(float(row[4]) for row in rows)
     cost_table = table(second, costs) if costs else ""
     return f"{table(head, rows)}\n\n{cost_table}\n\nMedian of the ratios of the fastest rounds: {middle:.2f}."

@@ -78,7 +78,7 @@ CASES = {
     ),
     "llama_405b": Case(
         "LlamaForCausalLM", "LlamaConfig", LLAMA_405B, {"dp": 128, "tp": 8, "pp": 16},
-        {"micro_batches": 64, "schedule": "1f1b"}, batch=128 * 64,
+        {"microbatches": 64, "schedule": "1f1b"}, batch=128 * 64,
     ),
     "mixtral_8x22b": Case(
         "MixtralForCausalLM", "MixtralConfig",

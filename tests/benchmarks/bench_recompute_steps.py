@@ -119,7 +119,10 @@ def table(small: bool, rounds: int) -> str:
         made.step()  # compiles
     peaks = {name: peak_of(made) for name, made in peers.items()}
     limits = {name: limit_of(work, peak) for name, peak in peaks.items()}
-    mine: dict[str, Made] = {"autopar": ours(work, checkpoint="none"), "autopar full": ours(work, checkpoint="full")}
+    mine: dict[str, Made] = {
+        "autopar": ours(work, activation_checkpoint="none"),
+        "autopar full": ours(work, activation_checkpoint="full"),
+    }
     mine |= {
         f"autopar{', inductor' if 'compile' in name else ''}, limit of {name}": ours(
             work, "inductor" if "compile" in name else "eager", memory_limit=limit

@@ -138,7 +138,7 @@ def _claim(groups: Groups, value: str) -> RankCheck:
 
 def _as_parallelize(groups: Groups) -> None:
     """The options, the weights and the plan; and what a first step is compiled to, and that it is bound."""
-    agree_on_call(groups, {"seed": 0, "exact": False, "backend": "eager", "sync": False})
+    agree_on_call(groups, {"seed": 0, "lift_to_float64": False, "backend": "eager", "broadcast_weights": False})
     for what in ("the weights", "the plan", "the batch", "the compiled step", "the bound step"):
         agree_on(groups, [_claim(groups, what)], what)
 

@@ -1,4 +1,4 @@
-"""Whole training steps of peers and of ours: forward and backward of several micro-batches, then AdamW.
+"""Whole training steps of peers and of ours: forward and backward of several microbatches, then AdamW.
 
 A step's gradients are those of before the optimizer's step; they stay until the next step.
 """
@@ -34,7 +34,7 @@ def steps(
     count: int,
     last: Callable[[bool], contextlib.AbstractContextManager[Any]] = lambda _: contextlib.nullcontext(),
 ) -> Callable[[], Tensor]:
-    """``last(is_last)``: around a micro-batch."""
+    """``last(is_last)``: around a microbatch."""
     pieces = [{k: v.chunk(count)[i] for k, v in batch.items()} for i in range(count)]
 
     def step() -> Tensor:
@@ -52,7 +52,7 @@ def steps(
 
 
 def ddp(work: Workload, count: int, zero: bool = False, dtype: torch.dtype | None = None) -> Runner:
-    """DistributedDataParallel, which sums after the last micro-batch; ``zero``: with ZeroRedundancyOptimizer."""
+    """DistributedDataParallel, which sums after the last microbatch; ``zero``: with ZeroRedundancyOptimizer."""
     model = DistributedDataParallel(work.model(), gradient_as_bucket_view=True)
     optimizer: Any = (
         ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=RATE)
@@ -80,12 +80,12 @@ def fsdp2(
     dtype: torch.dtype | None = None,
     replicas: int = 1,
 ) -> Runner:
-    """fully_shard of every layer and of the root. ``each``: gradients are reduce-scattered after every micro-batch,
+    """fully_shard of every layer and of the root. ``each``: gradients are reduce-scattered after every microbatch,
     else after the last. ``replicas``: hybrid sharding."""
     model: Any = work.model()
     ranks = dist.get_world_size()
     shape, names = (ranks // replicas,), ("dp",)
-    mesh = init_device_mesh("cpu", (replicas, *shape), mesh_dim_names=("rp", *names)) if replicas > 1 else (
+    mesh = init_device_mesh("cpu", (replicas, *shape), mesh_dim_names=("dp_replicate", *names)) if replicas > 1 else (
         init_device_mesh("cpu", shape, mesh_dim_names=names)
     )  # fmt: skip
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
@@ -156,10 +156,10 @@ def has_deepspeed() -> bool:
 
 
 def ours(work: Workload, count: int, replicas: int = 1, **options: Any) -> Runner:
-    """autopar over dp, or over rp and dp."""
-    sizes = {"rp": replicas} if replicas > 1 else {}
+    """autopar over dp, or over dp_replicate and dp."""
+    sizes = {"dp_replicate": replicas} if replicas > 1 else {}
     mesh = autopar.init_mesh(**sizes, dp=dist.get_world_size() // replicas)
-    model = autopar.parallelize(work.model(), mesh, micro_batches=count, **options)
+    model = autopar.parallelize(work.model(), mesh, microbatches=count, **options)
     part, parts = autopar.dp_rank_and_size(mesh)
     batch = {k: v.chunk(parts)[part] for k, v in work.tokens().items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)

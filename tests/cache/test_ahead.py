@@ -34,7 +34,7 @@ def ragged(ranks: int, folder: str, waits: bool, program: str) -> tuple[list[flo
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
     mesh = autopar.init_mesh("cpu", 60.0, dp=ranks)
-    parallel = autopar.parallelize(model, mesh, shapes="bucket")
+    parallel = autopar.parallelize(model, mesh, padding="bucket")
     losses = []
     for tokens in (40, 100):
         ids = torch.randint(0, 30, (2, tokens), generator=torch.Generator().manual_seed(mesh.data_rank))
@@ -69,7 +69,7 @@ def test_who_cannot_find_the_step_at_hand_makes_none(tmp_path: Path, monkeypatch
     monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
     model, batch = make("mlp")
     longer = {name: torch.cat([x, x]) for name, x in batch.items()}
-    how: dict[str, Any] = {"outputs": (), "exact": True}
+    how: dict[str, Any] = {"outputs": (), "lift_to_float64": True}
     request = background_compile._LongerStep(skeleton_of(model), (), batch, longer, Mesh.of(dp=1), Options(), how)
     assert background_compile.serve(
         io.BytesIO(background_compile._dumped(request))

@@ -156,11 +156,11 @@ def test_what_no_encoder_writes_is_refused(tree: Any) -> None:
 CELLS: list[tuple[str, str, dict[str, Any], bool]] = [
     ("llama", "dp=2,tp=2", {"sequence_parallel": True}, True),
     ("one-layer mixtral", "dp=2", {"zero": 3}, True),
-    ("gpt2 with dropout", "pp=2,dp=2", {"micro_batches": 4, "schedule": "zb_h1"}, True),
+    ("gpt2 with dropout", "pp=2,dp=2", {"microbatches": 4, "schedule": "zb_h1"}, True),
     ("packed llama", "cp=2", {}, True),
     ("t5", "tp=2", {}, False),
-    ("cnn", "dp=2", {"micro_batches": 2}, True),
-    ("llama", "pp=2", {"micro_batches": 2, "schedule": "tera_pipe", "slices": 4}, True),
+    ("cnn", "dp=2", {"microbatches": 2}, True),
+    ("llama", "pp=2", {"microbatches": 2, "schedule": "tera_pipe", "token_slices": 4}, True),
     ("two losses", "dp=2", {}, True),
 ]
 
@@ -170,7 +170,7 @@ def test_steps_come_back(name: str, mesh: str, options: dict[str, Any], train: b
     """Code, notes and order of every graph; nothing is made before it is asked for."""
     made = compile_graph(subject(name).graph(), Mesh.parse(mesh), Options(**options), train=train)
     sections = step_sections(made)
-    found = step_of_sections(sections)
+    found = step_of_sections(sections, made.constants)
     assert isinstance(found, StoredStep) and "local" not in vars(found)
     assert found.plan == made.plan and found.signature == made.signature and found.parameters == made.parameters
     assert found.signature.leaves == made.signature.leaves and found.signature.spec == made.signature.spec
@@ -290,8 +290,8 @@ def test_a_step_without_its_parts_is_refused() -> None:
     sections = step_sections(made)
     for lost in sections:
         with pytest.raises(Damaged):
-            step_of_sections({name: data for name, data in sections.items() if name != lost})
+            step_of_sections({name: data for name, data in sections.items() if name != lost}, made.constants)
     s = subject("mlp")
     plan = plan_sections(plan_model(s.model, s.batch, Mesh.of(dp=2), Options()))
     with pytest.raises(Damaged):
-        step_of_sections(sections | plan)
+        step_of_sections(sections | plan, made.constants)

@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> DiskCache:
 
 
 def file_of(folder: DiskCache, key: str = KEY) -> Path:
-    return folder.path / "steps-1" / f"{key}.step"
+    return folder.path / "steps-2" / f"{key}.step"
 
 
 def sections_of(entry: Any) -> dict[str, bytes]:
@@ -231,11 +231,11 @@ def test_the_least_recently_used_go(folder: DiskCache) -> None:
 def test_clear_takes_what_is_ours_alone(folder: DiskCache, tmp_path: Path) -> None:
     folder.write(KEY, ABOUT, SECTIONS)
     folder.refuse(OTHER)
-    (tmp_path / "steps-1" / "notes.txt").write_text("mine")
+    (tmp_path / "steps-2" / "notes.txt").write_text("mine")
     (tmp_path / "other").write_text("mine")
     assert folder.clear()[0] == 1
     assert folder.entries() == [] and not folder.is_refused(OTHER)
-    assert {p.name for p in tmp_path.rglob("*")} == {"steps-1", "key", "notes.txt", "other"}
+    assert {p.name for p in tmp_path.rglob("*")} == {"steps-2", "key", "notes.txt", "other"}
 
 
 def test_no_room_and_no_right_are_no_errors(folder: DiskCache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_no_room_and_no_right_are_no_errors(folder: DiskCache, monkeypatch: pyte
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
         assert not folder.write(KEY, ABOUT, SECTIONS)
-    assert [p.name for p in tmp_path.rglob("*")] == ["steps-1"]
+    assert [p.name for p in tmp_path.rglob("*")] == ["steps-2"]
     (tmp_path / "file").write_text("")
     blocked = DiskCache(tmp_path / "file")  # no folder can be made there
     assert not blocked.write(KEY, ABOUT, SECTIONS) and blocked.read(KEY) is None and blocked.entries() == []
@@ -362,7 +362,7 @@ def test_readers_see_whole_files_whoever_writes_or_dies(folder: DiskCache) -> No
 
 def test_what_was_never_finished_goes_later(folder: DiskCache) -> None:
     folder.write(KEY, ABOUT, SECTIONS)
-    left = folder.path / "steps-1" / "unfinished-abc"
+    left = folder.path / "steps-2" / "unfinished-abc"
     left.write_bytes(b"half")
     folder.write(OTHER, ABOUT, SECTIONS)
     assert left.exists()  # somebody may be at it

@@ -71,7 +71,7 @@ class Listener(nn.Module):
         return self.loss(logits, labels, lengths, counts)
 
 
-MESHES = [({"dp": 2, "tp": 2}, {"zero": 3}), ({"dp": 2}, {"micro_batches": 2})]
+MESHES = [({"dp": 2, "tp": 2}, {"zero": 3}), ({"dp": 2}, {"microbatches": 2})]
 
 
 @pytest.mark.parametrize("mesh, options", MESHES, ids=str)

@@ -31,38 +31,89 @@ DP, CP, TP = (Options(expert_axis=axis) for axis in ("dp", "cp", "tp"))
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 NODES = "dp%2=switch:450e9,dp/2=switch:50e9"
 CELLS = [
-    Cell("one-layer mixtral", Mesh.of(dp=2), replace(DP, token_dispatcher="gather", microbatches=2, zero=3)),
-    Cell("gpt_oss", Mesh.of(dp=4), replace(DP, token_dispatcher="dedup")),
-    Cell("deepseek_v3", Mesh.of(cp=2), replace(CP, token_dispatcher="plain")),
-    Cell("one-layer mixtral", Mesh.of(cp=2, dp=2), replace(DP, token_dispatcher="gather", zero=3)),  # cp leaves experts in one
-    Cell("one-layer qwen3_moe", Mesh.of(dp=2, tp=2), replace(DP, token_dispatcher="gather", sequence_parallel=True, zero=1)),
-    Cell("deepseek_v3", Mesh.of(dp=2, tp=2), replace(TP, token_dispatcher="dedup", sequence_parallel=True, zero=2)),
+    Cell("one-layer mixtral", Mesh.of(dp=2), replace(DP, token_dispatcher="allgather", microbatches=2, zero=3)),
+    Cell("gpt_oss", Mesh.of(dp=4), replace(DP, token_dispatcher="alltoall_dedup")),
+    Cell("deepseek_v3", Mesh.of(cp=2), replace(CP, token_dispatcher="alltoall")),
+    Cell(
+        "one-layer mixtral", Mesh.of(cp=2, dp=2), replace(DP, token_dispatcher="allgather", zero=3)
+    ),  # cp leaves experts in one
+    Cell(
+        "one-layer qwen3_moe",
+        Mesh.of(dp=2, tp=2),
+        replace(DP, token_dispatcher="allgather", sequence_parallel=True, zero=1),
+    ),
+    Cell(
+        "deepseek_v3",
+        Mesh.of(dp=2, tp=2),
+        replace(TP, token_dispatcher="alltoall_dedup", sequence_parallel=True, zero=2),
+    ),
     Cell("gpt_oss", Mesh.of(tp=2), TP),  # all ranks have all tokens
 ]
 MORE = [
-    Cell("qwen3_moe", Mesh.of(dp_replicate=2, dp=2), replace(DP, token_dispatcher="gather")),
-    *(Cell(name, Mesh.of(dp=2), replace(DP, token_dispatcher=way)) for name in FAMILIES for way in ("gather", "dedup")),
-    *(Cell(name, Mesh.of(dp=4), replace(DP, token_dispatcher="plain", microbatches=2, zero=1)) for name in FAMILIES),
+    Cell("qwen3_moe", Mesh.of(dp_replicate=2, dp=2), replace(DP, token_dispatcher="allgather")),
+    *(
+        Cell(name, Mesh.of(dp=2), replace(DP, token_dispatcher=way))
+        for name in FAMILIES
+        for way in ("allgather", "alltoall_dedup")
+    ),
+    *(Cell(name, Mesh.of(dp=4), replace(DP, token_dispatcher="alltoall", microbatches=2, zero=1)) for name in FAMILIES),
     *(Cell(name, Mesh.of(dp=4), replace(DP, token_dispatcher="hierarchical", topology=NODES)) for name in FAMILIES),
-    *(Cell(name, Mesh.of(dp=2, tp=2), replace(DP, token_dispatcher="dedup")) for name in FAMILIES),
-    *(Cell(name, Mesh.of(tp=4), replace(TP, token_dispatcher="dedup", sequence_parallel=True)) for name in FAMILIES),
-    *(Cell(name, Mesh.of(tp=2), replace(TP, token_dispatcher="gather", sequence_parallel=True)) for name in FAMILIES),
+    *(Cell(name, Mesh.of(dp=2, tp=2), replace(DP, token_dispatcher="alltoall_dedup")) for name in FAMILIES),
+    *(
+        Cell(name, Mesh.of(tp=4), replace(TP, token_dispatcher="alltoall_dedup", sequence_parallel=True))
+        for name in FAMILIES
+    ),
+    *(
+        Cell(name, Mesh.of(tp=2), replace(TP, token_dispatcher="allgather", sequence_parallel=True))
+        for name in FAMILIES
+    ),
     *(Cell(name, Mesh.of(dp=2, tp=2), TP) for name in FAMILIES),
-    *(Cell(name, Mesh.of(cp=2, dp=2), replace(CP, token_dispatcher="gather", zero=3, microbatches=2)) for name in FAMILIES),
-    *(Cell(name, Mesh.of(cp=2, dp=2), replace(DP, token_dispatcher="dedup", zero=2, microbatches=2)) for name in FAMILIES),
-    *(Cell("mixtral", Mesh.of(dp=2), replace(DP, token_dispatcher="dedup", zero=zero, activation_checkpoint="full")) for zero in range(4)),
+    *(
+        Cell(name, Mesh.of(cp=2, dp=2), replace(CP, token_dispatcher="allgather", zero=3, microbatches=2))
+        for name in FAMILIES
+    ),
+    *(
+        Cell(name, Mesh.of(cp=2, dp=2), replace(DP, token_dispatcher="alltoall_dedup", zero=2, microbatches=2))
+        for name in FAMILIES
+    ),
+    *(
+        Cell(
+            "mixtral",
+            Mesh.of(dp=2),
+            replace(DP, token_dispatcher="alltoall_dedup", zero=zero, activation_checkpoint="full"),
+        )
+        for zero in range(4)
+    ),
 ]
 RANKS = [
-    Cell("mixtral", Mesh.of(pp=2, dp=2), replace(DP, schedule="zb_h1", microbatches=2, token_dispatcher="dedup", zero=1)),
+    Cell(
+        "mixtral",
+        Mesh.of(pp=2, dp=2),
+        replace(DP, schedule="zb_h1", microbatches=2, token_dispatcher="alltoall_dedup", zero=1),
+    ),
 ]
 MORE_RANKS = [
-    Cell("qwen3_moe", Mesh.of(dp=2), replace(DP, token_dispatcher="gather", microbatches=2)),
-    *(Cell("qwen3_moe", Mesh.of(dp=2), replace(DP, zero=zero, token_dispatcher="plain")) for zero in range(4)),
-    Cell("mixtral", Mesh.of(pp=2, dp=2), replace(DP, schedule="1f1b", microbatches=2, token_dispatcher="dedup", zero=2)),
-    Cell("mixtral", Mesh.of(pp=2, dp=2), replace(DP, schedule="zb_h1", microbatches=2, token_dispatcher="plain", zero=3)),
-    Cell("deepseek_v3", Mesh.of(pp=2, dp=2), replace(DP, schedule="dual_pipe_v", microbatches=4, token_dispatcher="dedup")),
-    Cell("gpt_oss", Mesh.of(dp=2, tp=2), replace(TP, token_dispatcher="dedup", sequence_parallel=True, zero=3)),
-    Cell("mixtral", Mesh.of(cp=2), replace(CP, token_dispatcher="gather")),
+    Cell("qwen3_moe", Mesh.of(dp=2), replace(DP, token_dispatcher="allgather", microbatches=2)),
+    *(Cell("qwen3_moe", Mesh.of(dp=2), replace(DP, zero=zero, token_dispatcher="alltoall")) for zero in range(4)),
+    Cell(
+        "mixtral",
+        Mesh.of(pp=2, dp=2),
+        replace(DP, schedule="1f1b", microbatches=2, token_dispatcher="alltoall_dedup", zero=2),
+    ),
+    Cell(
+        "mixtral",
+        Mesh.of(pp=2, dp=2),
+        replace(DP, schedule="zb_h1", microbatches=2, token_dispatcher="alltoall", zero=3),
+    ),
+    Cell(
+        "deepseek_v3",
+        Mesh.of(pp=2, dp=2),
+        replace(DP, schedule="dual_pipe_v", microbatches=4, token_dispatcher="alltoall_dedup"),
+    ),
+    Cell(
+        "gpt_oss", Mesh.of(dp=2, tp=2), replace(TP, token_dispatcher="alltoall_dedup", sequence_parallel=True, zero=3)
+    ),
+    Cell("mixtral", Mesh.of(cp=2), replace(CP, token_dispatcher="allgather")),
     Cell("mixtral", Mesh.of(dp=4), replace(DP, token_dispatcher="hierarchical", topology=NODES)),
 ]
 
@@ -80,7 +131,7 @@ def test_on_ranks(cell: Cell) -> None:
 def test_gradients_of_experts_are_not_summed() -> None:
     """Over dp, where those of the router and of shared experts are, and where zero=1 cuts these."""
     sent, batch = {}, routed(16, 8, 2, "any")
-    for options in (Options(), replace(DP, token_dispatcher="gather")):
+    for options in (Options(), replace(DP, token_dispatcher="allgather")):
         made = compile_model(Layer(8), batch, Mesh.of(dp=4), options, lift_to_float64=True, outputs=())
         sent[options.expert_axis] = step_communication(made, 0)["dp", "all_reduce"].bytes
     layer = Layer(8)
@@ -95,7 +146,9 @@ def test_gradients_of_experts_are_not_summed() -> None:
 
 def test_nobody_gathers_for_it_but_its_axis() -> None:
     """Microbatches and replicas cut what is gathered over dp as they cut each piece of it."""
-    made = compile_cell(Cell("qwen3_moe", Mesh.of(dp_replicate=2, dp=2), replace(DP, token_dispatcher="gather", microbatches=2)))
+    made = compile_cell(
+        Cell("qwen3_moe", Mesh.of(dp_replicate=2, dp=2), replace(DP, token_dispatcher="allgather", microbatches=2))
+    )
     assert {axis for axis, kind in step_communication(made, 0) if kind in ("all_gather", "reduce_scatter")} == {"dp"}
     assert not [n for n in made.local.graph.nodes if "mb" in n.args]
 
@@ -114,8 +167,10 @@ FAST = "dp=switch:1e6:0,tp=switch:1e6:0,cp=switch:1e6:0"  # bytes decide
 
 
 def plan_of(model: nn.Module, mesh: Mesh, tokens: int = 16, **options: Any) -> Plan:
-    options = {"experts": "auto", "topology": ",".join(x for x in FAST.split(",") if x[:2] in mesh.sizes)} | options
-    return compile_model(model, routed(tokens, 8, 2, "any"), mesh, Options(**options), lift_to_float64=True, outputs=()).plan
+    options = {"expert_axis": "auto", "topology": ",".join(x for x in FAST.split(",") if x[:2] in mesh.sizes)} | options
+    return compile_model(
+        model, routed(tokens, 8, 2, "any"), mesh, Options(**options), lift_to_float64=True, outputs=()
+    ).plan
 
 
 def test_auto_takes_what_costs_less() -> None:
@@ -125,7 +180,7 @@ def test_auto_takes_what_costs_less() -> None:
     assert not many.experts and "over axes by estimate of all layers: whole" in str(many)
     assert {e.axis for e in plan_of(Layer(8), Mesh.of(ep=2, dp=2), topology="").experts.values()} == {"ep"}
     assert not plan_of(Wide(), Mesh.of(dp=3), tokens=12).experts  # 8 experts do not divide
-    assert not plan_of(Wide(), Mesh.of(dp=4), experts="ep", topology="").experts  # nobody asked
+    assert not plan_of(Wide(), Mesh.of(dp=4), expert_axis="ep", topology="").experts  # nobody asked
     assert not compile_cell(Cell("mlp", Mesh.of(dp=2), Options(expert_axis="auto"))).plan.experts
 
 
@@ -146,22 +201,44 @@ def test_a_plan_and_an_option_that_differ() -> None:
     """No option loses without a word against a plan that was made by hand."""
     mesh, batch = Mesh.of(dp=2, tp=2), routed(16, 8, 2, "any")
     made, _ = plan_model(Wide(), batch, mesh, DP)
-    with pytest.raises(ValueError, match="experts: a plan was given that cuts experts over 'dp', found experts='tp'"):
+    with pytest.raises(
+        ValueError, match="expert_axis: a plan was given that cuts experts over 'dp', found expert_axis='tp'"
+    ):
         plan_model(Wide(), batch, mesh, TP, made)
     whole = plan_of(Layer(8), Mesh.of(dp=4), tokens=1024)
-    with pytest.raises(ValueError, match="cuts experts over no axis, found experts='dp'; leave the option out"):
+    with pytest.raises(ValueError, match="cuts experts over no axis, found expert_axis='dp'; leave the option out"):
         compile_model(Layer(8), batch, Mesh.of(dp=4), DP, plan=whole)
 
 
 BAD = [
-    ({"dp": 2}, {"experts": "tp"}, "experts: expected an axis of the mesh dp=2 over which to cut experts, found"),
-    ({"dp": 4, "ep": 2}, {"experts": "dp"}, "an axis 'ep' is for experts, found experts='dp' beside ep=2"),
-    ({"dp": 2}, {"token_dispatcher": "dedup"}, "token_dispatcher: counts with experts that are cut over an axis, found"),
-    ({"tp": 2}, {"experts": "tp", "token_dispatcher": "dedup"}, "ranks of axis 'tp' have the same tokens, found token_dispatcher="),
-    ({"dp": 16}, {"experts": "dp"}, "8 experts do not divide over axis 'dp' of size 16; .*: dp=2,ep=8 for this dp=16"),
-    ({"dp": 2}, {"experts": "dp", "token_dispatcher": "hierarchical"}, "needs an axis 'dp' over several nodes"),
-    ({"pp": 2}, {"experts": "auto"}, "experts: counts with an axis ep or dp or cp or tp only"),
-    ({"dp": 2}, {"experts": "dp_replicate"}, "experts: expected 'auto', 'ep', 'dp', 'cp' or 'tp', found 'dp_replicate'"),
+    (
+        {"dp": 2},
+        {"expert_axis": "tp"},
+        "expert_axis: expected an axis of the mesh dp=2 over which to cut experts, found",
+    ),
+    ({"dp": 4, "ep": 2}, {"expert_axis": "dp"}, "an axis 'ep' is for experts, found expert_axis='dp' beside ep=2"),
+    (
+        {"dp": 2},
+        {"token_dispatcher": "alltoall_dedup"},
+        "token_dispatcher: counts with experts that are cut over an axis, found",
+    ),
+    (
+        {"tp": 2},
+        {"expert_axis": "tp", "token_dispatcher": "alltoall_dedup"},
+        "ranks of axis 'tp' have the same tokens, found token_dispatcher=",
+    ),
+    (
+        {"dp": 16},
+        {"expert_axis": "dp"},
+        "8 experts do not divide over axis 'dp' of size 16; .*: dp=2,ep=8 for this dp=16",
+    ),
+    ({"dp": 2}, {"expert_axis": "dp", "token_dispatcher": "hierarchical"}, "needs an axis 'dp' over several nodes"),
+    ({"pp": 2}, {"expert_axis": "auto"}, "expert_axis: counts with an axis ep or dp or cp or tp only"),
+    (
+        {"dp": 2},
+        {"expert_axis": "dp_replicate"},
+        "expert_axis: expected 'auto', 'ep', 'dp', 'cp' or 'tp', found 'dp_replicate'",
+    ),
 ]
 
 
@@ -188,9 +265,9 @@ def counted(sizes: dict[str, int], options: dict[str, Any]) -> dict[str, list[in
 
 
 LOADS = [
-    ({"dp": 2}, {"experts": "dp", "token_dispatcher": "gather"}),
-    ({"tp": 2}, {"experts": "tp"}),
-    ({"tp": 2}, {"experts": "tp", "sequence_parallel": True, "token_dispatcher": "dedup"}),
+    ({"dp": 2}, {"expert_axis": "dp", "token_dispatcher": "allgather"}),
+    ({"tp": 2}, {"expert_axis": "tp"}),
+    ({"tp": 2}, {"expert_axis": "tp", "sequence_parallel": True, "token_dispatcher": "alltoall_dedup"}),
 ]
 
 
@@ -219,7 +296,7 @@ def gone_on(folder: str, sizes: dict[str, int], options: dict[str, Any], saves: 
 
 
 OTHERS: list[tuple[dict[str, int], dict[str, Any]]] = [
-    ({"dp": 2}, {"experts": "dp", "token_dispatcher": "dedup", "zero": 2}),
+    ({"dp": 2}, {"expert_axis": "dp", "token_dispatcher": "alltoall_dedup", "zero": 2}),
     ({"ep": 2}, {}),
     ({"dp": 2}, {"zero": 3}),
 ]
@@ -245,7 +322,7 @@ def test_checkpoints_go_on_with_experts_elsewhere(tmp_path: Any) -> None:
 def through_a_folder(folder: str, sizes: dict[str, int], options: dict[str, Any]) -> list[str]:
     """Save for transformers, load into another model; names that differ, and those of a rank's own experts."""
     model, batch = make("one-layer mixtral")
-    mesh, given = init_mesh("cpu", 60.0, **sizes), {**options, "example_batch": batch, "exact": True}
+    mesh, given = init_mesh("cpu", 60.0, **sizes), {**options, "example_batch": batch, "lift_to_float64": True}
     with compiled_once():
         first = parallelize(copy.deepcopy(model), mesh, **given)
         first.save_pretrained(folder)
@@ -259,10 +336,10 @@ def through_a_folder(folder: str, sizes: dict[str, int], options: dict[str, Any]
 
 
 FOLDED: list[Any] = [
-    ({"dp": 2}, {"experts": "dp", "zero": 3}),
-    ({"tp": 2}, {"experts": "tp"}),
-    pytest.param({"dp": 2}, {"experts": "dp"}, marks=pytest.mark.full),
-    pytest.param({"cp": 2}, {"experts": "cp", "zero": 3}, marks=pytest.mark.full),
+    ({"dp": 2}, {"expert_axis": "dp", "zero": 3}),
+    ({"tp": 2}, {"expert_axis": "tp"}),
+    pytest.param({"dp": 2}, {"expert_axis": "dp"}, marks=pytest.mark.full),
+    pytest.param({"cp": 2}, {"expert_axis": "cp", "zero": 3}, marks=pytest.mark.full),
 ]
 
 

@@ -77,7 +77,7 @@ class Ends(nn.Module):
 
 CUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"dp": 2, "tp": 2}, {"zero": 3}),
-    ({"dp": 2}, {"micro_batches": 2}),
+    ({"dp": 2}, {"microbatches": 2}),
     ({"tp": 2}, {}),
 ]
 

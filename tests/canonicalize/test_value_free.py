@@ -71,6 +71,7 @@ def checked(model: nn.Module, options: Options) -> float:
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_losses_over_a_cut_batch(loss: Callable[[Tensor, Tensor], Any]) -> None:
+    torch.manual_seed(0)  # a variance near 0 has gradients of a million
     assert checked(Net(loss), Options()) < LIMIT
 
 

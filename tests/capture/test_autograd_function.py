@@ -97,7 +97,7 @@ def check(model: nn.Module, mesh: str, **options: Any) -> Any:
     return result
 
 
-@pytest.mark.parametrize(("mesh", "options"), [("tp=2", {}), ("dp=2,tp=2", {"zero": 3, "micro_batches": 2})])
+@pytest.mark.parametrize(("mesh", "options"), [("tp=2", {}), ("dp=2,tp=2", {"zero": 3, "microbatches": 2})])
 def test_gradients_are_those_of_the_backward(mesh: str, options: dict[str, Any]) -> None:
     stage = check(Net(), mesh, **options).compiled.stage
     for step in (stage.forward, *backwards(stage)):
@@ -163,7 +163,7 @@ def errors(cases: list[tuple[dict[str, int], dict[str, Any]]]) -> list[float]:
 
 
 def test_on_ranks() -> None:
-    cases = [({"pp": 2}, {"micro_batches": 2, "schedule": "zb_h1"})]
+    cases = [({"pp": 2}, {"microbatches": 2, "schedule": "zb_h1"})]
     for found in run_ranks(2, errors, cases, timeout=300):
         assert max(found) < 1e-10
 
@@ -181,14 +181,12 @@ class One(nn.Module):
         return out
 
 
-def test_what_needs_all_micro_batches_is_refused() -> None:
+def test_what_needs_all_microbatches_is_refused() -> None:
     for function, name in ((own.TotalNorm, "TotalNorm"), (own.Clipped, "Clipped")):
         on_weight = name == "Clipped"
         model = One(lambda x, net, f=function, w=on_weight: x @ f.apply(net.up.weight) if w else f.apply(x))
-        with pytest.raises(
-            ValueError, match=rf"the autograd function {name} .*all micro-batches.* use micro_batches=1"
-        ):
-            check(model, "dp=1", micro_batches=2)
+        with pytest.raises(ValueError, match=rf"the autograd function {name} .*all microbatches.* use microbatches=1"):
+            check(model, "dp=1", microbatches=2)
 
 
 class Written(torch.autograd.Function):
@@ -307,7 +305,7 @@ class Checkpointed(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize(("mesh", "options"), [("dp=2", {"micro_batches": 2}), ("tp=2", {})])
+@pytest.mark.parametrize(("mesh", "options"), [("dp=2", {"microbatches": 2}), ("tp=2", {})])
 def test_checkpoints_are_differentiated(mesh: str, options: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # said by torch

@@ -68,7 +68,7 @@ def compare(
     model = entry.build().train(train)
     adapter = adapter_for(model)
     assert adapter is not None
-    gm = Normalize().apply(capture(model, batch, train=train, exact=True))
+    gm = Normalize().apply(capture(model, batch, train=train, lift_to_float64=True))
     for values in (batch, *others):
         with LiftFloat32(), adapter.reference(model):
             expected = model(**adapter.arguments(model, values))
@@ -161,7 +161,7 @@ def test_without_labels() -> None:
     model = entry.build()
     with LiftFloat32():
         expected = model(**batch)
-    gm = capture(model, batch, exact=True)
+    gm = capture(model, batch, lift_to_float64=True)
     found = run(gm, model, batch)
     assert found.loss is None and torch.equal(found.logits, expected.logits)
     assert [(o.kind, o.name) for o in gm.meta["signature"].outputs] == [("output", "logits")]
@@ -248,7 +248,7 @@ def test_factories_keep_their_dtype() -> None:
             return x.float() + torch.zeros(3) + torch.arange(3, dtype=torch.float32) + torch.ones(3).to(x.dtype)
 
     x = torch.rand(3, dtype=torch.float64)
-    gm = capture(Model(), {"x": x}, exact=True)
+    gm = capture(Model(), {"x": x}, lift_to_float64=True)
     assert all(n.meta["val"].dtype == torch.float64 for n in gm.graph.nodes if n.op == "call_function")
     with LiftFloat32():
         expected = Model()(x)

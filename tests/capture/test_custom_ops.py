@@ -71,9 +71,7 @@ def test_a_backward_that_is_not_linear_sees_the_whole_gradient(name: str, on_wei
 
 def test_over_microbatches_it_is_refused_and_a_derivative_is_not() -> None:
     for name in NONLINEAR:
-        with pytest.raises(
-            ValueError, match=rf"^microbatches: .*autopar_tests.{name}.default is not linear in the gr"
-        ):
+        with pytest.raises(ValueError, match=rf"^microbatches: .*autopar_tests.{name}.default is not linear in the gr"):
             check(name, True, "dp=1", microbatches=2)
     check("doubled", True, "dp=2", microbatches=2)
 

@@ -125,8 +125,8 @@ def test_exact(name: str) -> None:
     assert result.worst < 1e-10, str(result)
 
 
-def test_micro_batches() -> None:
-    result = check_model(_made("second"), _batch(), Mesh.of(dp=2), Options(micro_batches=2))
+def test_microbatches() -> None:
+    result = check_model(_made("second"), _batch(), Mesh.of(dp=2), Options(microbatches=2))
     assert result.worst < 1e-10, str(result)
 
 

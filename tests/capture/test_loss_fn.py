@@ -80,7 +80,7 @@ def on_mesh(sizes: Sizes, kind: str, options: dict[str, Any], folder: str) -> tu
     mesh = autopar.init_mesh("cpu", **sizes)
     model, loss = made(kind, layers_of(sizes))
     part = {name: x.chunk(mesh.data_size)[mesh.data_rank] for name, x in batch_of(kind).items()}
-    parallel = autopar.parallelize(model, mesh, loss=loss, example_batch=part, exact=True, **options)
+    parallel = autopar.parallelize(model, mesh, loss=loss, example_batch=part, lift_to_float64=True, **options)
     assert "forward" not in vars(model)  # the user's is as it was
     found = float(parallel.train_step(**part))
     if "pp" not in sizes:
@@ -92,16 +92,16 @@ def on_mesh(sizes: Sizes, kind: str, options: dict[str, Any], folder: str) -> tu
 
 CASES = [
     ("distilled", {"dp": 2}, {"zero": 3}),
-    ("distilled", {"pp": 2}, {"micro_batches": 2}),
-    ("regularised", {"tp": 2}, {"sequence_parallel": True, "micro_batches": 2}),
-    ("weighted", {"dp": 2, "pp": 2}, {"micro_batches": 2}),
+    ("distilled", {"pp": 2}, {"microbatches": 2}),
+    ("regularised", {"tp": 2}, {"sequence_parallel": True, "microbatches": 2}),
+    ("weighted", {"dp": 2, "pp": 2}, {"microbatches": 2}),
 ]
 MORE = [
     ("distilled", {"dp": 2, "tp": 2}, {"zero": 3}),
-    ("distilled", {"pp": 2, "dp": 2}, {"micro_batches": 2}),
-    ("regularised", {"dp": 2, "tp": 2}, {"sequence_parallel": True, "micro_batches": 2}),
-    ("regularised", {"pp": 2, "dp": 2}, {"micro_batches": 2, "zero": 3, "schedule": "interleaved"}),
-    ("regularised", {"pp": 2, "tp": 2}, {"micro_batches": 4, "schedule": "zb_h1"}),
+    ("distilled", {"pp": 2, "dp": 2}, {"microbatches": 2}),
+    ("regularised", {"dp": 2, "tp": 2}, {"sequence_parallel": True, "microbatches": 2}),
+    ("regularised", {"pp": 2, "dp": 2}, {"microbatches": 2, "zero": 3, "schedule": "interleaved"}),
+    ("regularised", {"pp": 2, "tp": 2}, {"microbatches": 4, "schedule": "zb_h1"}),
 ]
 
 
@@ -127,7 +127,7 @@ def my_loss(logits: Tensor) -> Tensor:
 def outputs(sizes: Sizes, options: dict[str, Any]) -> dict[str, Tensor]:
     mesh = autopar.init_mesh("cpu", **sizes)
     part = {name: x.chunk(mesh.data_size)[mesh.data_rank] for name, x in batch_of("").items()}
-    model = autopar.parallelize(small(), mesh, exact=True, outputs_with_grad=True, **options)
+    model = autopar.parallelize(small(), mesh, lift_to_float64=True, outputs_with_grad=True, **options)
     out = model(**part)
     assert type(out.logits) is Tensor and out.logits.shape[0] == 8
     (my_loss(out.logits) + 0.1 * out.loss).backward()
@@ -177,7 +177,7 @@ def said() -> list[str]:
     named.own_loss = 1
     tokens = lambda out, batch: out.logits.sum(-1)  # noqa: E731
     return [
-        refusal(autopar.parallelize, small(), mesh, outputs_with_grad=True, shapes="bucket"),
+        refusal(autopar.parallelize, small(), mesh, outputs_with_grad=True, padding="bucket"),
         refusal(autopar.parallelize, small(), mesh, loss=3),
         refusal(autopar.parallelize, small(), mesh, loss=lambda out: out.loss),
         refusal(autopar.parallelize, named, mesh, loss=weighted),

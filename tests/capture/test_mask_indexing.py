@@ -107,8 +107,8 @@ def test_equal_to_the_picked_rows(name: str) -> None:
 
 MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "dp": ({"dp": 2}, {}),
-    "parts": ({"dp": 2}, {"zero": 3, "micro_batches": 2}),
-    "tp": ({"tp": 2}, {"micro_batches": 2}),
+    "parts": ({"dp": 2}, {"zero": 3, "microbatches": 2}),
+    "tp": ({"tp": 2}, {"microbatches": 2}),
 }
 ON_MESHES = {
     "dp": ("classes", "over rows", "of picked ones", "put back"),

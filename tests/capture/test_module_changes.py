@@ -79,7 +79,7 @@ def test_models(kind: type[Net], ran: bool) -> None:
     assert check_model(model, batch(), Mesh.of(dp=2)).worst < 1e-12
     model = kind().double()
     before = copied(model)
-    capture(model, batch(), exact=True)
+    capture(model, batch(), lift_to_float64=True)
     after = copied(model)
     assert before.keys() == after.keys() and all(before[n][0] == after[n][0] for n in before)
 
@@ -102,7 +102,7 @@ def test_casts_are_part_of_the_graph_and_are_said() -> None:
 
 def test_afterwards_modules_change_as_they_do() -> None:
     methods = nn.Module.to, nn.Module.register_buffer
-    capture(Net(), batch(torch.float32), exact=False)
+    capture(Net(), batch(torch.float32), lift_to_float64=False)
     with LiftFloat32():
         assert nn.Linear(2, 2).to(torch.float32).weight.dtype == torch.float64
     assert (nn.Module.to, nn.Module.register_buffer) == methods

@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import functools
 import itertools
+import sys
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -195,6 +196,19 @@ def test_what_no_code_reads_is_not_compared() -> None:
     SETTINGS.unread, vocabulary["7"] = 1, -1
     assert unread.holds() and not read.holds()
     assert [str(where) for where in read.changed()] == ["attribute vocabulary['7'] of Net"]
+
+
+def test_of_all_loaded_files_only_those_that_a_text_names_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(300):
+        module = types.ModuleType(f"somebodys_{i}")
+        vars(module).update({f"value_{k}": [k] for k in range(100)})
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    by_name = ForwardReads(Net(lambda m: sys.modules["somebodys_7"].value_1[0])).guards
+    assert by_name.count < 2000
+    monkeypatch.setitem(sys.modules, "imported_between_two_steps", types.ModuleType("imported_between_two_steps"))
+    assert by_name.holds()
+    monkeypatch.setattr("somebodys_7.value_1", [2.0])
+    assert not by_name.holds() and "value_1 of somebodys_7" in str(by_name.changed()[0])
 
 
 def inner(name: str) -> float:

@@ -154,7 +154,7 @@ def test_what_is_captured_once_and_what_anew() -> None:
         ((batch(), batch(8)), ({}, {}), False),
         ((batch(), {**batch(), "x": batch()["x"].float()}), ({}, {}), False),
         ((batch(), batch(half=True)), ({}, {}), False),
-        ((batch(), batch()), ({"exact": True}, {}), False),
+        ((batch(), batch()), ({"lift_to_float64": True}, {}), False),
         ((batch(), batch()), ({}, {"autocast": torch.bfloat16}), False),
         ((batch(), batch()), ({}, {"train": False}), False),
     ],

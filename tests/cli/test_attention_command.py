@@ -47,7 +47,7 @@ def row(out: str, *cells: str) -> list[str]:
 
 
 def test_the_table_and_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
-    out = attention(capsys, "--topology", "ring:50e9:5e-6", "--device", "H100")
+    out = attention(capsys, "--topology", "ring:50e9:5e-6", "--target-hardware", "H100")
     assert "4096 queries to 4096 keys (causal), 6 heads, 2 key heads, over 4 ranks; ring:5e10:5e-6; H100" in out
     kv = 2 * 1024 * 2 * 64 * 2  # bytes of k and v of a rank
     forward = row(out, "contiguous", "ring", "forward")
@@ -57,7 +57,7 @@ def test_the_table_and_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused[3:7] == [""] * 4 and refused[7].startswith("context_parallel:")
     assert "query heads do not divide over 4 ranks" in " ".join(out.replace("│", " ").split())
     assert re.search(r"^choice: \w+(\+\w+)? \(.* ms by estimate, of them .* waiting; ", out, re.MULTILINE)
-    assert re.search(r"^layout: (zigzag|contiguous) \(\w+ takes .* ms; \w+ takes .* ms\)$", out, re.MULTILINE)
+    assert re.search(r"^cp_load_balance: (zigzag|contiguous) \(\w+ takes .* ms; \w+ takes .* ms\)$", out, re.MULTILINE)
     assert re.search(r"^ideal: forward [\d.]+ ms, backward [\d.]+ ms", out, re.MULTILINE)
 
 
@@ -65,8 +65,8 @@ def test_what_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     out = attention(capsys, "--full", "--attention", "bi_ring+token_ring", "--bandwidth", "1e9", "--latency", "0")
     assert "(full)" in out and "switch:1e9:0" in out and "zigzag " not in out
     assert "choice: bi_ring+token_ring (asked for)" in out
-    out = attention(capsys, "--layout", "zigzag", "--window", 100)
-    assert "causal, window 100" in out and "contiguous" not in out and "layout: zigzag (asked for)" in out
+    out = attention(capsys, "--cp-load-balance", "zigzag", "--window", 100)
+    assert "causal, window 100" in out and "contiguous" not in out and "cp_load_balance: zigzag (asked for)" in out
 
 
 def test_cross_attention_is_full(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +84,7 @@ def test_cross_attention_is_full(capsys: pytest.CaptureFixture[str]) -> None:
         (["--seq", 4098], "--seq: 4098 tokens do not divide over 4 ranks; use 4100"),
         (["--kv-seq", 66], "--kv-seq: 66 tokens do not divide over 4 ranks; use 68"),
         (["--kv-seq", 64, "--causal"], "--causal: needs as many keys as queries, found 64 and 4096; use --full"),
-        (["--seq", 4092, "--layout", "zigzag"], "does not divide into 8 chunks for 4 ranks; pad to 4096"),
+        (["--seq", 4092, "--cp-load-balance", "zigzag"], "does not divide into 8 chunks for 4 ranks; pad to 4096"),
         (["--svg", "/no/such/folder/a.svg"], "/no/such/folder/a.svg: cannot be written: No such file"),
     ],
 )
@@ -98,10 +98,10 @@ def test_options_of_plans() -> None:
     add_model(parser, seq=16, batch=None, dtype="float64")
     given = ["--config", __file__, "--mesh", "cp=2"]
     found = parser.parse_args(given)
-    assert (found.attention, found.layout, found.topology) == ("auto", "auto", "")
-    more = ["--attention", "ring+token_ring", "--layout", "zigzag", "--topology", "cp=ring"]
+    assert (found.attention, found.cp_load_balance, found.topology) == ("auto", "auto", "")
+    more = ["--attention", "ring+token_ring", "--cp-load-balance", "zigzag", "--topology", "cp=ring"]
     found = parser.parse_args(given + more)
-    assert (found.attention, found.layout, found.topology) == ("ring+token_ring", "zigzag", "cp=ring")
+    assert (found.attention, found.cp_load_balance, found.topology) == ("ring+token_ring", "zigzag", "cp=ring")
 
 
 # --- pictures ---------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def problem(size: int) -> Problem:
 
 def test_the_picture_of_all_algorithms(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "a.svg"
-    attention(capsys, "--layout", "zigzag", "--svg", file)
+    attention(capsys, "--cp-load-balance", "zigzag", "--svg", file)
     text = file.read_text(encoding="utf-8")
     names = re.findall(r'<tspan class="name">([^<]*)</tspan>', text)
     able = ("all_gather", "bi_ring", "zigzag_ring", "token_ring", "hybrid")

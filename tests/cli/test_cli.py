@@ -126,9 +126,9 @@ def test_plan_of_a_pipeline(capsys: pytest.CaptureFixture[str], config: Path, tm
     code, out, err = run(capsys, "plan", "--config", config, *PIPELINE, *more)
     assert code == 0, err
     found: dict[str, Any] = json.loads(out)
-    assert (found["options"]["cuts"], found["options"]["memory_limit"]) == (["model.layers.1"], 10**9)
+    assert (found["options"]["split_points"], found["options"]["memory_limit"]) == (["model.layers.1"], 10**9)
     pipeline = found["pipeline"]
-    assert (pipeline["schedule"], pipeline["microbatches"], pipeline["slices"]) == ("1f1b", 4, [])
+    assert (pipeline["schedule"], pipeline["microbatches"], pipeline["token_slices"]) == ("1f1b", 4, [])
     assert [part["modules"] for part in pipeline["parts"]] == [
         "model.embed_tokens, model.layers.0",
         "model.layers.1, model.norm, lm_head",
@@ -149,7 +149,11 @@ def test_plan_of_a_pipeline(capsys: pytest.CaptureFixture[str], config: Path, tm
     console = Console(width=160, highlight=False)
     with console.capture() as text:
         show_summary(found, console)
-    for line in ("cuts model.layers.1: the user's choice", "model.layers.1, model.norm, lm_head", "Ranks of pp"):
+    for line in (
+        "split points model.layers.1: the user's choice",
+        "model.layers.1, model.norm, lm_head",
+        "Ranks of pp",
+    ):
         assert line in text.get()
     assert f"rank {pipeline['busiest']} of pp" in text.get()
 
@@ -214,8 +218,16 @@ BAD: list[tuple[str, list[object], str]] = [
     ("no experts", ["--mesh", "ep=2"], "experts: nothing to cut over axis 'ep' of size 2: the model has no experts"),
     ("schedule", ["--mesh", "pp=2", "--schedule", "1f2b"], "--schedule: expected one of gpipe, 1f1b"),
     ("schedule without pp", ["--mesh", "tp=2", "--schedule", "1f1b"], "schedule: counts with an axis pp only, found"),
-    ("cuts", ["--mesh", "pp=2", "--schedule", "1f1b", "--split-points", "model.layers.9"], "no operation belongs to"),
-    ("slices", ["--mesh", "pp=2", "--token-slices", "8,x"], "--token-slices: expected a whole number of at least 0, found '8,x'"),
+    (
+        "split_points",
+        ["--mesh", "pp=2", "--schedule", "1f1b", "--split-points", "model.layers.9"],
+        "no operation belongs to",
+    ),
+    (
+        "token_slices",
+        ["--mesh", "pp=2", "--token-slices", "8,x"],
+        "--token-slices: expected a whole number of at least 0, found '8,x'",
+    ),
     (
         "memory limit",
         ["--mesh", "pp=2", "--memory-limit", "all"],

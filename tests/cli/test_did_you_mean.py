@@ -18,18 +18,19 @@ from autopar.capture.front_end import capture
 from autopar.cli.main import COMMANDS, main
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import parse_placement
-from autopar.options import DECLARED
+from autopar.options import DECLARED, OTHER_WORDS
 from autopar.runtime.inputs.call_arguments import by_name, check_input_names, misspelled
-from autopar.runtime.inputs.padding import asked_shapes
+from autopar.runtime.inputs.padding import asked_padding
 from autopar.spelling import closest
 from tests.support.plain_models import Net
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"zero_stage": 3}, "zero"),
-    ({"micro_batch": 2}, "micro_batches"),
-    ({"gradient_accumulation_steps": 2}, "micro_batches"),
+    ({"microbatch": 2}, "microbatches"),
+    ({"micro_batches": 2}, "microbatches"),
+    ({"gradient_accumulation_steps": 2}, "microbatches"),
     ({"mixed_precision": "bf16"}, "precision"),
-    ({"checkpointing": "full"}, "checkpoint"),
+    ({"checkpointing": "full"}, "activation_checkpoint"),
     ({"example_batchs": {}}, "example_batch"),
     ({"backends": "eager"}, "backend"),
     ({"precision": "bfloat16"}, "bf16"),
@@ -37,13 +38,16 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"precision": "BF16"}, "bf16"),
     ({"zero": "3"}, "3"),
     ({"sequence_parallel": "true"}, "True"),
-    ({"gathers": "steps"}, "step"),
-    ({"reductions": "micro-batch"}, "micro_batch"),
-    ({"layout": "zig_zag"}, "zigzag"),
-    ({"experts": "eq"}, "ep"),
-    ({"dispatch": "2_level"}, "two_level"),
-    ({"aux_loss": "exakt"}, "exact"),
-    ({"device": "h10"}, "H100"),
+    ({"reshard_after_forward": "true"}, "True"),
+    ({"reduce_grads": "micro-batch"}, "microbatch"),
+    ({"cp_load_balance": "zig_zag"}, "zigzag"),
+    ({"expert_axis": "eq"}, "ep"),
+    ({"token_dispatcher": "hierarchic"}, "hierarchical"),
+    ({"aux_loss_scope": "globalbatch"}, "global_batch"),
+    ({"target_hardware": "h10"}, "H100"),
+    ({"token_dispatcher": "two_level"}, "hierarchical"),
+    ({"aux_loss_scope": "exact"}, "global_batch"),
+    *(({word: 1}, name) for word, name in OTHER_WORDS.items()),
 ]
 
 
@@ -64,7 +68,7 @@ def test_axes_placements_shapes_and_names_in_plans() -> None:
     assert {axis: meant(lambda axis=axis: Mesh.of(**{axis: 2})) for axis in axes} == axes
     placements = {"Shard(1)": "S(1)", "Replicate()": "R", "s(0)": "S(0)", "Partial": "P"}
     assert {text: meant(lambda text=text: parse_placement(text)) for text in placements} == placements
-    assert meant(lambda: asked_shapes("buckets")) == "bucket"
+    assert meant(lambda: asked_padding("buckets")) == "bucket"
     assert meant(lambda: autopar.Precision("bf16")) == "bfloat16"
     assert closest("xp", ("dp", "tp")) is None and closest("nothing", DECLARED) is None
 
@@ -120,17 +124,20 @@ def config(tmp_path: Path) -> str:
 
 LINES = {
     "pln": "plan",
-    "plan --config C --mesh dp=2 --chekpoint full": "--checkpoint",
-    "plan --config C --mesh dp=2 --micro_batches 2": "--micro-batches",
-    "plan --config C --mesh dp=2 --checkpoint ful": "full",
+    "plan --config C --mesh dp=2 --chekpoint full": "--activation-checkpoint",
+    "plan --config C --mesh dp=2 --micro-batches 2": "--microbatches",
+    "plan --config C --mesh dp=2 --activation-checkpoint ful": "full",
     "plan --config C --mesh dp=2 --schedule gpip": "gpipe",
     "plan --config C --mesh dp=2 --attention ring+tokenring": "token_ring",
     "plan --config C --mesh dp=2 --topology rng": "ring",
     "plan --config C --mesh dp=2 --dtype bfloat61": "bfloat16",
     "plan --config C --mesh mp=2": "tp",
     "show --config C --mesh dp=2 --level forwrd": "forward",
-    "schedule --name gpip --stages 2 --micro-batches 2": "gpipe",
-    "experts --device h10": "H100",
+    "schedule --name gpip --stages 2 --microbatches 2": "gpipe",
+    "experts --target-hardware h10": "H100",
+    "plan --config C --mesh dp=2 --whole-ops aten.sinc.default": "--replicate-ops",
+    "plan --config C --mesh rp=2": "dp_replicate",
+    "start --mesh dp=2": "bootstrap",
 }
 
 

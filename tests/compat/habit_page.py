@@ -38,7 +38,7 @@ SECTIONS = {
     "What scripts and papers' code do": SCRIPTS,
     "Memory of weights, errors that are caught, what time it is": HELD,
 }
-HEAD = """# What may be done to a model
+HEAD = """# PyTorch compatibility
 
 What users of torch do to a model, its parameters and optimizer, before `parallelize`, between two training steps, and
 in place of one. `tests/compat/test_habits.py` does each of it to plain torch and to a model on a mesh, on one process and on

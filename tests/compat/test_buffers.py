@@ -165,3 +165,22 @@ def copies_of_a_step() -> list[str]:
 
 def test_only_what_somebody_reads_is_kept() -> None:
     assert run_ranks(1, copies_of_a_step) == [["c"]]
+
+
+def kept_output(model: Any) -> list[float]:
+    """A buffer that was returned, after it was given other data and a step has written to that."""
+    kept = model(**batch())["buffer"]
+    model.c.data = torch.full_like(model.c, 0.25)
+    model(**batch())
+    return list(getattr(kept, "full_tensor", lambda: kept)().tolist())
+
+
+def kept_output_on_ranks(axis: str) -> list[float]:
+    mesh = autopar.init_mesh("cpu", 30.0, **{axis: torch.distributed.get_world_size()})
+    return kept_output(autopar.parallelize(made(written), mesh, example_batch=batch()))
+
+
+@pytest.mark.parametrize(("axis", "ranks"), [("dp", 1), ("dp", 2)])
+def test_an_output_that_is_a_buffer_stays_that_buffer(axis: str, ranks: int) -> None:
+    for found in run_ranks(ranks, kept_output_on_ranks, axis):
+        assert found == pytest.approx(kept_output(made(written)), abs=1e-12)

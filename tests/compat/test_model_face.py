@@ -27,7 +27,7 @@ def llama() -> LlamaForCausalLM:
 
 def shown() -> dict[str, Any]:
     mesh = autopar.init_mesh("cpu", pp=2, tp=2)
-    model = autopar.parallelize(llama(), mesh, cuts=["model.layers.2"])
+    model = autopar.parallelize(llama(), mesh, split_points=["model.layers.2"])
     whole = llama()
     ids = torch.zeros(2, 8, dtype=torch.int64)
     calls = {

@@ -83,7 +83,7 @@ def wrong_lines(sizes: dict[str, int], zero: int, phases: bool) -> list[str]:
     mesh = autopar.init_mesh("cpu", 30.0, **sizes)
     part, parts = autopar.dp_rank_and_size(mesh)
     mine = {k: v.chunk(parts)[part] for k, v in batch.items()}
-    parallel = autopar.parallelize(plain()[0], mesh, example_batch=mine, zero=zero, exact=True)
+    parallel = autopar.parallelize(plain()[0], mesh, example_batch=mine, zero=zero, lift_to_float64=True)
     cuts = [p.cuts for p in parallel.parameters()]  # type: ignore[attr-defined]
     assert any(cuts) == (len({*sizes} - {"pp"}) > 0)
     assert any(s.blocks for cut in cuts for _, s in cut) == ("tp" in sizes), cuts
@@ -124,7 +124,9 @@ def test_lines_are_as_in_torch_where_parameters_are_cut(sizes: dict[str, int], z
 def alone() -> dict[str, Any]:
     """What one rank may do by itself; draws where seeds are unlike; what is refused."""
     model, batch = plain()
-    parallel = autopar.parallelize(model, autopar.init_mesh("cpu", 30.0, tp=2), example_batch=batch, exact=True)
+    parallel = autopar.parallelize(
+        model, autopar.init_mesh("cpu", 30.0, tp=2), example_batch=batch, lift_to_float64=True
+    )
     parallel.train_step(**batch)
     p, rank = parallel.qkv.weight, torch.distributed.get_rank()
     assert p.grad is not None and p.cuts

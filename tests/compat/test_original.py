@@ -180,7 +180,7 @@ def on_meshes(sizes: dict[str, int], options: dict[str, Any]) -> Any:
 
 def test_tags_and_states_on_meshes() -> None:
     with compiled_once():
-        for sizes, options in ({"tp": 2}, {}), ({"pp": 2}, {"cuts": ["block"], "micro_batches": 1}):
+        for sizes, options in ({"tp": 2}, {}), ({"pp": 2}, {"split_points": ["block"], "microbatches": 1}):
             for said in run_ranks(2, on_meshes, sizes, options):
                 assert "attribute bn.training was set to False on the original model" in said
 

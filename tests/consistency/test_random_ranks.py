@@ -42,9 +42,9 @@ def verified(sizes: dict[str, int], options: dict[str, Any]) -> Report:
 @pytest.mark.parametrize(
     "sizes, options",
     [
-        ({"pp": 2}, {"micro_batches": 2}),
-        ({"pp": 2}, {"micro_batches": 2, "schedule": "zb_h1"}),
-        ({"dp": 2}, {"zero": 3, "micro_batches": 2}),
+        ({"pp": 2}, {"microbatches": 2}),
+        ({"pp": 2}, {"microbatches": 2, "schedule": "zb_h1"}),
+        ({"dp": 2}, {"zero": 3, "microbatches": 2}),
         ({"tp": 2}, {}),
     ],
     ids=str,
@@ -94,7 +94,7 @@ def verified_tokens(sizes: dict[str, int], options: dict[str, Any]) -> Report:
 @pytest.mark.parametrize(
     "sizes, options",
     [
-        ({"pp": 2}, {"schedule": "seq1f1b", "micro_batches": 2, "slices": 2}),
+        ({"pp": 2}, {"schedule": "seq1f1b", "microbatches": 2, "token_slices": 2}),
         ({"cp": 2}, {}),
         ({"tp": 2}, {"sequence_parallel": True}),
     ],

@@ -115,7 +115,7 @@ def weights_differ() -> list[str]:
         partly = Net().double()
     torch.manual_seed(0)
     found.append(refusal(put, partly))
-    found.append(refusal(put, Net().to("meta"), sync=True))
+    found.append(refusal(put, Net().to("meta"), broadcast_weights=True))
 
     found.append(refusal(put, build(Metric if rank == 2 else Tied)))
 
@@ -132,12 +132,14 @@ def test_different_weights_are_refused_on_every_rank() -> None:
     assert re.search(
         r"same weights, found first.weight: rank 2, 3: \w+; against rank 0, 1: .*second.weight: .*more\)", seeds
     )
-    assert "torch.manual_seed" in seeds and "sync=True" in seeds and "load_pretrained" in seeds
+    assert "torch.manual_seed" in seeds and "broadcast_weights=True" in seeds and "load_pretrained" in seeds
     assert "same options, found seed: rank 3: 1; against rank 0, 1, 2: 0" in seed
     assert re.search(r"same weights, found head.bias: rank 1: \w+; against rank 0, 2, 3: \w+; seed", bias)
     assert "found norm.running_mean: rank 1: " in buffer
     assert "first.weight: rank 3: no values; against" in meta
-    assert "sync=True takes the weights of rank 0, found first.weight on the meta device there" in no_source
+    assert (
+        "broadcast_weights=True takes the weights of rank 0, found first.weight on the meta device there" in no_source
+    )
     assert "the same model, found embed.weight: rank 2: nothing; against rank 0, 1, 3: (16, 12) torch.float64" in model
     assert loaded.startswith("load_state_dict: every rank must be given the same values, found ")
 
@@ -151,7 +153,9 @@ def synchronised(sizes: dict[str, int], kind: type[nn.Module]) -> None:
     before = {n: p.clone() for n, p in mine.named_parameters()}
     batch = numbers() if kind is Net else tokens()
     mesh = autopar.init_mesh("cpu", 30.0, **sizes)
-    parallel = autopar.parallelize(mine, mesh, example_batch=part(batch, sizes), exact=True, zero=3, sync=True)
+    parallel = autopar.parallelize(
+        mine, mesh, example_batch=part(batch, sizes), lift_to_float64=True, zero=3, broadcast_weights=True
+    )
     assert all(p.is_meta or torch.equal(p, before[n]) for n, p in mine.named_parameters())
     output = model(**batch)
     expected = output if isinstance(output, Tensor) else output["loss"]
@@ -171,7 +175,9 @@ def synchronised_buffers() -> None:
     with torch.no_grad():
         model.norm.running_mean += 1 + rank
     images = {"images": torch.randn(2, 3, 5, 5, dtype=torch.float64), "labels": torch.zeros(2, dtype=torch.int64)}
-    module = autopar.parallelize(model, autopar.init_mesh("cpu", 30.0, dp=2), example_batch=images, sync=True)
+    module = autopar.parallelize(
+        model, autopar.init_mesh("cpu", 30.0, dp=2), example_batch=images, broadcast_weights=True
+    )
     assert module.norm.running_mean.eq(1).all() and model.norm.running_mean.eq(1 + rank).all()
     assert module.norm.num_batches_tracked.dtype == torch.int64
 
@@ -298,7 +304,7 @@ def test_a_program_that_ends_says_it() -> None:
 
 
 class Masked(nn.Module):
-    """A mean over the labels that count, which micro-batches share: a prologue. Its table is a constant."""
+    """A mean over the labels that count, which microbatches share: a prologue. Its table is a constant."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -385,9 +391,9 @@ def check_planted(every: list[dict[str, str]]) -> None:
 
 
 def test_a_rank_that_compiled_something_else_is_stopped_before_anything_runs() -> None:
-    check_planted(run_ranks(2, one_compiles_otherwise, {"dp": 2}, {"micro_batches": 2}, False, timeout=200))
+    check_planted(run_ranks(2, one_compiles_otherwise, {"dp": 2}, {"microbatches": 2}, False, timeout=200))
 
 
 def test_a_rank_that_compiled_another_pipeline_is_stopped_before_anything_runs() -> None:
-    options = {"micro_batches": 2, "schedule": "zb_h1", "zero": 1}
+    options = {"microbatches": 2, "schedule": "zb_h1", "zero": 1}
     check_planted(run_ranks(4, one_compiles_otherwise, {"pp": 2, "dp": 2}, options, True, timeout=300))

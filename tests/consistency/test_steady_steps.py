@@ -77,7 +77,7 @@ class Every(Counting):
     [
         (2, {"dp": 2}, {"zero": 3}),
         (4, {"tp": 2, "dp": 2}, {}),
-        (2, {"pp": 2}, {"micro_batches": 2, "schedule": "1f1b"}),
+        (2, {"pp": 2}, {"microbatches": 2, "schedule": "1f1b"}),
     ],
     ids=["dp", "dp-tp", "pp"],
 )
@@ -211,7 +211,7 @@ def other_in_a_pipeline(rank: int) -> str:
     torch.manual_seed(0)
     batch = {name: torch.ones(8, 8, dtype=torch.float64) for name in ("x", "y")}
     mesh = autopar.init_mesh("cpu", LONG, pp=2)
-    parallel = autopar.parallelize(Stack().double(), mesh, example_batch=batch, micro_batches=2)
+    parallel = autopar.parallelize(Stack().double(), mesh, example_batch=batch, microbatches=2)
     for _ in range(6):
         parallel.train_step(**batch)
     mine = {name: x[: 8 - 4 * rank] for name, x in batch.items()}

@@ -53,7 +53,7 @@ class Case:
 
     def __str__(self) -> str:
         o = self.options
-        return f"{self.name} {self.mesh} zero={o.zero} m={o.micro_batches} {o.precision} {o.schedule}"
+        return f"{self.name} {self.mesh} zero={o.zero} m={o.microbatches} {o.precision} {o.schedule}"
 
 
 SCHEDULES = ("1f1b", "zb_h1", "interleaved", "dual_pipe_v")
@@ -63,7 +63,7 @@ TWO, STAGES = Mesh.of(dp=2), Mesh.of(dp=2, pp=2)
 
 
 def case(mesh: Mesh, zero: int, count: int, precision: str = "none", name: str = "llama", **more: Any) -> Case:
-    return Case(name, mesh, Options(zero=zero, micro_batches=count, precision=PRECISIONS[precision], **more))
+    return Case(name, mesh, Options(zero=zero, microbatches=count, precision=PRECISIONS[precision], **more))
 
 
 ALL = [
@@ -71,16 +71,17 @@ ALL = [
     *(case(Mesh.of(pp=2), 0, 4, p, schedule=s) for p in PRECISE for s in (*SCHEDULES, "gpipe", "zb_v", "dual_pipe")),
     *(case(STAGES, zero, 4, p, schedule=s) for p in PRECISE for zero in range(4) for s in SCHEDULES),
     *(case(mesh, zero, count, p)
-      for mesh in (Mesh.of(rp=2, dp=2), Mesh.of(dp=2, tp=2), Mesh.of(dp=2, cp=2))
+      for mesh in (Mesh.of(dp_replicate=2, dp=2), Mesh.of(dp=2, tp=2), Mesh.of(dp=2, cp=2))
       for p in PRECISE for zero in range(4) for count in (1, 4)),
     *(case(Mesh.of(dp=4), zero, 2, p) for p in PRECISE for zero in range(4)),
     case(Mesh.of(dp=2, tp=2), 2, 2, sequence_parallel=True),
-    case(Mesh.of(pp=2), 0, 2, schedule="tera_pipe", slices=2),
+    case(Mesh.of(pp=2), 0, 2, schedule="tera_pipe", token_slices=2),
     *(case(TWO, 3, 2, name=name) for name in ("gpt2", "mixtral", "vit", "whisper", "bert")),
 ]  # fmt: skip
 FEW = [
     case(TWO, 0, 1), case(TWO, 0, 4, "bf16"), case(TWO, 1, 1, "bf16"), case(TWO, 2, 1), case(TWO, 3, 4),
-    case(Mesh.of(dp=2, tp=2), 1, 4), case(Mesh.of(rp=2, dp=2), 2, 4, "bf16"), case(Mesh.of(dp=2, cp=2), 3, 1, "bf16"),
+    case(Mesh.of(dp=2, tp=2), 1, 4), case(Mesh.of(dp_replicate=2, dp=2), 2, 4, "bf16"),
+    case(Mesh.of(dp=2, cp=2), 3, 1, "bf16"),
     case(Mesh.of(pp=2), 0, 4, "bf16", schedule="dual_pipe_v"),
     *(case(STAGES, zero, 4, p, schedule=s) for zero, p, s in zip((1, 2, 3), PRECISE * 2, SCHEDULES)),
     case(TWO, 3, 2, name="gpt2"),
@@ -193,10 +194,10 @@ def test_memory_is_what_a_meter_sees(count: int) -> None:
 
 
 def test_few_have_every_pair() -> None:
-    """Of ZeRO, numbers of micro-batches and precisions without stages; every schedule and kind of mesh somewhere."""
+    """Of ZeRO, numbers of microbatches and precisions without stages; every schedule and kind of mesh somewhere."""
 
     def pairs(cases: list[Case]) -> set[tuple[str, str]]:
-        facts = [(f"zero={o.zero}", f"m={o.micro_batches}", str(o.precision)) for o in (c.options for c in cases)]
+        facts = [(f"zero={o.zero}", f"m={o.microbatches}", str(o.precision)) for o in (c.options for c in cases)]
         return {pair for three in facts for pair in itertools.combinations(three, 2)}
 
     assert pairs(FEW[:8]) == pairs(ALL[:16]) and not any("pp" in c.mesh.sizes for c in FEW[:8])

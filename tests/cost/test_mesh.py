@@ -27,7 +27,7 @@ def test_parse_and_print() -> None:
     [
         ("dp", "expected name=size pairs"),
         ("dp=x", "expected name=size"),
-        ("data=2", "unknown axis 'data'; the axes are pp, rp, dp"),
+        ("data=2", "unknown axis 'data'; the axes are pp, dp_replicate, dp"),
         ("dp=0", "size of at least 1"),
         ("dp=2,dp=2", "named twice"),
         (
@@ -54,9 +54,9 @@ def test_a_size_may_be_a_number_of_numpy() -> None:
 
 
 def test_inner_axes_cut_first() -> None:
-    mesh = Mesh.of(tp=2, dp=3, cp=1).with_micro_batches(4)
+    mesh = Mesh.of(tp=2, dp=3, cp=1).with_microbatches(4)
     assert list(mesh.cut_order.items()) == [("tp", 2), ("dp", 3), ("mb", 4)]
-    assert Mesh.of(dp=2).with_micro_batches(1) == Mesh.of(dp=2)
+    assert Mesh.of(dp=2).with_microbatches(1) == Mesh.of(dp=2)
 
 
 def test_groups() -> None:
@@ -81,12 +81,12 @@ def test_coordinates_number_the_ranks(sizes: dict[str, int]) -> None:
 
 def test_a_slice_of_tokens_is_a_fraction() -> None:
     """It cuts first, in time: no axis that a user can name, no ranks."""
-    mesh = Mesh.of(dp=2, tp=2).with_micro_batches(3).with_slice(6, 4, 16)
+    mesh = Mesh.of(dp=2, tp=2).with_microbatches(3).with_slice(6, 4, 16)
     assert list(mesh.cut_order.items()) == [("sl", Fraction(8, 3)), ("tp", 2), ("dp", 2), ("mb", 3)]
     assert nested_shape((6, 16, 8), {"sl": Shard(1), "tp": Shard(1), "dp": Shard(0)}, mesh.cut_order) == (3, 3, 8)
     assert local_shape((32,), Shard(0, (16, 16)), mesh.pieces("sl")) == (12,)
     assert rows_of_slice(32, Shard(0, (16, 16)), 6, 4, 16) == [(4, 6), (20, 6)]
     with pytest.raises(ValueError, match="block of 12 does not divide"):
         local_shape((12,), Shard(0), mesh.pieces("sl"))
-    with pytest.raises(ValueError, match="unknown axis 'sl'; the axes are pp, rp, dp, cp, ep, tp"):
+    with pytest.raises(ValueError, match="unknown axis 'sl'; the axes are pp, dp_replicate, dp, cp, ep, tp"):
         Mesh.of(sl=2)

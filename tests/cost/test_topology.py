@@ -142,7 +142,9 @@ def test_links_of_a_pipeline_choose_its_schedule_and_slices() -> None:
         return plan
 
     assert planned().schedule != planned(topology="pp=switch:1e6").schedule == "1f1b"
-    sliced = [planned(schedule="seq1f1b", topology=text).slices for text in ("pp=switch:1e4:0", "pp=switch:1e4:1e3")]
+    sliced = [
+        planned(schedule="seq1f1b", topology=text).token_slices for text in ("pp=switch:1e4:0", "pp=switch:1e4:1e3")
+    ]
     assert len(sliced[0]) > len(sliced[1]) == 1
 
 

@@ -53,9 +53,11 @@ def held(name: str, policy: str) -> tuple[int, int]:
             compiled(memory_limit=1)
         least = re.search(r"least that would do is ([\d,]+) bytes", str(error.value))
         assert least is not None
-        options = {"memory_limit": (int(least[1].replace(",", "")) + memory(compiled(checkpoint="none")).peak) // 2}
+        options = {
+            "memory_limit": (int(least[1].replace(",", "")) + memory(compiled(activation_checkpoint="none")).peak) // 2
+        }
     else:
-        options = {"checkpoint": policy}  # type: ignore[dict-item]
+        options = {"activation_checkpoint": policy}  # type: ignore[dict-item]
     parallel = autopar.parallelize(model, autopar.init_mesh("cpu", 30.0, dp=1), **options)  # type: ignore[arg-type]
     parallel.train_step(**batch)
     for p in parallel.parameters():

@@ -15,14 +15,16 @@ from autopar.testing.harness import MeshRun
 from tests.experts.test_experts import Layer, routed
 
 MESH, NODES = Mesh.of(ep=4), "ep%2=switch:450e9,ep/2=switch:50e9"
-EVERY = ("gather", "plain", "dedup", "hierarchical")
+EVERY = ("allgather", "alltoall", "alltoall_dedup", "hierarchical")
 
 
 @pytest.mark.parametrize("dispatch", EVERY)
 def test_a_rank_that_gets_all(dispatch: str) -> None:
     """16 tokens on each of 4 ranks choose the two experts of rank 1: 128 rows there, none elsewhere."""
     model, batch = Layer(8), routed(64, 8, 2, "any")
-    made = compile_model(model, batch, MESH, Options(token_dispatcher=dispatch, topology=NODES), lift_to_float64=True, outputs=())
+    made = compile_model(
+        model, batch, MESH, Options(token_dispatcher=dispatch, topology=NODES), lift_to_float64=True, outputs=()
+    )
     skewed = {**batch, "expert": torch.tensor([[3, 2]]).expand(64, 2).contiguous()}
     stage = made.stage
     for given in (skewed, batch):

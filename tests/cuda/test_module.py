@@ -16,29 +16,29 @@ ATTENTIONS = ("all_gather", "ring", "bi_ring", "zigzag_ring", "token_ring", "uly
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_auto", "zb_v", "dual_pipe", "dual_pipe_v")
 WAYS: list[tuple[str, dict[str, Any]]] = [
     ("dp=2", {}),
-    ("dp=2", {"zero": 3, "micro_batches": 2}),
+    ("dp=2", {"zero": 3, "microbatches": 2}),
     ("tp=2", {}),
-    ("tp=2", {"sequence_parallel": True, "micro_batches": 4}),
-    ("dp=2,tp=2", {"zero": 3, "micro_batches": 2}),
+    ("tp=2", {"sequence_parallel": True, "microbatches": 4}),
+    ("dp=2,tp=2", {"zero": 3, "microbatches": 2}),
     *(("cp=2", {"attention": attention}) for attention in ATTENTIONS),
     ("cp=4", {"attention": "hybrid"}),
     ("dp=2,cp=2", {"zero": 3}),
     ("cp=2,tp=2", {"sequence_parallel": True}),
-    ("pp=2,dp=2", {"zero": 3, "micro_batches": 4}),
-    ("pp=2,tp=2", {"micro_batches": 4}),
-    ("pp=2,cp=2", {"micro_batches": 4}),
-    ("pp=2,dp=2,cp=2,tp=2", {"zero": 3, "micro_batches": 4}),
-    *(("pp=2", {"schedule": schedule, "micro_batches": 4}) for schedule in SCHEDULES),
+    ("pp=2,dp=2", {"zero": 3, "microbatches": 4}),
+    ("pp=2,tp=2", {"microbatches": 4}),
+    ("pp=2,cp=2", {"microbatches": 4}),
+    ("pp=2,dp=2,cp=2,tp=2", {"zero": 3, "microbatches": 4}),
+    *(("pp=2", {"schedule": schedule, "microbatches": 4}) for schedule in SCHEDULES),
 ]
 CELLS = [
     *((model, *way) for model in MODELS for way in WAYS if not (model == "t5" and "token_ring" in way[1].values())),
-    ("llama", "pp=2", {"schedule": "seq1f1b", "micro_batches": 2, "slices": 2}),
-    ("gpt2", "pp=2", {"schedule": "tera_pipe", "micro_batches": 2, "slices": 2}),
+    ("llama", "pp=2", {"schedule": "seq1f1b", "microbatches": 2, "token_slices": 2}),
+    ("gpt2", "pp=2", {"schedule": "tera_pipe", "microbatches": 2, "token_slices": 2}),
     ("whisper", "dp=2,tp=2", {}),
 ]
 OFTEN = (
     ("llama", "cp=2", {"attention": "zigzag_ring"}),
-    ("mixtral", "dp=2", {"zero": 3, "micro_batches": 2}),
+    ("mixtral", "dp=2", {"zero": 3, "microbatches": 2}),
 )
 
 

@@ -17,17 +17,17 @@ from tests.cuda.loops import in_type
 from tests.support.subjects import tiny
 
 CELLS: list[tuple[str, str, dict[str, Any]]] = [
-    ("llama", "dp=2", {"micro_batches": 2}),
+    ("llama", "dp=2", {"microbatches": 2}),
     ("llama", "dp=2,tp=2", {"zero": 3, "sequence_parallel": True}),
-    ("llama", "pp=2", {"micro_batches": 4}),
-    ("llama", "pp=2", {"micro_batches": 2, "schedule": "seq1f1b", "slices": (7, 9)}),
+    ("llama", "pp=2", {"microbatches": 4}),
+    ("llama", "pp=2", {"microbatches": 2, "schedule": "seq1f1b", "token_slices": (7, 9)}),
     ("llama", "cp=2", {"attention": "ring"}),
-    ("llama", "cp=2", {"attention": "token_ring", "layout": "zigzag"}),
+    ("llama", "cp=2", {"attention": "token_ring", "cp_load_balance": "zigzag"}),
     ("llama", "cp=2", {"attention": "ulysses"}),
     ("gpt2", "tp=2", {}),
-    ("gpt2", "pp=2", {"micro_batches": 2, "schedule": "zb_h1"}),
+    ("gpt2", "pp=2", {"microbatches": 2, "schedule": "zb_h1"}),
     ("t5", "tp=2", {}),
-    ("t5", "pp=2", {"micro_batches": 2}),
+    ("t5", "pp=2", {"microbatches": 2}),
     ("bert", "dp=2", {}),
     ("mixtral", "dp=2", {}),
     ("mixtral", "tp=2", {}),

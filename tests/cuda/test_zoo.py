@@ -13,7 +13,7 @@ from tests.hf.zoo import CAUSAL, REFUSED_OVER_CP, WITHOUT_ATTENTION, make
 from tests.support.subjects import tiny
 
 WAYS: dict[str, dict[str, Any]] = {
-    "dp=2": {"zero": 3, "micro_batches": 2},
+    "dp=2": {"zero": 3, "microbatches": 2},
     "tp=2": {"sequence_parallel": True},
     "cp=2": {},
 }

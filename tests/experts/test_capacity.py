@@ -31,11 +31,11 @@ from tests.support.subjects import SEED, tiny
 MESHES = [
     (Mesh.of(dp=1), Options()),
     (Mesh.of(dp=1), Options(microbatches=4)),
-    (Mesh.of(ep=2), Options(token_dispatcher="gather")),
-    (Mesh.of(dp=2, ep=2), Options(zero=3, token_dispatcher="dedup", microbatches=2)),
-    (Mesh.of(cp=2, ep=2), Options(token_dispatcher="plain", activation_checkpoint="full", microbatches=2)),
+    (Mesh.of(ep=2), Options(token_dispatcher="allgather")),
+    (Mesh.of(dp=2, ep=2), Options(zero=3, token_dispatcher="alltoall_dedup", microbatches=2)),
+    (Mesh.of(cp=2, ep=2), Options(token_dispatcher="alltoall", activation_checkpoint="full", microbatches=2)),
     (Mesh.of(dp=2, cp=2), Options()),
-    (Mesh.of(ep=2, tp=2), Options(token_dispatcher="dedup", sequence_parallel=True)),
+    (Mesh.of(ep=2, tp=2), Options(token_dispatcher="alltoall_dedup", sequence_parallel=True)),
 ]
 CAPACITY = 0.75
 
@@ -55,7 +55,7 @@ def test_a_capped_model_is_the_same_on_every_mesh(name: str) -> None:
     with capped_experts(model, CAPACITY):
         expected = eager(model, batch, SEED)
     assert abs(expected.loss - eager(model, batch, SEED).loss) > 1e-6
-    graph = captured_once(model, batch, exact=True)
+    graph = captured_once(model, batch, lift_to_float64=True)
     for mesh, options in MESHES:
         made = compile_graph(copy.deepcopy(graph), mesh, capped(options), outputs=())
         for found in MeshRun(made, model, batch, mesh, SEED).errors(expected):
@@ -78,7 +78,7 @@ class Capped(Layer):
 
 
 @pytest.mark.parametrize("choice", ["any", "one", "lower half"])
-@pytest.mark.parametrize(("dispatch", "microbatches"), [("gather", 1), ("plain", 3), ("dedup", 1)])
+@pytest.mark.parametrize(("dispatch", "microbatches"), [("allgather", 1), ("alltoall", 3), ("alltoall_dedup", 1)])
 def test_whoever_is_chosen(choice: str, dispatch: str, microbatches: int) -> None:
     """12 tokens, 24 pairs of 8 experts: 3 pairs each, and all pairs of one expert's where all choose the same."""
     model, batch, mesh = Layer(8), routed(12, 8, 2, choice), Mesh.of(ep=4)
@@ -104,7 +104,7 @@ def test_what_is_gathered() -> None:
     graph, mesh = capture(model, batch, lift_to_float64=True), Mesh.of(ep=4)
     with_it, without = (
         step_communication(compile_graph(copy.deepcopy(graph), mesh, o, outputs=()), 0)
-        for o in (Options(token_dispatcher="plain", capacity_factor=1.0), Options(token_dispatcher="plain"))
+        for o in (Options(token_dispatcher="alltoall", capacity_factor=1.0), Options(token_dispatcher="alltoall"))
     )
     assert ("ep", "all_gather") not in without
     assert with_it["ep", "all_gather"].bytes == 16 * 2 * 8 * 3 // 4
@@ -113,7 +113,10 @@ def test_what_is_gathered() -> None:
 def trained(batch: dict[str, Tensor], steps: int) -> dict[str, Tensor]:
     """Weights after some steps of AdamW."""
     model, _ = tiny("qwen3_moe")
-    mesh, options = init_mesh("cpu", 60.0, ep=2), {"capacity": CAPACITY, "microbatches": 2, "token_dispatcher": "dedup"}
+    mesh, options = (
+        init_mesh("cpu", 60.0, ep=2),
+        {"capacity_factor": CAPACITY, "microbatches": 2, "token_dispatcher": "alltoall_dedup"},
+    )
     part, parts = dp_rank_and_size(mesh)
     mine = part_of_batch(batch, dict.fromkeys(batch, 0), parts, part, 2, 2)
     parallel = autopar.parallelize(model, mesh, lift_to_float64=True, example_batch=mine, **options)
@@ -154,7 +157,10 @@ def test_verify_caps_one_process() -> None:
 def test_bad_input() -> None:
     batch: dict[str, Any] = routed(12, 6, 2, "any")
     for options, error in (
-        (Options(capacity_factor=0.2), r"capacity_factor: an expert must take a token at least, found 0.2 times .* use 0.25 or more"),
+        (
+            Options(capacity_factor=0.2),
+            r"capacity_factor: an expert must take a token at least, found 0.2 times .* use 0.25 or more",
+        ),
     ):
         with pytest.raises(ValueError, match=error):
             compile_model(Layer(6), batch, Mesh.of(ep=2), options)

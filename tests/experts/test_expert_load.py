@@ -54,13 +54,13 @@ def counted(name: str, sizes: dict[str, int], options: dict[str, Any], steps: in
     mesh = init_mesh("cpu", 60.0, **sizes)
     part, parts = dp_rank_and_size(mesh)
     mine = {key: x.chunk(parts)[part] for key, x in batch.items()}
-    parallel = parallelize(model, mesh, example_batch=mine, exact=True, **options)
+    parallel = parallelize(model, mesh, example_batch=mine, lift_to_float64=True, **options)
     for _ in range(steps):
         parallel.train_step(**mine)
     first = parallel.expert_load()
     parallel.eval_step(**mine)
     second = parallel.expert_load(reset=True)
-    if "pp" not in sizes and "micro_batches" not in options:
+    if "pp" not in sizes and "microbatches" not in options:
         parallel(**mine).loss.backward()
     else:
         parallel.train_step(**mine)
@@ -73,18 +73,26 @@ def _lists(load: dict[str, Tensor]) -> Load:
 
 
 CASES = [
-    ("one-layer qwen3_moe", {"ep": 2}, {"checkpoint": "full"}),
-    ("one-layer qwen3_moe", {"ep": 2}, {"dispatch": "dedup", "checkpoint": "full", "micro_batches": 2}),
+    ("one-layer qwen3_moe", {"ep": 2}, {"activation_checkpoint": "full"}),
+    (
+        "one-layer qwen3_moe",
+        {"ep": 2},
+        {"token_dispatcher": "alltoall_dedup", "activation_checkpoint": "full", "microbatches": 2},
+    ),
     ("one-layer qwen3_moe", {"tp": 2}, {}),
-    ("qwen3_moe", {"pp": 2}, {"micro_batches": 4}),
+    ("qwen3_moe", {"pp": 2}, {"microbatches": 4}),
 ]
 MORE = [
-    ("one-layer qwen3_moe", {"dp": 2}, {"micro_batches": 2}),
-    ("qwen3_moe", {"ep": 2}, {"dispatch": "dedup", "checkpoint": "full"}),  # by ``model(**batch)`` as well
-    ("deepseek_v3", {"dp": 2}, {"micro_batches": 2}),  # by default, what moves its bias
-    ("qwen3_moe", {"pp": 2, "ep": 2}, {"micro_batches": 4, "schedule": "dual_pipe"}),  # each part twice
-    ("qwen3_moe", {"cp": 2, "ep": 2}, {"dispatch": "dedup"}),
-    ("qwen3_moe", {"pp": 2, "ep": 2}, {"micro_batches": 4, "schedule": "dual_pipe_v", "checkpoint": "full"}),
+    ("one-layer qwen3_moe", {"dp": 2}, {"microbatches": 2}),
+    (
+        "qwen3_moe",
+        {"ep": 2},
+        {"token_dispatcher": "alltoall_dedup", "activation_checkpoint": "full"},
+    ),  # by ``model(**batch)`` as well
+    ("deepseek_v3", {"dp": 2}, {"microbatches": 2}),  # by default, what moves its bias
+    ("qwen3_moe", {"pp": 2, "ep": 2}, {"microbatches": 4, "schedule": "dual_pipe"}),  # each part twice
+    ("qwen3_moe", {"cp": 2, "ep": 2}, {"token_dispatcher": "alltoall_dedup"}),
+    ("qwen3_moe", {"pp": 2, "ep": 2}, {"microbatches": 4, "schedule": "dual_pipe_v", "activation_checkpoint": "full"}),
     ("qwen3_moe", {"dp": 2, "tp": 2}, {"sequence_parallel": True, "zero": 3}),
 ]
 
@@ -103,7 +111,7 @@ def test_counts_are_those_of_one_process(name: str, sizes: dict[str, int], optio
 
 def test_equal_stages_have_layers_of_their_own() -> None:
     model, batch = tiny("qwen3_moe")
-    made = compile_model(model, batch, Mesh.of(pp=2), Options(micro_batches=2), exact=True, outputs=())
+    made = compile_model(model, batch, Mesh.of(pp=2), Options(microbatches=2), lift_to_float64=True, outputs=())
     found = [layers_of_experts(part.forward.graph) for part in made.pipeline.parts]
     assert found == [[f"model.layers.{i}.mlp.experts"] for i in range(2)]
 
@@ -114,7 +122,7 @@ def balanced(steps: int) -> list[list[float]]:
     mesh = init_mesh("cpu", 60.0, ep=2)
     part, parts = dp_rank_and_size(mesh)
     mine = {key: x.chunk(parts)[part] for key, x in batch.items()}
-    parallel = parallelize(model, mesh, example_batch=mine, exact=True, dispatch="dedup")
+    parallel = parallelize(model, mesh, example_batch=mine, lift_to_float64=True, token_dispatcher="alltoall_dedup")
     found = []
     for _ in range(steps):
         parallel.train_step(**mine)

@@ -18,7 +18,7 @@ ROW = 4 * 8  # bytes: `Layer` is 4 wide, in float64
 
 def traced(folder: Path, batch: dict[str, Tensor]) -> int:
     """Bytes of rows that left this rank in the second of two equal steps."""
-    model = parallelize(Layer(8), init_mesh("cpu", 60.0, ep=2), example_batch=batch, dispatch="plain")
+    model = parallelize(Layer(8), init_mesh("cpu", 60.0, ep=2), example_batch=batch, token_dispatcher="alltoall")
     part, parts = dp_rank_and_size(model.mesh)
     model.trace(folder, **{name: x.chunk(parts)[part] for name, x in batch.items()})
     return model.traffic()["ep", "all_to_all_rows"].bytes // 2

@@ -32,78 +32,92 @@ from tests.support.cases import Cell, called, check, compile_cell, simulated
 from tests.support.ranks import run_ranks
 from tests.support.subjects import SEED, subject, tiny
 
-GATHER = Options(token_dispatcher="gather")
-DEDUP = Options(token_dispatcher="dedup")
-PLAIN = Options(token_dispatcher="plain")
+ALLGATHER = Options(token_dispatcher="allgather")
+ALLTOALL_DEDUP = Options(token_dispatcher="alltoall_dedup")
+ALLTOALL = Options(token_dispatcher="alltoall")
 NODES = "ep%2=switch:450e9,ep/2=switch:50e9"  # two ranks each
-LEVELS = Options(token_dispatcher="hierarchical", topology=NODES)
+HIERARCHICAL = Options(token_dispatcher="hierarchical", topology=NODES)
 CELLS = [
-    Cell("one-layer mixtral", Mesh.of(dp=2, ep=2), Options(zero=3, microbatches=2, token_dispatcher="dedup")),
+    Cell("one-layer mixtral", Mesh.of(dp=2, ep=2), Options(zero=3, microbatches=2, token_dispatcher="alltoall_dedup")),
     Cell(
-        "one-layer qwen3_moe", Mesh.of(ep=2, tp=2), Options(sequence_parallel=True, activation_checkpoint="full", token_dispatcher="dedup")
+        "one-layer qwen3_moe",
+        Mesh.of(ep=2, tp=2),
+        Options(sequence_parallel=True, activation_checkpoint="full", token_dispatcher="alltoall_dedup"),
     ),
-    Cell("gpt_oss", Mesh.of(ep=4), GATHER),  # biases, and sizes of rows in its backward
-    Cell("deepseek_v3", Mesh.of(cp=2, ep=2), GATHER),  # shared experts; tokens cut twice
-    Cell("one-layer qwen3_moe", Mesh.of(ep=2, tp=2), Options(sequence_parallel=True, token_dispatcher="gather")),
-    Cell("gpt_oss", Mesh.of(ep=4), replace(LEVELS, activation_checkpoint="full")),
-    Cell("deepseek_v3", Mesh.of(dp=2, ep=2), replace(PLAIN, zero=3, microbatches=2, activation_checkpoint="full")),
-    Cell("gpt_oss", Mesh.of(cp=2, ep=2), PLAIN),
+    Cell("gpt_oss", Mesh.of(ep=4), ALLGATHER),  # biases, and sizes of rows in its backward
+    Cell("deepseek_v3", Mesh.of(cp=2, ep=2), ALLGATHER),  # shared experts; tokens cut twice
+    Cell("one-layer qwen3_moe", Mesh.of(ep=2, tp=2), Options(sequence_parallel=True, token_dispatcher="allgather")),
+    Cell("gpt_oss", Mesh.of(ep=4), replace(HIERARCHICAL, activation_checkpoint="full")),
+    Cell("deepseek_v3", Mesh.of(dp=2, ep=2), replace(ALLTOALL, zero=3, microbatches=2, activation_checkpoint="full")),
+    Cell("gpt_oss", Mesh.of(cp=2, ep=2), ALLTOALL),
 ]
 MORE = [
     *(replace(c, name=c.name.removeprefix("one-layer ")) for c in CELLS if "one-layer" in c.name),
-    Cell("gpt_oss", Mesh.of(ep=4), DEDUP),
-    Cell("deepseek_v3", Mesh.of(cp=2, ep=2), DEDUP),
-    Cell("qwen3_moe", Mesh.of(dp=2, ep=2), Options(activation_checkpoint="full", token_dispatcher="gather")),
-    Cell("mixtral", Mesh.of(ep=4, tp=2), replace(LEVELS, sequence_parallel=True, zero=0)),
-    *(Cell(name, Mesh.of(ep=2), GATHER) for name in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")),
-    *(Cell(name, Mesh.of(ep=4), GATHER) for name in ("mixtral", "qwen3_moe", "deepseek_v3")),
+    Cell("gpt_oss", Mesh.of(ep=4), ALLTOALL_DEDUP),
+    Cell("deepseek_v3", Mesh.of(cp=2, ep=2), ALLTOALL_DEDUP),
+    Cell("qwen3_moe", Mesh.of(dp=2, ep=2), Options(activation_checkpoint="full", token_dispatcher="allgather")),
+    Cell("mixtral", Mesh.of(ep=4, tp=2), replace(HIERARCHICAL, sequence_parallel=True, zero=0)),
+    *(Cell(name, Mesh.of(ep=2), ALLGATHER) for name in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")),
+    *(Cell(name, Mesh.of(ep=4), ALLGATHER) for name in ("mixtral", "qwen3_moe", "deepseek_v3")),
     *(
-        Cell("mixtral", Mesh.of(dp=2, ep=2), Options(zero=zero, microbatches=m, token_dispatcher="gather"))
+        Cell("mixtral", Mesh.of(dp=2, ep=2), Options(zero=zero, microbatches=m, token_dispatcher="allgather"))
         for zero in range(4)
         for m in (1, 2)
     ),
-    *(Cell(name, Mesh.of(ep=2, tp=2), GATHER) for name in ("mixtral", "gpt_oss", "deepseek_v3", "qwen3_moe")),
-    *(Cell(name, Mesh.of(cp=2, ep=2), GATHER) for name in ("mixtral", "gpt_oss", "qwen3_moe")),
-    Cell("mixtral", Mesh.of(dp=2, cp=2, ep=2), Options(zero=3, token_dispatcher="gather")),
-    Cell("qwen3_moe", Mesh.of(dp_replicate=2, ep=2), Options(zero=1, token_dispatcher="gather")),
-    Cell("gpt_oss", Mesh.of(ep=2), Options(loss_chunks=3, microbatches=2, token_dispatcher="gather")),
-    *(Cell(name, Mesh.of(ep=2), DEDUP) for name in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")),
-    *(Cell(name, Mesh.of(ep=4), DEDUP) for name in ("mixtral", "qwen3_moe", "deepseek_v3")),
-    *(Cell("mixtral", Mesh.of(dp=2, ep=2), Options(zero=zero, token_dispatcher="dedup")) for zero in range(4)),
-    *(Cell(name, Mesh.of(ep=2, tp=2), DEDUP) for name in ("mixtral", "gpt_oss", "deepseek_v3")),
-    *(Cell(name, Mesh.of(cp=2, ep=2), DEDUP) for name in ("mixtral", "gpt_oss", "qwen3_moe")),
-    Cell("mixtral", Mesh.of(dp=2, cp=2, ep=2), Options(zero=3, token_dispatcher="dedup")),
-    Cell("gpt_oss", Mesh.of(ep=2), Options(loss_chunks=3, microbatches=2, token_dispatcher="dedup")),
-    Cell("qwen3_moe", Mesh.of(ep=4), Options(activation_checkpoint="offload", token_dispatcher="dedup")),
-    *(Cell(name, Mesh.of(ep=4), LEVELS) for name in ("mixtral", "qwen3_moe", "deepseek_v3")),
-    *(Cell("mixtral", Mesh.of(dp=2, ep=4), replace(LEVELS, zero=zero)) for zero in range(4)),
-    Cell("qwen3_moe", Mesh.of(cp=2, ep=4), LEVELS),
-    Cell("qwen3_moe", Mesh.of(ep=4), replace(LEVELS, activation_checkpoint="offload")),
-    *(Cell(name, Mesh.of(ep=2), PLAIN) for name in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")),
-    *(Cell("mixtral", Mesh.of(dp=2, ep=2), replace(PLAIN, zero=zero)) for zero in range(4)),
-    *(Cell(name, Mesh.of(ep=2, tp=2), PLAIN) for name in ("mixtral", "gpt_oss", "deepseek_v3")),
-    Cell("qwen3_moe", Mesh.of(ep=4), replace(PLAIN, activation_checkpoint="offload")),
+    *(Cell(name, Mesh.of(ep=2, tp=2), ALLGATHER) for name in ("mixtral", "gpt_oss", "deepseek_v3", "qwen3_moe")),
+    *(Cell(name, Mesh.of(cp=2, ep=2), ALLGATHER) for name in ("mixtral", "gpt_oss", "qwen3_moe")),
+    Cell("mixtral", Mesh.of(dp=2, cp=2, ep=2), Options(zero=3, token_dispatcher="allgather")),
+    Cell("qwen3_moe", Mesh.of(dp_replicate=2, ep=2), Options(zero=1, token_dispatcher="allgather")),
+    Cell("gpt_oss", Mesh.of(ep=2), Options(loss_chunks=3, microbatches=2, token_dispatcher="allgather")),
+    *(Cell(name, Mesh.of(ep=2), ALLTOALL_DEDUP) for name in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")),
+    *(Cell(name, Mesh.of(ep=4), ALLTOALL_DEDUP) for name in ("mixtral", "qwen3_moe", "deepseek_v3")),
+    *(Cell("mixtral", Mesh.of(dp=2, ep=2), Options(zero=zero, token_dispatcher="alltoall_dedup")) for zero in range(4)),
+    *(Cell(name, Mesh.of(ep=2, tp=2), ALLTOALL_DEDUP) for name in ("mixtral", "gpt_oss", "deepseek_v3")),
+    *(Cell(name, Mesh.of(cp=2, ep=2), ALLTOALL_DEDUP) for name in ("mixtral", "gpt_oss", "qwen3_moe")),
+    Cell("mixtral", Mesh.of(dp=2, cp=2, ep=2), Options(zero=3, token_dispatcher="alltoall_dedup")),
+    Cell("gpt_oss", Mesh.of(ep=2), Options(loss_chunks=3, microbatches=2, token_dispatcher="alltoall_dedup")),
+    Cell("qwen3_moe", Mesh.of(ep=4), Options(activation_checkpoint="offload", token_dispatcher="alltoall_dedup")),
+    *(Cell(name, Mesh.of(ep=4), HIERARCHICAL) for name in ("mixtral", "qwen3_moe", "deepseek_v3")),
+    *(Cell("mixtral", Mesh.of(dp=2, ep=4), replace(HIERARCHICAL, zero=zero)) for zero in range(4)),
+    Cell("qwen3_moe", Mesh.of(cp=2, ep=4), HIERARCHICAL),
+    Cell("qwen3_moe", Mesh.of(ep=4), replace(HIERARCHICAL, activation_checkpoint="offload")),
+    *(Cell(name, Mesh.of(ep=2), ALLTOALL) for name in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")),
+    *(Cell("mixtral", Mesh.of(dp=2, ep=2), replace(ALLTOALL, zero=zero)) for zero in range(4)),
+    *(Cell(name, Mesh.of(ep=2, tp=2), ALLTOALL) for name in ("mixtral", "gpt_oss", "deepseek_v3")),
+    Cell("qwen3_moe", Mesh.of(ep=4), replace(ALLTOALL, activation_checkpoint="offload")),
 ]
 RANKS = [
-    Cell("one-layer qwen3_moe", Mesh.of(ep=2), DEDUP),
-    Cell("mixtral", Mesh.of(pp=2, ep=2), Options(schedule="zb_h1", microbatches=2, token_dispatcher="gather")),
-    Cell("one-layer qwen3_moe", Mesh.of(ep=4), LEVELS),
+    Cell("one-layer qwen3_moe", Mesh.of(ep=2), ALLTOALL_DEDUP),
+    Cell("mixtral", Mesh.of(pp=2, ep=2), Options(schedule="zb_h1", microbatches=2, token_dispatcher="allgather")),
+    Cell("one-layer qwen3_moe", Mesh.of(ep=4), HIERARCHICAL),
 ]
 MORE_RANKS = [
-    Cell("qwen3_moe", Mesh.of(ep=2), GATHER),
-    Cell("mixtral", Mesh.of(pp=2, ep=2), Options(schedule="zb_h1", microbatches=2, token_dispatcher="dedup")),
-    Cell("deepseek_v3", Mesh.of(pp=2, ep=2), Options(schedule="dual_pipe_v", microbatches=4, token_dispatcher="dedup")),
-    Cell("gpt_oss", Mesh.of(pp=2, ep=2), Options(schedule="1f1b", microbatches=4, token_dispatcher="dedup")),
-    Cell("mixtral", Mesh.of(pp=2, ep=2), Options(schedule="tera_pipe", microbatches=2, token_dispatcher="dedup")),
-    Cell("deepseek_v3", Mesh.of(pp=2, ep=2), Options(schedule="dual_pipe_v", microbatches=4, token_dispatcher="gather")),
-    Cell("gpt_oss", Mesh.of(pp=2, ep=2), Options(schedule="1f1b", microbatches=4, token_dispatcher="gather")),
-    Cell("mixtral", Mesh.of(dp=2, ep=2), Options(zero=3, microbatches=2, token_dispatcher="gather")),
-    Cell("qwen3_moe", Mesh.of(ep=2, tp=2), Options(sequence_parallel=True, token_dispatcher="gather")),
-    Cell("qwen3_moe", Mesh.of(cp=2, ep=2), GATHER),
-    Cell("mixtral", Mesh.of(pp=2, ep=2), Options(schedule="zb_h1", microbatches=2, token_dispatcher="plain")),
-    Cell("deepseek_v3", Mesh.of(pp=2, ep=2), Options(schedule="dual_pipe_v", microbatches=4, token_dispatcher="plain")),
-    Cell("deepseek_v3", Mesh.of(dp=2, ep=4), replace(LEVELS, zero=3)),
-    Cell("mixtral", Mesh.of(pp=2, ep=4), replace(LEVELS, schedule="zb_h1", microbatches=2)),
+    Cell("qwen3_moe", Mesh.of(ep=2), ALLGATHER),
+    Cell("mixtral", Mesh.of(pp=2, ep=2), Options(schedule="zb_h1", microbatches=2, token_dispatcher="alltoall_dedup")),
+    Cell(
+        "deepseek_v3",
+        Mesh.of(pp=2, ep=2),
+        Options(schedule="dual_pipe_v", microbatches=4, token_dispatcher="alltoall_dedup"),
+    ),
+    Cell("gpt_oss", Mesh.of(pp=2, ep=2), Options(schedule="1f1b", microbatches=4, token_dispatcher="alltoall_dedup")),
+    Cell(
+        "mixtral", Mesh.of(pp=2, ep=2), Options(schedule="tera_pipe", microbatches=2, token_dispatcher="alltoall_dedup")
+    ),
+    Cell(
+        "deepseek_v3",
+        Mesh.of(pp=2, ep=2),
+        Options(schedule="dual_pipe_v", microbatches=4, token_dispatcher="allgather"),
+    ),
+    Cell("gpt_oss", Mesh.of(pp=2, ep=2), Options(schedule="1f1b", microbatches=4, token_dispatcher="allgather")),
+    Cell("mixtral", Mesh.of(dp=2, ep=2), Options(zero=3, microbatches=2, token_dispatcher="allgather")),
+    Cell("qwen3_moe", Mesh.of(ep=2, tp=2), Options(sequence_parallel=True, token_dispatcher="allgather")),
+    Cell("qwen3_moe", Mesh.of(cp=2, ep=2), ALLGATHER),
+    Cell("mixtral", Mesh.of(pp=2, ep=2), Options(schedule="zb_h1", microbatches=2, token_dispatcher="alltoall")),
+    Cell(
+        "deepseek_v3", Mesh.of(pp=2, ep=2), Options(schedule="dual_pipe_v", microbatches=4, token_dispatcher="alltoall")
+    ),
+    Cell("deepseek_v3", Mesh.of(dp=2, ep=4), replace(HIERARCHICAL, zero=3)),
+    Cell("mixtral", Mesh.of(pp=2, ep=4), replace(HIERARCHICAL, schedule="zb_h1", microbatches=2)),
 ]
 
 
@@ -178,7 +192,10 @@ def routed(tokens: int, experts: int, top: int, choice: str) -> dict[str, Tensor
 def test_whoever_gets_the_tokens(ranks: int, tokens: int, experts: int, top: int, choice: str) -> None:
     """The graph is made for as many rows on each rank; what comes is something else."""
     model, batch, mesh = Layer(experts), routed(tokens, experts, top, choice), Mesh.of(ep=ranks)
-    graph, expected = capture(model, routed(tokens, experts, top, "any"), lift_to_float64=True), eager(model, batch, SEED)
+    graph, expected = (
+        capture(model, routed(tokens, experts, top, "any"), lift_to_float64=True),
+        eager(model, batch, SEED),
+    )
     nodes = [n for n in range(2, ranks) if ranks % n == 0]
     ways = [Options(token_dispatcher=name) for name in TOKEN_DISPATCHERS if name != "hierarchical"]
     for options in [*ways, *(Options(token_dispatcher="hierarchical", topology=f"ep%{n}=switch") for n in nodes)]:
@@ -197,7 +214,7 @@ def test_an_auxiliary_loss_is_that_of_the_whole_batch(mesh: Mesh) -> None:
     """A product of two means of all rows and layers. It is an output beside the loss that it is part of, and counts
     once."""
     model, batch = tiny("qwen3_moe", **AUXILIARY)
-    made = compile_graph(captured_once(model, batch, exact=True), mesh, outputs=())
+    made = compile_graph(captured_once(model, batch, lift_to_float64=True), mesh, outputs=())
     assert len(made.losses) == 1
     expected = eager(model, batch, SEED)  # registers hooks of transformers: a model to be captured anew
     plain, _ = tiny("qwen3_moe")
@@ -215,7 +232,7 @@ def test_what_transformers_records_of_layers_is_no_change_of_the_model(asked: st
 
 
 def test_the_graph() -> None:
-    made = compile_cell(Cell("mixtral", Mesh.of(ep=2), GATHER))
+    made = compile_cell(Cell("mixtral", Mesh.of(ep=2), ALLGATHER))
     text = format_graph(made.local)
     weight = next(p for name, p in made.plan.parameters.items() if "experts.down_proj" in name)["ep"]
     assert (weight.stored, weight.used) == (Shard(0), Shard(0))
@@ -224,8 +241,8 @@ def test_the_graph() -> None:
 
 
 def test_the_plan_says_so() -> None:
-    plan = compile_cell(Cell("mixtral", Mesh.of(ep=2), GATHER)).plan
-    assert "experts of moe_dispatch " in str(plan) and "ep: gather" in str(plan)
+    plan = compile_cell(Cell("mixtral", Mesh.of(ep=2), ALLGATHER)).plan
+    assert "experts of moe_dispatch " in str(plan) and "ep: allgather" in str(plan)
     rows = subject("mixtral").batch["input_ids"].numel()  # of two ranks, and of two experts each
     note = f"a rank's experts get {rows} rows if routing is even, which memory and times are estimated for, and at most"
     assert "experts of moe_dispatch and 1 more" in str(plan) and f"{note} {2 * rows} (" in str(plan)
@@ -235,7 +252,7 @@ def test_the_plan_says_so() -> None:
 def test_bytes() -> None:
     """Everybody gets all tokens: x and weights there, gradients back, results and their gradients; expert numbers."""
     model, batch, ranks = Layer(8), routed(16, 8, 2, "any"), 4
-    made = compile_model(model, batch, Mesh.of(ep=ranks), GATHER, lift_to_float64=True, outputs=())
+    made = compile_model(model, batch, Mesh.of(ep=ranks), ALLGATHER, lift_to_float64=True, outputs=())
     sent = step_communication(made, 0)
     own, outside = 16 // ranks, ranks - 1
     hidden, pairs = own * 4 * 8 * outside, own * 2 * 8 * outside
@@ -324,7 +341,7 @@ def test_bad_input() -> None:
 
 PLANS = {
     "an axis that the mesh lacks": ({"axis": "dp"}, "cut over 'dp', which must be 'ep' and an axis of the mesh"),
-    "a dispatcher that nobody wrote": ({"token_dispatcher": "post"}, "by 'post'; use one of gather"),
+    "a dispatcher that nobody wrote": ({"token_dispatcher": "post"}, "by 'post'; use one of allgather"),
     "a layer without": (None, "nothing is said of the experts of moe_dispatch"),
 }
 

@@ -26,7 +26,7 @@ def costs(routing: Routing, tokens: int = 1, width: int = 1, inside: Topology = 
 
 
 @pytest.mark.parametrize(
-    ("numbers", "plain", "dedup", "hierarchical"),
+    ("numbers", "alltoall", "alltoall_dedup", "hierarchical"),
     [  # experts, top_k, ranks, per node; (between nodes, in all), of two levels (between, inside)
         ((8, 2, 2, 2), (0, 1.00), (0, 0.79), (0, 0.79)),
         ((8, 2, 4, 4), (0, 1.50), (0, 1.39), (0, 1.39)),
@@ -39,17 +39,17 @@ def costs(routing: Routing, tokens: int = 1, width: int = 1, inside: Topology = 
 )
 def test_copies_of_tokens(
     numbers: tuple[int, int, int, int],
-    plain: tuple[float, float],
-    dedup: tuple[float, float],
+    alltoall: tuple[float, float],
+    alltoall_dedup: tuple[float, float],
     hierarchical: tuple[float, float],
 ) -> None:
     found = costs(Routing(*numbers))
-    for name, expected in (("plain", plain), ("dedup", dedup)):
+    for name, expected in (("alltoall", alltoall), ("alltoall_dedup", alltoall_dedup)):
         c = found[name]
         assert (c.copies_between, c.copies_between + c.copies_inside) == pytest.approx(expected, abs=0.0051), name
     levels = found["hierarchical"]
     assert (levels.copies_between, levels.copies_inside) == pytest.approx(hierarchical, abs=0.0051)
-    everything = found["gather"]
+    everything = found["allgather"]
     assert everything.copies_inside + everything.copies_between == pytest.approx(numbers[2] - 1)
 
 
@@ -79,14 +79,14 @@ def choices(r: Routing) -> list[tuple[int, ...]]:
 def test_against_every_choice(routing: Routing) -> None:
     every, r = choices(routing), routing
     own, here = r.experts // r.ranks, r.experts // r.nodes
-    sent = {name: [0, 0] for name in ("plain", "dedup", "hierarchical")}  # inside, between
+    sent = {name: [0, 0] for name in ("alltoall", "alltoall_dedup", "hierarchical")}  # inside, between
     for rank, chosen in itertools.product(range(r.ranks), every):
         node = rank // r.per_node
         ranks, nodes = {e // own for e in chosen}, {e // here for e in chosen}
         for to in (e // own for e in chosen):
-            sent["plain"][to // r.per_node != node] += to != rank
+            sent["alltoall"][to // r.per_node != node] += to != rank
         for to in ranks:
-            sent["dedup"][to // r.per_node != node] += to != rank
+            sent["alltoall_dedup"][to // r.per_node != node] += to != rank
             sent["hierarchical"][0] += to % r.per_node != rank % r.per_node  # from where it came to the node
         sent["hierarchical"][1] += len(nodes - {node})
     found, total = costs(routing), r.ranks * len(every)
@@ -104,7 +104,9 @@ def test_against_every_choice(routing: Routing) -> None:
 def test_what_a_graph_sends(name: str) -> None:
     """In two layers of a compiled step. Copies are whole ones there."""
     model, batch = TINY["qwen3_moe"].build().double(), TINY["qwen3_moe"].batch(8, 16)
-    step = compile_model(model, batch, Mesh.of(ep=4), Options(token_dispatcher=name, topology="ep%2=switch"), outputs=())
+    step = compile_model(
+        model, batch, Mesh.of(ep=4), Options(token_dispatcher=name, topology="ep%2=switch"), outputs=()
+    )
     traffic = step_communication(step, 0)
     kinds = ("all_gather", "reduce_scatter", "all_to_all_rows")
     found = Counter({axis: t.bytes for (axis, kind), t in traffic.items() if kind == kinds[2]})
@@ -122,12 +124,14 @@ def test_seconds() -> None:
     slow = Topology(bandwidth=1e6, latency=1.0)
     routing = Routing(8, 2, 4, 2)
     free, found = costs(routing, 1000, 16), costs(routing, 1000, 16, slow)
-    assert found["dedup"].seconds == pytest.approx(8 + found["dedup"].bytes_inside / 1e6)
+    assert found["alltoall_dedup"].seconds == pytest.approx(8 + found["alltoall_dedup"].bytes_inside / 1e6)
     two = found["hierarchical"]
     assert two.seconds == pytest.approx(8 + two.bytes_inside / 1e6 + two.bytes_between / 1e9)
-    assert free["plain"].seconds == pytest.approx(max(free["plain"].bytes_inside, free["plain"].bytes_between) / 1e9)
-    assert free["plain"].bytes_inside == 2 * 1 / 4 * 1000 * 4 * 16 * 4
-    assert costs(Routing(4, 2, 1, 1))["dedup"].seconds == 0.0
+    assert free["alltoall"].seconds == pytest.approx(
+        max(free["alltoall"].bytes_inside, free["alltoall"].bytes_between) / 1e9
+    )
+    assert free["alltoall"].bytes_inside == 2 * 1 / 4 * 1000 * 4 * 16 * 4
+    assert costs(Routing(4, 2, 1, 1))["alltoall_dedup"].seconds == 0.0
 
 
 def experts(capsys: pytest.CaptureFixture[str], *options: object) -> str:
@@ -144,8 +148,10 @@ def row(out: str, name: str) -> list[str]:
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     out = experts(capsys)
     assert "256 experts on 8 nodes of 8 ranks, 8 per token; 4096 tokens x 7168 per rank, bfloat16" in out
-    assert row(out, "dedup")[1:3] == ["0.84", "6.72"] and row(out, "hierarchical")[1:3] == ["6.72", "4.63"]
-    assert row(out, "plain")[4] == "1,644" and float(row(out, "hierarchical")[5]) < float(row(out, "dedup")[5])
+    assert row(out, "alltoall_dedup")[1:3] == ["0.84", "6.72"] and row(out, "hierarchical")[1:3] == ["6.72", "4.63"]
+    assert row(out, "alltoall")[4] == "1,644" and float(row(out, "hierarchical")[5]) < float(
+        row(out, "alltoall_dedup")[5]
+    )
     assert "least time: hierarchical" in out and "a token reaches 5.29 nodes, at most 8" in out
     assert "32768 if routing is even (469.8 MB), at worst 1048576 (15,032 MB)" in out
     assert 'on a mesh: topology="ep%8=switch:3e11:5e-6,ep/8=switch:' in out and "warning" not in out

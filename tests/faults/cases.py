@@ -28,14 +28,14 @@ class Subject:
         return int(torch.Size(self.sizes.values()).numel())
 
 
-def _pipe(schedule: str, micro_batches: int, **sizes: int) -> Subject:
-    return Subject({"pp": 2, **sizes}, {"schedule": schedule, "micro_batches": micro_batches})
+def _pipe(schedule: str, microbatches: int, **sizes: int) -> Subject:
+    return Subject({"pp": 2, **sizes}, {"schedule": schedule, "microbatches": microbatches})
 
 
 SUBJECTS = {
     "dp2": Subject({"dp": 2}, {}),
     "zero3": Subject({"dp": 2}, {"zero": 3}),
-    "dp2, 2 micro-batches": Subject({"dp": 2}, {"zero": 3, "micro_batches": 2}),
+    "dp2, 2 microbatches": Subject({"dp": 2}, {"zero": 3, "microbatches": 2}),
     "tp2": Subject({"tp": 2}, {}),
     "dp2 tp2": Subject({"dp": 2, "tp": 2}, {"zero": 3}),
     "cp2 ring": Subject({"cp": 2}, {"attention": "ring"}),

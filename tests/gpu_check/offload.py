@@ -37,8 +37,8 @@ def one_model(name: str, machine: Machine) -> Iterator[Row]:
     AC_POLICIES.add(EVERYTHING, lambda value: HOST)
     what, mesh = f"{name} offload", autopar.init_mesh(machine.device, dp=1)
     for case, options in {
-        "values": {"checkpoint": EVERYTHING},
-        "states": {"optimizer_on_host": True, "bucket_bytes": 20_000},
+        "values": {"activation_checkpoint": EVERYTHING},
+        "states": {"optimizer_cpu_offload": True, "bucket_bytes": 20_000},
     }.items():
         yield from guarded(what, f"{case}: the same bits", functools.partial(same, name, mesh, what, case, options))
     yield from guarded(what, "no step waits", functools.partial(unwatched, name, mesh, what, machine))
@@ -72,7 +72,7 @@ def same(name: str, mesh: Any, what: str, case: str, options: dict[str, Any]) ->
 
 def unwatched(name: str, mesh: Any, what: str, machine: Machine) -> Row:
     """A later step may not make the host wait. (The first ones make buffers.)"""
-    _, step = _loop(name, mesh, checkpoint=EVERYTHING, optimizer_on_host=True, bucket_bytes=20_000)
+    _, step = _loop(name, mesh, activation_checkpoint=EVERYTHING, optimizer_cpu_offload=True, bucket_bytes=20_000)
     losses = [step() for _ in range(STEPS)]
     with no_waits(machine):
         losses.append(step())
@@ -86,7 +86,7 @@ def less_on_the_device(machine: Machine) -> Iterator[Row]:
     """The most that torch's allocator gave, with values on the device and on the host."""
     mesh, batch, peaks, hosted = autopar.init_mesh(machine.device, dp=1), WIDE.tokens(), [], 0
     for policy in ("none", "offload"):
-        parallel = autopar.parallelize(WIDE.model().to(torch.bfloat16), mesh, checkpoint=policy)
+        parallel = autopar.parallelize(WIDE.model().to(torch.bfloat16), mesh, activation_checkpoint=policy)
         for _ in range(STEPS):
             parallel.zero_grad()
             torch.cuda.reset_peak_memory_stats()

@@ -52,7 +52,7 @@ class Cell:
 def cells() -> list[Cell]:
     """Every way to cut a model, every attention algorithm, every schedule; T5 is the one whose hops skip stages."""
     plain: list[tuple[str, dict[str, Any]]] = [
-        ("dp=2", {}), ("dp=2", {"zero": 3}), ("dp=2", {"zero": 3, "micro_batches": 2}), ("tp=2", {}),
+        ("dp=2", {}), ("dp=2", {"zero": 3}), ("dp=2", {"zero": 3, "microbatches": 2}), ("tp=2", {}),
         ("tp=2", {"sequence_parallel": True}), ("dp=2,tp=2", {"zero": 3, "sequence_parallel": True}),
     ]  # fmt: skip
     found = [Cell(_name("llama", mesh, options), "llama", mesh, options) for mesh, options in plain]
@@ -60,12 +60,12 @@ def cells() -> list[Cell]:
         mesh = "cp=4" if name == "hybrid" else "cp=2"  # groups of heads, and a ring over them
         found.append(Cell(f"llama {mesh} {name}", "llama", mesh, {"attention": name}))
     for name, entry in SCHEDULES.items():
-        options: dict[str, Any] = {"schedule": name, "micro_batches": 4}
+        options: dict[str, Any] = {"schedule": name, "microbatches": 4}
         if entry.sliced:  # only of models whose tokens do not see later ones
-            options |= {"micro_batches": 2, "slices": (7, 9)}
+            options |= {"microbatches": 2, "token_slices": (7, 9)}
         for model in ("llama",) if entry.sliced else ("llama", "t5"):
             found.append(Cell(f"{model} pp=2 {name}", model, "pp=2", options))
-    found += [Cell(f"{m} pp=4 1f1b", m, "pp=4", {"schedule": "1f1b", "micro_batches": 8}) for m in ("llama", "t5")]
+    found += [Cell(f"{m} pp=4 1f1b", m, "pp=4", {"schedule": "1f1b", "microbatches": 8}) for m in ("llama", "t5")]
     return found
 
 

@@ -95,7 +95,7 @@ def subject(name: str, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
 def verified(name: str, backend: str, dtype: torch.dtype, mesh: Any, what: str) -> Row:
     """Loss and every gradient."""
     model, batch = subject(name, dtype)
-    report = autopar.verify(model, mesh, batch, backend=backend, exact=dtype == torch.float64)
+    report = autopar.verify(model, mesh, batch, backend=backend, lift_to_float64=dtype == torch.float64)
     worst = report.entries[0]
     verdict = OK if report.passed else FAILED
     case = f"{str(dtype).removeprefix('torch.')}, {worst.name}"

@@ -52,7 +52,7 @@ class Inner(nn.Module):
 
 def causal(model: nn.Module, batch: dict[str, Any]) -> list[bool]:
     """Of each attention, whether it is causal without a tensor."""
-    gm = capture(model, batch, exact=True)
+    gm = capture(model, batch, lift_to_float64=True)
     calls = [n for n in gm.graph.nodes if n.target is torch.ops.autopar.attention.default]
     return [bool(n.args[8]) and n.args[3] is None and n.args[4] is None for n in calls]
 

@@ -27,9 +27,9 @@ from tests.hf.own_experts import own
 from tests.support.capture_cache import captured_once
 from tests.support.cases import Cell, called, check, compiled
 
-DEDUP = Options(dispatch="dedup")
-PARTS = Options(zero=3, micro_batches=2, dispatch="dedup")
-WHOLE = Options(sequence_parallel=True, checkpoint="full")
+ALLTOALL_DEDUP = Options(token_dispatcher="alltoall_dedup")
+PARTS = Options(zero=3, microbatches=2, token_dispatcher="alltoall_dedup")
+WHOLE = Options(sequence_parallel=True, activation_checkpoint="full")
 
 
 STORED = {  # what is stored in parts, of how many layers of experts
@@ -44,14 +44,14 @@ MESHES = [
     ("dp=2", Options()),
     ("tp=2", Options()),
     ("ep=4", Options()),
-    ("ep=4", DEDUP),
+    ("ep=4", ALLTOALL_DEDUP),
     ("cp=2,ep=2", Options()),
     ("dp=2,ep=2", PARTS),
     ("ep=2,tp=2", WHOLE),
 ]
 ON_RANKS = ("jetmoe", "switch transformers")
 SOME = [
-    *((kind, "ep=2", Options() if i % 2 else DEDUP) for i, kind in enumerate(STORED) if kind not in ON_RANKS),
+    *((kind, "ep=2", Options() if i % 2 else ALLTOALL_DEDUP) for i, kind in enumerate(STORED) if kind not in ON_RANKS),
     ("dbrx", "ep=2,tp=2", WHOLE),
     ("jetmoe", "dp=2,ep=2", PARTS),
     ("switch transformers", "dp=2,ep=2", PARTS),
@@ -82,13 +82,13 @@ def check_cut(kind: str, made: Compiled) -> None:
 @pytest.mark.parametrize("kind", STORED)
 def test_every_layer_is_dispatched(kind: str) -> None:
     model, batch = own(kind)
-    names = [str(node.target) for node in captured_once(model, batch, exact=True).graph.nodes]
+    names = [str(node.target) for node in captured_once(model, batch, lift_to_float64=True).graph.nodes]
     twice = 2 if kind == "jetmoe" else 1  # queries of attention, and what is made of its results
     layers = STORED[kind][1]
     assert names.count("autopar.moe_dispatch.default") == (layers + layers // 2 if twice == 2 else layers)
 
 
-@pytest.mark.parametrize("cell", [Cell(kind, Mesh.of(ep=2), DEDUP) for kind in ON_RANKS], ids=str)
+@pytest.mark.parametrize("cell", [Cell(kind, Mesh.of(ep=2), ALLTOALL_DEDUP) for kind in ON_RANKS], ids=str)
 def test_on_real_ranks(cell: Cell) -> None:
     check(called(cell))
     check_cut(cell.name, compiled(cell))
@@ -113,27 +113,27 @@ def test_a_release_that_computes_something_else_is_not_replaced(monkeypatch: pyt
         return self.shared_expert(x), logits
 
     monkeypatch.setattr(Llama4TextMoe, "forward", forward)
-    names = [str(node.target) for node in capture(model, batch, exact=True).graph.nodes]
+    names = [str(node.target) for node in capture(model, batch, lift_to_float64=True).graph.nodes]
     assert "autopar.moe_dispatch.default" not in names
 
 
 def test_experts_that_nobody_asks_are_not_part_of_the_graph() -> None:
     """As in transformers: NLLB-MoE asks two of its four, so the others have no gradient."""
-    graph = captured_once(*own("nllb moe"), exact=True).graph
+    graph = captured_once(*own("nllb moe"), lift_to_float64=True).graph
     found = [node for node in graph.nodes if "moe_dispatch" in str(node.target)]
     assert [node.args[2] for node in found] == [2, 2]
 
 
 def test_what_the_forward_makes_is_said_in_the_plan() -> None:
-    made = compiled(Cell("switch transformers", Mesh.of(ep=2), DEDUP))
+    made = compiled(Cell("switch transformers", Mesh.of(ep=2), ALLTOALL_DEDUP))
     notes = [text for _, text in made.plan.notes if "made in the forward" in text]
     assert len(notes) == 2
     assert all(note.startswith("2 weights are made in the forward (aten.stack.default): every rank") for note in notes)
 
 
 def test_a_capacity_of_the_whole_batch() -> None:
-    """Places are counted over all micro-batches, ahead of the step, for the encoder's experts before the decoder's."""
-    result = check_model(*own("nllb moe"), Mesh.of(dp=2), Options(micro_batches=2))
+    """Places are counted over all microbatches, ahead of the step, for the encoder's experts before the decoder's."""
+    result = check_model(*own("nllb moe"), Mesh.of(dp=2), Options(microbatches=2))
     assert result.worst < 1e-10 and len(result.compiled.pipeline.ahead) == 2
 
 
@@ -160,7 +160,7 @@ def test_experts_that_are_not_as_they_were_written_are_not_dispatched(change: An
     change(next(m for m in model.modules() if isinstance(m, SwitchTransformersExperts)))
     way_out = r"(?s)for expert_idx in expert_hit.*for experts, call autopar::moe_dispatch, grouped_mm and moe_combine"
     with pytest.raises(ValueError, match=way_out):
-        compile_model(model, batch, Mesh.of(ep=2), exact=True)
+        compile_model(model, batch, Mesh.of(ep=2), lift_to_float64=True)
 
 
 def test_rows_of_experts_that_are_dropped_are_refused() -> None:
@@ -169,7 +169,7 @@ def test_rows_of_experts_that_are_dropped_are_refused() -> None:
         if hasattr(module, "moe_token_dropout"):
             module.moe_token_dropout = 0.2  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"experts: NllbMoeExperts drops rows of experts .*set moe_token_dropout to 0"):
-        compile_model(model, batch, Mesh.of(ep=2), exact=True)
+        compile_model(model, batch, Mesh.of(ep=2), lift_to_float64=True)
     assert check_model(model.eval(), batch, Mesh.of(ep=2)).worst < 1e-10
 
 
@@ -179,9 +179,9 @@ def test_random_numbers_of_rows_are_refused_where_tokens_are_cut(mesh: str) -> N
     for expert in (m for m in model.modules() if isinstance(m, SwitchTransformersDenseActDense)):
         expert.dropout.p = 0.1
     if mesh == "tp=2":  # the rows are those of one process
-        compile_model(model, batch, Mesh.parse(mesh), exact=True)
+        compile_model(model, batch, Mesh.parse(mesh), lift_to_float64=True)
         return
     with pytest.raises(
         ValueError, match=r"experts: autopar.dropout.default .* in encoder.block.1.* before they are dis"
     ):
-        compile_model(model, batch, Mesh.parse(mesh), exact=True)
+        compile_model(model, batch, Mesh.parse(mesh), lift_to_float64=True)

@@ -24,7 +24,7 @@ MESHES = ("dp=2", "tp=2", "dp=2,tp=2", "tp=4", "dp=4")
 # These have no sequence that could be cut over tp.
 WITHOUT_SEQUENCE = {"cnn", "mlp"}
 
-Way = tuple[str, int, bool, int]  # mesh, zero, sequence parallel, micro-batches
+Way = tuple[str, int, bool, int]  # mesh, zero, sequence parallel, microbatches
 BOTH = "dp=2,tp=2"
 ALL: Way = (BOTH, 3, True, 2)
 OFTEN: list[Way] = [("tp=2", 0, False, 1), ALL]
@@ -49,7 +49,7 @@ def cell_of(model: str, way: Way) -> Cell:
     mesh, zero, sequence, micro = way
     sequence = sequence and "tp" in mesh and model not in WITHOUT_SEQUENCE
     zero = zero if "dp" in mesh else 0
-    return Cell(model, Mesh.parse(mesh), Options(zero=zero, sequence_parallel=sequence, micro_batches=micro))
+    return Cell(model, Mesh.parse(mesh), Options(zero=zero, sequence_parallel=sequence, microbatches=micro))
 
 
 CELLS = [cell_of(name, way) for name, ways in WAYS.items() for way in ways]
@@ -66,12 +66,12 @@ PRODUCT = [cell_of(*of) for of in itertools.product(WHOLE + RARE, EVERY_WAY)]
 def test_each_option_meets_each_model_and_each_mesh() -> None:
     for model in WAYS:
         mine = [c.options for c in CELLS if c.name == model]
-        assert {o.zero for o in mine} == {0, 3} and {o.micro_batches for o in mine} == {1, 2}
+        assert {o.zero for o in mine} == {0, 3} and {o.microbatches for o in mine} == {1, 2}
         assert len({o.sequence_parallel for o in mine}) == (1 if model in WITHOUT_SEQUENCE else 2)
         assert {len(c.mesh.sizes) for c in CELLS if c.name == model} == {1, 2}
     for mesh in map(Mesh.parse, MESHES):
         mine = [c.options for c in CELLS if c.mesh == mesh]
-        assert {o.micro_batches for o in mine} == {1, 2}
+        assert {o.microbatches for o in mine} == {1, 2}
         assert len({o.zero for o in mine}) == (2 if "dp" in mesh.sizes else 1)
         assert len({o.sequence_parallel for o in mine}) == (2 if "tp" in mesh.sizes else 1)
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from autopar.ir.mesh import Mesh
-from autopar.options import DISPATCHES, Options
+from autopar.options import TOKEN_DISPATCHERS, Options
 from autopar.testing.harness import check_model
 from tests.hf.zoo import CAUSAL, REFUSED_OVER_CP, WITHOUT_ATTENTION, make
 
@@ -67,8 +67,8 @@ def test_every_type(kind: str, mesh: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dispatch", DISPATCHES)
+@pytest.mark.parametrize("dispatch", TOKEN_DISPATCHERS)
 @pytest.mark.parametrize("kind", WITH_EXPERTS)
 def test_every_type_with_experts(kind: str, dispatch: str) -> None:
     model, batch = make(kind, "causal")
-    assert check_model(model, batch, Mesh.of(ep=2), Options(dispatch=dispatch)).worst < 1e-10
+    assert check_model(model, batch, Mesh.of(ep=2), Options(token_dispatcher=dispatch)).worst < 1e-10

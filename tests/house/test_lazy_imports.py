@@ -19,7 +19,7 @@ from autopar.passes.pipelines import GLOBAL_PASSES
     [
         ["--help"],
         *([command.name, "--help"] for command in COMMANDS),
-        ["schedule", "--name", "all", "--stages", "4", "--micro-batches", "8"],
+        ["schedule", "--name", "all", "--stages", "4", "--microbatches", "8"],
         ["plan", "--mesh", "dp=2"],
     ],
     ids=" ".join,
@@ -64,3 +64,20 @@ def test_levels_are_those_of_the_passes() -> None:
     assert [LEVELS["global"], LEVELS["typed"], LEVELS["local"]] == [
         GLOBAL_PASSES[-1].name, PropagatePlacements.name, LowerToLocal.name,
     ]  # fmt: skip
+
+
+def test_no_import_looks_for_gpus() -> None:
+    """A process that has done so cannot be forked into ranks that use them."""
+    code = """
+import torch
+
+def never(*args, **kwargs):
+    raise AssertionError("looked for GPUs")
+
+torch.cuda.is_available = torch.cuda.device_count = torch.cuda.get_device_properties = never
+import autopar, autopar.models.hf, autopar.models.tiny, autopar.cli.main, autopar.integrations
+assert all(getattr(autopar, name) is not None for name in autopar.__all__)
+import tests.gpu_check.command
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr

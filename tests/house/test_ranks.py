@@ -19,11 +19,11 @@ import torch.distributed as dist
 from autopar import api
 from autopar.cache.compile_cache import stored_step
 from autopar.cache.disk_cache import DiskCache
-from autopar.cache.library_versions import changed_autopar
-from autopar.cache.step_codec import StoredStep, step_of_sections, step_sections
+from autopar.cache.own_sources import changed_autopar
+from autopar.cache.step_codec import StoredStep
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
-from tests.support.compile_cache import by_one, compiled_by_each
+from tests.support.compile_cache import by_one, compiled_by_each, sections_of_step, step_of
 from tests.support.cpu_slots import LONG, OF_LOOP, OF_RANK, loops, set_turn, turn, usual_turns
 from tests.support.launched import in_child
 from tests.support.plain_models import Metric, Net, Tied, build, numbers, part, put, tokens
@@ -164,7 +164,7 @@ def test_one_of_two_ranks_compiles() -> None:
 
 
 def test_a_rank_compiles_what_no_other_was_asked_for(tmp_path: Path) -> None:
-    step = partial(by_one, stored_step, step_sections, step_of_sections, DiskCache(tmp_path))
+    step = partial(by_one, stored_step, sections_of_step, step_of, DiskCache(tmp_path))
     first, second, batch = step(0, count()), step(1, count()), numbers()
 
     def read(ask: Callable[..., Any], options: Options, kind: type = Net) -> bool:

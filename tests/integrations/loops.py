@@ -102,7 +102,9 @@ def trained(
         if mesh is None:
             trainer = (cls or transformers.Trainer)(**how)
         else:
-            trainer = (cls or integrations.Trainer)(**how, mesh=mesh, options={"exact": exact, **(options or {})})
+            trainer = (cls or integrations.Trainer)(
+                **how, mesh=mesh, options={"lift_to_float64": exact, **(options or {})}
+            )
         trainer.train(resume_from_checkpoint=resume)
         return trainer.state.log_history
 

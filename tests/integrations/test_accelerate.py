@@ -32,7 +32,7 @@ def loop(sizes: Sizes | None, folder: str, first: int, last: int, zero: int = 0)
         else:
             mesh = autopar.init_mesh("cpu", **sizes)
             parts = autopar.dp_rank_and_size(mesh)[1]
-            accelerator = integrations.Accelerator(mesh=mesh, options={"exact": True, "zero": zero}, **how)
+            accelerator = integrations.Accelerator(mesh=mesh, options={"lift_to_float64": True, "zero": zero}, **how)
         torch.manual_seed(1)
         model = llama()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

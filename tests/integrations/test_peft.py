@@ -42,7 +42,7 @@ def tuned(sizes: Sizes, folder: str) -> list[float]:
     """Three steps, saved; what is loaded from there is what was saved."""
     mesh = autopar.init_mesh("cpu", **sizes)
     part, parts = autopar.dp_rank_and_size(mesh)
-    model = autopar.parallelize(lora(), mesh, exact=True)
+    model = autopar.parallelize(lora(), mesh, lift_to_float64=True)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     mine, losses = {name: x.chunk(parts)[part] for name, x in batch().items()}, []
     for _ in range(3):
@@ -50,7 +50,7 @@ def tuned(sizes: Sizes, folder: str) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
     model.save_pretrained(folder)
-    other = autopar.parallelize(lora(), mesh, exact=True)
+    other = autopar.parallelize(lora(), mesh, lift_to_float64=True)
     other.load_pretrained(folder)
     found, expected = other.full_state_dict(), model.full_state_dict()
     assert all(torch.equal(found[name], x) for name, x in expected.items())

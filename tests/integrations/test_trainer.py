@@ -29,7 +29,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[di
 
 def resumed(sizes: dict[str, int], folder: str) -> list[dict[str, float]]:
     """Another mesh, a pipeline, goes on from a checkpoint of steps 1 and 2."""
-    return trained(sizes, folder, options={"micro_batches": 2}, resume=f"{folder}/checkpoint-2")
+    return trained(sizes, folder, options={"microbatches": 2}, resume=f"{folder}/checkpoint-2")
 
 
 BOTH = pytest.param({"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}, marks=pytest.mark.full)
@@ -201,12 +201,12 @@ def ragged(sizes: dict[str, int] | None, folder: str) -> list[dict[str, float]]:
 
     given = {"train_dataset": data(80, 1), "eval_dataset": data(10, 2), "data_collator": collated}
     given |= {"compute_metrics": None}
-    options = {"shapes": autopar.PaddingBuckets(lengths=(8, 16))} if sizes else {}
+    options = {"padding": autopar.PaddingBuckets(lengths=(8, 16))} if sizes else {}
     return trained(sizes, folder, one_layer, given=given, options=options, max_steps=2, save_strategy="no")
 
 
 def test_batches_of_changing_lengths(tmp_path: Path) -> None:
-    """`shapes=` of the options: parts of unlike lengths, the losses of one process."""
+    """`padding=` of the options: parts of unlike lengths, the losses of one process."""
     expected = ragged(None, str(tmp_path))
     found = run_ranks(2, ragged, {"dp": 2}, str(tmp_path), timeout=200)[0]
     worst = differences(found, expected)

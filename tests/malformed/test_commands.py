@@ -17,15 +17,16 @@ from autopar.runtime.training.launch import LaunchError, _RankReport, _refusal
 from tests.malformed.judge import NOISE
 
 VALID = [
-    "schedule --name 1f1b --stages 2 --micro-batches 3 --times F=1,B=2,W=1,comm=0.1 --memory M_B=1 --json",
-    "schedule --name zb_h1 --stages 3 --micro-batches 4 --memory-limit 5 --unit us --json",
-    "schedule --name interleaved --stages 2 --micro-batches 2 --chunks 2 --json",
-    "schedule --name seq1f1b --stages 2 --micro-batches 2 --slices 2 --json",
-    "attention --ranks 2 --seq 64 --heads 4 --kv-heads 2 --head-dim 16 --topology ring:12e9:1e-6 --layout zigzag",
+    "schedule --name 1f1b --stages 2 --microbatches 3 --times F=1,B=2,W=1,comm=0.1 --memory M_B=1 --json",
+    "schedule --name zb_h1 --stages 3 --microbatches 4 --memory-limit 5 --unit us --json",
+    "schedule --name interleaved --stages 2 --microbatches 2 --virtual-stages 2 --json",
+    "schedule --name seq1f1b --stages 2 --microbatches 2 --token-slices 2 --json",
+    "attention --ranks 2 --seq 64 --heads 4 --kv-heads 2 --head-dim 16 --topology ring:12e9:1e-6 --cp-load-balance "
+    "zigzag",
     "attention --ranks 2 --seq 64 --heads 4 --head-dim 16 --attention ring+token_ring --dtype float32",
     "plan --config /nowhere/config.json --mesh dp=2,tp=2 --seq 16 --batch 4 --zero 3 --dtype float32",
-    "show --config /nowhere/config.json --mesh pp=2 --level forward --part 1 --micro-batches 2",
-    "verify --config /nowhere/config.json --mesh dp=2 --slices 4,4 --cuts a,b",
+    "show --config /nowhere/config.json --mesh pp=2 --level forward --part 1 --microbatches 2",
+    "verify --config /nowhere/config.json --mesh dp=2 --token-slices 4,4 --split-points a,b",
 ]
 BARE = """
     -1 0 1.5 nan inf -inf 1e999 x π ² ٣ 999999999999999999999999999999 None True [] {} = , + -- - --json dp=0 dp=2,dp=2

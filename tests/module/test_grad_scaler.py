@@ -100,10 +100,10 @@ def scaled_alone(sizes: dict[str, int], clip: bool) -> Found:
 CASES: list[tuple[dict[str, int], dict[str, Any], bool]] = [
     ({"dp": 2}, {"zero": 3}, False),
     ({"dp": 2}, {"zero": 1}, True),
-    ({"dp": 2, "pp": 2}, {"micro_batches": 2, "cuts": ("second",)}, False),
+    ({"dp": 2, "pp": 2}, {"microbatches": 2, "split_points": ("second",)}, False),
     ({"tp": 2}, {}, False),
-    ({"dp": 2, "tp": 2}, {"zero": 2, "micro_batches": 2}, False),
-    ({"rp": 2, "dp": 1}, {"zero": 3}, True),
+    ({"dp": 2, "tp": 2}, {"zero": 2, "microbatches": 2}, False),
+    ({"dp_replicate": 2, "dp": 1}, {"zero": 3}, True),
     ({"cp": 2}, {"zero": 3}, False),
     ({"dp": 2, "cp": 2}, {}, True),
 ]

@@ -110,7 +110,7 @@ def metrics(sizes: dict[str, int]) -> None:
         assert abs(float(out["accuracy"]) - float(expected["accuracy"])) < EXACT
         assert torch.equal(out["right"].full_tensor(), expected["right"])
     # Without gradients there is nothing to accumulate: evaluation takes the batch as one.
-    parallel = put(model, batch, sizes, micro_batches=2)
+    parallel = put(model, batch, sizes, microbatches=2)
     out = parallel.eval_step(**mine)
     assert abs(float(out["loss"]) - float(expected["loss"])) < EXACT
     assert torch.allclose(out["logits"].full_tensor(), expected["logits"].detach(), atol=EXACT)
@@ -145,11 +145,11 @@ def test_gradients_accumulate_and_none_stay_none() -> None:
     run_ranks(2, accumulation)
 
 
-def micro_batches(count: int, sizes: dict[str, int], zero: int) -> None:
+def microbatches(count: int, sizes: dict[str, int], zero: int) -> None:
     model, batch = build(Tied), tokens()
     loss = model(**batch)
     loss.backward()
-    parallel = put(model, batch, sizes, micro_batches=count, zero=zero)
+    parallel = put(model, batch, sizes, microbatches=count, zero=zero)
     found = parallel.train_step(**part(batch, sizes))
     assert abs(float(found) - float(loss)) < EXACT
     assert gap(parallel.full_gradients(), gradients(model)) < EXACT
@@ -157,7 +157,7 @@ def micro_batches(count: int, sizes: dict[str, int], zero: int) -> None:
     assert torch.equal(again, found)
     assert gap(parallel.full_gradients(), {n: 2 * g for n, g in gradients(model).items()}) < EXACT
     if count > 1:
-        with pytest.raises(ValueError, match="micro_batches"):
+        with pytest.raises(ValueError, match="microbatches"):
             parallel(**part(batch, sizes))
 
 
@@ -169,15 +169,15 @@ OFTEN = ((1, 0), (4, 1), (2, 2), (4, 2))  # each number and each way
     pytest.param(count, way, marks=() if (count, way) in OFTEN else pytest.mark.full)
     for count in (1, 2, 4) for way in range(len(WAYS))
 ])  # fmt: skip
-def test_micro_batches_change_nothing(count: int, way: int) -> None:
-    run_ranks(2, micro_batches, count, *WAYS[way])
+def test_microbatches_change_nothing(count: int, way: int) -> None:
+    run_ranks(2, microbatches, count, *WAYS[way])
 
 
 def several_losses(sizes: dict[str, int], count: int) -> None:
     model, batch = build(Losses), numbers()
     sum(losses := model(**batch)).backward()
     left, right, both = *losses, gradients(model)
-    parallel = put(model, batch, sizes, micro_batches=count)
+    parallel = put(model, batch, sizes, microbatches=count)
     found = parallel.train_step(**part(batch, sizes))
     assert isinstance(found, tuple) and torch.allclose(torch.stack(found), torch.stack([left, right]), atol=EXACT)
     assert gap(parallel.full_gradients(), both) < EXACT
@@ -238,7 +238,7 @@ def train_both(sizes: dict[str, int], options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("sizes, options", [
-    ({"dp": 2, "tp": 2}, {"micro_batches": 2}), ({"dp": 4}, {"zero": 3}),
+    ({"dp": 2, "tp": 2}, {"microbatches": 2}), ({"dp": 4}, {"zero": 3}),
     pytest.param({"dp": 2, "tp": 2}, {"zero": 3}, marks=pytest.mark.full),
 ], ids=["dp2tp2-mb2", "dp4-zero3", "dp2tp2-zero3"])  # fmt: skip
 def test_training_equals_one_process(sizes: dict[str, int], options: dict[str, Any]) -> None:
@@ -317,7 +317,7 @@ def llama(sizes: dict[str, int], **changes: Any) -> tuple[nn.Module, dict[str, T
     mask[0, 5:], mask[3, 2:] = 0, 0  # padding on the right
     batch |= {"attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
     mesh = autopar.init_mesh("cpu", 30.0, **sizes)
-    return model, batch, autopar.parallelize(model, mesh, exact=True, **changes)
+    return model, batch, autopar.parallelize(model, mesh, lift_to_float64=True, **changes)
 
 
 def model_output() -> None:
@@ -347,7 +347,7 @@ def from_meta() -> None:
         model = type(source)(source.config).double().train()
     assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
     mesh = autopar.init_mesh("cpu", 30.0, **sizes)
-    parallel = autopar.parallelize(model, mesh, exact=True)
+    parallel = autopar.parallelize(model, mesh, lift_to_float64=True)
     with pytest.raises(ValueError, match=r"without weights.*load_pretrained"):
         parallel.train_step(**batch)
     parallel.load_state_dict(source.state_dict())
@@ -370,7 +370,7 @@ def inductor() -> None:
     losses, found = [], []
     for backend in ("eager", "inductor"):
         mesh = autopar.init_mesh("cpu", 30.0, **sizes)
-        parallel = autopar.parallelize(TINY["llama"].build(), mesh, exact=True, backend=backend)
+        parallel = autopar.parallelize(TINY["llama"].build(), mesh, lift_to_float64=True, backend=backend)
         losses.append(float(parallel.train_step(**batch)))
         found.append(parallel.full_gradients())
     assert abs(losses[0] - losses[1]) < EXACT

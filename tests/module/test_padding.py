@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.lift_to_float64 import LiftFloat32
-from autopar.runtime.inputs.padding import IGNORED, PaddingBuckets, asked_shapes
+from autopar.runtime.inputs.padding import IGNORED, PaddingBuckets, asked_padding
 from tests.support.ranks import run_ranks
 from tests.support.subjects import tiny
 
@@ -57,7 +57,7 @@ def _steps(
     model, _ = tiny(name.removeprefix("masked "), layers=1)
     mesh = autopar.init_mesh("cpu", 60.0, **sizes)
     at, parts = autopar.dp_rank_and_size(mesh)
-    parallel = autopar.parallelize(model, mesh, exact=True, shapes=shapes, **options)
+    parallel = autopar.parallelize(model, mesh, lift_to_float64=True, padding=shapes, **options)
     for seed, step in enumerate(steps):
         batches = [batch_of(name, *shape, 100 * seed + i) for i, shape in enumerate(step)]
         assert len(batches) == parts
@@ -96,7 +96,7 @@ ALONE = [step[:1] for step in SHORT]
             ("llama", {"tp": 2}, {"sequence_parallel": True}, WHOLE, "bucket"),
             ("gpt2", {"pp": 2}, {"schedule": "1f1b"}, ALONE, SMALL),
             ("llama", {"cp": 2}, {}, WHOLE, "bucket"),
-            ("gpt2", {"dp": 2}, {"micro_batches": 2}, SHORT[:2], SMALL),
+            ("gpt2", {"dp": 2}, {"microbatches": 2}, SHORT[:2], SMALL),
         ]),
     ],
     ids=lambda x: str(x) if not isinstance(x, list) else "",
@@ -110,7 +110,7 @@ def test_padded_steps_equal_the_unpadded(name: str, sizes: Any, options: Any, st
 def _many(steps: int, longest: int) -> tuple[int, int]:
     """Steps of random lengths, and evaluations of a few: each as without padding. What was compiled, and lengths."""
     model, _ = tiny("llama", layers=1)
-    parallel = autopar.parallelize(model, autopar.init_mesh("cpu", 60.0, dp=1), exact=True, shapes="bucket")
+    parallel = autopar.parallelize(model, autopar.init_mesh("cpu", 60.0, dp=1), lift_to_float64=True, padding="bucket")
     torch.manual_seed(0)
     lengths = torch.randint(2, longest, (steps,)).tolist()
     for step, tokens in enumerate(lengths):
@@ -132,7 +132,7 @@ def test_random_lengths_compile_a_few_steps(steps: int, longest: int) -> None:
 
 def _evaluated() -> int:
     model, _ = tiny("llama", layers=1)
-    parallel = autopar.parallelize(model, autopar.init_mesh("cpu", 60.0, dp=1), exact=True, shapes="bucket")
+    parallel = autopar.parallelize(model, autopar.init_mesh("cpu", 60.0, dp=1), lift_to_float64=True, padding="bucket")
     with torch.no_grad():
         for step, tokens in enumerate((41, 64, 100, 7, 2)):
             batch = batch_of("llama", 2, tokens, step)
@@ -151,7 +151,7 @@ def test_outputs_have_no_padding() -> None:
 
 def _own_loss() -> None:
     model, _ = tiny("llama", layers=1)
-    parallel = autopar.parallelize(model, autopar.init_mesh("cpu", 60.0, dp=1), exact=True, shapes="bucket")
+    parallel = autopar.parallelize(model, autopar.init_mesh("cpu", 60.0, dp=1), lift_to_float64=True, padding="bucket")
     for step, tokens in enumerate((40, 64)):
         batch = batch_of("llama", 2, tokens, step)
         model.zero_grad()
@@ -189,7 +189,7 @@ def _refused(norm: bool, extra: bool, shapes: Any) -> str:
     if extra:
         batch["extra"] = torch.rand(4, 20)
     mesh = autopar.init_mesh("cpu", 60.0, dp=dist.get_world_size())
-    parallel = autopar.parallelize(Pooled(norm), mesh, example_batch=batch, shapes=shapes)
+    parallel = autopar.parallelize(Pooled(norm), mesh, example_batch=batch, padding=shapes)
     try:
         parallel.train_step(**batch)
     except ValueError as error:
@@ -200,7 +200,7 @@ def _refused(norm: bool, extra: bool, shapes: Any) -> str:
 @pytest.mark.parametrize(
     ("norm", "extra", "shapes", "said"),
     [
-        (False, False, "bucket", "padding changes the loss of Pooled"),
+        (False, False, "bucket", "padding: changes the loss of Pooled"),
         (True, False, "bucket", "a BatchNorm1d averages over all rows and tokens"),
         (False, True, "bucket", "needs to know how input extra of [4, 20] is padded"),
         (False, False, PaddingBuckets(lengths=(16,)), "20 tokens are more than the longest of lengths=(16,)"),
@@ -218,7 +218,7 @@ def test_what_padding_would_change_is_refused_on_all_ranks(norm: bool, extra: bo
 )
 def test_unknown_shapes_are_refused(asked: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        asked_shapes(asked)
+        asked_padding(asked)
     with pytest.raises(ValueError, match="ascending whole numbers"):
         PaddingBuckets(lengths=(64, 32))
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from tests.support.ranks import run_ranks
 
 SEED, PROGRAMS, PARTS = 0, 500, 4  # a program takes 0.2 s
 SHRUNK = 3  # of those that fail: the others are told as they are
+PATIENCE = 60.0  # seconds after which none is made small any more
 
 
 def numbered_programs(new: bool) -> list[tuple[int, Program]]:
@@ -40,12 +42,12 @@ def numbered_programs(new: bool) -> list[tuple[int, Program]]:
 
 def failures(new: bool, part: int) -> tuple[str, list[str]]:
     """(counts, what fails: the first as scripts)"""
-    tally, found = Tally(), []
+    tally, found, start = Tally(), [], time.monotonic()
     with compiled_by_each():  # what is remembered for others would hide what is stale
         for i, program in numbered_programs(new)[part::PARTS]:
             result = checked(program, f"fuzz_{i}")
             tally.add(result)
-            if result.failed and len(found) < SHRUNK:
+            if result.failed and len(found) < SHRUNK and time.monotonic() < start + PATIENCE:
                 program, result = small(program, result, f"fuzz_{i}")
                 told = f"program {i} of seed {SEED}, {result.kind}: {result.text}\n{result.where}"
                 found.append(script(program, told))

@@ -38,7 +38,7 @@ def put(sizes: dict[str, int], seed: int) -> tuple[autopar.ParallelModule, dict[
     batch = {"x": torch.randn(4, 8, generator=g).double(), "y": torch.randn(4, 4, generator=g).double()}
     options: dict[str, Any] = {"schedule": "1f1b"} if "pp" in sizes else {}
     mesh = autopar.init_mesh("cpu", 30.0, **sizes)
-    return autopar.parallelize(model, mesh, example_batch=batch, micro_batches=2, **options), batch
+    return autopar.parallelize(model, mesh, example_batch=batch, microbatches=2, **options), batch
 
 
 def read_back(parallel: autopar.ParallelModule, folder: str) -> None:

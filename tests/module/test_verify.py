@@ -220,7 +220,7 @@ class Weighted(Net):
 
 
 def in_double(kind: str, faults: tuple[float, ...]) -> list[Report]:
-    """``exact=False`` of a float64 model, one gradient of which is wrong by each of these factors."""
+    """``lift_to_float64=False`` of a float64 model, one gradient of which is wrong by each of these factors."""
     with compiled_once():
         return [faulty(kind, fault) for fault in faults]
 

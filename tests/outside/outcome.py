@@ -17,23 +17,23 @@ from autopar.steps.graphs import Compiled
 from autopar.testing.harness import MeshRun
 from tests.outside.all_models import MODELS
 from tests.support.cases import Cell, called, check, compiled
-from tests.support.subjects import CONSTANTS, SEED, SPECIAL, subject
+from tests.support.subjects import SEED, SPECIAL, STATIC_INPUTS, subject
 
 SPECIAL.update({name: model.make for name, model in MODELS.items()})
-CONSTANTS.update({name: model.constants for name, model in MODELS.items()})
+STATIC_INPUTS.update({name: model.static_inputs for name, model in MODELS.items()})
 
 MESHES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "tp": ({"dp": 2, "tp": 2}, {"zero": 3}),
     "cp": ({"cp": 2}, {}),
-    "pp": ({"pp": 2}, {"micro_batches": 2}),
+    "pp": ({"pp": 2}, {"microbatches": 2}),
 }
-MEET = "micro_batches: samples of different micro-batches meet"
-TITLES = {"tp": "dp=2, tp=2, zero=3", "cp": "cp=2", "pp": "pp=2, micro_batches=2"}
+MEET = "microbatches: samples of different microbatches meet"
+TITLES = {"tp": "dp=2, tp=2, zero=3", "cp": "cp=2", "pp": "pp=2, microbatches=2"}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """``words`` of a refusal; else the share of all parameters that is cut over tp. ``parts``: micro-batches, where
+    """``words`` of a refusal; else the share of all parameters that is cut over tp. ``parts``: microbatches, where
     samples meet in the model, so that it is given the batch in one."""
 
     words: str = ""
@@ -48,10 +48,12 @@ def meshes_of(name: str) -> list[str]:
 
 def outcome(name: str, mesh: str) -> Outcome:
     """Raises AssertionError for wrong numbers, and whatever is no refusal."""
-    (sizes, options), constants = MESHES[mesh], MODELS[name].constants
-    found = _outcome(Cell(name, Mesh.of(**sizes), Options(constants=constants, **options)))
-    if "micro_batches" in options and found.words.startswith(MEET):
-        return dataclasses.replace(_outcome(Cell(name, Mesh.of(**sizes), Options(constants=constants))), parts=1)
+    (sizes, options), static_inputs = MESHES[mesh], MODELS[name].static_inputs
+    found = _outcome(Cell(name, Mesh.of(**sizes), Options(static_inputs=static_inputs, **options)))
+    if "microbatches" in options and found.words.startswith(MEET):
+        return dataclasses.replace(
+            _outcome(Cell(name, Mesh.of(**sizes), Options(static_inputs=static_inputs))), parts=1
+        )
     return found
 
 

@@ -221,6 +221,6 @@ TABLE: dict[str, tuple[Callable[[], Made], bool]] = {
     "time series transformer": (lambda: _informer("TimeSeriesTransformer"), False),
     "decision transformer": (_decision, False),
 }
-CONSTANTS = dict.fromkeys(("longformer", "led"), ("global_attention_mask",))
+STATIC_INPUTS = dict.fromkeys(("longformer", "led"), ("global_attention_mask",))
 for _name, (_build, _tokens) in TABLE.items():
-    entry("transformers", _name, "transformers", _tokens, CONSTANTS.get(_name, ()))(_build)
+    entry("transformers", _name, "transformers", _tokens, STATIC_INPUTS.get(_name, ()))(_build)

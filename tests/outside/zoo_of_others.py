@@ -22,14 +22,14 @@ Made = tuple[nn.Module, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Outside:
-    """A model of others. ``group`` is where the table puts it; ``constants``: inputs whose values decide the graph."""
+    """A model of others. ``group`` is where the table puts it; ``static_inputs``: those whose values decide a graph."""
 
     name: str
     group: str
     build: Callable[[], Made]
     needs: str = ""
     tokens: bool = False
-    constants: tuple[str, ...] = ()
+    static_inputs: tuple[str, ...] = ()
 
     def make(self) -> Made:
         """A fresh model in train mode, and its whole batch."""
@@ -49,14 +49,14 @@ MODELS: dict[str, Outside] = {}
 
 
 def entry(
-    group: str, name: str, needs: str = "", tokens: bool = False, constants: tuple[str, ...] = ()
+    group: str, name: str, needs: str = "", tokens: bool = False, static_inputs: tuple[str, ...] = ()
 ) -> Callable[[Callable[[], Made]], Any]:
     """Enter a builder."""
 
     def put(build: Callable[[], Made]) -> Callable[[], Made]:
         full = f"{group} {name}"
         assert full not in MODELS, full
-        MODELS[full] = Outside(full, group, build, needs, tokens, constants)
+        MODELS[full] = Outside(full, group, build, needs, tokens, static_inputs)
         return build
 
     return put

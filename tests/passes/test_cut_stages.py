@@ -27,7 +27,7 @@ def compiled(model: nn.Module, mesh: Mesh, **options: Any) -> tuple[Compiled, di
         lines = format_graph(gm, ctx.mesh).splitlines()
         seen[name] = "\n".join(" ".join(line.partition("  # ")[0].split()) for line in lines if line)
 
-    chosen = Options(**{"schedule": "zb_h1", "micro_batches": 2, **options})
+    chosen = Options(**{"schedule": "zb_h1", "microbatches": 2, **options})
     return compile_model(model, batch(), mesh, chosen, outputs=(), observers=[watch]), seen
 
 
@@ -38,7 +38,7 @@ def targets(step: StepGraph | None) -> list[str]:
 
 
 def test_text_before_and_after() -> None:
-    _, seen = compiled(Tied(), Mesh.of(pp=2, dp=2), zero=3, cuts=("blocks.1",))
+    _, seen = compiled(Tied(), Mesh.of(pp=2, dp=2), zero=3, split_points=("blocks.1",))
     before = seen["lower_to_local"]
     assert "p_blocks_0_weight_r: f64[8,8] dp:R mb:R = exchange(p_blocks_0_weight_r_1, dp, S(0) -> R)" in before
     assert seen["part0.part"].splitlines() == [
@@ -56,7 +56,7 @@ def test_text_before_and_after() -> None:
 
 
 def test_gathers_and_reductions_leave_the_parts() -> None:
-    made, _ = compiled(Tied(), Mesh.of(pp=2, dp=2), zero=1, cuts=("blocks.1",))
+    made, _ = compiled(Tied(), Mesh.of(pp=2, dp=2), zero=1, split_points=("blocks.1",))
     first = made.pipeline.parts[0]
     assert targets(first.gather)[:1] == ["all_gather"] and targets(first.reduce).count("reduce_scatter") == 1
     for step in (first.forward, first.backward, first.backward_input, first.backward_weight):
@@ -65,7 +65,7 @@ def test_gathers_and_reductions_leave_the_parts() -> None:
 
 
 def test_gathers_and_reductions_stay_inside() -> None:
-    made, _ = compiled(Tied(), Mesh.of(pp=2, dp=2), zero=3, cuts=("blocks.1",))
+    made, _ = compiled(Tied(), Mesh.of(pp=2, dp=2), zero=3, split_points=("blocks.1",))
     last = made.pipeline.parts[1]
     assert "reduce_scatter" in targets(last.backward)
     assert last.reduce is None or "reduce_scatter" not in targets(last.reduce), "what nothing cuts is summed at the end"
@@ -79,7 +79,7 @@ def test_gathers_and_reductions_stay_inside() -> None:
 
 def test_values_go_from_user_to_user() -> None:
     """The second and the last of four parts use the first one's result; the third does not handle it."""
-    made, _ = compiled(Skip(), Mesh.of(pp=4), cuts=("blocks.1", "blocks.2", "blocks.3"))
+    made, _ = compiled(Skip(), Mesh.of(pp=4), split_points=("blocks.1", "blocks.2", "blocks.3"))
     ways = [(h.source, h.target, h.gradient) for h in made.pipeline.hops]
     assert ways == [(0, 1, True), (1, 3, True), (0, 1, False), (1, 2, True), (2, 3, True)]
 
@@ -103,13 +103,13 @@ def test_b_and_w_are_the_whole_backward(make: type[nn.Module]) -> None:
 
 def test_the_first_part_has_a_backward_to_inputs() -> None:
     """Nothing is sent back from it, yet its B must not be empty: the products between its layers belong to it."""
-    made, _ = compiled(Stack(), Mesh.of(pp=2), cuts=("blocks.3",))
+    made, _ = compiled(Stack(), Mesh.of(pp=2), split_points=("blocks.3",))
     first = made.pipeline.parts[0]
     assert targets(first.backward_input).count("mm") == 2 and targets(first.backward_weight).count("mm") == 3
 
 
 def test_a_part_without_anything_to_train_has_no_backward() -> None:
-    made, _ = compiled(Frozen(), Mesh.of(pp=4), cuts=("blocks.1", "blocks.2", "blocks.3"))
+    made, _ = compiled(Frozen(), Mesh.of(pp=4), split_points=("blocks.1", "blocks.2", "blocks.3"))
     assert made.pipeline.parts[0].backward is None
     assert [h.gradient for h in made.pipeline.hops] == [False, True, True]
     ranks = {p.name: p.ranks for p in made.parameters}
@@ -117,7 +117,7 @@ def test_a_part_without_anything_to_train_has_no_backward() -> None:
 
 
 def test_a_tied_weight_lives_where_it_is_used() -> None:
-    made, _ = compiled(Tied(), Mesh.of(pp=2), cuts=("blocks.1",))
+    made, _ = compiled(Tied(), Mesh.of(pp=2), split_points=("blocks.1",))
     ranks = {p.name: p.ranks for p in made.parameters}
     assert ranks["blocks.0.weight"] == (0, 1) and ranks["extra.bias"] == (0, 1) and ranks["blocks.1.weight"] == (1,)
 
@@ -126,8 +126,8 @@ def test_encoder_and_decoder() -> None:
     """T5: encoder states go on from decoder part to decoder part; position biases are made again; masks come ahead."""
     model, data = TINY["t5"].build(dtype=torch.float64), TINY["t5"].batch(4, 16)
     cuts = ("encoder.block.1", "decoder.block.0", "decoder.block.1")
-    options = Options(schedule="1f1b", micro_batches=2, cuts=cuts)
-    made = compile_model(model, data, Mesh.of(pp=4), options, exact=True, outputs=())
+    options = Options(schedule="1f1b", microbatches=2, split_points=cuts)
+    made = compile_model(model, data, Mesh.of(pp=4), options, lift_to_float64=True, outputs=())
     pipeline = made.pipeline
     assert pipeline is not None and pipeline.once is not None and pipeline.each is not None
     ways: dict[str, list[tuple[int, int]]] = {}

@@ -48,10 +48,10 @@ def beside(step: StepGraph) -> list[set[str]]:
     return found
 
 
-@pytest.mark.parametrize("dispatch", ["dedup", "plain"])
+@pytest.mark.parametrize("dispatch", ["alltoall_dedup", "alltoall"])
 def test_what_runs_beside(dispatch: str) -> None:
     """Shared experts both ways; gradients of experts' weights beside those of tokens on their way back."""
-    made = compile_cell(Cell("deepseek_v3", Mesh.of(ep=2), Options(dispatch=dispatch))).stage
+    made = compile_cell(Cell("deepseek_v3", Mesh.of(ep=2), Options(token_dispatcher=dispatch))).stage
     assert made.backward_reduce is not None
     forward, backward = beside(made.forward), beside(made.backward_reduce)
     assert "mm" in forward[-1]

@@ -109,7 +109,7 @@ def test_buckets_join_small_gradients() -> None:
 
 
 class Mean(nn.Module):
-    """A mean over targets that are not ignored: the count is known only after all micro-batches."""
+    """A mean over targets that are not ignored: the count is known only after all microbatches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,9 +119,9 @@ class Mean(nn.Module):
         return F.cross_entropy(self.head(x), y)
 
 
-def test_prologue_counts_targets_of_all_micro_batches() -> None:
+def test_prologue_counts_targets_of_all_microbatches() -> None:
     batch = {"x": torch.zeros(4, 8), "y": torch.zeros(4, dtype=torch.int64)}
-    seen = levels(Mean(), batch, "dp=1", micro_batches=2)
+    seen = levels(Mean(), batch, "dp=1", microbatches=2)
     assert any("convert(sum_default_1, mb, P -> I)" in line for line in seen["propagate_placements"])
     prologue = " ".join(seen["prologue"])
     assert "ne.Scalar(y, -100)" in prologue and "sum(" in prologue

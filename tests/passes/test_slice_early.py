@@ -210,7 +210,7 @@ def test_data_parallel_ranks_compute_the_tables_of_their_rows() -> None:
     assert any(re.search(r"cos: f32\[2,6\] dp:S\(0\)", line) for line in seen["lower_to_local"])
 
 
-@pytest.mark.parametrize("mesh, options", [("dp=2", {}), ("dp=2,tp=2", {"zero": 3}), ("dp=2", {"micro_batches": 2})])
+@pytest.mark.parametrize("mesh, options", [("dp=2", {}), ("dp=2,tp=2", {"zero": 3}), ("dp=2", {"microbatches": 2})])
 def test_numbers_stay(mesh: str, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     batch = {"x": torch.randn(4, 6, 4, dtype=torch.float64)}

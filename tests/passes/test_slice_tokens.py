@@ -149,7 +149,7 @@ def test_models_equal_eager(name: str) -> None:
 
 
 def test_slices_on_a_mesh() -> None:
-    """Tensor parallelism cuts the tokens of a slice; ZeRO gathers; micro-batches are tested by the pipeline."""
+    """Tensor parallelism cuts the tokens of a slice; ZeRO gathers; microbatches are tested by the pipeline."""
     model, options = Grouped(), Options(zero=3, sequence_parallel=True)
     run = SlicedModel(model, model.batch(), Mesh.of(dp=2, tp=2), options, unit=2)
     for lengths in ((6, 8, 2), (16,)):
@@ -159,7 +159,7 @@ def test_slices_on_a_mesh() -> None:
 def test_dropout_masks_follow_tokens() -> None:
     """The same masks, whatever the slices: as in the model that runs whole."""
     model, mesh = Conditioned(0.4), Mesh.of()
-    compiled = compile_model(model, model.batch(), mesh, exact=True, outputs=())
+    compiled = compile_model(model, model.batch(), mesh, lift_to_float64=True, outputs=())
     (loss,), expected = MeshRun(compiled, model, model.batch(), mesh).step()
     (found,), gradients = SlicedModel(model, model.batch()).step((5, 8, 3))
     assert abs(loss - found) < EXACT
@@ -266,9 +266,9 @@ def test_what_is_saved_grows_with_the_slice_alone() -> None:
     assert sizes[0] == sizes[1]
 
 
-def test_micro_batches_come_first() -> None:
-    """Types on four axes at once; the counts of micro-batches stay inputs."""
-    mesh, options = Mesh.of(dp=2, tp=2), Options(micro_batches=2, sequence_parallel=True)
+def test_microbatches_come_first() -> None:
+    """Types on four axes at once; the counts of microbatches stay inputs."""
+    mesh, options = Mesh.of(dp=2, tp=2), Options(microbatches=2, sequence_parallel=True)
     gm = normalized(Grouped(), Grouped().batch(), mesh)
     local, _ = sliced(gm, sample_slices(S, 2)[0], make_plan(gm, mesh, options))
     assert "total_0" in {n.name for n in placeholders(local)}

@@ -37,7 +37,7 @@ def test_only_gradients(checkpoint: str) -> None:
     """Three products for the weight's gradient, two sums of them; F adds two products, beside."""
     torch.manual_seed(0)
     model, batch = Shared(), {"x": torch.randn(4, 6, dtype=torch.float64)}
-    stage = compile_model(model, batch, Mesh.of(), Options(checkpoint=checkpoint), outputs=()).stage
+    stage = compile_model(model, batch, Mesh.of(), Options(activation_checkpoint=checkpoint), outputs=()).stage
     backward = stage.backward or stage.backward_reduce
     assert count(stage.forward, aten.addmm.default) == 0 and count(stage.forward, aten.add.Tensor) == 1
     assert count(backward, aten.addmm.default) == 2 and count(backward, aten.add.Tensor) == 0

@@ -37,12 +37,12 @@ from tests.support.order_texts import parse_action
 from tests.support.ranks import close_pools, rank_outcomes
 
 MESH = Mesh.of(pp=2, ep=2)
-PAIRED = Options(schedule="dual_pipe_v", microbatches=4, token_dispatcher="dedup")
+PAIRED = Options(schedule="dual_pipe_v", microbatches=4, token_dispatcher="alltoall_dedup")
 BOTH = Cell("deep mixtral", MESH, PAIRED)
 MORE = [
     Cell("deepseek_v3", MESH, PAIRED),
-    Cell("mixtral", MESH, replace(PAIRED, token_dispatcher="gather")),
-    Cell("qwen3_moe", MESH, replace(PAIRED, token_dispatcher="plain", activation_checkpoint="full")),
+    Cell("mixtral", MESH, replace(PAIRED, token_dispatcher="allgather")),
+    Cell("qwen3_moe", MESH, replace(PAIRED, token_dispatcher="alltoall", activation_checkpoint="full")),
     Cell("gpt_oss", MESH, replace(PAIRED, schedule="dual_pipe")),
     Cell("qwen3_moe", Mesh.of(pp=2, dp=2), replace(PAIRED, expert_axis="dp", zero=1)),
     Cell("mixtral", Mesh.of(pp=2, ep=2, tp=2), replace(PAIRED, sequence_parallel=True)),

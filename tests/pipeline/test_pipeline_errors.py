@@ -25,15 +25,24 @@ BATCH = TINY["llama"].batch(8, 16)
 
 PLANNING: list[tuple[dict[str, Any], str]] = [
     ({"schedule": "2f2b"}, "unknown name '2f2b'; known are gpipe, 1f1b"),
-    ({"cuts": ("model.layers.7",)}, "no operation belongs to 'model.layers.7'"),
-    ({"cuts": ("model.layers.1", "model.norm")}, "2 cuts make 3 parts"),
-    ({"cuts": ("model.norm", "model.layers.1"), "schedule": "interleaved"}, "4 parts need 3 cuts, found 2"),
-    ({"cuts": ("model.norm", "model.layers.1", "lm_head"), "schedule": "interleaved"}, "in the order of the model"),
-    ({"cuts": ("model.embed_tokens",)}, "leave something in every part"),
-    ({"schedule": "dual_pipe", "micro_batches": 2}, "dual_pipe needs"),
-    ({"schedule": "1f1b", "chunks": 2}, "1f1b runs 1 parts per rank, found 2"),
-    ({"schedule": "1f1b", "slices": 4}, "1f1b runs whole micro-batches, found slices=4; use tera_pipe or seq1f1b"),
-    ({"memory_limit": 1000, "schedule": "1f1b", "checkpoint": "none"}, "the least that would do is"),
+    ({"split_points": ("model.layers.7",)}, "no operation belongs to 'model.layers.7'"),
+    ({"split_points": ("model.layers.1", "model.norm")}, "2 split points make 3 parts"),
+    (
+        {"split_points": ("model.norm", "model.layers.1"), "schedule": "interleaved"},
+        "4 parts need 3 split points, found 2",
+    ),
+    (
+        {"split_points": ("model.norm", "model.layers.1", "lm_head"), "schedule": "interleaved"},
+        "in the order of the model",
+    ),
+    ({"split_points": ("model.embed_tokens",)}, "leave something in every part"),
+    ({"schedule": "dual_pipe", "microbatches": 2}, "dual_pipe needs"),
+    ({"schedule": "1f1b", "virtual_stages": 2}, "1f1b runs 1 parts per rank, found 2"),
+    (
+        {"schedule": "1f1b", "token_slices": 4},
+        "1f1b runs whole microbatches, found token_slices=4; use tera_pipe or seq1f1b",
+    ),
+    ({"memory_limit": 1000, "schedule": "1f1b", "activation_checkpoint": "none"}, "the least that would do is"),
 ]
 
 
@@ -46,7 +55,7 @@ def test_refused_when_planning(options: dict[str, Any], message: str) -> None:
 
 def test_slices_and_a_sequence_cut_over_ranks_exclude_each_other() -> None:
     """By name, and where slices alone choose the schedule."""
-    for options in ({"schedule": "seq1f1b"}, {"slices": 2}):
+    for options in ({"schedule": "seq1f1b"}, {"token_slices": 2}):
         with pytest.raises(ValueError, match='schedule seq1f1b cuts the sequence in time, the axis "cp" cuts it over'):
             plan_model(LLAMA, BATCH, Mesh.of(pp=2, cp=2), Options(**options))
 
@@ -54,13 +63,13 @@ def test_slices_and_a_sequence_cut_over_ranks_exclude_each_other() -> None:
 def test_a_plan_holds_every_decision() -> None:
     """Parts, schedule and token slices: what is compiled with a plan asks for no more."""
     gm, mesh = normalized(LLAMA, BATCH), Mesh.of(pp=2)
-    plan = make_plan(gm, mesh, Options(slices=3))
-    assert plan.pipeline is not None and (plan.pipeline.schedule, plan.pipeline.slices) == ("seq1f1b", (6, 5, 5))
+    plan = make_plan(gm, mesh, Options(token_slices=3))
+    assert plan.pipeline is not None and (plan.pipeline.schedule, plan.pipeline.token_slices) == ("seq1f1b", (6, 5, 5))
     assert plan.notes[-1] == ("pipeline", "token slices 6, 5, 5: 3 equal slices, as asked")
-    evaluation = make_plan(gm, mesh, Options(slices=3), plan, train=False)
+    evaluation = make_plan(gm, mesh, Options(token_slices=3), plan, train=False)
     assert evaluation.pipeline == plan.pipeline and not evaluation.notes
-    example = make_plan(gm, mesh, Options(slices=3, micro_batches=2, sequence_parallel=False), example=True)
-    assert example.pipeline == dataclasses.replace(plan.pipeline, slices=()) and example.options.micro_batches == 1
+    example = make_plan(gm, mesh, Options(token_slices=3, microbatches=2, sequence_parallel=False), example=True)
+    assert example.pipeline == dataclasses.replace(plan.pipeline, token_slices=()) and example.options.microbatches == 1
     check_fits(plan, gm, train=True)
     check_fits(example, gm)
     with pytest.raises(ValueError, match=r"slices \(\) sum to 0, the sequence has 16 tokens"):
@@ -103,25 +112,27 @@ class Attention(nn.Module):
 def test_a_cut_through_an_operation_is_refused() -> None:
     batch = {"x": torch.randn(4, 8, 16), "y": torch.randn(4, 8, 16)}
     with pytest.raises(ValueError, match="no operation belongs to 'scores', where a cut was asked for"):
-        plan_model(Attention(), batch, Mesh.of(pp=2), Options(cuts=("scores",)))
-    plan, _ = plan_model(Attention(), batch, Mesh.of(pp=2), Options(cuts=("mix",)))
-    assert plan.pipeline is not None and plan.pipeline.cuts == ("mix#1",)
+        plan_model(Attention(), batch, Mesh.of(pp=2), Options(split_points=("scores",)))
+    plan, _ = plan_model(Attention(), batch, Mesh.of(pp=2), Options(split_points=("mix",)))
+    assert plan.pipeline is not None and plan.pipeline.split_points == ("mix#1",)
 
 
 @pytest.mark.parametrize("slices", [(7, 5), (7, 5, 5), (16, 0), 17])
 def test_slices_must_sum_to_the_sequence(slices: Any) -> None:
-    message = r"^token_slices: .*the sequence has 16 tokens; give positive lengths|^slices: .* at least 1, found 0"
+    message = (
+        r"^token_slices: .*the sequence has 16 tokens; give positive lengths|^token_slices: .* at least 1, found 0"
+    )
     with pytest.raises(ValueError, match=message):
-        options = Options(schedule="seq1f1b", slices=slices, micro_batches=2)
-        compile_model(LLAMA, BATCH, Mesh.of(pp=2), options, exact=True, outputs=())
+        options = Options(schedule="seq1f1b", token_slices=slices, microbatches=2)
+        compile_model(LLAMA, BATCH, Mesh.of(pp=2), options, lift_to_float64=True, outputs=())
 
 
 @pytest.mark.parametrize("name", ["bert", "vit", "t5"])
 def test_models_whose_tokens_see_later_ones_are_not_sliced(name: str) -> None:
     model, batch = TINY[name].build(dtype=torch.float64), TINY[name].batch(4, 16)
-    options = Options(schedule="tera_pipe", slices=2, micro_batches=2)
+    options = Options(schedule="tera_pipe", token_slices=2, microbatches=2)
     with pytest.raises(ValueError, match=r"^token_slices: .*attention"):
-        compile_model(model, batch, Mesh.of(pp=2), options, exact=True, outputs=())
+        compile_model(model, batch, Mesh.of(pp=2), options, lift_to_float64=True, outputs=())
 
 
 def refused_on_a_rank(options: dict[str, Any], rows: int) -> list[str]:
@@ -139,9 +150,9 @@ def refused_on_a_rank(options: dict[str, Any], rows: int) -> list[str]:
 
 def test_every_rank_refuses_before_anything_is_sent() -> None:
     for options, rows, message in (
-        ({"schedule": "dual_pipe", "micro_batches": 2}, 8, "dual_pipe needs"),
-        ({"schedule": "1f1b", "micro_batches": 3}, 8, "does not divide"),
-        ({"schedule": "1f1b", "micro_batches": 2}, 7, "does not divide"),
+        ({"schedule": "dual_pipe", "microbatches": 2}, 8, "dual_pipe needs"),
+        ({"schedule": "1f1b", "microbatches": 3}, 8, "does not divide"),
+        ({"schedule": "1f1b", "microbatches": 2}, 7, "does not divide"),
     ):
         for error, sent in run_ranks(2, refused_on_a_rank, options, rows, timeout=120):
             assert message in error, error

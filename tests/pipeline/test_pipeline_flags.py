@@ -87,7 +87,7 @@ def worst_of_all() -> dict[str, float]:
             loss.backward()
             return loss.detach()
 
-        options: dict[str, Any] = {"schedule": "1f1b", "micro_batches": 2}
+        options: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2}
         parallel = autopar.parallelize(copy.deepcopy(plain), mesh, example_batch=batch(0), **options)
         found = losses(parallel, change, lambda given, p=parallel: p.train_step(**given))  # type: ignore[misc]
         out[change.__name__] = max(abs(a - b) for a, b in zip(found, losses(plain, change, backward)))

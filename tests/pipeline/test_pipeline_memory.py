@@ -27,7 +27,7 @@ def cell_of(ranks: int, chunks: int) -> Cell:
 @functools.cache
 def results(cell: Cell) -> dict[str, list[Found]]:
     """What the ranks of a cell found under every schedule that runs so many parts."""
-    names = [name for name in WHOLE if SCHEDULES[name].chunks == cell.options.chunks]
+    names = [name for name in WHOLE if SCHEDULES[name].virtual_stages == cell.options.virtual_stages]
     return {name: found for (name, _), found in ran(cell, names).items()}
 
 
@@ -41,7 +41,7 @@ def order_of(cell: Cell, schedule: str) -> Order:
 
 
 @of_all
-def test_micro_batches_in_flight_are_those_of_the_schedule(cell: Cell) -> None:
+def test_microbatches_in_flight_are_those_of_the_schedule(cell: Cell) -> None:
     for name, ranks in results(cell).items():
         assert tuple(found.live for found in ranks) == simulate(order_of(cell, name)).live, name
 
@@ -68,17 +68,17 @@ def size(hop: P2PEdge) -> int:
 
 @pytest.mark.parametrize("cell", [cell_of(2, 1), cell_of(2, 2), FOUR[0]], ids=str)
 def test_between_layers_only_the_hidden_states_pass(cell: Cell) -> None:
-    """One value per boundary: rows of a micro-batch x tokens x hidden size, in float64."""
-    pipeline, rows = compiled(cell).pipeline, ROWS // cell.options.micro_batches
+    """One value per boundary: rows of a microbatch x tokens x hidden size, in float64."""
+    pipeline, rows = compiled(cell).pipeline, ROWS // cell.options.microbatches
     assert [(h.source, h.target) for h in pipeline.hops] == [(k, k + 1) for k in range(len(pipeline.parts) - 1)]
     assert {size(h) for h in pipeline.hops} == {rows * TOKENS * TINY[MODEL].sizes["hidden_size"] * 8}
 
 
 @of_single
-def test_bytes_kept_follow_the_micro_batches_in_flight(cell: Cell) -> None:
-    """Of m micro-batches GPipe keeps all, 1F1B p - i on rank i, ZB-H1 no more than p, some of which wait for W."""
+def test_bytes_kept_follow_the_microbatches_in_flight(cell: Cell) -> None:
+    """Of m microbatches GPipe keeps all, 1F1B p - i on rank i, ZB-H1 no more than p, some of which wait for W."""
     parts = compiled(cell).pipeline.parts
-    p, m = cell.mesh.size("pp"), cell.options.micro_batches
+    p, m = cell.mesh.size("pp"), cell.options.microbatches
     kept = {name: [found.saved for found in of_ranks] for name, of_ranks in results(cell).items()}
     print(f"{p} ranks, bytes kept: {kept}")
     assert all(kept["gpipe"][1:])

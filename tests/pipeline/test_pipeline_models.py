@@ -45,7 +45,9 @@ def whole_cell(model: str, mesh: str, chunks: int, **options: Any) -> Cell:
     """Cut into ``chunks`` parts per rank."""
     sizes = Mesh.parse(mesh)
     schedule = "1f1b" if chunks == 1 else "interleaved"
-    return Cell(model, sizes, Options(micro_batches=2 * sizes.size("pp"), schedule=schedule, chunks=chunks, **options))
+    return Cell(
+        model, sizes, Options(microbatches=2 * sizes.size("pp"), schedule=schedule, virtual_stages=chunks, **options)
+    )
 
 
 def cells(*models: str) -> list[Cell]:
@@ -65,18 +67,18 @@ OFTEN = [
     "cell", [*OFTEN, *(pytest.param(c, marks=pytest.mark.full) for c in ALL if c not in OFTEN)], ids=str
 )
 def test_all_schedules(cell: Cell) -> None:
-    check_ran(ran(cell, [name for name in WHOLE if SCHEDULES[name].chunks == cell.options.chunks]))
+    check_ran(ran(cell, [name for name in WHOLE if SCHEDULES[name].virtual_stages == cell.options.virtual_stages]))
 
 
 def test_every_schedule_meets_every_mesh() -> None:
     """As cells of as many parts run all that have as many."""
-    assert {SCHEDULES[name].chunks for name in WHOLE} == {1, 2}
-    assert {(str(c.mesh), c.options.chunks) for c in OFTEN} == set(itertools.product(MESHES, (1, 2)))
+    assert {SCHEDULES[name].virtual_stages for name in WHOLE} == {1, 2}
+    assert {(str(c.mesh), c.options.virtual_stages) for c in OFTEN} == set(itertools.product(MESHES, (1, 2)))
 
 
 def sliced_cell_of(of: Sliced) -> Cell:
     model, mesh, slices, options = of
-    return Cell(model, Mesh.parse(mesh), Options(micro_batches=2, schedule="seq1f1b", slices=slices, **options))
+    return Cell(model, Mesh.parse(mesh), Options(microbatches=2, schedule="seq1f1b", token_slices=slices, **options))
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def worst(sizes: dict[str, int], options: dict[str, Any]) -> dict[str, float]:
     return out
 
 
-TWO = {"micro_batches": 2}
+TWO = {"microbatches": 2}
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ TWO = {"micro_batches": 2}
         ({"pp": 2}, {**TWO, "schedule": "interleaved"}),
         ({"pp": 2, "dp": 2}, {**TWO, "zero": 3}),
         pytest.param({"pp": 2, "tp": 2}, TWO, marks=pytest.mark.full),
-        pytest.param({"pp": 2}, {"micro_batches": 4, "schedule": "dual_pipe_v"}, marks=pytest.mark.full),
+        pytest.param({"pp": 2}, {"microbatches": 4, "schedule": "dual_pipe_v"}, marks=pytest.mark.full),
     ],
     ids=["interleaved", "zero 3", "tp", "dual_pipe_v"],
 )

@@ -161,8 +161,10 @@ def layer_gathers(options: dict[str, Any]) -> list[tuple[float, dict[str, int], 
     model(**batch()).backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    for gathers in ("step", "layer"):
-        parallel = autopar.parallelize(Tied(), mesh, example_batch=mine, zero=3, reshard_after_forward=gathers, **options)
+    for reshard in (False, True):
+        parallel = autopar.parallelize(
+            Tied(), mesh, example_batch=mine, zero=3, reshard_after_forward=reshard, **options
+        )
         parallel.train_step(**mine)
         calls = {kind: t.calls for (axis, kind), t in parallel.traffic().items() if axis == "dp"}
         gradients = parallel.full_gradients()

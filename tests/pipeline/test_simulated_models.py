@@ -45,11 +45,11 @@ def test_padding(name: str, side: str) -> None:
     close(model, batch, "dp=2,tp=2", zero=3)
 
 
-def test_micro_batches_with_uneven_labels() -> None:
-    """All targets of one micro-batch are ignored: a mean of means would be wrong, and 0/0."""
+def test_microbatches_with_uneven_labels() -> None:
+    """All targets of one microbatch are ignored: a mean of means would be wrong, and 0/0."""
     batch = TINY["llama"].batch(4, 8)
     batch["labels"][:2] = -100
-    close(tiny("llama", layers=1)[0], batch, "dp=2", micro_batches=2)
+    close(tiny("llama", layers=1)[0], batch, "dp=2", microbatches=2)
 
 
 # --- other modules ----------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def numbers(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
-MESHES = [("tp=2", {}), ("dp=4", {"zero": 3}), ("dp=2,tp=2", {"micro_batches": 2})]
+MESHES = [("tp=2", {}), ("dp=4", {"zero": 3}), ("dp=2,tp=2", {"microbatches": 2})]
 
 
 @pytest.mark.parametrize("mesh, options", MESHES)
@@ -126,12 +126,12 @@ def test_cnn(norm: bool, mesh: str) -> None:
     close(Cnn(norm), {"image": numbers(4, 3, 8, 8), "label": torch.tensor([0, 5, 2, 1])}, mesh)
 
 
-def test_batch_norm_forbids_micro_batches() -> None:
+def test_batch_norm_forbids_microbatches() -> None:
     batch = {"image": numbers(4, 3, 8, 8), "label": torch.tensor([0, 5, 2, 1])}
     with pytest.raises(
-        ValueError, match=r"micro_batches: samples of different micro-batches meet at .* use micro_batches=1"
+        ValueError, match=r"microbatches: samples of different microbatches meet at .* use microbatches=1"
     ):
-        close(Cnn(True), batch, "dp=2", micro_batches=2)
+        close(Cnn(True), batch, "dp=2", microbatches=2)
 
 
 class Shift(nn.Module):

@@ -26,7 +26,7 @@ from tests.capture.test_decompose import text
 from tests.support.subjects import tiny
 
 SPLIT = {"microbatches": 8, "schedule": "zb_h1", "sequence_parallel": True}
-AT_EACH_USE = {"microbatches": 4, "zero": 3, "gathers": "layer"}
+AT_EACH_USE = {"microbatches": 4, "zero": 3, "reshard_after_forward": True}
 # (model, mesh, options, how many of the parts are copies)
 ONE_BY_ONE: dict[str, tuple[str, dict[str, int], dict[str, Any], int]] = {
     "plain": ("llama", {"pp": 4}, {"microbatches": 4}, 1),
@@ -58,12 +58,13 @@ def twice(cell: str, layers: int) -> Iterator[Compiled]:
 
 
 LAYERS = {"virtual_stages": 6, "an encoder, split": 8}  # one in each part, and two; the others have four, one in each
-FEW = ("chunks", "dropout, whose sites differ", *TOGETHER)
+FEW = ("virtual_stages", "dropout, whose sites differ", *TOGETHER)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("cell", "layers"), [*((cell, n) for cell in ONE_BY_ONE if cell != "chunks" for n in (4, 8)), ("four chunks", 8)]
+    ("cell", "layers"),
+    [*((cell, n) for cell in ONE_BY_ONE if cell != "virtual_stages" for n in (4, 8)), ("four chunks", 8)],
 )
 def test_copies_one_by_one(cell: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     test_copies(cell, monkeypatch, layers)

@@ -288,9 +288,11 @@ def test_layouts_that_do_not_divide() -> None:
     causal, odd = problem(4, tokens=512, mask=CAUSAL), problem(4, tokens=513, mask=CAUSAL)
     layout, why = choose_layout([causal, odd], "ring", "auto", RING)
     assert layout == "contiguous" and "2052 tokens does not divide into 8 chunks for 4 ranks; pad to 2056, or" in why
-    with pytest.raises(ValueError, match=r"layout zigzag: a sequence of 2052 tokens .* or the layout contiguous"):
+    with pytest.raises(
+        ValueError, match=r"cp_load_balance=zigzag: a sequence of 2052 tokens .* or cp_load_balance=contiguous"
+    ):
         choose_layout([odd], "auto", "zigzag", RING)
-    with pytest.raises(ValueError, match=r"layout contiguous: a sequence of 2051 tokens .* pad to 2052$"):
+    with pytest.raises(ValueError, match=r"cp_load_balance=contiguous: a sequence of 2051 tokens .* pad to 2052$"):
         check_layout(dataclasses.replace(odd, queries=2051), "contiguous")
 
 

@@ -76,8 +76,8 @@ def test_dp_cuts_the_batch_and_parameters_with_zero_alone() -> None:
     assert [part.reason for part in whole.whole] == ["whole; gradients are summed"] and not cut.whole
 
 
-def test_micro_batches_and_sequence_parallelism_change_the_shares_of_no_one_else() -> None:
-    assert share(planned(Mesh.of(dp=2, tp=2), micro_batches=2), "tp").flops == pytest.approx(
+def test_microbatches_and_sequence_parallelism_change_the_shares_of_no_one_else() -> None:
+    assert share(planned(Mesh.of(dp=2, tp=2), microbatches=2), "tp").flops == pytest.approx(
         1 - (ODD_FLOPS + RELU) / FLOPS
     )
 
@@ -90,7 +90,7 @@ def test_before_a_batch_is_compiled_parameters_alone_are_counted() -> None:
 
 
 def test_a_weight_of_two_parts_is_not_cut_over_pp() -> None:
-    plan = compiled(Cell("llama_tied", Mesh.of(pp=2), Options(micro_batches=2))).plan
+    plan = compiled(Cell("llama_tied", Mesh.of(pp=2), Options(microbatches=2))).plan
     (pp,) = plan.shares
     (tied,) = pp.whole
     assert tied.subject == "model.embed_tokens.weight" and tied.reason == "used by parts 0, 1"
@@ -98,7 +98,7 @@ def test_a_weight_of_two_parts_is_not_cut_over_pp() -> None:
 
 
 def test_over_token_slices_as_without_them() -> None:
-    sliced = Cell("one-layer llama", Mesh.of(pp=2, tp=2), Options(micro_batches=2, schedule="tera_pipe", slices=2))
+    sliced = Cell("one-layer llama", Mesh.of(pp=2, tp=2), Options(microbatches=2, schedule="tera_pipe", token_slices=2))
     plain = Cell("one-layer llama", Mesh.of(tp=2))
     found, expected = (share(compiled(cell).plan, "tp").flops for cell in (sliced, plain))
     assert expected is not None and found == pytest.approx(expected, abs=0.01) and 0.9 < expected < 1

@@ -87,7 +87,7 @@ def test_an_embedding_and_a_head_take_layers_from_their_neighbours() -> None:
 
 
 def test_later_parts_take_what_is_over() -> None:
-    """They hold fewer micro-batches under 1F1B."""
+    """They hold fewer microbatches under 1F1B."""
     assert balance([UnitCosts(0.1)] * 126, 16) == [7, 7] + [8] * 14
 
 

@@ -169,7 +169,7 @@ def test_transformers_inputs_are_known() -> None:
 )
 def test_sequence_first_models_are_exact(mesh: str, count: int) -> None:
     torch.manual_seed(0)
-    result = check_model(SequenceFirst().double(), sequences(), Mesh.parse(mesh), Options(micro_batches=count))
+    result = check_model(SequenceFirst().double(), sequences(), Mesh.parse(mesh), Options(microbatches=count))
     assert result.worst < EXACT
     assert dict(result.compiled.plan.batch_dims) == {"x": 1, "labels": 1, "table": None}
 
@@ -193,7 +193,7 @@ def table_of_as_many_rows() -> list[str]:
     parts = {**mine, "table": table.chunk(2)[rank]}
     assert abs(step(parts) - float(model(x=x, table=table))) < EXACT
     with warnings.catch_warnings(record=True) as caught:
-        step(parts, check_batches=False)
+        step(parts, check_replica_inputs=False)
     return [refused, *(str(w.message) for w in caught if "has as many rows" in str(w.message))]
 
 
@@ -201,19 +201,19 @@ def test_a_table_of_as_many_rows_as_the_batch_is_asked_about() -> None:
     for refused, warned in run_ranks(2, table_of_as_many_rows, timeout=200):
         assert refused.startswith("batch: input table has as many rows as the batch, and nothing in the graph tells")
         assert "found the same on all ranks; say batch_dims={'table': None} if" in refused
-        assert "found check_batches=False; say" in warned
+        assert "found check_replica_inputs=False; say" in warned
 
 
 def sequence_first(tp: int) -> list[str]:
-    """Exact on ranks, in micro-batches; then each rank is fed something of its own."""
+    """Exact on ranks, in microbatches; then each rank is fed something of its own."""
     torch.manual_seed(0)
     model, rank, dims = Small().double(), dist.get_rank(), {"x": 1, "y": 0, "table": None}
     whole = {"x": sequences()["x"], "y": torch.randn(B, 3).double(), "table": sequences()["table"][:, :3]}
     loss, logits = model(**whole)
     loss.backward()
     mesh, mine = autopar.init_mesh("cpu", 30.0, dp=2, tp=tp), part_of_batch(whole, dims, 2, rank // tp)
-    put = lambda **how: autopar.parallelize(copy.deepcopy(model), mesh, example_batch=mine, micro_batches=2, **how)  # noqa: E731
-    parallel, loose = put(), put(check_batches=False, batch_dims=dims)
+    put = lambda **how: autopar.parallelize(copy.deepcopy(model), mesh, example_batch=mine, microbatches=2, **how)  # noqa: E731
+    parallel, loose = put(), put(check_replica_inputs=False, batch_dims=dims)
     assert abs(float(parallel.train_step(**mine)) - float(loss)) < EXACT
     assert dict(parallel.plan.batch_dims) == dims
     assert gap(parallel.full_gradients(), gradients(model)) < EXACT
@@ -239,7 +239,7 @@ def test_sequence_first_on_ranks_and_batches_that_differ(tp: int) -> None:
     assert all(found == every[0] for found in every)
     table, nans, odd, ragged, empty, unchecked = every[0]
     assert table.startswith("batch: what is no part of the batch must be the same on all ranks, found table: rank ")
-    assert "rank 1: " in table and "batch_dims" in table and "check_batches=False" in table
+    assert "rank 1: " in table and "batch_dims" in table and "check_replica_inputs=False" in table
     assert nans == unchecked == "no error"
     if tp == 2:
         assert odd.startswith("batch: the ranks of 'tp' must be given the same batch, found x: rank 3: ")

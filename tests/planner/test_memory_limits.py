@@ -33,9 +33,9 @@ LIMITED = {
     "zero 3": ("gpt2", {"dp": 2}, {"zero": 3}),
     "tensor parallel": ("gpt2", {"tp": 2}, {}),
     "sequence parallel": ("llama", {"tp": 2}, {"sequence_parallel": True}),
-    "1f1b": ("gpt2", {"pp": 2}, {"micro_batches": 4, "schedule": "1f1b"}),
-    "zb_h1": ("gpt2", {"pp": 2}, {"micro_batches": 4, "schedule": "zb_h1"}),
-    "interleaved": ("gpt2", {"pp": 2}, {"micro_batches": 4, "schedule": "interleaved"}),
+    "1f1b": ("gpt2", {"pp": 2}, {"microbatches": 4, "schedule": "1f1b"}),
+    "zb_h1": ("gpt2", {"pp": 2}, {"microbatches": 4, "schedule": "zb_h1"}),
+    "interleaved": ("gpt2", {"pp": 2}, {"microbatches": 4, "schedule": "interleaved"}),
 }
 RARE = ("tensor parallel", "sequence parallel", "1f1b", "interleaved")  # run with -m full only
 
@@ -102,8 +102,8 @@ def _limited(name: str, axes: dict[str, int], options: dict[str, Any]) -> Seen:
         parallel = autopar.parallelize(wide(name, stages)[0], mesh, **options, **kept)
         return parallel, _gradients(parallel, batch)
 
-    none, expected = stepped(checkpoint="none")
-    full, again = stepped(checkpoint="full")
+    none, expected = stepped(activation_checkpoint="none")
+    full, again = stepped(activation_checkpoint="full")
     most, least = (peak(step.compiled()[0]) for step in (none, full))
     assert least < 0.95 * most
     limit = (most + least) // 2
@@ -125,7 +125,7 @@ def test_the_least_that_is_named_does_wherever_a_limit_lets_stages_be_cut() -> N
     s, mesh = subject("one-layer llama"), Mesh.of(pp=2)
 
     def limited(limit: int) -> Options:
-        return Options(schedule="dual_pipe_v", micro_batches=4, memory_limit=limit)
+        return Options(schedule="dual_pipe_v", microbatches=4, memory_limit=limit)
 
     def least_under(limit: int) -> int:
         with pytest.raises(ValueError, match="least that would do is ") as error:
@@ -137,7 +137,7 @@ def test_the_least_that_is_named_does_wherever_a_limit_lets_stages_be_cut() -> N
     assert least == named and max(held.peak for held in memories(made)) <= least
     planned, _ = plan_model(s.model, s.batch, mesh, limited(least))
     assert planned.pipeline is not None and made.plan.pipeline is not None
-    assert planned.pipeline.cuts == made.plan.pipeline.cuts
+    assert planned.pipeline.split_points == made.plan.pipeline.split_points
 
 
 @pytest.mark.full
@@ -145,7 +145,7 @@ def test_the_least_that_is_named_does_wherever_a_limit_lets_stages_be_cut() -> N
 @pytest.mark.parametrize("name", MODELS)
 def test_stages_keep_the_bits(schedule: str, name: str) -> None:
     """Also under the least limit."""
-    options: dict[str, Any] = {"micro_batches": 4, "schedule": schedule}
+    options: dict[str, Any] = {"microbatches": 4, "schedule": schedule}
     with pytest.raises(ValueError, match="least that would do") as error:
         compile_model(*tiny(name, dropout=0.1), Mesh.of(pp=2), Options(memory_limit=1, **options), outputs=())
     least = re.search(r"least that would do is ([\d,]+) bytes", str(error.value))
@@ -163,10 +163,10 @@ def _stages(name: str, options: dict[str, Any], limit: int) -> list[str]:
         parallel = autopar.parallelize(model, mesh, example_batch=batch, **options, **way)  # for which stages are cut
         return _gradients(parallel, batch), bool(parallel.plan.checkpoints)
 
-    expected, again = stepped(checkpoint="none")
+    expected, again = stepped(activation_checkpoint="none")
     assert not again
     wrong = []
-    for way in ({"checkpoint": "full"}, {"checkpoint": "selective"}, {"memory_limit": limit}):
+    for way in ({"activation_checkpoint": "full"}, {"activation_checkpoint": "selective"}, {"memory_limit": limit}):
         found, again = stepped(**way)  # type: ignore[arg-type]
         assert again or "memory_limit" in way, "a limit may be kept by other orders, or the head may set the peak"
         wrong += [f"{way}: {key}" for key in differing(found, expected)]

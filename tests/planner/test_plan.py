@@ -21,7 +21,7 @@ from autopar.rewrite.compilation import Compilation
 PLAN = Plan(
     Mesh.of(dp=2, tp=2),
     "abc",
-    Options(zero=3, whole_ops=("aten.foo.default",)),
+    Options(zero=3, replicate_ops=("aten.foo.default",)),
     {
         "w": {
             "tp": ParameterPlan(Shard(0, (4, 2, 2)), Shard(0, (4, 2, 2)), "heads"),
@@ -37,7 +37,7 @@ PLAN = Plan(
 def test_options_are_checked() -> None:
     for wrong, why in (
         ({"zero": 4}, "zero: expected"),
-        ({"micro_batches": 0}, "micro_batches: expected a"),
+        ({"microbatches": 0}, "microbatches: expected a"),
     ):
         with pytest.raises(ValueError, match=why):
             Options(**wrong)  # type: ignore[arg-type]
@@ -72,10 +72,11 @@ WRONG = {  # what a JSON says instead -> what the error says
     "used P": ({"parameters": {"w": {"tp": ["I", "P", ""]}}}, "w is used as P, a pending sum"),
     "input P": ({"inputs": {"x": {"dp": "P"}}}, "input x is stored as P"),
     "piece R": ({"weight_pieces": {"split": "R"}}, "piece split is stored as R"),
-    "micro-batches": ({"parameters": {"w": {"mb": ["S(0)", "R", ""]}}}, "w is cut on axis 'mb'"),
+    "microbatches": ({"parameters": {"w": {"mb": ["S(0)", "R", ""]}}}, "w is cut on axis 'mb'"),
     "attention": ({"attention": {"a": {"forward": "ring", "backward": "ring", "query_blocks": [], "key_blocks": [],
                                        "reason": "", "candidates": []}}}, "attention a: no axis 'cp'"),
-    "pipeline": ({"pipeline": {"schedule": "gpipe", "cuts": ["m"], "chunks": 1, "slices": [], "holders": {}}},
+    "pipeline": ({"pipeline": {"schedule": "gpipe", "split_points": ["m"], "virtual_stages": 1, "token_slices": [],
+                               "holders": {}}},
                  "needs an axis 'pp'"),
     "batch": ({"batch_dims": {"x": "1"}}, "expected int at the plan.batch_dims.x, found '1', or expected null"),
 }  # fmt: skip

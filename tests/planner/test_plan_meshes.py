@@ -17,15 +17,15 @@ def test_plan_of_several_meshes_stands_side_by_side(capsys: pytest.CaptureFixtur
     config = tmp_path / "config.json"
     config.write_text(json.dumps(LLAMA | {"num_hidden_layers": 2}))
     meshes = ("--mesh", "dp=4", "--mesh", "tp=2", "--mesh", "tp=3", "--mesh", "pp=2,dp=2")
-    more: tuple[Any, ...] = ("--seq", 16, "--micro-batches", 2, "--zero", 1, "--sequence-parallel")
-    more = (*more, "--schedule", "1f1b", "--topology", "tp=switch:300e9", "--device", "h100")
+    more: tuple[Any, ...] = ("--seq", 16, "--microbatches", 2, "--zero", 1, "--sequence-parallel")
+    more = (*more, "--schedule", "1f1b", "--topology", "tp=switch:300e9", "--target-hardware", "h100")
     code, out, err = run(capsys, "plan", "--config", config, *meshes, *more, "--json", "--dump", tmp_path / "d")
     assert code == 0, err
     found = json.loads(out)
     assert [row["mesh"] for row in found] == [{"dp": 4}, {"tp": 2}, {"tp": 3}, {"pp": 2, "dp": 2}]
     assert "heads must divide over axis 'tp' of size 3" in found[2]["refused"]
     planned = [row for row in found if "refused" not in row]
-    assert all("input_ids [8, 16]" in row["model"] and row["options"]["device"] == "H100" for row in planned)
+    assert all("input_ids [8, 16]" in row["model"] and row["options"]["target_hardware"] == "H100" for row in planned)
     assert [row["options"]["zero"] for row in planned] == [1, 0, 1]
     assert [row["options"]["topology"] for row in planned] == ["", "tp=switch:3e11:1e-5", ""]
     assert planned[2]["pipeline"]["schedule"] == "1f1b"

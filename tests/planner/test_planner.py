@@ -120,7 +120,7 @@ def test_data_parallel_plans() -> None:
 
 
 def test_override_and_json() -> None:
-    found = tiny("llama", "dp=2,tp=2", zero=3, sequence_parallel=True, micro_batches=2)
+    found = tiny("llama", "dp=2,tp=2", zero=3, sequence_parallel=True, microbatches=2)
     assert Plan.from_json(found.to_json()) == found
     changed = found.override({"lm_head.weight": {"tp": "I"}, "input_ids": {"dp": "I"}})
     assert changed.parameter("lm_head.weight", "tp").stored == INVARIANT
@@ -195,7 +195,7 @@ def test_sequence_that_does_not_divide() -> None:
 
 def test_batch_that_does_not_divide() -> None:
     with pytest.raises(ValueError, match=r"the batch of 4 .*does not divide into 6 pieces .* use a batch of 6"):
-        tiny("llama", "dp=3", micro_batches=2)
+        tiny("llama", "dp=3", microbatches=2)
 
 
 class Decoder(nn.Module):

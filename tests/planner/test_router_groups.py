@@ -14,7 +14,7 @@ from autopar.cost.expert_traffic import Routing, even_copies_of, most_copies
 from autopar.ir.expert_layers import dispatches
 from autopar.ir.mesh import Mesh
 from autopar.options import TOKEN_DISPATCHERS, Options
-from autopar.planner.experts.expert_axis import groups_on_nodes, router_groups
+from autopar.planner.experts.router_groups import groups_on_nodes, router_groups
 from autopar.testing.harness import check_model
 from autopar.testing.reference import LIMIT, eager
 from tests.support.capture_cache import captured_once
@@ -24,7 +24,7 @@ LIMITED = {"n_group": 4, "topk_group": 2, "n_routed_experts": 8, "num_experts_pe
 
 
 def graph_of(name: str, **sizes: Any) -> GraphModule:
-    return captured_once(*tiny(name, **sizes), exact=True)
+    return captured_once(*tiny(name, **sizes), lift_to_float64=True)
 
 
 def test_groups_are_found_by_dataflow() -> None:
@@ -75,16 +75,16 @@ def test_at_most(ranks: int, per_node: int, groups: int, limit: int) -> None:
             nodes = {r // per_node for r in reached} - {home // per_node}
             experts = [e for e in chosen if e * ranks // 8 != home]
             inside = [e for e in experts if e * ranks // 8 // per_node == home // per_node]
-            assert len(near) <= most_copies(routing, "dedup")[0]
-            assert len(reached - near) <= most_copies(routing, "dedup")[1]
+            assert len(near) <= most_copies(routing, "alltoall_dedup")[0]
+            assert len(reached - near) <= most_copies(routing, "alltoall_dedup")[1]
             assert len(nodes) <= most_copies(routing, "hierarchical")[1]
-            assert len(inside) <= most_copies(routing, "plain")[0]
-            assert len(experts) - len(inside) <= most_copies(routing, "plain")[1]
+            assert len(inside) <= most_copies(routing, "alltoall")[0]
+            assert len(experts) - len(inside) <= most_copies(routing, "alltoall")[1]
 
 
 def test_noise_of_a_router_is_that_of_one_process() -> None:
     """Numbers follow from an element's place in the batch: no rank draws its own."""
     model, batch = tiny("mixtral", layers=1, router_jitter_noise=0.2)
     assert abs(eager(model, batch, 0).loss - eager(tiny("mixtral", layers=1)[0], batch, 0).loss) > 1e-5
-    mesh, options = Mesh.of(dp=2, ep=2), Options(microbatches=2, token_dispatcher="dedup")
+    mesh, options = Mesh.of(dp=2, ep=2), Options(microbatches=2, token_dispatcher="alltoall_dedup")
     assert check_model(model, batch, mesh, options).worst < LIMIT

@@ -130,7 +130,7 @@ def test_unlike_layers_are_rows_of_their_own() -> None:
 )
 def test_cuts_in_words(kind: str, shape: tuple[int, ...], cut: Shard, axis: str, words: str) -> None:
     spec = ParameterSpec("w", shape, torch.float32, placements={axis: cut})
-    experts = {"token_dispatcher": ExpertPlan(axis, "gather")} if "experts" in words else {}
+    experts = {"dispatch": ExpertPlan(axis, "allgather")} if "experts" in words else {}
     plan = Plan(Mesh.of(**{axis: 2}), "", Options(), {"w": {axis: ParameterPlan(cut, cut)}}, {}, experts=experts)
     assert cuts_in_words(spec, plan, kind) == [words]
 
@@ -184,11 +184,11 @@ def test_the_device_is_the_users() -> None:
     def seconds(made: Compiled) -> float:
         return step_estimate(made).seconds
 
-    fast = Cell("llama", Mesh.of(dp=2, tp=2), Options(zero=1, device="h100"))
+    fast = Cell("llama", Mesh.of(dp=2, tp=2), Options(zero=1, target_hardware="h100"))
     assert compiled(fast).plan.options.target_hardware == "H100"
     assert seconds(compiled(fast)) < seconds(compiled(Cell("llama", Mesh.of(dp=2, tp=2), Options(zero=1))))
-    with pytest.raises(ValueError, match=r"device: expected 'A100', 'H100',.* or 'V100', found 'TPU'"):
-        Options(device="tpu")
+    with pytest.raises(ValueError, match=r"target_hardware: expected 'A100', 'H100',.* or 'V100', found 'TPU'"):
+        Options(target_hardware="tpu")
     assert tuple(DEVICES) == CHIPS
 
 

@@ -55,7 +55,7 @@ def model() -> Iterator[nn.Module]:
 
 @pytest.mark.parametrize(
     "mesh, options",
-    [({"dp": 2, "tp": 2}, {"zero": 3}), ({"dp": 2}, {"micro_batches": 2}), ({"tp": 2}, {}), ({"tp": 4}, {})],
+    [({"dp": 2, "tp": 2}, {"zero": 3}), ({"dp": 2}, {"microbatches": 2}), ({"tp": 2}, {}), ({"tp": 4}, {})],
     ids=str,
 )
 def test_same_numbers(model: nn.Module, mesh: dict[str, int], options: dict[str, int]) -> None:
@@ -72,13 +72,13 @@ def test_ranks_may_have_rows_of_several_lengths(model: nn.Module) -> None:
 def test_rows_of_another_rank_are_noticed(model: nn.Module) -> None:
     """One process takes the first rows for all four examples; each rank of two would take its own."""
     few, mesh = batch(1, 1, 1, 1), Mesh.of(dp=2)
-    made = compile_model(model, few, mesh, exact=True, outputs=())
+    made = compile_model(model, few, mesh, lift_to_float64=True, outputs=())
     assert MeshRun(made, model, few, mesh).errors(eager(model, few))[1].worst > 1e-3
     said = [str(note.problem(note.extremes)) for note in take_notes()]
     assert said and "fills 2 entries" in said[0] and "rank that has 4 of them" in said[0] and '"ids"' in said[0]
 
 
 def test_more_places_than_rows(model: nn.Module) -> None:
-    made = compile_model(model, batch(2, 2, 2, 2), Mesh.of(dp=2), exact=True, outputs=())
+    made = compile_model(model, batch(2, 2, 2, 2), Mesh.of(dp=2), lift_to_float64=True, outputs=())
     with pytest.raises(RuntimeError, match="elements of source < number of ones in mask"):
         MeshRun(made, model, batch(1, 2, 3, 2), Mesh.of(dp=2)).errors(eager(model, batch(2, 2, 2, 2)))

@@ -91,7 +91,7 @@ models = st.fixed_dictionaries(
     }
 )
 runs = st.fixed_dictionaries(
-    {"zero": st.sampled_from([0, 3]), "sequence_parallel": st.booleans(), "micro_batches": st.sampled_from([1, 2])}
+    {"zero": st.sampled_from([0, 3]), "sequence_parallel": st.booleans(), "microbatches": st.sampled_from([1, 2])}
 )
 
 

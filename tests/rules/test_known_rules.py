@@ -21,10 +21,10 @@ from autopar.testing.soundness import call, sample_graph
 from tests.support.subjects import tiny
 
 CELLS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
-    "llama": ({"dp": 2, "cp": 2, "tp": 2}, {"sequence_parallel": True, "micro_batches": 2, "zero": 3}),
+    "llama": ({"dp": 2, "cp": 2, "tp": 2}, {"sequence_parallel": True, "microbatches": 2, "zero": 3}),
     "gemma3": ({"dp": 2, "tp": 2}, {"zero": 3}),
-    "t5": ({"dp": 2, "tp": 2}, {"micro_batches": 2}),
-    "mixtral": ({"dp": 2, "tp": 2, "pp": 2}, {"micro_batches": 2}),
+    "t5": ({"dp": 2, "tp": 2}, {"microbatches": 2}),
+    "mixtral": ({"dp": 2, "tp": 2, "pp": 2}, {"microbatches": 2}),
     "deepseek_v3": ({"dp": 2, "cp": 2, "ep": 2}, {}),
     "vit": ({"dp": 2, "tp": 2}, {}),
 }

@@ -150,17 +150,18 @@ def test_a_gradient_that_all_ranks_compute_alike() -> None:
 
 
 @pytest.mark.parametrize("name, where", [("batch-hard triplets", "cdist"), ("put into a table", "index_put")])
-def test_where_samples_of_micro_batches_meet(name: str, where: str) -> None:
-    options = Options(micro_batches=2, batch_dims={"x": 0})
-    with pytest.raises(ValueError, match=rf"micro-batches meet at aten\.{where}.* at .*test_operator_models.py:\d+ in"):
+def test_where_samples_of_microbatches_meet(name: str, where: str) -> None:
+    options = Options(microbatches=2, batch_dims={"x": 0})
+    with pytest.raises(ValueError, match=rf"microbatches meet at aten\.{where}.* at .*test_operator_models.py:\d+ in"):
         check_model(Pair(EXACT_ON_ALL[name]), batch(), Mesh.of(dp=1), options)
 
 
 def test_a_rule_that_is_missing_names_the_line() -> None:
     model = Pair(lambda m, a, b: torch.nanmedian(a - b))
     with pytest.raises(
-        ValueError, match=r"no sharding rule for aten\.nanmedian\.default .*test_operator_models.py:\d+ in .*whole_ops="
+        ValueError,
+        match=r"no sharding rule for aten\.nanmedian\.default .*test_operator_models.py:\d+ in .*replicate_ops=",
     ):
         check_model(model, batch(), Mesh.of(dp=2))
-    whole = Options(whole_ops=("aten.nanmedian.default",))
+    whole = Options(replicate_ops=("aten.nanmedian.default",))
     assert check_model(model, batch(), Mesh.of(dp=2), whole).worst < EXACT

@@ -75,7 +75,7 @@ def plain() -> tuple[nn.Module, dict[str, Tensor]]:
 
 MESHES: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"dp": 2, "tp": 2}, {"zero": 3}),  # cut by one axis, and by two along one dim
-    ({"pp": 2, "dp": 2}, {"zero": 1, "micro_batches": 2}),
+    ({"pp": 2, "dp": 2}, {"zero": 1, "microbatches": 2}),
 ]
 
 
@@ -100,7 +100,7 @@ def on_ranks(sizes: dict[str, int], options: dict[str, Any], names: Iterable[str
     mesh = autopar.init_mesh("cpu", 60.0, **sizes)
     part, parts = autopar.dp_rank_and_size(mesh)
     mine = {k: v.chunk(parts)[part] for k, v in batch.items()}
-    parallel = autopar.parallelize(model, mesh, exact=True, example_batch=mine, **options)
+    parallel = autopar.parallelize(model, mesh, lift_to_float64=True, example_batch=mine, **options)
     start, found = {n: x.clone() for n, x in parallel.full_state_dict().items()}, {}
     cut = {str(p.placements) for p in parallel.parameters() if isinstance(p, DTensor)}
     assert "pp" in sizes or len(cut) > 2, cut
@@ -162,7 +162,9 @@ class Own(torch.optim.SGD):
 def operators_of_dtensors() -> dict[str, int]:
     """How many an optimizer asks for in its second step."""
     model, batch = plain()
-    parallel = autopar.parallelize(model, autopar.init_mesh("cpu", 60.0, tp=2), exact=True, example_batch=batch)
+    parallel = autopar.parallelize(
+        model, autopar.init_mesh("cpu", 60.0, tp=2), lift_to_float64=True, example_batch=batch
+    )
     found = {}
     known = {
         name: make for name, make in OPTIMIZERS.items() if name.split()[0] not in ("Muon", "Adafactor", "Adafactor,")
@@ -274,7 +276,7 @@ def lbfgs_on_stages() -> float:
     torch.manual_seed(0)
     x, plain = torch.rand(8, 8, dtype=torch.float64), Matrices().double()
     mesh = autopar.init_mesh("cpu", 30.0, pp=2)
-    parallel = autopar.parallelize(plain, mesh, example_batch={"x": x}, micro_batches=2, cuts=("second",))
+    parallel = autopar.parallelize(plain, mesh, example_batch={"x": x}, microbatches=2, split_points=("second",))
     plain = copy.deepcopy(plain)
     for model in (plain, parallel):
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3, line_search_fn="strong_wolfe")

@@ -87,10 +87,10 @@ def test_some_coordinates_of_an_axis_have_a_group() -> None:
 @pytest.mark.parametrize("schedule, parts", [("1f1b", 4), ("interleaved", 8), ("zb_v", 8), ("dual_pipe", 4)])
 def test_a_message_acknowledges_what_its_sender_has_received(schedule: str, parts: int) -> None:
     """Of every receive: the sends it acknowledges were taken by actions ahead of that message on the other rank.
-    How many nobody acknowledges does not grow with the micro-batches, so their tensors do not pile up."""
+    How many nobody acknowledges does not grow with the microbatches, so their tensors do not pile up."""
     left = []
-    for micro_batches in (16, 32):
-        order = hand_made.order_of(Case(parts, micro_batches), schedule, 4)
+    for microbatches in (16, 32):
+        order = hand_made.order_of(Case(parts, microbatches), schedule, 4)
         rows = [[str(action).removesuffix("&") for action in actions] for actions in order.ranks]
         left.append([unacknowledged(order, rows, rank) for rank in range(4)])
     assert left[0] == left[1]
@@ -106,7 +106,7 @@ def unacknowledged(order: Order, rows: list[list[str]], rank: int) -> int:
         ahead = other[: other.index(str(counterpart(receive)))]
         for send in before:
             kinds = ("F",) if send.kind == "SF" else ("B", "BW")
-            assert any(f"{send.peer}{kind}{send.micro_batch}" in ahead for kind in kinds), (receive, send)
+            assert any(f"{send.peer}{kind}{send.microbatch}" in ahead for kind in kinds), (receive, send)
     return len(sends) - len(told)
 
 

@@ -25,7 +25,7 @@ def _profiled() -> list[str]:
     mesh = autopar.init_mesh("cpu", 60.0, pp=2)
     batch = {"x": torch.ones(4, 8)}
     model = autopar.parallelize(
-        Chain(), mesh, example_batch=batch, micro_batches=2, schedule="1f1b", batch_dims={"x": 0}
+        Chain(), mesh, example_batch=batch, microbatches=2, schedule="1f1b", batch_dims={"x": 0}
     )
     model.train_step(**batch)
     with profile(activities=[ProfilerActivity.CPU]) as found:

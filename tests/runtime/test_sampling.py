@@ -55,7 +55,7 @@ def test_parts_are_the_batches_of_one_process() -> None:
         else:
             rows = list(chain(*expected[:3]))
             assert len(set(rows)) == 24 and sorted(rows) != rows and expected[:3] != expected[3:6]
-        for sizes in ({"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}, {"pp": 2, "ep": 2}, {"rp": 2, "dp": 2}):
+        for sizes in ({"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}, {"pp": 2, "ep": 2}, {"dp_replicate": 2, "dp": 2}):
             parts: dict[int, list[list[float]]] = {}
             for part, rows in run_ranks(4, keyed, sizes, how):
                 assert parts.setdefault(part, rows) == rows  # ranks of a part read the same

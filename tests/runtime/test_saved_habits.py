@@ -200,7 +200,7 @@ def buffers(folder: str) -> bool:
 
     def make(seed: int) -> tuple[autopar.ParallelModule, list[Optimizer], list[Any]]:
         torch.manual_seed(seed)
-        model = autopar.parallelize(Normed(), mesh, example_batch={"x": batches[0]}, sync=True)
+        model = autopar.parallelize(Normed(), mesh, example_batch={"x": batches[0]}, broadcast_weights=True)
         params = [*model.parameters()]
         matrices, vectors = [p for p in params if p.dim() == 2], [p for p in params if p.dim() == 1]
         optimizers = [torch.optim.Muon(matrices, lr=0.01), torch.optim.SGD(vectors, lr=0.01, momentum=0.9)]
@@ -300,7 +300,7 @@ def of_users(sizes: dict[str, int], folder: str, first: bool) -> dict[str, Any]:
 def test_what_users_give_comes_back(tmp_path: Path) -> None:
     """Alike on all ranks, or by part of the batch: then on as many parts."""
     run_ranks(4, of_users, {"dp": 2, "tp": 2}, str(tmp_path), True)
-    for found in run_ranks(2, of_users, {"rp": 2}, str(tmp_path), False):
+    for found in run_ranks(2, of_users, {"dp_replicate": 2}, str(tmp_path), False):
         assert found == {"same": True, "parts": 10}
     (found,) = run_ranks(1, of_users, {"dp": 1}, str(tmp_path), False)
     assert found["same"] and "extra was saved by 2 parts of the batch, found 1" in found["parts"]

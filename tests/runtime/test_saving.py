@@ -99,7 +99,7 @@ def test_what_is_written_beside_the_training_is_the_same(tmp_path: Path, wave: i
 
 def shares(folder: str) -> dict[str, int]:
     """Bytes of the files of a mesh with replicas."""
-    run = Run({"rp": 2, "dp": 2}, zero=3)
+    run = Run({"dp_replicate": 2, "dp": 2}, zero=3)
     run.step()
     return {p.name: p.stat().st_size for p in run.save(folder).folder.glob("*.safetensors")}
 

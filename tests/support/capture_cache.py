@@ -3,53 +3,49 @@
     python -m pytest tests                          compile_model, plan_model, parallelize: the first of all captures
     with captured_by_each(): ...                    everybody captures
 
-A captured graph is found by the key that users' compiled steps have (`autopar.cache.step_key`), and kept as these are:
-what is not known to be the same is captured, and so is a model of a few modules. Who calls
-`autopar.capture.front_end.capture`
-captures: tests of it do.
+A captured graph is found by what tests do to models (`tests.support.compile_cache.facts_of_model`): modules, their
+attributes, and what their code reads. A model of a few modules is captured, and who calls
+`autopar.capture.front_end.capture` captures: tests of it do.
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 import os
 import shutil
-import sys
 import tempfile
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
 
 from autopar.adapters.copying.fake import new_mode
 from autopar.adapters.dispatch import modes_around
 from autopar.adapters.fx.lazy import lazy_code
+from autopar.adapters.torch_flags import default_devices, torch_flags
 from autopar.cache.compile_cache import noticed_warnings
 from autopar.cache.disk_cache import DiskCache
 from autopar.cache.graph_codec import GraphDecoder, GraphEncoder
-from autopar.cache.step_key import step_key
 from autopar.cache.value_codec import Damaged, Unstorable
 from autopar.capture.front_end import capture
 from autopar.capture.trace.gc_pause import resting_collector
 from autopar.compile import parameters, shared_capture
+from autopar.ir.batch import facts_of, tensors_of
 from autopar.ir.graph import copy_graph
-from autopar.ir.mesh import Mesh
 from autopar.precision import Precision
 
 FOLDER = "AUTOPAR_TESTS_CAPTURED"  # variable of the environment: of this run
 ROOM = 2 << 30  # bytes
 KEPT = 24  # graphs in a process, beside the files
 FEW = 12  # modules: so small a model is captured as fast as its key is made
-_NO_MESH = Mesh.of(dp=1)
-_NO_POLICY = "".format  # captures keep all values, whoever adds policies of checkpoints; (no function, see below)
 
 
 class CapturedOnce:
@@ -125,29 +121,22 @@ def _files() -> DiskCache | None:
 
 
 def _key(model: nn.Module, batch: Mapping[str, Any], how: Mapping[str, Any]) -> str | None:
-    """None where it cannot be told what decides, or is not worth it."""
+    """None where it is not worth it."""
+    from tests.support.compile_cache import facts_of_model
+
     small = isinstance(model, nn.Module) and sum(1 for _ in model.modules()) < FEW
     if small or modes_around() or torch.is_inference_mode_enabled():
         return None
     asked = inspect.signature(capture).bind(model, batch, **how)
     asked.apply_defaults()
     asked.arguments["precision"] = asked.arguments.get("precision") or Precision()  # as `capture` reads it
-    try:
-        with (
-            resting_collector(),
-            patch.object(sys.modules[step_key.__module__], "_policy", _NO_POLICY),
-            patch.object(warnings, "warn", _unnoticed(warnings.warn)),
-        ):
-            return step_key("capture", model, batch, _NO_MESH, **asked.kwargs)
-    except Exception:  # objects may do anything when they are looked at
-        return None
-
-
-def _unnoticed(warn: Any) -> Any:
-    """``warnings.warn`` as it was before anybody took notes (`noticed_warnings`): ranks do, while they compile."""
-    while warn.__qualname__.startswith(noticed_warnings.__name__):
-        warn = inspect.getclosurevars(warn).nonlocals["warn"]
-    return warn
+    given = (
+        {name: x.stride() for name, x in tensors_of(batch).items()},
+        str(pytree.tree_map_only(Tensor, type, dict(batch))),
+    )
+    with resting_collector():
+        facts = facts_of_model(model), facts_of(batch), given, asked.kwargs, [*torch_flags()], default_devices()
+    return hashlib.blake2b(str(facts).encode(), digest_size=20).hexdigest()
 
 
 def _write(files: DiskCache, key: str, gm: GraphModule) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import os
 import re
 import time
@@ -32,11 +33,11 @@ from autopar.adapters.hooks import hooks_of_all
 from autopar.adapters.tensors.tags import tags_of
 from autopar.cache.compile_cache import noticed_warnings, stored_plan, stored_step
 from autopar.cache.disk_cache import OFF, VARIABLE, DiskCache
-from autopar.cache.fingerprint_code import code_digest
 from autopar.cache.step_codec import plan_of_sections, plan_sections, step_of_sections, step_sections
-from autopar.cache.value_codec import Unstorable
+from autopar.cache.value_codec import Decoder, Encoder, Unstorable
 from autopar.capture.reads.forward_reads import ForwardReads
 from autopar.ir.batch import facts_of
+from autopar.steps.graphs import Compiled
 from tests.support.capture_cache import captured_by_each
 
 _MAKERS: dict[str, Any] = {"stored_plan": stored_plan, "stored_step": stored_step}
@@ -62,7 +63,7 @@ def _in_their_place(plan: Callable[..., Any], step: Callable[..., Any]) -> Itera
         api.stored_plan, api.stored_step = originals
 
 
-def _facts(module: nn.Module) -> str:
+def facts_of_model(module: nn.Module) -> str:
     """A text that differs where modules do: what two compiled steps may share, they share in these tests."""
     ids: dict[int, str] = {}
     text = []
@@ -80,13 +81,19 @@ def _facts(module: nn.Module) -> str:
 def _said(value: Any) -> str:
     """A number or a text; the code of a function; of others the kind: what they hold is read by itself."""
     if isinstance(value, types.FunctionType):
-        return f"{value.__qualname__} {code_digest(value.__code__)}"
+        return f"{value.__qualname__} {_code(value.__code__)}"
     if isinstance(value, types.CodeType):
-        return code_digest(value)
+        return _code(value)
     if type(value) in _TOLD:
         return repr(value)
     named = isinstance(value, (type, types.BuiltinFunctionType))
     return f"a {value.__qualname__ if named else type(value).__qualname__}"
+
+
+def _code(code: types.CodeType) -> str:
+    """Equal for code that does the same."""
+    inner = [_code(x) if isinstance(x, types.CodeType) else repr(x) for x in code.co_consts]
+    return hashlib.blake2b(repr((code.co_code, code.co_names, inner)).encode(), digest_size=12).hexdigest()
 
 
 def _remembered(kind: str) -> Callable[..., Any]:
@@ -103,10 +110,10 @@ def _remembered(kind: str) -> Callable[..., Any]:
 
 def _wanted(model: nn.Module, given: Mapping[str, Any], mesh: Any, options: Any, how: Mapping[str, Any]) -> str:
     fixed = how.get("fixed")
-    rest = [str(how.get(k)) for k in ("train", "outputs", "tangents", "autocast", "exact", "grad_mode")]
+    rest = [str(how.get(k)) for k in ("train", "outputs", "tangents", "autocast", "lift_to_float64", "grad_mode")]
     rest.append(str(fixed and (fixed.graph, sorted(fixed.parameters), fixed.pipeline)))
     surroundings = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), str(hooks_of_all())
-    return f"{_facts(model)} {facts_of(given)} {mesh} {options} {rest} {surroundings}"
+    return f"{facts_of_model(model)} {facts_of(given)} {mesh} {options} {rest} {surroundings}"
 
 
 # --- one of several ranks ------------------------------------------------------------------------------------
@@ -119,7 +126,7 @@ def compiled_by_one(folder: Path, rank: int) -> None:
     files, count = DiskCache(folder), itertools.count()
     plain = api.stored_plan is _MAKERS["stored_plan"]
     _MAKERS["stored_plan"] = by_one(stored_plan, plan_sections, plan_of_sections, files, rank, count)
-    _MAKERS["stored_step"] = by_one(stored_step, step_sections, step_of_sections, files, rank, count)
+    _MAKERS["stored_step"] = by_one(stored_step, sections_of_step, step_of, files, rank, count)
     if plain:  # not remembered beside
         api.stored_plan, api.stored_step = _MAKERS.values()
 
@@ -129,6 +136,18 @@ def compiled_by_each() -> Iterator[None]:
     """Within, each rank captures and compiles."""
     with captured_by_each(), _in_their_place(stored_plan, stored_step):
         yield
+
+
+def sections_of_step(made: Compiled) -> dict[str, bytes]:
+    """With its constants: who reads has captured nothing."""
+    constants = json.dumps(Encoder().encode(made.constants)).encode()
+    return {**step_sections(made), "constants": constants}
+
+
+def step_of(sections: Mapping[str, bytes]) -> Compiled:
+    """The inverse."""
+    constants = Decoder().decode(json.loads(sections["constants"]))
+    return step_of_sections(sections, constants)
 
 
 def by_one(make: Any, pack: Any, unpack: Any, files: DiskCache, rank: int, count: Iterator[int]) -> Any:

@@ -53,7 +53,7 @@ class Normalised(torch.autograd.Function):
 
 
 class TotalNorm(torch.autograd.Function):
-    """The whole gradient divided by its norm: rows of all ranks and micro-batches meet."""
+    """The whole gradient divided by its norm: rows of all ranks and microbatches meet."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from autopar.cache.library_versions import changed_autopar
+from autopar.cache.own_sources import changed_autopar
 from autopar.runtime.fault import errors
 from tests.support.compile_cache import compiled_by_one
 from tests.support.cpu_slots import take_turns_as_rank
@@ -106,7 +106,8 @@ def rank_outcomes(
     _POOLS[n] = pool
     try:
         outcomes = pool.run(fn, args, timeout, grace)
-    except BaseException:
+    except BaseException:  # of a test that is ended for its time, too
+        print("\n".join(f"--- rank {rank} is here\n{pool.stack(rank)}" for rank in range(n)))
         _retire(n)
         raise
     if not all(o.ok for o in outcomes) or pool.changed:
@@ -252,7 +253,7 @@ class _Pool:
                 if not outcome.ok:
                     clock.shorten(grace)
         for rank in pending.values():
-            outcomes[rank].lost = f"was still running {clock}\n{self._stack(rank)}"
+            outcomes[rank].lost = f"was still running {clock}\n{self.stack(rank)}"
         if all(o.ok for o in outcomes):
             self._signal(signal.SIGSTOP)
         return outcomes
@@ -268,7 +269,7 @@ class _Pool:
         self.processes[rank].join(2)
         return f"died with exit code {self.processes[rank].exitcode}"
 
-    def _stack(self, rank: int) -> str:
+    def stack(self, rank: int) -> str:
         """Where a stuck rank is: its Python stack, written by faulthandler on SIGUSR1."""
         try:
             os.kill(self.processes[rank].pid or 0, signal.SIGUSR1)

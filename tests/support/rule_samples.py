@@ -16,8 +16,8 @@ from torch import Tensor
 
 from autopar.attention.operator import attention_of_piece
 from autopar.ir.conversions import convert, exchange, exchange_slice
+from autopar.ops.alltoall_dedup_dispatch import combine_by_copies, dispatch_by_copies
 from autopar.ops.alltoall_dispatch import combine_by_pairs, dispatch_by_pairs
-from autopar.ops.dedup_dispatch import combine_by_copies, dispatch_by_copies
 from autopar.ops.grouped_experts import dispatch_to_piece
 from autopar.ops.vocab_parallel import cross_entropy_of_piece, embedding_of_piece
 from autopar.rules import RULES

@@ -66,7 +66,7 @@ class Run:
         self.mesh = autopar.init_mesh("cpu", 60.0, **sizes)
         self.part, self.parts = autopar.dp_rank_and_size(self.mesh)
         if sizes.get("pp", 1) > 1:
-            options = {"micro_batches": 2, "schedule": "1f1b", **options}
+            options = {"microbatches": 2, "schedule": "1f1b", **options}
         self.model = autopar.parallelize(model, self.mesh, example_batch=self.batch(0), seed=seed, **options)
         self.optimizer = make([*self.model.parameters()])
         given = all(group["lr"] is not None for group in self.optimizer.param_groups)  # some find one themselves

@@ -37,7 +37,7 @@ from autopar.testing.lockstep import in_lockstep
 
 def normalized(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh | None = None) -> GraphModule:
     """The global graph with nothing but losses as outputs."""
-    gm = PassManager(GLOBAL_PASSES).run(capture(model, batch, exact=True), Compilation(mesh or Mesh.of()))
+    gm = PassManager(GLOBAL_PASSES).run(capture(model, batch, lift_to_float64=True), Compilation(mesh or Mesh.of()))
     mark_gradients(gm, [s.node for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.requires_grad])
     keep_outputs(gm, ())
     return gm
@@ -45,7 +45,7 @@ def normalized(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh | None = N
 
 def sliced(gm: GraphModule, part: TokenSlice, plan: Plan) -> tuple[GraphModule, list[Cache]]:
     """The local graph of one slice of the tokens."""
-    mesh = plan.mesh.with_micro_batches(plan.options.micro_batches)
+    mesh = plan.mesh.with_microbatches(plan.options.microbatches)
     ctx = Compilation(mesh.with_slice(part.length, part.start, part.total), plan=plan)
     gm = PassManager(PLACEMENT_PASSES).run(copy_graph(gm), ctx, facts=("functional",))
     return slice_tokens(split_prologue(gm, ctx)[0], ctx)
@@ -59,7 +59,7 @@ def check_slices(model: nn.Module, batch: Mapping[str, Any]) -> None:
 
 
 class SlicedModel:
-    """The joint graph of forward and backward for any slice, and the loop over slices. One micro-batch."""
+    """The joint graph of forward and backward for any slice, and the loop over slices. One microbatch."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from autopar.ir.batch import with_constants
+from autopar.ir.batch import with_static_inputs
 from autopar.ir.graph import copy_graph
 from autopar.models.tiny import TINY
 from autopar.runtime.module.parallel_module import step_seed
@@ -51,8 +51,8 @@ class Subject:
 def subject(name: str) -> Subject:
     """A model by its name; see the head of this file."""
     model, batch = make(name)
-    given = with_constants(batch, CONSTANTS.get(name, ()))
-    return Subject(model, batch, captured_once(model, given, exact=True), eager(model, batch, SEED))
+    given = with_static_inputs(batch, STATIC_INPUTS.get(name, ()))
+    return Subject(model, batch, captured_once(model, given, lift_to_float64=True), eager(model, batch, SEED))
 
 
 def make(name: str) -> Made:
@@ -112,7 +112,7 @@ def _two_losses() -> Made:
     return TwoLosses().double(), {"ids": ids, "labels": labels, "target": torch.rand(ROWS, TOKENS, 4).double()}
 
 
-CONSTANTS: dict[str, tuple[str, ...]] = {}  # subject -> inputs whose values decide its graph
+STATIC_INPUTS: dict[str, tuple[str, ...]] = {}  # subject -> inputs whose values decide its graph
 SPECIAL: dict[str, Callable[[], Made]] = {
     "mlp": _mlp,
     "cnn": _cnn,

@@ -10,7 +10,7 @@ class Row(NamedTuple):
 
     model: str
     ranks: int
-    micro_batches: int
+    microbatches: int
     F: float
     B: float
     W: float

@@ -10,7 +10,7 @@ from autopar.options import Options
 from tests.support.cases import Cell, called, check
 
 MODELS = ("llama", "gpt2", "t5", "mixtral", "vit")
-MESHES = {"dp=2": Options(), "tp=2": Options(), "pp=2": Options(micro_batches=2), "cp=2": Options()}
+MESHES = {"dp=2": Options(), "tp=2": Options(), "pp=2": Options(microbatches=2), "cp=2": Options()}
 WITHOUT_SEQUENCE = {"vit"}  # that could be cut over cp
 CELLS = [
     Cell(model, Mesh.parse(mesh), options)

@@ -50,10 +50,10 @@ def both(sizes: dict[str, int], options: dict[str, Any]) -> tuple[Found, Found]:
 
 CASES: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"dp": 2}, {"zero": 1}),
-    ({"dp": 2}, {"zero": 2, "micro_batches": 2}),
-    ({"dp": 2}, {"zero": 3, "gathers": "step", "micro_batches": 2}),
-    ({"dp": 2, "pp": 2}, {"zero": 1, "micro_batches": 2, "cuts": ("second",)}),
-    ({"dp": 2}, {"zero": 3, "micro_batches": 2}),
+    ({"dp": 2}, {"zero": 2, "microbatches": 2}),
+    ({"dp": 2}, {"zero": 3, "reshard_after_forward": False, "microbatches": 2}),
+    ({"dp": 2, "pp": 2}, {"zero": 1, "microbatches": 2, "split_points": ("second",)}),
+    ({"dp": 2}, {"zero": 3, "microbatches": 2}),
     ({"dp": 2}, {"zero": 0}),
 ]
 
@@ -61,7 +61,7 @@ CASES: list[tuple[dict[str, int], dict[str, Any]]] = [
 @pytest.mark.parametrize(("sizes", "options"), CASES, ids=str)
 def test_the_same_numbers_with_fewer_gathers(sizes: dict[str, int], options: dict[str, Any]) -> None:
     count = 2 * sizes.get("pp", 1)
-    once = options["zero"] in (1, 2) or options.get("gathers") == "step"
+    once = options["zero"] in (1, 2) or options.get("reshard_after_forward") is False
     for a, b in run_ranks(count, both, sizes, options):
         assert a["losses"] == b["losses"], "bitwise"
         assert all(torch.equal(x, b["state"][name]) for name, x in a["state"].items())

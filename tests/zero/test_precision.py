@@ -46,7 +46,7 @@ def mean_error(found: dict[str, Tensor], expected: dict[str, Tensor | None]) -> 
 @functools.cache
 def exact_step(name: str, layers: int) -> tuple[float, dict[str, Tensor | None]]:
     """Loss and gradients of one process in float64."""
-    loss, gradients = reference(*made(name, layers), exact=True)
+    loss, gradients = reference(*made(name, layers), lift_to_float64=True)
     return float(loss), gradients
 
 
@@ -58,7 +58,7 @@ def exact_gradients(name: str, layers: int) -> dict[str, Tensor | None]:
 def alone(name: str, layers: int, policy: Precision) -> tuple[float, float]:
     """One process in the dtypes of a policy: (loss, error of its gradients)."""
     model, batch = made(name, layers)
-    loss, found = reference(computing_in(model, policy), batch, exact=False)
+    loss, found = reference(computing_in(model, policy), batch, lift_to_float64=False)
     there = {n: g for n, g in found.items() if g is not None}
     return loss, mean_error(there, exact_gradients(name, layers))
 
@@ -79,21 +79,21 @@ def step(name: str, layers: int, sizes: dict[str, int], policy: Precision, optio
 
 CASES: list[tuple[str, dict[str, int], dict[str, Any], tuple[Precision, ...]]] = [
     ("llama", {"dp": 2}, {"zero": 0}, (HALF,)),
-    ("llama", {"dp": 2}, {"zero": 1, "micro_batches": 2}, (HALF,)),
-    ("llama", {"dp": 2}, {"zero": 3, "micro_batches": 2}, (SINGLE, HALF)),
-    ("gpt2", {"dp": 2, "tp": 2}, {"zero": 2, "micro_batches": 2, "sequence_parallel": True}, (HALF,)),
+    ("llama", {"dp": 2}, {"zero": 1, "microbatches": 2}, (HALF,)),
+    ("llama", {"dp": 2}, {"zero": 3, "microbatches": 2}, (SINGLE, HALF)),
+    ("gpt2", {"dp": 2, "tp": 2}, {"zero": 2, "microbatches": 2, "sequence_parallel": True}, (HALF,)),
     ("llama", {"dp": 2, "tp": 2}, {"zero": 3, "sequence_parallel": True}, (HALF,)),
     ("llama", {"dp": 2, "cp": 2}, {"zero": 3}, (SINGLE,)),
-    ("llama", {"dp": 2, "pp": 2}, {"zero": 0, "micro_batches": 2, "schedule": "zb_h1"}, (SINGLE,)),
-    ("llama", {"dp": 2, "pp": 2}, {"zero": 3, "micro_batches": 2, "schedule": "1f1b"}, (HALF,)),
-    ("t5", {"pp": 2}, {"micro_batches": 2, "schedule": "1f1b"}, (HALF,)),
+    ("llama", {"dp": 2, "pp": 2}, {"zero": 0, "microbatches": 2, "schedule": "zb_h1"}, (SINGLE,)),
+    ("llama", {"dp": 2, "pp": 2}, {"zero": 3, "microbatches": 2, "schedule": "1f1b"}, (HALF,)),
+    ("t5", {"pp": 2}, {"microbatches": 2, "schedule": "1f1b"}, (HALF,)),
     ("mixtral", {"dp": 2}, {"zero": 3}, (SINGLE,)),
 ]
 RARE = (0, 2, 4, 7)  # run with -m full only: modes and meshes that others have
 MORE = [
     (name, sizes, options, (SINGLE, HALF, PRECISIONS["bf16_pure"]))
     for name in TINY
-    for sizes, options in (({"dp": 2}, {"zero": 3, "micro_batches": 2}), ({"tp": 2}, {}))
+    for sizes, options in (({"dp": 2}, {"zero": 3, "microbatches": 2}), ({"tp": 2}, {}))
 ]
 
 
@@ -239,7 +239,7 @@ def test_a_plan_remembers_its_precision() -> None:
 def verified(exact: bool) -> tuple[bool, str]:
     model, batch = made("llama", 1)
     mesh = autopar.init_mesh("cpu", 30.0, dp=2)
-    report = autopar.verify(model.float(), mesh, batch, exact=exact, precision="bf16", zero=3)
+    report = autopar.verify(model.float(), mesh, batch, lift_to_float64=exact, precision="bf16", zero=3)
     return report.passed, report.precision
 
 
@@ -269,7 +269,7 @@ def small(_: Any = None) -> Found:
     model, batch = Small(), {"x": torch.rand(8, 3, 8, 8), "labels": torch.arange(8) % 4}
     _, exact = reference(model.double(), {"x": batch["x"].double(), "labels": batch["labels"]})
     model = model.float()
-    _, alone = reference(computing_in(model, PRECISIONS["bf16"]), batch, exact=False)
+    _, alone = reference(computing_in(model, PRECISIONS["bf16"]), batch, lift_to_float64=False)
     part = {k: v.chunk(2)[dist.get_rank()] for k, v in batch.items()}
     mesh = autopar.init_mesh("cpu", 30.0, dp=2)
     parallel = autopar.parallelize(model, mesh, example_batch=part, precision="bf16", zero=3)
@@ -280,7 +280,7 @@ def small(_: Any = None) -> Found:
     parallel.to(torch.bfloat16)
     parallel.train_step(**part)
     try:
-        autopar.parallelize(model, mesh, example_batch=part, precision="bf16", exact=True)
+        autopar.parallelize(model, mesh, example_batch=part, precision="bf16", lift_to_float64=True)
         said = ""
     except ValueError as error:
         said = str(error)
@@ -295,4 +295,4 @@ def small(_: Any = None) -> Found:
 def test_batch_norms_dtypes_that_change_and_exactness() -> None:
     for found in run_ranks(2, small):
         assert found["error"] <= 1.1 * found["alone"], found
-        assert found["held"] == {torch.bfloat16} and "exact: lifts everything to float64" in found["said"]
+        assert found["held"] == {torch.bfloat16} and "lift_to_float64: lifts everything to float64" in found["said"]

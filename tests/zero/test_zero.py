@@ -30,14 +30,14 @@ SPLITS = ("1f1b", "zb_h1", "interleaved", "dual_pipe_v")
 MODES = (0, 1, 2, 3)
 PLAIN = [Mesh.of(dp=2), Mesh.of(dp=2, tp=2), Mesh.of(dp=2, cp=2), Mesh.of(dp=4)]
 ALL = [
-    Cell(name, mesh, Options(zero=zero, micro_batches=count))
+    Cell(name, mesh, Options(zero=zero, microbatches=count))
     for name in ("llama", "gpt2")
     for mesh in PLAIN
     for zero in MODES
     for count in (1, ROWS // mesh.data_size)
     if not (name == "gpt2" and "cp" in mesh.sizes)
 ] + [
-    Cell("llama", Mesh.of(dp=2, pp=2), Options(zero=zero, micro_batches=4, schedule=schedule))
+    Cell("llama", Mesh.of(dp=2, pp=2), Options(zero=zero, microbatches=4, schedule=schedule))
     for zero in MODES
     for schedule in SPLITS
 ]
@@ -53,35 +53,39 @@ def whole(cell: Cell) -> Cell:
     return dataclasses.replace(cell, name=cell.name.removeprefix("one-layer "))
 
 
-# Each mode with and without micro-batches, on two ranks or on a larger mesh; and under each schedule.
+# Each mode with and without microbatches, on two ranks or on a larger mesh; and under each schedule.
 FEW = [
     Cell("one-layer llama", PLAIN[0]),
-    Cell("one-layer llama", PLAIN[0], Options(micro_batches=4)),
+    Cell("one-layer llama", PLAIN[0], Options(microbatches=4)),
     *(Cell("one-layer llama", PLAIN[0], Options(zero=zero)) for zero in MODES[1:]),
     *(small(c) for i, c in enumerate(ALL[-16:]) if (i // 4 + i) % 4 == 1),
-    Cell("one-layer gpt2", PLAIN[1], Options(zero=2, micro_batches=4)),
-    Cell("one-layer llama", PLAIN[2], Options(zero=1, micro_batches=4)),
-    Cell("one-layer llama", PLAIN[3], Options(zero=3, micro_batches=2)),
-    # takes rows of micro-batches
-    Cell("one-layer vit", Mesh.of(dp=2, pp=2), Options(zero=2, micro_batches=4, schedule="zb_v")),
-    Cell("llama", Mesh.of(dp=2), Options(zero=1, gathers="layer", reductions="micro_batch", micro_batches=2)),
-    Cell("llama", Mesh.of(dp=2), Options(zero=3, gathers="step", reductions="step", micro_batches=2)),
+    Cell("one-layer gpt2", PLAIN[1], Options(zero=2, microbatches=4)),
+    Cell("one-layer llama", PLAIN[2], Options(zero=1, microbatches=4)),
+    Cell("one-layer llama", PLAIN[3], Options(zero=3, microbatches=2)),
+    # takes rows of microbatches
+    Cell("one-layer vit", Mesh.of(dp=2, pp=2), Options(zero=2, microbatches=4, schedule="zb_v")),
+    Cell(
+        "llama", Mesh.of(dp=2), Options(zero=1, reshard_after_forward=True, reduce_grads="microbatch", microbatches=2)
+    ),
+    Cell("llama", Mesh.of(dp=2), Options(zero=3, reshard_after_forward=False, reduce_grads="step", microbatches=2)),
 ]
-# Replicas (rp) of a dp group, each mode, with or without micro-batches, stages and other axes.
+# Replicas (dp_replicate) of a dp group, each mode, with or without microbatches, stages and other axes.
 REPLICAS = [
-    Cell("llama", Mesh.of(rp=2, dp=2), Options(zero=zero, micro_batches=count)) for zero in MODES for count in (1, 2)
+    Cell("llama", Mesh.of(dp_replicate=2, dp=2), Options(zero=zero, microbatches=count))
+    for zero in MODES
+    for count in (1, 2)
 ]
 HYBRID = [
-    *(small(cell) for cell in REPLICAS if cell.options.zero % 2 and cell.options.micro_batches > 1),
-    Cell("one-layer llama", Mesh.of(rp=2, tp=2), Options(sequence_parallel=True)),
-    Cell("one-layer llama", Mesh.of(pp=2, rp=2), Options(micro_batches=4, schedule="zb_h1")),
-    Cell("one-layer llama", Mesh.of(rp=2, cp=2), Options(zero=2, micro_batches=2)),
+    *(small(cell) for cell in REPLICAS if cell.options.zero % 2 and cell.options.microbatches > 1),
+    Cell("one-layer llama", Mesh.of(dp_replicate=2, tp=2), Options(sequence_parallel=True)),
+    Cell("one-layer llama", Mesh.of(pp=2, dp_replicate=2), Options(microbatches=4, schedule="zb_h1")),
+    Cell("one-layer llama", Mesh.of(dp_replicate=2, cp=2), Options(zero=2, microbatches=2)),
 ]
-TIED = Cell("gpt2", Mesh.of(rp=2, dp=2), Options(zero=3, micro_batches=2))
-EIGHT = Mesh.of(pp=2, rp=2, dp=2)
+TIED = Cell("gpt2", Mesh.of(dp_replicate=2, dp=2), Options(zero=3, microbatches=2))
+EIGHT = Mesh.of(pp=2, dp_replicate=2, dp=2)
 LARGE = [
-    *(Cell("llama", EIGHT, Options(zero=zero, micro_batches=2, schedule="gpipe")) for zero in MODES),
-    *(Cell("llama", Mesh.of(rp=2, dp=2, tp=2), Options(zero=zero, micro_batches=2)) for zero in MODES),
+    *(Cell("llama", EIGHT, Options(zero=zero, microbatches=2, schedule="gpipe")) for zero in MODES),
+    *(Cell("llama", Mesh.of(dp_replicate=2, dp=2, tp=2), Options(zero=zero, microbatches=2)) for zero in MODES),
 ]  # fmt: skip
 
 
@@ -114,13 +118,13 @@ def test_replicas_on_eight_ranks_equal_one_process(cell: Cell) -> None:
 
 
 def test_few_cover_all() -> None:
-    chosen = {(c.options.zero, c.options.micro_batches > 1) for c in FEW if "pp" not in c.mesh.sizes}
+    chosen = {(c.options.zero, c.options.microbatches > 1) for c in FEW if "pp" not in c.mesh.sizes}
     assert chosen == {(zero, several) for zero in MODES for several in (False, True)}
     assert {c.options.zero for c in FEW if c.options.schedule} == {*MODES}
     assert {c.options.schedule for c in FEW} == {"", "zb_v", *SPLITS}
     assert {*PLAIN} <= {c.mesh for c in FEW}
     replicas = [c.options for c in HYBRID if not c.options.schedule]
-    assert {o.zero for o in replicas} == {*MODES} and {o.micro_batches for o in replicas} == {1, 2}
+    assert {o.zero for o in replicas} == {*MODES} and {o.microbatches for o in replicas} == {1, 2}
 
 
 # --- bytes --------------------------------------------------------------------------------------------------
@@ -147,11 +151,11 @@ def cut_and_whole(made: Compiled) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("ranks", "count"), [(2, 1), (4, 2), pytest.param(2, 4, marks=pytest.mark.full)])
 def test_bytes_are_those_of_the_formulas(ranks: int, count: int) -> None:
-    """With m micro-batches on N ranks, (N-1)/N of: 2; 1 + 1; 1 + m; at most 2m + m, and m + m at least, for what the
+    """With m microbatches on N ranks, (N-1)/N of: 2; 1 + 1; 1 + m; at most 2m + m, and m + m at least, for what the
     loss gathers once."""
     share = (ranks - 1) / ranks
     for zero in MODES:
-        made = compiled(Cell("one-layer llama", Mesh.of(dp=ranks), Options(zero=zero, micro_batches=count)))
+        made = compiled(Cell("one-layer llama", Mesh.of(dp=ranks), Options(zero=zero, microbatches=count)))
         cut, whole = cut_and_whole(made)
         found = sent(made, "dp", ranks)
         sums = count if zero > 1 else 1
@@ -169,23 +173,23 @@ def test_bytes_are_those_of_the_formulas(ranks: int, count: int) -> None:
     [(2, 2, 2), (4, 2, 1), *(pytest.param(*of, marks=pytest.mark.full) for of in [(2, 2, 1), (2, 4, 1)])],
 )
 def test_replicas_sum_pieces_once_per_step(replicas: int, ranks: int, count: int) -> None:
-    """Over rp 2(R-1)/R of a piece, whatever the micro-batches; over dp what there is without replicas. What nothing
-    cuts is summed over both in one."""
+    """Over dp_replicate 2(R-1)/R of a piece, whatever the microbatches; over dp what there is without replicas. What
+    nothing cuts is summed over both in one."""
     outer, inner = (replicas - 1) / replicas, (ranks - 1) / ranks
     world = replicas * ranks
     for zero in MODES:
-        options = Options(zero=zero, micro_batches=count)
-        made = compiled(Cell("one-layer llama", Mesh.of(rp=replicas, dp=ranks), options))
+        options = Options(zero=zero, microbatches=count)
+        made = compiled(Cell("one-layer llama", Mesh.of(dp_replicate=replicas, dp=ranks), options))
         cut, whole = cut_and_whole(made)
         scalars = 64 * count
-        both, over_rp, over_dp = (
-            sent(made, axis, n) for axis, n in (("rp,dp", world), ("rp", replicas), ("dp", ranks))
+        both, over_replicas, over_dp = (
+            sent(made, axis, n) for axis, n in (("dp_replicate,dp", world), ("dp_replicate", replicas), ("dp", ranks))
         )
         joint = whole if zero else cut + whole
         assert abs(both["all_reduce"] - 2 * (world - 1) / world * joint) < scalars
-        assert abs(over_rp["all_reduce"] - (2 * outer * cut / ranks if zero else 0)) < scalars
+        assert abs(over_replicas["all_reduce"] - (2 * outer * cut / ranks if zero else 0)) < scalars
         assert over_dp["reduce_scatter"] == (inner * cut * (count if zero > 1 else 1) if zero else 0)
-        assert over_dp["all_reduce"] < scalars and over_rp.keys() <= {"all_reduce"} == both.keys()
+        assert over_dp["all_reduce"] < scalars and over_replicas.keys() <= {"all_reduce"} == both.keys()
 
 
 def test_zero_cuts_nothing_that_does_not_divide() -> None:
@@ -211,10 +215,10 @@ def test_zero_cuts_nothing_that_does_not_divide() -> None:
 
 
 def test_what_each_mode_holds() -> None:
-    """In pieces of the whole: parameters, their gathered copies, sums of gradients of several micro-batches."""
+    """In pieces of the whole: parameters, their gathered copies, sums of gradients of several microbatches."""
     held = {}
     for zero in MODES:
-        made = compiled(Cell("one-layer llama", Mesh.of(dp=4), Options(zero=zero, micro_batches=2)))
+        made = compiled(Cell("one-layer llama", Mesh.of(dp=4), Options(zero=zero, microbatches=2)))
         whole = sum(math.prod(p.shape) * p.dtype.itemsize for p in made.parameters)
         m = memory(made)
         held[zero] = [round(x / whole, 1) for x in (m.parameters, m.gathered, m.accumulated, m.gradients, m.optimizer)]
@@ -232,7 +236,7 @@ def test_each_mode_needs_less_than_the_one_before() -> None:
     captured = captured_once(*tiny("llama", layers=4))
 
     def peak(zero: int) -> int:
-        given = Options(zero=zero, micro_batches=4)
+        given = Options(zero=zero, microbatches=4)
         return memory(compile_graph(copy_graph(captured), Mesh.of(dp=2), given, outputs=())).peak
 
     peaks = [peak(zero) for zero in MODES]
@@ -241,7 +245,7 @@ def test_each_mode_needs_less_than_the_one_before() -> None:
 
 def test_gathers_of_a_step_overlap_its_first_forward() -> None:
     """The first F gathers one layer ahead of its use, and hands on what it has gathered."""
-    made = compile_cell(Cell("llama", Mesh.of(dp=2), Options(zero=2, micro_batches=2)))
+    made = compile_cell(Cell("llama", Mesh.of(dp=2), Options(zero=2, microbatches=2)))
     stage = made.stage
     assert stage.gather is not None and stage.gather_forward is not None
     first = stage.gather_forward
@@ -263,7 +267,7 @@ def kind_is(node: Any, kind: str) -> bool:
 
 
 def test_the_last_backward_of_zero_1_reduces_as_it_goes() -> None:
-    stage = compile_cell(Cell("llama", Mesh.of(dp=2), Options(zero=1, micro_batches=2))).stage
+    stage = compile_cell(Cell("llama", Mesh.of(dp=2), Options(zero=1, microbatches=2))).stage
     assert stage.reduce is None and stage.backward is not None and stage.backward_reduce is not None
     assert not any(n.target in COLLECTIVES for n in calls(stage.backward))
     assert {f"sum:{name[5:]}" for name in stage.backward.outputs if name} <= {*stage.backward_reduce.inputs}
@@ -276,15 +280,15 @@ def test_the_last_backward_of_zero_1_reduces_as_it_goes() -> None:
 def test_names_stand_for_two_decisions() -> None:
     decided = {zero: (Options(zero=zero).gathers_once, Options(zero=zero).reduces_once) for zero in MODES}
     assert decided == {0: (False, True), 1: (True, True), 2: (True, False), 3: (False, False)}
-    other = dataclasses.replace(Options(zero=3), gathers="step", reductions="step")
+    other = dataclasses.replace(Options(zero=3), reshard_after_forward=False, reduce_grads="step")
     assert other.gathers_once and other.reduces_once
 
 
 @pytest.mark.parametrize(("schedule", "when"), [("tera_pipe", "once per step"), ("1f1b", "right before use")])
 def test_a_plan_says_when_parameters_are_gathered(schedule: str, when: str) -> None:
     """Token slices take what was gathered for all of them."""
-    slices = {"slices": 2} if schedule == "tera_pipe" else {}
-    options = Options(zero=3, micro_batches=2, schedule=schedule, **slices)
+    slices = {"token_slices": 2} if schedule == "tera_pipe" else {}
+    options = Options(zero=3, microbatches=2, schedule=schedule, **slices)
     made = compile_cell(Cell("one-layer llama", Mesh.of(pp=2, dp=2), options))
     said = made.plan.parameter("lm_head.weight", "dp").reason
     assert said == f"gathered {when}, gradients scattered"
@@ -294,5 +298,5 @@ def test_a_plan_says_when_parameters_are_gathered(schedule: str, when: str) -> N
 def test_unknown_modes_are_refused() -> None:
     with pytest.raises(ValueError, match="zero: expected 0, 1, 2 or 3, found 4"):
         Options(zero=4)
-    with pytest.raises(ValueError, match="reductions: expected"):
-        Options(reductions="layer")
+    with pytest.raises(ValueError, match="reduce_grads: expected"):
+        Options(reduce_grads="layer")

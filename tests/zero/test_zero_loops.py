@@ -39,10 +39,10 @@ def odd_loop(zero: int, count: int, accumulate: int, replicas: int = 1) -> dict[
     """Three steps of AdamW, each of ``accumulate`` batches, with clipped gradients."""
     torch.manual_seed(0)
     model = Odd().double()
-    mesh = autopar.init_mesh("cpu", 30.0, rp=replicas, dp=2)
+    mesh = autopar.init_mesh("cpu", 30.0, dp_replicate=replicas, dp=2)
     part, parts = autopar.dp_rank_and_size(mesh)
     mine = {k: v.chunk(parts)[part] for k, v in odd_batch().items()}
-    parallel = autopar.parallelize(model, mesh, example_batch=mine, zero=zero, micro_batches=count)
+    parallel = autopar.parallelize(model, mesh, example_batch=mine, zero=zero, microbatches=count)
     optimizer = torch.optim.AdamW([p for p in parallel.parameters() if p.requires_grad], lr=0.05)
     for _ in range(3):
         for _ in range(accumulate):

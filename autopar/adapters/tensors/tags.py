@@ -7,6 +7,7 @@ do the tensors that stand for its own while a forward is traced. A tensor that t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,15 +20,14 @@ _APPLY = "_apply"
 KINDS = (Tensor, nn.Parameter, nn.Buffer)
 
 
+@functools.cache
 def _inner() -> frozenset[str]:
-    """What torch keeps there of its own."""
+    """What torch keeps there of its own. Not asked at import: a fake mode looks for GPUs, and a process that has done
+    so cannot be forked into ranks that use them."""
     with FakeTensorMode():
         fake = torch.empty(())
     assert isinstance(fake, FakeTensor)
     return frozenset({*vars(fake), "_is_param", "share_memory_"})
-
-
-_INNER = _inner()
 
 
 def tags_of(x: Tensor) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def tags_of(x: Tensor) -> dict[str, Any]:
     if len(entries) - ("_is_param" in entries) - ("share_memory_" in entries) == 0:  # most have none
         return {}
     declared = getattr(type(x), "__annotations__", {})  # what a subclass keeps there of its own
-    return {name: value for name, value in entries.items() if name not in _INNER and name not in declared}
+    return {name: value for name, value in entries.items() if name not in _inner() and name not in declared}
 
 
 def check_tags(model: nn.Module) -> None:
@@ -51,7 +51,7 @@ def check_tags(model: nn.Module) -> None:
                     "(attributes that are set on it are kept)"
                 )
             for tag in x.__dict__:
-                taken = tag in _INNER - {"_is_param"} or hasattr(DTensor, tag)
+                taken = tag in _inner() - {"_is_param"} or hasattr(DTensor, tag)
                 if taken and not hasattr(nn.Parameter, tag):
                     raise ValueError(
                         f"parallelize: needs attributes of tensors under names that are free, found .{tag} on {kind} "

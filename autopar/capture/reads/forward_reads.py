@@ -16,6 +16,7 @@ import builtins
 import operator
 import os
 import re
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -131,6 +132,8 @@ class ForwardReads(ReadValues):
             found = {*space.scope}
         if space.file and (self._files_by_text or (self._by_text and (space.named or space.owner == TRUSTED))):
             found.update(filter(self._is_meant, space.scope) if space.owner == USER else self._texts)
+        if space.scope is sys.modules:
+            found = {name for name in [*sys.modules] if owner_of_module(name) == USER and self._is_meant(name)}
         if space.held is not None:
             found &= {*space.held}
         for name in sorted(name for name in found if name in space.scope and name not in space.taken):
@@ -250,6 +253,10 @@ class ForwardReads(ReadValues):
         for inner in [vars(module)[name] for name in names & vars(module).keys()]:
             if isinstance(inner, types.ModuleType) and inner is not module:
                 self._file(inner, names, reader)
+
+    def _loaded_modules(self, where: Where) -> None:
+        """`sys.modules`: code finds files there by a text, and not all that the process has loaded."""
+        self._space(sys.modules, where)
 
     def _is_near(self, module: str) -> bool:
         return module in ("torch", "torch.nn") or module.startswith(_LAYERS) or self._is_of_model(module)

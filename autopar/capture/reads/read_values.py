@@ -9,6 +9,7 @@ import functools
 import logging
 import os
 import random
+import sys
 import threading
 import types
 import weakref
@@ -70,6 +71,9 @@ class ReadValues(abc.ABC):
 
     @abc.abstractmethod
     def _text(self, x: str) -> None: ...
+
+    @abc.abstractmethod
+    def _loaded_modules(self, where: Where) -> None: ...
 
     def _visit(self, x: Any, where: Where) -> None:
         kind = type(x)
@@ -158,6 +162,9 @@ class ReadValues(abc.ABC):
         self._class(x)
 
     def _container(self, x: Any, where: Where) -> None:
+        if x is sys.modules:
+            self._loaded_modules(where)
+            return
         self.guards.container(x, where)
         self._visit_entries(list(dict.items(x)) if isinstance(x, dict) else enumerate(list(x)), where)
         if isinstance(x, defaultdict):

@@ -52,7 +52,7 @@ _NOISE = (torch.ops.aten._assert_tensor_metadata.default,)
 _VALUE_CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg)
 _PLAIN = (TypeError, AttributeError, IndexError, RuntimeError, ValueError, AssertionError)  # their words tell all
 _MOST_INPUTS = 8
-_CONSTANTS = 'name the small input that decides it: constants=("name",)'
+_STATIC_INPUTS = 'name the small input that decides it: static_inputs=("name",)'
 _STOPPED = "torch.export stopped at "
 _ATTRIBUTE = re.compile(r"'(\w+)' object has no attribute '(\w+)'")
 _INDICES = r"needs indices of int64, found \1", "pass ids.long()"
@@ -183,13 +183,13 @@ def _refuse_sizes_of_values(graph: Graph) -> None:
         if node.target is torch.ops.aten.item.default and node.users:
             raise ValueError(
                 f"capture: {line_of(node)}: item() takes a number out of a tensor, which differs between steps and "
-                f"ranks; compute with the tensor itself (detached, where no gradient is meant), or {_CONSTANTS}"
+                f"ranks; compute with the tensor itself (detached, where no gradient is meant), or {_STATIC_INPUTS}"
             )
         if isinstance(value, Tensor) and free_unbacked_symbols(value):
             raise ValueError(
                 f"capture: {line_of(node)}: the size of the result depends on values; the shapes of the batch must "
                 "decide all sizes: use torch.where or a mask; for experts, grouped_mm and not a loop over counts; or "
-                f"{_CONSTANTS}"
+                f"{_STATIC_INPUTS}"
             )
 
 
@@ -255,10 +255,12 @@ def _way_out(error: BaseException, where: str, batch: Mapping[str, Any]) -> str:
     if _of_sizes(error):
         return (
             f"; sizes that depend on values meet there, as those of x[mask] and masked_select do: {experts}keep shapes "
-            f"and weigh by the mask, as in (loss * mask).sum() / mask.sum(), or {_CONSTANTS}"
+            f"and weigh by the mask, as in (loss * mask).sum() / mask.sum(), or {_STATIC_INPUTS}"
         )
     if _asks_values(error):
-        return f"; the line branches on a tensor's value: {experts}write it with torch.where or masks, or {_CONSTANTS}"
+        return (
+            f"; the line branches on a tensor's value: {experts}write it with torch.where or masks, or {_STATIC_INPUTS}"
+        )
     if (known := _known(error)) and known[1]:
         return f"; {known[1]}"
     if _is_ours(error):

@@ -144,8 +144,8 @@ class Joint:
         for node in self.hosted:
             if not self.may_wait_on_host(node):
                 raise ValueError(
-                    f"activation_checkpoint: a plan lets {node.name} wait in host memory, which is an output of the model or not "
-                    "dense; leave its checkpoints out, or make a new plan"
+                    f"activation_checkpoint: a plan lets {node.name} wait in host memory, which is an output of the "
+                    "model or not dense; leave its checkpoints out, or make a new plan"
                 )
 
     def _named(self, names: Collection[str]) -> frozenset[Node]:
@@ -153,8 +153,8 @@ class Joint:
         unknown = set(names) - {n.name for n in named}
         if unknown:
             raise ValueError(
-                f"activation_checkpoint: a plan names {', '.join(sorted(unknown)[:3])}, which the graph does not have; it was "
-                "made for another model, batch or version: leave its checkpoints out, or make a new plan"
+                f"activation_checkpoint: a plan names {', '.join(sorted(unknown)[:3])}, which the graph does not have; "
+                "it was made for another model, batch or version: leave its checkpoints out, or make a new plan"
             )
         return named
 

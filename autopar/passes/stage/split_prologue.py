@@ -5,8 +5,8 @@ Guarantees  no conversion over "mb" is left. Values without gradient that all mi
             ``total_0``, ... of the main graph: those that are summed (the count of targets), and those that are whole
             (the experts of all tokens, among which a capacity counts places), as a sum of every microbatch's piece
             among zeros. Totals of inputs are made by a prologue graph. Those that weights have a part in are made
-            ahead as well, by forwards without gradients (`split_rounds`); with aux_loss_scope="microbatch" the sums of one
-            microbatch, times their number, stand for those of all. What remains (gradients of parameters, the loss)
+            ahead as well, by forwards without gradients (`split_rounds`); with aux_loss_scope="microbatch" the sums of
+            one microbatch, times their number, stand for those of all. What remains (gradients of parameters, the loss)
             the runtime adds up.
 Leaves      graphs without microbatches.
 

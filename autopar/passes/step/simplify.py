@@ -5,9 +5,10 @@ Guarantees  no view that changes nothing (same shape, detach, alias), power of o
             integer sum with zero, or transpose of a transpose feeds another op; a view of a view of a contiguous value
             is one view; a quotient is taken before an expansion, where only elementwise operators read it: a kernel may
             take for granted that its operand is dense, as it was when the graph was traced. An all-reduce over dp whose
-            result does nothing but be all-reduced over dp_replicate is one over both: for n and r ranks it moves 2 (nr - 1)/nr of
-            the value, and not 2 (n - 1)/n + 2 (r - 1)/r.
-Leaves      outputs; every number; sums of pieces over dp_replicate, behind a reduce-scatter; sums over axes with other links.
+            result does nothing but be all-reduced over dp_replicate is one over both: for n and r ranks it moves
+            2 (nr - 1)/nr of the value, and not 2 (n - 1)/n + 2 (r - 1)/r.
+Leaves      outputs; every number; sums of pieces over dp_replicate, behind a reduce-scatter; sums over axes with other
+            links.
 
     a = view(w, [32]); b = detach(a); y = mul(b, x)            -->     y = mul(w, x)
     a = view(x, [64, 32]); b = view(a, [4, 16, 32])            -->     b = view(x, [4, 16, 32])

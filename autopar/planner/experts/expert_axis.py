@@ -44,11 +44,11 @@ def expert_axis(gm: GraphModule, mesh: Mesh, options: Options) -> tuple[str, str
 def kept_axis(asked: Options, plan: Plan) -> str:
     """The axis of an earlier plan, which parameters are cut by. Raises ValueError where the options ask for another."""
     axis = "ep" if plan.mesh.size("ep") > 1 else axis_of_experts(plan.experts)
-    if asked.expert_axis not in ("auto", DECLARED["experts"].default, axis):
+    if asked.expert_axis not in ("auto", DECLARED["expert_axis"].default, axis):
         found = f"over {axis!r}" if axis else "over no axis"
         raise ValueError(
-            f"experts: a plan was given that cuts experts {found}, found experts={asked.expert_axis!r}; leave the option "
-            "out, or make a plan with it"
+            f"expert_axis: a plan was given that cuts experts {found}, found expert_axis={asked.expert_axis!r}; leave "
+            "the option out, or make a plan with it"
         )
     return axis
 

@@ -11,13 +11,20 @@ from torch.fx import GraphModule, Node
 
 from autopar.cost.expert_traffic import Routing, copy_bytes, even_copies_of, most_copies
 from autopar.cost.topology import Topologies
-from autopar.ir.expert_layers import GATHER, ExpertPlan, axis_of_experts, dispatches, expert_weights, pairs_per_expert
+from autopar.ir.expert_layers import (
+    ALLGATHER,
+    ExpertPlan,
+    axis_of_experts,
+    dispatches,
+    expert_weights,
+    pairs_per_expert,
+)
 from autopar.ir.graph import arguments, describe, global_shape, is_call, reach
 from autopar.ir.mesh import Mesh
-from autopar.options import TOKEN_DISPATCHERS, EXPERT_AXES, Options
+from autopar.options import EXPERT_AXES, TOKEN_DISPATCHERS, Options
 from autopar.planner.experts.expert_axis import cuts_tokens, exchange_costs, groups_on_nodes, routing_of
 
-LEVELS = "hierarchical"
+HIERARCHICAL = "hierarchical"
 ours = torch.ops.autopar
 DRAWS = (ours.dropout.default, ours.random.default)
 
@@ -43,19 +50,20 @@ def _chosen(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> ExpertPl
     ranks, wiring = mesh.size(axis), Topologies.parse(options.topology)
     per_node = wiring.per_node(axis) or ranks
     several = 1 < per_node < ranks
-    if options.token_dispatcher == LEVELS and not several:
+    if options.token_dispatcher == HIERARCHICAL and not several:
         raise ValueError(
-            f"experts: token_dispatcher={LEVELS!r} needs an axis {axis!r} over several nodes of several ranks, found "
-            f'{ranks} ranks in nodes of {per_node}; say how many are a node, such as topology="{axis}%8=switch", '
-            'or use token_dispatcher="dedup"'
+            f"experts: token_dispatcher={HIERARCHICAL!r} needs an axis {axis!r} over several nodes of several ranks, "
+            f'found {ranks} ranks in nodes of {per_node}; say how many are a node, such as topology="{axis}%8=switch", '
+            'or use token_dispatcher="alltoall_dedup"'
         )
     if not cuts_tokens(axis, options):
-        if options.token_dispatcher not in ("auto", GATHER):
+        if options.token_dispatcher not in ("auto", ALLGATHER):
             raise ValueError(
-                f"experts: ranks of axis {axis!r} have the same tokens, found token_dispatcher={options.token_dispatcher!r}, which "
-                "sends tokens; set sequence_parallel=True, or leave dispatch out"
+                f"experts: ranks of axis {axis!r} have the same tokens, found "
+                f"token_dispatcher={options.token_dispatcher!r}, which sends tokens; set sequence_parallel=True, or "
+                "leave token_dispatcher out"
             )
-        return ExpertPlan(axis, GATHER, f"ranks of {axis} have the same tokens: results are summed")
+        return ExpertPlan(axis, ALLGATHER, f"ranks of {axis} have the same tokens: results are summed")
     if options.token_dispatcher != "auto":
         return ExpertPlan(axis, options.token_dispatcher, "asked for", per_node if several else 0)
     seconds = exchange_costs(dispatch, mesh, options, axis)
@@ -110,12 +118,15 @@ def check_experts(gm: GraphModule, mesh: Mesh, plans: Mapping[str, ExpertPlan]) 
             )
         if chosen.token_dispatcher not in TOKEN_DISPATCHERS:
             raise ValueError(
-                f"plan: tokens get to the experts of {name} by {chosen.token_dispatcher!r}; use one of {', '.join(TOKEN_DISPATCHERS)}"
+                f"plan: tokens get to the experts of {name} by {chosen.token_dispatcher!r}; use one of "
+                f"{', '.join(TOKEN_DISPATCHERS)}"
             )
-        if chosen.token_dispatcher == LEVELS and not (1 < chosen.per_node < ranks and ranks % chosen.per_node == 0):
+        if chosen.token_dispatcher == HIERARCHICAL and not (
+            1 < chosen.per_node < ranks and ranks % chosen.per_node == 0
+        ):
             raise ValueError(
-                f"plan: tokens get to the experts of {name} by {LEVELS!r} with {chosen.per_node} ranks per node, which "
-                f"must be several, and divide {ranks} ranks of axis {axis!r} into several nodes"
+                f"plan: tokens get to the experts of {name} by {HIERARCHICAL!r} with {chosen.per_node} ranks per node, "
+                f"which must be several, and divide {ranks} ranks of axis {axis!r} into several nodes"
             )
     for node in dispatches(gm) if ranks > 1 else ():
         if node.name not in plans:
@@ -146,8 +157,8 @@ def capacity_notes(gm: GraphModule, options: Options) -> list[tuple[str, str]]:
     found = dispatches(gm)
     if not found:
         raise ValueError(
-            f"capacity_factor: is one of experts, found capacity_factor={options.capacity_factor} and a model without any that autopar "
-            "knows (autopar::moe_dispatch); leave it out"
+            f"capacity_factor: is one of experts, found capacity_factor={options.capacity_factor} and a model without "
+            "any that autopar knows (autopar::moe_dispatch); leave it out"
         )
     limits = {pairs_per_expert(node, options.capacity_factor): node for node in reversed(found)}
     return [

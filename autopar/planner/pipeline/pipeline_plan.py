@@ -66,10 +66,12 @@ def plan_pipeline(
     chunks = options.virtual_stages or entry.virtual_stages
     cuts, costs, _ = planner.cut(mesh.size("pp") * chunks, entry)
     if options.split_points:
-        notes.append(("pipeline", f"cuts {', '.join(cuts)}: the user's choice"))
+        notes.append(("pipeline", f"split points {', '.join(cuts)}: the user's choice"))
     else:
         times = " ".join(f"{t / max(costs):.2f}" for t in costs)
-        notes.append(("pipeline", f"cuts {', '.join(cuts)}: times of the parts relative to the largest {times}"))
+        notes.append(
+            ("pipeline", f"split points {', '.join(cuts)}: times of the parts relative to the largest {times}")
+        )
     return PipelinePlan(name, cuts, chunks, (), planner.holders(cuts)), notes
 
 
@@ -93,11 +95,14 @@ class _Planner:
         if self.options.token_slices:
             return "seq1f1b", [("pipeline", "schedule seq1f1b: token slices were asked for")]
         if self.options.virtual_stages > 1:
-            return "interleaved", [("pipeline", f"schedule interleaved: {self.options.virtual_stages} chunks were asked for")]
+            return "interleaved", [
+                ("pipeline", f"schedule interleaved: {self.options.virtual_stages} virtual stages were asked for")
+            ]
         if len(self.options.split_points) + 1 != ranks and self.options.split_points:
             raise ValueError(
-                f"pipeline: {len(self.options.split_points)} cuts make {len(self.options.split_points) + 1} parts, axis 'pp' has size "
-                f"{ranks}; name the schedule that runs so many parts (interleaved, zb_v, ...), or give {ranks - 1} cuts"
+                f"pipeline: {len(self.options.split_points)} split points make {len(self.options.split_points) + 1} "
+                f"parts, axis 'pp' has size {ranks}; name the schedule that runs so many parts (interleaved, zb_v, "
+                f"...), or give {ranks - 1} split points"
             )
         costs: dict[int, Costs] = {}
         for chunks in range(1, 1 if self.options.split_points else MOST_CHUNKS + 1):
@@ -123,7 +128,7 @@ class _Planner:
             sliced = " or ".join(name for name, other in SCHEDULES.items() if other.sliced)
             raise ValueError(
                 f"schedule: {entry.name} runs whole microbatches, found token_slices={self.options.token_slices}; use "
-                f"{sliced}, or leave slices out"
+                f"{sliced}, or leave token_slices out"
             )
         if not entry.searches:
             chunks = self.options.virtual_stages or entry.virtual_stages
@@ -134,8 +139,8 @@ class _Planner:
         if self.options.split_points:
             if len(self.options.split_points) != parts - 1:
                 raise ValueError(
-                    f"pipeline: {parts} parts need {parts - 1} cuts, found {len(self.options.split_points)}; name the module "
-                    "with which each part but the first begins"
+                    f"pipeline: {parts} parts need {parts - 1} split points, found {len(self.options.split_points)}; "
+                    "name the module with which each part but the first begins"
                 )
             units, starts = resolve(self.main, self.options.split_points)
         else:
@@ -250,7 +255,7 @@ def chosen(ranks: int, microbatches: int, costs: Mapping[int, Costs]) -> tuple[s
     runs = {
         name: simulate(entry.make(Request(ranks, microbatches, entry.virtual_stages)), costs[entry.virtual_stages])
         for name in CANDIDATES
-        if (entry := SCHEDULES[name]).chunks in costs
+        if (entry := SCHEDULES[name]).virtual_stages in costs
     }
     limit = max(runs["1f1b"].memory)
     fit = {name: run for name, run in runs.items() if max(run.memory) <= limit * (1 + 1e-9)}

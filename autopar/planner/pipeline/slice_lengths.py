@@ -84,24 +84,24 @@ def check_lengths(lengths: Sequence[int], total: int, unit: int) -> None:
 def best_lengths(
     parts: Sequence[Sequence[Node]],
     total: int,
-    micro_batches: int,
+    microbatches: int,
     unit: int = 1,
     links: Topology | None = None,
     device: Device = DEFAULT,
 ) -> tuple[tuple[int, ...], str]:
     """The dynamic program (TeraPipe, Eq. 6 to 8) on the estimated times of the slowest part.
 
-    parts: main nodes of each part of a global graph, all micro-batches together. links: those of the axis pp, if the
+    parts: main nodes of each part of a global graph, all microbatches together. links: those of the axis pp, if the
     user names them.
     """
     grid = max(GRID, unit) if total >= 8 * GRID else unit
     launching = dataclasses.replace(device, launch=LAUNCH)
-    times = [SliceEstimate(nodes, total, micro_batches, links, launching) for nodes in parts]
+    times = [SliceEstimate(nodes, total, microbatches, links, launching) for nodes in parts]
     slowest = max(times, key=lambda t: float(t(1, np.array([total]), np.array([0]))[0]))
-    found = best_slices(total, len(parts), slowest, micro_batches, 1, grid)
+    found = best_slices(total, len(parts), slowest, microbatches, 1, grid)
     lengths = found.groups[0][1]
-    whole = micro_batches * slowest(1, np.array([total]), np.array([0]))[0]
-    whole += (len(parts) - 1) * whole / micro_batches
+    whole = microbatches * slowest(1, np.array([total]), np.array([0]))[0]
+    whole += (len(parts) - 1) * whole / microbatches
     return tuple(map(int, lengths)), (
         f"least estimated time of {len(parts)} stages: {found.total:.3g} s, {whole:.3g} s without slices"
     )
@@ -113,17 +113,17 @@ class SliceEstimate:
     and its gradient comes back."""
 
     def __init__(
-        self, nodes: Sequence[Node], total: int, micro_batches: int, links: Topology | None, device: Device
+        self, nodes: Sequence[Node], total: int, microbatches: int, links: Topology | None, device: Device
     ) -> None:
         self.rows: list[tuple[float, float, float, float, float]] = []
         self.launch, own = device.launch, set(nodes)
         sent = sum(nbytes(n) for n in nodes if any(user not in own for user in n.users))
-        self.wire = 2 * sent / (total * micro_batches) / links.bandwidth if links is not None else 0.0
+        self.wire = 2 * sent / (total * microbatches) / links.bandwidth if links is not None else 0.0
         for node in nodes:
             if shares_storage(node):
                 continue
             attention = is_call(node, ATTENTION)
-            speed, share = device.speed(_dtype(node)), 1.0 / (total * micro_batches)
+            speed, share = device.speed(_dtype(node)), 1.0 / (total * microbatches)
             work = flops(node) / speed * share
             fixed = sum(nbytes(x) for x in tensor_operands(node) if _is_weight(x)) / device.memory
             moved = (nbytes(node) + sum(nbytes(x) for x in tensor_operands(node) if not _is_weight(x))) * share

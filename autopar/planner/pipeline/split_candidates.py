@@ -41,7 +41,7 @@ def units_of(main: Sequence[Node], least: int = 1) -> list[Unit]:
             return found
     raise ValueError(
         f"pipeline: {least} parts need at least as many layers, found a model of {len(found)} operations; use a "
-        "smaller pp axis or fewer chunks"
+        "smaller pp axis or fewer virtual stages"
     )
 
 
@@ -118,7 +118,7 @@ def _starts(units: Sequence[Unit], cuts: Sequence[str]) -> list[int]:
             )
         if at[0] <= starts[-1]:
             raise ValueError(
-                "pipeline: cuts must be in the order of the model and leave something in every part, found "
+                "pipeline: split_points must be in the order of the model and leave something in every part, found "
                 f"{', '.join(cuts)}"
             )
         starts.append(at[0])

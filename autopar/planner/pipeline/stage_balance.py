@@ -7,7 +7,7 @@ limit. It is the classic linear partition problem, solved exactly by dynamic pro
 
 A second program of the same form minimises, among the cuts that reach that time, first the bytes sent over the
 boundaries, then the sum of squared times; what is still equal gives more units to later parts, which hold fewer
-micro-batches under 1F1B. Both work on integer times, of a billionth of their sum, so that equal sums compare equal.
+microbatches under 1F1B. Both work on integer times, of a billionth of their sum, so that equal sums compare equal.
 
 Where a rank runs several parts (interleaved, V), its parts share the limit, and its time is their sum. Parts that
 share a rank are far apart, which no dynamic program over contiguous parts sees. So a descent starts from the exact cut
@@ -35,8 +35,8 @@ _GREATEST = np.iinfo(np.int64).max
 class UnitCosts:
     """What one unit costs a rank.
 
-    time: of one micro-batch, forward and backward, any unit. static: bytes whatever the schedule: parameters,
-    gradients, optimizer states. activations: bytes kept per micro-batch in flight.
+    time: of one microbatch, forward and backward, any unit. static: bytes whatever the schedule: parameters,
+    gradients, optimizer states. activations: bytes kept per microbatch in flight.
     """
 
     time: float
@@ -56,7 +56,7 @@ def balance(
     """Number of units in each of ``parts`` contiguous, non-empty parts.
 
     sent: bytes over the boundary behind each unit but the last; None forbids a cut there (default: no bytes).
-    in_flight: micro-batches that each part holds at once, such as min(m, p - i) for 1F1B (default 1).
+    in_flight: microbatches that each part holds at once, such as min(m, p - i) for 1F1B (default 1).
     limit: bytes of a rank. rank_of_part: the rank of each part (default: one part per rank); for parts with a copy on a
     mirrored rank, a number that the mirrored ranks share.
 
@@ -68,13 +68,13 @@ def balance(
     if problem.pieces < parts:
         raise ValueError(
             f"pipeline: {parts} parts need at least {parts} layers that can be cut apart, found {problem.pieces}; use "
-            f"at most {problem.pieces} parts (a smaller pp axis, or fewer chunks per rank)"
+            f"at most {problem.pieces} parts (a smaller pp axis, or fewer virtual stages)"
         )
     found = problem.solve(limit)
     if found is None:
         raise ValueError(
             f"pipeline: no cut of {len(units)} layers into {parts} parts fits a memory limit of {limit:,} bytes; the "
-            f"least that would do is {problem.least_limit():,} bytes; use more ranks, fewer micro-batches in "
+            f"least that would do is {problem.least_limit():,} bytes; use more ranks, fewer microbatches in "
             "flight, ZeRO or activation checkpoints"
         )
     return problem.counts(found)

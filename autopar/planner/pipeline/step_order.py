@@ -45,7 +45,9 @@ def planned_order(plan: Plan) -> Order:
     if pipeline is None:
         return one_after_another(microbatches, True)
     slices = max(len(pipeline.token_slices), 1)
-    return SCHEDULES[pipeline.schedule].make(Request(plan.mesh.size("pp"), microbatches, pipeline.virtual_stages, slices))
+    return SCHEDULES[pipeline.schedule].make(
+        Request(plan.mesh.size("pp"), microbatches, pipeline.virtual_stages, slices)
+    )
 
 
 def most_waiting(order: Order) -> int:

@@ -59,8 +59,8 @@ def best_slices(length: int, stages: int, time: Time, batch: int = 1, microbatch
             raise ValueError(f"token_slices: {name} needs to be at least 1, found {value}")
     if microbatch < 1 or batch % microbatch:
         raise ValueError(
-            f"token_slices: a batch of {batch} sequences does not divide into microbatches of {microbatch}; use a divisor "
-            f"of {batch}"
+            f"token_slices: a batch of {batch} sequences does not divide into microbatches of {microbatch}; use a "
+            f"divisor of {batch}"
         )
     count = batch // microbatch
     lengths, times = _least(_SliceProgram(length, microbatch, grid, time), count, stages)

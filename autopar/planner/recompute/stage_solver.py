@@ -1,7 +1,7 @@
 """Which way the layers of all parts of a pipeline take, so that every rank keeps its limit at every moment.
 
-At an action of a part a rank holds what the parts on it have saved for the micro-batches in flight, and what is alive
-in the part that runs. Early stages of 1F1B hold more micro-batches than late ones, so more is made again there.
+At an action of a part a rank holds what the parts on it have saved for the microbatches in flight, and what is alive
+in the part that runs. Early stages of 1F1B hold more microbatches than late ones, so more is made again there.
 
 A price of bytes that all parts share gives a first choice; then each part in turn takes the best that the others leave
 it (`autopar.planner.recompute.layer_solver`). For one part the second is exact.
@@ -32,8 +32,8 @@ ROUNDS, BISECTIONS = 2, 24
 
 @dataclass(frozen=True)
 class ScheduleSlot:
-    """When a rank runs F or a backward of a part. held: micro-batches of each part that wait for their backward,
-    without the one that runs; split: those that have had B and wait for W. share: of a micro-batch that runs (less than
+    """When a rank runs F or a backward of a part. held: microbatches of each part that wait for their backward,
+    without the one that runs; split: those that have had B and wait for W. share: of a microbatch that runs (less than
     1 for a token slice)."""
 
     rank: int
@@ -116,7 +116,7 @@ def best_choice(ways: Sequence[Layers], events: Sequence[ScheduleSlot], limits: 
 
 
 def most_hosted(ways: Sequence[Layers], choice: Choice, events: Sequence[ScheduleSlot]) -> dict[int, float]:
-    """Rank -> most bytes that it holds in host memory: of micro-batches that wait for their backward, or for W, and of
+    """Rank -> most bytes that it holds in host memory: of microbatches that wait for their backward, or for W, and of
     the one that runs."""
     found: dict[int, float] = {}
     for e in events:

@@ -68,7 +68,10 @@ COLUMNS = ("module", "how it is cut", "weights on a rank", "kept for the backwar
 LEGEND = (
     ("over tp, ep", "each rank has its columns, rows or experts of the weight, and computes with these alone"),
     ("in pieces over dp", "ZeRO: a rank stores a piece; the whole is gathered where it is used"),
-    ("whole", "every rank has all of it; where the batch is cut, gradients are summed over dp, dp_replicate, cp and ep"),
+    (
+        "whole",
+        "every rank has all of it; where the batch is cut, gradients are summed over dp, dp_replicate, cp and ep",
+    ),
     ("exposed", "of a transfer, what computing has to wait for; the rest runs beside computing"),
     ("exchanged", "a blue line: hidden beside computing for the most part; an orange one: computing waits for it"),
     ("computes", "blue: the forward, green: the backward, to the scale of the longest row"),

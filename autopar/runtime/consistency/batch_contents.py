@@ -29,7 +29,7 @@ from autopar.runtime.consistency.tensor_hash import start_words, words_of
 from autopar.runtime.mesh.process_groups import Groups
 
 LATER = "to be compared in the next step"
-SKIP = "check_batches=False skips this check"
+SKIP = "check_replica_inputs=False skips this check"
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class BatchContents:
     def claims(
         self, batch: Mapping[str, Any], inputs: Mapping[str, Placements], at_once: bool = False
     ) -> list[RankCheck]:
-        """Ranks with the same coordinates on dp and rp hold the same of inputs that these cut (``inputs``: their
-        placements), and
+        """Ranks with the same coordinates on dp and dp_replicate hold the same of inputs that these cut (``inputs``:
+        their placements), and
         all ranks the same of the others: each computes with its own copy. Any dtype counts, bit by bit.
 
         Where no two ranks must hold the same, nothing is hashed. ``at_once``: nothing is left for the next call.

@@ -56,7 +56,7 @@ def check_unclear(groups: Groups, batch: Mapping[str, Any], plan: Plan, contents
     if not tensors:
         return
     if not contents:
-        warnings.warn(_unclear(list(tensors), "check_batches=False"), stacklevel=2)
+        warnings.warn(_unclear(list(tensors), "check_replica_inputs=False"), stacklevel=2)
         return
     words = words_of(tensors)
     if same := [name for name, word in words.items() if all_alike(groups, f"the contents of {name}", word)]:

@@ -308,8 +308,8 @@ def check_source(groups: Groups, tensors: Mapping[str, Tensor | None]) -> None:
     missing = next((name for name, x in tensors.items() if x is None), "")
     if first := text_of_first(groups, missing, WEIGHTS):
         raise ValueError(
-            f"parallelize: sync=True takes the weights of rank 0, found {first} on the meta device there; build "
-            "the model of rank 0 with weights, or load them afterwards with load_pretrained(folder)"
+            f"parallelize: broadcast_weights=True takes the weights of rank 0, found {first} on the meta device there; "
+            "build the model of rank 0 with weights, or load them afterwards with load_pretrained(folder)"
         )
 
 
@@ -330,7 +330,7 @@ def agree_on_model(groups: Groups, tensors: Mapping[str, Tensor], given: Mapping
         need = "parallelize: every rank must be given the same weights"
         way_out = (
             "seed alike before building the model (torch.manual_seed), load the same checkpoint with "
-            "load_pretrained(folder), or take those of rank 0 with parallelize(..., sync=True)"
+            "load_pretrained(folder), or take those of rank 0 with parallelize(..., broadcast_weights=True)"
         )
         claims.append(RankCheck(everywhere(groups), told, need, way_out))
     agree_on(groups, claims, WEIGHTS)

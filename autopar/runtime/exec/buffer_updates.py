@@ -108,7 +108,7 @@ class BufferUpdates:
         for i, lying in self._lying.items():
             found = _placed(lying, before, after)
             if isinstance(made[i], Tensor) and found.shape == made[i].shape:
-                made[i] = found.detach()
+                made[i] = found if lying.view is None and not found.requires_grad else found.detach()
 
 
 def plain_buffers(tree: ShardedModules, compiled: Compiled, train: bool) -> dict[str, Tensor]:

@@ -74,11 +74,11 @@ class StepCache:
         plan: Plan,
         groups: Groups,
         backend: str,
-        micro_batches: int,
-        check_batches: bool,
+        microbatches: int,
+        check_replica_inputs: bool,
     ) -> None:
         self._compiler, self._tree, self._groups, self.backend = compiler, tree, groups, backend
-        self.plan, self.micro_batches, self._check_batches = plan, micro_batches, check_batches
+        self.plan, self.microbatches, self._check_replica_inputs = plan, microbatches, check_replica_inputs
         self._batches, self.load = BatchContents(groups), ExpertLoad(groups)
         self._steps: dict[tuple[Any, ...], _CachedStep] = {}
         self._past = add_ledgers()  # traffic of steps that are no longer kept
@@ -241,7 +241,7 @@ class StepCache:
             "give every rank the same model, mesh, options and batch shapes",
         )
         agree_on(self._groups, [same, *self._contents(batch, compiled, at_once=True)], "the compiled step")
-        check_unclear(self._groups, batch, self.plan, self._check_batches)
+        check_unclear(self._groups, batch, self.plan, self._check_replica_inputs)
         runner = Executor(compiled, self._groups, self.backend)
         runner.load = self.load
         all_alike(self._groups, "the bound step")  # one that binds slowly (inductor) would be missed in a collective
@@ -253,7 +253,7 @@ class StepCache:
 
     def _contents(self, batch: dict[str, Any], compiled: Compiled, at_once: bool = False) -> list[RankCheck]:
         """What must be equal of a batch on several ranks."""
-        return self._batches.claims(batch, compiled.plan.inputs, at_once) if self._check_batches else []
+        return self._batches.claims(batch, compiled.plan.inputs, at_once) if self._check_replica_inputs else []
 
     def dump(self, folder: str | Path, runner: Executor | None = None, **how: Any) -> None:
         """Compile a step (default: the last one) once more and write its levels to a folder."""

@@ -1,4 +1,4 @@
-"""Batches of changing sizes, padded to a few: ``parallelize(model, mesh, shapes="bucket")``.
+"""Batches of changing sizes, padded to a few: ``parallelize(model, mesh, padding="bucket")``.
 
     input_ids [4, 137]         input_ids [4, 256]      filled with the model's padding token
     labels    [4, 137]   -->   labels    [4, 256]      filled with -100, which no loss counts
@@ -66,7 +66,7 @@ class PaddingBuckets:
     def __post_init__(self) -> None:
         lengths = tuple(self.lengths)
         if any(not isinstance(n, int) or n < 1 for n in lengths) or list(lengths) != sorted(set(lengths)):
-            raise ValueError(f"shapes: lengths need ascending whole numbers above 0, found {lengths}")
+            raise ValueError(f"padding: lengths need ascending whole numbers above 0, found {lengths}")
 
     def length(self, tokens: int, unit: int = 1, limit: int = 0) -> int:
         """The padded length: a multiple of ``unit``, within a limit of positions if the tokens are."""
@@ -74,7 +74,7 @@ class PaddingBuckets:
             found = next((n for n in self.lengths if n >= tokens), 0)
             if not found:
                 raise ValueError(
-                    f"shapes: {tokens} tokens are more than the longest of lengths={self.lengths}; name a longer one"
+                    f"padding: {tokens} tokens are more than the longest of lengths={self.lengths}; name a longer one"
                 )
             return found
         found = max(LEAST, 1 << (tokens - 1).bit_length())
@@ -83,16 +83,16 @@ class PaddingBuckets:
         return max(math.ceil(found / unit) * unit, tokens)
 
 
-def asked_shapes(shapes: Any) -> PaddingBuckets | None:
+def asked_padding(padding: Any) -> PaddingBuckets | None:
     """Of the argument of `parallelize`. Raises ValueError."""
-    if shapes == "exact":
+    if padding == "exact":
         return None
-    if shapes == "bucket":
+    if padding == "bucket":
         return PaddingBuckets()
-    if isinstance(shapes, PaddingBuckets):
-        return shapes
-    hint = did_you_mean(shapes, ("exact", "bucket"))
-    raise refuse("shapes", '"exact", "bucket" or autopar.PaddingBuckets(...)', shapes, hint)
+    if isinstance(padding, PaddingBuckets):
+        return padding
+    hint = did_you_mean(padding, ("exact", "bucket"))
+    raise refuse("padding", '"exact", "bucket" or autopar.PaddingBuckets(...)', padding, hint)
 
 
 Evaluate = Callable[[dict[str, Any]], Any]
@@ -202,8 +202,8 @@ class BatchPadder:
             known = path in self.fill
             if not known and x.dim() > 1 and x.shape[1] in lengths and dims.get(path, 0) == 0:
                 raise ValueError(
-                    f"shapes: needs to know how input {path} of {list(x.shape)} is padded, whose dim 1 is as long as "
-                    f"the tokens; say shapes=autopar.PaddingBuckets(pad={{{path!r}: 0}}), or pad it yourself"
+                    f"padding: needs to know how input {path} of {list(x.shape)} is padded, whose dim 1 is as long as "
+                    f"the tokens; say padding=autopar.PaddingBuckets(pad={{{path!r}: 0}}), or pad it yourself"
                 )
             if known and x.dim() > 1:
                 x = _wider(x, 1, wanted[path], self._value(path))
@@ -236,7 +236,7 @@ class BatchPadder:
         if "label" in path or "target" in path:
             if x.is_floating_point():
                 raise ValueError(
-                    f"shapes: a batch of fewer rows than before gets rows without labels, found {path} in floating "
+                    f"padding: a batch of fewer rows than before gets rows without labels, found {path} in floating "
                     "point, where none means that; drop or fill the last batch (drop_last=True)"
                 )
             return IGNORED
@@ -248,8 +248,8 @@ class BatchPadder:
         """Raises ValueError, on all ranks, where losses of the same tokens differ with padding."""
         if norm := next((m for m in self.root.modules() if isinstance(m, BATCH_NORMS)), None):
             raise ValueError(
-                f"shapes: a {type(norm).__name__} averages over all rows and tokens, padding included; pass batches of "
-                'one size, with shapes="exact"'
+                f"padding: a {type(norm).__name__} averages over all rows and tokens, padding included; pass batches "
+                'of one size, with padding="exact"'
             )
         short, wanted = self._shortest(batch, own, padded)
         plain = self._losses(short)
@@ -265,8 +265,8 @@ class BatchPadder:
                 break
         self.masks = False
         raise ValueError(
-            f"shapes: padding changes the loss of {type(self.root).__name__} from {plain} to {found}: tokens see it; "
-            'pass an attention_mask, say by autopar.PaddingBuckets(pad={...}) what fills inputs, or use shapes="exact"'
+            f"padding: changes the loss of {type(self.root).__name__} from {plain} to {found}: tokens see it; "
+            'pass an attention_mask, say by autopar.PaddingBuckets(pad={...}) what fills inputs, or use padding="exact"'
         )
 
     def _shortest(
@@ -275,7 +275,7 @@ class BatchPadder:
         """A part of the batch that all ranks have, in sizes that divide, and to which sizes it is padded."""
         least = self._over_ranks(own, dist.ReduceOp.MIN)
         unit = math.lcm(self.groups.mesh.size("tp"), 2 * self.groups.mesh.size("cp"))
-        counts = self.plan.options.micro_batches
+        counts = self.plan.options.microbatches
         rows = max(least["rows"] // counts * counts, 1)
         lengths = {n: max(size // unit * unit, 1) for n, size in least.items() if n != "rows" and size}
 
@@ -297,7 +297,9 @@ class BatchPadder:
             self.busy = False
         found = [float(x) for x in tensors_of({"": outputs}).values() if not x.dim() and x.is_floating_point()]
         if not found:
-            raise ValueError("shapes: needs a model that returns its loss, found no scalar; pass labels with the batch")
+            raise ValueError(
+                "padding: needs a model that returns its loss, found no scalar; pass labels with the batch"
+            )
         return found
 
     def _close(self, one: float, other: float) -> bool:

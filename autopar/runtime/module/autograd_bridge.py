@@ -24,6 +24,7 @@ from torch.fx import Node
 
 from autopar.adapters.autograd import keeps_graph, version_of
 from autopar.adapters.dtensor import as_plain, local_of
+from autopar.adapters.hooks import has_gradient_hooks, skip_hooks_without_gradient
 from autopar.errors import refusal_like
 from autopar.ir.graph import ancestors, outputs
 from autopar.ir.placement import Replicate
@@ -221,6 +222,7 @@ class _StepFunction(torch.autograd.Function):
         }
         run.check_asked(given)
         found = run.gradients(given, keeps_graph())
-        wanted = zip(run.trained.items(), ctx.needs_input_grad[2:], strict=True)
         made = {n: x.detach().contiguous() for n, x in found.items()}
+        skip_hooks_without_gradient([p for n, p in run.trained.items() if n not in made and has_gradient_hooks(p)])
+        wanted = zip(run.trained.items(), ctx.needs_input_grad[2:], strict=True)
         return (None, None, *(local_gradient(p, made[n]) if need and n in made else None for (n, p), need in wanted))

@@ -81,7 +81,7 @@ class ParallelModule(ModuleFacade):
         buffers: Mapping[str, Tensor],
         backend: str,
         seed: int,
-        sync: bool = False,
+        broadcast_weights: bool = False,
         check_replica_inputs: bool = True,
         microbatches: int = 1,
         outputs_with_grad: bool = False,
@@ -99,9 +99,12 @@ class ParallelModule(ModuleFacade):
         self._weight = torch.ones((), dtype=torch.float64, device=groups.device)
         self._fitter: BatchPadder | None = None
         self._tangents: tuple[str, ...] = ()  # outputs beside the losses that somebody has differentiated
-        self._loaded = sync or all(values.get(s.name) is not None for s in specs)
+        self._loaded = broadcast_weights or all(values.get(s.name) is not None for s in specs)
         # steps write to buffers
-        own, written = state.make_parameters(specs, values, groups, sync), state.own_buffers(buffers, groups, sync)
+        own, written = (
+            state.make_parameters(specs, values, groups, broadcast_weights),
+            state.own_buffers(buffers, groups, broadcast_weights),
+        )
         tree = ShardedModules(skeleton, specs, own, written)
         for name in SHARED:
             self.__dict__[name] = tree.root.__dict__[name]  # this module stands for the root

@@ -60,19 +60,20 @@ def stages_with(spec: ParameterSpec, groups: Groups) -> Holders | None:
 
 
 def wrap(local: Tensor, spec: ParameterSpec, groups: Groups, holders: Holders | None = None) -> ShardedTensor:
-    """This rank's piece (of a parameter or of an output) as a DTensor; shares the storage, passes gradients on."""
+    """This rank's piece (of a parameter or of an output) as a DTensor, which passes gradients on. Without any it holds
+    the piece itself: a buffer that is returned and later given other ``.data`` is seen in the output, as in torch."""
     expected = spec.local_shape(groups.mesh) if holders is None or holders.here else (0,)
     assert tuple(local.shape) == expected, f"{spec.name}: a piece has shape {expected}, found {tuple(local.shape)}"
     cuts = cuts_of(spec.placements, groups.mesh.sizes)
     mesh, shape = groups.device_mesh, torch.Size(spec.shape)
     if local.requires_grad and torch.is_grad_enabled():
         return from_local(local, mesh, cuts, shape)
-    return ShardedTensor.make(local.detach(), mesh, cuts, shape, holders)
+    return ShardedTensor.make(local.detach() if local.requires_grad else local, mesh, cuts, shape, holders)
 
 
 def make_parameter(local: Tensor, spec: ParameterSpec, groups: Groups) -> nn.Parameter:
     """A parameter that optimizers and checkpoints see whole, over this rank's piece (same storage)."""
-    laid = wrap(local, spec, groups, stages_with(spec, groups))
+    laid = wrap(local.detach(), spec, groups, stages_with(spec, groups))
     parameter = nn.Parameter(laid, requires_grad=spec.requires_grad)
     parameter.share_memory_ = _not_shared  # type: ignore[method-assign] # torch's own crashes the interpreter
     return parameter
@@ -86,14 +87,14 @@ def _not_shared() -> Any:
 
 
 def make_parameters(
-    specs: Iterable[ParameterSpec], values: Mapping[str, Tensor | None], groups: Groups, sync: bool = False
+    specs: Iterable[ParameterSpec], values: Mapping[str, Tensor | None], groups: Groups, broadcast_weights: bool = False
 ) -> dict[str, nn.Parameter]:
-    """All parameters, by name: pieces of whole ``values``, or empty ones where there is none. ``sync``: of the values
-    of rank 0; collective then, and one of them is whole at a time."""
+    """All parameters, by name: pieces of whole ``values``, or empty ones where there is none. ``broadcast_weights``:
+    those of rank 0; collective then, and one of them is whole at a time."""
     out = {}
     for spec in specs:
         whole = values.get(spec.name)
-        if sync:
+        if broadcast_weights:
             whole = of_first_rank(whole, spec.shape, spec.dtype, groups)
         holders = stages_with(spec, groups)
         if holders is not None and not holders.here:
@@ -106,11 +107,12 @@ def make_parameters(
     return out
 
 
-def own_buffers(buffers: Mapping[str, Tensor], groups: Groups, sync: bool = False) -> dict[str, Tensor]:
-    """Copies by name, on the mesh's device; tied ones stay tied. ``sync``: of those of rank 0; collective then."""
+def own_buffers(buffers: Mapping[str, Tensor], groups: Groups, broadcast_weights: bool = False) -> dict[str, Tensor]:
+    """Copies by name, on the mesh's device; tied ones stay tied. ``broadcast_weights``: of those of rank 0, which is
+    collective."""
     copies: dict[int, Tensor] = {}
     for b in buffers.values():
-        copy = of_first_rank(b, b.shape, b.dtype, groups) if sync else b.to(groups.device, copy=True)
+        copy = of_first_rank(b, b.shape, b.dtype, groups) if broadcast_weights else b.to(groups.device, copy=True)
         copies.setdefault(id(b), copy)
     return {name: copies[id(b)] for name, b in buffers.items()}
 

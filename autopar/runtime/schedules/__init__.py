@@ -1,6 +1,6 @@
 """Pipeline schedules. Importing this package fills `autopar.schedule.request.SCHEDULES`; one file each.
 
-Symbols: p ranks, m micro-batches, v parts per rank, i the rank; F, B, W the times of one stage; M_B what F keeps for B,
+Symbols: p ranks, m microbatches, v parts per rank, i the rank; F, B, W the times of one stage; M_B what F keeps for B,
 M_W what B leaves for W.
 """
 

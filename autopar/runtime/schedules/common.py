@@ -8,20 +8,22 @@ from autopar.schedule.order import Action, Order
 from autopar.schedule.request import Request
 
 
-def check(request: Request, name: str, chunks: int | None = 1, sliced: bool = False) -> None:
-    """What every schedule needs. ``chunks``: the parts per rank that it runs (None: checked by the schedule).
+def check(request: Request, name: str, virtual_stages: int | None = 1, sliced: bool = False) -> None:
+    """What every schedule needs. ``virtual_stages``: the parts per rank that it runs (None: checked by it).
 
     Raises ValueError.
     """
-    for what in ("ranks", "micro_batches", "chunks", "slices"):
+    for what in ("ranks", "microbatches", "virtual_stages", "token_slices"):
         if getattr(request, what) < 1:
             raise ValueError(f"schedule: {name} needs {what} >= 1, found {getattr(request, what)}")
-    if chunks is not None and request.chunks != chunks:
-        other = "use interleaved" if chunks == 1 else f"ask for {chunks}"
-        raise ValueError(f"schedule: {name} runs {chunks} parts per rank, found {request.chunks}; {other}")
-    if request.slices != 1 and not sliced:
+    if virtual_stages is not None and request.virtual_stages != virtual_stages:
+        other = "use interleaved" if virtual_stages == 1 else f"ask for {virtual_stages}"
         raise ValueError(
-            f"schedule: {name} runs whole micro-batches, found {request.slices} token slices; "
+            f"schedule: {name} runs {virtual_stages} parts per rank, found {request.virtual_stages}; {other}"
+        )
+    if request.token_slices != 1 and not sliced:
+        raise ValueError(
+            f"schedule: {name} runs whole microbatches, found {request.token_slices} token slices; "
             "use tera_pipe or seq1f1b, or ask for 1 slice"
         )
 
@@ -39,8 +41,8 @@ def vee(ranks: int) -> tuple[int, ...]:
 def one_chain(
     name: str, request: Request, rows: Iterable[Sequence[Action]], rank_of: tuple[int, ...] | None = None
 ) -> Order:
-    """The order whose micro-batches all flow through stages 0, 1, 2 ..."""
+    """The order whose microbatches all flow through stages 0, 1, 2 ..."""
     rank_of = rank_of or loop(request.ranks)
     chain = tuple(range(len(rank_of)))
     ranks = tuple(tuple(row) for row in rows)
-    return Order(name, ranks, (chain,), rank_of, (0,) * request.micro_batches, request.slices)
+    return Order(name, ranks, (chain,), rank_of, (0,) * request.microbatches, request.token_slices)

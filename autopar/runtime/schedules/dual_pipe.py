@@ -1,4 +1,4 @@
-"""DualPipe: micro-batches enter at both ends, and a forward of one direction runs in one cell with a backward of the
+"""DualPipe: microbatches enter at both ends, and a forward of one direction runs in one cell with a backward of the
 other (DeepSeek-V3 report, 2024, figure 5).
 
     p = 4, m = 8:
@@ -7,9 +7,9 @@ other (DeepSeek-V3 report, 2024, figure 5).
     rank 2  --       5F4      2F0      5F5      2F1      5F6      2BW0     ..       2F2&5BW4 ..       .. ...
     rank 3  4F4      4F5      4F6      3F0      3B0      3W0      3F1      4F7&3BW1 ..       ..       -- ...
 
-Every rank i holds two parts: part i for the micro-batches that go down (stage i), and part p-1-i for those that go up
-(stage 2p-1-i). So each part has two copies, whose gradients must be summed. The first half of the micro-batches goes
-down. Bubble (p/2-1)(F&B + B_full - 3W), with F&B the time of a cell; every rank holds at most p+1 micro-batches.
+Every rank i holds two parts: part i for the microbatches that go down (stage i), and part p-1-i for those that go up
+(stage 2p-1-i). So each part has two copies, whose gradients must be summed. The first half of the microbatches goes
+down. Bubble (p/2-1)(F&B + B_full - 3W), with F&B the time of a cell; every rank holds at most p+1 microbatches.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from autopar.schedule.request import SCHEDULES, Request, Schedule
 
 
 def dual_pipe(request: Request) -> Order:
-    """An even number of ranks p, an even number of micro-batches m >= 2p."""
+    """An even number of ranks p, an even number of microbatches m >= 2p."""
     check(request, "dual_pipe")
-    p, m = request.ranks, request.micro_batches
+    p, m = request.ranks, request.microbatches
     if p % 2:
         raise ValueError(f"schedule: dual_pipe needs an even number of ranks, found {p}; use zb_v or dual_pipe_v")
     if m % 2 or m < 2 * p:
         raise ValueError(
-            f"schedule: dual_pipe needs an even number of micro-batches, at least {2 * p} (twice the ranks), "
+            f"schedule: dual_pipe needs an even number of microbatches, at least {2 * p} (twice the ranks), "
             f"found {m}; use {max(2 * p, m + m % 2)}"
         )
     down, up = tuple(range(p)), tuple(range(p, 2 * p))

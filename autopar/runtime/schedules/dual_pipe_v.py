@@ -7,7 +7,7 @@ deepseek-ai/DualPipe).
 
 Rank i has stages i and 2p-1-i. A forward on the way down runs in one cell with a backward of the way up, and the other
 way round. Bubble (p-1)(F&B + B_full - 3W), of one stage, with F&B the time of a cell; every rank holds 2p+1 parts'
-micro-batches at most, as much as DualPipe on 2p ranks.
+microbatches at most, as much as DualPipe on 2p ranks.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from autopar.schedule.request import SCHEDULES, Request, Schedule
 
 
 def dual_pipe_v(request: Request) -> Order:
-    """Any number of ranks p, two parts per rank, micro-batches m >= 2p."""
-    check(request, "dual_pipe_v", chunks=2)
-    p, m = request.ranks, request.micro_batches
+    """Any number of ranks p, two parts per rank, microbatches m >= 2p."""
+    check(request, "dual_pipe_v", virtual_stages=2)
+    p, m = request.ranks, request.microbatches
     if m < 2 * p:
         raise ValueError(
-            f"schedule: dual_pipe_v needs at least {2 * p} micro-batches (twice the ranks), found {m}; "
+            f"schedule: dual_pipe_v needs at least {2 * p} microbatches (twice the ranks), found {m}; "
             "use more, or zb_v, which runs any number"
         )
     rows = (
@@ -36,5 +36,5 @@ def dual_pipe_v(request: Request) -> Order:
 
 SCHEDULES.add(
     "dual_pipe_v",
-    Schedule("dual_pipe_v", dual_pipe_v, "cells of a forward and a backward along a V", chunks=2),
+    Schedule("dual_pipe_v", dual_pipe_v, "cells of a forward and a backward along a V", virtual_stages=2),
 )

@@ -4,7 +4,7 @@
     rank 0  0F0  0F1  0F2  0F3  --   --   0BW0 0BW1 0BW2 0BW3
     rank 1  --   1F0  1F1  1F2  1F3  1BW0 1BW1 1BW2 1BW3 --
 
-Bubble (p-1)(F+B+W); every rank holds the activations of all m micro-batches.
+Bubble (p-1)(F+B+W); every rank holds the activations of all m microbatches.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from autopar.schedule.request import SCHEDULES, Request, Schedule
 
 
 def gpipe(request: Request) -> Order:
-    """Any number of ranks and micro-batches."""
+    """Any number of ranks and microbatches."""
     check(request, "gpipe")
-    micro_batches = range(request.micro_batches)
+    microbatches = range(request.microbatches)
     rows = (
-        [Action(rank, "F", k) for k in micro_batches] + [Action(rank, "BW", k) for k in micro_batches]
+        [Action(rank, "F", k) for k in microbatches] + [Action(rank, "BW", k) for k in microbatches]
         for rank in range(request.ranks)
     )
     return one_chain("gpipe", request, rows)

@@ -4,9 +4,9 @@
     rank 0  0F0  0F1  2F0  2F1  --   2BW0 --   2BW1 0BW0 0BW1
     rank 1  --   1F0  1F1  3F0  3BW0 3F1  3BW1 1BW0 1BW1 --
 
-Micro-batches go in groups of p: a rank runs a group through one of its parts, then through the next part; backward the
+Microbatches go in groups of p: a rank runs a group through one of its parts, then through the next part; backward the
 parts come in reverse. When p does not divide m, some groups are larger than p; the bubble stays the same.
-Bubble (p-1)(F+B+W)/v, of whole stages; rank 0 holds (1 + (p-1)/(pv)) p micro-batches (a group of g > p adds
+Bubble (p-1)(F+B+W)/v, of whole stages; rank 0 holds (1 + (p-1)/(pv)) p microbatches (a group of g > p adds
 (g-p)(v-1)/v); v times as many transfers.
 """
 
@@ -20,17 +20,19 @@ from autopar.schedule.request import SCHEDULES, Request, Schedule
 
 
 def interleaved(request: Request) -> Order:
-    """Any number of ranks and micro-batches, two parts per rank or more."""
-    check(request, "interleaved", chunks=None)
-    if request.chunks < 2:
-        raise ValueError(f"schedule: interleaved needs 2 parts per rank or more, found {request.chunks}; use 1f1b")
+    """Any number of ranks and microbatches, two parts per rank or more."""
+    check(request, "interleaved", virtual_stages=None)
+    if request.virtual_stages < 2:
+        raise ValueError(
+            f"schedule: interleaved needs 2 parts per rank or more, found {request.virtual_stages}; use 1f1b"
+        )
     rows = (_row(request, rank) for rank in range(request.ranks))
-    return one_chain("interleaved", request, rows, loop(request.ranks, request.chunks))
+    return one_chain("interleaved", request, rows, loop(request.ranks, request.virtual_stages))
 
 
 def _row(request: Request, rank: int) -> list[Action]:
-    p, v = request.ranks, request.chunks
-    groups = groups_of(request.micro_batches, p)
+    p, v = request.ranks, request.virtual_stages
+    groups = groups_of(request.microbatches, p)
     forward = [(chunk, k) for group in groups for chunk in range(v) for k in group]
     backward = [(chunk, k) for group in groups for chunk in reversed(range(v)) for k in group]
     forwards = [Action(chunk * p + rank, "F", k) for chunk, k in forward]
@@ -42,15 +44,16 @@ def _row(request: Request, rank: int) -> list[Action]:
     return row + backwards[len(forwards) - warm_up :]
 
 
-def groups_of(micro_batches: int, least: int) -> list[range]:
+def groups_of(microbatches: int, least: int) -> list[range]:
     """Consecutive groups of ``least`` or more, as many and as equal as can be, larger ones first: 7 in threes is 4 + 3.
-    Smaller groups would let a group come back to rank 0 before its first micro-batch has gone round: a deadlock."""
-    count = max(1, micro_batches // least)
-    small, larger = divmod(micro_batches, count)
+    Smaller groups would let a group come back to rank 0 before its first microbatch has gone round: a deadlock."""
+    count = max(1, microbatches // least)
+    small, larger = divmod(microbatches, count)
     starts = [small * i + min(i, larger) for i in range(count + 1)]
     return [range(first, last) for first, last in pairwise(starts)]
 
 
 SCHEDULES.add(
-    "interleaved", Schedule("interleaved", interleaved, "1F1B with several parts per rank: a smaller bubble", chunks=2)
+    "interleaved",
+    Schedule("interleaved", interleaved, "1F1B with several parts per rank: a smaller bubble", virtual_stages=2),
 )

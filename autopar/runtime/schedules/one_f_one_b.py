@@ -4,7 +4,7 @@
     rank 0  0F0  0F1  --   0BW0 0F2  0BW1 0F3  0BW2 --   0BW3
     rank 1  --   1F0  1BW0 1F1  1BW1 1F2  1BW2 1F3  1BW3 --
 
-Bubble (p-1)(F+B+W), as in GPipe; rank i holds the activations of min(m, p-i) micro-batches.
+Bubble (p-1)(F+B+W), as in GPipe; rank i holds the activations of min(m, p-i) microbatches.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from autopar.schedule.request import SCHEDULES, Request, Schedule
 
 
 def one_f_one_b(request: Request) -> Order:
-    """Any number of ranks and micro-batches."""
+    """Any number of ranks and microbatches."""
     check(request, "1f1b")
     return one_chain("1f1b", request, (_row(request, rank) for rank in range(request.ranks)))
 
 
 def _row(request: Request, rank: int) -> list[Action]:
-    m = request.micro_batches
+    m = request.microbatches
     warm_up = min(m, request.ranks - 1 - rank)
     row = [Action(rank, "F", k) for k in range(warm_up)]
     for k in range(m - warm_up):
@@ -29,4 +29,4 @@ def _row(request: Request, rank: int) -> list[Action]:
     return row + [Action(rank, "BW", k) for k in range(m - warm_up, m)]
 
 
-SCHEDULES.add("1f1b", Schedule("1f1b", one_f_one_b, "forward and backward in turn, few micro-batches alive"))
+SCHEDULES.add("1f1b", Schedule("1f1b", one_f_one_b, "forward and backward in turn, few microbatches alive"))

@@ -4,8 +4,8 @@
     rank 0  0F0    0F0.1  0F1    --     0BW0.1 0F1.1  0BW0   --     0BW1.1 0BW1
     rank 1  --     1F0    1F0.1  1BW0.1 1F1    1BW0   1F1.1  1BW1.1 1BW1   --
 
-Slices of a micro-batch run backward from the last to the first. Rank i holds p-i-1+n slices where 1F1B holds p-i whole
-micro-batches, and the bubble shrinks with the size of a slice.
+Slices of a microbatch run backward from the last to the first. Rank i holds p-i-1+n slices where 1F1B holds p-i whole
+microbatches, and the bubble shrinks with the size of a slice.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from autopar.schedule.request import SCHEDULES, Request, Schedule
 
 
 def seq1f1b(request: Request) -> Order:
-    """Any number of ranks, micro-batches and slices."""
+    """Any number of ranks, microbatches and slices."""
     check(request, "seq1f1b", sliced=True)
     return one_chain("seq1f1b", request, (_row(request, rank) for rank in range(request.ranks)))
 
 
 def _row(request: Request, rank: int) -> list[Action]:
-    slices = range(request.slices)
-    forward = [Action(rank, "F", k, s) for k in range(request.micro_batches) for s in slices]
-    backward = [Action(rank, "BW", k, s) for k in range(request.micro_batches) for s in reversed(slices)]
-    warm_up = min(len(forward), request.ranks - 2 - rank + request.slices)
+    slices = range(request.token_slices)
+    forward = [Action(rank, "F", k, s) for k in range(request.microbatches) for s in slices]
+    backward = [Action(rank, "BW", k, s) for k in range(request.microbatches) for s in reversed(slices)]
+    warm_up = min(len(forward), request.ranks - 2 - rank + request.token_slices)
     row = forward[:warm_up]
     for first, second in zip(forward[warm_up:], backward):
         row += [first, second]

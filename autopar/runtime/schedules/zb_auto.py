@@ -34,10 +34,10 @@ REFINED = 3  # how many of the best are refined
 
 
 def zb_auto(request: Request) -> Order:
-    """Any number of ranks and micro-batches, on ``request.costs`` (default: F = B = W = 1 and no stash) within
+    """Any number of ranks and microbatches, on ``request.costs`` (default: F = B = W = 1 and no stash) within
     ``request.memory_limit``, in the unit of ``costs.activations`` (default: what 1F1B needs, p M_B for equal parts).
 
-    Raises ValueError for a limit that does not hold one micro-batch.
+    Raises ValueError for a limit that does not hold one microbatch.
     """
     check(request, "zb_auto")
     rows = search(row_problem(request), _hand_made(request))
@@ -51,14 +51,14 @@ def row_problem(request: Request) -> RowProblem:
     one = [max(both) for both in zip(held, stash)]
     limit = request.memory_limit
     if limit is None:
-        ahead = min(request.ranks, request.micro_batches) - 1
+        ahead = min(request.ranks, request.microbatches) - 1
         limit = max(ahead * each + last for each, last in zip(held, one))
     if not limit * TOLERANCE >= max(one):
         raise ValueError(
-            f"schedule: zb_auto needs a memory_limit of at least {max(one):g}, for one micro-batch on "
-            f"rank {one.index(max(one))}, found {limit:g}; raise it, or use smaller micro-batches"
+            f"schedule: zb_auto needs a memory_limit of at least {max(one):g}, for one microbatch on "
+            f"rank {one.index(max(one))}, found {limit:g}; raise it, or use smaller microbatches"
         )
-    return RowProblem(request.micro_batches, F, B, W, costs.comm, held, stash, limit)
+    return RowProblem(request.microbatches, F, B, W, costs.comm, held, stash, limit)
 
 
 def search(problem: RowProblem, known: list[Rows]) -> Rows:
@@ -89,7 +89,7 @@ def _candidates(problem: RowProblem, known: list[Rows]) -> Iterator[Rows]:
 
 def _hand_made(request: Request) -> list[Rows]:
     """Rows of the schedules that this one replaces; BW becomes B and W."""
-    plain = Request(request.ranks, request.micro_batches)
+    plain = Request(request.ranks, request.microbatches)
     return [
         tuple("".join(action.kind for action in actions) for actions in schedule(plain).ranks) for schedule in HAND_MADE
     ]

@@ -20,7 +20,7 @@ class Policy:
     prefer: "F" or "B" when both can run; "turns": F after B, else B.
     fill: run W in a gap of at least ``fill`` times its time (0: never wait; 1: only where it fits).
     wait: delay an F by up to ``wait`` times its time for the first B, which all ranks before are waiting for.
-    ahead: rank i of p has at most ahead[0] * (p-i) + ahead[1] micro-batches between F and B (None: what memory holds).
+    ahead: rank i of p has at most ahead[0] * (p-i) + ahead[1] microbatches between F and B (None: what memory holds).
     """
 
     prefer: str
@@ -80,7 +80,7 @@ class _Greedy:
 
     def _most_ahead(self, rank: int) -> int:
         if self.policy.ahead is None:
-            return self.problem.micro_batches
+            return self.problem.microbatches
         slope, offset = self.policy.ahead
         return max(1, int(slope * (self.problem.ranks - rank)) + offset)
 
@@ -95,9 +95,9 @@ class _Greedy:
             if kind:
                 until = self._execute(rank, kind, time)
             self.wake[rank] = inf
-            if until < inf and len(self.row[rank]) < 3 * self.problem.micro_batches:
+            if until < inf and len(self.row[rank]) < 3 * self.problem.microbatches:
                 self._wake(rank, until)
-        assert all(len(row) == 3 * self.problem.micro_batches for row in self.row), "every rank can go on at any time"
+        assert all(len(row) == 3 * self.problem.microbatches for row in self.row), "every rank can go on at any time"
         return tuple("".join(row) for row in self.row)
 
     def _wake(self, rank: int, time: float) -> None:
@@ -129,7 +129,7 @@ class _Greedy:
     def _F_comes(self, rank: int, forwards: int, backwards: int, memory: float, time: float) -> float:
         """When the next F can start, as far as known; inf when memory is full."""
         problem = self.problem
-        if forwards == problem.micro_batches or forwards - backwards >= self.most[rank]:
+        if forwards == problem.microbatches or forwards - backwards >= self.most[rank]:
             return inf
         if memory + max(problem.held[rank], problem.stash[rank]) > self.limit:
             return inf

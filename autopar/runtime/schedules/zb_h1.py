@@ -17,13 +17,13 @@ from autopar.schedule.request import SCHEDULES, Request, Schedule
 
 
 def zb_h1(request: Request) -> Order:
-    """Any number of ranks and micro-batches."""
+    """Any number of ranks and microbatches."""
     check(request, "zb_h1")
     return one_chain("zb_h1", request, (_row(request, rank) for rank in range(request.ranks)))
 
 
 def _row(request: Request, rank: int) -> list[Action]:
-    m = request.micro_batches
+    m = request.microbatches
     warm_up = min(m, request.ranks - 1 - rank)
     row = [Action(rank, "F", k) for k in range(warm_up)]
     for k in range(m):

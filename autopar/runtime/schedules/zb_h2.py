@@ -18,13 +18,13 @@ from autopar.schedule.request import SCHEDULES, Request, Schedule
 
 
 def zb_h2(request: Request) -> Order:
-    """Any number of ranks and micro-batches."""
+    """Any number of ranks and microbatches."""
     check(request, "zb_h2")
     return one_chain("zb_h2", request, (_row(request, rank) for rank in range(request.ranks)))
 
 
 def _row(request: Request, rank: int) -> list[Action]:
-    m = request.micro_batches
+    m = request.microbatches
     warm_up = min(m, 2 * (request.ranks - rank) - 1)
     row = [Action(rank, "F", k) for k in range(warm_up)]
     for k in range(m):

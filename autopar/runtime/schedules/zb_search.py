@@ -1,7 +1,7 @@
 """What the search for a zero-bubble order works on: rows of kinds, run and checked fast.
 
-A row is what one rank does, as a word such as "FFBWBW". Micro-batches are alike and go in order, so the k-th F of a row
-is of micro-batch k, and so for B and W.
+A row is what one rank does, as a word such as "FFBWBW". Microbatches are alike and go in order, so the k-th F of a row
+is of microbatch k, and so for B and W.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class RowProblem:
     """Times and memory of every rank. F, B, W, held, stash: one value per rank; held: what F keeps for B, stash: what B
     leaves for W. limit: the memory that every rank may use."""
 
-    micro_batches: int
+    microbatches: int
     F: tuple[float, ...]
     B: tuple[float, ...]
     W: tuple[float, ...]
@@ -33,16 +33,16 @@ class RowProblem:
     @property
     def actions(self) -> int:
         """Number of actions of all ranks."""
-        return 3 * self.micro_batches * self.ranks
+        return 3 * self.microbatches * self.ranks
 
     def most_alive(self, rank: int) -> int:
-        """How many micro-batches can be between F and B on a rank."""
+        """How many microbatches can be between F and B on a rank."""
         held = self.held[rank]
         room = self.limit * TOLERANCE - max(0.0, self.stash[rank] - held)  # the last of them must get through B
-        return min(self.micro_batches, int(room / held)) if held else self.micro_batches
+        return min(self.microbatches, int(room / held)) if held else self.microbatches
 
     def fits(self, rank: int, row: str) -> bool:
-        """Whether F, B and W of each micro-batch follow each other, within the memory limit."""
+        """Whether F, B and W of each microbatch follow each other, within the memory limit."""
         held, stash, limit = self.held[rank], self.stash[rank], self.limit * TOLERANCE
         alive = waiting = 0
         for kind in row:
@@ -129,14 +129,14 @@ def lower_bound(problem: RowProblem) -> float:
 
 
 def _latency(problem: RowProblem, rank: int) -> float:
-    """The least time from the end of F to the start of the same micro-batch's B."""
+    """The least time from the end of F to the start of the same microbatch's B."""
     below = slice(rank + 1, problem.ranks)
     return sum(problem.F[below]) + sum(problem.B[below]) + 2 * problem.comm * (problem.ranks - 1 - rank)
 
 
 def _work_and_ends(problem: RowProblem, rank: int) -> float:
-    """The rank's own work, and what cannot be filled while the first and the last micro-batch are away."""
-    F, B, W, m = problem.F[rank], problem.B[rank], problem.W[rank], problem.micro_batches
+    """The rank's own work, and what cannot be filled while the first and the last microbatch are away."""
+    F, B, W, m = problem.F[rank], problem.B[rank], problem.W[rank], problem.microbatches
     work, latency, most = m * (F + B + W), _latency(problem, rank), problem.most_alive(rank)
     before_first_B = max(0.0, latency - (most - 1) * F)
     if most == m:  # the two times may be one
@@ -150,8 +150,8 @@ def _work_and_ends(problem: RowProblem, rank: int) -> float:
 
 
 def _chains(problem: RowProblem, rank: int) -> float:
-    """All micro-batches pass a later rank between the first F and the last B of this one, then comes a W."""
-    F, B, W, m = problem.F, problem.B, problem.W, problem.micro_batches
+    """All microbatches pass a later rank between the first F and the last B of this one, then comes a W."""
+    F, B, W, m = problem.F, problem.B, problem.W, problem.microbatches
     longest = way = 0.0
     for other in range(rank, problem.ranks):
         longest = max(longest, way + m * (F[other] + B[other]) + W[rank])
@@ -160,8 +160,8 @@ def _chains(problem: RowProblem, rank: int) -> float:
 
 
 def _rounds(problem: RowProblem, rank: int) -> float:
-    """Memory is free for another micro-batch only when an earlier one is back."""
-    F, B, W, m = problem.F[rank], problem.B[rank], problem.W[rank], problem.micro_batches
+    """Memory is free for another microbatch only when an earlier one is back."""
+    F, B, W, m = problem.F[rank], problem.B[rank], problem.W[rank], problem.microbatches
     there_and_back = F + _latency(problem, rank) + B
     rounds, rest = divmod(m - 1, problem.most_alive(rank))
     area = m * (problem.held[rank] * there_and_back + problem.stash[rank] * W)

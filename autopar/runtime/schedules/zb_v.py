@@ -5,7 +5,7 @@ section 6).
     rank 0  0F0 0F1 0F2 3F0 3B0 3W0 3F1 3B1 3W1 0F3 0B0 0W0 3F2 3B2 3W2 0B1 0W1 3F3 3B3 3W3 0B2 0W2 0B3 0W3 --
     rank 1  --  1F0 2F0 1F1 2F1 2B0 2W0 1F2 1B0 1W0 2F2 2B1 2W1 1F3 1B1 1W1 2F3 2B2 2W2 1B2 2B3 1B3 1W2 2W3 1W3
 
-Rank i has stages i and 2p-1-i, so that the first micro-batch comes back soon and all ranks hold p micro-batches.
+Rank i has stages i and 2p-1-i, so that the first microbatch comes back soon and all ranks hold p microbatches.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from autopar.schedule.request import SCHEDULES, Request, Schedule
 
 
 def zb_v(request: Request) -> Order:
-    """Any number of ranks and micro-batches, two parts per rank.
+    """Any number of ranks and microbatches, two parts per rank.
 
-    The paper's order needs 2p-1 micro-batches. With fewer it is the same order without the missing ones, which cannot
-    deadlock either, because micro-batches do not wait for each other.
+    The paper's order needs 2p-1 microbatches. With fewer it is the same order without the missing ones, which cannot
+    deadlock either, because microbatches do not wait for each other.
     """
-    check(request, "zb_v", chunks=2)
+    check(request, "zb_v", virtual_stages=2)
     rows = (_row(request, rank) for rank in range(request.ranks))
     return one_chain("zb_v", request, rows, vee(request.ranks))
 
 
 def _row(request: Request, rank: int) -> list[Action]:
-    p, m = request.ranks, max(2 * request.ranks - 1, request.micro_batches)
+    p, m = request.ranks, max(2 * request.ranks - 1, request.microbatches)
     down, up = rank, 2 * p - 1 - rank
     row: list[Action] = []
     made: dict[tuple[int, str], int] = {}
@@ -58,7 +58,7 @@ def _row(request: Request, rank: int) -> list[Action]:
     for stage in (up, down):
         while made.get((stage, "W"), 0) < m:
             add(stage, "W")
-    return [action for action in row if action.micro_batch < request.micro_batches]
+    return [action for action in row if action.microbatch < request.microbatches]
 
 
-SCHEDULES.add("zb_v", Schedule("zb_v", zb_v, "two parts per rank along a V: almost no bubble", chunks=2))
+SCHEDULES.add("zb_v", Schedule("zb_v", zb_v, "two parts per rank along a V: almost no bubble", virtual_stages=2))

@@ -36,7 +36,7 @@ from autopar.steps.graphs import Compiled
 from autopar.testing import lockstep
 from autopar.testing.harness import MeshRun
 from autopar.testing.reference import eager
-from tests.experts.test_experts import DEDUP, LEVELS, PLAIN, Layer, routed
+from tests.experts.test_experts import ALLTOALL, ALLTOALL_DEDUP, HIERARCHICAL, Layer, routed
 from tests.support.cases import Cell, check, compile_cell
 from tests.support.ranks import close_pools, rank_outcomes, run_ranks
 from tests.support.subjects import SEED, subject
@@ -96,12 +96,12 @@ def test_counts_are_asked_for_once() -> None:
 
 
 def test_the_graph() -> None:
-    made = compile_cell(Cell("mixtral", Mesh.of(ep=2), DEDUP))
+    made = compile_cell(Cell("mixtral", Mesh.of(ep=2), ALLTOALL_DEDUP))
     text = format_graph(made.local)
     assert text.count("dispatch_by_copies(") == text.count("combine_by_copies(") == 2
     assert "ep:S(0;routed)" in text and "moe_dispatch(" not in text
     assert memory(made).peak > 0  # walks what an exchange of rows holds
-    assert "ep: dedup" in str(made.plan) and "asked for" in str(made.plan)
+    assert "ep: alltoall_dedup" in str(made.plan) and "asked for" in str(made.plan)
 
 
 def calls_of(made: Compiled) -> tuple[Counter[str], Counter[str]]:
@@ -118,7 +118,7 @@ def calls_of(made: Compiled) -> tuple[Counter[str], Counter[str]]:
 
 @pytest.mark.parametrize("checkpoint", ["none", "full"])
 @pytest.mark.parametrize(
-    ("options", "levels", "there", "back"), [(PLAIN, 1, 2, 2), (DEDUP, 1, 4, 3), (LEVELS, 2, 8, 6)]
+    ("options", "levels", "there", "back"), [(ALLTOALL, 1, 2, 2), (ALLTOALL_DEDUP, 1, 4, 3), (HIERARCHICAL, 2, 8, 6)]
 )
 def test_the_host_waits_in_the_forward_only(
     options: Options, levels: int, there: int, back: int, checkpoint: str
@@ -163,7 +163,7 @@ def test_what_is_sent(
 ) -> None:
     """A copy per token and other rank that has an expert of it: there and back, forward and backward."""
     model, batch, mesh = Layer(experts), routed(tokens, experts, top, choice), Mesh.of(ep=ranks)
-    made = made_for(ranks, tokens, experts, top, DEDUP)
+    made = made_for(ranks, tokens, experts, top, ALLTOALL_DEDUP)
     sent, own = Sent(monkeypatch), tokens // ranks
     check(MeshRun(made, model, batch, mesh, SEED).errors(eager(model, batch, SEED)))
     where = [set((row // (experts // ranks)).tolist()) - {token // own} for token, row in enumerate(batch["expert"])]
@@ -192,7 +192,7 @@ def test_what_is_sent_on_each_level(
         pairs += sum(rank != here for rank in to)
         between += len({rank // per_node for rank in to} - {here // per_node})
         inside += sum(rank % per_node != here % per_node for rank in set(to))
-    for options, found in ((levels, {f"ep%{per_node}": inside, f"ep/{per_node}": between}), (PLAIN, {"ep": pairs})):
+    for options, found in ((levels, {f"ep%{per_node}": inside, f"ep/{per_node}": between}), (ALLTOALL, {"ep": pairs})):
         sent = Sent(monkeypatch)
         made = made_for(ranks, tokens, experts, top, options)
         check(MeshRun(made, model, batch, mesh, SEED).errors(expected))
@@ -205,7 +205,7 @@ def test_what_is_sent_on_each_level(
 def test_bytes_of_a_plan() -> None:
     """As of even routing; what stays on its rank is not sent."""
     model, batch, ranks = Layer(8), routed(16, 8, 2, "any"), 4
-    made = compile_model(model, batch, Mesh.of(ep=ranks), DEDUP, lift_to_float64=True, outputs=())
+    made = compile_model(model, batch, Mesh.of(ep=ranks), ALLTOALL_DEDUP, lift_to_float64=True, outputs=())
     copies = even_copies(4, 2, 8, ranks)
     sent = step_communication(made, 0)
     assert sent["ep", "all_to_all_rows"].calls == 6
@@ -218,17 +218,22 @@ def test_the_choice() -> None:
     """By time: few exchanges where messages are dear, few bytes where links are slow."""
     model, batch = Layer(8, 64), routed(16, 8, 2, "any") | {"x": torch.randn(16, 64, dtype=torch.float64)}
     near = "ep%2=switch:1e15:0,ep/2=switch:1e3:0"
-    for topology, chosen in (("ep=switch:1e15:1", "plain"), ("ep=switch:1e3:0", "dedup"), (near, "hierarchical")):
+    for topology, chosen in (
+        ("ep=switch:1e15:1", "alltoall"),
+        ("ep=switch:1e3:0", "alltoall_dedup"),
+        (near, "hierarchical"),
+    ):
         plan = compile_model(model, batch, Mesh.of(ep=4), Options(topology=topology), lift_to_float64=True).plan
         (found,) = plan.experts.values()
-        assert found.dispatch == chosen and "by estimate of a layer" in found.reason, topology
+        assert found.token_dispatcher == chosen and "by estimate of a layer" in found.reason, topology
         assert ("on nodes of 2 ranks" in found.reason) == (found.per_node == 2) == (topology == near)
     with pytest.raises(
-        ValueError, match="token_dispatcher: expected 'auto', 'gather', 'plain', 'dedup' or 'hierarchical', found 'post'"
+        ValueError,
+        match="token_dispatcher: expected 'auto', 'allgather', 'alltoall', 'alltoall_dedup' or 'hierarchical', found",
     ):
         Options(token_dispatcher="post")
     with pytest.raises(ValueError, match="dispatch"):
-        compile_model(model, batch, Mesh.of(dp=2), DEDUP)
+        compile_model(model, batch, Mesh.of(dp=2), ALLTOALL_DEDUP)
 
 
 @pytest.mark.parametrize(
@@ -249,11 +254,13 @@ def test_nodes_that_are_none(ranks: int, options: dict[str, str], said: str) -> 
 
 
 def test_a_plan_with_nodes_that_are_none() -> None:
-    cell = Cell("mixtral", Mesh.of(ep=4), LEVELS)
+    cell = Cell("mixtral", Mesh.of(ep=4), HIERARCHICAL)
     plan = compile_cell(cell).plan
     assert Plan.from_json(plan.to_json()) == plan
     experts = {name: replace(found, per_node=3) for name, found in plan.experts.items()}
-    with pytest.raises(ValueError, match="by 'hierarchical' with 3 ranks per node, which must be several, and divide 4"):
+    with pytest.raises(
+        ValueError, match="by 'hierarchical' with 3 ranks per node, which must be several, and divide 4"
+    ):
         check_experts(subject("mixtral").graph(), cell.mesh, experts)
 
 
@@ -282,7 +289,7 @@ def trained(batch: dict[str, Tensor], ranks: int, options: dict[str, str]) -> li
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options"), [(3, DEDUP), (4, LEVELS), pytest.param(3, PLAIN, marks=pytest.mark.full)]
+    ("ranks", "options"), [(3, ALLTOALL_DEDUP), (4, HIERARCHICAL), pytest.param(3, ALLTOALL, marks=pytest.mark.full)]
 )
 def test_routing_changes_between_steps(ranks: int, options: Options) -> None:
     given = {"token_dispatcher": options.token_dispatcher, "topology": options.topology}
@@ -318,12 +325,12 @@ def killed_in_exchange(batch: dict[str, Tensor], ranks: int, options: dict[str, 
 @pytest.mark.parametrize(
     ("ranks", "options", "turn"),
     [
-        pytest.param(3, DEDUP, 1, marks=pytest.mark.full),
-        pytest.param(3, DEDUP, 6, marks=pytest.mark.full),  # in the backward
-        pytest.param(3, PLAIN, 1, marks=pytest.mark.full),
-        pytest.param(3, PLAIN, 4, marks=pytest.mark.full),
-        pytest.param(4, LEVELS, 4, marks=pytest.mark.full),  # within a node
-        (4, LEVELS, 10),  # in the backward
+        pytest.param(3, ALLTOALL_DEDUP, 1, marks=pytest.mark.full),
+        pytest.param(3, ALLTOALL_DEDUP, 6, marks=pytest.mark.full),  # in the backward
+        pytest.param(3, ALLTOALL, 1, marks=pytest.mark.full),
+        pytest.param(3, ALLTOALL, 4, marks=pytest.mark.full),
+        pytest.param(4, HIERARCHICAL, 4, marks=pytest.mark.full),  # within a node
+        (4, HIERARCHICAL, 10),  # in the backward
     ],
 )
 def test_a_rank_that_dies_in_an_exchange_is_named(ranks: int, options: Options, turn: int) -> None:

@@ -1,20 +1,13 @@
-"""Whose code is known by a version, and what of it somebody has replaced.
-
-The files of Python, torch, numpy and autopar are as their versions say (autopar's by content). Of other libraries it
-is the files whose code a model may run, by size and time. All else is the user's, and looked into.
-"""
+"""autopar's own code, by content, and whether somebody has put code of their own into it."""
 
 from __future__ import annotations
 
-import builtins
 import functools
 import hashlib
-import importlib.metadata
 import operator
 import sys
 import time
 import types
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +16,6 @@ import numpy
 import torch
 
 from autopar.capture.reads.code_owners import OURS, TRUSTED, USER, owner_of_function
-
-_LOOKED_AT = (
-    "torch", "torch.nn", "torch.nn.functional", "torch.functional", "torch.nn.init", "torch.utils.checkpoint",
-    "torch.autograd", "torch.special", "torch.linalg", "torch.fft", "torch._tensor", "torch.autograd.function",
-)  # fmt: skip
 
 _LOADED = time.time()  # about when the files of autopar were read
 
@@ -56,43 +44,6 @@ def versions() -> tuple[tuple[str, str], ...]:
         ("python", sys.version), ("torch", torch.__version__), ("git", str(torch.version.git_version)),
         ("cuda", str(torch.version.cuda)), ("numpy", numpy.__version__), ("autopar", own_digest()),
     )  # fmt: skip
-
-
-@functools.lru_cache(256)
-def version_of_package(name: str) -> str:
-    """Of the distribution that a top-level package comes from; "" where there is none."""
-    try:
-        return importlib.metadata.version(name) if name else ""
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def replaced() -> Iterator[tuple[str, Any]]:
-    """(where, function) of the functions that somebody has put into torch or into Python's builtins."""
-    for name in _LOOKED_AT:
-        yield from _foreign_in(name, vars(sys.modules[name]))
-    for cls in (torch.Tensor, torch.nn.Parameter, torch.nn.Module, torch.autograd.Function):
-        yield from _foreign_in(cls.__qualname__, vars(cls))
-    for name in ("torch.nn.modules", "torch.nn"):
-        for entry in list(vars(sys.modules[name]).values()):
-            if isinstance(entry, type):
-                yield from _foreign_in(entry.__qualname__, vars(entry))
-    yield from _foreign_in("builtins", vars(builtins))
-
-
-def _foreign_in(where: str, entries: Any) -> Iterator[tuple[str, Any]]:
-    for name, value in list(entries.items()):
-        function = getattr(value, "__func__", value) if isinstance(value, (staticmethod, classmethod)) else value
-        if is_foreign(function):
-            yield f"{where}.{name}", function
-
-
-def renamed() -> Iterator[str]:
-    """What torch's functions are called, where they stand: one in the place of another shows."""
-    for name in ("torch.nn.functional", "torch"):
-        for key, value in vars(sys.modules[name]).items():
-            if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
-                yield f"{key}={value.__module__}.{value.__qualname__}"
 
 
 def changed_autopar() -> str | None:

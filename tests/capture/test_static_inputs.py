@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cache.step_key import step_key
+from autopar.capture.front_end import capture
 from autopar.compile.model import compile_model
-from autopar.ir.batch import constants_of, facts_of, whole_batch, with_constants, without_constants
+from autopar.ir.batch import facts_of, static_inputs_of, whole_batch, with_static_inputs, without_static_inputs
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.testing.harness import check_model
@@ -38,7 +39,7 @@ def batch_of(*lengths: int, seed: int = 0) -> dict[str, Tensor]:
     return {"x": torch.randn(4, 6, 4, generator=generator).double(), "lengths": torch.tensor(lengths)}
 
 
-GIVEN: dict[str, Any] = {"constants": ("lengths",), "batch_dims": {"lengths": None}}
+GIVEN: dict[str, Any] = {"static_inputs": ("lengths",), "batch_dims": {"lengths": None}}
 ASKED = Options(**GIVEN)
 
 
@@ -50,7 +51,7 @@ def test_the_graph_is_that_of_the_values(mesh: Mesh) -> None:
 
 
 def test_without_them_the_error_offers_them() -> None:
-    with pytest.raises(ValueError, match=r"test_constants.py:\d+ in forward.*constants=\(.name.,\)"):
+    with pytest.raises(ValueError, match=r"test_static_inputs.py:\d+ in forward.*static_inputs=\(.name.,\)"):
         compile_model(Packed(), batch_of(2, 4), Mesh.of(dp=2), Options())
 
 
@@ -100,16 +101,16 @@ def test_verify_takes_them() -> None:
 
 def test_the_key_of_what_is_kept_has_their_values() -> None:
     def key(*lengths: int) -> str:
-        marked = with_constants(batch_of(*lengths), ("lengths",))
-        return step_key("step", Packed(), marked, Mesh.of(dp=2), options=ASKED, train=True)
+        marked = with_static_inputs(batch_of(*lengths), ("lengths",))
+        return step_key("step", capture(Packed(), marked), Mesh.of(dp=2), options=ASKED, train=True)
 
     assert key(2, 4) == key(2, 4) != key(4, 2)
 
 
 def test_a_part_of_the_batch_is_repeated_for_the_whole() -> None:
-    marked = with_constants({"x": torch.zeros(2, 3), "grid": torch.tensor([[1, 2], [3, 4]])}, ("grid",))
+    marked = with_static_inputs({"x": torch.zeros(2, 3), "grid": torch.tensor([[1, 2], [3, 4]])}, ("grid",))
     whole = whole_batch(marked, {"x": 0, "grid": 0}, 2)
-    assert whole["x"].shape == (4, 3) and constants_of(whole)["grid"].tolist() == [[1, 2], [3, 4]] * 2
+    assert whole["x"].shape == (4, 3) and static_inputs_of(whole)["grid"].tolist() == [[1, 2], [3, 4]] * 2
     assert whole_batch(marked, {"x": 0, "grid": None}, 2)["grid"] == marked["grid"]
 
 
@@ -119,14 +120,16 @@ def test_they_are_told_apart_by_values_shapes_and_dtypes() -> None:
         torch.tensor([]), torch.tensor(True), torch.arange(40), torch.arange(40).roll(1),
         torch.tensor(1.5, dtype=torch.bfloat16),
     ]  # fmt: skip
-    facts = [facts_of(with_constants({"x": [x, 3]}, ("x",))) for x in tensors]
+    facts = [facts_of(with_static_inputs({"x": [x, 3]}, ("x",))) for x in tensors]
     assert len(set(facts)) == len(tensors)
-    assert torch.equal(without_constants(with_constants({"x": tensors[0]}, ("x",)))["x"], tensors[0])
+    assert torch.equal(without_static_inputs(with_static_inputs({"x": tensors[0]}, ("x",)))["x"], tensors[0])
 
 
 def test_bad_names_and_tensors_without_values() -> None:
-    with pytest.raises(ValueError, match="constants: no input 'length'; the inputs of the batch are x, lengths"):
-        compile_model(Packed(), batch_of(2, 4), Mesh.of(dp=2), Options(constants=("length",)))
+    with pytest.raises(ValueError, match="static_inputs: no input 'length'; the inputs of the batch are x, lengths"):
+        compile_model(Packed(), batch_of(2, 4), Mesh.of(dp=2), Options(static_inputs=("length",)))
     meta = {"x": torch.zeros(4, 6, 4), "lengths": torch.zeros(2, dtype=torch.int64, device="meta")}
-    with pytest.raises(ValueError, match="constants: the values of input lengths decide the graph, found it on the me"):
+    with pytest.raises(
+        ValueError, match="static_inputs: the values of input lengths decide the graph, found it on the me"
+    ):
         compile_model(Packed(), meta, Mesh.of(dp=2), ASKED)
