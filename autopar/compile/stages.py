@@ -307,8 +307,8 @@ def place_exchanges(stage: Stage, used: Mapping[Node, Node] | None, plan: Plan) 
 
     What every backward sums is what sums cut: over dp (and cp) it leaves pieces. What they leave whole is summed once
     per step, in the last backward or in R: pieces over replicas (dp_replicate), which moves 2(R-1)/R of a piece (Zhao
-    et al. 2023, PyTorch FSDP, 3.2.2), and gradients of parameters that nothing cuts over all axes. ``used``: used node -> its
-    parameter, where G and R were cut out.
+    et al. 2023, PyTorch FSDP, 3.2.2), and gradients of parameters that nothing cuts over all axes. ``used``: used node
+    -> its parameter, where G and R were cut out.
     """
     options, alone = plan.options, plan.pipeline is None  # without other parts it is known which backward is the last
     last = alone and stage.backward is not None

@@ -135,9 +135,9 @@ def check_used(options: Options, mesh: Mesh) -> None:
                 f"leave it out, or add such an axis"
             )
     _check_experts(options, mesh)
-    if options.reshard_after_forward != DECLARED["gathers"].default and options.zero == 0:
+    if options.reshard_after_forward != DECLARED["reshard_after_forward"].default and options.zero == 0:
         raise ValueError(
-            "reshard_after_forward: says when parameters that ZeRO cuts are gathered, found "
+            f"reshard_after_forward: says when parameters that ZeRO cuts are gathered, found "
             f"reshard_after_forward={options.reshard_after_forward!r} with zero=0; leave it out, or set zero=3"
         )
     wiring = Topologies.parse(options.topology)
@@ -154,19 +154,20 @@ def _check_experts(options: Options, mesh: Mesh) -> None:
     axis = options.expert_axis
     if axis in EXPERT_AXES[1:] and axis not in mesh.sizes:
         raise ValueError(
-            f"experts: expected an axis of the mesh {mesh} over which to cut experts, found experts={axis!r}; add that "
-            'axis, or an axis "ep" that is for experts alone'
+            f"expert_axis: expected an axis of the mesh {mesh} over which to cut experts, found expert_axis={axis!r}; "
+            'add that axis, or an axis "ep" that is for experts alone'
         )
     if axis in EXPERT_AXES[1:] and mesh.size("ep") > 1:
         raise ValueError(
-            f"experts: an axis 'ep' is for experts, found experts={axis!r} beside ep={mesh.size('ep')}; leave one of "
-            f"them out (what others call {axis} with ep inside of it is, without experts=, {axis}/ep times ep)"
+            f"expert_axis: an axis 'ep' is for experts, found expert_axis={axis!r} beside ep={mesh.size('ep')}; leave "
+            f"one of them out (what others call {axis} with ep inside of it is, without expert_axis=, {axis}/ep "
+            "times ep)"
         )
-    if axis == "ep" and "ep" not in mesh.sizes and options.token_dispatcher != DECLARED["dispatch"].default:
+    if axis == "ep" and "ep" not in mesh.sizes and options.token_dispatcher != DECLARED["token_dispatcher"].default:
         raise ValueError(
-            "token_dispatcher: counts with experts that are cut over an axis, found "
+            f"token_dispatcher: counts with experts that are cut over an axis, found "
             f"token_dispatcher={options.token_dispatcher!r} on the mesh {mesh} without an axis ep; leave it out, add "
-            'such an axis, or say experts="dp" (or "cp", "tp", "auto")'
+            'such an axis, or say expert_axis="dp" (or "cp", "tp", "auto")'
         )
 
 

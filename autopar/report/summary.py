@@ -332,7 +332,7 @@ def pipeline_summary(
     peaks = [memory["peak"] for memory in memories]
     return {
         "schedule": plan.schedule,
-        "device": compiled.plan.options.target_hardware,
+        "target_hardware": compiled.plan.options.target_hardware,
         "why": [reason for subject, reason in compiled.plan.notes if subject == "pipeline"],
         "virtual_stages": plan.virtual_stages,
         "token_slices": list(plan.token_slices),
@@ -394,7 +394,7 @@ def _facts(summary: Mapping[str, Any]) -> Table:
     table.add_row("microbatches", str(summary["microbatches"]))
     if summary["token_slices"]:
         table.add_row("token slices", ", ".join(map(str, summary["token_slices"])))
-    table.add_row(f"step, simulated for {summary['device']}", human_seconds(summary["step"]))
+    table.add_row(f"step, simulated for {summary['target_hardware']}", human_seconds(summary["step"]))
     table.add_row("bubble", f"{summary['bubble']:.1%}")
     return table
 
