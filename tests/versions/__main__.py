@@ -46,13 +46,12 @@ What is known of the differences:
   2.13 and transformers 5.24: all passed. The pairs of the table ran with Python 3.11.
 - torch 2.12: `apply` of a custom autograd Function takes no keyword arguments, in plain torch either; three tests of
   `tests/capture/test_autograd_function.py` pass some.
-- transformers 5.10: opt, bart, whisper, nllb_moe, falcon with padding and informer draw whether to skip a layer as a
-  tensor, which is refused; dbrx multiplies by matrices of other shapes than in 5.23 and does not run at the sizes of
-  the tests; their tiny longcat_flash has other sizes; gemma2's loss differs by 1e-11. 5.23 has all of them.
+- transformers 5.10 and 5.17: opt, bart, whisper, nllb_moe, falcon with padding and informer draw whether to skip a
+  layer as a tensor, which is refused; dbrx multiplies by matrices of other shapes than in 5.23 and does not run at the
+  sizes of the tests; their tiny longcat_flash has other sizes; gemma2's loss differs by 1e-11. 5.23 has all of them.
 - transformers before 5.23: `autopar.integrations.Trainer` is refused; with label smoothing that of 5.10 has other
   losses. So with 5.10 and 5.17 the tests of the trainer fail. (The run with torch 2.12 was before that.)
-- transformers 5.10: what it notes of installed packages has another order in each process; the run of
-  `cache.test_stored_steps` below was before keys of stored steps left this order out.
+- The run of `cache.test_stored_steps` with 2.12 and 5.10 below was before keys of stored steps were those of graphs.
 - In some pairs of the table only `tests/versions/exact.py` was run: the second table says which files.
 """
 
