@@ -93,7 +93,7 @@ def test_microbatches_divide_activations_and_keep_gradient_sums() -> None:
     assert (one.accumulated, two.inputs) == (0, one.inputs)
     # before they are reduced, gradients are whole on dp; with zero=3 each microbatch reduces its own
     assert two.accumulated == two.gradients
-    once = memory(compiled(layers=1, zero=3, microbatches=2, reductions="step"))
+    once = memory(compiled(layers=1, zero=3, microbatches=2, reduce_grads="step"))
     assert once.accumulated == 2 * ((MATRICES_OF_LAYER + TABLES) // 2 + 3 * HIDDEN)
     assert two.saved < 0.6 * one.saved
     assert two.forward_peak >= two.saved + two.accumulated
@@ -185,7 +185,7 @@ def test_zero_3_gathers_and_scatters_in_every_microbatch(microbatches: int) -> N
 
 
 def test_a_step_counts_each_graph_as_often_as_it_runs() -> None:
-    two = compiled(layers=1, zero=3, microbatches=2, reductions="step")
+    two = compiled(layers=1, zero=3, microbatches=2, reduce_grads="step")
     assert {name: n for name, (_, n) in graph_runs(two).items()} == {
         "prologue": 2,
         "forward": 2,

@@ -14,7 +14,7 @@ from autopar.cost.expert_traffic import Routing, even_copies_of, most_copies
 from autopar.ir.expert_layers import dispatches
 from autopar.ir.mesh import Mesh
 from autopar.options import TOKEN_DISPATCHERS, Options
-from autopar.planner.experts.router_groups import groups_on_nodes, router_groups
+from autopar.planner.experts.expert_axis import groups_on_nodes, router_groups
 from autopar.testing.harness import check_model
 from autopar.testing.reference import LIMIT, eager
 from tests.support.capture_cache import captured_once
