@@ -361,8 +361,7 @@ def pipeline_summary(
 def part_rows(compiled: Compiled, timeline: Timeline) -> list[dict[str, Any]]:
     """What each part of the model is, on which ranks it runs, and what one microbatch takes there. parameters: their
     number. activations: kept from F until B. sent: values for later parts."""
-    pipeline, plan = compiled.pipeline, compiled.plan.pipeline
-    assert plan is not None
+    pipeline, plan = compiled.pipeline, compiled.plan.pipeline  # (no plan: one part)
     order, costs = timeline.order, timeline.costs
     specs = {p.name: p for p in compiled.parameters}
     times = [sum(per_part(getattr(costs, kind), k) for kind in "FBW") for k in range(order.parts)]
@@ -372,7 +371,7 @@ def part_rows(compiled: Compiled, timeline: Timeline) -> list[dict[str, Any]]:
             {
                 "part": k,
                 "ranks": sorted({order.rank_of[chain[k]] for chain in order.chains}),
-                "begins": plan.split_points[k - 1] if k else "",
+                "begins": plan.split_points[k - 1] if plan and k else "",
                 "modules": modules_of(name for name in specs if name in part.parameters),
                 "parameters": sum(math.prod(specs[name].shape) for name in part.parameters),
                 "time": times[k] / (sum(times) or 1.0),
