@@ -35,7 +35,7 @@ from autopar.runtime.params.parameters import (
     set_gradients,
     wrap,
 )
-from autopar.runtime.params.scalar_tensor import ScalarTensor
+from autopar.runtime.params.sharded_reductions import ScalarTensor
 from autopar.runtime.params.sharded_tensor import ShardedTensor
 from tests.support.ranks import run_ranks
 

@@ -20,11 +20,10 @@ from torch.optim import Optimizer
 from autopar.adapters.dtensor import local_of
 from autopar.runtime.checkpoint.json_tree import decoded, encoded, names_with_values
 from autopar.runtime.optim.cpu_offload import OffloadedStates
-from autopar.runtime.optim.unsharded_step import WHOLE
-from autopar.runtime.params.dtensor_layout import is_apart
+from autopar.runtime.optim.step_hooks import WHOLE
+from autopar.runtime.params.dtensor_layout import is_apart, laid_out
 from autopar.runtime.params.parameters import is_alike
 from autopar.runtime.params.sharded_tensor import ShardedTensor
-from autopar.runtime.params.state_layout import laid_out
 
 OWN = {"foreach", "fused", "capturable", "differentiable"}  # how an optimizer computes, and not what
 Put = Callable[[str, Tensor, str, bool], Any]  # (key, tensor, name of its parameter, whether laid out like it) -> note

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.runtime.checkpoint.checksums import BlockChecksums
+from autopar.runtime.checkpoint.storage_layout import BlockChecksums
 from autopar.runtime.checkpoint.tensor_storage import Piece
 
 WAVE = 32 * 2**20  # bytes of a slot

@@ -38,11 +38,11 @@ from torch.futures import Future
 
 from autopar.adapters.autograd import version_of
 from autopar.adapters.dtensor import local_of
-from autopar.runtime.checkpoint.checksums import check_blocks
 from autopar.runtime.checkpoint.storage_layout import (
     SAFETENSORS,
     SavedPiece,
     SavedTensor,
+    check_blocks,
     check_head,
     opened_inside,
     piece_name,

@@ -1,9 +1,11 @@
-"""What must be the same on several ranks, compared before it can do harm.
+"""What must be the same on several ranks, compared before it can do harm; and what all must have done.
 
-    agree_on(groups, [Claim(("cp", "tp"), {"x": word, "mask": word}, need, way_out), ...], "the batch")
+    agree_on(groups, [RankCheck(("cp", "tp"), {"x": word, "mask": word}, need, way_out), ...], "the batch")
+    plan = together(groups, "load", lambda: read(folder))     an error of one rank is raised on all, in its words
 
 Ranks vote on a digest of each claim at once, through the store, with as few questions whatever their number; only when
-digests differ do they exchange what they claim, to name it.
+digests differ do they exchange what they claim, to name it. A call that all expect (`CallSequence`) asks the store
+nothing: `hold` compares its claims by a few numbers in collectives between hosts.
 """
 
 from __future__ import annotations
@@ -12,24 +14,88 @@ import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from autopar.adapters.distributed import takes_host_tensors
+from autopar.errors import is_refusal
 from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import Shard
 from autopar.plan import Plan
-from autopar.runtime.consistency.consensus import as_expected, can_vote, hold
+from autopar.runtime.comm.p2p import AXIS
 from autopar.runtime.consistency.tensor_hash import words_of
-from autopar.runtime.fault.errors import board
+from autopar.runtime.fault.error_propagation import CheckpointError
+from autopar.runtime.fault.errors import CollectiveError, board, explained
 from autopar.runtime.fault.store_barrier import GoneOn, Round, Rounds, differences, meet, show
 from autopar.runtime.fault.store_client import StoreError
 from autopar.runtime.mesh.process_groups import Groups
+
+
+def as_expected(groups: Groups, call: Hashable, own: Hashable = None) -> bool:
+    """Whether all ranks expect this call of this rank, which then goes on with it; ``own``: what else must be as in
+    that call before, on this rank. Collective along pp. Raises CollectiveError where a rank is known to have failed."""
+    if verdict := board().verdict:
+        raise board().ended("agreeing on the next call", verdict)
+    expected = groups.order.expects(call, own)
+    if groups.mesh.size(AXIS) > 1:
+        expected = _all_do(groups, expected)
+    if expected:
+        groups.order.goes_on(call)
+    return expected
+
+
+def _all_do(groups: Groups, expected: bool) -> bool:
+    """Whether all ranks along pp say so; never without a backend for the host."""
+    group = groups.votes()
+    if group is None:
+        return False
+    said = torch.tensor([int(expected)])
+    with explained("agreeing on the next call", groups.ranks(AXIS)):
+        dist.all_reduce(said, dist.ReduceOp.MIN, group=group)
+    return bool(said.item())
+
+
+def can_vote(groups: Groups) -> bool:
+    """Whether the groups of all axes take tensors of the host."""
+    return all(takes_host_tensors(groups.group(axis)) for axis, size in groups.mesh.axes if size > 1)
+
+
+def hold(groups: Groups, claims: Sequence[tuple[tuple[str, ...], str]]) -> bool:
+    """Whether of each claim, (axes, digest), the digests of ranks that differ on these axes only are equal. All ranks
+    make the same claims but for the digests. Collective over all ranks, but for claims of which no two ranks make one.
+    """
+    sizes = groups.mesh.sizes
+    spread = [tuple(axis for axis in axes if sizes[axis] > 1) for axes, _ in claims]
+    words = [int(digest, 16) >> 1 for _, digest in claims]
+    bounds = torch.tensor([[word, -word] for word in words])  # greatest and least, negated
+    if not any(spread):
+        return True
+    for axis in sizes:
+        _reduce(groups, axis, bounds, [i for i, axes in enumerate(spread) if axis in axes])
+    differ = torch.zeros(1, 1, dtype=torch.int64)
+    differ[0, 0] = int((bounds.sum(1) != 0).any())
+    for axis, size in sizes.items():
+        if size > 1 and any(axes and axis not in axes for axes in spread):
+            _reduce(groups, axis, differ, [0])
+    return not differ.item()
+
+
+def _reduce(groups: Groups, axis: str, rows: Tensor, chosen: list[int]) -> None:
+    """The greatest of each number, of the chosen rows."""
+    if chosen:
+        found = rows[chosen]
+        with explained("comparing the batch", groups.ranks(axis)):
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=groups.group(axis))
+        rows[chosen] = found
+
 
 MOST_SHOWN = 3
 WEIGHTS = "the weights"
@@ -366,3 +432,51 @@ def _copied_over(groups: Groups, spec: ParameterSpec) -> tuple[str, ...]:
     """The axes on which all ranks hold the same piece; stages hold different parameters."""
     cut = {axis for axis, p in spec.placements.items() if isinstance(p, Shard)}
     return tuple(axis for axis in groups.mesh.sizes if axis not in cut and axis != "pp")
+
+
+T = TypeVar("T")
+
+
+def together(groups: Groups, what: str, call: Callable[[], T]) -> T:
+    """What ``call`` returns here, once it has returned on all ranks. Raises the error of the first rank that has one,
+    on all: ValueError for a user's mistake, else CheckpointError. Collective."""
+    found, said, cause = attempted(what, call)
+    if not all_alike(groups, f"{what}: what came of it", said or "all is well") or said:
+        texts = exchange_texts(groups, said, f"{what}: who failed")
+        rank = next(r for r, text in enumerate(texts) if text)
+        raise _error_of(texts[rank], rank if groups.mesh.world_size > 1 else None) from cause
+    assert found is not None
+    return found[0]
+
+
+def by_first(groups: Groups, what: str, call: Callable[[], str]) -> str:
+    """The text that ``call`` returns on rank 0, which alone calls it; its error on all ranks."""
+    text, cause = "", None
+    if groups.rank == 0:
+        found, said, cause = attempted(what, call)
+        text = said or json.dumps(found)
+    if groups.mesh.world_size > 1:
+        text = text_of_first(groups, text, what)
+    told = json.loads(text)
+    if isinstance(told, dict):
+        raise _error_of(text, None) from cause
+    return str(told[0])
+
+
+def attempted(what: str, call: Callable[[], T]) -> tuple[tuple[T] | None, str, BaseException | None]:
+    """(what it returned, "", None), or (None, its error as a text for other ranks, its error)."""
+    try:
+        return (call(),), "", None
+    except CollectiveError:
+        raise
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0]
+        mine = is_refusal(error)
+        text = first if mine or isinstance(error, CheckpointError) else f"{what}: {type(error).__name__}: {first}"
+        return None, json.dumps({"mistake": mine, "text": text}), error
+
+
+def _error_of(said: str, rank: int | None) -> Exception:
+    told = json.loads(said)
+    where = "" if rank is None else f" (on rank {rank})"
+    return (ValueError if told["mistake"] else CheckpointError)(told["text"] + where)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from autopar.runtime.mesh.async_copies import to_host
+from autopar.runtime.mesh.host_copies import to_host
 
 CHUNK = {"cpu": 2**16, "cuda": 2**24}  # 64-bit integers; on a device few launches count for more than its cache
 _SPLITMIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # constants of splitmix64

@@ -8,12 +8,16 @@ A collective starts where its node stands and is waited for right before its fir
 overlaps with it; reduce-scatters of gradients, whose user is the end of the graph, earlier (`autopar.ir.waits`).
 Attention over cut sequences runs its exchanges within its node (`autopar.runtime.comm.context_parallel_comm`).
 The function takes ONE list of inputs and empties it: a saved activation dies after its last use.
+
+Graphs with exchanges of tokens may pause where they would wait for one (`autopar.ir.waits.pauses_at`), so that another
+one may compute meanwhile: their code is a generator, which yields there.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -23,7 +27,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
 from autopar.adapters.fx.graph_nodes import copied_node
-from autopar.adapters.operators import OpOverload, argument_defaults, name_of
+from autopar.adapters.operators import OpOverload, argument_defaults, kernel_of, name_of
 from autopar.ir.meta import TRACE, inherit
 from autopar.ir.waits import WaitPlaces, is_started, overwritten, pauses_at
 from autopar.ops.traits import COLLECTIVES, COPIES, LOCAL
@@ -31,12 +35,84 @@ from autopar.runtime.comm import collectives as comm
 from autopar.runtime.comm.collectives import Ledger, Traffic, finish, traffic_of
 from autopar.runtime.comm.context_parallel_comm import OPERATORS, Comms
 from autopar.runtime.comm.functional_collectives import Collectives, finish_with, functional_call
-from autopar.runtime.exec.fast_dispatch import shorten
 from autopar.runtime.exec.module_profiling import is_watched, left_after, watched_code
-from autopar.runtime.exec.op_errors import operator_explained
-from autopar.runtime.exec.yield_points import Steps, drained, make_generator, pause_here, pauses_in
-from autopar.runtime.mesh.offload_buffers import OffloadBuffers
+from autopar.runtime.exec.value_checks import operator_explained
+from autopar.runtime.mesh.host_copies import OffloadBuffers
 from autopar.runtime.mesh.process_groups import Groups
+
+aten = torch.ops.aten
+
+# Arguments are given as in the schema: only functions that take them in the same order and by the same names are here.
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    aten.add.Tensor: torch.add, aten.add.Scalar: torch.add, aten.sub.Tensor: torch.sub,
+    aten.mul.Tensor: torch.mul, aten.mul.Scalar: torch.mul, aten.div.Tensor: torch.div, aten.div.Scalar: torch.div,
+    aten.pow.Tensor_Scalar: torch.pow, aten.neg.default: torch.neg, aten.rsqrt.default: torch.rsqrt,
+    aten.exp.default: torch.exp, aten.cos.default: torch.cos, aten.sin.default: torch.sin,
+    aten.tanh.default: torch.tanh, aten.sigmoid.default: torch.sigmoid, aten.mm.default: torch.mm,
+    aten.bmm.default: torch.bmm, aten.addmm.default: torch.addmm, aten.t.default: torch.t,
+    aten.transpose.int: torch.transpose,
+    aten.unsqueeze.default: torch.unsqueeze, aten.squeeze.dim: torch.squeeze, aten.permute.default: torch.permute,
+    aten.cat.default: torch.cat, aten.sum.dim_IntList: torch.sum, aten.mean.dim: torch.mean,
+    aten.split_with_sizes.default: torch.split_with_sizes, aten.where.self: torch.where,
+    aten.embedding.default: torch.embedding, aten.clone.default: torch.clone, aten.reshape.default: torch.reshape,
+}  # fmt: skip
+METHODS: dict[Any, str] = {
+    # reshape, for tracing does not know all strides: softplus_backward's fake is contiguous, its result is as its input
+    aten.view.default: "reshape",
+    aten._unsafe_view.default: "reshape",
+    aten.expand.default: "expand",
+}
+
+
+IN_PLACE = {aten.add.Tensor: "add_", aten.addmm.default: "addmm_"}
+
+
+def shorten(node: Node, overwritten: int | None = None) -> None:
+    """Let a node of a lowered graph call its operator by the shorter way, where there is one. ``overwritten``: which
+    operand its result may be written over (of two that are added, either)."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return
+    if overwritten is not None and node.target in IN_PLACE:
+        over, *others = (node.args[overwritten], *node.args[:overwritten], *node.args[overwritten + 1 :])
+        node.op, node.target, node.args = "call_method", IN_PLACE[node.target], (over, *others)
+    elif node.target in METHODS:
+        if not node.kwargs:
+            node.op, node.target = "call_method", METHODS[node.target]
+    else:
+        node.target = FUNCTIONS.get(node.target) or kernel_of(node.target) or node.target
+
+
+Steps = Generator[None, None, Any]  # returns what the graph returns
+_MARK = re.compile(r"^\s*\w+ = \w*pause_here\(\);?.*$", re.MULTILINE)
+
+
+def pause_here() -> None:
+    """Stands in a lowered graph where its code pauses."""
+
+
+def pauses_in(graph: Graph) -> int:
+    """How often the code of a lowered graph pauses."""
+    return sum(node.op == "call_function" and node.target is pause_here for node in graph.nodes)
+
+
+def make_generator(graph: Graph) -> None:
+    """The code of a lowered graph yields where it is marked."""
+    graph.on_generate_code(lambda _: lambda lines: [_MARK.sub("yield", line) for line in lines])
+
+
+def drained(steps: Callable[[list[Any]], Steps]) -> Callable[[list[Any]], Any]:
+    """Runs through."""
+
+    def run(inputs: list[Any]) -> Any:
+        going = steps(inputs)
+        try:
+            while True:
+                next(going)
+        except StopIteration as end:
+            return end.value
+
+    return run
+
 
 ours = torch.ops.autopar
 
@@ -57,7 +133,7 @@ class Lowered:
 
     traffic: of the collectives in one run, but for rows of experts. comms: what attention over cut sequences exchanges
     with; they count what has been sent in all runs so far, rows of experts included. made: fake values of what it
-    returns, if it is compiled code. paused: the same as code that pauses (`autopar.runtime.exec.yield_points`), if it
+    returns, if it is compiled code. paused: the same as code that pauses (`autopar.runtime.exec.lowering`), if it
         does.
     lowered: the graph that runs operator by operator.
     """

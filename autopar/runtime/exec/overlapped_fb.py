@@ -3,7 +3,7 @@
     0F3     x ........ start, pause             wait, products, start, pause                wait ...
     1BW2                         y ... start, pause                         wait, products ...
 
-A cell of an order (`autopar.schedule.order.Action.paired`) whose graphs pause (`autopar.runtime.exec.yield_points`)
+A cell of an order (`autopar.schedule.order.Action.paired`) whose graphs pause (`autopar.runtime.exec.lowering`)
 runs both by turns, each up to its next pause. Turns follow from the graphs, so all ranks that exchange with each other
 take the same; what each graph computes, and in which order gradients are added up, is as if they ran one after the
 other.

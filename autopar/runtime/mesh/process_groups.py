@@ -25,8 +25,23 @@ from autopar.runtime.fault.errors import board, starting, within
 from autopar.runtime.fault.nccl_errors import leave_to_us, started, tell_count
 from autopar.runtime.fault.store_barrier import Rounds, world_store
 from autopar.runtime.mesh.devices import check_devices, choose_device
-from autopar.runtime.mesh.timeouts import time_limit
 from autopar.schedule.stream_checks import Link
+
+DEFAULT_TIMEOUT = 600.0  # seconds
+
+
+def time_limit(timeout: float | timedelta | None) -> timedelta:
+    """Of a collective: as given, else $AUTOPAR_TIMEOUT, else 600 seconds. Raises ValueError for what is no time."""
+    given = os.environ.get("AUTOPAR_TIMEOUT", DEFAULT_TIMEOUT) if timeout is None else timeout
+    name = "AUTOPAR_TIMEOUT" if timeout is None else "timeout"
+    try:
+        found = given if isinstance(given, timedelta) else timedelta(seconds=float(given))
+    except (TypeError, ValueError, OverflowError):
+        found = timedelta(0)
+    if found <= timedelta(0) or isinstance(given, bool):
+        raise ValueError(f"{name}: expected seconds above 0, found {given!r}; 600 is the default")
+    return found
+
 
 _meshes: dict[tuple[int, str, Mesh, timedelta], DeviceMesh] = {}
 _parts: dict[tuple[int, str, Mesh, str, timedelta], dist.ProcessGroup | None] = {}  # all but those of the axes

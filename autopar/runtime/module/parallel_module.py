@@ -32,11 +32,10 @@ from autopar.runtime.fault.errors import error_context
 from autopar.runtime.guards.global_state import GlobalTorchState, need_gradients, no_anomalies, outside
 from autopar.runtime.guards.origin import Origin
 from autopar.runtime.guards.step_cache import Compiler, Kind, StepCache
-from autopar.runtime.inputs.batch_outputs import parts_of_outputs
 from autopar.runtime.inputs.call_arguments import by_name, check_values, misspelled
-from autopar.runtime.inputs.outputs import rebuild_outputs
+from autopar.runtime.inputs.outputs import parts_of_outputs, rebuild_outputs
 from autopar.runtime.inputs.padding import BatchPadder, PaddingBuckets
-from autopar.runtime.mesh.async_copies import to_device
+from autopar.runtime.mesh.host_copies import to_device
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.module.autograd_bridge import Forward, attach, refuse_gradients
 from autopar.runtime.module.module_facade import SHARED, ModuleFacade
@@ -44,11 +43,10 @@ from autopar.runtime.module.overridden_methods import face_of
 from autopar.runtime.optim.cpu_offload import keep_on_host
 from autopar.runtime.optim.grad_clipping import clip_gradients
 from autopar.runtime.optim.grad_scaler import GradScaler
-from autopar.runtime.optim.step_events import now, watch_steps
-from autopar.runtime.optim.step_hooks import watch_optimizers
+from autopar.runtime.optim.step_hooks import now, watch_optimizers
 from autopar.runtime.params import parameters as state
-from autopar.runtime.params.gather_shards import STAGES
 from autopar.runtime.params.sharded_modules import ShardedModules
+from autopar.runtime.params.shards import STAGES
 from autopar.values import a_path, number
 
 
@@ -111,7 +109,6 @@ class ParallelModule(ModuleFacade):
         watch_optimizers(groups.device_mesh)
         if plan.options.optimizer_on_host:
             keep_on_host(self, plan.options.bucket_bytes)
-        watch_steps()
         if outputs_with_grad and (reason := self._cannot_differentiate()):
             raise ValueError(f"outputs_with_grad: {reason}; a loss of one's own is loss=fn, traced with the model")
         self._sizes = len(self.__dict__), len(vars(type(self)))

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from autopar.adapters.dtensor import local_of
 from autopar.ir.parameter import in_buckets
 from autopar.ir.storages import is_dense
-from autopar.runtime.mesh.offload_buffers import OffloadBuffers, host_copies_arrived
+from autopar.runtime.mesh.host_copies import OffloadBuffers, host_copies_arrived
 from autopar.runtime.optim.local_step import on_pieces, own_step, steps_elements
 from autopar.runtime.params.sharded_tensor import ShardedTensor
 

@@ -21,7 +21,7 @@ from autopar.runtime.comm.collectives import all_reduce, finish
 from autopar.runtime.consistency.rank_checks import RankCheck, agree_on_arguments
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.params.parameters import local_tensor
-from autopar.runtime.params.shard_ranges import cuts_of
+from autopar.runtime.params.shards import cuts_of
 from autopar.values import number, refuse
 
 

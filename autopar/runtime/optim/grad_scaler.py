@@ -24,7 +24,7 @@ from autopar.runtime.consistency.rank_checks import agree_on_arguments
 from autopar.runtime.fault.errors import error_context
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.optim.grad_clipping import over_world
-from autopar.runtime.optim.step_events import note_step
+from autopar.runtime.optim.step_hooks import note_step
 from autopar.runtime.params.parameters import local_tensor
 from autopar.values import number, whole_number, yes_or_no
 

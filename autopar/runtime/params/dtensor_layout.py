@@ -1,4 +1,4 @@
-"""How any DTensor lies on its mesh: a ShardedTensor, or one of torch."""
+"""How any DTensor lies on its mesh, and states of a parameter laid out as it is."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
+from autopar.adapters.dtensor import local_of
 from autopar.ir.placement import Shard
-from autopar.runtime.params.gather_shards import STAGES, from_holder
-from autopar.runtime.params.shard_ranges import Cuts, cuts_of
 from autopar.runtime.params.sharded_tensor import ShardedTensor
+from autopar.runtime.params.shards import STAGES, Cuts, cuts_of, from_holder
 
 
 def is_here(x: Tensor) -> bool:
@@ -48,3 +48,23 @@ def reduction_groups(x: DTensor) -> Sequence[dist.ProcessGroup]:
         stages = [STAGES] if x.holders is not None else []
         return [x.device_mesh.get_group(axis) for axis in (*stages, *(axis for axis, _ in x.cuts))]
     return [x.device_mesh.get_group(i) for i, p in enumerate(x.placements) if p.is_shard()]
+
+
+def laid_out(p: nn.Parameter, x: Tensor) -> ShardedTensor:
+    """The whole, or this rank's piece, of a state of a parameter, laid out as it is."""
+    assert isinstance(p, ShardedTensor)
+    local, made = local_of(p), x.detach()
+    if made.shape != local.shape:
+        made = torch.empty(local.shape, dtype=x.dtype, device=local.device)
+        write_piece(made, x.detach(), p)
+    return p.like(made)
+
+
+def write_piece(local: Tensor, whole: Tensor, p: nn.Parameter) -> None:
+    """What this rank holds of a whole tensor that is laid out as a parameter."""
+    assert isinstance(p, ShardedTensor)
+    for box in p.chunks():
+        part = whole
+        for dim, (start, size) in enumerate(zip(box.start, box.size)):
+            part = part.narrow(dim, start, size)
+        box.of_local(local).copy_(part)

@@ -29,9 +29,8 @@ from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import nested_piece
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.params import sharded_ops as sharded_ops  # what a ShardedTensor does with operators
-from autopar.runtime.params.gather_shards import STAGES, Holders, nothing_of, piece_of
-from autopar.runtime.params.shard_ranges import cuts_of
 from autopar.runtime.params.sharded_tensor import ShardedTensor, from_local, whole_tensor
+from autopar.runtime.params.shards import STAGES, Holders, cuts_of, nothing_of, piece_of
 
 
 def local_piece(whole: Tensor, spec: ParameterSpec, groups: Groups) -> Tensor:

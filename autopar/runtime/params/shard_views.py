@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autopar.adapters.autograd import version_of
 from autopar.adapters.dtensor import local_of, storage_of
-from autopar.runtime.params.gather_shards import piece_of
+from autopar.runtime.params.shards import piece_of
 
 
 @dataclass(eq=False)

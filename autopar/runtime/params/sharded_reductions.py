@@ -20,14 +20,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.adapters.dtensor import local_of
+from autopar.adapters.dtensor import local_of, no_torch_function
 from autopar.adapters.foreach import norms
 from autopar.adapters.operators import OpOverload, argument_defaults
 from autopar.runtime.fault.errors import explained
-from autopar.runtime.params.gather_shards import STAGES, from_holder, gathered_rows, nothing_of
-from autopar.runtime.params.scalar_tensor import ScalarTensor
-from autopar.runtime.params.shard_ranges import Cuts
 from autopar.runtime.params.sharded_tensor import ShardedTensor
+from autopar.runtime.params.shards import STAGES, Cuts, from_holder, gathered_rows, nothing_of
+
+
+class ScalarTensor(Tensor):
+    """What `torch.Tensor` is, with what code for DTensors asks of it. What is computed of it is a plain tensor."""
+
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
+
+    def full_tensor(self) -> Tensor:
+        """Itself."""
+        return self.as_subclass(Tensor)
+
+    to_local = full_tensor
+
+    def __repr__(self, **how: Any) -> str:  # type: ignore[override]
+        return self.as_subclass(Tensor).__repr__(**how)
+
+    def __format__(self, spec: str) -> str:
+        return self.as_subclass(Tensor).__format__(spec)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
 
 aten = torch.ops.aten
 

@@ -44,9 +44,18 @@ from autopar.adapters.foreach import take_part
 from autopar.adapters.keys import Same
 from autopar.adapters.tensors.parameter_data import refuse_as_data
 from autopar.runtime.params.full_values import FullValues
-from autopar.runtime.params.gather_shards import STAGES, Holders, from_holder, gather, piece_of, shape_of_piece
-from autopar.runtime.params.shard_ranges import Cuts, ShardRange, boxes
 from autopar.runtime.params.shard_views import ViewSource, make_stale
+from autopar.runtime.params.shards import (
+    STAGES,
+    Cuts,
+    Holders,
+    ShardRange,
+    boxes,
+    from_holder,
+    gather,
+    piece_of,
+    shape_of_piece,
+)
 
 
 def written(x: Any) -> None:

@@ -30,7 +30,7 @@ from autopar.runtime.fault.errors import board
 from autopar.runtime.fault.store_barrier import Rounds
 from autopar.runtime.fault.store_client import StoreError
 from autopar.runtime.mesh.process_groups import Groups
-from autopar.runtime.optim.step_events import before_writes
+from autopar.runtime.optim.step_hooks import before_writes
 
 _in_flight: AsyncSave | None = None
 

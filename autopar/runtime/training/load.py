@@ -37,15 +37,14 @@ from autopar.runtime.checkpoint.checkpoint_dir import (
 from autopar.runtime.checkpoint.json_tree import decoded, names_with_values
 from autopar.runtime.checkpoint.optimizer_state import Restored, class_of
 from autopar.runtime.checkpoint.tensor_storage import SavedTensors
-from autopar.runtime.consistency.all_ranks import by_first, together
-from autopar.runtime.consistency.rank_checks import agree_on_arguments
+from autopar.runtime.consistency.rank_checks import agree_on_arguments, by_first, together
 from autopar.runtime.fault.error_propagation import CheckpointError
 from autopar.runtime.fault.errors import error_context
-from autopar.runtime.mesh.offload_buffers import host_copies_arrived
+from autopar.runtime.mesh.host_copies import host_copies_arrived
 from autopar.runtime.module.argument_checks import MOST_SEED
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.module.state_dict import RankState
-from autopar.runtime.optim.step_events import note_step
+from autopar.runtime.optim.step_hooks import note_step
 from autopar.runtime.params.parameters import MOST_STEPS, other_kind
 from autopar.runtime.training.async_save import wait_for_save
 from autopar.runtime.training.save import several

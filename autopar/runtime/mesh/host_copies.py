@@ -1,11 +1,12 @@
-"""Values that wait in host memory between F and B: `autopar::to_host` and `autopar::from_host` as they run.
+"""Copies between the host and a device, without the host waiting; and values that wait in host memory between F and B:
+`autopar::to_host` and `autopar::from_host` as they run.
 
     pending = copies.to_host(x)         into a buffer of the arena, behind what makes x
     h = copies.finish(pending)          from here on x may go
     y = copies.finish(copies.from_host(h))
 
-On a GPU each direction has a stream of its own, and buffers are pinned: the host waits for nothing, and products run
-on. On a CPU copies are made at once; the arena then stands for another memory, which `HostArena` meters.
+On a GPU each direction has a stream of its own, and buffers are pinned. On a CPU copies are made at once; the arena
+then stands for another memory, which `HostArena` meters.
 """
 
 from __future__ import annotations
@@ -17,6 +18,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """On the device, contiguous. From the host to a GPU it goes through pinned memory, so that the host does not wait:
+    of a tensor that is pinned already (``DataLoader(pin_memory=True)``) there is no other copy, and it must stay as it
+    is until it is there, as with ``x.to(device, non_blocking=True)``."""
+    if device.type != "cuda" or x.device.type != "cpu":
+        return x.to(device).contiguous()
+    whole = x.contiguous()  # here: strided copies between devices are made by waiting
+    return (whole if whole.is_pinned() else whole.pin_memory()).to(device, non_blocking=True)
+
+
+def to_host(x: Tensor) -> tuple[Tensor, torch.Event | None]:
+    """(a tensor on the host, what says that its values are there). None: they are."""
+    if x.device.type == "cpu":
+        return x, None
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+    return host, torch.accelerator.current_stream().record_event()
 
 
 @dataclass
