@@ -23,7 +23,7 @@ from autopar.ir.parameter import ParameterSpec
 from autopar.ir.weight_conversion import WeightConversion, as_they_are
 from autopar.runtime.checkpoint.hf_atomic_write import CONFIG, INDEX, SINGLE, AtomicFolder, named_weights, quantizer
 from autopar.runtime.checkpoint.partial_reads import Window, pulled, traced
-from autopar.runtime.consistency.rank_checks import agree
+from autopar.runtime.consistency.rank_checks import all_alike
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.params.parameters import STEPS, check_tensors, fetch_whole, local_tensor, other_kind, piece_like
 from autopar.runtime.params.sharded_tensor import whole_tensor
@@ -402,7 +402,7 @@ def save_pretrained(
                 files |= dict.fromkeys(content, draft.add(content, {"format": "pt", STEPS: str(steps)}))
         if draft is not None:
             draft.publish(_index(files, [x for _, written in made for x in written.values()]), configs)
-    agree(groups, "written", f"the checkpoint in {folder}")  # nobody reads before it is complete
+    all_alike(groups, f"the checkpoint in {folder}")  # nobody reads before it is complete
 
 
 def _written(

@@ -171,7 +171,7 @@ class Collective:
         started(str, self)
         try:
             work = call(*args, **kwargs, group=self.groups.group(self.axis), async_op=True)
-        except CollectiveError:  # raised by `quiet_groups.end_waits`
+        except CollectiveError:  # raised by `nccl_errors.end_waits`
             raise
         except RuntimeError as error:
             raise self.failed(error) from error
@@ -182,7 +182,7 @@ def finish(pending: PendingCollective) -> Tensor:
     """Wait for a collective. Raises CollectiveError (a RuntimeError) that names the ranks which failed."""
     try:
         pending.work.wait()
-    except CollectiveError:  # raised by `quiet_groups.end_waits`
+    except CollectiveError:  # raised by `nccl_errors.end_waits`
         raise
     except RuntimeError as error:
         raise pending.collective.failed(error) from error

@@ -14,8 +14,10 @@ polled (``is_completed`` turns true in ``wait`` only) and drops a send whose wor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +58,22 @@ class Channels:
     def traffic(self) -> Ledger:
         return {(AXIS, "send"): Traffic(self._calls, self._bytes)} if self._calls else {}
 
+    def receiving(
+        self, action: Action, peer: int, kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]
+    ) -> Callable[[list[Any]], list[Any]]:
+        """What starts to receive tensors of these shapes and dtypes; gives what `wait` takes."""
+        device = self._groups.device
+        return lambda _: [self.post(action, peer, [torch.empty(s, dtype=d, device=device) for s, d in kinds])]
+
+    def sending(self, action: Action, peer: int) -> Callable[[list[Any]], list[Any]]:
+        """What starts to send the tensors that it is given."""
+
+        def start(tensors: list[Any]) -> list[Any]:
+            self.send(action, peer, tensors)
+            return []
+
+        return start
+
     def connect(self, links: Iterable[Link]) -> None:
         """Make the groups of (sending, receiving) coordinates; all ranks give the same ones.
 
@@ -72,16 +90,8 @@ class Channels:
                 group, place = self._groups.link(source, target)
                 token = torch.zeros(1, dtype=torch.uint8, device=self._groups.device)
                 start = group.send if self._me == source else group.recv
-                self._join(start([token], place, 0), target if self._me == source else source)
-
-    def _join(self, work: Work | None, peer: int) -> None:
-        try:
-            assert work is not None
-            work.wait()
-        except CollectiveError:  # raised by `quiet_groups.end_waits`
-            raise
-        except RuntimeError as error:
-            raise self._failed("connecting the pipeline", peer, error) from error
+                with self._explained("connecting the pipeline", target if self._me == source else source):
+                    _begun(start([token], place, 0)).wait()
 
     # --- transfers ----------------------------------------------------------------------------------------
 
@@ -94,14 +104,10 @@ class Channels:
         group, place = self._groups.link(self._me, peer)
         kept = [x.contiguous() for x in tensors]
         pending = PendingTransfer(action, peer, [], kept)
-        try:
+        with self._explained(action, peer):
             for x in kept:
                 pending.works.append(_begun(group.send([x], place, 0)))
                 self._bytes += x.nbytes
-        except CollectiveError:  # raised by `quiet_groups.end_waits`
-            raise
-        except RuntimeError as error:
-            raise self._failed(action, peer, error) from error
         self._calls += len(kept)
         self._sends[action] = pending
 
@@ -111,23 +117,15 @@ class Channels:
             return PendingTransfer(action, peer, [], [x.zero_() for x in buffers])
         started(self._words, action, peer)
         group, place = self._groups.link(peer, self._me)
-        try:
+        with self._explained(action, peer):
             works = [_begun(group.recv([x], place, 0)) for x in buffers]
-        except CollectiveError:  # raised by `quiet_groups.end_waits`
-            raise
-        except RuntimeError as error:
-            raise self._failed(action, peer, error) from error
         return PendingTransfer(action, peer, works, buffers)
 
     def wait(self, pending: PendingTransfer) -> list[Tensor]:
         """Until the transfer is done. Raises CollectiveError that names the action and the rank it waited for."""
-        try:
+        with self._explained(pending.action, pending.peer):
             for work in pending.works:
                 work.wait()
-        except CollectiveError:  # raised by `quiet_groups.end_waits`
-            raise
-        except RuntimeError as error:
-            raise self._failed(pending.action, pending.peer, error) from error
         return pending.tensors
 
     def arrived(self, actions: Iterable[Action]) -> None:
@@ -144,8 +142,15 @@ class Channels:
         """Forget what a failed step has left."""
         self._sends.clear()
 
-    def _failed(self, action: Action | str, peer: int, error: Exception) -> CollectiveError:
-        return board().failed(self._words(action, peer), [self._ranks[peer]], error)
+    @contextmanager
+    def _explained(self, action: Action | str, peer: int) -> Iterator[None]:
+        """`explained`, whose words are made only where something fails."""
+        try:
+            yield
+        except CollectiveError:  # raised by `nccl_errors.end_waits`
+            raise
+        except RuntimeError as error:
+            raise board().failed(self._words(action, peer), [self._ranks[peer]], error) from error
 
     def _words(self, action: Action | str, peer: int) -> str:
         return f"{action} (pipeline, waits for rank {self._ranks[peer]})"

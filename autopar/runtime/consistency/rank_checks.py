@@ -124,77 +124,55 @@ class OtherSteps(ValueError):
     """Ranks have met that are in different calls."""
 
 
-class _Meeting:
-    """All ranks, or those of my group on ``axis``; they wait for each other for ``timeout`` seconds."""
+def _alike(groups: Groups, what: str, digest: str = "", votes: Mapping[int, str] = MappingProxyType({})) -> bool:
+    """Whether all ranks are here for ``what`` with the same digest, and those that vote under the same number with the
+    same text. Raises GoneOn where a rank makes another call meanwhile."""
+    number, name, ranks = groups.order.meets(), groups.name, range(groups.mesh.world_size)
+    scope = f"autopar/{name}/agree"
+    rounds, held = groups.rounds.setdefault(scope, Rounds()), _digest((what, digest))
+    round_ = Round(scope, rounds, groups.rank, ranks, held, votes)
+    return meet(round_, ranks, what, groups.timeout.total_seconds(), lambda: board().gone_on(name, number))
 
-    def __init__(self, groups: Groups, axis: str | None = None, timeout: float | None = None) -> None:
-        self._groups = groups
-        self.ranks = groups.ranks(axis) if axis else range(groups.mesh.world_size)
-        self._scope = f"autopar/{groups.name}/agree/{axis or 'world'}/{self.ranks[0]}"
-        self._limit = groups.timeout.total_seconds() if timeout is None else timeout
 
-    def alike(self, what: str, digest: str = "", votes: Mapping[int, str] = MappingProxyType({})) -> bool:
-        """Whether all are here for ``what`` with the same digest, and those that vote under the same number with the
-        same text. Raises GoneOn where a rank makes another call meanwhile."""
-        number, name = self._groups.order.meets(), self._groups.name
-        rounds, held = self._groups.rounds.setdefault(self._scope, Rounds()), _digest((what, digest))
-        round_ = Round(self._scope, rounds, self._groups.rank, self.ranks, held, votes)
-        return meet(round_, self.ranks, what, self._limit, lambda: board().gone_on(name, number))
+def _texts(groups: Groups, what: str, text: str, reply: Callable[[list[str]], str]) -> str:
+    """What rank 0 replies to the texts of all, right after they met: ranks that came for something else come here too,
+    to say so."""
+    scope, ranks = f"autopar/{groups.name}/agree/texts", range(groups.mesh.world_size)
 
-    def texts(self, what: str, text: str, reply: Callable[[list[str]], str]) -> str:
-        """What the first rank replies to the texts of all, right after they met: ranks that came for something else
-        come here too, to say so."""
-        scope = f"{self._scope}/texts"
+    def answer(found: list[str]) -> str:
+        apart = differences(ranks, [f"\n{text.partition(chr(10))[0]}" for text in found])
+        return _OTHER_STEPS + apart if apart else reply([text.partition("\n")[2] for text in found])
 
-        def answer(found: list[str]) -> str:
-            apart = differences(self.ranks, [f"\n{text.partition(chr(10))[0]}" for text in found])
-            return _OTHER_STEPS + apart if apart else reply([text.partition("\n")[2] for text in found])
-
-        rounds = self._groups.rounds.setdefault(scope, Rounds())
-        found = show(scope, rounds, self._groups.rank, self.ranks, f"{what}\n{text}", self._limit, answer)
-        if found.startswith(_OTHER_STEPS):
-            raise OtherSteps(
-                f"agree: all ranks must take the same steps, found {found.removeprefix(_OTHER_STEPS)}; run the same "
-                "program on every rank"
-            )
-        return found
+    rounds = groups.rounds.setdefault(scope, Rounds())
+    found = show(scope, rounds, groups.rank, ranks, f"{what}\n{text}", groups.timeout.total_seconds(), answer)
+    if found.startswith(_OTHER_STEPS):
+        raise OtherSteps(
+            f"agree: all ranks must take the same steps, found {found.removeprefix(_OTHER_STEPS)}; run the same "
+            "program on every rank"
+        )
+    return found
 
 
 _OTHER_STEPS = "\0"
 
 
-def exchange_texts(
-    groups: Groups, text: str, what: str, axis: str | None = None, timeout: float | None = None
-) -> list[str]:
-    """The text of every rank (or of those of my group on ``axis``), in their order: for few of them, since each reads
-    all.
+def all_alike(groups: Groups, what: str, digest: str = "") -> bool:
+    """Whether all ranks hold the same digest, once all are here for ``what``.
 
     Raises RuntimeError naming the ranks that do not come within the timeout, ValueError where ranks are at different
     steps. Goes through the store: no device, no process group.
     """
-    meeting = _Meeting(groups, axis, timeout)
-    if len(meeting.ranks) == 1:
-        return [text]
-    with _all_come(groups, what):
-        meeting.alike(what)
-    found: list[str] = json.loads(meeting.texts(what, text, json.dumps))
-    return found
-
-
-def all_alike(groups: Groups, what: str, digest: str = "") -> bool:
-    """Whether all ranks hold the same digest, once all are here for ``what``. Raises as `exchange_texts` does."""
-    meeting = _Meeting(groups)
-    if len(meeting.ranks) == 1:
+    if groups.mesh.world_size == 1:
         return True
     with _all_come(groups, what):
-        if not meeting.alike(what):
-            meeting.texts(what, "", lambda texts: "")  # says what they are here for
-        return not digest or meeting.alike(what, digest)
+        if not _alike(groups, what):
+            _texts(groups, what, "", lambda texts: "")  # says what they are here for
+        return not digest or _alike(groups, what, digest)
 
 
 def text_of_first(groups: Groups, text: str, what: str) -> str:
     """That of rank 0, on every rank."""
-    return _Meeting(groups).texts(what, text if groups.rank == 0 else "", lambda texts: texts[0])
+    return _texts(groups, what, text if groups.rank == 0 else "", lambda texts: texts[0])
 
 
 @contextmanager
@@ -217,30 +195,6 @@ def _ended(groups: Groups, text: str) -> ValueError:
     return ValueError(text)
 
 
-def agree(
-    groups: Groups,
-    digest: str,
-    what: str,
-    axis: str | None = None,
-    timeout: float | None = None,
-) -> None:
-    """All ranks (or those of my group on ``axis``) must hold the same digest.
-
-    Raises the same ValueError on each of them that says the need, the ranks which differ and the way out, and
-    RuntimeError as `exchange_texts` does.
-    """
-    meeting = _Meeting(groups, axis, timeout)
-    with _all_come(groups, what):
-        if len(meeting.ranks) == 1 or meeting.alike(what, digest):
-            return
-    found = meeting.texts(what, digest, lambda texts: differences(meeting.ranks, [f"\n{text}" for text in texts]))
-    if found:
-        raise ValueError(
-            f"agree: {what} must be the same on all ranks, found {found}; give every rank the same model, mesh, "
-            "options and batch shapes"
-        )
-
-
 def agree_on(
     groups: Groups, claims: Sequence[RankCheck], what: str, expected: Callable[[], RankCheck | None] = lambda: None
 ) -> None:
@@ -252,7 +206,7 @@ def agree_on(
     """
     if groups.mesh.world_size == 1 or not claims:
         return
-    order, meeting = groups.order, _Meeting(groups)
+    order = groups.order
     here = RankCheck(everywhere(groups), {"the calls before": order.past}, "agree: all ranks must take the same steps",
                  "handle an error alike on every rank")  # fmt: skip
     claims = [here, *claims]
@@ -263,7 +217,7 @@ def agree_on(
     same = [claim.digest for claim in claims if len(claim.axes) == len(groups.mesh.sizes)]
     try:
         with _all_come(groups, what, lambda rank: _gone_on(groups, rank, claims[1], expected())):
-            if meeting.alike(what, _digest(same), {first: _digest(told) for first, told in votes.items()}):
+            if _alike(groups, what, _digest(same), {first: _digest(told) for first, told in votes.items()}):
                 return
 
         def first_apart(texts: list[str]) -> str:
@@ -273,9 +227,11 @@ def agree_on(
                     return str(i)
             return ""
 
-        if i := meeting.texts(what, "\n".join(claim.digest for claim in claims), first_apart):
+        if i := _texts(groups, what, "\n".join(claim.digest for claim in claims), first_apart):
             claim = claims[int(i)]
-            raise ValueError(meeting.texts(what, json.dumps(dict(claim.facts)), lambda t: _explained(groups, claim, t)))
+            raise ValueError(
+                _texts(groups, what, json.dumps(dict(claim.facts)), lambda t: _explained(groups, claim, t))
+            )
     except BaseException:
         order.forget()
         raise
@@ -442,9 +398,11 @@ def together(groups: Groups, what: str, call: Callable[[], T]) -> T:
     on all: ValueError for a user's mistake, else CheckpointError. Collective."""
     found, said, cause = attempted(what, call)
     if not all_alike(groups, f"{what}: what came of it", said or "all is well") or said:
-        texts = exchange_texts(groups, said, f"{what}: who failed")
+        if groups.mesh.world_size == 1:
+            raise _error_of(said, None) from cause
+        texts: list[str] = json.loads(_texts(groups, f"{what}: who failed", said, json.dumps))
         rank = next(r for r, text in enumerate(texts) if text)
-        raise _error_of(texts[rank], rank if groups.mesh.world_size > 1 else None) from cause
+        raise _error_of(texts[rank], rank) from cause
     assert found is not None
     return found[0]
 

@@ -20,10 +20,29 @@ from autopar.adapters.foreach import copy_all
 from autopar.capture.module_state.assigned import Assignment, Lying
 from autopar.ir.graph import ancestors, outputs, placeholders
 from autopar.ir.storages import shared_outputs, storages
-from autopar.runtime.params.missing_gradient import with_refusal
 from autopar.runtime.params.sharded_modules import ShardedModules
 from autopar.steps.graphs import Compiled, Stage
 from autopar.steps.value_names import is_a, output, output_place
+
+
+def with_refusal(words: str, tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """The same values; a backward through them raises ValueError with these words."""
+    with torch.enable_grad():
+        anchor = torch.zeros((), requires_grad=True, device=device)
+        return list(_RefusedGradient.apply(words, anchor, *tensors))
+
+
+class _RefusedGradient(torch.autograd.Function):
+    """Outputs that would have a gradient in torch, with words where it is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, words: str, anchor: Tensor, *outputs: Tensor) -> Any:
+        ctx.words = words
+        return tuple(x.detach() for x in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise ValueError(ctx.words)
 
 
 class BufferUpdates:

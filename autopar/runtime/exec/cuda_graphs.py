@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -33,9 +34,32 @@ from autopar.adapters.operators import OpOverload, name_of
 from autopar.ops.traits import COPIES
 from autopar.ops.value_checks import ValueNote, put_notes, take_notes
 from autopar.runtime.comm.collectives import Ledger, Traffic, ledger_between
-from autopar.runtime.exec.step_result import Result, copied
 from autopar.runtime.fault.errors import CollectiveError
 from autopar.runtime.fault.nccl_errors import started
+
+
+@dataclass
+class Result:
+    """Outputs of a step (flat, in signature order), gradients by placeholder name of the local graph, and the losses.
+
+    With stages in training there are only losses and new buffers among the outputs; others are None.
+    """
+
+    outputs: list[Any]
+    gradients: dict[str, Tensor]
+    losses: list[Tensor] = field(default_factory=list)
+
+
+def copied(result: Result) -> Result:
+    """The same in storages of its own."""
+    values = [*result.outputs, *result.gradients.values(), *result.losses]
+    tensors = {i: x for i, x in enumerate(values) if isinstance(x, Tensor)}
+    fresh: list[Any] = [torch.empty_like(tensors[i]) if i in tensors else x for i, x in enumerate(values)]
+    copy_all([fresh[i] for i in tensors], list(tensors.values()))
+    count = len(result.outputs)
+    gradients = dict(zip(result.gradients, fresh[count:], strict=False))
+    return Result(fresh[:count], gradients, fresh[count + len(gradients) :])
+
 
 WARM_UP = 2  # steps that run as always
 MOVES = 8  # times that a step is recorded anew because tensors have moved

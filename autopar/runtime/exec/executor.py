@@ -34,7 +34,7 @@ from autopar.runtime.comm.collectives import Ledger, Traffic, add_ledgers, ledge
 from autopar.runtime.comm.p2p import AXIS, Channels
 from autopar.runtime.exec.buffer_updates import BufferUpdates
 from autopar.runtime.exec.cross_stage import StageExchange
-from autopar.runtime.exec.cuda_graphs import RecordedStep, why_not
+from autopar.runtime.exec.cuda_graphs import RecordedStep, Result, why_not
 from autopar.runtime.exec.expert_stats import ExpertLoad, layers_of_experts
 from autopar.runtime.exec.global_statistics import links_ahead
 from autopar.runtime.exec.instructions import Entry, Program
@@ -45,7 +45,6 @@ from autopar.runtime.exec.program import make_program
 from autopar.runtime.exec.slots import Routes, unit_of
 from autopar.runtime.exec.step_fingerprint import axes_of_step
 from autopar.runtime.exec.step_inputs import SCALE, StepInputs
-from autopar.runtime.exec.step_result import Result
 from autopar.runtime.exec.unsharded_cache import UnshardedCache
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.schedule.order import BACKWARD, COMPUTE, Action

@@ -69,7 +69,8 @@ class StatisticsProgram:
         homes = _homes(order)
         for action, hops in self._transfers(one, "RF"):
             kinds = [(hop.shapes[0], hop.dtype) for hop in hops]
-            entry.does.append(self._post(action, kinds))
+            post = self.channels.receiving(action, order.rank_of[action.peer], kinds)
+            entry.does.append(Instruction(post, [], [self.values.slot("pending ahead", action)]))
             self.pending.append((action, action.micro_batch, hops))
         sends = dict(self._transfers(one, "SF"))
         for k, graph in enumerate(one.graphs):
@@ -78,7 +79,8 @@ class StatisticsProgram:
                 if graph is not None:
                     self._run(entry, one, graph, i)
                 for action in [a for a in sends if a.stage == order.chains[0][k] and a.micro_batch == i]:
-                    entry.does.append(self._send(action, sends[action]))
+                    start = self.channels.sending(action, order.rank_of[action.peer])
+                    entry.does.append(Instruction(start, [self._slot(hop.value, i) for hop in sends[action]]))
         if self.share is not None:
             self._share(entry, one)
 
@@ -111,14 +113,6 @@ class StatisticsProgram:
 
     # --- between stages -----------------------------------------------------------------------------------
 
-    def _post(self, action: Action, kinds: list[tuple[tuple[int, ...], torch.dtype]]) -> Instruction:
-        peer, channels, device = self.values.order.rank_of[action.peer], self.channels, self.device
-
-        def post(_: list[Any]) -> list[Any]:
-            return [channels.post(action, peer, [torch.empty(s, dtype=d, device=device) for s, d in kinds])]
-
-        return Instruction(post, [], [self.values.slot("pending ahead", action)])
-
     def _arrived(self, entry: Entry, part: int, i: int) -> None:
         """Wait for what a part takes of a micro-batch, or keeps for later rounds."""
         stage, channels = self.values.order.chains[0][part], self.channels
@@ -127,15 +121,6 @@ class StatisticsProgram:
             writes = [self._slot(hop.value, i) for hop in hops]
             entry.does.append(Instruction(lambda pending: channels.wait(pending[0]), reads, writes))
         self.pending = [x for x in self.pending if not (x[1] == i and x[0].stage == stage)]
-
-    def _send(self, action: Action, hops: list[P2PEdge]) -> Instruction:
-        peer, channels = self.values.order.rank_of[action.peer], self.channels
-
-        def start(tensors: list[Any]) -> list[Any]:
-            channels.send(action, peer, tensors)
-            return []
-
-        return Instruction(start, [self._slot(hop.value, action.micro_batch) for hop in hops])
 
     def _share(self, entry: Entry, one: GlobalStatistics) -> None:
         """Totals of a round become those of all stages. Nothing of it is on its way any more: the names of transfers

@@ -307,22 +307,13 @@ class _Builder:
         return [(h, self.slot("back", *unit, h.value, h.target)) for h in between(here, there, gradient=True)]
 
     def send(self, action: Action, entry: Entry) -> None:
-        peer, channels = self.order.rank_of[action.peer], self.channels
-
-        def start(tensors: list[Any]) -> list[Any]:
-            channels.send(action, peer, tensors)
-            return []
-
+        start = self.channels.sending(action, self.order.rank_of[action.peer])
         entry.does.append(Instruction(start, [slot for _, slot in self._moved(action)]))
 
     def receive(self, action: Action, entry: Entry) -> None:
         """Only posts it: what uses the values waits."""
-        peer, channels, device = self.order.rank_of[action.peer], self.channels, self.device
         kinds = [(_shape(hop, unit_of(action)), hop.dtype) for hop, _ in self._moved(action)]
-
-        def post(_: list[Any]) -> list[Any]:
-            return [channels.post(action, peer, [torch.empty(s, dtype=d, device=device) for s, d in kinds])]
-
+        post = self.channels.receiving(action, self.order.rank_of[action.peer], kinds)
         entry.does.append(Instruction(post, [], [self.slot("pending", action)]))
 
     def _wait(self, entry: Entry, kind: str, unit: Unit) -> None:

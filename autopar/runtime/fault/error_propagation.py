@@ -8,17 +8,19 @@ nothing about the cause. So every rank
 A survivor reads these keys and says which ranks failed and with what, which are gone without a word (their sign of life
 stands still), which have finished, and which are alive but did not join.
 
-Of a large world each looks at a few ranks, those behind it, and tells all what it finds
-(`autopar.runtime.fault.error_log`): as many questions as there are ranks when all fail together, and not their square.
+Of a large world each looks at a few ranks, those behind it, and tells all what it finds in one place of the store
+(`ErrorLog`): as many questions as there are ranks when all fail together, and not their square.
 """
 
 from __future__ import annotations
 
 import bisect
+import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -27,9 +29,53 @@ import torch.distributed as dist
 from autopar.adapters.distributed import hosted_by_launcher, is_backend_error
 from autopar.runtime.fault import nccl_errors
 from autopar.runtime.fault.call_sequence import Places
-from autopar.runtime.fault.error_log import ErrorLog, look
 from autopar.runtime.fault.heartbeat import BEAT, Heartbeat, beat_of, doing_in, said_by_launcher
-from autopar.runtime.fault.store_client import StoreClient, StoreError
+from autopar.runtime.fault.store_client import StoreClient, StoreError, look
+
+MOST = 8  # notices of a kind
+TRIES = 100  # others may write at the same moment; each of them fills a place
+
+
+class ErrorLog:
+    """Those under a key. A notice has a kind, the rank that it is about, and a text."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def read(self, store: dist.Store) -> Mapping[str, dict[int, str]]:
+        """Kind -> rank -> text, the first one of each rank."""
+        found: dict[str, dict[int, str]] = defaultdict(dict)
+        for line in look(store, self._key).splitlines():
+            kind, rank, text = json.loads(line)
+            found[kind].setdefault(rank, text)
+        return found
+
+    def tell(self, store: dist.Store, kind: str, rank: int, text: str) -> None:
+        """Add a notice, unless there are `MOST` of its kind, or the same one."""
+        line, start = json.dumps([kind, rank, text]), json.dumps([kind])[:-1] + ","
+
+        def added(lines: list[str]) -> list[str]:
+            full = sum(one.startswith(start) for one in lines) >= MOST
+            return lines if full or line in lines else [*lines, line]
+
+        self._change(store, added)
+
+    def take_back(self, store: dist.Store, kind: str, rank: int, text: str) -> None:
+        """Remove a notice, if it is there."""
+        line = json.dumps([kind, rank, text])
+        self._change(store, lambda lines: [one for one in lines if one != line])
+
+    def _change(self, store: dist.Store, change: Callable[[list[str]], list[str]]) -> None:
+        seen = look(store, self._key)
+        for _ in range(TRIES):
+            wanted = "\n".join(change(seen.splitlines()))
+            if wanted == seen:
+                return
+            found = store.compare_set(self._key, seen, wanted).decode()
+            if found == wanted:
+                return
+            seen = found
+
 
 SILENCE = 2.5 * BEAT  # once something has failed: a count that stands still this long belongs to a dead rank
 NEAR = 8  # ranks of a group that one rank looks at

@@ -25,8 +25,7 @@ import torch.distributed as dist
 from autopar.adapters.distributed import root_store
 from autopar.runtime.fault import gloo_abort
 from autopar.runtime.fault.call_sequence import Place, Places, places_in
-from autopar.runtime.fault.error_log import look
-from autopar.runtime.fault.store_client import StoreClient, StoreError
+from autopar.runtime.fault.store_client import StoreClient, StoreError, look
 
 BEAT = 1.0  # seconds between two signs of life
 MANY = 4096  # ranks up to which it is that

@@ -16,11 +16,10 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from autopar.adapters.distributed import hosted_by_launcher, store_host
-from autopar.runtime.fault.error_log import look
 from autopar.runtime.fault.error_propagation import EACH, ErrorBoard
 from autopar.runtime.fault.errors import CollectiveError, board
 from autopar.runtime.fault.heartbeat import BEAT, said_by_launcher
-from autopar.runtime.fault.store_client import Answer, StoreClient, StoreError
+from autopar.runtime.fault.store_client import Answer, StoreClient, StoreError, look
 
 T = TypeVar("T")
 PATIENCE = 10  # times the timeout, that an agreement waits for ranks which beat and are at work in a call of autopar

@@ -27,9 +27,9 @@ from autopar.adapters.dtensor import as_plain, local_of
 from autopar.errors import refusal_like
 from autopar.ir.graph import ancestors, outputs
 from autopar.ir.placement import Replicate
+from autopar.runtime.exec.buffer_updates import with_refusal
 from autopar.runtime.exec.executor import Executor, Paused
 from autopar.runtime.inputs.outputs import placements_of
-from autopar.runtime.params.missing_gradient import with_refusal
 from autopar.runtime.params.parameters import local_gradient
 from autopar.steps.of_rank import backwards
 from autopar.steps.value_names import grad, of, output, output_place

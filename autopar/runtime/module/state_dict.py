@@ -39,8 +39,8 @@ from autopar.runtime.optim.grad_scaler import GradScaler
 from autopar.runtime.optim.step_hooks import about_to_write, now
 from autopar.runtime.params import parameters as state
 from autopar.runtime.params.dtensor_layout import is_here
-from autopar.runtime.params.shard_views import all_written
 from autopar.runtime.params.sharded_modules import ShardedModules
+from autopar.runtime.params.sharded_tensor import all_written
 from autopar.values import a_path, whole_number, yes_or_no
 
 

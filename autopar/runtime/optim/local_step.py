@@ -26,8 +26,7 @@ from autopar.adapters.dtensor import local_of
 from autopar.adapters.foreach import add_one
 from autopar.runtime.params.dtensor_layout import is_here, laid_out
 from autopar.runtime.params.parameters import is_alike
-from autopar.runtime.params.shard_views import all_written
-from autopar.runtime.params.sharded_tensor import ShardedTensor
+from autopar.runtime.params.sharded_tensor import ShardedTensor, all_written
 
 _ELEMENTWISE = {  # of torch.optim, by where `step` is defined
     "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",

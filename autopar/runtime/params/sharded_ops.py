@@ -26,9 +26,8 @@ from autopar.adapters.operators import OpOverload, changes_form, writes_to
 from autopar.ops.traits import PERMUTED, is_elementwise, is_random, is_view
 from autopar.runtime.fault.errors import explained
 from autopar.runtime.params.dtensor_layout import reduction_groups
-from autopar.runtime.params.shard_views import ViewSource
 from autopar.runtime.params.sharded_reductions import ScalarTensor, foreach_norm, reduce_over, reduced
-from autopar.runtime.params.sharded_tensor import ShardedTensor, whole_tensor, written
+from autopar.runtime.params.sharded_tensor import ShardedTensor, ViewSource, whole_tensor, written
 from autopar.runtime.params.shards import Cuts, piece_of
 
 
