@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from autopar.runtime.checkpoint.hf_atomic_write import sync_path
+from autopar.files import sync_path, write_synced
 from autopar.runtime.checkpoint.storage_layout import opened_inside
 from autopar.values import parse
 
@@ -257,17 +257,6 @@ def read_shown(path: Path, patience: float = 10.0) -> Any:
             if time.monotonic() > end:
                 raise
             time.sleep(0.05)
-
-
-# --- files --------------------------------------------------------------------------------------------------
-
-
-def write_synced(path: Path, text: str) -> None:
-    """A text file; it is on the disk then."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _step_in(name: str) -> int:

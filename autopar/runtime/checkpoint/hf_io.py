@@ -203,33 +203,6 @@ Recipes = Callable[[list[str]], list[WeightConversion]]  # of names
 # --- loading ------------------------------------------------------------------------------------------
 
 
-def load_pretrained(
-    folder: str | Path,
-    specs: Iterable[ParameterSpec],
-    groups: Groups,
-    buffers: Mapping[str, Tensor] | None = None,
-    prefix: str = "",
-    ignore: Sequence[str] = (),
-    into: Mapping[str, Tensor] | None = None,
-    recipes: Recipes | None = None,
-) -> dict[str, Tensor]:
-    """This rank's pieces of a checkpoint: parameter name -> local tensor on the mesh's device, in the spec's dtype.
-
-    ``buffers`` (persistent ones, whole) are filled in place; one that the files lack keeps its value. ``prefix``: that
-    of the base model ("model", "transformer"): a checkpoint of the base model alone loads into a model with a head, and
-    the other way round. ``ignore``: patterns of names in the files that the model may lack. ``into``: pieces to fill in
-    place, of the parameters to read (those of one pipeline stage); without it, all into new ones. All are checked
-    first, so that none is filled from files that do not fit. A tied parameter may lie under any of its names.
-    ``recipes``: names in the files -> how tensors of the model are made of them; without it, they are the model's.
-    Of the sources of a tensor that is made, a rank reads what its piece takes.
-
-    Raises ValueError for missing, unexpected and truncated tensors, for shapes that differ, for dtypes of another kind
-    (integers are not read into floats), for quantized weights, and for an index that names files outside of the folder.
-    """
-    with Files() as files:
-        return checked_pretrained(files, folder, specs, groups, buffers, prefix, ignore, into, recipes)()
-
-
 def checked_pretrained(
     files: Files,
     folder: str | Path,
@@ -241,7 +214,19 @@ def checked_pretrained(
     into: Mapping[str, Tensor] | None,
     recipes: Recipes | None,
 ) -> Callable[[], dict[str, Tensor]]:
-    """`load_pretrained`, as far as it changes nothing; the rest is the call that is returned. Raises the same."""
+    """What reads this rank's pieces of a checkpoint, which has been checked: parameter name -> local tensor on the
+    mesh's device, in the spec's dtype. Nothing is filled from files that do not fit.
+
+    ``buffers`` (persistent ones, whole) are filled in place; one that the files lack keeps its value. ``prefix``: that
+    of the base model ("model", "transformer"): a checkpoint of the base model alone loads into a model with a head, and
+    the other way round. ``ignore``: patterns of names in the files that the model may lack. ``into``: pieces to fill in
+    place, of the parameters to read (those of one pipeline stage); None: all, into new ones. A tied parameter may lie
+    under any of its names. ``recipes``: names in the files -> how tensors of the model are made of them; None: they are
+    the model's. Of the sources of a tensor that is made, a rank reads what its piece takes.
+
+    Raises ValueError for missing, unexpected and truncated tensors, for shapes that differ, for dtypes of another kind
+    (integers are not read into floats), for quantized weights, and for an index that names files outside of the folder.
+    """
     if method := quantizer(Path(folder)):
         raise ValueError(
             f"load_pretrained: needs plain weights, found quantized ones in {folder} (quantization_config in "
@@ -395,7 +380,10 @@ def save_pretrained(
         for part in parts:
             content: dict[str, Tensor] = {}
             for recipe, _ in made[part]:
-                whole = [_whole(name, parameters, by_name, buffers, groups) for name in recipe.sources]
+                whole = [
+                    buffers[name].detach() if name in buffers else fetch_whole(by_name[name], parameters.get(name))
+                    for name in recipe.sources
+                ]
                 if draft is not None:
                     content |= {name: x.contiguous() for name, x in _make(recipe, [w.cpu() for w in whole]).items()}
             if draft is not None:
@@ -427,18 +415,6 @@ def _in_words(folder: Path) -> Iterator[None]:
             f"save_pretrained: needs a folder that can be written, found {folder}: {error.strerror or error}; an older "
             "checkpoint there is as it was, name another folder or make room"
         ) from error
-
-
-def _whole(
-    name: str,
-    parameters: Mapping[str, Tensor],
-    specs: Mapping[str, ParameterSpec],
-    buffers: Mapping[str, Tensor],
-    groups: Groups,
-) -> Tensor:
-    if name in buffers:
-        return buffers[name].detach()
-    return fetch_whole(specs[name], parameters.get(name))
 
 
 def _parse_size(size: int | str) -> int:

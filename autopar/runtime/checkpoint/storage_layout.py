@@ -14,8 +14,6 @@ gzip) of a block of 4 MiB misses one in 2**32 changes, and none of 32 bits or le
 from __future__ import annotations
 
 import math
-import os
-import stat
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
@@ -25,6 +23,7 @@ from typing import IO, Any
 
 import torch
 
+from autopar.files import opened_plain
 from autopar.runtime.checkpoint.json_tree import dtype_called
 from autopar.values import parse
 
@@ -155,11 +154,7 @@ def opened_inside(folder: Path, name: str) -> IO[bytes]:
     leads elsewhere, OSError for what is no plain file."""
     if not name or "\0" in name or Path(name).name != name:
         raise ValueError(f"load: {folder} names {name!r}, which is none of its files")
-    handle = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(f"{folder / name} is no plain file")
-    return os.fdopen(handle, "rb")
+    return opened_plain(folder / name)
 
 
 def piece_name(key: str, is_whole: bool, start: Iterable[int]) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, StorageReader
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -34,7 +34,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
 from autopar.adapters.autograd import version_of
 from autopar.adapters.dtensor import local_of
@@ -165,8 +164,8 @@ def whole_index(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 # --- reading ------------------------------------------------------------------------------------------------
 
 
-class SavedTensors(StorageReader):
-    """The tensors of a checkpoint by key, for the planners of distributed checkpoint too. Raises ValueError for a mark
+class SavedTensors:
+    """The tensors of a checkpoint by key, read as planners of distributed checkpoint ask. Raises ValueError for a mark
     that does not say what it should; nothing is read of a tensor before all that is said of it is checked."""
 
     def __init__(self, checkpoint: Path, mark: Mapping[str, Any]) -> None:
@@ -272,7 +271,7 @@ class SavedTensors(StorageReader):
             self._check(place, data, stored)
             del stored
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """What a plan asks for, each file opened once."""
         for item, place, stored, data in self._stored(plan):
             self._check(place, data, stored)
@@ -280,9 +279,6 @@ class SavedTensors(StorageReader):
             target.copy_(stored)
             planner.commit_tensor(item, target)
             del stored, target
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
     def _stored(self, plan: LoadPlan) -> Iterator[tuple[Any, SavedPiece, Tensor, mmap.mmap]]:
         """Each item of a plan, where it lies, and a view of its values in the file."""
@@ -332,29 +328,6 @@ class SavedTensors(StorageReader):
             finally:
                 with contextlib.suppress(BufferError):  # an error holds a view: it goes with the error
                     data.close()
-
-    # --- what a storage reader of torch has, beside -----------------------------------------------------------
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """It reads one checkpoint."""
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """All tensors, for `torch.distributed.checkpoint.load(state, storage_reader=...)`."""
-        return self._metadata_of(self._told.keys())
-
-    def set_up_storage_reader(self, *_: Any, **__: Any) -> None:
-        """Nothing is kept open."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Whether it may be a folder."""
-        return isinstance(checkpoint_id, (str, Path))
 
 
 def _identity(facts: os.stat_result) -> tuple[int, ...]:

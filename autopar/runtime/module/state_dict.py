@@ -183,9 +183,9 @@ class Stateful(nn.Module):
             elif by_itself:
                 whole = state.full_state_dict(own, specs, self._groups)
                 found, refused, now = state_dict_hooks.loaded(self._tree, whole, state_dict, strict)
-                state.load_state_dict(now, own, specs, self._groups)
+                state.load_state_dict(now, own, specs)
             else:
-                found, misfits = state.load_state_dict(state_dict, own, specs, self._groups, self._persistent())
+                found, misfits = state.load_state_dict(state_dict, own, specs, self._persistent())
             if (steps := state.steps_noted(state_dict)) is not None:
                 self.training_steps = steps
             self._finish_loading("load_state_dict")

@@ -283,7 +283,6 @@ def load_state_dict(
     state: Mapping[str, Tensor],
     parameters: Mapping[str, nn.Parameter],
     specs: Iterable[ParameterSpec],
-    groups: Groups,
     buffers: Mapping[str, Tensor] | None = None,
 ) -> tuple[IncompatibleKeys, list[str]]:
     """Copy whole tensors, by original name, into this rank's pieces. Not collective. Returns what was missing and what

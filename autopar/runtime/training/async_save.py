@@ -20,7 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from autopar.runtime.checkpoint.checkpoint_dir import CheckpointDir, read_shown, write_synced
+from autopar.files import write_synced
+from autopar.runtime.checkpoint.checkpoint_dir import CheckpointDir, read_shown
 from autopar.runtime.checkpoint.staging import StagedFile
 from autopar.runtime.checkpoint.tensor_storage import whole_index
 from autopar.runtime.consistency.exit_checks import ask_at_end, no_longer_ask
