@@ -12,16 +12,15 @@ machine; connections between ranks, imports and compiling are no part of them.
 from __future__ import annotations
 
 import itertools
-import json
 import os
-import queue
+import pickle
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -98,28 +97,21 @@ def simulate_start(mesh: str | Mapping[str, int], ranks: int = 3) -> StartReport
         raise ValueError(
             f"simulate_start: needs a mesh of two ranks or more, found {made}; say how many, such as dp=64"
         )
-    code = f"from {__name__} import tell; tell({str(made)!r}, {ranks})"
+    code = f"from {__name__} import send; send({str(made)!r}, {ranks})"
     environment = {k: v for k, v in os.environ.items() if k not in _LAUNCHED}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise RuntimeError(f"simulate_start: the simulation failed\n{done.stderr[-3000:]}")
-    return _read(done.stdout.splitlines()[-1])
+    found: StartReport = pickle.loads(bytes.fromhex(done.stdout.split()[-1]))
+    return found
 
 
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def tell(mesh: str, ranks: int) -> None:
-    """Print the report of a simulation in this process, which must not be part of any world, as JSON."""
-    print(json.dumps(asdict(simulate_here(Mesh.parse(mesh), ranks))))
-
-
-def _read(text: str) -> StartReport:
-    told = json.loads(text)
-    mesh = Mesh(tuple((name, size) for name, size in told["mesh"]["axes"]))
-    steps = tuple(Questions(**step) for step in told["steps"])
-    agreement, parallelize, beat = (Questions(**told[name]) for name in ("agreement", "parallelize", "beat"))
-    return StartReport(mesh, told["groups"], told["group_seconds"], agreement, parallelize, steps, beat)
+def send(mesh: str, ranks: int) -> None:
+    """The report of a simulation in this process, which must not be part of any world, to the process that waits."""
+    print(pickle.dumps(simulate_here(Mesh.parse(mesh), ranks)).hex())
 
 
 def simulate_here(mesh: Mesh, ranks: int) -> StartReport:
@@ -136,7 +128,7 @@ def simulate_here(mesh: Mesh, ranks: int) -> StartReport:
 def _one(mesh: Mesh, rank: int, store: dist.Store) -> StartReport:
     dist.init_process_group(fake_backend(), rank=rank, world_size=mesh.world_size, store=store)
     try:
-        with crowd_of(default_store(), rank, mesh.world_size) as crowd:
+        with closing(Crowd(default_store(), rank, mesh.world_size)) as crowd:
             report = _measured(mesh, crowd)
             errors.close()
             return report
@@ -154,7 +146,7 @@ def _measured(mesh: Mesh, crowd: Crowd) -> StartReport:
     parallelize = crowd.asked(lambda: _as_parallelize(groups))
     agreement = crowd.asked(lambda: agree_on(groups, [_claim(groups, "x")], "one question"))
     steps = tuple(crowd.asked(lambda: _step(groups)) for _ in range(6))
-    beat = crowd.asked(lambda: board().line.ask(_heart(groups).look))
+    beat = crowd.asked(lambda: board().line.ask(_heart().look))
     return StartReport(mesh, group_count(), seconds, agreement, parallelize, steps, beat)
 
 
@@ -188,7 +180,7 @@ def _step(groups: Groups) -> None:
     agree_on_arguments(groups, "clip_grad_norm_", {"max_norm": 1.0}, ("weight",))
 
 
-def _heart(groups: Groups) -> Heartbeat:
+def _heart() -> Heartbeat:
     """The beat of this rank's board, which its own thread makes otherwise."""
     found = board().heartbeat
     assert found is not None, "a world of more than one rank beats"
@@ -199,23 +191,15 @@ def _heart(groups: Groups) -> Heartbeat:
 
 
 class Crowd:
-    """All ranks but one: repeats what that one asks."""
+    """All ranks but one: repeats what that one asks, on threads with a connection each."""
 
     def __init__(self, store: dist.Store, rank: int, world: int) -> None:
-        self._store, self._rank, self._world = store, rank, world
         others = [r for r in range(world) if r != rank]
-        self._shares = [others[i::THREADS] for i in range(min(THREADS, len(others)))]
-        self._queues: list[queue.SimpleQueue[tuple[str, tuple[Any, ...]] | None]] = [
-            queue.SimpleQueue() for _ in self._shares
-        ]
-        self._left, self._idle, self._errors = 0, threading.Condition(), list[BaseException]()
+        self._rank, self._shares = rank, [others[i::THREADS] for i in range(min(THREADS, len(others)))]
+        self._threads = [ThreadPoolExecutor(1) for _ in self._shares]  # each asks in order, by a client of its own
+        self._clients = [thread.submit(own_client, store) for thread in self._threads]
+        self._asking: list[Future[None]] = []
         self.count = self.nbytes = 0
-        self._threads = [
-            threading.Thread(target=self._work, args=pair, daemon=True)
-            for pair in zip(self._queues, self._shares, strict=True)
-        ]
-        for thread in self._threads:
-            thread.start()
 
     def connect(self, store: dist.Store) -> Any:
         """The client of the rank that really runs."""
@@ -226,50 +210,32 @@ class Crowd:
         self.count += 1
         texts = [text for arg in args for text in (arg if isinstance(arg, list) else [arg])]
         self.nbytes += sum(len(text) if isinstance(text, str) else 8 for text in texts)
-        with self._idle:  # no rank asks before it has the last answer
-            self._idle.wait_for(lambda: not self._left, TIMEOUT)
-            self._left += len(self._queues)
-        for each in self._queues:
-            each.put((name, args))
+        self._wait()  # no rank asks before it has the last answer
+        self._asking = [
+            thread.submit(self._ask, client, name, args, ranks)
+            for thread, client, ranks in zip(self._threads, self._clients, self._shares, strict=True)
+        ]
 
     def asked(self, call: Callable[[], Any]) -> Questions:
         """Of a call; it is over when all ranks have asked."""
         count, nbytes, start = self.count, self.nbytes, time.perf_counter()
         call()
-        with self._idle:
-            self._idle.wait_for(lambda: not self._left, TIMEOUT)
-        if self._errors:
-            raise self._errors[0]
+        self._wait()
         return Questions(self.count - count, self.nbytes - nbytes, time.perf_counter() - start)
 
     def close(self) -> None:
         """End the threads."""
-        for each in self._queues:
-            each.put(None)
         for thread in self._threads:
-            thread.join(TIMEOUT)
+            thread.shutdown()
 
-    def _work(self, questions: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | None], ranks: list[int]) -> None:
-        client = own_client(self._store)
-        while (question := questions.get()) is not None:
-            try:
-                for rank in ranks:
-                    ask_as(client, *question, self._rank, rank)
-            except BaseException as error:  # the rank that really runs raises it
-                self._errors.append(error)
-            with self._idle:
-                self._left -= 1
-                self._idle.notify_all()
+    def _ask(self, client: Future[dist.Store], name: str, args: tuple[Any, ...], ranks: list[int]) -> None:
+        for rank in ranks:
+            ask_as(client.result(), name, args, self._rank, rank)
 
-
-@contextmanager
-def crowd_of(store: dist.Store, rank: int, world: int) -> Iterator[Crowd]:
-    """All ranks of a world but one."""
-    crowd = Crowd(store, rank, world)
-    try:
-        yield crowd
-    finally:
-        crowd.close()
+    def _wait(self) -> None:
+        for one in self._asking:
+            one.result(TIMEOUT)
+        self._asking = []
 
 
 def ask_as(client: dist.Store, name: str, args: tuple[Any, ...], leader: int, rank: int) -> None:
