@@ -300,9 +300,7 @@ class _Loading:
             self._states = [names_with_values(decoded(tree, saved.tensor)) for tree in self._scheduler_states]
             states: Mapping[str, Any] = self.mark.get("extra_states", {})
             self._extra_states = {path: decoded(tree, saved.tensor) for path, tree in states.items()}
-            self._plans = saved.plans(self._targets)
-            for plan, _ in self._plans:
-                saved.check_data(plan)
+            saved.check_data(self._targets)
 
     def give_states(self) -> None:
         """To schedulers, the user's objects and modules with a state beside tensors. Raises whatever they do."""
@@ -330,8 +328,7 @@ class _Loading:
     def fill(self) -> None:
         """Parameters, buffers and averages, in place."""
         with _in_words(f"{self._saved.folder} is damaged"):
-            for plan, planner in self._plans:
-                self._saved.read_data(plan, planner)
+            self._saved.read(self._targets)
 
     def put(self) -> None:
         """What was read beside into its place."""
