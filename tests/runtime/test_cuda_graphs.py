@@ -30,7 +30,7 @@ BATCHES: dict[Any, Callable[..., dict[str, Tensor]]] = {Net: numbers, Normed: im
 
 
 class PlayedGraph:
-    """`cuda_graphs.StepRecorder` on the CPU."""
+    """`cuda_graphs.CudaGraph` on the CPU."""
 
     made: ClassVar[list[PlayedGraph]] = []
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,14 +37,9 @@ def to_rows(x: Tensor, dim: int, blocks: Sequence[int], ranks: int) -> Tensor:
     apart = x.unflatten(dim, (times, size // times))
     if len(pattern) == 1:
         return _dealt(apart, dim + 1, pattern[0], ranks).flatten(dim + 1, dim + 2).contiguous()
-    shape = list(apart.shape)
-    shape[dim + 1] //= ranks
-    rows, start = x.new_empty([ranks, *shape]), 0
-    for block, part in zip(pattern, apart.split([abs(b) for b in pattern], dim + 1)):
-        length = abs(block) // ranks
-        rows.narrow(dim + 2, start, length).copy_(_dealt(part, dim + 1, block, ranks))
-        start += length
-    return rows.flatten(dim + 1, dim + 2)
+    parts = zip(pattern, apart.split([abs(b) for b in pattern], dim + 1))
+    rows = torch.cat([_dealt(part, dim + 1, block, ranks) for block, part in parts], dim + 2)
+    return rows.contiguous().flatten(dim + 1, dim + 2)
 
 
 def from_rows(rows: Tensor, dim: int, blocks: Sequence[int]) -> Tensor:
@@ -54,13 +49,13 @@ def from_rows(rows: Tensor, dim: int, blocks: Sequence[int]) -> Tensor:
     apart = rows.unflatten(dim + 1, (times, size // ranks // times))
     if len(pattern) == 1:
         # [n, .., k, b, ..] -> [.., k, n, b, ..] -> [.., k*n*b, ..]
-        return _in_order(apart, pattern[0]).movedim(0, dim + 1).flatten(dim, dim + 2).contiguous()
+        return in_order(apart, pattern[0]).movedim(0, dim + 1).flatten(dim, dim + 2).contiguous()
     shape = list(apart.shape[1:])
     shape[dim + 1] = size // times
     whole = rows.new_empty(shape)
     parts = apart.split([abs(b) // ranks for b in pattern], dim + 2)
     for block, part, target in zip(pattern, parts, whole.split([abs(b) for b in pattern], dim + 1)):
-        target.unflatten(dim + 1, (ranks, abs(block) // ranks)).movedim(dim + 1, 0).copy_(_in_order(part, block))
+        target.unflatten(dim + 1, (ranks, abs(block) // ranks)).movedim(dim + 1, 0).copy_(in_order(part, block))
     return whole.flatten(dim, dim + 1)
 
 
@@ -78,10 +73,10 @@ def _pattern(blocks: Sequence[int], size: int) -> tuple[int, tuple[int, ...]]:
 
 def _dealt(x: Tensor, dim: int, block: int, ranks: int) -> Tensor:
     """[.., b, ..] -> [ranks, .., b/ranks, ..], a view unless the block is dealt backwards."""
-    return _in_order(x.unflatten(dim, (ranks, abs(block) // ranks)).movedim(dim, 0), block)
+    return in_order(x.unflatten(dim, (ranks, abs(block) // ranks)).movedim(dim, 0), block)
 
 
-def _in_order(pieces: Tensor, block: int) -> Tensor:
+def in_order(pieces: Tensor, block: int) -> Tensor:
     """Between the order of the pieces (dim 0) in a block and that of the ranks which hold them, both ways."""
     return pieces if block > 0 else pieces.flip(0)
 
@@ -129,17 +124,11 @@ def traffic_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype, ranks: int
     return factor * local * (ranks - 1) // ranks
 
 
-class Work(Protocol):
-    """What torch.distributed returns for an asynchronous collective."""
-
-    def wait(self) -> Any: ...
-
-
 @dataclass
 class PendingCollective:
     """A collective on its way: ``done(buffer)`` is the result once ``work`` has finished."""
 
-    work: Work
+    work: dist.Work
     buffer: Tensor
     done: Callable[[Tensor], Tensor] | None
     collective: Collective

@@ -29,7 +29,7 @@ from autopar.attention.operator import HOW
 from autopar.ir.graph import copy_graph
 from autopar.ops.mask_spec import FACTS
 from autopar.runtime.comm import collectives
-from autopar.runtime.comm.collectives import Ledger, Traffic, Work, add_ledgers, finish, traffic_of
+from autopar.runtime.comm.collectives import Ledger, Traffic, add_ledgers, finish, traffic_of
 from autopar.runtime.fault.errors import explained
 from autopar.runtime.fault.nccl_errors import started
 from autopar.runtime.mesh.process_groups import Groups
@@ -63,7 +63,7 @@ class AxisComm:
         came = [torch.empty(like.shape, dtype=like.dtype, device=self._groups.device) for like in likes]
         peers = {word: self._ranks[peer] for word, peer in (("to", target), ("from", source)) if peer >= 0}
         text = " ".join([f'"{what}" {way}', *(f"{word} rank {rank}" for word, rank in peers.items())])
-        works: list[Work] = []
+        works: list[dist.Work] = []
         if sent or came:
             started(self._words, text)
             with self._explained(text, list(peers.values())):

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from autopar.runtime.comm.collectives import Ledger, Traffic, Work
+from autopar.runtime.comm.collectives import Ledger, Traffic
 from autopar.runtime.fault.errors import CollectiveError, board
 from autopar.runtime.fault.nccl_errors import started
 from autopar.runtime.mesh.process_groups import Groups
@@ -38,7 +39,7 @@ class PendingTransfer:
 
     action: Action
     peer: int
-    works: list[Work]
+    works: list[dist.Work]
     tensors: list[Tensor]
 
 
@@ -156,7 +157,7 @@ class Channels:
         return f"{action} (pipeline, waits for rank {self._ranks[peer]})"
 
 
-def _begun(work: Work | None) -> Work:
+def _begun(work: dist.Work | None) -> dist.Work:
     assert work is not None, "a member of the group gets a handle"
     return work
 

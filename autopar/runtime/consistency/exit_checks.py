@@ -10,34 +10,25 @@ import atexit
 import functools
 import json
 import sys
-from typing import Any, Protocol
+from typing import Any
 
 from autopar.runtime.consistency.rank_checks import RankCheck
 from autopar.runtime.fault import errors
 from autopar.runtime.mesh.process_groups import Groups
 
-
-class _Asked(Protocol):
-    def last_words(self) -> str: ...
-
-
-_asked: dict[int, _Asked] = {}  # which may be all that is left of a model
+_register = functools.cache(atexit.register)
+_asked: dict[int, Any] = {}  # which may be all that is left of a model
 
 
-def ask_at_end(watch: _Asked) -> None:
+def ask_at_end(watch: Any) -> None:
     """It has something to say."""
     _asked[id(watch)] = watch
-    _register()
+    _register(_say)  # behind the board of failures: handlers run last in, first out
 
 
-def no_longer_ask(watch: _Asked) -> None:
+def no_longer_ask(watch: Any) -> None:
     """It has nothing to say."""
     _asked.pop(id(watch), None)
-
-
-@functools.cache
-def _register() -> None:
-    atexit.register(_say)  # handlers run last in, first out: before the board of failures closes
 
 
 def found_at_end() -> str:

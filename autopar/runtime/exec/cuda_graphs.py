@@ -22,7 +22,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -74,25 +74,15 @@ UNRECORDABLE = {
 T = TypeVar("T")
 
 
-class StepRecorder(Protocol):
-    """What CUDA does; tests have one of their own."""
-
-    def record(self, run: Callable[[], T]) -> T:
-        """What ``run`` returns, whose values are there after `replay`."""
-
-    def replay(self) -> None:
-        """Run once more what was recorded."""
-
-
 class CudaGraph:
-    """`torch.cuda.CUDAGraph`."""
+    """`torch.cuda.CUDAGraph`; tests have one of their own."""
 
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
 
     def record(self, run: Callable[[], T]) -> T:
-        """Raises what ``run`` raises, and RuntimeError for what CUDA does not record. Other threads may go on asking
-        CUDA for events, as torch's watchdog does."""
+        """What ``run`` returns, whose values are there after `replay`. Raises what ``run`` raises, and RuntimeError for
+        what CUDA does not record. Other threads may go on asking CUDA for events, as torch's watchdog does."""
         with torch.cuda.graph(self._graph, pool=_pool(), capture_error_mode="thread_local"):
             return run()
 
@@ -135,12 +125,12 @@ class RecordedStep:
         *,
         reason: str = "",
         world: bool = False,
-        make: Callable[[], StepRecorder] = CudaGraph,
+        make: Callable[[], CudaGraph] = CudaGraph,
     ) -> None:
         self._run, self._traffic_of_run, self._make, self._world = run, traffic, make, world
         self._fixed, self._given = fixed, given
         self._calls = self._records = self._replays = 0
-        self._graph: StepRecorder | None = None
+        self._graph: CudaGraph | None = None
         self._places: list[int] = []
         self._inputs: list[Tensor] = []
         self._result = Result([], {})

@@ -41,7 +41,7 @@ from autopar.runtime.exec.instructions import Entry, Program
 from autopar.runtime.exec.lowering import BACKENDS, Lowered, bind
 from autopar.runtime.exec.module_profiling import ModuleProfile, Span, watched_modules
 from autopar.runtime.exec.overlapped_fb import OverlappedEntries, with_cells
-from autopar.runtime.exec.program import make_program
+from autopar.runtime.exec.program import ProgramBuilder
 from autopar.runtime.exec.slots import Routes, unit_of
 from autopar.runtime.exec.step_fingerprint import axes_of_step
 from autopar.runtime.exec.step_inputs import SCALE, StepInputs
@@ -127,10 +127,10 @@ class Executor:
         self._exchange = StageExchange(compiled, self.order, groups)
         self.trained = self._exchange.trained
         groups.warm_up({*axes, *self._exchange.axes})
-        self.program: Program = make_program(
+        self.program: Program = ProgramBuilder(
             pipeline, self.order, groups.coordinate.get(AXIS, 0), self._bind, self.feed, self.channels, groups.device,
             compiled.prologue, self._exchange.results, compiled.plan.options.precision, self._exchange.totals,
-        )  # fmt: skip
+        ).program()  # fmt: skip
         whole = {name: self.feed.taken_whole(name) for _, name, _ in self.program.loads}
         self._whole_loads = [(slot, whole[name]) for slot, name, _ in self.program.loads if whole[name]]
         self._made_loads = [load for load in self.program.loads if not whole[load[1]]]

@@ -181,21 +181,11 @@ def cast_rows(dim: int, start: int, length: int, dtype: torch.dtype) -> Callable
     return cut
 
 
-def write_rows(dim: int, start: int, length: int) -> Callable[[list[Any]], list[Tensor]]:
-    """Takes (buffer, piece): writes the piece into the buffer."""
+def change_rows(change: str, dim: int, start: int, length: int) -> Callable[[list[Any]], list[Tensor]]:
+    """Takes (buffer, piece): the rows of the buffer are ``change``d by the piece, "copy_" or "add_"."""
 
-    def write(values: list[Any]) -> list[Tensor]:
-        values[0].narrow(dim, start, length).copy_(values[1])
+    def run(values: list[Any]) -> list[Tensor]:
+        getattr(values[0].narrow(dim, start, length), change)(values[1])
         return []
 
-    return write
-
-
-def add_rows(dim: int, start: int, length: int) -> Callable[[list[Any]], list[Tensor]]:
-    """Takes (buffer, piece): adds the piece to the buffer."""
-
-    def add(values: list[Any]) -> list[Tensor]:
-        values[0].narrow(dim, start, length).add_(values[1])
-        return []
-
-    return add
+    return run

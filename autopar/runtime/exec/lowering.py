@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -34,7 +34,7 @@ from autopar.ops.traits import COLLECTIVES, COPIES, LOCAL
 from autopar.runtime.comm import collectives as comm
 from autopar.runtime.comm.collectives import Ledger, Traffic, finish, traffic_of
 from autopar.runtime.comm.context_parallel_comm import OPERATORS, Comms
-from autopar.runtime.comm.functional_collectives import Collectives, finish_with, functional_call
+from autopar.runtime.comm.functional_collectives import finish_with, functional_call
 from autopar.runtime.exec.module_profiling import is_watched, left_after, watched_code
 from autopar.runtime.exec.value_checks import operator_explained
 from autopar.runtime.mesh.host_copies import OffloadBuffers
@@ -113,6 +113,9 @@ def drained(steps: Callable[[list[Any]], Steps]) -> Callable[[list[Any]], Any]:
 
     return run
 
+
+if TYPE_CHECKING:
+    from autopar.adapters.inductor import Functional
 
 ours = torch.ops.autopar
 
@@ -238,23 +241,7 @@ def named_arguments(node: Node) -> dict[str, Any]:
 # --- starts and waits --------------------------------------------------------------------------------
 
 
-class _Calls(Protocol):
-    """What the nodes of a lowered graph call."""
-
-    def start(self, node: Node) -> Callable[..., Any]:
-        """Of a collective or copy: takes its tensors, returns what ``finish`` takes."""
-
-    def finish(self, node: Node) -> Callable[[Any], Any]:
-        """Waits for what was started."""
-
-    def local(self, node: Node) -> Callable[..., Any]:
-        """Of a rank's slice or padding: takes its tensor."""
-
-    def other(self, node: Node, new: Node) -> None:
-        """Set the target of a copied node."""
-
-
-def _lower(gm: GraphModule, calls: _Calls, pauses: str = "") -> GraphModule:
+def _lower(gm: GraphModule, calls: _Traced | _Eager, pauses: str = "") -> GraphModule:
     graph, waits = Graph(), WaitPlaces(gm)
     new: dict[Node, Node] = {}
 
@@ -301,14 +288,18 @@ class _BoxedCode(CodeGen):
 
 
 class _Traced:
-    """For a compiler: functional collectives, operators as they are."""
+    """What the nodes of a graph for a compiler call: functional collectives, operators as they are.
 
-    def __init__(self, collectives: Collectives, device: torch.device) -> None:
+    start: of a collective or copy, takes its tensors and returns what ``finish`` takes. local: of a rank's slice or
+    padding. other: sets the target of a copied node.
+    """
+
+    def __init__(self, collectives: Functional, device: torch.device) -> None:
         self._collectives, self._device = collectives, device
         self._finish = finish_with(collectives)
 
     def finish(self, node: Node) -> Callable[[Any], Any]:
-        return as_it_is if node.target in COPIES else self._finish
+        return (lambda x: x) if node.target in COPIES else self._finish
 
     def start(self, node: Node) -> Callable[..., Any]:
         if node.target is ours.from_host.default:
@@ -325,7 +316,7 @@ class _Traced:
 
 
 class _Eager:
-    """For a run operator by operator."""
+    """What those of a graph call that runs operator by operator; as `_Traced`."""
 
     def __init__(self, groups: Groups, comms: Comms) -> None:
         self._groups, self._comms = groups, comms
@@ -371,11 +362,6 @@ def _local_of(node: Node, groups: Groups) -> Callable[..., Any]:
     if any(user.op == "output" for user in node.users):
         return lambda_named("own_slice", lambda x: take(x).clone())  # an output owns its storage
     return take
-
-
-def as_it_is(x: Any) -> Any:
-    """The identity."""
-    return x
 
 
 def lambda_named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from autopar.ir.graph import outputs, placeholders
-from autopar.precision import PRECISIONS, Precision
+from autopar.precision import Precision
 from autopar.runtime.comm.p2p import Channels
 from autopar.runtime.exec.global_statistics import StatisticsProgram
 from autopar.runtime.exec.instructions import (
@@ -27,13 +27,12 @@ from autopar.runtime.exec.instructions import (
     Instruction,
     Program,
     accumulate,
-    add_rows,
     cast_rows,
+    change_rows,
     filled,
     finish_sums,
     rows,
     total,
-    write_rows,
 )
 from autopar.runtime.exec.lowering import Lowered
 from autopar.runtime.exec.slots import Unit, Values, unit_of
@@ -48,39 +47,28 @@ from autopar.steps.value_names import grad, is_a, of
 Bind = Callable[[StepGraph], Lowered]
 
 
-def make_program(
-    pipeline: Pipeline,
-    order: Order,
-    rank: int,
-    bind: Bind,
-    feed: StepInputs,
-    channels: Channels,
-    device: torch.device,
-    prologue: Prologue | None = None,
-    results: Collection[str] = (),
-    precision: Precision = PRECISIONS["none"],
-    share: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None,
-) -> Program:
+class ProgramBuilder:
     """``order``: lowered, without empty transfers. ``rank``: coordinate on the pp axis. ``bind``: makes a graph
     runnable. ``results``: outputs of F to keep, of the last micro-batch. ``precision``: says what gradients of
     micro-batches are added up in. ``share``: sums values over stages, where there are some."""
-    values = Values(pipeline, order, rank, feed, prologue)
-    return _Builder(values, bind, channels, device, results, precision, share).program()
 
-
-class _Builder:
     def __init__(
         self,
-        values: Values,
+        pipeline: Pipeline,
+        order: Order,
+        rank: int,
         bind: Bind,
+        feed: StepInputs,
         channels: Channels,
         device: torch.device,
+        prologue: Prologue | None,
         results: Collection[str],
         precision: Precision,
         share: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None,
     ) -> None:
+        self.values = values = Values(pipeline, order, rank, feed, prologue)
         self.ahead = StatisticsProgram(values, channels, device, self.run, share)
-        self.values, self.channels, self.device, self.precision = values, channels, device, precision
+        self.channels, self.device, self.precision = channels, device, precision
         self.slot, self.part, self.routes, self.order = values.slot, values.part, values.routes, values.order
         self._bind = bind
         self.bound: dict[int, Lowered] = {}
@@ -194,7 +182,7 @@ class _Builder:
         else:
             self.run_unit(entry, part.forward, unit)
         for cache in part.caches:
-            write = write_rows(cache.dim, *self.values.slice(action.slice))
+            write = change_rows("copy_", cache.dim, *self.values.slice(action.slice))
             buffer, own = self._buffer(entry, unit, cache), self.slot("unit", *unit, cache.own)
             entry.does.append(Instruction(write, [buffer, own]))
         for name in part.losses:
@@ -283,7 +271,7 @@ class _Builder:
             name, start = grad(cache.past), self.values.slice(unit[2])[0]
             if name in graph.outputs and start:
                 reads = [self._buffer(entry, unit, cache, gradient=True), self.slot("unit", *unit, name)]
-                entry.does.append(Instruction(add_rows(cache.dim, 0, start), reads))
+                entry.does.append(Instruction(change_rows("add_", cache.dim, 0, start), reads))
         names = [n for n in self.routes.parameter_gradients(self.order.part_of(unit[0])) if n in graph.outputs]
         if names:
             alone = {graph.outputs[i] for i in graph.graph.meta.get("owned", ())}
