@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from autopar.adapters.dtensor import local_of
 from autopar.runtime.checkpoint.json_tree import decoded, encoded, names_with_values
 from autopar.runtime.optim.cpu_offload import OffloadedStates
-from autopar.runtime.optim.step_hooks import WHOLE
+from autopar.runtime.optim.step_hooks import needs_whole
 from autopar.runtime.params.dtensor_layout import is_apart, laid_out
 from autopar.runtime.params.parameters import is_alike
 from autopar.runtime.params.sharded_tensor import ShardedTensor
@@ -59,7 +59,7 @@ def options_of(optimizer: Optimizer, put: Callable[[str, Tensor], Any], at: str)
 
 def states_of(optimizer: Optimizer, own: Mapping[str, nn.Parameter], put: Put, at: str) -> dict[str, Any]:
     """Name of each parameter that has a state -> its tree. Raises ValueError for what cannot be saved."""
-    whole, found = _is_whole(optimizer), {}
+    whole, found = needs_whole(optimizer), {}
     for name, p in own.items():
         if state := optimizer.state.get(p):
 
@@ -69,10 +69,6 @@ def states_of(optimizer: Optimizer, own: Mapping[str, nn.Parameter], put: Put, a
 
             found[name] = encoded(state, note, f"{at}.state.{name}")
     return found
-
-
-def _is_whole(optimizer: Optimizer) -> bool:
-    return bool({cls.__name__ for cls in type(optimizer).__mro__} & WHOLE)
 
 
 def _layout(x: Tensor, p: nn.Parameter, whole: bool, key: str) -> tuple[str, Tensor]:

@@ -131,14 +131,11 @@ class StagedFile:
                 finally:
                     slots.give(slot)
         finally:
-            self._drain(slots)
+            while self._broken and (left := self._filled.get()) is not None:
+                slots.give(left[0])
             copies.join()
         if self._error is not None:
             raise self._error
-
-    def _drain(self, slots: Slots) -> None:
-        while self._broken and (found := self._filled.get()) is not None:
-            slots.give(found[0])
 
     def _copy_all(self, slots: Slots) -> None:
         """On a thread of its own: pieces into slots, slots to the writer; None at the end."""

@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar.adapters.autograd import version_of
-from autopar.adapters.dtensor import local_of
 from autopar.runtime.checkpoint.storage_layout import (
     SAFETENSORS,
     SavedPiece,
@@ -40,6 +39,7 @@ from autopar.runtime.checkpoint.storage_layout import (
 )
 from autopar.runtime.fault.error_propagation import CheckpointError
 from autopar.runtime.mesh.process_groups import Groups
+from autopar.runtime.params.dtensor_layout import as_local
 from autopar.runtime.params.sharded_tensor import ShardedTensor
 from autopar.runtime.params.shards import ShardRange
 
@@ -72,11 +72,6 @@ class Piece:
         return version_of(self.source) != self.version
 
 
-def held_bytes(x: Tensor) -> int:
-    """Of what this rank holds of it."""
-    return (local_of(x) if isinstance(x, DTensor) else x).nbytes
-
-
 def written_here(entries: Iterable[TensorToSave], groups: Groups) -> list[TensorToSave]:
     """Those that this rank writes. Ranks that hold the same pieces come to the same division without asking: from the
     largest to the smallest, each goes to the replica that has least so far."""
@@ -86,12 +81,12 @@ def written_here(entries: Iterable[TensorToSave], groups: Groups) -> list[Tensor
     load = torch.zeros([groups.mesh.size(axis) for axis in axes], dtype=torch.int64)
     here = [groups.coordinate[axis] for axis in axes]
     mine = [e for e in entries if e.stage is None]
-    for entry in sorted(shared, key=lambda e: (-held_bytes(e.tensor), e.key)):
+    for entry in sorted(shared, key=lambda e: (-as_local(e.tensor).nbytes, e.key)):
         cut = [i for i, axis in enumerate(axes) if axis in entry.cut]
         per_replica = load.sum(cut) if cut else load
         chosen = iter(torch.unravel_index(per_replica.argmin(), per_replica.shape))
         place = [slice(None) if i in cut else int(next(chosen)) for i in range(len(axes))]
-        load[tuple(place)] += held_bytes(entry.tensor)
+        load[tuple(place)] += as_local(entry.tensor).nbytes
         if all(at == slice(None) or at == mine_at for at, mine_at in zip(place, here, strict=True)):
             mine.append(entry)
     return mine
@@ -102,7 +97,7 @@ def pieces_of(entries: Sequence[TensorToSave]) -> list[Piece]:
     found = []
     for entry in entries:
         whole = entry.tensor.detach()
-        source = local_of(whole) if isinstance(whole, DTensor) else whole
+        source = as_local(whole)
         found += [
             Piece(entry.key, tuple(whole.shape), box.start, box.of_local(source), source, version_of(source))
             for box in _boxes_of(whole)
@@ -250,7 +245,7 @@ class SavedTensors:
             self.check([key])
             if tuple(x.shape) != self.shapes[key]:
                 raise ValueError(f"{key} has shape {self.shapes[key]}, needs {tuple(x.shape)}")
-            local = (local_of(x) if isinstance(x, DTensor) else x).detach()
+            local = as_local(x).detach()
             for box, piece in itertools.product(_boxes_of(x), self._pieces[key]):
                 if (part := _common(box, piece)) is not None:
                     target = replace(part, local=_shifted(part.start, box.start, box.local)).of_local(local)

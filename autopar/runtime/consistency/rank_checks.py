@@ -182,17 +182,13 @@ def _all_come(groups: Groups, what: str, found: Callable[[int], str] = lambda _:
     try:
         yield
     except GoneOn as gone:
-        text = (
+        text = found(gone.rank) or (
             f"agree: all ranks must take the same steps, found {what} on rank {groups.rank}, while rank {gone.rank} "
             "went on with what it did before; run the same program on every rank"
         )
-        raise _ended(groups, found(gone.rank) or text) from None
-
-
-def _ended(groups: Groups, text: str) -> ValueError:
-    with contextlib.suppress(StoreError):
-        board().give_verdict(f"rank {groups.rank} failed: ValueError: {text}"[:500])
-    return ValueError(text)
+        with contextlib.suppress(StoreError):
+            board().give_verdict(f"rank {groups.rank} failed: ValueError: {text}"[:500])
+        raise ValueError(text) from None
 
 
 def agree_on(

@@ -379,13 +379,8 @@ def _told(found: list[Tensor]) -> Iterator[None]:
 T = TypeVar("T")
 
 
-def is_drawn(coordinate: Mapping[str, int]) -> bool:
-    """Whether a rank is the one that is shown of its stage: its other coordinates are 0."""
-    return not any(i for axis, i in coordinate.items() if axis != AXIS)
-
-
 def per_rank(recorded: Iterable[tuple[Mapping[str, int], T]]) -> list[T]:
-    """What to draw of what all ranks of the world recorded, as (coordinate on the mesh, what) pairs: by coordinate on
-    pp."""
-    first = {where.get(AXIS, 0): what for where, what in recorded if is_drawn(where)}
+    """What to draw of what all ranks of the world recorded, as (coordinate on the mesh, what) pairs: that of the first
+    rank of each stage."""
+    first = {at.get(AXIS, 0): what for at, what in recorded if not any(i for axis, i in at.items() if axis != AXIS)}
     return [first[i] for i in sorted(first)]

@@ -90,16 +90,6 @@ def pause_here() -> None:
     """Stands in a lowered graph where its code pauses."""
 
 
-def pauses_in(graph: Graph) -> int:
-    """How often the code of a lowered graph pauses."""
-    return sum(node.op == "call_function" and node.target is pause_here for node in graph.nodes)
-
-
-def make_generator(graph: Graph) -> None:
-    """The code of a lowered graph yields where it is marked."""
-    graph.on_generate_code(lambda _: lambda lines: [_MARK.sub("yield", line) for line in lines])
-
-
 def drained(steps: Callable[[list[Any]], Steps]) -> Callable[[list[Any]], Any]:
     """Runs through."""
 
@@ -197,7 +187,7 @@ def bind(
         run, made = compile_step(explicit, groups.device, given)
         return Lowered(run, traffic, gm.code, comms, made=made)
     lowered = _lower(gm, _Eager(groups, comms), pauses)
-    if not pauses_in(lowered.graph):
+    if all(node.target is not pause_here for node in lowered.graph.nodes):
         return Lowered(lowered.forward, traffic, lowered.code, comms, lowered)
     return Lowered(drained(lowered.forward), traffic, lowered.code, comms, lowered, paused=lowered.forward)
 
@@ -270,7 +260,7 @@ def _lower(gm: GraphModule, calls: _Traced | _Eager, pauses: str = "") -> GraphM
             if node.op == "placeholder":
                 new[node].target = new[node].name  # else generated code renames arguments one by one, over each other
     graph.set_codegen(_BoxedCode())
-    make_generator(graph)
+    graph.on_generate_code(lambda _: lambda lines: [_MARK.sub("yield", line) for line in lines])
     graph.lint()
     return GraphModule(gm, graph)
 

@@ -156,7 +156,7 @@ class ValueChecks:
 
     def said_once(self, text: str, step: int) -> None:
         """Warn of a step, the first time only."""
-        if text not in self._said and self._is_first():
+        if text not in self._said and self.groups.is_first_of_stage:
             warnings.warn(f"step {step}: {text}", stacklevel=3)
         self._said.add(text)
 
@@ -166,6 +166,3 @@ class ValueChecks:
             raise ValueError(f"step {step}: {problem}; correct the batch")
         if problem:
             self.said_once(problem, step)
-
-    def _is_first(self) -> bool:
-        return all(index == 0 for axis, index in self.groups.coordinate.items() if axis != "pp")

@@ -319,14 +319,10 @@ def _wider(x: Tensor, dim: int, size: int, value: float) -> Tensor:
 def _trimmed(x: Any, rows: int, padded_rows: int, lengths: Mapping[int, int]) -> Any:
     if not isinstance(x, Tensor) or x.dim() < 2:
         return x
-    cut = _cut_dims(x)
+    cut = {shard.dim for _, shard in x.cuts} if isinstance(x, ShardedTensor) else set()
     if x.shape[1] in lengths and 1 not in cut:
         x = _narrowed(x, 1, lengths[x.shape[1]])
     return _narrowed(x, 0, rows) if rows < padded_rows else x
-
-
-def _cut_dims(x: Tensor) -> set[int]:
-    return {shard.dim for _, shard in x.cuts} if isinstance(x, ShardedTensor) else set()
 
 
 def _narrowed(x: Tensor, dim: int, size: int) -> Tensor:

@@ -56,7 +56,7 @@ class HostArena:
     def __init__(self, pinned: bool) -> None:
         self._pinned, self._lock = pinned, threading.RLock()
         self._free: dict[int, list[_Buffer]] = {}
-        self._lent: dict[int, _Buffer] = {}  # by address
+        self.lent_out: dict[int, _Buffer] = {}  # by address
         self.lent = self.most = self.held = 0
 
     def like(self, x: Tensor) -> tuple[Tensor, _Buffer]:
@@ -67,19 +67,15 @@ class HostArena:
             buffer = free.pop() if free else self._new(size)
             self.lent += size
             self.most = max(self.most, self.lent)
-            self._lent[buffer.bytes.data_ptr()] = buffer
+            self.lent_out[buffer.bytes.data_ptr()] = buffer
             made = torch.empty(0, dtype=x.dtype)
             made.set_(buffer.bytes.untyped_storage(), 0, x.shape, x.stride())
         weakref.finalize(made, self._give, buffer, size)
         return made, buffer
 
-    def buffer_of(self, x: Tensor) -> _Buffer:
-        """The buffer that a tensor of the arena lies in."""
-        return self._lent[x.untyped_storage().data_ptr()]
-
     def holds(self, x: Tensor) -> bool:
         """Whether a tensor lies in a buffer of the arena."""
-        return x.untyped_storage().data_ptr() in self._lent
+        return x.untyped_storage().data_ptr() in self.lent_out
 
     def _new(self, size: int) -> _Buffer:
         self.held += size
@@ -88,7 +84,7 @@ class HostArena:
     def _give(self, buffer: _Buffer, size: int) -> None:
         with self._lock:
             self.lent -= size
-            del self._lent[buffer.bytes.data_ptr()]
+            del self.lent_out[buffer.bytes.data_ptr()]
             self._free.setdefault(size, []).append(buffer)
 
 
@@ -133,7 +129,7 @@ class OffloadBuffers:
 
     def from_host(self, x: Tensor) -> _HostCopy:
         """Start the way back, into new memory of the stream that computes."""
-        buffer, made = self.arena.buffer_of(x), torch.empty_like(x, device=self._device)
+        buffer, made = self.arena.lent_out[x.untyped_storage().data_ptr()], torch.empty_like(x, device=self._device)
         if self._in is None:
             made.copy_(x)
             return _HostCopy(made, x)

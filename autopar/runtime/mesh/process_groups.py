@@ -93,12 +93,6 @@ def init_mesh(
     return _meshes[key]
 
 
-def _timeout_of(device_mesh: DeviceMesh) -> timedelta:
-    """The timeout that `init_mesh` was given for a mesh; the default for a mesh of the user's."""
-    found = [limit for (_, _, _, limit), mesh in _meshes.items() if mesh is device_mesh]
-    return found[0] if found else time_limit(None)
-
-
 def _init_world(kind: str, timeout: timedelta) -> None:
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     if "RANK" in os.environ:
@@ -223,7 +217,8 @@ class Groups:
         self.coordinate = self.mesh.coordinate(self.rank)
         self.device = choose_device(device_mesh.device_type)
         self._groups: dict[str, dist.ProcessGroup] = {a: device_mesh.get_group(a) for a in self.mesh.sizes}
-        self.timeout = _timeout_of(device_mesh)
+        made = (limit for (_, _, _, limit), mesh in _meshes.items() if mesh is device_mesh)
+        self.timeout = next(made, None) or time_limit(None)  # the default for a mesh of the user's
         check_devices(self.device, self.timeout.total_seconds())
         if self.device.type == "cuda":
             leave_to_us()
@@ -394,6 +389,11 @@ class Groups:
         if names != [name for name in self.mesh.sizes if name in names]:
             raise ValueError(f"groups: join the axes in mesh order ({self.mesh}), found {axis!r}")
         return ",".join(name for name in names if self.mesh.size(name) > 1) or names[0]
+
+    @property
+    def is_first_of_stage(self) -> bool:
+        """Whether this rank's coordinates on all axes but pp are 0."""
+        return not any(i for axis, i in self.coordinate.items() if axis != "pp")
 
     @property
     def world(self) -> str:

@@ -25,7 +25,7 @@ from autopar.plan import Plan
 from autopar.runtime.checkpoint.checkpoint_dir import RunLineage
 from autopar.runtime.comm.collectives import ledger_between, rows_sent
 from autopar.runtime.exec.buffer_updates import plain_buffers
-from autopar.runtime.exec.executor import Executor, is_drawn, per_rank
+from autopar.runtime.exec.executor import Executor, per_rank
 from autopar.runtime.exec.step_inputs import SCALE
 from autopar.runtime.exec.value_checks import ValueChecks
 from autopar.runtime.fault.errors import error_context
@@ -379,7 +379,7 @@ class ParallelModule(ModuleFacade):
             executor.record = False
         found: list[Any] = [None] * self._groups.mesh.world_size
         with error_context("trace"):
-            modules = executor.modules if is_drawn(self._groups.coordinate) else []  # they are many
+            modules = executor.modules if self._groups.is_first_of_stage else []  # they are many
             rows = rows_sent(ledger_between(before, executor.traffic))
             torch.distributed.all_gather_object(found, (self._groups.coordinate, executor.timeline, rows, modules))
             load = {} if self._cache.backend == "cudagraphs" else self.expert_load()

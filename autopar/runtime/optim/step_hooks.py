@@ -99,6 +99,11 @@ WHOLE = {
 }  # fmt: skip
 
 
+def needs_whole(optimizer: Optimizer) -> bool:
+    """Whether it is, or derives from, one of these."""
+    return not WHOLE.isdisjoint(cls.__name__ for cls in type(optimizer).__mro__)
+
+
 @torch.no_grad()
 def step_each(optimizer: Optimizer, is_ours: Callable[[Tensor], bool], hosts: OffloadedStates | None) -> None:
     """Step our parameters one by one, of each the whole as a plain tensor. ``hosts``: where states lie in host
@@ -191,10 +196,9 @@ def _taken_apart(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     ours = [p for group in optimizer.param_groups for p in group["params"] if _is_ours(p)]
     if not ours:
         return None
-    names = {cls.__name__ for cls in type(optimizer).__mro__}
     hosts = OffloadedStates.of(optimizer, ours)
     step: Callable[[], None]
-    if names & WHOLE:
+    if needs_whole(optimizer):
         step = functools.partial(step_each, optimizer, _is_ours, hosts)
     elif hosts is not None:
         step = functools.partial(step_buckets, optimizer, _is_ours, hosts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,11 @@ from autopar.adapters.dtensor import local_of
 from autopar.ir.placement import Shard
 from autopar.runtime.params.sharded_tensor import ShardedTensor
 from autopar.runtime.params.shards import STAGES, Cuts, cuts_of, from_holder
+
+
+def as_local(x: Any) -> Any:
+    """This rank's piece of a DTensor; anything else as it is."""
+    return local_of(x) if isinstance(x, DTensor) else x
 
 
 def is_here(x: Tensor) -> bool:

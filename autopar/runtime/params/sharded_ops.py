@@ -25,7 +25,7 @@ from autopar.adapters.dtensor import local_of, reform
 from autopar.adapters.operators import OpOverload, changes_form, writes_to
 from autopar.ops.traits import PERMUTED, is_elementwise, is_random, is_view
 from autopar.runtime.fault.errors import explained
-from autopar.runtime.params.dtensor_layout import reduction_groups
+from autopar.runtime.params.dtensor_layout import as_local, reduction_groups
 from autopar.runtime.params.sharded_reductions import ScalarTensor, foreach_norm, reduce_over, reduced
 from autopar.runtime.params.sharded_tensor import ShardedTensor, ViewSource, whole_tensor, written
 from autopar.runtime.params.shards import Cuts, piece_of
@@ -158,10 +158,14 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if packet is aten.is_same_size:
         return args[0].shape == args[1].shape
     if packet in ON_PIECE:
-        return func(*mapped(args, _local), **mapped(kwargs, _local))
+        return func(*mapped(args, as_local), **mapped(kwargs, as_local))
     if packet in NEW:
         return _new(func, *args, **kwargs)
-    if is_random(func) or _is_view_of_whole(func, args) or _leaves_mesh(func, args, kwargs):
+    if (
+        is_random(func)
+        or (is_view(func) and getattr(args[0], "source", None) is not None)
+        or _leaves_mesh(func, args, kwargs)
+    ):
         return on_whole(func, args, kwargs)
     if isinstance(args[0], ShardedTensor):
         if (found := reduced(func, args, kwargs)) is not None:
@@ -193,10 +197,6 @@ def _number(x: ShardedTensor) -> Any:
     return x.whole().item()
 
 
-def _local(x: Any) -> Any:
-    return local_of(x) if isinstance(x, DTensor) else x
-
-
 def _new(func: OpOverload, x: ShardedTensor, shape: Sequence[int], *rest: Any, **kwargs: Any) -> ShardedTensor:
     """A tensor that has nothing of ``x`` but, if it has its shape, its layout."""
     local = local_of(x)
@@ -209,10 +209,6 @@ def _new(func: OpOverload, x: ShardedTensor, shape: Sequence[int], *rest: Any, *
 
 
 # --- views of pieces ------------------------------------------------------------------------------------
-
-
-def _is_view_of_whole(func: OpOverload, args: Sequence[Any]) -> bool:
-    return isinstance(args[0], ShardedTensor) and args[0].source is not None and is_view(func)
 
 
 def _leaves_mesh(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -449,8 +445,8 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _unscale(func: OpOverload, tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """GradScaler's check: a piece with an infinity anywhere is one everywhere."""
-    found = _local(found_inf)
-    func([_local(t) for t in tensors], found, _local(inv_scale))
+    found = as_local(found_inf)
+    func([as_local(t) for t in tensors], found, as_local(inv_scale))
     seen: set[str] = set()
     for x in tensors:
         written(x)

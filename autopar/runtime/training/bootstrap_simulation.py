@@ -31,7 +31,7 @@ from autopar.ir.mesh import Mesh
 from autopar.runtime.consistency.rank_checks import RankCheck, agree_on, agree_on_arguments, agree_on_call, everywhere
 from autopar.runtime.fault import errors
 from autopar.runtime.fault.errors import board
-from autopar.runtime.fault.heartbeat import Heartbeat, beat_of
+from autopar.runtime.fault.heartbeat import beat_of
 from autopar.runtime.fault.store_client import StoreClient
 from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from autopar.values import refuse, whole_number
@@ -146,7 +146,9 @@ def _measured(mesh: Mesh, crowd: Crowd) -> StartReport:
     parallelize = crowd.asked(lambda: _as_parallelize(groups))
     agreement = crowd.asked(lambda: agree_on(groups, [_claim(groups, "x")], "one question"))
     steps = tuple(crowd.asked(lambda: _step(groups)) for _ in range(6))
-    beat = crowd.asked(lambda: board().line.ask(_heart().look))
+    heart = board().heartbeat  # whose own thread makes the beat otherwise
+    assert heart is not None, "a world of more than one rank beats"
+    beat = crowd.asked(lambda: board().line.ask(heart.look))
     return StartReport(mesh, group_count(), seconds, agreement, parallelize, steps, beat)
 
 
@@ -178,13 +180,6 @@ def _as_parallelize(groups: Groups) -> None:
 def _step(groups: Groups) -> None:
     agree_on_arguments(groups, "train_step", {"the batch": "int64 [8, 8192]"})
     agree_on_arguments(groups, "clip_grad_norm_", {"max_norm": 1.0}, ("weight",))
-
-
-def _heart() -> Heartbeat:
-    """The beat of this rank's board, which its own thread makes otherwise."""
-    found = board().heartbeat
-    assert found is not None, "a world of more than one rank beats"
-    return found
 
 
 # --- all other ranks ------------------------------------------------------------------------------------

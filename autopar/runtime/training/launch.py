@@ -98,7 +98,8 @@ def check_guard() -> None:
     except (OSError, SyntaxError, ValueError):
         return
     before = [s for s in statements if s.lineno <= line]
-    if any(isinstance(s, ast.If) and _names_module(s.test) for s in before):
+    tests = [node for s in before if isinstance(s, ast.If) for node in ast.walk(s.test)]
+    if any(isinstance(node, ast.Name) and node.id == "__name__" for node in tests):
         return
     raise ValueError(
         f"launch: each rank imports {os.path.basename(file)}, and would launch ranks itself by its line {line}; put "
@@ -117,10 +118,6 @@ def _running_line(file: str | None) -> int | None:
             return None
         frame = frame.f_back
     return None
-
-
-def _names_module(test: ast.expr) -> bool:
-    return any(isinstance(node, ast.Name) and node.id == "__name__" for node in ast.walk(test))
 
 
 LEAVE = 5.0  # seconds for a rank that has reported to clean up

@@ -146,7 +146,9 @@ class _Loading:
         self._before: list[tuple[Callable[[Any], Any], Any]] = []
         with _in_words(f"the mark of {checkpoint} is damaged"):
             self.counts = {name: _whole(self.mark[name], name, *bounds) for name, bounds in _COUNTS.items()}
-            self.run = _matching(r"\w*", self.mark.get("run", ""), "run")
+            self.run = self.mark.get("run", "")
+            if re.fullmatch(r"\w*", self.run, re.ASCII) is None:
+                raise ValueError(f"run is {self.run!r:.40}, needs a name")
             self._where = self._names()
             self._targets = self._of_model() + self._of_averages()
             self._restored = self._of_optimizers(optimizers)
@@ -374,10 +376,4 @@ def _first_line(error: Exception) -> str:
 def _whole(found: Any, name: str, least: int = 0, most: float = math.inf) -> int:
     if type(found) is not int or not least <= found <= most:
         raise ValueError(f"{name} is {found!r:.40}, needs a whole number from {least} to {most}")
-    return found
-
-
-def _matching(pattern: str, found: Any, name: str) -> str:
-    if not isinstance(found, str) or re.fullmatch(pattern, found, re.ASCII) is None:
-        raise ValueError(f"{name} is {found!r:.40}, needs a name")
     return found

@@ -242,7 +242,7 @@ def save(
         except BaseException:
             _give_up(run, groups)
             raise
-        told = {"index": index, "of_stage": parts.of_stage if _is_first_of_stage(groups) else {}, "extra": parts.extra}
+        told = {"index": index, "of_stage": parts.of_stage if groups.is_first_of_stage else {}, "extra": parts.extra}
         made = AsyncSave(groups, run, draft, staged, told, parts.common, keep)
         if parts.unstable and asynchronous:
             made.start()
@@ -305,10 +305,6 @@ def _agree(groups: Groups, parts: CheckpointContents, folder: str) -> None:
     part = groups.mesh.dp_rank_and_size(groups.coordinate)
     parts.add_extra(part, writes=first)
     parts.extra = {"part": part, "tree": parts.extra} if first else {}
-
-
-def _is_first_of_stage(groups: Groups) -> bool:
-    return all(at == 0 for axis, at in groups.coordinate.items() if axis != "pp")
 
 
 def _give_up(run: CheckpointDir, groups: Groups) -> None:
