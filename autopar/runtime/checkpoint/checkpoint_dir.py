@@ -96,12 +96,10 @@ class CheckpointDir:
 
     @property
     def draft(self) -> Path:
-        """Where the checkpoint is made."""
         return self.folder / f"{BESIDE}{self._name}"
 
     @property
     def target(self) -> Path:
-        """Where it will be."""
         return self.folder / self._name
 
     def publish(self, mark: Mapping[str, Any], keep: int | None) -> None:

@@ -58,8 +58,6 @@ def pulled(node: Node, window: Window, read: Read) -> Tensor:
 
 
 def _computed(node: Node, read: Read) -> Any:
-    """All that an operator gives, from whole operands."""
-
     def whole(x: Node) -> Any:
         return pulled(x, (), read) if isinstance(x.meta["val"], Tensor) else _computed(x, read)
 

@@ -50,7 +50,6 @@ class Slots:
             return torch.empty(WAVE, dtype=torch.uint8, pin_memory=self._pinned)
 
     def give(self, slot: Tensor) -> None:
-        """It has been written."""
         self._free.put(slot)
 
 

@@ -38,7 +38,6 @@ class BlockChecksums:
         self._sum = self._size = 0
 
     def add(self, data: memoryview) -> None:
-        """The next bytes."""
         while data:
             part = data[: BLOCK - self._size]
             self._sum, self._size = zlib.crc32(part, self._sum), self._size + len(part)
@@ -49,7 +48,6 @@ class BlockChecksums:
 
     @property
     def found(self) -> list[int]:
-        """Of each block so far."""
         return self._done + ([self._sum] if self._size else [])
 
 

@@ -68,7 +68,6 @@ class Piece:
     version: int
 
     def changed(self) -> bool:
-        """Whether somebody has written to it since."""
         return version_of(self.source) != self.version
 
 
@@ -179,7 +178,6 @@ class SavedTensors:
         return key in self._told
 
     def under(self, *prefixes: str) -> list[str]:
-        """The keys that begin with one of these."""
         return [key for key in self._told if key.startswith(prefixes)]
 
     def check(self, keys: Iterable[str]) -> None:
@@ -231,7 +229,6 @@ class SavedTensors:
             del stored
 
     def tensor(self, key: str, device: torch.device | str = "cpu") -> Tensor:
-        """A whole tensor."""
         self.check([key])
         found = torch.empty(self.shapes[key], dtype=self.dtypes[key], device=device)
         self.read([(key, found)])

@@ -83,13 +83,11 @@ class AxisComm:
         return PeerExchange(self, arrived, sent)
 
     def all_gather(self, what: str, x: Tensor) -> PeerExchange:
-        """See `autopar.attention.exchanges.Comm`."""
         pending = collectives.all_gather(self._groups, f"{self._node}, {what}", 0, [], self._axis)(x.unsqueeze(0))
         self._count("all_gather", traffic_of("all_gather", tuple(x.shape), x.dtype, self.size))
         return PeerExchange(self, lambda: [finish(pending)], (x,))
 
     def reduce_scatter(self, what: str, x: Tensor) -> PeerExchange:
-        """See `autopar.attention.exchanges.Comm`."""
         pending = collectives.reduce_scatter(self._groups, f"{self._node}, {what}", 0, [], self._axis)(x)
         self._count("reduce_scatter", traffic_of("reduce_scatter", tuple(x.shape), x.dtype, self.size))
         return PeerExchange(self, lambda: [finish(pending).squeeze(0)], (x,))
@@ -116,7 +114,6 @@ class PeerExchange:
         self.comm.open += 1
 
     def wait(self) -> list[Tensor]:
-        """See `autopar.attention.exchanges.Pending`."""
         arrived, self.arrived = self.arrived, None
         assert arrived is not None, "an exchange is waited for once"
         self.comm.open -= 1

@@ -113,7 +113,6 @@ class Channels:
         self._sends[action] = pending
 
     def post(self, action: Action, peer: int, buffers: list[Tensor]) -> PendingTransfer:
-        """Start to receive into the buffers."""
         if self.rehearses:
             return PendingTransfer(action, peer, [], [x.zero_() for x in buffers])
         started(self._words, action, peer)
@@ -135,12 +134,10 @@ class Channels:
             self.wait(self._sends.pop(action))
 
     def flush(self) -> None:
-        """Until every send has arrived."""
         while self._sends:
             self.wait(self._sends.pop(next(iter(self._sends))))
 
     def clear(self) -> None:
-        """Forget what a failed step has left."""
         self._sends.clear()
 
     @contextmanager

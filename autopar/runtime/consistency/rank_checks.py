@@ -285,7 +285,6 @@ def _parts(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
 
 
 def _explained(groups: Groups, claim: RankCheck, texts: Sequence[str]) -> str:
-    """Says which facts differ, and on which ranks."""
     told = [json.loads(text) for text in texts]
     found: dict[str, str] = {}
     for ranks in _parts(groups.mesh, claim.axes):

@@ -157,12 +157,10 @@ def _with_graph(name: str, value: Tensor) -> Tensor:
 
 
 def _memory(x: Tensor) -> int:
-    """Where a tensor's memory begins."""
     return x.untyped_storage().data_ptr()
 
 
 def _placed(lying: Lying, before: Mapping[str, Tensor], after: Mapping[str, Tensor | None]) -> Tensor:
-    """The tensor that lies there."""
     base = (after if lying.new else before)[lying.buffer]
     assert base is not None
     if lying.view is None:

@@ -87,7 +87,6 @@ class CudaGraph:
             return run()
 
     def replay(self) -> None:
-        """On the current stream."""
         self._graph.replay()
 
 

@@ -186,7 +186,6 @@ class Executor:
         return add_ledgers(self._sent(), self._recorded.traffic if self._recorded else {})
 
     def _sent(self) -> Ledger:
-        """By what ran as always."""
         attention = (comms.traffic for comms in self._comms | self.held.comms)
         return add_ledgers(self._traffic, self._exchange.traffic, self.channels.traffic, *attention, self._rehearsed)
 
@@ -266,7 +265,6 @@ class Executor:
         return found
 
     def _kept(self, slots: list[Any]) -> dict[str, Any]:
-        """What left the model."""
         return self._exchange.outputs({name: slots[i] for name, i in self.program.results.items()})
 
     def _outputs(self, found: Mapping[str, Any]) -> list[Any]:
@@ -296,7 +294,6 @@ class Executor:
         self._rehearsed = ledger_between(self._sent(), before)  # is taken off
 
     def _fed(self, values: Mapping[str, Tensor]) -> list[Any]:
-        """New slots with what comes from outside."""
         slots: list[Any] = [None] * self.program.size
         for slot, constant in self.program.constants.items():
             slots[slot] = constant

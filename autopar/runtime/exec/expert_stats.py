@@ -69,7 +69,6 @@ class ExpertLoad:
         return whole.flatten()
 
     def clear(self) -> None:
-        """Begin anew."""
         self._ends.clear()
 
 

@@ -36,7 +36,6 @@ def links_ahead(pipeline: Pipeline, order: Order) -> set[Link]:
 
 
 def _homes(order: Order) -> list[int]:
-    """The rank of each part."""
     return [order.rank_of[stage] for stage in order.chains[0]]
 
 
@@ -58,7 +57,6 @@ class StatisticsProgram:
     made: set[str | None] = field(default_factory=set)  # names of values that go between graphs
 
     def add(self, entry: Entry) -> None:
-        """All rounds."""
         graphs = [g for one in self.values.pipeline.ahead for g in one.graphs if g is not None]
         self.made = {name for g in graphs for name in g.outputs} - self.values.learned
         for one in self.values.pipeline.ahead:
@@ -98,7 +96,6 @@ class StatisticsProgram:
                         yield Action(stages[here], kind, i, peer=stages[there]), hops
 
     def _slot(self, name: str, micro_batch: int) -> int:
-        """Of a value that goes between graphs."""
         return self.values.slot("ahead", micro_batch, name)
 
     def _run(self, entry: Entry, one: GlobalStatistics, graph: StepGraph, i: int) -> None:

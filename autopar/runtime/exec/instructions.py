@@ -96,7 +96,6 @@ class Entry:
 
     @property
     def pauses(self) -> bool:
-        """Whether a graph among what it does pauses."""
         return any(bound.paused is not None for bound in self.runs)
 
 

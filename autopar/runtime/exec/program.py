@@ -112,7 +112,6 @@ class ProgramBuilder:
     # --- graphs -------------------------------------------------------------------------------------------
 
     def bind(self, graph: StepGraph) -> Lowered:
-        """Once."""
         bound = self.bound.get(id(graph))
         if bound is None:
             bound = self.bound[id(graph)] = self._bind(graph)
@@ -260,7 +259,6 @@ class ProgramBuilder:
             entry.does.append(Instruction(filled(_shape(hop, unit), hop.dtype, self.device), [], [tangent]))
 
     def _like(self, unit: Unit, value: str) -> torch.Tensor:
-        """The (fake) value of an output."""
         forward = self.part(unit[0]).forward
         made: torch.Tensor = outputs(forward.graph)[forward.outputs.index(value)].meta["val"]
         return made
@@ -332,7 +330,6 @@ class ProgramBuilder:
             self.run(entry, graph, reads, self._reduced(action.stage, graph))
 
     def _reduced(self, stage: int, graph: StepGraph) -> list[int]:
-        """Slots of the gradients of stored parameters."""
         return [NOWHERE if name is None else self.slot("reduced", stage, name) for name in graph.outputs]
 
     def _store(self, stage: int, entry: Entry) -> None:

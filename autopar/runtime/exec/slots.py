@@ -37,7 +37,6 @@ class Routes:
         assert len(self.source) == len(self.hops), "a part receives a value once"
 
     def between(self, source: int, target: int, gradient: bool = False) -> list[P2PEdge]:
-        """What one transfer moves, in order."""
         found = [h for h in self.hops if (h.source, h.target) == (source, target)]
         return [h for h in found if self.comes_back(h)] if gradient else found
 
@@ -131,7 +130,6 @@ class Values:
         return self.pipeline.parts[self.order.part_of(stage)]
 
     def stages(self) -> list[int]:
-        """Stages of this rank that micro-batches run through."""
         return [stage for chain in self.order.chains for stage in chain if self.is_mine(stage)]
 
     def stage_at(self, part: int, micro_batch: int) -> int:

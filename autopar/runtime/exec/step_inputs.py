@@ -42,7 +42,6 @@ class StepInputs:
         return cut or spec.kind == "micro_batch"
 
     def _cut(self, name: str) -> Placement | None:
-        """How micro-batches cut an input."""
         return self._inputs.get(name, {}).get("mb")
 
     def taken_whole(self, name: str) -> str:

@@ -47,7 +47,6 @@ class Gathering(Instruction):
 
     @property
     def plain(self) -> Instruction:
-        """F alone."""
         (plain,) = self.others
         if self.bind is not None:
             plain.apply, self.bind = self.bind(), None
@@ -113,7 +112,6 @@ class UnshardedCache:
 
     @property
     def comms(self) -> set[Comms]:
-        """Of the graphs that ran without gathers."""
         alone = (one.apply for gathering in self._gatherings for one in gathering.others)
         return {bound.comms for bound in alone if isinstance(bound, Lowered)}
 

@@ -137,7 +137,6 @@ class ValueChecks:
         self.look()
 
     def _send(self, notes: list[ValueNote], step: int) -> Arriving:
-        """Start the ranges for the host."""
         extremes = torch.stack([note.extremes.to(torch.float64) for note in notes])
         return Arriving(notes, *to_host(extremes), step)
 
@@ -148,14 +147,12 @@ class ValueChecks:
             self.said_once(f"the batch is empty ({', '.join(empty)}), so that a mean over it is 0/0 = nan", step)
 
     def look(self) -> None:
-        """Say what has arrived from earlier steps."""
         while self._arriving and ((event := self._arriving[0].there) is None or event.query()):
             found = self._arriving.pop(0)
             for note, extremes in zip(found.notes, found.extremes, strict=True):
                 self._say(note, extremes, found.step)
 
     def said_once(self, text: str, step: int) -> None:
-        """Warn of a step, the first time only."""
         if text not in self._said and self.groups.is_first_of_stage:
             warnings.warn(f"step {step}: {text}", stacklevel=3)
         self._said.add(text)

@@ -173,7 +173,6 @@ class ErrorBoard:
             self._tell(kind, "")
 
     def succeeded(self) -> None:
-        """A call has ended without an error."""
         self._own = ""
 
     def _tell(self, kind: str, text: str, about: int | None = None) -> None:

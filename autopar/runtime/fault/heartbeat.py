@@ -98,7 +98,6 @@ class Heartbeat:
         store.set(f"{self._keys}/alive/{self._rank}", sign_of_life(self._count, self._doing(), self._calls))
 
     def look(self, store: dist.Store) -> str:
-        """One beat: the verdict, or nothing."""
         self._show(store)
         if found := look(store, f"{self._keys}/verdict") or said_by_launcher(store):
             return found

@@ -100,7 +100,6 @@ class Rounds:
     left: list[str] = field(default_factory=list)
 
     def next(self, scope: str) -> str:
-        """Where to meet."""
         self.count += 1
         return f"{scope}/{self.count}"
 
@@ -158,7 +157,6 @@ class Round:
         return not self._apart and store.add(self._digest, 0) == len(self._ranks)
 
     def look(self, store: dist.Store) -> bool | None:
-        """What came of it, if all are here."""
         if not self._apart and store.add(self._digest, 0) == len(self._ranks):
             return True
         if self._is_late:
@@ -166,7 +164,6 @@ class Round:
         return self._be_late(store) if time.monotonic() - self._start > self._patience else None
 
     def poll(self, store: dist.Store, seconds: float) -> bool | None:
-        """Look for so long."""
         end = time.monotonic() + seconds
         while _rest(self._start, end, len(self._ranks)):
             found = self.look(store)
@@ -180,14 +177,12 @@ class Round:
         return found if self.look(store) is None else []
 
     def forget(self, store: dist.Store) -> None:
-        """When all have voted."""
         own = [f"{self._where}/vote/{n}" for n in self._votes if n == self._rank]
         for key in own + [f"{self._where}/waits/{self._rank}"] * self._is_late:
             store.delete_key(key)
 
     @property
     def leaves(self) -> bool:
-        """Whether there is something to forget."""
         return self._is_late or self._rank in self._votes
 
 

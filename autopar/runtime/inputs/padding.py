@@ -216,7 +216,6 @@ class BatchPadder:
         return found
 
     def _all_seen(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Masks of ones that the batch lacks."""
         made = {mask: torch.ones_like(batch[ids]) for ids, mask in MASKS.items() if isinstance(batch.get(ids), Tensor)}
         return {mask: x for mask, x in made.items() if batch.get(mask) is None and mask in _arguments(self.root)}
 

@@ -118,7 +118,6 @@ class OffloadBuffers:
                 stream.synchronize()
 
     def to_host(self, x: Tensor) -> _HostCopy:
-        """Start a copy of a dense tensor."""
         made, buffer = self.arena.like(x)
         if self._out is None:
             made.copy_(x)

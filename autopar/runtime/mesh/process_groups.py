@@ -351,7 +351,6 @@ class Groups:
         return axis
 
     def size(self, axis: str) -> int:
-        """Number of ranks along an axis."""
         axis = self._resolved(axis)
         if axis in self._subsets:
             return len(self._subsets[axis])
@@ -368,7 +367,6 @@ class Groups:
         return self.mesh.along(axis.split(","), self.rank)
 
     def index(self, axis: str) -> int:
-        """My position in ``ranks(axis)``."""
         return self.ranks(axis).index(self.rank)
 
     def group(self, axis: str) -> dist.ProcessGroup:

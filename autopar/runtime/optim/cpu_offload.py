@@ -93,7 +93,6 @@ class OffloadedStates:
 
 
 def _laid_out_like(x: Tensor, local: Tensor) -> Tensor:
-    """The same value over other memory."""
     return x.like(local) if isinstance(x, ShardedTensor) else local
 
 

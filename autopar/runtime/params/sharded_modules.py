@@ -91,7 +91,6 @@ class ShardedModules:
 
     @property
     def held(self) -> Mapping[str, nn.Parameter]:
-        """`own` as it was at the last look."""
         return self._own
 
     def pieces(self) -> dict[str, Tensor]:

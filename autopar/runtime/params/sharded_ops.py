@@ -253,7 +253,6 @@ def _view_on_stage(func: OpOverload, x: ShardedTensor, how: Sequence[Any], kwarg
 
 
 def _over_piece(x: ShardedTensor, local: Tensor, cuts: Cuts, shape: torch.Size) -> ShardedTensor:
-    """A view of ``x``."""
     out = ShardedTensor.make(local, x.device_mesh, cuts, shape, x.holders)
     out.piece = local_of(x) if x.piece is None else x.piece
     return out
@@ -339,7 +338,6 @@ class _Target:
         return row and not (ahead and x.numel() == 1)
 
     def made(self, local: Any) -> Any:
-        """A result, of this rank's piece of it."""
         if not isinstance(local, Tensor):
             return local
         if self.cuts == self.model.cuts and self.shape == self.model.shape:

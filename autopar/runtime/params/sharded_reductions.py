@@ -34,7 +34,6 @@ class ScalarTensor(Tensor):
     __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     def full_tensor(self) -> Tensor:
-        """Itself."""
         return self.as_subclass(Tensor)
 
     to_local = full_tensor
@@ -67,15 +66,12 @@ class _Of:
         self.keeps = bool(self.given.get("keepdim"))
 
     def along(self) -> list[dist.ProcessGroup]:
-        """The groups over which is reduced."""
         return [self.x.device_mesh.get_group(axis) for axis, shard in self.x.cuts if shard.dim in self.dims]
 
     def local(self, **other: Any) -> Tensor:
-        """Of the piece."""
         return self.func(local_of(self.x), **{**self.given, **other})
 
     def made(self, local: Tensor) -> Tensor:
-        """The result, of this rank's piece of it."""
         if local.dim() == 0:
             return local.as_subclass(ScalarTensor)
         cuts: Cuts = tuple((axis, shard) for axis, shard in self.x.cuts if shard.dim not in self.dims)

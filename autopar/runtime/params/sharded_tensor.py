@@ -177,11 +177,9 @@ class ShardedTensor(DTensor):
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank's stage holds it."""
         return self.holders is None or self.holders.here
 
     def like(self, local: Tensor) -> ShardedTensor:
-        """Another tensor of this layout."""
         mine = local_of(self)
         if local.dtype != mine.dtype or local.stride() != mine.stride():
             return ShardedTensor.make(local, self.device_mesh, self.cuts, self.shape, self.holders)
@@ -196,7 +194,6 @@ class ShardedTensor(DTensor):
         return out
 
     def same(self) -> ShardedTensor:
-        """Another tensor over the same piece."""
         out = self.alike(local_of(self))
         out.piece = self.piece
         return out
@@ -290,7 +287,6 @@ class ShardedTensor(DTensor):
         return out
 
     def __copy__(self) -> Any:
-        """Another tensor over the same piece."""
         out: Any = self.detach().requires_grad_(self.requires_grad)
         vars(out).update({name: x for name, x in vars(self).items() if name == "_is_param"})
         return out
@@ -307,7 +303,6 @@ class ShardedTensor(DTensor):
         return local_of(self).data_ptr() if self.is_here else storage_of(local_of(self))
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Of this rank's piece."""
         return local_of(self).untyped_storage()
 
     # --- the whole tensor and the piece ---------------------------------------------------------------

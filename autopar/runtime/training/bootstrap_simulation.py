@@ -197,11 +197,9 @@ class Crowd:
         self.count = self.nbytes = 0
 
     def connect(self, store: dist.Store) -> Any:
-        """The client of the rank that really runs."""
         return _Leader(own_client(store), self)
 
     def repeat(self, name: str, args: tuple[Any, ...]) -> None:
-        """A question of that rank."""
         self.count += 1
         texts = [text for arg in args for text in (arg if isinstance(arg, list) else [arg])]
         self.nbytes += sum(len(text) if isinstance(text, str) else 8 for text in texts)

@@ -271,8 +271,6 @@ def _value_pickler() -> Any:
     pickler: Any = by_value("launch: a result").Pickler
 
     class Both(pickler):
-        """By value, and to the CPU."""
-
         def reducer_override(self, x: Any) -> Any:
             found = _HostPickler.reducer_override(self, x)
             return super().reducer_override(x) if found is NotImplemented else found
@@ -347,7 +345,6 @@ def _refusal(failed: dict[int, _RankReport]) -> str:
 
 
 def _fate(code: int | None) -> str:
-    """An exit code and what it may mean."""
     if code is None or code >= 0:
         return str(code)
     name = signal.Signals(-code).name

@@ -254,7 +254,6 @@ class _Loading:
         return list(told) if self._schedulers else []
 
     def _of_gradients(self) -> list[tuple[str, Tensor]]:
-        """Empty ones for those that the checkpoint has."""
         found = []
         for name, p in self._held.own.items():
             if (key := f"gradients.{self._where[name]}") in self._saved:
@@ -312,7 +311,6 @@ class _Loading:
             take(state)
 
     def take_states_back(self) -> None:
-        """They get the states that they had."""
         for take, state in self._before:
             with contextlib.suppress(Exception):  # what refuses its own state keeps what it has
                 take(state)
@@ -328,12 +326,10 @@ class _Loading:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Parameters, buffers and averages, in place."""
         with _in_words(f"{self._saved.folder} is damaged"):
             self._saved.read(self._targets)
 
     def put(self) -> None:
-        """What was read beside into its place."""
         held = self._held
         gradients = dict(self.gradients)
         for name, p in held.own.items():
