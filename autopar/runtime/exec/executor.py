@@ -311,9 +311,8 @@ class Executor:
                 start = self._counted(entry, slots)
             if self._watched:
                 end = time.perf_counter()
-                for one in (*entry.ahead, entry.back) if isinstance(entry, OverlappedEntries) else (entry,):
-                    if one.action is not None:
-                        self._watch(one.action, start, end, slots)
+                for action in entry.actions:
+                    self._watch(action, start, end, slots)
         self._traffic = add_ledgers(self._traffic, self._traffic_of[entries is self._backward])
         if entries is self._forward and self.held.on:
             self._traffic = add_ledgers(self._traffic, self.held.saved())
@@ -322,22 +321,18 @@ class Executor:
     def _looked_at(self, entry: Entry | OverlappedEntries, profiled: bool) -> Iterator[None]:
         """For torch's profiler, and for ``modules``."""
         spans = ModuleProfile(named=profiled)
-        with record_function(_name_of(entry)) if profiled else nullcontext(), watched_modules(spans):
+        with record_function(f"autopar {entry}") if profiled else nullcontext(), watched_modules(spans):
             yield
         if self.record:
             self.modules += spans.found
 
     def _counted(self, entry: Entry | OverlappedEntries, slots: list[Any]) -> float:
         """Run an entry; of a forward of training, count which experts were chosen."""
-        action = entry.ahead[0].action if isinstance(entry, OverlappedEntries) else entry.action
+        action = next(iter(entry.actions), None)
         if self.load is None or action is None or action.kind != "F" or not self.compiled.train:
             return entry.run(slots)
         found: list[Tensor] = []
-        if isinstance(entry, OverlappedEntries):
-            start = entry.run(slots, functools.partial(_told, found))
-        else:
-            with _told(found):
-                start = entry.run(slots)
+        start = entry.run(slots, functools.partial(_told, found))
         if found:
             part = self.order.part_of(action.stage)
             if part not in self._experts:
@@ -357,12 +352,6 @@ class Executor:
         kept = [slots[i] for i in self.program.saved if isinstance(slots[i], Tensor)]
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
         self.peaks.saved = max(self.peaks.saved, sum(storages.values()))
-
-
-def _name_of(entry: Entry | OverlappedEntries) -> str:
-    """For torch's profiler: 'autopar 0F3', of a cell 'autopar 0F3&1BW2', else what comes ahead of all actions."""
-    entries = [entry.ahead[0], entry.back] if isinstance(entry, OverlappedEntries) else [entry]
-    return f"autopar {'&'.join(str(one.action) for one in entries if one.action is not None) or 'prologue'}"
 
 
 @contextmanager

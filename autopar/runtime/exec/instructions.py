@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from autopar.runtime.exec.lowering import Lowered
 from autopar.schedule.order import Action
 
 Slots = list[Any]
+Within = Callable[[], AbstractContextManager[Any]]
 NOWHERE = -1  # a result that has no name
 
 
@@ -85,14 +87,22 @@ class Entry:
     does: list[Instruction] = field(default_factory=list)
     runs: list[Lowered] = field(default_factory=list)
 
-    def run(self, slots: list[Any]) -> float:
-        """Returns when (`time.perf_counter`) it no longer waited."""
+    def run(self, slots: list[Any], within: Within = nullcontext) -> float:
+        """Returns when (`time.perf_counter`) it no longer waited. ``within``: entered around what it does."""
         for instruction in self.waits:
             instruction.run(slots)
         start = time.perf_counter()
-        for instruction in self.does:
-            instruction.run(slots)
+        with within():
+            for instruction in self.does:
+                instruction.run(slots)
         return start
+
+    def __str__(self) -> str:
+        return str(self.action) if self.action is not None else "prologue"
+
+    @property
+    def actions(self) -> list[Action]:
+        return [self.action] if self.action is not None else []
 
     @property
     def pauses(self) -> bool:

@@ -12,15 +12,12 @@ other.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
-from autopar.runtime.exec.instructions import Entry, Instruction, Slots
-from autopar.schedule.order import COMPUTE
-
-Within = Callable[[], AbstractContextManager[Any]]
+from autopar.runtime.exec.instructions import Entry, Instruction, Slots, Within
+from autopar.schedule.order import COMPUTE, Action
 
 
 @dataclass
@@ -39,6 +36,13 @@ class OverlappedEntries:
             for one in mine:
                 self.dead += [i for i in one.dead if i in read]
                 one.dead = [i for i in one.dead if i not in read]
+
+    def __str__(self) -> str:
+        return f"{self.ahead[0]}&{self.back}"
+
+    @property
+    def actions(self) -> list[Action]:
+        return [action for entry in (*self.ahead, self.back) for action in entry.actions]
 
     def run(self, slots: Slots, within: Within = nullcontext) -> float:
         """Returns when it no longer waited for other stages. ``within``: entered whenever the first half goes on."""

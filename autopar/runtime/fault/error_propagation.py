@@ -253,19 +253,19 @@ class ErrorBoard:
     def explain(self, ranks: Sequence[int], what: str) -> str:
         """Why something among ``ranks`` failed here, in words; asks for at most about SILENCE seconds."""
         if self._cut_off():
-            return self._verdict()
+            return self.verdict
         self._tell("waiting", what)
         try:
             return self._ask(ranks)
         except StoreError as error:
-            return self._verdict() or str(error)
+            return self.verdict or str(error)
 
     def trouble(self, ranks: Sequence[int]) -> str:
         """Why waiting for ``ranks`` is in vain, if it is known: a verdict, an error, a rank that has finished."""
         try:
             return self.line.ask(lambda store: self._known(store, ranks, ranks))
         except StoreError as error:
-            return self._verdict() or str(error)
+            return self.verdict or str(error)
 
     def at_work(self, ranks: Sequence[int]) -> dict[int, str]:
         """Which of ``ranks`` are in a call of autopar and do not wait for others there, and in which call."""
@@ -287,16 +287,13 @@ class ErrorBoard:
         found = (ranks[(start + i) % len(ranks)] for i in range(min(len(ranks), most + 1)))
         return [r for r in found if r != self.rank][:most]
 
-    @property
-    def verdict(self) -> str:
-        """Why nothing can go on, as far as this rank knows, or empty."""
-        return self._verdict()
-
     def _cut_off(self) -> bool:
         """Whether the store is known not to answer: who asks would wait as long once more."""
         return self.heartbeat is not None and self.heartbeat.cut_off
 
-    def _verdict(self) -> str:
+    @property
+    def verdict(self) -> str:
+        """Why nothing can go on, as far as this rank knows, or empty."""
         return self.heartbeat.verdict if self.heartbeat is not None else ""
 
     def _known(self, store: dist.Store, failing: Sequence[int], needed: Sequence[int]) -> str:
@@ -305,7 +302,7 @@ class ErrorBoard:
         errors = {r: text for r, text in others.items() if text != self._own}
         if errors:
             return "; ".join(f"rank {r} failed: {text}" for r, text in sorted(errors.items()))
-        if verdict := said_by_launcher(store) or self._verdict():
+        if verdict := said_by_launcher(store) or self.verdict:
             return verdict
         # What another rank heard, unless it is about this one: a rank that waits may look as if it were the cause.
         me = re.compile(rf"\branks? ([\d, ]*, )?{self.rank}\b")
@@ -313,7 +310,7 @@ class ErrorBoard:
         left = {r for r in told["left"] if r in needed}
         if told["left"]:
             left |= self._texts(store, "left", self.near(needed)).keys()
-        return heard[0] if heard else f"{_ranks(sorted(left))} finished: its main returned" if left else ""
+        return heard[0] if heard else f"{ranks_named(sorted(left))} finished: its main returned" if left else ""
 
     def _ask(self, ranks: Sequence[int]) -> str:
         # The world, and not only the group: the cause may be a rank that a silent member of the group waits for.
@@ -331,11 +328,11 @@ class ErrorBoard:
             silent = [r for r in looked if after[r] == before[r]]
         left = self.line.ask(lambda store: self._texts(store, "left", silent))
         if dead := self._with_others("silent", [r for r in silent if r not in left], self._world, sees_all):
-            return f"{_ranks(dead)} did not respond: no sign of life for {patience:.1f} s"
+            return f"{ranks_named(dead)} did not respond: no sign of life for {patience:.1f} s"
         waiting = self.line.ask(lambda store: self._texts(store, "waiting", others))
         sees_all = len(others) == len(ranks) - (self.rank in ranks)
         if absent := self._with_others("absent", [r for r in others if r not in waiting], ranks, sees_all):
-            return f"{_ranks(absent)} did not respond: alive, but never joined this collective"
+            return f"{ranks_named(absent)} did not respond: alive, but never joined this collective"
         stories = ", ".join(f"rank {r} in {text}" for r, text in waiting.items())
         return f"every rank waited for another one: {stories}"
 
@@ -357,5 +354,6 @@ class ErrorBoard:
         return {r: text for r in ranks if (text := look(store, f"{self._keys}/{kind}/{r}"))}
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_named(ranks: Sequence[int]) -> str:
+    """ "rank 3", or "ranks 3, 4"."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from autopar.adapters.distributed import hosted_by_launcher, store_host
-from autopar.runtime.fault.error_propagation import EACH, ErrorBoard
+from autopar.runtime.fault.error_propagation import EACH, ErrorBoard, ranks_named
 from autopar.runtime.fault.errors import CollectiveError, board
 from autopar.runtime.fault.heartbeat import BEAT, said_by_launcher
 from autopar.runtime.fault.store_client import Answer, StoreClient, StoreError, look
@@ -36,19 +36,14 @@ def world_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
     line = StoreClient(store, limit)
     try:
         line.ask(lambda s: _come(s, rank, world))
-        while why := line.ask(
-            functools.partial(_absent, rank=rank, world=world, late=(late := time.monotonic() - start > limit))
-        ):
-            if isinstance(why, list) and late:
-                who = ("rank " if len(why) == 1 else "ranks ") + ", ".join(map(str, why))
-                why = f"{who} did not come within {limit:.0f} s"
-                line.ask(functools.partial(_give_up, why=why))
-            if isinstance(why, str):
-                time.sleep(BEAT if rank == 0 else 0.0)  # it may host the store, and the others look there
-                raise CollectiveError(what + why)
+        ask = functools.partial(_why_not_all, rank=rank, world=world, limit=limit)
+        while (why := line.ask(functools.partial(ask, late=time.monotonic() - start > limit))) is None:
             time.sleep(0.01 + world * EACH)
     except StoreError as error:
         raise CollectiveError(what + str(error)) from error
+    if why:
+        time.sleep(BEAT if rank == 0 else 0.0)  # it may host the store, and the others look there
+        raise CollectiveError(what + why)
     return store
 
 
@@ -71,25 +66,24 @@ def _connected(rank: int, world: int, timeout: timedelta, what: str) -> dist.Sto
     return store
 
 
-def _give_up(store: dist.Store, why: str) -> None:
-    store.set("autopar/absent", why)
-
-
 def _come(store: dist.Store, rank: int, world: int) -> None:
     if store.add(f"autopar/here/{rank}", 1) == 1 and store.add("autopar/come", 1) == world:
         store.set("autopar/all", "")
 
 
-def _absent(store: dist.Store, rank: int, world: int, late: bool) -> list[int] | str | bool:
-    """Whether some have not come yet; once it is ``late`` which ones, for the first rank that asks; or why waiting for
-    them has ended: what the launcher or another rank says."""
+def _why_not_all(store: dist.Store, rank: int, world: int, limit: float, late: bool) -> str | None:
+    """Why waiting for all ranks has ended, as the launcher or a rank says: the first one that asks when it is ``late``.
+    "": they have come; None: not yet."""
     if store.check(["autopar/all"]):
-        return False
+        return ""
     if said := said_by_launcher(store) or look(store, "autopar/absent"):
         return said
-    if late and store.compare_set("autopar/names them", "", str(rank)).decode() == str(rank):
-        return [r for r in range(world) if not store.check([f"autopar/here/{r}"])]
-    return True
+    if not late or store.compare_set("autopar/names them", "", str(rank)).decode() != str(rank):
+        return None
+    absent = [r for r in range(world) if not store.check([f"autopar/here/{r}"])]
+    why = f"{ranks_named(absent)} did not come within {limit:.0f} s"
+    store.set("autopar/absent", why)
+    return why
 
 
 @dataclass
@@ -163,14 +157,6 @@ class Round:
             return self._all_late(store, 0)
         return self._be_late(store) if time.monotonic() - self._start > self._patience else None
 
-    def poll(self, store: dist.Store, seconds: float) -> bool | None:
-        end = time.monotonic() + seconds
-        while _rest(self._start, end, len(self._ranks)):
-            found = self.look(store)
-            if found is not None:
-                return found
-        return None
-
     def absent(self, store: dist.Store, near: Sequence[int]) -> list[int]:
         """Which of the ranks ``near`` have not come; all come late if they wait for others."""
         found = [r for r in near if not store.check([f"{self._where}/waits/{r}"])]
@@ -191,7 +177,7 @@ def meet(round_: Round, ranks: Sequence[int], what: str, limit: float, event: Ca
 
     Raises CollectiveError as `show` does, and GoneOn where ``event``, asked before each look, says so after it.
     """
-    found = _waited_for(ranks, f"agreeing on {what}", limit, round_.come, round_.poll, round_.absent, event)
+    found = _waited_for(ranks, f"agreeing on {what}", limit, round_.come, round_.look, round_.absent, event)
     if round_.leaves:
         board().ask(round_.forget)
     return found
@@ -214,7 +200,7 @@ def show(
     as long, with a warning.
     """
     left, where, answer = rounds.left, rounds.next(scope), f"{scope}/{rounds.count}/reply"
-    keys, start = [f"{where}/{r}" for r in ranks] if rank == ranks[0] else [], time.monotonic()
+    keys = [f"{where}/{r}" for r in ranks] if rank == ranks[0] else []
     rounds.left = [answer] if rank == ranks[0] else [f"{where}/{rank}"]
 
     def find(store: dist.Store) -> str | None:
@@ -226,14 +212,6 @@ def show(
                 store.delete_key(key)
         return store.get(answer).decode()
 
-    def poll(store: dist.Store, seconds: float) -> str | None:
-        end = time.monotonic() + seconds
-        while _rest(start, end, len(ranks)):
-            found = find(store)
-            if found is not None:
-                return found
-        return None
-
     def set_and_look(store: dist.Store) -> str | None:
         for key in left if rank != ranks[0] else ():  # the first rank has read it
             store.delete_key(key)
@@ -244,7 +222,7 @@ def show(
         return [r for r in near if not store.check([f"{where}/{r}"])] if not store.check([answer]) else []
 
     what = f"agreeing on {text.partition(chr(10))[0]}"
-    return _waited_for(ranks, what, limit, set_and_look, poll, absent)
+    return _waited_for(ranks, what, limit, set_and_look, find, absent)
 
 
 def _rest(start: float, end: float, ranks: int) -> bool:
@@ -263,12 +241,19 @@ def _waited_for(
     what: str,
     limit: float,
     come: Callable[[dist.Store], T | None],
-    poll: Callable[[dist.Store, float], T | None],
+    look: Callable[[dist.Store], T | None],
     absent: Callable[[dist.Store, Sequence[int]], list[int]],
     event: Callable[[], Event] | None = None,
 ) -> T:
-    """What ``come`` gives, or ``poll`` later on: None while others are ``absent``."""
+    """What ``come`` gives, or ``look`` later on: None while others are ``absent``."""
     mine, start = board(), time.monotonic()
+
+    def poll(store: dist.Store) -> T | None:
+        end, found = time.monotonic() + 0.25, None
+        while found is None and _rest(start, end, len(ranks)):
+            found = look(store)
+        return found
+
     patience, near, next_look = _Patience(mine, limit, what), mine.near(ranks), mine.beat
     try:
         with mine.at(""):
@@ -280,7 +265,7 @@ def _waited_for(
                     raise mine.failed(what, ranks)
                 next_look += mine.beat if waited > next_look else 0.0
                 gone_on = event() if event is not None else lambda: None
-                found = mine.ask(lambda store: poll(store, 0.25))
+                found = mine.ask(poll)
                 if found is None and (rank := gone_on()) is not None:
                     raise GoneOn(rank)
     except StoreError as error:
