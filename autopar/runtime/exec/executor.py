@@ -42,7 +42,7 @@ from autopar.runtime.exec.lowering import BACKENDS, Lowered, bind
 from autopar.runtime.exec.module_profiling import ModuleProfile, Span, watched_modules
 from autopar.runtime.exec.overlapped_fb import OverlappedEntries, with_cells
 from autopar.runtime.exec.program import ProgramBuilder
-from autopar.runtime.exec.slots import Routes, unit_of
+from autopar.runtime.exec.slots import Routes
 from autopar.runtime.exec.step_fingerprint import axes_of_step
 from autopar.runtime.exec.step_inputs import SCALE, StepInputs
 from autopar.runtime.exec.unsharded_cache import UnshardedCache
@@ -67,32 +67,16 @@ class Paused:
     kept: dict[str, Tensor]
 
 
-@dataclass
-class Peaks:
-    """live: most units (stage, micro-batch, slice) between F and B. saved: most bytes of what F and B keep."""
-
-    live: int = 0
-    saved: int = 0
-
-
 class Executor:
     """The bound step of one batch shape. ``traffic`` grows with every step.
 
-    All ranks of the world must make theirs at the same time: it makes process groups. record: after a step ``timeline``
-    has (action, start, end) in seconds of every action, waiting for other ranks left out, and ``modules`` what of it
-    the host was in which module; of cells that take turns it has none. measure: ``peaks`` has the most of what was
-    alive at a time (slow). held: gathered weights that outlive a step.
+    All ranks of the world must make theirs at the same time: it makes process groups. record: if it is set, after a step
+    ``timeline`` has (action, start, end) in seconds of every action, waiting for other ranks left out, and ``modules``
+    what of it the host was in which module; of cells that take turns it has none. held: gathered weights that outlive a
+    step.
     """
 
-    def __init__(
-        self,
-        compiled: Compiled,
-        groups: Groups,
-        backend: str = "eager",
-        *,
-        record: bool = False,
-        measure: bool = False,
-    ) -> None:
+    def __init__(self, compiled: Compiled, groups: Groups, backend: str = "eager") -> None:
         pipeline = compiled.pipeline
         if backend != "eager" and compiled.plan.experts:
             raise ValueError(
@@ -113,9 +97,8 @@ class Executor:
         self.modules: list[Span] = []
         self.load: ExpertLoad | None = None  # of the module, that it counts for
         self._experts: dict[int, list[str]] = {}  # by part: names of layers
-        self.peaks = Peaks()
         self._known: dict[str, Any] = {}  # by name, what compiled code returns
-        self.record, self._measure = record, measure
+        self.record = False
         self._pauses = axis_of_experts(compiled.plan.experts)  # where graphs of cells take turns
         self.order = Routes(pipeline).drop_empty(lowered_order(pipeline))
         assert self.order.micro_batches == self.micro_batches, f"{self.order.name} is for other micro-batches"
@@ -189,10 +172,6 @@ class Executor:
         attention = (comms.traffic for comms in self._comms | self.held.comms)
         return add_ledgers(self._traffic, self._exchange.traffic, self.channels.traffic, *attention, self._rehearsed)
 
-    @property
-    def _watched(self) -> bool:
-        return self.record or self._measure
-
     # --- a step -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -204,7 +183,7 @@ class Executor:
         another rank fails.
         """
         with self._whole():
-            records = self._recorded is not None and not self._watched and not self.held.on
+            records = self._recorded is not None and not self.record and not self.held.on
             return self._recorded(values) if records and self._recorded else self._step(values)
 
     def _step(self, values: Mapping[str, Tensor]) -> Result:
@@ -276,7 +255,7 @@ class Executor:
             self._rehearses = False
             self._rehearse(values)
         slots = self._fed(values)
-        self.timeline, self.modules, self.peaks, self._live = [], [], Peaks(), set[tuple[int, int, int]]()
+        self.timeline, self.modules = [], []
         self._run(self._forward, slots)
         return slots
 
@@ -309,10 +288,9 @@ class Executor:
         for entry in self._runs[entries is self._backward]:
             with self._looked_at(entry, profiled) if profiled or self.record else nullcontext():
                 start = self._counted(entry, slots)
-            if self._watched:
+            if self.record:
                 end = time.perf_counter()
-                for action in entry.actions:
-                    self._watch(action, start, end, slots)
+                self.timeline += [(action, start, end) for action in entry.actions]
         self._traffic = add_ledgers(self._traffic, self._traffic_of[entries is self._backward])
         if entries is self._forward and self.held.on:
             self._traffic = add_ledgers(self._traffic, self.held.saved())
@@ -339,19 +317,6 @@ class Executor:
                 self._experts[part] = layers_of_experts(self.compiled.pipeline.parts[part].forward.graph)
             self.load.add(self._experts[part], found, axis_of_experts(self.compiled.plan.experts))
         return start
-
-    def _watch(self, action: Action, start: float, end: float, slots: list[Any]) -> None:
-        self.timeline.append((action, start, end))
-        if not self._measure:
-            return
-        if action.kind == "F":
-            self._live.add(unit_of(action))
-            self.peaks.live = max(self.peaks.live, len(self._live))
-        elif action.kind in BACKWARD:
-            self._live.discard(unit_of(action))
-        kept = [slots[i] for i in self.program.saved if isinstance(slots[i], Tensor)]
-        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
-        self.peaks.saved = max(self.peaks.saved, sum(storages.values()))
 
 
 @contextmanager
