@@ -70,10 +70,10 @@ class Paused:
 class Executor:
     """The bound step of one batch shape. ``traffic`` grows with every step.
 
-    All ranks of the world must make theirs at the same time: it makes process groups. record: if it is set, after a step
-    ``timeline`` has (action, start, end) in seconds of every action, waiting for other ranks left out, and ``modules``
-    what of it the host was in which module; of cells that take turns it has none. held: gathered weights that outlive a
-    step.
+    All ranks of the world must make theirs at the same time: it makes process groups. record: if it is set, a step
+    leaves in ``timeline`` (action, start, end) in seconds of every action, waiting for other ranks left out, and in
+    ``modules`` what of it the host was in which module, but of cells that take turns. held: gathered weights that
+    outlive a step.
     """
 
     def __init__(self, compiled: Compiled, groups: Groups, backend: str = "eager") -> None:
