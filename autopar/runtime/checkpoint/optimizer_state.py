@@ -1,8 +1,5 @@
 """The state of optimizers by the names of parameters: what is saved, and how it comes to be in another optimizer.
 
-    describe(optimizer, 0, own, put)        groups with options and names; tensors go to ``put``
-    restore(told, ...)                      the same in an optimizer of another mesh, which may not have made a step
-
 What an optimizer keeps of a parameter is known from the checkpoint, and made as such: no step is made for it, which
 would count, and decay weights.
 """

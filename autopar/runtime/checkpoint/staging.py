@@ -1,15 +1,11 @@
 """Writing a file of tensors while training goes on: copies in waves, within a limit of host memory.
 
-    file = StagedFile(path, head, pieces, slots)
-    file.run()                       on a thread: all is on the disk when it returns
-    file.staged.wait()               before a piece changes: the rest is written from copies
-
     pieces   | a  a  a | a  b  b | b  b  c | ...
     copies   [slot 1   ][slot 2  ][slot 1 ...       a slot is filled as soon as one has been written
     file               |a a a    |a b b   |...
 
 With as much memory as the pieces take, nothing waits for the disk before all is copied; with less, whoever wants to
-change a piece waits until what does not fit has been written.
+change a piece waits (`StagedFile.staged`) until what does not fit has been written.
 """
 
 from __future__ import annotations

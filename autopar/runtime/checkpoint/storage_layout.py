@@ -1,12 +1,6 @@
 """Where a checkpoint's tensors lie, checked before anything is read: what the mark says, what the files' heads say, and
 sums of the blocks of a file, by which a bit that has flipped on a disk or on a wire is found where it is read.
 
-    told = SavedTensor.of("model.w", mark["tensors"]["model.w"])         dtype and shape
-    told.pieces()                                                        they make up the tensor, each entry once
-    with opened_inside(folder, "rank-00000.safetensors") as file: check_head(file, size, pieces)
-    sums = BlockChecksums(); sums.add(data) ...                          while a file is written; sums.found
-    check_blocks(data, 100, 300, sums, known)                            while it is read: each block once
-
 Whoever writes a mark says what is read. All of this raises ValueError, in the words of `load`. CRC-32 (ISO 3309, as in
 gzip) of a block of 4 MiB misses one in 2**32 changes, and none of 32 bits or less in a row.
 """

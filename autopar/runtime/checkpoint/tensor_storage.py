@@ -1,12 +1,8 @@
 """The tensors of a checkpoint: which rank writes which pieces, how they lie in its file, how pieces are read back.
 
-    mine = written_here(entries, groups)         replicas of a piece share the writing, by bytes
-    pieces = pieces_of(mine)                     runs of consecutive positions
-    head, index = file_layout(pieces, "rank-00003.tensors")
-    SavedTensors(checkpoint, mark).read([(key, tensor), ...])
-
-A file is a safetensors file: a head in JSON, then plain bytes. The mark of the checkpoint says of each tensor where its
-pieces are, so that a rank of any mesh reads the parts of those that it needs, and nothing else.
+A file is a safetensors file: a head in JSON, then plain bytes. Replicas of a piece share the writing, by bytes. The
+mark of the checkpoint says of each tensor where its pieces are, so that a rank of any mesh reads the parts of those
+that it needs, and nothing else.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
 """Attention over cut sequences on a running mesh: the Comm of its algorithms, made of process groups.
 
-    out, lse = autopar.context_attention(q, k, v, ..., "ring", "ring", [1, -1], [1, -1], "cp", 4)
-    -->
-    out, lse = context_attention(q, k, v, ...)            # the algorithm over an AxisComm of "cp"
-
 An algorithm starts exchanges, computes, and waits for them: they overlap within the node, which runs where it stands.
 What it sends is known once it has run, so an AxisComm counts for itself.
 """

@@ -1,9 +1,6 @@
 """The raw collectives in terms of functional ones and plain operators: what a compiler is given.
 
 The same layouts, starts and waits as in `autopar.runtime.comm.collectives`, without in-place writes.
-
-    pending = start(x)              all_gather(x), on its way
-    y = finish_with(c)(pending)     wait_tensor, then the layout
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """Sends and receives along the pipeline axis: asynchronous, matched by order, failures explained, bytes counted.
 
-    rank 0    send(0SF0>1, to 1, [x])         rank 1    pending = post(1RF0<0, from 0, [buffer])
-                                                        [x] = wait(pending)
-
 Every link, a pair of ranks and a direction, has a process group of its own. NCCL has no tags, and a transfer keeps its
 stream until the other end has come: in a group of more ranks, or for both directions, transfers that cross would wait
 for each other (`autopar.schedule.stream_checks`). Both ends list the transfers of a link in the same order

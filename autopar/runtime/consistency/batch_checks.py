@@ -1,10 +1,6 @@
 """Ranks that must be given the same batch are: its shapes before a step is compiled, its contents at every step,
 without waiting for an accelerator.
 
-    watch = BatchContents(groups)
-    with watch.agreeing():
-        agree_on(groups, watch.claims(batch, inputs), "the batch")
-
 Of tensors on the host a step compares what it is given. Of those on an accelerator the first step of its kind does;
 the others start the words for the host, and the next call compares them: a step, `clip_grad_norm_`, what reads or
 writes whole states. By then they are there, so what waits for them never lets the accelerator's queue run dry. Behind

@@ -1,8 +1,4 @@
-"""What can only be said when a process ends: nobody waits for anybody there, and no call of the user's will come.
-
-ask_at_end(watch)          its `last_words()` are asked for, and printed, when the interpreter exits
-found_at_end()             those words now, for who can still raise an error
-"""
+"""What can only be said when a process ends: nobody waits for anybody there, and no call of the user's will come."""
 
 from __future__ import annotations
 

@@ -1,16 +1,10 @@
 """A number for the contents of a tensor, made where the tensor is: equal tensors have equal words on all ranks.
 
-    words_of({"x": x, "mask": mask})  ->  {"x": "9c0f...", "mask": "03ab..."}
-
 A tensor is read as 64-bit integers, whatever its dtype: so NaNs, signed zeros and every last bit count. Of the
-integers x[i] the word is
-
-    sum over i of  (x[i] ^ x[i] >> 33) * weight[i]      in 64 bits that wrap around
-
-with odd pseudo-random weights. Folding the upper half into the lower one lets each bit of an integer reach 31 bits of
-the sum at least: without it, two flipped signs would cancel. By 33 and not 32, since an integer may hold two numbers
-that change alike. Large tensors go in chunks that stay in the cache, with
-the same weights; the words of the chunks are a tensor in turn.
+integers x[i] the word is the sum of (x[i] ^ x[i] >> 33) * weight[i], in 64 bits that wrap around, with odd
+pseudo-random weights. Folding the upper half into the lower one lets each bit reach 31 bits of the sum at least:
+without it, two flipped signs would cancel. By 33 and not 32, since an integer may hold two numbers that change alike.
+Large tensors go in chunks that stay in the cache; the words of the chunks are a tensor in turn.
 """
 
 from __future__ import annotations

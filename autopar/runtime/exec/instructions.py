@@ -1,7 +1,5 @@
 """A step as a flat list of instructions over slots: values have numbers, so that running one costs next to nothing.
 
-    slots = [None] * size        Instruction(apply, reads, writes): slots[writes] = apply(slots[reads])
-
 The list is made once, when a pipeline is bound. `finish_sums` then finds out after which instruction nobody reads a
 slot any more: it is emptied before the instruction runs, so a graph that empties its list of inputs frees them in
 between.

@@ -1,12 +1,10 @@
 """From the lowered order of a step to the instructions of one rank.
 
-    1RF0<0    post a receive into new buffers
-    1F0       wait for it; run F's graph on slots; add its losses up
-    1SF0>2    send slots
-    1BW0      wait for gradients; sum what came from several users; run; add gradients of parameters up
-    1BWR1     the same, but the graph takes the sums and makes the reduced gradients
-
-All names are resolved here, once. Every kind of action has one method: see `handlers`.
+1RF0<0    post a receive into new buffers
+1F0       wait for it; run F's graph on slots; add its losses up
+1SF0>2    send slots
+1BW0      wait for gradients; sum what came from several users; run; add gradients of parameters up
+1BWR1     the same, but the graph takes the sums and makes the reduced gradients
 """
 
 from __future__ import annotations

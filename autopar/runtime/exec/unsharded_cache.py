@@ -1,9 +1,5 @@
 """Gathered weights that outlive a step, while nobody changes the weights: `ParallelModule.keep_unsharded`.
 
-    with model.keep_unsharded():
-        model.train_step(**first)       gathers once per step, as always; what was gathered is kept
-        model.train_step(**second)      computes with that
-
 The first F of a step is an instruction with two forms: with the gathers within, and without. Nothing tells every change
 of a weight: writes through ``.data``, and those of kernels that torch knows nothing of, leave no trace in a tensor's
 version. So a step skips nothing by itself; what can be seen is an error.

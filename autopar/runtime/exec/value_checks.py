@@ -1,13 +1,11 @@
 """What is said of values: an operator that fails in a step, with the model's own line, and what kernels noted
 (`autopar.ops.value_checks`), without waiting for an accelerator.
 
-    bound([weight, ids])   -->   OpError: step: ids of "tokens" must lie in 0 .. 15, the rows of its embedding, found 16
-                                 (aten.embedding.default at model.py:9 in forward, `self.embed(tokens)`); correct the
-                                 batch
-    watch = ValueChecks(groups)
-    ... a step ...
-    watch.settle(7)      on the CPU: at once.     Else: the ranges start for the host, and the first call that finds
-                         them there says it, with step 7: the next step's, as a rule
+    step: ids of "tokens" must lie in 0 .. 15, the rows of its embedding, found 16 (aten.embedding.default at
+    model.py:9 in forward, `self.embed(tokens)`); correct the batch
+
+What kernels noted is said at once on the CPU. Else the ranges start for the host, and the first call that finds them
+there says it, with the number of their step: the next step's, as a rule.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
 """Errors on their way: what this process tells of its own, and how those of backends come to name ranks.
 
-    with reporting("saving"):       an error that leaves the block is told to the others; a backend's one names ranks
-    with explained(what, ranks):    a RuntimeError of a collective becomes a CollectiveError that says who failed
-    within(limit, call, ...)        a call of torch that waits for others, for so long
-
 What ranks know of each other is on their boards (`autopar.runtime.fault.error_propagation`): one of each process, made
 here.
 """

@@ -1,11 +1,9 @@
 """Groups whose work does not raise in ``wait`` (NCCL): how a wait that cannot end is ended, and with which error.
 
-    loss.item()           the host waits for the GPU, and the GPU for a rank that is dead
-    abort of all groups   the GPU goes on with values that mean nothing, and ``item`` returns one of them
-    CollectiveError       in the thread of the training loop, before it runs another line
-
-torch's own watchdog sees an error too, and then ends the process without a word of who failed. `leave_to_us` tells it
-not to.
+The host waits for the GPU in ``loss.item()``, and the GPU for a rank that is dead. All groups are aborted, so the GPU
+goes on with values that mean nothing; before ``item`` returns one of them, a CollectiveError is raised in the thread of
+the training loop. torch's own watchdog would end the process without a word of who failed: `leave_to_us` tells it not
+to.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Questions to the store, each with a deadline.
 
 A client of torch's store waits in C++ for the answer, for ever if the host of the store is stopped or cut off: its own
-timeout counts for keys that are missing, not for a host that is silent. So questions are asked on a thread of their
-own, and who asks waits no longer than a limit.
+timeout counts for keys that are missing. So questions are asked on a thread, and who asks waits no longer than a limit.
 """
 
 from __future__ import annotations

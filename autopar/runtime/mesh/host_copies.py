@@ -1,10 +1,6 @@
 """Copies between the host and a device, without the host waiting; and values that wait in host memory between F and B:
 `autopar::to_host` and `autopar::from_host` as they run.
 
-    pending = copies.to_host(x)         into a buffer of the arena, behind what makes x
-    h = copies.finish(pending)          from here on x may go
-    y = copies.finish(copies.from_host(h))
-
 On a GPU each direction has a stream of its own, and buffers are pinned. On a CPU copies are made at once; the arena
 then stands for another memory, which `HostArena` meters.
 """

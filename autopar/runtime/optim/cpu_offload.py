@@ -1,7 +1,5 @@
-"""States of optimizers that lie in host memory, and come to the device for one bucket of parameters at a time.
-
-    bucket 1   arrives | steps   | leaves
-    bucket 2           | arrives | steps  | leaves         three buckets of states are on the device at most
+"""States of optimizers that lie in host memory, and come to the device for one bucket of parameters at a time; those of
+three buckets are on the device at most.
 
 Any optimizer of torch that steps each parameter by itself: its own kernels run, on the device, on the same values.
 States that a first step makes leave behind it; numbers such as its count stay where they are. On a GPU a step ends with

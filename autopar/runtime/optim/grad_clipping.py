@@ -1,9 +1,7 @@
 """Clipping gradients by their norm over all ranks, pipeline stages included.
 
-    powers of local norms (one foreach call)  ->  their sum, each divided by its number of copies  ->  one all-reduce
-
-The all-reduce is over all axes that cut any parameter, and pp. A piece that several of these ranks hold is counted by
-each of them, in parts: so all ranks scale by the same number, whatever the last bits of their copies are.
+Powers of local norms (one foreach call), each divided by its number of copies, are summed by one all-reduce over all
+axes that cut any parameter, and pp: so all ranks scale by the same number, whatever the last bits of copies are.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """Elementwise optimizers step pieces: each parameter's, its gradient's and its states', as plain tensors.
 
-    torch.optim.AdamW(model.parameters()).step()
-
-        pieces of all parameters  ->  one step of torch's own  ->  states, laid out as their parameters
-
-Parameters that other pipeline stages hold have no elements here: once they have states, only the counts of these go on.
-
 The numbers are those of a step on DTensors. But no operator is dispatched for each of them by torch's DTensor, and
-kernels run that it does not know: fused SGD and Adagrad, Rprop's indexing.
+kernels run that it does not know: fused SGD and Adagrad, Rprop's indexing. Parameters that other pipeline stages hold
+have no elements here: once they have states, only the counts of these go on.
 """
 
 from __future__ import annotations

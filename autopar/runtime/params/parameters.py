@@ -1,12 +1,8 @@
 """A model's state on a mesh: parameters as DTensors, and whole tensors under the original names, both ways.
 
-    local = local_piece(whole, spec, groups)            this rank's piece, a copy
-    p = make_parameter(local, spec, groups)             nn.Parameter over a DTensor
-    full_state_dict({name: p}, specs, groups)           original name -> whole tensor
-
 Every parameter lies on one mesh of all axes, whole (Replicate) where an axis does not cut it: so the foreach paths of
 torch.optim and clip_grad_norm_ see one kind of thing. Every rank has all parameters of the model, in its order: those
-of other pipeline stages as pieces of no elements (`sharded_tensor.ShardedTensor.holders`).
+of other pipeline stages as pieces of no elements (`ShardedTensor.holders`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """How a world of any size starts, on one machine: what ranks ask of the store, how long that takes, their groups.
 
-    print(autopar.simulate_start("pp=16,dp=16,cp=8,tp=8"))
-
 A few ranks do what each rank does, with the code that they run anyway: they make their groups (over torch's fake
 backend, which connects to nobody), agree on what `parallelize` agrees on, and make a call over and over. What one of
-them asks of the store, a real TCPStore, a crowd asks for all others: a few threads with a connection each, which repeat
-every question as often as there are ranks. So the seconds are those of all ranks together through one store, on this
-machine; connections between ranks, imports and compiling are no part of them.
+them asks of the store, a real TCPStore, a crowd asks for all others. So the seconds are those of all ranks together
+through one store, on this machine; connections between ranks, imports and compiling are no part of them.
 """
 
 from __future__ import annotations

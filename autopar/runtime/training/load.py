@@ -1,11 +1,9 @@
 """`autopar.load`: a run goes on from a checkpoint of `autopar.save`, on any mesh.
 
-rank 0     which checkpoint: the folder itself, or its latest
-together   every rank compares it with what it has
-together   reads all that is beside the model, and compares the bytes of the model's with their sums
-together   gives their states to schedulers and the user's objects, or their old ones where one of them refuses
-           until now nothing is changed, and all ranks agree that nothing is wrong
-together   fills the model's tensors, and puts the rest in place
+Rank 0 says which checkpoint. Every rank compares it with what it has, reads all that is beside the model, compares the
+bytes of the model's with their sums, and gives their states to schedulers and the user's objects, or their old ones
+where one of them refuses. Until then nothing is changed, and all ranks agree that nothing is wrong; then each fills the
+model's tensors, and puts the rest in place.
 """
 
 from __future__ import annotations
