@@ -79,14 +79,22 @@ class AxisComm:
         return PeerExchange(self, arrived, sent)
 
     def all_gather(self, what: str, x: Tensor) -> PeerExchange:
-        pending = collectives.all_gather(self._groups, f"{self._node}, {what}", 0, [], self._axis)(x.unsqueeze(0))
-        self._count("all_gather", traffic_of("all_gather", tuple(x.shape), x.dtype, self.size))
-        return PeerExchange(self, lambda: [finish(pending)], (x,))
+        return self._collective(collectives.all_gather, what, x, x.unsqueeze(0), lambda made: made)
 
     def reduce_scatter(self, what: str, x: Tensor) -> PeerExchange:
-        pending = collectives.reduce_scatter(self._groups, f"{self._node}, {what}", 0, [], self._axis)(x)
-        self._count("reduce_scatter", traffic_of("reduce_scatter", tuple(x.shape), x.dtype, self.size))
-        return PeerExchange(self, lambda: [finish(pending).squeeze(0)], (x,))
+        return self._collective(collectives.reduce_scatter, what, x, x, lambda made: made.squeeze(0))
+
+    def _collective(
+        self,
+        start: Callable[..., collectives.Start],
+        what: str,
+        x: Tensor,
+        sent: Tensor,
+        done: Callable[[Tensor], Tensor],
+    ) -> PeerExchange:
+        pending = start(self._groups, f"{self._node}, {what}", 0, [], self._axis)(sent)
+        self._count(start.__name__, traffic_of(start.__name__, tuple(x.shape), x.dtype, self.size))
+        return PeerExchange(self, lambda: [done(finish(pending))], (x,))
 
     def _count(self, kind: str, sent: int) -> None:
         self.traffic = add_ledgers(self.traffic, {(self._axis, kind): Traffic(1, sent)})

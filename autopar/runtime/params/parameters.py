@@ -288,46 +288,31 @@ def load_state_dict(
     written.
     """
     check_tensors(state)
-    specs, buffers = list(specs), dict(buffers or {})
-    found: list[tuple[ParameterSpec, Tensor]] = []
-    kept: list[tuple[Tensor, Tensor]] = []
-    misfits, missing, known = [], [], {*buffers}
-    dtypes: dict[str, torch.dtype] = {}
-    for spec in specs:
-        known |= {spec.name, *spec.aliases}
-        name = next((n for n in (spec.name, *spec.aliases) if n in state), None)
-        if name is None:
-            missing.append(spec.name)
+    places: list[tuple[tuple[str, ...], torch.Size, torch.dtype, Tensor | None]] = [
+        ((s.name, *s.aliases), torch.Size(s.shape), s.dtype, parameters.get(s.name)) for s in specs
+    ]
+    places += [((name,), b.shape, b.dtype, b) for name, b in (buffers or {}).items()]
+    found: list[tuple[Tensor, Tensor]] = []
+    misfits, missing, dtypes = [], [], dict[str, torch.dtype]()
+    for names, shape, dtype, target in places:
+        if (name := next((n for n in names if n in state), None)) is None:
+            missing.append(names[0])
             continue
-        dtypes[name] = spec.dtype
-        if tuple(state[name].shape) != tuple(spec.shape):
-            misfits.append(_misfit(name, state[name], spec.shape))
-        elif spec.name in parameters:
-            found.append((spec, state[name]))
-    for name, buffer in buffers.items():
-        if name not in state:
-            missing.append(name)
-            continue
-        dtypes[name] = buffer.dtype
-        if state[name].shape != buffer.shape:
-            misfits.append(_misfit(name, state[name], buffer.shape))
-        else:
-            kept.append((buffer, state[name]))
+        dtypes[name] = dtype
+        if state[name].shape != shape:
+            misfits.append(
+                f"size mismatch for {name}: copying a param with shape {state[name].shape} from checkpoint, the shape "
+                f"in current model is {shape}"
+            )
+        elif target is not None:
+            found.append((target, state[name]))
     check_kinds(state, dtypes)
     with torch.no_grad():
-        for spec, whole in found:
-            local_tensor(parameters[spec.name]).copy_(piece_like(parameters[spec.name], whole_tensor(whole)))
-        for buffer, whole in kept:
-            buffer.copy_(whole_tensor(whole))
+        for target, x in found:
+            whole = whole_tensor(x)
+            local_tensor(target).copy_(piece_like(target, whole) if isinstance(target, DTensor) else whole)
+    known = {name for names, *_ in places for name in names}
     return IncompatibleKeys(missing, [name for name in state if name not in known]), misfits
-
-
-def _misfit(name: str, x: Tensor, shape: Iterable[int]) -> str:
-    """In torch's words."""
-    return (
-        f"size mismatch for {name}: copying a param with shape {x.shape} from checkpoint, the shape in current model "
-        f"is {torch.Size(shape)}"
-    )
 
 
 def refuse_others(found: IncompatibleKeys, misfits: Sequence[str], strict: bool, kind: str) -> None:
