@@ -31,6 +31,9 @@ from autopar.runtime.params.shards import boxes, cuts_of
 from autopar.values import parse, refuse, whole_number
 
 
+# --- files -----------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Stored:
     """Where a tensor lies: file, name in the file."""
@@ -442,6 +445,9 @@ def _index(files: Mapping[str, str], written: Sequence[Tensor]) -> dict[str, Any
     """What the index of several files says. ``written``: all tensors, on the meta device."""
     totals = {"total_parameters": sum(x.numel() for x in written), "total_size": sum(x.nbytes for x in written)}
     return {"metadata": totals, "weight_map": dict(files)}
+
+
+# --- what scripts pass to save_pretrained ----------------------------------------------------------------------
 
 
 _SAID = {"safe_serialization": True, "push_to_hub": False, "variant": None, "token": None}  # what holds anyway

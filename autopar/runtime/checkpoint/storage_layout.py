@@ -57,6 +57,9 @@ def check_blocks(data: memoryview, start: int, stop: int, sums: Sequence[int], k
     return None
 
 
+# --- what the mark says ----------------------------------------------------------------------------------------
+
+
 SAFETENSORS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",

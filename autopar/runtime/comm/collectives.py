@@ -29,6 +29,9 @@ from autopar.runtime.fault.nccl_errors import started
 from autopar.runtime.mesh.process_groups import Groups
 
 
+# --- rows ------------------------------------------------------------------------------------------------------
+
+
 def to_rows(x: Tensor, dim: int, blocks: Sequence[int], ranks: int) -> Tensor:
     """[.., D, ..] -> contiguous [ranks, .., D/ranks, ..]."""
     size = x.shape[dim]
@@ -79,6 +82,9 @@ def _dealt(x: Tensor, dim: int, block: int, ranks: int) -> Tensor:
 def in_order(pieces: Tensor, block: int) -> Tensor:
     """Between the order of the pieces (dim 0) in a block and that of the ranks which hold them, both ways."""
     return pieces if block > 0 else pieces.flip(0)
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,9 @@ from autopar.runtime.fault.store_client import StoreError
 from autopar.runtime.mesh.process_groups import Groups
 
 
+# --- by a few numbers in collectives between hosts -------------------------------------------------------------
+
+
 def as_expected(groups: Groups, call: Hashable, own: Hashable = None) -> bool:
     """Whether all ranks expect this call of this rank, which then goes on with it; ``own``: what else must be as in
     that call before, on this rank. Collective along pp. Raises CollectiveError where a rank is known to have failed."""
@@ -118,6 +121,9 @@ class RankCheck:
 
 def _digest(x: Any) -> str:
     return hashlib.sha256(repr(x).encode()).hexdigest()[:16]
+
+
+# --- through the store -----------------------------------------------------------------------------------------
 
 
 class OtherSteps(ValueError):
@@ -383,6 +389,9 @@ def _copied_over(groups: Groups, spec: ParameterSpec) -> tuple[str, ...]:
     """The axes on which all ranks hold the same piece; stages hold different parameters."""
     cut = {axis for axis, p in spec.placements.items() if isinstance(p, Shard)}
     return tuple(axis for axis in groups.mesh.sizes if axis not in cut and axis != "pp")
+
+
+# --- what each rank does for itself, and all must have done ----------------------------------------------------
 
 
 T = TypeVar("T")

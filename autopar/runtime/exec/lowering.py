@@ -82,6 +82,9 @@ def shorten(node: Node, overwritten: int | None = None) -> None:
         node.target = FUNCTIONS.get(node.target) or kernel_of(node.target) or node.target
 
 
+# --- pauses ----------------------------------------------------------------------------------------------------
+
+
 Steps = Generator[None, None, Any]  # returns what the graph returns
 _MARK = re.compile(r"^\s*\w+ = \w*pause_here\(\);?.*$", re.MULTILINE)
 

@@ -67,6 +67,9 @@ def about_to_write() -> None:
         call()
 
 
+# --- optimizers that were made before parallelize --------------------------------------------------------------
+
+
 _PLACED = WeakIdKeyDictionary()  # -> their version when an optimizer last stepped them
 
 
@@ -91,6 +94,9 @@ def _refuse_stale(optimizer: Optimizer) -> None:
                 "it would step weights that no step on the mesh reads; make it of the parallel model's: "
                 f"{type(optimizer).__name__}(parallel.parameters(), ...)"
             )
+
+
+# --- optimizers of whole matrices ------------------------------------------------------------------------------
 
 
 # By the name of the class, whichever library it is of: what they do with a matrix is no function of its elements alone.
@@ -154,6 +160,9 @@ def _whole(p: nn.Parameter, x: Any) -> nn.Parameter:
     elif isinstance(x, DTensor):
         x = x.full_tensor() if shards_of(x) else local_of(x)
     return nn.Parameter(x.detach(), requires_grad=p.requires_grad)
+
+
+# --- every step ------------------------------------------------------------------------------------------------
 
 
 _MESHES: set[DeviceMesh] = set()  # of our parameters

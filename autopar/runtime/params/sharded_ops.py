@@ -31,6 +31,9 @@ from autopar.runtime.params.sharded_tensor import ShardedTensor, ViewSource, who
 from autopar.runtime.params.shards import Cuts, piece_of
 
 
+# --- of whole tensors ------------------------------------------------------------------------------------------
+
+
 def leaves(value: Any) -> list[Any]:
     """What is no list, tuple or dict, in order."""
     if isinstance(value, dict):

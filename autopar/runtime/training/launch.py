@@ -40,6 +40,13 @@ from autopar.runtime.mesh.process_groups import DEFAULT_TIMEOUT
 from autopar.values import whole_number
 
 
+LEAVE = 5.0  # seconds for a rank that has reported to clean up
+GRACE = SILENCE + 3.0  # seconds the others get, after a rank has failed, to say what they saw
+
+
+# --- what starts ranks: a script, which each imports, or what none can import ----------------------------------
+
+
 def is_interactive() -> bool:
     """Whether ranks cannot import what calls: there is no file, or it is called "<stdin>"."""
     main = sys.modules["__main__"]
@@ -120,8 +127,7 @@ def _running_line(file: str | None) -> int | None:
     return None
 
 
-LEAVE = 5.0  # seconds for a rank that has reported to clean up
-GRACE = SILENCE + 3.0  # seconds the others get, after a rank has failed, to say what they saw
+# --- launching -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,9 @@ from autopar.runtime.training.async_save import AsyncSave, wait_for_save
 from autopar.values import a_path, byte_count, whole_number, yes_or_no
 
 
+# --- what a run consists of ------------------------------------------------------------------------------------
+
+
 @dataclass
 class CheckpointContents:
     """What this rank knows of the run. ``small``: tensors of which each rank holds a copy, by key, to compare them."""
@@ -178,6 +181,9 @@ def digest(told: Any, tensors: Mapping[str, Tensor]) -> str:
     if large:
         found.update(json.dumps(words_of(large)).encode())
     return found.hexdigest()[:16]
+
+
+# --- saving ----------------------------------------------------------------------------------------------------
 
 
 def save(
