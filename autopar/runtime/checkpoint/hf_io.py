@@ -30,7 +30,6 @@ from autopar.runtime.params.sharded_tensor import whole_tensor
 from autopar.runtime.params.shards import boxes, cuts_of
 from autopar.values import parse, refuse, whole_number
 
-
 # --- files -----------------------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,6 @@ from autopar.runtime.fault.errors import CollectiveError, board
 from autopar.runtime.fault.nccl_errors import started
 from autopar.runtime.mesh.process_groups import Groups
 
-
 # --- rows ------------------------------------------------------------------------------------------------------
 
 

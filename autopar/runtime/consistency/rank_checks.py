@@ -38,7 +38,6 @@ from autopar.runtime.fault.store_barrier import GoneOn, Round, Rounds, differenc
 from autopar.runtime.fault.store_client import StoreError
 from autopar.runtime.mesh.process_groups import Groups
 
-
 # --- by a few numbers in collectives between hosts -------------------------------------------------------------
 
 

@@ -30,7 +30,6 @@ from autopar.runtime.params.sharded_reductions import ScalarTensor, foreach_norm
 from autopar.runtime.params.sharded_tensor import ShardedTensor, ViewSource, whole_tensor, written
 from autopar.runtime.params.shards import Cuts, piece_of
 
-
 # --- of whole tensors ------------------------------------------------------------------------------------------
 
 

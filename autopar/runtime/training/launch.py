@@ -39,7 +39,6 @@ from autopar.runtime.fault.heartbeat import LAUNCHER
 from autopar.runtime.mesh.process_groups import DEFAULT_TIMEOUT
 from autopar.values import whole_number
 
-
 LEAVE = 5.0  # seconds for a rank that has reported to clean up
 GRACE = SILENCE + 3.0  # seconds the others get, after a rank has failed, to say what they saw
 

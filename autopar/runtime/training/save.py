@@ -54,7 +54,6 @@ from autopar.runtime.params.parameters import local_tensor
 from autopar.runtime.training.async_save import AsyncSave, wait_for_save
 from autopar.values import a_path, byte_count, whole_number, yes_or_no
 
-
 # --- what a run consists of ------------------------------------------------------------------------------------
 
 
