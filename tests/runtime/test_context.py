@@ -155,9 +155,9 @@ def test_functional_layouts_are_those_of_collectives(blocks: list[int]) -> None:
         there = SimpleNamespace(groups=SimpleNamespace(index=lambda axis, me=me: me, size=lambda axis: ranks))
         mine = piece(whole, shard, ranks, me)
         assert torch.equal(rows[me], mine)
-        assert torch.equal(functional_collectives.functional_shard_slice(there, whole, 1, blocks, "cp", ranks), mine)
+        assert torch.equal(functional_collectives.shard_slice(there, whole, 1, blocks, "cp", ranks), mine)
         assert torch.equal(comm.shard_slice(there.groups, 1, blocks, "cp")(whole), mine)
-        padded = functional_collectives.functional_shard_pad(there, mine, 1, blocks, "cp", ranks)
+        padded = functional_collectives.shard_pad(there, mine, 1, blocks, "cp", ranks)
         assert torch.equal(comm.shard_pad(there.groups, 1, blocks, "cp")(mine), padded)
         assert torch.equal(piece(padded, shard, ranks, me), mine) and padded.count_nonzero() == mine.numel()
 

@@ -32,9 +32,9 @@ from autopar.ir.meta import TRACE, inherit
 from autopar.ir.waits import WaitPlaces, is_started, overwritten, pauses_at
 from autopar.ops.traits import COLLECTIVES, COPIES, LOCAL
 from autopar.runtime.comm import collectives as comm
+from autopar.runtime.comm import functional_collectives
 from autopar.runtime.comm.collectives import Ledger, Traffic, finish, traffic_of
 from autopar.runtime.comm.context_parallel_comm import OPERATORS, Comms
-from autopar.runtime.comm.functional_collectives import finish_with, functional_call
 from autopar.runtime.exec.module_profiling import is_watched, left_after, watched_code
 from autopar.runtime.exec.value_checks import operator_explained
 from autopar.runtime.mesh.host_copies import OffloadBuffers
@@ -289,10 +289,11 @@ class _Traced:
 
     def __init__(self, collectives: Functional, device: torch.device) -> None:
         self._collectives, self._device = collectives, device
-        self._finish = finish_with(collectives)
 
     def finish(self, node: Node) -> Callable[[Any], Any]:
-        return (lambda x: x) if node.target in COPIES else self._finish
+        if node.target in COPIES:
+            return lambda x: x
+        return lambda_named("finish_traced", lambda pending: pending[1](self._collectives.wait(pending[0])))
 
     def start(self, node: Node) -> Callable[..., Any]:
         if node.target is ours.from_host.default:
@@ -300,7 +301,8 @@ class _Traced:
         if node.target in COPIES:
             return node.target
         given = {k: v for k, v in named_arguments(node).items() if k != "x"}
-        return functional_call(self._collectives, node.target, given)
+        run = getattr(functional_collectives, kind_of(node))
+        return lambda_named(f"functional_{kind_of(node)}", lambda x: run(self._collectives, x, **given))
 
     local = start
 
