@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.fx import Node
 
-from autopar.ir.parameter import ParameterSpec
+from autopar.ir.parameter import ParameterSpec, in_buckets
 from autopar.ir.weight_conversion import WeightConversion, as_they_are
 from autopar.runtime.checkpoint.hf_atomic_write import CONFIG, INDEX, SINGLE, AtomicFolder, named_weights, quantizer
 from autopar.runtime.checkpoint.partial_reads import Window, pulled, traced
@@ -376,12 +376,13 @@ def save_pretrained(
     outlines = {s.name: _outline(s.shape, s.dtype) for s in specs}
     outlines |= {name: buffer.to("meta") for name, buffer in buffers.items()}
     made = _written((recipes or as_they_are)(list(outlines)), outlines)
-    parts = _split([sum(x.nbytes for x in written.values()) for _, written in made], _parse_size(max_shard_size))
+    sizes = [sum(x.nbytes for x in written.values()) for _, written in made]
+    parts = in_buckets(sizes, _parse_size(max_shard_size)) or [[]]
     files: dict[str, str] = {}  # tensor -> file
     with _in_words(folder), AtomicFolder(folder, len(parts)) if groups.rank == 0 else nullcontext() as draft:
         for part in parts:
             content: dict[str, Tensor] = {}
-            for recipe, _ in made[part]:
+            for recipe, _ in (made[i] for i in part):
                 whole = [
                     buffers[name].detach() if name in buffers else fetch_whole(by_name[name], parameters.get(name))
                     for name in recipe.sources
@@ -427,17 +428,6 @@ def _parse_size(size: int | str) -> int:
     if not match or not int(match[1]):
         raise refuse("max_shard_size", "bytes, or a size such as '5GB' or '500MB'", size)
     return int(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
-
-
-def _split(sizes: Sequence[int], limit: int) -> list[slice]:
-    """Which go into each file, in order; no file is above the limit unless one of them alone is."""
-    starts, filled = [0], 0
-    for number, size in enumerate(sizes):
-        if number > starts[-1] and filled + size > limit:
-            starts.append(number)
-            filled = 0
-        filled += size
-    return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], len(sizes)])]
 
 
 def _index(files: Mapping[str, str], written: Sequence[Tensor]) -> dict[str, Any]:

@@ -30,7 +30,6 @@ from autopar.ir.placement import Replicate
 from autopar.runtime.exec.buffer_updates import with_refusal
 from autopar.runtime.exec.executor import Executor, Paused
 from autopar.runtime.inputs.outputs import placements_of
-from autopar.runtime.params.parameters import local_gradient
 from autopar.steps.of_rank import backwards
 from autopar.steps.value_names import grad, of, output, output_place
 
@@ -223,4 +222,4 @@ class _StepFunction(torch.autograd.Function):
         found = run.gradients(given, keeps_graph())
         wanted = zip(run.trained.items(), ctx.needs_input_grad[2:], strict=True)
         made = {n: x.detach().contiguous() for n, x in found.items()}
-        return (None, None, *(local_gradient(p, made[n]) if need and n in made else None for (n, p), need in wanted))
+        return (None, None, *(p.alike(made[n]) if need and n in made else None for (n, p), need in wanted))  # type: ignore[attr-defined]

@@ -115,13 +115,6 @@ def local_tensor(x: Tensor) -> Tensor:
     return local_of(x).detach() if isinstance(x, DTensor) else x.detach()
 
 
-def local_gradient(parameter: Any, local: Tensor) -> ShardedTensor:
-    """This rank's piece of a gradient in the parameter's own layout. ``local``: contiguous, without a graph
-    of autograd, of the piece's shape, which compiled steps are checked for."""
-    made: ShardedTensor = parameter.alike(local)
-    return made
-
-
 def no_elements(parameter: Any) -> Tensor:
     """What a stage has of a gradient, or another tensor, of a parameter that it does not hold."""
     assert not parameter.is_here, "a stage has gradients of what it holds"
@@ -150,7 +143,7 @@ def set_gradients(found: Sequence[tuple[nn.Parameter, Tensor]], observers: Obser
         parameter.give_gradient(local)  # type: ignore[attr-defined]
     if len(plain) < len(found):
         hooked = [pair for pair, someone in zip(found, watched, strict=True) if someone]
-        accumulate_gradient([p for p, _ in hooked], [local_gradient(p, local) for p, local in hooked])
+        accumulate_gradient([p for p, _ in hooked], [p.alike(local) for p, local in hooked])  # type: ignore[attr-defined]
 
 
 def piece_like(parameter: Any, whole: Tensor) -> Tensor:

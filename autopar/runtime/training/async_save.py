@@ -119,7 +119,7 @@ class AsyncSave:
         if self._thread is not None:
             self._thread.join()
         if self._outcome is None:
-            self._outcome = self._ask(f"{self._where}/done")
+            self._outcome = self._poll(lambda store: look(store, f"{self._where}/done"))
         if self._outcome != "done":
             raise CheckpointError(f"save: {self._outcome}; the checkpoint before it is as it was")
 
@@ -201,9 +201,6 @@ class AsyncSave:
         return ""
 
     # --- waiting for others -----------------------------------------------------------------------------------
-
-    def _ask(self, key: str) -> str:
-        return self._poll(lambda store: look(store, key))
 
     def _poll(self, question: Callable[[dist.Store], str]) -> str:
         """Until there is an answer. Raises CollectiveError where ranks have failed: on a thread only where nothing can
