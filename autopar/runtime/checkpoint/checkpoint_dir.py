@@ -245,9 +245,9 @@ def read_mark(checkpoint: Path) -> dict[str, Any]:
     return found
 
 
-def read_shown(path: Path, patience: float = 10.0) -> Any:
+def read_shown(path: Path) -> Any:
     """JSON that another rank has written and said so: file systems of several machines may show it later."""
-    end = time.monotonic() + patience
+    end = time.monotonic() + 10.0
     while True:
         try:
             return parse(path.read_text(encoding="utf-8"))

@@ -83,11 +83,11 @@ def _argument(node: Any, place: int, name: str, default: Any) -> Any:
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
 
 
-def _dim(node: Any, place: int = 1, default: int = 0) -> int:
+def _dim(node: Any, place: int = 1) -> int:
     """The dim that an operator is about, counted from the front: of its result, if that has more dims than it takes."""
     operand = node.args[0] if isinstance(node.args[0], Node) else node.args[0][0]
     ndim = max(x.ndim for x in (operand.meta["val"], node.meta["val"]) if isinstance(x, Tensor))
-    return int(_argument(node, place, "dim", default)) % ndim
+    return int(_argument(node, place, "dim", 0)) % ndim
 
 
 def _cat(node: Any, window: Window, pull: Pull) -> Tensor:

@@ -139,7 +139,7 @@ class BatchContents:
 
     def last_words(self) -> str:
         """What is wrong with the batch of the last step, as far as other ranks that have ended say; "" if nothing."""
-        found = (difference_at_end(self.groups, claim, "batches") for claim in self.owed())
+        found = (difference_at_end(self.groups, claim) for claim in self.owed())
         return next(filter(None, found), "")
 
     @contextmanager

@@ -41,13 +41,13 @@ def _say() -> None:
         print(f"autopar: {found}", file=sys.stderr, flush=True)
 
 
-def difference_at_end(groups: Groups, claim: RankCheck, key: str) -> str:
+def difference_at_end(groups: Groups, claim: RankCheck) -> str:
     """The claim's error, where the first of the ranks which make it that has ended claimed something else; else ""."""
     if not claim.facts:
         return ""
     first = groups.mesh.along(claim.axes, groups.rank)[0]
     mine: dict[str, Any] = {"rank": groups.rank, "facts": dict(claim.facts)}
-    key = f"{groups.name}/{key}/{'.'.join(claim.axes)}/{first}"
+    key = f"{groups.name}/batches/{'.'.join(claim.axes)}/{first}"
     said = errors.first_to_say(key, json.dumps(mine))
     other = mine if said is None else json.loads(said)
     differ = [name for name, fact in claim.facts.items() if other["facts"].get(name) != fact]

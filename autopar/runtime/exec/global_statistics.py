@@ -11,7 +11,8 @@ does it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,7 +54,6 @@ class StatisticsProgram:
     device: torch.device
     run: Run
     share: Callable[[list[Tensor]], list[Tensor]] | None
-    pending: list[tuple[Action, int, list[P2PEdge]]] = field(default_factory=list)  # that nobody has waited for
     made: set[str | None] = field(default_factory=set)  # names of values that go between graphs
 
     def add(self, entry: Entry) -> None:
@@ -63,22 +63,27 @@ class StatisticsProgram:
             self._round(entry, one)
 
     def _round(self, entry: Entry, one: GlobalStatistics) -> None:
-        order, me = self.values.order, self.values.rank
-        homes = _homes(order)
-        for action, hops in self._transfers(one, "RF"):
+        order, channels, slot = self.values.order, self.channels, self.values.slot
+        receives, sends = (dict(self._transfers(one, kind)) for kind in ("RF", "SF"))
+        for action, hops in receives.items():
             kinds = [(hop.shapes[0], hop.dtype) for hop in hops]
-            post = self.channels.receiving(action, order.rank_of[action.peer], kinds)
-            entry.does.append(Instruction(post, [], [self.values.slot("pending ahead", action)]))
-            self.pending.append((action, action.micro_batch, hops))
-        sends = dict(self._transfers(one, "SF"))
-        for k, graph in enumerate(one.graphs):
-            for i in range(order.micro_batches) if homes[k] == me else ():
-                self._arrived(entry, k, i)
-                if graph is not None:
-                    self._run(entry, one, graph, i)
-                for action in [a for a in sends if a.stage == order.chains[0][k] and a.micro_batch == i]:
-                    start = self.channels.sending(action, order.rank_of[action.peer])
-                    entry.does.append(Instruction(start, [self._slot(hop.value, i) for hop in sends[action]]))
+            post = channels.receiving(action, order.rank_of[action.peer], kinds)
+            entry.does.append(Instruction(post, [], [slot("pending ahead", action)]))
+
+        def moved(transfers: Mapping[Action, list[P2PEdge]], k: int, i: int) -> Iterator[tuple[Action, list[int]]]:
+            for action, hops in transfers.items():
+                if action.stage == order.chains[0][k] and action.micro_batch == i:
+                    yield action, [self._slot(hop.value, i) for hop in hops]
+
+        mine = [k for k, rank in enumerate(_homes(order)) if rank == self.values.rank]
+        for k, i in itertools.product(mine, range(order.micro_batches)):
+            for action, slots in moved(receives, k, i):
+                wait = Instruction(lambda pending: channels.wait(pending[0]), [slot("pending ahead", action)], slots)
+                entry.does.append(wait)
+            if (graph := one.graphs[k]) is not None:
+                self._run(entry, one, graph, i)
+            for action, slots in moved(sends, k, i):
+                entry.does.append(Instruction(channels.sending(action, order.rank_of[action.peer]), slots))
         if self.share is not None:
             self._share(entry, one)
 
@@ -107,17 +112,6 @@ class StatisticsProgram:
             return
         sums, addends = ([self.values.slot(kind, n) for n in own] for kind in ("step", "addend"))
         entry.does.append(Instruction(accumulate([False] * len(own)), [*sums, *addends], sums))
-
-    # --- between stages -----------------------------------------------------------------------------------
-
-    def _arrived(self, entry: Entry, part: int, i: int) -> None:
-        """Wait for what a part takes of a micro-batch, or keeps for later rounds."""
-        stage, channels = self.values.order.chains[0][part], self.channels
-        for action, _, hops in [x for x in self.pending if x[1] == i and x[0].stage == stage]:
-            reads = [self.values.slot("pending ahead", action)]
-            writes = [self._slot(hop.value, i) for hop in hops]
-            entry.does.append(Instruction(lambda pending: channels.wait(pending[0]), reads, writes))
-        self.pending = [x for x in self.pending if not (x[1] == i and x[0].stage == stage)]
 
     def _share(self, entry: Entry, one: GlobalStatistics) -> None:
         """Totals of a round become those of all stages. Nothing of it is on its way any more: the names of transfers
