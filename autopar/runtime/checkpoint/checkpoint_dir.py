@@ -48,8 +48,7 @@ _busy: set[Path] = set()  # folders that this process is saving into: its own lo
 
 
 class SavedStep(NamedTuple):
-    """A complete checkpoint in the folder of a run. order: it was the so-manieth to be saved there; run: by which
-    one."""
+    """A complete checkpoint in the folder of a run. order: its number among those saved there; run: by which one."""
 
     order: int
     name: str
@@ -73,8 +72,7 @@ class RunLineage:
 
 
 class CheckpointDir:
-    """One save into the folder of a run, on the rank that does what is done once: `begin`, then `publish` or `discard`,
-    and `close`."""
+    """One save into the folder of a run, on rank 0: `begin`, then `publish` or `discard`, and `close`."""
 
     def __init__(self, folder: Path, line: RunLineage) -> None:
         self.folder, self._line, self._name = folder.resolve(), line, ""
@@ -103,8 +101,7 @@ class CheckpointDir:
         return self.folder / self._name
 
     def publish(self, mark: Mapping[str, Any], keep: int | None) -> None:
-        """From now on the draft is the latest checkpoint; of older ones of this run those that are more than ``keep``
-        go, and those of the same step."""
+        """The draft is the latest checkpoint; older ones of this run beyond ``keep``, or of the same step, go."""
         name, newest, line = self._name, newest_in(self.folder), self._line
         made = SavedStep(newest.order + 1 if newest is not None else 1, name, line.name)
         text = json.dumps({"format": FORMAT, "order": made.order, "run": made.run, **mark})[:-1]
@@ -202,8 +199,7 @@ def _is_complete(checkpoint: Path) -> bool:
 
 
 def checkpoint_at(folder: Path) -> tuple[Path, str]:
-    """(the checkpoint that a folder is or whose latest is loaded, a warning or ""). Raises ValueError where there is
-    none."""
+    """(the checkpoint that a folder is or whose latest is loaded, a warning or ""). Raises ValueError for none."""
     if (folder / MARK).is_file():
         return folder, ""
     if not folder.is_dir():

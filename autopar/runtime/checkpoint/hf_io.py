@@ -77,8 +77,7 @@ def _head(folder: Path) -> Path:
 
 
 def stored_in(folder: Path) -> dict[str, Stored]:
-    """Name in the files -> where it lies. Raises ValueError for a folder without safetensors files, for an index that
-    names files outside of it."""
+    """Name in the files -> where it lies. Raises ValueError where there are none, or an index names files outside."""
     head = _head(folder)
     if head.suffix != ".json":
         with Files() as files:

@@ -51,8 +51,7 @@ class Slots:
 
 @functools.lru_cache(maxsize=1)
 def slots_of(limit: int | None, pinned: bool) -> Slots:
-    """Those of this process; of another limit than before: new ones. None: a half of what is free now, shared by the
-    processes of this machine."""
+    """Those of this process. None: a half of what is free now, shared by the processes of this machine."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return Slots(_free_memory() // 2 // local if limit is None else limit, pinned)
 
@@ -83,8 +82,7 @@ class StagedFile:
             self._stream.wait_stream(torch.cuda.current_stream(on_gpu))
 
     def run(self) -> None:
-        """Write all of it, and wait until the disk has it. Raises OSError, and RuntimeError for a piece that somebody
-        has written to before it was copied."""
+        """Write all, to the disk. Raises OSError, and RuntimeError for a piece that changed before it was copied."""
         try:
             self._write(memoryview(self._head))
             if self._slots is None:

@@ -121,8 +121,7 @@ def _sizes(key: str, found: Any) -> tuple[int, ...]:
 
 
 def _overlap(pieces: Sequence[SavedPiece]) -> bool:
-    """Whether two have an entry in common: of those whose rows in the dim with most starts meet, each two are
-    compared."""
+    """Whether two have an entry in common: compared are those whose rows meet in the dim with most starts."""
     filled = [piece for piece in pieces if 0 not in piece.sizes]
     dims = range(len(filled[0].start)) if len(filled) > 1 else ()
     if not dims:
@@ -158,8 +157,7 @@ def piece_name(key: str, is_whole: bool, start: Iterable[int]) -> str:
 
 
 def check_head(file: IO[bytes], size: int, pieces: Iterable[tuple[SavedTensor, SavedPiece]]) -> str:
-    """What the head of a file says of other pieces than these, in words; "" where it says the same. ``size``: of the
-    file, in bytes."""
+    """How the head of a file (of ``size`` bytes) differs from these pieces, in words; "" where it does not."""
     (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
     if length > size - 8:
         return "its head is longer than the file"

@@ -231,8 +231,7 @@ class SavedTensors:
         return found
 
     def _parts(self, targets: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Tensor, SavedPiece, Tensor, mmap.mmap]]:
-        """Each part of a target that lies in one piece: its place in the target, the piece, and its values in the
-        file. Each file is opened once."""
+        """Each part of a target in one piece: its place in the target, the piece, its values in the file."""
         by_file: dict[str, list[tuple[Tensor, str, SavedPiece, ShardRange]]] = {}
         for key, x in targets:
             self.check([key])

@@ -50,8 +50,7 @@ class AxisComm:
                 groups.connect(axis)
 
     def exchange(self, way: str, what: str, send: Sent | None, receive: Expected | None) -> PeerExchange:
-        """See `autopar.attention.exchanges.Comm`. It is one launch: on one stream (NCCL), two ranks that both send
-        first would wait for each other."""
+        """One launch: on one stream (NCCL), two ranks that both send first would wait for each other."""
         target, sent = send or (-1, ())
         source, likes = receive or (-1, ())
         assert self.rank not in (target, source), f"{what}: a rank exchanges with others"

@@ -41,8 +41,7 @@ class PendingTransfer:
 
 
 class Channels:
-    """The transfers of one rank. ``traffic``: what it has sent so far. ``rehearses``: nothing is sent, and zeros are
-    received (`Executor`)."""
+    """The transfers of one rank. ``traffic``: sent so far. ``rehearses``: nothing is sent, zeros are received."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups

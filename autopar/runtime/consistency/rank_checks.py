@@ -105,8 +105,7 @@ WEIGHTS = "the weights"
 
 @dataclass(frozen=True)
 class RankCheck:
-    """``facts`` by name, the same on the ranks that differ in their coordinates on ``axes`` only. The error reads
-    "``need``, found ...; ``way_out``"."""
+    """``facts`` by name, the same on ranks that differ on ``axes`` only; else "``need``, found ...; ``way_out``"."""
 
     axes: tuple[str, ...]
     facts: Mapping[str, str]
@@ -140,8 +139,7 @@ def _alike(groups: Groups, what: str, digest: str = "", votes: Mapping[int, str]
 
 
 def _texts(groups: Groups, what: str, text: str, reply: Callable[[list[str]], str]) -> str:
-    """What rank 0 replies to the texts of all, right after they met: ranks that came for something else come here too,
-    to say so."""
+    """What rank 0 replies to the texts of all, right after they met; ranks that came for something else say so here."""
     scope, ranks = f"autopar/{groups.name}/agree/texts", range(groups.mesh.world_size)
 
     def answer(found: list[str]) -> str:
@@ -182,8 +180,7 @@ def text_of_first(groups: Groups, text: str, what: str) -> str:
 
 @contextmanager
 def _all_come(groups: Groups, what: str, found: Callable[[int], str] = lambda _: "") -> Iterator[None]:
-    """A rank that makes another call meanwhile waits for this one, too: nothing can go on. Raises ValueError with what
-    is ``found`` of it."""
+    """Raises ValueError, with what is ``found`` of it, where a rank makes another call: it waits for this one, too."""
     try:
         yield
     except GoneOn as gone:

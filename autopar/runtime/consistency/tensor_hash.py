@@ -27,8 +27,7 @@ def words_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def start_words(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, str]]:
-    """The first half of `words_of`: the words start for the host. The second is the call that is returned: it waits
-    for them."""
+    """The first half of `words_of`: the words start for the host. The call that is returned waits for them."""
     started: list[tuple[list[str], Tensor, torch.Event | None]] = []
     for device in dict.fromkeys(x.device for x in tensors.values()):
         here = {name: word_of(x) for name, x in tensors.items() if x.device == device}

@@ -132,8 +132,7 @@ class BufferUpdates:
 
 
 def plain_buffers(tree: ShardedModules, compiled: Compiled, train: bool) -> dict[str, Tensor]:
-    """What a step computes with. Raises ValueError for one that wants a gradient, or through which one would flow into
-    an earlier step."""
+    """What a step computes with. Raises ValueError for one through which a gradient would leave the step."""
     found = tree.buffers()
     wanting = [name for name, x in found.items() if x.requires_grad]
     if not wanting:

@@ -123,8 +123,7 @@ class SharedGradients:
         return {axis for axis, _ in self._buckets}
 
     def sum(self, gradients: dict[str, Tensor], count: Any) -> dict[str, Tensor]:
-        """Gradients by placeholder of the stored parameter; one that this rank lacks counts as zero. ``count`` is told
-        (axis, kind, bytes)."""
+        """By placeholder of the stored parameter; one that is not here is zero. ``count`` gets (axis, kind, bytes)."""
         pending = [self._start(gradients, axis, bucket, count) for axis, bucket in reversed(self._buckets)]
         out = dict(gradients)
         for _, bucket in self._buckets:

@@ -331,7 +331,6 @@ T = TypeVar("T")
 
 
 def per_rank(recorded: Iterable[tuple[Mapping[str, int], T]]) -> list[T]:
-    """What to draw of what all ranks of the world recorded, as (coordinate on the mesh, what) pairs: that of the first
-    rank of each stage."""
+    """What the first rank of each stage recorded, of (coordinate on the mesh, what) pairs of all ranks."""
     first = {at.get(AXIS, 0): what for at, what in recorded if not any(i for axis, i in at.items() if axis != AXIS)}
     return [first[i] for i in sorted(first)]

@@ -46,8 +46,7 @@ def _moves(hop: P2PEdge, homes: Sequence[int]) -> bool:
 
 @dataclass
 class StatisticsProgram:
-    """Adds the instructions of one rank to an entry. ``run``: adds those of a graph. ``share``: sums values over all
-    stages, None where there are none."""
+    """Adds the instructions of one rank. ``run``: adds a graph. ``share``: sums over stages, if there are several."""
 
     values: Values
     channels: Channels
@@ -114,8 +113,7 @@ class StatisticsProgram:
         entry.does.append(Instruction(accumulate([False] * len(own)), [*sums, *addends], sums))
 
     def _share(self, entry: Entry, one: GlobalStatistics) -> None:
-        """Totals of a round become those of all stages. Nothing of it is on its way any more: the names of transfers
-        are free for the next one."""
+        """Totals of a round become those of all stages; names of transfers are free for the next one."""
         named = (pair for g in one.graphs if g is not None for pair in zip(g.outputs, outputs(g.graph), strict=True))
         likes = {name: x.meta["val"] for name, x in named if name in one.totals}
         kinds = [(tuple(likes[name].shape), likes[name].dtype) for name in one.totals]

@@ -77,8 +77,7 @@ def finish_sums(instructions: Sequence[Instruction], kept: Collection[int]) -> N
 
 @dataclass
 class Entry:
-    """One action: what it waits for, then what it does. ``action`` is None for what comes ahead of all. runs: the bound
-    graphs among it."""
+    """One action (None: ahead of all): what it waits for, then what it does. runs: the bound graphs among it."""
 
     action: Action | None
     waits: list[Instruction] = field(default_factory=list)

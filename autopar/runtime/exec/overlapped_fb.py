@@ -22,8 +22,7 @@ from autopar.schedule.order import COMPUTE, Action
 
 @dataclass
 class OverlappedEntries:
-    """``ahead``: the first half, and what is sent of it. ``back``: the second. dead: slots that both read and nobody
-    later; they are emptied at the end."""
+    """``ahead``: the first half, with its sends. ``back``: the second. dead: slots read by both, then by none."""
 
     ahead: list[Entry]
     back: Entry

@@ -72,8 +72,7 @@ class Routes:
         ]
 
     def stored_gradients(self, part: int) -> list[tuple[str, str, str]]:
-        """(placeholder of a stored parameter, "sum" or "reduced", name of its gradient), of all that BWR or R makes,
-        and of those that need neither."""
+        """(placeholder of a stored parameter, "sum" or "reduced", name of its gradient), of all that a part makes."""
         stage, found = self.parts[part], []
         reduced = stage.backward_reduce or stage.reduce
         if reduced is not None:

@@ -127,8 +127,7 @@ class ValueChecks:
         self.settle(number)
 
     def settle(self, step: int) -> None:
-        """Take the notes of a step that has run. Raises ValueError for the first error among those that are here, with
-        the step that they are of."""
+        """Take the notes of a step that has run. Raises ValueError for the first error among those that are here."""
         notes = take_notes()
         if notes:
             self._arriving.append(self._send(notes, step))

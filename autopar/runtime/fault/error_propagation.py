@@ -146,8 +146,7 @@ class ErrorBoard:
         self.line.ask(lambda store: store.compare_set(f"{self._keys}/verdict", "", why))
 
     def first_to_say(self, key: str, text: str) -> str | None:
-        """What the first rank has said under a key: this text, if it is this one. None if this rank has told an error,
-        or if the store is gone."""
+        """What the first rank has said under a key. None if this rank has told an error, or the store is gone."""
         if not self._told.keys().isdisjoint(("heard", "error")):
             return None
         try:

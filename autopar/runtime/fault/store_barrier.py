@@ -226,8 +226,7 @@ def show(
 
 
 def _rest(start: float, end: float, ranks: int) -> bool:
-    """Before one more look, unless time is over: as long as the store needs for all ranks; who has waited for long
-    looks seldom."""
+    """Before one more look, unless time is over: longer for more ranks, and for who has waited for long."""
     now = time.monotonic()
     if now > end:
         return False

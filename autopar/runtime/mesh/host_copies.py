@@ -107,8 +107,7 @@ class OffloadBuffers:
         return _OF_DEVICES.get(device) or _OF_DEVICES.setdefault(device, OffloadBuffers(device))
 
     def arrived(self) -> None:
-        """Until all copies are done. The device waits for each that it needs; the host has to before it reads what lies
-        in its memory, or writes there."""
+        """Until all copies are done: before the host reads what lies in its memory, or writes there."""
         for stream in (self._out, self._in):
             if stream is not None:
                 stream.synchronize()

@@ -290,23 +290,20 @@ class Groups:
         return self._channels[self._resolved(axis), way]
 
     def make_links(self, links: Iterable[Link]) -> None:
-        """A group of two ranks for each (sending, receiving) pair of coordinates on pp. Every rank of the world must
-        call it with the same ones."""
+        """A group of two ranks for each (sending, receiving) pair on pp. Every rank of the world calls it alike."""
         for source, target in sorted(set(links)):
             group = self._further("pp", f"pp[{source}>{target}]", sorted((source, target)))
             if group is not None:
                 self._links[source, target] = group
 
     def votes(self) -> dist.ProcessGroup | None:
-        """A group of the ranks along pp for nothing but votes between hosts, if the backend can: all of them ask for it
-        at the same point."""
+        """A group along pp for votes between hosts, if the backend can. All ranks on it call it at the same point."""
         if not takes_host_tensors(self._groups["pp"]):
             return None
         return self._further("pp", "pp_votes", range(self.size("pp")))
 
     def link(self, source: int, target: int) -> tuple[dist.ProcessGroup, int]:
-        """The group for what coordinate ``source`` on pp sends to ``target``, of which this rank is one; and the place
-        of the other one in it."""
+        """The group for what ``source`` on pp sends to ``target``, and the place in it of the one that is not here."""
         here = self.coordinate["pp"]
         return self._links[source, target], int(here == min(source, target))
 

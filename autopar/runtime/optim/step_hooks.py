@@ -112,8 +112,7 @@ def needs_whole(optimizer: Optimizer) -> bool:
 
 @torch.no_grad()
 def step_each(optimizer: Optimizer, is_ours: Callable[[Tensor], bool], hosts: OffloadedStates | None) -> None:
-    """Step our parameters one by one, of each the whole as a plain tensor. ``hosts``: where states lie in host
-    memory."""
+    """Step our parameters one by one, each whole as a plain tensor. ``hosts``: where states lie in host memory."""
     step, groups = own_step(optimizer), optimizer.param_groups
     try:
         for group in groups:

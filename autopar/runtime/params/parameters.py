@@ -257,8 +257,7 @@ def check_tensors(state: Any) -> None:
 
 
 def check_kinds(state: Mapping[str, Any], own: Mapping[str, torch.dtype]) -> None:
-    """Raises ValueError for tensors of another kind than those that they are to be copied into, which are of these
-    dtypes."""
+    """Raises ValueError for tensors that cannot be cast to these dtypes."""
     wrong = [
         f"{name} is {state[name].dtype}, needs {dtype}"
         for name, dtype in own.items()

@@ -58,8 +58,7 @@ def mapped(value: Any, fn: Callable[[Any], Any]) -> Any:
 
 
 def on_whole(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator of whole tensors. What it returns is whole; a view of an operand is one, and writes to it go to
-    the operand."""
+    """Run an operator of whole tensors. A view of an operand is one, and writes to it go to the operand."""
     operands = {id(x): x for x in leaves((args, kwargs)) if isinstance(x, Tensor)}
     ours = {i: x for i, x in operands.items() if isinstance(x, ShardedTensor)}
     mesh = next(iter(ours.values())).device_mesh

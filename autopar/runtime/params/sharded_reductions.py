@@ -141,8 +141,7 @@ _PLACES = {aten.max.dim, aten.min.dim}  # give back places, too
 
 
 def reduced(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
-    """The result, if it is a reduction that is known here of a tensor that is cut. Collective then, over the axes that
-    cut what is reduced."""
+    """A known reduction of a tensor that is cut, else None. Collective over the axes that cut what is reduced."""
     kind = _KINDS.get(func.overloadpacket)
     if kind is None or func in _PLACES or "out" in kwargs or not args[0].is_apart:
         return None

@@ -460,8 +460,7 @@ def _lies(x: ShardedTensor, mesh: DeviceMesh, cuts: Cuts, holders: Holders | Non
 
 
 def whole_tensor(x: Tensor) -> Tensor:
-    """The whole of any tensor as a plain one, without autograd; shares storage with one that no axis cuts. Collective
-    where it is cut."""
+    """A tensor as a plain one, without autograd, in its own storage if no axis cuts it. Collective where one does."""
     if isinstance(x, ShardedTensor):
         return x.whole()
     found: Tensor = x.detach()

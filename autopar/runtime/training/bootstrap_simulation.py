@@ -229,8 +229,7 @@ class Crowd:
 
 
 def ask_as(client: dist.Store, name: str, args: tuple[Any, ...], leader: int, rank: int) -> None:
-    """What ``leader`` asked, as another rank asks it: of its own keys, which end in its number. What
-    all share is deleted once."""
+    """What ``leader`` asked, as another rank does: of its own keys. What all share is deleted once."""
     own = tuple(_of(arg, leader, rank) if isinstance(arg, str) else arg for arg in args)
     if name == "delete_key" and own == args:
         return

@@ -140,8 +140,7 @@ class _RankReport:
 
 
 class LaunchError(RuntimeError):
-    """Ranks that `launch` has started failed. refusal: what each of them refuses, one and the same; "" for anything
-    else."""
+    """Ranks that `launch` has started failed. refusal: what all of them refuse alike; "" for anything else."""
 
     def __init__(self, text: str, refusal: str = "") -> None:
         super().__init__(text)
@@ -215,8 +214,7 @@ def _start(
 
 
 def _forked(process: BaseProcess, preload: Sequence[str]) -> None:
-    """Start one. A server that ends over what it imports first leaves its reason on stderr alone: here the same import
-    raises it."""
+    """Start one. What ends the server while it imports is raised here by the same import."""
     try:
         process.start()
     except (EOFError, ConnectionError) as error:

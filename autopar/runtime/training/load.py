@@ -288,8 +288,7 @@ class _Loading:
 
     @torch.no_grad()
     def read(self) -> None:
-        """What lies beside the model, into tensors of its own. Of the model's, whether the files have what was
-        written; they are filled by `fill`."""
+        """What lies beside the model, into tensors of its own; of the model's, whether files have what was written."""
         saved = self._saved
         with _in_words(f"{saved.folder} is damaged"):
             saved.read([*self.gradients, *(target for restored in self._restored for target in restored.targets)])
