@@ -33,7 +33,7 @@ from autopar.adapters.autograd import version_of
 from autopar.adapters.dtensor import local_of
 from autopar.runtime.optim.cpu_offload import OffloadedStates, step_buckets
 from autopar.runtime.optim.local_step import own_step, step_pieces, steps_elements
-from autopar.runtime.params.dtensor_layout import is_here, laid_out, shards_of, write_piece
+from autopar.runtime.params.dtensor_layout import is_here, laid_out, shards_of
 from autopar.runtime.params.sharded_tensor import ShardedTensor
 
 _events = itertools.count(1)
@@ -145,7 +145,7 @@ def _step_one(optimizer: Optimizer, p: nn.Parameter, plain: nn.Parameter, step: 
         optimizer.state[p] = {n: laid_out(p, x) if _is_like(x, plain) else x for n, x in made.items()}
     local = local_of(p)  # type: ignore[arg-type]
     if plain.untyped_storage().data_ptr() != local.untyped_storage().data_ptr():
-        write_piece(local, plain.detach(), p)
+        local.copy_(local_of(laid_out(p, plain)))
 
 
 def _is_like(x: Any, p: Tensor) -> bool:

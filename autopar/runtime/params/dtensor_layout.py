@@ -59,18 +59,5 @@ def reduction_groups(x: DTensor) -> Sequence[dist.ProcessGroup]:
 def laid_out(p: nn.Parameter, x: Tensor) -> ShardedTensor:
     """The whole, or this rank's piece, of a state of a parameter, laid out as it is."""
     assert isinstance(p, ShardedTensor)
-    local, made = local_of(p), x.detach()
-    if made.shape != local.shape:
-        made = torch.empty(local.shape, dtype=x.dtype, device=local.device)
-        write_piece(made, x.detach(), p)
-    return p.like(made)
-
-
-def write_piece(local: Tensor, whole: Tensor, p: nn.Parameter) -> None:
-    """What this rank holds of a whole tensor that is laid out as a parameter."""
-    assert isinstance(p, ShardedTensor)
-    for box in p.chunks():
-        part = whole
-        for dim, (start, size) in enumerate(zip(box.start, box.size)):
-            part = part.narrow(dim, start, size)
-        box.of_local(local).copy_(part)
+    made = x.detach()
+    return p.like(made if made.shape == local_of(p).shape else p.laid_as(made, "optimizer"))
