@@ -255,7 +255,11 @@ def checked_pretrained(
 
     @torch.no_grad()
     def fill() -> dict[str, Tensor]:
-        out = dict(into) if into is not None else {s.name: _empty(s, groups) for s in specs}
+        out = (
+            dict(into)
+            if into is not None
+            else {s.name: torch.empty(s.local_shape(groups.mesh), dtype=s.dtype, device=groups.device) for s in specs}
+        )
         for spec in specs:
             if spec.name in out:
                 _read_piece(files, sources[found[spec.name] or ""], spec, groups, out[spec.name])
@@ -332,10 +336,6 @@ def _renamed(
         elif not (base_model and not base_file and not original.startswith(dot)):  # a head the base model does not have
             unknown.append(name)
     return out, unknown
-
-
-def _empty(spec: ParameterSpec, groups: Groups) -> Tensor:
-    return torch.empty(spec.local_shape(groups.mesh), dtype=spec.dtype, device=groups.device)
 
 
 def _read_piece(files: Files, source: ViewSource, spec: ParameterSpec, groups: Groups, local: Tensor) -> None:

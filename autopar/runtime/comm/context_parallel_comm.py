@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -46,7 +45,7 @@ class AxisComm:
         self._groups, self._axis, self._node = groups, axis, node
         self._ranks = groups.ranks(axis)
         if self.size > 1:
-            with self._explained("connecting", self._ranks):
+            with explained(self._words("connecting"), self._ranks):
                 groups.connect(axis)
 
     def exchange(self, way: str, what: str, send: Sent | None, receive: Expected | None) -> PeerExchange:
@@ -61,7 +60,7 @@ class AxisComm:
         works: list[dist.Work] = []
         if sent or came:
             started(self._words, text)
-            with self._explained(text, list(peers.values())):
+            with explained(self._words(text), list(peers.values())):
                 group = self._groups.channel(way, self._axis)
                 calls = [dist.P2POp(dist.isend, x, group=group, group_peer=target) for x in sent]
                 calls += [dist.P2POp(dist.irecv, x, group=group, group_peer=source) for x in came]
@@ -70,7 +69,7 @@ class AxisComm:
             self._count(f"send {way}", sum(x.nbytes for x in sent))
 
         def arrived() -> list[Tensor]:
-            with self._explained(text, list(peers.values())):
+            with explained(self._words(text), list(peers.values())):
                 for work in works:
                     work.wait()
             return came
@@ -97,9 +96,6 @@ class AxisComm:
 
     def _count(self, kind: str, sent: int) -> None:
         self.traffic = add_ledgers(self.traffic, {(self._axis, kind): Traffic(1, sent)})
-
-    def _explained(self, what: str, ranks: Sequence[int]) -> AbstractContextManager[None]:
-        return explained(self._words(what), ranks)
 
     def _words(self, what: str) -> str:
         return f'{what} over axis "{self._axis}" (node {self._node})'

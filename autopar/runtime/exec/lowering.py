@@ -320,13 +320,21 @@ class _Eager:
         if node.target in COPIES:
             copies = OffloadBuffers.on(self._groups.device)
             return copies.to_host if node.target is ours.to_host.default else copies.from_host
-        return _start_of(node, self._groups, self._comms)
+        kind, given = kind_of(node), _given(node)
+        if kind == "all_reduce":
+            given["in_place"] = overwritten(node) is not None
+        if kind == "all_to_all_rows":
+            given["count"] = self._comms.count
+        return getattr(comm, kind)(self._groups, node.name, **given)
 
     def finish(self, node: Node) -> Callable[[Any], Any]:
         return OffloadBuffers.on(self._groups.device).finish if node.target in COPIES else finish
 
     def local(self, node: Node) -> Callable[..., Any]:
-        return _local_of(node, self._groups)
+        take = getattr(comm, kind_of(node))(self._groups, **_given(node))
+        if node.target is ours.shard_slice.default and any(user.op == "output" for user in node.users):
+            return lambda_named("own_slice", lambda x: take(x).clone())  # an output owns its storage
+        return take
 
     def other(self, node: Node, new: Node) -> None:
         if node.target in OPERATORS:
@@ -335,28 +343,9 @@ class _Eager:
         shorten(new, None if given is None else node.args.index(given))
 
 
-def _start_of(node: Node, groups: Groups, comms: Comms) -> Callable[..., Any]:
-    given = {k: v for k, v in named_arguments(node).items() if k not in ("x", "splits", "size")}
-    kind = kind_of(node)
-    if kind == "all_reduce":
-        return comm.all_reduce(groups, node.name, in_place=overwritten(node) is not None, **given)
-    make: dict[str, Callable[..., comm.Start]] = {
-        "all_gather": comm.all_gather,
-        "reduce_scatter": comm.reduce_scatter,
-        "all_to_all": comm.all_to_all,
-        "all_to_all_rows": functools.partial(comm.all_to_all_rows, count=comms.count),
-    }
-    return make[kind](groups, node.name, **given)
-
-
-def _local_of(node: Node, groups: Groups) -> Callable[..., Any]:
-    given = {k: v for k, v in named_arguments(node).items() if k not in ("x", "size")}
-    if kind_of(node) == "shard_pad":
-        return comm.shard_pad(groups, **given)
-    take = comm.shard_slice(groups, **given)
-    if any(user.op == "output" for user in node.users):
-        return lambda_named("own_slice", lambda x: take(x).clone())  # an output owns its storage
-    return take
+def _given(node: Node) -> dict[str, Any]:
+    """The arguments by name with which a collective is made, before it has tensors."""
+    return {name: x for name, x in named_arguments(node).items() if name not in ("x", "splits", "size")}
 
 
 def lambda_named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from autopar.adapters.distributed import hosted_by_launcher, is_backend_error
 from autopar.runtime.fault import nccl_errors
 from autopar.runtime.fault.call_sequence import Places
-from autopar.runtime.fault.heartbeat import BEAT, Heartbeat, beat_of, doing_in, said_by_launcher
+from autopar.runtime.fault.heartbeat import BEAT, Heartbeat, beat_of, said_by_launcher, shown_in
 from autopar.runtime.fault.store_client import StoreClient, StoreError, look
 
 MOST = 8  # notices of a kind
@@ -272,7 +272,7 @@ class ErrorBoard:
             signs = self.line.ask(lambda store: self._signs(store, ranks))
         except StoreError:
             return {}
-        return {r: doing for r, sign in signs.items() if (doing := doing_in(sign))}
+        return {r: doing for r, sign in signs.items() if (doing := shown_in(sign)[0])}
 
     def gone_on(self, name: str, number: int) -> Callable[[], int | None]:
         """Asked first, then called: the next rank, if it was beyond call ``number`` of ``name`` when that was asked."""
