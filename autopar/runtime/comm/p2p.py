@@ -11,8 +11,8 @@ polled (``is_completed`` turns true in ``wait`` only) and drops a send whose wor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.runtime.comm.collectives import Ledger, Traffic
-from autopar.runtime.fault.errors import CollectiveError, board
+from autopar.runtime.fault.errors import explained
 from autopar.runtime.fault.nccl_errors import started
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.schedule.order import Action
@@ -136,15 +136,8 @@ class Channels:
     def clear(self) -> None:
         self._sends.clear()
 
-    @contextmanager
-    def _explained(self, action: Action | str, peer: int) -> Iterator[None]:
-        """`explained`, whose words are made only where something fails."""
-        try:
-            yield
-        except CollectiveError:  # raised by `nccl_errors.end_waits`
-            raise
-        except RuntimeError as error:
-            raise board().failed(self._words(action, peer), [self._ranks[peer]], error) from error
+    def _explained(self, action: Action | str, peer: int) -> AbstractContextManager[None]:
+        return explained(lambda: self._words(action, peer), [self._ranks[peer]])
 
     def _words(self, action: Action | str, peer: int) -> str:
         return f"{action} (pipeline, waits for rank {self._ranks[peer]})"

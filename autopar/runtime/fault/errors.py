@@ -68,12 +68,6 @@ def starting(store: dist.Store, rank: int, world: int, limit: float, call: Calla
     _boards[id(default_store())] = mine
 
 
-def clear() -> None:
-    """Take back what this process told, if anything."""
-    for mine in _boards.values():
-        mine.clear()
-
-
 def first_to_say(key: str, text: str) -> str | None:
     """`ErrorBoard.first_to_say`, on the board that there is or was: the default group may be gone."""
     return next((mine.first_to_say(key, text) for mine in _boards.values()), None)
@@ -125,14 +119,15 @@ def error_context(action: str = "a collective") -> Iterator[None]:
 
 
 @contextmanager
-def explained(what: str, ranks: Sequence[int]) -> Iterator[None]:
-    """RuntimeErrors in this block, which does nothing but communicate with ``ranks``, become CollectiveErrors."""
+def explained(what: str | Callable[[], str], ranks: Sequence[int]) -> Iterator[None]:
+    """RuntimeErrors in this block, which does nothing but communicate with ``ranks``, become CollectiveErrors. What a
+    function says of it is made only then."""
     try:
         yield
     except CollectiveError:
         raise
     except RuntimeError as error:
-        raise board().failed(what, ranks, error) from error
+        raise board().failed(what if isinstance(what, str) else what(), ranks, error) from error
 
 
 def within(limit: float, call: Callable[[], T], what: str, ranks: Sequence[int]) -> T:

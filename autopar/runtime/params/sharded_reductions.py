@@ -50,8 +50,6 @@ class ScalarTensor(Tensor):
 
 aten = torch.ops.aten
 
-Reduce = Callable[..., ShardedTensor | None]
-
 
 class _Of:
     """One call: of which tensor, along which dims, what is left of its cuts and its shape."""
