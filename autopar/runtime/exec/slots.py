@@ -38,15 +38,11 @@ class Routes:
 
     def between(self, source: int, target: int, gradient: bool = False) -> list[P2PEdge]:
         found = [h for h in self.hops if (h.source, h.target) == (source, target)]
-        return [h for h in found if self.comes_back(h)] if gradient else found
+        return [h for h in found if comes_back(self.pipeline, h)] if gradient else found
 
     def users(self, part: int, value: str) -> list[P2PEdge]:
         """Hops that take a value on from a part and bring a gradient back."""
-        return [h for h in self.hops if h.source == part and h.value == value and self.comes_back(h)]
-
-    def comes_back(self, hop: P2PEdge) -> bool:
-        """Whether the target has a gradient to send: its own, or that of parts behind it."""
-        return comes_back(self.pipeline, hop)
+        return [h for h in self.hops if h.source == part and h.value == value and comes_back(self.pipeline, h)]
 
     def differentiates(self, part: int, value: str) -> bool:
         """Whether a part makes a gradient of a value itself."""

@@ -140,9 +140,19 @@ def _measured(mesh: Mesh, crowd: Crowd) -> StartReport:
     _make_groups(groups)
     seconds = time.perf_counter() - start
     board().line = StoreClient(default_store(), TIMEOUT, crowd.connect)
-    parallelize = crowd.asked(lambda: _as_parallelize(groups))
+
+    def as_parallelize() -> None:
+        agree_on_call(groups, {"seed": 0, "exact": False, "backend": "eager", "sync": False})
+        for what in ("the weights", "the plan", "the batch", "the compiled step", "the bound step"):
+            agree_on(groups, [_claim(groups, what)], what)
+
+    def step() -> None:
+        agree_on_arguments(groups, "train_step", {"the batch": "int64 [8, 8192]"})
+        agree_on_arguments(groups, "clip_grad_norm_", {"max_norm": 1.0}, ("weight",))
+
+    parallelize = crowd.asked(as_parallelize)
     agreement = crowd.asked(lambda: agree_on(groups, [_claim(groups, "x")], "one question"))
-    steps = tuple(crowd.asked(lambda: _step(groups)) for _ in range(6))
+    steps = tuple(crowd.asked(step) for _ in range(6))
     heart = board().heartbeat  # whose own thread makes the beat otherwise
     assert heart is not None, "a world of more than one rank beats"
     beat = crowd.asked(lambda: board().line.ask(heart.look))
@@ -165,18 +175,6 @@ def _make_groups(groups: Groups) -> None:
 
 def _claim(groups: Groups, value: str) -> RankCheck:
     return RankCheck(everywhere(groups), {"x": value}, "simulate_start: all ranks say the same", "")
-
-
-def _as_parallelize(groups: Groups) -> None:
-    """The options, the weights and the plan; and what a first step is compiled to, and that it is bound."""
-    agree_on_call(groups, {"seed": 0, "exact": False, "backend": "eager", "sync": False})
-    for what in ("the weights", "the plan", "the batch", "the compiled step", "the bound step"):
-        agree_on(groups, [_claim(groups, what)], what)
-
-
-def _step(groups: Groups) -> None:
-    agree_on_arguments(groups, "train_step", {"the batch": "int64 [8, 8192]"})
-    agree_on_arguments(groups, "clip_grad_norm_", {"max_norm": 1.0}, ("weight",))
 
 
 # --- all other ranks ------------------------------------------------------------------------------------
