@@ -24,8 +24,8 @@ from torch import Tensor
 
 from autopar.adapters.distributed import all_gather_single, reduce_scatter_single
 from autopar.ir.placement import Shard, piece, place_in_block, repetitions, scaled_blocks
+from autopar.runtime.fault.aborts import started
 from autopar.runtime.fault.errors import CollectiveError, board
-from autopar.runtime.fault.nccl_errors import started
 from autopar.runtime.mesh.process_groups import Groups
 
 # --- rows ------------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class Collective:
         started(str, self)
         try:
             work = call(*args, **kwargs, group=self.groups.group(self.axis), async_op=True)
-        except CollectiveError:  # raised by `nccl_errors.end_waits`
+        except CollectiveError:  # raised by `aborts.end_waits`
             raise
         except RuntimeError as error:
             raise self.failed(error) from error
@@ -176,7 +176,7 @@ def finish(pending: PendingCollective) -> Tensor:
     """Wait for a collective. Raises CollectiveError (a RuntimeError) that names the ranks which failed."""
     try:
         pending.work.wait()
-    except CollectiveError:  # raised by `nccl_errors.end_waits`
+    except CollectiveError:  # raised by `aborts.end_waits`
         raise
     except RuntimeError as error:
         raise pending.collective.failed(error) from error

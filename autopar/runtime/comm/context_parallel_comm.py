@@ -25,8 +25,8 @@ from autopar.ir.graph import copy_graph
 from autopar.ops.mask_spec import FACTS
 from autopar.runtime.comm import collectives
 from autopar.runtime.comm.collectives import Ledger, Traffic, add_ledgers, finish, traffic_of
+from autopar.runtime.fault.aborts import started
 from autopar.runtime.fault.errors import explained
-from autopar.runtime.fault.nccl_errors import started
 from autopar.runtime.mesh.process_groups import Groups
 
 

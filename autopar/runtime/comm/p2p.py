@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.runtime.comm.collectives import Ledger, Traffic
+from autopar.runtime.fault.aborts import started
 from autopar.runtime.fault.errors import explained
-from autopar.runtime.fault.nccl_errors import started
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.schedule.order import Action
 from autopar.schedule.stream_checks import Link

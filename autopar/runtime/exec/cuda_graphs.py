@@ -34,8 +34,8 @@ from autopar.adapters.operators import OpOverload, name_of
 from autopar.ops.traits import COPIES
 from autopar.ops.value_checks import ValueNote, put_notes, take_notes
 from autopar.runtime.comm.collectives import Ledger, Traffic, ledger_between
+from autopar.runtime.fault.aborts import started
 from autopar.runtime.fault.errors import CollectiveError
-from autopar.runtime.fault.nccl_errors import started
 
 
 @dataclass

@@ -27,7 +27,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from autopar.adapters.distributed import hosted_by_launcher, is_backend_error
-from autopar.runtime.fault import nccl_errors
+from autopar.runtime.fault import aborts
 from autopar.runtime.fault.call_sequence import Places
 from autopar.runtime.fault.heartbeat import BEAT, Heartbeat, beat_of, said_by_launcher, shown_in
 from autopar.runtime.fault.store_client import StoreClient, StoreError, look
@@ -233,15 +233,15 @@ class ErrorBoard:
 
     def _look_after(self, verdict: str) -> None:
         """After a beat: if waits that raise nothing are in vain, they are ended; on a thread, since that takes time."""
-        ranks = [] if verdict else nccl_errors.broken_group()
-        if not self._ends and (verdict or ranks) and nccl_errors.there_are_some():
+        ranks = [] if verdict else aborts.broken_group()
+        if not self._ends and (verdict or ranks) and aborts.there_are_some():
             self._ends = True
             threading.Thread(target=self._end_waits, args=(verdict, ranks), name="autopar-end", daemon=True).start()
 
     def _end_waits(self, verdict: str, ranks: Sequence[int]) -> None:
-        what = nccl_errors.last_started() or self.doing or "a collective"
+        what = aborts.last_started() or self.doing or "a collective"
         error = self._error(what, verdict or self.explain(ranks, what))
-        nccl_errors.end_waits(self.thread, error, self._noticed)
+        aborts.end_waits(self.thread, error, self._noticed)
 
     def translated(self, error: BaseException, action: str) -> BaseException:
         """A backend's error in words that name ranks; any other error itself."""

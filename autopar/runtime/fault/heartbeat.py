@@ -23,7 +23,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from autopar.adapters.distributed import root_store
-from autopar.runtime.fault import gloo_abort
+from autopar.runtime.fault import aborts
 from autopar.runtime.fault.call_sequence import Place, Places, places_in
 from autopar.runtime.fault.store_client import StoreClient, StoreError, look
 
@@ -88,7 +88,7 @@ class Heartbeat:
                 self.cut_off = bool(found)
             if found and not self._stop.is_set():
                 self.verdict = found
-                gloo_abort.break_all(self._port)
+                aborts.break_all(self._port)
             self._after(self.verdict)
             if self.verdict:
                 return

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.adapters.distributed import default_store, group_of_members, rank_table, takes_host_tensors
 from autopar.attention.exchanges import WAYS
 from autopar.ir.mesh import LEVELLED, Mesh
-from autopar.runtime.fault import gloo_abort
+from autopar.runtime.fault import aborts
+from autopar.runtime.fault.aborts import leave_to_us, started, tell_count
 from autopar.runtime.fault.call_sequence import CallSequence
 from autopar.runtime.fault.errors import board, starting, within
-from autopar.runtime.fault.nccl_errors import leave_to_us, started, tell_count
 from autopar.runtime.fault.store_barrier import Rounds, world_store
 from autopar.runtime.mesh.devices import check_devices, choose_device
 from autopar.schedule.stream_checks import Link
@@ -82,7 +82,7 @@ def init_mesh(
     if kind == "cuda":
         leave_to_us()
     if not dist.is_initialized():
-        with gloo_abort.recorded():
+        with aborts.recorded():
             _init_world(kind, limit)
     board()  # from now on the others see that this rank is alive
     check_devices(chosen, limit.total_seconds())
@@ -140,7 +140,7 @@ def _group_along(
     full = f"autopar/{mesh}/{name}/{min(ranks)}/{timeout.total_seconds():g}"
     _named[full] = count = _named.get(full, 0) + 1  # a store may outlive a default group, and serve the next
     make = functools.partial(group_of_members, ranks, f"{full}/{count}", timeout, name)
-    with gloo_abort.recorded():
+    with aborts.recorded():
         return within(timeout.total_seconds(), make, f"making the group {name}", ranks)
 
 
