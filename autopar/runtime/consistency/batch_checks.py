@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.capture.trace.export import flatten, unflatten
-from autopar.ir.batch import ConstantTensor, tensors_of
+from autopar.ir.batch import ConstantTensor, map_tensors, tensors_of
 from autopar.ir.mesh import DATA
 from autopar.ir.placement import Placements, Shard
 from autopar.plan import UNCLEAR, Plan
@@ -31,13 +30,8 @@ from autopar.runtime.mesh.process_groups import Groups
 
 def shapes_of(batch: dict[str, Any]) -> dict[str, Any]:
     """The batch with its tensors on the meta device."""
-    leaves, spec = flatten(batch)
-    out: dict[str, Any] = unflatten([_shape(x) if isinstance(x, Tensor) else x for x in leaves], spec)
-    return out
-
-
-def _shape(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device="meta")
+    shapes: dict[str, Any] = map_tensors(batch, lambda _, x: torch.empty(x.shape, dtype=x.dtype, device="meta"))
+    return shapes
 
 
 # --- what ranks must agree on ---------------------------------------------------------------------------

@@ -206,10 +206,6 @@ class ErrorBoard:
 
     # --- what it hears --------------------------------------------------------------------------------
 
-    def ask(self, question: Callable[[dist.Store], T], limit: float = 0.0) -> T:
-        """A question to the store that may take ``limit`` seconds. Raises StoreError."""
-        return self.line.ask(question, limit + self.line.patience)
-
     def failed(self, what: str, ranks: Sequence[int], error: BaseException | None = None) -> CollectiveError:
         """The error of something that needed ``ranks`` and failed, with the backend's words if there are any."""
         self._noticed.set()

@@ -60,7 +60,7 @@ def starting(store: dist.Store, rank: int, world: int, limit: float, call: Calla
     """
     mine = _new_board(store, rank, world, limit)
     try:
-        _wait_for(mine, limit, call, "starting the ranks", range(world))
+        waited_for(mine, limit, call, "starting the ranks", range(world))
     except BaseException as error:
         mine.report(error)
         mine.close()
@@ -130,13 +130,9 @@ def explained(what: str | Callable[[], str], ranks: Sequence[int]) -> Iterator[N
         raise board().failed(what if isinstance(what, str) else what(), ranks, error) from error
 
 
-def within(limit: float, call: Callable[[], T], what: str, ranks: Sequence[int]) -> T:
+def waited_for(mine: ErrorBoard, limit: float, call: Callable[[], T], what: str, ranks: Sequence[int]) -> T:
     """A call that blocks until ``ranks`` join, for at most ``limit`` seconds: torch's own limits do not count while the
     store is silent. Raises CollectiveError as soon as it is known that one of them will not."""
-    return _wait_for(board(), limit, call, what, ranks)
-
-
-def _wait_for(mine: ErrorBoard, limit: float, call: Callable[[], T], what: str, ranks: Sequence[int]) -> T:
     answer, start, next_look = Answer(), time.monotonic(), mine.beat
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 

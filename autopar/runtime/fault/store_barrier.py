@@ -179,7 +179,7 @@ def meet(round_: Round, ranks: Sequence[int], what: str, limit: float, event: Ca
     """
     found = _waited_for(ranks, f"agreeing on {what}", limit, round_.come, round_.look, round_.absent, event)
     if round_.leaves:
-        board().ask(round_.forget)
+        board().line.ask(round_.forget)
     return found
 
 
@@ -256,15 +256,15 @@ def _waited_for(
     patience, near, next_look = _Patience(mine, limit, what), mine.near(ranks), mine.beat
     try:
         with mine.at(""):
-            found = mine.ask(come)
+            found = mine.line.ask(come)
             while found is None:
                 waited = time.monotonic() - start
-                ended = waited > limit and patience.ended(waited, mine.ask(lambda store: absent(store, near)))
+                ended = waited > limit and patience.ended(waited, mine.line.ask(lambda store: absent(store, near)))
                 if ended or (waited > next_look and mine.trouble(ranks)):
                     raise mine.failed(what, ranks)
                 next_look += mine.beat if waited > next_look else 0.0
                 gone_on = event() if event is not None else lambda: None
-                found = mine.ask(poll)
+                found = mine.line.ask(poll)
                 if found is None and (rank := gone_on()) is not None:
                     raise GoneOn(rank)
     except StoreError as error:

@@ -22,7 +22,7 @@ from autopar.ir.mesh import LEVELLED, Mesh
 from autopar.runtime.fault import aborts
 from autopar.runtime.fault.aborts import leave_to_us, started, tell_count
 from autopar.runtime.fault.call_sequence import CallSequence
-from autopar.runtime.fault.errors import board, starting, within
+from autopar.runtime.fault.errors import board, starting, waited_for
 from autopar.runtime.fault.store_barrier import Rounds, world_store
 from autopar.runtime.mesh.devices import check_devices, choose_device
 from autopar.schedule.stream_checks import Link
@@ -141,7 +141,7 @@ def _group_along(
     _named[full] = count = _named.get(full, 0) + 1  # a store may outlive a default group, and serve the next
     make = functools.partial(group_of_members, ranks, f"{full}/{count}", timeout, name)
     with aborts.recorded():
-        return within(timeout.total_seconds(), make, f"making the group {name}", ranks)
+        return waited_for(board(), timeout.total_seconds(), make, f"making the group {name}", ranks)
 
 
 def _parts_of(axis: str, mesh: Mesh) -> list[range]:

@@ -161,7 +161,7 @@ class AsyncSave:
                 store.compare_set(f"{self._where}/failed", "", failure[:1000])
             store.add(f"{self._where}/ended", 1)
 
-        self._board.ask(tell)
+        self._board.line.ask(tell)
 
     # --- on rank 0 --------------------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class AsyncSave:
         world = self._groups.mesh.world_size
         try:
             self._poll(lambda store: "all" if store.add(f"{self._where}/ended", 0) == world else "")
-            failure = self._board.ask(lambda store: look(store, f"{self._where}/failed"))
+            failure = self._board.line.ask(lambda store: look(store, f"{self._where}/failed"))
             if not failure:
                 failure = self._publish()
             outcome = failure or "done"
@@ -180,7 +180,7 @@ class AsyncSave:
             raise
         finally:
             self._run.close()
-            self._board.ask(functools.partial(self._tell_outcome, outcome=outcome))
+            self._board.line.ask(functools.partial(self._tell_outcome, outcome=outcome))
 
     def _tell_outcome(self, store: dist.Store, outcome: str) -> None:
         for key in self._before:  # all have waited for the save before this one
@@ -208,12 +208,12 @@ class AsyncSave:
         pause, next_look, ranks = 0.001, time.monotonic() + self._board.beat, range(self._groups.mesh.world_size)
         alone = threading.current_thread() is self._thread
         try:
-            while not (found := self._board.ask(question)):
+            while not (found := self._board.line.ask(question)):
                 time.sleep(pause)
                 pause = min(pause * 1.5, 0.05)
                 if time.monotonic() > next_look:
                     trouble = self._board.verdict if alone else self._board.trouble(ranks)
-                    if trouble and not self._board.ask(question):
+                    if trouble and not self._board.line.ask(question):
                         raise self._board.ended("saving", trouble)
                     next_look = time.monotonic() + self._board.beat
         except StoreError as error:
