@@ -65,11 +65,6 @@ class RunLineage:
     began: float = field(default_factory=time.time)
     seen: dict[Path, SavedStep | None] = field(default_factory=dict)
 
-    def go_on_from(self, checkpoint: Path, run: str, newest: SavedStep | None) -> None:
-        """A checkpoint of ``run`` has been loaded, when this was the newest one of its folder."""
-        self.name = run or self.name
-        self.seen[checkpoint.parent.resolve()] = newest
-
 
 class CheckpointDir:
     """One save into the folder of a run, on rank 0: `begin`, then `publish` or `discard`, and `close`."""

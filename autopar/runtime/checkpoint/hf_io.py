@@ -167,7 +167,7 @@ class Files:
         """Raises ValueError unless the tensor has this shape, and this dtype or one that is cast."""
         if isinstance(source, Computed):
             found, kinds = tuple(source.node.meta["val"].shape), [self.outline(x)[1] for x in source.inputs]
-            made = f" after {source.words} of {_some([x.name for x in source.inputs])}"
+            made = f" after {source.words} of {_listed([x.name for x in source.inputs], 3)}"
         else:
             found, kind = self.outline(source)
             kinds, made = [kind], ""
@@ -193,10 +193,6 @@ class Files:
         file = self.open(source.file)
         value: Tensor = file.get_slice(source.name)[window] if window else file.get_tensor(source.name)
         return value
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 Recipes = Callable[[list[str]], list[WeightConversion]]  # of names
@@ -244,7 +240,7 @@ def checked_pretrained(
     if missing or unknown:
         raise ValueError(
             f"load_pretrained: {folder} does not fit the model: "
-            + "; ".join(filter(None, (_listed("missing", missing), _listed("unexpected", unknown))))
+            + "; ".join(f"{what} {_listed(n)}" for what, n in (("missing", missing), ("unexpected", unknown)) if n)
             + "; use the checkpoint of this architecture, or name what to ignore"
         )
     for spec in specs:
@@ -279,9 +275,8 @@ def saved_steps(folder: str | Path) -> int | None:
     return None
 
 
-def _listed(word: str, names: Sequence[str]) -> str:
-    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-    return f"{word} {', '.join(names[:6])}{more}" if names else ""
+def _listed(names: Sequence[str], most: int = 6) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _made(
@@ -299,8 +294,8 @@ def _made(
             nodes = traced(recipe.make, outlines)
         except Exception as error:
             raise ValueError(
-                f"load_pretrained: {recipe.target} cannot be made of {_listed('', recipe.sources).strip()}, of shapes "
-                f"{_listed('', [str(list(x.shape)) for x in outlines]).strip()}, by {recipe.words}: {error}; is one "
+                f"load_pretrained: {recipe.target} cannot be made of {_listed(recipe.sources)}, of shapes "
+                f"{_listed([str(list(x.shape)) for x in outlines])}, by {recipe.words}: {error}; is one "
                 "missing, or is this another type of model?"
             ) from error
         out += [(name, recipe.sources[0], Computed(inputs, node, recipe.words)) for name, node in nodes.items()]

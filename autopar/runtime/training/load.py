@@ -109,7 +109,8 @@ def load(
         model.begin_loading()
         together(groups, "load", loading.fill)
         loading.put()
-        held.line.go_on_from(checkpoint, loading.run, newest[0] if newest else None)
+        held.line.name = loading.run or held.line.name
+        held.line.seen[checkpoint.parent.resolve()] = newest[0] if newest else None
         counts = loading.counts
         model.end_loading(counts["training_steps"], counts["seed"], bool(loading.gradients))
         if not loading.gradients:
