@@ -155,11 +155,6 @@ def _reshape(node: Any, window: Window, pull: Pull) -> Tensor:
     return taken.reshape(*taken.shape[:same], *new[same:])[(*[slice(None)] * same, *window[same:])]
 
 
-def _same(node: Any, window: Window, pull: Pull) -> Tensor:
-    source = node.args[0]
-    return pull(source, window)
-
-
 _RULES: dict[Any, Callable[[Any, Window, Pull], Tensor]] = {
     aten.cat: _cat,
     aten.stack: _stack,
@@ -167,7 +162,9 @@ _RULES: dict[Any, Callable[[Any, Window, Pull], Tensor]] = {
     aten.select: _select,
     **dict.fromkeys((aten.permute, aten.transpose, aten.t), _permute),
     **dict.fromkeys((aten.view, aten._unsafe_view, aten.reshape, aten.squeeze, aten.unsqueeze), _reshape),
-    **dict.fromkeys((aten.clone, aten.contiguous, aten.alias, aten.detach), _same),
+    **dict.fromkeys(
+        (aten.clone, aten.contiguous, aten.alias, aten.detach), lambda node, part, pull: pull(node.args[0], part)
+    ),
 }
 
 

@@ -130,14 +130,13 @@ def _overlap(pieces: Sequence[SavedPiece]) -> bool:
     going: list[SavedPiece] = []
     for piece in sorted(filled, key=lambda piece: piece.start[dim]):
         going = [other for other in going if other.start[dim] + other.sizes[dim] > piece.start[dim]]
-        if any(all(_meet(piece, other, d) for d in dims) for other in going):
-            return True
+        for a in going:
+            if all(
+                a.start[d] < piece.start[d] + piece.sizes[d] and piece.start[d] < a.start[d] + a.sizes[d] for d in dims
+            ):
+                return True
         going.append(piece)
     return False
-
-
-def _meet(a: SavedPiece, b: SavedPiece, d: int) -> bool:
-    return a.start[d] < b.start[d] + b.sizes[d] and b.start[d] < a.start[d] + a.sizes[d]
 
 
 # --- files ----------------------------------------------------------------------------------------------------

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -121,9 +123,8 @@ def _make_mesh(mesh: Mesh, kind: str, timeout: timedelta) -> DeviceMesh:
     shape = [size for _, size in mesh.axes]
     names = tuple(name for name, _ in mesh.axes)
     table = torch.arange(mesh.world_size, dtype=torch.int).view(shape)
-    if len(groups) == 1:
-        return DeviceMesh.from_group(groups[0], kind, mesh=table, mesh_dim_names=names)
-    return DeviceMesh.from_group(groups, kind, mesh=table, mesh_dim_names=names)
+    of_axes: Any = groups if len(groups) > 1 else groups[0]
+    return DeviceMesh.from_group(of_axes, kind, mesh=table, mesh_dim_names=names)
 
 
 def _group_along(
@@ -351,10 +352,7 @@ class Groups:
         axis = self._resolved(axis)
         if axis in self._subsets:
             return len(self._subsets[axis])
-        out = 1
-        for name in axis.split(","):
-            out *= self.mesh.size(name)
-        return out
+        return math.prod(map(self.mesh.size, axis.split(",")))
 
     def ranks(self, axis: str) -> list[int]:
         """Global ranks of my group, in the order of the axis (of joined axes: the first varies slowest)."""
