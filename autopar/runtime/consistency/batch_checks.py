@@ -80,13 +80,7 @@ LATER = "to be compared in the next step"
 SKIP = "check_batches=False skips this check"
 
 
-@dataclass(frozen=True)
-class _Underway:
-    """Words on their way: of inputs that ``shared`` ranks hold alike, and of those that are no part of the batch."""
-
-    shared: list[str]
-    uncut: list[str]
-    arrived: Callable[[], dict[str, str]]
+Left = tuple[bool, Callable[[], list[RankCheck]]]  # whether a step has left something for the next call, and what
 
 
 @dataclass
@@ -94,15 +88,14 @@ class BatchContents:
     """Of one model."""
 
     groups: Groups
-    _last: _Underway | None = None
-    _next: _Underway | None = None
+    _last: Left | None = None
+    _next: Left | None = None
 
     def claims(
         self, batch: Mapping[str, Any], inputs: Mapping[str, Placements], at_once: bool = False
     ) -> list[RankCheck]:
         """Ranks with the same coordinates on dp and rp hold the same of inputs that these cut (``inputs``: their
-        placements), and
-        all ranks the same of the others: each computes with its own copy. Any dtype counts, bit by bit.
+        placements), and all ranks the same of the others. Any dtype counts, bit by bit.
 
         Where no two ranks must hold the same, nothing is hashed. ``at_once``: nothing is left for the next call.
         """
@@ -113,11 +106,9 @@ class BatchContents:
         later = [n for n in (*shared, *uncut) if _arrives(tensors[n]) and not at_once]
         words = words_of({n: tensors[n] for n in (*shared, *uncut) if n not in later}) | dict.fromkeys(later, LATER)
         found = self._claims(shared, uncut, words) + self._of_last()
-        self._next = _Underway(
-            [n for n in shared if n in later],
-            [n for n in uncut if n in later],
-            start_words({n: tensors[n] for n in later}),
-        )
+        of_shared, of_all = ([n for n in names if n in later] for names in (shared, uncut))
+        arrived = start_words({n: tensors[n] for n in later})
+        self._next = bool(later), lambda: self._claims(of_shared, of_all, arrived(), ", in the step before")
         return found
 
     def owed(self) -> list[RankCheck]:
@@ -127,9 +118,7 @@ class BatchContents:
         return found
 
     def _of_last(self) -> list[RankCheck]:
-        if (last := self._last) is None:
-            return []
-        return self._claims(last.shared, last.uncut, last.arrived(), ", in the step before")
+        return self._last[1]() if self._last is not None else []
 
     def last_words(self) -> str:
         """What is wrong with the batch of the last step, as far as other ranks that have ended say; "" if nothing."""
@@ -148,9 +137,9 @@ class BatchContents:
         finally:
             self._keep(self._next)
 
-    def _keep(self, last: _Underway | None) -> None:
+    def _keep(self, last: Left | None) -> None:
         self._last = last
-        (ask_at_end if last is not None and (last.shared or last.uncut) else no_longer_ask)(self)
+        (ask_at_end if last is not None and last[0] else no_longer_ask)(self)
 
     def _others(self) -> tuple[str, ...]:
         return tuple(axis for axis, size in self.groups.mesh.axes if axis not in DATA and size > 1)

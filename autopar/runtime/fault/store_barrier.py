@@ -253,13 +253,13 @@ def _waited_for(
             found = look(store)
         return found
 
-    patience, near, next_look = _Patience(mine, limit, what), mine.near(ranks), mine.beat
+    patience, near, next_look = _patience(mine, limit, what), mine.near(ranks), mine.beat
     try:
         with mine.at(""):
             found = mine.line.ask(come)
             while found is None:
                 waited = time.monotonic() - start
-                ended = waited > limit and patience.ended(waited, mine.line.ask(lambda store: absent(store, near)))
+                ended = waited > limit and patience(waited, mine.line.ask(lambda store: absent(store, near)))
                 if ended or (waited > next_look and mine.trouble(ranks)):
                     raise mine.failed(what, ranks)
                 next_look += mine.beat if waited > next_look else 0.0
@@ -272,29 +272,26 @@ def _waited_for(
     return found
 
 
-class _Patience:
-    """With ranks that beat and are at work within autopar: a slow compile is no failure."""
+def _patience(mine: ErrorBoard, limit: float, what: str) -> Callable[[float, Sequence[int]], bool]:
+    """Whether to give up on ranks that are absent after so many seconds, the limit or more: not on those that beat and
+    are at work within autopar, since a slow compile is no failure."""
+    seen = -inf  # when all that were absent were at work
 
-    def __init__(self, mine: ErrorBoard, limit: float, what: str) -> None:
-        self._mine, self._limit, self._what = mine, limit, what
-        self._seen = -inf  # when all that were absent were at work
-
-    def ended(self, waited: float, absent: Sequence[int]) -> bool:
-        """Whether to give up on ranks that have not come after ``waited`` seconds, the limit or more."""
-        found = self._mine.at_work(absent)
+    def ended(waited: float, absent: Sequence[int]) -> bool:
+        nonlocal seen
+        found = mine.at_work(absent)
         if len(found) == len(absent):
-            if absent and self._seen == -inf:
-                self._warn(found)
-            self._seen = waited
-        return waited - self._seen > BETWEEN or waited > PATIENCE * self._limit
+            if absent and seen == -inf:
+                who = ", ".join(f"rank {r} in {call}" for r, call in found.items())
+                warnings.warn(
+                    f"comm: {what} on rank {mine.rank} has waited {limit:.0f} s for others that are alive and at work "
+                    f"({who}); it waits on, up to {PATIENCE * limit:.0f} s",
+                    stacklevel=2,
+                )
+            seen = waited
+        return waited - seen > BETWEEN or waited > PATIENCE * limit
 
-    def _warn(self, found: Mapping[int, str]) -> None:
-        who = ", ".join(f"rank {r} in {call}" for r, call in found.items())
-        warnings.warn(
-            f"comm: {self._what} on rank {self._mine.rank} has waited {self._limit:.0f} s for others that are alive "
-            f"and at work ({who}); it waits on, up to {PATIENCE * self._limit:.0f} s",
-            stacklevel=2,
-        )
+    return ended
 
 
 def differences(ranks: Sequence[int], values: Sequence[str]) -> str:
