@@ -42,15 +42,12 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Computed:
-    """A tensor that is computed from stored ones: the node of `windows.traced`, what it does in words."""
+class ViewSource:
+    """A tensor that is stored, or computed of stored ones by a node of `partial_reads.traced`; words: how."""
 
     inputs: tuple[Stored, ...]
-    node: Node
-    words: str
-
-
-ViewSource = Stored | Computed
+    node: Node | None = None
+    words: str = ""
 
 
 def _head(folder: Path) -> Path:
@@ -165,17 +162,16 @@ class Files:
 
     def check(self, name: str, source: ViewSource, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Raises ValueError unless the tensor has this shape, and this dtype or one that is cast."""
-        if isinstance(source, Computed):
-            found, kinds = tuple(source.node.meta["val"].shape), [self.outline(x)[1] for x in source.inputs]
+        outlines = [self.outline(x) for x in source.inputs]
+        found, made = outlines[0][0], ""
+        if source.node is not None:
+            found = tuple(source.node.meta["val"].shape)
             made = f" after {source.words} of {_listed([x.name for x in source.inputs], 3)}"
-        else:
-            found, kind = self.outline(source)
-            kinds, made = [kind], ""
         if found != shape:
             raise ValueError(
                 f"load_pretrained: {name} has shape {found} in the checkpoint{made}, the model needs {shape}"
             )
-        for kind in kinds:
+        for _, kind in outlines:
             if other_kind(kind, dtype):
                 raise ValueError(
                     f"load_pretrained: {name} is {kind} in the checkpoint, the model needs {dtype}; only floats are "
@@ -184,9 +180,9 @@ class Files:
 
     def read(self, source: ViewSource, window: Window, dtype: torch.dtype) -> Tensor:
         """A window of a tensor; () is the whole. What is computed is cast to ``dtype`` before, as transformers does."""
-        if isinstance(source, Stored):
-            return self._stored(source, window)
         inputs = source.inputs
+        if source.node is None:
+            return self._stored(inputs[0], window)
         return pulled(source.node, window, lambda i, part: self._stored(inputs[i], part).to(dtype))
 
     def _stored(self, source: Stored, window: Window) -> Tensor:
@@ -287,7 +283,7 @@ def _made(
     for recipe in recipes:
         inputs = tuple(stored[name] for name in recipe.sources)
         if recipe.make is None:
-            out.append((recipe.target, recipe.sources[0], inputs[0]))
+            out.append((recipe.target, recipe.sources[0], ViewSource(inputs)))
             continue
         outlines = [_outline(*files.outline(source)) for source in inputs]
         try:
@@ -298,7 +294,7 @@ def _made(
                 f"{_listed([str(list(x.shape)) for x in outlines])}, by {recipe.words}: {error}; is one "
                 "missing, or is this another type of model?"
             ) from error
-        out += [(name, recipe.sources[0], Computed(inputs, node, recipe.words)) for name, node in nodes.items()]
+        out += [(name, recipe.sources[0], ViewSource(inputs, node, recipe.words)) for name, node in nodes.items()]
     return out
 
 
