@@ -31,7 +31,7 @@ from autopar.compile.parameters import for_whole_batch
 from autopar.compile.shared_capture import SharedCapture
 from autopar.cost.axis_shares import repeated
 from autopar.errors import refusal_like
-from autopar.ir.batch import facts_of, with_constants
+from autopar.ir.batch import facts_of, with_static_inputs
 from autopar.options import DECLARED, OTHER_WORDS, Options
 from autopar.plan import Plan
 from autopar.report.dump.dump import check_writable, dumper_for
@@ -40,7 +40,7 @@ from autopar.runtime.consistency.rank_checks import agree_on_call, agree_on_mode
 from autopar.runtime.fault.errors import error_context
 from autopar.runtime.inputs.call_arguments import by_name, check_input_names, check_values, misspelled
 from autopar.runtime.inputs.loss_fn import LOSS, with_loss
-from autopar.runtime.inputs.padding import PaddingBuckets, asked_shapes
+from autopar.runtime.inputs.padding import PaddingBuckets, asked_padding
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.module.argument_checks import check_arguments, check_module, check_no_gradients
 from autopar.runtime.module.parallel_module import ParallelModule
@@ -62,7 +62,7 @@ def parallelize(
     exact: bool = False,
     dump: str | Path | None = None,
     sync: bool = False,
-    check_batches: bool = True,
+    check_replica_inputs: bool = True,
     shapes: str | PaddingBuckets = "exact",
     loss: Callable[[Any, Mapping[str, Any]], Any] | None = None,
     outputs_with_grad: bool = False,
@@ -73,7 +73,7 @@ def parallelize(
     Args:
         model: any module that torch.export accepts, transformers models unmodified. On the meta device: load weights
             afterwards. It is not changed; drop it to free the whole weights.
-        mesh: from `autopar.init_mesh`, or a torch DeviceMesh whose dims are named pp, rp, dp, cp, ep, tp.
+        mesh: from `autopar.init_mesh`, or a torch DeviceMesh whose dims are named pp, dp_replicate, dp, cp, ep, tp.
         example_batch: keyword arguments of the forward (one rank's batch), to plan the parameters with. Not needed
             for transformers models.
         plan: placements to use instead of deciding, such as ``plan.override({...})`` of an earlier one.
@@ -86,7 +86,7 @@ def parallelize(
         dump: folder for every level of the graphs, the plan and a report; also $AUTOPAR_DUMP.
         sync: take all weights and buffers from rank 0, tensor by tensor; the models of other ranks may be on the meta
             device. Otherwise the ranks' weights are compared, and those that differ refused.
-        check_batches: compare at every step what several ranks must be given alike (all inputs over tp, pp and cp,
+        check_replica_inputs: compare at every step what several ranks must be given alike (all inputs over tp, pp and cp,
             those that are no part of the batch over dp), by a hash made where the tensors are.
         shapes: "exact" compiles a step for each shape of the batch; "bucket" pads tokens to 64, 128, 256 ... and rows
             to those of the largest batch, where that changes no loss; or `autopar.PaddingBuckets(...)`.
@@ -95,7 +95,7 @@ def parallelize(
             the loss alone.
         outputs_with_grad: ``model(**batch)`` gives plain tensors of the whole batch on every rank, of which each rank
             computes the same loss: ``my_loss(out.logits).backward()``. Else they are DTensors, with gradients, too.
-        options: fields of `autopar.Options`, whose docstring says what each does: zero=3, micro_batches=8 ...
+        options: fields of `autopar.Options`, whose docstring says what each does: zero=3, microbatches=8 ...
 
     Raises ValueError, on every rank and before any collective, for sizes that do not divide, models that do not
     export, plans of other models.
@@ -103,17 +103,17 @@ def parallelize(
     groups = Groups(mesh)
     with error_context("parallelize"):
         chosen = _options(options)
-        buckets = asked_shapes(shapes)
-        if buckets is not None and chosen.capacity:
+        buckets = asked_padding(shapes)
+        if buckets is not None and chosen.capacity_factor:
             raise ValueError(
-                f"shapes: padding would take places of experts, found capacity={chosen.capacity}; leave one of them out"
+                f"shapes: padding would take places of experts, found capacity_factor={chosen.capacity_factor}; leave one of them out"
             )
         check_module(model)
         held = held_elsewhere(model)
         check_no_gradients(model)
         check_arguments(
             seed=seed, exact=exact, backend=backend, dump=dump, plan=plan, example_batch=example_batch, sync=sync,
-            check_batches=check_batches, outputs_with_grad=outputs_with_grad,
+            check_replica_inputs=check_replica_inputs, outputs_with_grad=outputs_with_grad,
         )  # fmt: skip
         check_writable(dump)
         if outputs_with_grad and shapes != "exact":
@@ -137,13 +137,13 @@ def parallelize(
                 "exact": exact,
                 "backend": backend,
                 "sync": sync,
-                "check_batches": check_batches,
+                "check_replica_inputs": check_replica_inputs,
                 "shapes": shapes,
                 "outputs_with_grad": outputs_with_grad,
             },
         )
         check_input_names(model, "batch_dims", dict(chosen.batch_dims))
-        check_input_names(model, "constants", chosen.constants)
+        check_input_names(model, "constants", chosen.static_inputs)
         load_adapters(model)
         values = {name: None if p.is_meta else p for name, p in model.named_parameters(remove_duplicate=False)}
         buffers, given = _buffers(model, may_lack=sync and groups.rank > 0)
@@ -151,12 +151,12 @@ def parallelize(
         if plan is not None and not options:
             chosen = plan.options
         skeleton = skeleton_of(model, model_dtypes(model, chosen.precision).stored)
-        examples = [with_constants(batch, chosen.constants) for batch in examples_of(model, example_batch)]
+        examples = [with_static_inputs(batch, chosen.static_inputs) for batch in examples_of(model, example_batch)]
         shared = SharedCapture()
         made, specs = planned_with(
             examples, model, example_batch is None,
             lambda batch: for_whole_batch(
-                lambda whole: stored_plan(skeleton, whole, groups.mesh, chosen, plan, exact=exact, shared=shared),
+                lambda whole: stored_plan(skeleton, whole, groups.mesh, chosen, plan, lift_to_float64=exact, shared=shared),
                 lambda found: found[0], skeleton, batch, groups.mesh, chosen, plan,
             ),
         )  # fmt: skip
@@ -164,8 +164,8 @@ def parallelize(
         compiler = _compiler(groups, chosen, exact, dump, shared)
         note_parameters(p for _, p in model.named_parameters())
         parallel = ParallelModule(
-            skeleton, compiler, groups, made, specs, values, buffers, backend, seed, sync, check_batches,
-            chosen.micro_batches, outputs_with_grad,
+            skeleton, compiler, groups, made, specs, values, buffers, backend, seed, sync, check_replica_inputs,
+            chosen.microbatches, outputs_with_grad,
         )  # fmt: skip
         parallel.watch_originals(originals, held)
         if buckets is not None:
@@ -183,7 +183,7 @@ def _compiler(
         if not unchanged:
             shared.forget()
         # without gradients there are none to add up, and no tokens are dropped
-        chosen = options if how["train"] else dataclasses.replace(options, micro_batches=1, capacity=0.0)
+        chosen = options if how["train"] else dataclasses.replace(options, microbatches=1, capacity_factor=0.0)
         measured = {name: how.pop(name) for name in ("recorded", "modules", "load", "sent") if name in how}
         folder = dumper_for(how.pop("dump", dump))
         progress = Progress(f"compiling {type(skeleton).__name__}").begin() if groups.rank == 0 else None
@@ -191,7 +191,7 @@ def _compiler(
         try:
             result = for_whole_batch(
                 lambda whole: stored_step(
-                    skeleton, whole, groups.mesh, chosen, exact=exact, observers=observers, shared=shared,
+                    skeleton, whole, groups.mesh, chosen, lift_to_float64=exact, observers=observers, shared=shared,
                     observed=folder is not None, **how
                 ),
                 lambda made: made.plan, skeleton, batch, groups.mesh, chosen, how.get("fixed"),

@@ -1,6 +1,6 @@
 """One Llama as a pipeline, twice: autopar's executor, and torch.distributed.pipelining with stages written by hand.
 
-Both have the same cuts, micro-batches, schedule and weights. A `Side` runs a step, says what it sent over every
+Both have the same cuts, microbatches, schedule and weights. A `Side` runs a step, says what it sent over every
 boundary between ranks, and how long it did something else than computing.
 """
 
@@ -46,14 +46,14 @@ PEERS: dict[str, Any] = {  # the same schedules on both sides
 
 @dataclass(frozen=True)
 class Case:
-    """A model on some ranks, cut for ``chunks`` parts per rank; twice as many micro-batches as ranks."""
+    """A model on some ranks, cut for ``chunks`` parts per rank; twice as many microbatches as ranks."""
 
     work: Workload
     ranks: int
     chunks: int
 
     @property
-    def micro_batches(self) -> int:
+    def microbatches(self) -> int:
         return 2 * self.ranks
 
     @property
@@ -68,14 +68,14 @@ class Case:
         return self.work.batch * self.work.length * self.work.hidden * 4
 
     def schedules(self) -> list[str]:
-        return [name for name in PEERS if SCHEDULES[name].chunks == self.chunks]
+        return [name for name in PEERS if SCHEDULES[name].virtual_stages == self.chunks]
 
 
 def compile_case(case: Case) -> Compiled:
     """Once, in the process that the ranks are forked from."""
     base = {1: "1f1b", 2: "interleaved"}[case.chunks]
     cuts = tuple(f"model.layers.{k}" for k in case.starts[1:])
-    options = Options(micro_batches=case.micro_batches, schedule=base, chunks=case.chunks, cuts=cuts)
+    options = Options(microbatches=case.microbatches, schedule=base, virtual_stages=case.chunks, split_points=cuts)
     return compile_model(
         skeleton_of(case.work.model()), case.work.tokens(), Mesh.of(pp=case.ranks), options, outputs=()
     )
@@ -235,7 +235,7 @@ class LlamaPart(nn.Module):
         self.embed = model.model.embed_tokens if part == 0 else None
         self.norm, self.head = (model.model.norm, model.lm_head) if last else (None, None)
         positions = torch.arange(case.work.length).unsqueeze(0)
-        self.rotary = model.model.rotary_emb(torch.empty(1), positions)  # once, not per micro-batch
+        self.rotary = model.model.rotary_emb(torch.empty(1), positions)  # once, not per microbatch
 
     def forward(self, x: Tensor) -> Tensor:
         if self.embed is not None:
@@ -252,7 +252,7 @@ def theirs(case: Case, schedule: str) -> Side:
     vee = schedule in ("zb_v", "dual_pipe_v")
     mine = [rank, parts - 1 - rank] if vee else list(range(rank, parts, case.ranks))
     stages = [PipelineStage(LlamaPart(whole, case, k), k, parts, torch.device("cpu")) for k in mine]
-    made = PEERS[schedule](stages[0] if case.chunks == 1 else stages, case.micro_batches, loss_fn=_loss)
+    made = PEERS[schedule](stages[0] if case.chunks == 1 else stages, case.microbatches, loss_fn=_loss)
     targets = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()
     parameters = [p for stage in stages for p in stage.submod.parameters()]
 
@@ -286,8 +286,8 @@ def _count_theirs(stages: list[PipelineStage], step: Callable[[], Any]) -> Count
     originals = {}
 
     def counting(stage: PipelineStage, get: Callable[..., Any], ahead: int) -> Callable[..., Any]:
-        def ops(micro_batch: int) -> Any:
-            found = get(micro_batch)
+        def ops(microbatch: int) -> Any:
+            found = get(microbatch)
             sent[stage.stage_index, stage.stage_index + ahead] += sum(op.tensor.nbytes for op in found)
             return found
 

@@ -63,7 +63,7 @@ class Branching(Net):
 
 
 class Contrastive(Net):
-    """Samples meet: a micro-batch is not a piece of it."""
+    """Samples meet: a microbatch is not a piece of it."""
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         h = self.first(x)
@@ -91,7 +91,7 @@ def step(kind: type[Net], rows: int, sizes: dict[str, int], options: dict[str, A
 
 def llama_step(sizes: dict[str, int], seq: int, options: dict[str, Any]) -> float:
     mesh = autopar.init_mesh("cpu", TIMEOUT, **sizes)
-    parallel = autopar.parallelize(tiny("llama", layers=1)[0], mesh, exact=True, **options)
+    parallel = autopar.parallelize(tiny("llama", layers=1)[0], mesh, lift_to_float64=True, **options)
     return float(parallel.train_step(**TINY["llama"].batch(2, seq)))
 
 
@@ -111,9 +111,9 @@ CASES: dict[str, type[Net]] = {c.__name__: c for c in (Net, WithKthValue, WithMe
 # --- sizes --------------------------------------------------------------------------------------------
 
 
-def test_a_batch_that_does_not_divide_over_micro_batches() -> None:
+def test_a_batch_that_does_not_divide_over_microbatches() -> None:
     pattern = "batch of 6 .*does not divide into 4 pieces.*use a batch of 8"
-    refused(2, pattern, step_named, "Net", 3, {"dp": 2}, {"micro_batches": 2})
+    refused(2, pattern, step_named, "Net", 3, {"dp": 2}, {"microbatches": 2})
 
 
 def test_a_sequence_that_does_not_divide() -> None:
@@ -139,7 +139,7 @@ def mesh_of(sizes: dict[str, int]) -> None:
 
 
 def test_unknown_axes_and_meshes_larger_than_the_world() -> None:
-    refused(2, "unknown axis 'data'; the axes are pp, rp, dp, cp, ep, tp", mesh_of, {"data": 2})
+    refused(2, "unknown axis 'data'; the axes are pp, dp_replicate, dp, cp, ep, tp", mesh_of, {"data": 2})
     refused(2, "needs 8 ranks, the world has 2", mesh_of, {"dp": 4, "tp": 2})
     refused(2, "needs 1 ranks, the world has 2", mesh_of, {})
     refused(2, "size of at least 1, found 0", mesh_of, {"dp": 0})
@@ -148,8 +148,8 @@ def test_unknown_axes_and_meshes_larger_than_the_world() -> None:
 def test_unknown_options() -> None:
     refused(2, "unknown option 'zeroo'; the options are .*zero", step_named, "Net", 2, {"dp": 2}, {"zeroo": 3})
     refused(2, "zero: expected 0, 1, 2 or 3, found 7", step_named, "Net", 2, {"dp": 2}, {"zero": 7})
-    pattern = "micro_batches: expected a whole number of at least 1, found 0"
-    refused(2, pattern, step_named, "Net", 2, {"dp": 2}, {"micro_batches": 0})
+    pattern = "microbatches: expected a whole number of at least 1, found 0"
+    refused(2, pattern, step_named, "Net", 2, {"dp": 2}, {"microbatches": 0})
     pattern = "backend: expected 'eager', 'inductor', 'cudagraphs' or 'inductor.cudagraphs', found 'fast'"
     refused(2, pattern, step_named, "Net", 2, {"dp": 2}, {"backend": "fast"})
 
@@ -161,14 +161,14 @@ def test_unknown_options() -> None:
     "name, op", [("WithKthValue", "aten.kthvalue.default"), ("WithMedian", "aten.nanmedian.default")]
 )
 def test_an_operator_without_a_rule(name: str, op: str) -> None:
-    refused(2, rf"no sharding rule for {op}.*whole_ops=\('{op}',\)", step_named, name, 8, {"dp": 2}, {})
+    refused(2, rf"no sharding rule for {op}.*replicate_ops=\('{op}',\)", step_named, name, 8, {"dp": 2}, {})
 
 
 def whole(name: str, op: str) -> tuple[float, float]:
     mesh = autopar.init_mesh("cpu", TIMEOUT, dp=2)
     model, everything = build(CASES[name], 6), batch_of(16)
     part = {k: v.chunk(2)[dist.get_rank()] for k, v in everything.items()}
-    parallel = autopar.parallelize(model, mesh, example_batch=part, whole_ops=(op,))
+    parallel = autopar.parallelize(model, mesh, example_batch=part, replicate_ops=(op,))
     loss = parallel.train_step(**part)
     expected = model(**everything)
     expected.backward()
@@ -192,14 +192,14 @@ def test_a_model_that_does_not_export() -> None:
     )  # fmt: skip
 
 
-def test_samples_that_meet_across_micro_batches() -> None:
-    refused(2, "micro_batches: samples of different micro-batches meet at .*micro_batches=1",
-            step_named, "Contrastive", 4, {"dp": 2}, {"micro_batches": 2})  # fmt: skip
+def test_samples_that_meet_across_microbatches() -> None:
+    refused(2, "microbatches: samples of different microbatches meet at .*microbatches=1",
+            step_named, "Contrastive", 4, {"dp": 2}, {"microbatches": 2})  # fmt: skip
 
 
 def without_labels() -> None:
     mesh = autopar.init_mesh("cpu", TIMEOUT, dp=2)
-    parallel = autopar.parallelize(TINY["llama"].build(), mesh, exact=True)
+    parallel = autopar.parallelize(TINY["llama"].build(), mesh, lift_to_float64=True)
     batch = TINY["llama"].batch(2, 8)
     batch.pop("labels")
     parallel.train_step(**batch)

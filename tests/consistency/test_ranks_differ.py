@@ -151,7 +151,7 @@ def synchronised(sizes: dict[str, int], kind: type[nn.Module]) -> None:
     before = {n: p.clone() for n, p in mine.named_parameters()}
     batch = numbers() if kind is Net else tokens()
     mesh = autopar.init_mesh("cpu", 30.0, **sizes)
-    parallel = autopar.parallelize(mine, mesh, example_batch=part(batch, sizes), exact=True, zero=3, sync=True)
+    parallel = autopar.parallelize(mine, mesh, example_batch=part(batch, sizes), lift_to_float64=True, zero=3, sync=True)
     assert all(p.is_meta or torch.equal(p, before[n]) for n, p in mine.named_parameters())
     output = model(**batch)
     expected = output if isinstance(output, Tensor) else output["loss"]
@@ -298,7 +298,7 @@ def test_a_program_that_ends_says_it() -> None:
 
 
 class Masked(nn.Module):
-    """A mean over the labels that count, which micro-batches share: a prologue. Its table is a constant."""
+    """A mean over the labels that count, which microbatches share: a prologue. Its table is a constant."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -385,9 +385,9 @@ def check_planted(every: list[dict[str, str]]) -> None:
 
 
 def test_a_rank_that_compiled_something_else_is_stopped_before_anything_runs() -> None:
-    check_planted(run_ranks(2, one_compiles_otherwise, {"dp": 2}, {"micro_batches": 2}, False, timeout=200))
+    check_planted(run_ranks(2, one_compiles_otherwise, {"dp": 2}, {"microbatches": 2}, False, timeout=200))
 
 
 def test_a_rank_that_compiled_another_pipeline_is_stopped_before_anything_runs() -> None:
-    options = {"micro_batches": 2, "schedule": "zb_h1", "zero": 1}
+    options = {"microbatches": 2, "schedule": "zb_h1", "zero": 1}
     check_planted(run_ranks(4, one_compiles_otherwise, {"pp": 2, "dp": 2}, options, True, timeout=300))

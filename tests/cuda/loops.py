@@ -45,7 +45,7 @@ def check_loop(model: nn.Module, batch: dict[str, Tensor], mesh: str, options: d
         parallel.eval_step(**batch)  # compiles, and sends its constants
         copies(there)
         parallel.eval_step(**batch)
-        if "pp" not in sizes and "micro_batches" not in options:
+        if "pp" not in sizes and "microbatches" not in options:
             check_copies(copies(there), len(batch))
             parallel(**batch).loss.backward()
             copies(there)

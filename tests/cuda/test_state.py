@@ -27,8 +27,8 @@ CELLS: list[tuple[str, str, int, dict[str, Any]]] = [
     ("llama", "dp=2,tp=2", 0, {"zero": 3}),
     ("llama", "dp=2,tp=2", 3, {"zero": 3}),
     ("gpt2", "tp=2", 1, {}),
-    ("t5", "pp=2", 0, {"micro_batches": 2}),
-    ("gpt2", "pp=2,dp=2", 3, {"zero": 3, "micro_batches": 2}),
+    ("t5", "pp=2", 0, {"microbatches": 2}),
+    ("gpt2", "pp=2,dp=2", 3, {"zero": 3, "microbatches": 2}),
 ]
 
 

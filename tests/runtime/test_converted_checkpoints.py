@@ -43,7 +43,7 @@ def in_files(folder: Path) -> dict[str, Tensor]:
 def through(kind: str, folder: str) -> tuple[dict[str, Tensor], float]:
     """Loaded and saved on a mesh: the whole state, and the share of all stored numbers that this rank has read."""
     options: dict[str, Any] = (
-        {"zero": 3} if "dp" in SIZES[kind] else {"micro_batches": 2} if "pp" in SIZES[kind] else {}
+        {"zero": 3} if "dp" in SIZES[kind] else {"microbatches": 2} if "pp" in SIZES[kind] else {}
     )
     model = autopar.parallelize(tiny(kind, 1), init_mesh(**SIZES[kind]), **options)
     read, stored = 0, Files._stored

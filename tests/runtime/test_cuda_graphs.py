@@ -135,11 +135,11 @@ def both(name: str, sizes: dict[str, int], options: dict[str, Any]) -> tuple[int
 
 CELLS: list[Any] = [
     ("plain", {"dp": 1}, {}),
-    ("gpt2", {"dp": 2}, {"zero": 3, "micro_batches": 2}),
-    ("plain", {"pp": 2}, {"schedule": "1f1b", "micro_batches": 4}),
+    ("gpt2", {"dp": 2}, {"zero": 3, "microbatches": 2}),
+    ("plain", {"pp": 2}, {"schedule": "1f1b", "microbatches": 4}),
     ("llama", {"cp": 2}, {"attention": "ring"}),
     pytest.param("llama", {"dp": 1}, {}, marks=pytest.mark.full),
-    pytest.param("llama", {"pp": 2}, {"schedule": "1f1b", "micro_batches": 4}, marks=pytest.mark.full),
+    pytest.param("llama", {"pp": 2}, {"schedule": "1f1b", "microbatches": 4}, marks=pytest.mark.full),
 ]
 
 

@@ -78,13 +78,13 @@ def test_loss_and_gradients_are_those_of_one_process(schedule: str, ranks: int) 
         assert (sent.calls, sent.bytes) == (2 * 5 * neighbours, 2 * 5 * neighbours * nbytes)  # two steps
 
 
-@pytest.mark.parametrize("schedule, parts, ranks, micro_batches", [
+@pytest.mark.parametrize("schedule, parts, ranks, microbatches", [
     ("interleaved", 4, 2, 4), ("zb_v", 4, 2, 5), ("dual_pipe_v", 4, 2, 4),
     ("dual_pipe", 2, 2, 4), ("dual_pipe", 4, 4, 8),
 ])  # fmt: skip
-def test_several_stages_per_rank(schedule: str, parts: int, ranks: int, micro_batches: int) -> None:
+def test_several_stages_per_rank(schedule: str, parts: int, ranks: int, microbatches: int) -> None:
     """Stages of one rank hand over directly; both copies of a part add their gradients up."""
-    check(Case(parts, micro_batches), schedule, ranks, bucket_bytes=WIDTH * WIDTH * 8)
+    check(Case(parts, microbatches), schedule, ranks, bucket_bytes=WIDTH * WIDTH * 8)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
@@ -176,7 +176,7 @@ CHANGES = {"cut": cut_gradient, "freeze": freeze}
 
 def train_changed(case: Case, schedule: str, change: str) -> tuple[dict[str, Tensor], float, int]:
     groups = Groups(init_mesh("cpu", 20.0, pp=2))
-    compiled = hand_made.compiled_of(case, SCHEDULES[schedule].make(Request(2, case.micro_batches)))
+    compiled = hand_made.compiled_of(case, SCHEDULES[schedule].make(Request(2, case.microbatches)))
     CHANGES[change](compiled)
     executor = Executor(compiled, groups)
     result = executor.run_step(hand_made.mine(case, executor.order, groups.rank))
@@ -218,7 +218,7 @@ def train_with_buffer() -> tuple[list[int], Traffic]:
     compiled.signature.outputs.append(OutputSpec("mutation", "steps"))
     compiled.signature.inputs += [
         InputSpec("steps", "buffer", "steps"),
-        InputSpec("i", "micro_batch", "i"),
+        InputSpec("i", "microbatch", "i"),
     ]
     executor = Executor(compiled, groups)
     values = {**hand_made.mine(case, executor.order, groups.rank), "steps": torch.tensor([7, 8])}
@@ -227,7 +227,7 @@ def train_with_buffer() -> tuple[list[int], Traffic]:
     return result.outputs[1].tolist(), executor.traffic["pp", "broadcast"]
 
 
-def test_new_buffers_come_from_the_last_micro_batch_to_all_ranks() -> None:
+def test_new_buffers_come_from_the_last_microbatch_to_all_ranks() -> None:
     first, second = run_ranks(2, train_with_buffer)
     assert first[0] == second[0] == [10, 11]
     assert (first[1], second[1]) == (Traffic(1, 16), Traffic(1, 0))

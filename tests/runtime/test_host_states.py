@@ -57,7 +57,7 @@ def states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("sizes", "options"),
-    [({"dp": 2}, {"zero": 3}), pytest.param({"pp": 2}, {"micro_batches": 2, "zero": 0}, marks=pytest.mark.full)],
+    [({"dp": 2}, {"zero": 3}), pytest.param({"pp": 2}, {"microbatches": 2, "zero": 0}, marks=pytest.mark.full)],
     ids=str,
 )
 def test_steps_are_the_same_bits(sizes: dict[str, int], options: dict[str, Any]) -> None:
@@ -69,7 +69,7 @@ def test_steps_are_the_same_bits(sizes: dict[str, int], options: dict[str, Any])
 
 
 def _stepped(sizes: dict[str, int], options: dict[str, Any]) -> dict[str, Any]:
-    models = {on_host: made(sizes, optimizer_on_host=on_host, **options) for on_host in (False, True)}
+    models = {on_host: made(sizes, optimizer_cpu_offload=on_host, **options) for on_host in (False, True)}
     start = {n: x.clone() for n, x in models[False][0].full_state_dict().items()}
     found = {}
     for name in NAMES:
@@ -97,7 +97,7 @@ def test_three_buckets_are_on_the_device() -> None:
 def _metered() -> tuple[int, int, int, int]:
     model, batch = tiny("llama", layers=1)
     mesh = autopar.init_mesh("cpu", 60.0, dp=1)
-    parallel = autopar.parallelize(model, mesh, bucket_bytes=LARGE, optimizer_on_host=True)
+    parallel = autopar.parallelize(model, mesh, bucket_bytes=LARGE, optimizer_cpu_offload=True)
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9, foreach=False)
     steps(parallel, optimizer, batch)
     parallel.train_step(**batch)
@@ -116,7 +116,7 @@ def test_hooks_closures_and_groups() -> None:
 def _habits() -> list[str]:
     """A closure runs once; hooks run once, around; a scheduler's rate counts; a parameter of somebody else is stepped,
     and its state stays; a step that fails leaves states that the next one takes."""
-    parallel, batch = made({"dp": 1}, optimizer_on_host=True)
+    parallel, batch = made({"dp": 1}, optimizer_cpu_offload=True)
     other, log = torch.nn.Parameter(torch.ones(3)), list[str]()
     other.grad = torch.ones(3)
     matrices, rest = ([p for p in parallel.parameters() if (p.dim() == 2) == two] for two in (True, False))
@@ -152,7 +152,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
 @compiled_once()
 def _saved(folder: str) -> bool:
     def run(at: str, on_host: bool, load: str = "") -> dict[str, Tensor]:
-        parallel, batch = made({"dp": 2}, zero=1, optimizer_on_host=on_host)
+        parallel, batch = made({"dp": 2}, zero=1, optimizer_cpu_offload=on_host)
         optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)
         if load:
             autopar.load(f"{folder}/{load}", parallel, optimizer)
@@ -184,7 +184,7 @@ def test_loaded_on_other_meshes(tmp_path: Path) -> None:
 
 
 def _went_on(folder: str, sizes: dict[str, int], zero: int, on_host: bool, load: str, save: str) -> dict[str, Tensor]:
-    parallel, batch = made(sizes, zero=zero, optimizer_on_host=on_host)
+    parallel, batch = made(sizes, zero=zero, optimizer_cpu_offload=on_host)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)
     if load:
         autopar.load(f"{folder}/{load}", parallel, optimizer)
@@ -204,7 +204,7 @@ def test_habits_between_steps() -> None:
 def _between() -> tuple[bool, bool]:
     found = []
     for on_host in (False, True):
-        parallel, batch = made({"dp": 2}, zero=2, micro_batches=2, optimizer_on_host=on_host)
+        parallel, batch = made({"dp": 2}, zero=2, microbatches=2, optimizer_cpu_offload=on_host)
         parameters = [*parallel.parameters()]
         optimizer = torch.optim.AdamW(parameters[:5], lr=0.01)
         for number in range(5):
@@ -256,7 +256,7 @@ def _late(folder: str) -> dict[str, bool]:
     known = host_copies._OF_DEVICES.pop(device, None)
     host_copies._OF_DEVICES[device] = late
     try:
-        parallel, batch = made({"dp": 1}, optimizer_on_host=True)
+        parallel, batch = made({"dp": 1}, optimizer_cpu_offload=True)
         optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
         steps(parallel, optimizer, batch, 1)
         assert late.late, "copies are on their way"
@@ -299,12 +299,12 @@ class Everything(torch.optim.Optimizer):
 def test_what_steps_all_together_is_refused(kind: Any) -> None:
     (said,) = run_ranks(1, _refused, kind, timeout=60.0)
     assert said.startswith(
-        "optimizer_on_host: needs an optimizer that steps each parameter by itself, such as those of"
+        "optimizer_cpu_offload: needs an optimizer that steps each parameter by itself, such as those of"
     )
 
 
 def _refused(kind: Any) -> str:
-    parallel, batch = made({"dp": 1}, optimizer_on_host=True)
+    parallel, batch = made({"dp": 1}, optimizer_cpu_offload=True)
     parallel.train_step(**batch)
     try:
         kind(parallel.parameters()).step(lambda: torch.zeros(()))

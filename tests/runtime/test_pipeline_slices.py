@@ -24,7 +24,7 @@ from tests.runtime.hand_made import graph
 from tests.support.peaks import measure
 from tests.support.ranks import run_ranks
 
-ROWS, WIDTH, LENGTHS, MICRO_BATCHES = 2, 4, (3, 2, 1), 3
+ROWS, WIDTH, LENGTHS, MICROBATCHES = 2, 4, (3, 2, 1), 3
 NAMES = ("wk0", "wq0", "wk1", "wq1")
 
 
@@ -86,7 +86,7 @@ def part(i: int) -> Stage:
 def values() -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(1)
     found = {n: torch.randn(WIDTH, WIDTH, generator=g, dtype=torch.float64) / 2 for n in NAMES}
-    x = torch.randn(ROWS * MICRO_BATCHES, sum(LENGTHS), WIDTH, generator=g, dtype=torch.float64)
+    x = torch.randn(ROWS * MICROBATCHES, sum(LENGTHS), WIDTH, generator=g, dtype=torch.float64)
     return {**found, "x": x}
 
 
@@ -109,15 +109,15 @@ def expected() -> tuple[float, dict[str, Tensor]]:
 
 def train(schedule: str) -> tuple[float, dict[str, Tensor], int, int]:
     groups = Groups(init_mesh("cpu", 20.0, pp=2))
-    order = SCHEDULES[schedule].make(Request(2, MICRO_BATCHES, 1, len(LENGTHS)))
+    order = SCHEDULES[schedule].make(Request(2, MICROBATCHES, 1, len(LENGTHS)))
     shapes = tuple((ROWS, n, WIDTH) for n in LENGTHS)
     hops = [P2PEdge("h0", 0, 1, True, shapes, torch.float64)]
     inputs = [InputSpec(n, "parameter", n, requires_grad=True) for n in NAMES] + [InputSpec("x", "input", "x")]
     compiled: Any = SimpleNamespace(
-        pipeline=Pipeline([part(0), part(1)], hops, order, slices=LENGTHS),
+        pipeline=Pipeline([part(0), part(1)], hops, order, token_slices=LENGTHS),
         train=True,
         prologue=None,
-        plan=SimpleNamespace(experts={}, options=Options(micro_batches=MICRO_BATCHES), inputs={"x": {"mb": Shard(0)}}),
+        plan=SimpleNamespace(experts={}, options=Options(microbatches=MICROBATCHES), inputs={"x": {"mb": Shard(0)}}),
         signature=SimpleNamespace(inputs=inputs, outputs=[OutputSpec("output", "loss")], assigned=(), unkept=()),
         constants={},
         known=None,
@@ -139,4 +139,4 @@ def test_slices_of_unequal_length(schedule: str) -> None:
         assert abs(value - loss) < 1e-12 * abs(loss)
         assert set(ours) == {f"wk{rank}", f"wq{rank}"}
         assert all((g - gradients[n]).abs().max() < 1e-11 for n, g in ours.items())
-        assert (calls, sent) == (len(LENGTHS) * MICRO_BATCHES, ROWS * sum(LENGTHS) * WIDTH * 8 * MICRO_BATCHES)
+        assert (calls, sent) == (len(LENGTHS) * MICROBATCHES, ROWS * sum(LENGTHS) * WIDTH * 8 * MICROBATCHES)

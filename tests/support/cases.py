@@ -27,7 +27,7 @@ import autopar
 from autopar import api
 from autopar.adapters.operators import argument_defaults
 from autopar.compile.model import compile_graph
-from autopar.ir.batch import part_of_batch, without_constants
+from autopar.ir.batch import part_of_batch, without_static_inputs
 from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec
 from autopar.ir.placement import nested_piece
@@ -109,7 +109,7 @@ def inherited(cell: Cell) -> Compiled:
 
 
 def step_graphs(made: Compiled) -> Iterator[GraphModule]:
-    """All that run once per micro-batch."""
+    """All that run once per microbatch."""
     for part in made.pipeline.parts:
         yield from (step.graph for step in (part.forward, *backwards(part)))
 
@@ -138,11 +138,11 @@ def _called(cell: Cell) -> Errors:
     known = subject(cell.name)
     mesh = autopar.init_mesh("cpu", 30.0, **cell.mesh.sizes)
     at = cell.mesh.dp_rank_and_size(cell.mesh.coordinate(dist.get_rank()))
-    sizes = cell.mesh.data_size, at, cell.mesh.size("ep"), cell.options.micro_batches
+    sizes = cell.mesh.data_size, at, cell.mesh.size("ep"), cell.options.microbatches
     part = part_of_batch(known.batch, dict.fromkeys(known.batch, 0), *sizes)
     chosen = {f.name: getattr(cell.options, f.name) for f in dataclasses.fields(Options)}
     with _given(cell):
-        parallel = autopar.parallelize(known.model, mesh, exact=True, example_batch=part, **chosen)
+        parallel = autopar.parallelize(known.model, mesh, lift_to_float64=True, example_batch=part, **chosen)
         loss = parallel.train_step(**part)
     found = parallel.full_gradients()
     more = [n for n in found if known.expected.gradients.get(n) is None]
@@ -161,7 +161,7 @@ def _given(cell: Cell) -> Iterator[None]:
         return made.plan, made.parameters
 
     def compile_model(model: nn.Module, batch: Any, mesh: Mesh, options: Options, **facts: Any) -> Compiled:
-        batch = without_constants(batch)
+        batch = without_static_inputs(batch)
         assert {k: (v.shape, v.dtype) for k, v in batch.items()} == {k: (v.shape, v.dtype) for k, v in whole.items()}
         assert facts["train"] and facts["exact"] and facts["outputs"] == ()
         return made

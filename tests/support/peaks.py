@@ -15,7 +15,7 @@ from autopar.schedule.order import BACKWARD
 
 @dataclass
 class Peaks:
-    """live: most units (stage, micro-batch, slice) between F and B. saved: most bytes of what F and B keep."""
+    """live: most units (stage, microbatch, slice) between F and B. saved: most bytes of what F and B keep."""
 
     live: int = 0
     saved: int = 0

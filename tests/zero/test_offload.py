@@ -80,21 +80,21 @@ def arena() -> HostArena:
 # --- steps on real ranks ------------------------------------------------------------------------------------
 
 MESHES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
-    "zero 3": ("gpt2", {"dp": 2}, {"zero": 3, "micro_batches": 2}),
-    "zb_h1": ("gpt2", {"pp": 2}, {"micro_batches": 4, "schedule": "zb_h1"}),
-    "token slices": ("llama", {"pp": 2}, {"micro_batches": 2, "schedule": "tera_pipe", "slices": 2}),
+    "zero 3": ("gpt2", {"dp": 2}, {"zero": 3, "microbatches": 2}),
+    "zb_h1": ("gpt2", {"pp": 2}, {"microbatches": 4, "schedule": "zb_h1"}),
+    "token slices": ("llama", {"pp": 2}, {"microbatches": 2, "schedule": "tera_pipe", "token_slices": 2}),
 }
 KINDS = {"zero 3": ["everything"], "zb_h1": ["mixed"], "token slices": ["mixed"]}  # the others have both
 MORE: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     **{f"{case}, both": MESHES[case] for case in MESHES},
     "sequence parallel": ("llama", {"tp": 2}, {"sequence_parallel": True}),
     "cut sequences": ("llama", {"cp": 2}, {}),
-    "1f1b": ("t5", {"pp": 2}, {"micro_batches": 4, "schedule": "1f1b"}),
-    "zb_h1, t5": ("t5", {"pp": 2}, {"micro_batches": 4, "schedule": "zb_h1"}),
-    **{s: ("gpt2", {"pp": 2}, {"micro_batches": 4, "schedule": s})
+    "1f1b": ("t5", {"pp": 2}, {"microbatches": 4, "schedule": "1f1b"}),
+    "zb_h1, t5": ("t5", {"pp": 2}, {"microbatches": 4, "schedule": "zb_h1"}),
+    **{s: ("gpt2", {"pp": 2}, {"microbatches": 4, "schedule": s})
        for s in ("interleaved", "zb_v", "dual_pipe", "dual_pipe_v", "zb_h2")},
     "inductor": ("gpt2", {"dp": 2}, {"backend": "inductor"}),
-    "bf16": ("llama", {"dp": 2}, {"precision": "bf16", "zero": 2, "micro_batches": 2}),
+    "bf16": ("llama", {"dp": 2}, {"precision": "bf16", "zero": 2, "microbatches": 2}),
     **{f"one rank, {name}": (name, {"dp": 1}, {}) for name in DROPPING},
 }  # fmt: skip
 
@@ -121,7 +121,7 @@ def _steps(name: str, sizes: dict[str, int], options: dict[str, Any], policies: 
     mine = {k: v.chunk(parts)[part] for k, v in batch.items()}
     expected, found = dict[str, Tensor](), {}
     for policy in policies:
-        parallel = autopar.parallelize(model, mesh, checkpoint=policy, **options)
+        parallel = autopar.parallelize(model, mesh, activation_checkpoint=policy, **options)
         arena().most, held = arena().lent, []
         for _ in range(2):  # each with other masks of dropout
             parallel.zero_grad()
@@ -150,7 +150,7 @@ def _metered(policies: tuple[str, ...]) -> list[tuple[int, int, int, int]]:
     mesh, found = autopar.init_mesh("cpu", 30.0, dp=1), []
     for policy in policies:
         model, batch = tiny("gpt2", layers=3)
-        parallel = autopar.parallelize(model, mesh, checkpoint=policy)
+        parallel = autopar.parallelize(model, mesh, activation_checkpoint=policy)
         parallel.train_step(**batch)
         parallel.zero_grad()
         gc.collect()
@@ -171,7 +171,7 @@ def _forwards() -> list[Any]:
     """``backward()`` of the user; a forward that nobody differentiates; one that is differentiated twice."""
     model, batch = tiny("llama", layers=1)
     expected = torch.autograd.grad(model(**batch).loss, next(model.parameters()))[0]
-    parallel = autopar.parallelize(model, autopar.init_mesh("cpu", 30.0, dp=1), checkpoint="everything", exact=True)
+    parallel = autopar.parallelize(model, autopar.init_mesh("cpu", 30.0, dp=1), activation_checkpoint="everything", lift_to_float64=True)
     loss = parallel(**batch).loss
     lent = arena().lent > 0
     del loss
@@ -204,7 +204,7 @@ def wide(layers: int = 3, stages: int = 1, **options: Any) -> Compiled:
 SAVING: list[tuple[dict[str, Any], float, int, int]] = [  # layers, share of the limit, some host memory, other times
     ({}, 0.8, 4 * 10**6, 2),
     ({"layers": 4}, 0.8, 10**7, 3),
-    ({"stages": 2, "micro_batches": 4, "schedule": "1f1b"}, 0.9, 10**7, 2),
+    ({"stages": 2, "microbatches": 4, "schedule": "1f1b"}, 0.9, 10**7, 2),
 ]
 
 
@@ -256,7 +256,7 @@ def test_a_plan_says_what_waits() -> None:
     captured_graph = copy_graph(captured("llama")[2])
     again = compile_graph(captured_graph, Mesh.of(), plan=Plan.from_json(plan.to_json()), outputs=())
     assert again.plan.checkpoints == plan.checkpoints and memory(again).host == sum(x.hosted for x in plan.checkpoints)
-    assert "more on the host; checkpoint=layers" in str(plan)
+    assert "more on the host; activation_checkpoint=layers" in str(plan)
 
 
 # --- graphs -------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def test_a_plan_says_what_waits() -> None:
 def test_copies_start_early_and_end_late() -> None:
     """Out right behind what is copied; back one layer ahead of the first use."""
     model, batch = tiny("llama", layers=3)
-    stage = compile_model(model, batch, Mesh.of(), Options(checkpoint="layers"), outputs=()).stage
+    stage = compile_model(model, batch, Mesh.of(), Options(activation_checkpoint="layers"), outputs=()).stage
     assert stage.backward_reduce is not None
     forward, backward = stage.forward, stage.backward_reduce
     copies = [n for n in forward.graph.graph.nodes if is_call(n, ours.to_host.default)]
@@ -288,7 +288,7 @@ def test_copies_start_early_and_end_late() -> None:
 def test_copies_have_the_time_of_one_layer() -> None:
     """They keep what they read until the layer behind the next one begins."""
     model, batch = tiny("llama", layers=4)
-    graph = compile_model(model, batch, Mesh.of(), Options(checkpoint="layers"), outputs=()).stage.forward.graph
+    graph = compile_model(model, batch, Mesh.of(), Options(activation_checkpoint="layers"), outputs=()).stage.forward.graph
     waits, begun, ended = WaitPlaces(graph), dict[str, set[str]](), dict[str, set[str]]()
     for node in graph.graph.nodes:
         for done in waits.before(node):
@@ -378,11 +378,11 @@ def test_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             {"host_memory": "1GB"},
-            "host_memory: holds what a memory_limit does not let a rank keep, found 1,000,000,000",
+            "activation_offload: holds what a memory_limit does not let a rank keep, found 1,000,000,000",
         ),
         (
-            {"host_memory": 5, "checkpoint": "everything"},
-            "checkpoint: everything keeps [0-9,]+ bytes of a rank in host",
+            {"host_memory": 5, "activation_checkpoint": "everything"},
+            "activation_checkpoint: everything keeps [0-9,]+ bytes of a rank in host",
         ),
         ({"topology": "hosts=switch"}, "topology: names links of the axis 'hosts'"),
     ],
@@ -396,5 +396,5 @@ def test_bad_input(options: dict[str, Any], message: str) -> None:
 def test_a_plan_of_another_graph_is_refused() -> None:
     plan = made("llama", checkpoint="layers").plan
     text = plan.to_json().replace(f'"{plan.checkpoints[0].host[0]}"', '"no_such_value"')
-    with pytest.raises(ValueError, match="checkpoint: a plan names no_such_value, which the graph does not have"):
+    with pytest.raises(ValueError, match="activation_checkpoint: a plan names no_such_value, which the graph does not have"):
         compile_graph(copy_graph(captured("llama")[2]), Mesh.of(), plan=Plan.from_json(text), outputs=())

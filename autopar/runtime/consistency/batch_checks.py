@@ -62,7 +62,7 @@ def check_unclear(groups: Groups, batch: Mapping[str, Any], plan: Plan, contents
     if not tensors:
         return
     if not contents:
-        warnings.warn(_unclear(list(tensors), "check_batches=False"), stacklevel=2)
+        warnings.warn(_unclear(list(tensors), "check_replica_inputs=False"), stacklevel=2)
         return
     words = words_of(tensors)
     if same := [name for name, word in words.items() if all_alike(groups, f"the contents of {name}", word)]:
@@ -77,7 +77,7 @@ def _unclear(names: Sequence[str], found: str) -> str:
 
 
 LATER = "to be compared in the next step"
-SKIP = "check_batches=False skips this check"
+SKIP = "check_replica_inputs=False skips this check"
 
 
 Left = tuple[bool, Callable[[], list[RankCheck]]]  # whether a step has left something for the next call, and what
@@ -94,7 +94,7 @@ class BatchContents:
     def claims(
         self, batch: Mapping[str, Any], inputs: Mapping[str, Placements], at_once: bool = False
     ) -> list[RankCheck]:
-        """Ranks with the same coordinates on dp and rp hold the same of inputs that these cut (``inputs``: their
+        """Ranks with the same coordinates on dp and dp_replicate hold the same of inputs that these cut (``inputs``: their
         placements), and all ranks the same of the others. Any dtype counts, bit by bit.
 
         Where no two ranks must hold the same, nothing is hashed. ``at_once``: nothing is left for the next call.

@@ -54,7 +54,7 @@ from autopar.steps.of_rank import graphs_of_rank, lowered_order
 from autopar.steps.value_names import output
 
 GIVEN = ("input", "seed")  # kinds of values that are others in every step
-MADE = ("micro_batch", "total")  # by the step itself
+MADE = ("microbatch", "total")  # by the step itself
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Executor:
         self.compiled, self.groups = compiled, groups
         self._backend, records = BACKENDS[backend]
         self.feed = StepInputs(compiled, groups.device)
-        self.specs, self.micro_batches = self.feed.specs, self.feed.micro_batches
+        self.specs, self.microbatches = self.feed.specs, self.feed.microbatches
         held = compiled.constants
         by_name = {spec.name: spec.dtype for spec in compiled.parameters}
         self._stored = {node: by_name[s.name] for node, s in self.specs.items() if s.name in by_name}
@@ -101,7 +101,7 @@ class Executor:
         self.record = False
         self._pauses = axis_of_experts(compiled.plan.experts)  # where graphs of cells take turns
         self.order = Routes(pipeline).drop_empty(lowered_order(pipeline))
-        assert self.order.micro_batches == self.micro_batches, f"{self.order.name} is for other micro-batches"
+        assert self.order.microbatches == self.microbatches, f"{self.order.name} is for other microbatches"
         axes, along = axes_of_step(compiled)  # of all ranks: all make the same groups
         groups.make(axes)
         groups.make_channels(along)
@@ -176,10 +176,10 @@ class Executor:
 
     @torch.no_grad()
     def run_step(self, values: Mapping[str, Tensor]) -> Result:
-        """All micro-batches, forward and backward, or forward alone of what was compiled without gradients.
+        """All microbatches, forward and backward, or forward alone of what was compiled without gradients.
 
         ``values``: stored parameters of this rank's stages and all buffers by original name, inputs by path (all
-        micro-batches of this rank). Raises CollectiveError that names the action and the rank it waited for when
+        microbatches of this rank). Raises CollectiveError that names the action and the rank it waited for when
         another rank fails.
         """
         with self._whole():
@@ -211,7 +211,7 @@ class Executor:
 
     @torch.no_grad()
     def run_backward(self, paused: Paused, tangents: Mapping[str, Tensor], keep: bool = False) -> dict[str, Tensor]:
-        """The rest of a step of one micro-batch: gradients by placeholder of the stored parameter. ``tangents``: by
+        """The rest of a step of one microbatch: gradients by placeholder of the stored parameter. ``tangents``: by
         name of the output. ``keep``: the step can be gone on with once more."""
         slots = list(paused.slots) if keep else paused.slots
         if not keep:
@@ -278,8 +278,8 @@ class Executor:
             slots[slot] = constant
         for slot, name in self._whole_loads:
             slots[slot] = values[name]
-        for slot, name, micro_batch in self._made_loads:
-            slots[slot] = self.feed.value(name, values, micro_batch)
+        for slot, name, microbatch in self._made_loads:
+            slots[slot] = self.feed.value(name, values, microbatch)
         self.channels.clear()
         return slots
 

@@ -20,7 +20,7 @@ from autopar.ops.grouped_experts import DISPATCHED
 from autopar.runtime.comm.collectives import all_reduce, finish
 from autopar.runtime.mesh.process_groups import Groups
 
-_CUTS_TOKENS = ("dp", "rp", "cp", "ep")  # ranks of others dispatch the same tokens, if not to experts of their own
+_CUTS_TOKENS = ("dp", "dp_replicate", "cp", "ep")  # ranks of others dispatch the same tokens, if not to experts of their own
 
 
 class ExpertLoad:

@@ -1,11 +1,11 @@
 """The instructions of what goes ahead of a step's first action: rounds of forwards without gradients.
 
     for each round:    post every receive of it
-                       for each part here, for each micro-batch: wait, run, add to the totals, send
+                       for each part here, for each microbatch: wait, run, add to the totals, send
                        add the totals of all stages
 
 All ranks of the pp axis go through all rounds, part by part: a stage begins as soon as the one before it has sent a
-micro-batch, and totals are known everywhere before the next round. Of a part that two chains run the first one's stage
+microbatch, and totals are known everywhere before the next round. Of a part that two chains run the first one's stage
 does it.
 """
 
@@ -71,11 +71,11 @@ class StatisticsProgram:
 
         def moved(transfers: Mapping[Action, list[P2PEdge]], k: int, i: int) -> Iterator[tuple[Action, list[int]]]:
             for action, hops in transfers.items():
-                if action.stage == order.chains[0][k] and action.micro_batch == i:
+                if action.stage == order.chains[0][k] and action.microbatch == i:
                     yield action, [self._slot(hop.value, i) for hop in hops]
 
         mine = [k for k, rank in enumerate(_homes(order)) if rank == self.values.rank]
-        for k, i in itertools.product(mine, range(order.micro_batches)):
+        for k, i in itertools.product(mine, range(order.microbatches)):
             for action, slots in moved(receives, k, i):
                 wait = Instruction(lambda pending: channels.wait(pending[0]), [slot("pending ahead", action)], slots)
                 entry.does.append(wait)
@@ -92,15 +92,15 @@ class StatisticsProgram:
         homes, stages = _homes(order), order.chains[0]
         pairs = sorted({(h.source, h.target) for h in one.hops if _moves(h, homes)})
         for source in dict.fromkeys(source for source, _ in pairs):
-            for i in range(order.micro_batches):
+            for i in range(order.microbatches):
                 for target in (t for s, t in pairs if s == source):
                     here, there = (source, target) if kind == "SF" else (target, source)
                     if homes[here] == me:
                         hops = [h for h in one.hops if (h.source, h.target) == (source, target)]
                         yield Action(stages[here], kind, i, peer=stages[there]), hops
 
-    def _slot(self, name: str, micro_batch: int) -> int:
-        return self.values.slot("ahead", micro_batch, name)
+    def _slot(self, name: str, microbatch: int) -> int:
+        return self.values.slot("ahead", microbatch, name)
 
     def _run(self, entry: Entry, one: GlobalStatistics, graph: StepGraph, i: int) -> None:
         reads = [self._slot(n, i) if n in self.made else self.values.shared(n, i) for n in graph.inputs]

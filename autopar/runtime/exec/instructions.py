@@ -110,7 +110,7 @@ class Entry:
 class Program:
     """What one rank runs in a step.
 
-    size: number of slots. loads: (slot, placeholder, micro-batch) to fill from outside. constants: slot -> value.
+    size: number of slots. loads: (slot, placeholder, microbatch) to fill from outside. constants: slot -> value.
     tangents: output -> slots for its gradient, one per backward; ones are among the constants. gradients: placeholder
     of a stored parameter -> slot. losses: name -> slot. results: what else leaves F -> slot. saved: slot -> name of
     what F and B keep.

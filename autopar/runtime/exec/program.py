@@ -47,8 +47,8 @@ Bind = Callable[[StepGraph], Lowered]
 
 class ProgramBuilder:
     """``order``: lowered, without empty transfers. ``rank``: coordinate on the pp axis. ``bind``: makes a graph
-    runnable. ``results``: outputs of F to keep, of the last micro-batch. ``precision``: says what gradients of
-    micro-batches are added up in. ``share``: sums values over stages, where there are some."""
+    runnable. ``results``: outputs of F to keep, of the last microbatch. ``precision``: says what gradients of
+    microbatches are added up in. ``share``: sums values over stages, where there are some."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class ProgramBuilder:
         self.results: dict[str, int] = {}
         self.stored: dict[str, int] = {}
         self.gathers: set[int] = set()  # stages whose next F gathers
-        self.started: set[Hashable] = set()  # micro-batches and buffers
+        self.started: set[Hashable] = set()  # microbatches and buffers
         self.acknowledged = acknowledged(self.order, values.rank)
         self.receives: dict[tuple[Hashable, ...], list[Action]] = {}
         for action in self.order.ranks[values.rank]:
@@ -140,12 +140,12 @@ class ProgramBuilder:
         entry.does.append(Instruction(accumulate(owned or [False] * len(sums), dtypes), [*sums, *addends], sums))
 
     def _before_all(self, entry: Entry) -> None:
-        """Totals over all micro-batches, and what is the same for all of them."""
+        """Totals over all microbatches, and what is the same for all of them."""
         shared, totals, once = self.values.shared, self.values.totals, self.values.once
         if totals is not None:
             sums = [self.slot("step", name) for name in totals.outputs]
             addends = [self.slot("addend", name) for name in totals.outputs]
-            for i in range(self.order.micro_batches):
+            for i in range(self.order.microbatches):
                 self.run(entry, totals, [shared(name, i) for name in totals.inputs], addends)
                 self._add(entry, addends, sums)
         self.ahead.add(entry)
@@ -153,19 +153,19 @@ class ProgramBuilder:
             reads = [shared(name, 0) for name in once.inputs]
             self.run(entry, once, reads, [self.slot("step", name) for name in once.outputs])
 
-    def _start_micro_batch(self, entry: Entry, i: int) -> None:
-        each, key = self.values.each, ("micro-batch", i)
+    def _start_microbatch(self, entry: Entry, i: int) -> None:
+        each, key = self.values.each, ("microbatch", i)
         if each is not None and key not in self.started:
             self.started.add(key)
             reads = [self.values.shared(name, i) for name in each.inputs]
-            self.run(entry, each, reads, [self.slot("micro-batch", i, name) for name in each.outputs])
+            self.run(entry, each, reads, [self.slot("microbatch", i, name) for name in each.outputs])
 
     # --- F ------------------------------------------------------------------------------------------------
 
     def forward(self, action: Action, entry: Entry) -> None:
         unit, part = unit_of(action), self.part(action.stage)
         self._wait(entry, "RF", unit)
-        self._start_micro_batch(entry, action.micro_batch)
+        self._start_microbatch(entry, action.microbatch)
         for cache in part.caches:
             buffer, start = self._buffer(entry, unit, cache), self.values.slice(action.slice)[0]
             past = self.values.value(unit, cache.past)
@@ -185,7 +185,7 @@ class ProgramBuilder:
         for name in part.losses:
             loss = self.losses.setdefault(name, self.slot("loss", name))
             self._add(entry, [self.slot("unit", *unit, name)], [loss])
-        if action.micro_batch == self.order.micro_batches - 1 and action.slice == self.order.slices - 1:
+        if action.microbatch == self.order.microbatches - 1 and action.slice == self.order.slices - 1:
             made = [name for name in part.forward.outputs if name in self.wanted]
             self.results |= {name: self.slot("unit", *unit, name) for name in made if name is not None}
 
@@ -195,7 +195,7 @@ class ProgramBuilder:
         if buffer not in self.started:
             self.started.add(buffer)
             like = self._past(unit, cache)
-            whole = sum(self.values.pipeline.slices)
+            whole = sum(self.values.pipeline.token_slices)
             shape = [whole if d == cache.dim % like.dim() else int(size) for d, size in enumerate(like.shape)]
             dtype = torch.promote_types(like.dtype, torch.float32) if gradient else like.dtype
             entry.does.append(Instruction(filled(shape, dtype, self.device), [], [buffer]))

@@ -5,7 +5,7 @@
               anything else          the prologue's, or a value from outside
     B takes   grad:x of a sent x     the sum over the parts that x went to
 
-A value has one slot per unit (stage, micro-batch, slice) of the stage that made it.
+A value has one slot per unit (stage, microbatch, slice) of the stage that made it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from autopar.steps.graphs import Pipeline, Prologue, Stage, StepGraph
 from autopar.steps.of_rank import backwards, comes_back, restricted
 from autopar.steps.value_names import grad, is_a, of
 
-Unit = tuple[int, int, int]  # stage, micro-batch, slice
+Unit = tuple[int, int, int]  # stage, microbatch, slice
 
 
 def unit_of(action: Action) -> Unit:
-    """(stage, micro-batch, slice)"""
-    return action.stage, action.micro_batch, action.slice
+    """(stage, microbatch, slice)"""
+    return action.stage, action.microbatch, action.slice
 
 
 class Routes:
@@ -86,7 +86,7 @@ class Routes:
 class Values:
     """Slots by what they hold.
 
-    loads: (slot, placeholder, micro-batch) to fill from outside. constants: slot -> value. each, once, totals: the
+    loads: (slot, placeholder, microbatch) to fill from outside. constants: slot -> value. each, once, totals: the
     prologue's graphs, without what this rank does not need. learned: names of totals that rounds ahead make.
     """
 
@@ -127,37 +127,37 @@ class Values:
     def stages(self) -> list[int]:
         return [stage for chain in self.order.chains for stage in chain if self.is_mine(stage)]
 
-    def stage_at(self, part: int, micro_batch: int) -> int:
-        """The stage that runs a part for a micro-batch."""
-        return self.order.chains[self.order.chain_of[micro_batch]][part]
+    def stage_at(self, part: int, microbatch: int) -> int:
+        """The stage that runs a part for a microbatch."""
+        return self.order.chains[self.order.chain_of[microbatch]][part]
 
     def is_mine(self, stage: int) -> bool:
         return self.order.rank_of[stage] == self.rank
 
     # --- values -------------------------------------------------------------------------------------------
 
-    def shared(self, name: str, micro_batch: int) -> int:
+    def shared(self, name: str, microbatch: int) -> int:
         """A value that stages share: of the prologue, or from outside."""
         if self.each is not None and name in self.each.outputs:
-            return self.slot("micro-batch", micro_batch, name)
+            return self.slot("microbatch", microbatch, name)
         made = any(graph is not None and name in graph.outputs for graph in (self.once, self.totals))
         if made or name in self.learned:
             return self.slot("step", name)
         varies = self.feed.varies(name)
-        key = ("micro-batch", micro_batch, name) if varies else ("step", name)
+        key = ("microbatch", microbatch, name) if varies else ("step", name)
         if key not in self.slots:
-            self.loads.append((self.slot(*key), name, micro_batch if varies else 0))
+            self.loads.append((self.slot(*key), name, microbatch if varies else 0))
         return self.slots[key]
 
     def value(self, unit: Unit, name: str) -> int:
         """Whatever a graph of a unit takes by name."""
-        stage, micro_batch, piece = unit
+        stage, microbatch, piece = unit
         part, index = self.part(stage), self.order.part_of(stage)
         hop = self.routes.source.get((index, name))
         if hop is not None:
-            source = self.stage_at(hop.source, micro_batch)
+            source = self.stage_at(hop.source, microbatch)
             here = self.is_mine(source)
-            return self.value((source, micro_batch, piece), name) if here else self.slot("in", *unit, name)
+            return self.value((source, microbatch, piece), name) if here else self.slot("in", *unit, name)
         if name in self.made[index]:
             return self.slot("unit", *unit, name)
         if is_a(name, "sum"):
@@ -172,11 +172,11 @@ class Values:
             return self.slot("unit", *unit, name)
         if name in part.gathered:
             return self.slot("used", stage, name)
-        return self.shared(part.aliases.get(name, name), micro_batch)
+        return self.shared(part.aliases.get(name, name), microbatch)
 
     def slice(self, piece: int) -> tuple[int, int]:
         """(start, length) of a token slice."""
-        lengths = self.pipeline.slices
+        lengths = self.pipeline.token_slices
         assert lengths, "a graph that takes token slices needs their lengths"
         return sum(lengths[:piece]), lengths[piece]
 
@@ -190,12 +190,12 @@ class Values:
 
     def arrivals(self, unit: Unit, value: str) -> list[int]:
         """Gradients of a value that come to a unit from the parts it went to."""
-        stage, micro_batch, piece = unit
+        stage, microbatch, piece = unit
         found = []
         for hop in self.routes.users(self.order.part_of(stage), value):
-            target = self.stage_at(hop.target, micro_batch)
+            target = self.stage_at(hop.target, microbatch)
             here = self.is_mine(target)
-            there = (target, micro_batch, piece)
+            there = (target, microbatch, piece)
             found.append(self.upstream(there, value) if here else self.slot("back", *unit, value, hop.target))
         return found
 

@@ -1,9 +1,9 @@
 """What a compiled model is fed with: from names of placeholders to this rank's values.
 
 spec.kind       parameter, buffer, constant, seed    the value stored under the original name
-                input                                the batch of this rank, or its micro-batch
-                micro_batch                          the index, as a tensor
-                total                                what the prologue summed over all micro-batches
+                input                                the batch of this rank, or its microbatch
+                microbatch                          the index, as a tensor
+                total                                what the prologue summed over all microbatches
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class StepInputs:
 
     def __init__(self, compiled: Compiled, device: torch.device) -> None:
         self.specs = {spec.node: spec for spec in compiled.signature.inputs}
-        self.micro_batches = compiled.plan.options.micro_batches
+        self.microbatches = compiled.plan.options.microbatches
         self._inputs, self._device = compiled.plan.inputs, device
 
     @staticmethod
@@ -34,12 +34,12 @@ class StepInputs:
         return f"{SCALE}{str(dtype).removeprefix('torch.')}"
 
     def varies(self, name: str) -> bool:
-        """Whether a placeholder takes another value in every micro-batch."""
+        """Whether a placeholder takes another value in every microbatch."""
         spec = self.specs.get(name)
         if spec is None:
             return False
         cut = spec.kind == "input" and isinstance(self._cut(spec.name), Shard)
-        return cut or spec.kind == "micro_batch"
+        return cut or spec.kind == "microbatch"
 
     def _cut(self, name: str) -> Placement | None:
         return self._inputs.get(name, {}).get("mb")
@@ -47,10 +47,10 @@ class StepInputs:
     def taken_whole(self, name: str) -> str:
         """The name under which a placeholder's value is among ``values``; "" if it is made of them, or of none."""
         spec = self.specs.get(name)
-        made = spec is None or spec.kind in ("total", "micro_batch") or isinstance(self._cut(spec.name), Shard)
+        made = spec is None or spec.kind in ("total", "microbatch") or isinstance(self._cut(spec.name), Shard)
         return "" if made or spec is None else spec.name
 
-    def value(self, name: str, values: Mapping[str, Tensor], micro_batch: int) -> Any:
+    def value(self, name: str, values: Mapping[str, Tensor], microbatch: int) -> Any:
         """``values`` holds state by original name, inputs by path, and what the step made by node."""
         if name.startswith(SCALE):
             dtype, scale = getattr(torch, name.removeprefix(SCALE)), values.get(SCALE)
@@ -58,13 +58,13 @@ class StepInputs:
         spec = self.specs.get(name)
         if spec is None or (spec.kind == "total" and name in values):
             return values[name]
-        if spec.kind == "micro_batch":
-            return torch.full((), micro_batch, device=self._device)  # without a copy from the host
+        if spec.kind == "microbatch":
+            return torch.full((), microbatch, device=self._device)  # without a copy from the host
         value = values[spec.name]
         cut = self._cut(spec.name)
-        if not isinstance(cut, Shard):  # the number of the micro-batch is made above
+        if not isinstance(cut, Shard):  # the number of the microbatch is made above
             return value
         dim = cut.dim
-        count = value.shape[dim] // self.micro_batches
-        piece = value.narrow(dim, micro_batch * count, count)
+        count = value.shape[dim] // self.microbatches
+        piece = value.narrow(dim, microbatch * count, count)
         return piece.contiguous() if dim else piece  # graphs are made for contiguous inputs

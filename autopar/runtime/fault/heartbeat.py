@@ -10,7 +10,7 @@ after each beat.
 
 Four questions a beat and rank, whatever the number of ranks; the store answers some 30,000 in a second, so thousands of
 ranks beat more slowly. A rank that held the interpreter's lock for so long, without a bytecode in between, would be
-taken for dead; $AUTOPAR_SILENCE sets the seconds.
+taken for dead; $AUTOPAR_HEARTBEAT_TIMEOUT sets the seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autopar.runtime.fault.store_client import StoreClient, StoreError, look
 
 BEAT = 1.0  # seconds between two signs of life
 MANY = 4096  # ranks up to which it is that
-SILENT = float(os.environ.get("AUTOPAR_SILENCE", "8"))  # seconds without one until a rank is given up
+SILENT = float(os.environ.get("AUTOPAR_HEARTBEAT_TIMEOUT", "8"))  # seconds without one until a rank is given up
 TOLD = ("error", "heard", "left")  # what a rank says before it goes
 LAUNCHER = "autopar/launcher"  # what the launcher saw, beside all prefixes
 

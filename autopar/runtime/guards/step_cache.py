@@ -79,11 +79,11 @@ class StepCache:
         plan: Plan,
         groups: Groups,
         backend: str,
-        micro_batches: int,
-        check_batches: bool,
+        microbatches: int,
+        check_replica_inputs: bool,
     ) -> None:
         self._compiler, self._tree, self._groups, self.backend = compiler, tree, groups, backend
-        self.plan, self.micro_batches, self._check_batches = plan, micro_batches, check_batches
+        self.plan, self.microbatches, self._check_batches = plan, microbatches, check_replica_inputs
         self._batches, self.load = BatchContents(groups), ExpertLoad(groups)
         self._steps: dict[tuple[Any, ...], _CachedStep] = {}
         self._past = add_ledgers()  # traffic of steps that are no longer kept

@@ -83,7 +83,7 @@ class PaddingBuckets:
         return max(math.ceil(found / unit) * unit, tokens)
 
 
-def asked_shapes(shapes: Any) -> PaddingBuckets | None:
+def asked_padding(shapes: Any) -> PaddingBuckets | None:
     """Of the argument of `parallelize`. Raises ValueError."""
     if shapes == "exact":
         return None
@@ -274,7 +274,7 @@ class BatchPadder:
         """A part of the batch that all ranks have, in sizes that divide, and to which sizes it is padded."""
         least = self._over_ranks(own, dist.ReduceOp.MIN)
         unit = math.lcm(self.groups.mesh.size("tp"), 2 * self.groups.mesh.size("cp"))
-        counts = self.plan.options.micro_batches
+        counts = self.plan.options.microbatches
         rows = max(least["rows"] // counts * counts, 1)
         lengths = {n: max(size // unit * unit, 1) for n, size in least.items() if n != "rows" and size}
 

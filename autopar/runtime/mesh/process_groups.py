@@ -162,7 +162,7 @@ def _named_level(axis: str) -> tuple[str, str, str]:
 
 
 def dp_rank_and_size(mesh: DeviceMesh) -> tuple[int, int]:
-    """(which part of the batch this rank is given, how many parts there are): over dp, over rp within that, and over ep
+    """(which part of the batch this rank is given, how many parts there are): over dp, over dp_replicate within that, and over ep
     within that. Ranks that differ in other axes are given the same part.
 
     ``batch.chunk(parts)[part]``, or a DistributedSampler of rank ``part`` and ``num_replicas=parts``.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from autopar.adapters.grad_mode import grad_mode
 from autopar.adapters.hooks import Observers, has_forward_hooks
 from autopar.errors import refusal_like
-from autopar.ir.batch import tensors_of, with_constants
+from autopar.ir.batch import tensors_of, with_static_inputs
 from autopar.ir.parameter import ParameterSpec
 from autopar.plan import Plan
 from autopar.runtime.checkpoint.checkpoint_dir import RunLineage
@@ -53,7 +53,7 @@ from autopar.values import a_path, number
 class ParallelModule(ModuleFacade):
     """A model on a mesh, made by `autopar.parallelize`.
 
-    ``train_step(**batch)``: forward and backward of all micro-batches; returns the loss of the whole batch.
+    ``train_step(**batch)``: forward and backward of all microbatches; returns the loss of the whole batch.
     ``model(**batch)``: the model's own output structure, a part of autograd's graph. Scalars are plain tensors; other
     outputs are DTensors over the mesh, as they are cut, which compute as the whole tensors that they stand for:
     ``float(out.logits.mean())`` is that of the whole batch. So do parameters and gradients, those of other pipeline
@@ -80,8 +80,8 @@ class ParallelModule(ModuleFacade):
         backend: str,
         seed: int,
         sync: bool = False,
-        check_batches: bool = True,
-        micro_batches: int = 1,
+        check_replica_inputs: bool = True,
+        microbatches: int = 1,
         outputs_with_grad: bool = False,
     ) -> None:
         super().__init__()
@@ -103,11 +103,11 @@ class ParallelModule(ModuleFacade):
         tree = ShardedModules(skeleton, specs, own, written)
         for name in SHARED:
             self.__dict__[name] = tree.root.__dict__[name]  # this module stands for the root
-        self._cache = StepCache(compiler, tree, plan, groups, backend, micro_batches, check_batches)
+        self._cache = StepCache(compiler, tree, plan, groups, backend, microbatches, check_replica_inputs)
         self.__class__ = face_of(type(self), tree.root)
         self._tree = tree
         watch_optimizers(groups.device_mesh)
-        if plan.options.optimizer_on_host:
+        if plan.options.optimizer_cpu_offload:
             keep_on_host(self, plan.options.bucket_bytes)
         if outputs_with_grad and (reason := self._cannot_differentiate()):
             raise ValueError(f"outputs_with_grad: {reason}; a loss of one's own is loss=fn, traced with the model")
@@ -141,7 +141,7 @@ class ParallelModule(ModuleFacade):
 
     @torch.compiler.disable
     def train_step(self, *args: Any, **batch: Any) -> Tensor:
-        """Forward and backward of this rank's part of the batch, in all its micro-batches.
+        """Forward and backward of this rank's part of the batch, in all its microbatches.
 
         Returns the loss of the whole batch: the output called "loss", else each scalar with a gradient (a tuple of
         them, if there are several), which are differentiated together; gradients accumulate in ``.grad`` of the
@@ -204,9 +204,9 @@ class ParallelModule(ModuleFacade):
                 "model(**batch): a pipeline runs forward and backward in one, stage by stage; use "
                 "train_step(**batch) to train, eval_step(**batch) for outputs"
             )
-        count = self._cache.micro_batches
+        count = self._cache.microbatches
         if count > 1:
-            return f"model(**batch): works without micro-batches, found micro_batches={count}; use train_step(**batch)"
+            return f"model(**batch): works without microbatches, found microbatches={count}; use train_step(**batch)"
         return ""
 
     def _unlike(self, executor: Executor, values: Mapping[str, Tensor]) -> str:
@@ -294,7 +294,7 @@ class ParallelModule(ModuleFacade):
         check_values(named, differentiated=kind.train)
         if self._fitter is not None:
             named = self._fitter.fit(named)
-        named = with_constants(named, self._cache.plan.options.constants)
+        named = with_static_inputs(named, self._cache.plan.options.static_inputs)
         # masks depend on the number of the step
         number = self.training_steps + 1 if kind.train else None
         try:

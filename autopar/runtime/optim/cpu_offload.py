@@ -100,8 +100,8 @@ def _check_apart(optimizer: Optimizer) -> None:
     known = ("torch.optim.", "transformers.optimization")
     if not step.__module__.startswith(known) or type(optimizer).__name__ == "LBFGS":
         raise ValueError(
-            "optimizer_on_host: needs an optimizer that steps each parameter by itself, such as those of torch.optim, "
-            f"found {type(optimizer).__name__} of {step.__module__}; leave optimizer_on_host out, or use one of them"
+            "optimizer_cpu_offload: needs an optimizer that steps each parameter by itself, such as those of torch.optim, "
+            f"found {type(optimizer).__name__} of {step.__module__}; leave optimizer_cpu_offload out, or use one of them"
         )
 
 

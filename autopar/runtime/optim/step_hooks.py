@@ -2,7 +2,7 @@
 
     torch.optim.AdamW(model.parameters()).step()     elementwise, on pieces: `autopar.runtime.optim.local_step`
     torch.optim.Muon(...)                            of each parameter in turn the whole, as a plain tensor
-    optimizer_on_host=True                           states come from the host bucket by bucket:
+    optimizer_cpu_offload=True                           states come from the host bucket by bucket:
                                                      `autopar.runtime.optim.cpu_offload`
 
 torch calls the hooks of a step with the optimizer, and the step itself with a stand-in: that steps our parameters when

@@ -340,7 +340,7 @@ class _Loading:
             average.updates = updates
 
 
-_SAID = ("load: ", "save: ", "optimizer_on_host: ")  # who says so
+_SAID = ("load: ", "save: ", "optimizer_cpu_offload: ")  # who says so
 _COUNTS = {"step": (0, math.inf), "training_steps": (0, MOST_STEPS), "seed": (0, MOST_SEED)}
 
 

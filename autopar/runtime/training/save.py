@@ -300,7 +300,7 @@ def _agree(groups: Groups, parts: CheckpointContents, folder: str) -> None:
         parts.add_extra(None, writes=False)
         parts.extra = {"part": None, "tree": parts.extra} if groups.rank == 0 else {}
         return
-    data = {axis for axis in ("dp", "rp") if axis in groups.mesh.sizes}
+    data = {axis for axis in ("dp", "dp_replicate") if axis in groups.mesh.sizes}
     others = tuple(axis for axis in groups.mesh.sizes if axis not in data)
     need = "save: ranks that are given the same part of the batch must give the same extra"
     agree_on(
