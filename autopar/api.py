@@ -44,7 +44,7 @@ from autopar.runtime.inputs.padding import PaddingBuckets, asked_padding
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.module.argument_checks import check_arguments, check_module, check_no_gradients
 from autopar.runtime.module.parallel_module import ParallelModule
-from autopar.runtime.optim.stale_optimizer import note_parameters
+from autopar.runtime.optim.step_hooks import note_parameters
 from autopar.spelling import did_you_mean
 from autopar.steps.graphs import Compiled
 

@@ -18,7 +18,6 @@ import functools
 import logging
 import os
 import re
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 
 from autopar.cache.entry_file import StoredEntry, packed_entry, read_entry
 from autopar.cache.private_folder import keep_others_out, user_key, why_no_key, why_not_own, why_unsafe
+from autopar.files import written_beside
 
 log = logging.getLogger("autopar.cache")
 
@@ -80,7 +80,6 @@ class DiskCache:
 
     def write(self, key: str, about: Mapping[str, Any], sections: Mapping[str, bytes]) -> bool:
         """Whether the entry is there now. The least recently used ones go where there is no room."""
-        name = None
         try:
             self._make()
             secret = user_key(self._files, make=True)
@@ -91,19 +90,12 @@ class DiskCache:
             if len(data) > self.size:
                 log.debug("not stored: %d bytes are more than %s", len(data), SIZE_VARIABLE)
                 return False
-            handle, name = tempfile.mkstemp(prefix="unfinished-", dir=self._files)
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(name, self._path(key))
+            with written_beside(self._files, data, "unfinished-") as name:
+                os.replace(name, self._path(key))
             self._make_room()
             return True
         except OSError as error:
             log.debug("not stored: %s", error)
-            if name is not None:
-                with contextlib.suppress(OSError):
-                    os.unlink(name)
             return False
 
     @contextlib.contextmanager

@@ -13,11 +13,12 @@ from __future__ import annotations
 import hmac
 import json
 import os
-import stat
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from autopar.files import opened_plain
 
 _MAGIC = b"autopar cache 2 "
 _LARGEST = 1 << 31  # bytes, packed or not
@@ -106,17 +107,10 @@ def read_entry(secret: bytes, path: Path) -> StoredEntry | None:
 
 
 def _bytes_of(path: Path) -> bytes | None:
-    """Those of a plain file that belongs to this user; no link is followed."""
+    """Those of a plain file that belongs to this user."""
     try:
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-    except (OSError, ValueError):
+        with opened_plain(path) as file:
+            own = os.fstat(file.fileno()).st_uid == os.getuid()
+            return file.read(_LARGEST) if own else None
+    except (OSError, ValueError, MemoryError):
         return None
-    found = os.fstat(handle)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
-        os.close(handle)
-        return None
-    with os.fdopen(handle, "rb") as file:
-        try:
-            return file.read(_LARGEST)
-        except (OSError, MemoryError):
-            return None

@@ -12,8 +12,9 @@ import contextlib
 import os
 import secrets
 import stat
-import tempfile
 from pathlib import Path
+
+from autopar.files import opened_plain, written_beside
 
 KEY, KEY_SIZE = "key", 32  # bytes
 _OTHERS_WRITE, _OTHERS_READ = stat.S_IWGRP | stat.S_IWOTH, stat.S_IRWXG | stat.S_IRWXO
@@ -94,35 +95,26 @@ def why_no_key(folder: Path) -> str:
 def _read_key(folder: Path) -> tuple[bytes | None, str]:
     path = folder / KEY
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with opened_plain(path) as file:
+            facts = os.fstat(file.fileno())
+            if facts.st_uid != os.getuid():
+                return None, f"{path} belongs to another user"
+            if facts.st_mode & _OTHERS_READ:
+                return None, f"others may read or write {path} ({_mode(facts)})"
+            found = file.read(KEY_SIZE + 1)
     except FileNotFoundError:
         return None, ""
     except OSError as error:
-        return None, f"{path} cannot be read ({error.strerror})"
-    with os.fdopen(handle, "rb", buffering=0) as file:
-        facts = os.fstat(handle)
-        if facts.st_uid != os.getuid():
-            return None, f"{path} belongs to another user"
-        if facts.st_mode & _OTHERS_READ:
-            return None, f"others may read or write {path} ({_mode(facts)})"
-        found = file.read(KEY_SIZE + 1) if stat.S_ISREG(facts.st_mode) else b""
+        return None, f"{path} cannot be read ({error.strerror or error})"
     return (found, "") if len(found) == KEY_SIZE else (None, f"{path} is no key")
 
 
 def _make_key(folder: Path) -> None:
     """Whole or not at all; the first one stays."""
-    handle, name = tempfile.mkstemp(prefix="unfinished-", dir=folder)  # for its owner alone
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(secrets.token_bytes(KEY_SIZE))
-            file.flush()
-            os.fsync(file.fileno())
+    with written_beside(folder, secrets.token_bytes(KEY_SIZE), "unfinished-") as name:
         try:
             os.link(name, folder / KEY)
         except FileExistsError:
             pass
         except OSError:  # a file system without links: the last one stays
             os.rename(name, folder / KEY)
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(name)

@@ -2,20 +2,18 @@
 
 A few ranks do what each rank does, with the code that they run anyway: they make their groups (over torch's fake
 backend, which connects to nobody), agree on what `parallelize` agrees on, and make a call over and over. What one of
-them asks of the store, a real TCPStore, a crowd asks for all others: a few threads with a connection each, which repeat
-every question as often as there are ranks. So the seconds are those of all ranks together through one store, on this
-machine; connections between ranks, imports and compiling are no part of them.
+them asks of the store, a real TCPStore, a crowd asks for all others. So the seconds are those of all ranks together
+through one store, on this machine; connections between ranks, imports and compiling are no part of them.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import queue
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +27,7 @@ from autopar.ir.mesh import Mesh
 from autopar.runtime.consistency.rank_checks import RankCheck, agree_on, agree_on_arguments, agree_on_call, everywhere
 from autopar.runtime.fault import errors
 from autopar.runtime.fault.errors import board
-from autopar.runtime.fault.heartbeat import Heartbeat, beat_of
+from autopar.runtime.fault.heartbeat import beat_of
 from autopar.runtime.fault.store_client import StoreClient
 from autopar.runtime.mesh.process_groups import Groups, init_mesh
 
@@ -96,7 +94,7 @@ def simulate_start(mesh: Mesh, ranks: int = 3) -> StartReport:
 def _one(mesh: Mesh, rank: int, store: dist.Store) -> StartReport:
     dist.init_process_group("fake", rank=rank, world_size=mesh.world_size, store=store)
     try:
-        with crowd_of(default_store(), rank, mesh.world_size) as crowd:
+        with closing(Crowd(default_store(), rank, mesh.world_size)) as crowd:
             report = _measured(mesh, crowd)
             errors.close()
             return report
@@ -111,10 +109,22 @@ def _measured(mesh: Mesh, crowd: Crowd) -> StartReport:
     _make_groups(groups)
     seconds = time.perf_counter() - start
     board().line = StoreClient(default_store(), TIMEOUT, crowd.connect)
-    parallelize = crowd.asked(lambda: _as_parallelize(groups))
+
+    def as_parallelize() -> None:
+        agree_on_call(groups, {"seed": 0, "lift_to_float64": False, "backend": "eager", "broadcast_weights": False})
+        for what in ("the weights", "the plan", "the batch", "the compiled step", "the bound step"):
+            agree_on(groups, [_claim(groups, what)], what)
+
+    def step() -> None:
+        agree_on_arguments(groups, "train_step", {"the batch": "int64 [8, 8192]"})
+        agree_on_arguments(groups, "clip_grad_norm_", {"max_norm": 1.0}, ("weight",))
+
+    parallelize = crowd.asked(as_parallelize)
     agreement = crowd.asked(lambda: agree_on(groups, [_claim(groups, "x")], "one question"))
-    steps = tuple(crowd.asked(lambda: _step(groups)) for _ in range(6))
-    beat = crowd.asked(lambda: board().line.ask(_heart(groups).look))
+    steps = tuple(crowd.asked(step) for _ in range(6))
+    heart = board().heartbeat  # whose own thread makes the beat otherwise
+    assert heart is not None, "a world of more than one rank beats"
+    beat = crowd.asked(lambda: board().line.ask(heart.look))
     return StartReport(mesh, len(distributed_c10d._world.pg_map) - 1, seconds, agreement, parallelize, steps, beat)
 
 
@@ -136,105 +146,57 @@ def _claim(groups: Groups, value: str) -> RankCheck:
     return RankCheck(everywhere(groups), {"x": value}, "simulate_start: all ranks say the same", "")
 
 
-def _as_parallelize(groups: Groups) -> None:
-    """The options, the weights and the plan; and what a first step is compiled to, and that it is bound."""
-    agree_on_call(groups, {"seed": 0, "lift_to_float64": False, "backend": "eager", "broadcast_weights": False})
-    for what in ("the weights", "the plan", "the batch", "the compiled step", "the bound step"):
-        agree_on(groups, [_claim(groups, what)], what)
-
-
-def _step(groups: Groups) -> None:
-    agree_on_arguments(groups, "train_step", {"the batch": "int64 [8, 8192]"})
-    agree_on_arguments(groups, "clip_grad_norm_", {"max_norm": 1.0}, ("weight",))
-
-
-def _heart(groups: Groups) -> Heartbeat:
-    """The beat of this rank's board, which its own thread makes otherwise."""
-    found = board().heartbeat
-    assert found is not None, "a world of more than one rank beats"
-    return found
-
-
 # --- all other ranks ------------------------------------------------------------------------------------
 
 
 class Crowd:
-    """All ranks but one: repeats what that one asks."""
+    """All ranks but one: repeats what that one asks, on threads with a connection each."""
 
     def __init__(self, store: dist.Store, rank: int, world: int) -> None:
-        self._store, self._rank, self._world = store, rank, world
         others = [r for r in range(world) if r != rank]
-        self._shares = [others[i::THREADS] for i in range(min(THREADS, len(others)))]
-        self._queues: list[queue.SimpleQueue[tuple[str, tuple[Any, ...]] | None]] = [
-            queue.SimpleQueue() for _ in self._shares
-        ]
-        self._left, self._idle, self._errors = 0, threading.Condition(), list[BaseException]()
+        self._rank, self._shares = rank, [others[i::THREADS] for i in range(min(THREADS, len(others)))]
+        self._threads = [ThreadPoolExecutor(1) for _ in self._shares]  # each asks in order, by a client of its own
+        self._clients = [thread.submit(own_client, store) for thread in self._threads]
+        self._asking: list[Future[None]] = []
         self.count = self.nbytes = 0
-        self._threads = [
-            threading.Thread(target=self._work, args=pair, daemon=True)
-            for pair in zip(self._queues, self._shares, strict=True)
-        ]
-        for thread in self._threads:
-            thread.start()
 
     def connect(self, store: dist.Store) -> Any:
-        """The client of the rank that really runs."""
         return _Leader(own_client(store), self)
 
     def repeat(self, name: str, args: tuple[Any, ...]) -> None:
-        """A question of that rank."""
         self.count += 1
         texts = [text for arg in args for text in (arg if isinstance(arg, list) else [arg])]
         self.nbytes += sum(len(text) if isinstance(text, str) else 8 for text in texts)
-        with self._idle:  # no rank asks before it has the last answer
-            self._idle.wait_for(lambda: not self._left, TIMEOUT)
-            self._left += len(self._queues)
-        for each in self._queues:
-            each.put((name, args))
+        self._wait()  # no rank asks before it has the last answer
+        self._asking = [
+            thread.submit(self._ask, client, name, args, ranks)
+            for thread, client, ranks in zip(self._threads, self._clients, self._shares, strict=True)
+        ]
 
     def asked(self, call: Callable[[], Any]) -> Questions:
         """Of a call; it is over when all ranks have asked."""
         count, nbytes, start = self.count, self.nbytes, time.perf_counter()
         call()
-        with self._idle:
-            self._idle.wait_for(lambda: not self._left, TIMEOUT)
-        if self._errors:
-            raise self._errors[0]
+        self._wait()
         return Questions(self.count - count, self.nbytes - nbytes, time.perf_counter() - start)
 
     def close(self) -> None:
         """End the threads."""
-        for each in self._queues:
-            each.put(None)
         for thread in self._threads:
-            thread.join(TIMEOUT)
+            thread.shutdown()
 
-    def _work(self, questions: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | None], ranks: list[int]) -> None:
-        client = own_client(self._store)
-        while (question := questions.get()) is not None:
-            try:
-                for rank in ranks:
-                    ask_as(client, *question, self._rank, rank)
-            except BaseException as error:  # the rank that really runs raises it
-                self._errors.append(error)
-            with self._idle:
-                self._left -= 1
-                self._idle.notify_all()
+    def _ask(self, client: Future[dist.Store], name: str, args: tuple[Any, ...], ranks: list[int]) -> None:
+        for rank in ranks:
+            ask_as(client.result(), name, args, self._rank, rank)
 
-
-@contextmanager
-def crowd_of(store: dist.Store, rank: int, world: int) -> Iterator[Crowd]:
-    """All ranks of a world but one."""
-    crowd = Crowd(store, rank, world)
-    try:
-        yield crowd
-    finally:
-        crowd.close()
+    def _wait(self) -> None:
+        for one in self._asking:
+            one.result(TIMEOUT)
+        self._asking = []
 
 
 def ask_as(client: dist.Store, name: str, args: tuple[Any, ...], leader: int, rank: int) -> None:
-    """What ``leader`` asked, as another rank asks it: of its own keys, which end in its number. What
-    all share is deleted once."""
+    """What ``leader`` asked, as another rank does: of its own keys. What all share is deleted once."""
     own = tuple(_of(arg, leader, rank) if isinstance(arg, str) else arg for arg in args)
     if name == "delete_key" and own == args:
         return

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 import torch.distributed as dist
 
 from autopar.adapters.distributed import own_client
 from autopar.ir.mesh import Mesh
-from tests.benchmarks.bootstrap import Crowd, StartReport, ask_as, crowd_of, simulate_start
+from tests.benchmarks.bootstrap import Crowd, StartReport, ask_as, simulate_start
 from tests.support.launched import in_child
 
 LARGE = "pp=8,dp=8,cp=8,tp=4"
@@ -52,7 +54,7 @@ def test_a_small_world_asks_as_much(large: StartReport) -> None:
 def test_all_ranks_ask() -> None:
     """The crowd adds up what each rank adds, writes what each writes, and waits for its turn."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with crowd_of(store, 3, 50) as crowd:
+    with closing(Crowd(store, 3, 50)) as crowd:
         leader = crowd.connect(store)
 
         def questions() -> None:
@@ -69,6 +71,6 @@ def test_all_ranks_ask() -> None:
 
 def test_what_goes_wrong_in_the_crowd_is_raised() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with crowd_of(store, 0, 4) as crowd, pytest.raises(AttributeError):
+    with closing(Crowd(store, 0, 4)) as crowd, pytest.raises(AttributeError):
         crowd.asked(lambda: crowd.repeat("no such question", ()))
     assert isinstance(crowd, Crowd)

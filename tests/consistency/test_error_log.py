@@ -14,14 +14,13 @@ import torch
 import torch.distributed as dist
 
 from autopar.adapters.distributed import own_client
-from autopar.runtime.consistency.rank_checks import agree
 from autopar.runtime.fault import error_propagation
-from autopar.runtime.fault.error_log import MOST, ErrorLog
-from autopar.runtime.fault.error_propagation import ErrorBoard
+from autopar.runtime.fault.error_propagation import MOST, ErrorBoard, ErrorLog
 from autopar.runtime.fault.errors import CollectiveError, error_context
 from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from tests.consistency.test_hangs import LONG, SOON, World
 from tests.runtime.test_groups import Counting
+from tests.support.meeting import meet_for
 
 
 @pytest.fixture
@@ -83,7 +82,7 @@ def four(rank: int, how: str) -> str:
     """Rank 3 is dead, elsewhere, or has finished, or fails; each of the others looks at the next one only."""
     error_propagation.NEAR = error_propagation.NEXT = 1
     groups = Groups(init_mesh("cpu", 3.0 if how == "elsewhere" else LONG, dp=4))
-    agree(groups, "x", "the start")
+    meet_for(groups, "the start")
     if rank == 3:
         if how == "dies":
             os._exit(3)
@@ -98,7 +97,7 @@ def four(rank: int, how: str) -> str:
             if how in ("dies", "elsewhere"):
                 dist.all_reduce(torch.ones(1), group=groups.group("dp"))
             else:
-                agree(groups, "x", "the end")
+                meet_for(groups, "the end")
     except CollectiveError as error:
         return str(error)
     return "went on"

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 import autopar
 from autopar import Plan
 from autopar.models.tiny import TINY
-from autopar.runtime.consistency.rank_checks import agree
 from autopar.runtime.fault import errors as failures
 from autopar.runtime.fault.heartbeat import BEAT
 from autopar.runtime.mesh.process_groups import Groups
+from tests.support.meeting import meet_for
 from tests.support.ranks import Outcome, close_pools, rank_outcomes, refusal, run_ranks
 from tests.support.subjects import tiny
 
@@ -180,7 +180,7 @@ def whole(name: str, op: str) -> tuple[float, float]:
 @pytest.mark.parametrize(
     "name, op", [("WithKthValue", "aten.kthvalue.default"), ("WithMedian", "aten.nanmedian.default")]
 )
-def test_whole_ops_lets_it_run(name: str, op: str) -> None:
+def test_replicate_ops_lets_it_run(name: str, op: str) -> None:
     for loss, gradient in run_ranks(2, whole, name, op):
         assert loss < 1e-10 and gradient < 1e-10
 
@@ -339,7 +339,7 @@ def refused_and_gone_on() -> str:
     if dist.get_rank() == 1:
         time.sleep(1.6 * BEAT)
     with failures.error_context("the next call"):
-        agree(groups, "", "the next call")
+        meet_for(groups, "the next call")
     return "agreed"
 
 

@@ -23,13 +23,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import autopar
-from autopar.runtime.consistency.rank_checks import agree
 from autopar.runtime.fault import errors
 from autopar.runtime.fault.heartbeat import SILENT
 from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from autopar.runtime.training.launch import launch
 from tests.faults.campaign import _alive_with_parent, _host, free_port
 from tests.support.launched import serve
+from tests.support.meeting import meet_for
 from tests.support.preload import warm
 
 LONG, SOON = 60.0, 30.0  # seconds: the timeout, and what counts as within seconds on a machine with others at work
@@ -84,7 +84,7 @@ def pipeline_and_torch(rank: int) -> str:
     """Rank 1 stops; rank 0 waits in a receive of its own making, in torch's DTensor, and in torch's clipping."""
     mesh = init_mesh("cpu", LONG, dp=2)
     groups = Groups(mesh)
-    agree(groups, "x", "the start")
+    meet_for(groups, "the start")
     if rank == 1:
         stop()
     found = []
@@ -113,11 +113,11 @@ def test_a_stopped_rank_is_named_in_waits_of_torch(worlds: dict[str, World]) -> 
 
 def the_host_stops(rank: int) -> None:
     groups = Groups(init_mesh("cpu", LONG, dp=3))
-    agree(groups, "x", "the start")
+    meet_for(groups, "the start")
     if rank == 0:
         stop()
     if rank == 1:
-        agree(groups, "x", "the end")
+        meet_for(groups, "the end")
     dist.barrier(group=groups.group("dp"))
 
 
@@ -137,7 +137,7 @@ def one_does_not_come(rank: int) -> str:
     if rank == 1:
         time.sleep(SOON)
     start, found = time.monotonic(), []
-    for wait in (lambda: agree(groups, "x", "the plan"), lambda: init_mesh("cpu", 3.0, tp=2)):
+    for wait in (lambda: meet_for(groups, "the plan"), lambda: init_mesh("cpu", 3.0, tp=2)):
         try:
             wait()
         except errors.CollectiveError as error:
@@ -168,7 +168,7 @@ def test_a_rank_that_dies_while_torch_connects_them_is_named(hosts: bool, worlds
 def uncaught(rank: int) -> str:
     """What the interpreter prints of an error that nobody catches."""
     mesh = init_mesh("cpu", LONG, dp=2)
-    agree(Groups(mesh), "x", "the start")
+    meet_for(Groups(mesh), "the start")
     if rank == 1:
         os._exit(3)
     weight = nn.Parameter(DTensor.from_local(torch.ones(4, 2), mesh, [Replicate()], run_check=False))
@@ -211,12 +211,12 @@ def worlds() -> Iterator[dict[str, World]]:
 
 def early(how: str) -> None:
     groups = Groups(init_mesh("cpu", dp=2))
-    agree(groups, "x", "the start")
+    meet_for(groups, "the start")
     if groups.rank == 1:
         if how == "returns":
             return
         os.kill(os.getpid(), signal.SIGKILL)
-    agree(groups, "x", "the end")
+    meet_for(groups, "the end")
 
 
 @pytest.mark.parametrize("how", ["returns", "is killed"])

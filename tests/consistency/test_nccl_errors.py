@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.runtime.exec.executor import Executor
-from autopar.runtime.fault import nccl_errors
+from autopar.runtime.fault import aborts
 from autopar.runtime.fault.errors import CollectiveError, error_context
 from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from tests.consistency.test_hangs import LONG, SOON, World, stop
@@ -190,16 +190,16 @@ def an_error() -> CollectiveError:
 def groups(monkeypatch: pytest.MonkeyPatch) -> list[Stub]:
     together = threading.Barrier(3)
     stubs = [Stub(together) for _ in range(3)]
-    monkeypatch.setattr(nccl_errors, "quiet_groups", lambda: stubs)
-    monkeypatch.setattr(nccl_errors, "NOTICED", 0.05)
-    monkeypatch.setattr(nccl_errors, "SPOKEN", 0.5)
+    monkeypatch.setattr(aborts, "quiet_groups", lambda: stubs)
+    monkeypatch.setattr(aborts, "NOTICED", 0.05)
+    monkeypatch.setattr(aborts, "SPOKEN", 0.5)
     return stubs
 
 
 def test_a_waiting_thread_raises_before_it_goes_on(groups: list[Stub], capsys: pytest.CaptureFixture[str]) -> None:
     noticed, found = threading.Event(), list[str]()
     thread = waiting(groups[1], noticed, found)
-    nccl_errors.end_waits(thread.ident or 0, an_error(), noticed)
+    aborts.end_waits(thread.ident or 0, an_error(), noticed)
     thread.join(5)
     assert found == ["CollectiveError: comm: x failed on rank 0: rank 1 failed; rank 1 failed; True"]
     assert all(stub.ended.is_set() for stub in groups) and not capsys.readouterr().err
@@ -209,38 +209,38 @@ def test_a_thread_that_raises_by_itself_is_left_alone(groups: list[Stub]) -> Non
     noticed, found = threading.Event(), list[str]()
     thread = waiting(groups[1], noticed, found)
     noticed.set()
-    nccl_errors.end_waits(thread.ident or 0, an_error(), noticed)
+    aborts.end_waits(thread.ident or 0, an_error(), noticed)
     thread.join(5)
     assert found == ["went on"]
 
 
 def test_an_error_that_nobody_raises_is_printed(groups: list[Stub], capsys: pytest.CaptureFixture[str]) -> None:
-    nccl_errors.end_waits(0, an_error(), threading.Event())
+    aborts.end_waits(0, an_error(), threading.Event())
     assert capsys.readouterr().err == "comm: x failed on rank 0: rank 1 failed\n"
 
 
 def test_more_groups_than_streams_are_told(groups: list[Stub], recwarn: pytest.WarningsRecorder) -> None:
-    nccl_errors.tell_count()
+    aborts.tell_count()
     assert not recwarn.list
     groups *= 11
     with pytest.warns(UserWarning, match="in 33 process groups on the GPU, torch has 32 streams"):
-        nccl_errors.tell_count()
+        aborts.tell_count()
 
 
 def test_the_watchdog_of_torch_leaves_the_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in nccl_errors.HANDLING:
+    for name in aborts.HANDLING:
         monkeypatch.delenv(name, raising=False)
-    nccl_errors.leave_to_us()
+    aborts.leave_to_us()
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
-    nccl_errors.leave_to_us()
+    aborts.leave_to_us()
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
 
 
 def test_remembering_costs_little() -> None:
     start = time.process_time()
     for _ in range(10_000):
-        nccl_errors.started(sys.exit, "asked for only if it fails")
+        aborts.started(sys.exit, "asked for only if it fails")
     assert time.process_time() - start < 0.1  # 10 us each; about 0.1 us on an idle machine
-    nccl_errors.started(str, "all_reduce")
-    assert nccl_errors.last_started() == "all_reduce"
+    aborts.started(str, "all_reduce")
+    assert aborts.last_started() == "all_reduce"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import autopar
-from autopar.runtime.consistency import batch_contents
+from autopar.runtime.consistency import batch_checks
 from autopar.runtime.consistency.exit_checks import found_at_end
 from autopar.runtime.consistency.tensor_hash import CHUNK, word_of, words_of
 from autopar.runtime.fault.store_barrier import differences
@@ -227,7 +227,7 @@ def compared_later() -> list[str]:
     """Batches whose values the host does not wait for: at once in the first step, one step later in the others."""
     module, mine = put(build(Net), numbers(), {"tp": 2}), numbers()
     other = {name: x + dist.get_rank() if x.is_floating_point() else x for name, x in mine.items()}
-    with patch.object(batch_contents, "_arrives", lambda x: True):
+    with patch.object(batch_checks, "_arrives", lambda x: True):
         given = [other, mine, other, mine, mine, other, mine]
         return [refusal(module.train_step, **batch) for batch in given] + [refusal(module.eval_step, **mine)]
 
@@ -253,7 +253,7 @@ def compared_by_other_calls(folder: str) -> dict[str, list[str]]:
         "whole state": module.full_state_dict, "save": lambda: module.save_pretrained(folder),
         "load": lambda: module.load_state_dict(state), "end": ended,
     }  # fmt: skip
-    with patch.object(batch_contents, "_arrives", lambda x: True):
+    with patch.object(batch_checks, "_arrives", lambda x: True):
         module.eval_step(**mine)
         for name, call in calls.items():
             said = [refusal(module.train_step, **given) for given in (mine, other)]
@@ -283,7 +283,7 @@ def test_the_batch_of_the_last_step_is_compared_by_what_comes_next(tmp_path: Pat
 
 def ends_after_a_step(where: str) -> None:
     """A program on two ranks, as under torchrun: its last step has a batch that differs."""
-    with patch.object(batch_contents, "_arrives", lambda x: True):
+    with patch.object(batch_checks, "_arrives", lambda x: True):
         module = put(build(Net), numbers(), {"tp": 2})
         module.train_step(**numbers())
         module.train_step(**{n: x + dist.get_rank() if x.is_floating_point() else x for n, x in numbers().items()})

@@ -35,7 +35,7 @@ from autopar.capture.reads.code_owners import is_ours
 from autopar.ir.placement import nested_piece
 from autopar.ops.kernels.chips import chip_of
 from autopar.ops.value_checks import take_notes
-from autopar.runtime.checkpoint import hf_files
+from autopar.runtime.checkpoint import hf_io
 from autopar.runtime.consistency import rank_checks
 from autopar.runtime.exec.executor import Executor, Result
 from autopar.runtime.inputs import call_arguments
@@ -184,7 +184,7 @@ def module_on(gpu: FakeGpu, model: nn.Module, example: Mapping[str, Any], mesh: 
             (rank_checks, "meet", lambda *_: True),
             (rank_checks, "show", lambda scope, count, rank, ranks, text, limit: [text] * len(ranks)),
             (api, "ParallelModule", made),
-            (hf_files.Files, "_stored", outside(hf_files.Files._stored)),
+            (hf_io.Files, "_stored", outside(hf_io.Files._stored)),
             (call_arguments, "_problem", lambda *_: ""),  # fakes are no plain tensors
         ):
             stack.enter_context(patch.object(where, name, value))

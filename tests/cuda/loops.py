@@ -56,8 +56,8 @@ def check_loop(model: nn.Module, batch: dict[str, Tensor], mesh: str, options: d
 
 def check_copies(found: dict[str, int], batch: int) -> None:
     """Of a step: its batch, and back what kernels noted and the words of a batch on the GPU; none waits."""
-    assert found.pop("cpu to cuda in async_copies.py", 0) == batch
-    assert found.pop("cuda to cpu in async_copies.py", 0) <= 2
+    assert found.pop("cpu to cuda in host_copies.py", 0) == batch
+    assert found.pop("cuda to cpu in host_copies.py", 0) <= 2
     assert not found
 
 

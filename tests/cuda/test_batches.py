@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.runtime.mesh.async_copies import to_device
+from autopar.runtime.mesh.host_copies import to_device
 from tests.cuda.fake_gpu import Moves, fake_gpu, pinned
 
 CUDA = torch.device("cuda", 0)

@@ -18,7 +18,7 @@ from autopar.ir.mesh import Mesh
 from autopar.runtime.checkpoint import hf_atomic_write
 from autopar.runtime.checkpoint.tensor_storage import file_layout, pieces_of, written_here
 from autopar.runtime.params.parameters import local_tensor
-from autopar.runtime.training.checkpoint_contents import parts_of_run
+from autopar.runtime.training.save import parts_of_run
 from tests.cuda.fake_gpu import FakeGpu, fake_gpu, module_on
 from tests.cuda.loops import copies, in_type
 from tests.support.subjects import tiny

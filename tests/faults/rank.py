@@ -21,7 +21,7 @@ from autopar import api
 from autopar.compile.model import compile_model, plan_model
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
-from autopar.runtime.checkpoint.hf_files import stored_in
+from autopar.runtime.checkpoint.hf_io import stored_in
 from tests.faults.cases import DELAY, SUBJECTS, Case, batch_of, model_of
 
 OURS = (str(Path(autopar.__file__).resolve().parent.parent / "autopar"),)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.signature import ParameterSpec
-from autopar.runtime.checkpoint.hf_io import load_pretrained, saved_steps
+from autopar.runtime.checkpoint.hf_io import saved_steps
 from tests.malformed.judge import JSON, Case, broken, failures
+from tests.support.hf_loading import load_pretrained
 
 GROUPS: Any = SimpleNamespace(mesh=Mesh.of(dp=1), device=torch.device("cpu"), coordinate={"dp": 0})
 WHOLE = {

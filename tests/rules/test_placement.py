@@ -32,7 +32,7 @@ from autopar.ir.placement import (
     scaled_blocks,
     transpose,
 )
-from autopar.runtime.comm.shard_layout import from_rows, rows_of, to_rows
+from autopar.runtime.comm.collectives import from_rows, rows_of, to_rows
 from autopar.testing.harness import scatter, whole_of
 from autopar.testing.lockstep import in_lockstep
 

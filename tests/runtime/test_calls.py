@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule
 from torch.utils._pytree import tree_leaves
 
 from autopar import ops as ops  # registers autopar::
-from autopar.runtime.exec.fast_dispatch import FUNCTIONS, IN_PLACE, METHODS, shorten
+from autopar.runtime.exec.lowering import FUNCTIONS, IN_PLACE, METHODS, shorten
 
 aten = torch.ops.aten
 A = torch.linspace(0.1, 2.0, 12).view(3, 4)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from autopar.runtime.checkpoint import hf_atomic_write, hf_files
+from autopar.runtime.checkpoint import hf_atomic_write, hf_io
 from autopar.runtime.checkpoint.hf_atomic_write import INDEX, PART, SINGLE, AtomicFolder
 
 OPERATIONS = ("fsync", "link", "mkdir", "rename", "replace", "rmdir", "unlink")
@@ -138,7 +138,7 @@ def test_a_kill_leaves_the_old_or_the_new_one(
 
 def read_by_us(folder: Path) -> float:
     """As `load_pretrained` finds it."""
-    sources = hf_files.stored_in(folder)
+    sources = hf_io.stored_in(folder)
     (value,) = {float(x) for s in sources.values() for x in load_file(s.file)[s.name].unique()}
     return value
 

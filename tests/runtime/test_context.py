@@ -22,7 +22,7 @@ from autopar.ir.graph import outputs
 from autopar.ir.placement import Shard, piece, scaled_blocks
 from autopar.runtime.comm import collectives as comm
 from autopar.runtime.comm import functional_collectives
-from autopar.runtime.comm.collectives import Traffic
+from autopar.runtime.comm.collectives import Traffic, to_rows
 from autopar.runtime.comm.context_parallel_comm import AxisComm
 from autopar.runtime.exec.lowering import bind
 from autopar.runtime.fault.errors import error_context
@@ -149,15 +149,15 @@ def signed_blocks() -> list[list[int]]:
 def test_functional_layouts_are_those_of_collectives(blocks: list[int]) -> None:
     ranks, whole = 4, torch.rand(2, 32 if len(blocks) != 3 else 16, 3)
     shard = Shard(1, scaled_blocks(blocks, whole.shape[1]))
-    rows = functional_collectives.to_stack(whole, 1, blocks, ranks)
+    rows = to_rows(whole, 1, blocks, ranks)
     assert torch.equal(functional_collectives.from_stack(rows, 1, blocks), whole)
     for me in range(ranks):
         there = SimpleNamespace(groups=SimpleNamespace(index=lambda axis, me=me: me, size=lambda axis: ranks))
         mine = piece(whole, shard, ranks, me)
         assert torch.equal(rows[me], mine)
-        assert torch.equal(functional_collectives.functional_shard_slice(there, whole, 1, blocks, "cp", ranks), mine)
+        assert torch.equal(functional_collectives.shard_slice(there, whole, 1, blocks, "cp", ranks), mine)
         assert torch.equal(comm.shard_slice(there.groups, 1, blocks, "cp")(whole), mine)
-        padded = functional_collectives.functional_shard_pad(there, mine, 1, blocks, "cp", ranks)
+        padded = functional_collectives.shard_pad(there, mine, 1, blocks, "cp", ranks)
         assert torch.equal(comm.shard_pad(there.groups, 1, blocks, "cp")(mine), padded)
         assert torch.equal(piece(padded, shard, ranks, me), mine) and padded.count_nonzero() == mine.numel()
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, MixtralForCausalLM, PreTrainedCon
 
 import autopar
 from autopar.models.hf_checkpoints import recipes_to_load
-from autopar.runtime.checkpoint.hf_files import Files
+from autopar.runtime.checkpoint.hf_io import Files
 from autopar.runtime.mesh.process_groups import init_mesh
 from tests.hf import zoo
 from tests.support.ranks import run_ranks

@@ -18,8 +18,7 @@ from autopar.models.tiny import TINY
 from autopar.ops import value_checks
 from autopar.runtime.comm.collectives import Ledger, add_ledgers, ledger_between
 from autopar.runtime.exec import cuda_graphs, executor
-from autopar.runtime.exec.cuda_graphs import MOVES, WARM_UP, why_not
-from autopar.runtime.exec.step_result import Result
+from autopar.runtime.exec.cuda_graphs import MOVES, WARM_UP, Result, why_not
 from autopar.runtime.exec.value_checks import ValueChecks
 from tests.support.compile_cache import compiled_once
 from tests.support.plain_models import Net, Normed, Tied, WithDropout, build, images, numbers, part, put, tokens
@@ -31,7 +30,7 @@ BATCHES: dict[Any, Callable[..., dict[str, Tensor]]] = {Net: numbers, Normed: im
 
 
 class PlayedGraph:
-    """`cuda_graphs.StepRecorder` on the CPU."""
+    """`cuda_graphs.CudaGraph` on the CPU."""
 
     made: ClassVar[list[PlayedGraph]] = []
 

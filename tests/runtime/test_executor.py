@@ -19,6 +19,7 @@ from autopar.schedule.request import SCHEDULES, Request
 from autopar.schedule.simulate import simulate
 from tests.runtime import hand_made
 from tests.runtime.hand_made import WIDTH, Case
+from tests.support.peaks import measure
 from tests.support.ranks import run_ranks
 
 EXACT = 1e-12
@@ -28,7 +29,8 @@ def train(case: Case, schedule: str, ranks: int, bucket_bytes: int = 2**20) -> d
     """Two steps on one rank: what came out, and what was sent and alive."""
     groups = Groups(init_mesh("cpu", 20.0, pp=ranks))
     order = hand_made.order_of(case, schedule, ranks)
-    executor = Executor(hand_made.compiled_of(case, order, bucket_bytes), groups, measure=True, record=True)
+    executor = Executor(hand_made.compiled_of(case, order, bucket_bytes), groups)
+    executor.record, peaks = True, measure(executor)
     values = hand_made.mine(case, order, groups.rank)
     first = executor.run_step(values)
     result = executor.run_step(values)
@@ -39,8 +41,8 @@ def train(case: Case, schedule: str, ranks: int, bucket_bytes: int = 2**20) -> d
         "outputs": result.outputs,
         "gradients": result.gradients,
         "traffic": dict(executor.traffic),
-        "live": executor.peaks.live,
-        "saved": executor.peaks.saved,
+        "live": peaks.live,
+        "saved": peaks.saved,
         "ran": ran,
     }
 

@@ -20,10 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.adapters.distributed import default_store, own_client
 from autopar.ir.mesh import Mesh
-from autopar.runtime.consistency.rank_checks import RankCheck, agree, agree_on, exchange_texts
+from autopar.runtime.consistency.rank_checks import RankCheck, agree_on, all_alike
 from autopar.runtime.fault.errors import board, error_context
 from autopar.runtime.fault.store_client import StoreClient
 from autopar.runtime.mesh.process_groups import Groups, init_mesh, mesh_of
+from tests.support.meeting import meet_for
 from tests.support.ranks import rank_outcomes, run_ranks
 
 
@@ -183,22 +184,26 @@ def test_a_user_mesh_is_taken_or_refused() -> None:
 def agreement() -> list[str]:
     groups = Groups(init_mesh(dp=2, tp=2))
     for _ in range(3):
-        agree(groups, "same", "the plan")
-    agree(groups, f"dp {groups.coordinate['tp']}", "the batch", axis="dp")  # differs over tp, not over dp
+        meet_for(groups, "the plan")
+    check_fact(groups, ("dp",), f"dp {groups.coordinate['tp']}")  # differs over tp, not over dp
     messages = []
-    for axis, digest in ((None, f"shape {groups.rank == 2}"), ("tp", str(groups.coordinate["tp"]))):
+    for axes, fact in ((("dp", "tp"), f"shape {groups.rank == 2}"), (("tp",), str(groups.coordinate["tp"]))):
         with pytest.raises(ValueError) as caught:
-            agree(groups, digest, "the plan", axis=axis)
+            check_fact(groups, axes, fact)
         messages.append(str(caught.value))
-    agree(groups, "same", "the plan")
+    meet_for(groups, "the plan")
     return messages
+
+
+def check_fact(groups: Groups, axes: tuple[str, ...], fact: str) -> None:
+    agree_on(groups, [RankCheck(axes, {"it": fact}, "the plan must be the same", "say it alike")], "the plan")
 
 
 def test_agree_names_who_differs_the_same_everywhere() -> None:
     out = run_ranks(4, agreement)
-    assert len({o[0] for o in out}) == 1
-    assert "found rank 2: shape True; against rank 0, 1, 3: shape False" in out[0][0]
-    assert "rank 3: 1; against rank 2: 0" in out[3][1]
+    assert len({tuple(o) for o in out}) == 1
+    assert "found it: rank 2: shape True; against rank 0, 1, 3: shape False; say" in out[0][0]
+    assert "rank 1: 1; against rank 0: 0" in out[3][1]
 
 
 def agree_without(rank: int) -> str:
@@ -206,7 +211,7 @@ def agree_without(rank: int) -> str:
     if groups.rank == rank:
         time.sleep(8)
     with pytest.raises(RuntimeError) as caught:
-        agree(groups, "x", "the plan", timeout=1)
+        meet_for(groups, "the plan", timeout=1)
     return str(caught.value)
 
 
@@ -215,7 +220,7 @@ def something_else() -> tuple[str, float]:
     groups, start = Groups(init_mesh(dp=2, timeout=20.0)), time.monotonic()
     with pytest.raises(ValueError) as caught:
         if groups.rank:
-            exchange_texts(groups, "5", "parameters")
+            all_alike(groups, "parameters")
         else:
             agree_on(groups, [RankCheck(("dp",), {"x": "7"}, "", "")], "the batch")
     return str(caught.value), time.monotonic() - start
@@ -278,7 +283,7 @@ def agree_late(seconds: float) -> tuple[list[str], float]:
     with warnings.catch_warnings(record=True) as caught, error_context("train_step"):
         if groups.rank == 1:
             time.sleep(seconds)
-        agree(groups, "x", "the plan", timeout=2)
+        meet_for(groups, "the plan", timeout=2)
     return [str(w.message) for w in caught if "has waited" in str(w.message)], time.monotonic() - start
 
 
@@ -316,7 +321,7 @@ def die_in_agree(rank: int) -> str:
     if groups.rank == rank:
         os._exit(1)
     with pytest.raises(RuntimeError) as caught:
-        agree(groups, "x", "the plan", timeout=1)
+        meet_for(groups, "the plan", timeout=1)
     return str(caught.value)
 
 

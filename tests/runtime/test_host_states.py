@@ -14,8 +14,8 @@ from torch import Tensor
 import autopar
 from autopar.adapters.dtensor import local_of
 from autopar.cost.memory import memory
-from autopar.runtime.mesh import offload_buffers
-from autopar.runtime.mesh.offload_buffers import HostArena, OffloadBuffers
+from autopar.runtime.mesh import host_copies
+from autopar.runtime.mesh.host_copies import HostArena, OffloadBuffers
 from tests.benchmarks.meter import Meter
 from tests.runtime.test_optimizers import OPTIMIZERS
 from tests.support.compile_cache import compiled_once
@@ -253,8 +253,8 @@ def test_the_host_waits_before_it_reads_states(tmp_path: Path) -> None:
 def _late(folder: str) -> dict[str, bool]:
     """Whether `state_dict`, saves and loads have what lies in host memory once all copies are done."""
     device, late, found = torch.device("cpu"), LateCopies(), dict[str, bool]()
-    known = offload_buffers._OF_DEVICES.pop(device, None)
-    offload_buffers._OF_DEVICES[device] = late
+    known = host_copies._OF_DEVICES.pop(device, None)
+    host_copies._OF_DEVICES[device] = late
     try:
         parallel, batch = made({"dp": 1}, optimizer_cpu_offload=True)
         optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
@@ -275,9 +275,9 @@ def _late(folder: str) -> dict[str, bool]:
             late.arrived()
             found[f"save {asynchronous=}"] = all(map(torch.equal, expected, states(optimizer)))
     finally:
-        del offload_buffers._OF_DEVICES[device]
+        del host_copies._OF_DEVICES[device]
         if known is not None:
-            offload_buffers._OF_DEVICES[device] = known
+            host_copies._OF_DEVICES[device] = known
     return found
 
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.consistency.rank_checks import agree
 from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from autopar.runtime.training.launch import launch, to_bytes
 from tests.support.launched import serve
+from tests.support.meeting import meet_for
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -34,13 +34,13 @@ def total(x: torch.Tensor) -> tuple[int, float]:
 
 def fail(rank: int, how: str) -> None:
     groups = Groups(init_mesh("cpu", dp=2))
-    agree(groups, "x", "start")
+    meet_for(groups, "start")
     if groups.rank == rank:
         if how == "raise":
             raise KeyError("boom")
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-    agree(groups, "x", "the end", timeout=4)
+    meet_for(groups, "the end", timeout=4)
 
 
 def test_results_in_rank_order() -> None:
@@ -102,7 +102,7 @@ def alone() -> dict[str, int]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     groups = Groups(init_mesh("cpu"))
-    agree(groups, "x", "alone")
+    meet_for(groups, "alone")
     return groups.mesh.sizes
 
 

@@ -20,6 +20,7 @@ from autopar.schedule.request import SCHEDULES, Request
 from autopar.schedule.simulate import simulate
 from autopar.steps.graphs import Cache, Pipeline, Stage
 from tests.runtime.hand_made import graph
+from tests.support.peaks import measure
 from tests.support.ranks import run_ranks
 
 ROWS, WIDTH, LENGTHS, MICROBATCHES = 2, 4, (3, 2, 1), 3
@@ -121,10 +122,10 @@ def train(schedule: str) -> tuple[float, dict[str, Tensor], int, int]:
         known=None,
         parameters=[ParameterSpec(n, (WIDTH, WIDTH), torch.float64) for n in NAMES],
     )
-    executor = Executor(compiled, groups, measure=True)
-    assert executor.peaks.live == 0
+    executor = Executor(compiled, groups)
+    peaks = measure(executor)
     result = executor.run_step(values())
-    assert executor.peaks.live == simulate(order).live[groups.rank]
+    assert peaks.live == simulate(order).live[groups.rank]
     sent = executor.traffic["pp", "send"]
     return float(result.losses[0]), result.gradients, sent.calls, sent.bytes
 

@@ -26,9 +26,10 @@ from transformers import (
 import autopar
 from autopar.ir.placement import Placement, Shard
 from autopar.ir.signature import ParameterSpec
-from autopar.runtime.checkpoint.hf_io import load_pretrained, save_pretrained
+from autopar.runtime.checkpoint.hf_io import save_pretrained
 from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from autopar.runtime.params.parameters import local_piece, local_tensor, make_parameter
+from tests.support.hf_loading import load_pretrained
 from tests.support.ranks import run_ranks
 
 

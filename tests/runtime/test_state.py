@@ -35,7 +35,7 @@ from autopar.runtime.params.parameters import (
     set_gradients,
     wrap,
 )
-from autopar.runtime.params.scalar_tensor import ScalarTensor
+from autopar.runtime.params.sharded_reductions import ScalarTensor
 from autopar.runtime.params.sharded_tensor import ShardedTensor
 from tests.support.ranks import run_ranks
 
@@ -195,13 +195,13 @@ def states() -> None:
 
     new = {**wholes(1), "steps": torch.tensor(5)}
     new["tied.row"] = new.pop("row")
-    load_state_dict(new, params, specs, groups, buffers)
+    load_state_dict(new, params, specs, buffers)
     assert buffers["steps"].item() == 5
     torch.testing.assert_close(params["unequal"].full_tensor().detach(), wholes(1)["unequal"], rtol=0, atol=0)
 
     wrong = {**new, "extra": torch.zeros(1), "qkv": torch.zeros(2, 2)}
     del wrong["norm"]
-    found, misfits = load_state_dict(wrong, params, specs, groups, buffers)
+    found, misfits = load_state_dict(wrong, params, specs, buffers)
     with pytest.raises(ValueError) as caught:
         refuse_others(found, misfits, True, "Net")
     assert isinstance(caught.value, RuntimeError)  # which code for torch catches
@@ -211,7 +211,7 @@ def states() -> None:
         "the shape in current model is torch.Size([24, 4])",
     ):
         assert part in str(caught.value)
-    refuse_others(*load_state_dict({"norm": wholes(2)["norm"]}, params, specs, groups), False, "Net")
+    refuse_others(*load_state_dict({"norm": wholes(2)["norm"]}, params, specs), False, "Net")
 
 
 def test_whole_state_both_ways() -> None:

@@ -43,6 +43,7 @@ from autopar.steps.graphs import Compiled
 from autopar.steps.of_rank import backwards
 from autopar.testing.harness import MeshRun
 from autopar.testing.reference import LIMIT, Errors, compare_step
+from tests.support.peaks import measure
 from tests.support.ranks import retire_older_than, run_ranks
 from tests.support.subjects import SEED, subject
 
@@ -213,7 +214,8 @@ def _ran(cell: Cell, ways: list[Way]) -> list[Found]:
 
 
 def _step(made: Compiled, name: str, groups: Groups) -> Found:
-    known, executor = subject(name), Executor(made, groups, measure=True)
+    known, executor = subject(name), Executor(made, groups)
+    peaks = measure(executor)
     result = executor.run_step(values_of(made, name, groups))
     nodes = {s.node: s.name for s in made.local.meta["signature"].inputs}
     gradients = {nodes[node]: g for node, g in result.gradients.items()}
@@ -224,7 +226,7 @@ def _step(made: Compiled, name: str, groups: Groups) -> Found:
     held = {n for s in made.parameters if holds(executor, s.name, groups) for n in (s.name, *s.aliases)}
     loss = sum(float(x) for x in result.losses)
     errors = compare_step(loss, gradients, known.expected, made.parameters, cut, held)
-    return Found(errors, executor.peaks.live, executor.peaks.saved, dict(executor.traffic))
+    return Found(errors, peaks.live, peaks.saved, dict(executor.traffic))
 
 
 def values_of(made: Compiled, name: str, groups: Groups) -> dict[str, Tensor]:

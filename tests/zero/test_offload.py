@@ -29,7 +29,7 @@ from autopar.models.tiny import TINY
 from autopar.options import Options
 from autopar.plan import Plan
 from autopar.report.graph_text import format_graph
-from autopar.runtime.mesh.offload_buffers import HostArena, OffloadBuffers
+from autopar.runtime.mesh.host_copies import HostArena, OffloadBuffers
 from autopar.steps.graphs import Compiled
 from tests.autodiff.test_activation_checkpoint import DROPPING, captured, every_second, least, made, peak
 from tests.benchmarks.meter import Meter

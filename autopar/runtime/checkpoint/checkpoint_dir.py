@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from autopar.runtime.checkpoint.hf_atomic_write import sync_path
+from autopar.files import sync_path, write_synced
 from autopar.runtime.checkpoint.storage_layout import opened_inside
 from autopar.values import parse
 
@@ -48,8 +48,7 @@ _busy: set[Path] = set()  # folders that this process is saving into: its own lo
 
 
 class SavedStep(NamedTuple):
-    """A complete checkpoint in the folder of a run. order: it was the so-manieth to be saved there; run: by which
-    one."""
+    """A complete checkpoint in the folder of a run. order: its number among those saved there; run: by which one."""
 
     order: int
     name: str
@@ -66,15 +65,9 @@ class RunLineage:
     began: float = field(default_factory=time.time)
     seen: dict[Path, SavedStep | None] = field(default_factory=dict)
 
-    def go_on_from(self, checkpoint: Path, run: str, newest: SavedStep | None) -> None:
-        """A checkpoint of ``run`` has been loaded, when this was the newest one of its folder."""
-        self.name = run or self.name
-        self.seen[checkpoint.parent.resolve()] = newest
-
 
 class CheckpointDir:
-    """One save into the folder of a run, on the rank that does what is done once: `begin`, then `publish` or `discard`,
-    and `close`."""
+    """One save into the folder of a run, on rank 0: `begin`, then `publish` or `discard`, and `close`."""
 
     def __init__(self, folder: Path, line: RunLineage) -> None:
         self.folder, self._line, self._name = folder.resolve(), line, ""
@@ -96,17 +89,14 @@ class CheckpointDir:
 
     @property
     def draft(self) -> Path:
-        """Where the checkpoint is made."""
         return self.folder / f"{BESIDE}{self._name}"
 
     @property
     def target(self) -> Path:
-        """Where it will be."""
         return self.folder / self._name
 
     def publish(self, mark: Mapping[str, Any], keep: int | None) -> None:
-        """From now on the draft is the latest checkpoint; of older ones of this run those that are more than ``keep``
-        go, and those of the same step."""
+        """The draft is the latest checkpoint; older ones of this run beyond ``keep``, or of the same step, go."""
         name, newest, line = self._name, newest_in(self.folder), self._line
         made = SavedStep(newest.order + 1 if newest is not None else 1, name, line.name)
         text = json.dumps({"format": FORMAT, "order": made.order, "run": made.run, **mark})[:-1]
@@ -204,8 +194,7 @@ def _is_complete(checkpoint: Path) -> bool:
 
 
 def checkpoint_at(folder: Path) -> tuple[Path, str]:
-    """(the checkpoint that a folder is or whose latest is loaded, a warning or ""). Raises ValueError where there is
-    none."""
+    """(the checkpoint that a folder is or whose latest is loaded, a warning or ""). Raises ValueError for none."""
     if (folder / MARK).is_file():
         return folder, ""
     if not folder.is_dir():
@@ -247,9 +236,9 @@ def read_mark(checkpoint: Path) -> dict[str, Any]:
     return found
 
 
-def read_shown(path: Path, patience: float = 10.0) -> Any:
+def read_shown(path: Path) -> Any:
     """JSON that another rank has written and said so: file systems of several machines may show it later."""
-    end = time.monotonic() + patience
+    end = time.monotonic() + 10.0
     while True:
         try:
             return parse(path.read_text(encoding="utf-8"))
@@ -257,17 +246,6 @@ def read_shown(path: Path, patience: float = 10.0) -> Any:
             if time.monotonic() > end:
                 raise
             time.sleep(0.05)
-
-
-# --- files --------------------------------------------------------------------------------------------------
-
-
-def write_synced(path: Path, text: str) -> None:
-    """A text file; it is on the disk then."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _step_in(name: str) -> int:

@@ -36,6 +36,8 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from autopar.files import sync_path
+
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 BESIDE = ".saving"
 WEIGHTS = "transformers_weights"  # what a config.json says which names its weights
@@ -181,15 +183,6 @@ def _duplicate(source: Path, target: Path) -> None:
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def sync_path(path: Path) -> None:
-    """Wait until a file, or the list of a folder, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _same(a: Path, b: Path) -> bool:

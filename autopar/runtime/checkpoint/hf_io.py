@@ -1,7 +1,8 @@
 """HuggingFace checkpoints, in and out: safetensors files under the original names.
 
 Loading, a rank reads from the files only the boxes that it holds. Saving, one tensor at a time is whole, and rank 0
-writes. `transformers`' own from_pretrained reads the result.
+writes. `transformers`' own from_pretrained reads the result. Of the arguments of transformers' `save_pretrained` what
+asks for that is taken, the rest refused.
 """
 
 from __future__ import annotations
@@ -9,53 +10,190 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.fx import Node
 
-from autopar.ir.signature import ParameterSpec
+from autopar.ir.signature import ParameterSpec, in_buckets
 from autopar.ir.weight_conversion import WeightConversion, as_they_are
-from autopar.runtime.checkpoint.hf_atomic_write import AtomicFolder, quantizer
-from autopar.runtime.checkpoint.hf_files import Computed, Files, Stored, ViewSource, stored_in
-from autopar.runtime.checkpoint.partial_reads import traced
-from autopar.runtime.consistency.rank_checks import agree
+from autopar.runtime.checkpoint.hf_atomic_write import CONFIG, INDEX, SINGLE, AtomicFolder, named_weights, quantizer
+from autopar.runtime.checkpoint.partial_reads import Window, pulled, traced
+from autopar.runtime.consistency.rank_checks import all_alike
 from autopar.runtime.mesh.process_groups import Groups
-from autopar.runtime.params.parameters import STEPS, fetch_whole
-from autopar.runtime.params.shard_ranges import boxes, cuts_of
-from autopar.values import refuse, whole_number
+from autopar.runtime.params.parameters import STEPS, check_tensors, fetch_whole, local_tensor, other_kind, piece_like
+from autopar.runtime.params.sharded_tensor import whole_tensor
+from autopar.runtime.params.shards import boxes, cuts_of
+from autopar.values import parse, refuse, whole_number
+
+# --- files -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor lies: file, name in the file."""
+
+    file: Path
+    name: str
+
+
+@dataclass(frozen=True)
+class ViewSource:
+    """A tensor that is stored, or computed of stored ones by a node of `partial_reads.traced`; words: how."""
+
+    inputs: tuple[Stored, ...]
+    node: Node | None = None
+    words: str = ""
+
+
+def _head(folder: Path) -> Path:
+    """The file to begin with, as in transformers: what config.json names, else a single file, else an index."""
+    try:
+        named = named_weights(folder)
+        chosen = [folder / SINGLE, folder / INDEX] if named is None else [_within(folder, named, CONFIG)]
+        found = [file for file in chosen if file.is_file()]
+    except OSError as error:
+        raise ValueError(f"load_pretrained: needs a folder that can be read, found {folder}: {error}") from error
+    if found and not _is_own(folder, str(found[0].relative_to(folder))):
+        raise ValueError(
+            f"load_pretrained: {found[0]} leads out of the folder; put the file there, or load the folder that has it"
+        )
+    if found:
+        return found[0]
+    if named is not None:
+        raise ValueError(
+            f"load_pretrained: {folder / CONFIG} names the file {named!r}, found no such file; put it there"
+        )
+    raise ValueError(
+        f"load_pretrained: {folder} needs {SINGLE} or {INDEX}, found neither; save it as safetensors first"
+    )
+
+
+def stored_in(folder: Path) -> dict[str, Stored]:
+    """Name in the files -> where it lies. Raises ValueError where there are none, or an index names files outside."""
+    head = _head(folder)
+    if head.suffix != ".json":
+        with Files() as files:
+            return {name: Stored(head, name) for name in files.open(head).keys()}  # noqa: SIM118 - no mapping
+    weights = _weight_map(head)
+    texts = [file for file in weights.values() if isinstance(file, str)]
+    files_of = {file: _within(folder, file) for file in dict.fromkeys(texts)}
+    return {
+        name: Stored(files_of[file] if isinstance(file, str) else _within(folder, file), name)
+        for name, file in weights.items()
+    }
+
+
+def _weight_map(index: Path) -> dict[str, Any]:
+    """Name -> file."""
+    try:
+        data = parse(index.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        why = "no text in UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
+        raise ValueError(f"load_pretrained: {index} is not an index of safetensors files: {why}") from error
+    found = data.get("weight_map") if isinstance(data, dict) else None
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"load_pretrained: {index} is not an index of safetensors files: it needs a weight_map of names to files"
+        )
+    return found
+
+
+def _within(folder: Path, file: Any, by: str = INDEX) -> Path:
+    """The file that an index or a config names. It must lie in the folder itself, or be a link of the Hugging Face
+    cache, whose snapshots/<revision>/ links to ../../blobs/: such a text comes from elsewhere and must not say what is
+    read here."""
+    inside = isinstance(file, str) and file and not Path(file).is_absolute() and ".." not in Path(file).parts
+    if inside and _is_own(folder, file):
+        return folder / file
+    raise ValueError(
+        f"load_pretrained: {folder / by} names the file {file!r}, which is absolute, outside of the folder or "
+        "reached through a link; put the files into the folder and name them by their path in it"
+    )
+
+
+def _is_own(folder: Path, file: str) -> bool:
+    """Whether a path in the folder ends in the folder, or is a link of the cache. A circle of links ends nowhere."""
+    try:
+        root, found, parent = folder.resolve(), (folder / file).resolve(), (folder / file).parent.resolve()
+    except (OSError, RuntimeError, ValueError):
+        return False
+    cached = root.parent.name == "snapshots" and found.parent == root.parent.parent / "blobs" and parent == root
+    return found == root / file or cached
+
+
+class Files:
+    """Open safetensors files, each opened once."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, Any] = {}
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for file in self._open.values():
+            file.__exit__(None, None, None)
+
+    def open(self, path: Path) -> Any:
+        """The file of a path. Raises ValueError for what is none."""
+        if path not in self._open:
+            try:
+                self._open[path] = safe_open(path, framework="pt").__enter__()
+            except (SafetensorError, OSError) as error:
+                raise ValueError(
+                    f"load_pretrained: {path} is missing, truncated or no safetensors file: {error}"
+                ) from error
+        return self._open[path]
+
+    def outline(self, source: Stored) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of a stored tensor. Raises ValueError if the file does not hold it."""
+        try:
+            piece = self.open(source.file).get_slice(source.name)
+        except SafetensorError as error:
+            raise ValueError(f"load_pretrained: {source.file} does not hold {source.name}: {error}") from error
+        shape = tuple(piece.get_shape())
+        dtype = self._stored(source, tuple(slice(0, 0) for _ in shape)).dtype  # of no numbers, or of the only one
+        return shape, dtype
+
+    def check(self, name: str, source: ViewSource, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Raises ValueError unless the tensor has this shape, and this dtype or one that is cast."""
+        outlines = [self.outline(x) for x in source.inputs]
+        found, made = outlines[0][0], ""
+        if source.node is not None:
+            found = tuple(source.node.meta["val"].shape)
+            made = f" after {source.words} of {_listed([x.name for x in source.inputs], 3)}"
+        if found != shape:
+            raise ValueError(
+                f"load_pretrained: {name} has shape {found} in the checkpoint{made}, the model needs {shape}"
+            )
+        for _, kind in outlines:
+            if other_kind(kind, dtype):
+                raise ValueError(
+                    f"load_pretrained: {name} is {kind} in the checkpoint, the model needs {dtype}; only floats are "
+                    "cast to floats: convert the checkpoint first (a quantized one with its scales)"
+                )
+
+    def read(self, source: ViewSource, window: Window, dtype: torch.dtype) -> Tensor:
+        """A window of a tensor; () is the whole. What is computed is cast to ``dtype`` before, as transformers does."""
+        inputs = source.inputs
+        if source.node is None:
+            return self._stored(inputs[0], window)
+        return pulled(source.node, window, lambda i, part: self._stored(inputs[i], part).to(dtype))
+
+    def _stored(self, source: Stored, window: Window) -> Tensor:
+        file = self.open(source.file)
+        value: Tensor = file.get_slice(source.name)[window] if window else file.get_tensor(source.name)
+        return value
+
 
 Recipes = Callable[[list[str]], list[WeightConversion]]  # of names
 
 # --- loading ------------------------------------------------------------------------------------------
-
-
-def load_pretrained(
-    folder: str | Path,
-    specs: Iterable[ParameterSpec],
-    groups: Groups,
-    buffers: Mapping[str, Tensor] | None = None,
-    prefix: str = "",
-    ignore: Sequence[str] = (),
-    into: Mapping[str, Tensor] | None = None,
-    recipes: Recipes | None = None,
-) -> dict[str, Tensor]:
-    """This rank's pieces of a checkpoint: parameter name -> local tensor on the mesh's device, in the spec's dtype.
-
-    ``buffers`` (persistent ones, whole) are filled in place; one that the files lack keeps its value. ``prefix``: that
-    of the base model ("model", "transformer"): a checkpoint of the base model alone loads into a model with a head, and
-    the other way round. ``ignore``: patterns of names in the files that the model may lack. ``into``: pieces to fill in
-    place, of the parameters to read (those of one pipeline stage); without it, all into new ones. All are checked
-    first, so that none is filled from files that do not fit. A tied parameter may lie under any of its names.
-    ``recipes``: names in the files -> how tensors of the model are made of them; without it, they are the model's.
-    Of the sources of a tensor that is made, a rank reads what its piece takes.
-
-    Raises ValueError for missing, unexpected and truncated tensors, for shapes that differ, for dtypes of another kind
-    (integers are not read into floats), for quantized weights, and for an index that names files outside of the folder.
-    """
-    with Files() as files:
-        return checked_pretrained(files, folder, specs, groups, buffers, prefix, ignore, into, recipes)()
 
 
 def checked_pretrained(
@@ -69,7 +207,19 @@ def checked_pretrained(
     into: Mapping[str, Tensor] | None,
     recipes: Recipes | None,
 ) -> Callable[[], dict[str, Tensor]]:
-    """`load_pretrained`, as far as it changes nothing; the rest is the call that is returned. Raises the same."""
+    """What reads this rank's pieces of a checkpoint, which has been checked: parameter name -> local tensor on the
+    mesh's device, in the spec's dtype. Nothing is filled from files that do not fit.
+
+    ``buffers`` (persistent ones, whole) are filled in place; one that the files lack keeps its value. ``prefix``: that
+    of the base model ("model", "transformer"): a checkpoint of the base model alone loads into a model with a head, and
+    the other way round. ``ignore``: patterns of names in the files that the model may lack. ``into``: pieces to fill in
+    place, of the parameters to read (those of one pipeline stage); None: all, into new ones. A tied parameter may lie
+    under any of its names. ``recipes``: names in the files -> how tensors of the model are made of them; None: they are
+    the model's. Of the sources of a tensor that is made, a rank reads what its piece takes.
+
+    Raises ValueError for missing, unexpected and truncated tensors, for shapes that differ, for dtypes of another kind
+    (integers are not read into floats), for quantized weights, and for an index that names files outside of the folder.
+    """
     if method := quantizer(Path(folder)):
         raise ValueError(
             f"load_pretrained: needs plain weights, found quantized ones in {folder} (quantization_config in "
@@ -86,7 +236,7 @@ def checked_pretrained(
     if missing or unknown:
         raise ValueError(
             f"load_pretrained: {folder} does not fit the model: "
-            + "; ".join(filter(None, (_listed("missing", missing), _listed("unexpected", unknown))))
+            + "; ".join(f"{what} {_listed(n)}" for what, n in (("missing", missing), ("unexpected", unknown)) if n)
             + "; use the checkpoint of this architecture, or name what to ignore"
         )
     for spec in specs:
@@ -97,7 +247,11 @@ def checked_pretrained(
 
     @torch.no_grad()
     def fill() -> dict[str, Tensor]:
-        out = dict(into) if into is not None else {s.name: _empty(s, groups) for s in specs}
+        out = (
+            dict(into)
+            if into is not None
+            else {s.name: torch.empty(s.local_shape(groups.mesh), dtype=s.dtype, device=groups.device) for s in specs}
+        )
         for spec in specs:
             if spec.name in out:
                 _read_piece(files, sources[found[spec.name] or ""], spec, groups, out[spec.name])
@@ -117,9 +271,8 @@ def saved_steps(folder: str | Path) -> int | None:
     return None
 
 
-def _listed(word: str, names: Sequence[str]) -> str:
-    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-    return f"{word} {', '.join(names[:6])}{more}" if names else ""
+def _listed(names: Sequence[str], most: int = 6) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _made(
@@ -130,18 +283,18 @@ def _made(
     for recipe in recipes:
         inputs = tuple(stored[name] for name in recipe.sources)
         if recipe.make is None:
-            out.append((recipe.target, recipe.sources[0], inputs[0]))
+            out.append((recipe.target, recipe.sources[0], ViewSource(inputs)))
             continue
         outlines = [_outline(*files.outline(source)) for source in inputs]
         try:
             nodes = traced(recipe.make, outlines)
         except Exception as error:
             raise ValueError(
-                f"load_pretrained: {recipe.target} cannot be made of {_listed('', recipe.sources).strip()}, of shapes "
-                f"{_listed('', [str(list(x.shape)) for x in outlines]).strip()}, by {recipe.words}: {error}; is one "
+                f"load_pretrained: {recipe.target} cannot be made of {_listed(recipe.sources)}, of shapes "
+                f"{_listed([str(list(x.shape)) for x in outlines])}, by {recipe.words}: {error}; is one "
                 "missing, or is this another type of model?"
             ) from error
-        out += [(name, recipe.sources[0], Computed(inputs, node, recipe.words)) for name, node in nodes.items()]
+        out += [(name, recipe.sources[0], ViewSource(inputs, node, recipe.words)) for name, node in nodes.items()]
     return out
 
 
@@ -174,10 +327,6 @@ def _renamed(
         elif not (base_model and not base_file and not original.startswith(dot)):  # a head the base model does not have
             unknown.append(name)
     return out, unknown
-
-
-def _empty(spec: ParameterSpec, groups: Groups) -> Tensor:
-    return torch.empty(spec.local_shape(groups.mesh), dtype=spec.dtype, device=groups.device)
 
 
 def _read_piece(files: Files, source: ViewSource, spec: ParameterSpec, groups: Groups, local: Tensor) -> None:
@@ -217,20 +366,24 @@ def save_pretrained(
     outlines = {s.name: _outline(s.shape, s.dtype) for s in specs}
     outlines |= {name: buffer.to("meta") for name, buffer in buffers.items()}
     made = _written((recipes or as_they_are)(list(outlines)), outlines)
-    parts = _split([sum(x.nbytes for x in written.values()) for _, written in made], _parse_size(max_shard_size))
+    sizes = [sum(x.nbytes for x in written.values()) for _, written in made]
+    parts = in_buckets(sizes, _parse_size(max_shard_size)) or [[]]
     files: dict[str, str] = {}  # tensor -> file
     with _in_words(folder), AtomicFolder(folder, len(parts)) if groups.rank == 0 else nullcontext() as draft:
         for part in parts:
             content: dict[str, Tensor] = {}
-            for recipe, _ in made[part]:
-                whole = [_whole(name, parameters, by_name, buffers, groups) for name in recipe.sources]
+            for recipe, _ in (made[i] for i in part):
+                whole = [
+                    buffers[name].detach() if name in buffers else fetch_whole(by_name[name], parameters.get(name))
+                    for name in recipe.sources
+                ]
                 if draft is not None:
                     content |= {name: x.contiguous() for name, x in _make(recipe, [w.cpu() for w in whole]).items()}
             if draft is not None:
                 files |= dict.fromkeys(content, draft.add(content, {"format": "pt", STEPS: str(steps)}))
         if draft is not None:
             draft.publish(_index(files, [x for _, written in made for x in written.values()]), configs)
-    agree(groups, "written", f"the checkpoint in {folder}")  # nobody reads before it is complete
+    all_alike(groups, f"the checkpoint in {folder}")  # nobody reads before it is complete
 
 
 def _written(
@@ -257,18 +410,6 @@ def _in_words(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _whole(
-    name: str,
-    parameters: Mapping[str, Tensor],
-    specs: Mapping[str, ParameterSpec],
-    buffers: Mapping[str, Tensor],
-    groups: Groups,
-) -> Tensor:
-    if name in buffers:
-        return buffers[name].detach()
-    return fetch_whole(specs[name], parameters.get(name))
-
-
 def _parse_size(size: int | str) -> int:
     """'5GB' -> 5 * 10**9"""
     if not isinstance(size, str):
@@ -279,18 +420,62 @@ def _parse_size(size: int | str) -> int:
     return int(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
 
 
-def _split(sizes: Sequence[int], limit: int) -> list[slice]:
-    """Which go into each file, in order; no file is above the limit unless one of them alone is."""
-    starts, filled = [0], 0
-    for number, size in enumerate(sizes):
-        if number > starts[-1] and filled + size > limit:
-            starts.append(number)
-            filled = 0
-        filled += size
-    return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], len(sizes)])]
-
-
 def _index(files: Mapping[str, str], written: Sequence[Tensor]) -> dict[str, Any]:
     """What the index of several files says. ``written``: all tensors, on the meta device."""
     totals = {"total_parameters": sum(x.numel() for x in written), "total_size": sum(x.nbytes for x in written)}
     return {"metadata": totals, "weight_map": dict(files)}
+
+
+# --- what scripts pass to save_pretrained ----------------------------------------------------------------------
+
+
+_SAID = {"safe_serialization": True, "push_to_hub": False, "variant": None, "token": None}  # what holds anyway
+
+
+def check_habits(how: Mapping[str, Any], own: Mapping[str, nn.Parameter], specs: tuple[ParameterSpec, ...]) -> None:
+    """``own``: this rank's pieces by name. Raises ValueError for what would be another folder."""
+    for name, value in how.items():
+        if name == "is_main_process":
+            continue  # rank 0 is
+        if name == "save_function":
+            _check_function(value)
+        elif name == "state_dict":
+            if value is not None:
+                _check_weights(value, own, specs)
+        elif name not in _SAID:
+            raise ValueError(f"save_pretrained: of a model on a mesh knows no {name}, found {value!r}; leave it out")
+        elif value != _SAID[name]:
+            raise ValueError(
+                f"save_pretrained: of a model on a mesh writes safetensors into a folder, found {name}={value!r}; "
+                "leave it out, and do that with the folder"
+            )
+
+
+def _check_function(function: Any) -> None:
+    home = str(getattr(function, "__module__", ""))
+    if not home.startswith(("accelerate.", "torch.", "safetensors.")):
+        raise ValueError(
+            f"save_pretrained: rank 0 writes by itself, found save_function={function!r}; leave it out, and do that "
+            "with the folder"
+        )
+
+
+def _check_weights(state: Mapping[str, Any], own: Mapping[str, nn.Parameter], specs: tuple[ParameterSpec, ...]) -> None:
+    """Those that the model has. An empty one is that of a rank which does not write."""
+    check_tensors(state)
+    for spec in specs if state else ():
+        name = next((n for n in (spec.name, *spec.aliases) if n in state), None)
+        if name is not None and (spec.name not in own or _same(own[spec.name], state[name], spec)):
+            continue
+        raise ValueError(
+            f"save_pretrained: writes the weights that the model has, found a state_dict with another {spec.name}, or "
+            "none; leave it out, or load_state_dict(it) before"
+        )
+
+
+def _same(parameter: nn.Parameter, whole: Tensor, spec: ParameterSpec) -> bool:
+    if tuple(whole.shape) != tuple(spec.shape):
+        return False
+    piece = local_tensor(parameter)
+    given = piece_like(parameter, whole_tensor(whole))
+    return torch.equal(piece, given.to(piece.device, piece.dtype))

@@ -1,8 +1,5 @@
 """Nested values as JSON with tensors beside it, and back: states of schedulers and loaders, options of optimizers.
 
-    tree = encoded(scheduler.state_dict(), put, "the scheduler")     put("the scheduler.last", tensor) -> its note
-    decoded(tree, get)                                               get(note) -> tensor
-
 Numbers, texts, None and lists stand for themselves; everything else is an object of one name that says what it is:
 ``{"dict": {"lr": 0.1}}``, ``{"tuple": [0.9, 0.999]}``. So nothing is pickled, and nothing that is read runs code.
 """

@@ -1,8 +1,5 @@
 """The state of optimizers by the names of parameters: what is saved, and how it comes to be in another optimizer.
 
-    describe(optimizer, 0, own, put)        groups with options and names; tensors go to ``put``
-    restore(told, ...)                      the same in an optimizer of another mesh, which may not have made a step
-
 What an optimizer keeps of a parameter is known from the checkpoint, and made as such: no step is made for it, which
 would count, and decay weights.
 """
@@ -20,11 +17,10 @@ from torch.optim import Optimizer
 from autopar.adapters.dtensor import local_of
 from autopar.runtime.checkpoint.json_tree import decoded, encoded, names_with_values
 from autopar.runtime.optim.cpu_offload import OffloadedStates
-from autopar.runtime.optim.unsharded_step import WHOLE
-from autopar.runtime.params.dtensor_layout import is_apart
+from autopar.runtime.optim.step_hooks import needs_whole
+from autopar.runtime.params.dtensor_layout import is_apart, laid_out
 from autopar.runtime.params.parameters import is_alike
 from autopar.runtime.params.sharded_tensor import ShardedTensor
-from autopar.runtime.params.state_layout import laid_out
 
 OWN = {"foreach", "fused", "capturable", "differentiable"}  # how an optimizer computes, and not what
 Put = Callable[[str, Tensor, str, bool], Any]  # (key, tensor, name of its parameter, whether laid out like it) -> note
@@ -60,7 +56,7 @@ def options_of(optimizer: Optimizer, put: Callable[[str, Tensor], Any], at: str)
 
 def states_of(optimizer: Optimizer, own: Mapping[str, nn.Parameter], put: Put, at: str) -> dict[str, Any]:
     """Name of each parameter that has a state -> its tree. Raises ValueError for what cannot be saved."""
-    whole, found = _is_whole(optimizer), {}
+    whole, found = needs_whole(optimizer), {}
     for name, p in own.items():
         if state := optimizer.state.get(p):
 
@@ -70,10 +66,6 @@ def states_of(optimizer: Optimizer, own: Mapping[str, nn.Parameter], put: Put, a
 
             found[name] = encoded(state, note, f"{at}.state.{name}")
     return found
-
-
-def _is_whole(optimizer: Optimizer) -> bool:
-    return bool({cls.__name__ for cls in type(optimizer).__mro__} & WHOLE)
 
 
 def _layout(x: Tensor, p: nn.Parameter, whole: bool, key: str) -> tuple[str, Tensor]:

@@ -58,8 +58,6 @@ def pulled(node: Node, window: Window, read: Read) -> Tensor:
 
 
 def _computed(node: Node, read: Read) -> Any:
-    """All that an operator gives, from whole operands."""
-
     def whole(x: Node) -> Any:
         return pulled(x, (), read) if isinstance(x.meta["val"], Tensor) else _computed(x, read)
 
@@ -85,11 +83,11 @@ def _argument(node: Any, place: int, name: str, default: Any) -> Any:
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
 
 
-def _dim(node: Any, place: int = 1, default: int = 0) -> int:
+def _dim(node: Any, place: int = 1) -> int:
     """The dim that an operator is about, counted from the front: of its result, if that has more dims than it takes."""
     operand = node.args[0] if isinstance(node.args[0], Node) else node.args[0][0]
     ndim = max(x.ndim for x in (operand.meta["val"], node.meta["val"]) if isinstance(x, Tensor))
-    return int(_argument(node, place, "dim", default)) % ndim
+    return int(_argument(node, place, "dim", 0)) % ndim
 
 
 def _cat(node: Any, window: Window, pull: Pull) -> Tensor:
@@ -157,11 +155,6 @@ def _reshape(node: Any, window: Window, pull: Pull) -> Tensor:
     return taken.reshape(*taken.shape[:same], *new[same:])[(*[slice(None)] * same, *window[same:])]
 
 
-def _same(node: Any, window: Window, pull: Pull) -> Tensor:
-    source = node.args[0]
-    return pull(source, window)
-
-
 _RULES: dict[Any, Callable[[Any, Window, Pull], Tensor]] = {
     aten.cat: _cat,
     aten.stack: _stack,
@@ -169,7 +162,9 @@ _RULES: dict[Any, Callable[[Any, Window, Pull], Tensor]] = {
     aten.select: _select,
     **dict.fromkeys((aten.permute, aten.transpose, aten.t), _permute),
     **dict.fromkeys((aten.view, aten._unsafe_view, aten.reshape, aten.squeeze, aten.unsqueeze), _reshape),
-    **dict.fromkeys((aten.clone, aten.contiguous, aten.alias, aten.detach), _same),
+    **dict.fromkeys(
+        (aten.clone, aten.contiguous, aten.alias, aten.detach), lambda node, part, pull: pull(node.args[0], part)
+    ),
 }
 
 

@@ -1,15 +1,11 @@
 """Writing a file of tensors while training goes on: copies in waves, within a limit of host memory.
 
-    file = StagedFile(path, head, pieces, slots)
-    file.run()                       on a thread: all is on the disk when it returns
-    file.staged.wait()               before a piece changes: the rest is written from copies
-
     pieces   | a  a  a | a  b  b | b  b  c | ...
     copies   [slot 1   ][slot 2  ][slot 1 ...       a slot is filled as soon as one has been written
     file               |a a a    |a b b   |...
 
 With as much memory as the pieces take, nothing waits for the disk before all is copied; with less, whoever wants to
-change a piece waits until what does not fit has been written.
+change a piece waits (`StagedFile.staged`) until what does not fit has been written.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.runtime.checkpoint.checksums import BlockChecksums
+from autopar.runtime.checkpoint.storage_layout import BlockChecksums
 from autopar.runtime.checkpoint.tensor_storage import Piece
 
 WAVE = 32 * 2**20  # bytes of a slot
@@ -50,14 +46,12 @@ class Slots:
             return torch.empty(WAVE, dtype=torch.uint8, pin_memory=self._pinned)
 
     def give(self, slot: Tensor) -> None:
-        """It has been written."""
         self._free.put(slot)
 
 
 @functools.lru_cache(maxsize=1)
 def slots_of(limit: int | None, pinned: bool) -> Slots:
-    """Those of this process; of another limit than before: new ones. None: a half of what is free now, shared by the
-    processes of this machine."""
+    """Those of this process. None: a half of what is free now, shared by the processes of this machine."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return Slots(_free_memory() // 2 // local if limit is None else limit, pinned)
 
@@ -88,8 +82,7 @@ class StagedFile:
             self._stream.wait_stream(torch.cuda.current_stream(on_gpu))
 
     def run(self) -> None:
-        """Write all of it, and wait until the disk has it. Raises OSError, and RuntimeError for a piece that somebody
-        has written to before it was copied."""
+        """Write all, to the disk. Raises OSError, and RuntimeError for a piece that changed before it was copied."""
         try:
             self._write(memoryview(self._head))
             if self._slots is None:
@@ -131,14 +124,11 @@ class StagedFile:
                 finally:
                     slots.give(slot)
         finally:
-            self._drain(slots)
+            while self._broken and (left := self._filled.get()) is not None:
+                slots.give(left[0])
             copies.join()
         if self._error is not None:
             raise self._error
-
-    def _drain(self, slots: Slots) -> None:
-        while self._broken and (found := self._filled.get()) is not None:
-            slots.give(found[0])
 
     def _copy_all(self, slots: Slots) -> None:
         """On a thread of its own: pieces into slots, slots to the writer; None at the end."""

@@ -1,54 +1,43 @@
 """The tensors of a checkpoint: which rank writes which pieces, how they lie in its file, how pieces are read back.
 
-    mine = written_here(entries, groups)         replicas of a piece share the writing, by bytes
-    pieces = pieces_of(mine)                     runs of consecutive positions, as distributed checkpoint plans them
-    head, index = file_layout(pieces, "rank-00003.tensors")
-    SavedTensors(checkpoint, mark).read([(key, tensor), ...])
-
-A file is a safetensors file: a head in JSON, then plain bytes. The mark of the checkpoint says of each tensor where its
-pieces are, so that a rank of any mesh reads the parts of those that it needs, and nothing else.
+A file is a safetensors file: a head in JSON, then plain bytes. Replicas of a piece share the writing, by bytes. The
+mark of the checkpoint says of each tensor where its pieces are, so that a rank of any mesh reads the parts of those
+that it needs, and nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import mmap
 import os
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, StorageReader
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
 from autopar.adapters.autograd import version_of
-from autopar.adapters.dtensor import local_of
-from autopar.runtime.checkpoint.checksums import check_blocks
 from autopar.runtime.checkpoint.storage_layout import (
     SAFETENSORS,
     SavedPiece,
     SavedTensor,
+    check_blocks,
     check_head,
     opened_inside,
     piece_name,
 )
 from autopar.runtime.fault.error_propagation import CheckpointError
 from autopar.runtime.mesh.process_groups import Groups
+from autopar.runtime.params.dtensor_layout import as_local
+from autopar.runtime.params.sharded_tensor import ShardedTensor
+from autopar.runtime.params.shards import ShardRange
 
 
 @dataclass(frozen=True)
@@ -75,13 +64,7 @@ class Piece:
     version: int
 
     def changed(self) -> bool:
-        """Whether somebody has written to it since."""
         return version_of(self.source) != self.version
-
-
-def held_bytes(x: Tensor) -> int:
-    """Of what this rank holds of it."""
-    return (local_of(x) if isinstance(x, DTensor) else x).nbytes
 
 
 def written_here(entries: Iterable[TensorToSave], groups: Groups) -> list[TensorToSave]:
@@ -93,12 +76,12 @@ def written_here(entries: Iterable[TensorToSave], groups: Groups) -> list[Tensor
     load = torch.zeros([groups.mesh.size(axis) for axis in axes], dtype=torch.int64)
     here = [groups.coordinate[axis] for axis in axes]
     mine = [e for e in entries if e.stage is None]
-    for entry in sorted(shared, key=lambda e: (-held_bytes(e.tensor), e.key)):
+    for entry in sorted(shared, key=lambda e: (-as_local(e.tensor).nbytes, e.key)):
         cut = [i for i, axis in enumerate(axes) if axis in entry.cut]
         per_replica = load.sum(cut) if cut else load
         chosen = iter(torch.unravel_index(per_replica.argmin(), per_replica.shape))
         place = [slice(None) if i in cut else int(next(chosen)) for i in range(len(axes))]
-        load[tuple(place)] += held_bytes(entry.tensor)
+        load[tuple(place)] += as_local(entry.tensor).nbytes
         if all(at == slice(None) or at == mine_at for at, mine_at in zip(place, here, strict=True)):
             mine.append(entry)
     return mine
@@ -106,19 +89,23 @@ def written_here(entries: Iterable[TensorToSave], groups: Groups) -> list[Tensor
 
 def pieces_of(entries: Sequence[TensorToSave]) -> list[Piece]:
     """In the order of the file: wide dtypes first, so that each lies where its width asks."""
-    tensors = {e.key: e.tensor.detach() for e in entries}
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(tensors, is_coordinator=True)
     found = []
-    for item in planner.create_local_plan().items:
-        assert item.tensor_data is not None, f"{item.index.fqn} is no tensor"
-        whole = tensors[item.index.fqn]
-        source = local_of(whole) if isinstance(whole, DTensor) else whole
-        values = planner.resolve_data(item)
-        assert isinstance(values, Tensor)
-        start = tuple(item.tensor_data.chunk.offsets)
-        found.append(Piece(item.index.fqn, tuple(whole.shape), start, values, source, version_of(source)))
+    for entry in entries:
+        whole = entry.tensor.detach()
+        source = as_local(whole)
+        found += [
+            Piece(entry.key, tuple(whole.shape), box.start, box.of_local(source), source, version_of(source))
+            for box in _boxes_of(whole)
+        ]
     return sorted(found, key=lambda p: (-p.values.itemsize, p.key, p.start))
+
+
+def _boxes_of(x: Tensor) -> list[ShardRange]:
+    """What this rank holds of a tensor, as boxes of the whole."""
+    if isinstance(x, ShardedTensor):
+        return x.chunks()
+    assert not isinstance(x, DTensor), "a tensor on a mesh is a ShardedTensor"
+    return [ShardRange((0,) * x.dim(), tuple(x.shape), (0,) * x.dim())]
 
 
 def file_layout(pieces: Sequence[Piece], file: str) -> tuple[bytes, dict[str, Any]]:
@@ -165,14 +152,13 @@ def whole_index(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 # --- reading ------------------------------------------------------------------------------------------------
 
 
-class SavedTensors(StorageReader):
-    """The tensors of a checkpoint by key, for the planners of distributed checkpoint too. Raises ValueError for a mark
-    that does not say what it should; nothing is read of a tensor before all that is said of it is checked."""
+class SavedTensors:
+    """The tensors of a checkpoint by key, those that a rank needs. Raises ValueError for a mark that does not say
+    what it should; nothing is read of a tensor before all that is said of it is checked."""
 
     def __init__(self, checkpoint: Path, mark: Mapping[str, Any]) -> None:
         self.folder, self._right = checkpoint, dict[str, set[int]]()
         self._pieces: dict[str, list[SavedPiece]] = {}  # of what is checked
-        self._places: dict[MetadataIndex, SavedPiece] = {}
         self._files: dict[str, tuple[int, ...]] = {}  # which ones were checked
         try:
             self.files = {name: _number(size) for name, size in mark["files"].items()}
@@ -188,7 +174,6 @@ class SavedTensors(StorageReader):
         return key in self._told
 
     def under(self, *prefixes: str) -> list[str]:
-        """The keys that begin with one of these."""
         return [key for key in self._told if key.startswith(prefixes)]
 
     def check(self, keys: Iterable[str]) -> None:
@@ -228,75 +213,40 @@ class SavedTensors(StorageReader):
 
     def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
         """Fill tensors, DTensors among them, each with what this rank holds of it; floats are cast. Not collective."""
-        for plan, planner in self.plans(targets):
-            self.read_data(plan, planner)
+        for target, place, stored, data in self._parts(targets):
+            self._check(place, data, stored)
+            target.copy_(stored)
+            del stored
 
-    def plans(self, targets: Iterable[tuple[str, Tensor]]) -> list[tuple[LoadPlan, LoadPlanner]]:
-        """What `read_data` and `check_data` take, for all of these."""
-        left, found = list(targets), list[tuple[LoadPlan, LoadPlanner]]()
-        while left:
-            now: dict[str, Tensor] = {}
-            again = []
-            for key, tensor in left:  # two tensors may take the values of one, that was tied
-                (again.append((key, tensor)) if key in now else now.update({key: tensor.detach()}))
-            left = again
-            planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            planner.set_up_planner(now, self._metadata_of(now), is_coordinator=True)
-            found.append((planner.finish_plan(planner.create_local_plan()), planner))
-        return found
+    def check_data(self, targets: Iterable[tuple[str, Tensor]]) -> None:
+        """Raises CheckpointError where what `read` would read is not what was written. Nothing is filled."""
+        for _, place, stored, data in self._parts(targets):
+            self._check(place, data, stored)
+            del stored
 
     def tensor(self, key: str, device: torch.device | str = "cpu") -> Tensor:
-        """A whole tensor."""
         self.check([key])
         found = torch.empty(self.shapes[key], dtype=self.dtypes[key], device=device)
         self.read([(key, found)])
         return found
 
-    def _metadata_of(self, keys: Collection[str]) -> Metadata:
-        self.check(keys)
-        known: dict[str, Any] = {}
-        for key in keys:
-            chunks = []
-            for piece in self._pieces[key]:
-                if 0 in piece.sizes and 0 not in self.shapes[key]:
-                    continue  # what a rank held nothing of
-                chunks.append(ChunkStorageMetadata(torch.Size(piece.start), torch.Size(piece.sizes)))
-                self._places[MetadataIndex(key, torch.Size(piece.start))] = piece
-            properties = TensorProperties(dtype=self.dtypes[key])
-            known[key] = TensorStorageMetadata(properties, torch.Size(self.shapes[key]), chunks)
-        return Metadata(known, storage_data=self._places)
-
-    def check_data(self, plan: LoadPlan) -> None:
-        """Raises CheckpointError where what a plan asks for is not what was written. Nothing is filled."""
-        for _, place, stored, data in self._stored(plan):
-            self._check(place, data, stored)
-            del stored
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """What a plan asks for, each file opened once."""
-        for item, place, stored, data in self._stored(plan):
-            self._check(place, data, stored)
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(stored)
-            planner.commit_tensor(item, target)
-            del stored, target
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _stored(self, plan: LoadPlan) -> Iterator[tuple[Any, SavedPiece, Tensor, mmap.mmap]]:
-        """Each item of a plan, where it lies, and a view of its values in the file."""
-        by_file: dict[str, list[Any]] = {}
-        for item in plan.items:
-            by_file.setdefault(self._places[item.storage_index].file, []).append(item)
-        for name, items in by_file.items():
+    def _parts(self, targets: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Tensor, SavedPiece, Tensor, mmap.mmap]]:
+        """Each part of a target in one piece: its place in the target, the piece, its values in the file."""
+        by_file: dict[str, list[tuple[Tensor, str, SavedPiece, ShardRange]]] = {}
+        for key, x in targets:
+            self.check([key])
+            if tuple(x.shape) != self.shapes[key]:
+                raise ValueError(f"{key} has shape {self.shapes[key]}, needs {tuple(x.shape)}")
+            local = as_local(x).detach()
+            for box, piece in itertools.product(_boxes_of(x), self._pieces[key]):
+                if (part := _common(box, piece)) is not None:
+                    target = replace(part, local=_shifted(part.start, box.start, box.local)).of_local(local)
+                    by_file.setdefault(piece.file, []).append((target, key, piece, part))
+        for name, parts in by_file.items():
             with self._mapped(name) as data:
-                for item in items:
-                    place = self._places[item.storage_index]
-                    stored = self._view(data, place, self.dtypes[item.storage_index.fqn])
-                    for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                        stored = stored.narrow(dim, start, size)
-                    yield item, place, stored, data
+                for target, key, piece, part in parts:
+                    stored = part.of_local(self._view(data, piece, self.dtypes[key]))
+                    yield target, piece, stored, data
                     del stored
 
     def _view(self, data: mmap.mmap, place: SavedPiece, dtype: torch.dtype) -> Tensor:
@@ -333,28 +283,18 @@ class SavedTensors(StorageReader):
                 with contextlib.suppress(BufferError):  # an error holds a view: it goes with the error
                     data.close()
 
-    # --- what a storage reader of torch has, beside -----------------------------------------------------------
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """It reads one checkpoint."""
+def _common(box: ShardRange, piece: SavedPiece) -> ShardRange | None:
+    """The positions that are in both, as a box whose local tensor is the piece."""
+    start = tuple(map(max, box.start, piece.start))
+    ends = (min(a + n, b + m) for a, n, b, m in zip(box.start, box.size, piece.start, piece.sizes, strict=True))
+    size = tuple(end - at for end, at in zip(ends, start, strict=True))
+    return ShardRange(start, size, _shifted(start, piece.start)) if all(n > 0 for n in size) else None
 
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """All tensors, for `torch.distributed.checkpoint.load(state, storage_reader=...)`."""
-        return self._metadata_of(self._told.keys())
 
-    def set_up_storage_reader(self, *_: Any, **__: Any) -> None:
-        """Nothing is kept open."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Whether it may be a folder."""
-        return isinstance(checkpoint_id, (str, Path))
+def _shifted(place: Sequence[int], start: Sequence[int], to: Sequence[int] = ()) -> tuple[int, ...]:
+    """A place in the whole as one in a tensor that begins at ``start``, or in one where that lies at ``to``."""
+    return tuple(at - begin + there for at, begin, there in zip(place, start, to or [0] * len(start), strict=True))
 
 
 def _identity(facts: os.stat_result) -> tuple[int, ...]:

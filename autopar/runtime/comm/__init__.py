@@ -2,7 +2,6 @@
 
 collectives                 asynchronous collectives, waited for later, failures explained, bytes counted
 functional_collectives      the same as functional operators, for compiled code
-shard_layout                between a whole tensor and the buffer of a collective
 p2p                         sends and receives along the pipeline axis
 context_parallel_comm       exchanges of attention over a sharded sequence
 

@@ -1,26 +1,89 @@
 """Collectives over an axis of the mesh: started asynchronously, waited for later, failures explained, bytes counted.
 
-pending = start(x)      # a `Collective` made for one node of a graph
-y = finish(pending)     # right before the first use
+    pending = start(x)      # a `Collective` made for one node of a graph
+    y = finish(pending)     # right before the first use
+
+A collective moves a buffer with one row per rank, each row one rank's piece (`autopar.ir.placement.Shard`):
+
+    whole [.., D, ..]  --to_rows-->  rows [n, .., D/n, ..]  --from_rows-->  whole
+
+Each direction copies at most once (a block dealt backwards twice), and not at all where the dim is the first one (or
+only dims of size 1 come before it) and has one block.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from autopar.adapters.distributed import all_gather_single, reduce_scatter_single
-from autopar.ir.placement import Shard, piece, place_in_block, scaled_blocks
-from autopar.runtime.comm.shard_layout import from_rows, rows_of, to_rows
+from autopar.ir.placement import Shard, piece, place_in_block, repetitions, scaled_blocks
+from autopar.runtime.fault.aborts import started
 from autopar.runtime.fault.errors import CollectiveError, board
-from autopar.runtime.fault.nccl_errors import started
 from autopar.runtime.mesh.process_groups import Groups
+
+# --- rows ------------------------------------------------------------------------------------------------------
+
+
+def to_rows(x: Tensor, dim: int, blocks: Sequence[int], ranks: int) -> Tensor:
+    """[.., D, ..] -> contiguous [ranks, .., D/ranks, ..]."""
+    size = x.shape[dim]
+    times, pattern = _pattern(blocks, size)
+    # patterns are taken apart: [.., k*n*b, ..] -> [.., k, n*b, ..] -> [n, .., k, b, ..] -> [n, .., k*b, ..]
+    apart = x.unflatten(dim, (times, size // times))
+    if len(pattern) == 1:
+        return _dealt(apart, dim + 1, pattern[0], ranks).flatten(dim + 1, dim + 2).contiguous()
+    parts = zip(pattern, apart.split([abs(b) for b in pattern], dim + 1))
+    rows = torch.cat([_dealt(part, dim + 1, block, ranks) for block, part in parts], dim + 2)
+    return rows.contiguous().flatten(dim + 1, dim + 2)
+
+
+def from_rows(rows: Tensor, dim: int, blocks: Sequence[int]) -> Tensor:
+    """[ranks, .., D/ranks, ..] -> contiguous [.., D, ..]; the inverse of `to_rows`."""
+    ranks, size = rows.shape[0], rows.shape[dim + 1] * rows.shape[0]
+    times, pattern = _pattern(blocks, size)
+    apart = rows.unflatten(dim + 1, (times, size // ranks // times))
+    if len(pattern) == 1:
+        # [n, .., k, b, ..] -> [.., k, n, b, ..] -> [.., k*n*b, ..]
+        return in_order(apart, pattern[0]).movedim(0, dim + 1).flatten(dim, dim + 2).contiguous()
+    shape = list(apart.shape[1:])
+    shape[dim + 1] = size // times
+    whole = rows.new_empty(shape)
+    parts = apart.split([abs(b) // ranks for b in pattern], dim + 2)
+    for block, part, target in zip(pattern, parts, whole.split([abs(b) for b in pattern], dim + 1)):
+        target.unflatten(dim + 1, (ranks, abs(block) // ranks)).movedim(dim + 1, 0).copy_(in_order(part, block))
+    return whole.flatten(dim, dim + 1)
+
+
+def rows_of(size: int, blocks: Sequence[int], ranks: int) -> Tensor:
+    """[ranks, size/ranks] int64: the global positions along a dim that each rank holds."""
+    return to_rows(torch.arange(size), 0, blocks, ranks)
+
+
+def _pattern(blocks: Sequence[int], size: int) -> tuple[int, tuple[int, ...]]:
+    """(how often, the shortest pattern) of blocks scaled to a dim of ``size``."""
+    whole = scaled_blocks(blocks, size) or (size,)
+    times = repetitions(whole)
+    return times, whole[: len(whole) // times]
+
+
+def _dealt(x: Tensor, dim: int, block: int, ranks: int) -> Tensor:
+    """[.., b, ..] -> [ranks, .., b/ranks, ..], a view unless the block is dealt backwards."""
+    return in_order(x.unflatten(dim, (ranks, abs(block) // ranks)).movedim(dim, 0), block)
+
+
+def in_order(pieces: Tensor, block: int) -> Tensor:
+    """Between the order of the pieces (dim 0) in a block and that of the ranks which hold them, both ways."""
+    return pieces if block > 0 else pieces.flip(0)
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -66,17 +129,11 @@ def traffic_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype, ranks: int
     return factor * local * (ranks - 1) // ranks
 
 
-class Work(Protocol):
-    """What torch.distributed returns for an asynchronous collective."""
-
-    def wait(self) -> Any: ...
-
-
 @dataclass
 class PendingCollective:
     """A collective on its way: ``done(buffer)`` is the result once ``work`` has finished."""
 
-    work: Work
+    work: dist.Work
     buffer: Tensor
     done: Callable[[Tensor], Tensor] | None
     collective: Collective
@@ -108,7 +165,7 @@ class Collective:
         started(str, self)
         try:
             work = call(*args, **kwargs, group=self.groups.group(self.axis), async_op=True)
-        except CollectiveError:  # raised by `quiet_groups.end_waits`
+        except CollectiveError:  # raised by `aborts.end_waits`
             raise
         except RuntimeError as error:
             raise self.failed(error) from error
@@ -119,7 +176,7 @@ def finish(pending: PendingCollective) -> Tensor:
     """Wait for a collective. Raises CollectiveError (a RuntimeError) that names the ranks which failed."""
     try:
         pending.work.wait()
-    except CollectiveError:  # raised by `quiet_groups.end_waits`
+    except CollectiveError:  # raised by `aborts.end_waits`
         raise
     except RuntimeError as error:
         raise pending.collective.failed(error) from error

@@ -1,9 +1,5 @@
 """Attention over cut sequences on a running mesh: the Comm of its algorithms, made of process groups.
 
-    out, lse = autopar.context_attention(q, k, v, ..., "ring", "ring", [1, -1], [1, -1], "cp", 4)
-    -->
-    out, lse = context_attention(q, k, v, ...)            # the algorithm over an AxisComm of "cp"
-
 An algorithm starts exchanges, computes, and waits for them: they overlap within the node, which runs where it stands.
 What it sends is known once it has run, so an AxisComm counts for itself.
 """
@@ -12,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -29,9 +24,9 @@ from autopar.attention.operator import HOW
 from autopar.ir.graph import copy_graph
 from autopar.ops.mask_spec import FACTS
 from autopar.runtime.comm import collectives
-from autopar.runtime.comm.collectives import Ledger, Traffic, Work, add_ledgers, finish, traffic_of
+from autopar.runtime.comm.collectives import Ledger, Traffic, add_ledgers, finish, traffic_of
+from autopar.runtime.fault.aborts import started
 from autopar.runtime.fault.errors import explained
-from autopar.runtime.fault.nccl_errors import started
 from autopar.runtime.mesh.process_groups import Groups
 
 
@@ -50,12 +45,11 @@ class AxisComm:
         self._groups, self._axis, self._node = groups, axis, node
         self._ranks = groups.ranks(axis)
         if self.size > 1:
-            with self._explained("connecting", self._ranks):
+            with explained(self._words("connecting"), self._ranks):
                 groups.connect(axis)
 
     def exchange(self, way: str, what: str, send: Sent | None, receive: Expected | None) -> PeerExchange:
-        """See `autopar.attention.exchanges.Comm`. It is one launch: on one stream (NCCL), two ranks that both send
-        first would wait for each other."""
+        """One launch: on one stream (NCCL), two ranks that both send first would wait for each other."""
         target, sent = send or (-1, ())
         source, likes = receive or (-1, ())
         assert self.rank not in (target, source), f"{what}: a rank exchanges with others"
@@ -63,10 +57,10 @@ class AxisComm:
         came = [torch.empty(like.shape, dtype=like.dtype, device=self._groups.device) for like in likes]
         peers = {word: self._ranks[peer] for word, peer in (("to", target), ("from", source)) if peer >= 0}
         text = " ".join([f'"{what}" {way}', *(f"{word} rank {rank}" for word, rank in peers.items())])
-        works: list[Work] = []
+        works: list[dist.Work] = []
         if sent or came:
             started(self._words, text)
-            with self._explained(text, list(peers.values())):
+            with explained(self._words(text), list(peers.values())):
                 group = self._groups.channel(way, self._axis)
                 calls = [dist.P2POp(dist.isend, x, group=group, group_peer=target) for x in sent]
                 calls += [dist.P2POp(dist.irecv, x, group=group, group_peer=source) for x in came]
@@ -75,7 +69,7 @@ class AxisComm:
             self._count(f"send {way}", sum(x.nbytes for x in sent))
 
         def arrived() -> list[Tensor]:
-            with self._explained(text, list(peers.values())):
+            with explained(self._words(text), list(peers.values())):
                 for work in works:
                     work.wait()
             return came
@@ -83,22 +77,25 @@ class AxisComm:
         return PeerExchange(self, arrived, sent)
 
     def all_gather(self, what: str, x: Tensor) -> PeerExchange:
-        """See `autopar.attention.exchanges.Comm`."""
-        pending = collectives.all_gather(self._groups, f"{self._node}, {what}", 0, [], self._axis)(x.unsqueeze(0))
-        self._count("all_gather", traffic_of("all_gather", tuple(x.shape), x.dtype, self.size))
-        return PeerExchange(self, lambda: [finish(pending)], (x,))
+        return self._collective(collectives.all_gather, what, x, x.unsqueeze(0), lambda made: made)
 
     def reduce_scatter(self, what: str, x: Tensor) -> PeerExchange:
-        """See `autopar.attention.exchanges.Comm`."""
-        pending = collectives.reduce_scatter(self._groups, f"{self._node}, {what}", 0, [], self._axis)(x)
-        self._count("reduce_scatter", traffic_of("reduce_scatter", tuple(x.shape), x.dtype, self.size))
-        return PeerExchange(self, lambda: [finish(pending).squeeze(0)], (x,))
+        return self._collective(collectives.reduce_scatter, what, x, x, lambda made: made.squeeze(0))
+
+    def _collective(
+        self,
+        start: Callable[..., collectives.Start],
+        what: str,
+        x: Tensor,
+        sent: Tensor,
+        done: Callable[[Tensor], Tensor],
+    ) -> PeerExchange:
+        pending = start(self._groups, f"{self._node}, {what}", 0, [], self._axis)(sent)
+        self._count(start.__name__, traffic_of(start.__name__, tuple(x.shape), x.dtype, self.size))
+        return PeerExchange(self, lambda: [done(finish(pending))], (x,))
 
     def _count(self, kind: str, sent: int) -> None:
         self.traffic = add_ledgers(self.traffic, {(self._axis, kind): Traffic(1, sent)})
-
-    def _explained(self, what: str, ranks: Sequence[int]) -> AbstractContextManager[None]:
-        return explained(self._words(what), ranks)
 
     def _words(self, what: str) -> str:
         return f'{what} over axis "{self._axis}" (node {self._node})'
@@ -116,7 +113,6 @@ class PeerExchange:
         self.comm.open += 1
 
     def wait(self) -> list[Tensor]:
-        """See `autopar.attention.exchanges.Pending`."""
         arrived, self.arrived = self.arrived, None
         assert arrived is not None, "an exchange is waited for once"
         self.comm.open -= 1

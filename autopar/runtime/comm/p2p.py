@@ -1,8 +1,5 @@
 """Sends and receives along the pipeline axis: asynchronous, matched by order, failures explained, bytes counted.
 
-    rank 0    send(0SF0>1, to 1, [x])         rank 1    pending = post(1RF0<0, from 0, [buffer])
-                                                        [x] = wait(pending)
-
 Every link, a pair of ranks and a direction, has a process group of its own. NCCL has no tags, and a transfer keeps its
 stream until the other end has come: in a group of more ranks, or for both directions, transfers that cross would wait
 for each other (`autopar.schedule.order_checks`). Both ends list the transfers of a link in the same order
@@ -14,15 +11,18 @@ polled (``is_completed`` turns true in ``wait`` only) and drops a send whose wor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from autopar.runtime.comm.collectives import Ledger, Traffic, Work
-from autopar.runtime.fault.errors import CollectiveError, board
-from autopar.runtime.fault.nccl_errors import started
+from autopar.runtime.comm.collectives import Ledger, Traffic
+from autopar.runtime.fault.aborts import started
+from autopar.runtime.fault.errors import explained
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.schedule.order import Action
 from autopar.schedule.order_checks import Link
@@ -36,13 +36,12 @@ class PendingTransfer:
 
     action: Action
     peer: int
-    works: list[Work]
+    works: list[dist.Work]
     tensors: list[Tensor]
 
 
 class Channels:
-    """The transfers of one rank. ``traffic``: what it has sent so far. ``rehearses``: nothing is sent, and zeros are
-    received (`Executor`)."""
+    """The transfers of one rank. ``traffic``: sent so far. ``rehearses``: nothing is sent, zeros are received."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
@@ -55,6 +54,22 @@ class Channels:
     @property
     def traffic(self) -> Ledger:
         return {(AXIS, "send"): Traffic(self._calls, self._bytes)} if self._calls else {}
+
+    def receiving(
+        self, action: Action, peer: int, kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]
+    ) -> Callable[[list[Any]], list[Any]]:
+        """What starts to receive tensors of these shapes and dtypes; gives what `wait` takes."""
+        device = self._groups.device
+        return lambda _: [self.post(action, peer, [torch.empty(s, dtype=d, device=device) for s, d in kinds])]
+
+    def sending(self, action: Action, peer: int) -> Callable[[list[Any]], list[Any]]:
+        """What starts to send the tensors that it is given."""
+
+        def start(tensors: list[Any]) -> list[Any]:
+            self.send(action, peer, tensors)
+            return []
+
+        return start
 
     def connect(self, links: Iterable[Link]) -> None:
         """Make the groups of (sending, receiving) coordinates; all ranks give the same ones.
@@ -72,16 +87,8 @@ class Channels:
                 group, place = self._groups.link(source, target)
                 token = torch.zeros(1, dtype=torch.uint8, device=self._groups.device)
                 start = group.send if self._me == source else group.recv
-                self._join(start([token], place, 0), target if self._me == source else source)
-
-    def _join(self, work: Work | None, peer: int) -> None:
-        try:
-            assert work is not None
-            work.wait()
-        except CollectiveError:  # raised by `quiet_groups.end_waits`
-            raise
-        except RuntimeError as error:
-            raise self._failed("connecting the pipeline", peer, error) from error
+                with self._explained("connecting the pipeline", target if self._me == source else source):
+                    _begun(start([token], place, 0)).wait()
 
     # --- transfers ----------------------------------------------------------------------------------------
 
@@ -94,40 +101,27 @@ class Channels:
         group, place = self._groups.link(self._me, peer)
         kept = [x.contiguous() for x in tensors]
         pending = PendingTransfer(action, peer, [], kept)
-        try:
+        with self._explained(action, peer):
             for x in kept:
                 pending.works.append(_begun(group.send([x], place, 0)))
                 self._bytes += x.nbytes
-        except CollectiveError:  # raised by `quiet_groups.end_waits`
-            raise
-        except RuntimeError as error:
-            raise self._failed(action, peer, error) from error
         self._calls += len(kept)
         self._sends[action] = pending
 
     def post(self, action: Action, peer: int, buffers: list[Tensor]) -> PendingTransfer:
-        """Start to receive into the buffers."""
         if self.rehearses:
             return PendingTransfer(action, peer, [], [x.zero_() for x in buffers])
         started(self._words, action, peer)
         group, place = self._groups.link(peer, self._me)
-        try:
+        with self._explained(action, peer):
             works = [_begun(group.recv([x], place, 0)) for x in buffers]
-        except CollectiveError:  # raised by `quiet_groups.end_waits`
-            raise
-        except RuntimeError as error:
-            raise self._failed(action, peer, error) from error
         return PendingTransfer(action, peer, works, buffers)
 
     def wait(self, pending: PendingTransfer) -> list[Tensor]:
         """Until the transfer is done. Raises CollectiveError that names the action and the rank it waited for."""
-        try:
+        with self._explained(pending.action, pending.peer):
             for work in pending.works:
                 work.wait()
-        except CollectiveError:  # raised by `quiet_groups.end_waits`
-            raise
-        except RuntimeError as error:
-            raise self._failed(pending.action, pending.peer, error) from error
         return pending.tensors
 
     def arrived(self, actions: Iterable[Action]) -> None:
@@ -136,22 +130,20 @@ class Channels:
             self.wait(self._sends.pop(action))
 
     def flush(self) -> None:
-        """Until every send has arrived."""
         while self._sends:
             self.wait(self._sends.pop(next(iter(self._sends))))
 
     def clear(self) -> None:
-        """Forget what a failed step has left."""
         self._sends.clear()
 
-    def _failed(self, action: Action | str, peer: int, error: Exception) -> CollectiveError:
-        return board().failed(self._words(action, peer), [self._ranks[peer]], error)
+    def _explained(self, action: Action | str, peer: int) -> AbstractContextManager[None]:
+        return explained(lambda: self._words(action, peer), [self._ranks[peer]])
 
     def _words(self, action: Action | str, peer: int) -> str:
         return f"{action} (pipeline, waits for rank {self._ranks[peer]})"
 
 
-def _begun(work: Work | None) -> Work:
+def _begun(work: dist.Work | None) -> dist.Work:
     assert work is not None, "a member of the group gets a handle"
     return work
 

@@ -1,8 +1,4 @@
-"""What can only be said when a process ends: nobody waits for anybody there, and no call of the user's will come.
-
-ask_at_end(watch)          its `last_words()` are asked for, and printed, when the interpreter exits
-found_at_end()             those words now, for who can still raise an error
-"""
+"""What can only be said when a process ends: nobody waits for anybody there, and no call of the user's will come."""
 
 from __future__ import annotations
 
@@ -10,34 +6,25 @@ import atexit
 import functools
 import json
 import sys
-from typing import Any, Protocol
+from typing import Any
 
 from autopar.runtime.consistency.rank_checks import RankCheck
 from autopar.runtime.fault import errors
 from autopar.runtime.mesh.process_groups import Groups
 
-
-class _Asked(Protocol):
-    def last_words(self) -> str: ...
-
-
-_asked: dict[int, _Asked] = {}  # which may be all that is left of a model
+_register = functools.cache(atexit.register)
+_asked: dict[int, Any] = {}  # which may be all that is left of a model
 
 
-def ask_at_end(watch: _Asked) -> None:
+def ask_at_end(watch: Any) -> None:
     """It has something to say."""
     _asked[id(watch)] = watch
-    _register()
+    _register(_say)  # behind the board of failures: handlers run last in, first out
 
 
-def no_longer_ask(watch: _Asked) -> None:
+def no_longer_ask(watch: Any) -> None:
     """It has nothing to say."""
     _asked.pop(id(watch), None)
-
-
-@functools.cache
-def _register() -> None:
-    atexit.register(_say)  # handlers run last in, first out: before the board of failures closes
 
 
 def found_at_end() -> str:
@@ -54,13 +41,13 @@ def _say() -> None:
         print(f"autopar: {found}", file=sys.stderr, flush=True)
 
 
-def difference_at_end(groups: Groups, claim: RankCheck, key: str) -> str:
+def difference_at_end(groups: Groups, claim: RankCheck) -> str:
     """The claim's error, where the first of the ranks which make it that has ended claimed something else; else ""."""
     if not claim.facts:
         return ""
     first = groups.mesh.along(claim.axes, groups.rank)[0]
     mine: dict[str, Any] = {"rank": groups.rank, "facts": dict(claim.facts)}
-    key = f"{groups.name}/{key}/{'.'.join(claim.axes)}/{first}"
+    key = f"{groups.name}/batches/{'.'.join(claim.axes)}/{first}"
     said = errors.first_to_say(key, json.dumps(mine))
     other = mine if said is None else json.loads(said)
     differ = [name for name, fact in claim.facts.items() if other["facts"].get(name) != fact]

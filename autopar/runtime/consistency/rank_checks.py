@@ -1,9 +1,11 @@
-"""What must be the same on several ranks, compared before it can do harm.
+"""What must be the same on several ranks, compared before it can do harm; and what all must have done.
 
-    agree_on(groups, [Claim(("cp", "tp"), {"x": word, "mask": word}, need, way_out), ...], "the batch")
+    agree_on(groups, [RankCheck(("cp", "tp"), {"x": word, "mask": word}, need, way_out), ...], "the batch")
+    plan = together(groups, "load", lambda: read(folder))     an error of one rank is raised on all, in its words
 
 Ranks vote on a digest of each claim at once, through the store, with as few questions whatever their number; only when
-digests differ do they exchange what they claim, to name it.
+digests differ do they exchange what they claim, to name it. A call that all expect (`CallSequence`) asks the store
+nothing: `hold` compares its claims by a few numbers in collectives between hosts.
 """
 
 from __future__ import annotations
@@ -12,24 +14,90 @@ import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from autopar.adapters.distributed import takes_host_tensors
+from autopar.errors import is_refusal
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
 from autopar.ir.signature import ParameterSpec
 from autopar.plan import Plan
-from autopar.runtime.consistency.consensus import as_expected, can_vote, hold
+from autopar.runtime.comm.p2p import AXIS
 from autopar.runtime.consistency.tensor_hash import words_of
-from autopar.runtime.fault.errors import board
+from autopar.runtime.fault.error_propagation import CheckpointError
+from autopar.runtime.fault.errors import CollectiveError, board, explained
 from autopar.runtime.fault.store_barrier import GoneOn, Round, Rounds, differences, meet, show
 from autopar.runtime.fault.store_client import StoreError
 from autopar.runtime.mesh.process_groups import Groups
+
+# --- by a few numbers in collectives between hosts -------------------------------------------------------------
+
+
+def as_expected(groups: Groups, call: Hashable, own: Hashable = None) -> bool:
+    """Whether all ranks expect this call of this rank, which then goes on with it; ``own``: what else must be as in
+    that call before, on this rank. Collective along pp. Raises CollectiveError where a rank is known to have failed."""
+    if verdict := board().verdict:
+        raise board().ended("agreeing on the next call", verdict)
+    expected = groups.order.expects(call, own)
+    if groups.mesh.size(AXIS) > 1:
+        expected = _all_do(groups, expected)
+    if expected:
+        groups.order.goes_on(call)
+    return expected
+
+
+def _all_do(groups: Groups, expected: bool) -> bool:
+    """Whether all ranks along pp say so; never without a backend for the host."""
+    group = groups.votes()
+    if group is None:
+        return False
+    said = torch.tensor([int(expected)])
+    with explained("agreeing on the next call", groups.ranks(AXIS)):
+        dist.all_reduce(said, dist.ReduceOp.MIN, group=group)
+    return bool(said.item())
+
+
+def can_vote(groups: Groups) -> bool:
+    """Whether the groups of all axes take tensors of the host."""
+    return all(takes_host_tensors(groups.group(axis)) for axis, size in groups.mesh.axes if size > 1)
+
+
+def hold(groups: Groups, claims: Sequence[tuple[tuple[str, ...], str]]) -> bool:
+    """Whether of each claim, (axes, digest), the digests of ranks that differ on these axes only are equal. All ranks
+    make the same claims but for the digests. Collective over all ranks, but for claims of which no two ranks make one.
+    """
+    sizes = groups.mesh.sizes
+    spread = [tuple(axis for axis in axes if sizes[axis] > 1) for axes, _ in claims]
+    words = [int(digest, 16) >> 1 for _, digest in claims]
+    bounds = torch.tensor([[word, -word] for word in words])  # greatest and least, negated
+    if not any(spread):
+        return True
+    for axis in sizes:
+        _reduce(groups, axis, bounds, [i for i, axes in enumerate(spread) if axis in axes])
+    differ = torch.zeros(1, 1, dtype=torch.int64)
+    differ[0, 0] = int((bounds.sum(1) != 0).any())
+    for axis, size in sizes.items():
+        if size > 1 and any(axes and axis not in axes for axes in spread):
+            _reduce(groups, axis, differ, [0])
+    return not differ.item()
+
+
+def _reduce(groups: Groups, axis: str, rows: Tensor, chosen: list[int]) -> None:
+    """The greatest of each number, of the chosen rows."""
+    if chosen:
+        found = rows[chosen]
+        with explained("comparing the batch", groups.ranks(axis)):
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=groups.group(axis))
+        rows[chosen] = found
+
 
 MOST_SHOWN = 3
 WEIGHTS = "the weights"
@@ -37,8 +105,7 @@ WEIGHTS = "the weights"
 
 @dataclass(frozen=True)
 class RankCheck:
-    """``facts`` by name, the same on the ranks that differ in their coordinates on ``axes`` only. The error reads
-    "``need``, found ...; ``way_out``"."""
+    """``facts`` by name, the same on ranks that differ on ``axes`` only; else "``need``, found ...; ``way_out``"."""
 
     axes: tuple[str, ...]
     facts: Mapping[str, str]
@@ -54,125 +121,76 @@ def _digest(x: Any) -> str:
     return hashlib.sha256(repr(x).encode()).hexdigest()[:16]
 
 
+# --- through the store -----------------------------------------------------------------------------------------
+
+
 class OtherSteps(ValueError):
     """Ranks have met that are in different calls."""
 
 
-class _Meeting:
-    """All ranks, or those of my group on ``axis``; they wait for each other for ``timeout`` seconds."""
+def _alike(groups: Groups, what: str, digest: str = "", votes: Mapping[int, str] = MappingProxyType({})) -> bool:
+    """Whether all ranks are here for ``what`` with the same digest, and those that vote under the same number with the
+    same text. Raises GoneOn where a rank makes another call meanwhile."""
+    number, name, ranks = groups.order.meets(), groups.name, range(groups.mesh.world_size)
+    scope = f"autopar/{name}/agree"
+    rounds, held = groups.rounds.setdefault(scope, Rounds()), _digest((what, digest))
+    round_ = Round(scope, rounds, groups.rank, ranks, held, votes)
+    return meet(round_, ranks, what, groups.timeout.total_seconds(), lambda: board().gone_on(name, number))
 
-    def __init__(self, groups: Groups, axis: str | None = None, timeout: float | None = None) -> None:
-        self._groups = groups
-        self.ranks = groups.ranks(axis) if axis else range(groups.mesh.world_size)
-        self._scope = f"autopar/{groups.name}/agree/{axis or 'world'}/{self.ranks[0]}"
-        self._limit = groups.timeout.total_seconds() if timeout is None else timeout
 
-    def alike(self, what: str, digest: str = "", votes: Mapping[int, str] = MappingProxyType({})) -> bool:
-        """Whether all are here for ``what`` with the same digest, and those that vote under the same number with the
-        same text. Raises GoneOn where a rank makes another call meanwhile."""
-        number, name = self._groups.order.meets(), self._groups.name
-        rounds, held = self._groups.rounds.setdefault(self._scope, Rounds()), _digest((what, digest))
-        round_ = Round(self._scope, rounds, self._groups.rank, self.ranks, held, votes)
-        return meet(round_, self.ranks, what, self._limit, lambda: board().gone_on(name, number))
+def _texts(groups: Groups, what: str, text: str, reply: Callable[[list[str]], str]) -> str:
+    """What rank 0 replies to the texts of all, right after they met; ranks that came for something else say so here."""
+    scope, ranks = f"autopar/{groups.name}/agree/texts", range(groups.mesh.world_size)
 
-    def texts(self, what: str, text: str, reply: Callable[[list[str]], str]) -> str:
-        """What the first rank replies to the texts of all, right after they met: ranks that came for something else
-        come here too, to say so."""
-        scope = f"{self._scope}/texts"
+    def answer(found: list[str]) -> str:
+        apart = differences(ranks, [f"\n{text.partition(chr(10))[0]}" for text in found])
+        return _OTHER_STEPS + apart if apart else reply([text.partition("\n")[2] for text in found])
 
-        def answer(found: list[str]) -> str:
-            apart = differences(self.ranks, [f"\n{text.partition(chr(10))[0]}" for text in found])
-            return _OTHER_STEPS + apart if apart else reply([text.partition("\n")[2] for text in found])
-
-        rounds = self._groups.rounds.setdefault(scope, Rounds())
-        found = show(scope, rounds, self._groups.rank, self.ranks, f"{what}\n{text}", self._limit, answer)
-        if found.startswith(_OTHER_STEPS):
-            raise OtherSteps(
-                f"agree: all ranks must take the same steps, found {found.removeprefix(_OTHER_STEPS)}; run the same "
-                "program on every rank"
-            )
-        return found
+    rounds = groups.rounds.setdefault(scope, Rounds())
+    found = show(scope, rounds, groups.rank, ranks, f"{what}\n{text}", groups.timeout.total_seconds(), answer)
+    if found.startswith(_OTHER_STEPS):
+        raise OtherSteps(
+            f"agree: all ranks must take the same steps, found {found.removeprefix(_OTHER_STEPS)}; run the same "
+            "program on every rank"
+        )
+    return found
 
 
 _OTHER_STEPS = "\0"
 
 
-def exchange_texts(
-    groups: Groups, text: str, what: str, axis: str | None = None, timeout: float | None = None
-) -> list[str]:
-    """The text of every rank (or of those of my group on ``axis``), in their order: for few of them, since each reads
-    all.
+def all_alike(groups: Groups, what: str, digest: str = "") -> bool:
+    """Whether all ranks hold the same digest, once all are here for ``what``.
 
     Raises RuntimeError naming the ranks that do not come within the timeout, ValueError where ranks are at different
     steps. Goes through the store: no device, no process group.
     """
-    meeting = _Meeting(groups, axis, timeout)
-    if len(meeting.ranks) == 1:
-        return [text]
-    with _all_come(groups, what):
-        meeting.alike(what)
-    found: list[str] = json.loads(meeting.texts(what, text, json.dumps))
-    return found
-
-
-def all_alike(groups: Groups, what: str, digest: str = "") -> bool:
-    """Whether all ranks hold the same digest, once all are here for ``what``. Raises as `exchange_texts` does."""
-    meeting = _Meeting(groups)
-    if len(meeting.ranks) == 1:
+    if groups.mesh.world_size == 1:
         return True
     with _all_come(groups, what):
-        if not meeting.alike(what):
-            meeting.texts(what, "", lambda texts: "")  # says what they are here for
-        return not digest or meeting.alike(what, digest)
+        if not _alike(groups, what):
+            _texts(groups, what, "", lambda texts: "")  # says what they are here for
+        return not digest or _alike(groups, what, digest)
 
 
 def text_of_first(groups: Groups, text: str, what: str) -> str:
     """That of rank 0, on every rank."""
-    return _Meeting(groups).texts(what, text if groups.rank == 0 else "", lambda texts: texts[0])
+    return _texts(groups, what, text if groups.rank == 0 else "", lambda texts: texts[0])
 
 
 @contextmanager
 def _all_come(groups: Groups, what: str, found: Callable[[int], str] = lambda _: "") -> Iterator[None]:
-    """A rank that makes another call meanwhile waits for this one, too: nothing can go on. Raises ValueError with what
-    is ``found`` of it."""
+    """Raises ValueError, with what is ``found`` of it, where a rank makes another call: it waits for this one, too."""
     try:
         yield
     except GoneOn as gone:
-        text = (
+        text = found(gone.rank) or (
             f"agree: all ranks must take the same steps, found {what} on rank {groups.rank}, while rank {gone.rank} "
             "went on with what it did before; run the same program on every rank"
         )
-        raise _ended(groups, found(gone.rank) or text) from None
-
-
-def _ended(groups: Groups, text: str) -> ValueError:
-    with contextlib.suppress(StoreError):
-        board().give_verdict(f"rank {groups.rank} failed: ValueError: {text}"[:500])
-    return ValueError(text)
-
-
-def agree(
-    groups: Groups,
-    digest: str,
-    what: str,
-    axis: str | None = None,
-    timeout: float | None = None,
-) -> None:
-    """All ranks (or those of my group on ``axis``) must hold the same digest.
-
-    Raises the same ValueError on each of them that says the need, the ranks which differ and the way out, and
-    RuntimeError as `exchange_texts` does.
-    """
-    meeting = _Meeting(groups, axis, timeout)
-    with _all_come(groups, what):
-        if len(meeting.ranks) == 1 or meeting.alike(what, digest):
-            return
-    found = meeting.texts(what, digest, lambda texts: differences(meeting.ranks, [f"\n{text}" for text in texts]))
-    if found:
-        raise ValueError(
-            f"agree: {what} must be the same on all ranks, found {found}; give every rank the same model, mesh, "
-            "options and batch shapes"
-        )
+        with contextlib.suppress(StoreError):
+            board().give_verdict(f"rank {groups.rank} failed: ValueError: {text}"[:500])
+        raise ValueError(text) from None
 
 
 def agree_on(
@@ -186,7 +204,7 @@ def agree_on(
     """
     if groups.mesh.world_size == 1 or not claims:
         return
-    order, meeting = groups.order, _Meeting(groups)
+    order = groups.order
     here = RankCheck(everywhere(groups), {"the calls before": order.past}, "agree: all ranks must take the same steps",
                  "handle an error alike on every rank")  # fmt: skip
     claims = [here, *claims]
@@ -197,7 +215,7 @@ def agree_on(
     same = [claim.digest for claim in claims if len(claim.axes) == len(groups.mesh.sizes)]
     try:
         with _all_come(groups, what, lambda rank: _gone_on(groups, rank, claims[1], expected())):
-            if meeting.alike(what, _digest(same), {first: _digest(told) for first, told in votes.items()}):
+            if _alike(groups, what, _digest(same), {first: _digest(told) for first, told in votes.items()}):
                 return
 
         def first_apart(texts: list[str]) -> str:
@@ -207,9 +225,11 @@ def agree_on(
                     return str(i)
             return ""
 
-        if i := meeting.texts(what, "\n".join(claim.digest for claim in claims), first_apart):
+        if i := _texts(groups, what, "\n".join(claim.digest for claim in claims), first_apart):
             claim = claims[int(i)]
-            raise ValueError(meeting.texts(what, json.dumps(dict(claim.facts)), lambda t: _explained(groups, claim, t)))
+            raise ValueError(
+                _texts(groups, what, json.dumps(dict(claim.facts)), lambda t: _explained(groups, claim, t))
+            )
     except BaseException:
         order.forget()
         raise
@@ -267,7 +287,6 @@ def _parts(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
 
 
 def _explained(groups: Groups, claim: RankCheck, texts: Sequence[str]) -> str:
-    """Says which facts differ, and on which ranks."""
     told = [json.loads(text) for text in texts]
     found: dict[str, str] = {}
     for ranks in _parts(groups.mesh, claim.axes):
@@ -366,3 +385,56 @@ def _copied_over(groups: Groups, spec: ParameterSpec) -> tuple[str, ...]:
     """The axes on which all ranks hold the same piece; stages hold different parameters."""
     cut = {axis for axis, p in spec.placements.items() if isinstance(p, Shard)}
     return tuple(axis for axis in groups.mesh.sizes if axis not in cut and axis != "pp")
+
+
+# --- what each rank does for itself, and all must have done ----------------------------------------------------
+
+
+T = TypeVar("T")
+
+
+def together(groups: Groups, what: str, call: Callable[[], T]) -> T:
+    """What ``call`` returns here, once it has returned on all ranks. Raises the error of the first rank that has one,
+    on all: ValueError for a user's mistake, else CheckpointError. Collective."""
+    found, said, cause = attempted(what, call)
+    if not all_alike(groups, f"{what}: what came of it", said or "all is well") or said:
+        if groups.mesh.world_size == 1:
+            raise _error_of(said, None) from cause
+        texts: list[str] = json.loads(_texts(groups, f"{what}: who failed", said, json.dumps))
+        rank = next(r for r, text in enumerate(texts) if text)
+        raise _error_of(texts[rank], rank) from cause
+    assert found is not None
+    return found[0]
+
+
+def by_first(groups: Groups, what: str, call: Callable[[], str]) -> str:
+    """The text that ``call`` returns on rank 0, which alone calls it; its error on all ranks."""
+    text, cause = "", None
+    if groups.rank == 0:
+        found, said, cause = attempted(what, call)
+        text = said or json.dumps(found)
+    if groups.mesh.world_size > 1:
+        text = text_of_first(groups, text, what)
+    told = json.loads(text)
+    if isinstance(told, dict):
+        raise _error_of(text, None) from cause
+    return str(told[0])
+
+
+def attempted(what: str, call: Callable[[], T]) -> tuple[tuple[T] | None, str, BaseException | None]:
+    """(what it returned, "", None), or (None, its error as a text for other ranks, its error)."""
+    try:
+        return (call(),), "", None
+    except CollectiveError:
+        raise
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0]
+        mine = is_refusal(error)
+        text = first if mine or isinstance(error, CheckpointError) else f"{what}: {type(error).__name__}: {first}"
+        return None, json.dumps({"mistake": mine, "text": text}), error
+
+
+def _error_of(said: str, rank: int | None) -> Exception:
+    told = json.loads(said)
+    where = "" if rank is None else f" (on rank {rank})"
+    return (ValueError if told["mistake"] else CheckpointError)(told["text"] + where)

@@ -1,16 +1,10 @@
 """A number for the contents of a tensor, made where the tensor is: equal tensors have equal words on all ranks.
 
-    words_of({"x": x, "mask": mask})  ->  {"x": "9c0f...", "mask": "03ab..."}
-
 A tensor is read as 64-bit integers, whatever its dtype: so NaNs, signed zeros and every last bit count. Of the
-integers x[i] the word is
-
-    sum over i of  (x[i] ^ x[i] >> 33) * weight[i]      in 64 bits that wrap around
-
-with odd pseudo-random weights. Folding the upper half into the lower one lets each bit of an integer reach 31 bits of
-the sum at least: without it, two flipped signs would cancel. By 33 and not 32, since an integer may hold two numbers
-that change alike. Large tensors go in chunks that stay in the cache, with
-the same weights; the words of the chunks are a tensor in turn.
+integers x[i] the word is the sum of (x[i] ^ x[i] >> 33) * weight[i], in 64 bits that wrap around, with odd
+pseudo-random weights. Folding the upper half into the lower one lets each bit reach 31 bits of the sum at least:
+without it, two flipped signs would cancel. By 33 and not 32, since an integer may hold two numbers that change alike.
+Large tensors go in chunks that stay in the cache; the words of the chunks are a tensor in turn.
 """
 
 from __future__ import annotations
@@ -21,7 +15,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from autopar.runtime.mesh.async_copies import to_host
+from autopar.runtime.mesh.host_copies import to_host
 
 CHUNK = {"cpu": 2**16, "cuda": 2**24}  # 64-bit integers; on a device few launches count for more than its cache
 _SPLITMIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # constants of splitmix64
@@ -33,8 +27,7 @@ def words_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def start_words(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, str]]:
-    """The first half of `words_of`: the words start for the host. The second is the call that is returned: it waits
-    for them."""
+    """The first half of `words_of`: the words start for the host. The call that is returned waits for them."""
     started: list[tuple[list[str], Tensor, torch.Event | None]] = []
     for device in dict.fromkeys(x.device for x in tensors.values()):
         here = {name: word_of(x) for name, x in tensors.items() if x.device == device}

@@ -20,9 +20,28 @@ from autopar.adapters.foreach import copy_all
 from autopar.capture.module_state.assigned import Assignment, Lying
 from autopar.ir.graph import ancestors, outputs, placeholders
 from autopar.ir.storages import shared_outputs, storages
-from autopar.runtime.params.missing_gradient import with_refusal
 from autopar.runtime.params.sharded_modules import ShardedModules
 from autopar.steps.graphs import Compiled, Stage, is_a, output, output_place
+
+
+def with_refusal(words: str, tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """The same values; a backward through them raises ValueError with these words."""
+    with torch.enable_grad():
+        anchor = torch.zeros((), requires_grad=True, device=device)
+        return list(_RefusedGradient.apply(words, anchor, *tensors))
+
+
+class _RefusedGradient(torch.autograd.Function):
+    """Outputs that would have a gradient in torch, with words where it is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, words: str, anchor: Tensor, *outputs: Tensor) -> Any:
+        ctx.words = words
+        return tuple(x.detach() for x in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise ValueError(ctx.words)
 
 
 class BufferUpdates:
@@ -112,8 +131,7 @@ class BufferUpdates:
 
 
 def plain_buffers(tree: ShardedModules, compiled: Compiled, train: bool) -> dict[str, Tensor]:
-    """What a step computes with. Raises ValueError for one that wants a gradient, or through which one would flow into
-    an earlier step."""
+    """What a step computes with. Raises ValueError for one through which a gradient would leave the step."""
     found = tree.buffers()
     wanting = [name for name, x in found.items() if x.requires_grad]
     if not wanting:
@@ -137,12 +155,10 @@ def _with_graph(name: str, value: Tensor) -> Tensor:
 
 
 def _memory(x: Tensor) -> int:
-    """Where a tensor's memory begins."""
     return x.untyped_storage().data_ptr()
 
 
 def _placed(lying: Lying, before: Mapping[str, Tensor], after: Mapping[str, Tensor | None]) -> Tensor:
-    """The tensor that lies there."""
     base = (after if lying.new else before)[lying.buffer]
     assert base is not None
     if lying.view is None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ir.signature import ParameterSpec
+from autopar.ir.signature import ParameterSpec, in_buckets
 from autopar.runtime.comm.collectives import (
     Ledger,
     PendingCollective,
@@ -113,30 +113,17 @@ class SharedGradients:
         for (coordinates, _), members in together.items():
             axis = groups.subset(AXIS, coordinates)  # on all ranks
             if groups.coordinate[AXIS] in coordinates:
-                for bucket in self._cut(members, compiled.plan.options.bucket_bytes):
-                    self._buckets.append((axis, bucket))
+                sizes = [spec.nbytes(groups.mesh) for _, spec in members]
+                for bucket in in_buckets(sizes, compiled.plan.options.bucket_bytes):
+                    self._buckets.append((axis, [members[i] for i in bucket]))
 
     @property
     def axes(self) -> set[str]:
         """Axis expressions of this rank's sums."""
         return {axis for axis, _ in self._buckets}
 
-    def _cut(self, members: list[tuple[str, ParameterSpec]], most: int) -> list[list[tuple[str, ParameterSpec]]]:
-        """Buckets of at most ``most`` bytes (or one gradient)."""
-        found: list[list[tuple[str, ParameterSpec]]] = []
-        room = 0
-        for node, spec in members:
-            size = spec.nbytes(self._groups.mesh)
-            if not found or size > room:
-                found.append([])
-                room = most
-            found[-1].append((node, spec))
-            room -= size
-        return found
-
     def sum(self, gradients: dict[str, Tensor], count: Any) -> dict[str, Tensor]:
-        """Gradients by placeholder of the stored parameter; one that this rank lacks counts as zero. ``count`` is told
-        (axis, kind, bytes)."""
+        """By placeholder of the stored parameter; one that is not here is zero. ``count`` gets (axis, kind, bytes)."""
         pending = [self._start(gradients, axis, bucket, count) for axis, bucket in reversed(self._buckets)]
         out = dict(gradients)
         for _, bucket in self._buckets:

@@ -21,7 +21,8 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,9 +34,32 @@ from autopar.adapters.operators import OpOverload, name_of
 from autopar.ops.traits import COPIES
 from autopar.ops.value_checks import ValueNote, put_notes, take_notes
 from autopar.runtime.comm.collectives import Ledger, Traffic, ledger_between
-from autopar.runtime.exec.step_result import Result, copied
+from autopar.runtime.fault.aborts import started
 from autopar.runtime.fault.errors import CollectiveError
-from autopar.runtime.fault.nccl_errors import started
+
+
+@dataclass
+class Result:
+    """Outputs of a step (flat, in signature order), gradients by placeholder name of the local graph, and the losses.
+
+    With stages in training there are only losses and new buffers among the outputs; others are None.
+    """
+
+    outputs: list[Any]
+    gradients: dict[str, Tensor]
+    losses: list[Tensor] = field(default_factory=list)
+
+
+def copied(result: Result) -> Result:
+    """The same in storages of its own."""
+    values = [*result.outputs, *result.gradients.values(), *result.losses]
+    tensors = {i: x for i, x in enumerate(values) if isinstance(x, Tensor)}
+    fresh: list[Any] = [torch.empty_like(tensors[i]) if i in tensors else x for i, x in enumerate(values)]
+    copy_all([fresh[i] for i in tensors], list(tensors.values()))
+    count = len(result.outputs)
+    gradients = dict(zip(result.gradients, fresh[count:], strict=False))
+    return Result(fresh[:count], gradients, fresh[count + len(gradients) :])
+
 
 WARM_UP = 2  # steps that run as always
 MOVES = 8  # times that a step is recorded anew because tensors have moved
@@ -50,30 +74,19 @@ UNRECORDABLE = {
 T = TypeVar("T")
 
 
-class StepRecorder(Protocol):
-    """What CUDA does; tests have one of their own."""
-
-    def record(self, run: Callable[[], T]) -> T:
-        """What ``run`` returns, whose values are there after `replay`."""
-
-    def replay(self) -> None:
-        """Run once more what was recorded."""
-
-
 class CudaGraph:
-    """`torch.cuda.CUDAGraph`."""
+    """`torch.cuda.CUDAGraph`; tests have one of their own."""
 
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
 
     def record(self, run: Callable[[], T]) -> T:
-        """Raises what ``run`` raises, and RuntimeError for what CUDA does not record. Other threads may go on asking
-        CUDA for events, as torch's watchdog does."""
+        """What ``run`` returns, whose values are there after `replay`. Raises what ``run`` raises, and RuntimeError for
+        what CUDA does not record. Other threads may go on asking CUDA for events, as torch's watchdog does."""
         with torch.cuda.graph(self._graph, pool=_pool(), capture_error_mode="thread_local"):
             return run()
 
     def replay(self) -> None:
-        """On the current stream."""
         self._graph.replay()
 
 
@@ -111,12 +124,12 @@ class RecordedStep:
         *,
         reason: str = "",
         world: bool = False,
-        make: Callable[[], StepRecorder] = CudaGraph,
+        make: Callable[[], CudaGraph] = CudaGraph,
     ) -> None:
         self._run, self._traffic_of_run, self._make, self._world = run, traffic, make, world
         self._fixed, self._given = fixed, given
         self._calls = self._records = self._replays = 0
-        self._graph: StepRecorder | None = None
+        self._graph: CudaGraph | None = None
         self._places: list[int] = []
         self._inputs: list[Tensor] = []
         self._result = Result([], {})

@@ -34,18 +34,17 @@ from autopar.runtime.comm.collectives import Ledger, Traffic, add_ledgers, ledge
 from autopar.runtime.comm.p2p import AXIS, Channels
 from autopar.runtime.exec.buffer_updates import BufferUpdates
 from autopar.runtime.exec.cross_stage import StageExchange
-from autopar.runtime.exec.cuda_graphs import RecordedStep, why_not
+from autopar.runtime.exec.cuda_graphs import RecordedStep, Result, why_not
 from autopar.runtime.exec.expert_stats import ExpertLoad, layers_of_experts
 from autopar.runtime.exec.global_statistics import links_ahead
 from autopar.runtime.exec.instructions import Entry, Program
 from autopar.runtime.exec.lowering import BACKENDS, Lowered, bind
 from autopar.runtime.exec.module_profiling import ModuleProfile, Span, watched_modules
 from autopar.runtime.exec.overlapped_fb import OverlappedEntries, with_cells
-from autopar.runtime.exec.program import make_program
-from autopar.runtime.exec.slots import Routes, unit_of
+from autopar.runtime.exec.program import ProgramBuilder
+from autopar.runtime.exec.slots import Routes
 from autopar.runtime.exec.step_fingerprint import axes_of_step
 from autopar.runtime.exec.step_inputs import SCALE, StepInputs
-from autopar.runtime.exec.step_result import Result
 from autopar.runtime.exec.unsharded_cache import UnshardedCache
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.schedule.order import BACKWARD, COMPUTE, Action
@@ -67,32 +66,16 @@ class Paused:
     kept: dict[str, Tensor]
 
 
-@dataclass
-class Peaks:
-    """live: most units (stage, microbatch, slice) between F and B. saved: most bytes of what F and B keep."""
-
-    live: int = 0
-    saved: int = 0
-
-
 class Executor:
     """The bound step of one batch shape. ``traffic`` grows with every step.
 
-    All ranks of the world must make theirs at the same time: it makes process groups. record: after a step ``timeline``
-    has (action, start, end) in seconds of every action, waiting for other ranks left out, and ``modules`` what of it
-    the host was in which module; of cells that take turns it has none. measure: ``peaks`` has the most of what was
-    alive at a time (slow). held: gathered weights that outlive a step.
+    All ranks of the world must make theirs at the same time: it makes process groups. record: if it is set, a step
+    leaves in ``timeline`` (action, start, end) in seconds of every action, waiting for other ranks left out, and in
+    ``modules`` what of it the host was in which module, but of cells that take turns. held: gathered weights that
+    outlive a step.
     """
 
-    def __init__(
-        self,
-        compiled: Compiled,
-        groups: Groups,
-        backend: str = "eager",
-        *,
-        record: bool = False,
-        measure: bool = False,
-    ) -> None:
+    def __init__(self, compiled: Compiled, groups: Groups, backend: str = "eager") -> None:
         pipeline = compiled.pipeline
         if backend != "eager" and compiled.plan.experts:
             raise ValueError(
@@ -113,9 +96,8 @@ class Executor:
         self.modules: list[Span] = []
         self.load: ExpertLoad | None = None  # of the module, that it counts for
         self._experts: dict[int, list[str]] = {}  # by part: names of layers
-        self.peaks = Peaks()
         self._known: dict[str, Any] = {}  # by name, what compiled code returns
-        self.record, self._measure = record, measure
+        self.record = False
         self._pauses = axis_of_experts(compiled.plan.experts)  # where graphs of cells take turns
         self.order = Routes(pipeline).drop_empty(lowered_order(pipeline))
         assert self.order.microbatches == self.microbatches, f"{self.order.name} is for other microbatches"
@@ -127,10 +109,10 @@ class Executor:
         self._exchange = StageExchange(compiled, self.order, groups)
         self.trained = self._exchange.trained
         groups.warm_up({*axes, *self._exchange.axes})
-        self.program: Program = make_program(
+        self.program: Program = ProgramBuilder(
             pipeline, self.order, groups.coordinate.get(AXIS, 0), self._bind, self.feed, self.channels, groups.device,
             compiled.prologue, self._exchange.results, compiled.plan.options.precision, self._exchange.totals,
-        )  # fmt: skip
+        ).program()  # fmt: skip
         whole = {name: self.feed.taken_whole(name) for _, name, _ in self.program.loads}
         self._whole_loads = [(slot, whole[name]) for slot, name, _ in self.program.loads if whole[name]]
         self._made_loads = [load for load in self.program.loads if not whole[load[1]]]
@@ -186,13 +168,8 @@ class Executor:
         return add_ledgers(self._sent(), self._recorded.traffic if self._recorded else {})
 
     def _sent(self) -> Ledger:
-        """By what ran as always."""
         attention = (comms.traffic for comms in self._comms | self.held.comms)
         return add_ledgers(self._traffic, self._exchange.traffic, self.channels.traffic, *attention, self._rehearsed)
-
-    @property
-    def _watched(self) -> bool:
-        return self.record or self._measure
 
     # --- a step -------------------------------------------------------------------------------------------
 
@@ -205,7 +182,7 @@ class Executor:
         another rank fails.
         """
         with self._whole():
-            records = self._recorded is not None and not self._watched and not self.held.on
+            records = self._recorded is not None and not self.record and not self.held.on
             return self._recorded(values) if records and self._recorded else self._step(values)
 
     def _step(self, values: Mapping[str, Tensor]) -> Result:
@@ -266,7 +243,6 @@ class Executor:
         return found
 
     def _kept(self, slots: list[Any]) -> dict[str, Any]:
-        """What left the model."""
         return self._exchange.outputs({name: slots[i] for name, i in self.program.results.items()})
 
     def _outputs(self, found: Mapping[str, Any]) -> list[Any]:
@@ -278,7 +254,7 @@ class Executor:
             self._rehearses = False
             self._rehearse(values)
         slots = self._fed(values)
-        self.timeline, self.modules, self.peaks, self._live = [], [], Peaks(), set[tuple[int, int, int]]()
+        self.timeline, self.modules = [], []
         self._run(self._forward, slots)
         return slots
 
@@ -296,7 +272,6 @@ class Executor:
         self._rehearsed = ledger_between(self._sent(), before)  # is taken off
 
     def _fed(self, values: Mapping[str, Tensor]) -> list[Any]:
-        """New slots with what comes from outside."""
         slots: list[Any] = [None] * self.program.size
         for slot, constant in self.program.constants.items():
             slots[slot] = constant
@@ -312,11 +287,9 @@ class Executor:
         for entry in self._runs[entries is self._backward]:
             with self._looked_at(entry, profiled) if profiled or self.record else nullcontext():
                 start = self._counted(entry, slots)
-            if self._watched:
+            if self.record:
                 end = time.perf_counter()
-                for one in (*entry.ahead, entry.back) if isinstance(entry, OverlappedEntries) else (entry,):
-                    if one.action is not None:
-                        self._watch(one.action, start, end, slots)
+                self.timeline += [(action, start, end) for action in entry.actions]
         self._traffic = add_ledgers(self._traffic, self._traffic_of[entries is self._backward])
         if entries is self._forward and self.held.on:
             self._traffic = add_ledgers(self._traffic, self.held.saved())
@@ -325,47 +298,24 @@ class Executor:
     def _looked_at(self, entry: Entry | OverlappedEntries, profiled: bool) -> Iterator[None]:
         """For torch's profiler, and for ``modules``."""
         spans = ModuleProfile(named=profiled)
-        with record_function(_name_of(entry)) if profiled else nullcontext(), watched_modules(spans):
+        with record_function(f"autopar {entry}") if profiled else nullcontext(), watched_modules(spans):
             yield
         if self.record:
             self.modules += spans.found
 
     def _counted(self, entry: Entry | OverlappedEntries, slots: list[Any]) -> float:
         """Run an entry; of a forward of training, count which experts were chosen."""
-        action = entry.ahead[0].action if isinstance(entry, OverlappedEntries) else entry.action
+        action = next(iter(entry.actions), None)
         if self.load is None or action is None or action.kind != "F" or not self.compiled.train:
             return entry.run(slots)
         found: list[Tensor] = []
-        if isinstance(entry, OverlappedEntries):
-            start = entry.run(slots, functools.partial(_told, found))
-        else:
-            with _told(found):
-                start = entry.run(slots)
+        start = entry.run(slots, functools.partial(_told, found))
         if found:
             part = self.order.part_of(action.stage)
             if part not in self._experts:
                 self._experts[part] = layers_of_experts(self.compiled.pipeline.parts[part].forward.graph)
             self.load.add(self._experts[part], found, axis_of_experts(self.compiled.plan.experts))
         return start
-
-    def _watch(self, action: Action, start: float, end: float, slots: list[Any]) -> None:
-        self.timeline.append((action, start, end))
-        if not self._measure:
-            return
-        if action.kind == "F":
-            self._live.add(unit_of(action))
-            self.peaks.live = max(self.peaks.live, len(self._live))
-        elif action.kind in BACKWARD:
-            self._live.discard(unit_of(action))
-        kept = [slots[i] for i in self.program.saved if isinstance(slots[i], Tensor)]
-        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
-        self.peaks.saved = max(self.peaks.saved, sum(storages.values()))
-
-
-def _name_of(entry: Entry | OverlappedEntries) -> str:
-    """For torch's profiler: 'autopar 0F3', of a cell 'autopar 0F3&1BW2', else what comes ahead of all actions."""
-    entries = [entry.ahead[0], entry.back] if isinstance(entry, OverlappedEntries) else [entry]
-    return f"autopar {'&'.join(str(one.action) for one in entries if one.action is not None) or 'prologue'}"
 
 
 @contextmanager
@@ -379,13 +329,7 @@ def _told(found: list[Tensor]) -> Iterator[None]:
 T = TypeVar("T")
 
 
-def is_drawn(coordinate: Mapping[str, int]) -> bool:
-    """Whether a rank is the one that is shown of its stage: its other coordinates are 0."""
-    return not any(i for axis, i in coordinate.items() if axis != AXIS)
-
-
 def per_rank(recorded: Iterable[tuple[Mapping[str, int], T]]) -> list[T]:
-    """What to draw of what all ranks of the world recorded, as (coordinate on the mesh, what) pairs: by coordinate on
-    pp."""
-    first = {where.get(AXIS, 0): what for where, what in recorded if is_drawn(where)}
+    """What the first rank of each stage recorded, of (coordinate on the mesh, what) pairs of all ranks."""
+    first = {at.get(AXIS, 0): what for at, what in recorded if not any(i for axis, i in at.items() if axis != AXIS)}
     return [first[i] for i in sorted(first)]

@@ -1,7 +1,5 @@
 """How many tokens chose each expert: counted as training steps dispatch them, summed over ranks when it is asked for.
 
-load = model.expert_load()      {"model.layers.1.mlp.experts": [E] int64, ...} since the model was made
-
 Counting asks nothing of other ranks and waits for no accelerator: the ends of experts' rows, which the dispatch makes
 anyway, are added up. What the backward makes again counts once.
 """
@@ -70,7 +68,6 @@ class ExpertLoad:
         return whole.flatten()
 
     def clear(self) -> None:
-        """Begin anew."""
         self._ends.clear()
 
 

@@ -11,7 +11,8 @@ does it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +37,6 @@ def links_ahead(pipeline: Pipeline, order: Order) -> set[Link]:
 
 
 def _homes(order: Order) -> list[int]:
-    """The rank of each part."""
     return [order.rank_of[stage] for stage in order.chains[0]]
 
 
@@ -46,39 +46,43 @@ def _moves(hop: P2PEdge, homes: Sequence[int]) -> bool:
 
 @dataclass
 class StatisticsProgram:
-    """Adds the instructions of one rank to an entry. ``run``: adds those of a graph. ``share``: sums values over all
-    stages, None where there are none."""
+    """Adds the instructions of one rank. ``run``: adds a graph. ``share``: sums over stages, if there are several."""
 
     values: Values
     channels: Channels
     device: torch.device
     run: Run
     share: Callable[[list[Tensor]], list[Tensor]] | None
-    pending: list[tuple[Action, int, list[P2PEdge]]] = field(default_factory=list)  # that nobody has waited for
     made: set[str | None] = field(default_factory=set)  # names of values that go between graphs
 
     def add(self, entry: Entry) -> None:
-        """All rounds."""
         graphs = [g for one in self.values.pipeline.ahead for g in one.graphs if g is not None]
         self.made = {name for g in graphs for name in g.outputs} - self.values.learned
         for one in self.values.pipeline.ahead:
             self._round(entry, one)
 
     def _round(self, entry: Entry, one: GlobalStatistics) -> None:
-        order, me = self.values.order, self.values.rank
-        homes = _homes(order)
-        for action, hops in self._transfers(one, "RF"):
+        order, channels, slot = self.values.order, self.channels, self.values.slot
+        receives, sends = (dict(self._transfers(one, kind)) for kind in ("RF", "SF"))
+        for action, hops in receives.items():
             kinds = [(hop.shapes[0], hop.dtype) for hop in hops]
-            entry.does.append(self._post(action, kinds))
-            self.pending.append((action, action.microbatch, hops))
-        sends = dict(self._transfers(one, "SF"))
-        for k, graph in enumerate(one.graphs):
-            for i in range(order.microbatches) if homes[k] == me else ():
-                self._arrived(entry, k, i)
-                if graph is not None:
-                    self._run(entry, one, graph, i)
-                for action in [a for a in sends if a.stage == order.chains[0][k] and a.microbatch == i]:
-                    entry.does.append(self._send(action, sends[action]))
+            post = channels.receiving(action, order.rank_of[action.peer], kinds)
+            entry.does.append(Instruction(post, [], [slot("pending ahead", action)]))
+
+        def moved(transfers: Mapping[Action, list[P2PEdge]], k: int, i: int) -> Iterator[tuple[Action, list[int]]]:
+            for action, hops in transfers.items():
+                if action.stage == order.chains[0][k] and action.microbatch == i:
+                    yield action, [self._slot(hop.value, i) for hop in hops]
+
+        mine = [k for k, rank in enumerate(_homes(order)) if rank == self.values.rank]
+        for k, i in itertools.product(mine, range(order.microbatches)):
+            for action, slots in moved(receives, k, i):
+                wait = Instruction(lambda pending: channels.wait(pending[0]), [slot("pending ahead", action)], slots)
+                entry.does.append(wait)
+            if (graph := one.graphs[k]) is not None:
+                self._run(entry, one, graph, i)
+            for action, slots in moved(sends, k, i):
+                entry.does.append(Instruction(channels.sending(action, order.rank_of[action.peer]), slots))
         if self.share is not None:
             self._share(entry, one)
 
@@ -96,7 +100,6 @@ class StatisticsProgram:
                         yield Action(stages[here], kind, i, peer=stages[there]), hops
 
     def _slot(self, name: str, microbatch: int) -> int:
-        """Of a value that goes between graphs."""
         return self.values.slot("ahead", microbatch, name)
 
     def _run(self, entry: Entry, one: GlobalStatistics, graph: StepGraph, i: int) -> None:
@@ -109,37 +112,8 @@ class StatisticsProgram:
         sums, addends = ([self.values.slot(kind, n) for n in own] for kind in ("step", "addend"))
         entry.does.append(Instruction(accumulate([False] * len(own)), [*sums, *addends], sums))
 
-    # --- between stages -----------------------------------------------------------------------------------
-
-    def _post(self, action: Action, kinds: list[tuple[tuple[int, ...], torch.dtype]]) -> Instruction:
-        peer, channels, device = self.values.order.rank_of[action.peer], self.channels, self.device
-
-        def post(_: list[Any]) -> list[Any]:
-            return [channels.post(action, peer, [torch.empty(s, dtype=d, device=device) for s, d in kinds])]
-
-        return Instruction(post, [], [self.values.slot("pending ahead", action)])
-
-    def _arrived(self, entry: Entry, part: int, i: int) -> None:
-        """Wait for what a part takes of a microbatch, or keeps for later rounds."""
-        stage, channels = self.values.order.chains[0][part], self.channels
-        for action, _, hops in [x for x in self.pending if x[1] == i and x[0].stage == stage]:
-            reads = [self.values.slot("pending ahead", action)]
-            writes = [self._slot(hop.value, i) for hop in hops]
-            entry.does.append(Instruction(lambda pending: channels.wait(pending[0]), reads, writes))
-        self.pending = [x for x in self.pending if not (x[1] == i and x[0].stage == stage)]
-
-    def _send(self, action: Action, hops: list[P2PEdge]) -> Instruction:
-        peer, channels = self.values.order.rank_of[action.peer], self.channels
-
-        def start(tensors: list[Any]) -> list[Any]:
-            channels.send(action, peer, tensors)
-            return []
-
-        return Instruction(start, [self._slot(hop.value, action.microbatch) for hop in hops])
-
     def _share(self, entry: Entry, one: GlobalStatistics) -> None:
-        """Totals of a round become those of all stages. Nothing of it is on its way any more: the names of transfers
-        are free for the next one."""
+        """Totals of a round become those of all stages; names of transfers are free for the next one."""
         named = (pair for g in one.graphs if g is not None for pair in zip(g.outputs, outputs(g.graph), strict=True))
         likes = {name: x.meta["val"] for name, x in named if name in one.totals}
         kinds = [(tuple(likes[name].shape), likes[name].dtype) for name in one.totals]

@@ -1,7 +1,5 @@
 """A step as a flat list of instructions over slots: values have numbers, so that running one costs next to nothing.
 
-    slots = [None] * size        Instruction(apply, reads, writes): slots[writes] = apply(slots[reads])
-
 The list is made once, when a pipeline is bound. `finish_sums` then finds out after which instruction nobody reads a
 slot any more: it is emptied before the instruction runs, so a graph that empties its list of inputs frees them in
 between.
@@ -11,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +21,7 @@ from autopar.runtime.exec.lowering import Lowered
 from autopar.schedule.order import Action
 
 Slots = list[Any]
+Within = Callable[[], AbstractContextManager[Any]]
 NOWHERE = -1  # a result that has no name
 
 
@@ -77,26 +77,32 @@ def finish_sums(instructions: Sequence[Instruction], kept: Collection[int]) -> N
 
 @dataclass
 class Entry:
-    """One action: what it waits for, then what it does. ``action`` is None for what comes ahead of all. runs: the bound
-    graphs among it."""
+    """One action (None: ahead of all): what it waits for, then what it does. runs: the bound graphs among it."""
 
     action: Action | None
     waits: list[Instruction] = field(default_factory=list)
     does: list[Instruction] = field(default_factory=list)
     runs: list[Lowered] = field(default_factory=list)
 
-    def run(self, slots: list[Any]) -> float:
-        """Returns when (`time.perf_counter`) it no longer waited."""
+    def run(self, slots: list[Any], within: Within = nullcontext) -> float:
+        """Returns when (`time.perf_counter`) it no longer waited. ``within``: entered around what it does."""
         for instruction in self.waits:
             instruction.run(slots)
         start = time.perf_counter()
-        for instruction in self.does:
-            instruction.run(slots)
+        with within():
+            for instruction in self.does:
+                instruction.run(slots)
         return start
+
+    def __str__(self) -> str:
+        return str(self.action) if self.action is not None else "prologue"
+
+    @property
+    def actions(self) -> list[Action]:
+        return [self.action] if self.action is not None else []
 
     @property
     def pauses(self) -> bool:
-        """Whether a graph among what it does pauses."""
         return any(bound.paused is not None for bound in self.runs)
 
 
@@ -181,21 +187,11 @@ def cast_rows(dim: int, start: int, length: int, dtype: torch.dtype) -> Callable
     return cut
 
 
-def write_rows(dim: int, start: int, length: int) -> Callable[[list[Any]], list[Tensor]]:
-    """Takes (buffer, piece): writes the piece into the buffer."""
+def change_rows(change: str, dim: int, start: int, length: int) -> Callable[[list[Any]], list[Tensor]]:
+    """Takes (buffer, piece): the rows of the buffer are ``change``d by the piece, "copy_" or "add_"."""
 
-    def write(values: list[Any]) -> list[Tensor]:
-        values[0].narrow(dim, start, length).copy_(values[1])
+    def run(values: list[Any]) -> list[Tensor]:
+        getattr(values[0].narrow(dim, start, length), change)(values[1])
         return []
 
-    return write
-
-
-def add_rows(dim: int, start: int, length: int) -> Callable[[list[Any]], list[Tensor]]:
-    """Takes (buffer, piece): adds the piece to the buffer."""
-
-    def add(values: list[Any]) -> list[Tensor]:
-        values[0].narrow(dim, start, length).add_(values[1])
-        return []
-
-    return add
+    return run

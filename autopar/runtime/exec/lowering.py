@@ -8,35 +8,107 @@ A collective starts where its node stands and is waited for right before its fir
 overlaps with it; reduce-scatters of gradients, whose user is the end of the graph, earlier (`autopar.ir.waits`).
 Attention over cut sequences runs its exchanges within its node (`autopar.runtime.comm.context_parallel_comm`).
 The function takes ONE list of inputs and empties it: a saved activation dies after its last use.
+
+Graphs with exchanges of tokens may pause where they would wait for one (`autopar.ir.waits.pauses_at`), so that another
+one may compute meanwhile: their code is a generator, which yields there.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
 from autopar.adapters.fx.graph_nodes import copied_node
-from autopar.adapters.operators import OpOverload, argument_defaults, name_of
+from autopar.adapters.operators import OpOverload, argument_defaults, kernel_of, name_of
 from autopar.ir.meta import TRACE, inherit
 from autopar.ir.waits import WaitPlaces, is_started, overwritten, pauses_at
 from autopar.ops.traits import COLLECTIVES, COPIES, LOCAL
 from autopar.runtime.comm import collectives as comm
+from autopar.runtime.comm import functional_collectives
 from autopar.runtime.comm.collectives import Ledger, Traffic, finish, traffic_of
 from autopar.runtime.comm.context_parallel_comm import OPERATORS, Comms
-from autopar.runtime.comm.functional_collectives import Collectives, finish_with, functional_call
-from autopar.runtime.exec.fast_dispatch import shorten
 from autopar.runtime.exec.module_profiling import is_watched, left_after, watched_code
-from autopar.runtime.exec.op_errors import operator_explained
-from autopar.runtime.exec.yield_points import Steps, drained, make_generator, pause_here, pauses_in
-from autopar.runtime.mesh.offload_buffers import OffloadBuffers
+from autopar.runtime.exec.value_checks import operator_explained
+from autopar.runtime.mesh.host_copies import OffloadBuffers
 from autopar.runtime.mesh.process_groups import Groups
+
+aten = torch.ops.aten
+
+# Arguments are given as in the schema: only functions that take them in the same order and by the same names are here.
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    aten.add.Tensor: torch.add, aten.add.Scalar: torch.add, aten.sub.Tensor: torch.sub,
+    aten.mul.Tensor: torch.mul, aten.mul.Scalar: torch.mul, aten.div.Tensor: torch.div, aten.div.Scalar: torch.div,
+    aten.pow.Tensor_Scalar: torch.pow, aten.neg.default: torch.neg, aten.rsqrt.default: torch.rsqrt,
+    aten.exp.default: torch.exp, aten.cos.default: torch.cos, aten.sin.default: torch.sin,
+    aten.tanh.default: torch.tanh, aten.sigmoid.default: torch.sigmoid, aten.mm.default: torch.mm,
+    aten.bmm.default: torch.bmm, aten.addmm.default: torch.addmm, aten.t.default: torch.t,
+    aten.transpose.int: torch.transpose,
+    aten.unsqueeze.default: torch.unsqueeze, aten.squeeze.dim: torch.squeeze, aten.permute.default: torch.permute,
+    aten.cat.default: torch.cat, aten.sum.dim_IntList: torch.sum, aten.mean.dim: torch.mean,
+    aten.split_with_sizes.default: torch.split_with_sizes, aten.where.self: torch.where,
+    aten.embedding.default: torch.embedding, aten.clone.default: torch.clone, aten.reshape.default: torch.reshape,
+}  # fmt: skip
+METHODS: dict[Any, str] = {
+    # reshape, for tracing does not know all strides: softplus_backward's fake is contiguous, its result is as its input
+    aten.view.default: "reshape",
+    aten._unsafe_view.default: "reshape",
+    aten.expand.default: "expand",
+}
+
+
+IN_PLACE = {aten.add.Tensor: "add_", aten.addmm.default: "addmm_"}
+
+
+def shorten(node: Node, overwritten: int | None = None) -> None:
+    """Let a node of a lowered graph call its operator by the shorter way, where there is one. ``overwritten``: which
+    operand its result may be written over (of two that are added, either)."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return
+    if overwritten is not None and node.target in IN_PLACE:
+        over, *others = (node.args[overwritten], *node.args[:overwritten], *node.args[overwritten + 1 :])
+        node.op, node.target, node.args = "call_method", IN_PLACE[node.target], (over, *others)
+    elif node.target in METHODS:
+        if not node.kwargs:
+            node.op, node.target = "call_method", METHODS[node.target]
+    else:
+        node.target = FUNCTIONS.get(node.target) or kernel_of(node.target) or node.target
+
+
+# --- pauses ----------------------------------------------------------------------------------------------------
+
+
+Steps = Generator[None, None, Any]  # returns what the graph returns
+_MARK = re.compile(r"^\s*\w+ = \w*pause_here\(\);?.*$", re.MULTILINE)
+
+
+def pause_here() -> None:
+    """Stands in a lowered graph where its code pauses."""
+
+
+def drained(steps: Callable[[list[Any]], Steps]) -> Callable[[list[Any]], Any]:
+    """Runs through."""
+
+    def run(inputs: list[Any]) -> Any:
+        going = steps(inputs)
+        try:
+            while True:
+                next(going)
+        except StopIteration as end:
+            return end.value
+
+    return run
+
+
+if TYPE_CHECKING:
+    from autopar.adapters.inductor import Functional
 
 ours = torch.ops.autopar
 
@@ -57,7 +129,7 @@ class Lowered:
 
     traffic: of the collectives in one run, but for rows of experts. comms: what attention over cut sequences exchanges
     with; they count what has been sent in all runs so far, rows of experts included. made: fake values of what it
-    returns, if it is compiled code. paused: the same as code that pauses (`autopar.runtime.exec.yield_points`), if it
+    returns, if it is compiled code. paused: the same as code that pauses (`autopar.runtime.exec.lowering`), if it
         does.
     lowered: the graph that runs operator by operator.
     """
@@ -118,7 +190,7 @@ def bind(
         run, made = compile_step(explicit, groups.device, given)
         return Lowered(run, traffic, gm.code, comms, made=made)
     lowered = _lower(gm, _Eager(groups, comms), pauses)
-    if not pauses_in(lowered.graph):
+    if all(node.target is not pause_here for node in lowered.graph.nodes):
         return Lowered(lowered.forward, traffic, lowered.code, comms, lowered)
     return Lowered(drained(lowered.forward), traffic, lowered.code, comms, lowered, paused=lowered.forward)
 
@@ -162,23 +234,7 @@ def named_arguments(node: Node) -> dict[str, Any]:
 # --- starts and waits --------------------------------------------------------------------------------
 
 
-class _Calls(Protocol):
-    """What the nodes of a lowered graph call."""
-
-    def start(self, node: Node) -> Callable[..., Any]:
-        """Of a collective or copy: takes its tensors, returns what ``finish`` takes."""
-
-    def finish(self, node: Node) -> Callable[[Any], Any]:
-        """Waits for what was started."""
-
-    def local(self, node: Node) -> Callable[..., Any]:
-        """Of a rank's slice or padding: takes its tensor."""
-
-    def other(self, node: Node, new: Node) -> None:
-        """Set the target of a copied node."""
-
-
-def _lower(gm: GraphModule, calls: _Calls, pauses: str = "") -> GraphModule:
+def _lower(gm: GraphModule, calls: _Traced | _Eager, pauses: str = "") -> GraphModule:
     graph, waits = Graph(), WaitPlaces(gm)
     new: dict[Node, Node] = {}
 
@@ -207,7 +263,7 @@ def _lower(gm: GraphModule, calls: _Calls, pauses: str = "") -> GraphModule:
             if node.op == "placeholder":
                 new[node].target = new[node].name  # else generated code renames arguments one by one, over each other
     graph.set_codegen(_BoxedCode())
-    make_generator(graph)
+    graph.on_generate_code(lambda _: lambda lines: [_MARK.sub("yield", line) for line in lines])
     graph.lint()
     return GraphModule(gm, graph)
 
@@ -225,14 +281,19 @@ class _BoxedCode(CodeGen):
 
 
 class _Traced:
-    """For a compiler: functional collectives, operators as they are."""
+    """What the nodes of a graph for a compiler call: functional collectives, operators as they are.
 
-    def __init__(self, collectives: Collectives, device: torch.device) -> None:
+    start: of a collective or copy, takes its tensors and returns what ``finish`` takes. local: of a rank's slice or
+    padding. other: sets the target of a copied node.
+    """
+
+    def __init__(self, collectives: Functional, device: torch.device) -> None:
         self._collectives, self._device = collectives, device
-        self._finish = finish_with(collectives)
 
     def finish(self, node: Node) -> Callable[[Any], Any]:
-        return as_it_is if node.target in COPIES else self._finish
+        if node.target in COPIES:
+            return lambda x: x
+        return lambda_named("finish_traced", lambda pending: pending[1](self._collectives.wait(pending[0])))
 
     def start(self, node: Node) -> Callable[..., Any]:
         if node.target is ours.from_host.default:
@@ -240,7 +301,8 @@ class _Traced:
         if node.target in COPIES:
             return node.target
         given = {k: v for k, v in named_arguments(node).items() if k != "x"}
-        return functional_call(self._collectives, node.target, given)
+        run = getattr(functional_collectives, kind_of(node))
+        return lambda_named(f"functional_{kind_of(node)}", lambda x: run(self._collectives, x, **given))
 
     local = start
 
@@ -249,7 +311,7 @@ class _Traced:
 
 
 class _Eager:
-    """For a run operator by operator."""
+    """What those of a graph call that runs operator by operator; as `_Traced`."""
 
     def __init__(self, groups: Groups, comms: Comms) -> None:
         self._groups, self._comms = groups, comms
@@ -258,13 +320,21 @@ class _Eager:
         if node.target in COPIES:
             copies = OffloadBuffers.on(self._groups.device)
             return copies.to_host if node.target is ours.to_host.default else copies.from_host
-        return _start_of(node, self._groups, self._comms)
+        kind, given = kind_of(node), _given(node)
+        if kind == "all_reduce":
+            given["in_place"] = overwritten(node) is not None
+        if kind == "all_to_all_rows":
+            given["count"] = self._comms.count
+        return getattr(comm, kind)(self._groups, node.name, **given)
 
     def finish(self, node: Node) -> Callable[[Any], Any]:
         return OffloadBuffers.on(self._groups.device).finish if node.target in COPIES else finish
 
     def local(self, node: Node) -> Callable[..., Any]:
-        return _local_of(node, self._groups)
+        take = getattr(comm, kind_of(node))(self._groups, **_given(node))
+        if node.target is ours.shard_slice.default and any(user.op == "output" for user in node.users):
+            return lambda_named("own_slice", lambda x: take(x).clone())  # an output owns its storage
+        return take
 
     def other(self, node: Node, new: Node) -> None:
         if node.target in OPERATORS:
@@ -273,33 +343,9 @@ class _Eager:
         shorten(new, None if given is None else node.args.index(given))
 
 
-def _start_of(node: Node, groups: Groups, comms: Comms) -> Callable[..., Any]:
-    given = {k: v for k, v in named_arguments(node).items() if k not in ("x", "splits", "size")}
-    kind = kind_of(node)
-    if kind == "all_reduce":
-        return comm.all_reduce(groups, node.name, in_place=overwritten(node) is not None, **given)
-    make: dict[str, Callable[..., comm.Start]] = {
-        "all_gather": comm.all_gather,
-        "reduce_scatter": comm.reduce_scatter,
-        "all_to_all": comm.all_to_all,
-        "all_to_all_rows": functools.partial(comm.all_to_all_rows, count=comms.count),
-    }
-    return make[kind](groups, node.name, **given)
-
-
-def _local_of(node: Node, groups: Groups) -> Callable[..., Any]:
-    given = {k: v for k, v in named_arguments(node).items() if k not in ("x", "size")}
-    if kind_of(node) == "shard_pad":
-        return comm.shard_pad(groups, **given)
-    take = comm.shard_slice(groups, **given)
-    if any(user.op == "output" for user in node.users):
-        return lambda_named("own_slice", lambda x: take(x).clone())  # an output owns its storage
-    return take
-
-
-def as_it_is(x: Any) -> Any:
-    """The identity."""
-    return x
+def _given(node: Node) -> dict[str, Any]:
+    """The arguments by name with which a collective is made, before it has tensors."""
+    return {name: x for name, x in named_arguments(node).items() if name not in ("x", "splits", "size")}
 
 
 def lambda_named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:

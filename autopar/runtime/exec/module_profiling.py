@@ -2,10 +2,9 @@
 
     y = linear(x, w)                    _module = enter_module("layers.0.mlp.up_proj"); y = linear(x, w)
     z = silu(y)                    -->  _module_1 = enter_module("layers.0.mlp.act_fn"); z = silu(y)
-    return (z,)                         _module_2 = enter_module(""); return (z,)
 
-The code with these calls is made when somebody looks for the first time; else nobody pays for it. On a GPU a span is
-the time in which its kernels are launched, as for all that the host does.
+The code with these calls is made when somebody looks for the first time. On a GPU a span is the time in which its
+kernels are launched.
 """
 
 from __future__ import annotations

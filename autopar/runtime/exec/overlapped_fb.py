@@ -3,7 +3,7 @@
     0F3     x ........ start, pause             wait, products, start, pause                wait ...
     1BW2                         y ... start, pause                         wait, products ...
 
-A cell of an order (`autopar.schedule.order.Action.paired`) whose graphs pause (`autopar.runtime.exec.yield_points`)
+A cell of an order (`autopar.schedule.order.Action.paired`) whose graphs pause (`autopar.runtime.exec.lowering`)
 runs both by turns, each up to its next pause. Turns follow from the graphs, so all ranks that exchange with each other
 take the same; what each graph computes, and in which order gradients are added up, is as if they ran one after the
 other.
@@ -12,21 +12,17 @@ other.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
-from autopar.runtime.exec.instructions import Entry, Instruction, Slots
-from autopar.schedule.order import COMPUTE
-
-Within = Callable[[], AbstractContextManager[Any]]
+from autopar.runtime.exec.instructions import Entry, Instruction, Slots, Within
+from autopar.schedule.order import COMPUTE, Action
 
 
 @dataclass
 class OverlappedEntries:
-    """``ahead``: the first half, and what is sent of it. ``back``: the second. dead: slots that both read and nobody
-    later; they are emptied at the end."""
+    """``ahead``: the first half, with its sends. ``back``: the second. dead: slots read by both, then by none."""
 
     ahead: list[Entry]
     back: Entry
@@ -39,6 +35,13 @@ class OverlappedEntries:
             for one in mine:
                 self.dead += [i for i in one.dead if i in read]
                 one.dead = [i for i in one.dead if i not in read]
+
+    def __str__(self) -> str:
+        return f"{self.ahead[0]}&{self.back}"
+
+    @property
+    def actions(self) -> list[Action]:
+        return [action for entry in (*self.ahead, self.back) for action in entry.actions]
 
     def run(self, slots: Slots, within: Within = nullcontext) -> float:
         """Returns when it no longer waited for other stages. ``within``: entered whenever the first half goes on."""

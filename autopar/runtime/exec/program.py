@@ -1,12 +1,10 @@
 """From the lowered order of a step to the instructions of one rank.
 
-    1RF0<0    post a receive into new buffers
-    1F0       wait for it; run F's graph on slots; add its losses up
-    1SF0>2    send slots
-    1BW0      wait for gradients; sum what came from several users; run; add gradients of parameters up
-    1BWR1     the same, but the graph takes the sums and makes the reduced gradients
-
-All names are resolved here, once. Every kind of action has one method: see `handlers`.
+1RF0<0    post a receive into new buffers
+1F0       wait for it; run F's graph on slots; add its losses up
+1SF0>2    send slots
+1BW0      wait for gradients; sum what came from several users; run; add gradients of parameters up
+1BWR1     the same, but the graph takes the sums and makes the reduced gradients
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from typing import Any
 import torch
 
 from autopar.ir.graph import outputs, placeholders
-from autopar.precision import PRECISIONS, Precision
+from autopar.precision import Precision
 from autopar.runtime.comm.p2p import Channels
 from autopar.runtime.exec.global_statistics import StatisticsProgram
 from autopar.runtime.exec.instructions import (
@@ -27,13 +25,12 @@ from autopar.runtime.exec.instructions import (
     Instruction,
     Program,
     accumulate,
-    add_rows,
     cast_rows,
+    change_rows,
     filled,
     finish_sums,
     rows,
     total,
-    write_rows,
 )
 from autopar.runtime.exec.lowering import Lowered
 from autopar.runtime.exec.slots import Unit, Values, unit_of
@@ -47,39 +44,28 @@ from autopar.steps.of_rank import backwards, graph_of, sum_dtypes
 Bind = Callable[[StepGraph], Lowered]
 
 
-def make_program(
-    pipeline: Pipeline,
-    order: Order,
-    rank: int,
-    bind: Bind,
-    feed: StepInputs,
-    channels: Channels,
-    device: torch.device,
-    prologue: Prologue | None = None,
-    results: Collection[str] = (),
-    precision: Precision = PRECISIONS["none"],
-    share: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None,
-) -> Program:
+class ProgramBuilder:
     """``order``: lowered, without empty transfers. ``rank``: coordinate on the pp axis. ``bind``: makes a graph
     runnable. ``results``: outputs of F to keep, of the last microbatch. ``precision``: says what gradients of
     microbatches are added up in. ``share``: sums values over stages, where there are some."""
-    values = Values(pipeline, order, rank, feed, prologue)
-    return _Builder(values, bind, channels, device, results, precision, share).program()
 
-
-class _Builder:
     def __init__(
         self,
-        values: Values,
+        pipeline: Pipeline,
+        order: Order,
+        rank: int,
         bind: Bind,
+        feed: StepInputs,
         channels: Channels,
         device: torch.device,
+        prologue: Prologue | None,
         results: Collection[str],
         precision: Precision,
         share: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None,
     ) -> None:
+        self.values = values = Values(pipeline, order, rank, feed, prologue)
         self.ahead = StatisticsProgram(values, channels, device, self.run, share)
-        self.values, self.channels, self.device, self.precision = values, channels, device, precision
+        self.channels, self.device, self.precision = channels, device, precision
         self.slot, self.part, self.routes, self.order = values.slot, values.part, values.routes, values.order
         self._bind = bind
         self.bound: dict[int, Lowered] = {}
@@ -123,7 +109,6 @@ class _Builder:
     # --- graphs -------------------------------------------------------------------------------------------
 
     def bind(self, graph: StepGraph) -> Lowered:
-        """Once."""
         bound = self.bound.get(id(graph))
         if bound is None:
             bound = self.bound[id(graph)] = self._bind(graph)
@@ -193,7 +178,7 @@ class _Builder:
         else:
             self.run_unit(entry, part.forward, unit)
         for cache in part.caches:
-            write = write_rows(cache.dim, *self.values.slice(action.slice))
+            write = change_rows("copy_", cache.dim, *self.values.slice(action.slice))
             buffer, own = self._buffer(entry, unit, cache), self.slot("unit", *unit, cache.own)
             entry.does.append(Instruction(write, [buffer, own]))
         for name in part.losses:
@@ -271,7 +256,6 @@ class _Builder:
             entry.does.append(Instruction(filled(_shape(hop, unit), hop.dtype, self.device), [], [tangent]))
 
     def _like(self, unit: Unit, value: str) -> torch.Tensor:
-        """The (fake) value of an output."""
         forward = self.part(unit[0]).forward
         made: torch.Tensor = outputs(forward.graph)[forward.outputs.index(value)].meta["val"]
         return made
@@ -282,7 +266,7 @@ class _Builder:
             name, start = grad(cache.past), self.values.slice(unit[2])[0]
             if name in graph.outputs and start:
                 reads = [self._buffer(entry, unit, cache, gradient=True), self.slot("unit", *unit, name)]
-                entry.does.append(Instruction(add_rows(cache.dim, 0, start), reads))
+                entry.does.append(Instruction(change_rows("add_", cache.dim, 0, start), reads))
         names = [n for n in self.routes.parameter_gradients(self.order.part_of(unit[0])) if n in graph.outputs]
         if names:
             alone = {graph.outputs[i] for i in graph.graph.meta.get("owned", ())}
@@ -306,22 +290,13 @@ class _Builder:
         return [(h, self.slot("back", *unit, h.value, h.target)) for h in between(here, there, gradient=True)]
 
     def send(self, action: Action, entry: Entry) -> None:
-        peer, channels = self.order.rank_of[action.peer], self.channels
-
-        def start(tensors: list[Any]) -> list[Any]:
-            channels.send(action, peer, tensors)
-            return []
-
+        start = self.channels.sending(action, self.order.rank_of[action.peer])
         entry.does.append(Instruction(start, [slot for _, slot in self._moved(action)]))
 
     def receive(self, action: Action, entry: Entry) -> None:
         """Only posts it: what uses the values waits."""
-        peer, channels, device = self.order.rank_of[action.peer], self.channels, self.device
         kinds = [(_shape(hop, unit_of(action)), hop.dtype) for hop, _ in self._moved(action)]
-
-        def post(_: list[Any]) -> list[Any]:
-            return [channels.post(action, peer, [torch.empty(s, dtype=d, device=device) for s, d in kinds])]
-
+        post = self.channels.receiving(action, self.order.rank_of[action.peer], kinds)
         entry.does.append(Instruction(post, [], [self.slot("pending", action)]))
 
     def _wait(self, entry: Entry, kind: str, unit: Unit) -> None:
@@ -352,7 +327,6 @@ class _Builder:
             self.run(entry, graph, reads, self._reduced(action.stage, graph))
 
     def _reduced(self, stage: int, graph: StepGraph) -> list[int]:
-        """Slots of the gradients of stored parameters."""
         return [NOWHERE if name is None else self.slot("reduced", stage, name) for name in graph.outputs]
 
     def _store(self, stage: int, entry: Entry) -> None:

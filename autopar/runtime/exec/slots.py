@@ -36,17 +36,12 @@ class Routes:
         assert len(self.source) == len(self.hops), "a part receives a value once"
 
     def between(self, source: int, target: int, gradient: bool = False) -> list[P2PEdge]:
-        """What one transfer moves, in order."""
         found = [h for h in self.hops if (h.source, h.target) == (source, target)]
-        return [h for h in found if self.comes_back(h)] if gradient else found
+        return [h for h in found if comes_back(self.pipeline, h)] if gradient else found
 
     def users(self, part: int, value: str) -> list[P2PEdge]:
         """Hops that take a value on from a part and bring a gradient back."""
-        return [h for h in self.hops if h.source == part and h.value == value and self.comes_back(h)]
-
-    def comes_back(self, hop: P2PEdge) -> bool:
-        """Whether the target has a gradient to send: its own, or that of parts behind it."""
-        return comes_back(self.pipeline, hop)
+        return [h for h in self.hops if h.source == part and h.value == value and comes_back(self.pipeline, h)]
 
     def differentiates(self, part: int, value: str) -> bool:
         """Whether a part makes a gradient of a value itself."""
@@ -72,8 +67,7 @@ class Routes:
         ]
 
     def stored_gradients(self, part: int) -> list[tuple[str, str, str]]:
-        """(placeholder of a stored parameter, "sum" or "reduced", name of its gradient), of all that BWR or R makes,
-        and of those that need neither."""
+        """(placeholder of a stored parameter, "sum" or "reduced", name of its gradient), of all that a part makes."""
         stage, found = self.parts[part], []
         reduced = stage.backward_reduce or stage.reduce
         if reduced is not None:
@@ -130,7 +124,6 @@ class Values:
         return self.pipeline.parts[self.order.part_of(stage)]
 
     def stages(self) -> list[int]:
-        """Stages of this rank that microbatches run through."""
         return [stage for chain in self.order.chains for stage in chain if self.is_mine(stage)]
 
     def stage_at(self, part: int, microbatch: int) -> int:

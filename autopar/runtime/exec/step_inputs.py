@@ -42,12 +42,10 @@ class StepInputs:
         return cut or spec.kind == "microbatch"
 
     def _cut(self, name: str) -> Placement | None:
-        """How microbatches cut an input."""
         return self._inputs.get(name, {}).get("mb")
 
     def taken_whole(self, name: str) -> str:
-        """The name under which a placeholder's value is among ``values``; "" for one that is made of them, or may be
-        of none."""
+        """The name under which a placeholder's value is among ``values``; "" if it is made of them, or of none."""
         spec = self.specs.get(name)
         made = spec is None or spec.kind in ("total", "microbatch") or isinstance(self._cut(spec.name), Shard)
         return "" if made or spec is None else spec.name

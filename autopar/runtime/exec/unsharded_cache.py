@@ -1,9 +1,5 @@
 """Gathered weights that outlive a step, while nobody changes the weights: `ParallelModule.keep_unsharded`.
 
-    with model.keep_unsharded():
-        model.train_step(**first)       gathers once per step, as always; what was gathered is kept
-        model.train_step(**second)      computes with that
-
 The first F of a step is an instruction with two forms: with the gathers within, and without. Nothing tells every change
 of a weight: writes through ``.data``, and those of kernels that torch knows nothing of, leave no trace in a tensor's
 version. So a step skips nothing by itself; what can be seen is an error.
@@ -47,7 +43,6 @@ class Gathering(Instruction):
 
     @property
     def plain(self) -> Instruction:
-        """F alone."""
         (plain,) = self.others
         if self.bind is not None:
             plain.apply, self.bind = self.bind(), None
@@ -113,7 +108,6 @@ class UnshardedCache:
 
     @property
     def comms(self) -> set[Comms]:
-        """Of the graphs that ran without gathers."""
         alone = (one.apply for gathering in self._gatherings for one in gathering.others)
         return {bound.comms for bound in alone if isinstance(bound, Lowered)}
 

@@ -38,7 +38,6 @@ class Places:
         self._places: dict[str, Place] = {}
 
     def be_at(self, place: Place) -> None:
-        """This rank is there now."""
         self._places.pop(place.name, None)
         self._places[place.name] = place  # the last one
 
@@ -93,7 +92,6 @@ class CallSequence:
         return -1 if past is None else next((n for n in range(len(past), 0, -1) if self._last(n) in self._next), -1)
 
     def goes_on(self, call: Hashable) -> None:
-        """This rank makes the expected call."""
         self._be_at(meets=False)
         self._follow(self._numbers[call])
 

@@ -8,28 +8,74 @@ nothing about the cause. So every rank
 A survivor reads these keys and says which ranks failed and with what, which are gone without a word (their sign of life
 stands still), which have finished, and which are alive but did not join.
 
-Of a large world each looks at a few ranks, those behind it, and tells all what it finds
-(`autopar.runtime.fault.error_log`): as many questions as there are ranks when all fail together, and not their square.
+Of a large world each looks at a few ranks, those behind it, and tells all what it finds in one place of the store
+(`ErrorLog`): as many questions as there are ranks when all fail together, and not their square.
 """
 
 from __future__ import annotations
 
 import bisect
+import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from autopar.adapters.distributed import hosted_by_launcher, is_backend_error
-from autopar.runtime.fault import nccl_errors
+from autopar.runtime.fault import aborts
 from autopar.runtime.fault.call_sequence import Places
-from autopar.runtime.fault.error_log import ErrorLog, look
-from autopar.runtime.fault.heartbeat import BEAT, Heartbeat, beat_of, doing_in, said_by_launcher
-from autopar.runtime.fault.store_client import StoreClient, StoreError
+from autopar.runtime.fault.heartbeat import BEAT, Heartbeat, beat_of, said_by_launcher, shown_in
+from autopar.runtime.fault.store_client import StoreClient, StoreError, look
+
+MOST = 8  # notices of a kind
+TRIES = 100  # others may write at the same moment; each of them fills a place
+
+
+class ErrorLog:
+    """Those under a key. A notice has a kind, the rank that it is about, and a text."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def read(self, store: dist.Store) -> Mapping[str, dict[int, str]]:
+        """Kind -> rank -> text, the first one of each rank."""
+        found: dict[str, dict[int, str]] = defaultdict(dict)
+        for line in look(store, self._key).splitlines():
+            kind, rank, text = json.loads(line)
+            found[kind].setdefault(rank, text)
+        return found
+
+    def tell(self, store: dist.Store, kind: str, rank: int, text: str) -> None:
+        """Add a notice, unless there are `MOST` of its kind, or the same one."""
+        line, start = json.dumps([kind, rank, text]), json.dumps([kind])[:-1] + ","
+
+        def added(lines: list[str]) -> list[str]:
+            full = sum(one.startswith(start) for one in lines) >= MOST
+            return lines if full or line in lines else [*lines, line]
+
+        self._change(store, added)
+
+    def take_back(self, store: dist.Store, kind: str, rank: int, text: str) -> None:
+        """Remove a notice, if it is there."""
+        line = json.dumps([kind, rank, text])
+        self._change(store, lambda lines: [one for one in lines if one != line])
+
+    def _change(self, store: dist.Store, change: Callable[[list[str]], list[str]]) -> None:
+        seen = look(store, self._key)
+        for _ in range(TRIES):
+            wanted = "\n".join(change(seen.splitlines()))
+            if wanted == seen:
+                return
+            found = store.compare_set(self._key, seen, wanted).decode()
+            if found == wanted:
+                return
+            seen = found
+
 
 SILENCE = 2.5 * BEAT  # once something has failed: a count that stands still this long belongs to a dead rank
 NEAR = 8  # ranks of a group that one rank looks at
@@ -100,8 +146,7 @@ class ErrorBoard:
         self.line.ask(lambda store: store.compare_set(f"{self._keys}/verdict", "", why))
 
     def first_to_say(self, key: str, text: str) -> str | None:
-        """What the first rank has said under a key: this text, if it is this one. None if this rank has told an error,
-        or if the store is gone."""
+        """What the first rank has said under a key. None if this rank has told an error, or the store is gone."""
         if not self._told.keys().isdisjoint(("heard", "error")):
             return None
         try:
@@ -127,7 +172,6 @@ class ErrorBoard:
             self._tell(kind, "")
 
     def succeeded(self) -> None:
-        """A call has ended without an error."""
         self._own = ""
 
     def _tell(self, kind: str, text: str, about: int | None = None) -> None:
@@ -162,10 +206,6 @@ class ErrorBoard:
 
     # --- what it hears --------------------------------------------------------------------------------
 
-    def ask(self, question: Callable[[dist.Store], T], limit: float = 0.0) -> T:
-        """A question to the store that may take ``limit`` seconds. Raises StoreError."""
-        return self.line.ask(question, limit + self.line.patience)
-
     def failed(self, what: str, ranks: Sequence[int], error: BaseException | None = None) -> CollectiveError:
         """The error of something that needed ``ranks`` and failed, with the backend's words if there are any."""
         self._noticed.set()
@@ -189,15 +229,15 @@ class ErrorBoard:
 
     def _look_after(self, verdict: str) -> None:
         """After a beat: if waits that raise nothing are in vain, they are ended; on a thread, since that takes time."""
-        ranks = [] if verdict else nccl_errors.broken_group()
-        if not self._ends and (verdict or ranks) and nccl_errors.there_are_some():
+        ranks = [] if verdict else aborts.broken_group()
+        if not self._ends and (verdict or ranks) and aborts.there_are_some():
             self._ends = True
             threading.Thread(target=self._end_waits, args=(verdict, ranks), name="autopar-end", daemon=True).start()
 
     def _end_waits(self, verdict: str, ranks: Sequence[int]) -> None:
-        what = nccl_errors.last_started() or self.doing or "a collective"
+        what = aborts.last_started() or self.doing or "a collective"
         error = self._error(what, verdict or self.explain(ranks, what))
-        nccl_errors.end_waits(self.thread, error, self._noticed)
+        aborts.end_waits(self.thread, error, self._noticed)
 
     def translated(self, error: BaseException, action: str) -> BaseException:
         """A backend's error in words that name ranks; any other error itself."""
@@ -208,19 +248,19 @@ class ErrorBoard:
     def explain(self, ranks: Sequence[int], what: str) -> str:
         """Why something among ``ranks`` failed here, in words; asks for at most about SILENCE seconds."""
         if self._cut_off():
-            return self._verdict()
+            return self.verdict
         self._tell("waiting", what)
         try:
             return self._ask(ranks)
         except StoreError as error:
-            return self._verdict() or str(error)
+            return self.verdict or str(error)
 
     def trouble(self, ranks: Sequence[int]) -> str:
         """Why waiting for ``ranks`` is in vain, if it is known: a verdict, an error, a rank that has finished."""
         try:
             return self.line.ask(lambda store: self._known(store, ranks, ranks))
         except StoreError as error:
-            return self._verdict() or str(error)
+            return self.verdict or str(error)
 
     def at_work(self, ranks: Sequence[int]) -> dict[int, str]:
         """Which of ``ranks`` are in a call of autopar and do not wait for others there, and in which call."""
@@ -228,7 +268,7 @@ class ErrorBoard:
             signs = self.line.ask(lambda store: self._signs(store, ranks))
         except StoreError:
             return {}
-        return {r: doing for r, sign in signs.items() if (doing := doing_in(sign))}
+        return {r: doing for r, sign in signs.items() if (doing := shown_in(sign)[0])}
 
     def gone_on(self, name: str, number: int) -> Callable[[], int | None]:
         """Asked first, then called: the next rank, if it was beyond call ``number`` of ``name`` when that was asked."""
@@ -242,16 +282,13 @@ class ErrorBoard:
         found = (ranks[(start + i) % len(ranks)] for i in range(min(len(ranks), most + 1)))
         return [r for r in found if r != self.rank][:most]
 
-    @property
-    def verdict(self) -> str:
-        """Why nothing can go on, as far as this rank knows, or empty."""
-        return self._verdict()
-
     def _cut_off(self) -> bool:
         """Whether the store is known not to answer: who asks would wait as long once more."""
         return self.heartbeat is not None and self.heartbeat.cut_off
 
-    def _verdict(self) -> str:
+    @property
+    def verdict(self) -> str:
+        """Why nothing can go on, as far as this rank knows, or empty."""
         return self.heartbeat.verdict if self.heartbeat is not None else ""
 
     def _known(self, store: dist.Store, failing: Sequence[int], needed: Sequence[int]) -> str:
@@ -260,7 +297,7 @@ class ErrorBoard:
         errors = {r: text for r, text in others.items() if text != self._own}
         if errors:
             return "; ".join(f"rank {r} failed: {text}" for r, text in sorted(errors.items()))
-        if verdict := said_by_launcher(store) or self._verdict():
+        if verdict := said_by_launcher(store) or self.verdict:
             return verdict
         # What another rank heard, unless it is about this one: a rank that waits may look as if it were the cause.
         me = re.compile(rf"\branks? ([\d, ]*, )?{self.rank}\b")
@@ -268,7 +305,7 @@ class ErrorBoard:
         left = {r for r in told["left"] if r in needed}
         if told["left"]:
             left |= self._texts(store, "left", self.near(needed)).keys()
-        return heard[0] if heard else f"{_ranks(sorted(left))} finished: its main returned" if left else ""
+        return heard[0] if heard else f"{ranks_named(sorted(left))} finished: its main returned" if left else ""
 
     def _ask(self, ranks: Sequence[int]) -> str:
         # The world, and not only the group: the cause may be a rank that a silent member of the group waits for.
@@ -286,11 +323,11 @@ class ErrorBoard:
             silent = [r for r in looked if after[r] == before[r]]
         left = self.line.ask(lambda store: self._texts(store, "left", silent))
         if dead := self._with_others("silent", [r for r in silent if r not in left], self._world, sees_all):
-            return f"{_ranks(dead)} did not respond: no sign of life for {patience:.1f} s"
+            return f"{ranks_named(dead)} did not respond: no sign of life for {patience:.1f} s"
         waiting = self.line.ask(lambda store: self._texts(store, "waiting", others))
         sees_all = len(others) == len(ranks) - (self.rank in ranks)
         if absent := self._with_others("absent", [r for r in others if r not in waiting], ranks, sees_all):
-            return f"{_ranks(absent)} did not respond: alive, but never joined this collective"
+            return f"{ranks_named(absent)} did not respond: alive, but never joined this collective"
         stories = ", ".join(f"rank {r} in {text}" for r, text in waiting.items())
         return f"every rank waited for another one: {stories}"
 
@@ -312,5 +349,6 @@ class ErrorBoard:
         return {r: text for r in ranks if (text := look(store, f"{self._keys}/{kind}/{r}"))}
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_named(ranks: Sequence[int]) -> str:
+    """ "rank 3", or "ranks 3, 4"."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -1,9 +1,5 @@
 """Errors on their way: what this process tells of its own, and how those of backends come to name ranks.
 
-    with reporting("saving"):       an error that leaves the block is told to the others; a backend's one names ranks
-    with explained(what, ranks):    a RuntimeError of a collective becomes a CollectiveError that says who failed
-    within(limit, call, ...)        a call of torch that waits for others, for so long
-
 What ranks know of each other is on their boards (`autopar.runtime.fault.error_propagation`): one of each process, made
 here.
 """
@@ -64,18 +60,12 @@ def starting(store: dist.Store, rank: int, world: int, limit: float, call: Calla
     """
     mine = _new_board(store, rank, world, limit)
     try:
-        _wait_for(mine, limit, call, "starting the ranks", range(world))
+        waited_for(mine, limit, call, "starting the ranks", range(world))
     except BaseException as error:
         mine.report(error)
         mine.close()
         raise
     _boards[id(default_store())] = mine
-
-
-def clear() -> None:
-    """Take back what this process told, if anything."""
-    for mine in _boards.values():
-        mine.clear()
 
 
 def first_to_say(key: str, text: str) -> str | None:
@@ -129,23 +119,20 @@ def error_context(action: str = "a collective") -> Iterator[None]:
 
 
 @contextmanager
-def explained(what: str, ranks: Sequence[int]) -> Iterator[None]:
-    """RuntimeErrors in this block, which does nothing but communicate with ``ranks``, become CollectiveErrors."""
+def explained(what: str | Callable[[], str], ranks: Sequence[int]) -> Iterator[None]:
+    """RuntimeErrors in this block, which does nothing but communicate with ``ranks``, become CollectiveErrors. What a
+    function says of it is made only then."""
     try:
         yield
     except CollectiveError:
         raise
     except RuntimeError as error:
-        raise board().failed(what, ranks, error) from error
+        raise board().failed(what if isinstance(what, str) else what(), ranks, error) from error
 
 
-def within(limit: float, call: Callable[[], T], what: str, ranks: Sequence[int]) -> T:
+def waited_for(mine: ErrorBoard, limit: float, call: Callable[[], T], what: str, ranks: Sequence[int]) -> T:
     """A call that blocks until ``ranks`` join, for at most ``limit`` seconds: torch's own limits do not count while the
     store is silent. Raises CollectiveError as soon as it is known that one of them will not."""
-    return _wait_for(board(), limit, call, what, ranks)
-
-
-def _wait_for(mine: ErrorBoard, limit: float, call: Callable[[], T], what: str, ranks: Sequence[int]) -> T:
     answer, start, next_look = Answer(), time.monotonic(), mine.beat
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 

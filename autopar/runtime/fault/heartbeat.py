@@ -23,10 +23,9 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from autopar.adapters.distributed import root_store
-from autopar.runtime.fault import gloo_abort
+from autopar.runtime.fault import aborts
 from autopar.runtime.fault.call_sequence import Place, Places, places_in
-from autopar.runtime.fault.error_log import look
-from autopar.runtime.fault.store_client import StoreClient, StoreError
+from autopar.runtime.fault.store_client import StoreClient, StoreError, look
 
 BEAT = 1.0  # seconds between two signs of life
 MANY = 4096  # ranks up to which it is that
@@ -89,17 +88,16 @@ class Heartbeat:
                 self.cut_off = bool(found)
             if found and not self._stop.is_set():
                 self.verdict = found
-                gloo_abort.break_all(self._port)
+                aborts.break_all(self._port)
             self._after(self.verdict)
             if self.verdict:
                 return
 
     def _show(self, store: dist.Store) -> None:
         self._count += 1
-        store.set(f"{self._keys}/alive/{self._rank}", sign_of_life(self._count, self._doing(), self._calls))
+        store.set(f"{self._keys}/alive/{self._rank}", f"{self._count}\n{self._doing()}\n{self._calls}")
 
     def look(self, store: dist.Store) -> str:
-        """One beat: the verdict, or nothing."""
         self._show(store)
         if found := look(store, f"{self._keys}/verdict") or said_by_launcher(store):
             return found
@@ -108,7 +106,7 @@ class Heartbeat:
         sign = look(store, f"{self._keys}/alive/{self._watched}")
         self._still = self._still + 1 if sign == self._seen else 0
         self._seen = sign
-        self.next = (self._watched, places_in(_line(sign, 2)))
+        self.next = (self._watched, places_in(shown_in(sign)[1]))
         # In beats of ours: nobody is silent because the job was suspended.
         if not sign or self._still * self.beat < max(SILENT, 3 * self.beat):
             return ""
@@ -135,15 +133,7 @@ def said_by_launcher(store: dist.Store) -> str:
     return root.get(LAUNCHER).decode() if root.check([LAUNCHER]) else ""
 
 
-def sign_of_life(count: int, doing: str, calls: Places) -> str:
-    """What a rank shows: "12", the call of autopar that it is in, and where it is among all calls, by lines."""
-    return f"{count}\n{doing}\n{calls}"
-
-
-def doing_in(sign: str) -> str:
-    """The call that a rank is in and does not wait for others there; empty if it shows none."""
-    return _line(sign, 1)
-
-
-def _line(text: str, number: int) -> str:
-    return (text.split("\n") + [""] * number)[number]
+def shown_in(sign: str) -> tuple[str, str]:
+    """The call of autopar that a rank is in, if it does not wait for others there, and its places, of what it shows."""
+    _, doing, places = (sign.split("\n") + ["", "", ""])[:3]
+    return doing, places

@@ -16,11 +16,10 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from autopar.adapters.distributed import hosted_by_launcher, store_host
-from autopar.runtime.fault.error_log import look
-from autopar.runtime.fault.error_propagation import EACH, ErrorBoard
+from autopar.runtime.fault.error_propagation import EACH, ErrorBoard, ranks_named
 from autopar.runtime.fault.errors import CollectiveError, board
 from autopar.runtime.fault.heartbeat import BEAT, said_by_launcher
-from autopar.runtime.fault.store_client import Answer, StoreClient, StoreError
+from autopar.runtime.fault.store_client import Answer, StoreClient, StoreError, look
 
 T = TypeVar("T")
 PATIENCE = 10  # times the timeout, that an agreement waits for ranks which beat and are at work in a call of autopar
@@ -37,19 +36,14 @@ def world_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
     line = StoreClient(store, limit)
     try:
         line.ask(lambda s: _come(s, rank, world))
-        while why := line.ask(
-            functools.partial(_absent, rank=rank, world=world, late=(late := time.monotonic() - start > limit))
-        ):
-            if isinstance(why, list) and late:
-                who = ("rank " if len(why) == 1 else "ranks ") + ", ".join(map(str, why))
-                why = f"{who} did not come within {limit:.0f} s"
-                line.ask(functools.partial(_give_up, why=why))
-            if isinstance(why, str):
-                time.sleep(BEAT if rank == 0 else 0.0)  # it may host the store, and the others look there
-                raise CollectiveError(what + why)
+        ask = functools.partial(_why_not_all, rank=rank, world=world, limit=limit)
+        while (why := line.ask(functools.partial(ask, late=time.monotonic() - start > limit))) is None:
             time.sleep(0.01 + world * EACH)
     except StoreError as error:
         raise CollectiveError(what + str(error)) from error
+    if why:
+        time.sleep(BEAT if rank == 0 else 0.0)  # it may host the store, and the others look there
+        raise CollectiveError(what + why)
     return store
 
 
@@ -72,25 +66,24 @@ def _connected(rank: int, world: int, timeout: timedelta, what: str) -> dist.Sto
     return store
 
 
-def _give_up(store: dist.Store, why: str) -> None:
-    store.set("autopar/absent", why)
-
-
 def _come(store: dist.Store, rank: int, world: int) -> None:
     if store.add(f"autopar/here/{rank}", 1) == 1 and store.add("autopar/come", 1) == world:
         store.set("autopar/all", "")
 
 
-def _absent(store: dist.Store, rank: int, world: int, late: bool) -> list[int] | str | bool:
-    """Whether some have not come yet; once it is ``late`` which ones, for the first rank that asks; or why waiting for
-    them has ended: what the launcher or another rank says."""
+def _why_not_all(store: dist.Store, rank: int, world: int, limit: float, late: bool) -> str | None:
+    """Why waiting for all ranks has ended, as the launcher or a rank says: the first one that asks when it is ``late``.
+    "": they have come; None: not yet."""
     if store.check(["autopar/all"]):
-        return False
+        return ""
     if said := said_by_launcher(store) or look(store, "autopar/absent"):
         return said
-    if late and store.compare_set("autopar/names them", "", str(rank)).decode() == str(rank):
-        return [r for r in range(world) if not store.check([f"autopar/here/{r}"])]
-    return True
+    if not late or store.compare_set("autopar/names them", "", str(rank)).decode() != str(rank):
+        return None
+    absent = [r for r in range(world) if not store.check([f"autopar/here/{r}"])]
+    why = f"{ranks_named(absent)} did not come within {limit:.0f} s"
+    store.set("autopar/absent", why)
+    return why
 
 
 @dataclass
@@ -101,7 +94,6 @@ class Rounds:
     left: list[str] = field(default_factory=list)
 
     def next(self, scope: str) -> str:
-        """Where to meet."""
         self.count += 1
         return f"{scope}/{self.count}"
 
@@ -159,21 +151,11 @@ class Round:
         return not self._apart and store.add(self._digest, 0) == len(self._ranks)
 
     def look(self, store: dist.Store) -> bool | None:
-        """What came of it, if all are here."""
         if not self._apart and store.add(self._digest, 0) == len(self._ranks):
             return True
         if self._is_late:
             return self._all_late(store, 0)
         return self._be_late(store) if time.monotonic() - self._start > self._patience else None
-
-    def poll(self, store: dist.Store, seconds: float) -> bool | None:
-        """Look for so long."""
-        end = time.monotonic() + seconds
-        while _rest(self._start, end, len(self._ranks)):
-            found = self.look(store)
-            if found is not None:
-                return found
-        return None
 
     def absent(self, store: dist.Store, near: Sequence[int]) -> list[int]:
         """Which of the ranks ``near`` have not come; all come late if they wait for others."""
@@ -181,14 +163,12 @@ class Round:
         return found if self.look(store) is None else []
 
     def forget(self, store: dist.Store) -> None:
-        """When all have voted."""
         own = [f"{self._where}/vote/{n}" for n in self._votes if n == self._rank]
         for key in own + [f"{self._where}/waits/{self._rank}"] * self._is_late:
             store.delete_key(key)
 
     @property
     def leaves(self) -> bool:
-        """Whether there is something to forget."""
         return self._is_late or self._rank in self._votes
 
 
@@ -197,9 +177,9 @@ def meet(round_: Round, ranks: Sequence[int], what: str, limit: float, event: Ca
 
     Raises CollectiveError as `show` does, and GoneOn where ``event``, asked before each look, says so after it.
     """
-    found = _waited_for(ranks, f"agreeing on {what}", limit, round_.come, round_.poll, round_.absent, event)
+    found = _waited_for(ranks, f"agreeing on {what}", limit, round_.come, round_.look, round_.absent, event)
     if round_.leaves:
-        board().ask(round_.forget)
+        board().line.ask(round_.forget)
     return found
 
 
@@ -220,7 +200,7 @@ def show(
     as long, with a warning.
     """
     left, where, answer = rounds.left, rounds.next(scope), f"{scope}/{rounds.count}/reply"
-    keys, start = [f"{where}/{r}" for r in ranks] if rank == ranks[0] else [], time.monotonic()
+    keys = [f"{where}/{r}" for r in ranks] if rank == ranks[0] else []
     rounds.left = [answer] if rank == ranks[0] else [f"{where}/{rank}"]
 
     def find(store: dist.Store) -> str | None:
@@ -232,14 +212,6 @@ def show(
                 store.delete_key(key)
         return store.get(answer).decode()
 
-    def poll(store: dist.Store, seconds: float) -> str | None:
-        end = time.monotonic() + seconds
-        while _rest(start, end, len(ranks)):
-            found = find(store)
-            if found is not None:
-                return found
-        return None
-
     def set_and_look(store: dist.Store) -> str | None:
         for key in left if rank != ranks[0] else ():  # the first rank has read it
             store.delete_key(key)
@@ -250,12 +222,11 @@ def show(
         return [r for r in near if not store.check([f"{where}/{r}"])] if not store.check([answer]) else []
 
     what = f"agreeing on {text.partition(chr(10))[0]}"
-    return _waited_for(ranks, what, limit, set_and_look, poll, absent)
+    return _waited_for(ranks, what, limit, set_and_look, find, absent)
 
 
 def _rest(start: float, end: float, ranks: int) -> bool:
-    """Before one more look, unless time is over: as long as the store needs for all ranks; who has waited for long
-    looks seldom."""
+    """Before one more look, unless time is over: longer for more ranks, and for who has waited for long."""
     now = time.monotonic()
     if now > end:
         return False
@@ -269,24 +240,31 @@ def _waited_for(
     what: str,
     limit: float,
     come: Callable[[dist.Store], T | None],
-    poll: Callable[[dist.Store, float], T | None],
+    look: Callable[[dist.Store], T | None],
     absent: Callable[[dist.Store, Sequence[int]], list[int]],
     event: Callable[[], Event] | None = None,
 ) -> T:
-    """What ``come`` gives, or ``poll`` later on: None while others are ``absent``."""
+    """What ``come`` gives, or ``look`` later on: None while others are ``absent``."""
     mine, start = board(), time.monotonic()
-    patience, near, next_look = _Patience(mine, limit, what), mine.near(ranks), mine.beat
+
+    def poll(store: dist.Store) -> T | None:
+        end, found = time.monotonic() + 0.25, None
+        while found is None and _rest(start, end, len(ranks)):
+            found = look(store)
+        return found
+
+    patience, near, next_look = _patience(mine, limit, what), mine.near(ranks), mine.beat
     try:
         with mine.at(""):
-            found = mine.ask(come)
+            found = mine.line.ask(come)
             while found is None:
                 waited = time.monotonic() - start
-                ended = waited > limit and patience.ended(waited, mine.ask(lambda store: absent(store, near)))
+                ended = waited > limit and patience(waited, mine.line.ask(lambda store: absent(store, near)))
                 if ended or (waited > next_look and mine.trouble(ranks)):
                     raise mine.failed(what, ranks)
                 next_look += mine.beat if waited > next_look else 0.0
                 gone_on = event() if event is not None else lambda: None
-                found = mine.ask(lambda store: poll(store, 0.25))
+                found = mine.line.ask(poll)
                 if found is None and (rank := gone_on()) is not None:
                     raise GoneOn(rank)
     except StoreError as error:
@@ -294,29 +272,26 @@ def _waited_for(
     return found
 
 
-class _Patience:
-    """With ranks that beat and are at work within autopar: a slow compile is no failure."""
+def _patience(mine: ErrorBoard, limit: float, what: str) -> Callable[[float, Sequence[int]], bool]:
+    """Whether to give up on ranks that are absent after so many seconds, the limit or more: not on those that beat and
+    are at work within autopar, since a slow compile is no failure."""
+    seen = -inf  # when all that were absent were at work
 
-    def __init__(self, mine: ErrorBoard, limit: float, what: str) -> None:
-        self._mine, self._limit, self._what = mine, limit, what
-        self._seen = -inf  # when all that were absent were at work
-
-    def ended(self, waited: float, absent: Sequence[int]) -> bool:
-        """Whether to give up on ranks that have not come after ``waited`` seconds, the limit or more."""
-        found = self._mine.at_work(absent)
+    def ended(waited: float, absent: Sequence[int]) -> bool:
+        nonlocal seen
+        found = mine.at_work(absent)
         if len(found) == len(absent):
-            if absent and self._seen == -inf:
-                self._warn(found)
-            self._seen = waited
-        return waited - self._seen > BETWEEN or waited > PATIENCE * self._limit
+            if absent and seen == -inf:
+                who = ", ".join(f"rank {r} in {call}" for r, call in found.items())
+                warnings.warn(
+                    f"comm: {what} on rank {mine.rank} has waited {limit:.0f} s for others that are alive and at work "
+                    f"({who}); it waits on, up to {PATIENCE * limit:.0f} s",
+                    stacklevel=2,
+                )
+            seen = waited
+        return waited - seen > BETWEEN or waited > PATIENCE * limit
 
-    def _warn(self, found: Mapping[int, str]) -> None:
-        who = ", ".join(f"rank {r} in {call}" for r, call in found.items())
-        warnings.warn(
-            f"comm: {self._what} on rank {self._mine.rank} has waited {self._limit:.0f} s for others that are alive "
-            f"and at work ({who}); it waits on, up to {PATIENCE * self._limit:.0f} s",
-            stacklevel=2,
-        )
+    return ended
 
 
 def differences(ranks: Sequence[int], values: Sequence[str]) -> str:

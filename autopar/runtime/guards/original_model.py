@@ -35,7 +35,7 @@ from autopar.ir.signature import ParameterSpec
 from autopar.runtime.guards.shared_memory import is_taken_back
 from autopar.runtime.inputs.padding import BATCH_NORMS
 from autopar.runtime.mesh.process_groups import Groups
-from autopar.runtime.optim.stale_optimizer import version_after_step
+from autopar.runtime.optim.step_hooks import version_after_step
 from autopar.runtime.params.dtensor_layout import is_here, told_by_holder
 from autopar.runtime.params.sharded_modules import ShardedModules
 

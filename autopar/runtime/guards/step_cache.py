@@ -17,10 +17,15 @@ from torch import nn
 from autopar.ir.batch import facts_of
 from autopar.plan import Plan
 from autopar.runtime.comm.collectives import Ledger, add_ledgers
-from autopar.runtime.consistency.batch_contents import BatchContents
-from autopar.runtime.consistency.batch_shapes import check_unclear, claim_shapes, shapes_of
-from autopar.runtime.consistency.consensus import as_expected
-from autopar.runtime.consistency.rank_checks import RankCheck, agree_on, all_alike, compare_claims, everywhere
+from autopar.runtime.consistency.batch_checks import BatchContents, check_unclear, claim_shapes, shapes_of
+from autopar.runtime.consistency.rank_checks import (
+    RankCheck,
+    agree_on,
+    all_alike,
+    as_expected,
+    compare_claims,
+    everywhere,
+)
 from autopar.runtime.exec.executor import Executor
 from autopar.runtime.exec.expert_stats import ExpertLoad
 from autopar.runtime.exec.step_fingerprint import step_facts

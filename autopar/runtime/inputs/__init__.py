@@ -2,8 +2,7 @@
 
 call_arguments      arguments by the names of the forward
 padding             batches padded to one of a few sizes
-outputs             local results as DTensors in the user's structure
-batch_outputs       outputs with the rows of the whole batch
+outputs             local results as DTensors in the user's structure, with the rows of the whole batch
 loss_fn             a custom loss, traced with the model
 
 Used by `runtime.guards` and `runtime.module`.

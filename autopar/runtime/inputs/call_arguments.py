@@ -110,7 +110,6 @@ def _of_method(function: types.FunctionType, _: Any) -> _Taken | None:
 
 
 def _told_otherwise(function: types.FunctionType) -> Any:
-    """What changes the signature of the same function."""
     said = function.__dict__
     found = (function.__code__, function.__defaults__, said.get("__wrapped__"), said.get("__signature__"))
     return (*map(Same, found), *(function.__kwdefaults__ or ()))

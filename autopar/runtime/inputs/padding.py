@@ -216,7 +216,6 @@ class BatchPadder:
         return found
 
     def _all_seen(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Masks of ones that the batch lacks."""
         made = {mask: torch.ones_like(batch[ids]) for ids, mask in MASKS.items() if isinstance(batch.get(ids), Tensor)}
         return {mask: x for mask, x in made.items() if batch.get(mask) is None and mask in _arguments(self.root)}
 
@@ -321,14 +320,10 @@ def _wider(x: Tensor, dim: int, size: int, value: float) -> Tensor:
 def _trimmed(x: Any, rows: int, padded_rows: int, lengths: Mapping[int, int]) -> Any:
     if not isinstance(x, Tensor) or x.dim() < 2:
         return x
-    cut = _cut_dims(x)
+    cut = {shard.dim for _, shard in x.cuts} if isinstance(x, ShardedTensor) else set()
     if x.shape[1] in lengths and 1 not in cut:
         x = _narrowed(x, 1, lengths[x.shape[1]])
     return _narrowed(x, 0, rows) if rows < padded_rows else x
-
-
-def _cut_dims(x: Tensor) -> set[int]:
-    return {shard.dim for _, shard in x.cuts} if isinstance(x, ShardedTensor) else set()
 
 
 def _narrowed(x: Tensor, dim: int, size: int) -> Tensor:

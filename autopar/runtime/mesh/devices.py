@@ -113,7 +113,7 @@ def _find_shared(gpu: str, seen: int, rank: int, world: int, limit: float) -> st
             store.compare_set(shared, "", f"{gpu}\n{seen}")
         return before
 
-    others = board().ask(take)
+    others = board().line.ask(take)
     digest = "on a GPU with others" if others else "alone"  # of several on one GPU the first is alone
     round_ = Round("autopar/devices", Rounds(), rank, range(world), digest, {})
     if meet(round_, range(world), "the devices", limit, None):
@@ -129,4 +129,4 @@ def _find_shared(gpu: str, seen: int, rank: int, world: int, limit: float) -> st
             f"things out with a NCCL that can connect them, set {RANKS_SHARE_GPUS}=1"
         )
 
-    return board().ask(find)
+    return board().line.ask(find)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,14 +21,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.adapters.distributed import default_store, group_of_members, rank_table, takes_host_tensors
 from autopar.attention.exchanges import WAYS
 from autopar.ir.mesh import LEVELLED, Mesh
-from autopar.runtime.fault import gloo_abort
+from autopar.runtime.fault import aborts
+from autopar.runtime.fault.aborts import leave_to_us, started, tell_count
 from autopar.runtime.fault.call_sequence import CallSequence
-from autopar.runtime.fault.errors import board, starting, within
-from autopar.runtime.fault.nccl_errors import leave_to_us, started, tell_count
+from autopar.runtime.fault.errors import board, starting, waited_for
 from autopar.runtime.fault.store_barrier import Rounds, world_store
 from autopar.runtime.mesh.devices import check_devices, choose_device
-from autopar.runtime.mesh.timeouts import time_limit
 from autopar.schedule.order_checks import Link
+
+DEFAULT_TIMEOUT = 600.0  # seconds
+
+
+def time_limit(timeout: float | timedelta | None) -> timedelta:
+    """Of a collective: as given, else $AUTOPAR_TIMEOUT, else 600 seconds. Raises ValueError for what is no time."""
+    given = os.environ.get("AUTOPAR_TIMEOUT", DEFAULT_TIMEOUT) if timeout is None else timeout
+    name = "AUTOPAR_TIMEOUT" if timeout is None else "timeout"
+    try:
+        found = given if isinstance(given, timedelta) else timedelta(seconds=float(given))
+    except (TypeError, ValueError, OverflowError):
+        found = timedelta(0)
+    if found <= timedelta(0) or isinstance(given, bool):
+        raise ValueError(f"{name}: expected seconds above 0, found {given!r}; 600 is the default")
+    return found
+
 
 _meshes: dict[tuple[int, str, Mesh, timedelta], DeviceMesh] = {}
 _parts: dict[tuple[int, str, Mesh, str, timedelta], dist.ProcessGroup | None] = {}  # all but those of the axes
@@ -67,7 +84,7 @@ def init_mesh(
     if kind == "cuda":
         leave_to_us()
     if not dist.is_initialized():
-        with gloo_abort.recorded():
+        with aborts.recorded():
             _init_world(kind, limit)
     board()  # from now on the others see that this rank is alive
     check_devices(chosen, limit.total_seconds())
@@ -76,12 +93,6 @@ def init_mesh(
         _meshes[key] = made = _make_mesh(mesh, kind, limit)
         vars(made).update(zip(("data_rank", "data_size"), dp_rank_and_size(made)))
     return _meshes[key]
-
-
-def _timeout_of(device_mesh: DeviceMesh) -> timedelta:
-    """The timeout that `init_mesh` was given for a mesh; the default for a mesh of the user's."""
-    found = [limit for (_, _, _, limit), mesh in _meshes.items() if mesh is device_mesh]
-    return found[0] if found else time_limit(None)
 
 
 def _init_world(kind: str, timeout: timedelta) -> None:
@@ -112,9 +123,8 @@ def _make_mesh(mesh: Mesh, kind: str, timeout: timedelta) -> DeviceMesh:
     shape = [size for _, size in mesh.axes]
     names = tuple(name for name, _ in mesh.axes)
     table = torch.arange(mesh.world_size, dtype=torch.int).view(shape)
-    if len(groups) == 1:
-        return DeviceMesh.from_group(groups[0], kind, mesh=table, mesh_dim_names=names)
-    return DeviceMesh.from_group(groups, kind, mesh=table, mesh_dim_names=names)
+    of_axes: Any = groups if len(groups) > 1 else groups[0]
+    return DeviceMesh.from_group(of_axes, kind, mesh=table, mesh_dim_names=names)
 
 
 def _group_along(
@@ -131,8 +141,8 @@ def _group_along(
     full = f"autopar/{mesh}/{name}/{min(ranks)}/{timeout.total_seconds():g}"
     _named[full] = count = _named.get(full, 0) + 1  # a store may outlive a default group, and serve the next
     make = functools.partial(group_of_members, ranks, f"{full}/{count}", timeout, name)
-    with gloo_abort.recorded():
-        return within(timeout.total_seconds(), make, f"making the group {name}", ranks)
+    with aborts.recorded():
+        return waited_for(board(), timeout.total_seconds(), make, f"making the group {name}", ranks)
 
 
 def _parts_of(axis: str, mesh: Mesh) -> list[range]:
@@ -208,7 +218,8 @@ class Groups:
         self.coordinate = self.mesh.coordinate(self.rank)
         self.device = choose_device(device_mesh.device_type)
         self._groups: dict[str, dist.ProcessGroup] = {a: device_mesh.get_group(a) for a in self.mesh.sizes}
-        self.timeout = _timeout_of(device_mesh)
+        made = (limit for (_, _, _, limit), mesh in _meshes.items() if mesh is device_mesh)
+        self.timeout = next(made, None) or time_limit(None)  # the default for a mesh of the user's
         check_devices(self.device, self.timeout.total_seconds())
         if self.device.type == "cuda":
             leave_to_us()
@@ -280,23 +291,20 @@ class Groups:
         return self._channels[self._resolved(axis), way]
 
     def make_links(self, links: Iterable[Link]) -> None:
-        """A group of two ranks for each (sending, receiving) pair of coordinates on pp. Every rank of the world must
-        call it with the same ones."""
+        """A group of two ranks for each (sending, receiving) pair on pp. Every rank of the world calls it alike."""
         for source, target in sorted(set(links)):
             group = self._further("pp", f"pp[{source}>{target}]", sorted((source, target)))
             if group is not None:
                 self._links[source, target] = group
 
     def votes(self) -> dist.ProcessGroup | None:
-        """A group of the ranks along pp for nothing but votes between hosts, if the backend can: all of them ask for it
-        at the same point."""
+        """A group along pp for votes between hosts, if the backend can. All ranks on it call it at the same point."""
         if not takes_host_tensors(self._groups["pp"]):
             return None
         return self._further("pp", "pp_votes", range(self.size("pp")))
 
     def link(self, source: int, target: int) -> tuple[dist.ProcessGroup, int]:
-        """The group for what coordinate ``source`` on pp sends to ``target``, of which this rank is one; and the place
-        of the other one in it."""
+        """The group for what ``source`` on pp sends to ``target``, and the place in it of the one that is not here."""
         here = self.coordinate["pp"]
         return self._links[source, target], int(here == min(source, target))
 
@@ -341,14 +349,10 @@ class Groups:
         return axis
 
     def size(self, axis: str) -> int:
-        """Number of ranks along an axis."""
         axis = self._resolved(axis)
         if axis in self._subsets:
             return len(self._subsets[axis])
-        out = 1
-        for name in axis.split(","):
-            out *= self.mesh.size(name)
-        return out
+        return math.prod(map(self.mesh.size, axis.split(",")))
 
     def ranks(self, axis: str) -> list[int]:
         """Global ranks of my group, in the order of the axis (of joined axes: the first varies slowest)."""
@@ -358,7 +362,6 @@ class Groups:
         return self.mesh.along(axis.split(","), self.rank)
 
     def index(self, axis: str) -> int:
-        """My position in ``ranks(axis)``."""
         return self.ranks(axis).index(self.rank)
 
     def group(self, axis: str) -> dist.ProcessGroup:
@@ -379,6 +382,11 @@ class Groups:
         if names != [name for name in self.mesh.sizes if name in names]:
             raise ValueError(f"groups: join the axes in mesh order ({self.mesh}), found {axis!r}")
         return ",".join(name for name in names if self.mesh.size(name) > 1) or names[0]
+
+    @property
+    def is_first_of_stage(self) -> bool:
+        """Whether this rank's coordinates on all axes but pp are 0."""
+        return not any(i for axis, i in self.coordinate.items() if axis != "pp")
 
     @property
     def world(self) -> str:

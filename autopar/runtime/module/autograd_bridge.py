@@ -28,10 +28,9 @@ from autopar.adapters.hooks import has_gradient_hooks, skip_hooks_without_gradie
 from autopar.errors import refusal_like
 from autopar.ir.graph import ancestors, outputs
 from autopar.ir.placement import Replicate
+from autopar.runtime.exec.buffer_updates import with_refusal
 from autopar.runtime.exec.executor import Executor, Paused
 from autopar.runtime.inputs.outputs import placements_of
-from autopar.runtime.params.missing_gradient import with_refusal
-from autopar.runtime.params.parameters import local_gradient
 from autopar.steps.graphs import grad, of, output, output_place
 from autopar.steps.of_rank import backwards
 
@@ -225,4 +224,4 @@ class _StepFunction(torch.autograd.Function):
         made = {n: x.detach().contiguous() for n, x in found.items()}
         skip_hooks_without_gradient([p for n, p in run.trained.items() if n not in made and has_gradient_hooks(p)])
         wanted = zip(run.trained.items(), ctx.needs_input_grad[2:], strict=True)
-        return (None, None, *(local_gradient(p, made[n]) if need and n in made else None for (n, p), need in wanted))
+        return (None, None, *(p.alike(made[n]) if need and n in made else None for (n, p), need in wanted))  # type: ignore[attr-defined]

@@ -25,18 +25,17 @@ from autopar.plan import Plan
 from autopar.runtime.checkpoint.checkpoint_dir import RunLineage
 from autopar.runtime.comm.collectives import ledger_between, rows_sent
 from autopar.runtime.exec.buffer_updates import plain_buffers
-from autopar.runtime.exec.executor import Executor, is_drawn, per_rank
+from autopar.runtime.exec.executor import Executor, per_rank
 from autopar.runtime.exec.step_inputs import SCALE
 from autopar.runtime.exec.value_checks import ValueChecks
 from autopar.runtime.fault.errors import error_context
 from autopar.runtime.guards.global_state import GlobalTorchState, need_gradients, no_anomalies, outside
 from autopar.runtime.guards.origin import Origin
 from autopar.runtime.guards.step_cache import Compiler, Kind, StepCache
-from autopar.runtime.inputs.batch_outputs import parts_of_outputs
 from autopar.runtime.inputs.call_arguments import by_name, check_values, misspelled
-from autopar.runtime.inputs.outputs import rebuild_outputs
+from autopar.runtime.inputs.outputs import parts_of_outputs, rebuild_outputs
 from autopar.runtime.inputs.padding import BatchPadder, PaddingBuckets
-from autopar.runtime.mesh.async_copies import to_device
+from autopar.runtime.mesh.host_copies import to_device
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.module.autograd_bridge import Forward, attach, refuse_gradients
 from autopar.runtime.module.module_facade import SHARED, ModuleFacade
@@ -44,11 +43,10 @@ from autopar.runtime.module.overridden_methods import face_of
 from autopar.runtime.optim.cpu_offload import keep_on_host
 from autopar.runtime.optim.grad_clipping import clip_gradients
 from autopar.runtime.optim.grad_scaler import GradScaler
-from autopar.runtime.optim.step_events import now, watch_steps
-from autopar.runtime.optim.step_hooks import watch_optimizers
+from autopar.runtime.optim.step_hooks import now, watch_optimizers
 from autopar.runtime.params import parameters as state
-from autopar.runtime.params.gather_shards import STAGES
 from autopar.runtime.params.sharded_modules import ShardedModules
+from autopar.runtime.params.shards import STAGES
 from autopar.values import a_path, number
 
 
@@ -114,7 +112,6 @@ class ParallelModule(ModuleFacade):
         watch_optimizers(groups.device_mesh)
         if plan.options.optimizer_cpu_offload:
             keep_on_host(self, plan.options.bucket_bytes)
-        watch_steps()
         if outputs_with_grad and (reason := self._cannot_differentiate()):
             raise ValueError(f"outputs_with_grad: {reason}; a loss of one's own is loss=fn, traced with the model")
         self._sizes = len(self.__dict__), len(vars(type(self)))
@@ -385,7 +382,7 @@ class ParallelModule(ModuleFacade):
             executor.record = False
         found: list[Any] = [None] * self._groups.mesh.world_size
         with error_context("trace"):
-            modules = executor.modules if is_drawn(self._groups.coordinate) else []  # they are many
+            modules = executor.modules if self._groups.is_first_of_stage else []  # they are many
             rows = rows_sent(ledger_between(before, executor.traffic))
             torch.distributed.all_gather_object(found, (self._groups.coordinate, executor.timeline, rows, modules))
             load = {} if self._cache.backend == "cudagraphs" else self.expert_load()

@@ -21,22 +21,26 @@ from autopar.capture.front_end import OwnFolder, adapter_for
 from autopar.ir.signature import ParameterSpec
 from autopar.plan import Plan
 from autopar.runtime.checkpoint.checkpoint_dir import RunLineage
-from autopar.runtime.checkpoint.hf_files import Files
-from autopar.runtime.checkpoint.hf_io import Recipes, checked_pretrained, save_pretrained, saved_steps
-from autopar.runtime.checkpoint.hf_save_args import check_habits
-from autopar.runtime.consistency.all_ranks import together
-from autopar.runtime.consistency.rank_checks import RankCheck, agree_on_arguments, agree_on_pieces
+from autopar.runtime.checkpoint.hf_io import (
+    Files,
+    Recipes,
+    check_habits,
+    checked_pretrained,
+    save_pretrained,
+    saved_steps,
+)
+from autopar.runtime.consistency.rank_checks import RankCheck, agree_on_arguments, agree_on_pieces, together
 from autopar.runtime.fault.errors import error_context
 from autopar.runtime.guards.step_cache import StepCache
 from autopar.runtime.inputs.loss_fn import of_the_model
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.module import state_dict_hooks
 from autopar.runtime.optim.grad_scaler import GradScaler
-from autopar.runtime.optim.step_events import about_to_write, now
+from autopar.runtime.optim.step_hooks import about_to_write, now
 from autopar.runtime.params import parameters as state
 from autopar.runtime.params.dtensor_layout import is_here
-from autopar.runtime.params.shard_views import all_written
 from autopar.runtime.params.sharded_modules import ShardedModules
+from autopar.runtime.params.sharded_tensor import all_written
 from autopar.values import a_path, whole_number, yes_or_no
 
 
@@ -45,7 +49,7 @@ class RankState:
     """What a rank holds of a model, for `autopar.save` and `autopar.load`.
 
     own: its pieces of parameters by name; ``canonical``: any name of a parameter, tied ones too -> its name. buffers:
-    those that are saved. last_use: when the last training step began (`autopar.runtime.optim.step_events`). averages:
+    those that are saved. last_use: when the last training step began (`autopar.runtime.optim.step_hooks`). averages:
     of `autopar.ema`, in the order in which they were made. owed: what earlier calls have left to be compared. line:
     which run's checkpoints it saves. stateful: by path, modules with a state beside tensors (`get_extra_state`).
     """
@@ -179,9 +183,9 @@ class Stateful(nn.Module):
             elif by_itself:
                 whole = state.full_state_dict(own, specs, self._groups)
                 found, refused, now = state_dict_hooks.loaded(self._tree, whole, state_dict, strict)
-                state.load_state_dict(now, own, specs, self._groups)
+                state.load_state_dict(now, own, specs)
             else:
-                found, misfits = state.load_state_dict(state_dict, own, specs, self._groups, self._persistent())
+                found, misfits = state.load_state_dict(state_dict, own, specs, self._persistent())
             if (steps := state.steps_noted(state_dict)) is not None:
                 self.training_steps = steps
             self._finish_loading("load_state_dict")

@@ -1,7 +1,5 @@
-"""States of optimizers that lie in host memory, and come to the device for one bucket of parameters at a time.
-
-    bucket 1   arrives | steps   | leaves
-    bucket 2           | arrives | steps  | leaves         three buckets of states are on the device at most
+"""States of optimizers that lie in host memory, and come to the device for one bucket of parameters at a time; those of
+three buckets are on the device at most.
 
 Any optimizer of torch that steps each parameter by itself: its own kernels run, on the device, on the same values.
 States that a first step makes leave behind it; numbers such as its count stay where they are. On a GPU a step ends with
@@ -17,14 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.adapters.dtensor import local_of
 from autopar.ir.signature import in_buckets
 from autopar.ir.storages import is_dense
-from autopar.runtime.mesh.offload_buffers import OffloadBuffers, host_copies_arrived
+from autopar.runtime.mesh.host_copies import OffloadBuffers, host_copies_arrived
 from autopar.runtime.optim.local_step import on_pieces, own_step, steps_elements
+from autopar.runtime.params.dtensor_layout import as_local
 from autopar.runtime.params.sharded_tensor import ShardedTensor
 
 _TOLD: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose `state_dict` waits for copies
@@ -63,15 +61,16 @@ class OffloadedStates:
 
     def put_away(self, parameters: Sequence[Tensor]) -> Callable[[], None]:
         """Start to copy states to the host; what puts them in place."""
-        return self._move(parameters, self._may_leave, self._copies.to_host)
+
+        def may_leave(x: Tensor) -> bool:
+            return bool(x.dim() and x.numel()) and is_dense(x) and not self._copies.arena.holds(x)
+
+        return self._move(parameters, may_leave, self._copies.to_host)
 
     def empty_like(self, p: Tensor, dtype: torch.dtype) -> Tensor:
         """A state laid out like a parameter, on the host."""
-        local, _ = self._copies.arena.like(torch.empty_like(_local(p), dtype=dtype, device="meta"))
+        local, _ = self._copies.arena.like(torch.empty_like(as_local(p), dtype=dtype, device="meta"))
         return _laid_out_like(p, local)
-
-    def _may_leave(self, x: Tensor) -> bool:
-        return bool(x.dim() and x.numel()) and is_dense(x) and not self._copies.arena.holds(x)
 
     def _move(
         self, parameters: Sequence[Tensor], moves: Callable[[Tensor], bool], start: Callable[[Tensor], Any]
@@ -80,8 +79,8 @@ class OffloadedStates:
         for p in parameters:
             state = self._optimizer.state.get(p, {})
             for name, x in state.items():
-                if isinstance(x, Tensor) and moves(_local(x)):
-                    pending.append((state, name, x, start(_local(x))))
+                if isinstance(x, Tensor) and moves(as_local(x)):
+                    pending.append((state, name, x, start(as_local(x))))
 
         def finish() -> None:
             while pending:
@@ -91,12 +90,7 @@ class OffloadedStates:
         return finish
 
 
-def _local(x: Tensor) -> Tensor:
-    return local_of(x) if isinstance(x, DTensor) else x
-
-
 def _laid_out_like(x: Tensor, local: Tensor) -> Tensor:
-    """The same value over other memory."""
     return x.like(local) if isinstance(x, ShardedTensor) else local
 
 
@@ -119,7 +113,7 @@ def step_buckets(optimizer: Optimizer, is_ours: Callable[[Tensor], bool], hosts:
     try:
         for group in groups:
             mine = [p for p in group["params"] if is_ours(p) and p.grad is not None]
-            sizes = [_local(p).numel() * p.itemsize for p in mine]
+            sizes = [as_local(p).numel() * p.itemsize for p in mine]
             buckets = [[mine[i] for i in bucket] for bucket in in_buckets(sizes, hosts.bucket)]
             before = {name: value for name, value in group.items() if name != "params"}
             arrives, leaves = hosts.bring(buckets[0] if buckets else ()), _nothing

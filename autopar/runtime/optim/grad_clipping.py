@@ -1,9 +1,7 @@
 """Clipping gradients by their norm over all ranks, pipeline stages included.
 
-    powers of local norms (one foreach call)  ->  their sum, each divided by its number of copies  ->  one all-reduce
-
-The all-reduce is over all axes that cut any parameter, and pp. A piece that several of these ranks hold is counted by
-each of them, in parts: so all ranks scale by the same number, whatever the last bits of their copies are.
+Powers of local norms (one foreach call), each divided by its number of copies, are summed by one all-reduce over all
+axes that cut any parameter, and pp: so all ranks scale by the same number, whatever the last bits of copies are.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from autopar.runtime.comm.collectives import all_reduce, finish
 from autopar.runtime.consistency.rank_checks import RankCheck, agree_on_arguments
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.params.parameters import local_tensor
-from autopar.runtime.params.shard_ranges import cuts_of
+from autopar.runtime.params.shards import cuts_of
 from autopar.values import number, refuse
 
 

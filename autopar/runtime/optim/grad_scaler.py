@@ -12,7 +12,7 @@ hooks do not count. (Micikevicius et al. 2018, Mixed precision training, 3.2.)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,19 +22,10 @@ from autopar.adapters.foreach import unscale_all
 from autopar.capture.trace.export import flatten, unflatten
 from autopar.runtime.consistency.rank_checks import agree_on_arguments
 from autopar.runtime.fault.errors import error_context
-from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.optim.grad_clipping import over_world
-from autopar.runtime.optim.step_events import note_step
+from autopar.runtime.optim.step_hooks import note_step
 from autopar.runtime.params.parameters import local_tensor
 from autopar.values import number, whole_number, yes_or_no
-
-
-class Scaled(Protocol):
-    """A model whose steps can be scaled."""
-
-    def take_scaler(self, scaler: GradScaler) -> Groups:
-        """Scale by it from now on."""
-        ...
 
 
 class GradScaler:
@@ -51,7 +42,7 @@ class GradScaler:
 
     def __init__(
         self,
-        model: Scaled,
+        model: Any,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,

@@ -1,13 +1,8 @@
 """Elementwise optimizers step pieces: each parameter's, its gradient's and its states', as plain tensors.
 
-    torch.optim.AdamW(model.parameters()).step()
-
-        pieces of all parameters  ->  one step of torch's own  ->  states, laid out as their parameters
-
-Parameters that other pipeline stages hold have no elements here: once they have states, only the counts of these go on.
-
 The numbers are those of a step on DTensors. But no operator is dispatched for each of them by torch's DTensor, and
-kernels run that it does not know: fused SGD and Adagrad, Rprop's indexing.
+kernels run that it does not know: fused SGD and Adagrad, Rprop's indexing. Parameters that other pipeline stages hold
+have no elements here: once they have states, only the counts of these go on.
 """
 
 from __future__ import annotations
@@ -19,16 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from autopar.adapters.dtensor import local_of
 from autopar.adapters.foreach import add_one
-from autopar.runtime.params.dtensor_layout import is_here
+from autopar.runtime.params.dtensor_layout import as_local, is_here, laid_out
 from autopar.runtime.params.parameters import is_alike
-from autopar.runtime.params.shard_views import all_written
-from autopar.runtime.params.sharded_tensor import ShardedTensor
-from autopar.runtime.params.state_layout import laid_out
+from autopar.runtime.params.sharded_tensor import ShardedTensor, all_written
 
 _ELEMENTWISE = {  # of torch.optim, by where `step` is defined
     "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
@@ -74,7 +65,7 @@ def on_pieces(optimizer: Optimizer, is_ours: Callable[[Tensor], bool]) -> Iterat
         yield
         add_one([states[p]["step"] for p in counted if "step" in states[p]])
         for p in counted:
-            _local(p).zero_()  # nothing, which counts as written on all stages
+            as_local(p).zero_()  # nothing, which counts as written on all stages
     finally:
         for group, stepped in zip(groups, optimizer.param_groups, strict=True):
             group.update({name: value for name, value in stepped.items() if name != "params"})
@@ -93,8 +84,8 @@ def _only_counts(optimizer: Optimizer, state: Mapping[str, Any]) -> bool:
 
 
 def _piece(p: nn.Parameter, gradient: Tensor) -> nn.Parameter:
-    piece = nn.Parameter(_local(p).detach(), requires_grad=p.requires_grad)
-    piece.grad = _local(gradient).detach()
+    piece = nn.Parameter(as_local(p).detach(), requires_grad=p.requires_grad)
+    piece.grad = as_local(gradient).detach()
     return piece
 
 
@@ -102,14 +93,10 @@ def _piece_of_state(p: nn.Parameter, x: Any) -> Any:
     """What is whole, such as a state that ``load_state_dict`` has read from a file, is cut as the parameter is."""
     if isinstance(x, Tensor) and x.shape == p.shape and p.cuts and not p.lies_as(x):  # type: ignore[attr-defined]
         return p.laid_as(x.detach(), "optimizer")  # type: ignore[attr-defined]
-    return _local(x)
-
-
-def _local(x: Any) -> Any:
-    return local_of(x) if isinstance(x, DTensor) else x
+    return as_local(x)
 
 
 def _laid_out(p: nn.Parameter, made: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     """States of a parameter, of pieces; those that were changed in place are what they were."""
-    changed = {n: x for n, x in made.items() if n not in before or _local(before[n]) is not x}
+    changed = {n: x for n, x in made.items() if n not in before or as_local(before[n]) is not x}
     return {n: laid_out(p, x) if isinstance(x, Tensor) and n not in _COUNTS else x for n, x in changed.items()}

@@ -1,31 +1,168 @@
-"""Steps of optimizers whose parameters are ours: taken apart, where all parameters at once will not do.
+"""Steps of optimizers: what they mean for a save, which are refused, and which are taken apart.
 
     torch.optim.AdamW(model.parameters()).step()     elementwise, on pieces: `autopar.runtime.optim.local_step`
-    torch.optim.Muon(...)                            one whole matrix at a time: `autopar.runtime.optim.unsharded_step`
+    torch.optim.Muon(...)                            of each parameter in turn the whole, as a plain tensor
     optimizer_cpu_offload=True                           states come from the host bucket by bucket:
                                                      `autopar.runtime.optim.cpu_offload`
 
 torch calls the hooks of a step with the optimizer, and the step itself with a stand-in: that steps our parameters when
 it is asked for its groups, and then has none of them. So hooks run before and after, and an error of theirs leaves all
 as it is.
+
+A save on a thread has copied what a step writes to before that begins. One that comes between two backwards of an
+accumulation keeps the gradients, with which no step has been made. An optimizer that was made before `parallelize`
+would step weights that no step on a mesh reads, without a word, since their gradients stay None: it is refused.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
+from autopar.adapters.autograd import version_of
+from autopar.adapters.dtensor import local_of
 from autopar.runtime.optim.cpu_offload import OffloadedStates, step_buckets
-from autopar.runtime.optim.local_step import step_pieces, steps_elements
-from autopar.runtime.optim.unsharded_step import WHOLE, step_each
+from autopar.runtime.optim.local_step import own_step, step_pieces, steps_elements
+from autopar.runtime.params.dtensor_layout import is_here, laid_out, shards_of
+from autopar.runtime.params.sharded_tensor import ShardedTensor
+
+_events = itertools.count(1)
+_stepped = WeakIdKeyDictionary()  # optimizer -> when it has made its last step
+_before: list[Callable[[], None]] = []
+
+
+def now() -> int:
+    """A number that is greater than all before."""
+    return next(_events)
+
+
+def note_step(optimizer: Optimizer) -> None:
+    """It has made a step, or skipped one: the gradients have been used."""
+    _stepped[optimizer] = now()
+
+
+def is_pending(last_use: int, optimizer: Optimizer) -> bool:
+    """Whether gradients of a model that was last used then are later than the last step of an optimizer."""
+    return last_use > _stepped.get(optimizer, 0)
+
+
+def before_writes(call: Callable[[], None]) -> None:
+    """Call it before parameters or averages are written to, by a step of any optimizer for one."""
+    _before.append(call)
+
+
+def about_to_write() -> None:
+    """Parameters or averages are written to now: what is being saved must have been copied."""
+    for call in _before:
+        call()
+
+
+# --- optimizers that were made before parallelize --------------------------------------------------------------
+
+
+_PLACED = WeakIdKeyDictionary()  # -> their version when an optimizer last stepped them
+
+
+def note_parameters(parameters: Iterable[Tensor]) -> None:
+    """Parameters of a model that was put on a mesh. Optimizers are watched from the first call on."""
+    for parameter in parameters:
+        _PLACED.setdefault(parameter, -1)
+    _watch()
+
+
+def version_after_step(parameter: Tensor) -> int:
+    """That of a parameter of such a model when an optimizer last stepped it; -1 if none has."""
+    return int(_PLACED.get(parameter, -1))
+
+
+def _refuse_stale(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        parameters = group["params"]
+        if parameters and parameters[0] in _PLACED and all(p.grad is None for p in parameters):
+            raise ValueError(
+                f"optimizer: this {type(optimizer).__name__} was made of the model's parameters before parallelize, so "
+                "it would step weights that no step on the mesh reads; make it of the parallel model's: "
+                f"{type(optimizer).__name__}(parallel.parameters(), ...)"
+            )
+
+
+# --- optimizers of whole matrices ------------------------------------------------------------------------------
+
+
+# By the name of the class, whichever library it is of: what they do with a matrix is no function of its elements alone.
+WHOLE = {
+    "Muon", "MuonClip", "NorMuon", "Adafactor", "Shampoo", "DistributedShampoo", "SOAP", "CAME", "Apollo", "GaLore",
+}  # fmt: skip
+
+
+def needs_whole(optimizer: Optimizer) -> bool:
+    """Whether it is, or derives from, one of these."""
+    return not WHOLE.isdisjoint(cls.__name__ for cls in type(optimizer).__mro__)
+
+
+@torch.no_grad()
+def step_each(optimizer: Optimizer, is_ours: Callable[[Tensor], bool], hosts: OffloadedStates | None) -> None:
+    """Step our parameters one by one, each whole as a plain tensor. ``hosts``: where states lie in host memory."""
+    step, groups = own_step(optimizer), optimizer.param_groups
+    try:
+        for group in groups:
+            before = {name: value for name, value in group.items() if name != "params"}
+            for p in group["params"]:
+                if is_ours(p) and p.grad is not None and not is_here(p):
+                    local_of(p).zero_()  # nothing, which counts as written on all stages
+                elif is_ours(p) and p.grad is not None:
+                    only = {**before, "params": [_whole(p, p)]}
+                    optimizer.param_groups = [only]
+                    if hosts is not None:
+                        hosts.bring([p])()
+                    _step_one(optimizer, p, only["params"][0], step)
+                    if hosts is not None:
+                        hosts.put_away([p])()
+                    group.update({name: value for name, value in only.items() if name != "params"})
+    finally:
+        optimizer.param_groups = groups
+
+
+def _step_one(optimizer: Optimizer, p: nn.Parameter, plain: nn.Parameter, step: Any) -> None:
+    assert p.grad is not None
+    plain.grad = _whole(p, p.grad).detach()
+    state = optimizer.state.pop(p, {})
+    optimizer.state[plain] = {n: _whole(p, x).detach() if _is_like(x, p) else x for n, x in state.items()}
+    try:
+        step(optimizer)
+    finally:
+        made = optimizer.state.pop(plain, {})
+        optimizer.state[p] = {n: laid_out(p, x) if _is_like(x, plain) else x for n, x in made.items()}
+    local = local_of(p)  # type: ignore[arg-type]
+    if plain.untyped_storage().data_ptr() != local.untyped_storage().data_ptr():
+        local.copy_(local_of(laid_out(p, plain)))
+
+
+def _is_like(x: Any, p: Tensor) -> bool:
+    return isinstance(x, Tensor) and x.shape == p.shape and x.dim() > 0
+
+
+def _whole(p: nn.Parameter, x: Any) -> nn.Parameter:
+    """A value laid out as a parameter as a plain tensor, which shares its storage where it is whole here."""
+    if isinstance(x, ShardedTensor):
+        x = x.on_stage()
+    elif isinstance(x, DTensor):
+        x = x.full_tensor() if shards_of(x) else local_of(x)
+    return nn.Parameter(x.detach(), requires_grad=p.requires_grad)
+
+
+# --- every step ------------------------------------------------------------------------------------------------
+
 
 _MESHES: set[DeviceMesh] = set()  # of our parameters
 
@@ -35,26 +172,41 @@ def watch_optimizers(mesh: DeviceMesh) -> None:
     of the parameters: torch exchanges no tensor in place that somebody has a weak reference to, as ``model.to``
     does.)"""
     _MESHES.add(mesh)
-    _watching()
+    _watch()
+
+
+@functools.cache
+def _watch() -> Any:
+    """Every step of every optimizer, from now on."""
+    return register_optimizer_step_pre_hook(_begin), register_optimizer_step_post_hook(_end)
+
+
+def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _refuse_stale(optimizer)
+    found = _taken_apart(optimizer, args, kwargs)
+    about_to_write()
+    return found
+
+
+def _end(optimizer: Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if not isinstance(p, DTensor) and p in _PLACED and p.grad is not None:  # no piece is among them
+                _PLACED[p] = version_of(p)
+    note_step(optimizer)
 
 
 def _is_ours(p: Tensor) -> bool:
     return isinstance(p, DTensor) and p.device_mesh in _MESHES
 
 
-@functools.cache
-def _watching() -> Any:
-    return register_optimizer_step_pre_hook(_before)
-
-
-def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _taken_apart(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ours = [p for group in optimizer.param_groups for p in group["params"] if _is_ours(p)]
     if not ours:
         return None
-    names = {cls.__name__ for cls in type(optimizer).__mro__}
     hosts = OffloadedStates.of(optimizer, ours)
     step: Callable[[], None]
-    if names & WHOLE:
+    if needs_whole(optimizer):
         step = functools.partial(step_each, optimizer, _is_ours, hosts)
     elif hosts is not None:
         step = functools.partial(step_buckets, optimizer, _is_ours, hosts)

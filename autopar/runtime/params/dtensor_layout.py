@@ -1,19 +1,25 @@
-"""How any DTensor lies on its mesh: a ShardedTensor, or one of torch."""
+"""How any DTensor lies on its mesh, and states of a parameter laid out as it is."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
+from autopar.adapters.dtensor import local_of
 from autopar.ir.placement import Shard
-from autopar.runtime.params.gather_shards import STAGES, from_holder
-from autopar.runtime.params.shard_ranges import Cuts, cuts_of
 from autopar.runtime.params.sharded_tensor import ShardedTensor
+from autopar.runtime.params.shards import STAGES, Cuts, cuts_of, from_holder
+
+
+def as_local(x: Any) -> Any:
+    """This rank's piece of a DTensor; anything else as it is."""
+    return local_of(x) if isinstance(x, DTensor) else x
 
 
 def is_here(x: Tensor) -> bool:
@@ -48,3 +54,10 @@ def reduction_groups(x: DTensor) -> Sequence[dist.ProcessGroup]:
         stages = [STAGES] if x.holders is not None else []
         return [x.device_mesh.get_group(axis) for axis in (*stages, *(axis for axis, _ in x.cuts))]
     return [x.device_mesh.get_group(i) for i, p in enumerate(x.placements) if p.is_shard()]
+
+
+def laid_out(p: nn.Parameter, x: Tensor) -> ShardedTensor:
+    """The whole, or this rank's piece, of a state of a parameter, laid out as it is."""
+    assert isinstance(p, ShardedTensor)
+    made = x.detach()
+    return p.like(made if made.shape == local_of(p).shape else p.laid_as(made, "optimizer"))

@@ -1,12 +1,8 @@
 """A model's state on a mesh: parameters as DTensors, and whole tensors under the original names, both ways.
 
-    local = local_piece(whole, spec, groups)            this rank's piece, a copy
-    p = make_parameter(local, spec, groups)             nn.Parameter over a DTensor
-    full_state_dict({name: p}, specs, groups)           original name -> whole tensor
-
 Every parameter lies on one mesh of all axes, whole (Replicate) where an axis does not cut it: so the foreach paths of
 torch.optim and clip_grad_norm_ see one kind of thing. Every rank has all parameters of the model, in its order: those
-of other pipeline stages as pieces of no elements (`sharded_tensor.ShardedTensor.holders`).
+of other pipeline stages as pieces of no elements (`ShardedTensor.holders`).
 """
 
 from __future__ import annotations
@@ -29,9 +25,8 @@ from autopar.ir.placement import nested_piece
 from autopar.ir.signature import ParameterSpec
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.params import sharded_ops as sharded_ops  # what a ShardedTensor does with operators
-from autopar.runtime.params.gather_shards import STAGES, Holders, nothing_of, piece_of
-from autopar.runtime.params.shard_ranges import cuts_of
 from autopar.runtime.params.sharded_tensor import ShardedTensor, from_local, whole_tensor
+from autopar.runtime.params.shards import STAGES, Holders, cuts_of, nothing_of, piece_of
 
 
 def local_piece(whole: Tensor, spec: ParameterSpec, groups: Groups) -> Tensor:
@@ -122,13 +117,6 @@ def local_tensor(x: Tensor) -> Tensor:
     return local_of(x).detach() if isinstance(x, DTensor) else x.detach()
 
 
-def local_gradient(parameter: Any, local: Tensor) -> ShardedTensor:
-    """This rank's piece of a gradient in the parameter's own layout. ``local``: contiguous, without a graph
-    of autograd, of the piece's shape, which compiled steps are checked for."""
-    made: ShardedTensor = parameter.alike(local)
-    return made
-
-
 def no_elements(parameter: Any) -> Tensor:
     """What a stage has of a gradient, or another tensor, of a parameter that it does not hold."""
     assert not parameter.is_here, "a stage has gradients of what it holds"
@@ -157,7 +145,7 @@ def set_gradients(found: Sequence[tuple[nn.Parameter, Tensor]], observers: Obser
         parameter.give_gradient(local)  # type: ignore[attr-defined]
     if len(plain) < len(found):
         hooked = [pair for pair, someone in zip(found, watched, strict=True) if someone]
-        accumulate_gradient([p for p, _ in hooked], [local_gradient(p, local) for p, local in hooked])
+        accumulate_gradient([p for p, _ in hooked], [p.alike(local) for p, local in hooked])  # type: ignore[attr-defined]
 
 
 def piece_like(parameter: Any, whole: Tensor) -> Tensor:
@@ -271,8 +259,7 @@ def check_tensors(state: Any) -> None:
 
 
 def check_kinds(state: Mapping[str, Any], own: Mapping[str, torch.dtype]) -> None:
-    """Raises ValueError for tensors of another kind than those that they are to be copied into, which are of these
-    dtypes."""
+    """Raises ValueError for tensors that cannot be cast to these dtypes."""
     wrong = [
         f"{name} is {state[name].dtype}, needs {dtype}"
         for name, dtype in own.items()
@@ -286,7 +273,6 @@ def load_state_dict(
     state: Mapping[str, Tensor],
     parameters: Mapping[str, nn.Parameter],
     specs: Iterable[ParameterSpec],
-    groups: Groups,
     buffers: Mapping[str, Tensor] | None = None,
 ) -> tuple[IncompatibleKeys, list[str]]:
     """Copy whole tensors, by original name, into this rank's pieces. Not collective. Returns what was missing and what
@@ -296,46 +282,31 @@ def load_state_dict(
     written.
     """
     check_tensors(state)
-    specs, buffers = list(specs), dict(buffers or {})
-    found: list[tuple[ParameterSpec, Tensor]] = []
-    kept: list[tuple[Tensor, Tensor]] = []
-    misfits, missing, known = [], [], {*buffers}
-    dtypes: dict[str, torch.dtype] = {}
-    for spec in specs:
-        known |= {spec.name, *spec.aliases}
-        name = next((n for n in (spec.name, *spec.aliases) if n in state), None)
-        if name is None:
-            missing.append(spec.name)
+    places: list[tuple[tuple[str, ...], torch.Size, torch.dtype, Tensor | None]] = [
+        ((s.name, *s.aliases), torch.Size(s.shape), s.dtype, parameters.get(s.name)) for s in specs
+    ]
+    places += [((name,), b.shape, b.dtype, b) for name, b in (buffers or {}).items()]
+    found: list[tuple[Tensor, Tensor]] = []
+    misfits, missing, dtypes = [], [], dict[str, torch.dtype]()
+    for names, shape, dtype, target in places:
+        if (name := next((n for n in names if n in state), None)) is None:
+            missing.append(names[0])
             continue
-        dtypes[name] = spec.dtype
-        if tuple(state[name].shape) != tuple(spec.shape):
-            misfits.append(_misfit(name, state[name], spec.shape))
-        elif spec.name in parameters:
-            found.append((spec, state[name]))
-    for name, buffer in buffers.items():
-        if name not in state:
-            missing.append(name)
-            continue
-        dtypes[name] = buffer.dtype
-        if state[name].shape != buffer.shape:
-            misfits.append(_misfit(name, state[name], buffer.shape))
-        else:
-            kept.append((buffer, state[name]))
+        dtypes[name] = dtype
+        if state[name].shape != shape:
+            misfits.append(
+                f"size mismatch for {name}: copying a param with shape {state[name].shape} from checkpoint, the shape "
+                f"in current model is {shape}"
+            )
+        elif target is not None:
+            found.append((target, state[name]))
     check_kinds(state, dtypes)
     with torch.no_grad():
-        for spec, whole in found:
-            local_tensor(parameters[spec.name]).copy_(piece_like(parameters[spec.name], whole_tensor(whole)))
-        for buffer, whole in kept:
-            buffer.copy_(whole_tensor(whole))
+        for target, x in found:
+            whole = whole_tensor(x)
+            local_tensor(target).copy_(piece_like(target, whole) if isinstance(target, DTensor) else whole)
+    known = {name for names, *_ in places for name in names}
     return IncompatibleKeys(missing, [name for name in state if name not in known]), misfits
-
-
-def _misfit(name: str, x: Tensor, shape: Iterable[int]) -> str:
-    """In torch's words."""
-    return (
-        f"size mismatch for {name}: copying a param with shape {x.shape} from checkpoint, the shape in current model "
-        f"is {torch.Size(shape)}"
-    )
 
 
 def refuse_others(found: IncompatibleKeys, misfits: Sequence[str], strict: bool, kind: str) -> None:

@@ -1,13 +1,7 @@
 """The user's modules on the mesh: their classes, attributes and modes as they are, this rank's pieces as parameters.
 
-    tree = Tree(skeleton, specs, {name: piece}, {name: buffer})
-    tree.root                    the modules, with all parameters of the model
-    tree.structure()             a copy with whole parameters on the meta device: what is compiled
-    tree.refresh()               after changes: takes what can take effect, refuses the rest
-
-The modules of the tree are the submodules of `ParallelModule`. So ``model.bn.eval()``, ``isinstance(m, nn.Dropout)``,
-``m.p = 0.0`` and ``p.requires_grad_(False)`` mean what they mean in torch; `module_watch.ModuleGuards` sees what has
-changed.
+They are the submodules of `ParallelModule`. So ``model.bn.eval()``, ``isinstance(m, nn.Dropout)``, ``m.p = 0.0`` and
+``p.requires_grad_(False)`` mean what they mean in torch; `ModuleGuards` sees what has changed.
 """
 
 from __future__ import annotations
@@ -91,7 +85,6 @@ class ShardedModules:
 
     @property
     def held(self) -> Mapping[str, nn.Parameter]:
-        """`own` as it was at the last look."""
         return self._own
 
     def pieces(self) -> dict[str, Tensor]:

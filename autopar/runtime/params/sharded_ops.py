@@ -3,7 +3,7 @@
     elementwise, foreach         on the pieces; operands that lie otherwise are cut, or gathered and cut, to fit
     transposes, rows, slices     views of the pieces, where they leave the cut dims alone
     sums, norms, extrema         `autopar.runtime.params.sharded_reductions`
-    everything else              `autopar.runtime.params.replicate_ops`: of gathered tensors, on every rank
+    everything else              of gathered tensors, the same on every rank; what is written goes back into the pieces
 
 A plain tensor stands for itself on every rank: it has the size of the whole, and is the same everywhere.
 """
@@ -11,24 +11,115 @@ A plain tensor stands for itself on every rank: it has the size of the whole, an
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.adapters.dtensor import local_of, reform
 from autopar.adapters.operators import OpOverload, changes_form, writes_to
 from autopar.ops.traits import PERMUTED, is_elementwise, is_random, is_view
-from autopar.runtime.params.dtensor_layout import reduction_groups
-from autopar.runtime.params.gather_shards import piece_of
-from autopar.runtime.params.replicate_ops import leaves, mapped, on_whole
-from autopar.runtime.params.shard_ranges import Cuts
-from autopar.runtime.params.sharded_reductions import foreach_norm, reduce_over, reduced
-from autopar.runtime.params.sharded_tensor import ShardedTensor, whole_tensor, written
+from autopar.runtime.fault.errors import explained
+from autopar.runtime.params.dtensor_layout import as_local, reduction_groups
+from autopar.runtime.params.sharded_reductions import ScalarTensor, foreach_norm, reduce_over, reduced
+from autopar.runtime.params.sharded_tensor import ShardedTensor, ViewSource, whole_tensor, written
+from autopar.runtime.params.shards import Cuts, piece_of
+
+# --- of whole tensors ------------------------------------------------------------------------------------------
+
+
+def leaves(value: Any) -> list[Any]:
+    """What is no list, tuple or dict, in order."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return [value]
+    found: list[Any] = []
+    for item in value:
+        if isinstance(item, (list, tuple, dict)):
+            found += leaves(item)
+        else:
+            found.append(item)
+    return found
+
+
+def mapped(value: Any, fn: Callable[[Any], Any]) -> Any:
+    """The same lists, tuples and dicts of other leaves."""
+    if isinstance(value, (list, tuple)):
+        return type(value)([mapped(item, fn) for item in value])
+    if isinstance(value, dict):
+        return {key: mapped(item, fn) for key, item in value.items()}
+    return fn(value)
+
+
+def on_whole(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator of whole tensors. A view of an operand is one, and writes to it go to the operand."""
+    operands = {id(x): x for x in leaves((args, kwargs)) if isinstance(x, Tensor)}
+    ours = {i: x for i, x in operands.items() if isinstance(x, ShardedTensor)}
+    mesh = next(iter(ours.values())).device_mesh
+    sources = {i: source for i, x in ours.items() if (source := _source(x)) is not None}
+    whole = {i: _whole(x, sources.get(i)) for i, x in operands.items()}
+    out = func(*mapped(args, lambda x: whole.get(id(x), x)), **mapped(kwargs, lambda x: whole.get(id(x), x)))
+    written = {id(x) for x in leaves(writes_to(func, args, kwargs)) if isinstance(x, Tensor)}
+    if is_random(func):
+        for x in [*(whole[i] for i in written), *(x for x in leaves(out) if isinstance(x, Tensor))]:
+            _of_first(x, mesh)
+    for i in written & sources.keys():
+        sources[i].write()
+    returned = {id(whole[i]): operands[i] for i in written}
+    places = {_place(whole[i]): source for i, source in sources.items()}
+
+    def is_number(x: Tensor) -> bool:
+        """One that has come of tensors that are no numbers."""
+        own = torch.Tag.reduction not in func.tags and not all(o.dim() for o in ours.values())
+        return x.dim() == 0 and not is_view(func) and not own
+
+    def wrapped(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) in returned:
+            return returned[id(x)]
+        if is_number(x):
+            return x.as_subclass(ScalarTensor)
+        made = ShardedTensor.make(x, mesh, (), x.shape)
+        if places:
+            made.source = places.get(_place(x))
+        return made
+
+    return mapped(out, wrapped)
+
+
+def _source(x: ShardedTensor) -> ViewSource | None:
+    """What a view of it, or of its whole, is written back to."""
+    return ViewSource.gathered(x) if x.is_apart else x.source
+
+
+def _whole(x: Tensor, source: ViewSource | None) -> Tensor:
+    if isinstance(x, ShardedTensor):
+        return source.whole if source is not None and x.is_apart else x.fresh()
+    return whole_tensor(x) if isinstance(x, DTensor) else x
+
+
+def _place(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr() if x.layout == torch.strided else 0
+
+
+def _of_first(x: Tensor, mesh: DeviceMesh) -> None:
+    """What the first rank of the mesh holds, on all of them."""
+    for axis in mesh.mesh_dim_names or ():
+        group = mesh.get_group(axis)
+        if group.size() > 1:
+            drawn = x.contiguous()  # a copy where it is a view
+            with explained("sending numbers that were drawn", dist.get_process_group_ranks(group)):
+                dist.broadcast(drawn.reshape(-1).view(torch.uint8), group=group, group_src=0)
+            if drawn is not x:
+                x.copy_(drawn)
+
 
 aten = torch.ops.aten
 
@@ -68,10 +159,14 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if packet is aten.is_same_size:
         return args[0].shape == args[1].shape
     if packet in ON_PIECE:
-        return func(*mapped(args, _local), **mapped(kwargs, _local))
+        return func(*mapped(args, as_local), **mapped(kwargs, as_local))
     if packet in NEW:
         return _new(func, *args, **kwargs)
-    if is_random(func) or _is_view_of_whole(func, args) or _leaves_mesh(func, args, kwargs):
+    if (
+        is_random(func)
+        or (is_view(func) and getattr(args[0], "source", None) is not None)
+        or _leaves_mesh(func, args, kwargs)
+    ):
         return on_whole(func, args, kwargs)
     if isinstance(args[0], ShardedTensor):
         if (found := reduced(func, args, kwargs)) is not None:
@@ -103,10 +198,6 @@ def _number(x: ShardedTensor) -> Any:
     return x.whole().item()
 
 
-def _local(x: Any) -> Any:
-    return local_of(x) if isinstance(x, DTensor) else x
-
-
 def _new(func: OpOverload, x: ShardedTensor, shape: Sequence[int], *rest: Any, **kwargs: Any) -> ShardedTensor:
     """A tensor that has nothing of ``x`` but, if it has its shape, its layout."""
     local = local_of(x)
@@ -119,10 +210,6 @@ def _new(func: OpOverload, x: ShardedTensor, shape: Sequence[int], *rest: Any, *
 
 
 # --- views of pieces ------------------------------------------------------------------------------------
-
-
-def _is_view_of_whole(func: OpOverload, args: Sequence[Any]) -> bool:
-    return isinstance(args[0], ShardedTensor) and args[0].source is not None and is_view(func)
 
 
 def _leaves_mesh(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -167,7 +254,6 @@ def _view_on_stage(func: OpOverload, x: ShardedTensor, how: Sequence[Any], kwarg
 
 
 def _over_piece(x: ShardedTensor, local: Tensor, cuts: Cuts, shape: torch.Size) -> ShardedTensor:
-    """A view of ``x``."""
     out = ShardedTensor.make(local, x.device_mesh, cuts, shape, x.holders)
     out.piece = local_of(x) if x.piece is None else x.piece
     return out
@@ -253,7 +339,6 @@ class _Target:
         return row and not (ahead and x.numel() == 1)
 
     def made(self, local: Any) -> Any:
-        """A result, of this rank's piece of it."""
         if not isinstance(local, Tensor):
             return local
         if self.cuts == self.model.cuts and self.shape == self.model.shape:
@@ -359,8 +444,8 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _unscale(func: OpOverload, tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """GradScaler's check: a piece with an infinity anywhere is one everywhere."""
-    found = _local(found_inf)
-    func([_local(t) for t in tensors], found, _local(inv_scale))
+    found = as_local(found_inf)
+    func([as_local(t) for t in tensors], found, as_local(inv_scale))
     seen: set[str] = set()
     for x in tensors:
         written(x)

@@ -20,18 +20,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.adapters.dtensor import local_of
+from autopar.adapters.dtensor import local_of, no_torch_function
 from autopar.adapters.foreach import norms
 from autopar.adapters.operators import OpOverload, argument_defaults
 from autopar.runtime.fault.errors import explained
-from autopar.runtime.params.gather_shards import STAGES, from_holder, gathered_rows, nothing_of
-from autopar.runtime.params.scalar_tensor import ScalarTensor
-from autopar.runtime.params.shard_ranges import Cuts
 from autopar.runtime.params.sharded_tensor import ShardedTensor
+from autopar.runtime.params.shards import STAGES, Cuts, from_holder, gathered_rows, nothing_of
+
+
+class ScalarTensor(Tensor):
+    """What `torch.Tensor` is, with what code for DTensors asks of it. What is computed of it is a plain tensor."""
+
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
+
+    def full_tensor(self) -> Tensor:
+        return self.as_subclass(Tensor)
+
+    to_local = full_tensor
+
+    def __repr__(self, **how: Any) -> str:  # type: ignore[override]
+        return self.as_subclass(Tensor).__repr__(**how)
+
+    def __format__(self, spec: str) -> str:
+        return self.as_subclass(Tensor).__format__(spec)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
 
 aten = torch.ops.aten
-
-Reduce = Callable[..., ShardedTensor | None]
 
 
 class _Of:
@@ -47,15 +64,12 @@ class _Of:
         self.keeps = bool(self.given.get("keepdim"))
 
     def along(self) -> list[dist.ProcessGroup]:
-        """The groups over which is reduced."""
         return [self.x.device_mesh.get_group(axis) for axis, shard in self.x.cuts if shard.dim in self.dims]
 
     def local(self, **other: Any) -> Tensor:
-        """Of the piece."""
         return self.func(local_of(self.x), **{**self.given, **other})
 
     def made(self, local: Tensor) -> Tensor:
-        """The result, of this rank's piece of it."""
         if local.dim() == 0:
             return local.as_subclass(ScalarTensor)
         cuts: Cuts = tuple((axis, shard) for axis, shard in self.x.cuts if shard.dim not in self.dims)
@@ -125,8 +139,7 @@ _PLACES = {aten.max.dim, aten.min.dim}  # give back places, too
 
 
 def reduced(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
-    """The result, if it is a reduction that is known here of a tensor that is cut. Collective then, over the axes that
-    cut what is reduced."""
+    """A known reduction of a tensor that is cut, else None. Collective over the axes that cut what is reduced."""
     kind = _KINDS.get(func.overloadpacket)
     if kind is None or func in _PLACES or "out" in kwargs or not args[0].is_apart:
         return None

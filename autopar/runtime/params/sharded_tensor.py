@@ -9,7 +9,7 @@ A ShardedTensor is the whole tensor to whoever computes with it (`autopar.runtim
   - sums, norms and extrema reduce at once over the axes that cut what they reduce, so that reading the number needs no
     communication;
   - everything else is computed of the gathered tensor on every rank, and what is written into that, or into a view of
-    it, is written into the pieces;
+    it (`ViewSource`), is written into the pieces;
   - a tensor that only some pipeline stages hold is one on all of them: elsewhere its piece has no elements, operators
     on pieces do nothing there, and its numbers come from the stage that has it;
   - `full_tensor` gathers; distributed checkpoint writes and reads each run of rows as a chunk of its own.
@@ -19,17 +19,21 @@ Whatever communicates is collective: every rank of the mesh calls it, in the sam
 
 from __future__ import annotations
 
+import copy
 import functools
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autopar.adapters.autograd import version_of
 from autopar.adapters.dtensor import (
     LayoutRecord,
     layout_record,
@@ -43,10 +47,74 @@ from autopar.adapters.dtensor import (
 from autopar.adapters.foreach import take_part
 from autopar.adapters.keys import Same
 from autopar.adapters.tensors.parameter_data import refuse_as_data
-from autopar.runtime.params.full_values import FullValues
-from autopar.runtime.params.gather_shards import STAGES, Holders, from_holder, gather, piece_of, shape_of_piece
-from autopar.runtime.params.shard_ranges import Cuts, ShardRange, boxes
-from autopar.runtime.params.shard_views import ViewSource, make_stale
+from autopar.runtime.params.shards import (
+    STAGES,
+    Cuts,
+    Holders,
+    ShardRange,
+    boxes,
+    from_holder,
+    gather,
+    piece_of,
+    shape_of_piece,
+)
+
+
+@dataclass(eq=False)
+class ViewSource:
+    """The piece that a view is of which does not lie in a piece alone: the view is one of ``whole``, which was gathered
+    when the piece was at version ``seen``; ``stale``: an operator on pieces has written to it since."""
+
+    of: Any  # a ShardedTensor
+    whole: Tensor
+    seen: int
+    stale: bool = False
+
+    @classmethod
+    def gathered(cls, x: Any) -> ViewSource:
+        """Collective."""
+        of = x.same()  # the piece as it lies now: `.data` of x may be set
+        whole = of.whole()
+        if of.holders is not None and of.holders.here:
+            whole = whole.clone()  # beside the piece, as on other stages
+        found = cls(of, whole, _version(of))
+        _live.add(found)
+        return found
+
+    def refresh(self) -> None:
+        """Gather again if the piece was written to. Collective then."""
+        if self.stale or _version(self.of) != self.seen:
+            self.whole.copy_(self.of.whole())
+            self.seen, self.stale = _version(self.of), False
+
+    def write(self) -> None:
+        """What the whole now holds, into the piece."""
+        local_of(self.of).copy_(piece_of(self.whole, self.of.device_mesh, self.of.cuts, self.of.holders))
+        make_stale(self.of)
+        self.seen, self.stale = _version(self.of), False
+
+
+_live: weakref.WeakSet[ViewSource] = weakref.WeakSet()
+
+
+def make_stale(x: Any) -> None:
+    """The piece of a tensor was written to."""
+    if not _live:
+        return
+    place = storage_of(local_of(x))
+    for source in _live:
+        source.stale |= storage_of(local_of(source.of)) == place
+
+
+def all_written() -> None:
+    """Pieces of any tensors may have been written to, on some ranks."""
+    for source in _live:
+        source.stale = True
+
+
+def _version(x: Any) -> int:
+    local = local_of(x) if x.piece is None else x.piece
+    return version_of(local)
 
 
 def written(x: Any) -> None:
@@ -73,7 +141,7 @@ _ATTRIBUTES: Any = Tensor  # whose attributes are descriptors
 _get_grad, _set_grad = _ATTRIBUTES.grad.__get__, _ATTRIBUTES.grad.__set__
 
 
-class ShardedTensor(FullValues, DTensor):
+class ShardedTensor(DTensor):
     """``ShardedTensor.make(local, mesh, cuts, shape)``; see the module's docstring. ``cuts`` says which axes cut which
     dims in which blocks; on every other axis of the mesh the tensor is the same.
 
@@ -109,11 +177,9 @@ class ShardedTensor(FullValues, DTensor):
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank's stage holds it."""
         return self.holders is None or self.holders.here
 
     def like(self, local: Tensor) -> ShardedTensor:
-        """Another tensor of this layout."""
         mine = local_of(self)
         if local.dtype != mine.dtype or local.stride() != mine.stride():
             return ShardedTensor.make(local, self.device_mesh, self.cuts, self.shape, self.holders)
@@ -128,7 +194,6 @@ class ShardedTensor(FullValues, DTensor):
         return out
 
     def same(self) -> ShardedTensor:
-        """Another tensor over the same piece."""
         out = self.alike(local_of(self))
         out.piece = self.piece
         return out
@@ -194,12 +259,50 @@ class ShardedTensor(FullValues, DTensor):
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
+    def tolist(self) -> Any:
+        """Of the whole tensor. Collective where it is cut."""
+        return self.whole().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole tensor, as of torch; what was gathered can only be read. Collective where it is cut."""
+        plain = self.whole().detach()
+        found = (plain.requires_grad_() if self.requires_grad else plain).numpy(force=force)
+        if self.is_apart or self.source is not None:
+            found.flags.writeable = False
+        return found
+
+    def __dlpack__(self, **how: Any) -> Any:
+        """Of the whole tensor. Collective where it is cut."""
+        plain = self.whole()
+        return plain.requires_grad_(self.requires_grad).__dlpack__(**how)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if not self.is_leaf:
+            raise RuntimeError("only tensors that the user made can be deep copied; copy x.detach()")
+        out: Any = self.detach().clone().requires_grad_(self.requires_grad)
+        vars(out).update({name: copy.deepcopy(x, memo) for name, x in vars(self).items() if name == "_is_param"})
+        if not isinstance(self, nn.Parameter):  # of which torch copies none
+            out.grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = out
+        return out
+
+    def __copy__(self) -> Any:
+        out: Any = self.detach().requires_grad_(self.requires_grad)
+        vars(out).update({name: x for name, x in vars(self).items() if name == "_is_param"})
+        return out
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As the whole tensor, so that ``torch.save`` writes what plain torch reads. Collective where it is cut."""
+        plain = self.whole()
+        if isinstance(self, nn.Parameter):
+            return nn.Parameter(plain, self.requires_grad).__reduce_ex__(protocol)
+        return plain.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
     def data_ptr(self) -> int:
         """Of this rank's piece; of one without elements a number that no other tensor has."""
         return local_of(self).data_ptr() if self.is_here else storage_of(local_of(self))
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Of this rank's piece."""
         return local_of(self).untyped_storage()
 
     # --- the whole tensor and the piece ---------------------------------------------------------------
@@ -357,8 +460,7 @@ def _lies(x: ShardedTensor, mesh: DeviceMesh, cuts: Cuts, holders: Holders | Non
 
 
 def whole_tensor(x: Tensor) -> Tensor:
-    """The whole of any tensor as a plain one, without autograd; shares storage with one that no axis cuts. Collective
-    where it is cut."""
+    """A tensor as a plain one, without autograd, in its own storage if no axis cuts it. Collective where one does."""
     if isinstance(x, ShardedTensor):
         return x.whole()
     found: Tensor = x.detach()

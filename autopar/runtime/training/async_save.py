@@ -20,17 +20,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from autopar.runtime.checkpoint.checkpoint_dir import CheckpointDir, read_shown, write_synced
+from autopar.files import write_synced
+from autopar.runtime.checkpoint.checkpoint_dir import CheckpointDir, read_shown
 from autopar.runtime.checkpoint.staging import StagedFile
 from autopar.runtime.checkpoint.tensor_storage import whole_index
 from autopar.runtime.consistency.exit_checks import ask_at_end, no_longer_ask
-from autopar.runtime.fault.error_log import look
 from autopar.runtime.fault.error_propagation import CheckpointError, ErrorBoard
 from autopar.runtime.fault.errors import board
 from autopar.runtime.fault.store_barrier import Rounds
-from autopar.runtime.fault.store_client import StoreError
+from autopar.runtime.fault.store_client import StoreError, look
 from autopar.runtime.mesh.process_groups import Groups
-from autopar.runtime.optim.step_events import before_writes
+from autopar.runtime.optim.step_hooks import before_writes
 
 _in_flight: AsyncSave | None = None
 
@@ -119,7 +119,7 @@ class AsyncSave:
         if self._thread is not None:
             self._thread.join()
         if self._outcome is None:
-            self._outcome = self._ask(f"{self._where}/done")
+            self._outcome = self._poll(lambda store: look(store, f"{self._where}/done"))
         if self._outcome != "done":
             raise CheckpointError(f"save: {self._outcome}; the checkpoint before it is as it was")
 
@@ -161,7 +161,7 @@ class AsyncSave:
                 store.compare_set(f"{self._where}/failed", "", failure[:1000])
             store.add(f"{self._where}/ended", 1)
 
-        self._board.ask(tell)
+        self._board.line.ask(tell)
 
     # --- on rank 0 --------------------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class AsyncSave:
         world = self._groups.mesh.world_size
         try:
             self._poll(lambda store: "all" if store.add(f"{self._where}/ended", 0) == world else "")
-            failure = self._board.ask(lambda store: look(store, f"{self._where}/failed"))
+            failure = self._board.line.ask(lambda store: look(store, f"{self._where}/failed"))
             if not failure:
                 failure = self._publish()
             outcome = failure or "done"
@@ -180,7 +180,7 @@ class AsyncSave:
             raise
         finally:
             self._run.close()
-            self._board.ask(functools.partial(self._tell_outcome, outcome=outcome))
+            self._board.line.ask(functools.partial(self._tell_outcome, outcome=outcome))
 
     def _tell_outcome(self, store: dist.Store, outcome: str) -> None:
         for key in self._before:  # all have waited for the save before this one
@@ -202,21 +202,18 @@ class AsyncSave:
 
     # --- waiting for others -----------------------------------------------------------------------------------
 
-    def _ask(self, key: str) -> str:
-        return self._poll(lambda store: look(store, key))
-
     def _poll(self, question: Callable[[dist.Store], str]) -> str:
         """Until there is an answer. Raises CollectiveError where ranks have failed: on a thread only where nothing can
         go on, since a rank whose training has raised an error still writes its share."""
         pause, next_look, ranks = 0.001, time.monotonic() + self._board.beat, range(self._groups.mesh.world_size)
         alone = threading.current_thread() is self._thread
         try:
-            while not (found := self._board.ask(question)):
+            while not (found := self._board.line.ask(question)):
                 time.sleep(pause)
                 pause = min(pause * 1.5, 0.05)
                 if time.monotonic() > next_look:
                     trouble = self._board.verdict if alone else self._board.trouble(ranks)
-                    if trouble and not self._board.ask(question):
+                    if trouble and not self._board.line.ask(question):
                         raise self._board.ended("saving", trouble)
                     next_look = time.monotonic() + self._board.beat
         except StoreError as error:

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar.adapters.dtensor import local_of
 from autopar.adapters.foreach import copy_all, lerp_all
-from autopar.runtime.optim.step_events import about_to_write
-from autopar.runtime.params.state_layout import laid_out
+from autopar.runtime.optim.step_hooks import about_to_write
+from autopar.runtime.params.dtensor_layout import laid_out
 from autopar.values import number
 
 if TYPE_CHECKING:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -29,15 +27,8 @@ def balance_experts(model: ParallelModule, rate: float = 1e-3, buffer: str = BIA
     load = model.expert_load(reset=True)
     with torch.no_grad():
         for layer, count in load.items():
-            for bias in _of_layer(layer, biases, count.shape[0]):
-                counts = count.double()
-                bias.add_((counts.mean() - counts).sign().to(bias), alpha=rate)
+            counts, beside = count.double(), layer.rpartition(".")[0]  # a bias lies beside the experts, or in them
+            for name, bias in biases.items():
+                if name.startswith(f"{beside}." if beside else "") and bias.shape == counts.shape:
+                    bias.add_((counts.mean() - counts).sign().to(bias), alpha=rate)
     return load
-
-
-def _of_layer(layer: str, biases: dict[str, Tensor], experts: int) -> Iterable[Tensor]:
-    """The biases beside a layer's experts, or in it."""
-    beside = layer.rpartition(".")[0]
-    return [
-        x for name, x in biases.items() if name.startswith(f"{beside}." if beside else "") and x.shape == (experts,)
-    ]

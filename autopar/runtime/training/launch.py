@@ -2,25 +2,31 @@
 
 Each process sees the environment that torchrun gives, so ``autopar.init_mesh`` in ``fn`` does the same in both. Under
 torchrun, `launch` starts nothing: it runs ``fn`` on the rank that is there. The launcher hosts the store, which
-therefore outlives any rank: the survivors can ask it who failed.
+therefore outlives any rank: the survivors can ask it who failed. Functions of a script are sent by name; those of a
+REPL, ``python -c`` or a notebook by value, with cloudpickle.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import gc
 import importlib
+import inspect
 import io
 import multiprocessing
 import os
 import pickle
 import signal
 import socket
+import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,13 +36,97 @@ from autopar.runtime.consistency.exit_checks import found_at_end
 from autopar.runtime.fault import errors
 from autopar.runtime.fault.error_propagation import SILENCE
 from autopar.runtime.fault.heartbeat import LAUNCHER
-from autopar.runtime.mesh.timeouts import DEFAULT_TIMEOUT
-from autopar.runtime.training.launch_script import by_value as by_value_library
-from autopar.runtime.training.launch_script import check_guard, importable_main, task_bytes
+from autopar.runtime.mesh.process_groups import DEFAULT_TIMEOUT
 from autopar.values import whole_number
 
 LEAVE = 5.0  # seconds for a rank that has reported to clean up
 GRACE = SILENCE + 3.0  # seconds the others get, after a rank has failed, to say what they saw
+
+
+# --- what starts ranks: a script, which each imports, or what none can import ----------------------------------
+
+
+def is_interactive() -> bool:
+    """Whether ranks cannot import what calls: there is no file, or it is called "<stdin>"."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    return getattr(main, "__spec__", None) is None and (file is None or not os.path.exists(file))
+
+
+@contextlib.contextmanager
+def importable_main() -> Iterator[None]:
+    """Within: multiprocessing has no "<stdin>" import itself on ranks."""
+    main: dict[str, Any] = vars(sys.modules["__main__"])
+    hidden = {name: main.pop(name) for name in ("__file__",) if name in main and is_interactive()}
+    try:
+        yield
+    finally:
+        main.update(hidden)
+
+
+def task_bytes(fn: Any, args: tuple[Any, ...]) -> tuple[bytes, bool]:
+    """The function and its arguments, and whether they go by value. Raises ValueError for what cannot be sent."""
+    if is_interactive() and getattr(fn, "__module__", "__main__") == "__main__":
+        return by_value(f"launch: a function of {_where()}").dumps((fn, args)), True
+    try:
+        return pickle.dumps((fn, args)), False
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(f"launch: fn must be a module-level function with picklable arguments: {error}") from error
+
+
+def by_value(what: str) -> ModuleType:
+    """cloudpickle. Raises ValueError where it is not there."""
+    try:
+        return importlib.import_module("cloudpickle")
+    except ImportError:
+        raise ValueError(
+            f"{what} goes to ranks by value, which needs cloudpickle; pip install cloudpickle, or put it into a file "
+            "and import it"
+        ) from None
+
+
+def _where() -> str:
+    if "ipykernel" in sys.modules:
+        return "a notebook"
+    return "a REPL" if hasattr(sys, "ps1") else "python -c"
+
+
+def check_guard() -> None:
+    """Each rank imports the script: what launches must stand behind its guard. Raises ValueError."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    line = _running_line(file)
+    if line is None or file is None:
+        return
+    try:
+        with open(file, encoding="utf-8") as source:
+            statements = ast.parse(source.read()).body
+    except (OSError, SyntaxError, ValueError):
+        return
+    before = [s for s in statements if s.lineno <= line]
+    tests = [node for s in before if isinstance(s, ast.If) for node in ast.walk(s.test)]
+    if any(isinstance(node, ast.Name) and node.id == "__name__" for node in tests):
+        return
+    raise ValueError(
+        f"launch: each rank imports {os.path.basename(file)}, and would launch ranks itself by its line {line}; put "
+        'that line behind if __name__ == "__main__":'
+    )
+
+
+def _running_line(file: str | None) -> int | None:
+    """The line of the script's top level that runs now."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__" and code.co_filename == file:
+            return frame.f_lineno
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+# --- launching -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -50,8 +140,7 @@ class _RankReport:
 
 
 class LaunchError(RuntimeError):
-    """Ranks that `launch` has started failed. refusal: what each of them refuses, one and the same; "" for anything
-    else."""
+    """Ranks that `launch` has started failed. refusal: what all of them refuse alike; "" for anything else."""
 
     def __init__(self, text: str, refusal: str = "") -> None:
         super().__init__(text)
@@ -125,8 +214,7 @@ def _start(
 
 
 def _forked(process: BaseProcess, preload: Sequence[str]) -> None:
-    """Start one. A server that ends over what it imports first leaves its reason on stderr alone: here the same import
-    raises it."""
+    """Start one. What ends the server while it imports is raised here by the same import."""
     try:
         process.start()
     except (EOFError, ConnectionError) as error:
@@ -183,11 +271,9 @@ def to_bytes(report: Any, by_value: bool = False) -> bytes:
 
 
 def _value_pickler() -> Any:
-    pickler: Any = by_value_library("launch: a result").Pickler
+    pickler: Any = by_value("launch: a result").Pickler
 
     class Both(pickler):
-        """By value, and to the CPU."""
-
         def reducer_override(self, x: Any) -> Any:
             found = _HostPickler.reducer_override(self, x)
             return super().reducer_override(x) if found is NotImplemented else found
@@ -262,7 +348,6 @@ def _refusal(failed: dict[int, _RankReport]) -> str:
 
 
 def _fate(code: int | None) -> str:
-    """An exit code and what it may mean."""
     if code is None or code >= 0:
         return str(code)
     name = signal.Signals(-code).name

@@ -1,11 +1,9 @@
 """`autopar.load`: a run goes on from a checkpoint of `autopar.save`, on any mesh.
 
-rank 0     which checkpoint: the folder itself, or its latest
-together   every rank compares it with what it has
-together   reads all that is beside the model, and compares the bytes of the model's with their sums
-together   gives their states to schedulers and the user's objects, or their old ones where one of them refuses
-           until now nothing is changed, and all ranks agree that nothing is wrong
-together   fills the model's tensors, and puts the rest in place
+Rank 0 says which checkpoint. Every rank compares it with what it has, reads all that is beside the model, compares the
+bytes of the model's with their sums, and gives their states to schedulers and the user's objects, or their old ones
+where one of them refuses. Until then nothing is changed, and all ranks agree that nothing is wrong; then each fills the
+model's tensors, and puts the rest in place.
 """
 
 from __future__ import annotations
@@ -37,15 +35,14 @@ from autopar.runtime.checkpoint.checkpoint_dir import (
 from autopar.runtime.checkpoint.json_tree import decoded, names_with_values
 from autopar.runtime.checkpoint.optimizer_state import Restored, class_of
 from autopar.runtime.checkpoint.tensor_storage import SavedTensors
-from autopar.runtime.consistency.all_ranks import by_first, together
-from autopar.runtime.consistency.rank_checks import agree_on_arguments
+from autopar.runtime.consistency.rank_checks import agree_on_arguments, by_first, together
 from autopar.runtime.fault.error_propagation import CheckpointError
 from autopar.runtime.fault.errors import error_context
-from autopar.runtime.mesh.offload_buffers import host_copies_arrived
+from autopar.runtime.mesh.host_copies import host_copies_arrived
 from autopar.runtime.module.argument_checks import MOST_SEED
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.module.state_dict import RankState
-from autopar.runtime.optim.step_events import note_step
+from autopar.runtime.optim.step_hooks import note_step
 from autopar.runtime.params.parameters import MOST_STEPS, other_kind
 from autopar.runtime.training.async_save import wait_for_save
 from autopar.runtime.training.save import several
@@ -112,7 +109,8 @@ def load(
         model.begin_loading()
         together(groups, "load", loading.fill)
         loading.put()
-        held.line.go_on_from(checkpoint, loading.run, newest[0] if newest else None)
+        held.line.name = loading.run or held.line.name
+        held.line.seen[checkpoint.parent.resolve()] = newest[0] if newest else None
         counts = loading.counts
         model.end_loading(counts["training_steps"], counts["seed"], bool(loading.gradients))
         if not loading.gradients:
@@ -147,7 +145,9 @@ class _Loading:
         self._before: list[tuple[Callable[[Any], Any], Any]] = []
         with _in_words(f"the mark of {checkpoint} is damaged"):
             self.counts = {name: _whole(self.mark[name], name, *bounds) for name, bounds in _COUNTS.items()}
-            self.run = _matching(r"\w*", self.mark.get("run", ""), "run")
+            self.run = self.mark.get("run", "")
+            if re.fullmatch(r"\w*", self.run, re.ASCII) is None:
+                raise ValueError(f"run is {self.run!r:.40}, needs a name")
             self._where = self._names()
             self._targets = self._of_model() + self._of_averages()
             self._restored = self._of_optimizers(optimizers)
@@ -253,7 +253,6 @@ class _Loading:
         return list(told) if self._schedulers else []
 
     def _of_gradients(self) -> list[tuple[str, Tensor]]:
-        """Empty ones for those that the checkpoint has."""
         found = []
         for name, p in self._held.own.items():
             if (key := f"gradients.{self._where[name]}") in self._saved:
@@ -290,8 +289,7 @@ class _Loading:
 
     @torch.no_grad()
     def read(self) -> None:
-        """What lies beside the model, into tensors of its own. Of the model's, whether the files have what was
-        written; they are filled by `fill`."""
+        """What lies beside the model, into tensors of its own; of the model's, whether files have what was written."""
         saved = self._saved
         with _in_words(f"{saved.folder} is damaged"):
             saved.read([*self.gradients, *(target for restored in self._restored for target in restored.targets)])
@@ -301,9 +299,7 @@ class _Loading:
             self._states = [names_with_values(decoded(tree, saved.tensor)) for tree in self._scheduler_states]
             states: Mapping[str, Any] = self.mark.get("extra_states", {})
             self._extra_states = {path: decoded(tree, saved.tensor) for path, tree in states.items()}
-            self._plans = saved.plans(self._targets)
-            for plan, _ in self._plans:
-                saved.check_data(plan)
+            saved.check_data(self._targets)
 
     def give_states(self) -> None:
         """To schedulers, the user's objects and modules with a state beside tensors. Raises whatever they do."""
@@ -313,7 +309,6 @@ class _Loading:
             take(state)
 
     def take_states_back(self) -> None:
-        """They get the states that they had."""
         for take, state in self._before:
             with contextlib.suppress(Exception):  # what refuses its own state keeps what it has
                 take(state)
@@ -329,13 +324,10 @@ class _Loading:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Parameters, buffers and averages, in place."""
         with _in_words(f"{self._saved.folder} is damaged"):
-            for plan, planner in self._plans:
-                self._saved.read_data(plan, planner)
+            self._saved.read(self._targets)
 
     def put(self) -> None:
-        """What was read beside into its place."""
         held = self._held
         gradients = dict(self.gradients)
         for name, p in held.own.items():
@@ -378,10 +370,4 @@ def _first_line(error: Exception) -> str:
 def _whole(found: Any, name: str, least: int = 0, most: float = math.inf) -> int:
     if type(found) is not int or not least <= found <= most:
         raise ValueError(f"{name} is {found!r:.40}, needs a whole number from {least} to {most}")
-    return found
-
-
-def _matching(pattern: str, found: Any, name: str) -> str:
-    if not isinstance(found, str) or re.fullmatch(pattern, found, re.ASCII) is None:
-        raise ValueError(f"{name} is {found!r:.40}, needs a name")
     return found

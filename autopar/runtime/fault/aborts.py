@@ -1,25 +1,70 @@
-"""Groups whose work does not raise in ``wait`` (NCCL): how a wait that cannot end is ended, and with which error.
+"""How a wait that cannot end is ended, and with which error.
 
-    loss.item()           the host waits for the GPU, and the GPU for a rank that is dead
-    abort of all groups   the GPU goes on with values that mean nothing, and ``item`` returns one of them
-    CollectiveError       in the thread of the training loop, before it runs another line
+gloo: a collective waits in C++ for its timeout if a peer is stopped, whoever called it: a step, DTensor, an optimizer,
+distributed checkpoint. Nothing in torch reaches into that wait. What does is the operating system: once its sockets are
+shut down, the wait fails as if the peer had closed them. Only sockets that appeared while groups were made are touched.
 
-torch's own watchdog sees an error too, and then ends the process without a word of who failed. `leave_to_us` tells it
-not to.
+NCCL, whose work does not raise in ``wait``: the host waits for the GPU in ``loss.item()``, and the GPU for a rank that
+is dead. All groups are aborted, so the GPU goes on with values that mean nothing; before ``item`` returns one of them,
+a CollectiveError is raised in the thread of the training loop. torch's own watchdog would end the process without a
+word of who failed: `leave_to_us` tells it not to.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
+import stat
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from autopar.adapters.distributed import quiet_groups, raise_in_thread
+
+# --- gloo: sockets ---------------------------------------------------------------------------------------------
+
+FOLDER = "/proc/self/fd"
+
+_made: dict[int, int] = {}  # descriptor -> inode, which is another one if the number is used again
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """Sockets that appear in this block belong to process groups."""
+    before = _sockets()
+    yield
+    _made.update({number: inode for number, inode in _sockets().items() if before.get(number) != inode})
+
+
+def break_all(store_port: int) -> None:
+    """Every wait in a process group fails, now and later. What leads to the store, or to others from a store that is
+    hosted here, stays: they may have connected at the same moment."""
+    now = _sockets()
+    for number, inode in _made.items():
+        if now.get(number) == inode:
+            with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                peer = connection.getpeername()  # none of one that listens: gloo ends the process when that breaks
+                if store_port not in (connection.getsockname()[1], peer[1]):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> dict[int, int]:
+    """Descriptor -> inode. Empty on systems that do not list them."""
+    found = {}
+    for name in os.listdir(FOLDER) if os.path.isdir(FOLDER) else ():
+        with suppress(OSError):
+            facts = os.stat(int(name))
+            if stat.S_ISSOCK(facts.st_mode):
+                found[int(name)] = facts.st_ino
+    return found
+
+
+# --- NCCL: groups that are aborted -----------------------------------------------------------------------------
 
 HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 CLEAN_UP_ONLY = "2"  # on an error torch's watchdog aborts communicators, and leaves the process alone

@@ -1,44 +1,86 @@
-"""Ranks that must be given the same batch are: compared at every step, without waiting for an accelerator.
-
-    watch = BatchContents(groups)
-    with watch.agreeing():
-        agree_on(groups, watch.claims(batch, inputs), "the batch")
+"""Ranks that must be given the same batch are: its shapes before a step is compiled, its contents at every step,
+without waiting for an accelerator.
 
 Of tensors on the host a step compares what it is given. Of those on an accelerator the first step of its kind does;
 the others start the words for the host, and the next call compares them: a step, `clip_grad_norm_`, what reads or
-writes whole states. By then they are there: they stand in the accelerator's queue before the step that goes on
-meanwhile, so what waits for them never lets the queue run dry. Behind the last step of a process no call may come; its
-words are compared when the process ends, without waiting for the others: whoever comes later finds the difference.
+writes whole states. By then they are there, so what waits for them never lets the accelerator's queue run dry. Behind
+the last step of a process no call may come; its words are compared when the process ends, without waiting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from autopar.ir.batch import tensors_of
+from autopar.ir.batch import ConstantTensor, map_tensors, tensors_of
 from autopar.ir.mesh import DATA
 from autopar.ir.placement import Placements, Shard
+from autopar.plan import UNCLEAR, Plan
 from autopar.runtime.consistency.exit_checks import ask_at_end, difference_at_end, no_longer_ask
-from autopar.runtime.consistency.rank_checks import RankCheck, everywhere
+from autopar.runtime.consistency.rank_checks import RankCheck, all_alike, everywhere
 from autopar.runtime.consistency.tensor_hash import start_words, words_of
 from autopar.runtime.mesh.process_groups import Groups
+
+
+def shapes_of(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with its tensors on the meta device."""
+    shapes: dict[str, Any] = map_tensors(batch, lambda _, x: torch.empty(x.shape, dtype=x.dtype, device="meta"))
+    return shapes
+
+
+# --- what ranks must agree on ---------------------------------------------------------------------------
+
+
+def claim_shapes(groups: Groups, batch: Mapping[str, Any], further: Mapping[str, Any]) -> RankCheck:
+    """Shapes and dtypes of tensors, values of everything else: what a compiled step depends on. ``further``: more that
+    must be the same on all ranks, by name."""
+    leaves = tensors_of(batch)
+    facts = {name: f"{tuple(x.shape)} {x.dtype}" for name, x in leaves.items()}
+    told = (bool, int, float, str, ConstantTensor)
+    facts |= {name: repr(value) for name, value in batch.items() if isinstance(value, told)}
+    return RankCheck(
+        everywhere(groups),
+        facts | {name: str(value) for name, value in further.items()},
+        "agree: the step and the shapes of the batch must be the same on all ranks",
+        "give every rank the same model, mesh, options and batch shapes: drop or pad a last batch that is uneven",
+    )
+
+
+def check_unclear(groups: Groups, batch: Mapping[str, Any], plan: Plan, contents: bool) -> None:
+    """Inputs of which the plan does not know whether they are part of the batch, and takes them for it: parts differ
+    from one dp rank to the next, a table that all are given does not. Collective. Without ``contents``, a warning.
+
+    Raises ValueError, on all ranks, where the ranks of dp were given the same.
+    """
+    tensors = {name: x for name, x in tensors_of(batch).items() if name in plan.unclear_inputs() and x.numel()}
+    if not tensors:
+        return
+    if not contents:
+        warnings.warn(_unclear(list(tensors), "check_replica_inputs=False"), stacklevel=2)
+        return
+    words = words_of(tensors)
+    if same := [name for name, word in words.items() if all_alike(groups, f"the contents of {name}", word)]:
+        raise ValueError(_unclear(same, "the same on all ranks"))
+
+
+def _unclear(names: Sequence[str], found: str) -> str:
+    return (
+        f"batch: input {', '.join(names)} {UNCLEAR}, found {found}; say batch_dims={{{names[0]!r}: None}} if every "
+        f"rank is given all of it, batch_dims={{{names[0]!r}: 0}} if each rank of 'dp' is given its own part"
+    )
+
 
 LATER = "to be compared in the next step"
 SKIP = "check_replica_inputs=False skips this check"
 
 
-@dataclass(frozen=True)
-class _Underway:
-    """Words on their way: of inputs that ``shared`` ranks hold alike, and of those that are no part of the batch."""
-
-    shared: list[str]
-    uncut: list[str]
-    arrived: Callable[[], dict[str, str]]
+Left = tuple[bool, Callable[[], list[RankCheck]]]  # whether a step has left something for the next call, and what
 
 
 @dataclass
@@ -46,15 +88,14 @@ class BatchContents:
     """Of one model."""
 
     groups: Groups
-    _last: _Underway | None = None
-    _next: _Underway | None = None
+    _last: Left | None = None
+    _next: Left | None = None
 
     def claims(
         self, batch: Mapping[str, Any], inputs: Mapping[str, Placements], at_once: bool = False
     ) -> list[RankCheck]:
         """Ranks with the same coordinates on dp and dp_replicate hold the same of inputs that these cut (``inputs``:
-        their placements), and
-        all ranks the same of the others: each computes with its own copy. Any dtype counts, bit by bit.
+        their placements), and all ranks the same of the others. Any dtype counts, bit by bit.
 
         Where no two ranks must hold the same, nothing is hashed. ``at_once``: nothing is left for the next call.
         """
@@ -65,11 +106,9 @@ class BatchContents:
         later = [n for n in (*shared, *uncut) if _arrives(tensors[n]) and not at_once]
         words = words_of({n: tensors[n] for n in (*shared, *uncut) if n not in later}) | dict.fromkeys(later, LATER)
         found = self._claims(shared, uncut, words) + self._of_last()
-        self._next = _Underway(
-            [n for n in shared if n in later],
-            [n for n in uncut if n in later],
-            start_words({n: tensors[n] for n in later}),
-        )
+        of_shared, of_all = ([n for n in names if n in later] for names in (shared, uncut))
+        arrived = start_words({n: tensors[n] for n in later})
+        self._next = bool(later), lambda: self._claims(of_shared, of_all, arrived(), ", in the step before")
         return found
 
     def owed(self) -> list[RankCheck]:
@@ -79,13 +118,11 @@ class BatchContents:
         return found
 
     def _of_last(self) -> list[RankCheck]:
-        if (last := self._last) is None:
-            return []
-        return self._claims(last.shared, last.uncut, last.arrived(), ", in the step before")
+        return self._last[1]() if self._last is not None else []
 
     def last_words(self) -> str:
         """What is wrong with the batch of the last step, as far as other ranks that have ended say; "" if nothing."""
-        found = (difference_at_end(self.groups, claim, "batches") for claim in self.owed())
+        found = (difference_at_end(self.groups, claim) for claim in self.owed())
         return next(filter(None, found), "")
 
     @contextmanager
@@ -100,9 +137,9 @@ class BatchContents:
         finally:
             self._keep(self._next)
 
-    def _keep(self, last: _Underway | None) -> None:
+    def _keep(self, last: Left | None) -> None:
         self._last = last
-        (ask_at_end if last is not None and (last.shared or last.uncut) else no_longer_ask)(self)
+        (ask_at_end if last is not None and last[0] else no_longer_ask)(self)
 
     def _others(self) -> tuple[str, ...]:
         return tuple(axis for axis, size in self.groups.mesh.axes if axis not in DATA and size > 1)

@@ -1,11 +1,8 @@
-"""Values that wait in host memory between F and B: `autopar::to_host` and `autopar::from_host` as they run.
+"""Copies between the host and a device, without the host waiting; and values that wait in host memory between F and B:
+`autopar::to_host` and `autopar::from_host` as they run.
 
-    pending = copies.to_host(x)         into a buffer of the arena, behind what makes x
-    h = copies.finish(pending)          from here on x may go
-    y = copies.finish(copies.from_host(h))
-
-On a GPU each direction has a stream of its own, and buffers are pinned: the host waits for nothing, and products run
-on. On a CPU copies are made at once; the arena then stands for another memory, which `HostArena` meters.
+On a GPU each direction has a stream of its own, and buffers are pinned. On a CPU copies are made at once; the arena
+then stands for another memory, which `HostArena` meters.
 """
 
 from __future__ import annotations
@@ -17,6 +14,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """On the device, contiguous. From the host to a GPU it goes through pinned memory, so that the host does not wait:
+    of a tensor that is pinned already (``DataLoader(pin_memory=True)``) there is no other copy, and it must stay as it
+    is until it is there, as with ``x.to(device, non_blocking=True)``."""
+    if device.type != "cuda" or x.device.type != "cpu":
+        return x.to(device).contiguous()
+    whole = x.contiguous()  # here: strided copies between devices are made by waiting
+    return (whole if whole.is_pinned() else whole.pin_memory()).to(device, non_blocking=True)
+
+
+def to_host(x: Tensor) -> tuple[Tensor, torch.Event | None]:
+    """(a tensor on the host, what says that its values are there). None: they are."""
+    if x.device.type == "cpu":
+        return x, None
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+    return host, torch.accelerator.current_stream().record_event()
 
 
 @dataclass
@@ -37,7 +52,7 @@ class HostArena:
     def __init__(self, pinned: bool) -> None:
         self._pinned, self._lock = pinned, threading.RLock()
         self._free: dict[int, list[_Buffer]] = {}
-        self._lent: dict[int, _Buffer] = {}  # by address
+        self.lent_out: dict[int, _Buffer] = {}  # by address
         self.lent = self.most = self.held = 0
 
     def like(self, x: Tensor) -> tuple[Tensor, _Buffer]:
@@ -48,19 +63,15 @@ class HostArena:
             buffer = free.pop() if free else self._new(size)
             self.lent += size
             self.most = max(self.most, self.lent)
-            self._lent[buffer.bytes.data_ptr()] = buffer
+            self.lent_out[buffer.bytes.data_ptr()] = buffer
             made = torch.empty(0, dtype=x.dtype)
             made.set_(buffer.bytes.untyped_storage(), 0, x.shape, x.stride())
         weakref.finalize(made, self._give, buffer, size)
         return made, buffer
 
-    def buffer_of(self, x: Tensor) -> _Buffer:
-        """The buffer that a tensor of the arena lies in."""
-        return self._lent[x.untyped_storage().data_ptr()]
-
     def holds(self, x: Tensor) -> bool:
         """Whether a tensor lies in a buffer of the arena."""
-        return x.untyped_storage().data_ptr() in self._lent
+        return x.untyped_storage().data_ptr() in self.lent_out
 
     def _new(self, size: int) -> _Buffer:
         self.held += size
@@ -69,7 +80,7 @@ class HostArena:
     def _give(self, buffer: _Buffer, size: int) -> None:
         with self._lock:
             self.lent -= size
-            del self._lent[buffer.bytes.data_ptr()]
+            del self.lent_out[buffer.bytes.data_ptr()]
             self._free.setdefault(size, []).append(buffer)
 
 
@@ -96,14 +107,12 @@ class OffloadBuffers:
         return _OF_DEVICES.get(device) or _OF_DEVICES.setdefault(device, OffloadBuffers(device))
 
     def arrived(self) -> None:
-        """Until all copies are done. The device waits for each that it needs; the host has to before it reads what lies
-        in its memory, or writes there."""
+        """Until all copies are done: before the host reads what lies in its memory, or writes there."""
         for stream in (self._out, self._in):
             if stream is not None:
                 stream.synchronize()
 
     def to_host(self, x: Tensor) -> _HostCopy:
-        """Start a copy of a dense tensor."""
         made, buffer = self.arena.like(x)
         if self._out is None:
             made.copy_(x)
@@ -114,7 +123,7 @@ class OffloadBuffers:
 
     def from_host(self, x: Tensor) -> _HostCopy:
         """Start the way back, into new memory of the stream that computes."""
-        buffer, made = self.arena.buffer_of(x), torch.empty_like(x, device=self._device)
+        buffer, made = self.arena.lent_out[x.untyped_storage().data_ptr()], torch.empty_like(x, device=self._device)
         if self._in is None:
             made.copy_(x)
             return _HostCopy(made, x)
