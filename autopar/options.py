@@ -145,8 +145,8 @@ class Options:
 
     zero: int = _option(
         0, _choice(0, 1, 2, 3),
-        "what is sharded on dp: 1 parameters, gradients and optimizer state between steps; 2 also gradients accumulated "
-        "over microbatches; 3 also frees gathered parameters after each use (DeepSpeed's 1 and 2 keep whole parameters)",
+        "what is sharded on dp: 1 parameters, gradients and optimizer state between steps; 2 also accumulated "
+        "gradients; 3 also frees gathered parameters after each use (DeepSpeed's 1 and 2 keep whole parameters)",
         axes=_DP,
     )  # fmt: skip
     sequence_parallel: bool = _option(
@@ -192,7 +192,7 @@ class Options:
     )
     reshard_after_forward: bool | str = _option(
         "auto", _choice("auto", False, True),
-        "True: free gathered parameters after each use and gather them again for the backward; False: gather once a step",
+        "True: free gathered parameters after use and gather them again in the backward; False: gather once per step",
         "True with zero=3, else False", axes=_DP,
     )  # fmt: skip
     reduce_grads: str = _option(
@@ -202,8 +202,8 @@ class Options:
     )  # fmt: skip
     memory_limit: int = _option(
         0, BYTES,
-        "memory of a rank, such as 80e9 or 80GB: activation checkpointing, split points, loss chunks and some schedules "
-        "are chosen to fit",
+        "memory of a rank, such as 80e9 or 80GB: activation checkpointing, split points, loss chunks and some "
+        "schedules are chosen to fit",
         "no limit",
     )  # fmt: skip
     activation_offload: int = _option(
@@ -220,7 +220,7 @@ class Options:
     )  # fmt: skip
     loss_chunks: int = _option(
         0, COUNT,
-        "compute the loss in this many chunks of tokens, with the logits of one chunk in memory at a time; 1: all at once",
+        "compute the loss in this many chunks of tokens, with the logits of one chunk in memory; 1: all at once",
         "with a memory_limit as many as it needs, else 1",
     )  # fmt: skip
     attention: str = _option(
