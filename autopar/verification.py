@@ -261,8 +261,8 @@ def reference(
         losses = [found["loss"]] if "loss" in found else list(found.values())
         if not losses:
             raise ValueError(
-                "verify: needs a loss, found no scalar output with a gradient; pass what the model computes one from "
-                "(labels)"
+                "verify: needs a loss, found no scalar output with a gradient; pass labels, or whatever else the "
+                "model computes its loss from"
             )
         total = torch.stack([x.double() for x in losses]).sum()
         total.backward()

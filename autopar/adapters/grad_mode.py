@@ -23,7 +23,7 @@ def grad_mode() -> str:
     return "inference" if _IS_INFERENCE_MODE() else "grad" if _IS_GRAD_ENABLED() else "no_grad"
 
 
-def told_inference() -> bool | None:
+def seen_inference() -> bool | None:
     """Whether the forward that this thread traces is told that it runs under inference_mode; None: there is none."""
     return _TOLD.inference
 

@@ -214,7 +214,7 @@ forward("with a TorchDispatchMode of one's own", functools.partial(within, Below
 
 # --- hooks on nodes of autograd -----------------------------------------------------------------------------------
 
-NODE = "a hook on a node of autograd would not be called"
+NODE = "a hook on an autograd node would not be called"
 
 
 def hooked(how: Callable[[Any], Any], m: Any, h: Tensor) -> Any:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from autopar.adapters.copying.fake_deepcopy import children
-from autopar.adapters.grad_mode import told_inference
+from autopar.adapters.grad_mode import seen_inference
 from autopar.adapters.keys import Same, told_apart
 from autopar.adapters.tensors.tags import tags_of
 from autopar.capture.reads.names_read import names_read
@@ -205,7 +205,7 @@ def surroundings(module: nn.Module) -> tuple[Any, ...]:
     states: dict[int, Any] = {}
     return (
         torch.is_grad_enabled(),
-        told_inference(),
+        seen_inference(),
         torch.get_default_dtype(),
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         torch.is_autocast_cache_enabled(),
