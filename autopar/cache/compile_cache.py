@@ -23,7 +23,7 @@ from autopar.cache.disk_cache import DiskCache, entry_folder, log
 from autopar.cache.step_codec import Sections, plan_of_sections, plan_sections, step_of_sections, step_sections
 from autopar.cache.step_key import step_key
 from autopar.cache.value_codec import Damaged, Unstorable
-from autopar.capture.trace.gc_pause import resting_collector
+from autopar.capture.trace.gc_pause import paused_collector
 from autopar.compile.model import capture_example, capture_step, compile_graph, plan_graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.parameter import ParameterSpec
@@ -144,7 +144,7 @@ class _Wanted(Generic[T]):
 
     def _key(self) -> str | None:
         try:
-            with resting_collector():
+            with paused_collector():
                 return self.key_of()
         except (Unstorable, RecursionError) as error:
             self._log("not cached", error)
@@ -156,7 +156,7 @@ class _Wanted(Generic[T]):
         if entry is None:
             return None
         try:
-            with resting_collector():
+            with paused_collector():
                 found = self.unpack(entry.sections)
         except Damaged as error:
             self._log("not read", error)

@@ -20,7 +20,7 @@ from autopar.adapters.copying.fake import new_mode
 from autopar.adapters.fx.lazy import lazy_code
 from autopar.cache.graph_codec import GraphDecoder, GraphEncoder
 from autopar.cache.value_codec import Damaged, Decoder, Encoder, ShardedModules, Unstorable
-from autopar.capture.trace.gc_pause import resting_collector
+from autopar.capture.trace.gc_pause import paused_collector
 from autopar.ir.parameter import ParameterSpec
 from autopar.plan import Plan
 from autopar.runtime.exec.step_fingerprint import known_facts
@@ -132,7 +132,7 @@ class _StepDecoder(Decoder):
         def make() -> GraphModule:
             if place not in self._made:
                 self._mode = self._mode or new_mode()
-                with lazy_code(), resting_collector():
+                with lazy_code(), paused_collector():
                     self._made[place] = GraphDecoder(self._mode).graph(_tree(self._sections, _GRAPH.format(place)))
             return self._made[place]
 

@@ -46,7 +46,7 @@ from autopar.capture.trace.decompositions import fill_diagonal_
 from autopar.capture.trace.deterministic_sets import sets_in_order
 from autopar.capture.trace.export import export, flatten, paths, unflatten
 from autopar.capture.trace.frame_stack import roomy
-from autopar.capture.trace.gc_pause import resting_collector
+from autopar.capture.trace.gc_pause import paused_collector
 from autopar.capture.trace.program_checks import refuse_overlaps, refuse_running_values
 from autopar.ir.batch import static_inputs_of
 from autopar.ir.compute_dtypes import Dtypes, cast_around, dtypes_of, stored_by_name
@@ -147,7 +147,7 @@ def model_dtypes(model: nn.Module, precision: Precision) -> Dtypes:
 
 
 @roomy
-@resting_collector()
+@paused_collector()
 @lazy_code()
 def capture(
     model: nn.Module,

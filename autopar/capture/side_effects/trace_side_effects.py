@@ -53,7 +53,7 @@ def frozen_state(replica: nn.Module, kept: dict[str, str]) -> Iterator[Collectio
     Yields the paths of Python state that the forward changes, filled while it runs, and warns of them. Adds possible
     `memos` to ``kept``: values where there was none before.
     """
-    generators, (changed, untold) = _generator_states(), _watch_state(replica, kept)
+    generators, (changed, uncomparable) = _generator_states(), _watch_state(replica, kept)
     with _refusing():
         yield changed
     for name, state in _generator_states().items():
@@ -69,7 +69,7 @@ def frozen_state(replica: nn.Module, kept: dict[str, str]) -> Iterator[Collectio
     taken = [path for path, fact in changed.items() if str(fact).startswith(_ITERATOR)]
     if taken:
         raise ValueError(f"capture: the forward takes items from {taken[0]}{_ITEMS}")
-    for path, kind in untold.items():
+    for path, kind in uncomparable.items():
         warn_of(
             f"capture: the forward may read {path}, {kind}, whose contents cannot be compared, so a change between "
             "steps goes unnoticed; keep values that change in a plain attribute, a container or a buffer",
@@ -146,12 +146,12 @@ def _watch_state(replica: nn.Module, kept: dict[str, str]) -> tuple[dict[str, An
     """(paths of what the forward changes, in model order; paths of what it reads that cannot be compared). Both are
     filled by hooks around the forward, since the export restores attributes afterwards."""
     changed: dict[str, Any] = {}
-    untold: dict[str, str] = {}
+    uncomparable: dict[str, str] = {}
     number = id(changed)  # hooks must not refer to it: it would count as state of the module
 
     def start(*_: Any) -> None:
         reads = ForwardReads(replica)
-        _BEFORE.setdefault(number, []).append((_state(replica), reads, [state_of(x) for _, x in reads.untold]))
+        _BEFORE.setdefault(number, []).append((_state(replica), reads, [state_of(x) for _, x in reads.uncomparable]))
 
     def end(*_: Any) -> None:
         after, (state, reads, facts) = _state(replica), _BEFORE[number].pop()
@@ -161,15 +161,15 @@ def _watch_state(replica: nn.Module, kept: dict[str, str]) -> tuple[dict[str, An
         if changed:
             kept.update(_new_values(replica, state, ours))
         changed.update({str(w): "another" for w in reads.guards.changed() if w.own and not w.kind})
-        for (where, x), fact in zip(reads.untold, facts, strict=True):
+        for (where, x), fact in zip(reads.uncomparable, facts, strict=True):
             if state_of(x) != fact and not where.kind:
                 changed[str(where)] = state_of(x)
             elif state_of(x) == fact and not isinstance(x, GENERATORS):
-                untold[str(where)] = f"a {type(x).__qualname__}"
+                uncomparable[str(where)] = f"a {type(x).__qualname__}"
 
     replica.register_forward_pre_hook(start, prepend=True)
     handle = replica.register_forward_hook(end, always_call=True)
-    return changed, untold
+    return changed, uncomparable
 
 
 _BEFORE: dict[int, list[tuple[dict[str, Any], ForwardReads, list[Any]]]] = {}  # of running forwards
