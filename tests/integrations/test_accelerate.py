@@ -133,7 +133,7 @@ def refusals() -> list[str]:
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = [
-        "found 'fp16'; use 'bf16'", "dispatch_batches=True.*remove it", "an optimizer without state.*before its first step",
+        "found 'fp16'; use 'bf16'", "dispatch_batches=True.*remove it", "optimizer without state.*before its first",
         "one prepared model, found 2; call autopar.save", "use train_step",
         "a state_dict with another", "rank 0 writes by itself", "push_to_hub=True", "knows no widely",
     ]  # fmt: skip
