@@ -260,9 +260,7 @@ def _way_out(error: BaseException, where: str, batch: Mapping[str, Any]) -> str:
             f"{_STATIC_INPUTS}"
         )
     if _asks_values(error):
-        return (
-            f"; the line branches on a tensor's value: {experts}write it with torch.where or masks, or {_STATIC_INPUTS}"
-        )
+        return f"; {experts}use torch.where or masks instead of a branch, or {_STATIC_INPUTS}"
     if (known := _known(error)) and known[1]:
         return f"; {known[1]}"
     if _is_ours(error):
