@@ -1,9 +1,9 @@
-"""`parallelize`: the whole story on one screen.
+"""`parallelize`: from a module to a `ParallelModule` on a mesh.
 
-skeleton, values = strip(model)                 structure without weights, and the weights
-plan, specs      = stored_plan(skeleton)        capture, normalise, decide; or read what was decided before
-ParallelModule(...)                             each rank takes its pieces
-.train_step(batch)                              stored_step(skeleton, batch) -> bind -> run, once per batch shape
+skeleton    = skeleton_of(model)           the module without weights
+plan, specs = stored_plan(skeleton)        capture, canonicalize, plan; or read the plan from the compile cache
+ParallelModule(...)                        each rank keeps its shards
+.train_step(batch)                         stored_step(skeleton, batch) -> lower -> run; compiled once per batch shape
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.adapters.copying.fake import skeleton_of
-from autopar.adapters.tensors.held_memory import held_elsewhere
-from autopar.adapters.versions import told, warn_of_newer
+from autopar.adapters.tensors.held_memory import referenced_elsewhere
+from autopar.adapters.versions import version_errors, warn_of_newer
 from autopar.cache.background_compile import BackgroundCompile
 from autopar.cache.compile_cache import stored_plan, stored_step
 from autopar.capture.front_end import adapter_for, model_dtypes
@@ -71,34 +71,35 @@ def parallelize(
     """Put a model on a mesh.
 
     Args:
-        model: any module that torch.export accepts, transformers models unmodified. On the meta device: load weights
-            afterwards. It is not changed; drop it to free the whole weights.
+        model: any module that torch.export accepts; transformers models work unmodified. A model on the meta device
+            loads its weights afterwards. The model is not changed; delete it to free the unsharded weights.
         mesh: from `autopar.init_mesh`, or a torch DeviceMesh whose dims are named pp, dp_replicate, dp, cp, ep, tp.
-        example_batch: keyword arguments of the forward (one rank's batch), to plan the parameters with. Not needed
-            for transformers models.
-        plan: placements to use instead of deciding, such as ``plan.override({...})`` of an earlier one.
+        example_batch: keyword arguments of the forward (the batch of one rank), from which the placements of
+            parameters are planned. Not needed for transformers models.
+        plan: a plan to use instead of making one, such as ``plan.override({...})`` of an earlier one.
         backend: "eager" runs step graphs as generated code, "inductor" compiles them; "cudagraphs" and
-            "inductor+cudagraphs" also record whole steps on GPUs, and launch each as one
-            (`autopar/runtime/exec/cuda_graphs.py`).
-        seed: of dropout; masks depend on it, the step, and the position of an element in the whole batch, not on the
-        mesh.
-        lift_to_float64: float32 islands (norms, losses) of a float64 model to float64, for comparisons.
-        dump: folder for every level of the graphs, the plan and a report; also $AUTOPAR_DUMP.
-        broadcast_weights: take all weights and buffers from rank 0, tensor by tensor; the models of other ranks may be
-            on the meta device. Otherwise the ranks' weights are compared, and those that differ refused.
-        check_replica_inputs: compare at every step what several ranks must be given alike (all inputs over tp, pp and
-            cp, those that are no part of the batch over dp), by a hash made where the tensors are.
-        padding: "exact" compiles a step for each shape of the batch; "bucket" pads tokens to 64, 128, 256 ... and rows
-            to those of the largest batch, where that changes no loss; or `autopar.PaddingBuckets(...)`.
-        loss: a function of (outputs, batch), or a module of these, that returns the loss: traced with the model, and
-            right on every mesh (`autopar/runtime/inputs/loss_fn.py`). Inputs that the forward does not name are for
-            the loss alone.
-        outputs_with_grad: ``model(**batch)`` gives plain tensors of the whole batch on every rank, of which each rank
-            computes the same loss: ``my_loss(out.logits).backward()``. Else they are DTensors, with gradients, too.
-        options: fields of `autopar.Options`, whose docstring says what each does: zero=3, microbatches=8 ...
+            "inductor+cudagraphs" also capture whole steps in CUDA graphs (`autopar/runtime/exec/cuda_graphs.py`).
+        seed: of dropout. Masks depend on the seed, the step, and the position of an element in the global batch, and
+            not on the mesh.
+        lift_to_float64: compute the float32 islands (norms, losses) of a float64 model in float64, for comparisons.
+        dump: folder to write the graphs after each pass, the plan and a report to; also $AUTOPAR_DUMP.
+        broadcast_weights: broadcast all weights and buffers from rank 0, tensor by tensor; the models of other ranks
+            may be on the meta device. Otherwise the weights of all ranks are compared, and a difference is an error.
+        check_replica_inputs: check at every step that ranks which must get equal inputs do (all inputs over tp, pp
+            and cp; inputs without a batch dim over dp, too), by a hash computed on the device of the tensors.
+        padding: "exact" compiles a step for each batch shape; "bucket" pads tokens to 64, 128, 256 ... and examples
+            to those of the largest batch so far, where padding does not change the loss; or
+            `autopar.PaddingBuckets(...)`.
+        loss: a custom loss: a function of (outputs, batch), or such a module, that returns the loss. It is traced
+            together with the model, and right on every mesh (`autopar/runtime/inputs/loss_fn.py`). Inputs that the
+            forward does not take are passed to the loss alone.
+        outputs_with_grad: ``model(**batch)`` returns plain tensors of the global batch on every rank, and each rank
+            computes the same loss from them: ``my_loss(out.logits).backward()``. Otherwise outputs are DTensors, also
+            with gradients.
+        options: fields of `autopar.Options`, which documents them: zero=3, microbatches=8 ...
 
-    Raises ValueError, on every rank and before any collective, for sizes that do not divide, models that do not
-    export, plans of other models.
+    Raises ValueError, on every rank and before any collective, for sizes that do not divide, a model that cannot be
+    captured, or a plan of another model.
     """
     groups = Groups(mesh)
     with error_context("parallelize"):
@@ -106,11 +107,11 @@ def parallelize(
         buckets = asked_padding(padding)
         if buckets is not None and chosen.capacity_factor:
             raise ValueError(
-                f"padding: would take places of experts, found capacity_factor={chosen.capacity_factor}; leave "
-                "one of them out"
+                f"padding: padded tokens would use up expert capacity, found capacity_factor={chosen.capacity_factor}; "
+                "use padding or capacity_factor, not both"
             )
         check_module(model)
-        held = held_elsewhere(model)
+        shared_memory = referenced_elsewhere(model)
         check_no_gradients(model)
         check_arguments(
             seed=seed, lift_to_float64=lift_to_float64, backend=backend, dump=dump, plan=plan,
@@ -120,16 +121,16 @@ def parallelize(
         check_writable(dump)
         if outputs_with_grad and padding != "exact":
             raise ValueError(
-                f"outputs_with_grad: gives whole outputs, found padding={padding!r}, which pads each part; use "
-                'loss=fn, or padding="exact"'
+                f"outputs_with_grad: returns outputs of the global batch, found padding={padding!r}, which pads the "
+                'batch of each rank; use loss=fn, or padding="exact"'
             )
         originals = {"": model} | ({LOSS: loss} if isinstance(loss, nn.Module) else {})
         if loss is not None:
             model = with_loss(model, loss)
         if lift_to_float64 and chosen.precision.compute not in ("", "float64"):
             raise ValueError(
-                f"lift_to_float64: lifts everything to float64, found precision={chosen.precision!r}, which computes "
-                f"in {chosen.precision.compute}; leave one of them out"
+                f"lift_to_float64: computes everything in float64, found precision={chosen.precision!r}, which "
+                f"computes in {chosen.precision.compute}; use one of them, not both"
             )
         agree_on_call(
             groups,
@@ -171,7 +172,7 @@ def parallelize(
             skeleton, compiler, groups, made, specs, values, buffers, backend, seed, broadcast_weights,
             check_replica_inputs, chosen.microbatches, outputs_with_grad,
         )  # fmt: skip
-        parallel.watch_originals(originals, held)
+        parallel.watch_originals(originals, shared_memory)
         if buckets is not None:
             parallel.pad_batches(buckets, _ahead(groups, chosen, lift_to_float64, dump) if buckets.ahead else None)
         return parallel
@@ -180,13 +181,13 @@ def parallelize(
 def _compiler(
     groups: Groups, options: Options, lift_to_float64: bool, dump: str | Path | None, shared: SharedCapture
 ) -> Callable[..., Compiled]:
-    """Compiles a skeleton for one rank's batch; what it makes is the same on all ranks. ``keep_unsharded``: the
-    modules are those that ``shared`` has captured."""
+    """A function that compiles a skeleton for the batch of one rank; its result is the same on all ranks. Its argument
+    ``unchanged``: the modules are still those that ``shared`` has captured."""
 
     def compiler(skeleton: nn.Module, batch: Mapping[str, Any], unchanged: bool = False, **how: Any) -> Compiled:
         if not unchanged:
             shared.forget()
-        # without gradients there are none to add up, and no tokens are dropped
+        # an evaluation accumulates no gradients and drops no tokens
         chosen = options if how["train"] else dataclasses.replace(options, microbatches=1, capacity_factor=0.0)
         measured = {name: how.pop(name) for name in ("recorded", "modules", "load", "sent") if name in how}
         folder = dumper_for(how.pop("dump", dump))
@@ -215,7 +216,7 @@ def _compiler(
 def _ahead(
     groups: Groups, options: Options, lift_to_float64: bool, dump: str | Path | None
 ) -> Callable[..., None] | None:
-    """One rank of a machine has steps compiled ahead, unless somebody wants to see them compiled."""
+    """Compiles steps in the background, on one rank of each machine, unless compiled graphs are dumped."""
     first = int(os.environ.get("LOCAL_RANK", groups.rank)) == 0
     watched = dump is not None or os.environ.get("AUTOPAR_DUMP")
     return BackgroundCompile(groups.mesh, options, lift_to_float64).ask if first and not watched else None
@@ -231,15 +232,15 @@ def _options(given: Mapping[str, Any]) -> Options:
 
 
 def load_adapters(model: nn.Module) -> None:
-    """Models of a library bring its adapter, which registers itself. Raises ValueError for one that is too old."""
+    """Import the adapters of the libraries that a model uses. Raises ValueError for a library that is too old."""
     warn_of_newer("torch")
     if any(cls.__module__.startswith("transformers.") for m in model.modules() for cls in type(m).__mro__[:2]):
-        with told("transformers"):
+        with version_errors("transformers"):
             importlib.import_module("autopar.models.hf")
 
 
 def examples_of(model: nn.Module, given: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """Batches of one rank to plan parameters with: the user's, or such as an adapter makes, of which one will do."""
+    """Candidate batches of one rank to plan parameters with: the user's, else those of the model's adapter."""
     if given is not None:
         named = by_name(model, (), given)
         check_values(named, differentiated=False, shapes_only=True)
@@ -257,14 +258,14 @@ def examples_of(model: nn.Module, given: Mapping[str, Any] | None) -> list[Mappi
 def planned_with(
     examples: Sequence[Mapping[str, Any]], model: nn.Module, guessed: bool, plan: Callable[[Mapping[str, Any]], T]
 ) -> T:
-    """The plan with the first example that the model runs with. ``guessed``: nobody has said that it does."""
+    """The plan from the first example that the model runs with. ``guessed``: the examples are not the user's."""
     for example in examples[:-1]:
         with contextlib.suppress(ValueError):
             return plan(example)
     try:
         return plan(examples[-1])
     except ValueError as error:
-        if not guessed or "with these inputs" not in str(error):  # but for what the forward does
+        if not guessed or "with these inputs" not in str(error):  # the batch is not the cause
             if hint := "" if guessed else misspelled(model, examples[-1]):
                 raise refusal_like(error, f"{error}{hint}") from error
             raise
@@ -279,7 +280,7 @@ def planned_with(
 def _check_weights(
     model: nn.Module, given: Mapping[str, Tensor | None], groups: Groups, broadcast_weights: bool
 ) -> None:
-    """The same on every rank, or to be had from rank 0."""
+    """Check that weights are the same on every rank, or that rank 0 has all of them to broadcast."""
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     agree_on_model(groups, tensors, None if broadcast_weights else given)
     if broadcast_weights:
@@ -287,9 +288,8 @@ def _check_weights(
 
 
 def _buffers(model: nn.Module, may_lack: bool) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
-    """Buffers by name, and again with None for those on the meta device: persistent ones are empty until loaded.
-
-    ``may_lack``: others, too, will be given values.
+    """(buffers by name, the same with None for those on the meta device). Persistent buffers on the meta device stay
+    empty until a checkpoint is loaded; others are an error, unless ``may_lack``: rank 0 will broadcast them.
     """
     found = dict(model.named_buffers(remove_duplicate=False))
     adapter = adapter_for(model)
@@ -299,7 +299,7 @@ def _buffers(model: nn.Module, may_lack: bool) -> tuple[dict[str, Tensor], dict[
     for name, buffer in given.items():
         if buffer is None and name not in kept and not may_lack:
             raise ValueError(
-                f"parallelize: buffer {name} is on the meta device and in no checkpoint, so nothing gives it values; "
+                f"parallelize: needs values for the non-persistent buffer {name}, found it on the meta device; "
                 f"build the model with real buffers (torch.device('meta') around parameters only)"
             )
     empty = {id(b): torch.empty_like(b, device="cpu") for b in found.values() if b.is_meta}

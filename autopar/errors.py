@@ -1,7 +1,7 @@
-"""Refusals that are also errors of the class that torch, or the model, raises for the same mistake.
+"""ValueErrors that are also instances of the class that torch, or the model, raises for the same mistake.
 
 try: model.load_state_dict(state)
-except RuntimeError: ...                 as in torch, though every refusal is a ValueError
+except RuntimeError: ...                 works as in torch; ``except ValueError`` catches it too
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from typing import Any
 
 
 class BothErrors(ValueError):
-    """What `refusal_like` makes: its classes have another base, and the name of a ValueError."""
+    """Base of the classes that `refusal_like` creates; they are shown as ValueError."""
 
     def __str__(self) -> str:
-        return ValueError.__str__(self)  # that of a KeyError quotes
+        return ValueError.__str__(self)  # KeyError.__str__ would add quotes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ValueError, self.args  # other processes may lack the class
+        return ValueError, self.args  # another process may not have the class
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether an error tells of a user's mistake in words of autopar's."""
+    """Whether an error is autopar's own report of a user's mistake."""
     return type(error) is ValueError or isinstance(error, BothErrors)
 
 
 def refusal_like(error: BaseException, text: str) -> ValueError:
-    """A ValueError with this text, which who catches the class of ``error`` catches, too, with its attributes. Classes
-    within torch are none that users catch."""
+    """A ValueError with this text that is also an instance of the class of ``error``, with its attributes, so that
+    handlers for that class catch it. Internal classes of torch are left out: users do not catch them."""
     kind = type(error).__bases__[1] if isinstance(error, BothErrors) else type(error)
     if issubclass(ValueError, kind) or kind.__module__.startswith(("torch.", "autopar.")):
         return ValueError(text)
     both: type[ValueError] = _both(kind)
     try:
         made = BaseException.__new__(both, text)
-    except TypeError:  # one that makes itself in a way of its own
+    except TypeError:  # its __new__ takes other arguments
         return ValueError(text)
     made.__dict__.update(error.__dict__)
     return made
@@ -44,5 +44,5 @@ def refusal_like(error: BaseException, text: str) -> ValueError:
 def _both(kind: Any) -> Any:
     try:
         return type("ValueError", (BothErrors, kind), {"__module__": "builtins"})
-    except TypeError:  # such as OSError, which has fields of its own
+    except TypeError:  # layouts conflict, as for OSError
         return ValueError

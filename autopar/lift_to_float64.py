@@ -8,7 +8,7 @@ model then rounds in the middle, and equal mathematics in another order differs 
     torch.zeros(3), torch.arange(0.5, 2)                              -->   float64: the default dtype is lifted too
     module.to(torch.float32)                                          -->   module.to(torch.float64)
 
-Tensors that exist already are left alone: hand in a float64 model and float64 inputs.
+Existing tensors are not converted: pass a float64 model and float64 inputs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _RENAMED: dict[Any, Callable[..., torch.Tensor]] = {torch.Tensor.float: torch.Te
 
 
 class LiftFloat32(TorchFunctionMode):
-    """Within the mode, torch functions that are asked for float32 give float64.
+    """Within this mode, requests for float32 are served in float64.
 
     Works around an eager run and around `torch.export.export` (not strict) alike; nests.
     """
@@ -33,7 +33,7 @@ class LiftFloat32(TorchFunctionMode):
         self._default = torch.get_default_dtype()
         if self._default == torch.float32:
             torch.set_default_dtype(torch.float64)
-        self._to = to = nn.Module.to  # no torch function
+        self._to = to = nn.Module.to  # not dispatched to __torch_function__
 
         def lifted(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
             return to(module, *map(_lift, args), **{name: _lift(value) for name, value in kwargs.items()})

@@ -1,7 +1,7 @@
-"""What the user may ask for: each option declared once, with its values, its words and the axes that it is about.
+"""The options of `autopar.parallelize`: each declared once, with its values, its help and the mesh axes it needs.
 
-The command line (`autopar.cli.shared_arguments`), docs/options.md, the docstring of `Options` and the check that an
-option counts on a mesh (`autopar.planner.plan_fits`) read the declarations. Loads no torch.
+The command line (`autopar.cli.shared_arguments`), docs/options.md, the docstring of `Options` and the check that a mesh
+uses an option (`autopar.planner.plan_fits`) read the declarations. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from autopar.values import (
     yes_or_no,
 )
 
-CHIPS = ("A100", "H100", "H200", "B200", "L40S", "MI300X", "V100")  # `autopar.cost.hardware` knows their speeds
+CHIPS = ("A100", "H100", "H200", "B200", "L40S", "MI300X", "V100")  # their speeds: `autopar.cost.hardware`
 TOKEN_DISPATCHERS = (
-    "allgather",  # every token to every rank of ep
-    "alltoall",  # a row per token and expert
-    "alltoall_dedup",  # a copy per token and rank with an expert of it
-    "hierarchical",  # a copy per token and node with an expert of it, there one per rank
+    "allgather",  # every token to every rank of the expert axis
+    "alltoall",  # one copy per token and expert
+    "alltoall_dedup",  # one copy per token and rank that has one of the token's experts
+    "hierarchical",  # one copy per token and node, forwarded to the ranks of that node
 )
-EXPERT_AXES = ("ep", "dp", "cp", "tp")  # over which experts may be cut
+EXPERT_AXES = ("ep", "dp", "cp", "tp")  # on which experts may be sharded
 
 
 @dataclass(frozen=True)
 class ValueKind:
-    """What values an option takes. ``check(name, value)`` gives a value in its own type, ``read`` makes one of a text;
-    both raise ValueError. ``shown`` stands for a value in help."""
+    """The type of an option. ``check(name, value)`` validates and converts a value, ``read`` parses a text of the
+    command line; both raise ValueError. ``shown`` is the placeholder in help."""
 
     check: Callable[[str, Any], Any]
     read: Callable[[str], Any] = str
@@ -52,40 +52,40 @@ class ValueKind:
 
 @dataclass(frozen=True)
 class DeclaredOption:
-    """A declared option. help: what it says. left_out: what holds without it, where the default does not say that.
-    axes: with any of them it counts, without all of them it would be ignored (none: it always counts). names: a table
-    that its values come from."""
+    """A declared option. help: what it does. default_help: what the default means, where its value does not show it.
+    axes: the option has an effect only on a mesh with at least one of these axes (empty: on every mesh). names: the
+    registry that its values come from."""
 
     name: str
     default: Any
     kind: ValueKind
     help: str
-    left_out: str = ""
+    default_help: str = ""
     axes: tuple[str, ...] = ()
     names: Iterable[str] = ()
 
     @property
     def flag(self) -> str:
-        """On the command line."""
+        """Its name on the command line."""
         return f"--{self.name.replace('_', '-')}"
 
     @property
-    def without(self) -> str:
-        """What holds without it."""
-        return self.left_out or str(self.default)
+    def shown_default(self) -> str:
+        """What the default means."""
+        return self.default_help or str(self.default)
 
     @property
-    def words(self) -> str:
-        """What it says, what it takes, and what holds without it, in a line."""
+    def full_help(self) -> str:
+        """Help, possible values and default, in one line."""
         names = f": {', '.join(self.names)}" if list(self.names) else ""
-        return f"{self.help}{names} (default: {self.without})"
+        return f"{self.help}{names} (default: {self.shown_default})"
 
     def read(self, text: str) -> Any:
-        """The value that a text of the command line means. Raises ValueError."""
+        """Parse and check a text of the command line. Raises ValueError."""
         try:
             value = self.kind.read(text)
         except ValueError:
-            value = text  # the check says what it should have been
+            value = text  # the check below raises the error
         value = self.kind.check(self.name, value)
         for part in value.split("+") if isinstance(value, str) and value and list(self.names) else ():
             if part not in (*self.names, self.default):
@@ -132,8 +132,8 @@ NAMES, BYTES = ValueKind(texts, _names, "A,B"), ValueKind(byte_count, shown="BYT
 DIMS, LINKS = ValueKind(dims_by_name, _dims, "x=1,table=none"), ValueKind(a_text, shown="cp=ring:50e9:5e-6")
 
 
-def _option(default: Any, kind: ValueKind, words: str, left_out: str = "", **more: Any) -> Any:
-    return field(default=default, metadata={"kind": kind, "help": words, "left_out": left_out, **more})
+def _option(default: Any, kind: ValueKind, text: str, default_help: str = "", **more: Any) -> Any:
+    return field(default=default, metadata={"kind": kind, "help": text, "default_help": default_help, **more})
 
 
 _DP, _CP, _PP = ("dp", "ep", "cp"), ("cp",), ("pp",)
@@ -141,69 +141,92 @@ _DP, _CP, _PP = ("dp", "ep", "cp"), ("cp",), ("pp",)
 
 @dataclass(frozen=True)
 class Options:
-    """What the user may ask for: keyword arguments of `autopar.parallelize`, on the command line with dashes."""
+    """Keyword arguments of `autopar.parallelize`; on the command line with dashes."""
 
     zero: int = _option(
         0, _choice(0, 1, 2, 3),
-        "cut over dp: 1 parameters and optimizer states, 2 also sums of gradients, 3 also what is gathered",
+        "what is sharded on dp: 1 parameters, gradients and optimizer state between steps; 2 also accumulated "
+        "gradients; 3 also frees gathered parameters after each use (DeepSpeed's 1 and 2 keep whole parameters)",
         axes=_DP,
     )  # fmt: skip
-    sequence_parallel: bool = _option(False, FLAG, "cut the residual stream along the sequence over tp", axes=("tp",))
-    microbatches: int = _option(1, POSITIVE, "gradient accumulation steps of a train_step, which also fill a pipeline")
+    sequence_parallel: bool = _option(
+        False,
+        FLAG,
+        "shard the residual stream along the sequence on tp, between the tensor-parallel regions",
+        axes=("tp",),
+    )
+    microbatches: int = _option(
+        1, POSITIVE, "microbatches per train_step: gradient accumulation, and what fills a pipeline"
+    )
     precision: Precision = _option(  # noqa: RUF009  (frozen)
         PRECISIONS["none"],
         ValueKind(a_precision, shown=f"{{{','.join(PRECISIONS)}}}"),
-        "dtypes of parameters as stored and as used, and of sums of gradients; a name or an autopar.Precision",
-        "as the model is",
+        "dtypes in which parameters are stored and used, and gradients reduced: a name or an autopar.Precision",
+        "the dtypes of the model",
         names=PRECISIONS,
     )
     replicate_ops: tuple[str, ...] = _option(
-        (), NAMES, "operators that run on whole values, with or without a rule: aten.foo.default", "none"
+        (),
+        NAMES,
+        "operators that run replicated, on gathered inputs, even if they have a sharding rule: aten.foo.default",
+        "none",
     )
-    bucket_bytes: int = _option(25 * 2**20, BYTES, "size of a bucket of small gradients")
-    schedule: str = _option(
-        "", NAME, "how microbatches run through the stages", "the fastest by simulation", axes=_PP, names=SCHEDULES
-    )
+    bucket_bytes: int = _option(25 * 2**20, BYTES, "largest bucket in which small gradients are reduced together")
+    schedule: str = _option("", NAME, "pipeline schedule", "the fastest in simulation", axes=_PP, names=SCHEDULES)
     split_points: tuple[str, ...] = _option(
-        (), NAMES, "modules with which each part but the first begins", "balanced by estimated time", axes=_PP
+        (),
+        NAMES,
+        "paths of the modules at which pipeline stages begin, without the first stage",
+        "balanced by estimated time",
+        axes=_PP,
     )
     virtual_stages: int = _option(
-        0, COUNT, "parts per rank, for schedules that take several", "the schedule's own number", axes=_PP
+        0, COUNT, "pipeline stages per rank, for interleaved schedules", "chosen with the schedule", axes=_PP
     )
     token_slices: int | tuple[int, ...] = _option(
-        0, LENGTHS, "for schedules over token slices: their number, or their lengths", "by estimated time", axes=_PP
+        0,
+        LENGTHS,
+        "for schedules over token slices: the number of slices of a microbatch, or their lengths",
+        "by estimated time",
+        axes=_PP,
     )
     reshard_after_forward: bool | str = _option(
         "auto", _choice("auto", False, True),
-        "True: gather sharded parameters for each use, in forward and backward; False: once per step",
+        "True: free gathered parameters after use and gather them again in the backward; False: gather once per step",
         "True with zero=3, else False", axes=_DP,
     )  # fmt: skip
     reduce_grads: str = _option(
-        "auto", _choice("auto", "step", "microbatch"), "sum gradients over ranks per step, or per microbatch",
-        "after each microbatch with zero=2 and 3, else once per step", axes=_DP,
+        "auto", _choice("auto", "step", "microbatch"),
+        "when gradients are reduced over ranks: once per step, or after each microbatch",
+        "microbatch with zero=2 and 3, else step", axes=_DP,
     )  # fmt: skip
     memory_limit: int = _option(
-        0, BYTES, "what a rank may hold, such as 80e9 or 80GB: for recompute, split points and schedules that search",
+        0, BYTES,
+        "memory of a rank, such as 80e9 or 80GB: activation checkpointing, split points, loss chunks and some "
+        "schedules are chosen to fit",
         "no limit",
     )  # fmt: skip
     activation_offload: int = _option(
-        0, BYTES, "what a rank may hold of activations in host memory, where a memory_limit asks for it", "nothing",
+        0, BYTES, "host memory per rank for offloaded activations; used only where memory_limit asks for it", "none",
     )  # fmt: skip
     optimizer_cpu_offload: bool = _option(
-        False, FLAG, "states of optimizers lie in host memory; a step brings those of a bucket of parameters at a time"
+        False,
+        FLAG,
+        "keep optimizer states in host memory; a step copies those of one bucket of parameters at a time",
     )
     activation_checkpoint: str = _option(
-        "", NAME, "which activations are recomputed or offloaded instead of kept",
-        "auto with a memory_limit, else what the model asks for", names=AC_POLICIES,
+        "", NAME, "which activations are recomputed in the backward or offloaded, instead of kept",
+        "auto with a memory_limit, else model", names=AC_POLICIES,
     )  # fmt: skip
     loss_chunks: int = _option(
-        0, COUNT, "chunks of tokens in which losses are computed: the logits of one exist at once; 1: whole",
-        "as many as help, with a memory_limit; else whole",
+        0, COUNT,
+        "compute the loss in this many chunks of tokens, with the logits of one chunk in memory; 1: all at once",
+        "with a memory_limit as many as it needs, else 1",
     )  # fmt: skip
     attention: str = _option(
         "auto",
         ValueKind(a_text, shown="NAME|F+B"),
-        "how attention runs over a cut sequence, one name or two, for forward and backward",
+        "context-parallel attention algorithm: one name, or F+B for different ones in forward and backward",
         "the fastest by estimate",
         axes=_CP,
         names=ALGORITHMS,
@@ -211,49 +234,49 @@ class Options:
     cp_load_balance: str = _option(
         "auto",
         _choice("auto", *LAYOUTS),
-        "how causal sequences are dealt to the ranks",
+        "how a causal sequence is dealt to the ranks of cp",
         "the faster by estimate",
         axes=_CP,
     )
     expert_axis: str = _option(
         "ep", _choice("auto", *EXPERT_AXES),
-        "the axis over which experts are cut: one of their own, or one that there is for something else; auto: ep, or "
-        "without it what takes least time by estimate, not cutting them included", axes=EXPERT_AXES,
+        "mesh axis that experts are sharded on: ep, or one shared with dp, cp or tp; auto: ep if the mesh has it, else "
+        "the fastest by estimate, which may be none", axes=EXPERT_AXES,
     )  # fmt: skip
     token_dispatcher: str = _option(
         "auto", _choice("auto", *TOKEN_DISPATCHERS, meant={"plain": "alltoall", "two_level": "hierarchical"}),
-        "how tokens get to experts on other ranks", "the fastest by estimate", axes=EXPERT_AXES,
+        "how tokens reach experts on other ranks", "the fastest by estimate", axes=EXPERT_AXES,
     )  # fmt: skip
     target_hardware: str = _option(
-        "A100", ValueKind(_chip, shown="NAME"), "the chip that times are estimated for", names=CHIPS,
+        "A100", ValueKind(_chip, shown="NAME"), "GPU that times are estimated for", names=CHIPS,
     )  # fmt: skip
     capacity_factor: float = _option(
         0.0, ValueKind(partial(number, least=0.0), _number, "FACTOR"),
-        "an expert takes this many times its even share of a training step's tokens, the first ones of the whole batch",
-        "all that choose it",
+        "an expert takes at most this many times its even share of a training step's tokens, in the order of the "
+        "global batch, and drops the others", "no token is dropped",
     )  # fmt: skip
     aux_loss_scope: str = _option(
         "global_batch", _choice("global_batch", "microbatch", meant={"exact": "global_batch"}),
-        "what a loss that balances experts counts: the choices of the whole batch, for which a forward of every "
-        "microbatch goes ahead, or of each microbatch, times their number",
+        "scope of the load-balancing loss: global_batch takes token counts of the whole batch, at the cost of an extra "
+        "forward of every microbatch; microbatch takes those of each microbatch, and averages",
     )  # fmt: skip
     topology: str = _option(
         "",
         LINKS,
-        "links of each axis, for estimates: ring, mesh or switch, bytes per second, seconds of a message",
-        "those of target_hardware, by a switch",
+        "links of each axis, for estimates: ring, mesh or switch; bytes per second; latency in seconds",
+        "a switch with the links of target_hardware",
     )
     batch_dims: tuple[tuple[str, int | None], ...] = _option(
         (),
         DIMS,
-        "which dim of an input is the batch, over dp and microbatches; none for one that is no part; nested ones "
-        "by path (past.0)",
-        "found in the graph",
+        "batch dim of inputs, which dp and microbatches split; none for an input without one; nested inputs by path "
+        "(past.0)",
+        "inferred from the graph",
     )
     static_inputs: tuple[str, ...] = _option(
         (), NAMES,
-        "small inputs whose values the graph may depend on, such as sizes of grids; like shapes, other values compile "
-        "again, and all ranks have the same", "none",
+        "small inputs whose values may specialize the graph, such as grid sizes: each new value compiles a step, and "
+        "all ranks must pass the same", "none",
     )  # fmt: skip
 
     @property
@@ -263,12 +286,12 @@ class Options:
 
     @property
     def gathers_once(self) -> bool:
-        """Whether cut parameters are gathered, and cast, once per step (else for each use)."""
+        """Whether sharded parameters are gathered, and cast, once per step (else for each use)."""
         return self.zero in (1, 2) if self.reshard_after_forward == "auto" else not self.reshard_after_forward
 
     @property
     def reduces_once(self) -> bool:
-        """Whether gradients are summed over ranks once per step (else after each microbatch)."""
+        """Whether gradients are reduced over ranks once per step (else after each microbatch)."""
         return self.reduce_grads == "step" or (self.reduce_grads == "auto" and self.zero < 2)
 
     def __post_init__(self) -> None:
@@ -290,6 +313,6 @@ OTHER_WORDS = {
     "constants": "static_inputs", "exact": "lift_to_float64", "sync": "broadcast_weights",
     "check_batches": "check_replica_inputs", "shapes": "padding", "compile": "backend", "batch": "example_batch",
     "inputs": "example_batch",
-}  # of other libraries and earlier versions for these options, and for arguments of parallelize  # fmt: skip
+}  # names in other libraries and earlier versions -> option, or argument of parallelize  # fmt: skip
 DECLARED = {f.name: DeclaredOption(f.name, f.default, **f.metadata) for f in fields(Options)}
-Options.__doc__ = "\n".join([f"{Options.__doc__}\n", *(f"{o.name}: {o.words}." for o in DECLARED.values())])
+Options.__doc__ = "\n".join([f"{Options.__doc__}\n", *(f"{o.name}: {o.full_help}." for o in DECLARED.values())])

@@ -1,4 +1,4 @@
-"""In which dtypes a model is stored, computed, and its gradients are summed: policies by name. Loads no torch.
+"""Mixed precision: policies by name. This module does not import torch.
 
 bf16        float32 parameters (what the optimizer steps), cast to bfloat16 where they are used
 bf16_pure   bfloat16 parameters; gradients are still summed in float32
@@ -18,16 +18,16 @@ FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 @dataclass(frozen=True, repr=False)
 class Precision:
-    """Dtypes of parameters and of sums of gradients. All are names; an empty one leaves things as the model has them.
+    """Dtypes of parameters and gradients, by name. An empty name leaves the dtypes of the model.
 
-    compute: of parameters where they are used, and of floating inputs. A cut parameter is cast before it is gathered.
-    stored: of parameters as they are held, stepped and saved. reduce: of gradients as they are summed over ranks, on
-    every axis; over microbatches they are summed in float32 or wider. keep: modules that compute in float32 (or in
-    ``stored``, if wider), by path, by the end of their path, or by class; what they take and return is cast.
-    keep_inputs: inputs that are not cast.
+    compute: dtype of parameters in use, and of floating inputs. A sharded parameter is cast before it is gathered.
+    stored: dtype in which parameters are kept, stepped and saved. reduce: dtype in which gradients are reduced over
+    ranks, on every axis; over microbatches they are accumulated in float32 or wider. keep: modules that compute in
+    float32 (or in ``stored``, if wider), by path, by the end of their path, or by class; their inputs and outputs are
+    cast. keep_inputs: inputs that are not cast.
 
-    Buffers are never cast, nor are parameters of batch norms, nor what a model of transformers asks to be kept in
-    float32. Raises ValueError for dtypes that are none.
+    Buffers, parameters of batch norms, and what a transformers model keeps in float32 are never cast. Raises ValueError
+    for an unknown dtype.
     """
 
     compute: str = ""
@@ -45,17 +45,15 @@ class Precision:
         for name in ("keep", "keep_inputs"):
             object.__setattr__(self, name, texts(f"precision.{name}", getattr(self, name)))
         if not self.compute and (self.stored or self.reduce or self.keep):
-            raise ValueError(
-                f"precision: says nothing without a dtype to compute in, found {self}; give compute='bfloat16'"
-            )
+            raise ValueError(f"precision: needs a dtype to compute in, found {self}; add compute='bfloat16'")
         if self.stored == "float16":
             raise ValueError(
-                "precision: parameters stored in float16 lose the updates of an optimizer, found stored='float16'; "
-                "store them in float32"
+                "precision: parameters stored in float16 lose small optimizer updates, found stored='float16'; "
+                "use stored='float32'"
             )
 
     def __repr__(self) -> str:
-        """The name of a policy that has one."""
+        """The name of a predefined policy, else its fields."""
         given = (f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default)
         name = next((name for name, policy in PRECISIONS.items() if policy == self), None)
         return repr(name) if name is not None else f"Precision({', '.join(given)})"
@@ -70,7 +68,7 @@ PRECISIONS = {
 
 
 def a_precision(name: str, value: Any) -> Precision:
-    """A policy, or the one of a name. Raises ValueError."""
+    """Check a policy, or look one up by name. Raises ValueError."""
     if isinstance(value, Precision):
         return value
     if a_text(name, value) not in PRECISIONS:

@@ -1,4 +1,4 @@
-"""Name -> object. An unknown name is an error that lists the known ones."""
+"""Registries: name -> object, with an error that lists the known names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Later:
-    """In the place of an entry: the module that adds it."""
+    """Placeholder of an entry that is not imported yet: the module that registers it."""
 
     module: str
 
@@ -28,23 +28,23 @@ class Registry(Generic[T]):
     """
 
     def __init__(self, kind: str) -> None:
-        """``kind`` is the word for one entry in messages, such as "schedule"."""
+        """``kind`` names one entry in error messages, such as "schedule"."""
         self.kind = kind
         self._entries: dict[str, T | _Later] = {}
 
     def add(self, name: str, entry: T) -> T:
-        """Make ``entry`` known as ``name``, and return it. A name has one owner."""
+        """Register ``entry`` as ``name`` and return it. A name is registered once."""
         assert isinstance(self._entries.get(name, _Later("")), _Later), f"{self.kind} {name!r} is registered twice"
         self._entries[name] = entry
         return entry
 
     def add_later(self, name: str, module: str) -> None:
-        """Make a name known whose entry a module adds when it is imported, which is when somebody asks for it."""
+        """Register a name whose entry is added by importing ``module``, at the first lookup."""
         assert name not in self._entries, f"{self.kind} {name!r} is registered twice"
         self._entries[name] = _Later(module)
 
     def remove(self, name: str) -> None:
-        """Forget a name."""
+        """Remove an entry."""
         del self._entries[name]
 
     def register(self, name: str) -> Callable[[T], T]:
@@ -52,7 +52,7 @@ class Registry(Generic[T]):
         return lambda entry: self.add(name, entry)
 
     def __getitem__(self, name: str) -> T:
-        """The entry of a name. Raises ValueError with the known names, and the closest one first."""
+        """The entry of a name. Raises ValueError with the known names and the closest one."""
         if name in self._entries:
             entry = self._entries[name]
             if isinstance(entry, _Later):

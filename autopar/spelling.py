@@ -1,4 +1,4 @@
-"""What somebody probably meant by a name that is not known: for the end of an error. Loads no torch."""
+"""Suggestions for misspelled names, for the end of an error. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 def closest(given: Any, known: Iterable[Any], meant: Mapping[str, Any] | None = None) -> Any:
-    """The known value that was probably meant, or None: one that reads the same, one of ``meant`` (other words for it),
-    one that is spelled alike, or one that is the only one to share a word (zero_stage: zero)."""
+    """The known value that was probably meant, or None: one with the same text, one that ``meant`` maps the name to,
+    one with a similar spelling, or the only one that shares a word with it (zero_stage: zero)."""
     by_text = {_plain(value): value for value in known}
     text = _plain(given)
     if text in by_text:

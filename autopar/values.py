@@ -1,4 +1,4 @@
-"""Values from outside, by hand or in a file: of which type and range each must be, refused in one sentence."""
+"""Checks of values from arguments and files: type and range, with a ValueError in one sentence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_SHOWN = 80  # characters of a value
 
 
 def refuse(name: str, expected: str, found: Any, hint: str = "") -> ValueError:
-    """The error for a value that an argument does not take; ``hint``: its end, such as that of `did_you_mean`."""
+    """The error for an argument of a wrong value. ``hint`` is appended, such as that of `did_you_mean`."""
     plain = isinstance(found, (str, int, float, list, tuple, type(None)))
     shown = repr(found) if plain else f"a {type(found).__name__}"
     shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}..."
@@ -28,7 +28,7 @@ def refuse(name: str, expected: str, found: Any, hint: str = "") -> ValueError:
 
 
 def whole_number(name: str, value: Any, least: float = 0, most: float = math.inf) -> int:
-    """An int (numpy's, too), and neither a bool nor a float: True microbatches are a mistake."""
+    """Check an int (numpy's, too). A bool or a float is refused: ``microbatches=True`` is a mistake."""
     top = "" if most == math.inf else f" and at most {most}"
     expected = f"a whole number of at least {least}{top}"
     try:
@@ -41,7 +41,7 @@ def whole_number(name: str, value: Any, least: float = 0, most: float = math.inf
 
 
 def _is_tensor(value: Any) -> bool:
-    """Of torch, which this file does not load."""
+    """Without importing torch."""
     return hasattr(value, "requires_grad")
 
 
@@ -53,7 +53,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def byte_count(name: str, value: Any) -> int:
-    """A whole number; 80e9 is one, too, and so is "80GB" (10^9 each) or "75GiB" (2^30 each)."""
+    """Check a number of bytes: an int, a whole float (80e9), or a text with a unit, "80GB" (10^9) or "75GiB" (2^30)."""
     if isinstance(value, str):
         return _bytes_in_words(name, value)
     whole = isinstance(value, float) and value.is_integer()
@@ -73,11 +73,11 @@ DTYPES = {
     "float16": ("fp16", "half"),
     "float32": ("fp32", "float"),
     "float64": ("fp64", "double"),
-}  # as torch calls them, and as others do
+}  # torch's name -> other names
 
 
 def dtype_name(text: str) -> str:
-    """ "bf16" -> "bfloat16"; what is no name of a dtype stays as it is."""
+    """ "bf16" -> "bfloat16"; a text that names no dtype is returned unchanged."""
     plain = text.strip().lower().removeprefix("torch.")
     return next((name for name, others in DTYPES.items() if plain == name or plain in others), text)
 
@@ -92,7 +92,7 @@ def byte_rate(text: str) -> float:
 
 
 def number(name: str, value: Any, least: float = -math.inf) -> float:
-    """A number that is none of torch's and no bool, nor nan."""
+    """Check a float: no tensor, bool or nan."""
     expected = "a number" if least == -math.inf else f"a number of at least {least:g}"
     if isinstance(value, (bool, complex, str, bytes)) or _is_tensor(value) or not hasattr(value, "__float__"):
         raise refuse(name, expected, value)
@@ -103,7 +103,7 @@ def number(name: str, value: Any, least: float = -math.inf) -> float:
 
 
 def a_path(name: str, value: Any) -> Path:
-    """The path of a file or folder."""
+    """Check a path of a file or folder."""
     if not isinstance(value, (str, Path)) or not str(value) or "\0" in str(value):
         raise refuse(name, "a path", value if isinstance(value, str) else type(value).__name__)
     return Path(value)
@@ -113,7 +113,7 @@ _TRUTHS = {"1": True, "yes": True, "on": True, "0": False, "no": False, "off": F
 
 
 def yes_or_no(name: str, value: Any) -> bool:
-    """True or False, and no number."""
+    """Check a bool; numbers are refused."""
     if not isinstance(value, bool):
         hint = did_you_mean(value, (True, False), _TRUTHS)
         raise refuse(name, "True or False", value, hint)
@@ -121,7 +121,7 @@ def yes_or_no(name: str, value: Any) -> bool:
 
 
 def one_of(name: str, value: Any, known: Sequence[Any], meant: Mapping[str, Any] | None = None) -> Any:
-    """One of the known values, and of its type. ``meant``: other words for them."""
+    """Check that a value is one of ``known``, and has its type. ``meant``: other names -> known value."""
     if type(value) not in {type(k) for k in known} or value not in known:
         raise refuse(
             name, f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}", value, did_you_mean(value, known, meant)
@@ -130,14 +130,14 @@ def one_of(name: str, value: Any, known: Sequence[Any], meant: Mapping[str, Any]
 
 
 def a_text(name: str, value: Any) -> str:
-    """A string."""
+    """Check a string."""
     if not isinstance(value, str):
         raise refuse(name, "a text", value)
     return value
 
 
 def texts(name: str, value: Any) -> tuple[str, ...]:
-    """Names; a single one in a string would be taken apart into letters."""
+    """Check a tuple or list of names. A single string is refused: it would be split into letters."""
     if isinstance(value, str) or not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
         example = f"({value!r},)" if isinstance(value, str) and len(value) < _MOST_SHOWN else '("a", "b")'
         raise refuse(name, f"a tuple of names such as {example}", value)
@@ -145,14 +145,14 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
 
 
 def number_or_lengths(name: str, value: Any) -> int | tuple[int, ...]:
-    """A count, or the lengths of each."""
+    """Check a count, or a tuple of lengths."""
     if isinstance(value, (list, tuple)):
         return tuple(whole_number(name, length, 1) for length in value)
     return whole_number(name, value)
 
 
 def dims_by_name(name: str, value: Any) -> tuple[tuple[str, int | None], ...]:
-    """{"mask": 1, "table": None}, or its items."""
+    """Check {"mask": 1, "table": None}, or its items; returns them sorted."""
     pairs = value.items() if isinstance(value, Mapping) else value
     if not isinstance(value, (Mapping, list, tuple)) or not all(_is_pair(p) for p in pairs):
         raise refuse(name, "the dim, or None, of inputs by name, such as {'mask': 1, 'table': None}", value)
@@ -166,11 +166,11 @@ def _is_pair(pair: Any) -> bool:
     return isinstance(pair, (list, tuple)) and len(pair) == 2 and isinstance(pair[0], str)
 
 
-Readers = Mapping[Any, Callable[[Any, str], Any]]  # annotation -> reads (value, where it stands)
+Readers = Mapping[Any, Callable[[Any, str], Any]]  # annotation -> function of (value, its position)
 
 
 def parse(text: str) -> Any:
-    """JSON; a name that stands twice in one object is refused, since readers differ in which one they take.
+    """Parse JSON. A key that appears twice in one object is refused, since parsers differ in which one they take.
     Raises ValueError."""
     if not isinstance(text, (str, bytes, bytearray)):
         raise ValueError(f"needs a text, found a {type(text).__name__}")
@@ -191,8 +191,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read(kind: Any, value: Any, at: str, readers: Readers) -> Any:
-    """A value of an annotated type: str, int, float, bool, None, unions, tuples, mappings of names, dataclasses, and
-    what ``readers`` know. ``at`` says where it stands, for errors: ValueError."""
+    """Convert parsed JSON to an annotated type: str, int, float, bool, None, unions, tuples, mappings with string keys,
+    dataclasses, and the types of ``readers``. ``at`` is the position that errors name. Raises ValueError."""
     if kind in readers:
         return readers[kind](value, at)
     origin, inner = typing.get_origin(kind), typing.get_args(kind)

@@ -1,14 +1,14 @@
-"""verify: does a model on a mesh compute what one process computes? Loss and every gradient, compared on every rank.
+"""`verify`: compares the loss and every gradient of a model on a mesh with those of one process, on every rank.
 
     report = autopar.verify(model, mesh, batch, zero=3)      on every rank, with the whole batch
     print(report); report.raise_for_mismatch()
 
-    one process:   model(**batch).loss.backward()            eager, the user's own code
-    the mesh:      parallelize(model, mesh, ...).train_step(**part of the batch)
+    one process:   model(**batch).loss.backward()            eager, the unmodified model
+    the mesh:      parallelize(model, mesh, ...).train_step(**shard of the batch)
 
-Both run on copies; the model is not changed. By default both are lifted to float64, float32 islands included, so that
-what is left of a difference is rounding: 1e-15 where all is well, and never above 1e-10. Dropout stays on: the eager
-run is given the masks that the mesh draws, so a mask that depends on the mesh is a mismatch, too.
+Both run on copies; the model is not changed. By default both compute in float64, float32 islands included, so that
+only rounding remains of a difference: about 1e-15, and never above 1e-10. Dropout stays on: the eager run uses the
+masks that the mesh draws, so a mask that depends on the mesh is a mismatch, too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from autopar.values import number, yes_or_no
 
 EXACT = 1e-10
 # dtype -> (rtol, atol): an error may reach max(rtol * largest value of the tensor, atol). bfloat16 has 8 bits, float16
-# 11, float32 24; the rest is for the depth of a model, along which roundings add up.
+# 11, float32 24; the margin is for rounding that accumulates with the depth of a model.
 TOLERANCES = {
     torch.float64: (EXACT, EXACT),
     torch.float32: (1e-4, 1e-6),
@@ -66,7 +66,7 @@ class Compared:
     """One compared tensor.
 
     ``error``: largest absolute difference; ``reference``: largest absolute value in one process; ``allowed``: the
-    largest error that passes. ``note`` says what else is wrong, such as a gradient on one side only.
+    largest error that passes. ``note``: another mismatch, such as a gradient on one side only.
     """
 
     name: str
@@ -81,18 +81,18 @@ class Compared:
 
     @property
     def ratio(self) -> float:
-        """Error over what is allowed; infinite for what cannot be compared."""
+        """``error / allowed``; infinite where the tensors cannot be compared."""
         return math.inf if self.note or math.isnan(self.error) else self.error / self.allowed
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found: the same on all ranks, the worst of any rank.
+    """The result of `verify`: equal on all ranks, with the worst error of any rank.
 
     ``loss`` is that of the mesh, ``reference_loss`` that of one process (sums, if the model returns several losses);
     ``parameters`` holds one entry per parameter with a gradient; ``without_gradient`` names those that have none on
-    either side. ``precision``: in what was computed, "float64 with parts in float32"; the coarsest is what is allowed.
-    ``shares``: what each axis of the mesh cuts, and what it leaves whole.
+    either side. ``precision``: the dtypes of the computation, "float64 with parts in float32"; tolerances are those of
+    the coarsest. ``shares``: what each axis of the mesh shards, and what stays replicated on it.
     """
 
     mesh: str
@@ -131,7 +131,7 @@ class Report:
         with console.capture() as text:
             console.print(table)
             if len(entries) > rows:
-                console.print(f"... and {len(entries) - rows} better ones")
+                console.print(f"... and {len(entries) - rows} with smaller errors")
             for share in self.shares:
                 console.print(str(share), *(f"  {part}" for part in share.whole), sep="\n")
         return text.get().rstrip()
@@ -163,26 +163,26 @@ def verify(
     """Compare a training step on a mesh with one process: the loss and every gradient. Call it on every rank.
 
     Args:
-        model: with its weights, the same on every rank. It is not changed. Both sides run its modules in
-            the mode that each has.
+        model: with its weights, equal on every rank. It is not changed. Both sides run each module in the mode
+            (training or evaluation) that it has.
         mesh: as for `parallelize`.
-        batch: the WHOLE batch as keyword arguments of the forward, the same on every rank: verify cuts out the dp part
-            of each rank. (`train_step` takes this part; here one process needs it all.)
-        lift_to_float64: compare in float64, float32 islands lifted, to 1e-10. Otherwise in the model's own dtypes, to
-            the `TOLERANCES` of the coarsest one that it computes in: many models have norms and losses in float32
-            whatever their dtype.
+        batch: the GLOBAL batch as keyword arguments of the forward, equal on every rank; verify takes the dp shard of
+            each rank from it. (`train_step` takes the shard; here one process needs all of it.)
+        lift_to_float64: compare in float64, float32 islands included, to 1e-10. Otherwise in the model's own dtypes,
+            to the `TOLERANCES` of the coarsest one that it computes in: many models compute norms and losses in
+            float32 whatever their dtype.
         rtol, atol: an error may reach ``max(rtol * max|reference|, atol)``, per tensor.
-        options: anything that `parallelize` takes: zero, sequence_parallel, microbatches, plan, backend, seed ...
-            With a ``precision`` one process computes in it, too; an exact comparison leaves out its casts.
+        options: as for `parallelize`: zero, sequence_parallel, microbatches, plan, backend, seed ... With a
+            ``precision`` the one process computes in it, too; a comparison in float64 leaves out its casts.
 
-    The tolerance relates to the largest value of each tensor, not to each element: a sum whose true value is zero has
-    no relative accuracy. Raises ValueError as `parallelize` does. Collective.
+    The tolerance is relative to the largest value of each tensor, not to each element: an element that is zero by
+    cancellation has no relative accuracy. Raises ValueError as `parallelize` does. Collective.
     """
     check_module(model)
     yes_or_no("lift_to_float64", lift_to_float64)
     if not isinstance(batch, Mapping):
         raise ValueError(
-            f"verify: needs the whole batch, the keyword arguments of the forward, found a {type(batch).__name__}; "
+            f"verify: needs the global batch, keyword arguments of the forward, found a {type(batch).__name__}; "
             "pass a dict such as {'input_ids': ..., 'labels': ...}"
         )
     for name, value in (("rtol", rtol), ("atol", atol)):
@@ -190,8 +190,8 @@ def verify(
             number(name, value, 0.0)
     if options.get("aux_loss_scope") == "microbatch":
         raise ValueError(
-            'verify: aux_loss_scope="microbatch" is another loss than that of one process on the whole batch; leave it '
-            "out (it is exact then), or verify without the auxiliary loss"
+            'verify: needs aux_loss_scope="global_batch", found "microbatch", whose loss differs from that of one '
+            "process; remove the option, or verify without the auxiliary loss"
         )
     load_adapters(model)
     policy = _policy(options, lift_to_float64)
@@ -238,10 +238,9 @@ def reference(
     seed: int | None = None,
     capacity_factor: float = 0.0,
 ) -> tuple[float, dict[str, Tensor | None]]:
-    """One process, eager: (sum of the losses, parameter name -> gradient on the CPU). Changes ``.grad`` of the model
-    and its buffers. ``seed``: of the step whose dropout masks to use
-        (`autopar.runtime.module.parallel_module.step_seed`).
-    ``capacity_factor``: of experts, as the option of `autopar.parallelize`."""
+    """Run one process, eager: (sum of the losses, parameter name -> gradient on the CPU). Changes ``.grad`` and the
+    buffers of the model. ``seed``: of the step whose dropout masks to use
+    (`autopar.runtime.module.parallel_module.step_seed`). ``capacity_factor``: as the option of `parallelize`."""
     load_adapters(model)
     adapter = adapter_for(model)
     model.zero_grad()
@@ -250,7 +249,9 @@ def reference(
             stack.enter_context(LiftFloat32())
         arguments = dict(batch)
         if adapter is None and capacity_factor:
-            raise ValueError("verify: one process is capped for transformers' models only; leave capacity_factor out")
+            raise ValueError(
+                "verify: capacity_factor needs a transformers model, found another one; leave capacity_factor out"
+            )
         if adapter is not None:
             stack.enter_context(adapter.reference(model, capacity_factor))
             arguments = adapter.arguments(model, batch)
@@ -260,7 +261,8 @@ def reference(
         losses = [found["loss"]] if "loss" in found else list(found.values())
         if not losses:
             raise ValueError(
-                "verify: the model returns no scalar with a gradient; pass what makes it return a loss (labels)"
+                "verify: needs a loss, found no scalar output with a gradient; pass labels, or whatever else the "
+                "model computes its loss from"
             )
         total = torch.stack([x.double() for x in losses]).sum()
         total.backward()
@@ -270,7 +272,7 @@ def reference(
 
 
 def _policy(options: dict[str, Any], lift_to_float64: bool) -> Precision:
-    """The dtypes that are asked for; an exact comparison is made without them, which it says to ``options``."""
+    """The precision policy of ``options``, where a comparison in float64 replaces it by float64."""
     plan = options.get("plan")
     policy = a_precision("precision", options.get("precision", plan.options.precision if plan is not None else "none"))
     if lift_to_float64 and "precision" in options and policy.compute:
@@ -279,7 +281,7 @@ def _policy(options: dict[str, Any], lift_to_float64: bool) -> Precision:
 
 
 def computing_in(model: nn.Module, policy: Precision) -> nn.Module:
-    """A copy that computes in the dtypes of a policy, eagerly: its parameters have them."""
+    """A copy that computes eagerly in the dtypes of a policy: its parameters are cast."""
     dtypes = model_dtypes(model, policy)
     tensors: dict[int, Tensor] = {}
     for x in (*model.parameters(), *model.buffers()):
@@ -293,10 +295,12 @@ def computing_in(model: nn.Module, policy: Precision) -> nn.Module:
 def _prepared(model: nn.Module, batch: Mapping[str, Any], lift_to_float64: bool) -> tuple[nn.Module, dict[str, Any]]:
     """Copies of the model and batch; in float64 for the exact comparison."""
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-        raise ValueError("verify: needs the model's weights, found tensors on the meta device; build it with weights")
+        raise ValueError("verify: needs the weights of the model, found tensors on the meta device; load them first")
     copied = twin_of(model)
     for module in copied.modules():
-        if getattr(module, "gradient_checkpointing", False):  # the eager run would draw its masks twice
+        if getattr(
+            module, "gradient_checkpointing", False
+        ):  # recomputation would draw dropout masks twice in the eager run
             setattr(module, "gradient_checkpointing", False)  # noqa: B010  (typed as a tensor or module)
     leaves, spec = flatten(dict(batch))
     if lift_to_float64:
@@ -308,7 +312,7 @@ def _prepared(model: nn.Module, batch: Mapping[str, Any], lift_to_float64: bool)
 def _part(
     model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, rank: int, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """This rank's dp part, along the batch dims that `parallelize` finds."""
+    """This rank's dp shard of the batch, along the batch dims that `parallelize` finds."""
     load_adapters(model)
     skeleton, ranks, plan = skeleton_of(model), mesh.data_size, options.get("plan")
     before = plan.options if plan is not None else Options()
@@ -325,8 +329,7 @@ def _part(
 
 
 def _computed_in(graph: GraphModule) -> set[torch.dtype]:
-    """The float dtypes that a graph rounds to: of results that come of floats, and hold other numbers than they.
-    Integers are cast without rounding."""
+    """The dtypes that a graph rounds to: those of floats computed from floats. Casts of integers do not round."""
     computed = (n for n in graph.graph.nodes if n.op == "call_function" and not aliases(n.target))
     return {n.meta["val"].dtype for n in computed if _is_float(n) and any(map(_is_float, n.all_input_nodes))}
 
@@ -358,7 +361,7 @@ def _compared(name: str, found: Tensor | None, expected: Tensor | None, limits: 
 
 
 def _worst(report: Report) -> Report:
-    """The worst entry of any rank: a copy that differs on one rank only must not go unseen."""
+    """The worst entries over all ranks: a replica that is wrong on one rank only must be reported."""
     if dist.get_world_size() == 1:
         return report
     reports: list[Any] = [None] * dist.get_world_size()

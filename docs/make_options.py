@@ -20,7 +20,7 @@ Made by `make docs` from `autopar/options.py`; change the declarations there. Th
 `autopar.parallelize` and `autopar.verify`, fields of `autopar.Options`, and arguments of `python -m autopar plan`,
 `show` and `verify`. An option that a mesh does not use is refused: those that need an axis say which.
 
-| option | on the command line | what it says | left out | needs an axis |
+| option | on the command line | what it does | default | needs an axis |
 |---|---|---|---|---|
 """
 
@@ -30,7 +30,7 @@ def row(option: DeclaredOption) -> str:
     names = f": {', '.join(f'`{name}`' for name in option.names)}" if list(option.names) else ""
     shown = f"{option.flag} {option.kind.shown}".strip().replace("|", "\\|")
     axes = " or ".join(option.axes)
-    return f"| `{option.name}` | `{shown}` | {option.help}{names} | {option.without} | {axes} |\n"
+    return f"| `{option.name}` | `{shown}` | {option.help}{names} | {option.shown_default} | {axes} |\n"
 
 
 def main(arguments: list[str]) -> int:

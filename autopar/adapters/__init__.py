@@ -1,14 +1,14 @@
-"""Thin shims over private names of torch: one file for each corner of it that the compiler needs.
+"""Thin wrappers of private torch APIs, one file for each.
 
-autograd, grad_fn_paths, grad_mode, hooks, dispatch, operators      autograd, and what runs below it
-fx                  graphs and their nodes, without what torch looks for in each
-ac_regions          `torch.utils.checkpoint`, noted on the nodes of a capture
-distributed, dtensor, foreach, state_dict, inductor, flash_attn      single names of torch, and of one other package
+autograd, grad_fn_paths, grad_mode, hooks, dispatch, operators      autograd, and the dispatcher below it
+fx                  fast creation of graphs and nodes
+ac_regions          regions of `torch.utils.checkpoint`, recorded on nodes
+distributed, dtensor, foreach, state_dict, inductor, flash_attn      single APIs of torch and of flash_attn
 tensors             memory and attributes of tensors
 copying             copies of modules without their weights
-versions            which torch and transformers were tried; older ones are refused
+versions            tested versions of torch and transformers; older ones are refused
 
-Everything may import this room; it imports nothing of the project. Nothing private leaves it.
+Every other package may import this one, which imports nothing of the project. No private name of torch leaves it.
 """
 
 from autopar.adapters.versions import refuse_older

@@ -1,9 +1,9 @@
-"""What a model calls within `torch.utils.checkpoint` is noted on the nodes of the capture: `asked`.
+"""Regions of `torch.utils.checkpoint`, recorded in ``meta["asked"]`` of the nodes of a capture.
 
     y = checkpoint(block, x)        the nodes that block(x) adds to the graph
 
-Both kinds (reentrant or not) call their function as it is while a graph is captured: no generator is saved and no hook
-is set, and how values are made again is up to the compiler.
+Both kinds (reentrant or not) simply call their function while a graph is captured: no RNG state is saved and no hook is
+set. The compiler decides how to recompute.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NUMBERS = itertools.count(1)
 
 @contextlib.contextmanager
 def noted_regions() -> Iterator[None]:
-    """Within: checkpoints that are not reentrant are noted. (`autograd_function` has the others.)"""
+    """Context manager: record non-reentrant checkpoints. (`autograd_function` handles the others.)"""
     module: Any = torch.utils.checkpoint
     name = _name_of_generator()
     original = getattr(module, name)
@@ -36,26 +36,26 @@ def noted_regions() -> Iterator[None]:
 
 
 def _name_of_generator() -> str:
-    """What torch's `checkpoint` makes around its function. Since 2.14 the name of before only leads to another."""
+    """The name of the generator that `checkpoint` runs around its function. Since 2.14 the older name is a wrapper."""
     names = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
     return next(name for name in names if hasattr(torch.utils.checkpoint, name))
 
 
 def next_region() -> int:
-    """The number of the checkpoint that begins next."""
-    return next(_NUMBERS) + 1  # which takes one
+    """The number of the next checkpoint region."""
+    return next(_NUMBERS) + 1  # +1: this call takes one
 
 
 def new_regions() -> dict[int, int]:
-    """Number of a checkpoint -> that of the same one in a copy of what called it."""
+    """Number of a region -> number of its copy, in a copied layer."""
     return defaultdict(lambda: next(_NUMBERS))
 
 
 def decomposed(program: ExportedProgram, table: Mapping[Any, Callable[..., Any]]) -> ExportedProgram:
-    """`run_decompositions`, whose nodes are noted as those that they are made of: it hands on what is "custom"."""
+    """`run_decompositions` that keeps the region of nodes, by way of "custom" metadata, which it propagates."""
     root = program.graph_module
     regions = {name: m for name, m in root.named_children() if isinstance(m, GraphModule)}
-    for node in root.graph.nodes:  # what is within a region is noted as the region is
+    for node in root.graph.nodes:  # a grad-mode region belongs to the checkpoint of its nodes
         inner = [regions[x.target] for x in node.all_input_nodes if x.op == "get_attr" and x.target in regions]
         asked = node.meta.get("asked") or next(
             (n.meta["asked"] for gm in inner for n in gm.graph.nodes if "asked" in n.meta), 0
@@ -76,7 +76,7 @@ def _generator(*args: Any, **kwargs: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def asked_for() -> Iterator[None]:
-    """The nodes that are made within are noted as those of one checkpoint, by a number of its own."""
+    """Context manager: record new nodes as one checkpoint region."""
     graph, number = _graph(), next(_NUMBERS)
     before = set(graph.nodes) if graph is not None else set()
     yield

@@ -1,4 +1,4 @@
-"""Modes below autograd, which torch keeps in a private module, and who answers a call of an operator."""
+"""Dispatch modes, and kernels of operators."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["DispatchMode", "has_kernel", "without_modes"]
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """Within: no mode sees a call, those that fake tensors neither."""
+    """Context manager without active modes, including fake tensor mode."""
     return _disable_current_modes()
 
 
@@ -24,5 +24,5 @@ def has_kernel(name: str, key: str) -> bool:
 
 
 def modes_around() -> int:
-    """How many modes see the functions and operators of whatever runs now."""
+    """Number of active function and dispatch modes."""
     return len(_get_current_function_mode_stack()) + len(_get_current_dispatch_mode_stack())

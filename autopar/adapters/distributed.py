@@ -1,5 +1,5 @@
-"""What torch.distributed keeps private and the runtime needs: the default group's store, the errors of backends, the
-groups that do not raise them."""
+"""Private parts of torch.distributed: the store of the default group, errors of backends, groups with asynchronous
+errors."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def _either(name: str, before: str) -> str:
-    """The name that torch.distributed knows a collective by: 2.13 gave those of one tensor new names, of which 2.12
-    knows only the old; later ones warn of these."""
+    """The name of a collective: 2.13 renamed those of one tensor and warns about the old names."""
     return name if hasattr(dist, name) else before
 
 
@@ -30,17 +29,17 @@ REDUCE_SCATTER = _either("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 def all_gather_single(out: torch.Tensor, x: torch.Tensor, **how: Any) -> Any:
-    """``out`` [ranks * n] of what each rank has as ``x`` [n]."""
+    """Gather ``x`` [n] of all ranks into ``out`` [ranks * n]."""
     return getattr(dist, ALL_GATHER)(out, x, **how)
 
 
 def reduce_scatter_single(out: torch.Tensor, x: torch.Tensor, **how: Any) -> Any:
-    """``out`` [n], this rank's piece of the sum over the ranks of ``x`` [ranks * n]."""
+    """Sum ``x`` [ranks * n] over ranks and write this rank's shard to ``out`` [n]."""
     return getattr(dist, REDUCE_SCATTER)(out, x, **how)
 
 
 def default_store() -> dist.Store:
-    """The key-value store with which the default process group was made."""
+    """The key-value store of the default process group."""
     return distributed_c10d._get_default_store()
 
 
@@ -51,7 +50,7 @@ def own_client(store: dist.Store) -> dist.Store:
 
 
 def root_store(store: dist.Store) -> dist.Store:
-    """The store itself, behind all prefixes."""
+    """The store without its prefixes."""
     if isinstance(store, dist.PrefixStore):
         root: dist.Store = store._underlying_non_prefix_store  # type: ignore[attr-defined]
         return root
@@ -59,7 +58,7 @@ def root_store(store: dist.Store) -> dist.Store:
 
 
 def store_host() -> str:
-    """Who hosts the store of the default group, as the subject of a sentence."""
+    """The host of the default group's store, as the subject of a sentence."""
     return "the launcher, which hosts the store," if hosted_by_launcher() else "rank 0, which hosts the store,"
 
 
@@ -69,7 +68,7 @@ def hosted_by_launcher() -> bool:
 
 
 def is_backend_error(error: BaseException) -> bool:
-    """Whether a backend, or the store, gave up on other ranks. gloo has no class of its own for that."""
+    """Whether a backend or the store failed because of other ranks. gloo has no error class for that."""
     words = r"gloo|nccl|Operation timed out|Connection (closed|reset) by peer|Socket Timeout"
     plain = type(error) is RuntimeError and re.search(words, str(error), re.IGNORECASE) is not None
     return isinstance(error, dist.DistError) or plain
@@ -81,16 +80,16 @@ def group_name(group: dist.ProcessGroup) -> str:
 
 
 def group_of_members(ranks: list[int], name: str, timeout: timedelta, description: str) -> dist.ProcessGroup:
-    """A process group that only ``ranks`` make, this process among them, under a name that nobody else has.
+    """Create a process group by its members ``ranks`` alone, this process among them, with a unique name.
 
-    torch's `new_group` is for all ranks of the world to call, for each group of anybody; its way to let only the
-    members call it names a group by how many a rank has made so far. A communicator of its own even where the default
-    group is bound to a device: a split of that one would need all ranks, too.
+    torch's `new_group` must be called by all ranks for every group, or, with only the members, derives the name from
+    the number of groups that a rank has created. The group always gets a new communicator, even if the default group is
+    bound to a device: splitting that would need all ranks, too.
     """
     world, default = distributed_c10d._world, distributed_c10d._get_default_group()
     ranks, device = sorted(ranks), default.bound_device_id
     backend, store = world.pg_map[default]
-    default.bound_device_id = None  # else the group is split off
+    default.bound_device_id = None  # else torch splits the default group
     try:
         group, _ = distributed_c10d._new_process_group_helper(
             len(ranks),
@@ -111,7 +110,7 @@ def group_of_members(ranks: list[int], name: str, timeout: timedelta, descriptio
 
 
 def takes_host_tensors(group: dist.ProcessGroup) -> bool:
-    """Whether a group has a backend for tensors of the host; one that is written in Python says nothing, and has."""
+    """Whether a group has a backend for CPU tensors; Python backends do not say, and are assumed to."""
     return not group._device_types or torch.device("cpu") in group._device_types
 
 
@@ -120,41 +119,41 @@ def rank_table(mesh: DeviceMesh) -> torch.Tensor:
     return mesh.mesh
 
 
-RAISING = ("gloo", "fake")  # backends whose waits raise by themselves, or never wait
+RAISING = ("gloo", "fake")  # backends that raise in wait, or never block
 
 
 @dataclass(frozen=True)
 class AsyncErrorGroup:
-    """A process group whose work does not raise in ``wait`` when another rank is gone, such as one of NCCL.
+    """A process group whose ``wait`` does not raise when another rank fails, such as one of NCCL.
 
-    ranks: its global ranks. backend: what its work runs on.
+    ranks: its global ranks. backend: its backend.
     """
 
     ranks: list[int]
     backend: Any
 
     def broken(self) -> bool:
-        """Whether its watchdog has seen an error: a peer that is gone, or a collective beyond its timeout."""
+        """Whether its watchdog has seen an error: a lost peer, or a collective that timed out."""
         try:
             found = self.backend.get_error()
-        except (AttributeError, RuntimeError):  # it has no watchdog, or is wrapped for debugging
+        except (AttributeError, RuntimeError):  # no watchdog, or a debug wrapper
             return False
         return bool(found != ErrorType.SUCCESS)
 
     def abort(self) -> None:
-        """What waits in it goes on, with values that mean nothing; what is started later raises."""
+        """Abort: blocked collectives return with garbage, later ones raise."""
         self.backend.abort()
 
 
 def quiet_groups() -> list[AsyncErrorGroup]:
-    """Those of this process. Groups may be destroyed meanwhile, in another thread."""
+    """All groups of this process with asynchronous errors. Another thread may destroy groups meanwhile."""
     world, found = distributed_c10d._world, []
     for group, config in list(world.pg_backend_config.items()):
         ranks = sorted(world.pg_group_ranks.get(group, ()))
         for device, name in (pair.split(":") for pair in str(config).split(",")):
             if name not in RAISING and ranks:
                 with suppress(RuntimeError):
-                    own = group._get_backend(torch.device(device)) if group._device_types else group  # one in Python
+                    own = group._get_backend(torch.device(device)) if group._device_types else group  # a Python backend
                     found.append(AsyncErrorGroup(ranks, own))
     return found
 

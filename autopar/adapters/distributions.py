@@ -1,4 +1,4 @@
-"""What `torch.distributions` checks of values, by default: nothing that a graph could hold."""
+"""Value checks of `torch.distributions`, which cannot be captured."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch.distributions import Distribution
 
 @contextlib.contextmanager
 def unchecked_distributions() -> Iterator[None]:
-    """Within: parameters of distributions are not compared with their supports. Such checks branch on values, and all
-    that they do is raise."""
+    """Context manager: distributions do not validate their parameters. The checks branch on values, and only raise."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:

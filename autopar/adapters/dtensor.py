@@ -1,4 +1,4 @@
-"""DTensor's constructor and its layout record, which torch keeps private."""
+"""DTensor's private constructor and spec."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ __all__ = [
     "storage_of",
 ]
 
-no_torch_function = torch._C._disabled_torch_function_impl  # of a subclass whose results are plain tensors
-as_plain = torch._C.DisableTorchFunctionSubclass  # within: reading an attribute of a subclass takes half as long
+no_torch_function = torch._C._disabled_torch_function_impl  # for a subclass whose results are plain tensors
+as_plain = torch._C.DisableTorchFunctionSubclass  # halves the time to read an attribute of a subclass
 
 
 def layout_record(
     mesh: DeviceMesh, dims: tuple[int | None, ...], shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype
 ) -> LayoutRecord:
-    """A record of a tensor of a (whole) shape, of which each axis of the mesh cuts a dim or none. ``strides``: of the
-    piece; those of the whole tensor have its dims in the same order."""
+    """The spec of a tensor with a global shape. ``dims``: the dim that each mesh axis shards, or None. ``strides``: of
+    the local shard; global strides get the same order of dims."""
     placements = tuple(Replicate() if d is None else Shard(d) for d in dims)
     if any(d is not None for d in dims):
         step, found = 1, [0] * len(shape)
@@ -54,36 +54,36 @@ def layout_record(
 # mesh, placements, shape and strides of a DTensor
 record_of: Callable[[DTensor], LayoutRecord] = operator.attrgetter("_spec")
 
-# the local tensor itself, without a view and without autograd
+# the local tensor, without a view and without autograd
 local_of: Callable[[DTensor], Tensor] = operator.attrgetter("_local_tensor")
 
-# a DTensor of a subclass over a local tensor, of a record, without a check
+# a DTensor subclass from a local tensor and a spec, without checks
 made_as: Callable[[Any, Tensor, LayoutRecord], Any] = functools.partial(DTensor.__new__, requires_grad=False)
 
 
 def have_gradients(tensors: Sequence[Tensor]) -> list[bool]:
-    """Whether ``.grad`` of each is set, however that lies."""
+    """Whether ``.grad`` of each tensor is set."""
     of: Any = Tensor.grad  # the descriptor
     with as_plain():
         return [x is not None for x in map(of.__get__, tensors)]
 
 
 def put_local(x: DTensor, local: Tensor) -> None:
-    """Let a DTensor lie over another local tensor, of the same shape and dtype."""
+    """Replace the local tensor of a DTensor by one of the same shape and dtype."""
     x._local_tensor = local
 
 
 def reform(x: DTensor, func: Any, how: Sequence[Any], view: DTensor) -> None:
-    """Give a DTensor in place the shape that an operator such as ``squeeze_`` gives it: that of ``view``, over whose
-    local tensor it lies from now on."""
+    """Apply an in-place shape operator such as ``squeeze_`` to a DTensor: it gets the shape and local tensor of
+    ``view``."""
     with no_dispatch():
         func(x, *how)
     x._local_tensor, x._spec = view._local_tensor, view._spec
 
 
 def parametrize_by_data(kind: type[DTensor]) -> None:
-    """From now on `torch.nn.utils.parametrize` sets ``.data`` of parameters of this class where somebody assigns to
-    what is parametrized. It would swap them with another tensor, which has to be of the same class."""
+    """Make `torch.nn.utils.parametrize` set ``.data`` of parameters of this class on assignment. By default it swaps
+    tensors, which needs two of the same class."""
     put: Any = parametrize._maybe_set
 
     def put_data(dest: Tensor, src: Tensor) -> None:
@@ -96,6 +96,6 @@ def parametrize_by_data(kind: type[DTensor]) -> None:
 
 
 def storage_of(x: Tensor) -> int:
-    """A number for the storage that torch's core holds of a tensor; that of a DTensor is none of its piece's."""
+    """An id of a tensor's storage; that of a DTensor is not that of its local tensor."""
     number: int = torch._C._storage_id(x)  # type: ignore[attr-defined]
     return number

@@ -17,19 +17,19 @@ from torch import Tensor
 
 @functools.cache
 def installed() -> bool:
-    """Whether the package is there and can be used: imported once, since other packages share its name, and builds for
-    another torch do not load. Says so, once, where it cannot."""
+    """Whether the package is installed and works. It is imported to find out, since other packages share its name, and
+    builds for another torch do not load. Warns once if it does not work."""
     if importlib.util.find_spec("flash_attn") is None:
         return False
     try:
         version = str(importlib.import_module("flash_attn").__version__)
         _interface()
         right = (2, 7) <= tuple(int(number) for number in version.split(".")[:2]) < (3,)
-        why = "" if right else f"version {version}; 2.7 or later is needed, and not 3"
+        why = "" if right else f"found version {version}, needs 2.7 or later, but not 3"
     except Exception as error:
         why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if why:
-        warnings.warn(f"attention: the package flash_attn is there, but cannot be used ({why})", stacklevel=2)
+        warnings.warn(f"attention: the package flash_attn is installed, but cannot be used ({why})", stacklevel=2)
     return not why
 
 
@@ -44,7 +44,7 @@ def _swap(x: Tensor) -> Tensor:
 
 
 def window_sizes(causal: bool, window: int) -> dict[str, int]:
-    """How far to the left and to the right of the diagonal; -1: without limit."""
+    """Window to the left and to the right of the diagonal; -1: unlimited."""
     reach = window - 1 if window else -1
     return {"window_size_left": reach, "window_size_right": 0 if causal else reach}
 

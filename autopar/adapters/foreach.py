@@ -1,4 +1,4 @@
-"""Operations on many tensors in one call, which torch keeps behind an underscore, and who takes part in them."""
+"""torch._foreach operations on lists of tensors, and registration of types for them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.utils import _foreach_utils
 
 
 def take_part(kind: type[Tensor]) -> None:
-    """Let optimizers and clip_grad_norm_ treat a subclass of Tensor as they treat tensors and DTensors: where they
-    choose for themselves, one parameter of any other type sends a whole group down the loop over parameters."""
+    """Register a Tensor subclass for foreach implementations of optimizers and clip_grad_norm_: by default one
+    parameter of another type makes them loop over the parameters of a group."""
     for types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
         if kind not in types:
             types.append(kind)
@@ -66,7 +66,7 @@ def norms(tensors: Sequence[Tensor], p: float, dtype: torch.dtype | None = None)
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:
-    """Positions by dtype: a call on mixed ones is a loop."""
+    """Indices by dtype: a call with mixed dtypes would be a loop."""
     out: dict[torch.dtype, list[int]] = {}
     for i, x in enumerate(tensors):
         out.setdefault(x.dtype, []).append(i)

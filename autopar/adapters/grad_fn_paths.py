@@ -1,10 +1,10 @@
-"""Where the backward of an eager forward would go: from its outputs, through the nodes of autograd, to leaves.
+"""Paths of an eager backward: from outputs, through autograd nodes, to leaves.
 
     loss.grad_fn -> MseLossBackward -> AddmmBackward -> AccumulateGrad of first.weight
 
-While a forward is traced, autograd runs beside the tracer and knows what a graph may not: which parameters the outputs
-reach, and an `autograd.Function` whose backward nobody captured. Where values of the graph stand in place of the
-forward's own (copies of alike blocks, derivatives), the path goes on as `continues_at` says.
+While a forward is traced, autograd records what a graph may not show: which parameters the outputs depend on, and an
+`autograd.Function` whose backward was not captured. Where tensors are created for values of the graph (copied layers,
+derivatives), `continues_at` connects the path.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SCRIPTED = "torch::jit::(anonymous namespace)::DifferentiableGraphBackward"
 
 @contextmanager
 def followed_paths() -> Iterator[None]:
-    """Around a capture: `continues_at` is remembered."""
+    """Context manager around a capture that keeps the connections of `continues_at`."""
     token = _CONTINUATIONS.set({})
     try:
         yield
@@ -41,27 +41,27 @@ def followed_paths() -> Iterator[None]:
 
 
 def continues_at(made: Tensor, tensors: Sequence[Tensor] | None) -> None:
-    """The path of a tensor that stands for a value of the graph goes on at these; None: nobody knows where."""
+    """Continue the path of a tensor at these tensors; None: unknown."""
     known, start = _CONTINUATIONS.get(), start_of(made)
     if known is not None and start is not None:
         known[start] = tensors
 
 
 def lose_paths() -> None:
-    """Of no tensor it is known any more where its path goes."""
+    """From now on all paths are unknown."""
     known = _CONTINUATIONS.get()
     if known is not None:
         known[_LOST] = None
 
 
 def start_of(x: Tensor) -> Any:
-    """Where the backward of a tensor starts: its node, or a leaf itself; None if it needs no gradient."""
+    """The start of a tensor's backward: its grad_fn, or the leaf itself; None without gradient."""
     with torch._C.DisableTorchFunction():
         return (x.grad_fn or Same(x)) if x.requires_grad else None
 
 
 class GradFnPaths:
-    """``ends``: `start_of` a tensor -> the bits that a path which arrives there has reached; it ends there."""
+    """Reachability through autograd nodes. ``ends``: `start_of` a tensor -> its bits; a path ends there."""
 
     def __init__(self, ends: Mapping[Any, int]) -> None:
         self._reached: dict[Any, int] = dict(ends)
@@ -69,7 +69,7 @@ class GradFnPaths:
         self._nodes: list[Any] = []  # on the paths so far
 
     def reached(self, x: Tensor) -> int:
-        """The bits of all ends that the backward of a tensor reaches."""
+        """The bits of all ends that a tensor's backward reaches."""
         start = start_of(x)
         if start is None:
             return 0
@@ -90,31 +90,31 @@ class GradFnPaths:
         return found[start] | (UNKNOWN if _LOST in self._continuations else 0)
 
     def _following(self, place: Any) -> tuple[int, list[Any]]:
-        """(UNKNOWN or 0, the places behind one)."""
+        """(UNKNOWN or 0, the next nodes or leaves)."""
         if place in self._continuations:
             tensors = self._continuations[place]
             starts = map(start_of, tensors or ())
             return (UNKNOWN if tensors is None else 0), [x for x in starts if x is not None]
-        if isinstance(place, Same):  # of nobody's
+        if isinstance(place, Same):  # another leaf
             return 0, []
         self._nodes.append(place)
-        if _HOLE in place.name():  # stands for a gradient, and passes none on
+        if _HOLE in place.name():  # a gradient placeholder: paths end there
             return 0, []
         nodes = (x for x, _ in place.next_functions if x is not None)
         return 0, [Same(x.variable) if x.name() == _LEAF else x for x in nodes]
 
     def out_of_sight(self) -> str:
-        """What is wrong with a node on the paths that is of no operator of the graph; "" if there is none."""
+        """The error for a node on the paths that belongs to no operator of the graph; "" if there is none."""
         for node in self._nodes:
             cls: Any = getattr(node, "_forward_cls", None) if isinstance(node, BackwardCFunction) else None
-            if cls is not None and not cls.__module__.startswith("torch._"):  # torch's operators are made of those
+            if cls is not None and not cls.__module__.startswith("torch._"):  # those are torch's own
                 return (
-                    f"the autograd function {cls.__qualname__} is called around torch.autograd.Function.apply, where "
-                    f"its backward cannot be captured; call {cls.__qualname__}.apply"
+                    f"the autograd function {cls.__qualname__} is called without torch.autograd.Function.apply, so its "
+                    f"backward cannot be captured; call {cls.__qualname__}.apply"
                 )
             if node.name() == _SCRIPTED:
                 return (
-                    "a function of torch.jit in the forward has been called before, and differentiates itself since; "
-                    "call what was scripted or traced, or parallelize before its first call"
+                    "a torch.jit function in the forward was called before, and has compiled its own backward; call "
+                    "the original Python function, or parallelize before its first call"
                 )
         return ""

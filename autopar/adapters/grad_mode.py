@@ -1,4 +1,4 @@
-"""The grad mode of this thread, and what a traced forward is told of it: traces never run under inference_mode."""
+"""The grad mode of this thread, and the inference mode that a traced forward sees: traces never run under it."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import Any
 import torch
 
 
-class _Told(threading.local):
-    """Of the forward that this thread traces."""
+class _Seen(threading.local):
+    """State of the forward that this thread traces."""
 
-    inference: bool | None = None  # None: it traces none
+    inference: bool | None = None  # None: no forward is traced
 
 
-_TOLD = _Told()
+_SEEN = _Seen()
 _IS_GRAD_ENABLED, _IS_INFERENCE_MODE = torch.is_grad_enabled, torch.is_inference_mode_enabled
 
 
 def grad_mode() -> str:
-    """That of this thread: "grad", "no_grad" or "inference"."""
+    """The grad mode of this thread: "grad", "no_grad" or "inference"."""
     return "inference" if _IS_INFERENCE_MODE() else "grad" if _IS_GRAD_ENABLED() else "no_grad"
 
 
-def told_inference() -> bool | None:
-    """Whether the forward that this thread traces is told that it runs under inference_mode; None: there is none."""
-    return _TOLD.inference
+def seen_inference() -> bool | None:
+    """Whether the traced forward of this thread sees inference mode; None if none is traced."""
+    return _SEEN.inference
 
 
 class InferenceRegion(torch.set_grad_enabled):
-    """From when it is made until its exit: no gradients, and a traced forward is told of inference_mode."""
+    """Without gradients from its creation to its exit; a traced forward sees inference mode if ``mode``."""
 
     def __init__(self, mode: bool) -> None:
-        self._before, _TOLD.inference = _TOLD.inference, mode
+        self._before, _SEEN.inference = _SEEN.inference, mode
         super().__init__(not mode)
 
     def __exit__(self, *raised: Any) -> None:
-        _TOLD.inference = self._before
+        _SEEN.inference = self._before
         super().__exit__(*raised)

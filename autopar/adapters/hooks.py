@@ -1,4 +1,4 @@
-"""The hooks that torch keeps on tensors and modules, which it calls private: which are there, and how they are run.
+"""Private hook tables of tensors and modules: finding hooks, and running them.
 
 Forward hooks of modules are Python code that is traced with the forward. What follows a backward is not: a step
 differentiates a graph, no module is called, and gradients exist for parameters only.
@@ -17,7 +17,7 @@ import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-# the names under which a module keeps its hooks
+# attributes of a module that hold hooks
 HOOKS_OF_MODULES = tuple(
     sorted(
         name
@@ -28,18 +28,18 @@ HOOKS_OF_MODULES = tuple(
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Whether somebody is called when the gradient of a leaf arrives, or has been added up."""
+    """Whether a leaf has gradient hooks."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def hooks_so_far() -> int:
-    """How many hooks have been registered in this process: on modules, tensors and nodes of autograd. While the number
-    stands still nobody has registered one."""
+    """Number of hooks registered in this process so far, on modules, tensors and autograd nodes. If it has not changed,
+    no hook was registered."""
     return int(RemovableHandle.next_id)
 
 
 class Observers:
-    """`observed` for the same leaves over and over: no look where there were no hooks and none has been registered."""
+    """`observed` for fixed leaves, cached while no hook is registered."""
 
     def __init__(self) -> None:
         self._leaves: list[int] = []
@@ -56,7 +56,7 @@ class Observers:
 
 
 class _Touch(torch.autograd.Function):
-    """A node of autograd with leaves as its inputs, whatever kind of tensor they are; computes nothing."""
+    """An autograd node with leaves of any type as inputs; computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, *leaves: Tensor) -> Tensor:
@@ -64,11 +64,11 @@ class _Touch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise AssertionError("nobody differentiates this")
+        raise AssertionError("never differentiated")
 
 
 def _accumulators(leaves: Sequence[Tensor]) -> list[Any]:
-    """The node of each leaf at which its gradient is added up; made here if nobody holds one."""
+    """The AccumulateGrad node of each leaf, created if there is none."""
     if not leaves:
         return []
     with torch.enable_grad():
@@ -77,9 +77,8 @@ def _accumulators(leaves: Sequence[Tensor]) -> list[Any]:
 
 
 def observed(leaves: Sequence[Tensor]) -> list[bool]:
-    """Whether somebody may be called when the gradient of a leaf arrives: it has hooks, or somebody holds its node,
-    as those do who put hooks there. Nothing tells how many a node has; one that is held still has our mark at a second
-    look. About 1 us per leaf."""
+    """Whether a leaf may have hooks, on itself or on its AccumulateGrad node. The hooks of a node cannot be counted,
+    but registering one keeps the node alive, so a mark on it is still there at a second look. About 1 us per leaf."""
     if not all(map(_WANTS_GRADIENT, leaves)):
         return [x.requires_grad and observed([x])[0] for x in leaves]
     for marks in map(_MARKS, _accumulators(leaves)):
@@ -92,29 +91,29 @@ _MARKS, _WANTS_GRADIENT = operator.attrgetter("metadata"), operator.attrgetter("
 
 
 def forward_hooks(module: nn.Module) -> list[Any]:
-    """What a module's forward calls before and after."""
+    """Forward hooks of a module."""
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether somebody is called around a call of the module itself."""
+    """Whether a call of the module runs hooks."""
     return bool(forward_hooks(module))
 
 
 def hooks_of_all() -> list[dict[int, Any]]:
-    """The live dicts of hooks for the forwards of all modules."""
+    """The global dicts of forward hooks for all modules."""
     return [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
 
 
 def accumulate_gradient(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Add to ``.grad`` of leaves as one backward does: through their hooks, in torch's own order."""
+    """Accumulate into ``.grad`` of leaves as one backward does, with hooks, in torch's order."""
     with torch.enable_grad():
         torch.autograd.backward(parameters, gradients)
 
 
 def skip_hooks_without_gradient(leaves: Sequence[Tensor]) -> None:
-    """Within the backward of a node: hooks of leaves to which it brings nothing are not called, unless something else
-    brings them a gradient. torch's engine calls those of every input of a node, with None."""
+    """Call within the backward of a node: do not run hooks of leaves without a gradient from it, unless they get one
+    from elsewhere. torch's engine calls hooks of every input of a node, with None."""
     for leaf in leaves:
         _call_with_gradient_only(leaf._backward_hooks)
         if leaf._post_accumulate_grad_hooks:
@@ -123,7 +122,7 @@ def skip_hooks_without_gradient(leaves: Sequence[Tensor]) -> None:
 
 def _call_with_gradient_only(hooks: Any) -> None:
     for key, hook in [*(hooks or {}).items()]:
-        if getattr(hook, "__module__", "") != torch.autograd.graph.__name__:  # of several leaves; they count the calls
+        if getattr(hook, "__module__", "") != torch.autograd.graph.__name__:  # multi-grad hooks count calls
             hooks[key] = _replaced_once(hooks, key, hook, lambda grad: grad is not None)
 
 
@@ -137,7 +136,7 @@ def _replaced_once(hooks: dict[int, Any], key: int, hook: Any, called: Callable[
 
 
 class _SkipOnce:
-    """Called before a gradient is added up: without one, those that are called after that are not."""
+    """A pre-accumulation hook that suppresses post-accumulation hooks if there is no gradient."""
 
     def __init__(self, leaf: Tensor) -> None:
         self._leaf = weakref.ref(leaf)
@@ -154,13 +153,13 @@ class _SkipOnce:
 
 
 def refuse_backward_hooks(model: nn.Module) -> None:
-    """Raises ValueError that names the first hook of a model on which a captured step could not act."""
+    """Raises ValueError for the first hook of a model that a captured step would not call."""
     for where, what, way_out in _backward_hooks(model):
         raise ValueError(f"hooks: {where} has a {what}, which a captured step does not call; {way_out}")
 
 
 def _backward_hooks(model: nn.Module) -> Iterator[tuple[str, str, str]]:
-    move = "remove it, and put an autograd.Function into the forward instead, or a hook on the parameters of the result"
+    move = "remove it, and use an autograd.Function in the forward, or a hook on parameters of the parallelized model"
     if torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks:
         yield "torch.nn.modules.module", "backward hook for all modules", move
     for name, module in model.named_modules():
@@ -169,13 +168,13 @@ def _backward_hooks(model: nn.Module) -> Iterator[tuple[str, str, str]]:
             yield f"module {name or type(model).__name__}", f"backward hook ({_name(hook)})", move
     for name, parameter in model.named_parameters():
         if has_gradient_hooks(parameter):
-            move = "register it on the parameter of the same name that parallelize returns, a DTensor"
+            move = "register it on the parameter of the same name of the parallelized model"
             yield f"parameter {name}", "gradient hook", move
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for name, node in zip(trained, _accumulators(list(trained.values()))):
-        if any(isinstance(x, dict) and x for x in gc.get_referents(node)):  # hooks, by their numbers
-            move = "register it on that of the parameter of the same name that parallelize returns"
-            yield f"parameter {name}", "hook on the node that adds up its gradient", move
+        if any(isinstance(x, dict) and x for x in gc.get_referents(node)):  # hooks by id
+            move = "register it on that of the same parameter of the parallelized model"
+            yield f"parameter {name}", "hook on its AccumulateGrad node", move
 
 
 def _name(hook: Any) -> str:

@@ -1,13 +1,13 @@
-"""Inductor as a function from a lowered step graph to a compiled callable; collectives are functional ones.
+"""Compiles a lowered step graph with Inductor; collectives are functional ones.
 
     pending = start(x); y = mm(a, b); z = finish(pending)
         -->
     buf0 = all_gather(x); buf1 = mm(a, b); buf2 = wait_tensor(buf0)
 
-Starts and waits are where the graph has them, in the generated code as well. Inductor by itself would put each wait
-right behind its collective, which needs the least memory; pull a wait ahead with one of the kernels of which it has
-fused its user; and fuse what is needed early with what has to wait. The layout around a collective is made of ordinary
-operators, which Inductor fuses with their neighbours.
+The generated code keeps starts and waits in the order of the graph. Inductor by itself would put each wait right after
+its collective, to save memory; move a wait ahead by fusing its user into an early kernel; and fuse values that are
+needed early with kernels that wait. Layout changes around a collective are ordinary operators, which Inductor fuses
+with their neighbours.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class AxisGroups(Protocol):
 
 
 def _scheduler_pass() -> type:
-    """What a pass over the scheduler's nodes derives from. Before 2.13 any callable is one; since then Inductor asks
-    those of this class for their ``uuid``, and keeps in its cache no graph that another one has seen."""
+    """Base class of a scheduler pass. Before 2.13 any callable will do; since then Inductor uses the ``uuid`` of this
+    class in the key of its cache, and does not cache with other passes."""
     return getattr(custom_graph_pass, "CustomSchedulerPass", object)
 
 
 class KeepOrder(_scheduler_pass()):  # type: ignore[misc]
-    """Kernels in the order of the graph, as far as what they take allows: of those that can run, the first one of the
-    graph runs next. So a wait comes no earlier than what stands before it."""
+    """Orders kernels as in the graph, as far as dependencies allow: of those that are ready, the first in the graph
+    runs next. So no wait moves ahead of earlier nodes."""
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         made_by = {name: node for node in nodes for name in node.get_buffer_names()}
@@ -73,7 +73,7 @@ class KeepOrder(_scheduler_pass()):  # type: ignore[misc]
                 takes[user].discard(node)
                 if not takes[user]:
                     heapq.heappush(ready, (place[user], user))
-        assert len(out) == len(nodes), "what kernels take of each other has a circle"
+        assert len(out) == len(nodes), "dependencies of kernels have a cycle"
         return out
 
     def uuid(self) -> str:
@@ -82,7 +82,7 @@ class KeepOrder(_scheduler_pass()):  # type: ignore[misc]
 
 
 class WaitLate(InductorChoices):
-    """Kernels are not fused where what is needed early would wait with the rest for a collective."""
+    """Prevents fusions that would make a value needed early wait for a collective."""
 
     @staticmethod
     def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
@@ -105,7 +105,7 @@ def _would_wait(scheduler: Any, early: Any, late: Any) -> bool:
 
 
 def _no_own_overlap() -> dict[str, bool]:
-    """Since 2.14 Inductor lets waits sink after all passes, unless it is told not to. Before, it never does."""
+    """Config that stops Inductor from sinking waits after all passes, which it does since 2.14."""
     known = hasattr(getattr(config, "aten_distributed_optimizations", None), "enable_simple_overlap")
     return {"aten_distributed_optimizations.enable_simple_overlap": False} if known else {}
 
@@ -114,23 +114,23 @@ ORDERED = {
     **_no_own_overlap(),
     "reorder_for_peak_memory": False,
     "_post_fusion_custom_pass": KeepOrder(),
-    "inductor_choices_class": WaitLate,  # for the key of the cache; the handler is what counts
+    "inductor_choices_class": WaitLate,  # for the key of its cache; the handler has the effect
 }
 
 
 def compile_step(
     gm: GraphModule, device: torch.device, given: Sequence[Any] = ()
 ) -> tuple[Callable[[list[Any]], tuple[Any, ...]], list[Any]]:
-    """A lowered step graph, which takes one list, as compiled code called with one list, which it empties; and fake
-    values of what it returns.
+    """(compiled code of a lowered step graph, fake values of its results). The code takes one list of inputs and
+    empties it.
 
-    Sizes, strides and dtypes of its inputs are those of ``given``, the fake values that other graphs return; of inputs
-    without one (None) those in ``meta["val"]``, which tell what the CPU makes: there statistics of a layer norm in
-    bfloat16 are bfloat16, on GPUs float32, and compiled code reads what it was told. The code is made for ``device``.
+    Sizes, strides and dtypes of inputs are those of ``given``, the fake results of other graphs, and for None those of
+    ``meta["val"]``. The latter describe the CPU, where statistics of a bfloat16 layer norm are bfloat16 (float32 on
+    GPUs), and compiled code relies on them. The code is compiled for ``device``.
     """
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    told = given or [None] * len(placeholders)
-    values = [n.meta["val"] if value is None else value for n, value in zip(placeholders, told, strict=True)]
+    known = given or [None] * len(placeholders)
+    values = [n.meta["val"] if value is None else value for n, value in zip(placeholders, known, strict=True)]
     mode = next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None) or FakeTensorMode()
     fakes = [_fake_input(v, mode, device) for v in values]
     with mode, torch.no_grad():
@@ -172,7 +172,7 @@ def _fake_input(value: Any, mode: FakeTensorMode, device: torch.device) -> Any:
 
 
 class Functional:
-    """Functional collectives over axes; their results are there after ``wait``."""
+    """Functional collectives over axes; results are available after ``wait``."""
 
     def __init__(self, groups: AxisGroups):
         self.groups = groups
@@ -189,11 +189,11 @@ class Functional:
         return _tensor(functional.reduce_scatter_tensor(x, "sum", self.groups.size(axis), self._name(axis)))
 
     def all_to_all(self, x: Tensor, received: Sequence[int], sent: Sequence[int], axis: str) -> Tensor:
-        """Rows by rank -> rows by rank."""
+        """All-to-all: rows by destination rank -> rows by source rank."""
         return _tensor(functional.all_to_all_single(x, list(received), list(sent), self._name(axis)))
 
     def wait(self, x: Tensor) -> Tensor:
-        """What is there, of what is on its way."""
+        """Wait for the result of a collective."""
         return _tensor(functional.wait_tensor(x))
 
     def _name(self, axis: str) -> str:

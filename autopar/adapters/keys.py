@@ -1,4 +1,4 @@
-"""Numbers, texts and the like as parts of keys, where Python's own equality is too coarse."""
+"""Key parts for plain values, where Python's equality is too coarse."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 
 def told_apart(x: Any) -> tuple[Any, Any]:
-    """A number, text or the like as a part of a key: 1, 1.0 and True are three, so are 0.0 and -0.0, and nan is nan."""
+    """A plain value as part of a key: 1, 1.0 and True differ, 0.0 and -0.0 differ, and nan equals nan."""
     return (type(x), repr(x)) if type(x) in (float, complex) else (type(x), x)
 
 
 class Same:
-    """A value as a key that is equal to the same object alone; kept alive."""
+    """A key that compares an object by identity, and keeps it alive."""
 
     __slots__ = ("held",)
 

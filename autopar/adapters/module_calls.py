@@ -1,4 +1,5 @@
-"""torch asks a module's ``_compiled_call_impl`` first when it is called: a way in that leaves its class alone."""
+"""Intercepts calls of one module by its ``_compiled_call_impl``, which torch calls first, without changing its
+class."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ _WAY_IN = "_compiled_call_impl"
 
 
 def refuse_calls(module: nn.Module, error: Callable[[], Exception]) -> None:
-    """From now on a call of this module, of no other of its class, raises the error. Copies may be called."""
+    """Make calls of this module raise the error. Its copies and other modules of its class may be called."""
 
     def refused(*args: Any, **kwargs: Any) -> Any:
         raise error()
@@ -20,5 +21,5 @@ def refuse_calls(module: nn.Module, error: Callable[[], Exception]) -> None:
 
 
 def allow_calls(module: nn.Module) -> None:
-    """A call of the module is what its class says it is."""
+    """Allow calls of the module again."""
     module.__dict__.pop(_WAY_IN, None)

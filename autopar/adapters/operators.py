@@ -1,4 +1,4 @@
-"""What torch keeps behind underscores about its operators: their type and their schema."""
+"""Operators of torch: types, schemas, decompositions."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def argument_types(op: OpOverload) -> list[str]:
 
 
 def result_types(op: OpOverload) -> list[str]:
-    """The same of its results."""
+    """Types of the results, as in schemas."""
     return [str(result.type) for result in op._schema.returns]
 
 
 def is_mathematics(op: OpOverload) -> bool:
-    """Whether torch counts an operator to its core or to the pointwise ones, or can decompose it."""
+    """Whether an operator is in torch's core or pointwise, or has a decomposition."""
     return not {torch.Tag.core, torch.Tag.pointwise}.isdisjoint(op.tags) or op in decomposition_table
 
 
@@ -83,18 +83,18 @@ def mutates(op: Any) -> bool:
 
 @functools.cache
 def _written(op: OpOverload) -> tuple[tuple[int, str], ...]:
-    """(place, name) of each argument that an operator writes to."""
+    """(index, name) of each argument that an operator writes to."""
     arguments = enumerate(op._schema.arguments)
     return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def writes_to(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """What a call of an operator writes to: tensors, or lists of them."""
+    """The arguments that a call of an operator writes to: tensors, or lists of them."""
     return [args[i] if i < len(args) else kwargs[name] for i, name in _written(op) if i < len(args) or name in kwargs]
 
 
 def changes_form(op: OpOverload) -> bool:
-    """Whether it gives an argument another shape or storage."""
+    """Whether an operator changes the shape or storage of an argument."""
     return torch.Tag.inplace_view in op.tags
 
 
@@ -102,13 +102,13 @@ _REMOVED = {"cholesky"}  # 2.14: what torch.cholesky calls now is linalg_cholesk
 
 
 def packet_named(namespace: str, name: str) -> Any:
-    """All overloads of an operator: ``torch.ops.aten.silu``. None for one that this version has no more."""
+    """All overloads of an operator: ``torch.ops.aten.silu``. None if this version does not have it."""
     room = getattr(torch.ops, namespace)
     return getattr(room, name, None) if name in _REMOVED else getattr(room, name)
 
 
 def of_named_dims(op: OpOverload) -> bool:
-    """Whether an overload takes dims by name. 2.12 has those; none is in a captured graph."""
+    """Whether an overload takes named dims. torch 2.12 has such; a captured graph does not."""
     return re.search("names?(_|$)|Dimname", op._overloadname) is not None
 
 
@@ -123,8 +123,8 @@ def returns_alias(op: OpOverload) -> bool:
 
 
 def kernel_of(op: OpOverload) -> Callable[..., Any] | None:
-    """The Python function behind a `torch.library.custom_op` that has one for all devices: calling it skips what the
-    dispatcher does for autograd and tracing. None for any other operator."""
+    """The Python function of a `torch.library.custom_op` with one implementation for all devices, which can be called
+    without the dispatcher. None for any other operator."""
     definition = OPDEFS.get(name_of(op))
     if definition is None or set(definition._backend_fns) - {None}:
         return None
@@ -137,7 +137,7 @@ def check_factorisation(info: Tensor, name: str, is_matrix: bool) -> None:
 
 
 def is_composite(op: Any) -> bool:
-    """Whether an operator is defined by others for every device: multiply, movedim, take_along_dim."""
+    """Whether an operator is composite on every device: multiply, movedim, take_along_dim."""
     if not isinstance(op, OpOverload):
         return False
     has_kernel: bool = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
@@ -145,8 +145,7 @@ def is_composite(op: Any) -> bool:
 
 
 def decomposition_of(call: Node, fake_mode: Any) -> tuple[GraphModule, list[Node]]:
-    """The operators that a composite one is made of, none of which writes in place: a graph of its tensor operands,
-    and these."""
+    """(decomposition of a composite operator as a graph, its tensor operands), if no part of it writes in place."""
     operands: list[Node] = []
     map_arg((call.args, call.kwargs), operands.append)
     operands = list(dict.fromkeys(operands))
@@ -159,6 +158,6 @@ def decomposition_of(call: Node, fake_mode: Any) -> tuple[GraphModule, list[Node
     values = [x.meta["val"] for x in operands]
     with torch.no_grad(), fake_mode:
         parts = make_fx(run)(*values)
-        if any(mutates(part.target) for part in parts.graph.nodes):  # what one calls is not seen at once
+        if any(mutates(part.target) for part in parts.graph.nodes):  # composite parts may write inside
             parts = make_fx(functionalize(parts, remove="mutations"))(*values)
     return parts, operands

@@ -1,4 +1,4 @@
-"""What processes ask of the kernel."""
+"""Requests of a process to the kernel."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """On Linux: be killed as soon as the thread that started this process is gone."""
+    """On Linux: kill this process when the thread that started it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Whether torch's profiler records: names for it are made then only, since each costs microseconds."""
+"""Whether torch's profiler is recording: only then are names created for it, since each takes microseconds."""
 
 from __future__ import annotations
 

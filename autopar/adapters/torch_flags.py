@@ -1,4 +1,4 @@
-"""Everything global in torch that a capture may see: modes, dtypes, precision, backends, configuration."""
+"""Global state of torch that a capture may depend on: modes, dtypes, precision, backends, configuration."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _NOT_READ = (
 
 
 def torch_flags() -> Iterator[tuple[str, Any]]:
-    """(name, value), as texts."""
+    """(name, value) of all flags, as strings."""
     for name in _FLAGS:
         yield name, str(named_in_torch(name)())
     for device in _DEVICES:
@@ -62,7 +62,7 @@ def torch_flags() -> Iterator[tuple[str, Any]]:
 
 
 def named_in_torch(path: str) -> Any:
-    """What stands there in torch."""
+    """The object of a dotted name in torch."""
     parts = path.split(".")
     found: Any = torch
     for part in parts[1:]:
@@ -71,7 +71,7 @@ def named_in_torch(path: str) -> Any:
 
 
 def _configured() -> Iterator[tuple[str, str]]:
-    """What of torch's configuration is not as it comes. A part that nobody has loaded is."""
+    """Configuration values that differ from their defaults, in modules that are loaded."""
     for name in _CONFIGS:
         module: Any = sys.modules.get(name)
         for key, entry in sorted(getattr(module, "_config", {}).items()):
@@ -82,7 +82,7 @@ def _configured() -> Iterator[tuple[str, str]]:
 
 
 _MODES = ("torch.is_grad_enabled", "torch.is_inference_mode_enabled")  # others around a step than in its forward
-# Functions without arguments, whose answers are compared where the user's code names them.
+# Functions without arguments, whose results are compared if the user's code refers to them.
 SETTINGS: frozenset[Any] = frozenset(
     [named_in_torch(name) for name in _FLAGS if name not in _MODES]
     + [torch.get_num_threads, torch.get_num_interop_threads, torch.get_default_device, sys.getrecursionlimit]
@@ -91,11 +91,11 @@ SETTINGS: frozenset[Any] = frozenset(
 
 
 def unknown_modes() -> list[str]:
-    """Modes around the caller that see every function or operator, of which nothing is known."""
+    """Active function and dispatch modes that are not known."""
     found = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
     return [type(mode).__qualname__ for mode in found if type(mode) is not DeviceContext]
 
 
 def default_devices() -> list[str]:
-    """Of `torch.device` contexts around the caller."""
+    """Devices of active `torch.device` contexts."""
     return [str(mode.device) for mode in _get_current_function_mode_stack() if type(mode) is DeviceContext]

@@ -1,4 +1,4 @@
-"""Which thread traces: torch's classes are changed for all of them, and the others go on with what they do."""
+"""Which thread is tracing: classes of torch are patched for all threads, but only one traces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 
 def traced_by_this_thread() -> Callable[[], bool]:
-    """What tells whether the caller is in this thread, and operators are traced. (torch's own modes are the same in
-    all threads.)"""
+    """A function that returns whether the caller is in this thread, and operators are traced. (torch's own modes are
+    global.)"""
     thread = threading.get_ident()
     return lambda: threading.get_ident() == thread and get_proxy_mode() is not None

@@ -1,6 +1,6 @@
-"""The versions of torch and transformers that the project was tried with, and what is said of others.
+"""The versions of torch and transformers that autopar is tested with, and the warnings and errors for others.
 
-How versions differ is not told here: each difference is a function of an adapter, which looks for what it needs.
+Differences between versions are handled elsewhere: each in a function of an adapter, which looks for what it needs.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 # (oldest, newest) minor releases that tests ran with: docs/versions.md. pyproject.toml has the oldest as lower bounds.
-# torch 2.11 runs DTensor's own code for operators of a subclass, and never asks its __torch_dispatch__: a ShardedTensor
-# becomes a DTensor, whose numbers are others. transformers before 5.10 knows other masks and experts.
+# torch 2.11 runs DTensor's own code for operators of a subclass and never calls its __torch_dispatch__: a ShardedTensor
+# becomes a DTensor, with other numbers. transformers before 5.10 has other masks and experts.
 TRIED = {"torch": ((2, 12), (2, 15)), "transformers": ((5, 10), (5, 24))}
 
 
 def refuse_older(library: str, oldest: tuple[int, int] | None = None, who: str = "autopar") -> None:
-    """Raises ValueError for a version older than ``oldest`` (default: that was tried). One that is not installed is
-    none."""
+    """Raises ValueError for an installed version older than ``oldest`` (default: the oldest tested)."""
     found, oldest = _installed(library), oldest or TRIED[library][0]
     if found and _minor(found) < oldest:
         raise ValueError(
@@ -32,19 +31,19 @@ def refuse_older(library: str, oldest: tuple[int, int] | None = None, who: str =
 
 @functools.cache
 def warn_of_newer(library: str) -> None:
-    """Of a version newer than the newest that was tried: once, on one rank."""
+    """Warn once, on rank 0, of a version newer than the newest tested."""
     found, (oldest, newest) = _installed(library), TRIED[library]
     if found and _minor(found) > newest and os.environ.get("RANK", "0") == "0":
         warnings.warn(
-            f"autopar: was tried with {library} {_text(oldest)} to {_text(newest)}, found {found}; compare with "
-            "autopar.verify, or install one of those",
+            f"autopar: is tested with {library} {_text(oldest)} to {_text(newest)}, found {found}; check your model "
+            "with autopar.verify, or install a tested version",
             stacklevel=3,
         )
 
 
 @contextmanager
-def told(library: str) -> Iterator[None]:
-    """Within: what a version that was not tried lacks is a ValueError that names the version."""
+def version_errors(library: str) -> Iterator[None]:
+    """Context manager: an ImportError or AttributeError due to an untested version is a ValueError that names it."""
     refuse_older(library)
     warn_of_newer(library)
     try:
@@ -54,13 +53,13 @@ def told(library: str) -> Iterator[None]:
         if not found or oldest <= _minor(found) <= newest:
             raise
         raise ValueError(
-            f"autopar: {library} {found} lacks what it needs ({error}); install {_text(oldest)} to {_text(newest)}"
+            f"autopar: {library} {found} lacks what autopar needs ({error}); install {_text(oldest)} to {_text(newest)}"
         ) from error
 
 
 @functools.cache
 def _installed(library: str) -> str:
-    """Without importing it."""
+    """The installed version, without importing the library; "" if there is none."""
     try:
         return importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:

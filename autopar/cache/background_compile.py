@@ -1,16 +1,16 @@
-"""The step that a run is likely to need next, compiled beside it, into the folder of the cache.
+"""Compiles the step that a run is likely to need next in a background process, into the compile cache.
 
-    ahead = Ahead(mesh, options, lift_to_float64)
-    ahead.ask(structure, batch, longer, how)     returns at once; later the entry of the longer batch is in the folder
+    background = BackgroundCompile(mesh, options, lift_to_float64)
+    background.ask(structure, batch, longer, how)     returns at once; the step of the longer batch is cached later
 
-Compiling changes what all threads of a process see (classes that a capture patches, warnings, the collector) and holds
-the interpreter that the training needs: it is no thread's work. A process of its own, with a low priority, makes what
-`stored_step` would make, from a pickle of the modules without weights, and leaves it where `stored_step` looks. So
-ranks agree on nothing new: who needs the step while it is made waits for its turn, as ranks of a node wait for each
-other. A process that fails leaves nothing: the step is compiled when it is needed, and says then what is wrong.
+Compiling changes global state (patched classes, warnings, the garbage collector) and holds the interpreter lock, so a
+thread will not do. A separate process with low priority compiles what `stored_step` would, from a pickle of the modules
+without weights, and writes it to the cache. Ranks need no new agreement: a rank that needs the step meanwhile waits for
+the lock of the cache entry, as ranks of a node wait for each other. If the process fails, it writes nothing: the step
+is compiled when it is needed, and the error is raised then.
 
-The process first looks for the step of the batch at hand, which is in the folder. If it finds none, its keys are others
-(a flag of torch that it lacks, a class that it has from elsewhere), nobody would find what it makes, and it ends.
+The process first looks up the step of the current batch, which is in the cache. If it does not find it, its keys differ
+(a flag of torch, a class from elsewhere), so nobody would find its result, and it exits.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.steps.graphs import Compiled
 
-NICER = 10  # than the training
+NICER = 10  # niceness, relative to the training
 _PROGRAM = f"import sys; from {__name__} import work; sys.exit(work())"
-ABSENT = 3  # exit status: the step of the batch at hand is not in the folder
+ABSENT = 3  # exit status: the step of the current batch is not in the cache
 _FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "deterministic": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-}  # what programs set, and a key knows
+}  # global flags that are part of a key: (getter, setter)
 
 
 @dataclass(frozen=True)
 class _LongerStep:
-    """What the process needs to know. ``batch``, ``longer``: one rank's parts, on the meta device."""
+    """A request to the process. batch, longer: batches of one rank, on the meta device."""
 
     model: nn.Module
     overlaps: tuple[tuple[str, str], ...]  # of its parameters
@@ -67,7 +67,7 @@ class _LongerStep:
 
 
 class BackgroundCompile:
-    """Requests of one model, worked off one after the other."""
+    """Background compilations of one model, one at a time."""
 
     def __init__(self, mesh: Mesh, options: Options, lift_to_float64: bool) -> None:
         self._mesh, self._options, self._lift_to_float64 = mesh, options, lift_to_float64
@@ -79,32 +79,33 @@ class BackgroundCompile:
     def ask(
         self, model: nn.Module, batch: Mapping[str, Any], longer: Mapping[str, Any] | None, how: Mapping[str, Any]
     ) -> None:
-        """Compile the training step of ``longer`` too, if it was not asked for before; ``how``: as `stored_step`."""
+        """Compile the training step of ``longer``, unless it was requested before; ``how``: arguments of
+        `stored_step`."""
         if longer is None or entry_folder() is None or facts_of(longer) in self._asked:
             return
         self._asked |= {facts_of(batch), facts_of(longer)}
         how = {"lift_to_float64": self._lift_to_float64, **how}
         try:
             data = _dumped(_LongerStep(model, owned_by(model).overlaps, batch, longer, self._mesh, self._options, how))
-        except Exception as error:  # objects may do anything when they are pickled
-            log.debug("not compiled ahead: %s cannot be sent to a process: %s", type(model).__name__, error)
+        except Exception as error:  # pickling may run any code
+            log.debug("no background compile: %s cannot be sent to a process: %s", type(model).__name__, error)
             return
-        file = tempfile.TemporaryFile()  # noqa: SIM115  (who works it off closes it)
+        file = tempfile.TemporaryFile()  # noqa: SIM115  (the worker closes it)
         file.write(data)
         file.seek(0)
         self._waiting.put(file)
         if self._worker is None:
-            self._worker = threading.Thread(target=self._work, name="autopar ahead", daemon=True)
+            self._worker = threading.Thread(target=self._work, name="autopar background compile", daemon=True)
             self._worker.start()
             atexit.register(self.close)
 
     def close(self) -> None:
-        """End what is under way."""
+        """Kill the running process."""
         if self._process is not None:
             self._process.kill()
 
     def _work(self) -> None:
-        """Waits for processes; they end with this thread."""
+        """The thread that runs one process after the other."""
         path = os.pathsep.join(p for p in sys.path if p)
         while True:
             with self._waiting.get() as file:
@@ -115,11 +116,12 @@ class BackgroundCompile:
                 _, said = self._process.communicate()
             if self._process.returncode:
                 last = (said.decode(errors="replace").strip().splitlines() or [""])[-1]
-                log.debug("not compiled ahead: exit status %s %s", self._process.returncode, last)
+                log.debug("no background compile: exit status %s %s", self._process.returncode, last)
 
 
 def _dumped(request: _LongerStep) -> bytes:
-    """With what is to be set before it is read. By cloudpickle, if it is there: it sends what only the script has."""
+    """A pickled request, after adapters and flags to set before reading it. With cloudpickle it can include code of
+    the script."""
     head = [type(x).__module__ for x in ADAPTERS], {name: get() for name, (get, _) in _FLAGS.items()}
     dumps = pickle.dumps
     with suppress(ImportError):
@@ -128,7 +130,7 @@ def _dumped(request: _LongerStep) -> bytes:
 
 
 def serve(file: IO[bytes]) -> int:
-    """Work off a request; returns the exit status."""
+    """Process a request; returns the exit status."""
     adapters, flags = pickle.load(file)
     for name in adapters:
         importlib.import_module(name)
@@ -137,7 +139,7 @@ def serve(file: IO[bytes]) -> int:
     request: _LongerStep = pickle.load(file)
     came_from_elsewhere(request.model, request.overlaps)
     if (settle := getattr(adapter_for(request.model), "settle", None)) is not None:
-        settle(request.model)  # of a library that notes which models were made
+        settle(request.model)  # for a library that keeps a registry of created models
     if _part(request, request.batch, known_step) is None:
         return ABSENT
     _part(request, request.longer, stored_step)
@@ -145,11 +147,11 @@ def serve(file: IO[bytes]) -> int:
 
 
 class _Absent(Exception):
-    """There is no such entry."""
+    """There is no such entry in the cache."""
 
 
 def _part(request: _LongerStep, batch: Mapping[str, Any], make: Callable[..., Compiled | None]) -> Compiled | None:
-    """A step for one rank's part of a batch, or None."""
+    """A step for the batch of one rank, or None."""
 
     def made(whole: dict[str, Any]) -> Compiled:
         found = make(request.model, whole, request.mesh, request.options, **request.how)
@@ -166,7 +168,7 @@ def _part(request: _LongerStep, batch: Mapping[str, Any], make: Callable[..., Co
 
 
 def work() -> int:
-    """The process."""
+    """Main function of the process."""
     end_with_parent()
     os.nice(NICER)
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
-"""`plan_model` and `compile_model` by way of the folder of the cache: read if it is there, else made and written.
+"""`plan_model` and `compile_model` through the compile cache: read an entry, or compile and write it.
 
-What a compilation does beside its result is done with the cache as well: who watches it (a dump) sees it happen, what
-it warns of is told again, errors are not stored. `AUTOPAR_CACHE_CHECK=1` compiles anyway and compares.
+Side effects of a compilation are kept: observers (a dump) always compile, warnings are stored and repeated, errors are
+not stored. `AUTOPAR_CACHE_CHECK=1` compiles anyway and compares with the entry.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.cache.disk_cache import DiskCache, entry_folder, log
 from autopar.cache.step_codec import Sections, plan_of_sections, plan_sections, step_of_sections, step_sections
 from autopar.cache.step_key import step_key
 from autopar.cache.value_codec import Damaged, Unstorable
-from autopar.capture.trace.gc_pause import resting_collector
+from autopar.capture.trace.gc_pause import paused_collector
 from autopar.compile.model import capture_example, capture_step, compile_graph, plan_graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.signature import ParameterSpec
@@ -33,7 +33,7 @@ from autopar.rewrite.compilation import timed
 from autopar.steps.graphs import Compiled
 
 CHECK = "AUTOPAR_CACHE_CHECK"
-_told: set[str] = set()  # what has been said of models that are compiled each time
+_logged: set[str] = set()  # messages that were logged once
 T = TypeVar("T")
 
 
@@ -45,7 +45,7 @@ def stored_plan(
     fixed: Plan | None = None,
     **how: Any,
 ) -> tuple[Plan, tuple[ParameterSpec, ...]]:
-    """As `plan_model`, which has the other arguments."""
+    """`plan_model` through the cache, with the same other arguments."""
     gm = capture_example(model, batch, options, fixed, **how)
     return _Wanted(
         lambda: plan_graph(gm, mesh, options, fixed),
@@ -64,7 +64,7 @@ def stored_step(
     observers: Sequence[Any] = (),
     **how: Any,
 ) -> Compiled:
-    """As `compile_model`, which has the other arguments. ``observed``: somebody wants to see it compiled."""
+    """`compile_model` through the cache, with the same other arguments. ``observed``: compile in any case."""
     wanted = _wanted_step(model, batch, mesh, options, observers, **how)
     return wanted.make() if observed else wanted.found()
 
@@ -72,7 +72,7 @@ def stored_step(
 def known_step(
     model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, options: Options | None = None, **how: Any
 ) -> Compiled | None:
-    """What `stored_step` would read; None where it would compile."""
+    """The entry that `stored_step` would read; None if it would compile."""
     return _wanted_step(model, batch, mesh, options, **how).known()
 
 
@@ -110,17 +110,17 @@ def _about(model: nn.Module, mesh: Mesh, kind: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Wanted(Generic[T]):
-    """What is asked for: how it is made, its key, how it is written and read, and what the list of entries says."""
+    """A request: how to compile the result, its key, its encoding, and its description in lists of entries."""
 
     make: Callable[[], T]
     key_of: Callable[[], str]
     pack: Callable[[T], dict[str, bytes]]
     unpack: Callable[[Sections], T]
     about: dict[str, Any]
-    timings: Mapping[str, float] = field(default_factory=dict)  # of what was done before
+    timings: Mapping[str, float] = field(default_factory=dict)  # seconds of earlier phases
 
     def found(self) -> T:
-        """Read if it is there, else made and written."""
+        """Read the entry, or compile and write it."""
         folder = entry_folder()
         key = self._key() if folder is not None else None
         if folder is None or key is None:
@@ -133,18 +133,18 @@ class _Wanted(Generic[T]):
         if folder.is_refused(key):
             return self._made(folder, key)
         with folder.turn(key):
-            found = self._read(folder, key)  # another one may have written it just before
+            found = self._read(folder, key)  # another process may have written it meanwhile
             return self._made(folder, key) if found is None else found
 
     def known(self) -> T | None:
-        """Read if it is there."""
+        """Read the entry; None if there is none."""
         folder = entry_folder()
         key = self._key() if folder is not None else None
         return self._read(folder, key) if folder is not None and key is not None else None
 
     def _key(self) -> str | None:
         try:
-            with resting_collector():
+            with paused_collector():
                 return self.key_of()
         except (Unstorable, RecursionError) as error:
             self._log("not cached", error)
@@ -156,7 +156,7 @@ class _Wanted(Generic[T]):
         if entry is None:
             return None
         try:
-            with resting_collector():
+            with paused_collector():
                 found = self.unpack(entry.sections)
         except Damaged as error:
             self._log("not read", error)
@@ -168,7 +168,7 @@ class _Wanted(Generic[T]):
         return found
 
     def _made(self, folder: DiskCache, key: str) -> T:
-        """What is made now, and written if it may be."""
+        """Compile, and write the result if it can be stored."""
         with noticed_warnings() as warned:
             made = self.make()
         try:
@@ -179,7 +179,7 @@ class _Wanted(Generic[T]):
         return made
 
     def _checked(self, folder: DiskCache, key: str) -> T:
-        """What is made now, once it is found equal to what is in the folder."""
+        """Compile, and compare the result with the entry. Raises ValueError if they differ."""
         entry = folder.read(key)
         if entry is None:
             return self._made(folder, key)
@@ -192,21 +192,21 @@ class _Wanted(Generic[T]):
             if name not in entry.sections or entry.sections[name] != data:
                 raise ValueError(
                     f"cache: {CHECK}: the {self.about['kind']} step of {self.about['model']} on {self.about['mesh']} "
-                    f"is another than in the cache, in {name}{_difference(entry.sections, name, data)}; set "
+                    f"differs from the cache entry in {name}{_difference(entry.sections, name, data)}; set "
                     "AUTOPAR_CACHE=0, or clear the cache (python -m autopar cache --clear)"
                 )
         return made
 
     def _log(self, what: str, why: Exception) -> None:
         said = f"{self.about['kind']} of {self.about['model']} is {what}: {why}"
-        level = logging.DEBUG if said in _told else logging.INFO
-        _told.add(said)
-        log.log(level, "%s; docs/cache.md says what is kept", said)
+        level = logging.DEBUG if said in _logged else logging.INFO
+        _logged.add(said)
+        log.log(level, "%s; see docs/cache.md for what can be cached", said)
 
 
 def _difference(sections: Sections, name: str, data: bytes) -> str:
     if name not in sections:
-        return ", which it lacks"
+        return ", which it does not have"
     old, new = json.loads(sections[name]), json.loads(data)
     if isinstance(old, dict) and isinstance(new, dict):
         parts = [key for key in new if new[key] != old.get(key)]
@@ -216,19 +216,19 @@ def _difference(sections: Sections, name: str, data: bytes) -> str:
 
 @contextmanager
 def noticed_warnings() -> Iterator[list[str]]:
-    """Within: gives the texts of autopar's warnings, which are warned of as well."""
-    told: list[str] = []
+    """Context manager: yields the texts of autopar's warnings, which are also shown."""
+    noted: list[str] = []
     warn = warnings.warn
 
     def noticed(message: Any, category: Any = None, stacklevel: int = 1, source: Any = None, **more: Any) -> None:
         frame = inspect.currentframe()
         caller = frame.f_back if frame is not None else None
         if caller is None or str(caller.f_globals.get("__name__", "")).startswith("autopar."):
-            told.append(str(message))
+            noted.append(str(message))
         warn(message, category, stacklevel + 1, source, **more)
 
     warnings.warn = noticed
     try:
-        yield told
+        yield noted
     finally:
         warnings.warn = warn

@@ -1,13 +1,13 @@
-"""The folder of the cache, shared by all ranks and jobs of a user: `AUTOPAR_CACHE`, or autopar/ in the user's caches.
+"""The folder of the compile cache, shared by all ranks and jobs of a user: `AUTOPAR_CACHE`, or ~/.cache/autopar.
 
     folder = entry_folder()                        None: the cache is off
-    with folder.turn(key):                         one compiles, the others wait for its file
+    with folder.turn(key):                         one process compiles, others wait for its entry
         entry = folder.read(key) ...
         folder.write(key, about, sections)
 
-A file is written under another name and renamed, so a reader sees all of it or none. Nothing here is an error of a
-step: a disk that is full or read-only only means that the next one compiles, too. Files are signed with a key of the
-user in the folder. Of a folder into which others may write nothing is read, and a warning says so, once.
+Files are written under a temporary name and renamed, so a reader sees all of a file or nothing. Failures of the cache
+never fail a step: with a full or read-only disk the next process compiles, too. Files are signed with a key of the user
+in the folder. A folder that others may write to is not used, with one warning.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ OFF = ("0", "off", "no", "false")
 DEFAULT_SIZE = 2 << 30  # bytes
 PATIENCE = 300.0  # seconds to wait for another rank's compilation
 _POLL = 0.02  # seconds
-_OLD = 3600.0  # seconds after which a file that was never finished goes
-_FORGOTTEN = 30 * 86400.0  # seconds after which notes beside entries go
+_OLD = 3600.0  # seconds after which an unfinished file is removed
+_FORGOTTEN = 30 * 86400.0  # seconds after which files beside entries are removed
 _VERSION = "steps-2"
-_BESIDE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # how a file beside an entry is opened
+_BESIDE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # flags to open a file beside an entry
 _KEY = re.compile(r"[0-9a-f]{40}")
 
 
 class ListedEntry(NamedTuple):
-    """A file: when it was last used, in seconds since 1970, and how often it was read."""
+    """An entry in a list. used: time of the last use, in seconds since 1970; hits: how often it was read."""
 
     key: str
     about: dict[str, Any]
@@ -53,14 +53,14 @@ class ListedEntry(NamedTuple):
 
 
 class DiskCache:
-    """``size``: the most bytes that entries take."""
+    """A cache folder. ``size``: largest total size of the entries in bytes."""
 
     def __init__(self, path: Path, size: int = DEFAULT_SIZE) -> None:
         self.path, self.size = path, size
         self._files = path / _VERSION
 
     def read(self, key: str) -> StoredEntry | None:
-        """The entry, which is the youngest now; None where there is none that is whole."""
+        """Read an entry and mark it as used; None if there is no valid one."""
         path, secret = self._path(key), user_key(self._files)
         entry = read_entry(secret, path) if secret is not None else None
         if entry is None:
@@ -71,7 +71,7 @@ class DiskCache:
         return entry
 
     def _append(self, key: str, suffix: str, data: bytes) -> None:
-        """To a file beside an entry; no link is followed. Raises OSError."""
+        """Append to a file beside an entry, without following links. Raises OSError."""
         handle = os.open(self._path(key).with_suffix(suffix), _BESIDE | os.O_APPEND, 0o600)
         try:
             os.write(handle, data)
@@ -79,7 +79,7 @@ class DiskCache:
             os.close(handle)
 
     def write(self, key: str, about: Mapping[str, Any], sections: Mapping[str, bytes]) -> bool:
-        """Whether the entry is there now. The least recently used ones go where there is no room."""
+        """Write an entry; returns whether it was stored. Evicts the least recently used entries if there is no room."""
         try:
             self._make()
             secret = user_key(self._files, make=True)
@@ -88,7 +88,7 @@ class DiskCache:
                 return False
             data = packed_entry(secret, key, about, sections)
             if len(data) > self.size:
-                log.debug("not stored: %d bytes are more than %s", len(data), SIZE_VARIABLE)
+                log.debug("not stored: %d bytes exceed %s", len(data), SIZE_VARIABLE)
                 return False
             with written_beside(self._files, data, "unfinished-") as name:
                 os.replace(name, self._path(key))
@@ -100,8 +100,9 @@ class DiskCache:
 
     @contextlib.contextmanager
     def turn(self, key: str) -> Iterator[bool]:
-        """Within: whether nobody was here before. While another process is, waits: until it has gone, died or has left
-        the entry. Who has waited does not keep others waiting."""
+        """Context manager around a compilation, one process at a time: waits while another process compiles this entry,
+        until it is done or dead, or the entry is there. Yields whether it did not wait; a process that has waited does
+        not hold the lock."""
         handle = self._lock(key)
         if handle is None:
             yield True
@@ -111,11 +112,12 @@ class DiskCache:
             yield not waited
         finally:
             with contextlib.suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile has the file open, too
+                # a forked process has the file open, too, so closing does not unlock
+                fcntl.flock(handle, fcntl.LOCK_UN)
             os.close(handle)
 
     def _wait(self, handle: int, path: Path) -> bool:
-        """Whether another process had the lock. If so, nobody has it through this one."""
+        """Wait for the lock; returns whether another process had it, in which case it is released again."""
         end, waited, before = time.monotonic() + PATIENCE, False, _file_at(path)
         while True:
             try:
@@ -125,7 +127,7 @@ class DiskCache:
                 return waited
             except BlockingIOError:
                 waited = True
-            except OSError:  # a file system without locks
+            except OSError:  # the file system has no locks
                 return False
             if _file_at(path) != before or time.monotonic() > end:
                 return True
@@ -139,7 +141,7 @@ class DiskCache:
             return None
 
     def refuse(self, key: str) -> None:
-        """Note that a compilation could not be stored: the next one waits for nobody."""
+        """Mark a key whose result cannot be stored, so that processes do not wait for each other."""
         with contextlib.suppress(OSError):
             self._make()
             self._append(key, ".never", b"")
@@ -148,7 +150,7 @@ class DiskCache:
         return self._path(key).with_suffix(".never").exists()
 
     def entries(self) -> list[ListedEntry]:
-        """All that are there, the last used one first."""
+        """All valid entries, the last used one first."""
         found, secret = [], user_key(self._files)
         if secret is None:
             return []
@@ -161,7 +163,7 @@ class DiskCache:
         return sorted(found, key=lambda entry: -entry.used)
 
     def clear(self) -> tuple[int, int]:
-        """Remove all; how many entries there were, and their bytes."""
+        """Remove all entries; returns their number and total bytes."""
         entries = list(self._stats(".step"))
         for path, _ in self._stats(""):
             with contextlib.suppress(OSError):
@@ -185,7 +187,7 @@ class DiskCache:
                     path.unlink()
 
     def _stats(self, suffix: str) -> Iterator[tuple[Path, os.stat_result]]:
-        """Own files, those of a suffix (all: "")."""
+        """Files of the cache with a suffix (all: "")."""
         try:
             with os.scandir(self._files) as entries:
                 paths = [Path(entry.path) for entry in entries]
@@ -202,19 +204,19 @@ class DiskCache:
         return self._files / f"{key}.step"
 
     def _make(self) -> None:
-        """For this user alone, whatever the umask says."""
+        """Create the folders for this user alone, whatever the umask."""
         if not self._files.is_dir():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             for folder in (self.path, self._files):
                 folder.mkdir(mode=0o700, exist_ok=True)
 
     def why_refused(self) -> str:
-        """What lets others say what is in it, in words; "" where nothing does."""
+        """Why the folder cannot be trusted; "" if it can."""
         return why_unsafe(self.path) or why_not_own(self._files) or why_no_key(self._files)
 
 
 def _file_at(path: Path) -> int | None:
-    """A number that another file has not."""
+    """The inode of a file, or None."""
     try:
         return path.lstat().st_ino
     except OSError:
@@ -222,8 +224,8 @@ def _file_at(path: Path) -> int | None:
 
 
 def entry_folder() -> DiskCache | None:
-    """That of the environment; None where the cache is off, or, with a warning, where others may write to it. Raises
-    ValueError for a size that is none."""
+    """The cache that environment variables describe; None if it is off, or, with a warning, if others may write to it.
+    Raises ValueError for an invalid size."""
     given = os.environ.get(VARIABLE, "")
     if given.lower() in OFF:
         return None
@@ -233,7 +235,7 @@ def entry_folder() -> DiskCache | None:
         caches = os.environ.get("XDG_CACHE_HOME", "")
         try:
             path = (Path(caches) if caches else Path.home() / ".cache") / "autopar"
-        except RuntimeError:  # nobody's home
+        except RuntimeError:  # no home folder
             return None
         keep_others_out(path)
     found = DiskCache(path, _size(os.environ.get(SIZE_VARIABLE, "")))
@@ -245,10 +247,10 @@ def entry_folder() -> DiskCache | None:
 
 @functools.cache
 def _refuse(why: str) -> None:
-    """Say so, once."""
+    """Warn once."""
     warnings.warn(
-        f"cache: compiled steps are neither read nor kept, since {why}; let nobody else write there (chmod go-w, and "
-        f"remove a key that others know), or set {VARIABLE} to a folder of your own, or to 0",
+        f"cache: compiled steps are neither read nor stored, since {why}; remove the access of others (chmod go-w, and "
+        f"delete a key that others may have read), or set {VARIABLE} to a private folder, or to 0",
         stacklevel=3,
     )
 

@@ -1,11 +1,10 @@
-"""A file of the cache: a line with a signature, a line of facts, then sections.
+"""A file of the cache: a line with a signature, a line with a header, then sections.
 
-    autopar cache 2 <HMAC-SHA256 of the file's name and of all that follows>
+    autopar cache 2 <HMAC-SHA256 of the file name and of the rest>
     {"about": {"model": "LlamaForCausalLM", ...}, "sections": [["main", 120, 4096], ...]}
     <compressed bytes>
 
-Read whole, and only as it was written: what is torn, changed, renamed, of another format or signed by nobody who has
-the user's key is none.
+A file that is truncated, changed, renamed, of another format, or not signed with the user's key is ignored.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from typing import Any, NamedTuple
 from autopar.files import opened_plain
 
 _MAGIC = b"autopar cache 2 "
-_LARGEST = 1 << 31  # bytes, packed or not
+_LARGEST = 1 << 31  # bytes, compressed or not
 
 
 class StoredEntry(NamedTuple):
-    """``about``: facts for lists. ``sections``: by name, unpacked."""
+    """about: description for lists. sections: decompressed bytes by name."""
 
     about: dict[str, Any]
     sections: Mapping[str, bytes]
 
 
 class _Sections(dict[str, bytes]):
-    """Unpacked when they are asked for. Raises KeyError for one that cannot be."""
+    """Sections that are decompressed at first use. Raises KeyError for a damaged one."""
 
     def __init__(self, packed: Mapping[str, tuple[bytes, int]]) -> None:
         super().__init__()
@@ -45,7 +44,7 @@ class _Sections(dict[str, bytes]):
         data, size = self._packed[name]
         unpacker = zlib.decompressobj()
         try:
-            made = unpacker.decompress(data, max(size, 1))  # and never more
+            made = unpacker.decompress(data, max(size, 1))  # bounded, so that a damaged file cannot fill memory
         except (zlib.error, MemoryError) as error:
             raise KeyError(name) from error
         if len(made) != size or unpacker.unconsumed_tail or not unpacker.eof:
@@ -54,7 +53,7 @@ class _Sections(dict[str, bytes]):
 
 
 def packed_entry(secret: bytes, name: str, about: Mapping[str, Any], sections: Mapping[str, bytes]) -> bytes:
-    """The bytes of a file of this name."""
+    """The contents of a file of this name."""
     bodies = [(section, zlib.compress(data, 1), len(data)) for section, data in sections.items()]
     head = {"about": dict(about), "sections": [[section, len(body), size] for section, body, size in bodies]}
     rest = b"".join([json.dumps(head).encode(), b"\n", *(body for _, body, _ in bodies)])
@@ -62,7 +61,7 @@ def packed_entry(secret: bytes, name: str, about: Mapping[str, Any], sections: M
 
 
 def unpacked_entry(secret: bytes, name: str, data: bytes) -> StoredEntry | None:
-    """The inverse of `packed_entry`; None for what that never gives."""
+    """The inverse of `packed_entry`; None for invalid data."""
     first, line, rest = data.partition(b"\n")
     if not line or not hmac.compare_digest(first, _MAGIC + _signature(secret, name, rest)):
         return None
@@ -101,13 +100,13 @@ def _signature(secret: bytes, name: str, data: bytes) -> bytes:
 
 
 def read_entry(secret: bytes, path: Path) -> StoredEntry | None:
-    """The file's entry; None where there is none of this user's."""
+    """Read an entry; None if there is no valid one of this user."""
     data = _bytes_of(path)
     return unpacked_entry(secret, path.stem, data) if data is not None else None
 
 
 def _bytes_of(path: Path) -> bytes | None:
-    """Those of a plain file that belongs to this user."""
+    """The contents of a regular file that belongs to this user; links are not followed."""
     try:
         with opened_plain(path) as file:
             own = os.fstat(file.fileno()).st_uid == os.getuid()

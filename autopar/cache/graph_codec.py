@@ -1,12 +1,12 @@
-"""Graphs as tables: one row per node, call targets and notes apart, each once.
+"""Graphs as JSON tables: one row per node; call targets and metadata in tables of their own, each once.
 
     {"targets": [...], "notes": [[key, value], ...], "fakes": [...], "meta": ..., "nodes": [
         ["p", "x", "x", 0, 0, [0, 3]],                      placeholder x
         ["c", "mm", 4, ["t", ["n", 0], ["n", 1]], 0, [1]],  mm = targets[4](nodes[0], nodes[1])
         ["o", "output", ...]]}
 
-What is noted on nodes and graphs is what `autopar.ir.meta` lists. Equal fake values of calls become one object, those
-of placeholders stay apart: a compiler takes equal inputs for one.
+Metadata ("notes") of nodes and graphs is what `autopar.ir.meta` lists. Equal fake values of calls become one object;
+those of placeholders stay separate, since a compiler would treat identical inputs as one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from autopar.adapters.fx.graph_data import append_node, fake_tensor, is_fake
 from autopar.adapters.fx.lazy import graph_module
-from autopar.cache.value_codec import Damaged, Decoder, Encoder, ShardedModules, Unstorable, kind_of_torch
+from autopar.cache.value_codec import Damaged, Decoder, Encoder, Json, Unstorable, kind_of_torch
 from autopar.ir.meta import GRAPHS, NODES, note_all
 
 _OPS = {"placeholder": "p", "call_function": "c", "output": "o"}
-_ARGUMENTS: dict[type, str] = {  # of calls: what these print becomes code, and is code of nothing else
+# types in arguments of calls; their repr becomes code, so only harmless ones are allowed
+_ARGUMENTS: dict[type, str] = {
     **dict.fromkeys((type(None), bool, int, str), ""), float: "f", complex: "i", tuple: "t", list: "l",
     immutable_list: "L", torch.Size: "S", dict: "d", immutable_dict: "M", slice: ":", type(...): "...",
     **dict.fromkeys((torch.dtype, torch.layout, torch.memory_format), "y"), torch.device: "v",
@@ -37,35 +38,35 @@ _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
 class _ArgumentEncoder(Encoder):
-    """For what calls are given beside nodes."""
+    """Encodes arguments of calls other than nodes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kinds = {kind: known for kind, known in self.kinds.items() if kind in _ARGUMENTS}
 
-    def _other(self, value: Any) -> ShardedModules:
-        raise Unstorable(f"a call that is given a {type(value).__qualname__}")
+    def _other(self, value: Any) -> Json:
+        raise Unstorable(f"a call with a {type(value).__qualname__} as argument")
 
 
 class GraphEncoder(Encoder):
-    """For one graph. ``left_out``: keys of its meta."""
+    """Encodes one graph. ``left_out``: keys of its meta to omit."""
 
     def __init__(self, left_out: Collection[str] = ()) -> None:
         super().__init__()
         self._left_out = left_out
         self._places: dict[Node, int] = {}
         self._targets: dict[Any, int] = {}
-        self._notes: list[ShardedModules] = []
+        self._notes: list[Json] = []
         self._places_of_notes: dict[str, int] = {}
         self._places_by_id: dict[Any, int] = {}
         self._fakes: dict[Any, int] = {}
-        self._kept: list[Any] = []  # whose ids are keys
-        self._owner: Node | None = None  # of the fakes that are encoded, where they are its own
+        self._kept: list[Any] = []  # kept alive, since their ids are keys
+        self._owner: Node | None = None  # the placeholder whose fake values are being encoded
         self._arguments = _ArgumentEncoder()
         self.kinds[Node] = self._arguments.kinds[Node] = lambda x: ["n", self._places[x]]
 
-    def graph(self, gm: GraphModule) -> ShardedModules:
-        """Raises Unstorable."""
+    def graph(self, gm: GraphModule) -> Json:
+        """The graph as JSON. Raises Unstorable."""
         rows = [self._row(i, node) for i, node in enumerate(gm.graph.nodes)]
         return {
             "nodes": rows,
@@ -75,7 +76,7 @@ class GraphEncoder(Encoder):
             "fakes": [list(facts) for facts, _ in self._fakes],
         }
 
-    def _row(self, i: int, node: Node) -> ShardedModules:
+    def _row(self, i: int, node: Node) -> Json:
         if node.op not in _OPS or node.type is not None:
             raise Unstorable(f"a node {node.op} of type {node.type}")
         self._places[node] = i
@@ -86,7 +87,7 @@ class GraphEncoder(Encoder):
         notes = [self._note(node, key, value) for key, value in node.meta.items() if key in NODES]
         return [_OPS[node.op], node.name, target, args, kwargs, notes]
 
-    def _target(self, target: Any) -> ShardedModules:
+    def _target(self, target: Any) -> Json:
         found = self.encode(target)
         if found[0] not in ("O", "F"):
             raise Unstorable(f"the call target {target}")
@@ -103,7 +104,7 @@ class GraphEncoder(Encoder):
             self._kept.append(value)
         return known
 
-    def _other(self, value: Any) -> ShardedModules:
+    def _other(self, value: Any) -> Json:
         if is_fake(value):
             facts = (
                 tuple(value.shape), tuple(value.stride()), value.storage_offset(), str(value.dtype)[6:],
@@ -114,7 +115,7 @@ class GraphEncoder(Encoder):
 
 
 class GraphDecoder(Decoder):
-    """For one graph; fakes live in ``mode``."""
+    """Decodes one graph, with fake values in ``mode``."""
 
     def __init__(self, mode: Any) -> None:
         super().__init__()
@@ -127,8 +128,8 @@ class GraphDecoder(Decoder):
         self.kinds["n"] = self._arguments.kinds["n"] = lambda x: self._nodes[_place(x[1])]
         self.kinds["k"] = lambda x: self._fakes[_place(x[1])]
 
-    def graph(self, tree: ShardedModules) -> GraphModule:
-        """Raises Damaged."""
+    def graph(self, tree: Json) -> GraphModule:
+        """The graph of its JSON. Raises Damaged."""
         try:
             return self._graph(tree)
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError) as error:
@@ -138,11 +139,11 @@ class GraphDecoder(Decoder):
         decode, argument, nodes = self.decode, self._arguments.decode, self._nodes
         self._fakes = [self._fake(*facts) for facts in tree["fakes"]]
         if any(target[0] not in ("O", "F") for target in tree["targets"]):
-            raise Damaged("a target that steps do not call")
+            raise Damaged("a call target that is not allowed")
         targets = [decode(target) for target in tree["targets"]]
         notes = [(key, decode(value)) for key, value in tree["notes"]]
         if not {key for key, _ in notes} <= NODES.keys():
-            raise Damaged("a note that nobody reads")
+            raise Damaged("unknown metadata")
         graph, taken, given, ended = Graph(), set[str](), set[str](), False
         for kind, name, target, args, kwargs, noted in tree["nodes"]:
             if ended or not is_name(name) or name in taken:
@@ -176,7 +177,7 @@ class GraphDecoder(Decoder):
 
 
 def is_name(text: object) -> bool:
-    """Whether generated code may have it as a name: this is what keeps text of a file out of code."""
+    """Whether a text may be a name in generated code. This keeps code from a file out of generated code."""
     return isinstance(text, str) and _NAME.fullmatch(text) is not None and not keyword.iskeyword(text)
 
 
@@ -186,7 +187,7 @@ def _check_keywords(kwargs: Any) -> None:
 
 
 def _place(i: Any) -> int:
-    """An index into a table, from its front."""
+    """Check an index into a table."""
     if type(i) is not int or i < 0:
         raise Damaged(f"no place {i!r}")
     return i

@@ -1,4 +1,4 @@
-"""autopar's own code, by content, and whether somebody has put code of their own into it."""
+"""A digest of autopar's own sources, and whether functions in its modules have been replaced."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ import torch
 
 from autopar.capture.reads.code_owners import OURS, TRUSTED, USER, owner_of_function
 
-_LOADED = time.time()  # about when the files of autopar were read
+_LOADED = time.time()  # about when the files of autopar were loaded
 
 
 def is_foreign(value: object) -> bool:
-    """Whether a function's code is in no file of a library that is known by its version."""
+    """Whether the code of a function is not identified by a version: not in torch, numpy, autopar or Python."""
     return isinstance(value, types.FunctionType) and owner_of_function(value) != TRUSTED
 
 
 @functools.cache
 def own_digest() -> str:
-    """Of all sources of autopar; "" where one is younger than this process, which has read what it was before."""
+    """Digest of all sources of autopar; "" if one was changed after this process has loaded it."""
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted(Path(OURS).rglob("*.py")):
         if file.stat().st_mtime > _LOADED:
@@ -39,7 +39,7 @@ def own_digest() -> str:
 
 @functools.cache
 def versions() -> tuple[tuple[str, str], ...]:
-    """Of Python, torch and what it computes with."""
+    """Versions of Python, torch and the libraries that it uses."""
     return (
         ("python", sys.version), ("torch", torch.__version__), ("git", str(torch.version.git_version)),
         ("cuda", str(torch.version.cuda)), ("numpy", numpy.__version__), ("autopar", own_digest()),
@@ -47,7 +47,7 @@ def versions() -> tuple[tuple[str, str], ...]:
 
 
 def changed_autopar() -> str | None:
-    """Where somebody has put code of their own into autopar, if they have."""
+    """The name of a function in autopar that the user has replaced, or None."""
     for name, module in [pair for pair in list(sys.modules.items()) if pair[0].partition(".")[0] == "autopar"]:
         key = _foreign_key(module)
         if key is None:
@@ -59,7 +59,7 @@ def changed_autopar() -> str | None:
 
 @dataclass(frozen=True)
 class _Holder:
-    """A module or class that has been looked at, with nothing but our code. classes: that a module defines."""
+    """The entries of a module or class of autopar when it was last checked. classes: those that a module defines."""
 
     values: list[Any]
     functions: list[types.FunctionType]
@@ -67,22 +67,21 @@ class _Holder:
     classes: list[type]
 
     def is_still(self, holder: Any) -> bool:
-        """Whether it holds the same things, and the functions among them the same code. A function is equal to itself
-        alone, a code to one that does the same."""
+        """Whether a module or class still has the same entries, and functions the same code. Functions are compared by
+        identity, code objects by content."""
         try:
             same = [*vars(holder).values()] == self.values
-        except Exception:  # what is compared with another may do anything
+        except Exception:  # comparing may run any code
             return False
         return same and [*map(_code_of, self.functions)] == self.codes
 
 
 _code_of = operator.attrgetter("__code__")
-_OWN: dict[Any, _Holder] = {}  # an entry that is replaced lives until its module is looked at again
+_OWN: dict[Any, _Holder] = {}  # last check of each module and class
 
 
 def _foreign_key(holder: Any) -> str | None:
-    """The first entry of a module or class whose code is the user's. The same entries with the same code are looked at
-    once."""
+    """The first entry of a module or class with the user's code. Unchanged ones are not checked again."""
     known = _OWN.get(holder)
     if known is not None and known.is_still(holder):
         return None

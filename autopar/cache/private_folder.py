@@ -1,9 +1,9 @@
-"""Whether a folder is this user's alone, so that what lies in it may be believed; and the key that it is signed with.
+"""Whether only this user may write to a folder, so that its files can be trusted; and the key that signs them.
 
-    why_unsafe(Path("/scratch/cache"))      "everybody may write to /scratch/cache (mode 0777)"; "": nothing is wrong
+    why_unsafe(Path("/scratch/cache"))      "everybody may write to /scratch/cache (mode 0777)", or "" if it is safe
     user_key(folder, make=True)             32 random bytes in the file "key", which nobody else may read
 
-Who may write into a folder above can put another one in its place, but files and keys of others are never read.
+Others who may write to a parent folder can replace the folder, but files and keys that others own are never read.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _MOST_LINKS = 40
 
 
 def why_unsafe(folder: Path) -> str:
-    """What lets others write into a folder, in words; "" where nothing does. Of one that is not there yet, the folders
-    and links that lead to it decide."""
+    """Why others may write to a folder; "" if they may not. For a folder that does not exist yet, its parent folders
+    and links are checked."""
     here, left, links = Path("/"), [*reversed(folder.absolute().parts[1:])], 0
     while left:
         part = left.pop()
         step = here.parent if part == ".." else here / part
         try:
             found = step.lstat()
-        except OSError:  # what is not there, or cannot be looked at, is neither read nor written
+        except OSError:  # a folder that does not exist, or is not accessible, is not used
             return ""
         if stat.S_ISLNK(found.st_mode):
             links += 1
             if found.st_uid not in (os.getuid(), 0) or links > _MOST_LINKS:
-                return f"the link {step} belongs to another user, or leads nowhere"
+                return f"the link {step} belongs to another user, or is part of a cycle"
             target = Path(os.readlink(step))
             here = Path("/") if target.is_absolute() else here
             left += [part for part in reversed(target.parts) if part != "/"]
@@ -49,7 +49,7 @@ def why_unsafe(folder: Path) -> str:
 
 
 def why_not_own(path: Path) -> str:
-    """What is wrong with a folder itself; "" for one that is not there."""
+    """What is wrong with a folder itself; "" if it does not exist."""
     try:
         return _why_not_own(path, path.lstat())
     except OSError:
@@ -57,7 +57,7 @@ def why_not_own(path: Path) -> str:
 
 
 def keep_others_out(folder: Path) -> None:
-    """A folder that autopar makes is its user's alone, whatever a umask made of it before."""
+    """Remove write access of others from a folder that autopar has created, whatever the umask was then."""
     with contextlib.suppress(OSError):
         found = folder.lstat()
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and found.st_mode & _OTHERS_WRITE:
@@ -66,7 +66,7 @@ def keep_others_out(folder: Path) -> None:
 
 def _why_not_own(path: Path, found: os.stat_result) -> str:
     if not stat.S_ISDIR(found.st_mode):
-        return f"{path} is no folder"
+        return f"{path} is not a folder"
     if found.st_uid != os.getuid():
         return f"{path} belongs to another user"
     return f"others may write to {path} ({_mode(found)})" if found.st_mode & _OTHERS_WRITE else ""
@@ -80,8 +80,8 @@ def _mode(found: os.stat_result) -> str:
 
 
 def user_key(folder: Path, make: bool = False) -> bytes | None:
-    """None where there is none that only this user may read. ``make``: one is made where there is no file; of several
-    processes that do so at once all get the same. Raises OSError where that fails."""
+    """The signing key; None if there is none that only this user can read. ``make``: create one if there is no file;
+    concurrent processes get the same key. Raises OSError if that fails."""
     if make and not os.path.lexists(folder / KEY):
         _make_key(folder)
     return _read_key(folder)[0]
@@ -106,15 +106,15 @@ def _read_key(folder: Path) -> tuple[bytes | None, str]:
         return None, ""
     except OSError as error:
         return None, f"{path} cannot be read ({error.strerror or error})"
-    return (found, "") if len(found) == KEY_SIZE else (None, f"{path} is no key")
+    return (found, "") if len(found) == KEY_SIZE else (None, f"{path} is not a key")
 
 
 def _make_key(folder: Path) -> None:
-    """Whole or not at all; the first one stays."""
+    """Create the key file atomically; the first one wins."""
     with written_beside(folder, secrets.token_bytes(KEY_SIZE), "unfinished-") as name:
         try:
             os.link(name, folder / KEY)
         except FileExistsError:
             pass
-        except OSError:  # a file system without links: the last one stays
+        except OSError:  # the file system has no hard links: the last one wins
             os.rename(name, folder / KEY)

@@ -1,9 +1,9 @@
-"""A compiled step, or a plan, as sections: "main" has the facts that every rank needs, "graph 0" ... a graph each.
+"""A compiled step, or a plan, as sections: "main" has what every rank needs, "graph 0" ... one graph each.
 
     sections = step_sections(compiled)          {"main": ..., "graph 0": ..., "graph 1": ...}
-    step_of_sections(sections)                  makes the graphs of a part when somebody asks for them
+    step_of_sections(sections)                  decodes graphs when they are used
 
-Reading a step makes no graph: a rank of a pipeline makes those that it runs.
+Reading a step decodes no graph: a rank of a pipeline decodes only those that it runs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.fx import GraphModule
 from autopar.adapters.copying.fake import new_mode
 from autopar.adapters.fx.lazy import lazy_code
 from autopar.cache.graph_codec import GraphDecoder, GraphEncoder
-from autopar.cache.value_codec import Damaged, Decoder, Encoder, ShardedModules, Unstorable
-from autopar.capture.trace.gc_pause import resting_collector
+from autopar.cache.value_codec import Damaged, Decoder, Encoder, Json, Unstorable
+from autopar.capture.trace.gc_pause import paused_collector
 from autopar.ir.signature import ParameterSpec
 from autopar.plan import Plan
 from autopar.runtime.exec.step_fingerprint import known_facts
@@ -32,7 +32,7 @@ _GRAPH = "graph {}"
 
 
 class _StepEncoder(Encoder):
-    """Graphs stand apart, each once."""
+    """Encodes a step, with each graph in a section of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,8 +49,8 @@ class _StepEncoder(Encoder):
             self.graphs.append(gm)
         return self._places[id(gm)]
 
-    def step(self, compiled: Compiled) -> ShardedModules:
-        """All fields but the seconds that were spent, and the local graph's place."""
+    def step(self, compiled: Compiled) -> Json:
+        """All fields except for timings, and the index of the local graph."""
         kept = {f.name: getattr(compiled, f.name) for f in fields(Compiled) if f.name not in _APART}
         known = compiled.known or known_facts(compiled)
         return [self.encode(kept), self._place(compiled.local), [*compiled.constants], self.encode(known)]
@@ -72,7 +72,7 @@ def plan_sections(made: tuple[Plan, tuple[ParameterSpec, ...]]) -> dict[str, byt
     return {_MAIN: _json(Encoder().encode(made))}
 
 
-def _json(tree: ShardedModules) -> bytes:
+def _json(tree: Json) -> bytes:
     try:
         return json.dumps(tree, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError) as error:
@@ -83,15 +83,15 @@ def _json(tree: ShardedModules) -> bytes:
 
 
 class StoredStepGraph(MadeLater, StepGraph):
-    """A step graph of a file."""
+    """A step graph from the cache, decoded at first use."""
 
 
 class StoredPrologue(MadeLater, Prologue):
-    """A prologue of a file."""
+    """A prologue from the cache, decoded at first use."""
 
 
 class StoredStep(Compiled):
-    """A compiled step of a file: its local graph, which reports look at, is made when it is asked for."""
+    """A compiled step from the cache. Its local graph, which reports use, is decoded at first use."""
 
     _make: Callable[[], GraphModule]
     _constants: dict[str, Any]
@@ -116,7 +116,7 @@ class _StepDecoder(Decoder):
         self.kinds["G"] = lambda x: self._later(StoredStepGraph, StepGraph, x)
         self.kinds["Q"] = lambda x: self._later(StoredPrologue, Prologue, x)
 
-    def _later(self, cls: Any, base: Any, x: list[ShardedModules]) -> Any:
+    def _later(self, cls: Any, base: Any, x: list[Json]) -> Any:
         names = [f.name for f in fields(base) if f.name != "graph"]
         made = object.__new__(cls)
         made._make = self.maker(x[1])
@@ -125,14 +125,14 @@ class _StepDecoder(Decoder):
         return made
 
     def maker(self, place: Any) -> Callable[[], GraphModule]:
-        """Makes a graph once, whoever asks."""
+        """A function that decodes a graph once."""
         if _GRAPH.format(place) not in self._sections:
             raise Damaged(f"no graph {place}")
 
         def make() -> GraphModule:
             if place not in self._made:
                 self._mode = self._mode or new_mode()
-                with lazy_code(), resting_collector():
+                with lazy_code(), paused_collector():
                     self._made[place] = GraphDecoder(self._mode).graph(_tree(self._sections, _GRAPH.format(place)))
             return self._made[place]
 
@@ -143,17 +143,17 @@ class _StepDecoder(Decoder):
         kept, made = self.decode(main), object.__new__(StoredStep)
         wanted = {f.name for f in fields(Compiled)} - {*_APART}
         if not isinstance(kept, dict) or kept.keys() != wanted:
-            raise Damaged("a step of other fields")
+            raise Damaged("a step with other fields")
         made.__dict__.update(kept)
         made._make, made._constants, made.timings = self.maker(place), {name: constants[name] for name in names}, {}
         made.known = self.decode(known)
         if not isinstance(made.known, KnownFacts) or not isinstance(made.plan, Plan):
-            raise Damaged("a step without a plan or facts")
+            raise Damaged("a step without a plan or known facts")
         return made
 
 
 def step_of_sections(sections: Sections, constants: Mapping[str, Tensor]) -> StoredStep:
-    """The inverse of `step_sections`, but for constants, which are those of a capture. Raises Damaged."""
+    """The inverse of `step_sections`, with constants from the capture. Raises Damaged."""
     try:
         return _StepDecoder(sections).step(constants)
     except (LookupError, TypeError, ValueError) as error:
@@ -170,7 +170,7 @@ def plan_of_sections(sections: Sections) -> tuple[Plan, tuple[ParameterSpec, ...
     return found
 
 
-def _tree(sections: Sections, name: str) -> ShardedModules:
+def _tree(sections: Sections, name: str) -> Json:
     try:
         return json.loads(sections[name])
     except (KeyError, ValueError, RecursionError) as error:

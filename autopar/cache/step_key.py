@@ -1,13 +1,12 @@
-"""The key of a compiled step, or of a plan: equal keys, equal results of compiling, in whichever process.
+"""The fingerprint of a compiled step or plan: compilations with equal keys have equal results, in any process.
 
-    the graph       as it was captured: calls, notes, signature; constants by content
+    the graph       as captured: calls, metadata, signature; constants by content
     the question    options, mesh, plans, kind of step
-    around it       torch's flags and devices, the processor, what users have added to autopar's tables
+    global state    torch's flags and devices, the processor, entries that users added to autopar's registries
     versions        of Python, torch and numpy; autopar's sources
 
-What a forward reads, from the code of a module to a variable of the environment, counts by what it has done to the
-graph: who looks for a step has captured the model just before. A rank's coordinate is no part of it: compiling makes
-the same on all ranks.
+What a forward reads, from code to environment variables, is covered by the graph, since the model is captured before
+each lookup. The coordinate of a rank is not part of the key: all ranks compile the same result.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.cache.graph_codec import GraphEncoder
 from autopar.cache.own_sources import changed_autopar, is_foreign, own_digest, versions
 from autopar.cache.stored_operators import SPACES
-from autopar.cache.value_codec import Encoder, ShardedModules, Unstorable
+from autopar.cache.value_codec import Encoder, Json, Unstorable
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
 from autopar.rules.core import CORE
@@ -42,30 +41,31 @@ _PURE = ("autopar.", "_operator", "math", "builtins")  # modules whose functions
 
 
 def step_key(kind: str, gm: GraphModule, mesh: Mesh, **how: Any) -> str:
-    """Of a captured graph. Raises Unstorable where something that may decide cannot be told."""
+    """The key for a captured graph. Raises Unstorable if something that may affect the result cannot be compared."""
     if not own_digest():
-        raise Unstorable("a file of autopar that is younger than this process")
+        raise Unstorable("a source file of autopar that changed after it was loaded")
     if where := changed_autopar():
-        raise Unstorable(f"somebody has put a function of their own in the place of {where}")
+        raise Unstorable(f"a function that replaces {where}")
     if modes := unknown_modes():
-        raise Unstorable(f"the mode {modes[0]} around the call")
+        raise Unstorable(f"the active mode {modes[0]}")
     asked = {name: x.to_json() if isinstance(x, Plan) else Encoder().encode(x) for name, x in how.items()}
-    around = [*torch_flags(), *default_devices(), torch.backends.cpu.get_cpu_capability()]  # rules are derived on it
+    # derived sharding rules depend on them
+    around = [*torch_flags(), *default_devices(), torch.backends.cpu.get_cpu_capability()]
     facts = [kind, [*mesh.axes, str(mesh.slice)], asked, around, versions(), _tables(), _KeyEncoder().graph(gm)]
     return hashlib.blake2b(json.dumps(facts).encode("utf-8", "surrogatepass"), digest_size=20).hexdigest()
 
 
 class _KeyEncoder(GraphEncoder):
-    """Nothing is read from it: operators and classes by their names, constants by a digest."""
+    """Encodes a graph for a digest: operators and classes by name, constants by digest."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kinds[OpOverload] = str
         self.kinds[type] = lambda cls: ["class", cls.__module__, cls.__qualname__]
 
-    def _target(self, target: Any) -> ShardedModules:
+    def _target(self, target: Any) -> Json:
         if isinstance(target, OpOverload):
-            if name_of(target).partition("::")[0] not in SPACES:  # others may be something else under the same name
+            if name_of(target).partition("::")[0] not in SPACES:  # operators of others may change under the same name
                 raise Unstorable(f"the operator {target}, which is not torch's")
             return str(target)
         if not isinstance(target, (types.FunctionType, types.BuiltinFunctionType)) or is_foreign(target):
@@ -74,14 +74,14 @@ class _KeyEncoder(GraphEncoder):
             raise Unstorable(f"the call target {target.__module__}.{target.__qualname__}")
         return f"{target.__module__}.{target.__qualname__}"
 
-    def _other(self, value: Any) -> ShardedModules:
-        """Not where a fake begins in its memory: that depends on what torch has propagated before."""
+    def _other(self, value: Any) -> Json:
+        """Fake values without their storage offset, which depends on the history of torch's fake propagation."""
         if not is_fake(value):
             return super()._other(value)
-        told = str(value.dtype), str(value.device), value.requires_grad, isinstance(value, nn.Parameter)
-        return ["k", list(value.shape), list(value.stride()), *told]
+        kind = str(value.dtype), str(value.device), value.requires_grad, isinstance(value, nn.Parameter)
+        return ["k", list(value.shape), list(value.stride()), *kind]
 
-    def _constant(self, x: Tensor) -> ShardedModules:
+    def _constant(self, x: Tensor) -> Json:
         described = [str(x.dtype), list(x.shape), list(x.stride()), str(x.device)]
         if x.is_meta:
             return described
@@ -90,15 +90,15 @@ class _KeyEncoder(GraphEncoder):
 
 
 def _tables() -> list[str]:
-    """What users may add to: rules, schedules, policies, algorithms. Ours are sources."""
+    """Names in the registries that users may extend: rules, schedules, policies, algorithms."""
     rules = [f"{_op_name(op)} {_rule_name(rule)}" for table in (RULES, CORE) for op, rule in table.items()]
     for policy in (AC_POLICIES._entries[name] for name in AC_POLICIES):
         if is_foreign(policy):
-            raise Unstorable("a policy of activation checkpoints which is not autopar's")
+            raise Unstorable("a user-defined activation checkpointing policy")
     entries = [(name, table._entries[name]) for table in (SCHEDULES, ALGORITHMS) for name in table]
     for name, entry in entries:
         if not type(entry).__module__.startswith("autopar."):
-            raise Unstorable(f"{name}, which is not autopar's, in a table of autopar")
+            raise Unstorable(f"the user-defined registry entry {name}")
     return [*rules, *AC_POLICIES, *(name for name, _ in entries)]
 
 
@@ -108,9 +108,9 @@ def _op_name(op: Any) -> str:
 
 
 def _rule_name(rule: Callable[..., Any]) -> str:
-    """A rule of ours, with what it was made of: two of one name may be made of other texts."""
+    """A name for a rule, with the values that its closure holds: rules of one name may be made from different ones."""
     cells: Iterable[Any] = [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
     if is_foreign(rule) or any(map(is_foreign, cells)):
-        raise Unstorable(f"the rule {getattr(rule, '__qualname__', rule)}, which is not autopar's")
+        raise Unstorable(f"the rule {getattr(rule, '__qualname__', rule)}, which is user-defined")
     held = [x for x in cells if isinstance(x, (str, int, bool, tuple, type(None)))]
     return f"{getattr(rule, '__qualname__', type(rule).__qualname__)} {held!r}"

@@ -1,13 +1,13 @@
-"""Module -> one flat functional graph, and the signature that says what goes in and what comes out.
+"""Capture: a module becomes one flat functional graph, with a signature of its inputs and outputs.
 
     model(input_ids=..., labels=...)   -->   graph(p_wte, p_ln_weight, ..., input_ids, labels) -> (loss, logits)
 
-The graph is a `torch.fx.GraphModule` without attributes: a placeholder per parameter (tied names share one), used
-buffer, lifted constant and tensor input; then calls of functional operators; then a tuple of tensors. Its
-``meta["signature"]`` is a `Signature`, its ``meta["constants"]`` holds the lifted constants' values.
+The graph is a `torch.fx.GraphModule` without attributes: one placeholder for each parameter (tied names share one),
+buffer in use, lifted constant and tensor input; then calls of functional operators; then a tuple of tensors. Its
+``meta["signature"]`` is a `Signature`, its ``meta["constants"]`` holds the values of lifted constants.
 
-What only a library's models need is known by adapters, which register themselves in `ADAPTERS`; capture itself
-imports no model library.
+Support for the models of a library is in an adapter, which registers itself in `ADAPTERS`; capture itself imports no
+model library.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from autopar.capture.side_effects.eager_answers import eager_types, noticed_grad
 from autopar.capture.side_effects.external_calls import seen_files
 from autopar.capture.side_effects.function_watch import FunctionWatch
 from autopar.capture.side_effects.other_clocks import asked_out_of_sight
-from autopar.capture.side_effects.trace_side_effects import attributes_of, frozen_facts
+from autopar.capture.side_effects.trace_side_effects import attributes_of, frozen_state
 from autopar.capture.side_effects.unseen_effects import seen_effects
 from autopar.capture.side_effects.unusual import warn_of
 from autopar.capture.trace.decompositions import fill_diagonal_
 from autopar.capture.trace.deterministic_sets import sets_in_order
 from autopar.capture.trace.export import export, flatten, paths, unflatten
 from autopar.capture.trace.frame_stack import roomy
-from autopar.capture.trace.gc_pause import resting_collector
+from autopar.capture.trace.gc_pause import paused_collector
 from autopar.capture.trace.program_checks import refuse_overlaps, refuse_running_values
 from autopar.ir.batch import static_inputs_of
 from autopar.ir.compute_dtypes import Dtypes, cast_around, check_dtypes, dtypes_of, stored_by_name
@@ -70,70 +70,70 @@ __all__ = ["ADAPTERS", "Adapter", "InputSpec", "LiftFloat32", "OutputSpec", "Sig
 
 
 class OwnFolder(Protocol):
-    """A folder that a library writes and reads itself. names: of the tensors in it."""
+    """A checkpoint folder in a library's own format. names: the tensors in it."""
 
     names: set[str]
 
     def write(self, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """``state``: the whole tensors."""
+        """Write a folder. ``state``: unsharded tensors by name."""
         ...
 
     def read(self, folder: Path) -> dict[str, Tensor]:
-        """Whole tensors by name. Raises ValueError for a folder of another model."""
+        """Read a folder: unsharded tensors by name. Raises ValueError for a folder of another model."""
         ...
 
 
 class Adapter(Protocol):
-    """What capture has to know about the models of one library."""
+    """Support for capturing the models of one library."""
 
     def matches(self, model: nn.Module) -> bool:
         """Is this model one of the library's?"""
         ...
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Change the structure copy (never the user's model) such that it exports well."""
+        """Change the structure copy (never the user's model) so that it can be exported."""
         ...
 
     def arguments(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The keyword arguments for the forward: the batch without what makes no sense in training."""
+        """The keyword arguments of the forward: the batch without inputs that make no sense in training."""
         ...
 
     def context(self, batch: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
-        """Entered around the export."""
+        """A context manager around the export."""
         ...
 
     def reference(self, model: nn.Module, capacity: float = 0.0) -> contextlib.AbstractContextManager[None]:
-        """Entered around an eager float64 run of the user's model that a parallel run is compared with. Raises
-        ValueError for experts that it can give no capacity."""
+        """A context manager around the eager float64 run that a parallel run is compared with. Raises ValueError if
+        it cannot apply ``capacity`` to the experts of the model."""
         ...
 
     def example_batches(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Small batches with labels, for planning before the first real batch, the fullest first: the first that the
-        model runs with is taken. None if the inputs are unknown."""
+        """Small batches with labels, for planning before the first real batch: those with the most inputs first, of
+        which the first that the model runs with is used. Empty if the inputs are unknown."""
         ...
 
     def batch_dims(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, int | None]:
-        """Path of an input tensor -> which of its dims is the batch, None for one that is no part of it."""
+        """Path of an input tensor -> its batch dim, or None for an input without one."""
         ...
 
     def in_float32(self, model: nn.Module) -> list[str]:
-        """Parts of the names of parameters that stay in float32 where the others compute in half precision."""
+        """Substrings of the names of parameters that stay in float32 when others compute in half precision."""
         ...
 
     def buffers(self, model: nn.Module) -> dict[str, Tensor]:
-        """Values of the buffers that no checkpoint holds, for a model on the meta device."""
+        """Values of the non-persistent buffers of a model on the meta device."""
         ...
 
     def recipes_to_load(self, model: nn.Module, names: list[str]) -> list[WeightConversion]:
-        """How the library makes a model's tensors of those in a checkpoint, which have these names."""
+        """Conversions from the tensors of a checkpoint, which have these names, to those of the model."""
         ...
 
     def recipes_to_save(self, model: nn.Module, names: list[str]) -> list[WeightConversion]:
-        """What the library writes into a checkpoint for the model's tensors of these names."""
+        """Conversions from the model's tensors of these names to those that the library saves."""
         ...
 
     def own_folder(self, model: nn.Module) -> OwnFolder | None:
-        """For models whose folder the library writes in a way of its own, with a part of the tensors in it."""
+        """The folder format of models that the library saves in its own way, with only some of their tensors."""
         ...
 
 
@@ -141,18 +141,18 @@ ADAPTERS: list[Adapter] = []
 
 
 def adapter_for(model: nn.Module) -> Adapter | None:
-    """The first registered adapter that matches."""
+    """The first registered adapter that matches a model."""
     return next((adapter for adapter in ADAPTERS if adapter.matches(model)), None)
 
 
 def model_dtypes(model: nn.Module, precision: Precision) -> Dtypes:
-    """What a policy makes of a model, of which its library may want parts in float32."""
+    """The dtypes of a model under a policy. Its adapter may keep some parameters in float32."""
     adapter = adapter_for(model) if precision.compute else None
     return dtypes_of(model, precision, adapter.in_float32(model) if adapter is not None else ())
 
 
 @roomy
-@resting_collector()
+@paused_collector()
 @lazy_code()
 def capture(
     model: nn.Module,
@@ -168,21 +168,20 @@ def capture(
 ) -> GraphModule:
     """The global graph of ``model(**batch)``.
 
-    ``batch`` holds tensors (shape and dtype matter, the values do not; real, fake or meta), nested tuples, lists and
-    dicts of them, and constants (Python's, and `ConstantTensor`), which are specialised into the graph. The model may
-    be anywhere, meta included; it is not modified and its parameters are not copied. ``train`` puts every module into
-    this mode (dropout, batch norm); by default each has the mode that it has.
-    ``lift_to_float64`` is for float32 islands, see `autopar.lift_to_float64`; give it a float64 model and batch.
-    ``autocast`` is the dtype of a `torch.autocast` around the forward; its casts become part of the graph.
-    ``precision``: the dtypes to compute in; parameters are taken in these, and ``meta["stored_dtypes"]`` says how they
-        are held.
-    ``grad_mode``: what the forward is told when it asks whether there are gradients: "grad", "no_grad", "inference".
-    Modules that are called alike are traced once, unless ``memo`` is False
-    (`autopar.capture.layer_dedup.layer_dedup`): the graph
-    is the same. ``trial``: no step runs it yet, so what the forward keeps in memos is taken back, and ``meta["kept"]``
-    says whether there was something.
+    ``batch`` holds tensors (real, fake or meta; their shapes and dtypes matter, their values do not), nested tuples,
+    lists and dicts of them, and constants (Python's, and `ConstantTensor`), which specialize the graph. The model may
+    be on any device, meta included; it is not modified and its parameters are not copied.
 
-    Raises ValueError that names the operator and line which cannot be captured.
+    train: mode to put every module into; by default each keeps its own.
+    lift_to_float64: see `autopar.lift_to_float64`; needs a float64 model and batch.
+    autocast: dtype of a `torch.autocast` around the forward, whose casts become part of the graph.
+    precision: dtypes to compute in. Parameters have them in the graph; ``meta["stored_dtypes"]`` has their own.
+    grad_mode: grad mode that the forward sees: "grad", "no_grad", "inference".
+    memo: trace identical layers once (`autopar.capture.layer_dedup.layer_dedup`); the graph is the same without.
+    trial: the graph is for a plan, not for a step, so Python values that the forward has cached are removed again;
+        ``meta["kept"]`` says whether there were any.
+
+    Raises ValueError that names the line that cannot be captured, and why.
     """
     how = (train, lift_to_float64, autocast, precision or Precision(), grad_mode)
     for blocks in (True, False) if memo else (False,):
@@ -243,12 +242,12 @@ def _captured(
         stack.enter_context(eager_types(replica))
         stack.enter_context(followed_paths())
         stack.enter_context(seen_files())
-        changed = stack.enter_context(frozen_facts(replica, left.kept))
+        changed = stack.enter_context(frozen_state(replica, left.kept))
         buffers = BufferWatch(replica)
         program = export(replica, unflatten(fakes, spec), autocast, grad_mode, memo=memo)
         if buffers.refused:
             raise ValueError(f"capture: {buffers.refused}")
-        if watch.refused is not None:  # the forward has caught it
+        if watch.refused is not None:  # the forward caught the exception
             at = f"{watch.refused.place}: " if watch.refused.place else ""
             raise ValueError(f"capture: {at}{watch.refused}") from watch.refused
         for text in watch.said:
@@ -276,7 +275,7 @@ def _captured(
 
 @contextlib.contextmanager
 def _lifted_forward(replica: nn.Module) -> Iterator[None]:
-    """Within: float32 islands of the forward are float64. What torch.export does around it keeps its dtypes."""
+    """Context manager: `LiftFloat32` within the forward, but not within torch.export's own code around it."""
     forward = replica.forward
 
     @functools.wraps(forward)
@@ -293,7 +292,7 @@ def _lifted_forward(replica: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _given(replica: nn.Module, constants: Mapping[str, Any]) -> Iterator[None]:
-    """Within: the forward is called with these besides, which are no inputs of the graph."""
+    """Context manager: pass ``constants`` to the forward without making them inputs of the graph."""
     forward = replica.forward
     signature = inspect.signature(forward)
 
@@ -316,20 +315,21 @@ def _refuse_running_state(
     names: Sequence[str],
     asked: Mapping[str, str],
 ) -> None:
-    """Raises ValueError for a forward that computes with what an earlier one has left beside buffers, or with answers
-    of the outside world. ``names``: of what the forward changes, and asks; ``asked``: of the latter, where."""
+    """Raises ValueError for a forward that computes with Python state of an earlier forward, or with results of
+    external calls (clocks, ranks). ``names``: the state that it changes and the functions that it calls; ``asked``:
+    function -> line of the call."""
     given = pytree.tree_map_only(Tensor, lambda x: fake_like(x, mode), arguments)
     left = found_again(replica, given, mode, bool(asked))
     if left is not None:
         if not left and names[0] in asked:
             raise ValueError(
-                f"capture: {asked[names[0]]}: the forward computes with the answer of {names[0]}, which would be the "
+                f"capture: {asked[names[0]]}: the forward computes with the result of {names[0]}, which would be the "
                 "same in every step; call it outside of the forward and pass the result in as a tensor"
             )
-        what = f"a tensor that an earlier forward has kept in {left}" if left else f"{names[0]}, which it changes"
+        what = f"a tensor that an earlier forward kept in {left}" if left else f"{names[0]}, which it changes"
         raise ValueError(
-            f"capture: the forward computes with {what}, and steps carry on buffers only; register it with "
-            "register_buffer, which a forward may write to or assign, or pass it in"
+            f"capture: the forward computes with {what}, but only buffers carry state from step to step; register it "
+            "with register_buffer (a forward may write to a buffer, or assign it), or pass it in"
         )
 
 
@@ -355,8 +355,9 @@ def _finish(
     read = buffers_differentiated(graph, kept, made.outputs)
     if again := next((name for name in buffers.written_with_graph if name in read), None):
         raise ValueError(
-            f"capture: the forward writes into buffer {again} what depends on parameters, and computes with it in the "
-            "next step, whose backward would go on into this one's; write detached values (.detach(), torch.no_grad())"
+            f"capture: the forward writes a value that depends on parameters into buffer {again} and reads it in the "
+            "next step, whose backward would go through this step again; write detached values (.detach(), "
+            "torch.no_grad())"
         )
     gm.meta["signature"] = Signature(
         kept,
@@ -377,7 +378,7 @@ def _finish(
 
 
 def _write_out_scalars(program: ExportedProgram, inputs: Sequence[InputSpec]) -> None:
-    """torch.tensor(-1e9), a constant of the model --> full([], -1e9), of which passes can see the value."""
+    """torch.tensor(-1e9), a constant of the model --> full([], -1e9), whose value passes can see."""
     nodes = {node.name: node for node in program.graph.nodes}
     first = next(node for node in program.graph.nodes if node.op != "placeholder")
     for spec in inputs:
@@ -394,7 +395,7 @@ def _write_out_scalars(program: ExportedProgram, inputs: Sequence[InputSpec]) ->
 
 
 def _drop_unused(program: ExportedProgram, inputs: list[InputSpec]) -> tuple[InputSpec, ...]:
-    """Dead code goes, and placeholders without use that are not parameters."""
+    """Remove dead code and unused placeholders, except for parameters; returns the remaining inputs."""
     graph = program.graph_module.graph
     graph.eliminate_dead_code()
     kinds = {spec.node: spec.kind for spec in inputs}
@@ -408,9 +409,9 @@ def _drop_unused(program: ExportedProgram, inputs: list[InputSpec]) -> tuple[Inp
     return tuple(spec for spec in inputs if spec.node in left)
 
 
-# Functions that torch.export does not take apart into operators of fixed shapes, or that ask for values.
+# Replacements of functions for which torch.export has no decomposition with static shapes, or that read values.
 _INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.nn.functional.ctc_loss: functional_ctc_loss,
-    torch.Tensor.fill_diagonal_: fill_diagonal_,  # of a view, too
+    torch.Tensor.fill_diagonal_: fill_diagonal_,  # works on views, too
     **VALUE_FREE,
 }

@@ -58,7 +58,12 @@ def add_option(parser: Any, option: DeclaredOption, **changes: Any) -> None:
     if option.default is False:
         how: dict[str, Any] = {"action": "store_true", "help": option.help}
     else:
-        how = {"default": option.default, "help": option.words, "metavar": option.kind.shown, "type": _reader(option)}
+        how = {
+            "default": option.default,
+            "help": option.full_help,
+            "metavar": option.kind.shown,
+            "type": _reader(option),
+        }
     parser.add_argument(option.flag, **how | changes).short = option.help
 
 

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from autopar.ac_policies import AUTO
 from autopar.adapters.fx.lazy import lazy_code
 from autopar.capture.trace.frame_stack import roomy
-from autopar.capture.trace.gc_pause import resting_collector
+from autopar.capture.trace.gc_pause import paused_collector
 from autopar.compile.ac_solver import LimitError, with_checkpoints
 from autopar.compile.loss_chunks import Made, in_chunks
 from autopar.compile.parameters import known_batch_dims, normalized
@@ -146,7 +146,7 @@ def plan_graph(
 
 
 @roomy
-@resting_collector()
+@paused_collector()
 @lazy_code()
 def compile_graph(gm: GraphModule, mesh: Mesh, options: Options | None = None, **how: Any) -> Compiled:
     """`compile_model` for a captured graph, which it changes."""

@@ -1,11 +1,11 @@
-"""The loops that people have, on a mesh: one line of them changes.
+"""Training loops of other libraries on a mesh; one line of a script changes.
 
     from autopar.integrations import Trainer         transformers.Trainer, with mesh=
-    class Mine(MeshTrainerMixin, SFTTrainer): ...    any other trainer that is made from it
+    class Mine(MeshTrainerMixin, SFTTrainer): ...    any other subclass of it
     from autopar.integrations import Accelerator     accelerate.Accelerator, with mesh=
 
-What their arguments mean they mean here, and what they can't mean on a mesh is refused in words. Only scripts import
-this room, and nothing else imports transformers and accelerate for their loops; names are loaded when they are used.
+Arguments have their usual meaning, and those without one on a mesh are refused. Only user scripts import this package,
+which imports the trainers of transformers and accelerate; names are loaded when they are first used.
 """
 
 from __future__ import annotations

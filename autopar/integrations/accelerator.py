@@ -3,8 +3,8 @@
     accelerator = Accelerator(mesh=mesh, options={"zero": 3})
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
 
-`prepare` puts the model on the mesh (and the optimizer's parameters with it), and gives each rank its part of the data.
-The processes that accelerate counts are the parts of the batch: ranks that differ in tp, cp or pp are one of them.
+`prepare` parallelizes the model, replaces the parameters of the optimizer, and gives each rank its shard of the data. A
+process, to accelerate, is a data-parallel rank: ranks that differ only in tp, cp or pp count once.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.training.load import load
 from autopar.runtime.training.save import save
 
-STATE = "mesh"  # the folder in a checkpoint where the pieces are
+STATE = "mesh"  # folder of a checkpoint with the sharded state
 _PRECISIONS = {"no": {}, "bf16": {"precision": "bf16"}}
 
 
 class Accelerator(accelerate.Accelerator):
-    """accelerate.Accelerator on a mesh. It takes what that one takes, and:
+    """accelerate.Accelerator on a mesh. Arguments are those of accelerate, and:
 
-    mesh: from `autopar.init_mesh`. options: keyword arguments of `autopar.parallelize` for the models that are
-    prepared, such as {"zero": 3, "example_batch": batch}; ``mixed_precision="bf16"`` is ``precision="bf16"`` of these.
-    gather, gather_for_metrics, reduce: over the parts of the batch, each once.
+    mesh: from `autopar.init_mesh`. options: keyword arguments of `autopar.parallelize` for prepared models, such as
+    {"zero": 3, "example_batch": batch}; ``mixed_precision="bf16"`` sets ``precision="bf16"``. gather,
+    gather_for_metrics, reduce: over data-parallel ranks.
 
-    Raises ValueError for what has no meaning on a mesh.
+    Raises ValueError for arguments that have no meaning on a mesh.
     """
 
     _models: list[Any]
@@ -55,40 +55,40 @@ class Accelerator(accelerate.Accelerator):
         self.on_mesh(mesh, options)
 
     def on_mesh(self, mesh: DeviceMesh, options: Mapping[str, Any] | None = None) -> None:
-        """What `__init__` does, for an accelerator that somebody else has made."""
+        """Set the mesh of an accelerator that exists already, as `__init__` does."""
         axes = mesh_of(mesh)
         seen = accelerate.PartialState().num_processes
         if seen != axes.world_size:
             there = dist.is_initialized() and dist.get_world_size() == axes.world_size
-            way_out = "start them with torchrun or autopar.launch, and make the mesh first"
+            way_out = "start the ranks with torchrun or autopar.launch, and create the mesh first"
             if there and mesh.device_type == "cpu":
                 way_out = (
-                    "on the CPU pass cpu=True, without which it looks for no others, and make the mesh before anything "
-                    "of accelerate"
+                    "on the CPU pass cpu=True, without which accelerate ignores other processes, and create the mesh "
+                    "before any object of accelerate"
                 )
-            raise ValueError(f"accelerate: sees {seen} processes, the mesh has {axes.world_size} ranks; {way_out}")
+            raise ValueError(f"accelerate: found {seen} processes, but the mesh has {axes.world_size} ranks; {way_out}")
         if self.mixed_precision not in _PRECISIONS:
             raise ValueError(
-                f"accelerate: a mesh takes mixed_precision 'no' or 'bf16', found {self.mixed_precision!r}; use 'bf16', "
-                "or a loop of your own with autopar.GradScaler"
+                f"accelerate: a mesh supports mixed_precision 'no' or 'bf16', found {self.mixed_precision!r}; use "
+                "'bf16', or a custom loop with autopar.GradScaler"
             )
         if self.dispatch_batches:
             raise ValueError(
-                "accelerate: dispatch_batches=True sends each process another batch, found a mesh, whose ranks read "
-                "their own parts; leave it out"
+                "accelerate: dispatch_batches=True sends batches from the main process, but ranks of a mesh read "
+                "their own shards; remove it"
             )
         self.mesh, self.options = mesh, _PRECISIONS[self.mixed_precision] | dict(options or {})
         self._part, self._parts = dp_rank_and_size(mesh)
 
     @property
     def num_processes(self) -> int:
-        """Parts of the batch."""
+        """Number of data-parallel ranks."""
         return self._parts if "_parts" in self.__dict__ else super().num_processes
 
     # --- prepare ----------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As accelerate's. An optimizer may be of the parameters that the model had before."""
+        """As in accelerate. Optimizers of the original parameters get those on the mesh."""
         placed = {}
         for model in args:
             if isinstance(model, nn.Module) and not isinstance(model, ParallelModule):
@@ -101,14 +101,14 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare(*args, device_placement=device_placement)
 
     def place(self, model: nn.Module) -> tuple[ParallelModule, dict[str, int]]:
-        """A model on the mesh, and which parameters it had: the id of each by name."""
+        """(the parallelized model, name -> id of the original parameter)."""
         names = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
         return parallelize(model, self.mesh, **self.options), names
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> ParallelModule:
-        """A model on the mesh stays as it is, any other one is put there."""
+        """Parallelize a model, unless it is already."""
         parallel = model if isinstance(model, ParallelModule) else self.place(model)[0]
         if all(known is not parallel for known in self._models):
             self._models.append(parallel)
@@ -120,7 +120,7 @@ class Accelerator(accelerate.Accelerator):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:
-        """Each rank reads its part of the batch."""
+        """Each rank reads its shard of the batch."""
         if any(known is data_loader for known in self._dataloaders):
             return data_loader
         prepared = prepare_data_loader(
@@ -142,7 +142,7 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """As accelerate's; a step of it is one per part of the batch."""
+        """As in accelerate, with one step per data-parallel rank."""
         known = any(made is scheduler for made in self._schedulers)
         prepared = super().prepare_scheduler(scheduler)
         if known or not isinstance(prepared, AcceleratedScheduler):
@@ -157,16 +157,16 @@ class Accelerator(accelerate.Accelerator):
     # --- steps ------------------------------------------------------------------------------------------------
 
     def train_step(self, model: ParallelModule, **batch: Any) -> Tensor:
-        """``loss = model(**batch).loss; self.backward(loss)`` in one, which works on pipelines, too."""
+        """``loss = model(**batch).loss; self.backward(loss)`` in one call, which also works with pipelines."""
         with model.loss_weight(1 / self.gradient_accumulation_steps):
             return model.train_step(**batch)
 
     def autocast(self, *_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
-        """Nothing: steps compute in the precision that they were compiled for."""
+        """No effect: steps compute in the precision that they were compiled for."""
         return contextlib.nullcontext()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Over all ranks, stages of a pipeline included."""
+        """Clip by the norm over all ranks and pipeline stages."""
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for model in self._models:
             if set(map(id, given)) == set(map(id, model.parameters())):
@@ -174,10 +174,11 @@ class Accelerator(accelerate.Accelerator):
         found: Tensor = super().clip_grad_norm_(given, max_norm, norm_type)
         return found
 
-    # --- values of all parts ----------------------------------------------------------------------------------
+    # --- values of all data-parallel ranks
+    # ----------------------------------------------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
-        """Tensors of all parts of the batch, one behind the other, on every rank."""
+        """Tensors of all data-parallel ranks, concatenated, on every rank."""
         return recursively_apply(self._gathered, tensor, error_on_other_type=True)
 
     def _gathered(self, tensor: Tensor) -> Tensor:
@@ -191,12 +192,12 @@ class Accelerator(accelerate.Accelerator):
         return rows
 
     def _data_groups(self) -> list[dist.ProcessGroup]:
-        """Gathered over one after the other, they bring the parts in their order."""
+        """Groups to gather over one after the other, which keeps the order of data-parallel ranks."""
         axes = [axis for axis in reversed(DATA) if axis in mesh_of(self.mesh).sizes]
         return [self.mesh.get_group(axis) for axis in axes]
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As accelerate's, over the parts of the batch: rows that only fill the last batch are left out."""
+        """As in accelerate, over data-parallel ranks: examples that only pad the last batch are dropped."""
         try:
             recursively_apply(lambda x: x, input_data, error_on_other_type=True)
         except TypeError:
@@ -212,7 +213,7 @@ class Accelerator(accelerate.Accelerator):
         return rows[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else rows
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Over the parts of the batch, each once: "sum", "mean" or "none"."""
+        """Reduce over data-parallel ranks: "sum", "mean" or "none"."""
 
         def reduced(x: Tensor) -> Tensor:
             if reduction == "none":
@@ -225,14 +226,14 @@ class Accelerator(accelerate.Accelerator):
     # --- state ------------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """Whole weights by original name, on the CPU of every rank. Collective."""
+        """Unsharded weights by original name, on the CPU of every rank. Collective."""
         found: dict[str, Tensor] = self.prepare_model(model).full_state_dict()
         return found
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **how: Any) -> str:
-        """As accelerate's: the model and its optimizers by `autopar.save`, to be loaded on any mesh. Collective."""
+        """As in accelerate, with the model and its optimizers saved by `autopar.save` for any mesh. Collective."""
 
-        model = self._only_model("save_state")  # before accelerate makes the folder
+        model = self._only_model("save_state")  # before accelerate creates the folder
 
         def write(_: Any, __: Any, folder: str) -> None:
             save(Path(folder) / STATE, model, optimizers, scheduler=schedulers)
@@ -242,7 +243,7 @@ class Accelerator(accelerate.Accelerator):
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **how: Any) -> None:
-        """What `save_state` wrote, on this mesh or another. Collective."""
+        """Load what `save_state` wrote, on this mesh or another. Collective."""
 
         model = self._only_model("load_state")
 
@@ -255,8 +256,8 @@ class Accelerator(accelerate.Accelerator):
     def _only_model(self, call: str) -> ParallelModule:
         if len(self._models) != 1:
             raise ValueError(
-                f"{call}: saves one model with its optimizers, found {len(self._models)} prepared; call autopar.save "
-                "for each of several"
+                f"{call}: needs exactly one prepared model, found {len(self._models)}; call autopar.save or "
+                "autopar.load for each model"
             )
         only: ParallelModule = self._models[0]
         return only
@@ -265,7 +266,7 @@ class Accelerator(accelerate.Accelerator):
     def _by_hook(
         self, register: Callable[..., Any], hook: Callable[..., None]
     ) -> Iterator[tuple[list[Any], list[Any]]]:
-        """Within: accelerate sees no models, optimizers and schedules, the hook does their part."""
+        """Context manager: accelerate sees no models, optimizers and schedulers; the hook handles them."""
         kept = self._models, self._optimizers, self._schedulers
         handle = register(hook)
         self._models, self._optimizers, self._schedulers = [], [], []
@@ -277,7 +278,7 @@ class Accelerator(accelerate.Accelerator):
 
 
 class _ScheduleOnMesh(AcceleratedScheduler):
-    """Steps once per part of the batch, where accelerate steps once per process."""
+    """Steps once per data-parallel rank, where accelerate steps once per process."""
 
     parts = 1
 
@@ -292,20 +293,20 @@ class _ScheduleOnMesh(AcceleratedScheduler):
 
 
 def _moved(parallel: ParallelModule, names: Mapping[str, int]) -> dict[int, nn.Parameter]:
-    """By id of the parameter that was: the one on the mesh."""
+    """id of an original parameter -> the parameter on the mesh."""
     own = parallel.named_parameters(remove_duplicate=False)
     return {names[name]: p for name, p in own if name in names}
 
 
 def _take_parameters(optimizer: Optimizer, moved: Mapping[int, nn.Parameter]) -> None:
-    """An optimizer of the parameters before gets those on the mesh. Raises ValueError for one that has made steps."""
+    """Replace the original parameters of an optimizer by those on the mesh. Raises ValueError if it has state."""
     ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
     if not any(i in moved for i in ids):
         return
     if optimizer.state:
         raise ValueError(
-            "prepare: needs an optimizer that has made no step yet, found one with a state for whole parameters; "
-            "prepare it before the first step"
+            "prepare: needs an optimizer without state, found one with state of unsharded parameters; prepare it "
+            "before its first step"
         )
     for group in optimizer.param_groups:
         group["params"] = [moved.get(id(p), p) for p in group["params"]]

@@ -3,9 +3,10 @@
     trainer = Trainer(model=model, args=args, mesh=mesh, options={"zero": 3}, train_dataset=data)
     trainer.train()
 
-The model is put on the mesh as the trainer is made. A "device" of the arguments (per_device_train_batch_size) is a part
-of the batch: ranks that differ in tp, cp or pp are one. A step is `train_step`, on every mesh. Checkpoints have the
-files that transformers reads, and in a folder of their own the pieces of weights and optimizer, for any mesh.
+The trainer parallelizes the model when it is created. A "device" in its arguments (per_device_train_batch_size) is a
+data-parallel rank: ranks that differ only in tp, cp or pp count once. A step is `train_step`, on every mesh.
+Checkpoints have the files that transformers reads, and in a separate folder the sharded weights and optimizer state,
+for any mesh.
 """
 
 from __future__ import annotations
@@ -33,36 +34,36 @@ from autopar.runtime.mesh.process_groups import dp_rank_and_size
 from autopar.runtime.training.load import load
 from autopar.runtime.training.save import save
 
-_BEHIND: Any = object  # a trainer, which brings the rest
+_BASE: Any = object  # a trainer, at run time
 _TRAINER: Any = transformers.Trainer
 _METHODS = dict(vars(_TRAINER))  # as transformers has them
 
 
-class MeshTrainerMixin(_BEHIND):
-    """In front of a class that is made from transformers.Trainer: ``class Mine(MeshTrainerMixin, Theirs): ...``
+class MeshTrainerMixin(_BASE):
+    """Puts a subclass of transformers.Trainer on a mesh: ``class Mine(MeshTrainerMixin, Theirs): ...``
 
     mesh: from `autopar.init_mesh`. options: keyword arguments of `autopar.parallelize`, such as {"zero": 3,
-    "microbatches": 4}; ``bf16=True`` of the training arguments is ``precision="bf16"``. model: as transformers has it,
-    on the CPU or the meta device, in one piece.
+    "microbatches": 4}; ``bf16=True`` in the training arguments sets ``precision="bf16"``. model: a transformers model,
+    unsharded, on the CPU or the meta device.
 
-    A class in front of this one with a ``compute_loss`` of its own calls ``model(**inputs)`` there and differentiates
-    what it returns, which a mesh with pp refuses. Raises ValueError for training arguments that have no meaning on a
-    mesh, and for methods of the classes behind, such as ``compute_loss``, that the mesh does in another way.
+    A subclass of this mixin may override ``compute_loss``, which calls ``model(**inputs)`` and returns a loss to
+    differentiate; with pp that is refused. Raises ValueError for training arguments that have no meaning on a mesh, and
+    for methods of base classes, such as ``compute_loss``, that the mixin would hide.
     """
 
-    model: Any  # on the mesh, once the trainer is made
+    model: Any  # parallelized by __init__
 
     def __init__(
         self, *args: Any, mesh: DeviceMesh | None = None, options: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
         if mesh is None:
             raise ValueError("Trainer: needs a mesh, found none; pass mesh=autopar.init_mesh(dp=2, tp=2)")
-        refuse_older("transformers", (5, 23), "Trainer")  # with label smoothing that of 5.10 has other losses
+        refuse_older("transformers", (5, 23), "Trainer")  # 5.10 computes other losses with label smoothing
         self._mesh, self._mesh_options = mesh, dict(options or {})
         self._part, self._parts = dp_rank_and_size(mesh)
         check_methods(type(self), MeshTrainerMixin, _METHODS)
         super().__init__(*args, **kwargs)
-        self._set_signature_columns_if_needed()  # as long as the model is its own class
+        self._set_signature_columns_if_needed()  # while the model still has its original class
         self._to_mesh()
 
     def _to_mesh(self) -> None:
@@ -78,28 +79,28 @@ class MeshTrainerMixin(_BEHIND):
         self.callback_handler.model = self.model
 
     def create_accelerator_and_postprocess(self) -> None:
-        """That of `autopar.integrations`, once arguments are checked."""
+        """Check the arguments and create the accelerator of `autopar.integrations`."""
         check_training_arguments(self, self._parts)
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = Accelerator
         self.accelerator.on_mesh(self._mesh, self._mesh_options)
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
-        """Pieces go to devices, when they are cut."""
+        """No effect: shards are moved to devices when the model is sharded."""
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Of one step of the optimizer, over all parts of the batch."""
+        """Examples of one optimizer step, over all data-parallel ranks."""
         return self._train_batch_size * args.gradient_accumulation_steps * self._parts
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        """This rank's share of those that its part of the batch needs; transformers adds up all ranks."""
+        """This rank's share of the operations for its batch; transformers sums over all ranks."""
         found: float = super().floating_point_ops(inputs)
         return found * self._parts / self.args.world_size
 
     # --- steps ------------------------------------------------------------------------------------------------
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """`train_step`; for a trainer with a loss of its own what transformers does."""
+        """`train_step`; with a custom ``compute_loss`` the step of transformers."""
         check_losses(self, self._losses, self._has_own_loss())
         if self._has_own_loss():
             return super().training_step(model, inputs, num_items_in_batch)
@@ -117,7 +118,8 @@ class MeshTrainerMixin(_BEHIND):
         return getattr(self.compute_loss, "__func__", None) is not MeshTrainerMixin.compute_loss
 
     def _with_count(self, inputs: dict[str, Any], count: Any) -> tuple[dict[str, Any], bool]:
-        """``count`` is an input of models whose loss is a sum over it: of all batches of a step of the optimizer."""
+        """Add ``num_items_in_batch``, the count over all batches of an optimizer step, if the model divides its loss
+        by it."""
         if count is None or not (self.model_accepts_loss_kwargs or self.compute_loss_func):
             return inputs, False
         return {**inputs, "num_items_in_batch": torch.as_tensor(count, device=self.args.device)}, True
@@ -125,24 +127,24 @@ class MeshTrainerMixin(_BEHIND):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The model's own loss, which on a mesh is that of all parts of the batch."""
+        """The loss of the model, over all data-parallel ranks."""
         outputs = model(**self._with_count(inputs, num_items_in_batch)[0])
         if isinstance(outputs, dict) and "loss" not in outputs:
             raise ValueError(
                 f"Trainer: needs a model that returns a loss, found {', '.join(outputs)} for {', '.join(inputs)}; pass "
-                "what makes it return one (labels)"
+                "labels, or whatever else the model computes its loss from"
             )
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         return (loss, outputs) if return_outputs else loss
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As transformers', each rank with the outputs for its part of the batch."""
+        """As in transformers, with the outputs for the batch of this rank."""
         rows = find_batch_size(inputs)
-        found = super().prediction_step(model, self._without_filler(inputs, rows), *args, **kwargs)
+        found = super().prediction_step(model, self._without_padding(inputs, rows), *args, **kwargs)
         return pytree.tree_map(lambda x: self._of_part(x, rows) if isinstance(x, DTensor) else x, found)
 
-    def _without_filler(self, inputs: dict[str, Any], rows: int | None) -> dict[str, Any]:
-        """Rows that only fill the last batch count in no loss; transformers itself leaves them out of metrics."""
+    def _without_padding(self, inputs: dict[str, Any], rows: int | None) -> dict[str, Any]:
+        """Ignore labels of examples that only pad the last batch; transformers drops them from metrics."""
         state, labels = self.accelerator.gradient_state, inputs.get("labels")
         if not state.end_of_dataloader or state.remainder <= 0 or rows is None:
             return inputs
@@ -153,9 +155,9 @@ class MeshTrainerMixin(_BEHIND):
         return {**inputs, "labels": labels}
 
     def _of_part(self, output: DTensor, rows: int | None) -> Tensor:
-        whole: Tensor = output.full_tensor()
-        is_cut = rows is not None and whole.dim() > 0 and whole.shape[0] == rows * self._parts
-        return whole.chunk(self._parts)[self._part] if is_cut else whole
+        full: Tensor = output.full_tensor()
+        is_batch = rows is not None and full.dim() > 0 and full.shape[0] == rows * self._parts
+        return full.chunk(self._parts)[self._part] if is_batch else full
 
     def _clip_grad_norm(self, model: Any) -> Tensor:
         found: Tensor = model.clip_grad_norm_(self.args.max_grad_norm)
@@ -167,16 +169,16 @@ class MeshTrainerMixin(_BEHIND):
     # --- checkpoints ------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Collective. That of transformers 5.10 and 5.17 lets the first rank alone write; here each takes part."""
+        """Collective, on all ranks: transformers 5.10 and 5.17 call it on the first rank only."""
         self._save(output_dir)
-        self._save = lambda *_, **__: None  # type: ignore[method-assign]  # that is done
+        self._save = lambda *_, **__: None  # type: ignore[method-assign]  # done above
         try:
             super().save_model(output_dir, _internal_call)
         finally:
             del self._save
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """The folder that transformers writes for the model. Collective."""
+        """Write the folder of the model as transformers does. Collective."""
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         self.model.save_pretrained(folder)
         if not self.args.should_save:
@@ -187,18 +189,18 @@ class MeshTrainerMixin(_BEHIND):
         torch.save(self.args, folder / TRAINING_ARGS_NAME)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Pieces of weights, optimizer and schedule, by `autopar.save`."""
+        """Save sharded weights, optimizer and scheduler with `autopar.save`."""
         save(Path(output_dir) / STATE, self.model, _plain(self.optimizer), scheduler=self.lr_scheduler)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Weights; those that have pieces of an optimizer with them are loaded with it."""
+        """Load weights; sharded weights are loaded later, with the optimizer."""
         folder = Path(resume_from_checkpoint)
         if (folder / STATE).is_dir():
             return
         if (folder / "optimizer.pt").exists():
             raise ValueError(
-                f"resume_from_checkpoint: needs a checkpoint of a trainer on a mesh, found {folder}, whose "
-                "optimizer.pt is of one process; start from its weights: from_pretrained(folder)"
+                f"resume_from_checkpoint: needs a checkpoint of a trainer on a mesh, found {folder} with the "
+                "optimizer.pt of one process; start from its weights: from_pretrained(folder)"
             )
         self.model.load_pretrained(folder)
 
@@ -219,17 +221,17 @@ class Trainer(MeshTrainerMixin, _TRAINER):
 
 
 def _of_outputs(loss: Any, outputs: Any, batch: Mapping[str, Any]) -> Tensor:
-    """As transformers calls a ``compute_loss_func``."""
+    """Call a ``compute_loss_func`` as transformers does."""
     found: Tensor = loss(outputs, batch.get("labels"), num_items_in_batch=batch.get("num_items_in_batch"))
     return found
 
 
 def _smoothed(epsilon: float, shifts: bool, outputs: Any, batch: Mapping[str, Any]) -> Tensor:
-    """transformers' `LabelSmoother`, for which labels are what the model is given, or the next of them."""
+    """transformers' `LabelSmoother`, with labels shifted by one for causal models."""
     if not isinstance(labels := batch.get("labels"), Tensor):
         raise ValueError(
-            f"Trainer: label_smoothing_factor needs labels, found a batch of {', '.join(batch)}; pass them, or leave "
-            "it out"
+            f"Trainer: label_smoothing_factor needs labels, found a batch of {', '.join(batch)}; pass labels, "
+            "or remove the argument"
         )
     logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
     if shifts:
@@ -242,5 +244,5 @@ def _smoothed(epsilon: float, shifts: bool, outputs: Any, batch: Mapping[str, An
 
 
 def _plain(optimizer: Any) -> Any:
-    """Behind accelerate's."""
+    """The optimizer inside of accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from autopar.adapters.operators import kernel_of
-from autopar.capture.trace.python_workspace import held_within
+from autopar.capture.trace.python_workspace import workspace_bytes
 from autopar.ir.graph import arguments, is_call, nbytes, output_node, placeholders, shape
 from autopar.ir.placement import repetitions, scaled_blocks
 from autopar.ir.storages import Storage, bytes_of, size_of, storages
@@ -200,7 +200,7 @@ def workspace(node: Node) -> int:
     if key not in _KNOWN:
         function = kernel_of(node.target)
         assert function is not None
-        _KNOWN[key] = 0 if node.target in ATTENTIONS and _is_fused(given) else held_within(function, given)
+        _KNOWN[key] = 0 if node.target in ATTENTIONS and _is_fused(given) else workspace_bytes(function, given)
     return _KNOWN[key]
 
 

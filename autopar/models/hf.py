@@ -1,11 +1,10 @@
 """The adapter for transformers: its models export with attention and experts as single `autopar::` operators.
 
 Importing this file registers an attention, a mask and an experts implementation called "autopar" with transformers,
-and the adapter with `autopar.capture.front_end.ADAPTERS`. The user's model is not touched: the implementation is
-chosen on the structure copy that capture makes. Classes outside of the registries (falcon, bloom) keep their own
-attention.
+and the adapter in `autopar.capture.front_end.ADAPTERS`. The user's model is not changed: the implementation is set on
+the structure copy that capture makes. Classes outside of the registries (falcon, bloom) keep their own attention.
 
-Masks travel as facts (`models.hf_masks`), not as [S, S] tensors.
+Masks are passed as specifications (`models.hf_masks`), not as [S, S] tensors.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: q, k, v [B, H, S, D] -> out [B, S, H, D].
 
-    A mask says everything about who attends to whom; without one, a causal module is causal, as in its sdpa path.
+    A mask specifies the attention pattern completely; without one, a causal module is causal, as in its sdpa path.
     """
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -80,7 +79,7 @@ def attention_forward(
 
 
 def _bias(mask: Tensor | None, position_bias: Tensor | None, query: Tensor) -> Tensor | None:
-    """One additive bias from a materialised mask (bool or additive) and a position bias."""
+    """One additive bias from a materialized mask (bool or additive) and a position bias."""
     if mask is None:
         return position_bias
     if mask.dtype == torch.bool:
@@ -91,7 +90,7 @@ def _bias(mask: Tensor | None, position_bias: Tensor | None, query: Tensor) -> T
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """transformers' experts signature: tokens [T, H], expert numbers and weights [T, K] -> [T, H].
 
-    The activation and gate stay the model's own code; weights may be [E, O, I] or transposed, with or without bias.
+    Activation and gate remain the model's code; weights may be [E, O, I] or transposed, with or without bias.
     """
     rows, order, offsets = torch.ops.autopar.moe_dispatch(hidden_states, top_k_index, self.num_experts)
     first = "gate_up_proj" if self.has_gate else "up_proj"
@@ -119,7 +118,7 @@ class TransformersAdapter:
         return any(isinstance(module, PreTrainedModel) for module in model.modules())
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Choose our implementations in every config of the copy, and for experts that ask no config; no cache."""
+        """Select our implementations in all configs of the copy, and for experts without one; disable caches."""
         looked_up = {type(c) for m in model.modules() if (c := _config(m)) is not None and _looks_attention_up(m)}
         for module in model.modules():
             config = _config(module)
@@ -130,7 +129,7 @@ class TransformersAdapter:
         return model
 
     def in_float32(self, model: nn.Module) -> list[str]:
-        """What its classes ask for: always, or of float16 alone, which some of them mean by half precision."""
+        """Parameters that the model classes keep in float32, always or only for float16 (treated alike here)."""
         asked = [
             name
             for module in model.modules()
@@ -140,7 +139,7 @@ class TransformersAdapter:
         return sorted(set(asked))
 
     def arguments(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The batch; never with a cache, always with a ModelOutput."""
+        """The batch, without a cache and with a ModelOutput."""
         known = inspect.signature(model.forward).parameters
         arguments = {k: v for k, v in batch.items() if v is not None and k not in ("use_cache", "return_dict")}
         if "use_cache" in known:
@@ -163,8 +162,8 @@ class TransformersAdapter:
         return example_batches(model.get_base_model() if is_peft(model) else model)  # type: ignore[operator]
 
     def settle(self, model: nn.Module) -> None:
-        """In a process that was sent a model: what making it leaves behind, and keys of compiled steps know. With the
-        first one torch's modules get a method; classes note what they record, the outermost what may be set."""
+        """Repeat side effects of constructing a model, in a process that received a pickled one: they affect keys of
+        compiled steps. Models patch a method into torch's modules and register what their classes record."""
         PreTrainedModel.initialize_weights(_NoModel())  # type: ignore[arg-type]
         made = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
         for module in made:
@@ -179,9 +178,9 @@ class TransformersAdapter:
         return batch_dims(model, batch)
 
     def buffers(self, model: nn.Module) -> dict[str, Tensor]:
-        """Non-persistent buffers (rotary tables, position ids) of a model on the meta device, computed anew.
+        """Compute the non-persistent buffers (rotary tables, position ids) of a model on the meta device.
 
-        No checkpoint holds them; transformers' own weight initialisation knows how to make them.
+        They are in no checkpoint; transformers' weight initialization computes them.
         """
         out: dict[str, Tensor] = {}
         for path, module in model.named_modules():
@@ -205,8 +204,8 @@ class TransformersAdapter:
 
 
 def _hook_recorded(model: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """What transformers records of layers (``output_router_logits``) it records with hooks that the first forward which
-    is asked for it registers: ahead of the capture, the forward changes nothing."""
+    """Register the hooks with which transformers records values of layers (``output_router_logits``). The first
+    forward that needs them would do so itself, which would be a side effect during the capture."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             asked = [f"output_{key}" for key in module._can_record_outputs or ()]
@@ -228,7 +227,7 @@ def _config(module: nn.Module) -> Any:
 
 
 def _of_text(config: Any) -> Any:
-    """The config of the tokens; of several the decoder's."""
+    """The text config of a model; that of the decoder if there are several."""
     try:
         return config.get_text_config()
     except ValueError:
@@ -236,12 +235,12 @@ def _of_text(config: Any) -> Any:
 
 
 def _registered(module: nn.Module) -> bool:
-    """Does the model's file look attention up in transformers' registry?"""
+    """Whether the Python module of a model uses transformers' attention registry."""
     return hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS")
 
 
 def _looks_attention_up(module: nn.Module) -> bool:
-    """Does its forward take its attention out of transformers' registry? (Of one file, some may and others not.)"""
+    """Whether a forward uses transformers' attention registry. (Other classes of the same file may not.)"""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
@@ -258,8 +257,8 @@ def _configure(config: Any, registered: bool) -> None:
 
 @contextlib.contextmanager
 def exact_experts(model: nn.Module) -> Iterator[None]:
-    """Within: the user's model runs its experts one by one, as plain products. transformers' default calls a kernel
-    that refuses float64, so an exact reference run needs this."""
+    """Context manager: the user's model runs its experts one by one, as plain products, for an exact reference run:
+    transformers' default kernel does not support float64."""
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     before = {key: getattr(c, "_experts_implementation_internal", None) for key, c in configs.items()}
     for config in configs.values():
@@ -272,7 +271,7 @@ def exact_experts(model: nn.Module) -> Iterator[None]:
 
 
 class _NoModel(nn.Module):
-    """Has no weights to initialize."""
+    """A model without weights to initialize."""
 
     def is_custom_code(self) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""Which dim of each input of a transformers model is the batch."""
+"""Batch dims of the inputs of transformers models."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ WITHOUT_BATCH = ("cache_position", "head_mask", "decoder_head_mask", "cross_attn
 
 
 def batch_dims(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, int | None]:
-    """transformers' inputs are batch first, but for a few. What has another size there is no part of the batch: one row
-    of position_ids, patches of all images."""
+    """Inputs are batch first, with few exceptions. An input with another size there has no batch dim: position_ids of
+    one row, patches of all images."""
     tensors = tensors_of(batch)
     names = (getattr(model, "main_input_name", "input_ids"), *MAIN_INPUTS, *tensors)
     rows = next((tensors[n].shape[0] for n in names if n in tensors and tensors[n].dim()), 0)

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 @contextlib.contextmanager
 def capped_experts(model: nn.Module, capacity: float) -> Iterator[None]:
-    """Within: an expert takes ``capacity`` times its even share of the pairs of a token and an expert, the first ones;
-    the weights of all others are 0. Raises ValueError for experts outside of the registry."""
+    """Context manager: an expert takes the first ``capacity`` times its even share of (token, expert) pairs; the
+    weights of others are 0. Raises ValueError for experts outside of the registry."""
     found: list[Any] = [m for m in model.modules() if hasattr(m, "is_concatenated")] if capacity else []
     if capacity and not found:
         raise ValueError(
-            f"capacity_factor: one process is capped for experts of transformers' registry, found none in "
+            f"capacity_factor: one process needs experts of transformers' registry, found none in "
             f"{type(model).__name__}; leave capacity_factor out"
         )
     for experts in found:

@@ -1,4 +1,4 @@
-"""What transformers' from_pretrained makes of tensors in files, and save_pretrained of those of a model, as recipes.
+"""Weight conversions of transformers' from_pretrained and save_pretrained.
 
 Since its version 5 the names on disk are not those of the modules: experts are merged, projections split, prefixes
 changed, tensors transposed, each type of model by a list of its own (``transformers.conversion_mapping``). The lists
@@ -26,23 +26,23 @@ from autopar.ir.weight_conversion import WeightConversion
 
 
 def recipes_to_load(model: PreTrainedModel, names: Sequence[str]) -> list[WeightConversion]:
-    """From the tensors in files to the model's. ``model``: may be on the meta device, all parameters are there. A name
-    that the model lacks keeps it."""
+    """Conversions from tensors in files to those of the model, which may be on the meta device. Names that the model
+    does not have are kept."""
     renamings, converters = _sorted(get_model_conversion_mapping(model))
     wanted, prefix = model.state_dict(), model.base_model_prefix
     groups = _Collected(model, converters)
     for name in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
-        known = target in wanted  # else it was no old name
+        known = target in wanted  # else it was not an old name
         groups.add(name, target if known else name, pattern if known else None)
     return groups.recipes([])
 
 
 def recipes_to_save(model: PreTrainedModel, names: Sequence[str]) -> list[WeightConversion]:
-    """From the model's tensors to those in files, as transformers' save_pretrained writes them: undone is what was done
-    when this model was loaded, or what would be for its type."""
+    """Conversions from the model's tensors to those in files, as save_pretrained writes them: the inverse of the
+    conversion with which this model was loaded, or of that for its type."""
     used = getattr(model, "_weight_conversions", None)
-    if used is None:  # a prefix is put back only where it is known that there was one
+    if used is None:  # a prefix is added only if it was removed when loading
         used = [t for t in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(t, PrefixChange)]
     renamings, converters = _sorted([transform.reverse_transform() for transform in reversed(used)])
     groups = _Collected(model, converters)
@@ -53,7 +53,7 @@ def recipes_to_save(model: PreTrainedModel, names: Sequence[str]) -> list[Weight
 
 
 def _sorted(transforms: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Renamings, and what computes."""
+    """(renamings, conversions that compute)."""
     return (
         [t for t in transforms if isinstance(t, WeightRenaming)],
         [t for t in transforms if isinstance(t, WeightConverter)],
@@ -61,19 +61,19 @@ def _sorted(transforms: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _renamed(name: str, renamings: list[Any]) -> str:
-    """By renamings alone."""
+    """Apply renamings alone."""
     found: str = rename_source_key(name, renamings, [])[0]
     return found
 
 
 class _Collected:
-    """Tensors that are converted together, by what is made of them."""
+    """Collects tensors that are converted together, by target."""
 
     def __init__(self, model: PreTrainedModel, converters: Sequence[Any]) -> None:
         self._model = model
         self._converters = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         self._plain: list[tuple[str, str]] = []
-        self._converted: dict[str, list[tuple[str, str]]] = {}  # target -> (name, pattern that it matched)
+        self._converted: dict[str, list[tuple[str, str]]] = {}  # target -> (name, matched pattern)
 
     def add(self, name: str, target: str, pattern: str | None) -> None:
         if pattern is None:
@@ -82,7 +82,7 @@ class _Collected:
             self._converted.setdefault(target, []).append((name, pattern))
 
     def recipes(self, renamings: list[Any]) -> list[WeightConversion]:
-        """``renamings`` are applied to what has been made."""
+        """The conversions. ``renamings`` are applied to their results."""
         plain = [WeightConversion((name,), target) for name, target in self._plain]
         return plain + [self._recipe(target, found, renamings) for target, found in self._converted.items()]
 

@@ -48,19 +48,19 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def load_config(path: str | Path) -> PreTrainedConfig:
-    """The config of a config.json, or of a folder that holds one. Raises ValueError for what is none."""
+    """Read the config of a config.json, or of a folder with one. Raises ValueError for an invalid file."""
     file = Path(path)
     try:
         file = file / "config.json" if file.is_dir() else file
         there = file.is_file()
-    except (OSError, ValueError):  # no name that a file may have, or a circle of links
+    except (OSError, ValueError):  # an invalid file name, or a cycle of links
         there = False
     if not there:
         raise ValueError(f"config: no file {str(file)!r}; give the path of a transformers config.json")
     try:
         data: Any = parse(file.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
-        raise ValueError(f"config: {str(file)!r} is not JSON: no text in UTF-8 from byte {error.start} on") from error
+        raise ValueError(f"config: {str(file)!r} is not JSON: not UTF-8 from byte {error.start} on") from error
     except (ValueError, OSError) as error:
         raise ValueError(f"config: {str(file)!r} is not JSON: {error}; give a transformers config.json") from error
     kind = data.pop("model_type", None) if isinstance(data, dict) else None
@@ -68,7 +68,7 @@ def load_config(path: str | Path) -> PreTrainedConfig:
         raise ValueError(f"config: {str(file)!r} has no model_type; it must be the config.json of a transformers model")
     try:
         return AutoConfig.for_model(kind, **data)
-    except Exception as error:  # whatever the class of the config trips over
+    except Exception as error:  # the class of the config may raise anything
         if kind in transformers.CONFIG_MAPPING:
             raise ValueError(f"config: {kind} does not take the values of {str(file)!r}: {_said(error)}") from error
         raise ValueError(
@@ -78,7 +78,7 @@ def load_config(path: str | Path) -> PreTrainedConfig:
 
 
 def _said(error: Exception) -> str:
-    """An error of transformers in one line, without the names of Python's types."""
+    """An error of transformers in one line, without names of Python types."""
     lines = [line.strip().removeprefix("TypeError: ").removeprefix("ValueError: ") for line in str(error).splitlines()]
     text = " ".join(filter(None, lines))
     if isinstance(error, (AttributeError, KeyError, TypeError, IndexError)):
@@ -92,15 +92,15 @@ def _similar(kind: str) -> str:
 
 
 def build(config: PreTrainedConfig, dtype: torch.dtype, device: str = "meta") -> PreTrainedModel:
-    """The model that a config describes: of the class it names, else the first of `AUTO_CLASSES` that knows it.
+    """Build the model of a config: of the class that it names, else the first of `AUTO_CLASSES` that supports it.
 
-    Raises ValueError for a kind of model that has none, and for sizes that its class refuses.
+    Raises ValueError for a model type without such a class, and for sizes that the class rejects.
     """
     make = _maker(config)
     try:
         with torch.device(device):
             model: PreTrainedModel = make(config, dtype)
-    except Exception as error:  # whatever the class of the model trips over
+    except Exception as error:  # the class of the model may raise anything
         raise ValueError(
             f"config: {type(config).__name__} cannot be built: {_said(error)}; compare with the config.json of a "
             "model that works"
@@ -111,7 +111,7 @@ def build(config: PreTrainedConfig, dtype: torch.dtype, device: str = "meta") ->
 def _maker(config: PreTrainedConfig) -> Any:
     names = config.architectures or ()
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"config: architectures needs a list of names of classes, found {names!r}")
+        raise ValueError(f"config: architectures needs a list of class names, found {names!r}")
     for found in (getattr(transformers, name, None) for name in names):
         if found is None or not hasattr(found, "_from_config"):
             continue
@@ -156,7 +156,7 @@ def _all_tensors(batch: dict[str, Any]) -> bool:
 
 
 def beyond_positions(path: str | Path, seq: int) -> str:
-    """A remark on a sequence that is longer than what the model was made for, "" if it is not."""
+    """A warning for a sequence longer than the model was made for, else ""."""
     config = load_config(path)
     limits = [(name, getattr(config, name, None)) for name in POSITIONS]
     name, limit = next(((name, n) for name, n in limits if isinstance(n, int) and n > 0), ("", seq))
@@ -169,7 +169,7 @@ def beyond_positions(path: str | Path, seq: int) -> str:
 
 
 def _check_positions(config: PreTrainedConfig, seq: int) -> None:
-    """Learned positions end; rotary ones go on."""
+    """Learned position tables have a limit; rotary embeddings do not."""
     if getattr(config, "rope_parameters", None):
         return
     for name in POSITIONS:

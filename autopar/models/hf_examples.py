@@ -36,7 +36,7 @@ Maker = Callable[["_ModelFacts"], Tensor | None]
 
 
 class _ModelFacts:
-    """A model's config, and those within it."""
+    """A config of a model, with nested configs."""
 
     def __init__(self, model: nn.Module) -> None:
         self.config: Any = getattr(model, "config", None)
@@ -47,7 +47,7 @@ class _ModelFacts:
         )
 
     def get(self, *names: str, within: Collection[str] = ("",)) -> Any:
-        """The first value of these names, in the config itself or in those of these names."""
+        """The first value with one of these names, in the config or in nested ones."""
         for config in (self.config if not part else getattr(self.config, part, None) for part in within):
             for name in names:
                 found = getattr(config, name, None)
@@ -66,8 +66,8 @@ class _ModelFacts:
 
 
 def example_batches(model: nn.Module) -> list[dict[str, Any]]:
-    """Keyword arguments on the CPU, the fullest first, labels included where they are known; none for models whose
-    inputs are not."""
+    """Keyword arguments on the CPU, those with the most inputs first, with labels if they are known; empty if the
+    inputs are unknown."""
     facts = _ModelFacts(model)
     if facts.config is None:
         return []
@@ -77,7 +77,7 @@ def example_batches(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _inputs(facts: _ModelFacts, model: nn.Module) -> Iterator[dict[str, Any] | None]:
-    """What may go in, without labels."""
+    """Candidate inputs without labels."""
     takes, main = facts.takes, getattr(model, "main_input_name", "input_ids")
     main = main if isinstance(main, str) and main in takes else next((n for n in MAKERS if n in takes), "")
     needed = [n for n, p in takes.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -96,7 +96,7 @@ def _made(facts: _ModelFacts, names: Collection[str]) -> dict[str, Any] | None:
 
 
 def _with_labels(facts: _ModelFacts, batch: dict[str, Any]) -> dict[str, Any]:
-    """With what makes it a loss; for a decoder without labels with its tokens."""
+    """Add labels; for a decoder without labels its tokens."""
     if "return_loss" in facts.takes and {"input_ids", "pixel_values"} <= batch.keys():
         return {**batch, "return_loss": True}
     labels = _labels(facts, batch)
@@ -105,7 +105,7 @@ def _with_labels(facts: _ModelFacts, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _labels(facts: _ModelFacts, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """By what the class is for; empty where labels are lists, or unknown."""
+    """Labels by the task of the class; empty if they are lists, or unknown."""
     takes, name = facts.takes, facts.name
     if "start_positions" in takes:
         return {"start_positions": facts.ids(), "end_positions": facts.ids()}
@@ -129,7 +129,7 @@ _AUDIO = ("", "audio_config", "audio_encoder_config", "encoder_config", "speech_
 
 
 def _length(facts: _ModelFacts) -> int:
-    """Short, and within a table of positions."""
+    """A short sequence length that fits the table of positions."""
     limit = facts.get("max_position_embeddings")
     return min(LENGTH, limit) if isinstance(limit, int) and limit > 0 else LENGTH
 
@@ -149,7 +149,7 @@ def _pixels(facts: _ModelFacts) -> Tensor | None:
 
 
 def _waveform(facts: _ModelFacts) -> Tensor | None:
-    """Samples, as many as make some frames; frames of a spectrogram where there are no convolutions."""
+    """Audio samples for a few frames, or frames of a spectrogram if there are no convolutions."""
     strides, kernels = facts.get("conv_stride"), facts.get("conv_kernel")
     if strides is not None and kernels is not None:
         return facts.numbers(2 * LENGTH * math.prod(strides) + max(kernels))
@@ -162,7 +162,7 @@ def _waveform(facts: _ModelFacts) -> Tensor | None:
 
 
 def _spectrogram(facts: _ModelFacts) -> Tensor | None:
-    """[mel, frames] as whisper has them; [frames, features] as others do."""
+    """[mel, frames] for whisper, [frames, features] for others."""
     projected = facts.get("feature_projection_input_dim", "input_feat_per_channel", within=_AUDIO)
     if projected is not None:
         return facts.numbers(16 * LENGTH, projected)
@@ -171,7 +171,7 @@ def _spectrogram(facts: _ModelFacts) -> Tensor | None:
 
 
 def _past(facts: _ModelFacts) -> int:
-    """Steps of the past: the context, and the longest lag before it."""
+    """Past time steps: the context and the longest lag before it."""
     return (facts.get("context_length", "prediction_length") or 4 * LENGTH) + max(facts.get("lags_sequence") or [0])
 
 

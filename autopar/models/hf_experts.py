@@ -31,7 +31,7 @@ Method = Callable[..., Any]
 
 
 def dispatch_own_experts(model: nn.Module) -> None:
-    """Give every such layer of a structure copy the forward that dispatches."""
+    """Replace the forwards of such layers in a structure copy by dispatching ones."""
     for module in model.modules():
         for name in map(_name, type(module).__mro__):
             known = _OWN.get(name)
@@ -53,8 +53,8 @@ def _give(module: Any, methods: dict[str, Method]) -> None:
 
 
 def _unchanged(module: nn.Module, name: str, *methods: str) -> bool:
-    """Whether these methods of the module are those of the class, and those what they were when this file was
-    written: another release of transformers may compute something else under the same name."""
+    """Whether methods of a module are those of its class, and the class has the source that this file was written for:
+    other releases of transformers may compute something else."""
     cls: Any = next((c for c in type(module).__mro__ if _name(c) == name), None)
     return cls is not None and all(
         getattr(type(module), method) is getattr(cls, method)
@@ -66,7 +66,7 @@ def _unchanged(module: nn.Module, name: str, *methods: str) -> bool:
 
 @functools.cache
 def method_digest(method: Method) -> str:
-    """Of what a method does: its source without comments, docstring and layout."""
+    """A digest of a method: its source without comments, docstring and layout."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
     (function,) = tree.body
     assert isinstance(function, ast.FunctionDef)
@@ -76,7 +76,7 @@ def method_digest(method: Method) -> str:
 
 
 def _plain(modules: Iterable[nn.Module], name: str) -> bool:
-    """Whether these modules, which nobody will call, are of the class and unwatched, all that is in them included."""
+    """Whether these modules, which will not be called, have this class and no hooks, including their submodules."""
     return all(
         _unchanged(module, name) and not any(x._forward_hooks or x._forward_pre_hooks for x in module.modules())
         for module in modules
@@ -84,7 +84,7 @@ def _plain(modules: Iterable[nn.Module], name: str) -> bool:
 
 
 def _by_pair(x: Tensor, expert: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`moe_dispatch` where each pair of token and expert is a token of its own: x [T*K, H], expert [T, K]."""
+    """`moe_dispatch` with each (token, expert) pair as a separate token: x [T*K, H], expert [T, K]."""
     out: tuple[Tensor, Tensor, Tensor] = ours.moe_dispatch(x, expert.reshape(-1, 1), experts)
     return out
 
@@ -98,7 +98,7 @@ def _in_order(rows: Tensor, order: Tensor, tokens: int) -> Tensor:
 def llama4_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """`Llama4TextMoe`: tokens [..., H], scaled by the score of an expert before it -> [T, H], router's logits [T, E].
 
-    The dense form gives every other expert zeros, of which it makes zeros: its products have no bias.
+    The dense form passes zeros to all other experts, which return zeros, since they have no bias.
     """
     x = hidden_states.reshape(-1, self.hidden_dim)
     _, logits = self.router(x)
@@ -125,7 +125,7 @@ def dbrx_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_we
 
 
 def longcat_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """`LongcatFlashExperts`: tokens [T, H] -> [T, H]. Experts behind the routed ones hand a token on as it is."""
+    """`LongcatFlashExperts`: tokens [T, H] -> [T, H]. Experts after the routed ones return a token unchanged."""
     identity = torch.where(top_k_index >= self.num_routed_experts, top_k_weights, torch.zeros_like(top_k_weights))
     kept = hidden_states * identity.sum(1, keepdim=True)
     if self.gate_up_proj is None:
@@ -186,7 +186,7 @@ def switch_forward(self: Any, hidden_states: Tensor, selected_experts: Tensor, r
 
 def nllb_forward(self: Any, hidden_states: Tensor, padding_mask: Tensor | None = None) -> Tensor:
     """`NllbMoeSparseMLP`: [B, S, H] -> [B, S, H], as transformers computes it: an entry of the mask [T, E] of first
-    choices, 0 or 1, is read as an expert's number, so that the others are never asked."""
+    choices, 0 or 1, is read as the index of an expert, so the other experts are never used."""
     x = hidden_states.view(-1, hidden_states.shape[-1])
     mask, weights, _ = self.router(x, padding_mask)
     lost = self.experts.moe_token_dropout
@@ -201,12 +201,12 @@ def nllb_forward(self: Any, hidden_states: Tensor, padding_mask: Tensor | None =
 
 
 def _modules(experts: Any) -> list[Any]:
-    """By number: there may be other modules among them."""
+    """Experts by index; other modules may be among them."""
     return [experts[f"expert_{i}"] for i in range(experts.num_experts)]
 
 
 def _through_modules(experts: list[Any], x: Tensor, expert: Tensor, weights: Tensor, names: tuple[str, str]) -> Tensor:
-    """Experts that are modules of two products: their weights [O, I] side by side are those of a group."""
+    """Experts that are modules with two products: their stacked weights [O, I] form a group."""
     first, second = names
     rows, order, offsets = ours.moe_dispatch(x, expert, len(experts))
     hidden = experts[0].act(_together([getattr(e, first) for e in experts], rows, offsets))
@@ -230,7 +230,7 @@ def _jetmoe_plain(module: Any) -> bool:
 
 
 def _modules_plain(module: Any, name: str, products: tuple[str, str]) -> bool:
-    """Whether its experts can be one product: alike, and none of their layers replaced (by an adapter, say)."""
+    """Whether its experts can be one grouped product: identical, and without replaced layers (such as adapters)."""
     experts = _modules(module)
     inner = [getattr(expert, product) for expert in experts for product in products]
     return _plain(experts, name) and all(type(x) is nn.Linear for x in inner)
@@ -238,7 +238,7 @@ def _modules_plain(module: Any, name: str, products: tuple[str, str]) -> bool:
 
 @dataclass(frozen=True)
 class _OwnExperts:
-    """Methods for a class, for its router where that hands over something else then, and where they apply."""
+    """Replacement methods for a class and its router, and when they apply."""
 
     methods: dict[str, Method]
     applies: Callable[[Any], bool]

@@ -1,13 +1,13 @@
-"""transformers' mask functions read back as facts.
+"""Reads transformers' mask functions back into a mask specification.
 
 transformers describes a mask as nested closures over (batch, head, query, key) indices:
 
     and_masks(packed_sequence_mask_function(ids), remap(and_masks(sliding_window_overlay(w), causal)), position_ids)
         --> MaskFacts(causal=True, window=w, segments=ids)
 
-Closures are recognised by the functions that make them, and their captured variables read. Something unknown makes
-the whole mask a tensor (`MaskFacts.tensor`), as transformers itself would have materialised it. So does a model that
-computes with its mask (`attention_mask[:, 0]`, `attention_mask.dtype`): then MaskFacts behaves as that tensor.
+Closures are recognized by the functions that create them, and their variables are read. With an unknown function the
+whole mask is a tensor (`MaskFacts.tensor`), as transformers itself would materialize it. If a model computes with its
+mask (`attention_mask[:, 0]`, `attention_mask.dtype`), the specification behaves like that tensor.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _MASK_UNLESS_TRACED = (
     "transformers.models.switch_transformers.modeling_switch_transformers",
     "transformers.models.udop.modeling_udop",
 )
-OWN_MASKS = "attention_before_autopar"  # of a config: which attention its model had
+OWN_MASKS = "attention_before_autopar"  # attribute of a config: the attention that its model had
 
-# Positions that the model numbered itself never say that several documents were packed into one row.
+# Positions that the model computed itself never mean packed documents.
 _POSITIONS_FROM_USER: contextvars.ContextVar[bool] = contextvars.ContextVar("positions_from_user", default=False)
 
 
 @contextlib.contextmanager
 def positions_from_user(given: bool) -> Iterator[None]:
-    """Within: did the user pass position_ids (so that they may describe packed documents)?"""
+    """Context manager: whether the user passed position_ids, which may then describe packed documents."""
     token = _POSITIONS_FROM_USER.set(given)
     try:
         yield
@@ -51,9 +51,8 @@ def positions_from_user(given: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def facts_handed_inward() -> Iterator[None]:
-    """Within: a model that is given facts for its mask takes them as they are, as it takes a mask [B, 1, Sq, Sk]. So do
-    vision-language models, which make the mask of the language model within them; read as padding they would say
-    nothing of who attends to whom."""
+    """Context manager: a model that gets a `MaskFacts` as its mask uses it as it is, like a mask [B, 1, Sq, Sk],
+    instead of reading it as a padding mask. Vision-language models pass such a mask to their language model."""
     before = masking_utils._preprocess_mask_arguments
 
     def taken(config: Any, inputs_embeds: Tensor, attention_mask: Any, *others: Any, **more: Any) -> Any:
@@ -70,7 +69,7 @@ def facts_handed_inward() -> Iterator[None]:
 
 @contextlib.contextmanager
 def masks_made_when_traced() -> Iterator[None]:
-    """Within: forwards that make the mask they need only where nobody traces them make it, as they do for the user."""
+    """Context manager: forwards that create their mask only if they are not traced do create it."""
     found = [module for name in _MASK_UNLESS_TRACED if (module := sys.modules.get(name)) is not None]
     before = [module.is_torchdynamo_compiling for module in found]
     for module in found:
@@ -84,9 +83,9 @@ def masks_made_when_traced() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class MaskFacts:
-    """Who may attend to whom; see `autopar.ops.mask_spec.MaskSpec`. ``tensor`` is a materialised mask that replaces all
-    other facts: bool (True = attend) or additive. ``make`` makes the one [B, 1, Sq, Sk] that the model's own attention
-    would be given: to be added, where that is written out ("eager"), else bool."""
+    """A mask specification, with fields as in `autopar.ops.mask_spec.MaskSpec`. ``tensor``: a materialized mask
+    instead of the other fields, bool (True = attend) or additive. ``make`` creates the mask [B, 1, Sq, Sk] that the
+    model's own attention would get: additive for "eager" attention, else bool."""
 
     causal: bool = False
     window: int = 0
@@ -121,7 +120,7 @@ class MaskFacts:
 
 
 class _Unknown(Exception):
-    """A mask function that is none of the known ones."""
+    """An unknown mask function."""
 
 
 def mask_facts(
@@ -158,21 +157,21 @@ def mask_facts(
 
 
 def _made_by(function: Callable[..., Any], factory: Callable[..., Any]) -> bool:
-    """Is ``function`` a closure that ``factory`` returned?"""
+    """Whether ``function`` is a closure that ``factory`` returned."""
     return getattr(function, "__qualname__", "").startswith(f"{factory.__qualname__}.<locals>")
 
 
 class _Reader:
-    """Walks the closures. ``positions`` are those inside packed documents, once a remapping was seen."""
+    """Reads nested closures. ``positions``: positions within packed documents, once a remapping was found."""
 
     def __init__(self, batch: int, keys: int, padded: bool) -> None:
         self.batch, self.keys, self.padded = batch, keys, padded
         self.one_sided = False
 
     def facts(self, function: Callable[..., Any]) -> MaskFacts:
-        """Raises _Unknown where a tensor is needed."""
+        """The specification of a mask function. Raises _Unknown if it needs a tensor."""
         facts = self._read(function, MaskFacts(), None)
-        if self.one_sided and not facts.causal:  # our window looks both ways; with causal that is the same
+        if self.one_sided and not facts.causal:  # our window is two-sided, which is equivalent if causal
             raise _Unknown
         return facts
 
@@ -207,7 +206,8 @@ class _Reader:
         return replace(facts, window=size)
 
     def _chunk(self, facts: MaskFacts, size: int, left_padding: Tensor, positions: Tensor | None) -> MaskFacts:
-        """Chunks that start at 0 are a fact; those counted from the first token or in a document are segments."""
+        """Chunks that start at position 0 are the field ``chunk``; chunks relative to the first token or a document
+        are segments."""
         if positions is None and not self.padded:
             return replace(facts, chunk=size)
         if positions is None:
@@ -217,6 +217,6 @@ class _Reader:
 
     def _segments(self, facts: MaskFacts, ids: Tensor) -> MaskFacts:
         ids = ids.expand(self.batch, -1)
-        if facts.segments is not None:  # both must agree: number the pairs
+        if facts.segments is not None:  # a new segment id for each pair
             ids = facts.segments * (1 << 20) + ids
         return replace(facts, segments=ids)

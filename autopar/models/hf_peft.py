@@ -1,4 +1,4 @@
-"""Models of peft: which of their tensors an adapter folder holds, under which names.
+"""peft models: the tensors of an adapter folder, and their names.
 
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight      in the model
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight              in adapter_model.safetensors
@@ -21,13 +21,13 @@ FILE = "adapter_model.safetensors"
 
 
 def is_peft(model: nn.Module) -> bool:
-    """A PeftModel, and no other wrapper."""
+    """Whether a model is a PeftModel, and no other wrapper."""
     ours = any(cls.__module__.split(".")[0] == "peft" for cls in type(model).__mro__)
     return ours and hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 class AdapterFolder:
-    """What `save_pretrained` of a PeftModel writes. ``names``: the tensors that it asks for."""
+    """The folder that `save_pretrained` of a PeftModel writes. names: the tensors in it."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -35,16 +35,16 @@ class AdapterFolder:
         self.names = {name for names in self._saved_as.values() for name in names.values()}
 
     def write(self, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """``state``: whole tensors of `names`."""
+        """Write the folder. ``state``: unsharded tensors of `names`."""
         self._model.save_pretrained(str(folder), state_dict=dict(state), is_main_process=True)
 
     def read(self, folder: Path) -> dict[str, Tensor]:
-        """Whole tensors by name of the model. Raises ValueError for a folder of other adapters."""
+        """Read unsharded tensors by name in the model. Raises ValueError for a folder of another adapter."""
         found: dict[str, Tensor] = {}
         for adapter, names in self._saved_as.items():
             file = (folder if adapter == "default" else folder / adapter) / FILE
             if not file.is_file():
-                raise ValueError(f"load_pretrained: needs {FILE} of the adapter, found none in {file.parent}")
+                raise ValueError(f"load_pretrained: needs {FILE}, found none in {file.parent}")
             stored = load_file(file)
             if other := stored.keys() ^ names.keys():
                 raise ValueError(

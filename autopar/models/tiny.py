@@ -55,7 +55,7 @@ class TinyModel:
 
 
 def _spread(model: PreTrainedModel) -> None:
-    """Move norms, biases and sinks off their ones and zeros, so that a mistake about them shows."""
+    """Change norms, biases and sinks from ones and zeros, so that mistakes with them show."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

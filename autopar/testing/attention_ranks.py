@@ -1,10 +1,10 @@
-"""Attention over ranks in one process: whole tensors in, whole results out.
+"""Context-parallel attention in one process: global tensors in, global results out.
 
     case = Case.of(problem)
     found = attend_and_differentiate("ring", "token_ring", case)        forward and backward, each on a thread per rank
     right = on_the_whole(case)
 
-A rank gets its rows and columns of everything. An exchange of heads for sequence is another way to cut the whole.
+A rank gets its shards of rows and columns. Exchanging heads for sequence (Ulysses) is another way to shard.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from autopar.testing.thread_comm import ThreadComm, run
 
 @dataclass
 class Case:
-    """A problem and, whole, its tensors and the gradient of its output."""
+    """A problem with its global tensors and the gradient of its output."""
 
     problem: Problem
     q: Tensor
@@ -71,8 +71,8 @@ class Case:
 
 @dataclass
 class AttentionFound:
-    """Whole results, in the dtype in which they were summed; and the ranks of forward and backward (those of the
-    first group of heads, if heads are exchanged for sequence)."""
+    """Global results, in the dtype of accumulation, and the ranks of forward and backward (those of the first group of
+    heads, if heads are exchanged for sequence)."""
 
     out: Tensor
     lse: Tensor
@@ -87,7 +87,7 @@ class AttentionFound:
 
 
 def on_the_whole(case: Case) -> AttentionFound:
-    """The same by the operator on whole tensors."""
+    """The same by the operator on global tensors."""
     facts = [getattr(case.facts, f.name) for f in dataclasses.fields(MaskSpec) if f.name not in ("mask", "lift")]
     out, lse = torch.ops.autopar.attention(case.q, case.k, case.v, *facts)
     q, k, v, bias, _ = torch.ops.autopar.attention_backward(
@@ -97,19 +97,19 @@ def on_the_whole(case: Case) -> AttentionFound:
 
 
 def cut(x: Tensor, spans: Spans, dim: int = 2) -> Tensor:
-    """A rank's part of a whole tensor."""
+    """A rank's shard of a global tensor."""
     return torch.cat([x.narrow(dim, s.start, len(s)) for s in spans], dim)
 
 
 def add_piece(x: Tensor, part: Tensor, spans: Spans, dim: int = 2) -> None:
-    """Add a rank's part to a whole tensor."""
+    """Add a rank's shard to a global tensor."""
     for span, piece in zip(spans, part.split([len(s) for s in spans], dim), strict=True):
         x.narrow(dim, span.start, len(span)).add_(piece)
 
 
 class Group:
-    """What ``head_ranks`` neighbouring ranks are after they exchanged heads for sequence: each a ring of its own with
-    its share of the heads. ``number``: which share."""
+    """Ranks after ``head_ranks`` neighbours have exchanged heads for sequence: separate rings, each with a share of the
+    heads. ``number``: index of the share."""
 
     def __init__(self, case: Case, head_ranks: int, number: int) -> None:
         self.case, self.problem = case, inner_problem(case.problem, head_ranks)
@@ -118,15 +118,15 @@ class Group:
         self.kv_heads = slice(number * self.problem.kv_heads, (number + 1) * self.problem.kv_heads)
 
     def rows(self, x: Tensor, rank: int) -> Tensor:
-        """A rank's part of q, grad, out or lse."""
+        """A rank's shard of q, grad, out or lse."""
         return cut(x[:, self.heads], self.problem.rows(rank))
 
     def columns(self, x: Tensor, rank: int) -> Tensor:
-        """A rank's part of k or v."""
+        """A rank's shard of k or v."""
         return cut(x.repeat_interleave(self.times, 1)[:, self.kv_heads], self.problem.columns(rank))
 
     def attend(self, comm: ThreadComm) -> Attend:
-        """The block attention of a rank; its kernel calls are among the events of ``comm``."""
+        """The block attention of a rank, whose kernel calls are recorded in the events of ``comm``."""
         facts, p = self.case.facts, self.case.problem
         bias = facts.bias
         if bias is not None:
@@ -143,7 +143,7 @@ class Group:
 
 
 def attend_and_differentiate(forward: str, backward: str, case: Case) -> AttentionFound:
-    """Whole results of one algorithm forward and one backward, on as many ranks as the problem has."""
+    """Global results with one algorithm for forward and one for backward, on all ranks of the problem."""
     out, lse, comms = attend_over_ranks(forward, case)
     gradients, others = differentiate_over_ranks(backward, case, out, lse)
     return AttentionFound(out, lse, gradients, comms, others)
@@ -181,7 +181,7 @@ def attend_over_ranks(name: str, case: Case) -> tuple[Tensor, Tensor, list[Threa
 
 
 def differentiate_over_ranks(name: str, case: Case, out: Tensor, lse: Tensor) -> tuple[Gradients, list[ThreadComm]]:
-    """Whole gradients, given whole final results, and the ranks."""
+    """Global gradients for global final results, and the ranks."""
     ranks = list[list[ThreadComm]]()
     dtype = wide(case.problem.dtype)
     to_q, to_k, to_v = (torch.zeros_like(x, dtype=dtype) for x in (case.q, case.k, case.v))
@@ -202,7 +202,7 @@ def differentiate_over_ranks(name: str, case: Case, out: Tensor, lse: Tensor) ->
 
 
 def _join(group: Group, parts: list[Gradients], into: Gradients) -> None:
-    """Write what the ranks of a group found into the whole gradients; what several hold a part of is summed."""
+    """Write gradients of the ranks of a group into the global gradients; partial ones are summed."""
     problem = group.problem
     kv_heads = torch.arange(into.k.shape[1]).repeat_interleave(group.times)[group.kv_heads]
     for rank, part in enumerate(parts):

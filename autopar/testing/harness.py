@@ -1,4 +1,4 @@
-"""A whole compiled model on all ranks of a mesh, in one process: loss and every gradient against eager.
+"""Runs a compiled model for all ranks of a mesh in one process, and compares loss and gradients with eager.
 
 result = check_model(model, batch, Mesh.of(dp=2, tp=2), Options(zero=3))
 assert result.worst < 1e-10
@@ -24,7 +24,7 @@ from autopar.testing.reference import LIMIT, Errors, Expected, compare_step, dif
 
 
 def scatter(value: Tensor, placements: Placements, mesh: Mesh) -> list[Tensor]:
-    """One piece per rank; the addends of a Partial are random."""
+    """One shard per rank; the addends of a Partial are random."""
     pieces: dict[tuple[tuple[str, int], ...], Tensor] = {(): value}
     for axis, ranks in mesh.cut_order.items():
         p = placements.get(axis, INVARIANT)
@@ -50,7 +50,7 @@ def _key(coordinate: Mapping[str, int], mesh: Mesh) -> frozenset[tuple[str, int]
 
 
 def whole_of(pieces: Sequence[Tensor], placements: Placements, mesh: Mesh) -> Tensor:
-    """The whole value from every rank's piece. Asserts that copies are equal."""
+    """The global value from the shards of all ranks. Asserts that replicas are equal."""
     current = {_key(c, mesh): x for c, x in zip(mesh.coordinates(), pieces, strict=True)}
     for axis, ranks in reversed(list(mesh.cut_order.items())):
         p = placements.get(axis, INVARIANT)
@@ -68,7 +68,7 @@ def whole_of(pieces: Sequence[Tensor], placements: Placements, mesh: Mesh) -> Te
 
 @dataclass
 class Checked:
-    """What a compiled model gave, and how far each rank is from eager."""
+    """A compiled model, and the errors of each rank against eager."""
 
     compiled: Compiled
     ranks: list[Errors]
@@ -90,8 +90,8 @@ class Checked:
 def check_model(
     model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, options: Options | None = None, **facts: Any
 ) -> Checked:
-    """Compile, run all ranks and microbatches, compare with eager, which draws the same numbers if any are drawn.
-    ``facts`` go to `compile_model`."""
+    """Compile, run all ranks and microbatches, and compare with eager, which draws the same random numbers. ``facts``:
+    arguments of `compile_model`."""
     compiled = compile_model(model, batch, mesh, options or Options(), lift_to_float64=True, outputs=(), **facts)
     seed = 0 if any(s.kind == "seed" for s in compiled.signature.inputs) else None
     return Checked(compiled, MeshRun(compiled, model, batch, mesh).errors(eager(model, batch, seed)))
@@ -106,7 +106,7 @@ class MeshRun:
         self.compiled, self.batch, self.mesh, self.seed = compiled, batch, mesh, seed
         self.count = compiled.plan.options.microbatches
         self.cut_order = mesh.with_microbatches(self.count).cut_order
-        self.buffers: list[dict[str, Tensor]] = []  # that the last forward wrote, on every rank
+        self.buffers: list[dict[str, Tensor]] = []  # written by the last forward, on every rank
         self.specs = {s.node: s for s in compiled.local.meta["signature"].inputs}
         self.specs |= {s.node: s for s in compiled.signature.inputs}
         self.placed = {p.name: p.placements for p in compiled.parameters}
@@ -134,7 +134,7 @@ class MeshRun:
         return torch.tensor(microbatch if spec.kind == "microbatch" else self.seed)
 
     def _totals(self) -> list[dict[str, Any]]:
-        """Of every rank: what goes ahead, one sum after another."""
+        """Run the pre-pass for global statistics, one after the other, on every rank."""
         prologue, known = self.compiled.prologue, [dict[str, Any]() for _ in range(self.mesh.world_size)]
         if prologue is not None:
             self._add_up(StepGraph(prologue.graph, prologue.inputs, list(prologue.totals)), prologue.totals, known)
@@ -152,7 +152,7 @@ class MeshRun:
         known: list[dict[str, Any]],
         kept: Sequence[list[dict[str, Any]]] = (),
     ) -> None:
-        """Add to ``known`` the sums over microbatches, to ``kept`` what else they make, of every rank."""
+        """Add sums over microbatches to ``known`` and other results to ``kept``, on every rank."""
         sums: list[dict[str, Any]] = [{} for _ in known]
         for mb in range(self.count):
             given = [{**a, **b} for a, b in zip(known, kept[mb] if kept else [{}] * len(known), strict=True)]
@@ -197,13 +197,13 @@ class MeshRun:
         return losses, {name: [of_rank[n] for of_rank in sums] for n, name in names.items()}
 
     def wrong_buffers(self, expected: Expected) -> list[str]:
-        """Buffers that the last step has left other than one process leaves them, on any rank."""
+        """Buffers that differ from one process after the last step, on any rank."""
         return sorted(
             {n for own in self.buffers for n, x in own.items() if not difference(x, expected.buffers[n]) < LIMIT}
         )
 
     def errors(self, expected: Expected) -> list[Errors]:
-        """A step, compared with one process, on every rank."""
+        """Run a step and compare it with one process, on every rank."""
         losses, gradients = self.step()
         found: list[Errors] = []
         for rank, at in enumerate(self.mesh.coordinates()):
@@ -223,7 +223,7 @@ class MeshRun:
 
 
 def _plus(sums: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """In place, as the runtime does: what shares its storage with another gradient would count twice."""
+    """Accumulate in place, as the runtime does: a gradient that shares its storage would count twice."""
     return {name: sums[name].add_(x) if name in sums else x for name, x in more.items()}
 
 

@@ -43,7 +43,7 @@ def in_lockstep(gm: GraphModule, inputs: Sequence[Sequence[Any]], mesh: Mesh) ->
         else:
             for rank in world:
                 args, kwargs = values_of((node.args, node.kwargs), env[rank])
-                target = aten.reshape.default if node.target is aten.view.default else node.target  # as runtime.calls
+                target = aten.reshape.default if node.target is aten.view.default else node.target  # as in the runtime
                 env[rank][node] = target(*args, **kwargs)
     raise AssertionError("a graph ends in an output")
 
@@ -79,7 +79,7 @@ def _collective(node: Node, env: list[dict[Node, Any]], mesh: Mesh) -> list[torc
 
 
 def _context(node: Node, env: list[dict[Node, Any]], mesh: Mesh) -> list[tuple[torch.Tensor, ...]]:
-    """Attention over ranks: a thread per rank of each group."""
+    """Context-parallel attention, with a thread per rank of each group."""
     run_one, axis = CONTEXT[node.target], arguments(node)["axis"]
     out: dict[int, tuple[torch.Tensor, ...]] = {}
     for rank in range(mesh.world_size):
@@ -117,7 +117,7 @@ def _all_to_all(xs: Any, me: int, src: int, src_blocks: Any, dst: int, dst_block
 
 def _all_to_all_rows(xs: Any, me: int, splits: Any, back: bool, axis: str, size: int) -> torch.Tensor:
     sent = [s.tolist()[1 if back else 0] for s in splits]
-    assert [counts[me] for counts in sent] == splits[me].tolist()[0 if back else 1], "rows that nobody sends"
+    assert [counts[me] for counts in sent] == splits[me].tolist()[0 if back else 1], "received rows that were not sent"
     assert [len(x) for x in xs] == [sum(counts) for counts in sent]
     return torch.cat([x.split(counts)[me] for x, counts in zip(xs, sent)])
 

@@ -1,4 +1,4 @@
-"""What one process computes, and how far a step on a mesh is from it: the one comparison of all tests of models.
+"""Results of one process, and their comparison with a step on a mesh, for all tests of models.
 
 expected = eager(model, batch)
 found = compare_step(loss, gradients, expected, compiled.parameters, cut)
@@ -26,7 +26,7 @@ LIMIT = 1e-10  # of the loss and of every gradient, in float64
 
 
 class Expected(NamedTuple):
-    """Loss, gradients (None for a parameter that has none) and what buffers are after a step of one process."""
+    """Loss, gradients (None for a parameter without) and buffers after a step of one process."""
 
     loss: float
     gradients: dict[str, Tensor | None]
@@ -34,7 +34,7 @@ class Expected(NamedTuple):
 
 
 def total_loss(output: Any) -> Tensor:
-    """The loss in what a model returns, or the sum of all: scalars with a gradient."""
+    """The loss in the output of a model, or the sum of all scalars with a gradient."""
     output = output["loss"] if isinstance(output, Mapping) and "loss" in output else output
     leaves = [output] if isinstance(output, Tensor) else output.values() if isinstance(output, Mapping) else output
     losses = [x for x in leaves if isinstance(x, Tensor) and not x.dim() and x.requires_grad]
@@ -43,8 +43,8 @@ def total_loss(output: Any) -> Tensor:
 
 
 def eager(model: nn.Module, batch: Mapping[str, Any], seed: int | None = None) -> Expected:
-    """One process, float32 islands lifted; the model's buffers are put back. ``seed``: of a step whose dropout masks
-    to use."""
+    """Run one process with float32 islands in float64; buffers of the model are restored. ``seed``: of the step whose
+    dropout masks to use."""
     buffers = {n: b.clone() for n, b in model.named_buffers()}
     model.zero_grad()
     masks = contextlib.nullcontext() if seed is None else shared_random(seed)
@@ -65,8 +65,8 @@ def eager(model: nn.Module, batch: Mapping[str, Any], seed: int | None = None) -
 
 @dataclass(frozen=True)
 class Errors:
-    """How far the step of one rank is from one process: largest differences (infinite for what is no number or has
-    another shape), and the parameters of which only one side has a gradient."""
+    """Errors of the step of one rank against one process: largest differences (infinite for nan or another shape), and
+    parameters with a gradient on one side only."""
 
     loss: float
     gradients: dict[str, float]
@@ -89,14 +89,14 @@ def compare_step(
     cut: Callable[[ParameterSpec, Tensor], Tensor],
     held: Collection[str] | None = None,
 ) -> Errors:
-    """The step of one rank against one process.
+    """Compare the step of one rank with one process.
 
     Args:
         found: the rank's piece of each gradient, by the name of its parameter.
         cut: the rank's piece of a whole gradient.
         held: names of the parameters that the rank has; all of them, if left out.
 
-    A gradient of zeros equals one that eager does not have.
+    A gradient of zeros equals a missing one.
     """
     errors: dict[str, float] = {}
     odd, seen = set(), set[str]()
@@ -115,7 +115,7 @@ def compare_step(
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """The largest one."""
+    """The largest error."""
     if found.shape != expected.shape:
         return math.inf
     return float((found.detach() - expected).abs().nan_to_num(math.inf).max()) if found.numel() else 0.0

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, with exchanges that are checked and counted.
+"""Ranks as threads of one process, with checked and counted exchanges.
 
     results, comms = run(4, lambda comm: comm.all_gather("x", torch.ones(2) * comm.rank).wait())
 
@@ -20,8 +20,8 @@ from torch import Tensor
 from autopar.attention.exchanges import WAYS, Expected, Like, Pending, Sent
 
 T = TypeVar("T")
-StoreClient = tuple[int, int, str, int]  # source, target, way, number: the way of one message
-PATIENCE = 20.0  # seconds that a rank waits for another before it is an error
+StoreClient = tuple[int, int, str, int]  # source, target, way, number of a message
+PATIENCE = 20.0  # seconds that a rank waits for another one
 
 
 class Stopped(Exception):
@@ -29,8 +29,8 @@ class Stopped(Exception):
 
 
 class Switch:
-    """What all ranks share: letters in order per line, such as (source, target, way). A rank works while it has the
-    ``turn``, and gives it away where it waits: ranks that all run at once get into each other's way."""
+    """Message queues that all ranks share, one per (source, target, way). A rank runs while it holds ``turn`` and
+    releases it while waiting, so that one rank runs at a time."""
 
     def __init__(self, patience: float) -> None:
         self.turn, self.patience = threading.Lock(), patience
@@ -44,14 +44,14 @@ class Switch:
             self.waiting[line].notify_all()
 
     def get(self, line: object) -> list[Tensor]:
-        """The next letter of a line. Raises TimeoutError if none comes."""
+        """The next message of a queue. Raises TimeoutError if none arrives."""
         if not self.failed and not self.lines.get(line):
             come = self.waiting.setdefault(line, threading.Condition(self.turn))
             come.wait_for(lambda: self.failed or self.lines.get(line), self.patience)
         if self.failed:
             raise Stopped
         if not self.lines.get(line):
-            raise TimeoutError(f"deadlock: nothing comes on {line}")
+            raise TimeoutError(f"deadlock: no message on {line}")
         return self.lines[line].popleft()
 
     def fail(self) -> None:
@@ -62,7 +62,7 @@ class Switch:
 
 @dataclass
 class SentMessage:
-    """One message: what, by which way, to whom, and its bytes."""
+    """One message: contents, way, target and bytes."""
 
     way: str
     what: str
@@ -71,7 +71,7 @@ class SentMessage:
 
 
 class ThreadComm:
-    """A `Comm` whose ranks are threads. A send is over when its receiver has asked for it, as with a real network.
+    """A `Comm` whose ranks are threads. A send completes when its receiver has requested it, as in a real network.
 
     sent: its messages, collectives among them with the bytes that a ring would send. events: the exchanges started
     ("start") and waited for ("wait"), and whatever else a test adds. most_received: of one message, in bytes.
@@ -87,7 +87,7 @@ class ThreadComm:
 
     def exchange(self, way: str, what: str, send: Sent | None, receive: Expected | None) -> Pending:
         assert way in WAYS, way
-        assert send or receive, "an exchange of nothing"
+        assert send or receive, "an empty exchange"
         step = {"up": 1, "down": -1}
         letter = request = None
         if send:
@@ -107,7 +107,7 @@ class ThreadComm:
         return _Exchange(self, what, send, letter, receive, request)
 
     def _line(self, source: int, target: int, way: str) -> StoreClient:
-        """A line for the next message: those of a pair and a way are matched by the order in which they start."""
+        """The queue of the next message: messages of a pair and a way are matched in the order in which they start."""
         self.started[source, target, way] += 1
         return source, target, way, self.started[source, target, way]
 
@@ -121,11 +121,11 @@ class ThreadComm:
         return _ThreadCollective(self, list(x), lambda pieces: torch.stack(pieces).sum(0))
 
     def bytes(self, *ways: str) -> int:
-        """Sent by one or more ways."""
+        """Bytes sent by these ways."""
         return sum(s.bytes for s in self.sent if s.way in ways)
 
     def messages(self, *ways: str) -> int:
-        """How many were sent."""
+        """Number of messages sent."""
         return len([s for s in self.sent if s.way in ways])
 
     def arrived(self, letter: list[Tensor]) -> list[Tensor]:
@@ -153,7 +153,7 @@ class _Exchange:
     def wait(self) -> list[Tensor]:
         found = self.comm.switch.get(self.request) if self.request else []
         likes = [Like(tuple(x.shape), x.dtype) for x in found]
-        assert likes == self.likes, f"{self.what}: {likes} came on {self.request}, {self.likes} were to come"
+        assert likes == self.likes, f"{self.what}: {likes} arrived on {self.request}, {self.likes} was expected"
         if self.letter:
             self.comm.switch.get((*self.letter, "asked for"))
         for now, before in zip(self.sent, self.before, strict=True):
@@ -162,7 +162,7 @@ class _Exchange:
 
 
 class _ThreadCollective:
-    """Everybody sends to everybody, itself included."""
+    """All ranks send to all ranks, themselves included."""
 
     def __init__(self, comm: ThreadComm, pieces: list[Tensor], join: Callable[[list[Tensor]], Tensor]) -> None:
         self.comm, self.join = comm, join
@@ -180,7 +180,7 @@ class _ThreadCollective:
 
 
 def run(size: int, fn: Callable[[ThreadComm], T], patience: float = PATIENCE) -> tuple[list[T], list[ThreadComm]]:
-    """What ``fn`` gives on each rank, and what the ranks sent. The error of a rank is raised here."""
+    """(results of ``fn`` on each rank, their communicators). Raises the error of a rank."""
     switch = Switch(patience)
     comms = [ThreadComm(rank, size, switch) for rank in range(size)]
     results: dict[int, T] = {}
@@ -202,7 +202,7 @@ def run(size: int, fn: Callable[[ThreadComm], T], patience: float = PATIENCE) ->
         thread.join(3 * patience)
     for error in sorted(errors.values(), key=lambda e: isinstance(e, Stopped)):
         raise error
-    assert len(results) == size, "a rank does not end"
+    assert len(results) == size, "a rank did not finish"
     left = {line for line, letters in switch.lines.items() if letters}
-    assert not left, f"sent and never received: {left}"
+    assert not left, f"sent but never received: {left}"
     return [results[rank] for rank in range(size)], comms

@@ -332,7 +332,7 @@ def test_a_plan_holds_what_was_decided() -> None:
     plan = Plan.from_json(compiled.plan.to_json())
     assert plan == compiled.plan and plan.checkpoints
     text = str(plan)
-    assert re.search(r"checkpoint model\.layers\.0\b.* makes \d+ values again, keeps \d+ bytes; the least time", text)
+    assert re.search(r"checkpoint model\.layers\.0\b.* recomputes \d+ values, keeps \d+ bytes; the least time", text)
     again = compile_graph(copy_graph(captured("llama")[2]), Mesh.of(), plan=plan, outputs=())
     assert again.plan.checkpoints == plan.checkpoints and again.stage.forward.outputs == compiled.stage.forward.outputs
 

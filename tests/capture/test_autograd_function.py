@@ -253,9 +253,9 @@ class Few(Dirty):
 REFUSED: list[tuple[Any, str]] = [
     (lambda x, net: Untraceable.apply(x), "backward of the autograd function Untraceable cannot be traced .*float"),
     (lambda x, net: Written.apply(x, net.seen), "Written cannot be traced .*writes to a tensor of shape .8. that it"),
-    (lambda x, net: Dirty.apply(x), "Dirty writes into its inputs"),
+    (lambda x, net: Dirty.apply(x), "Dirty writes to its inputs"),
     (lambda x, net: Few.apply(x, x), "Few cannot be traced .it returns 1 gradients for 2 inputs"),
-    (lambda x, net: torch.func.vmap(own.TotalNorm.apply)(x), "TotalNorm is called under a transform of torch.func"),
+    (lambda x, net: torch.func.vmap(own.TotalNorm.apply)(x), "TotalNorm is called under a torch.func transform"),
     (lambda x, net: Remade.apply(net.up, x), "Remade calls torch.autograd.backward .*use torch.utils.checkpoint"),
 ]
 

@@ -308,7 +308,7 @@ class Object(nn.Linear):
 @pytest.mark.parametrize(
     "model, words",
     [
-        (Statistics(), "writes to a tensor that is no buffer of the model.*register it with register_buffer"),
+        (Statistics(), "writes to a tensor that is not a buffer of the model.*register the tensor with"),
         (Object(4, 4), "the forward returns a Returned, .*; return a tensor, or tensors in a dict"),
     ],
 )

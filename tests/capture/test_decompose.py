@@ -341,7 +341,7 @@ def test_tensors_that_share_memory(way: str, refused: bool) -> None:
     if way == "flat":
         model.weight, model.other = nn.Parameter(flat[:3]), nn.Parameter(flat[3:])
     if refused:
-        with pytest.raises(ValueError, match=r"need memory of their own, found that .* share some"):
+        with pytest.raises(ValueError, match=r"need separate memory, found that .* share it"):
             capture(model, {"x": x})
     else:
         capture(model, {"x": x})

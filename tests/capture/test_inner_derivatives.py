@@ -181,10 +181,10 @@ def _not_used(net: Any, x: Tensor) -> Tensor:
     (_backward, _mlp(), r"a backward within the forward cannot be captured"),
     (first, _mlp(nn.Dropout(0.5)), r"goes through random numbers \(aten.dropout.default\)"),
     (first, _mlp(nn.BatchNorm1d(16)), "goes through an operator that writes to a buffer"),
-    (by_func, _mlp(), r"torch.func.grad, vjp and jacrev cannot .*write torch.autograd.grad\("),
+    (by_func, _mlp(), r"torch.func.grad, vjp and jacrev cannot .*use torch.autograd.grad\("),
     (_of_function, _mlp(), "goes through autopar.gradient_of.default, whose derivative"),
     (_into_buffer, _mlp(), r"writes in place \(aten.copy_.default\)"),
-    (_not_used, _mlp(), "has no part in the outputs; say allow_unused=True"),
+    (_not_used, _mlp(), "the outputs do not depend on; pass allow_unused=True"),
 ])  # fmt: skip
 def test_refused_with_the_line(loss: Any, layers: Any, words: str) -> None:
     model = Net(loss, *layers).double()

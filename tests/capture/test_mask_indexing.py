@@ -190,26 +190,26 @@ def written(s: Any, h: Tensor, x: Tensor, t: Tensor, m: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Body, str]] = {
-    "unlike masks": (lambda s, h, x, t, m: F.mse_loss(h[m], x[t > 1][:, :4]), "sizes that depend on values meet there"),
+    "unlike masks": (lambda s, h, x, t, m: F.mse_loss(h[m], x[t > 1][:, :4]), "tensors of data-dependent size"),
     "masks that are drawn": (
         lambda s, h, x, t, m: F.mse_loss(*(y[torch.rand_like(h[..., 0]) > 0.5][:, :4] for y in (h, x))),
-        "sizes that depend on values meet there",
+        "tensors of data-dependent size",
     ),
     "a mask that is changed": (
         lambda s, h, x, t, m: F.mse_loss(h[m], x[m.logical_not_()][:, :4]),
-        "sizes that depend on values meet there|writes to",
+        "tensors of data-dependent size|writes to",
     ),
-    "rows that meet": (lambda s, h, x, t, m: h[m].softmax(0).square().mean(), "size of the result depends on values"),
-    "one row": (lambda s, h, x, t, m: h[m].select(0, 3).mean(), "of the result depends on values|only values tell"),
+    "rows that meet": (lambda s, h, x, t, m: h[m].softmax(0).square().mean(), "result depends on tensor values"),
+    "one row": (lambda s, h, x, t, m: h[m].select(0, 3).mean(), "depends on tensor values|data-dependent"),
     "rows turned around": (
         lambda s, h, x, t, m: (h[m].flip(1, 0) * x[m][:, :4]).mean(),
-        "of the result depends on values|only values tell",
+        "depends on tensor values|data-dependent",
     ),
-    "rows returned": (lambda s, h, x, t, m: h[m], "the forward returns rows that a mask has picked"),
-    "rows counted in Python": (lambda s, h, x, t, m: h[m].sum() / len(h[m]), "a number that only values tell"),
-    "rows written to": (written, "asked for what they were"),
-    "rows zeroed": (lambda s, h, x, t, m: h[m].zero_().sum() + h.sum(), "zero_ writes to rows that a mask has picked"),
-    "rows changed": (changed_by_another_name, "asked for what they were"),
+    "rows returned": (lambda s, h, x, t, m: h[m], "the forward returns rows selected by a mask"),
+    "rows counted in Python": (lambda s, h, x, t, m: h[m].sum() / len(h[m]), "a data-dependent size"),
+    "rows written to": (written, "are read after an in-place change"),
+    "rows zeroed": (lambda s, h, x, t, m: h[m].zero_().sum() + h.sum(), "zero_ writes in place to rows selected"),
+    "rows changed": (changed_by_another_name, "are read after an in-place change"),
     "vmap": (lambda s, h, x, t, m: torch.vmap(lambda r: r.square())(h[m]).mean(), "mask|values"),
     "an own function": (lambda s, h, x, t, m: Own.apply(h[m]), "mask|values"),
 }  # fmt: skip

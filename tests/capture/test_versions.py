@@ -52,7 +52,7 @@ def test_newer_ones_are_told_of_once_by_one_rank(
     for _ in range(2):
         versions.warn_of_newer("torch")
     (said,) = recwarn.list
-    assert "was tried with torch 2.12 to 2.15, found 2.16.0" in str(said.message)
+    assert "is tested with torch 2.12 to 2.15, found 2.16.0" in str(said.message)
 
 
 @pytest.mark.parametrize("found", ["2.12.0", "2.15.2", "2.13.0+cpu"])
@@ -65,13 +65,15 @@ def test_nothing_is_said_of_those_in_range(installed: Any, recwarn: pytest.Warni
 def test_what_an_untried_version_lacks_names_it(installed: Any) -> None:
     installed("5.30.0")
     with (
-        pytest.raises(ValueError, match=r"transformers 5.30.0 lacks what it needs .*no_such.*; install 5.10 to 5.24"),
-        pytest.warns(UserWarning, match="was tried with"),
-        versions.told("transformers"),
+        pytest.raises(
+            ValueError, match=r"transformers 5.30.0 lacks what autopar needs .*no_such.*; install 5.10 to 5.24"
+        ),
+        pytest.warns(UserWarning, match="is tested with"),
+        versions.version_errors("transformers"),
     ):
         importlib.import_module("transformers.no_such_module")
     installed("5.23.0")
-    with pytest.raises(ImportError, match="no_such"), versions.told("transformers"):
+    with pytest.raises(ImportError, match="no_such"), versions.version_errors("transformers"):
         importlib.import_module("transformers.no_such_module")
 
 

@@ -198,11 +198,11 @@ for what, body in BODIES:
 habit("between", "the forward: self.c = h with its graph, read by the next", with_graph, nothing,
       "requires grad, and steps give gradients to parameters only|through the graph a second time")  # fmt: skip
 habit("before", "the forward: self.c.add_(h) with its graph, then used", written_with_graph, nothing,
-      "writes into buffer c what depends on parameters|through the graph a second time")  # fmt: skip
+      "depends on parameters into buffer c|through the graph a second time")  # fmt: skip
 habit("before", "the forward: self.c = self.weight.detach()", view_of_a_weight, nothing,
-      "lies in the memory of parameter first.bias")  # fmt: skip
+      "shares memory with parameter first.bias")  # fmt: skip
 habit("before", "the forward: self.bias = nn.Parameter(...)", replaces_a_parameter, nothing,
-      "replaces the parameter first.bias")  # fmt: skip
+      "replaces parameter first.bias")  # fmt: skip
 
 
 def observed(run: Run, also: Callable[[Any], Any] = nothing) -> list[float]:

@@ -214,7 +214,7 @@ forward("with a TorchDispatchMode of one's own", functools.partial(within, Below
 
 # --- hooks on nodes of autograd -----------------------------------------------------------------------------------
 
-NODE = "a hook on a node of autograd would not be called"
+NODE = "a hook on an autograd node would not be called"
 
 
 def hooked(how: Callable[[Any], Any], m: Any, h: Tensor) -> Any:
@@ -374,10 +374,10 @@ def replaced(m: Any, h: Tensor) -> Any:
     return h * m.scale
 
 
-MADE = "the forward makes the parameter late"
+MADE = "the forward creates parameter late"
 forward("self.late = nn.Parameter(...) in the forward", late, MADE)
 forward("register_parameter in the forward", registered, MADE)
-forward("self.scale = nn.Parameter(...) in place of another", replaced, "the forward replaces the parameter scale")
+forward("self.scale = nn.Parameter(...) in place of another", replaced, "the forward replaces parameter scale")
 FROZEN = "the forward changes requires_grad of mid.weight"
 forward("p.requires_grad_(False) in the forward", frozen, FROZEN)
 forward("p.requires_grad_(False) in the forward, under no_grad", lambda m, h: h + frozen(m, h, torch.no_grad), FROZEN)

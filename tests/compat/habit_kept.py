@@ -137,9 +137,9 @@ MASKS: list[tuple[str, Body]] = [
 for what, body in MASKS:
     kept("loop", f"a mask kept {what}; then the plain model", body, plain_still_runs)
 kept("before", "the forward adds self.last of the forward before", of_the_last_forward, nothing,
-      "a tensor that an earlier forward has kept in last_hidden")  # fmt: skip
+      "a tensor that an earlier forward kept in last_hidden")  # fmt: skip
 kept("before", 'the forward adds self.kept["last"] of the forward before', of_the_last_forward_in_a_dict, nothing,
-      "a tensor that an earlier forward has kept in kept")  # fmt: skip
+      "a tensor that an earlier forward kept in kept")  # fmt: skip
 kept("before", "the forward keeps hidden values in a global dict", of_the_last_forward_in_a_global, nothing,
       r"keeps a tensor that depends on its inputs or weights in .*CACHE\['last'\]")  # fmt: skip
 kept("before", "the forward: self.calls += 1; h * self.calls", counted, nothing,

@@ -47,9 +47,9 @@ def first_line(_: Any) -> float:
         return float(len(file.readline()))
 
 
-asks("time.time()", lambda m: time.time() % 1, f"the answer of time.time, which {SAME}")
-asks("clock(), a name of time.perf_counter", lambda m: clock() % 1, f"the answer of time.perf_counter, which {SAME}")
-asks("datetime.now().microsecond", lambda m: datetime.datetime.now().microsecond, "the answer of datetime.now")
+asks("time.time()", lambda m: time.time() % 1, f"the result of time.time, which {SAME}")
+asks("clock(), a name of time.perf_counter", lambda m: clock() % 1, f"the result of time.perf_counter, which {SAME}")
+asks("datetime.now().microsecond", lambda m: datetime.datetime.now().microsecond, "the result of datetime.now")
 asks("draw(), a name of random.random", lambda m: draw(), f"calls random.random while it {CALLED}")
 asks("random.Random().random()", lambda m: random.Random().random(), "calls random.Random while it is captured")
 asks("random.Random(7).random()", lambda m: random.Random(7).random())

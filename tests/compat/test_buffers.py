@@ -67,7 +67,7 @@ def test_nor_after_one_that_failed() -> None:
         KEPT["mask"] = habit_kept.triangle()
         return h * float(h.sum())
 
-    with pytest.raises(ValueError, match=r"asks for the value|takes a number out"):
+    with pytest.raises(ValueError, match=r"reads the value|reads a number from"):
         captured(body)
     assert KEPT == {"before": 1}
 

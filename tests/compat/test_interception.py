@@ -87,7 +87,7 @@ def test_a_scripted_function_that_differentiates_itself_is_refused() -> None:
     assert capture(Body(lambda m, x: function(m.a(x)).sum()), BATCH)
     for _ in range(3):
         function(torch.ones(2, requires_grad=True))
-    with pytest.raises(ValueError, match=r"a function of torch.jit in the forward has been called before"):
+    with pytest.raises(ValueError, match=r"a torch.jit function in the forward was called before"):
         capture(Body(lambda m, x: (m.a(x) + function(m.a(x))).sum()), BATCH)
 
 

@@ -84,7 +84,7 @@ def strided(comm: ThreadComm) -> None:
 @pytest.mark.parametrize(
     ("work", "error", "text"),
     [
-        (wrong_shape, AssertionError, "were to come"),
+        (wrong_shape, AssertionError, "was expected"),
         (changed, AssertionError, "changed while"),
         (not_waited, AssertionError, "did not wait for 1"),
         (of_its_own, ValueError, "of its own"),

@@ -133,8 +133,8 @@ def refusals() -> list[str]:
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = [
-        "found 'fp16'; use 'bf16'", "dispatch_batches=True.*leave it out", "made no step yet.*before the first step",
-        "found 2 prepared; call autopar.save", "use train_step",
+        "found 'fp16'; use 'bf16'", "dispatch_batches=True.*remove it", "optimizer without state.*before its first",
+        "one prepared model, found 2; call autopar.save", "use train_step",
         "a state_dict with another", "rank 0 writes by itself", "push_to_hub=True", "knows no widely",
     ]  # fmt: skip
     for text, pattern in zip(run_ranks(2, refusals)[0], words, strict=True):
@@ -150,4 +150,4 @@ def unseen() -> str:
 
 
 def test_processes_that_accelerate_does_not_see() -> None:
-    assert "sees 1 processes, the mesh has 2 ranks; on the CPU pass cpu=True, without" in run_ranks(2, unseen)[0]
+    assert "found 1 processes, but the mesh has 2 ranks; on the CPU pass cpu=True, without" in run_ranks(2, unseen)[0]

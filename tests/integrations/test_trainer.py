@@ -218,9 +218,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"bf16_full_eval": True}, "bf16_full_eval has no meaning"),
     ({"torch_compile": True}, "torch_compile.*inductor"),
     ({"auto_find_batch_size": True}, "auto_find_batch_size.*plan"),
-    ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha.*before the trainer"),
-    ({"optim": "lomo"}, "optim='lomo' steps within the backward"),
-    ({"average_tokens_across_devices": False}, "average_tokens_across_devices=False; leave it out"),
+    ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha.*before creating the trainer"),
+    ({"optim": "lomo"}, "optim='lomo' steps during the backward"),
+    ({"average_tokens_across_devices": False}, "average_tokens_across_devices=False; remove it"),
     ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance.*group_by_length"),
     ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True"),
 ]
@@ -265,11 +265,11 @@ def losses_refused(folder: str) -> list[str]:
 
 
 def test_losses_that_would_not_be_called_are_refused(tmp_path: Path) -> None:
-    hidden = "stands behind MeshTrainerMixin, which does it in another way on a mesh and would hide it; write it in"
-    words = [f"Weighted.compute_loss {hidden}", f"Slow.training_step {hidden}"]
-    words += ["needs one loss, found compute_loss_func and a compute_loss of Smoothed"]
+    hidden = "would be hidden by MeshTrainerMixin."
+    words = [f"Weighted.compute_loss {hidden}compute_loss", f"Slow.training_step {hidden}training_step"]
+    words += ["needs one loss, found compute_loss_func and Smoothed.compute_loss"]
     words += [f"{name} is traced with the model when" for name in ("compute_loss_func", "label_smoother")]
-    words += [f"Trainer.compute_loss {hidden}"]
+    words += [f"Trainer.compute_loss {hidden}compute_loss"]
     for text, pattern in zip(run_ranks(1, losses_refused, str(tmp_path))[0], words, strict=True):
         assert pattern in text
 
@@ -311,7 +311,7 @@ def refusals(folder: str) -> list[str]:
 
 def test_what_has_no_meaning_is_refused(one_process: tuple[Path, Any], tmp_path: Path) -> None:
     words = [pattern for _, pattern in REFUSED]
-    words += ["pass model=", "needs the model before parallelize", "optimizer.pt is of one process.*from_pretrained"]
+    words += ["pass model=", "needs a model before parallelize", "optimizer.pt of one process.*from_pretrained"]
     found = run_ranks(2, refusals, str(one_process[0]))[0]
     for text, pattern in zip(found, words, strict=True):
         assert re.search(pattern, text)

@@ -327,7 +327,7 @@ def refused_by_operators() -> None:
         ),
         "shape": (
             lambda: net.eval_step(x=x[:, :5], target=target),
-            f"capture: {here}the inner sizes of a product differ: ",
+            f"capture: {here}the inner sizes of a matrix product differ: ",
         ),
         "text": (
             lambda: net.train_step(x="x", target=target),

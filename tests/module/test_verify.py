@@ -281,10 +281,10 @@ def bad_input(kind: str) -> str:
 
 @pytest.mark.parametrize("kind, pattern", [
     ("rows", "the batch of 7 .*does not divide into 2 pieces .*; use a batch of 8"),
-    ("meta", "verify: needs the model's weights"),
-    ("loss", "returns no scalar with a gradient"),
+    ("meta", "verify: needs the weights of the model"),
+    ("loss", "found no scalar output with a gradient"),
     ("option", "unknown option 'zeroo'"),
-    ("auxiliary", 'verify: aux_loss_scope="microbatch" is another loss than that of one process .*; leave it out'),
+    ("auxiliary", 'verify: needs aux_loss_scope="global_batch", found "microbatch", .*; remove the option'),
 ])  # fmt: skip
 def test_bad_input(kind: str, pattern: str) -> None:
     texts = run_ranks(2, bad_input, kind)
@@ -304,7 +304,7 @@ def test_the_table_shows_the_worst_first_and_not_all() -> None:
     lines = str(report).splitlines()
     shown = [line for line in lines if "layer." in line]
     assert "layer.40.weight" in shown[0] and "MISMATCH" in shown[0] and "layer.39.weight" in shown[1]
-    assert "and 22 better ones" in lines[-1] and not report.passed
+    assert "and 22 with smaller errors" in lines[-1] and not report.passed
     assert report_of(1e-11).passed and "equals one process" in str(report_of(1e-11))
     assert not report_of(math.nan).passed and report_of(math.nan).entries[0].name == "layer.0.weight"
 

@@ -36,7 +36,7 @@ from autopar.cache.disk_cache import DiskCache
 from autopar.cache.graph_codec import GraphDecoder, GraphEncoder
 from autopar.cache.value_codec import Damaged, Unstorable
 from autopar.capture.front_end import capture
-from autopar.capture.trace.gc_pause import resting_collector
+from autopar.capture.trace.gc_pause import paused_collector
 from autopar.compile import parameters, shared_capture
 from autopar.ir.batch import facts_of, tensors_of
 from autopar.ir.graph import copy_graph
@@ -134,14 +134,14 @@ def _key(model: nn.Module, batch: Mapping[str, Any], how: Mapping[str, Any]) -> 
         {name: x.stride() for name, x in tensors_of(batch).items()},
         str(pytree.tree_map_only(Tensor, type, dict(batch))),
     )
-    with resting_collector():
+    with paused_collector():
         facts = facts_of_model(model), facts_of(batch), given, asked.kwargs, [*torch_flags()], default_devices()
     return hashlib.blake2b(str(facts).encode(), digest_size=20).hexdigest()
 
 
 def _write(files: DiskCache, key: str, gm: GraphModule) -> None:
     try:
-        with lazy_code(), resting_collector():
+        with lazy_code(), paused_collector():
             text = json.dumps(GraphEncoder().graph(gm))
     except (Unstorable, TypeError, ValueError):
         return
@@ -153,7 +153,7 @@ def _read(files: DiskCache, key: str) -> GraphModule | None:
     if entry is None:
         return None
     try:
-        with lazy_code(), resting_collector():
+        with lazy_code(), paused_collector():
             return GraphDecoder(new_mode()).graph(json.loads(entry.sections["graph"]))
     except Damaged:
         return None

@@ -26,7 +26,7 @@ import pytest
 from execnet import gateway_io
 from execnet.gateway_base import Popen2IO
 
-from autopar.capture.trace.gc_pause import resting_collector
+from autopar.capture.trace.gc_pause import paused_collector
 from tests.support.launched import ROOT, forget_server
 from tests.support.ranks import PR_SET_PDEATHSIG
 
@@ -84,7 +84,7 @@ def _is_plain(spec: Any) -> bool:
 
 def _import_tests(args: Iterable[str]) -> None:
     """Of the files and folders that are asked for. What cannot be imported is for the workers to say."""
-    with resting_collector():
+    with paused_collector():
         for arg in args:
             path = Path(arg.partition("::")[0]).resolve()
             for file in sorted(path.rglob("test_*.py")) if path.is_dir() else [path]:

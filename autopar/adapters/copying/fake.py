@@ -27,13 +27,13 @@ from autopar.adapters.tensors.tags import tags_of
 
 
 def new_mode() -> FakeTensorMode:
-    """A fake mode that turns the real tensors which a model makes on the way into fakes, too."""
+    """A fake mode that also converts real tensors that a model creates."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @contextlib.contextmanager
 def silent_fakes() -> Iterator[None]:
-    """A shape that an operator refuses is our error to tell: fake tensors log it with a traceback before they raise."""
+    """Context manager: fake tensors do not log shape errors with a traceback, since our error reports them."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.disabled
     logger.disabled = True
@@ -44,8 +44,8 @@ def silent_fakes() -> Iterator[None]:
 
 
 def fake_like(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> Tensor:
-    """A new fake of the same shape, strides, dtype (or another one) and requires_grad, on the CPU. Never shared between
-    two inputs: the exporter would specialise the graph to their being one tensor."""
+    """A new fake tensor on the CPU with the same metadata (or another dtype). Never shared between two inputs: the
+    exporter would specialize the graph to their being one tensor."""
     dtype = dtype or tensor.dtype
     with mode:
         if tensor.is_contiguous():
@@ -122,7 +122,7 @@ def _copied(
         made = rebuild(model, tensors, other or (lambda x: _stand_in(x, owned)), tagged, shared)
     except (TypeError, RuntimeError, AttributeError) as error:
         raise ValueError(
-            f"capture: the module's structure must be copyable, found {error}; move what cannot be deep-copied "
+            f"capture: the model must be deep-copyable, found {error}; move what cannot be copied "
             "(handles, processes, connections) out of the module"
         ) from error
     _put_back(model, made, tensors)
@@ -146,7 +146,7 @@ def _put_back(model: nn.Module, made: nn.Module, tensors: Mapping[int, Tensor]) 
         names = {name: f"{path}.{name}" if path else name for name, t in entries.items() if t is not None}
         if id(module) in originals or any(name not in wanted for name in names.values()):
             raise ValueError(
-                f"capture: the module's structure must be copyable, found that a copy of {path or 'the model'} is the "
+                f"capture: the model must be deep-copyable, found that a copy of {path or 'the model'} is the "
                 f"original, or has other tensors; {type(module).__qualname__}, or a module around it, needs a "
                 "__deepcopy__ that copies its attributes with copy.deepcopy(attribute, memo)"
             )
@@ -168,19 +168,19 @@ class Owned:
         self._names = {StorageWeakRef(t.untyped_storage()): name for name, t in tensors.items() if _has_storage(t)}
 
     def name_of(self, x: Tensor) -> str | None:
-        """The parameter or buffer whose storage a tensor shares."""
+        """The name of the parameter or buffer whose storage a tensor shares."""
         return self._names.get(StorageWeakRef(x.untyped_storage())) if _has_storage(x) else None
 
 
 def extent_of(x: Tensor) -> int:
-    """Elements of its storage from its first to its last."""
+    """Number of storage elements from the first to the last of a tensor."""
     if not x.numel():
         return 0
     return 1 + sum((int(size) - 1) * int(stride) for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def geometry_of(x: Tensor) -> tuple[Any, ...]:
-    """How a tensor lies in its storage."""
+    """The layout of a tensor in its storage."""
     return x.dtype, x.shape, x.stride(), x.storage_offset()
 
 
@@ -207,7 +207,7 @@ def _overlaps(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
                 reached, last = end, name
 
 
-_OWNED: WeakKeyDictionary[nn.Module, Owned] = WeakKeyDictionary()  # of the models that skeletons were made of
+_OWNED: WeakKeyDictionary[nn.Module, Owned] = WeakKeyDictionary()  # by skeleton: of its original model
 
 
 def owned_by(model: nn.Module) -> Owned:

@@ -1,4 +1,4 @@
-"""Deep copies of modules that also rebuild what Python's own deep copy shares: functions.
+"""Deep copies of modules that also copy functions, which Python's deepcopy shares.
 
     layer = self.layer;  self.f = lambda x: layer(x)        the copy's f calls the copy's layer
 
@@ -32,14 +32,14 @@ _ATOMS = (
     type, types.ModuleType, types.CodeType, str, bytes, int, float, complex, type(None), SymInt, SymFloat, SymBool,
 )  # fmt: skip
 _LEAVES = (*_ATOMS, Tensor)
-_PLAIN = frozenset([str, int, float, bool, type(None), type])  # most of what there is
-_SHARED = (  # what the copy holds in common with the original, since it cannot be copied
+_PLAIN = frozenset([str, int, float, bool, type(None), type])  # the most frequent types
+_SHARED = (  # shared with the original, since they cannot be copied
     type(threading.Lock()), type(threading.RLock()), types.ModuleType, types.GeneratorType, types.CoroutineType,
     io.TextIOWrapper, io.BufferedReader, io.BufferedWriter,
 )  # fmt: skip
 _TENSORS = (Tensor, nn.Parameter, nn.UninitializedParameter, nn.UninitializedBuffer)
 _HELD = ("_modules", "_parameters", "_buffers")  # dicts of a module whose entries are its attributes
-_OF_MODULES = {*nn.Module().__dict__}  # each has its own
+_OF_MODULES = {*nn.Module().__dict__}  # attributes that every module has
 
 
 Tagged = Sequence[tuple[int, dict[str, Any]]]  # (id of a tensor, its tags)
@@ -60,7 +60,7 @@ def rebuild(
     connection for example. Raises TypeError, RuntimeError or AttributeError for parts of the model that cannot be.
     """
     if not shared:
-        with contextlib.suppress(Exception):  # whatever a __deepcopy__ raises
+        with contextlib.suppress(Exception):  # __deepcopy__ may raise anything
             return _rebuilt(model, tensors, other, tagged, None)
     return _rebuilt(model, tensors, other, tagged, _apart_from(model, tensors, other))
 
@@ -82,7 +82,7 @@ def _rebuilt(
 
 
 def _apart_from(model: nn.Module, tensors: Mapping[int, Tensor], other: Callable[[Tensor], Tensor]) -> dict[int, Any]:
-    """By id, what is reached from a model and reaches neither a module of it nor a tensor that a copy replaces."""
+    """id -> objects that the model reaches and that reach neither its modules nor replaced tensors."""
     found: dict[int, Any] = {}
     holders: dict[int, list[int]] = {}  # of a value
     queue, own = [model], {id(m): m for m in model.modules()}
@@ -113,7 +113,7 @@ def _apart_from(model: nn.Module, tensors: Mapping[int, Tensor], other: Callable
 
 
 def children(x: Any) -> Iterator[tuple[str, Any]]:
-    """(label, value) of all that a Python object holds: attributes, entries, what a function has closed over."""
+    """(label, value) of all references of a Python object: attributes, entries, closure variables."""
     if isinstance(x, _LEAVES):
         return
     if isinstance(x, types.CellType):
@@ -160,7 +160,7 @@ def _attributes(x: Any) -> Iterator[tuple[str, Any]]:
 
 
 def walk_attributes(root: Any) -> Iterator[tuple[str, Any]]:
-    """(path, value) of all that is reached from an object, nearest first, each object once."""
+    """(path, value) of all objects that an object reaches, breadth first, each once."""
     seen: set[int] = {id(root)}
     queue = deque([("", root)])
     while queue:
@@ -173,7 +173,7 @@ def walk_attributes(root: Any) -> Iterator[tuple[str, Any]]:
 
 
 def path_of(root: Any, wanted: Any) -> str | None:
-    """Where an object is kept: "block.extra[0]"."""
+    """The path of an object in a model: "block.extra[0]"."""
     return next((path.lstrip(".") for path, x in walk_attributes(root) if x is wanted), None)
 
 
@@ -217,8 +217,8 @@ class _Copier:
         before = len(memo)
         try:
             return copy.deepcopy(x, memo)
-        except Exception:  # whatever a __reduce__ raises
-            while len(memo) > before:  # what was copied in vain: dicts keep their order
+        except Exception:  # __reduce__ may raise anything
+            while len(memo) > before:  # drop partial copies: dicts keep their order
                 memo.popitem()
             return x
 
@@ -241,7 +241,7 @@ class _Copier:
         return new
 
     def _fill(self, cell: types.CellType, made: types.CellType, memo: dict[int, Any]) -> None:
-        """The copied content into a copied cell; functions may share it."""
+        """Copy the content of a cell, which functions may share."""
         try:
             made.cell_contents  # noqa: B018 - filled already, or about to be
         except ValueError:

@@ -1,5 +1,5 @@
-"""Nodes as `torch.fx.Graph.create_node` and `node_copy` make them, without torch's look through all arguments for
-symbolic numbers, which steps do not have: a tenth of the time to compile a model."""
+"""`torch.fx.Graph.create_node` and `node_copy` without torch's search of all arguments for symbolic numbers, which step
+graphs do not have. That search takes a tenth of the time to compile a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def new_node(
     name: str = "",
     annotation: Any = None,
 ) -> Node:
-    """A node at the insertion point, of this name (default: its target's) or one like it that no other node has."""
+    """Create a node at the insertion point, with this name (default: from its target) made unique."""
     names = graph._graph_namespace
     name = _free_name(names, name) if name else names.create_name(graph._target_to_str(target), None)
     node = Node(graph, name, op, target, args, dict(kwargs) if kwargs else immutable_dict(), annotation)
@@ -35,7 +35,7 @@ def new_node(
 
 
 def _free_name(names: _Namespace, wanted: str) -> str:
-    """`create_name` of what is a name already, of a node of another graph: half of what it costs to copy one."""
+    """`create_name` for the name of a node of another graph, at half the cost."""
     if wanted in names._used_names or wanted in _illegal_names or not (wanted.isascii() and wanted.isidentifier()):
         return names.create_name(wanted, None)
     base, _, number = wanted.rpartition("_")
@@ -48,14 +48,14 @@ def _free_name(names: _Namespace, wanted: str) -> str:
 
 
 def copied_node(graph: Graph, node: Node, new: Callable[[Node], Any]) -> Node:
-    """The copy of a node of another graph; ``new`` gives what stands for its operands here."""
+    """Copy a node of another graph; ``new`` maps its operands."""
     args, kwargs = map_arg((node.args, node.kwargs), new)
     made = new_node(graph, node.op, node.target, args, kwargs, node.name, node.type)
-    made.meta.update(**node.meta)  # an attribute that is set takes the node out of the graph's table, and in again
+    made.meta.update(**node.meta)  # setting the attribute would remove the node from the graph's table and add it again
     return made
 
 
 def node_of(x: Tensor, tracer: Any) -> Node | None:
-    """The node whose value a tensor is; None for one that is no value of the graph, or a known number."""
+    """The node of a tensor; None for one that is not in the graph, or a known number."""
     slot = get_proxy_slot(x, tracer, None)
     return slot.proxy.node if slot is not None and slot.constant is None else None

@@ -1,4 +1,4 @@
-"""Graph modules that write their Python code when somebody runs or prints it, not after every pass."""
+"""Graph modules that generate their Python code when it is run or printed, not after every pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def graph_module(graph: Graph, name: str = "GraphModule", root: nn.Module | None
 
 @contextmanager
 def lazy_code() -> Iterator[None]:
-    """Within: the graph modules that torch makes are lazy, which is a fifth of the time to compile a model."""
+    """Context manager: graph modules that torch creates are lazy, which saves a fifth of the time to compile a
+    model."""
     lazily = patch.object(
         exported_program, "_create_graph_module_for_export", lambda root, g: graph_module(g, root=root)
     )

@@ -1,4 +1,4 @@
-"""A few words of a tensor's memory on the host, to see writes that no counter tells (``p.data.mul_(2)``).
+"""Samples of a CPU tensor's memory, to detect writes that version counters miss (``p.data.mul_(2)``).
 
 They are read at an address, without keeping the memory alive: only while a tensor is alive and lies where it lay.
 """

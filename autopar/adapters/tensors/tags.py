@@ -1,4 +1,4 @@
-"""Tags: attributes that somebody has set on a parameter or buffer (``p._no_weight_decay = True``).
+"""Tags: attributes that the user has set on a parameter or buffer (``p._no_weight_decay = True``).
 
 They are kept in the tensor's ``__dict__``, beside what torch itself keeps there. A copy of a model takes them along, as
 do the tensors that stand for its own while a forward is traced. A tensor that takes another's place in memory
@@ -22,8 +22,8 @@ KINDS = (Tensor, nn.Parameter, nn.Buffer)
 
 @functools.cache
 def _inner() -> frozenset[str]:
-    """What torch keeps there of its own. Not asked at import: a fake mode looks for GPUs, and a process that has done
-    so cannot be forked into ranks that use them."""
+    """Attributes that torch sets itself. Not computed at import: a fake mode looks for GPUs, and a process that has
+    done so cannot be forked into ranks that use them."""
     with FakeTensorMode():
         fake = torch.empty(())
     assert isinstance(fake, FakeTensor)
@@ -31,31 +31,31 @@ def _inner() -> frozenset[str]:
 
 
 def tags_of(x: Tensor) -> dict[str, Any]:
-    """The attributes that somebody has set on a tensor, in their order."""
+    """The attributes that the user has set on a tensor, in order."""
     entries = x.__dict__
     if len(entries) - ("_is_param" in entries) - ("share_memory_" in entries) == 0:  # most have none
         return {}
-    declared = getattr(type(x), "__annotations__", {})  # what a subclass keeps there of its own
+    declared = getattr(type(x), "__annotations__", {})  # attributes of the subclass itself
     return {name: value for name, value in entries.items() if name not in _inner() and name not in declared}
 
 
 def check_tags(model: nn.Module) -> None:
-    """Raises ValueError for parameters and buffers of a class of their own, whose behaviour a piece on a mesh would not
-    have, and for tags under names that a DTensor, or a fake tensor, has for itself."""
+    """Raises ValueError for parameters and buffers of a custom class, whose behaviour shards would not have, and for
+    tags with names that DTensor or fake tensors use."""
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, x in named:
             if type(x) not in KINDS:
                 raise ValueError(
                     f"parallelize: needs plain parameters and buffers, found {kind} {name}, a {type(x).__qualname__}; "
-                    f"on a mesh it is a DTensor, without what this class does: make it {_plain_kind(kind)} "
-                    "(attributes that are set on it are kept)"
+                    f"on a mesh it becomes a DTensor and loses the behaviour of this class; make it "
+                    f"{_plain_kind(kind)} (attributes that are set on it are kept)"
                 )
             for tag in x.__dict__:
                 taken = tag in _inner() - {"_is_param"} or hasattr(DTensor, tag)
                 if taken and not hasattr(nn.Parameter, tag):
                     raise ValueError(
-                        f"parallelize: needs attributes of tensors under names that are free, found .{tag} on {kind} "
-                        f"{name}, which a DTensor or torch.export has for itself; give it another name"
+                        f"parallelize: needs unused names for attributes of tensors, found .{tag} on {kind} {name}, "
+                        "which DTensor or torch.export uses; rename it"
                     )
 
 
@@ -64,13 +64,13 @@ def _plain_kind(kind: str) -> str:
 
 
 class ReplacedTensors:
-    """The tensors of a module, each with its tags, for others that take their places: those of a traced forward."""
+    """The tags of a module's tensors, to be set on tensors that replace them in a traced forward."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places = [(entries, name, tags) for entries, name, tags in _tagged(model) if tags]
 
     def tag(self) -> None:
-        """Whatever stands in their places now gets their tags."""
+        """Set the tags on the tensors that are there now."""
         for entries, name, tags in self._places:
             x = entries.get(name)
             if x is not None:
@@ -84,15 +84,15 @@ def _tagged(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, dict[str, A
 
 
 def keep_tags(module: nn.Module) -> None:
-    """From now on parameters of this module have their tags behind ``module.half()`` and the like, too. Copies do as
-    their class says, once `free_tags` is called."""
+    """Keep tags of this module's parameters across ``module.half()`` and the like. Call `free_tags` on copies to
+    restore the default."""
     kind = type(module)
 
     def applied(fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
         parameters, entries_of = module._parameters, dict(module._parameters)
         held = [(x, dict(x.__dict__)) for x in parameters.values() if x is not None]
         for name in [name for name, x in parameters.items() if x is not None and _stays(x, fn)]:
-            del parameters[name]  # torch would swap it with a copy, and no backward goes through a swapped one
+            del parameters[name]  # else torch swaps it with a copy, which breaks the backward
         try:
             return getattr(kind, _APPLY)(module, fn, *args, **kwargs)
         finally:
@@ -107,7 +107,7 @@ def keep_tags(module: nn.Module) -> None:
 
 
 def _stays(x: Tensor, fn: Callable[[Tensor], Tensor]) -> bool:
-    """Whether a cast or a move leaves a parameter and its gradient as they are."""
+    """Whether a cast or move does not change a parameter and its gradient."""
     with torch.no_grad():
         return fn(x) is x and (x.grad is None or fn(x.grad) is x.grad)
 

@@ -1,13 +1,13 @@
-"""Branches of a forward on values of tensors that mean the same whichever way they go, or that only raise.
+"""Data-dependent branches that can be resolved while tracing: those that only guard numbers, or only raise.
 
-    if not torch.isfinite(h).all():                      a clamp to the largest numbers changes no finite one, so it
-        c = torch.finfo(h.dtype).max - 1000              is taken always
+    if not torch.isfinite(h).all():                      always taken: a clamp to the largest numbers does not change
+        c = torch.finfo(h.dtype).max - 1000              finite ones
         h = torch.clamp(h, min=-c, max=c)
-    if (lengths < 1).any():                              a check: it is left out, with a warning, as assertions are
+    if (lengths < 1).any():                              a check: skipped, with a warning, like an assertion
         raise ValueError("...")
     assert mask.all()
 
-Whatever else branches on a tensor cannot be captured. What a branch does is read off its source.
+No other branch on a tensor can be captured. What a branch does is decided from its source.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from types import FrameType
 import torch
 from torch import Tensor
 
-_TELLS = {"warn", "warning", "warning_once", "info", "debug", "print"}
+_PRINTS = {"warn", "warning", "warning_once", "info", "debug", "print"}
 _FINITE = {"isfinite", "isinf", "isnan"}
-_SPARED = 1000.0  # of the largest number, which is as good as that in all dtypes but float16
+_SPARED = 1000.0  # below the largest number, where only float16 has more numbers
 
 
 def answered(frame: FrameType) -> tuple[bool, str] | None:
-    """(the truth value that a tensor in a condition on this line is given, what to say of it); None if the branch
-    counts."""
+    """(truth value to use for a tensor in the condition on this line, warning or ""); None if the branch cannot be
+    resolved."""
     file, line = frame.f_code.co_filename, frame.f_lineno
     statement = _statements("".join(linecache.getlines(file))).get(line)
     sign = _sign(statement.test) if statement is not None else None
     if statement is None or sign is None:
         return None
-    if isinstance(statement, ast.Assert) or (_only_complains(statement.body) and not statement.orelse):
+    if isinstance(statement, ast.Assert) or (_only_raises_or_prints(statement.body) and not statement.orelse):
         holds = sign if isinstance(statement, ast.Assert) else not sign
-        return holds, f"capture: {file}:{line}: a check of values is left out of steps"
+        return holds, f"capture: {file}:{line}: a check of tensor values is skipped in compiled steps"
     name = _clamped(statement)
     if name is None:
         return None
     value = frame.f_locals.get(name)
     half = isinstance(value, Tensor) and value.dtype == torch.float16
-    text = f"{name} is clamped in every step, so numbers above 64504 change even if none is infinite"
+    text = f"{name} is clamped in every step, which changes values above 64504 even if all are finite"
     return sign, f"capture: {file}:{line}: {text}" if half else ""
 
 
 @functools.lru_cache(64)
 def _statements(text: str) -> dict[int, ast.If | ast.Assert | None]:
-    """Line -> the statement whose condition stands there; None where another one asks for a truth value, too, or where
-    somebody catches what is raised."""
+    """Line -> the if or assert statement whose condition is on it; None if the line has another condition, too, or if
+    the exception may be caught."""
     try:
         tree = ast.parse(text)
     except SyntaxError:
@@ -69,14 +69,14 @@ def _statements(text: str) -> dict[int, ast.If | ast.Assert | None]:
 
 
 def _sign(test: ast.expr) -> bool | None:
-    """Which answer of the parts of a condition that may be tensors makes for it; None if they are not of one mind."""
+    """The truth value of the tensors in a condition that makes it true; None if they need different ones."""
     parts = list(_literals(test, True))
     signs = {sign for part, sign in parts if len(parts) == 1 or _may_be_tensor(part)}
     return signs.pop() if len(signs) == 1 else None
 
 
 def _literals(test: ast.expr, sign: bool) -> Iterator[tuple[ast.expr, bool]]:
-    """Parts of a condition, each with whether it counts as it is or negated."""
+    """Operands of and, or and not in a condition, each with False if it is negated."""
     if isinstance(test, ast.BoolOp):
         for value in test.values:
             yield from _literals(value, sign)
@@ -87,21 +87,21 @@ def _literals(test: ast.expr, sign: bool) -> Iterator[tuple[ast.expr, bool]]:
 
 
 def _may_be_tensor(part: ast.expr) -> bool:
-    """Neither self.training, nor x.dtype == torch.float16, nor x is None."""
+    """False for self.training, x.dtype == torch.float16, x is None."""
     if isinstance(part, ast.Compare):
         names = {x.attr for x in ast.walk(part) if isinstance(x, ast.Attribute)}
         return "dtype" not in names and not any(isinstance(op, ast.Is | ast.IsNot | ast.In) for op in part.ops)
     return not isinstance(part, ast.Attribute)
 
 
-def _only_complains(body: Sequence[ast.stmt]) -> bool:
+def _only_raises_or_prints(body: Sequence[ast.stmt]) -> bool:
     """Whether statements raise, warn, or print, and nothing else."""
-    return all(isinstance(x, ast.Raise) or _tells(x) for x in body)
+    return all(isinstance(x, ast.Raise) or _prints(x) for x in body)
 
 
-def _tells(statement: ast.stmt) -> bool:
+def _prints(statement: ast.stmt) -> bool:
     call = statement.value if isinstance(statement, ast.Expr) else None
-    return isinstance(call, ast.Call) and _last(call.func) in _TELLS
+    return isinstance(call, ast.Call) and _last(call.func) in _PRINTS
 
 
 def _last(function: ast.expr) -> str:
@@ -112,7 +112,7 @@ def _last(function: ast.expr) -> str:
 
 
 def _clamped(statement: ast.If) -> str | None:
-    """The name of the value that is clamped to the largest numbers if it is not finite; None for another statement."""
+    """The name of the value that a statement clamps to the largest numbers if it is not finite; else None."""
     names = {_argument(x) for x in ast.walk(statement.test) if isinstance(x, ast.Call) and _last(x.func) in _FINITE}
     if len(names) != 1 or statement.orelse or not all(isinstance(x, ast.Assign) for x in statement.body):
         return None

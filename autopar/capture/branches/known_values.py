@@ -1,12 +1,12 @@
-"""Values that a traced forward may ask for: those in which no input and no weight has a part.
+"""Constant folding while tracing: values that a forward may read, because they depend on no input and no weight.
 
     grid = <a constant of the user's>               a real tensor: its values are part of the graph
-    lengths = (grid[:, 1] * grid[:, 2]).tolist()    asked for: computed from what led to it, outside of the trace
-    mask = torch.ones(2, 8); if mask.all(): ...     what a factory makes is known, too
-    x[mask]                                         a mask that is known is as good as the places where it holds
+    lengths = (grid[:, 1] * grid[:, 2]).tolist()    computed on real tensors, outside of the trace
+    mask = torch.ones(2, 8); if mask.all(): ...     results of factories are known, too
+    x[mask]                                         a known mask becomes the indices at which it is True
 
-What leads to a fake tensor is noted, function by function, and run on real tensors when somebody asks, and no sooner.
-A tensor that somebody has written to is not known any more, but for what is written by functions on known values.
+The calls that lead to a fake tensor are recorded, and run on real tensors only when the forward reads its values. A
+tensor that is written to becomes unknown, unless a function writes known values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.adapters.dispatch import without_modes
 
-MOST = 2**22  # elements of a value that is computed
+MOST = 2**22  # elements of a value that is folded
 REAL = (Tensor, nn.Parameter)
 _METHODS: Any = Tensor
 _FACTORIES = {
@@ -33,23 +33,23 @@ _FACTORIES = {
 }  # fmt: skip
 _OF_SHAPES = {
     torch.zeros_like, torch.ones_like, torch.full_like, _METHODS.new_zeros, _METHODS.new_ones, _METHODS.new_full,
-}  # fmt: skip  # of their first argument they take the shape alone
+}  # fmt: skip  # only the shape of the first argument matters
 _ASKED = {
     _METHODS.item, _METHODS.tolist, _METHODS.__bool__, _METHODS.__int__, _METHODS.__float__, _METHODS.__index__,
     _METHODS.numpy, torch.is_nonzero, _METHODS.is_nonzero, torch.equal, _METHODS.equal, torch.allclose,
     _METHODS.allclose,
-}  # fmt: skip  # what Python gets
+}  # fmt: skip  # they return Python values
 _SIZED = {
     torch.nonzero, _METHODS.nonzero, torch.argwhere, _METHODS.argwhere, torch.unique, _METHODS.unique,
     torch.unique_consecutive, _METHODS.unique_consecutive, torch.masked_select, _METHODS.masked_select,
     torch.bincount, _METHODS.bincount, torch.repeat_interleave, _METHODS.repeat_interleave, torch.where,
     _METHODS.__getitem__,
-}  # fmt: skip  # whose results have a size that values may decide
+}  # fmt: skip  # results may have a data-dependent size
 _SIZES_FROM = {
     **dict.fromkeys((torch.arange, torch.zeros, torch.ones, torch.full, torch.eye, torch.empty), 0),
     **dict.fromkeys((*_OF_SHAPES, _METHODS.new_empty, _METHODS.view, _METHODS.reshape, torch.reshape), 1),
     **dict.fromkeys((_METHODS.expand, _METHODS.repeat, _METHODS.narrow, torch.narrow, torch.split, _METHODS.split), 1),
-}  # functions, and behind which of their arguments sizes stand
+}  # function -> index of the first argument that is a size
 _FROM_LISTS = (torch.tensor, torch.as_tensor)
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 _REPEATS = (torch.repeat_interleave, _METHODS.repeat_interleave)
@@ -57,13 +57,13 @@ _INDEXED = (_METHODS.__getitem__, _METHODS.__setitem__)
 _IN_PLACE = {f"__{name}__" for name in ("setitem", "iadd", "isub", "imul", "itruediv", "iand", "ior", "ixor")}
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
-Written = tuple[Tensor, Tensor]  # and its values
+Written = tuple[Tensor, Tensor]  # (tensor, its new values)
 
 
 @dataclass
 class _Origin:
-    """How a tensor was made: result number ``index`` of a call, or a ``value`` that was computed. ``versions``: of the
-    operands then; ``version``: its own."""
+    """How a tensor was computed: result ``index`` of a call, or a folded ``value``. ``versions``: of the operands at
+    the call; ``version``: of the tensor itself."""
 
     version: int
     function: Callable[..., Any] | None = None
@@ -73,22 +73,22 @@ class _Origin:
     value: Tensor | None = None
 
 
-_given_away = 0
+_reads = 0
 
 
 def answers() -> int:
-    """How often a value was given away so far, so that a graph depends on it."""
-    return _given_away
+    """How many folded values forwards have read so far."""
+    return _reads
 
 
 def count_answer() -> None:
-    """The graph depends on more than a module's call says."""
-    global _given_away
-    _given_away += 1
+    """Count a read: the graph now depends on more than the arguments of a module."""
+    global _reads
+    _reads += 1
 
 
 class KnownValues:
-    """Of one traced forward."""
+    """The constant values of one traced forward."""
 
     def __init__(self) -> None:
         self._origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -96,7 +96,7 @@ class KnownValues:
     # --- asking -------------------------------------------------------------------------------------------
 
     def answer(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """(what a call returns that needs values, ) if they are known; () for any other call."""
+        """(result of a call that reads values, ) if they are known; () for any other call."""
         if function in _ASKED or (function in _SIZED and self._has_open_size(function, args, kwargs)):
             given = self._real((args, kwargs))
             if given is not None and (found := _run(function, given)) is not None:
@@ -107,8 +107,8 @@ class KnownValues:
     def with_places(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """A call whose masks and counts are known, spelled with places: x[mask] as x[places], repeat_interleave as
-        index_select, new_zeros(count) as new_zeros(3), tensor([count]) as tensor([3]). Any other call as it is."""
+        """A call with known masks and counts replaced by indices and numbers: x[mask] by x[indices], repeat_interleave
+        by index_select, new_zeros(count) by new_zeros(3), tensor([count]) by tensor([3]). Other calls are unchanged."""
         if function in _FROM_LISTS and args and isinstance(args[0], (list, tuple)):
             return function, (self._with_numbers(args[0], any_dtype=True), *args[1:]), kwargs
         if function in _SIZES_FROM and any(isinstance(x, Tensor) for x in pytree.tree_leaves((args, kwargs))):
@@ -131,7 +131,7 @@ class KnownValues:
         return function, args, kwargs
 
     def _with_numbers(self, arguments: Any, any_dtype: bool = False) -> Any:
-        """With whole numbers, or any, in the place of tensors that are known to hold one."""
+        """Arguments with Python numbers (integers, or any) in place of known scalar tensors."""
         leaves, spec = pytree.tree_flatten(arguments)
         for i, x in enumerate(leaves):
             if isinstance(x, Tensor) and not x.dim() and (any_dtype or x.dtype in _WHOLE):
@@ -158,7 +158,7 @@ class KnownValues:
         return function not in _REPEATS or (len(args) > 1 and isinstance(args[1], Tensor)) or len(args) == 1
 
     def value(self, x: Tensor) -> Tensor | None:
-        """The values of a tensor, if they are known: a real tensor. Nobody may change it."""
+        """The values of a tensor as a real tensor, or None if they are unknown. The caller must not change it."""
         if is_real(x):
             return x
         origin = self._origins.get(x)
@@ -179,7 +179,7 @@ class KnownValues:
         return made if isinstance(made, Tensor) and made.numel() <= MOST else None
 
     def _real(self, arguments: Any, shapes: int = 0) -> Any:
-        """Arguments with values; None if one is not known. Of the first ``shapes`` only the shape has to be."""
+        """Arguments as real tensors; None if one is unknown. Of the first ``shapes`` tensors only the shape matters."""
         leaves, spec = pytree.tree_flatten(arguments)
         seen = 0
         for i, leaf in enumerate(leaves):
@@ -199,15 +199,15 @@ class KnownValues:
     # --- noting -------------------------------------------------------------------------------------------
 
     def before_write(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Written]:
-        """What the tensor that a function is about to write to will hold, and all that lie in the same memory; empty if
-        that is not known."""
+        """The new values of the tensor that a function is about to write to, and of its views and base; empty if they
+        are unknown."""
         x = args[0] if args else None
         if not writes(function) or not isinstance(x, Tensor) or is_real(x) or x not in self._origins:
             return []
         base = _base(x)
         for made, origin in list(self._origins.items()):
             if origin.value is None and any(_base(o) is base for o in _tensors(origin.arguments)):
-                self.value(made)  # of what x holds now
+                self.value(made)  # from the values before the write
         given, whole = self._real((args, kwargs)), self.value(base)
         if given is None or whole is None:
             return []
@@ -220,7 +220,7 @@ class KnownValues:
         return [(v, value) for v, value in views if value is not None]
 
     def _view(self, x: Tensor, base: Tensor, whole: Tensor) -> Tensor | None:
-        """A view of ``whole`` that is to it what x is to its base."""
+        """The same view of ``whole`` as x is of its base."""
         origin = self._origins.get(x)
         if x is base or origin is None or origin.function is None:
             return whole if x is base else None
@@ -236,7 +236,7 @@ class KnownValues:
     def note(
         self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any, written: list[Written]
     ) -> None:
-        """What a call has made, and what it has ``written`` (of `before_write`)."""
+        """Record the result of a call, and what it has ``written`` (from `before_write`)."""
         if writes(function):
             for x, value in written:
                 self._origins[x] = replace(self._origins[x], version=x._version, value=value)
@@ -257,7 +257,7 @@ class KnownValues:
 
 
 def is_real(x: Any) -> bool:
-    """Whether a tensor has values of its own: neither a fake one nor one within vmap."""
+    """Whether a tensor has values: neither a fake tensor nor one within vmap."""
     return type(x) in REAL and not is_functorch_wrapped_tensor(x)
 
 
@@ -280,7 +280,7 @@ def _tensors(arguments: Any) -> list[Tensor]:
 
 
 def _run(function: Any, given: Arguments) -> tuple[Any, ...]:
-    """(what a function returns on real tensors, ); () if it fails there, or draws numbers."""
+    """(result of a function on real tensors, ); () if it raises, or draws random numbers."""
     args, kwargs = given
     state = torch.random.get_rng_state()
     with without_modes(), torch.no_grad(), contextlib.suppress(Exception):

@@ -1,14 +1,14 @@
-"""Rows that a mask picks, in a graph of fixed shapes: all rows, of which the others are left out where rows are summed.
+"""Indexing with a boolean mask in a graph of static shapes: all rows are kept, and reductions skip the masked ones.
 
-    mse_loss(y[mask], x[mask])     how many rows there are is known at run time only, so all are kept, with numbers in
-                                   the others that harm no function, and
+    mse_loss(y[mask], x[mask])     the number of selected rows is known at run time only, so all rows are kept, with
+                                   safe numbers in those that are not selected, and
     --> where(mask, mse_loss(y', x', reduction="none"), 0).sum() / mask.sum() / width
     cross_entropy(h[mask], t[mask])  -->  cross_entropy(h', where(mask, t, -100))
     h[mask] += f(h[mask])            -->  h.copy_(where(mask, h' + f(h'), h))
 
-Masks are equal if they are one tensor, or come by the same comparisons from the same tensors. What acts on each row by
-itself acts on all of them; a function that is not known here gets the picked rows themselves, so that capture says
-which line needs a size that depends on values. A row that is left out has no part in the result, and no gradient.
+Two masks are equal if they are the same tensor, or the same comparisons of the same tensors. Row-wise functions run on
+all rows. An unknown function gets the selected rows themselves, so that capture names the line that needs a
+data-dependent size. A row that is not selected contributes nothing to the result and has no gradient.
 """
 
 from __future__ import annotations
@@ -38,23 +38,27 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class MaskIndexing:
-    """Of one traced forward. ``refuse``: raises, with a text."""
+    """Boolean-mask indexing in one traced forward. ``refuse(text)`` raises."""
 
     def __init__(self, refuse: Callable[[str], None]) -> None:
         self._refuse = refuse
-        self._masks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # rows -> which of them count
-        self._fresh: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # rows -> the call that picks them
-        self._keys: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # what a mask is, by what it came from
-        self._flat: dict[Any, Tensor] = {}  # key of a mask -> the mask in one dim
-        self._changed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # rows of which there are newer ones
+        self._masks: WeakTensorKeyDictionary = (
+            WeakTensorKeyDictionary()
+        )  # tensor of all rows -> mask of the selected ones
+        self._fresh: WeakTensorKeyDictionary = (
+            WeakTensorKeyDictionary()
+        )  # tensor of all rows -> computes the selected ones
+        self._keys: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # mask -> how it was computed
+        self._flat: dict[Any, Tensor] = {}  # key of a mask -> the mask, flattened
+        self._changed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensors that an in-place call has replaced
         self._numbers = itertools.count()
-        self._ours: set[Any] = set()  # nodes of calls that were looked at
-        self._of_rows: set[Any] = set()  # those among them that may hold rows
+        self._ours: set[Any] = set()  # nodes of calls that `called` handled
+        self._of_rows: set[Any] = set()  # those of them that may hold all rows
 
     # --- calls --------------------------------------------------------------------------------------------
 
     def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """(what a call makes of selected rows, ); () for a call that has none, whose arguments `handed_on` gives."""
+        """(result of a call on selected rows, ); () for a call without them, whose arguments `handed_on` returns."""
         picked = _picked(function, args, kwargs)
         if picked is not None and self._may_pick(*picked, whole=function in _SELECTS):
             with self._looked_at(rows=True):
@@ -85,38 +89,38 @@ class MaskIndexing:
         return ()
 
     def handed_on(self, function: Any, arguments: Arguments) -> Arguments:
-        """The arguments of a call that `called` left alone: with the picked rows themselves."""
+        """Arguments for a call that `called` did not handle: with the selected rows themselves."""
         if not self._rows_in(arguments):
             return arguments
         if writes(function) and self._is_rows(arguments[0][0]):
             name = getattr(function, "__name__", "a function")
-            self._refuse(f"{name} writes to rows that a mask has picked; use what returns a new tensor")
+            self._refuse(f"{name} writes in place to rows selected by a mask, x[mask]; use its out-of-place form")
         return pytree.tree_map(lambda x: self._themselves(x) if self._is_rows(x) else x, arguments)
 
     def note(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
-        """What a call has made, if that may be a mask."""
+        """Record the result of a call, if it is a mask."""
         if isinstance(made, Tensor) and made.dtype == torch.bool and known.plain_name(function) in known.OF_MASKS:
             self._keys[made] = (known.plain_name(function), self._key_of((args, kwargs)))
 
     def are_in(self, made: Any) -> bool:
-        """Whether a forward returns picked rows."""
+        """Whether the result of a forward contains selected rows."""
         return bool(self._rows_in(made))
 
     def leak(self) -> Node | None:
-        """A node that somebody made who took all rows for those that are picked: what no function shows calls."""
+        """A node whose operator took all rows for the selected ones, because no torch function was seen calling it."""
         return next((user for node in self._of_rows for user in node.users if user not in self._ours), None)
 
     # --- picking ------------------------------------------------------------------------------------------
 
     def _may_pick(self, x: Tensor, mask: Tensor, whole: bool) -> bool:
-        """``whole``: single entries are picked, of what x and the mask are spread to."""
+        """``whole``: entries are selected, as by masked_select, after broadcasting x and the mask."""
         if self._is_rows(x) or self._is_rows(mask):
             both = self._is_rows(x) and self._is_rows(mask) and self._masks[x] is self._masks[mask]
             return both and mask.dim() == 1 and not (whole and x.dim() > 1)
         return whole or (0 < mask.dim() <= x.dim() and x.shape[: mask.dim()] == mask.shape)
 
     def _pick(self, x: Tensor, mask: Tensor, key: Any) -> Tensor:
-        """All rows of x, those that are not picked with numbers in them that harm no function."""
+        """All rows of x, with safe numbers in those that are not selected."""
         key = (key, mask.shape)
         if self._is_rows(x):
             before = self._masks[x]
@@ -143,13 +147,11 @@ class MaskIndexing:
 
     def _check_alive(self, rows: list[Tensor]) -> None:
         if any(x in self._changed for x in rows):
-            self._refuse(
-                "rows that a mask has picked are changed in place, and asked for what they were; use new tensors"
-            )
+            self._refuse("rows selected by a mask, x[mask], are read after an in-place change; change a copy instead")
 
     def _harmless(self, x: Tensor, mask: Tensor) -> Tensor:
-        """x, and in rows that are left out numbers between 0 and 1, unlike each other and those of other rows: neither
-        a logarithm nor the root of a difference has a pole there, whose gradient times zero would be no number."""
+        """x, with numbers between 0 and 1 in the rows that are not selected, which differ between columns and tensors:
+        a logarithm, or the root of a difference, has no pole there, so its gradient times zero is not nan."""
         if not x.is_floating_point():
             return torch.where(_beside(mask, x), x, torch.zeros((), dtype=x.dtype))
         low, shape = 0.3 + 0.017 * (next(self._numbers) % 13), (1, *x.shape[1:])
@@ -163,7 +165,7 @@ class MaskIndexing:
         return made
 
     def _themselves(self, x: Tensor) -> Tensor:
-        """The rows that are picked, as many as there are."""
+        """The selected rows themselves: a tensor of data-dependent size."""
         count_answer()
         fresh = self._fresh.get(x)
         with self._looked_at(rows=False):
@@ -172,7 +174,7 @@ class MaskIndexing:
     # --- what a call makes of rows --------------------------------------------------------------------------
 
     def _asked(self, function: Any, args: Any, kwargs: Any, rows: list[Tensor], mask: Tensor) -> tuple[Any, ...]:
-        """Shapes, whose first size is a tensor; what is the same of all rows."""
+        """Shapes, whose first size is a tensor, and properties that all rows share."""
         if function in known.SAME:
             return (function(*args, **kwargs),)
         x: Any = args[0] if args else None
@@ -243,7 +245,7 @@ class MaskIndexing:
             return (total if reduction == "sum" else total / self._count(losses, mask, over).to(total.dtype),)
 
     def _by_row(self, function: Any, args: Any, kwargs: Any, rows: list[Tensor], mask: Tensor) -> tuple[Any, ...]:
-        """What acts on each row by itself."""
+        """Row-wise functions."""
         if not known.by_row(function, args, kwargs, self._is_rows):
             return ()
         name = known.plain_name(function)
@@ -257,7 +259,7 @@ class MaskIndexing:
             return (self._keep(function(*args, **kwargs), mask),)
 
     def _fit(self, args: Any, kwargs: Any, x: Tensor) -> bool:
-        """Whether all rows have as many dims, and other tensors are spread over rows."""
+        """Whether tensors of rows have equal rank, and other tensors are broadcast over the rows."""
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         return all(
             t.dim() == x.dim() if self._is_rows(t) else t.dim() < x.dim() or (t.dim() == x.dim() and t.shape[0] == 1)
@@ -273,7 +275,7 @@ class MaskIndexing:
         return [x for x in pytree.tree_leaves(arguments) if self._is_rows(x)] if self._masks else []
 
     def _key_of(self, arguments: Any) -> Any:
-        """What tells whether two masks are equal: how they came about, and how often they were written to."""
+        """A key that is equal for equal masks: how they were computed, and their versions."""
         leaves, spec = pytree.tree_flatten(arguments)
         keys: list[Any] = []
         for x in leaves:
@@ -331,12 +333,12 @@ def _picked(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 def _spread(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in the shape of both."""
+    """x and the mask, broadcast to one shape."""
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     spread = (t if t.shape == shape else t.expand(shape) for t in (x, mask))
     return next(spread), next(spread)
 
 
 def _beside(mask: Tensor, x: Tensor) -> Tensor:
-    """A mask of rows, with as many dims as x has."""
+    """A mask of rows, viewed with the rank of x."""
     return mask.view(-1, *[1] * (x.dim() - 1)) if x.dim() > 1 else mask

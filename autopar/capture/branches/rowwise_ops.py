@@ -1,4 +1,4 @@
-"""Functions that act on each row of a tensor by itself, by name, as `selected_rows` wants to know them."""
+"""Row-wise functions, by name, for `mask_indexing`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# On each entry by itself. Operators of Python are known by the same words: __radd__ is add.
+# Elementwise. Python operators have the same names: __radd__ is add.
 POINTWISE = _words(
     "add sub rsub mul div truediv true_divide divide multiply subtract neg negative abs absolute exp exp2 expm1 "
     "log log2 log10 log1p sqrt rsqrt pow square reciprocal sigmoid logsigmoid tanh relu relu6 gelu silu mish elu "
@@ -27,7 +27,7 @@ POINTWISE = _words(
     "contiguous xlogy round floor ceil trunc sign masked_fill zeros_like ones_like full_like remainder fmod "
     "dropout nan_to_num addcmul addcdiv"
 )
-# Those, and others, whose derivative is no number somewhere.
+# Functions whose derivative is inf or nan somewhere.
 WITH_POLES = _words(
     "log log2 log10 log1p sqrt rsqrt pow reciprocal div truediv true_divide divide asin acos atanh logit xlogy "
     "atan2 tan remainder fmod addcdiv norm vector_norm normalize std var logsumexp cosine_similarity abs exp exp2 "
@@ -37,7 +37,7 @@ _OVER_DIMS = _words(
     "softmax log_softmax logsumexp sum mean amax amin argmax argmin max min prod std var norm normalize cumsum "
     "cosine_similarity sort"
 )
-# Of comparisons of the same tensors come the same masks.
+# Equal calls of these on equal tensors compute equal masks.
 OF_MASKS = _words(
     "eq ne lt gt le ge logical_and logical_or logical_not logical_xor and or xor invert bitwise_not isnan isinf "
     "isfinite bool to view reshape flatten squeeze unsqueeze expand expand_as getitem transpose permute"
@@ -49,7 +49,7 @@ SAME = frozenset(
 )  # fmt: skip
 NUMELS = (_TENSOR.numel, torch.numel, _TENSOR.nelement)
 SIZES = (_TENSOR.shape.__get__, _TENSOR.size, *NUMELS)
-# x[mask] += y calls the one, and forgets what it was called with; the other is as good.
+# x[mask] += y discards the tensor that it updates, so the out-of-place function does as well.
 IN_PLACE = {
     **dict.fromkeys((_TENSOR.__iadd__, _TENSOR.add_), torch.add),
     **dict.fromkeys((_TENSOR.__isub__, _TENSOR.sub_), torch.sub),

@@ -1,4 +1,4 @@
-"""Targets of a CTC loss that are picked out of padded rows: the rows themselves, so that no size depends on values.
+"""CTC targets selected from padded rows: the padded rows are used instead, so that no size is data-dependent.
 
 ctc_loss(x, masked_select(labels, mask), lengths, sum(mask, -1))
     --> ctc_loss(x, gather(labels, -1, sort(mask, descending)[1]), lengths, sum(mask, -1))

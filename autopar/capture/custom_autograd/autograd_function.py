@@ -1,13 +1,13 @@
-"""`torch.autograd.Function` in a captured model: its own backward, and not the derivative of its forward.
+"""`torch.autograd.Function` in a captured model: captured with its custom backward.
 
-A graph of the forward alone would be differentiated as it stands: wrong for straight-through estimators, clipped
-derivatives, whatever a backward says that the forward does not. A backward is a function of the incoming gradients and
-of saved values, so it is traced where the function is called, of a gradient that is not known yet (`ops.gradient`):
+Differentiating a graph of the forward alone would be wrong for straight-through estimators, clipped gradients, and any
+backward that is not the derivative of its forward. A backward is a function of the incoming gradients and of saved
+values, so it is traced where the function is called, on a placeholder of the incoming gradient (`ops.gradient`):
 
     y = Function.apply(x)     y0 = forward(x);  g = gradient_of(y0);  gx = backward(g)
                               y = with_backward(y0, g, own_backward([x], [gx], [g]))
 
-It is made of ordinary operators, which every pass knows, whatever it computes.
+The traced backward consists of ordinary operators, so every pass can handle it.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ ops = torch.ops.autopar
 
 @contextlib.contextmanager
 def captured_backwards() -> Iterator[None]:
-    """Within: functions that this thread calls while it traces are captured with their backward.
+    """Context manager: autograd functions that this thread calls while tracing are captured with their backward.
 
-    Every ``apply``, by whatever name it was kept, ends in C's own (`every_apply`), or goes to functorch.
+    Every ``apply``, under any name, reaches C's function (`every_apply`) or functorch.
     """
     traced = traced_by_this_thread()
     transformed: Any = CustomFunctionHigherOrderOperator
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        # The machinery of operators is below what is captured.
+        # Internal functions of torch's operators are not captured.
         if cls.__module__.startswith("torch._") or torch._C._are_functorch_transforms_active() or not traced():
             return plain_apply(cls, *args, **kwargs)
         if cls is CheckpointFunction:
-            return _called(*args)
+            return _run_checkpointed(*args)
         return _captured(cls, *_bound(cls, args, kwargs))
 
     call = transformed.__call__
@@ -54,8 +54,8 @@ def captured_backwards() -> Iterator[None]:
     def refused(self: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
         if torch._C._are_functorch_transforms_active() and traced():
             raise ValueError(
-                f"the autograd function {cls.__qualname__} is called under a transform of torch.func (vmap), where its "
-                "backward cannot be captured; call it on the whole batch"
+                f"the autograd function {cls.__qualname__} is called under a torch.func transform (vmap), where its "
+                "backward cannot be captured; call it on the batch without vmap"
             )
         return call(self, cls, *args, **kwargs)
 
@@ -67,9 +67,9 @@ def captured_backwards() -> Iterator[None]:
         transformed.__call__ = call
 
 
-def _called(function: Any, preserve: bool, *args: Any) -> Any:
-    """A reentrant checkpoint: its function, called. As in torch, where none of the arguments has a gradient, nothing
-    within gets one."""
+def _run_checkpointed(function: Any, preserve: bool, *args: Any) -> Any:
+    """Run the function of a reentrant activation checkpoint. As in torch, nothing within it has a gradient if no
+    argument has one."""
     if any(isinstance(x, Tensor) and x.requires_grad for x in args):
         with asked_for():
             return function(*args)
@@ -78,21 +78,21 @@ def _called(function: Any, preserve: bool, *args: Any) -> Any:
 
 
 class _CheckpointError(ValueError):
-    """A backward runs a backward of its own, as one that makes activations again does."""
+    """A backward that runs another backward, as custom activation checkpointing does."""
 
 
 def _check_no_checkpoint(cls: Any) -> None:
     code = getattr(cls.backward, "__code__", None)
     if code is not None and {"autograd", "backward"} <= {*code.co_names}:
         raise _CheckpointError(
-            f"the autograd function {cls.__qualname__} calls torch.autograd.backward in its backward, as an activation "
-            "checkpoint does: what this adds to .grad of parameters is no gradient that it returns, and cannot be "
-            "captured; use torch.utils.checkpoint.checkpoint instead"
+            f"the autograd function {cls.__qualname__} calls torch.autograd.backward in its backward, as custom "
+            "activation checkpointing does, which adds to .grad of parameters instead of returning gradients and "
+            "cannot be captured; use torch.utils.checkpoint.checkpoint instead"
         )
 
 
 class _Ctx:
-    """What forward and backward see as ``ctx``."""
+    """The ``ctx`` of forward and backward."""
 
     def __init__(self, needs: Sequence[bool], name: str) -> None:
         self.name_of_function = name
@@ -105,7 +105,7 @@ class _Ctx:
         self.saved_tensors = tensors
 
     def save_for_forward(self, *tensors: Tensor | None) -> None:
-        """For derivatives in forward mode, which a training step has none of."""
+        """For forward-mode derivatives, which a training step does not use."""
 
     def mark_non_differentiable(self, *tensors: Tensor) -> None:
         self.without_gradient = [id(x) for x in tensors]
@@ -115,13 +115,13 @@ class _Ctx:
 
     def mark_dirty(self, *tensors: Tensor) -> None:
         raise ValueError(
-            f"the autograd function {self.name_of_function} writes into its inputs (mark_dirty); let it return a new "
-            "tensor"
+            f"the autograd function {self.name_of_function} writes to its inputs in place (mark_dirty); return a new "
+            "tensor instead"
         )
 
 
 def _bound(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """All arguments in order. As in torch, only a forward without ctx has keywords and defaults."""
+    """All arguments in order. As in torch, only a forward without ctx takes keyword arguments and defaults."""
     if not _has_setup(cls):
         if kwargs:
             raise TypeError(f"{cls.__qualname__}.apply() takes no keyword arguments")
@@ -151,20 +151,20 @@ def _captured(cls: Any, *args: Any) -> Any:
     ends = [i for i, y in enumerate(found) if _is_float(y) and id(y) not in ctx.without_gradient]
     results = [y.detach() if _is_float(y) else y for y in found]
     inputs = [x for x, need in zip(args, needs) if need]
-    holes = {i: ops.gradient_of(results[i], inputs) for i in ends}
-    pairs = _pairs(cls, ctx, args, results, holes)
+    incoming = {i: ops.gradient_of(results[i], inputs) for i in ends}
+    pairs = _pairs(cls, ctx, args, results, incoming)
     if pairs:
         taken, made = [x for x, _ in pairs], [g for _, g in pairs]
-        token = ops.own_backward(taken, made, [*holes.values()], cls.__qualname__, ctx.materialize_grads)
-        results = [ops.with_backward(y, holes[i], token) if i in holes else y for i, y in enumerate(results)]
+        token = ops.own_backward(taken, made, [*incoming.values()], cls.__qualname__, ctx.materialize_grads)
+        results = [ops.with_backward(y, incoming[i], token) if i in incoming else y for i, y in enumerate(results)]
     return tuple(results) if isinstance(result, tuple) else results[0]
 
 
 def _pairs(
-    cls: Any, ctx: _Ctx, args: Sequence[Any], results: Sequence[Any], holes: dict[int, Tensor]
+    cls: Any, ctx: _Ctx, args: Sequence[Any], results: Sequence[Any], incoming: dict[int, Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Each argument that gets a gradient, and this."""
-    given = [holes[i].clone() if i in holes else _nothing(y, ctx) for i, y in enumerate(results)]
+    """(argument, its gradient) of all arguments that get one."""
+    given = [incoming[i].clone() if i in incoming else _no_gradient(y, ctx) for i, y in enumerate(results)]
     try:
         made = _run(cls, ctx, given)
         if len(made) < len(args) or any(g is not None for g in made[len(args) :]):
@@ -173,13 +173,13 @@ def _pairs(
         return [(x, _like(g, x)) for x, g, need in needed if need and g is not None]
     except Exception as error:
         raise ValueError(
-            f"the backward of the autograd function {cls.__qualname__} cannot be traced ({error}); write it with "
+            f"the backward of the autograd function {cls.__qualname__} cannot be traced ({error}); write it with torch "
             "operators on its gradients and saved tensors, without branches on their values"
         ) from error
 
 
 def _run(cls: Any, ctx: _Ctx, given: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """The backward itself: a gradient for each argument of the forward."""
+    """Run the backward: one gradient for each argument of the forward."""
     function = cls.backward if cls.vjp is Function.vjp else cls.vjp
     watch = _ValueWatch(given)
     with torch.no_grad():
@@ -190,7 +190,7 @@ def _run(cls: Any, ctx: _Ctx, given: Sequence[Tensor | None]) -> tuple[Tensor | 
 
 
 def _like(gradient: Any, x: Tensor) -> Tensor:
-    """As autograd takes it: of the input's shape and dtype."""
+    """The gradient as autograd converts it: to the shape and dtype of the input."""
     if not isinstance(gradient, Tensor):
         raise ValueError(f"it returns a {type(gradient).__name__} where a tensor or None is expected")
     gradient = gradient.detach()
@@ -203,7 +203,7 @@ _READS_VALUES = {getattr(Tensor, name) for name in ("item", "tolist", "numpy", "
 
 
 class _ValueWatch(TorchFunctionMode):
-    """Of what a backward calls: nothing reads a value, nothing writes to a tensor that the backward did not make."""
+    """Checks a backward: it must not read values, nor write to tensors that it did not create."""
 
     def __init__(self, given: Sequence[Tensor | None]) -> None:
         super().__init__()
@@ -221,14 +221,16 @@ class _ValueWatch(TorchFunctionMode):
         return result
 
     def check(self) -> None:
-        """Raises ValueError for a tensor from outside that was written to: the forward would see it."""
+        """Raises ValueError for a write to a tensor from outside: the forward would see it."""
         for x, version in self.seen.values():
             if x._version != version:
-                raise ValueError(f"it writes to a tensor of shape {list(x.shape)} that it did not make; clone it first")
+                raise ValueError(
+                    f"it writes to a tensor of shape {list(x.shape)} that it did not create; clone it first"
+                )
 
 
-def _nothing(y: Any, ctx: _Ctx) -> Tensor | None:
-    """What a backward gets for a result without gradient."""
+def _no_gradient(y: Any, ctx: _Ctx) -> Tensor | None:
+    """The incoming gradient of a result without gradient: zeros, or None."""
     return torch.zeros_like(y) if isinstance(y, Tensor) and ctx.materialize_grads else None
 
 

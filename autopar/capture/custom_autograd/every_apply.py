@@ -1,14 +1,14 @@
-"""`torch.autograd.Function.apply`, by whatever name a model keeps it.
+"""Intercepts `torch.autograd.Function.apply` under any name.
 
-    f = MyFunction.apply     from torch 2.14 on a builtin object: a class, and an entry of C's table of methods
+    f = MyFunction.apply     from torch 2.14 on a builtin method: a class, and an entry of C's method table
 
-Such objects stand in global variables, closures, partials and hooks, where nothing in Python replaces what they call.
-But all of them share the entry, and so does what is looked up anew. While a model is captured the entry names another
-function of C, which takes the same arguments and calls a method of the class's metaclass: Python's own for `__get__`.
+Such objects are in global variables, closures, partials and hooks, where Python code cannot replace what they call. But
+all of them share the entry of the table. While a model is captured, the entry points to another C function, which takes
+the same arguments and calls a method of the class's metaclass: the one that CPython has for `__get__`.
 
     entry -> slot_tp_descr_get(cls, args, kwargs) -> FunctionMeta.__get__(cls, args, kwargs or None)
 
-A class that stands in another class is asked for by the same method, with that class as last argument.
+Reading a class from an attribute of another class calls the same method, with that class as last argument.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch.autograd.function import FunctionMeta
 
-_FLAGS = 0x10 | 0x2 | 0x1  # METH_CLASS, METH_KEYWORDS, METH_VARARGS: what the other function is called with
-_DESCR_GET = 54  # Py_tp_descr_get, a number of Python's stable ABI
+_FLAGS = 0x10 | 0x2 | 0x1  # METH_CLASS, METH_KEYWORDS, METH_VARARGS: calling convention of the other function
+_DESCR_GET = 54  # Py_tp_descr_get in Python's stable ABI
 _BASE: Any = torch._C._FunctionBase
 
 Answer = Callable[..., Any]  # (class, *args, **kwargs) -> the result
@@ -41,14 +41,14 @@ class _Method(ctypes.Structure):
 
 
 class _Descriptor:
-    """Whose slot is the function of C that calls `__get__`."""
+    """A class whose tp_descr_get slot is the C function that calls `__get__`."""
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self
 
 
 def _entry_of_apply() -> _Method:
-    """Of C's table: what a builtin object points to behind the header that all objects have."""
+    """The entry of C's method table: a builtin object has a pointer to it behind the common object header."""
     method = _BASE.apply
     entry = ctypes.POINTER(_Method).from_address(id(method) + object.__basicsize__).contents
     assert entry.name == b"apply"
@@ -63,18 +63,18 @@ _classmethod = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object, ctypes.POIN
 )
 _CALLS_GET = _slot(_Descriptor, _DESCR_GET)
 _ORIGINAL = _classmethod(_BASE, ctypes.byref(_KEPT))
-_ANSWERS: dict[int, Answer] = {}  # thread -> what it calls
+_ANSWERS: dict[int, Answer] = {}  # thread -> replacement of apply
 _LOCK = threading.Lock()
 
 
 def plain_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch's own, within and outside of `every_apply`."""
+    """torch's own ``apply``, also within `every_apply`."""
     return _ORIGINAL.__get__(None, cls)(*args, **kwargs)
 
 
 @contextmanager
 def every_apply(answer: Answer) -> Iterator[None]:
-    """Within: ``answer(cls, *args, **kwargs)`` is called in place of `apply` by this thread, under any name."""
+    """Context manager: this thread calls ``answer(cls, *args, **kwargs)`` instead of any `apply`."""
     thread = threading.get_ident()
     before = _ANSWERS.get(thread)
     with _LOCK:
@@ -103,7 +103,7 @@ def _put_back() -> None:
 
 
 def _asked(cls: Any, args: Any, kwargs: Any = None) -> Any:
-    """``cls.apply(*args, **kwargs)``; or ``cls`` itself, an attribute of an object of the class ``kwargs``."""
+    """Called for ``cls.apply(*args, **kwargs)``; with a class as ``kwargs``, for reading ``cls`` as its attribute."""
     if isinstance(kwargs, type):
         return cls
     return _ANSWERS.get(threading.get_ident(), plain_apply)(cls, *args, **(kwargs or {}))

@@ -1,12 +1,12 @@
-"""Derivatives that a forward asks for, as operators of the graph: physics-informed nets, gradient penalties, forces.
+"""`torch.autograd.grad` within a forward, as operators of the graph: physics-informed nets, gradient penalties, forces.
 
     u = net(t)                                            u = net(t)
     du = torch.autograd.grad(u.sum(), t, create_graph=True)    -->    du = sum, mm, mul, ... of t and the weights
 
-While a forward is captured, autograd keeps values that the tracer does not know (what a composite operator made on its
-way), so its own backward would be no part of the graph. The nodes between the inputs and the outputs are called once
-more instead, apart, with their derivative, as primitive operators; what this makes is called in the model's place. So
-the way from the inputs to the outputs is computed a second time, and once more for each order of derivative.
+While a forward is captured, autograd saves values that the tracer does not see (intermediates of composite operators),
+so its backward would not be recorded in the graph. Instead the nodes between inputs and outputs are traced again, with
+their derivative, as primitive operators, and the result is added to the graph. So the path from inputs to outputs is
+computed a second time, and once more for each order of derivative.
 """
 
 from __future__ import annotations
@@ -38,24 +38,30 @@ from autopar.capture.layer_dedup.layer_template import result_like, set_node
 _AUTOGRAD: Any = torch.autograd
 _ENGINES_NAME = "_engine_run_backward"
 _ENGINE = getattr(_AUTOGRAD, _ENGINES_NAME)
-_VJP: Any = eager_transforms._vjp_with_argnums  # of vjp, jacrev and hessian, which vmap may be around
+_VJP: Any = eager_transforms._vjp_with_argnums  # behind vjp, jacrev and hessian, perhaps under vmap
 _NO_TRANSFORM = (
-    "torch.func.grad, vjp and jacrev cannot be captured within a forward; write torch.autograd.grad(outputs, inputs, "
+    "torch.func.grad, vjp and jacrev cannot be captured within a forward; use torch.autograd.grad(outputs, inputs, "
     "create_graph=True) instead"
 )
 _aten = torch.ops.aten
-# Whose further results autograd takes for numbers: of their own formulas no derivative would come through those.
+# Their formulas treat the saved statistics as constants, which would lose second derivatives.
 _TAKEN_APART = (_aten.native_layer_norm, _aten.native_group_norm, _aten.native_batch_norm)
-_EQUAL_RESULTS = {"split", "split_with_sizes", "unbind", "var_mean", "std_mean"}  # which have derivatives, all of them
+_EQUAL_RESULTS = {
+    "split",
+    "split_with_sizes",
+    "unbind",
+    "var_mean",
+    "std_mean",
+}  # all of their results are differentiable
 
 
 class DerivativeError(ValueError):
-    """A derivative is asked for that cannot be captured."""
+    """A derivative within the forward that cannot be captured."""
 
 
 @contextlib.contextmanager
 def captured_derivatives() -> Iterator[None]:
-    """Within: `torch.autograd.grad`, by whatever name, gives values of the graph; backward is refused."""
+    """Context manager: `torch.autograd.grad`, under any name, returns values of the graph; backward is refused."""
     traced = traced_by_this_thread()
 
     def asked(*args: Any, **kwargs: Any) -> Any:
@@ -72,7 +78,7 @@ def captured_derivatives() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(module: Any, name: str, function: Any) -> Iterator[None]:
-    """Within: what torch calls by this name, such as autograd's engine."""
+    """Context manager: replace a function that torch calls by this name, such as the autograd engine."""
     before = getattr(module, name)
     setattr(module, name, function)
     try:
@@ -91,20 +97,20 @@ def _asked(
     accumulate_grad: bool = False,
     allow_unreachable: bool = True,
 ) -> tuple[Tensor | None, ...]:
-    """In the place of the engine of autograd."""
+    """Replaces the autograd engine."""
     mode: Any = get_proxy_mode()
     if torch._C._are_functorch_transforms_active():
         raise DerivativeError(_NO_TRANSFORM)
     if accumulate_grad:
         raise DerivativeError(
-            "backward() within a forward adds to .grad of tensors, which is no value of a graph; write "
+            "backward() within a forward adds to .grad of tensors, which a graph cannot return; use "
             "torch.autograd.grad(loss, tensors, create_graph=True) instead"
         )
     found = _derivative(mode.tracer, outputs, gradients, inputs)
     if not allow_unused and any(x is None for x in found):
         raise DerivativeError(
-            "torch.autograd.grad is asked for the derivative with respect to a tensor that has no part in the outputs; "
-            "say allow_unused=True if that is meant"
+            "torch.autograd.grad differentiates with respect to a tensor that the outputs do not depend on; pass "
+            "allow_unused=True if that is intended"
         )
     return tuple(x if x is None or create_graph else x.detach() for x in found)
 
@@ -112,7 +118,7 @@ def _asked(
 def _derivative(
     tracer: Any, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Any]
 ) -> list[Tensor | None]:
-    """The gradient of each input; None for one that has no part in the outputs."""
+    """The gradient of each input; None for one that the outputs do not depend on."""
     starts = [_known(x, tracer) for x in inputs]
     pairs = [(_known(x, tracer), gradient) for x, gradient in zip(outputs, gradients, strict=True)]
     between = _between(tracer.graph, starts, [x for x, _ in pairs])
@@ -154,20 +160,20 @@ def _derivative(
 def _known(x: Any, tracer: Any) -> Node:
     node = node_of(x, tracer) if isinstance(x, Tensor) else None
     if node is None:
-        raise DerivativeError(_refusal("a tensor that no input and no weight has a part in"))
+        raise DerivativeError(_refusal("a tensor that depends on no input and no weight"))
     return node
 
 
 def _refusal(what: str) -> str:
     return (
         f"torch.autograd.grad goes through {what}, whose derivative cannot be captured within a forward; write the "
-        "derivative out, or compute this part outside of the model"
+        "derivative explicitly, or compute this part outside of the model"
     )
 
 
 def _between(graph: Any, starts: Sequence[Node], ends: Sequence[Node]) -> list[Node]:
-    """What is made of the starts and leads to the ends, in order, a start that is made of another one included; as far
-    as a gradient goes: what is detached is a value like any other."""
+    """Nodes on differentiable paths from the starts to the ends, in order, including starts that depend on other
+    starts. Detached values are not on such a path."""
     reached, after, enabled = set(starts), set[Node](), True
     for node in graph.nodes:
         if node.target is torch._C._set_grad_enabled:
@@ -190,14 +196,14 @@ def _passes_gradients(node: Node) -> bool:
 
 
 def _check(graph: Any, starts: set[Node], inner: set[Node], read: set[Node]) -> None:
-    """Raises DerivativeError for calls that are not the same when they are called once more."""
+    """Raises DerivativeError for calls that would compute something else when traced a second time."""
     roots, reached = {_root(node) for node in read}, set(starts)
     for node in graph.nodes:
         if any(x in reached for x in node.all_input_nodes):
             reached.add(node)
         name = str(node.target)
         if "autocast" in name:
-            raise DerivativeError(_refusal("a forward with an autocast of its own"))
+            raise DerivativeError(_refusal("a forward with an autocast inside"))
         writes = mutates(node.target) and not (node in inner and _is_fresh(node))
         if writes and (node in reached or _root(node.args[0]) in roots):
             raise DerivativeError(_refusal(f"a forward that writes in place ({name})"))
@@ -210,14 +216,14 @@ def _check(graph: Any, starts: set[Node], inner: set[Node], read: set[Node]) -> 
 
 
 def _root(node: Any) -> Any:
-    """What a view is one of."""
+    """The base of a view."""
     while isinstance(node, Node) and isinstance(node.target, OpOverload) and returns_alias(node.target):
         node = node.args[0]
     return node
 
 
 def _is_fresh(node: Node) -> bool:
-    """Whether what an operator writes to is a value that nobody else takes, so that it may write to another one:
+    """Whether an in-place operator writes to a temporary without other users, so that it can be made functional:
     relu_(conv(x))."""
     written = node.args[0] if node.args else None
     if not isinstance(written, Node) or written.op != "call_function" or len(written.users) != 1:
@@ -227,7 +233,7 @@ def _is_fresh(node: Node) -> bool:
 
 
 def _functional(op: Any) -> Any:
-    """relu of relu_; an operator that does not write, as it is, and one that is the only one of its kind."""
+    """relu for relu_; the operator itself if it does not write, or has no functional form."""
     if not mutates(op):
         return op
     packet = getattr(torch.ops.aten, str(op).split(".")[1].removesuffix("_"), None)
@@ -235,7 +241,7 @@ def _functional(op: Any) -> Any:
 
 
 def _check_derivative(graph: Any) -> None:
-    """Raises DerivativeError for what no derivative of a derivative could be had of."""
+    """Raises DerivativeError for a derivative that cannot itself be differentiated."""
     for node in graph.nodes:
         if mutates(node.target):
             raise DerivativeError(_refusal("an operator that writes to a buffer, as batch norm does"))
@@ -248,7 +254,7 @@ def _check_derivative(graph: Any) -> None:
 
 @functools.cache
 def _primitives() -> dict[Any, Any]:
-    """How operators and their derivatives are made of such as have derivatives."""
+    """Decompositions of operators and their derivatives into differentiable operators."""
     return {
         **core_aten_decompositions(),
         **get_decompositions(_TAKEN_APART),
@@ -269,7 +275,7 @@ def _convolution(
     groups: int,
     wanted: list[bool],
 ) -> Any:
-    """The gradient of the operand alone is a convolution; those of the weights are what torch makes of them."""
+    """The gradient of the input alone, as a convolution; for those of the weights torch's decomposition is used."""
     if wanted[1] or wanted[2]:
         return NotImplemented
     left = [0] * len(stride)
@@ -288,7 +294,7 @@ def _draws_nothing(node: Node) -> bool:
 
 
 def _bound(node: Node, tracer: Any) -> Any:
-    """A tensor that is the node's value for the tracer."""
+    """A tensor that the tracer maps to a node."""
     made = result_like(node.meta["val"], requires_grad=node.meta["val"].is_floating_point())
     set_node(made, node, tracer)
     continues_at(made, None)

@@ -1,19 +1,18 @@
-"""Modules that are called alike are traced once: the graph of the first one is copied for the others.
+"""Traces identical layers once and copies the graph of the first one for the others.
 
     layers.0(x0, cos)   traced                    mul -> linear(p_layers_0_q) -> ... -> add
     layers.1(x1, cos)   its nodes are copied      mul -> linear(p_layers_1_q) -> ... -> add
     layers.2(x2, cos)   traced, and compared
 
-The model's own Python code runs down to the modules that are known, so windows that alternate, dense layers ahead of
-experts, encoders and decoders need no special case. A module is known if everything that its forward can read is as it
-was (`block_facts`). Integers among its attributes that differ between alike modules (the number of a layer) need not be
-equal where the traced forward has not read them.
+The model's Python code runs down to the layers with a template, so alternating windows, dense layers before experts,
+encoders and decoders need no special case. A template is used if everything that the forward can read is equal
+(`layer_signature`). Integer attributes that differ between identical layers (the layer index) may differ if the traced
+forward did not read them.
 
-What a forward does beside its graph is looked for. One that changes what can be read (attributes, globals), or takes
-tensors that it was not given, is traced each time. Where it shows only at the end, in tensors that somebody else takes
-or in a last module that differs, the model is traced anew, module by module. What stays unseen is state that only
-functions of libraries read, behind those that a forward calls, where it changes from call to call and the last is as
-the first.
+Side effects of a forward are detected. A forward that changes what it can read (attributes, globals), or uses tensors
+that are not its arguments, is traced for every layer. If a side effect shows only at the end, in tensors that are used
+elsewhere or in a different last layer, the model is traced again without templates. Not detected: state that only
+library functions behind those that a forward calls read, if it changes between calls and the last equals the first.
 """
 
 from __future__ import annotations
@@ -31,56 +30,56 @@ from autopar.capture.layer_dedup.layer_signature import (
     LayerSignature,
     NotComparable,
     Tensors,
-    facts_of_block,
-    facts_of_call,
     noticed_reads,
+    signature_of_call,
+    signature_of_layer,
     surroundings,
 )
 from autopar.capture.layer_dedup.layer_template import Template, template_of_call
 
-_ENOUGH = 3  # modules that are alike: the first and the last are traced
+_ENOUGH = 3  # identical layers needed: the first and the last are traced
 
 
 class TraceAnew(Exception):
-    """A graph with copies may not be the model's."""
+    """The graph with copied layers may be wrong: trace the model again without copying."""
 
 
 class _Member(NamedTuple):
-    """What is known of a module before it is called: the integers, by path and name, that differ among those like it,
-    and whether it is the last of them."""
+    """A layer of a group of identical ones. differing: (path, name) of integers that differ in the group; last:
+    whether it is the last one."""
 
     differing: frozenset[tuple[str, str]]
     last: bool
 
 
 class _ModuleCall(NamedTuple):
-    """``key``: everything that decides what a call does, but for the integers of the module."""
+    """A call of a layer. key: everything that determines its graph, except for the integers of the module."""
 
     key: Any
     block: LayerSignature
     tensors: Tensors
 
     def is_still(self, later: _ModuleCall | None) -> bool:
-        """Whether nothing has changed since."""
+        """Whether nothing has changed since this call."""
         if later is None or later.key != self.key or later.block != self.block:
             return False
         return all(a is b for a, b in zip(self.tensors.found, later.tensors.found, strict=True))
 
 
 class _KnownModule(NamedTuple):
-    """A template, and the integers that it is for: all but those that its forward has not read."""
+    """A template, and the integers that its forward has read, which must be equal."""
 
     template: Template
     numbers: dict[tuple[str, str], int]
 
     def fits(self, facts: LayerSignature) -> bool:
-        """Whether the integers of a module are those."""
+        """Whether a layer has these integers."""
         found = dict(zip(facts.names, facts.numbers, strict=True))
         return all(found[name] == number for name, number in self.numbers.items())
 
 
 class LayerDedup:
-    """For one export of ``model``, in `within`. ``copied``: how many modules were not traced."""
+    """Deduplicates layers in one export of ``model``, within `within`. copied: number of layers that were copied."""
 
     def __init__(self, model: nn.Module) -> None:
         self.copied = 0
@@ -90,7 +89,7 @@ class LayerDedup:
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """Around the export. (The tracer is torch's; its class is patched for the time.) Raises TraceAnew."""
+        """Context manager around the export; patches torch's tracer. Raises TraceAnew."""
         tracers: Any = _ModuleStackTracer
         trace, call = tracers.trace, tracers.call_module
 
@@ -114,7 +113,7 @@ class LayerDedup:
             tracers.trace, tracers.call_module = trace, call
 
     def _forward(self, tracer: Any, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What the module's forward returns, which is called or not."""
+        """The result of a forward, traced or copied."""
         block, call = self._blocks[id(module)], _call(module, args, kwargs)
         if call is None or call.key in self._refused:
             return forward(*args, **kwargs)
@@ -124,10 +123,10 @@ class LayerDedup:
             _read(module, block.differing & known.numbers.keys())
             with torch._C.DisableTorchFunction():
                 return known.template.copy(tracer, call.tensors.found)
-        before = answers()
+        before = answers()  # a folded value that the forward reads is not in its signature
         with noticed_reads(module, block.differing) as read:
             made, template = template_of_call(tracer, call.tensors.found, lambda: forward(*args, **kwargs))
-        still = call.is_still(_call(module, args, kwargs)) and answers() == before  # values are no facts of a call
+        still = call.is_still(_call(module, args, kwargs)) and answers() == before
         new = template() if still else None
         if known is not None:
             if known.template.copies and (new is None or new.text() != known.template.text()):
@@ -142,15 +141,15 @@ class LayerDedup:
 
 
 def _alike(model: nn.Module) -> dict[int, _Member]:
-    """By id of a module: those that are worth it, and of which there are enough."""
+    """id of a module -> its group, for modules with enough identical ones."""
     groups: dict[Any, list[tuple[nn.Module, LayerSignature]]] = {}
     states: dict[int, Any] = {}
     for module in model.modules():
         of_torch = type(module).__module__.startswith("torch.nn.")
         if module is model or (of_torch and next(module.children(), None) is None):
-            continue  # one operator
+            continue  # a single operator is not worth it
         try:
-            facts = facts_of_block(module, Tensors(), states)
+            facts = signature_of_layer(module, Tensors(), states)
         except (NotComparable, RecursionError):
             continue
         groups.setdefault(facts.fixed, []).append((module, facts))
@@ -165,17 +164,17 @@ def _alike(model: nn.Module) -> dict[int, _Member]:
 
 
 def _call(module: nn.Module, args: Any, kwargs: Any) -> _ModuleCall | None:
-    """None where something is not known."""
+    """The signature of a call; None if something cannot be compared."""
     tensors, around = Tensors(), surroundings(module)
     with torch._C.DisableTorchFunction():
         try:
-            block = facts_of_block(module, tensors)
-            return _ModuleCall((block.fixed, facts_of_call((args, kwargs), tensors), around), block, tensors)
+            block = signature_of_layer(module, tensors)
+            return _ModuleCall((block.fixed, signature_of_call((args, kwargs), tensors), around), block, tensors)
         except (NotComparable, RecursionError):
             return None
 
 
 def _read(module: nn.Module, names: Collection[tuple[str, str]]) -> None:
-    """A copy depends on the integers that its template is for, so whoever notices reads has to see them."""
+    """Read the integers that a copy depends on, so that `noticed_reads` of layers around it sees them."""
     for path, name in names:
         getattr(module.get_submodule(path), name)

@@ -1,11 +1,11 @@
-"""What a module's forward can read: two modules with equal facts, called with equal facts, leave equal graphs.
+"""Signatures of layers and calls: layers with equal signatures, called with equal signatures, have equal graphs.
 
-    facts_of_block(layer)      classes, flags, attributes, tensors of the modules in it; integers apart
-    facts_of_call(args, ...)   values and tensors that it is called with
-    surroundings()             grad mode, autocast, default dtype, modes
+    signature_of_layer(layer)      classes, flags, attributes, tensors of its modules; integers are kept separate
+    signature_of_call(args, ...)   values and tensors of the arguments
+    surroundings()                 grad mode, autocast, default dtype, modes
 
-Another object that a module holds or is called with (a config, a closure) is compared by identity, and by all that is
-reached from it: an unknown is never taken for something known. Tensors that it holds are no operands that are known.
+Other objects in attributes or arguments (a config, a closure) are compared by identity and by all that they reach, so
+an unknown object never counts as equal. Tensors inside of them are not operands of a template.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from autopar.adapters.copying.fake_deepcopy import children
-from autopar.adapters.grad_mode import told_inference
+from autopar.adapters.grad_mode import seen_inference
 from autopar.adapters.keys import Same, told_apart
 from autopar.adapters.tensors.tags import tags_of
 from autopar.capture.reads.names_read import names_read
@@ -44,19 +44,19 @@ _GLOBAL_HOOKS = tuple(name for name in vars(torch_module) if re.fullmatch("_glob
 
 
 class NotComparable(Exception):
-    """Something of which it is not known what it does."""
+    """A signature would miss something, such as a hook."""
 
 
 class Tensors:
-    """Tensors in the order in which they are met, each once, with the facts of which of them are one."""
+    """Tensors in the order in which they are found, each once, with metadata that shows aliasing."""
 
     def __init__(self) -> None:
         self.found: list[Tensor] = []
         self._places: dict[int, int] = {}
         self._storages: dict[int, int] = {}
 
-    def fact(self, x: Tensor) -> Any:
-        """Its place; at the first meeting also what it is."""
+    def signature(self, x: Tensor) -> Any:
+        """The index of a tensor, at its first occurrence with its metadata."""
         place = self._places.get(id(x))
         if place is not None:
             return place
@@ -72,26 +72,26 @@ class Tensors:
         )  # fmt: skip
 
     def place(self, x: Tensor) -> int | None:
-        """Its number, if it was met."""
+        """The index of a tensor that was found before, else None."""
         return self._places.get(id(x))
 
 
 def memory_of(x: Tensor) -> int:
-    """Equal for tensors that share memory."""
+    """An id of the storage of a tensor."""
     return int(x.untyped_storage()._cdata)
 
 
 class LayerSignature(NamedTuple):
-    """``fixed``: everything but ``numbers``, the integers among the attributes; ``names``: where each of them is."""
+    """fixed: everything except integer attributes; numbers: those; names: (path, name) of each."""
 
     fixed: Any
     numbers: tuple[int, ...]
     names: tuple[tuple[str, str], ...]
 
 
-def facts_of_block(module: nn.Module, tensors: Tensors, states: dict[int, Any] | None = None) -> LayerSignature:
-    """Of a module and all below it; its parameters and buffers go to ``tensors``. ``states``: facts of objects that
-    modules hold, while nothing changes.
+def signature_of_layer(module: nn.Module, tensors: Tensors, states: dict[int, Any] | None = None) -> LayerSignature:
+    """The signature of a module and its submodules; parameters and buffers are added to ``tensors``. ``states`` caches
+    signatures of objects in attributes while nothing changes.
 
     Raises NotComparable for modules with hooks.
     """
@@ -116,12 +116,12 @@ def facts_of_block(module: nn.Module, tensors: Tensors, states: dict[int, Any] |
             else:
                 fixed.append((name, _held(value, states)))
         for name, tensor in (*entries["_parameters"].items(), *entries["_buffers"].items()):
-            fixed.append((name, None if tensor is None else tensors.fact(tensor)))
+            fixed.append((name, None if tensor is None else tensors.signature(tensor)))
     return LayerSignature(tuple(fixed), tuple(numbers), tuple(names))
 
 
 def _modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """(path, module) of a tree; what stands at two places comes twice."""
+    """(path, module) of a module tree; a shared module is listed once for each path."""
     yield path, module
     for name, child in module.__dict__["_modules"].items():
         if child is not None:
@@ -129,13 +129,13 @@ def _modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module
 
 
 def base_class(module: nn.Module) -> type:
-    """The class that the model's author wrote: the export puts subclasses before the modules that it follows."""
+    """The class that the model's author wrote: torch.export replaces it by a subclass while tracing."""
     base: Any = module
     return type(base.get_base()) if hasattr(type(module), "get_base") else type(module)
 
 
 def _held(x: Any, states: dict[int, Any]) -> Any:
-    """A fact of an attribute; ``states``: of objects that are held more than once."""
+    """The signature of an attribute. ``states`` caches those of objects."""
     if type(x) in _VALUES:
         return told_apart(x)
     if type(x) in _SEQUENCES:
@@ -147,13 +147,13 @@ def _held(x: Any, states: dict[int, Any]) -> Any:
     if isinstance(x, (type, types.BuiltinFunctionType, Tensor)):
         return Same(x)
     if id(x) not in states:
-        states[id(x)] = Same(x)  # should it hold itself
+        states[id(x)] = Same(x)  # for cycles
         states[id(x)] = _object(x, states)
     return states[id(x)]
 
 
 def _object(x: Any, states: dict[int, Any]) -> Any:
-    """It, and all that is reached from it. Functions that hold nothing are alike if their code is."""
+    """Signature of an object: its identity and all that it reaches. Functions without state are compared by code."""
     names = _reads_of(x) if isinstance(x, types.FunctionType) else ()
     read = tuple(_named(scope.get(name), states) for scope, name in names)
     if _is_plain(x):
@@ -168,44 +168,45 @@ def _reads_of(function: Any) -> list[tuple[Mapping[str, Any], str]]:
     return known
 
 
-_READS: WeakKeyDictionary[Any, list[tuple[Mapping[str, Any], str]]] = WeakKeyDictionary()  # some hold tensors
+# Weak keys: functions may hold tensors.
+_READS: WeakKeyDictionary[Any, list[tuple[Mapping[str, Any], str]]] = WeakKeyDictionary()
 
 
-def facts_of_call(value: Any, tensors: Tensors) -> Any:
-    """Of an argument, or of the tuple of all of them; tensors go to ``tensors``.
+def signature_of_call(value: Any, tensors: Tensors) -> Any:
+    """The signature of an argument, or of a tuple of all; tensors are added to ``tensors``.
 
-    Raises NotComparable for tensors whose sizes are no numbers.
+    Raises NotComparable for tensors with symbolic sizes.
     """
     kind = type(value)
     if isinstance(value, Tensor):
-        return tensors.fact(value)
+        return tensors.signature(value)
     if kind in _VALUES:
         return kind, value
     if kind in _SEQUENCES:
-        return kind, tuple(facts_of_call(x, tensors) for x in value)
+        return kind, tuple(signature_of_call(x, tensors) for x in value)
     if kind in _DICTS:
-        return kind, tuple((_held(key, {}), facts_of_call(x, tensors)) for key, x in value.items())
+        return kind, tuple((_held(key, {}), signature_of_call(x, tensors)) for key, x in value.items())
     if dataclasses.is_dataclass(kind) and not isinstance(value, Mapping):
         names = [field.name for field in dataclasses.fields(value)]
         if set(getattr(value, "__dict__", names)) <= set(names):
-            return kind, tuple(facts_of_call(getattr(value, name), tensors) for name in names)
+            return kind, tuple(signature_of_call(getattr(value, name), tensors) for name in names)
     return _held(value, {})
 
 
 def _is_plain(value: Any) -> bool:
-    """A function that holds nothing."""
+    """Whether a value is a function without closure, defaults and attributes."""
     return isinstance(value, types.FunctionType) and not (value.__closure__ or value.__defaults__ or value.__dict__)
 
 
 def surroundings(module: nn.Module) -> tuple[Any, ...]:
-    """What beside a module and its arguments decides what its forward does: modes, the numbers and texts that its
-    classes and their files hold, and what its code reads by name."""
+    """The global state that a forward depends on: modes, numbers and strings in its classes and their Python modules,
+    and what its code reads by name."""
     classes = tuple(dict.fromkeys(cls for _, inner in _modules(module) for cls in base_class(inner).__mro__))
     holders, reads = _holders_and_reads(classes, tuple(vars(cls).get("forward") for cls in classes))
     states: dict[int, Any] = {}
     return (
         torch.is_grad_enabled(),
-        told_inference(),
+        seen_inference(),
         torch.get_default_dtype(),
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         torch.is_autocast_cache_enabled(),
@@ -218,8 +219,8 @@ def surroundings(module: nn.Module) -> tuple[Any, ...]:
 
 @functools.lru_cache(256)
 def _holders_and_reads(classes: Any, _forwards: Any) -> tuple[list[Any], list[tuple[Mapping[str, Any], str]]]:
-    """(classes that are not torch's and their files, what their code reads by name: scopes and names). Asked once as
-    long as nobody puts other forwards in."""
+    """(classes outside of torch and their Python modules, (scope, name) that their code reads). Cached until a forward
+    is replaced: ``_forwards`` is only a part of the key."""
     own = [cls for cls in classes if cls.__module__.split(".")[0] not in ("torch", "builtins")]
     files = dict.fromkeys(sys.modules[cls.__module__] for cls in own if cls.__module__ in sys.modules)
     methods = [code for cls in own for code in vars(cls).values()]
@@ -228,7 +229,7 @@ def _holders_and_reads(classes: Any, _forwards: Any) -> tuple[list[Any], list[tu
 
 
 def _named(x: Any, states: dict[int, Any]) -> Any:
-    """A fact of what code reads by name. Attributes of objects are names of their own."""
+    """Signature of a value that code reads by name. Attributes of objects are read by names of their own."""
     if isinstance(x, contextvars.ContextVar):
         return Same(x), _held(x.get(None), states)
     return _held(x, states) if type(x) in (*_VALUES, *_SEQUENCES, *_DICTS, set, frozenset) else Same(x)
@@ -236,18 +237,18 @@ def _named(x: Any, states: dict[int, Any]) -> Any:
 
 @contextmanager
 def noticed_reads(module: nn.Module, watched: Collection[tuple[str, str]]) -> Iterator[set[tuple[str, str]]]:
-    """Within: gives those attributes in ``watched``, by path and name, that somebody reads."""
+    """Context manager: yields the (path, name) in ``watched`` that are read within."""
     read: set[tuple[str, str]] = set()
     owners: dict[tuple[type, str], dict[int, str]] = {}
     for path, inner in _modules(module):
         for name in (name for at, name in watched if at == path):
-            if hasattr(base_class(inner), name):  # a default of the class, or an accessor
+            if hasattr(base_class(inner), name):  # a class attribute or property: cannot be watched
                 read.add((path, name))
             else:
                 owners.setdefault((base_class(inner), name), {})[id(inner.__dict__)] = path
     try:
         for (cls, name), paths in owners.items():
-            setattr(cls, name, _noticing(name, paths, read))
+            setattr(cls, name, _watching_property(name, paths, read))
         yield read
     finally:
         for cls, name in owners:
@@ -255,8 +256,8 @@ def noticed_reads(module: nn.Module, watched: Collection[tuple[str, str]]) -> It
                 delattr(cls, name)
 
 
-def _noticing(name: str, paths: Mapping[int, str], read: set[tuple[str, str]]) -> property:
-    """An attribute of a class that stands before those of its objects."""
+def _watching_property(name: str, paths: Mapping[int, str], read: set[tuple[str, str]]) -> property:
+    """A property that shadows an attribute of instances and records reads."""
 
     def get(self: Any) -> Any:
         path = paths.get(id(self.__dict__))

@@ -1,9 +1,9 @@
-"""The part of a graph that one module's forward has made, as a template for those of modules that are called alike.
+"""Templates: the nodes that the forward of one layer added to a graph, to be copied for identical layers.
 
     mul(x0) -> linear(p_layers_0_q) -> ...  -> add_9      template: x0 and p_layers_0_q are given, add_9 is returned
     mul(x1) -> linear(p_layers_1_q) -> ...  -> add_19     its copy
 
-It is the tracer's graph, at the time of the export: operators may write to their operands, and do so in a copy.
+Templates are taken from the tracer's graph during the export, where operators may still write in place; so do copies.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class _Output(NamedTuple):
-    """A leaf of what a module returned: a tensor that it was given, one that a node makes, or a plain value.
-    ``behind``: the tensors that it was given, by number, which the backward of this one goes to; None: not known."""
+    """An output leaf of a layer: an argument (``given``: its index), the result of a node, or a plain value. behind:
+    indices of the arguments that the backward of a result reaches; None: unknown."""
 
     given: int | None = None
     node: Node | None = None
@@ -41,9 +41,9 @@ class _Output(NamedTuple):
 
 @dataclass
 class Template:
-    """``given``: the nodes that came in, by the number of the tensor; ``rebound``: tensors that it was given and has
-    written to, and the nodes that are their values now; ``followed``: whether the backward of its results is known;
-    ``depth``: how many modules are around its nodes; ``since``: the first checkpoint that may have begun within."""
+    """Nodes of a layer. given: node of an argument -> its index. rebound: (index, new node) of arguments that the layer
+    writes to. followed: whether ``behind`` of outputs is known. depth: number of modules around its nodes. since: the
+    first activation checkpoint region that may have begun within. copies: how often it was copied."""
 
     path: str
     depth: int
@@ -57,24 +57,24 @@ class Template:
     copies: int = 0
 
     def leaks(self) -> bool:
-        """Whether somebody takes what its forward did not return: the copies have handed nothing on."""
+        """Whether a node outside uses a value that the forward did not return, which copies do not provide."""
         inner = set(self.nodes)
         returned = {out.node for out in self.outputs} | {node for _, node in self.rebound}
         return any(user not in inner for node in inner - returned for user in node.users)
 
     def text(self) -> Any:
-        """Equal for templates that compute the same."""
+        """A description that is equal for templates with the same computation."""
         number: dict[Node, Any] = {node: ("given", i) for node, i in self.given.items()}
         number |= {node: i for i, node in enumerate(self.nodes)}
         calls = [
-            (n.target, pytree.tree_map_only(Node, number.__getitem__, (n.args, n.kwargs)), _facts(n.meta.get("val")))
+            (n.target, pytree.tree_map_only(Node, number.__getitem__, (n.args, n.kwargs)), _metadata(n.meta.get("val")))
             for n in self.nodes
         ]
         outputs = [(o.given, number[o.node] if o.node else None, None if o.node else o.value) for o in self.outputs]
         return calls, outputs, self.spec, [(i, number[node]) for i, node in self.rebound]
 
     def copy(self, tracer: Any, given: Sequence[Tensor]) -> Any:
-        """The nodes once more, for other tensors; returns what the module would."""
+        """Copy the nodes for other arguments; returns the result of the layer."""
         self.copies += 1
         new: dict[Node, Node] = {node: _known(given[i], tracer) for node, i in self.given.items()}
         around = {key: (path, _class_name(cls)) for key, (path, cls) in tracer.module_stack.items()}
@@ -83,7 +83,7 @@ class Template:
             new[node] = made = copied_node(tracer.graph, node, new.__getitem__)
             made.meta = {**node.meta, "nn_module_stack": around | self._below(node, path_of_call(tracer))}
             if "val" in node.meta:
-                made.meta["val"] = _apart(node.meta["val"])
+                made.meta["val"] = _detached(node.meta["val"])
             if (number := made.meta.pop("asked", 0)) >= self.since:
                 made.meta["asked"] = regions[number]
         for i, node in self.rebound:
@@ -103,7 +103,7 @@ class Template:
         return pytree.tree_unflatten(leaves, self.spec)
 
     def _below(self, node: Node, path: str) -> dict[str, tuple[str, str]]:
-        """The modules inside of this one that a node stands in, for a copy at another path."""
+        """The submodules around a node, renamed for a copy at another path."""
         entries = list(node.meta["nn_module_stack"].items())[self.depth :]
         return {_moved(key, self.path, path): (_moved(at, self.path, path), cls) for key, (at, cls) in entries}
 
@@ -111,8 +111,8 @@ class Template:
 def template_of_call(
     tracer: Any, given: Sequence[Tensor], call: Callable[[], Any]
 ) -> tuple[Any, Callable[[], Template | None]]:
-    """(what a module's forward returns, what gives the template; None where what it did can't be copied: it took
-    something that is not among ``given``, or returned what is not of the graph or shares memory)."""
+    """(result of a forward, function that returns its template). The template is None if the forward cannot be copied:
+    it used a tensor that is not in ``given``, or returned one that is not in the graph or shares memory."""
     before = [node_of(x, tracer) for x in given]
     starts = [start_of(x) for x in given]
     last, since = next(iter(reversed(tracer.graph.nodes))), next_region()
@@ -140,14 +140,14 @@ def _template(
     ]
     if outputs is None or any(node not in set(nodes) for _, node in rebound):
         return None
-    followed = not any(given[i].requires_grad for i, _ in rebound)  # else more is behind others that share memory
+    followed = not any(given[i].requires_grad for i, _ in rebound)  # else the backward of aliases changes, too
     outputs = _with_paths(outputs, starts) if followed else outputs
     depth = len(tracer.module_stack)
     return Template(path_of_call(tracer), depth, nodes, places, rebound, followed, outputs, spec, since)
 
 
 def _after(last: Node, graph: Graph) -> list[Node]:
-    """What was made after a node, in order."""
+    """The nodes after a node, in order."""
     found: list[Node] = []
     for node in reversed(graph.nodes):
         if node is last:
@@ -157,18 +157,18 @@ def _after(last: Node, graph: Graph) -> list[Node]:
 
 
 def path_of_call(tracer: Any) -> str:
-    """The path of the module that is called."""
+    """The path of the module that is being called."""
     return str(list(tracer.module_stack.values())[-1][0])
 
 
 def _known(x: Tensor, tracer: Any) -> Node:
     node = node_of(x, tracer)
-    assert node is not None, "equal facts, so it is a value where the template's was"
+    assert node is not None, "equal signatures, so it has a node where the template had one"
     return node
 
 
 def _is_closed(nodes: Sequence[Node], given: dict[Node, int]) -> bool:
-    """Whether all that nodes take is made by them or given, and all are calls with sizes that are numbers."""
+    """Whether nodes use only each other and ``given``, and all are calls with static sizes."""
     inner = set(nodes)
     for node in nodes:
         if node.op != "call_function" or any(x not in inner and x not in given for x in node.all_input_nodes):
@@ -184,7 +184,7 @@ def _has_known_sizes(x: Any) -> bool:
 
 
 def _outputs(leaves: Sequence[Any], given: Sequence[Tensor], inner: set[Node], tracer: Any) -> list[_Output] | None:
-    """None where a result shares memory with another one or with what was given, or is nothing of the graph."""
+    """Outputs of a forward; None if one shares memory with another one or with an argument, or is not in the graph."""
     found: dict[int, _Output] = {id(x): _Output(given=i) for i, x in enumerate(given)}
     storages = {memory_of(x) for x in given}
     outputs: list[_Output] = []
@@ -205,7 +205,7 @@ def _outputs(leaves: Sequence[Any], given: Sequence[Tensor], inner: set[Node], t
 
 
 def _with_paths(outputs: list[_Output], starts: Sequence[Any]) -> list[_Output]:
-    """With what is behind each; ``starts``: the nodes of autograd of what was given."""
+    """Outputs with ``behind`` set. ``starts``: autograd nodes of the arguments."""
     paths = GradFnPaths({node: 2 << i for i, node in enumerate(starts) if node is not None})
 
     def behind(x: Tensor) -> tuple[int, ...] | None:
@@ -215,7 +215,7 @@ def _with_paths(outputs: list[_Output], starts: Sequence[Any]) -> list[_Output]:
     return [out if out.node is None else out._replace(behind=behind(out.value)) for out in outputs]
 
 
-def _facts(value: Any) -> Any:
+def _metadata(value: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda x: (x.shape, x.stride(), x.dtype), value)
 
 
@@ -224,24 +224,24 @@ def _moved(path: str, old: str, new: str) -> str:
 
 
 def _class_name(cls: Any) -> str:
-    """As the tracer writes it into a node."""
+    """The name of a class, as in the meta of nodes."""
     return f"{cls.__module__}.{cls.__qualname__}" if isinstance(cls, type) else str(cls)
 
 
 def set_node(x: Tensor, node: Node, tracer: Any) -> None:
-    """From here on the tensor is the value of the node."""
+    """Make a node the tracer's node of a tensor."""
     set_proxy_slot(x, tracer, _ProxyTensor(Proxy(node, tracer), None))
 
 
-def _apart(value: Any) -> Any:
-    """The same facts in other objects: a value belongs to one node."""
+def _detached(value: Any) -> Any:
+    """Separate objects with the same metadata, since each node needs its own."""
     if isinstance(value, FakeTensor):
         return fast_detach(value.fake_mode, value)
-    return type(value)(map(_apart, value)) if isinstance(value, (list, tuple)) else value
+    return type(value)(map(_detached, value)) if isinstance(value, (list, tuple)) else value
 
 
 def result_like(x: FakeTensor, requires_grad: bool | None = None) -> Tensor:
-    """A tensor with the same facts, but for ``requires_grad`` if it is given; no operator is seen to make it."""
+    """A tensor with the same metadata, made without recording an operator. ``requires_grad`` overrides that of x."""
     with _disable_current_modes(), x.fake_mode, torch.enable_grad():
         made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
         made.requires_grad_(x.requires_grad if requires_grad is None else requires_grad)

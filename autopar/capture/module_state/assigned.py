@@ -1,12 +1,12 @@
-"""What a forward leaves in the buffers of its modules without an operator to show for it: which tensors it binds.
+"""Buffers that a forward replaces by assignment, which leaves no operator in the graph.
 
-    self.c.mul_(0.5)         writes into a tensor: an operator of the graph
-    self.c = self.c * 0.5    binds another tensor: the attribute is compared before and after
+    self.c.mul_(0.5)         writes to a tensor: an operator of the graph
+    self.c = self.c * 0.5    assigns another tensor: found by comparing the attribute before and after the forward
     self.a, self.b = self.b, self.a
 
-torch.export copies an assigned value into the old tensor, of the root's buffers, where shapes and dtypes allow it. Here
-the forward of the copy that is traced returns such values beside its own, and has its old buffers again afterwards.
-Fakes share memory as real tensors do, so what lies in whose memory (outputs, too) is read off them.
+torch.export copies an assigned value into the old tensor, for buffers of the root, where shapes and dtypes allow it.
+Here the traced copy returns such values as extra outputs, and gets its old buffers back afterwards. Fake tensors share
+memory as real ones do, so aliasing between buffers and outputs is read from them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from autopar.capture.layer_dedup.layer_signature import memory_of
 
 
 class Lying(NamedTuple):
-    """A tensor in the memory of a buffer: of the tensor that the forward has bound to it (``new``), or of the one that
-    it had. ``view``: (sizes, strides, elements from the buffer's first one), or None: it is this tensor."""
+    """A tensor that aliases a buffer: the tensor that the forward assigned to it (``new``), or the one from before.
+    ``view``: (sizes, strides, offset from the first element of the buffer), or None for the buffer itself."""
 
     buffer: str
     new: bool
@@ -34,9 +34,8 @@ class Lying(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """A buffer to which the forward has bound another tensor: one that lies in another's memory (``lying``), a value of
-    its own (``value``), or None. ``given``: the value lies in the memory of an input; ``differentiable``: it is a part
-    of the graph of autograd."""
+    """A buffer to which the forward assigned another tensor: an alias of a buffer (``lying``), a new value (``value``),
+    or None. ``given``: the value aliases an input; ``differentiable``: it requires grad."""
 
     name: str
     lying: Lying | None = None
@@ -46,11 +45,11 @@ class Assignment(NamedTuple):
 
 
 class BufferWatch:
-    """Over the forward of ``replica``, a structure copy, while it is exported; made when its other hooks are there.
+    """Watches the forward of ``replica``, a structure copy, while it is exported; to be created after its other hooks.
 
-    assigned: what it binds to its buffers; with any, the forward returns (its own result, the values). outputs: number
-    of an output's leaf -> where in a buffer's memory it lies. written_with_graph: buffers into which it writes what
-    depends on parameters, as autograd sees it. refused: what cannot be, in words.
+    assigned: the assignments to buffers; if there are any, the forward returns (its own result, the assigned values).
+    outputs: index of an output leaf -> the buffer that it aliases. written_with_graph: buffers to which the forward
+    writes values that depend on parameters. refused: the error text of an assignment that cannot be captured.
     """
 
     def __init__(self, replica: nn.Module) -> None:
@@ -61,13 +60,13 @@ class BufferWatch:
         self._replica = replica
         self._shapes: dict[int, torch.Size] = {}
         self._before: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}  # path -> buffers, parameters
-        number = id(self)  # what hooks hold counts as the module's own
+        number = id(self)  # hooks must not refer to self: it would count as state of the module
         _WATCHES[number] = self
         replica.register_forward_pre_hook(lambda *_: _WATCHES[number]._start(), prepend=True)
         replica.register_forward_hook(lambda _, *call: _WATCHES[number]._end(*call), with_kwargs=True)
 
     def _start(self) -> None:
-        """The forward begins. What would copy assigned values into old tensors is taken away."""
+        """Before the forward. Removes the hooks with which torch.export copies assigned values into old tensors."""
         hooks = torch_module._global_buffer_registration_hooks
         for key in [k for k, hook in hooks.items() if hook.__module__.startswith("torch._functorch")]:
             del hooks[key]
@@ -75,7 +74,7 @@ class BufferWatch:
         self._shapes = {id(x): x.shape for held, _ in self._before.values() for x in held.values() if x is not None}
 
     def _end(self, args: Any, kwargs: Any, made: Any) -> Any:
-        """The forward has returned. Gives what it is to return instead."""
+        """After the forward. Returns its result, with the assigned values if there are any."""
         with torch._C.DisableTorchFunction():
             self._refuse_lost()
             known = _Memories(self._replica, (args, kwargs))
@@ -85,7 +84,7 @@ class BufferWatch:
                     known.add(name, False, before)
             resized = [n for n, _, _, x in named if x is not None and self._shapes[id(x)] != x.shape]
             if resized:
-                self.refused = f"the forward resizes the buffer {resized[0]} in place; assign another tensor to it"
+                self.refused = f"the forward resizes buffer {resized[0]} in place; assign a new tensor to it"
             self.written_with_graph = [n for n, _, _, x in named if x is not None and x.requires_grad]
             self.assigned, values = [], []
             for name, module, key, before in named:
@@ -111,7 +110,7 @@ class BufferWatch:
         return Assignment(name, None, True, known.is_given(now), now.requires_grad)
 
     def _named(self) -> Iterator[tuple[str, nn.Module, str, Tensor | None]]:
-        """(name, module, attribute, what it held before) of all buffers that are still there."""
+        """(name, module, attribute, tensor before the forward) of all buffers that still exist."""
         for path, module in self._replica.named_modules():
             for key, before in self._before[path][0].items() if path in self._before else ():
                 if key in module._buffers:
@@ -123,13 +122,12 @@ class BufferWatch:
             dot = f"{path}." if path else ""
             if lost := [key for key in buffers if key not in module._buffers]:
                 self.refused = (
-                    f"the forward takes the buffer {dot}{lost[0]} away from its module; assign None to it, or another "
-                    "tensor"
+                    f"the forward removes buffer {dot}{lost[0]} from its module; assign None or another tensor to it"
                 )
             if lost := [key for key, p in parameters.items() if module._parameters.get(key) is not p]:
                 self.refused = (
-                    f"the forward replaces the parameter {dot}{lost[0]}, which steps on a mesh do not; compute with a "
-                    "tensor of another name, or write into the parameter between steps"
+                    f"the forward replaces parameter {dot}{lost[0]}, which compiled steps cannot do; give the new "
+                    "tensor another name, or write to the parameter between steps"
                 )
 
 
@@ -137,7 +135,7 @@ _WATCHES: weakref.WeakValueDictionary[int, BufferWatch] = weakref.WeakValueDicti
 
 
 class _Memories:
-    """Tensors of buffers by their memory, and the memories of parameters and inputs."""
+    """Buffers by their storage, and the storages of parameters and inputs."""
 
     def __init__(self, replica: nn.Module, given: Any) -> None:
         inputs = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor) and x.layout == torch.strided]
@@ -151,11 +149,11 @@ class _Memories:
         self._known.setdefault(memory_of(x), (name, new, x))
 
     def is_given(self, x: Tensor) -> bool:
-        """Whether a tensor lies in the memory of an input."""
+        """Whether a tensor aliases an input."""
         return x.layout == torch.strided and memory_of(x) in self._given
 
     def find(self, x: Tensor) -> Lying | None:
-        """Where a tensor lies, if it is in the memory of a buffer, and within the extent of that."""
+        """The buffer that a tensor aliases, if it lies within the extent of that buffer."""
         if id(x) in self._same:
             return Lying(*self._same[id(x)], None)
         if x.layout != torch.strided or (found := self._known.get(memory_of(x))) is None:
@@ -167,16 +165,16 @@ class _Memories:
         return Lying(name, new, (tuple(x.shape), tuple(x.stride()), start))
 
     def why_not(self, name: str, x: Tensor) -> str:
-        """Why a tensor cannot be bound to a buffer: nothing keeps two others in one memory."""
+        """Why a tensor cannot be assigned to a buffer: compiled steps cannot keep this alias."""
         memory = memory_of(x) if x.layout == torch.strided else None
         if memory in self._parameters:
             return (
-                f"the forward assigns to buffer {name} what lies in the memory of parameter "
-                f"{self._parameters[memory]}, and would change with it; assign a copy: .detach().clone()"
+                f"the forward assigns to buffer {name} a tensor that shares memory with parameter "
+                f"{self._parameters[memory]} and would change with it; assign a copy: .detach().clone()"
             )
         if memory in self._known:
             return (
-                f"the forward assigns to buffer {name} what lies in the memory of buffer {self._known[memory][0]} as "
-                "another dtype, or beyond its end; assign a copy: .clone()"
+                f"the forward assigns to buffer {name} a tensor that shares memory with buffer "
+                f"{self._known[memory][0]} in another dtype, or beyond its end; assign a copy: .clone()"
             )
         return ""

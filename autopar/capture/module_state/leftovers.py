@@ -1,14 +1,14 @@
-"""What a capture leaves behind in Python objects: a forward that keeps tensors outside of its modules keeps fakes.
+"""Removes fake tensors that a captured forward has stored in Python objects outside of its modules.
 
     CACHE[n] = mask        a global dict; a global, a class attribute, a list, an attribute of an object, a closure
-    @lru_cache ...         a cache of a function
+    @lru_cache ...         the cache of a function
 
-A capture is no run of the model: where a fake is found, the holder is as it was before. A tensor that is made of sizes
-alone is the same whenever it is made, so steps lose nothing. One that depends on inputs, parameters or buffers that are
-written to would be another one after each step, and nothing tells steps: it is refused, with its holder's name.
+A holder of a fake tensor is restored to its state before the capture. A tensor that depends on sizes alone can be
+recomputed, so nothing is lost. A tensor that depends on inputs, parameters or mutable buffers would have to be updated
+by every step, which compiled steps cannot do: it is refused, with the name of its holder.
 
-Numbers and texts that a forward keeps (a memo) stay where the capture is that of a step, as they stay after the first
-forward in torch. A capture for a plan is before any forward: it takes them back, and they are made when a step is.
+Numbers and strings that a forward stores (memos) stay when a step is captured, as after a first forward in torch. A
+capture for a plan runs before any forward: it removes them again.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from autopar.adapters.fx.graph_nodes import node_of
 from autopar.capture.reads.memos import is_data, memo_text
 
 _FOREIGN = {"torch", "autopar", "numpy", "transformers", "builtins", *sys.stdlib_module_names} - {"__main__"}
-_LARGE = 1000  # entries; of what is larger there is no copy
-_DEEP = 4  # holders of holders that are looked at
+_LARGE = 1000  # entries; larger containers are not copied
+_DEEP = 4  # depth of nested holders to search
 _MOST = 3000  # holders
 SIMPLE = {bool, int, float, complex, str}
 _CONTAINERS = (dict, list, set, deque)
 _FUNCTIONS = (types.FunctionType, CACHED)
-OF_SIZES = ("_like", "new_")  # parts of names of operators whose results take no values from their operand
+OF_SIZES = ("_like", "new_")  # in names of operators that use only the shape of their operand
 
 
 @contextmanager
 def nothing_left(trial: bool = False) -> Iterator[Leftovers]:
-    """Around a capture: afterwards nothing holds a fake of it. ``trial``: nor what it has kept in memos. Raises
-    ValueError for a holder that must not."""
+    """Context manager around a capture: removes its fake tensors from all holders afterwards, and with ``trial`` its
+    memos, too. Raises ValueError for a fake tensor that must not be dropped."""
     left = Leftovers()
     try:
         yield left
@@ -61,27 +61,27 @@ def nothing_left(trial: bool = False) -> Iterator[Leftovers]:
 
 
 class Leftovers:
-    """Of one capture. ``watch(replica)`` before the export of this module; `restore`, then `clear` after it."""
+    """Holders of one capture: call ``watch(replica)`` before the export, `restore` and then `clear` after it."""
 
     def __init__(self) -> None:
-        self.kept: dict[str, str] = {}  # what is a memo, or may be one, by name: see `memos`
-        self.taken_back = False  # whether the forward has kept something that the next one would find
+        self.kept: dict[str, str] = {}  # name -> text of possible memos, see `memos`
+        self.taken_back = False  # whether `take_back` removed a memo
         self._held: list[tuple[Any, str, dict[Any, Any]]] = []
         self._made: list[weakref.ref[Tensor]] = []
-        self._steady: set[int] = set()  # ids of what is alive at the end and made of sizes alone
+        self._steady: set[int] = set()  # ids of tensors at the end that depend on sizes alone
         self._varying: _Varying | None = None
         self._replica: nn.Module | None = None
 
     def watch(self, replica: nn.Module, model: nn.Module) -> None:
-        """What the code of its modules may reach is remembered as it is. ``model``: what it is a copy of."""
+        """Record the holders that the code of ``replica``, a copy of ``model``, can reach."""
         self._held = [(holder, name, _entries(holder)) for name, holder in _holders(replica, model)]
         self._replica, self._varying = replica, _Varying(replica)
-        number = id(self)  # what hooks hold counts as the module's own
+        number = id(self)  # hooks must not refer to self: it would count as state of the module
         _CAPTURES[number] = self
         replica.register_forward_hook(lambda *_: _CAPTURES[number]._end())
 
     def note(self, made: Any) -> None:
-        """A torch function of the forward has returned it."""
+        """Record the result of a torch function."""
         if isinstance(made, FakeTensor):
             self._made.append(weakref.ref(made))
         elif isinstance(made, (tuple, list)):
@@ -89,7 +89,7 @@ class Leftovers:
                 self.note(x)
 
     def _end(self) -> None:
-        """The forward has returned. What is alive has a node, or is a constant."""
+        """After the forward: find which live tensors depend on sizes alone, and memos."""
         mode = get_proxy_mode()
         if mode is not None and self._varying is not None:
             alive = {id(x): node_of(x, mode.tracer) for ref in self._made if (x := ref()) is not None}
@@ -97,7 +97,8 @@ class Leftovers:
             self.kept.update(self._memos())
 
     def _memos(self) -> Iterator[tuple[str, str]]:
-        """(name, text) of what each capture makes anew: fakes, and results of caches for modules of the copy."""
+        """(name, text) of memos that every capture creates: fake tensors, and cached results for modules of the
+        copy."""
         for holder, name, before, changed in self._changes():
             for key in (key for key in changed if before.get(key) is None):
                 x, of_copy = _entries(holder).get(key), isinstance(holder, CACHED) and not is_data(key)
@@ -106,13 +107,13 @@ class Leftovers:
                     yield name if of_copy else f"{name}{_label(holder, key)}", text
 
     def changed(self) -> list[str]:
-        """Names of numbers and texts that are others than before. What the cache of a function keeps is none."""
+        """Names of numbers and strings that the forward changed, without caches of functions."""
         changes = (change for change in self._changes() if not isinstance(change[0], CACHED))
         found = ((holder, name, key) for holder, name, _, keys in changes for key in keys)
         return [f"{name}{_label(holder, key)}" for holder, name, key in found if _is_simple(holder, key)]
 
     def _changes(self) -> Iterator[tuple[Any, str, dict[Any, Any], list[Any]]]:
-        """(holder, its name, what it held, keys of what is another), of holders with changes."""
+        """(holder, its name, its old entries, changed keys) of holders with changes."""
         for holder, name, before in self._held:
             now = _entries(holder)
             keys = [key for key in now.keys() | before.keys() if now.get(key, _NONE) is not before.get(key, _NONE)]
@@ -120,12 +121,12 @@ class Leftovers:
                 yield holder, name, before, keys
 
     def restore(self) -> str:
-        """Holders that are known are as they were; returns why the capture must be refused, if it must."""
+        """Restore recorded holders of fake tensors. Returns the error text if one must not be dropped, else ""."""
         refused = ""
         for holder, name, before, changed in self._changes():
             now = _entries(holder)
             fakes = {key: x for key in changed if (x := _fake_in(now.get(key))) is not None}
-            if isinstance(holder, CACHED):  # `clear` knows more of them
+            if isinstance(holder, CACHED):  # `clear` handles all caches
                 continue
             if not fakes:
                 simple = [key for key in changed if type(now.get(key)) in SIMPLE and type(before.get(key)) in SIMPLE]
@@ -139,7 +140,7 @@ class Leftovers:
         return refused
 
     def take_back(self) -> None:
-        """Numbers, texts and containers of these that the forward has put somewhere are no longer there."""
+        """Remove memos: numbers, strings and containers of these that the forward has stored."""
         for holder, _, before, changed in self._changes():
             now = _entries(holder)
             kept = {key for key in changed if is_data(now.get(key)) and is_data(before.get(key))}
@@ -149,13 +150,13 @@ class Leftovers:
                 self.taken_back = True
 
     def clear(self) -> str:
-        """After `restore`, when the copy of the model is gone: caches of functions, and whoever else still holds a
-        fake. As `restore`."""
+        """Remove fake tensors from caches of functions and from all other holders, after `restore` and when the copy of
+        the model is gone. Returns as `restore`."""
         for module in list(self._replica.modules()) if self._replica is not None else ():
-            module.__dict__.clear()  # what it has kept, it has kept for itself
+            module.__dict__.clear()  # its own attributes go with it
         if all(ref() is None for ref in self._made):
             return ""
-        gc.collect(1)  # what the export has left in cycles
+        gc.collect(1)  # cycles that the export has left
         varying = {id(x) for ref in self._made if (x := ref()) is not None and id(x) not in self._steady}
         held = [f"the cache of {name}" for name, x in self.emptied_caches() if id(x) in varying]
         if left := [x for ref in self._made if (x := ref()) is not None]:
@@ -163,8 +164,8 @@ class Leftovers:
         return _refusal(held[0]) if held else ""
 
     def emptied_caches(self) -> Iterator[tuple[str, Tensor]]:
-        """Empties the caches of functions that hold fakes. Gives their names, and a fake of each."""
-        known = [x for _, _, held in self._held for x in held.values()]  # the collector does not tell frozen objects
+        """Clear caches of functions that hold fake tensors. Yields their names, each with a fake tensor."""
+        known = [x for _, _, held in self._held for x in held.values()]  # gc does not list frozen objects
         caches = {id(x): x for x in (*known, *gc.get_objects()) if type(x) is CACHED}
         for cache in caches.values():
             if not _is_foreign(cache.__module__ or "") and (x := _fake_in(gc.get_referents(cache))) is not None:
@@ -178,20 +179,20 @@ _NONE = object()
 
 def _refusal(holder: str) -> str:
     return (
-        f"the forward keeps a tensor that depends on its inputs or weights in {holder}, outside of its modules, where "
-        "steps put nothing; return it as an output, or write it into a buffer"
+        f"the forward keeps a tensor that depends on its inputs or weights in {holder}, outside of its modules, which "
+        "compiled steps do not update; return it as an output, or write it to a buffer"
     )
 
 
 class _Varying:
-    """Which values are others in another step."""
+    """Which values may differ between steps."""
 
     def __init__(self, replica: nn.Module) -> None:
         self._parameters = sum(1 for _ in replica.named_parameters(remove_duplicate=False))
         self._buffers = sum(1 for _ in replica.named_buffers(remove_duplicate=False))
 
     def is_behind(self, node: Node) -> bool:
-        """Whether a node takes values of an input, a parameter, or a buffer that is written to."""
+        """Whether a node depends on values of an input, a parameter, or a mutable buffer."""
         places = {x: i for i, x in enumerate(n for n in node.graph.nodes if n.op == "placeholder")}
         seen, queue = {node}, [node]
         while queue:
@@ -213,12 +214,12 @@ def _writes(node: Node, x: Node) -> bool:
     return schema is not None and schema.is_mutable and node.args[:1] == (x,)
 
 
-# --- holders that are known beforehand ---------------------------------------------------------------------
+# --- holders that can be found before the forward ---------------------------------------------------------------------
 
 
 def _holders(replica: nn.Module, model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(name, what may hold a tensor) of what the code of the modules finds by name: files, what the copy shares with
-    the model, and what these hold."""
+    """(name, holder) of objects that code of the modules reaches by name: Python modules, what the copy shares with the
+    model, and holders within them."""
     classes = {cls for m in replica.modules() for cls in type(m).__mro__}
     own_functions = [x for m in replica.modules() for held in (m.__dict__, *_hooks(m)) for x in held.values()]
     found = [x for cls in classes for x in (cls, *vars(cls).values())] + own_functions
@@ -263,7 +264,7 @@ def _is_foreign(module: str) -> bool:
 
 
 def _holds(x: Any) -> bool:
-    """Whether something can come to hold a tensor."""
+    """Whether an object may store a tensor."""
     if isinstance(x, _CONTAINERS):
         return len(x) <= _LARGE
     if isinstance(x, (types.ModuleType, nn.Module, Tensor)):
@@ -280,7 +281,7 @@ def _holds(x: Any) -> bool:
 
 
 def _entries(holder: Any) -> dict[Any, Any]:
-    """What it holds, by a key of its own."""
+    """The entries of a holder by key."""
     if isinstance(holder, dict):
         return dict(holder)
     if isinstance(holder, (list, deque)):
@@ -305,11 +306,11 @@ def _entries(holder: Any) -> dict[Any, Any]:
 
 
 class _Variable(str):
-    """The name of a variable that a function closes over."""
+    """Key of a closure variable: its name."""
 
 
 class _Default(int):
-    """The number of a default."""
+    """Key of a default argument: its index."""
 
 
 def _label(holder: Any, key: Any) -> str:
@@ -321,7 +322,7 @@ def _label(holder: Any, key: Any) -> str:
 
 
 def _fake_in(x: Any, depth: int = _DEEP) -> Tensor | None:
-    """A fake that a value holds."""
+    """A fake tensor within a value, or None."""
     if isinstance(x, FakeTensor):
         return x
     if depth and isinstance(x, (tuple, frozenset, *_CONTAINERS)):
@@ -341,7 +342,7 @@ def _put_back(holder: Any, before: dict[Any, Any], changed: list[Any]) -> None:
         (holder.update if isinstance(holder, set) else holder.extend)(before.values())
     elif isinstance(holder, CACHED):
         for key in changed:
-            if key not in before:  # what it no longer holds, it makes again
+            if key not in before:  # an entry that is gone will be recomputed
                 lookup_of(holder).pop(key, None)
     elif isinstance(holder, types.CellType):
         if before:
@@ -356,12 +357,12 @@ def _put_back(holder: Any, before: dict[Any, Any], changed: list[Any]) -> None:
                 delattr(holder, key)
 
 
-# --- whoever else holds something --------------------------------------------------------------------------
+# --- all other holders --------------------------------------------------------------------------
 
 
 def _taken_out(alive: list[Tensor], varying: set[int]) -> Iterator[str]:
-    """Takes fakes out of containers that an object holds. Gives the names of attributes that hold one, of which it is
-    not known what they held before, and of containers that hold one of ``varying``."""
+    """Remove fake tensors from containers in attributes of objects. Yields the names of attributes that hold one
+    themselves, whose old value is unknown, and of containers that hold one of ``varying``."""
     for holder in gc.get_referrers(*alive):
         if holder is alive or type(holder) not in _CONTAINERS:
             continue
@@ -380,7 +381,7 @@ def _taken_out(alive: list[Tensor], varying: set[int]) -> Iterator[str]:
 
 
 def _owner(attributes: Any, referrers: list[Any]) -> Any:
-    """The object whose attributes these are, if it is the user's."""
+    """The object with this ``__dict__``, if it is the user's."""
     users = (x for x in referrers if not _is_foreign(type(x).__module__) and not isinstance(x, nn.Module))
     return next((x for x in users if getattr(x, "__dict__", None) is attributes), None)
 

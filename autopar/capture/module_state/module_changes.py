@@ -1,9 +1,9 @@
-"""What a forward may do to its own modules while it is captured, as what it means for the values that it computes.
+"""Changes of its own modules that a forward may make while it is captured.
 
-    self.register_buffer("seen", x)                      a name for a value: it is kept on the copy as a plain attribute
-    self.classifier = self.classifier.to(self.dtype)     the module computes with its parameters and buffers cast
+    self.register_buffer("seen", x)                      becomes a plain attribute of the copy
+    self.classifier = self.classifier.to(self.dtype)     the copy computes with cast parameters and buffers
 
-Both are done on a copy that is thrown away; that the model itself does not change is said of all such state.
+The changes are made on the traced copy, which is discarded; a warning says that the model itself does not change.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor, nn
 
 @contextlib.contextmanager
 def changes_as_values(running: Callable[[], bool], said: dict[str, None]) -> Iterator[None]:
-    """Within, while ``running()``: modules take new buffers and casts without changing what is registered. ``said``
-    gets what is to be told."""
+    """Context manager: while ``running()``, new buffers and casts of modules leave registered tensors unchanged.
+    Warnings are added to ``said``."""
     register, to = nn.Module.register_buffer, nn.Module.to
 
     def register_buffer(self: nn.Module, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         if running() and tensor is not None and name not in self._buffers:
             self.__dict__[name] = tensor
         else:
-            register(self, name, tensor, persistent)  # as assignments to buffers do
+            register(self, name, tensor, persistent)  # handled like assignments to buffers
 
     def cast(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not running():
@@ -37,11 +37,11 @@ def changes_as_values(running: Callable[[], bool], said: dict[str, None]) -> Ite
         for module in self.modules() if dtype is not None else ():
             for name, x in [*module._parameters.items(), *module._buffers.items()]:
                 if x is not None and (x.is_floating_point() or x.is_complex()) and x.dtype != dtype:
-                    module.__dict__[name] = value = x.to(dtype)  # found before what is registered
+                    module.__dict__[name] = value = x.to(dtype)  # shadows the registered tensor
                     if value is not x:
                         said[
                             f"capture: the forward casts {type(module).__name__}.{name} to {dtype}: steps compute with "
-                            f"a cast of it, and it stays {x.dtype}"
+                            f"a cast copy, and the model keeps {x.dtype}"
                         ] = None
         return self
 

@@ -1,12 +1,12 @@
-"""Does a forward compute with what the one before it has left in Python objects? A capture sees one forward.
+"""Detects forwards that compute with Python state of an earlier forward, which a capture of one forward cannot show.
 
     y = h if self.last is None else h + self.last
     self.last = h.detach()                            the next forward would take the other branch
     self.count += 1; y = h * self.count               each forward would compute something else
 
-So a forward that changes Python state is run again on fakes: the second one is watched for tensors that the first has
-made of its inputs or of parameters, and the third must call what the second does. Buffers are no part of this: steps
-carry them on.
+A forward that changes Python state is run three times on fake tensors: the second run must not use tensors that the
+first computed from inputs or parameters, and the third must make the same calls as the second. Buffers are allowed:
+compiled steps carry their state.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from autopar.capture.side_effects.other_clocks import OTHER_TIMES, Endless, othe
 
 
 def found_again(replica: nn.Module, arguments: Mapping[str, Any], mode: FakeTensorMode, clocks: bool) -> str | None:
-    """What a forward of a structure copy computes with that an earlier one has left: the path of a tensor, or "" for
-    numbers. None if there is nothing, or the forward does not run on fakes alone. The copy is used up. ``clocks``: it
-    may ask what time it is, and is run at another time, too."""
+    """The state of an earlier forward that a structure copy computes with: the path of a tensor, or "" for numbers.
+    None if there is none, or if the forward does not run on fake tensors. The copy is not usable afterwards.
+    ``clocks``: the forward may read a clock, so run it at other times, too."""
     watch = _Watch(replica)
     try:
         with mode, watch:
@@ -39,7 +39,7 @@ def found_again(replica: nn.Module, arguments: Mapping[str, Any], mode: FakeTens
             second, watch.calls = watch.calls, []
             if watch.read is None:
                 replica(**watch.fresh(arguments))
-    except Exception:  # whatever a forward does to numbers that fakes do not have
+    except Exception:  # fake tensors have no values to read
         return None
     if watch.read is not None:
         return watch.read
@@ -51,15 +51,15 @@ def found_again(replica: nn.Module, arguments: Mapping[str, Any], mode: FakeTens
                 replica(**watch.fresh(arguments))
         except Endless:
             continue
-        except Exception:  # which it did not raise before
+        except Exception:  # it did not raise before
             same = False
         same = same and second == watch.calls
     return None if same else ""
 
 
 class _Watch(TorchFunctionMode):
-    """``read``: the path of a tensor of the first forward that a later one has computed with. calls: of functions, with
-    what is no tensor."""
+    """Records torch functions. read: the path of a tensor of the first forward that a later one used. calls: (function,
+    arguments that are not tensors)."""
 
     def __init__(self, replica: nn.Module) -> None:
         super().__init__()
@@ -74,18 +74,18 @@ class _Watch(TorchFunctionMode):
             self._varying[parameter] = True
 
     def fresh(self, arguments: Mapping[str, Any]) -> Any:
-        """Arguments that no forward has seen."""
+        """New tensors for the arguments of a forward."""
         found = pytree.tree_map_only(Tensor, lambda x: x.detach(), dict(arguments))
         self._note([x for x in pytree.tree_leaves(found) if isinstance(x, Tensor)], True)
         return found
 
     def first_is_over(self) -> None:
-        """What is alive and varies is kept somewhere."""
+        """Find the tensors that the first forward has kept and that depend on inputs or parameters."""
         alive = [x for ref in self._made if (x := ref()) is not None]
         kept = {id(x): "a container outside of its modules" for x in alive if x in self._varying}
         paths = {id(x): path.lstrip(".") for path, x in walk_attributes(self._replica) if id(x) in kept}
         self._kept = {i: path for i, path in (kept | paths).items() if i not in self._registered}
-        self._alive, self.calls = alive, []  # alive: so that no other tensor gets their ids
+        self._alive, self.calls = alive, []  # keep them alive, so that ids are not reused
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

@@ -1,4 +1,4 @@
-"""What code reads by name: of its file, as attributes, and by texts that may be names or environment variables."""
+"""Names that code objects read: globals, attributes, and strings that may be names or environment variables."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _known_globals: dict[types.CodeType, frozenset[str]] = {}
 
 @dataclass(frozen=True)
 class CodeNames:
-    """Of code and the functions inside of it. names: what they read of their file or as attributes, and texts that may
-    be such (``getattr(self, "gate")``), in order; texts: all of them; imported: what they may import."""
+    """Names in a code object and its nested functions. names: globals, attributes and strings that are identifiers
+    (``getattr(self, "gate")``), sorted; texts: all strings; imported: what they may import."""
 
     names: tuple[str, ...]
     texts: tuple[str, ...]
@@ -48,7 +48,7 @@ class CodeNames:
 
 
 def names_in(code: types.CodeType) -> CodeNames:
-    """Looked for once, where the code is of a file."""
+    """Names in a code object, cached for code that is in a file."""
     known = _known_names.get(code)
     if known is None or len(_known_names) > 1 << 16:
         known = CodeNames.of(code)
@@ -58,7 +58,7 @@ def names_in(code: types.CodeType) -> CodeNames:
 
 
 def globals_in(code: types.CodeType) -> frozenset[str]:
-    """Names that code, and the functions inside of it, look up in their file: none of attributes."""
+    """Names that a code object and its nested functions read as globals, without attributes."""
     known = _known_globals.get(code)
     if known is None or len(_known_globals) > 1 << 16:
         inner = (globals_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
@@ -68,7 +68,7 @@ def globals_in(code: types.CodeType) -> frozenset[str]:
 
 
 def imported_modules(name: str, package: str) -> Iterator[types.ModuleType]:
-    """Modules that an import of this name within a package may mean."""
+    """Loaded modules that an import of this name within a package may refer to."""
     for path in _paths(name, package):
         if isinstance(module := sys.modules.get(path), types.ModuleType):
             yield module
@@ -81,7 +81,7 @@ def _paths(name: str, package: str) -> tuple[str, ...]:
 
 
 def package_of(function: types.FunctionType) -> str:
-    """That the imports of a function are relative to."""
+    """The package that relative imports of a function refer to."""
     scope = function.__globals__
     return str(scope.get("__package__") or scope.get("__name__") or "")
 
@@ -89,8 +89,8 @@ def package_of(function: types.FunctionType) -> str:
 def environment_read(
     names: Collection[str], texts: Iterable[str], values: Iterable[Any]
 ) -> dict[str, str | None] | None:
-    """The environment's variables that code may read, those that it names; None where it makes up names. ``values``:
-    what stands under names that it reads, for those of the environment that go by other names."""
+    """Environment variables that code may read: those that it names, or None for all if it builds names. ``values``:
+    the values of its globals, to find ``os.environ`` under other names."""
     if _ENVIRONMENT.isdisjoint(names) and _GIVES_ENVIRONMENT.isdisjoint(map(id, values)):
         return {}
     known = sorted({*texts, *names} - _ENVIRONMENT)

@@ -78,7 +78,7 @@ class ForwardReads(ReadValues):
     """``ForwardReads(model).guards``: guards for all that forwards of its modules read, their attributes included.
 
     ``modes``: whether the modules' ``training`` counts. Parameters, buffers and children are for others to watch;
-    ``untold``: what may change and cannot be compared, and where it is.
+    ``uncomparable``: what may change and cannot be compared, and where it is.
     """
 
     def __init__(self, root: nn.Module, modes: bool = True) -> None:

@@ -1,9 +1,10 @@
-"""What a forward keeps for the next one, as a text: of a number itself, of a tensor of the capture how it is made.
+"""Memos: values that a forward caches for the next one, described as text. A tensor is described by its operators.
 
     if self.table is None:
         self.table = torch.full((3,), GAIN)         ones.default([3]) and so on, with the number that GAIN was
 
-A step that is captured later makes it anew, where torch has what the first forward has kept. Equal texts: the same.
+A step that is captured later computes the memo again, where torch uses that of the first forward. If the texts are
+equal, the values are.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _MOST = 200  # operators
 
 
 def memo_text(x: Any) -> str | None:
-    """None for what cannot be compared, and for a tensor that inputs or parameters have a part in."""
+    """The text of a memo; None if it cannot be compared, or depends on inputs or parameters."""
     if type(x) in _NUMBERS:
         return repr(x)
     mode: Any = get_proxy_mode()
@@ -40,7 +41,7 @@ def memo_text(x: Any) -> str | None:
 
 
 def _made_by(node: Node, root: Any) -> str | None:
-    """The operators behind a node, in the order of their graph."""
+    """The operators that a node depends on, in graph order; None if one depends on an input."""
     behind, queue = {node}, [node]
     while queue:
         new = [y for y in queue.pop().all_input_nodes if y not in behind]
@@ -56,14 +57,14 @@ def _made_by(node: Node, root: Any) -> str | None:
         else:
             number = {y: f"%{i}" for i, y in enumerate(lines)}
             text = f"{x.target}{map_arg((x.args, x.kwargs), number.__getitem__)}"
-        if x.op == "placeholder" or "0x" in text:  # it has a part that may be another each time
+        if x.op == "placeholder" or "0x" in text:  # an input, or the address of an object
             return None
         lines[x] = text
     return "; ".join(lines.values())
 
 
 def is_data(x: Any, depth: int = 4) -> bool:
-    """Whether a value is numbers and texts alone, so that making it once more has no other effect."""
+    """Whether a value consists of numbers and strings alone, so that computing it again has no side effect."""
     if type(x) in _DATA or isinstance(x, (numpy.generic, numpy.ndarray)):
         return True
     if isinstance(x, _CONTAINERS):

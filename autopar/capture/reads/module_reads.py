@@ -1,7 +1,7 @@
-"""Attributes of one module that must not be read: its class gets a subclass that looks at names, of the same name.
+"""Attributes of one module that must not be read. Its class is replaced by a subclass that checks names.
 
-refuse_reads(block, ["last"], error)     block.last raises, until somebody sets it
-allow_reads(copy)                        a copy of such a module is of the class that it was
+refuse_reads(block, ["last"], error)     block.last raises until it is assigned
+allow_reads(copy)                        a copy of such a module gets its original class
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from typing import Any
 
 from torch import nn
 
-_REFUSED = "_autopar_refused"  # of such a class: names
+_REFUSED = "_autopar_refused"  # attribute of such a class: the names
 
 
 def refuse_reads(module: nn.Module, names: Iterable[str], error: Callable[[str], Exception]) -> None:
-    """From now on reading these attributes of this module, of no other of its class, raises the error, which gets the
-    name."""
+    """Make reads of these attributes of this module raise ``error(name)``."""
     refused = vars(type(module)).get(_REFUSED)
     if refused is None:
         refused = set[str]()
@@ -25,7 +24,7 @@ def refuse_reads(module: nn.Module, names: Iterable[str], error: Callable[[str],
 
 
 def allow_reads(module: nn.Module) -> None:
-    """The module is of its own class."""
+    """Restore the original class of a module."""
     if _REFUSED in vars(type(module)):
         object.__setattr__(module, "__class__", type(module).__mro__[1])
 
@@ -44,7 +43,7 @@ def _watched(cls: Any, refused: set[str], error: Callable[[str], Exception]) -> 
         refused.discard(name)
         cls.__delattr__(self, name)
 
-    facts = {key: getattr(cls, key) for key in ("__module__", "__qualname__", "__doc__")}
+    attributes = {key: getattr(cls, key) for key in ("__module__", "__qualname__", "__doc__")}
     methods = {"__getattribute__": get, "__setattr__": put, "__delattr__": drop, _REFUSED: refused}
-    made: type = type(cls)(cls.__name__, (cls,), {**facts, **methods})
+    made: type = type(cls)(cls.__name__, (cls,), {**attributes, **methods})
     return made

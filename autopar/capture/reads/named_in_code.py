@@ -1,4 +1,4 @@
-"""What the code of modules names: attributes that a forward sets (``self.calls += 1``), and all that it may read."""
+"""Names in the code of modules: attributes that a forward sets (``self.calls += 1``), and all that it may read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 
 def names_written(kind: type) -> frozenset[str]:
-    """The names of attributes that the forward of a class of modules, or a method that it names, may set."""
+    """Names of attributes that the forward of a module class, or a method that it calls, may set."""
     methods: dict[str, Any] = {}
     for cls in reversed(kind.__mro__):
         if cls not in (nn.Module, object):
@@ -28,8 +28,8 @@ def names_written(kind: type) -> frozenset[str]:
 
 
 def names_in_code(root: nn.Module) -> set[str]:
-    """Every name and text in the code of the modules' classes, of what their files have beside them, and in attributes:
-    what the code may read of a tensor is among them."""
+    """All names and strings in the code of the modules' classes, in other functions of their Python modules, and in
+    attributes: they include every attribute of a tensor that the code may read."""
     classes = {cls for m in root.modules() for cls in type(m).__mro__ if cls not in (nn.Module, object)}
     scopes = {id(f.__globals__): f.__globals__ for cls in classes for f in vars(cls).values() if _is_plain_function(f)}
     left = [x for cls in classes for x in vars(cls).values()]
@@ -42,7 +42,7 @@ def names_in_code(root: nn.Module) -> set[str]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """In an attribute: it may be the name of another one."""
+    """Strings in an attribute, which may be names of other attributes."""
     if isinstance(value, str):
         yield value
     elif type(value) in (list, tuple, set, dict):
@@ -55,7 +55,7 @@ def _is_plain_function(x: Any) -> bool:
 
 
 def _codes(value: Any) -> Iterator[types.CodeType]:
-    """Of a function, of those within it, and of those that it is wrapped around."""
+    """Code objects of a function, of nested functions, and of functions that it wraps."""
     left, seen = [value], set[int]()
     while left:
         x = left.pop()

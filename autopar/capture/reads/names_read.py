@@ -1,9 +1,9 @@
-"""What functions read beside their arguments: the names of their files, of classes and objects among those.
+"""Globals that functions read, with attributes of classes and objects among them.
 
     def forward(self, x): return helper(x) * Gain.of       helper, Gain, Gain.of; and what helper reads
 
-Of code outside of libraries also what the functions read that it reads. (Of libraries that would be thousands of names
-that nobody changes.)
+Functions outside of libraries are followed to the functions that they read. (In libraries that would be thousands of
+names that do not change.)
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _PLACES = ("stdlib", "platstdlib", "purelib", "platlib")
 _LIBRARIES = (*(sysconfig.get_paths()[name] for name in _PLACES), TORCH)
 MISSING = object()
 _OPAQUE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
-_CALLED = {"forward", "backward", "setup_context", "__init__", "__call__"}  # of a class, by another name
+_CALLED = {"forward", "backward", "setup_context", "__init__", "__call__"}  # methods called by other names
 
 Scope = Mapping[str, Any]
 Read = tuple[Scope, str, Any]
 
 
 def names_read(found: Iterable[Any], follow: bool = True) -> Iterator[Read]:
-    """(scope, name, value) of what functions read; ``follow``: of those outside of libraries, and what functions read
-    that they read."""
+    """(scope, name, value) of what functions read. ``follow``: skip functions of libraries, and include functions that
+    the others read."""
     left, seen = list(found), set[int]()
     while left:
         function = left.pop()
@@ -46,7 +46,7 @@ def names_read(found: Iterable[Any], follow: bool = True) -> Iterator[Read]:
 
 
 def _of_scope(scope: Scope, names: set[str]) -> Iterator[Read]:
-    """What is there of these names, and what classes, files and plain objects among it have of them (``Gain.of``,
+    """Values of these names in a scope, and in classes, Python modules and plain objects among them (``Gain.of``,
     ``config.SCALE``)."""
     for name in names:
         value = scope.get(name, MISSING)
@@ -68,6 +68,6 @@ def _is_filled(cell: types.CellType) -> bool:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Names that code, and functions inside of it, read from their file or as attributes."""
+    """Names that a code object and its nested functions read as globals or attributes."""
     inner = (_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
     return set(code.co_names).union(*inner)

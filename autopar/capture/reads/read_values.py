@@ -1,4 +1,4 @@
-"""The values that a forward may read, each once, and how each is compared (`forward_reads`)."""
+"""Visits the values that a forward may read, each once, and adds the guards that compare them (`forward_reads`)."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _ATOMS = frozenset([int, float, bool, complex, bytes, type(None), torch.dtype, t
 _PLAIN = (list, dict, set, deque, OrderedDict, defaultdict)
 _OPAQUE = (type(threading.Lock()), type(threading.RLock()), logging.Filterer, logging.LoggerAdapter, logging.Handler,
            threading.Event, threading.Condition, threading.Thread, torch.optim.Optimizer)  # fmt: skip
-_NOT_LOOKED_INTO = ("torch._", "torch.fx", "torch.utils", "torch.jit", "torch.distributed", "typing", "autopar.")
+_NOT_VISITED = ("torch._", "torch.fx", "torch.utils", "torch.jit", "torch.distributed", "typing", "autopar.")
 _WRAPPERS = (staticmethod, classmethod, property, functools.cached_property, functools.partialmethod,
              functools.singledispatchmethod, CACHED)  # fmt: skip
-_WITHIN = ("__func__", "fget", "fset", "func", "__wrapped__", "dispatcher")  # of those
+_WITHIN = ("__func__", "fget", "fset", "func", "__wrapped__", "dispatcher")  # attributes of these with functions
 GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator)
 _MOST = 50_000  # values
 _LARGEST = 1 << 26  # bytes of an array
@@ -45,11 +45,12 @@ _PARTIAL = attrgetter("func", "args", "keywords")
 
 
 class ReadValues(abc.ABC):
-    """``known``: what is watched by others. What functions, classes and files are is for the subclass."""
+    """Visitor of values. ``known``: values that others watch. Subclasses handle functions, classes and Python
+    modules."""
 
     def __init__(self, known: Iterable[Any], modes: bool) -> None:
         self.guards = ReadGuards()
-        self.untold: list[tuple[Where, Any]] = []
+        self.uncomparable: list[tuple[Where, Any]] = []
         self._modes = modes
         self._seen: dict[int, Any] = {id(x): x for x in known}
         self._kept: list[Any] = []
@@ -84,13 +85,13 @@ class ReadValues(abc.ABC):
             return
         self._seen[id(x)] = x
         if len(self._seen) > _MOST:
-            self.untold.append((where, x))
+            self.uncomparable.append((where, x))
             return
         try:
             visit = next((visit for wanted, visit in _VISITS if isinstance(x, wanted)), ReadValues._object)
             visit(self, x, where)
-        except Exception:  # objects may do anything when they are looked at
-            self.untold.append((where, x))
+        except Exception:  # reading attributes may run any code
+            self.uncomparable.append((where, x))
 
     def _visit_all(self, values: Iterable[Any], where: Where) -> None:
         for value in values:
@@ -105,7 +106,7 @@ class ReadValues(abc.ABC):
         self.guards.tensor(x, where)
 
     def _other_module(self, x: nn.Module, where: Where) -> None:
-        """A module that is registered nowhere in the model: its tensors are constants."""
+        """An nn.Module that is not a submodule of the model: its tensors are constants."""
         for path, inner in x.named_modules():
             self._seen[id(inner)] = inner
             at = Where("", str(where.attribute(path) if path else where), "attribute ")
@@ -173,7 +174,7 @@ class ReadValues(abc.ABC):
             self._attributes(x, where)
 
     def _fixed(self, x: Iterable[Any], where: Where) -> None:
-        """A tuple: what it holds may change, but not which."""
+        """A tuple: its items may change inside, but are always the same objects."""
         self._visit_entries(enumerate(x), where)
         if getattr(x, "__dict__", None):
             self._attributes(x, where)
@@ -199,19 +200,19 @@ class ReadValues(abc.ABC):
         self.guards.value(_texts, x, where, equal=True)
 
     def _iterator(self, x: Iterator[Any], where: Where) -> None:
-        self.untold.append((where, x))
+        self.uncomparable.append((where, x))
         if not isinstance(x, types.GeneratorType):
             self._attributes(x, where)
 
     def _generator(self, x: Any, where: Where) -> None:
-        self.untold.append((where, x))
+        self.uncomparable.append((where, x))
 
     def _still(self, x: Any, where: Where) -> None:
-        """What has no state, or none that a forward reads."""
+        """Objects without state that a forward reads."""
         self._kept.append(x)
 
     def _object(self, x: Any, where: Where) -> None:
-        if type(x).__module__.startswith(_NOT_LOOKED_INTO):
+        if type(x).__module__.startswith(_NOT_VISITED):
             return
         if owner_of_module(type(x).__module__) == USER:
             self.guards.value(_CLASS, x, where)
@@ -219,7 +220,7 @@ class ReadValues(abc.ABC):
             if memoryview(x).nbytes <= _LARGEST:
                 self.guards.contents(x, where)
             else:
-                self.untold.append((where, x))
+                self.uncomparable.append((where, x))
         self._attributes(x, where)
 
 
@@ -256,7 +257,7 @@ _VISITS: tuple[tuple[Any, Callable[..., None]], ...] = (
     (functools.partial, ReadValues._partial),
     (_WRAPPERS, ReadValues._wrapper),
     (type, ReadValues._a_class),
-    (types.ModuleType, lambda self, x, where: self._python_module(x, where)),  # of the subclass
+    (types.ModuleType, lambda self, x, where: self._python_module(x, where)),  # in the subclass
     (CONTAINERS, ReadValues._container),
     ((tuple, frozenset), ReadValues._fixed),
     (types.MappingProxyType, ReadValues._proxy),

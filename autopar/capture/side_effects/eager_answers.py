@@ -1,12 +1,12 @@
-"""What a forward asks of how it runs: it is told what it would be without autopar.
+"""Questions of a forward about how it runs, answered as in eager mode.
 
-    if torch.compiler.is_compiling(): ...       False in a forward; torch and transformers see that an export goes on
-    if torch.is_grad_enabled(): ...             that the forward has asked is noted: under no_grad it has another graph,
-    if torch.is_inference_mode_enabled(): ...   and under inference_mode a third one
-    if type(x) is torch.Tensor: ...             of a tensor that stands for one, too
+    if torch.compiler.is_compiling(): ...       False in a forward; torch and transformers see that they are exported
+    if torch.is_grad_enabled(): ...             noted: the forward then has another graph under no_grad,
+    if torch.is_inference_mode_enabled(): ...   and a third one under inference_mode
+    if type(x) is torch.Tensor: ...             True for a fake tensor, too
 
-Functions of Python may have been imported under any name, so their code is what is replaced. One of C is looked for
-under its names in torch and in what is not torch.
+Python functions may have been imported under any name, so their code objects are replaced. C functions are replaced
+under all their names in modules.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.adapters.grad_mode import InferenceRegion, told_inference
+from autopar.adapters.grad_mode import InferenceRegion, seen_inference
 from autopar.capture.branches.known_values import REAL
 from autopar.capture.reads.code_names import names_in
 from autopar.capture.reads.code_owners import USER, owner_of_function, owner_of_module
@@ -34,15 +34,15 @@ _OF_COMPILERS = (
     ("torch._dynamo.external_utils", "is_compiling"),
     ("torch.fx._symbolic_trace", "is_fx_tracing"),
 )
-# transformers' own models compute the same either way, and keep tensors or look at values where nobody traces.
+# Models of transformers compute the same either way, but store tensors or read values if they are not traced.
 _TOLD, _PASSES_ON = "transformers.", "transformers.utils.import_utils"
-_ASKED: dict[tuple[str, str], Callable[[], bool]] = {}  # (module, name) -> the function with its own code
+_ASKED: dict[tuple[str, str], Callable[[], bool]] = {}  # (module, name) -> the function with its original code
 _OF_GRAD_MODE = (torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.is_inference)
 
 
 @contextmanager
 def answered_as_eager() -> Iterator[None]:
-    """Within: code that is neither torch's, transformers' nor ours is told that nobody compiles or exports."""
+    """Context manager: code outside of torch, transformers and autopar sees no compilation or export."""
     functions: list[Any] = [getattr(sys.modules[m], name) for m, name in _OF_COMPILERS if m in sys.modules]
     codes = [function.__code__ for function in functions]
     for function, code in zip(functions, codes, strict=True):
@@ -64,12 +64,12 @@ def _stand_in() -> bool:  # runs with the global names of the function that it s
 
 
 def answer(asked: FrameType) -> bool:
-    """What a question, in its frame, is answered to who asks it."""
+    """The answer for the caller of a replaced function; ``asked``: the frame of the function."""
     frame = asked.f_back
     while frame is not None and frame.f_globals.get("__name__") == _PASSES_ON:
         frame = frame.f_back
-    told = frame is None or not is_outside(frame) or frame.f_globals.get("__name__", "").startswith(_TOLD)
-    return told and _ASKED[asked.f_globals["__name__"], asked.f_code.co_name]()
+    sees_export = frame is None or not is_outside(frame) or frame.f_globals.get("__name__", "").startswith(_TOLD)
+    return sees_export and _ASKED[asked.f_globals["__name__"], asked.f_code.co_name]()
 
 
 # --- the grad mode ------------------------------------------------------------------------------------
@@ -77,8 +77,8 @@ def answer(asked: FrameType) -> bool:
 
 @contextmanager
 def noticed_grad_mode(note: Callable[[], None], mode: str, note_tensor: Callable[[], None]) -> Iterator[None]:
-    """Within: ``note`` is called when code that is neither torch's nor ours asks for the grad mode, which is answered
-    as in ``mode``; ``note_tensor``, when it asks that of a tensor."""
+    """Context manager: code outside of torch and autopar sees the grad mode ``mode``. ``note`` is called when it reads
+    the grad mode, ``note_tensor`` when it reads ``is_inference`` of a tensor."""
 
     enabled, inference, _ = _OF_GRAD_MODE
 
@@ -88,11 +88,11 @@ def noticed_grad_mode(note: Callable[[], None], mode: str, note_tensor: Callable
         return enabled()
 
     def is_inference_mode_enabled() -> bool:
-        told = told_inference()
-        if told is None or not is_outside(sys._getframe(1)):
+        inferring = seen_inference()
+        if inferring is None or not is_outside(sys._getframe(1)):
             return inference()
         note()
-        return told
+        return inferring
 
     def is_inference(x: Tensor) -> bool:
         if is_outside(sys._getframe(1)):
@@ -112,8 +112,8 @@ def noticed_grad_mode(note: Callable[[], None], mode: str, note_tensor: Callable
 
 
 def _names_of_grad_mode() -> list[tuple[dict[str, Any], str, Callable[..., bool]]]:
-    """(names of a module, the one by which it knows a function, the function). Modules that are as long as they were
-    are known."""
+    """(namespace of a module, name of the function in it, the function). Modules whose number of names has not changed
+    are not searched again."""
     for key, module in list(sys.modules.items()):
         names = getattr(module, "__dict__", {})
         if _LENGTHS.get(key) != len(names) and not key.startswith(("torch.", "autopar.")):
@@ -136,8 +136,8 @@ _HOLDERS: dict[str, list[str]] = {}
 
 @contextmanager
 def eager_types(model: nn.Module) -> Iterator[None]:
-    """Within: in the user's files that the model's classes lead to, ``type`` of a tensor that stands for one is what
-    it would be without autopar."""
+    """Context manager: in the user's modules that the model's classes reach, ``type`` of a fake tensor is Tensor or
+    Parameter, as without autopar."""
     scopes = [scope for scope in _files_of(model) if "type" not in scope and _names_type(scope)]
     for scope in scopes:
         scope["type"] = _EagerType
@@ -149,7 +149,7 @@ def eager_types(model: nn.Module) -> Iterator[None]:
 
 
 class _AsksEager(type):
-    """Of a class that is used like ``type``."""
+    """Metaclass of a class that is used like ``type``."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and isinstance(args[0], Tensor) and type(args[0]) not in REAL and not kwargs:
@@ -164,11 +164,11 @@ class _AsksEager(type):
 
 
 class _EagerType(type, metaclass=_AsksEager):
-    """``type``, to the user's code."""
+    """``type``, as the user's code sees it."""
 
 
 def _files_of(model: nn.Module) -> list[dict[str, Any]]:
-    """The names of the user's files that classes of modules are of, and of those that these name."""
+    """Namespaces of the user's Python modules that define classes of the model, and of modules that these import."""
     classes = {cls for module in model.modules() for cls in type(module).__mro__}
     left = [f.__globals__ for cls in classes for f in vars(cls).values() if _is_users(f)]
     found: dict[int, dict[str, Any]] = {}

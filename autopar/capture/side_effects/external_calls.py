@@ -1,12 +1,12 @@
-"""What a forward asks the world outside of Python: clocks, entropy, files, processes.
+"""External calls of a forward: clocks, entropy, files, processes. Their results would be constants of the graph.
 
-    random.random(), os.urandom(4), uuid.uuid4()       refused: drawn when the forward is captured, and never again
-    open(path), torch.load(path), os.path.exists(p)    refused: a later step would not see another file
-    time.time(), datetime.now(), dist.get_rank()       noted: for a log they are harmless
+    random.random(), os.urandom(4), uuid.uuid4()       refused: drawn once, when the forward is captured
+    open(path), torch.load(path), os.path.exists(p)    refused: a later step would not see a changed file
+    time.time(), datetime.now(), dist.get_rank()       noted: harmless in a log message
 
-Such functions are written in C, go by any name and may be called by Python's own library, so the interpreter's profiler
-looks at every call of the forward, but for those within torch's functions: 0.2 us each. Who asks is the innermost code
-that is neither Python's own nor torch's. Loggers, progress bars, imports and tests may do anything.
+Such functions are written in C, may have any name and may be called by Python's standard library, so a profiler
+function sees every call of the forward, except those within torch functions: 0.2 us each. The caller is the innermost
+frame that is in neither the standard library nor torch. Loggers, progress bars, imports and tests may call anything.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _IN_DATES = {"now", "utcnow", "today"}
 _OF_MEMORY, _OF_RANKS = "torch.cuda.memory", "torch.distributed.distributed_c10d"
 _RANKS = {"get_rank", "get_node_local_rank", "get_group_rank"}
 _LOADS = ("torch.serialization", "torch.hub")
-# who may ask whatever it is, of Python's library and of others
+# packages that may call anything
 _FREE = {"logging", "warnings", "tqdm", "traceback", "inspect", "linecache", "importlib", "tokenize", "tempfile",
          "unittest", "_pytest", "pytest", "pdb", "bdb", "IPython", "wandb", "loguru", "structlog", "rich", "absl",
          "tensorboard", "cProfile", "profile", "transformers", "shutil", "sympy"}  # fmt: skip
@@ -54,9 +54,8 @@ _IMPORTS = "<frozen importlib"
 
 
 class ExternalCalls:
-    """``begin``, ``end``: around a forward, in whose thread the profiler then looks at calls; ``rest``: it does not
-    until ``look``. ``refuse(text, place)`` raises; ``noted``: what a forward
-    may ask, and in which line."""
+    """Profiles the calls of a forward between ``begin`` and ``end``, in their thread, but not from ``rest``
+    until ``look``. ``refuse(text, place)`` raises; ``noted``: allowed calls -> their line."""
 
     def __init__(self, refuse: Callable[[str, str], None]) -> None:
         self.noted: dict[str, str] = {}
@@ -66,13 +65,13 @@ class ExternalCalls:
         self._seeded: dict[int, random.Random] = {}  # in the forward
 
     def begin(self) -> None:
-        """The forward begins."""
+        """Before the forward."""
         self._before, self._on = sys.getprofile(), True
         _WATCHED.append(self)
         self.look()
 
     def end(self) -> None:
-        """It has returned, or raised."""
+        """After the forward, or its exception."""
         self._on = False
         _WATCHED.remove(self)
         sys.setprofile(None)
@@ -82,19 +81,19 @@ class ExternalCalls:
             sys.setprofile(self._before)
 
     def said(self) -> list[str]:
-        """What is to be said of questions that are noted."""
+        """Warnings for the calls in ``noted``."""
         return [
-            f"capture: {place}: the forward calls {name} while it is captured; should it compute with the answer, or "
-            "branch on it, it is the same in every step: ask outside of the forward and pass the answer in as a tensor"
+            f"capture: {place}: the forward calls {name} while it is captured; a computation or branch that uses the "
+            "result is the same in every step; call it outside of the forward and pass the result in as a tensor"
             for name, place in self.noted.items()
         ]
 
     def rest(self) -> None:
-        """A function of torch begins."""
+        """Before a torch function: stop profiling."""
         sys.setprofile(None)
 
     def look(self) -> None:
-        """It has returned."""
+        """After a torch function: profile again."""
         if self._on:
             sys.setprofile(self._called)
 
@@ -118,14 +117,14 @@ class ExternalCalls:
                 self._ask(frame.f_back, f"torch.distributed.{frame.f_code.co_name}", "")
 
     def _of_generator(self, held: random.Random, method: str, frame: FrameType) -> None:
-        """One that the forward makes and seeds draws the same numbers in every step anyway."""
+        """A generator that the forward creates and seeds draws the same numbers in every forward, so it is allowed."""
         if method == "seed" and held is not random._inst and frame.f_locals.get("a", 0) is not None:
             self._seeded[id(held)] = held
         elif id(held) not in self._seeded:
             self._ask(frame, f"random.{method}", _DRAWN)
 
     def _ask(self, frame: FrameType | None, name: str, how: str) -> None:
-        """``how``: why it is refused; "" for what is noted."""
+        """``how``: the reason to refuse the call; "" to note it."""
         found = _asker(frame, how == _DRAWN)
         if found is None:
             return
@@ -137,12 +136,12 @@ class ExternalCalls:
         self.noted.setdefault(name, place)
 
     def opens(self, frame: FrameType) -> None:
-        """A file is opened to be read."""
+        """Called when a file is opened for reading."""
         if self._on and sys.getprofile() is not None:
             self._ask(frame, "open", _EVERY_STEP)
 
 
-_WATCHED: list[ExternalCalls] = []  # of the thread that captures
+_WATCHED: list[ExternalCalls] = []  # by this thread
 
 
 @contextmanager
@@ -236,4 +235,14 @@ def _kinds() -> Iterator[tuple[Any, tuple[str, str]]]:
 
 
 _KINDS: dict[Any, tuple[str, str]] = dict(_kinds())
-_OFTEN = {dict, list, str, type(sys), type(None), int, tuple, set, Tensor}  # whose methods ask nobody
+_OFTEN = {
+    dict,
+    list,
+    str,
+    type(sys),
+    type(None),
+    int,
+    tuple,
+    set,
+    Tensor,
+}  # types of frequent method calls, which are harmless

@@ -1,12 +1,12 @@
-"""Looks at every torch function that a traced forward calls, for what a graph would leave out without a word.
+"""Watches every torch function that a traced forward calls, for effects that a graph would silently drop.
 
-a real tensor with a gradient, or one of the model's own   it entered behind the back of the copy: a global
-                                                           variable, a list, a class; its gradient would be lost
-h.register_hook(f), h.retain_grad(), x.backward()          act on a backward that is not this one
+a real tensor with a gradient, or one of the model's own   refused: reached through a global variable, a list or a
+                                                           class instead of the traced copy; it would get no gradient
+h.register_hook(f), h.retain_grad(), x.backward()          refused: they act on another backward than that of a step
 w.data                                                     read as w.detach(): the same value, in the graph
-if t: raise ...                                            checks of values, and what may run always (`guards`)
-lengths.tolist(), x[mask]                                  answered where no input has a part (`known_values`)
-loss(y[mask], x[mask])                                     all rows are kept, the others weigh nothing (`selected_rows`)
+if t: raise ...                                            resolved, see `data_dependent_branches`
+lengths.tolist(), x[mask]                                  folded if they depend on no input, see `known_values`
+loss(y[mask], x[mask])                                     keeps all rows and masks them, see `mask_indexing`
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from autopar.adapters.copying.fake import MARKS, Owned
 from autopar.adapters.copying.fake_deepcopy import path_of
 from autopar.adapters.grad_fn_paths import UNKNOWN, GradFnPaths, start_of
-from autopar.adapters.grad_mode import told_inference
+from autopar.adapters.grad_mode import seen_inference
 from autopar.adapters.tensors.tags import ReplacedTensors
 from autopar.capture.branches.data_dependent_branches import answered
 from autopar.capture.branches.known_values import REAL, KnownValues, is_real
@@ -36,7 +36,7 @@ from autopar.capture.branches.mask_indexing import MaskIndexing
 from autopar.capture.reads.code_owners import TORCH, is_ours, is_torchs
 from autopar.capture.side_effects.external_calls import ExternalCalls
 
-# What stands between a line and the torch function that it calls, besides the modes.
+# Files whose frames are between a line and the torch function that it calls.
 _DELEGATES = {
     str(Path(TORCH, name))
     for name in ("_tensor.py", "overrides.py", "autograd/__init__.py", "autograd/graph.py", "nn/utils/rnn.py")
@@ -44,20 +44,19 @@ _DELEGATES = {
 
 
 class Refused(ValueError):
-    """What a forward does that cannot be captured; the line is where it was raised, if there is no ``place``."""
+    """A forward cannot be captured. ``place``: the line; if empty, the line in which this was raised."""
 
     place = ""
 
 
 class FunctionWatch(TorchFunctionMode):
-    """Within: the forward of ``replica``, a structure copy of a model that owns ``owned``, is traced under watch.
+    """Context manager that watches the forward of ``replica``, a structure copy of a model that owns ``owned``.
 
-    ``instead``: what is called in place of some functions; ``noted``: gets all that functions return. Raises Refused
-    in the line at fault. ``refused`` keeps the first one, for a forward that catches exceptions.
-    ``running``: whether the forward does, for the export calls functions of its own before and after. ``said``: what is
-    to be said of branches that were not asked for values, and the like. ``known``: values that it may ask for.
-    ``gradients``: for each leaf of what it has returned, the parameters that its backward reaches; None: not known.
-    ``asks_grad_mode``: whether it has asked if there are gradients. ``outside``: what it asks the outside world.
+    ``instead`` maps functions to their replacements; ``noted`` is called with all results. Raises Refused in the line
+    at fault; ``refused`` keeps the first error, in case the forward catches it. ``running``: whether the forward is
+    running (the export calls functions before and after it). ``said``: warnings. ``known``: constant values.
+    ``gradients``: for each output leaf, the parameters that its backward reaches, or None if unknown.
+    ``asks_grad_mode``: whether the forward has read the grad mode. ``outside``: its external calls.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class FunctionWatch(TorchFunctionMode):
         self._instead, self._noted = instead, noted
         self._replica, self._owned = replica, owned
         self._places, self._tags = dict(_places(replica)), ReplacedTensors(replica)
-        self._trained: dict[str, bool] = {}  # parameter -> whether it has a gradient, before the forward
+        self._trained: dict[str, bool] = {}  # parameter -> requires_grad before the forward
         self.outside = ExternalCalls(self.refuse)
         self.known = KnownValues()
         self.rows = MaskIndexing(self.refuse)
@@ -80,7 +79,7 @@ class FunctionWatch(TorchFunctionMode):
         self.running = False
         self.asks_grad_mode = False
         self.gradients: list[frozenset[str] | None] = []
-        number = id(self)  # what hooks hold counts as the module's own
+        number = id(self)  # hooks must not refer to self: it would count as state of the module
         _WATCHES[number] = self
         replica.register_forward_pre_hook(lambda *_: _WATCHES[number]._begins(), prepend=True)
         replica.register_forward_hook(lambda *_: _WATCHES[number]._ends(), always_call=True)
@@ -99,11 +98,11 @@ class FunctionWatch(TorchFunctionMode):
             self.outside.look()
 
     def __exit__(self, *error: Any) -> None:
-        self._ends()  # a forward that raises need not come there
+        self._ends()  # the hook is not called for every exception
         super().__exit__(*error)
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        reads = getattr(func, "__name__", "") == "__get__"  # of its shape, for example
+        reads = getattr(func, "__name__", "") == "__get__"  # an attribute, such as its shape
         if not reads and any(isinstance(x, DTensor) for x in (*args, *kwargs.values())):
             self.refuse(_ON_A_MESH)
         args, kwargs = tuple(self._seen(x) for x in args), {name: self._seen(x) for name, x in kwargs.items()}
@@ -146,33 +145,34 @@ class FunctionWatch(TorchFunctionMode):
         self.running = False
 
     def _finished(self, made: Any) -> None:
-        """The forward has returned."""
+        """After the forward: check its result."""
         self.gradients = self._gradients(made)
         if self.rows.are_in(made):
             self.refuse(
-                "the forward returns rows that a mask has picked, x[mask], whose number only values tell; return all "
+                "the forward returns rows selected by a mask, x[mask], whose number depends on the data; return all "
                 "rows, and the mask"
             )
         leak = self.rows.leak()
         if leak is not None:
             self.refuse(
-                f"{leak.name} takes rows that a mask has picked, x[mask], out of sight of torch functions, where their "
-                "number is not followed; keep all rows and weigh by the mask"
+                f"{leak.name} uses rows selected by a mask, x[mask], in code that calls no torch function, where "
+                "capture cannot mask them; keep all rows and multiply by the mask"
             )
 
     def _gradients(self, made: Any) -> list[frozenset[str] | None]:
-        """See `gradients`."""
+        """The value of ``gradients``."""
         named = dict(self._replica.named_parameters())
         new = [name for name in named if name not in self._trained]
         if new:
             self._refuse_later(
-                f"the forward makes the parameter {new[0]}, which has no place on the mesh and no step would train; "
-                "make it in __init__, or call the model once before parallelize"
+                f"the forward creates parameter {new[0]}, which would not be trained; create it in __init__, or call "
+                "the model once before parallelize"
             )
         switched = [name for name, x in named.items() if self._trained.get(name, x.requires_grad) != x.requires_grad]
         if switched:
             self._refuse_later(
-                f"the forward changes requires_grad of {switched[0]}, which a step has when it begins; change it before"
+                f"the forward changes requires_grad of {switched[0]}, which is fixed during a step; change it "
+                "between steps"
             )
         trained = [(name, x) for name, x in named.items() if x.requires_grad]
         paths = GradFnPaths({start_of(x): 2 << i for i, (_, x) in enumerate(trained)})
@@ -186,11 +186,11 @@ class FunctionWatch(TorchFunctionMode):
         ]
 
     def _refuse_later(self, text: str) -> None:
-        """For what no line of the forward is at fault for."""
+        """Record an error that belongs to no line of the forward."""
         self.refused = self.refused or Refused(text)
 
     def _seen(self, x: Any) -> Any:
-        """An argument, with what the export has put into the module in place of a tensor that a closure holds."""
+        """An argument, with tensors that closures hold replaced by those that the export put into the module."""
         if type(x) in (list, tuple):
             return type(x)(self._seen(y) for y in x)
         if not isinstance(x, Tensor):
@@ -203,13 +203,12 @@ class FunctionWatch(TorchFunctionMode):
         return x
 
     def _look_at(self, x: Tensor) -> None:
-        """A real tensor: a constant of the graph."""
+        """Check a real tensor, which becomes a constant of the graph."""
         name = self._owned.name_of(x)
         if name is not None:
             self.refuse(
-                f"the forward uses {name} of the model, but not as an attribute of a module: through a global variable "
-                "or a class, which a copy of the model shares with it; its gradient would be lost; reach it through "
-                "self, a closure, or an argument of a hook"
+                f"the forward uses {name} of the model through a global variable or a class, where it would get no "
+                "gradient; use it through self, a closure, or an argument of a hook"
             )
         mark = MARKS.get(x)
         if mark is None and not (x.requires_grad and torch.is_grad_enabled()):
@@ -217,27 +216,27 @@ class FunctionWatch(TorchFunctionMode):
         path = path_of(self._replica, x)
         kept = f"the tensor kept as {path}" if path else f"a tensor {tuple(x.shape)} from outside of the model"
         if mark is not None:
-            self.refuse(f"the forward uses {kept}, which {mark}: it would be frozen; make it in the forward")
+            self.refuse(f"the forward uses {kept}, which {mark} and would be a constant; compute it in the forward")
         self.refuse(
-            f"the forward uses {kept}, which requires grad and is no parameter: it would get no gradient; register it "
-            "with a module (an nn.Parameter as attribute, nn.ParameterList), or pass it in detached"
+            f"the forward uses {kept}, which requires grad but is not a parameter and would get no gradient; register "
+            "it with a module (an nn.Parameter as attribute, nn.ParameterList), or pass it in detached"
         )
 
     def asked_grad_mode(self) -> None:
-        """The forward has asked whether there are gradients."""
+        """Called when the forward reads the grad mode."""
         self.asks_grad_mode = True
 
     def asked_inference(self) -> None:
-        """The forward has asked that of a tensor."""
+        """Called when the forward reads ``is_inference`` of a tensor."""
         self.asked_grad_mode()
-        if told_inference():
+        if seen_inference():
             self.refuse(
-                "x.is_inference() under inference_mode: which values are of that mode is not known; ask "
-                "torch.is_inference_mode_enabled(), or call the model under torch.no_grad()"
+                "x.is_inference() cannot be captured under inference_mode; use torch.is_inference_mode_enabled(), or "
+                "call the model under torch.no_grad()"
             )
 
     def refuse(self, text: str, place: str = "") -> None:
-        """Raises Refused, in the line that runs, or for that at ``place``."""
+        """Raises Refused, for the current line or for ``place``."""
         if self.refused is None:
             self.refused = Refused(text)
             self.refused.place = place
@@ -248,14 +247,14 @@ _WATCHES: weakref.WeakValueDictionary[int, FunctionWatch] = weakref.WeakValueDic
 
 
 def _places(replica: nn.Module) -> Iterator[tuple[int, tuple[dict[str, Any], str]]]:
-    """(id of a tensor, where its module keeps it)."""
+    """(id of a tensor, (entries of its module, name))."""
     for module in replica.modules():
         for entries in (module._parameters, module._buffers):
             yield from ((id(tensor), (entries, name)) for name, tensor in entries.items() if tensor is not None)
 
 
 def caller() -> FrameType | None:
-    """The line that called a torch function."""
+    """The frame that called a torch function."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (
         frame.f_code.co_filename in _DELEGATES or "__torch_function__" in frame.f_code.co_name
@@ -265,7 +264,7 @@ def caller() -> FrameType | None:
 
 
 def is_outside(frame: FrameType) -> bool:
-    """Whether a line is neither torch's nor ours."""
+    """Whether a frame is in neither torch nor autopar."""
     return _is_outside(frame.f_code.co_filename)
 
 
@@ -279,20 +278,20 @@ _DATA: Callable[..., Any] = _ATTRIBUTES.data.__get__
 _TELLS_GRAD_MODE = {_ATTRIBUTES.requires_grad.__get__, _ATTRIBUTES.grad_fn.__get__, _ATTRIBUTES.is_leaf.__get__}
 _TRUTH = (Tensor.__bool__, torch.equal, Tensor.equal, torch.allclose, Tensor.allclose)
 _ON_A_MESH = (
-    "the forward uses a parameter of a parallel model through a global variable or a class: its gradient would be "
-    "lost; reach it through self, a closure, or an argument of a hook"
+    "the forward uses a parameter of a parallel model through a global variable or a class, where it would get no "
+    "gradient; use it through self, a closure, or an argument of a hook"
 )
 _GRADIENT = "a step has its own backward; use an autograd.Function, or hooks on the parameters of the result"
 _REFUSED: dict[Any, str] = {
     Tensor.register_hook: f"a hook on the gradient of an intermediate value would not be called: {_GRADIENT}",
     Tensor.register_post_accumulate_grad_hook: f"a gradient hook in the forward would not be called: {_GRADIENT}",
     Tensor.retain_grad: f"the gradient of an intermediate value would not be kept: {_GRADIENT}",
-    _ATTRIBUTES.grad.__get__: "the forward reads a gradient, which would be frozen; pass it in as an input",
+    _ATTRIBUTES.grad.__get__: "the forward reads a gradient, which would be a constant; pass it in as an input",
     _ATTRIBUTES.data.__set__: "the forward replaces the data of a tensor; return the value, or copy_ it into a buffer",
     Tensor.backward: "a backward within the forward cannot be captured; return the loss",
     torch._VF._pack_padded_sequence: (
-        "pack_padded_sequence makes sizes of lengths, which only values tell; run the RNN on the padded sequences, and "
-        "take what it makes at the lengths by gather, or weigh it by a mask"
+        "pack_padded_sequence makes data-dependent sizes from lengths; run the RNN on the padded sequences, and gather "
+        "its outputs at the lengths, or multiply them by a mask"
     ),
     torch.autograd.backward: "a backward within the forward cannot be captured; return the loss",
 }

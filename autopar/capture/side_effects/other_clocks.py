@@ -1,11 +1,11 @@
-"""Clocks that answer something else: does a forward compute with what they say, or branch on it?
+"""Detects whether a forward computes with the time, or branches on it, by running it with other clocks.
 
     with other_clocks(replica, 3600.0, operator.not_): replica(**batch)
 
-An hour later `time.time() % 1` is another number, but ``datetime.now().hour < 12`` and ``localtime().tm_min == 7`` may
-be what they were. So numbers that a clock tells are of classes whose comparisons may answer the opposite.
-A clock is found under its own name, under names and in partials of the user's files, and as an attribute of a module:
-there functions of C that are called by others (`map`, `operator.call`), which no profiler sees, meet it as well.
+An hour later `time.time() % 1` differs, but ``datetime.now().hour < 12`` and ``localtime().tm_min == 7`` may not. So
+clocks return instances of classes whose comparisons can be inverted. Clocks are replaced under their own names, under
+names and in partials of the user's modules, and in attributes of modules, so that calls from C functions (`map`,
+`operator.call`), which no profiler sees, are covered, too.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from torch import nn
 
 from autopar.capture.reads.code_owners import USER, owner_of_file, owner_of_module
 
-# (seconds ahead, what comparisons answer): another month, day, hour, minute and second, then another half of the day;
-# and the opposite now, and always the same
+# (seconds ahead, result of comparisons): another month, day, hour, minute and second, then another half of the day;
+# then at the true time inverted, and constant
 OTHER_TIMES: tuple[tuple[float, Callable[[bool], bool]], ...] = (
     (41_234_567.891, bool), (41_281_428.891, bool), (0.0, operator.not_), (0.0, lambda _: True), (0.0, lambda _: False),
 )  # fmt: skip
 _SECONDS = ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime")
-_OF_A_TIME = {"localtime": 0, "gmtime": 0, "ctime": 0, "strftime": 1}  # at which place they may be given one
+_OF_A_TIME = {"localtime": 0, "gmtime": 0, "ctime": 0, "strftime": 1}  # index of the argument that may be a time
 _TIME, _LOCAL, _REAL_DATE, _REAL_DATETIME = time.time, time.localtime, datetime.date, datetime.datetime
-_MOST_ANSWERS = 10_000  # a loop that waits for a clock would not end
+_MOST_ANSWERS = 10_000  # else a loop that waits for a clock would not end
 _ENTROPY = {"urandom", "getrandom"}
-_ASKED = {time, datetime, random, secrets, uuid}  # modules whose functions the user's code may hand on
+_ASKED = {time, datetime, random, secrets, uuid}  # modules whose functions may be passed on to C functions
 
 
 class Endless(Exception):
@@ -46,7 +46,7 @@ class Endless(Exception):
 
 
 class _Turning:
-    """What comparisons answer, how many have been asked, and how far ahead clocks are."""
+    """State of the replaced clocks: result of comparisons, number of comparisons, seconds ahead."""
 
     answers, later = 0, 0.0
     answer: Callable[[bool], bool] = bool
@@ -63,17 +63,17 @@ _COMPARISONS = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")
 _ARITHMETIC = tuple(f"__{r}{op}__" for op in ("add", "sub", "mul", "mod", "floordiv", "truediv") for r in ("", "r"))
 
 
-def _told_class(base: Any, results: tuple[str, ...]) -> Any:
-    """A class of numbers or dates that a clock has told; so are ``results`` of its methods."""
+def _clock_class(base: Any, results: tuple[str, ...]) -> Any:
+    """A class for results of clocks. Methods in ``results`` return such instances, too."""
     entries: dict[str, Any] = {n: _then(getattr(base, n), _Turning.of) for n in _COMPARISONS}
-    entries |= {n: _then(getattr(base, n), _told) for n in results if hasattr(base, n)}
+    entries |= {n: _then(getattr(base, n), _from_clock) for n in results if hasattr(base, n)}
     if base in (int, float):
         entries["__bool__"] = _then(base.__bool__, _Turning.of)
     return _StandIn(base.__name__, (base,), entries | {"__hash__": base.__hash__})
 
 
 class _StandIn(type):
-    """Instances of a class that stands in for another are those of the other."""
+    """Metaclass: isinstance accepts instances of the replaced class."""
 
     def __instancecheck__(cls, x: Any) -> bool:
         return isinstance(x, cls.__mro__[1])
@@ -83,15 +83,15 @@ def _then(method: Callable[..., Any], made_of: Callable[[Any], Any]) -> Callable
     return lambda self, *others: made_of(method(self, *others))
 
 
-def _told(x: Any) -> Any:
+def _from_clock(x: Any) -> Any:
     if type(x) is time.struct_time:
-        return time.struct_time([*map(_told, x)])
+        return time.struct_time([*map(_from_clock, x)])
     classes = {int: _INT, float: _FLOAT, str: _STR}
     return classes[type(x)](x) if type(x) in classes else x
 
 
 _INT, _FLOAT, _STR = (
-    _told_class(base, (*_ARITHMETIC, "__neg__", "__abs__", "__round__", "__getitem__")) for base in (int, float, str)
+    _clock_class(base, (*_ARITHMETIC, "__neg__", "__abs__", "__round__", "__getitem__")) for base in (int, float, str)
 )
 
 
@@ -104,14 +104,14 @@ def _later(ask: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _dates(base: Any, fields: tuple[str, ...]) -> Any:
-    """A class of dates: fields are numbers that a clock has told."""
-    found = _told_class(base, ("weekday", "isoweekday", "timestamp", "toordinal"))
-    found.__new__ = lambda cls, *args, **kwargs: base(*args, **kwargs)  # a date that the forward names is no clock's
+    """A class of dates whose fields are results of clocks."""
+    found = _clock_class(base, ("weekday", "isoweekday", "timestamp", "toordinal"))
+    found.__new__ = lambda cls, *args, **kwargs: base(*args, **kwargs)  # a date that the forward constructs
     for name in ("today", "now", "utcnow"):
         if hasattr(base, name):
             setattr(found, name, classmethod(functools.partial(_later, getattr(base, name))))
     for name in fields:
-        setattr(found, name, property(_then(getattr(base, name).__get__, _told)))
+        setattr(found, name, property(_then(getattr(base, name).__get__, _from_clock)))
     return found
 
 
@@ -123,14 +123,14 @@ def _stand_in(name: str) -> Callable[..., Any]:
     clock = getattr(time, name)
     if name not in _OF_A_TIME:
         unit = (lambda x: int(x * 1e9)) if name.endswith("_ns") else float
-        return lambda *args: _told(clock(*args) + unit(_Turning.later))
+        return lambda *args: _from_clock(clock(*args) + unit(_Turning.later))
     place = _OF_A_TIME[name]
 
     def at_a_time(*args: Any) -> Any:
         if len(args) > place and args[place] is not None:
             return clock(*args)
         now = _TIME() + _Turning.later
-        return _told(clock(*args[:place], _LOCAL(now) if place else now))
+        return _from_clock(clock(*args[:place], _LOCAL(now) if place else now))
 
     return at_a_time
 
@@ -143,7 +143,7 @@ _CLOCKS: dict[Any, Any] = {
 
 
 def _instead(x: Any) -> Any:
-    """What stands in for a clock, or a partial of one; None for all else."""
+    """The replacement of a clock, or of a partial of one; else None."""
     if isinstance(x, functools.partial) and _is_clock(x.func):
         return functools.partial(_CLOCKS[x.func], *x.args, **x.keywords)
     return _CLOCKS[x] if _is_clock(x) else None
@@ -160,7 +160,8 @@ def _users_files() -> list[ModuleType]:
 
 @contextmanager
 def other_clocks(replica: nn.Module, later: float, answer: Callable[[bool], bool]) -> Iterator[None]:
-    """Within: clocks are so many seconds ahead, and comparisons of what they tell give ``answer`` of the true one."""
+    """Context manager: clocks are ``later`` seconds ahead, and comparisons of their results return ``answer(true
+    result)``."""
     scopes = [vars(time), vars(datetime), *map(vars, _users_files()), *(vars(m) for m in replica.modules())]
     found = [(scope, n, x, new) for scope in scopes for n, x in scope.items() if (new := _instead(x)) is not None]
     held = [cell for function in _functions(replica) for cell in function.__closure__ or ()]
@@ -181,8 +182,8 @@ def other_clocks(replica: nn.Module, later: float, answer: Callable[[bool], bool
 
 
 def asked_out_of_sight(replica: nn.Module) -> str:
-    """Names of what asks a clock or draws, and may be called by a function of C, in the user's code that the modules
-    reach by names: "clock or random". "" if there are none."""
+    """Names of clocks and random functions in the user's code that C functions may call unseen, as "clock or random".
+    "" if there are none."""
     found = {name: None for m in replica.modules() for name, x in vars(m).items() if _asks(x, set())}
     for function in _functions(replica):
         names = {n for code in _within(function.__code__) for n in code.co_names}
@@ -192,7 +193,7 @@ def asked_out_of_sight(replica: nn.Module) -> str:
 
 
 def _functions(replica: nn.Module) -> Iterator[FunctionType]:
-    """Those of the user that the modules have, and those that their code names."""
+    """The user's functions of the modules, and those that their code refers to."""
     left = [x for m in replica.modules() for x in (*vars(m).values(), *type(m).__mro__)]
     seen = set[int]()
     while left:
@@ -212,7 +213,7 @@ def _functions(replica: nn.Module) -> Iterator[FunctionType]:
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # nothing yet
+    except ValueError:  # empty
         return None
 
 

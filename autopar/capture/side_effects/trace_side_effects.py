@@ -1,7 +1,7 @@
-"""What a capture freezes without an operator to show for it: draws of Python's generators, and Python state.
+"""Side effects of a forward in Python: random numbers from Python and NumPy, and Python state.
 
-A forward runs while it is captured, for each shape of the batch, and never again. A number that Python draws in it is
-the same in every step; a counter that it moves stands still.
+The Python code of a forward runs only while it is captured, once for each batch shape. So a random number drawn in
+Python is the same in every step, and a counter stops counting.
 """
 
 from __future__ import annotations
@@ -47,21 +47,20 @@ _ATTRIBUTE = re.compile(r"(?:(?P<path>[\w.]+)\.)?(?P<name>\w+)(?:\[.*\])?")
 
 
 @contextmanager
-def frozen_facts(replica: nn.Module, kept: dict[str, str]) -> Iterator[Collection[str]]:
-    """Around the capture of a structure copy. A draw or a seed in the forward raises Refused in its line.
+def frozen_state(replica: nn.Module, kept: dict[str, str]) -> Iterator[Collection[str]]:
+    """Context manager around the capture of a structure copy. Drawing or seeding in the forward raises Refused.
 
-    Gives the paths of Python state that the forward changes, filled while it runs. ``kept``: gets what stands where
-    nothing was before (`memos`). Warns of them, and of a draw whose
-    line was not seen.
+    Yields the paths of Python state that the forward changes, filled while it runs, and warns of them. Adds possible
+    `memos` to ``kept``: values where there was none before.
     """
-    generators, (changed, untold) = _generator_states(), _watch_state(replica, kept)
+    generators, (changed, uncomparable) = _generator_states(), _watch_state(replica, kept)
     with _refusing():
         yield changed
     for name, state in _generator_states().items():
         if name in generators and generators[name] != state:
             warn_of(
-                f"capture: {name} was drawn from meanwhile; if the forward did it, every step has the same number: "
-                "draw outside of it and pass the numbers in",
+                f"capture: numbers were drawn from {name} during the capture; if the forward drew them, they are the "
+                "same in every step: draw them outside of the forward and pass them in",
                 stacklevel=5,
             )
     drawn = [path for path, fact in changed.items() if str(fact).startswith(_GENERATOR)]
@@ -70,24 +69,24 @@ def frozen_facts(replica: nn.Module, kept: dict[str, str]) -> Iterator[Collectio
     taken = [path for path, fact in changed.items() if str(fact).startswith(_ITERATOR)]
     if taken:
         raise ValueError(f"capture: the forward takes items from {taken[0]}{_ITEMS}")
-    for path, kind in untold.items():
+    for path, kind in uncomparable.items():
         warn_of(
-            f"capture: the forward may read {path}, whose changes between steps are not seen, for nothing tells what "
-            f"{kind} holds; keep what changes in a plain attribute, a container or a buffer",
+            f"capture: the forward may read {path}, {kind}, whose contents cannot be compared, so a change between "
+            "steps goes unnoticed; keep values that change in a plain attribute, a container or a buffer",
             stacklevel=5,
         )
     if changed:
         more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
         warn_of(
-            f"capture: the forward changes Python state: {', '.join(list(changed)[:_SHOWN])}{more}; it runs once for "
-            "each shape of the batch and not in every step: steps see the values of that run, and the changes are "
-            "seen nowhere else; keep numbers that change in buffers, and return what is read outside",
+            f"capture: the forward changes Python state: {', '.join(list(changed)[:_SHOWN])}{more}; compiled steps "
+            "keep the values seen while tracing and drop later changes; use a buffer for values that change, and "
+            "return values that you want to read",
             stacklevel=5,
         )
 
 
 def attributes_of(replica: nn.Module, changed: Collection[str]) -> list[tuple[str, str]]:
-    """(path of the module, attribute) of the changes that are one, or are within a container that is one."""
+    """(path of the module, attribute) of changed attributes, and of attributes with changes inside."""
     modules = {path for path, _ in replica.named_modules()}
     found: dict[tuple[str, str], None] = {}
     for change in changed:
@@ -101,7 +100,7 @@ def attributes_of(replica: nn.Module, changed: Collection[str]) -> list[tuple[st
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Within: the functions that draw from global generators, or tell or set their seeds, are refused to models."""
+    """Context manager: models may not call functions that draw from global generators, or get or set their seeds."""
     replaced: list[tuple[ModuleType, str, Any]] = []
     for module, names in _drawing():
         for name in names:
@@ -144,15 +143,15 @@ def _generator_states() -> dict[str, str]:
 
 
 def _watch_state(replica: nn.Module, kept: dict[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Filled with the paths of what the forward changes, in the order of the model, and of what it reads and cannot be
-    compared. The export puts attributes back afterwards, so hooks look."""
+    """(paths of what the forward changes, in model order; paths of what it reads that cannot be compared). Both are
+    filled by hooks around the forward, since the export restores attributes afterwards."""
     changed: dict[str, Any] = {}
-    untold: dict[str, str] = {}
-    number = id(changed)  # what hooks hold counts as the module's own
+    uncomparable: dict[str, str] = {}
+    number = id(changed)  # hooks must not refer to it: it would count as state of the module
 
     def start(*_: Any) -> None:
         reads = ForwardReads(replica)
-        _BEFORE.setdefault(number, []).append((_state(replica), reads, [state_of(x) for _, x in reads.untold]))
+        _BEFORE.setdefault(number, []).append((_state(replica), reads, [state_of(x) for _, x in reads.uncomparable]))
 
     def end(*_: Any) -> None:
         after, (state, reads, facts) = _state(replica), _BEFORE[number].pop()
@@ -162,29 +161,29 @@ def _watch_state(replica: nn.Module, kept: dict[str, str]) -> tuple[dict[str, An
         if changed:
             kept.update(_new_values(replica, state, ours))
         changed.update({str(w): "another" for w in reads.guards.changed() if w.own and not w.kind})
-        for (where, x), fact in zip(reads.untold, facts, strict=True):
+        for (where, x), fact in zip(reads.uncomparable, facts, strict=True):
             if state_of(x) != fact and not where.kind:
                 changed[str(where)] = state_of(x)
             elif state_of(x) == fact and not isinstance(x, GENERATORS):
-                untold[str(where)] = f"a {type(x).__qualname__}"
+                uncomparable[str(where)] = f"a {type(x).__qualname__}"
 
     replica.register_forward_pre_hook(start, prepend=True)
     handle = replica.register_forward_hook(end, always_call=True)
-    return changed, untold
+    return changed, uncomparable
 
 
-_BEFORE: dict[int, list[tuple[dict[str, Any], ForwardReads, list[Any]]]] = {}  # of forwards that run
+_BEFORE: dict[int, list[tuple[dict[str, Any], ForwardReads, list[Any]]]] = {}  # of running forwards
 
 
 def _state(root: nn.Module) -> dict[str, Any]:
-    """What can be compared of all that is reached from a module: numbers and texts, sizes, states of generators."""
+    """Comparable state of all objects that a module reaches: numbers, strings, sizes, states of generators."""
     registered = {id(t) for _, t in (*root.named_parameters(), *root.named_buffers())}
     facts = ((path, state_of(x)) for path, x in walk_attributes(root) if id(x) not in registered)
     return {path.lstrip("."): fact for path, fact in facts if fact is not None and not _is_dynamos(path)}
 
 
 def _new_values(root: nn.Module, before: dict[str, Any], but: str) -> Iterator[tuple[str, str]]:
-    """(path, its text) of what stands where nothing was."""
+    """(path, text) of new values where there was none before."""
     for path, x in ((path.lstrip("."), x) for path, x in walk_attributes(root)):
         new = before.get(path) in (None, repr(None)) and not path.startswith(but) and not _is_dynamos(path)
         if new and (text := memo_text(x)) is not None:
@@ -192,12 +191,12 @@ def _new_values(root: nn.Module, before: dict[str, Any], but: str) -> Iterator[t
 
 
 def _is_dynamos(path: str) -> bool:
-    """Notes of torch's own on functions, when they are first called."""
+    """Attributes that dynamo sets on functions."""
     return "._torchdynamo_" in path or ".__dynamo_" in path
 
 
 def state_of(x: Any) -> Any:
-    """What can be compared of one object: a number, the size of a list, the state of a generator; None for others."""
+    """Comparable state of one object: a number, the size of a list, the state of a generator; None for others."""
     if type(x) in _SIMPLE or isinstance(x, (SymInt, SymFloat, SymBool)):
         return repr(x)
     if isinstance(x, Tensor):
@@ -215,7 +214,7 @@ def state_of(x: Any) -> Any:
 
 
 def _place_of(x: Any) -> Any:
-    """How far an iterator has come, as far as it tells."""
+    """The position of an iterator, as far as it can be read."""
     if isinstance(x, GeneratorType):
         frame = x.gi_frame
         if frame is None:
@@ -232,13 +231,13 @@ def _place_of(x: Any) -> Any:
 
 
 def _flat(parts: Any) -> Iterator[Any]:
-    """What tuples hold."""
+    """The items of nested tuples."""
     for part in parts:
         yield from _flat(part) if isinstance(part, tuple) else [part]
 
 
 def _simple(x: Any) -> Any:
-    """A number or a text; of others which it is, and numbers and texts among their attributes."""
+    """A number or string; for other objects their identity, and numbers and strings among their entries."""
     if type(x) in _SIMPLE:
         return repr(x)
     if isinstance(x, dict):
@@ -247,7 +246,7 @@ def _simple(x: Any) -> Any:
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Paths of what is another than before, and of new attributes; not of what they hold."""
+    """Paths of changed and new values, without paths inside of them."""
     found: list[str] = []
     for path, fact in after.items():
         within = tuple(f"{known}{mark}" for known in found for mark in ".[<(")

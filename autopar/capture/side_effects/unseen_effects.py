@@ -1,11 +1,11 @@
-"""What a forward does to autograd that no torch function shows: contexts that it enters, hooks on nodes of autograd.
+"""Effects on autograd that no torch function shows: contexts that a forward enters, hooks on autograd nodes.
 
-with torch.inference_mode(): ...            as under no_grad: no gradient goes through what is made there
-with saved_tensors_hooks(pack, unpack): ... refused, but for torch's own: its backward would take what unpack returns
-with a TorchDispatchMode of the model: ...  refused: it sees operators below autograd, which are not those of the graph
+with torch.inference_mode(): ...            as under no_grad: its results have no gradient
+with saved_tensors_hooks(pack, unpack): ... refused, except torch's own: the backward of a step would not call unpack
+with a custom TorchDispatchMode: ...        refused: it sees operators below autograd, which are not those of the graph
 h.grad_fn.register_hook(f)                  refused: a step has its own backward
 
-They may be reached under any name, so it is the classes that are changed.
+They may be imported under any name, so methods of the classes are replaced.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _OWN_BACKWARD = "a step has its own backward"
 
 @contextmanager
 def seen_effects(refuse: Callable[[str], None]) -> Iterator[None]:
-    """Within: what is entered or registered while this thread traces. ``refuse`` raises."""
+    """Context manager: refuse or capture these effects while this thread traces. ``refuse`` raises."""
     traced, inference = traced_by_this_thread(), torch.inference_mode
     places: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
         (inference, "__enter__", _enter_inference_mode),
         (saved_tensors_hooks, "__enter__", lambda self: _check_hooks(self, refuse)),
         (TorchDispatchMode, "__enter__", lambda self: _check_mode(self, refuse)),
-        (_HookMixin, "_register_hook", lambda *_: refuse(f"a hook on a node of autograd would not be called: "
+        (_HookMixin, "_register_hook", lambda *_: refuse(f"a hook on an autograd node would not be called: "
                                                          f"{_OWN_BACKWARD}; use an autograd.Function")),
     )  # fmt: skip
     originals = [vars(cls)[name] for cls, name, _ in places]
@@ -47,7 +47,7 @@ def seen_effects(refuse: Callable[[str], None]) -> Iterator[None]:
 
 
 def _while(traced: Callable[[], bool], instead: Callable[..., Any], original: Any) -> Any:
-    """``instead`` of a method, which may return NotImplemented, where a forward is traced."""
+    """A method that calls ``instead`` while a forward is traced, and the original if that returns NotImplemented."""
     method = original.__func__ if isinstance(original, staticmethod) else original
 
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -58,7 +58,7 @@ def _while(traced: Callable[[], bool], instead: Callable[..., Any], original: An
 
 
 def _enter_inference_mode(self: Any) -> None:
-    """As in torch it is another grad mode, too; which its exit leaves."""
+    """Enter a region without gradients; torch's own exit leaves it."""
     self._inference_mode_context = InferenceRegion(self.mode)
 
 
@@ -72,7 +72,7 @@ def _check_mode(self: Any, refuse: Callable[[str], None]) -> Any:
     cls = type(self)
     if not cls.__module__.startswith(("torch.", "autopar.")):
         refuse(
-            f"the forward enters {cls.__qualname__}, a TorchDispatchMode, which sees operators below autograd and not "
-            "those of the graph; use a TorchFunctionMode"
+            f"the forward enters {cls.__qualname__}, a TorchDispatchMode, which sees operators below autograd instead "
+            "of those of the graph; use a TorchFunctionMode"
         )
     return NotImplemented

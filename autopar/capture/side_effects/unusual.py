@@ -1,4 +1,4 @@
-"""What a capture has seen that it captures, but that may not be what was meant: a warning, and how to find out."""
+"""Warnings about captures that may not do what was intended, with a way to check."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ _HOW = "autopar.verify(model, mesh, batch) compares a step on the first batch wi
 
 
 def warn_of(text: str, stacklevel: int = 1) -> None:
-    """Warns at the line ``stacklevel`` calls above the caller's own."""
+    """Warn, at the line ``stacklevel`` calls above the caller."""
     warnings.warn(f"{text}; {_HOW}", stacklevel=stacklevel + 1)

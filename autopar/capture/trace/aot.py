@@ -1,4 +1,4 @@
-"""The one place that talks to AOTAutograd: a function becomes the joint graph of its forward and backward."""
+"""AOTAutograd: traces a function into the joint graph of its forward and backward."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def traced_joint(run: Callable[..., Any], inputs: Sequence[Tensor], checked: Any
     """Forward and backward of a function of flat tensors as one graph of core operators; the forward alone if no input
     requires a gradient.
 
-    ``run`` runs under AOTAutograd, on stand-ins of the fakes ``inputs``. ``checked``: see `without_tokens`. Raises
-    ValueError where torch has no backward.
+    ``run`` is called under AOTAutograd, on its own versions of the fake tensors ``inputs``. ``checked``: see
+    `without_tokens`. Raises ValueError where torch has no backward.
     """
 
     def function(*args: Tensor) -> Any:
@@ -35,9 +35,9 @@ def traced_joint(run: Callable[..., Any], inputs: Sequence[Tensor], checked: Any
 
 
 def explain(error: RuntimeError) -> None:
-    """Raises ValueError, in words for the user, for what torch says of an operator without a derivative."""
+    """Raises ValueError for an operator without a derivative, from torch's error."""
     if "derivative" in str(error) or "differentia" in str(error):
         raise ValueError(
-            f"differentiate: {(str(error).splitlines() or ['?'])[0].rstrip('. ')}; torch has no backward here: detach "
-            "what it is applied to, or compute it in another way"
+            f"differentiate: {(str(error).splitlines() or ['?'])[0].rstrip('. ')}; torch has no backward for it; "
+            "detach its input, or use other operators"
         ) from error

@@ -1,18 +1,18 @@
-"""From torch's training graph to the flat functional one, node by node where that is enough.
+"""Decomposes torch's training graph into a flat functional graph, node by node where possible.
 
-    torch.export  --`ExportedProgram.run_decompositions`-->  flat graph        traces the whole graph once more
-                  --`decompose`-->                           the same graph    traces what is taken apart, alone
+    torch.export  --`ExportedProgram.run_decompositions`-->  flat graph        traces the whole graph again
+                  --`decompose`-->                           the same graph    traces decomposed operators only
 
-`run_decompositions` makes in-place operators functional, inlines grad-mode regions, takes apart composite operators
-whose result may share storage with an operand (reshape, to, chunk, contiguous), and leaves the others as they are
-(linear, layer_norm, sdpa). All of it looks at one node at a time, as long as what is written to has no views; else,
-and where `decompose` meets anything unknown, the graph takes the long way.
+`run_decompositions` makes in-place operators functional, inlines grad-mode regions, decomposes composite operators
+whose result may alias an operand (reshape, to, chunk, contiguous), and keeps the others (linear, layer_norm, sdpa).
+All of that is local to one node, unless a tensor that is written to has views. In that case, and where `decompose`
+meets anything unknown, it falls back to `run_decompositions`.
 
     q = mm(x, w); q.div_(z); y = reshape(q, [4, 8])   -->   q = mm(x, w); div = div(q, z); y = view(div, [4, 8])
     count.add_(1); return y                           -->   add = add(count, 1); return add, y
     z[1:].copy_(x); return z                          -->   z' = slice_scatter(z, copy(z[1:], x), 0, 1); return z'
 
-The second one writes to a buffer: its new value is a result of the graph, and the signature says so.
+The second example writes to a buffer: its new value is an output of the graph, and in the signature.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 _BATCH_NORM = torch.ops.aten.batch_norm.default  # writes to its statistics, though its schema does not say so
 
 
-class _NotKnown(Exception):
-    """What takes the long way."""
+class _Unsupported(Exception):
+    """`decompose` cannot handle a node; fall back to `run_decompositions`."""
 
 
 def decompose(program: ExportedProgram, table: Mapping[Any, Callable[..., Any]]) -> ExportedProgram:
@@ -54,7 +54,7 @@ def decompose(program: ExportedProgram, table: Mapping[Any, Callable[..., Any]])
     graph, known = bodies.graph, _Known(_buffers(program))
     try:
         returned = _copied(program.graph, program.graph_module, bodies, known, table)
-    except _NotKnown:
+    except _Unsupported:
         return decomposed(program, table)
     written = {name: known[node] for node, name in known.buffers.items() if node in known.written}
     graph.output((*written.values(), *returned))
@@ -68,29 +68,30 @@ def decompose(program: ExportedProgram, table: Mapping[Any, Callable[..., Any]])
 
 
 class _Known(dict[Any, Any]):
-    """Node -> what has become of it. ``buffers``: those that the graph may write to; ``written``: what it has."""
+    """Node of the old graph -> its value in the new one. ``buffers``: those that may be written to; ``written``: those
+    that were."""
 
     def __init__(self, buffers: Mapping[Node, str], given: Mapping[Node, Any] | None = None) -> None:
         super().__init__(given or {})
         self.buffers, self.written = buffers, set[Node]()
 
     def write(self, node: Node, value: Any, at: Node) -> None:
-        """From ``at`` on the tensor that ``node`` is has this value: whoever takes it, by any name, takes that one. (A
-        view that was made before, and is used later, would have to change as well.)"""
+        """Make ``value`` the value of the tensor of ``node`` after ``at``, under all its names. Unsupported if a view
+        from before is used later, since it would have to change as well."""
         root, names = _names(node)
         if root.op not in ("call_function", "placeholder") or (root.op == "placeholder" and root not in self.buffers):
-            raise _NotKnown
+            raise _Unsupported
         if root.op == "call_function" and _may_alias(root):
-            raise _NotKnown
+            raise _Unsupported
         before = {user for name in names for user in name.users if user < at and user not in names}
         if any(_may_alias(user) and _used_after(user, at) for user in before):
-            raise _NotKnown
+            raise _Unsupported
         self.written.add(root)
         self.update(dict.fromkeys([n for n in names if n in self or n is root], value))
 
 
 def _names(node: Node) -> tuple[Node, list[Node]]:
-    """The node that made a tensor, and all nodes that are this tensor: operators that write to it return it."""
+    """(node that created a tensor, all nodes for this tensor): in-place operators return it."""
     while mutates(node.target):
         node = _written(node)
     names = [node]
@@ -100,15 +101,15 @@ def _names(node: Node) -> tuple[Node, list[Node]]:
 
 
 def _used_after(view: Node, at: Node) -> bool:
-    """Whether somebody takes a view, or a view of it, after a node, or what that node returns of it."""
+    """Whether a view, or a view of it, is used after a node, or through the result of that node."""
     later = {user for user in view.users if user > at or (user is at and at.users)}
     return bool(later) or any(_used_after(user, at) for user in view.users if user < at and _may_alias(user))
 
 
 def _written(node: Node) -> Node:
-    """What an operator writes to."""
+    """The operand that an operator writes to."""
     if not node.args or not isinstance(node.args[0], Node):
-        raise _NotKnown
+        raise _Unsupported
     return node.args[0]
 
 
@@ -126,8 +127,7 @@ def _buffers(program: ExportedProgram) -> dict[Node, str]:
 
 
 def _copied(source: Graph, gm: GraphModule | None, to: _Bodies, known: _Known, table: Mapping[Any, Any]) -> Any:
-    """Copies a graph, of a module with regions, to the end of another, and returns what it returns. ``known``: nodes
-    that have been copied."""
+    """Append a graph, of a module with regions, to ``to``; returns its result. ``known``: nodes with values."""
     for node in source.nodes:
         if node in known or node.op == "get_attr":
             continue
@@ -135,7 +135,7 @@ def _copied(source: Graph, gm: GraphModule | None, to: _Bodies, known: _Known, t
             return pytree.tree_map_only(Node, known.__getitem__, node.args[0])
         if node.op == "placeholder":
             known[node] = copied_node(to.graph, node, known.__getitem__)
-            known[node].name = node.name  # the signature knows it by this one, a word of Python's (input) or not
+            known[node].name = node.name  # keep the name of the signature, even a Python builtin such as input
         elif node.target is _REGION:
             known[node] = _inlined(node, gm, to, known, table)
         elif node.target is operator.getitem and isinstance(known[node.args[0]], (tuple, list)):
@@ -146,11 +146,11 @@ def _copied(source: Graph, gm: GraphModule | None, to: _Bodies, known: _Known, t
 
 
 def _call(node: Node, to: _Bodies, known: _Known, table: Mapping[Any, Any]) -> Any:
-    """What becomes of an operator."""
+    """The value of an operator in the new graph."""
     if node.target is operator.getitem:
         return copied_node(to.graph, node, known.__getitem__)
     if not isinstance(node.target, OpOverload) or node.target in table:
-        raise _NotKnown
+        raise _Unsupported
     if node.target in LIFTS:
         return _traced(torch.ops.aten.clone.default, node, to, known)
     if node.target is torch.ops.aten.detach_.default and node.all_input_nodes[0].target in LIFTS:
@@ -179,7 +179,7 @@ def _batch_norm(node: Node, to: _Bodies, known: _Known) -> Any:
     """batch_norm(x, ..., mean, var) --> its result, and the new running statistics."""
 
     def call(*args: Any) -> Any:
-        return torch.ops.aten._native_batch_norm_legit_functional.default(*args[:-1])  # the last: whether to ask cuDNN
+        return torch.ops.aten._native_batch_norm_legit_functional.default(*args[:-1])  # without cudnn_enabled
 
     result, _, _, *statistics = _traced(call, node, to, known)
     for operand, value in zip(node.args[3:5], statistics, strict=True):
@@ -193,7 +193,7 @@ def _functional(node: Node, to: _Bodies, known: Mapping[Node, Any]) -> Any:
     assert isinstance(node.target, OpOverload)
     values = [known[x] for x in node.all_input_nodes]
     if node.target is torch.ops.aten.copy_.default and len(values) == 2 and values[0] is values[1]:
-        return values[0]  # m.count += 1 is m.count = m.count.add_(1), and a module copies what it is given to a buffer
+        return values[0]  # m.count += 1 calls m.count = m.count.add_(1), which copies the result to itself
     functional = _functional_overload(node.target)
     asked = {a.name for a in functional._schema.arguments if not a.has_default_value()}
     for argument in node.target._schema.arguments[len(node.args) :]:  # bernoulli_(x) is bernoulli(x, 0.5)
@@ -204,8 +204,8 @@ def _functional(node: Node, to: _Bodies, known: Mapping[Node, Any]) -> Any:
 
 @functools.cache
 def _functional_overload(in_place: OpOverload) -> OpOverload:
-    """The operator that returns what ``in_place`` writes. It takes the same types: of pow_.Scalar it is
-    pow.Tensor_Scalar, not pow.Scalar."""
+    """The functional form of an in-place operator, with the same argument types: pow.Tensor_Scalar for pow_.Scalar, not
+    pow.Scalar."""
     name = in_place._schema.name.removeprefix("aten::")
     packet = getattr(torch.ops.aten, name[:-1], None) if name.endswith("_") else None
     overloads = [in_place._overloadname, *packet.overloads()] if packet is not None else []
@@ -213,7 +213,7 @@ def _functional_overload(in_place: OpOverload) -> OpOverload:
         found = getattr(packet, overload, None)
         if found is not None and _taken(found) == _taken(in_place):
             return cast(OpOverload, found)
-    raise _NotKnown
+    raise _Unsupported
 
 
 def _taken(overload: OpOverload) -> list[tuple[str, bool]]:
@@ -221,19 +221,19 @@ def _taken(overload: OpOverload) -> list[tuple[str, bool]]:
 
 
 def _scattered(view: Node, value: Any, at: Node, to: _Bodies, known: Mapping[Node, Any]) -> tuple[Node, Any]:
-    """(what a view is part of, its new value), after ``at`` has given the view this one."""
+    """(base of a view, its new value), after ``at`` has written ``value`` to the view."""
     while view.target in _SCATTERS:
         if _used_after(view, at):
-            raise _NotKnown
+            raise _Unsupported
         base, *where = view.args
         assert isinstance(base, Node)
         if view.kwargs or not isinstance(known[base], Node):
-            raise _NotKnown
+            raise _Unsupported
         scattered = to.graph.call_function(_SCATTERS[view.target], (known[base], value, *where))
         scattered.meta["val"] = scattered.target(known[base].meta["val"], value.meta["val"], *where)  # type: ignore[operator]
         _keep_metas(scattered, at)
-        if _facts(scattered.meta["val"]) != _facts(known[base].meta["val"]):
-            raise _NotKnown
+        if _meta(scattered.meta["val"]) != _meta(known[base].meta["val"]):
+            raise _Unsupported
         view, value = base, scattered
     return view, value
 
@@ -250,7 +250,7 @@ def _may_alias(node: Node) -> bool:
 
 
 def _inlined(node: Node, gm: GraphModule | None, to: _Bodies, known: _Known, table: Mapping[Any, Any]) -> Any:
-    """no_grad(f, x) --> f(x): what needs no gradient has been detached before."""
+    """no_grad(f, x) --> f(x); its operands have been detached before."""
     _, function, *operands = node.args
     assert isinstance(function, Node)
     body = getattr(gm, str(function.target))
@@ -264,41 +264,42 @@ def _inlined(node: Node, gm: GraphModule | None, to: _Bodies, known: _Known, tab
 
 
 def _traced(target: Callable[..., Any], node: Node, to: _Bodies, known: Mapping[Node, Any]) -> Any:
-    """What an operator calls, for the operands of ``node``; its result, or what it returns of its operands."""
+    """Append the decomposition of ``target`` for the operands of ``node``; returns its result."""
     body, operands = to.body(target, node, known)
     before = len(to.graph.nodes)
-    # What they write to (a mask of dropout) they have made.
+    # No buffers to write to: decompositions write only to tensors that they create, such as a dropout mask.
     result = _copied(body.graph, None, to, _Known({}, dict(zip(body.inputs, operands, strict=True))), {})
     for new in itertools.islice(reversed(to.graph.nodes), len(to.graph.nodes) - before):
         _keep_metas(new, node)
-        value = new.meta["val"]  # the body's are for all copies
+        value = new.meta["val"]  # the body shares its values between all copies
         new.meta["val"] = (
             value.detach() if isinstance(value, Tensor) else pytree.tree_map_only(Tensor, Tensor.detach, value)
         )
     if isinstance(result, Node):
-        made, kept = _facts(result.meta["val"]), _facts(node.meta["val"])
+        made, kept = _meta(result.meta["val"]), _meta(node.meta["val"])
         into = node.args[0].target if mutates(node.target) and isinstance(node.args[0], Node) else None
         if made != kept and (into not in _SCATTERS or made[:2] != kept[:2]):
-            raise _NotKnown  # what is written to keeps its dtype; a view is written into its base, whatever its strides
+            # An in-place operator keeps the dtype; a view is scattered into its base, so its strides may differ.
+            raise _Unsupported
     return result
 
 
 class _Bodies:
-    """The graph that is made, and what operators call, for operands of equal shapes once."""
+    """The new graph, and decompositions of operators, cached by their operands."""
 
     def __init__(self) -> None:
         self.graph = Graph()
         self._known: dict[Any, _Body] = {}
 
     def body(self, target: Callable[..., Any], node: Node, known: Mapping[Node, Any]) -> tuple[_Body, list[Any]]:
-        """(what ``target`` calls for the operands of ``node``, these operands)."""
+        """(decomposition of ``target`` for the operands of ``node``, these operands)."""
         leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Node)]
         operands = [known[leaves[i]] for i in places]
         values = [x.meta["val"] for x in operands]
-        again = tuple(operands.index(x) for x in operands)  # which of them are one
+        same = tuple(operands.index(x) for x in operands)  # which operands are the same
         fixed = tuple(told_apart(x) for x in leaves if not isinstance(x, Node))
-        key = target, spec, fixed, tuple(places), again, tuple((_facts(x), x.storage_offset()) for x in values)
+        key = target, spec, fixed, tuple(places), same, tuple((_meta(x), x.storage_offset()) for x in values)
         hashable = isinstance(target, OpOverload) and all(isinstance(x, Hashable) for x in leaves)
         if not hashable or key not in self._known:
             for i, value in zip(places, values, strict=True):
@@ -312,16 +313,16 @@ class _Bodies:
 
 
 def _recorded(target: Callable[..., Any], args: Any, kwargs: Any, values: Sequence[Tensor]) -> _Body:
-    with enable_python_dispatcher(), _Body(values) as body:  # some are taken apart in Python
+    with enable_python_dispatcher(), _Body(values) as body:  # some decompositions are in Python
         returned = body.named(target(*args, **kwargs))
     if not body.complete:
-        raise _NotKnown
+        raise _Unsupported
     body.graph.output(returned)
     return body
 
 
 class _Body(CallRecorder):
-    """The calls as a graph, of the values that are given."""
+    """Records calls as a graph with an input for each of ``given``."""
 
     def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()
@@ -344,12 +345,12 @@ class _Body(CallRecorder):
         self.known[x], node.meta["val"] = node, x.detach()
 
 
-def _facts(value: Any) -> Any:
+def _meta(value: Any) -> Any:
     return (value.dtype, value.shape, value.stride(), value.device) if isinstance(value, Tensor) else None
 
 
 def _keep_metas(new: Node, old: Node) -> None:
-    """Where the model made it; the value stays its own."""
+    """Copy the meta of a node, such as its line in the model, but not its value."""
     new.meta = {**old.meta, **({"val": new.meta["val"]} if "val" in new.meta else {})}
 
 
@@ -357,5 +358,6 @@ _SCATTERS: dict[Any, OpOverload] = {
     torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
     torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
 }
-_FRESH = {torch.ops.aten.matmul.default, torch.ops.aten.linear.default}  # composite, and never an operand itself
+# Composite operators whose result never aliases an operand.
+_FRESH = {torch.ops.aten.matmul.default, torch.ops.aten.linear.default}
 LIFTS = (torch.ops.aten.lift_fresh_copy.default,)

@@ -1,5 +1,5 @@
-"""Operators that are taken apart while they are captured: whose schemas hide that they write to a buffer, and whose own
-parts write in place.
+"""Decompositions used while capturing, for operators that write to a buffer although their schema does not say so, and
+for those whose own decomposition writes in place.
 
 instance_norm(x, w, b, running_mean, running_var, True, m, eps)   -->   the norm, and running_mean.copy_(...)
 lstm_cell(x, (h, c), w_ih, w_hh, b_ih, b_hh)                      -->   two linears, four gates, and so on
@@ -28,8 +28,8 @@ def instance_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Tensor:
-    """x [N, C, ...]: each channel of each example by its own mean and variance, or all by the running ones, which are
-    moved towards the mean over the examples of these. Half types are computed in float32."""
+    """x [N, C, ...]: normalize each channel of each example by its own mean and variance, or all by the running
+    statistics, which are updated with the averages over examples. Half types are computed in float32."""
     shape = [1, x.shape[1]] + [1] * (x.dim() - 2)
     wide = x if x.dtype in (torch.float32, torch.float64) else x.to(torch.float32)
     if use_input_stats or running_mean is None or running_var is None:
@@ -38,8 +38,8 @@ def instance_norm(
         centred = wide - mean
         variance = (centred * centred).mean(dims, keepdim=True)
         if running_mean is not None and running_var is not None:
-            _move(running_mean, mean, momentum)
-            _move(running_var, variance * (count / max(count - 1, 1)), momentum)
+            _update(running_mean, mean, momentum)
+            _update(running_var, variance * (count / max(count - 1, 1)), momentum)
     else:
         centred = wide - running_mean.reshape(shape)
         variance = running_var.reshape(shape)
@@ -49,7 +49,7 @@ def instance_norm(
     return out.to(x.dtype)
 
 
-def _move(running: Tensor, found: Tensor, momentum: float) -> None:
+def _update(running: Tensor, found: Tensor, momentum: float) -> None:
     """(1 - momentum) * running + momentum * (mean over the examples)"""
     over_examples = found.detach().mean(0).reshape(running.shape)
     running.copy_((1.0 - momentum) * running + momentum * over_examples.to(running.dtype))
@@ -59,7 +59,7 @@ Cell = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # w_ih, w_hh, b_ih, 
 
 
 def lstm_cell(x: Tensor, hx: list[Tensor], *weights: *Cell) -> tuple[Tensor, Tensor]:
-    """x [N, I] or [I], h and c [N, H] -> h, c. The gates stand in the rows of the weights: in, forget, cell, out."""
+    """x [N, I] or [I], h and c [N, H] -> h, c. The rows of the weights hold the gates input, forget, cell, output."""
     h, c = hx
     i, f, g, o = _gates(x, h, *weights).chunk(4, -1)
     c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
@@ -82,8 +82,8 @@ def _gates(
 
 
 def fill_diagonal_(x: Tensor, value: float, wrap: bool = False) -> Tensor:
-    """In place, by a mask. torch's own parts write through as_strided, and of as_strided_scatter, which this becomes
-    without writes, torch has a wrong derivative."""
+    """Fill the diagonal in place, by a mask. torch's own decomposition writes through as_strided, which becomes
+    as_strided_scatter, whose derivative in torch is wrong."""
     place = torch.arange(x.shape[0], device=x.device).view(-1, *[1] * (x.dim() - 1))
     if wrap and x.dim() == 2:  # in a tall matrix the diagonal begins again, below an empty row
         place = place % (x.shape[1] + 1)
@@ -97,7 +97,7 @@ def fill_diagonal_(x: Tensor, value: float, wrap: bool = False) -> Tensor:
 def as_strided_scatter(
     x: Tensor, source: Tensor, size: list[int], stride: list[int], offset: int | None = None
 ) -> Tensor:
-    """Of a contiguous x, by places."""
+    """For a contiguous x, as a scatter by flat index."""
     places = torch.arange(x.numel(), device=x.device).as_strided(size, stride, offset or 0).reshape(-1)
     return x.reshape(-1).scatter(0, places, source.reshape(-1)).view(x.shape)
 

@@ -1,10 +1,10 @@
-"""Sets of texts in one order in every process, while a model is traced.
+"""Sets of strings with the same iteration order in every process, while a model is traced.
 
     for kind in set(config.layer_types): masks[kind] = ...        Gemma 3, ModernBERT and others
 
-Python hashes texts with another seed in each process and walks a set in the order of hashes, so that ranks which
-torchrun has started would trace different graphs. Meanwhile `set` and `frozenset` in the files of the model's classes
-make sets that are walked in sorted order. (A set that is written as ``{"a", "b"}`` is not.)
+Python hashes strings with a different seed in each process, and a set iterates in the order of hashes, so ranks started
+by torchrun could trace different graphs. While tracing, `set` and `frozenset` in the modules that define the model's
+classes create sets that iterate in sorted order. (A set display such as ``{"a", "b"}`` does not.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TEXTS = (str, bytes)
 
 
 class _LikeItsBase(type):
-    """``isinstance(x, set)`` is as ever."""
+    """Metaclass: ``isinstance(x, set)`` works as before."""
 
     def __instancecheck__(cls, x: Any) -> bool:
         return isinstance(x, cls.__mro__[1])
@@ -31,14 +31,14 @@ def _sorted(found: list[Any]) -> Iterator[Any]:
 
 
 class SortedSet(set[Any], metaclass=_LikeItsBase):
-    """Texts are walked in sorted order."""
+    """Iterates over strings in sorted order."""
 
     def __iter__(self) -> Iterator[Any]:
         return _sorted(list(super().__iter__()))
 
 
 class SortedFrozenSet(frozenset[Any], metaclass=_LikeItsBase):
-    """Texts are walked in sorted order."""
+    """Iterates over strings in sorted order."""
 
     def __iter__(self) -> Iterator[Any]:
         return _sorted(list(super().__iter__()))
@@ -46,7 +46,7 @@ class SortedFrozenSet(frozenset[Any], metaclass=_LikeItsBase):
 
 @contextmanager
 def sets_in_order(model: nn.Module) -> Iterator[None]:
-    """Within: sets that code in the files of the model's classes makes."""
+    """Context manager: sets that code of the model's classes creates iterate in sorted order."""
     names = {cls.__module__ for m in model.modules() for cls in type(m).__mro__}
     modules = [sys.modules[n] for n in sorted(names) if n in sys.modules and n.partition(".")[0] not in _NOT_MODELS]
     changed = [(m, name) for m in modules for name in _SETS if name not in vars(m)]

@@ -4,7 +4,7 @@
     with_effects = with_effects(token, _linalg_check_errors, info, "linalg.inv", is_matrix=False)
     return with_effects[0], inverse        -->        return checked(inverse, info, "linalg.inv", False)
 
-Tokens are inputs and outputs of a graph that only AOTAutograd's own runtime knows of.
+Tokens are extra inputs and outputs of a graph, which only AOTAutograd's own runtime supports.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ CHECK = torch.ops.aten._linalg_check_errors.default
 
 
 def without_tokens(gm: GraphModule, checked: Any) -> GraphModule:
-    """The graph with its checks as values (by the operator ``checked``) and without tokens. Raises ValueError for an
-    operator with another effect."""
+    """Remove tokens from a graph and replace checks by the operator ``checked``, which returns the checked value.
+    Raises ValueError for an operator with another effect."""
     calls = [n for n in gm.graph.nodes if n.target is with_effects]
     if not calls:
         return gm
     for call in calls:
-        _write_out(call, checked)
+        _replace_check(call, checked)
     tokens: set[Any] = {t for call in calls for t in (call.args[0], *call.users)}
     out = gm.graph.output_node()
     results: Any = out.args[0]
@@ -39,13 +39,13 @@ def without_tokens(gm: GraphModule, checked: Any) -> GraphModule:
     return gm
 
 
-def _write_out(call: Node, checked: Any) -> None:
-    """What came out of a factorisation comes out of its check instead."""
+def _replace_check(call: Node, checked: Any) -> None:
+    """Make users of a factorization use the result of its check."""
     _, target, *rest = call.args
     if target is not CHECK:
         raise ValueError(
-            f"capture: {line_of(call)}: {target} does something beside its result, which a compiled step cannot keep "
-            "in its place; take it out of the forward"
+            f"capture: {line_of(call)}: {target} has a side effect, which a compiled step cannot keep in order; move "
+            "it out of the forward"
         )
     info, name = rest
     assert isinstance(info, Node) and isinstance(info.args[0], Node), f"aot: a check of {info}"

@@ -2,10 +2,10 @@
 
     module, kwargs --torch.export(strict=False)--> training graph --`_prepare`, run_decompositions--> flat graph
 
-`run_decompositions` makes in-place operators functional and inlines grad-mode regions, and keeps linear,
-layer_norm, sdpa, cross_entropy_loss ... whole. It forgets that a region was no-grad; so what enters such a region
-and would carry a gradient is detached before. It also leaves out a factory's dtype where it equals the default of the
-moment; so the dtype is written down before.
+`run_decompositions` makes in-place operators functional, inlines grad-mode regions, and does not decompose linear,
+layer_norm, sdpa, cross_entropy_loss ... It loses which regions were no-grad, so `_prepare` detaches differentiable
+inputs of such regions first. It also omits the dtype of a factory where it equals the current default, so `_prepare`
+makes the dtype explicit.
 """
 
 from __future__ import annotations
@@ -50,28 +50,29 @@ _LOOKUPS = (
 )
 _NOISE = (torch.ops.aten._assert_tensor_metadata.default,)
 _VALUE_CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg)
-_PLAIN = (TypeError, AttributeError, IndexError, RuntimeError, ValueError, AssertionError)  # their words tell all
+# Their messages suffice without the name of the class.
+_PLAIN = (TypeError, AttributeError, IndexError, RuntimeError, ValueError, AssertionError)
 _MOST_INPUTS = 8
-_STATIC_INPUTS = 'name the small input that decides it: static_inputs=("name",)'
+_STATIC_INPUTS = 'declare the small input that decides it: static_inputs=("name",)'
 _STOPPED = "torch.export stopped at "
 _ATTRIBUTE = re.compile(r"'(\w+)' object has no attribute '(\w+)'")
 _INDICES = r"needs indices of int64, found \1", "pass ids.long()"
-# what torch says -> what was found, and the way out
+# pattern of torch's message, finding, way out
 _KNOWN = tuple((re.compile(pattern), reason, way_out) for pattern, reason, way_out in (
     (r"scalar types: Long, Int; but got torch\.(\w+)", *_INDICES),
     (r"Expected dtype int32/int64 for index, but got torch\.(\w+)", *_INDICES),
     (r"argument '(\w+)' .*must be Tensor, not (?!None)(\w+)", r"needs a tensor as '\1', found a \2", "pass a tensor"),
-    (r"'Tensor' object has no attribute 'constant'",  # fakes that functorch has wrapped twice
+    (r"'Tensor' object has no attribute 'constant'",  # fake tensors wrapped twice by functorch
      "torch.func.vmap around a derivative (jvp, jacfwd) cannot be captured",
      "compute it for the whole batch: torch.func.jvp by itself, or torch.autograd.grad(..., create_graph=True)"),
     (r"Constant \w+ is mutated in the forward",
-     "the forward writes to a tensor that is no buffer of the model, such as a statistic of a module in a list",
-     "register it with register_buffer, or the module that holds it as a submodule"),
+     "the forward writes to a tensor that is not a buffer of the model, such as one of a module in a plain list",
+     "register the tensor with register_buffer, or the module as a submodule"),
     (r"Found <class '(?:.*\.)?(\w+)'> in output, which is not a known type",
-     r"the forward returns a \1, and torch.export finds no tensors in it",
-     "return a tensor, or tensors in a dict, a tuple, a NamedTuple or a ModelOutput of transformers"),
+     r"the forward returns a \1, a type in which torch.export finds no tensors",
+     "return a tensor, or tensors in a dict, a tuple, a NamedTuple or a transformers ModelOutput"),
     (r"(?:same reduction dim, but got|shapes cannot be multiplied) (.*) (?:X|and) (.*?)\.?$",
-     r"the inner sizes of a product differ: \1 times \2", ""),
+     r"the inner sizes of a matrix product differ: \1 times \2", ""),
     (r"Attempting to broadcast a dimension of length (\d+) at (-?\d+)!.*had torch.Size\((.*)\);.*broadcastable to (.*)",
      r"needs sizes that broadcast to \4, found \3, whose dim \2 is \1", ""),
     (r"Expected input batch_size \((\d+)\) to match target batch_size \((\d+)\)",
@@ -88,11 +89,11 @@ def export(
     *,
     memo: bool = True,
 ) -> ExportedProgram:
-    """The module as a flat functional graph; ``autocast``: its forward is within one, to this dtype; ``grad_mode``: the
-    one that it runs in. With ``memo`` modules that are called alike are traced once.
+    """The module as a flat functional graph. ``autocast``: dtype of an autocast around the forward. ``grad_mode``: that
+    of the forward. ``memo``: trace identical layers once.
 
-    Raises ValueError that names the line which cannot be captured, or whose result has a size that depends on values;
-    TraceAnew where it has to be done without ``memo``, on a new copy of the model.
+    Raises ValueError that names the line that cannot be captured, or whose result has a data-dependent size; TraceAnew
+    if the capture must be repeated without ``memo``, on a new copy of the model.
     """
     blocks = LayerDedup(model) if memo else None
     try:
@@ -102,7 +103,7 @@ def export(
             captured_backwards(),
             captured_derivatives(),
             answered_as_eager(),
-            torch.jit.optimized_execution(False),  # it differentiates what it has run often by itself
+            torch.jit.optimized_execution(False),  # else torch.jit differentiates functions itself after a few runs
             silent_fakes(),
             lines_of_forwards(export.__code__),
             _quiet_stop(),
@@ -134,7 +135,7 @@ def export(
 
 
 def run_decompositions(program: ExportedProgram, autocast: torch.dtype | None) -> ExportedProgram:
-    """The flat graph. Within an autocast all of it is traced again: the training graph has no casts."""
+    """The flat graph. With an autocast all of it is traced again, since the training graph has no casts."""
     if autocast is not None:
         return decomposed(program, DECOMPOSITIONS)
     return decompose(program, DECOMPOSITIONS)
@@ -142,72 +143,72 @@ def run_decompositions(program: ExportedProgram, autocast: torch.dtype | None) -
 
 @contextlib.contextmanager
 def _quiet_stop() -> Iterator[None]:
-    """Within: an export that stops prints no graph of what came before, and logs nothing: our error has the line."""
-    from torch.export import _trace  # as the export does: a second, which importing autopar need not take
+    """Context manager: a failing export prints no graph and logs nothing, since our error names the line."""
+    from torch.export import _trace  # late, since it takes a second to import
 
     names, log = vars(_trace), logging.getLogger("torch.fx.experimental.symbolic_shapes")
     names["print"] = lambda *_, **__: None
-    log.addFilter(_is_told)
+    log.addFilter(_is_shown)
     try:
         yield
     finally:
         names.pop("print", None)
-        log.removeFilter(_is_told)
+        log.removeFilter(_is_shown)
 
 
-def _is_told(record: logging.LogRecord) -> bool:
+def _is_shown(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("Unable to find user code")
 
 
 def _autocast(dtype: torch.dtype | None) -> torch.autocast:
-    """The training graph has the dtypes of an autocast, but no casts; those come when it is decomposed within one."""
+    """The training graph has the dtypes of an autocast, but no casts; decomposing it within one adds them."""
     return torch.autocast("cpu", dtype=dtype, enabled=dtype is not None)
 
 
 def _drop_value_checks(graph: Graph) -> None:
-    """``assert lengths.max().item() <= n`` computes nothing; it is left out, with a warning."""
+    """Remove ``assert lengths.max().item() <= n`` and the like, with a warning."""
     checks = [node for node in graph.nodes if node.target in _VALUE_CHECKS]
     for node in checks:
         graph.erase_node(node)
     if checks:
         graph.eliminate_dead_code()
     for line in dict.fromkeys(map(line_of, checks)):
-        warn_of(f"capture: {line}: an assertion on values is not checked in steps", stacklevel=2)
+        warn_of(f"capture: {line}: an assertion on tensor values is not checked in compiled steps", stacklevel=2)
 
 
 def _refuse_sizes_of_values(graph: Graph) -> None:
-    """Raises ValueError for a tensor whose size only its values tell (x[mask], nonzero, a loop over counts), and for
-    numbers out of tensors."""
+    """Raises ValueError for tensors of data-dependent size (x[mask], nonzero, a loop over counts), and for numbers read
+    from tensors."""
     for node in graph.nodes:
         value = node.meta.get("val")
         if node.target is torch.ops.aten.item.default and node.users:
             raise ValueError(
-                f"capture: {line_of(node)}: item() takes a number out of a tensor, which differs between steps and "
-                f"ranks; compute with the tensor itself (detached, where no gradient is meant), or {_STATIC_INPUTS}"
+                f"capture: {line_of(node)}: item() reads a number from a tensor, which differs between steps and "
+                f"ranks; compute with the tensor itself (detached, if it should have no gradient), or {_STATIC_INPUTS}"
             )
         if isinstance(value, Tensor) and free_unbacked_symbols(value):
             raise ValueError(
-                f"capture: {line_of(node)}: the size of the result depends on values; the shapes of the batch must "
-                "decide all sizes: use torch.where or a mask; for experts, grouped_mm and not a loop over counts; or "
-                f"{_STATIC_INPUTS}"
+                f"capture: {line_of(node)}: the size of the result depends on tensor values, but all sizes must "
+                "follow from the shapes of the batch; use torch.where or a mask; for experts use grouped_mm, not a "
+                f"loop over counts; or {_STATIC_INPUTS}"
             )
 
 
 def _refuse_sparse_gradients(graph: Graph, trained: set[str]) -> None:
-    """Raises ValueError for a lookup whose gradient would be a sparse tensor in torch."""
+    """Raises ValueError for an embedding lookup with a sparse gradient."""
     for node in graph.nodes:
         if node.target not in _LOOKUPS or (node.args[0].op == "placeholder" and node.args[0].name not in trained):
             continue
         names = [a.name for a in node.target._schema.arguments]
         if {**dict(zip(names, node.args)), **node.kwargs}.get("sparse"):
             raise ValueError(
-                f"capture: {line_of(node)}: sparse=True asks for a sparse gradient, steps make dense ones; make the "
-                "embedding with sparse=False, and an optimizer of dense gradients"
+                f"capture: {line_of(node)}: sparse=True asks for a sparse gradient, but steps compute dense ones; use "
+                "sparse=False and an optimizer for dense gradients"
             )
 
 
 def line_of(node: Node) -> str:
-    """Where the model made a node: file, line, function and code; else the operator's name."""
+    """The line of the model that made a node: file, line, function and code; else the name of the operator."""
     found = re.findall(r'File "(.*?)", line (\d+), in ([\w<>]+)\n\s*(.*)', node.meta.get("stack_trace") or "")
     own = [frame for frame in found if not is_torchs(frame[0])]
     return _place(*(own or found)[-1]) if found else str(node.target)
@@ -220,7 +221,7 @@ def _place(file: str, line: object, function: str, code: str | None) -> str:
 def _where(error: BaseException) -> str:
     """The innermost line outside of torch that led to the error."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_torchs(f.filename)]
-    # modes of ours stand between torch and the model, and code without a file
+    # skip our own modes, which run between torch and the model, and code without a file
     outside = [f for f in frames if not (is_ours(f.filename) or f.filename.startswith("<"))]
     if not outside:
         return "torch.export needs a traceable model"
@@ -229,12 +230,12 @@ def _where(error: BaseException) -> str:
 
 
 def _line(where: str) -> str:
-    """Without whom it has stopped: plain torch would have stopped there, too."""
+    """Without the prefix that names torch.export: plain torch would have failed there, too."""
     return where.removeprefix(_STOPPED)
 
 
 def _refusal(error: BaseException | None) -> Refused | None:
-    """What the watch over the forward has refused, if that stopped the export."""
+    """The `Refused` that `FunctionWatch` raised, if that stopped the export."""
     while error is not None and not isinstance(error, Refused):
         error = error.__cause__ or error.__context__
     return error
@@ -242,7 +243,7 @@ def _refusal(error: BaseException | None) -> Refused | None:
 
 def _reason(error: BaseException) -> str:
     if _asks_values(error):
-        return "it asks for a number that only values tell" if _of_sizes(error) else "it asks for the value of a tensor"
+        return "it uses a data-dependent size" if _of_sizes(error) else "it reads the value of a tensor"
     if known := _known(error):
         return known[0]
     lines = [line for line in str(error).splitlines() if line.strip()]
@@ -254,13 +255,12 @@ def _way_out(error: BaseException, where: str, batch: Mapping[str, Any]) -> str:
     experts = "for experts, call autopar::moe_dispatch, grouped_mm and moe_combine; " if "expert" in where else ""
     if _of_sizes(error):
         return (
-            f"; sizes that depend on values meet there, as those of x[mask] and masked_select do: {experts}keep shapes "
-            f"and weigh by the mask, as in (loss * mask).sum() / mask.sum(), or {_STATIC_INPUTS}"
+            f"; the line combines tensors of data-dependent size, such as x[mask] or masked_select: {experts}keep "
+            "static shapes and multiply by the mask, as in (loss * mask).sum() / mask.sum(), or "
+            f"{_STATIC_INPUTS}"
         )
     if _asks_values(error):
-        return (
-            f"; the line branches on a tensor's value: {experts}write it with torch.where or masks, or {_STATIC_INPUTS}"
-        )
+        return f"; {experts}use torch.where or masks instead of a branch, or {_STATIC_INPUTS}"
     if (known := _known(error)) and known[1]:
         return f"; {known[1]}"
     if _is_ours(error):
@@ -276,13 +276,13 @@ def _facts(x: Any) -> str:
 
 
 def _known(error: BaseException) -> tuple[str, str] | None:
-    """(reason, way out) of an error whose words are of torch's inside."""
+    """(finding, way out) of an error whose message speaks of torch's internals."""
     found = ((pattern.search(str(error)), reason, way_out) for pattern, reason, way_out in _KNOWN)
     return next(((match.expand(reason), way_out) for match, reason, way_out in found if match), None)
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether it is an error of ours, which says the way out itself."""
+    """Whether it is an error of autopar, which has a way out already."""
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, ValueError) and bool(frames) and is_ours(frames[-1].filename)
 
@@ -293,12 +293,12 @@ def _asks_values(error: BaseException) -> bool:
 
 
 def _of_sizes(error: BaseException) -> bool:
-    """Whether the numbers that torch does not know are sizes: it lists them."""
+    """Whether the unknown numbers are sizes: torch lists them in its message."""
     return _asks_values(error) and "Size-like symbols: u" in str(error)
 
 
 def _prepare(program: ExportedProgram) -> None:
-    """What has to be done while the training graph still tells: see the module's docstring."""
+    """Rewrites of the training graph that need what decomposing it loses; see the module's docstring."""
     _merge_tied_buffers(program)
     graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
     for graph in graphs:
@@ -316,7 +316,7 @@ def _prepare(program: ExportedProgram) -> None:
 
 
 def _merge_tied_buffers(program: ExportedProgram) -> None:
-    """Two names of one tensor are two inputs, of which what is written to one would not reach the other."""
+    """Merge the inputs of tied buffers: a write to one of two inputs would not reach the other."""
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     first: dict[int, Node] = {}
     signature, tensors = program.graph_signature, {**program.constants, **program.state_dict}
@@ -330,7 +330,7 @@ def _merge_tied_buffers(program: ExportedProgram) -> None:
 
 
 def _cut_from(node: Node) -> None:
-    """h.detach_(); f(h)   -->   f(h.detach()): what comes later takes the value without its gradient."""
+    """h.detach_(); f(h)   -->   f(h.detach()): later nodes use the detached value."""
     x = node.args[0]
     assert isinstance(x, Node)
     with node.graph.inserting_before(node):
@@ -361,8 +361,8 @@ def _parameter_nodes(program: ExportedProgram) -> set[str]:
 
 
 def _detach_no_grad(graph: Graph, parameters: set[str]) -> None:
-    """no_grad(f)(x) --> no_grad(f)(detach(x)), where x depends on a parameter: what comes out of the region, and what
-    it writes to a buffer (the vectors of a spectral norm), depends on none."""
+    """no_grad(f)(x) --> no_grad(f)(detach(x)), where x depends on a parameter: results of the region, and what
+    it writes to a buffer (the vectors of a spectral norm), have no gradient."""
     carries: set[Node] = {node for node in graph.nodes if node.name in parameters}
     for node in list(graph.nodes):
         if node.op != "call_function" or not any(i in carries for i in node.all_input_nodes):
@@ -393,13 +393,13 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 
 def unflatten(leaves: list[Any], spec: Any) -> Any:
-    """The nested structure again, from its leaves and spec."""
+    """The nested structure of leaves and a spec."""
     return pytree.tree_unflatten(leaves, spec)
 
 
 def one_level(tree: Any) -> tuple[list[Any], str | tuple[Any, ...] | None]:
-    """The children of a nested value and what holds them: the keys of a dict, "tuple", "list", or the name of another
-    type with what tells its values apart; None for a leaf."""
+    """(children, container) of a nested value. The container is the keys of a dict, "tuple", "list", or the name and
+    context of another pytree type; None for a leaf."""
     if type(tree) is dict:
         return list(tree.values()), tuple(tree)
     if type(tree) in (tuple, list):

@@ -1,5 +1,5 @@
-"""Python's collector of cycles, which rests while a graph is made: nodes are many, live, and looked through again and
-again, a third of the time to compile a large model. What is left over is collected afterwards."""
+"""Pauses Python's garbage collector while a graph is built: scanning many live nodes again and again takes a third of
+the time to compile a large model. Garbage is collected afterwards."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def resting_collector() -> Iterator[None]:
-    """Within: no collection starts by itself. Nests; one that somebody has switched off stays so."""
+def paused_collector() -> Iterator[None]:
+    """Context manager: no automatic collection. Nests; a collector that is already disabled stays disabled."""
     if not gc.isenabled():
         yield
         return

@@ -1,11 +1,11 @@
-"""What an operator is made of: the core operators that run for a call, and for its derivative, by the order in which
-autograd runs them.
+"""Decomposition of an operator call and of its derivative into core operators, in the order in which autograd runs
+them.
 
     record(lambda x, w: linear(x, w), [x, w], tangents=[g])
         t(1)  mm(0, 2)  |  t(4)  mm(5, 0) ...              values are numbered: operands, tangents, results
 
-A dispatch mode sees each of them with fake values. What it can not write down (a value that comes from elsewhere, an
-operator that writes to its operand or that has no result) is left to AOTAutograd, which knows how to do without.
+A dispatch mode records the operators on fake tensors. What it cannot record (a value from elsewhere, an operator that
+writes to its operand or has no result) is left to AOTAutograd, which functionalizes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autopar.capture.trace.call_recorder import MADE, CallRecorder
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """What a fake value is: shape, strides, offset in its storage, dtype."""
+    """Metadata of a fake tensor: shape, strides, storage offset, dtype."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -42,7 +42,7 @@ class TensorMeta:
         return cls(tuple(x.shape), x.stride(), int(x.storage_offset()), x.dtype)
 
     def fake(self, mode: FakeTensorMode) -> Tensor:
-        """A new value, without a trip through the dispatcher: graphs have one per node."""
+        """A new fake tensor, made without the dispatcher for speed: graphs have one per node."""
         return FakeTensor(mode, self._meta(), torch.device("cpu"))
 
     def _meta(self) -> Tensor:
@@ -55,14 +55,15 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class Value:
-    """The value of that number."""
+    """Refers to a value by its number."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class CoreCall:
-    """One core operator, with `Value` for tensors. number: of its result. original: what the call stands for."""
+    """A call of a core operator, with `Value` for tensors. number: of its result. original: the operator it
+    decomposes."""
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
@@ -71,18 +72,17 @@ class CoreCall:
     original: Any
 
 
-ResultFacts = (
-    TensorMeta | tuple[TensorMeta | None, ...] | None
-)  # of a tensor, of several, of a tangent that nobody asks for
+# Metadata of a tensor, of several tensors, or None for an unused tangent.
+ResultMeta = TensorMeta | tuple[TensorMeta | None, ...] | None
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """likes: of all values, by number. calls: in order; the first ``forward`` of them make the results. results: Value
-    per tensor, None for the rest. needs: whether a result has a gradient. gradients: per operand, or None where there
-    is none. several: whether the call returns a tuple."""
+    """A recorded decomposition. likes: metadata of all values, by number. calls: in order; the first ``forward`` of
+    them are the forward. results: one Value per tensor, None for other results. needs: which results require grad.
+    gradients: of operands, or None. several: whether the operator returns a tuple."""
 
-    likes: tuple[ResultFacts, ...]
+    likes: tuple[ResultMeta, ...]
     calls: tuple[CoreCall, ...]
     forward: int
     results: tuple[Value | None, ...]
@@ -90,18 +90,18 @@ class Recorded:
     gradients: tuple[Value | None, ...]
     several: bool
 
-    def facts(self, values: Sequence[Value | None]) -> list[TensorMeta | None]:
-        """Of some values, each one tensor."""
+    def metas(self, values: Sequence[Value | None]) -> list[TensorMeta | None]:
+        """Metadata of values, each one tensor."""
         return [None if v is None else self.likes[v.number] for v in values]  # type: ignore[misc]
 
 
 class _CallList(CallRecorder):
-    """The calls as a list, of numbered values."""
+    """Records calls as a list, with numbered values."""
 
     def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()
         self.calls: list[CoreCall] = []
-        self.likes: list[ResultFacts] = []
+        self.likes: list[ResultMeta] = []
         for x in given:
             self._add(x)
 
@@ -126,21 +126,21 @@ class _CallList(CallRecorder):
         return number
 
 
-def like_of(val: Any) -> ResultFacts:
-    """Of a result: one tensor, or several."""
+def like_of(val: Any) -> ResultMeta:
+    """Metadata of a result: one tensor, or several."""
     return (
         TensorMeta.of(val) if isinstance(val, Tensor) else tuple(None if x is None else TensorMeta.of(x) for x in val)
     )
 
 
-def fake_of(likes: ResultFacts, mode: FakeTensorMode) -> Any:
-    """New fake values."""
+def fake_of(likes: ResultMeta, mode: FakeTensorMode) -> Any:
+    """New fake tensors for metadata."""
     return likes.fake(mode) if isinstance(likes, TensorMeta) else tuple(x and x.fake(mode) for x in likes or ())
 
 
 MODE = new_mode()
-# What is recorded is remembered whole: torch's own memory of each operator's shapes is asked for what is new to it,
-# too, and takes longer to ask and to fill than most of them take to run.
+# Whole recordings are cached, so torch's own cache of fake results would only see misses, which take longer than
+# running most operators.
 MODE.cache_enabled = False
 
 
@@ -151,11 +151,11 @@ def record(
     tangents: Sequence[TensorMeta | None] | None,
     checked: Any,
 ) -> Recorded:
-    """The calls behind ``run(*operands)`` and behind the gradients of the operands that need one.
+    """Record the calls of ``run(*operands)`` and of the gradients of the operands that need one.
 
-    ``tangents``: per result, what its gradient looks like, or None where it has none; None: no derivative. Numbers go
-    to operands, then to tangents. ``checked``: see `autopar.capture.trace.effects`. Raises ValueError where torch has
-    no backward.
+    ``tangents``: metadata of the gradient of each result, or None for a result without; None: no derivative. Values are
+    numbered from the operands, then the tangents. ``checked``: see `autopar.capture.trace.effects`. Raises ValueError
+    where torch has no backward.
     """
     given = [like.fake(MODE).requires_grad_(wanted) for like, wanted in zip(operands, needs, strict=True)]
     arriving = [like.fake(MODE) for like in tangents or () if like is not None]
@@ -188,11 +188,11 @@ def _gradients(results: Any, given: Any, needs: Any, tangents: Any, arriving: An
     return [next(found) if w else None for w in needs]
 
 
-# --- what the recorder leaves to AOTAutograd -----------------------------------------------------------
+# --- fallback to AOTAutograd -----------------------------------------------------------
 
 
-class _Arrives(torch.autograd.Function):
-    """x, whose gradient is ``gradient`` whatever arrives: AOTAutograd's own tangents have the strides of results."""
+class _WithTangent(torch.autograd.Function):
+    """x with ``gradient`` as its incoming gradient: AOTAutograd's own tangents would have the strides of results."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gradient: Tensor) -> Tensor:
@@ -206,35 +206,35 @@ class _Arrives(torch.autograd.Function):
 
 
 def _traced(run: Any, given: list[Tensor], needs: Any, tangents: Any, arriving: list[Tensor], checked: Any) -> Recorded:
-    facts: dict[str, Any] = {}
+    found: dict[str, Any] = {}
 
     def function(*tensors: Tensor) -> list[Tensor]:
-        results, facts["several"] = _flat(run(*tensors[: len(given)]))
-        facts["needs"] = tuple(x is not None and x.requires_grad for x in results)
-        facts["there"] = [x is not None for x in results]
+        results, found["several"] = _flat(run(*tensors[: len(given)]))
+        found["needs"] = tuple(x is not None and x.requires_grad for x in results)
+        found["there"] = [x is not None for x in results]
         given_tangents = iter(tensors[len(given) :])
         live = tangents or [None] * len(results)
         pairs = [(x, t) for x, t in zip(results, live, strict=True) if x is not None]
-        return [x.detach().clone() if t is None else _Arrives.apply(x, next(given_tangents)) for x, t in pairs]
+        return [x.detach().clone() if t is None else _WithTangent.apply(x, next(given_tangents)) for x, t in pairs]
 
     derives = bool(arriving)
     inputs = [*(x if derives else x.detach() for x in given), *arriving]
     with torch.inference_mode(False), torch.enable_grad():
         gm = traced_joint(function, inputs, checked)
-    if not derives:  # whether autograd would go on
+    if not derives:  # for requires_grad of the results
         with torch.inference_mode(False), torch.enable_grad(), MODE:
             function(*given)
-    return _as_recorded(gm, facts, len(given), needs if derives else ())
+    return _as_recorded(gm, found, len(given), needs if derives else ())
 
 
-def _as_recorded(gm: GraphModule, facts: Mapping[str, Any], operands: int, wanted: Sequence[bool]) -> Recorded:
-    """``operands``: how many of the graph's inputs they are; gradients that arrive come behind them."""
+def _as_recorded(gm: GraphModule, found: Mapping[str, Any], operands: int, wanted: Sequence[bool]) -> Recorded:
+    """``operands``: how many inputs of the graph are operands; incoming gradients follow them."""
     numbers: dict[Any, Any] = {}
-    likes: list[ResultFacts] = []
+    likes: list[ResultMeta] = []
     calls: tuple[list[CoreCall], list[CoreCall]] = [], []  # of the forward, of the backward
-    late: set[Any] = set()  # not all of what makes gradients is told to be of the backward
+    late: set[Any] = set()  # not all nodes of the backward are tagged as such
     for number, node in enumerate(n for n in gm.graph.nodes if n.op != "output"):
-        numbers[node] = Value(number)  # placeholders: what was given, then AOTAutograd's tangents, which lead nowhere
+        numbers[node] = Value(number)  # placeholders: inputs, then AOTAutograd's own tangents, which are unused
         likes.append(like_of(node.meta["val"]))
         if node.op == "call_function":
             args, kwargs = map_arg((node.args, node.kwargs), numbers.__getitem__)
@@ -245,9 +245,9 @@ def _as_recorded(gm: GraphModule, facts: Mapping[str, Any], operands: int, wante
         elif number >= operands:
             late.add(node)
     copies: Any = iter(gm.graph.output_node().args[0])  # type: ignore[arg-type]
-    # of results there are copies: AOTAutograd returns no views
-    results = tuple(numbers[next(copies).args[0]] if there else None for there in facts["there"])
-    gradients = tuple(numbers.get(x) if w else None for w, x in zip(wanted, copies))  # there is one for every input
+    # results are clones, since AOTAutograd cannot return views
+    results = tuple(numbers[next(copies).args[0]] if there else None for there in found["there"])
+    gradients = tuple(numbers.get(x) if w else None for w, x in zip(wanted, copies))  # one for every input
     assert all(x is None for x in copies), "tangents have no gradients"
     every = (*calls[0], *calls[1])
-    return Recorded(tuple(likes), every, len(calls[0]), results, facts["needs"], gradients, facts["several"])
+    return Recorded(tuple(likes), every, len(calls[0]), results, found["needs"], gradients, found["several"])

@@ -1,4 +1,4 @@
-"""What an exported program says that no step can do: plain tensors that a forward replaces, memory that two share."""
+"""Checks of an exported program: plain tensors that the forward replaces, and tensors that share memory."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ def refuse_running_values(program: ExportedProgram, changed: Collection[str]) ->
     for spec in program.graph_signature.input_specs:
         if spec.kind == InputKind.CONSTANT_TENSOR and spec.target in changed:
             raise ValueError(
-                f"capture: the forward reads {spec.target} and replaces it, but only buffers may be changed by a "
-                "forward, found a plain tensor; register it with register_buffer"
+                f"capture: the forward reads and replaces {spec.target}, a plain tensor, but only buffers carry state "
+                "from step to step; register it with register_buffer"
             )
 
 
 def refuse_overlaps(
     program: ExportedProgram, parameters: Mapping[str, nn.Parameter], overlaps: Collection[tuple[str, str]]
 ) -> None:
-    """Raises ValueError for a change of a tensor, by steps or in them, that another one of the model would see."""
+    """Raises ValueError for tensors that a step changes and that share memory with another tensor of the model."""
     written = {s.target for s in program.graph_signature.output_specs if s.kind == OutputKind.BUFFER_MUTATION}
     trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
     for pair in overlaps:
         if not {*pair}.isdisjoint(written | trained):
             raise ValueError(
-                f"capture: parameters and buffers that change need memory of their own, found that {pair[0]} and "
-                f"{pair[1]} share some and are two tensors; tie them by one tensor (a.weight = b.weight, not .data), "
-                "or clone one"
+                f"capture: parameters and buffers that change need separate memory, found that {pair[0]} and {pair[1]} "
+                "share it but are two tensors; tie them as one tensor (a.weight = b.weight, not .data), or clone one"
             )

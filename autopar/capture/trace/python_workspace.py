@@ -1,4 +1,4 @@
-"""What a Python function of tensors holds beside its operands and results while it runs, found on fake tensors."""
+"""Workspace of a Python function: the memory beyond its operands and results, measured on fake tensors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from autopar.adapters.copying.fake import new_mode
 
 
-def held_within(function: Callable[..., Any], given: Mapping[str, Any]) -> int:
-    """Most bytes of storages that are made within and alive at once, less those of what it returns. ``given``: its
-    arguments, in order; of tensors shapes, strides and dtypes count. Values that it asks a tensor for are 0."""
+def workspace_bytes(function: Callable[..., Any], given: Mapping[str, Any]) -> int:
+    """Peak bytes of the storages that a function allocates, without those of its results. ``given``: its arguments, in
+    order; only shapes, strides and dtypes of tensors matter. Values that it reads from tensors are 0."""
     with new_mode(), torch.no_grad():
         operands = tree_map_only(Tensor, _like, dict(given))
         with _Alive(x for x in tree_leaves(operands) if isinstance(x, Tensor)) as alive:
@@ -30,12 +30,12 @@ def _like(x: Tensor) -> Tensor:
 
 
 class _Alive(TorchDispatchMode):
-    """``most``: see `held_within`, results included."""
+    """``most``: see `workspace_bytes`, results included."""
 
     def __init__(self, given: Iterable[Tensor]) -> None:
         super().__init__()
         self.most = 0
-        self._given = {id(s): s for s in (x.untyped_storage() for x in given)}  # kept: else ids come again
+        self._given = {id(s): s for s in (x.untyped_storage() for x in given)}  # kept alive, so that ids are not reused
         self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

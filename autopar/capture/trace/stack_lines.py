@@ -1,7 +1,7 @@
-"""Where in the model a node was made: the lines of forwards alone, from where the tracing began.
+"""Stack traces of nodes that record only the frames of forwards, from where tracing began.
 
-torch takes down the whole stack at every node, launchers and trainers included, looks up each line's text and then
-keeps the frames of forwards: a tenth of the time to capture a model.
+torch records the whole stack at every node, launchers and trainers included, with the text of each line, and then keeps
+only frames of forwards. That takes a tenth of the time to capture a model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.fx import proxy
 
 @dataclass(frozen=True)
 class _Forwards:
-    """In the place of torch's CapturedTraceback: only frames that its tracer, which traces forwards, may keep."""
+    """Replaces torch's CapturedTraceback: only frames of forwards, which the tracer keeps."""
 
     outermost: CodeType
 
@@ -43,14 +43,13 @@ class _Lines:
 
 
 def _anchors() -> set[tuple[str, str]]:
-    """(file, function) of functions that are no forwards and whose lines torch keeps all the same. Before 2.13 there
-    are none."""
+    """(file, function) of other functions whose lines torch keeps. There are none before 2.13."""
     return getattr(proxy, "_STACK_TRACE_ANCHORS", set())
 
 
 @contextmanager
 def lines_of_forwards(outermost: CodeType) -> Iterator[None]:
-    """Within: the tracer of torch.export looks at frames of forwards alone, and writes the same lines; but none of
-    forwards that the function with this code runs in (a model's first call may be where it is captured)."""
+    """Context manager: torch.export records only frames of forwards, and only inside of the function with the code
+    ``outermost``, since the capture itself may run within a forward."""
     with patch.object(proxy, "CapturedTraceback", _Forwards(outermost)):
         yield

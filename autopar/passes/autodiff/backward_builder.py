@@ -70,7 +70,7 @@ class ForwardValues:
             self.likes[node, 0], self.needs[node, 0] = self.likes[result_key(value)], self.needs[token, 0]
         else:
             found = self.found[node] = self.derivative(node)
-            for i, (like, needs) in enumerate(zip(found.facts(found.results), found.needs, strict=True)):
+            for i, (like, needs) in enumerate(zip(found.metas(found.results), found.needs, strict=True)):
                 if like is not None:
                     self.likes[node, i], self.needs[node, i] = like, needs
 

@@ -71,11 +71,11 @@ class _Shapes:
         self, target: Any, args: Any, kwargs: Any, operands: Sequence[TensorMeta], origin: Node
     ) -> list[TensorMeta | None]:
         found = derivative(target, args, kwargs, operands, [False for _ in operands])
-        return found.facts(found.results)
+        return found.metas(found.results)
 
     def gradients(self, node: Node, tangents: Sequence[TensorMeta | None]) -> list[TensorMeta | None]:
         found = self.found[node] = self.forward.derivative(node, tangents)
-        return found.facts(found.gradients)
+        return found.metas(found.gradients)
 
 
 class _Nodes:

@@ -104,7 +104,7 @@ def fake_result(node: Node) -> Any:
     likes = [TensorMeta.of(x.meta["val"]) for x in operands]
     found = derivative(node.target, args, kwargs, likes, [has_gradient(x) for x in operands])  # type: ignore[arg-type]
     mode = fake_mode(node.graph, operands)
-    made = [like and fake_of(like, mode) for like in found.facts(found.results)]
+    made = [like and fake_of(like, mode) for like in found.metas(found.results)]
     return tuple(made) if found.several else made[0]
 
 
