@@ -66,7 +66,7 @@ def test_other_strides(fused: Any) -> None:
 
 
 def test_pieces(fused: Any) -> None:
-    """Rows and columns of a cut tensor, in any order and number of dims; more rows than 32 bits count."""
+    """Rows and columns of a sharded tensor, in any order and number of dims; more rows than 32 bits count."""
     some, most = torch.tensor([1, 4]), torch.tensor([5, 0, 3])
     compare(fused, numbers(2, 10, 3), 5, 0.3, 3, [some, torch.arange(10), torch.tensor([0, 3, 7])], [6, 10, 8])
     compare(fused, numbers(2, 3, 4, 5), 5, 0.3, 3, [some, most, torch.arange(8)[::2], torch.arange(5)], [6, 7, 8, 5])

@@ -1,5 +1,5 @@
 """The key of a step: equal for a model that is captured again, another one for whatever may decide what compiling makes
-of it, and none where that cannot be told."""
+of it, and none where that is unknown."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.set_float32_matmul_precision("highest")
 
 
-# --- what cannot be told --------------------------------------------------------------------------------------
+# --- what is not known ----------------------------------------------------------------------------------------
 
 
 def test_modes_around_a_call() -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints of `autopar.save` with one thing wrong: refused in words, alike on all ranks, and nothing is changed; or
+"""Checkpoints of `autopar.save` with one thing wrong: refused, alike on all ranks, and nothing is changed; or
 what was wrong is nothing that a load reads."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Change = Callable[[dict[str, Any]], Any]
 
 
 class Loader:
-    """Refuses a position below zero, and on some ranks what it is told to."""
+    """Refuses a position below zero, and on some ranks whatever it is asked to."""
 
     def __init__(self) -> None:
         self.position, self.refuses = 3, False
@@ -160,7 +160,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def attacked(folder: str) -> list[str]:
-    """What became of each malformed checkpoint that was neither refused in words nor left everything as it was."""
+    """What became of each malformed checkpoint that was neither refused nor left everything as it was."""
     run, loader, base, rank = Run({"dp": 2}, zero=1), Loader(), Path(folder), dist.get_rank()
     scaler = autopar.GradScaler(run.model)
     found: list[str] = []
