@@ -99,7 +99,7 @@ def test_rates_at_the_bits_of_an_element(fused: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning", "ignore:overflow:RuntimeWarning")
 def test_numbers_that_are_none(fused: Any) -> None:
-    """Zero times infinity is no number, and a dropped negative number is -0, as on the CPU."""
+    """Zero times infinity is NaN, and a dropped negative number is -0, as on the CPU."""
     odd = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, -1.0, 1e-45, 3e38, 65504.0]).repeat(20, 1)
     for dtype in (torch.float32, torch.float64):
         x = odd.to(dtype)

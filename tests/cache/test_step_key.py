@@ -52,7 +52,7 @@ def test_captured_again_it_is_the_same() -> None:
     net = Net()
     before = key_of(net)
     with torch.no_grad():
-        net.up.weight.fill_(7.0)  # the value of a weight is no part of it
+        net.up.weight.fill_(7.0)  # the key does not contain the values of weights
         net.count += 1
     assert key_of(net) == before
 

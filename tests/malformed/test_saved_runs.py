@@ -92,7 +92,7 @@ WRONG: dict[str, Change] = {  # what every rank refuses
     "pieces overlap": _piece(1, 2, [7, 0]), "a piece elsewhere": _piece(0, 2, [8, 0]),
     "a negative start": _piece(0, 2, [-8, 0]), "negative sizes": _piece(0, 3, [-8, -8]),
     "sizes that are fewer": _piece(0, 3, [4, 8]), "sizes that are more": _piece(0, 3, [80, 8]),
-    "other dims": _piece(0, 3, [64]), "a size that is no number": _piece(0, 3, ["8", 8]),
+    "other dims": _piece(0, 3, [64]), "a size that is not a number": _piece(0, 3, ["8", 8]),
     "a size that is a bool": _piece(0, 3, [True, 8]), "a size that is a float": _piece(0, 3, [8.0, 8]),
     "huge sizes": _piece(0, 3, [2**70, 8]), "in the head": _piece(0, 1, 8), "before the file": _piece(0, 1, -8),
     "behind the file": _piece(0, 1, 2**40), "a place of text": _piece(0, 1, "100"),
