@@ -1,4 +1,4 @@
-"""A mixture of experts: two ranks hold two of four experts each, on two data parallel parts, and tokens go to them.
+"""A mixture of experts: two ranks hold two of four experts each, two data-parallel ranks, and tokens sent to them.
 
 torchrun --nproc-per-node 4 docs/examples/experts.py     (or: python docs/examples/experts.py)
 """
@@ -11,7 +11,7 @@ import autopar
 
 
 def main() -> list[float]:
-    mesh = autopar.init_mesh(dp=2, ep=2)  # four parts of the batch
+    mesh = autopar.init_mesh(dp=2, ep=2)  # four shards of the batch
     tokens = corpus.tokenizer()
     torch.manual_seed(0)
     config = MixtralConfig(
@@ -23,7 +23,7 @@ def main() -> list[float]:
         num_key_value_heads=2,
         num_local_experts=4,
         num_experts_per_tok=2,
-        output_router_logits=True,  # with the loss that balances experts
+        output_router_logits=True,  # adds the load-balancing loss
     )
     model = autopar.parallelize(MixtralForCausalLM(config), mesh, zero=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -34,7 +34,7 @@ def main() -> list[float]:
         optimizer.zero_grad()
         if len(losses) == 8:
             break
-    load = model.expert_load()  # of all ranks, so every rank asks
+    load = model.expert_load()  # collective: call it on every rank
     if mesh.get_rank() == 0:
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
         for layer, chosen in load.items():

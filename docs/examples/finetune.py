@@ -34,7 +34,7 @@ def main(args: argparse.Namespace) -> list[float]:
     torch.manual_seed(0)
     settings = TrainingArguments(
         args.folder,
-        per_device_train_batch_size=8,  # of each of the two data parallel parts: 16 rows per step
+        per_device_train_batch_size=8,  # per data-parallel rank, of which there are two: 16 examples per step
         max_steps=args.steps,
         learning_rate=2e-3,
         logging_steps=2,

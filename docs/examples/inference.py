@@ -1,4 +1,4 @@
-"""Answers of a model that is cut over two ranks: the perplexity of a text, and a text that goes on.
+"""Inference with a model sharded on two ranks: the perplexity of a text, and text generation.
 
 torchrun --nproc-per-node 2 docs/examples/inference.py --model FOLDER     (or: python docs/examples/inference.py)
 """
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import autopar
 
-WINDOW = 64  # tokens that the model sees: one length, so one compiled step
+WINDOW = 64  # tokens of a pass: one length, so one compiled step
 
 
 def arguments() -> argparse.Namespace:
@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> tuple[float, str]:
     losses = [float(model.eval_step(**{key: value[None] for key, value in row.items()}).loss) for row in rows]
     perplexity = math.exp(sum(losses) / len(losses))
     ids = tokens(args.prompt, return_tensors="pt")["input_ids"]
-    for _ in range(args.tokens):  # each token by one pass over the window; causal, so what is behind it counts not
+    for _ in range(args.tokens):  # one pass over the window per token; causal, so padding after it has no effect
         seen = ids[:, -WINDOW:]
         window = torch.nn.functional.pad(seen, (0, WINDOW - seen.shape[1]))
         logits = model.eval_step(input_ids=window).logits.full_tensor()

@@ -29,7 +29,7 @@ def main() -> list[float]:
         LlamaForCausalLM(config),
         mesh,
         attention="zigzag_ring",  # without it: the fastest by estimate
-        zero=3,  # ranks of cp hold the same weights, so ZeRO cuts them over cp, too
+        zero=3,  # ranks of cp hold the same weights, so ZeRO shards over cp, too
         loss_chunks=4,  # logits of a quarter of the tokens at a time
         activation_checkpoint="selective",
     )

@@ -1,4 +1,4 @@
-"""LoRA by peft over a frozen base that ZeRO-3 cuts over two ranks; the adapter is a folder that peft reads.
+"""LoRA by peft on a frozen base that ZeRO-3 shards on two ranks; the adapter is a folder that peft reads.
 
 torchrun --nproc-per-node 2 docs/examples/lora.py --model FOLDER     (or: python docs/examples/lora.py)
 """

@@ -1,4 +1,4 @@
-"""Four pipeline stages under a zero-bubble schedule, and a picture of a step that was measured.
+"""Four pipeline stages under a zero-bubble schedule, and the timeline of a measured step.
 
 torchrun --nproc-per-node 4 docs/examples/pipeline.py     (or: python docs/examples/pipeline.py)
 """
@@ -26,7 +26,7 @@ def main(args: argparse.Namespace) -> list[float]:
     config = LlamaConfig(
         vocab_size=len(tokens), hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4
     )
-    # Where to cut is decided by estimated times; split_points=["model.layers.1", ...] says it.
+    # Split points follow from estimated times; split_points=["model.layers.1", ...] sets them.
     model = autopar.parallelize(LlamaForCausalLM(config), mesh, microbatches=8, schedule=args.schedule)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses: list[float] = []

@@ -1,4 +1,4 @@
-"""A module of your own on data and tensor parallel ranks: two spirals, told apart by a small network.
+"""Your own module with data and tensor parallelism: a small network that classifies two spirals.
 
 torchrun --nproc-per-node 4 docs/examples/plain_module.py     (or: python docs/examples/plain_module.py)
 """
@@ -11,7 +11,7 @@ import autopar
 
 
 class Classifier(nn.Module):
-    """Nothing in here knows of ranks."""
+    """An ordinary module, without any parallelism."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -37,11 +37,11 @@ def main() -> list[float]:
     x, y = data[:8]
     model = autopar.parallelize(Classifier(), mesh, example_batch={"x": x, "y": y})
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    sampler = autopar.sampler(data, mesh, batch_size=256, seed=0)  # each part of the mesh reads its part of a batch
+    sampler = autopar.sampler(data, mesh, batch_size=256, seed=0)  # each data-parallel rank reads its shard of a batch
     losses = []
     for _ in range(15):
         for x, y in sampler.loader():
-            losses.append(float(model.train_step(x=x, y=y)))  # the loss of all 256 rows, on every rank
+            losses.append(float(model.train_step(x=x, y=y)))  # the loss of all 256 examples, on every rank
             optimizer.step()
             optimizer.zero_grad()
     x, y = data[:]

@@ -1,4 +1,4 @@
-"""A run that is stopped and goes on, on another mesh: weights, optimizer, schedule, random numbers, place in the data.
+"""A run that is stopped and resumed on another mesh: weights, optimizer, schedule, random numbers, data position.
 
 torchrun --nproc-per-node 4 docs/examples/resume.py --dp 2 --tp 2 --until 6
 torchrun --nproc-per-node 2 docs/examples/resume.py --pp 2 --until 12       (or: python docs/examples/resume.py --pp 2)

@@ -1,4 +1,4 @@
-"""Attention over cut sequences in the summary and in the report: what is said there is what the step's graphs do."""
+"""Attention over sharded sequences in the summary and in the report, which must agree with the step's graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole models with their sequence cut over ranks, on real ranks: loss and every gradient equal one process.
+"""Whole models with a sharded sequence, on real ranks: loss and every gradient equal one process.
 
 Every algorithm meets every model and every mesh, in some cells of models x meshes, and "auto", which is one of them,
 three of each; the others, and two of the models, run with ``-m full`` only. There a cell is compiled in one way; the

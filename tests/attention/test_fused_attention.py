@@ -144,7 +144,7 @@ def reached(allowed: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("mask", [pytest.param(m, marks=pytest.mark.full) if m == "causal" else m for m in MASKS])
 def test_blocks_out_of_reach_are_not_visited(fused: Any, mask: str) -> None:
-    """What is no number would show: a block that is masked as a whole is still multiplied."""
+    """NaNs would show: a fully masked block is still multiplied."""
     q, k, v, grad = (x.float()[:1, :1] for x in tensors(96))
     rows = facts(softcap=2.0, offset=37, **MASKS[mask])  # few rows, many columns
     inside = reached(rows.allowed(15, 96, q.device)[0, 0])  # type: ignore[index]

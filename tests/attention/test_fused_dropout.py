@@ -66,7 +66,7 @@ def test_other_strides(fused: Any) -> None:
 
 
 def test_pieces(fused: Any) -> None:
-    """Rows and columns of a cut tensor, in any order and number of dims; more rows than 32 bits count."""
+    """Rows and columns of a sharded tensor, in any order and number of dims; more rows than 32 bits count."""
     some, most = torch.tensor([1, 4]), torch.tensor([5, 0, 3])
     compare(fused, numbers(2, 10, 3), 5, 0.3, 3, [some, torch.arange(10), torch.tensor([0, 3, 7])], [6, 10, 8])
     compare(fused, numbers(2, 3, 4, 5), 5, 0.3, 3, [some, most, torch.arange(8)[::2], torch.arange(5)], [6, 7, 8, 5])
@@ -99,7 +99,7 @@ def test_rates_at_the_bits_of_an_element(fused: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning", "ignore:overflow:RuntimeWarning")
 def test_numbers_that_are_none(fused: Any) -> None:
-    """Zero times infinity is no number, and a dropped negative number is -0, as on the CPU."""
+    """Zero times infinity is NaN, and a dropped negative number is -0, as on the CPU."""
     odd = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, -1.0, 1e-45, 3e38, 65504.0]).repeat(20, 1)
     for dtype in (torch.float32, torch.float64):
         x = odd.to(dtype)

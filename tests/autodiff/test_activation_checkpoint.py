@@ -1,4 +1,4 @@
-"""What the backward makes again changes no bit of any gradient, and what a rank holds as predicted.
+"""Recomputation changes no bit of any gradient, and memory as predicted.
 
 Every policy on every kind of model, with dropout; limits; B and W; the model's own checkpoints; the rewritten graphs.
 """
@@ -43,7 +43,7 @@ ALWAYS = {"gpt2": POLICIES, "t5": ("full",), "mixtral": ("full",), "cnn": ("full
 
 
 def every_second(value: ForwardValue) -> bool:
-    """Products and all else, whatever the layer: a chain that is made again reaches far."""
+    """Products and all else, whatever the layer: recomputed chains are long."""
     return len(value.target) % 2 == 0
 
 
@@ -115,7 +115,7 @@ LIMITED: dict[str, tuple[str, Mesh, dict[str, Any]]] = {
     "zero 3": ("one-layer llama", Mesh.of(dp=2), {"zero": 3}),
     "sequence parallel": ("one-layer llama", Mesh.of(tp=2), {"sequence_parallel": True}),
     "an encoder": ("one-layer t5", Mesh.of(dp=2, tp=2), {}),
-    "cut sequences": ("one-layer llama", Mesh.of(cp=2), {}),
+    "sharded sequences": ("one-layer llama", Mesh.of(cp=2), {}),
     "1f1b": ("one-layer llama", Mesh.of(pp=2), {"microbatches": 4, "schedule": "1f1b"}),
     "zb_h1": ("one-layer llama", Mesh.of(pp=2), {"microbatches": 4, "schedule": "zb_h1"}),
     "zb_auto": ("llama", Mesh.of(pp=2), {"microbatches": 4, "schedule": "zb_auto"}),
@@ -126,7 +126,7 @@ LIMITED: dict[str, tuple[str, Mesh, dict[str, Any]]] = {
 
 
 # The other two meshes, and schedules whose orders and parts are those of two of these, with -m full.
-OFTEN = ("zero 3", "sequence parallel", "cut sequences", "zb_auto", "token slices")
+OFTEN = ("zero 3", "sequence parallel", "sharded sequences", "zb_auto", "token slices")
 
 
 SHARES = (1.0, 0.4, 0.0)  # of what a limit gives back

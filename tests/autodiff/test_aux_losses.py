@@ -70,7 +70,7 @@ def test_of_the_whole_batch(name: str, layers: int, mesh: Mesh, options: Options
 
 
 def test_of_the_whole_batch_with_dropout() -> None:
-    """What goes ahead drops what the step drops."""
+    """The pre-pass drops the same pairs as the step."""
     model, batch = tiny("mixtral", layers=1, **AUXILIARY, attention_dropout=0.3)
     assert check_model(model, batch, Mesh.of(ep=2), Options(microbatches=2)).worst < LIMIT
 

@@ -30,7 +30,7 @@ from tests.support.ranks import run_ranks
 from tests.support.subjects import tiny
 
 CELLS = [
-    Cell("one-layer llama", Mesh.of(dp=2, tp=2), Options(loss_chunks=5)),  # a vocabulary cut over tp; 64 rows in fives
+    Cell("one-layer llama", Mesh.of(dp=2, tp=2), Options(loss_chunks=5)),  # vocabulary sharded on tp; 64 rows in fives
     Cell("one-layer gemma2", Mesh.of(dp=2), Options(loss_chunks=4, zero=3)),  # a cap on the logits
     Cell("padded llama", Mesh.of(dp=2), Options(loss_chunks=5, microbatches=2, activation_checkpoint="full")),
     Cell("one-layer t5", Mesh.of(tp=2), Options(loss_chunks=3, sequence_parallel=True)),  # an encoder, and a scale
@@ -200,7 +200,7 @@ def habit_batch(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     ],
 )
 def test_whose_gradient_is_known_before_the_loss(habit: str, maker: str) -> None:
-    """Such losses are exact whoever makes their gradients, for whatever gradient of their own."""
+    """Such losses are exact if F or B computes their gradients, for any gradient of the loss."""
     assert run_ranks(1, scaled_losses, habit) == [maker]
 
 

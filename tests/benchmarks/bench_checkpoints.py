@@ -1,7 +1,7 @@
 """Recompute time over peak memory: what autopar chooses against torch's partitioner, on the same joint graphs.
 
 Torch's min-cut partitioner makes F and B at budgets 0 to 1; autopar gets the peak that came out as its limit. Peaks are
-those of a walk over either's graphs (`autopar.ir.storages`), gradients included; times of what B makes again are by
+those of a walk over either's graphs (`autopar.ir.storages`), gradients included; times of what B recomputes are by
 roofline, of products alone, and measured: F and B run on one process, in turns.
 
     python tests/benchmarks/bench_checkpoints.py [--only llama] [--rounds 3] [--small]
@@ -91,7 +91,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"llama": llama, "gpt2": gpt2, "t5"
 
 @dataclass
 class Split:
-    """F and B, and what B makes again: in shares of the time of F, by the roofline and of products alone."""
+    """F and B, and what B recomputes: in shares of the time of F, by the roofline and of products alone."""
 
     forward: GraphModule
     backward: GraphModule
@@ -126,7 +126,7 @@ class Subject:
         return tuple(sum(t.get(n, 0.0) for n in again) / sum(t.values()) for t in (self.seconds, some))  # type: ignore[return-value]
 
     def split(self, again: frozenset[Node]) -> Split:
-        """Ours, for what is made again."""
+        """Ours, for recomputation."""
         joint = self.joint
         joint.remade = again
         forward = joint.forward()
@@ -289,9 +289,9 @@ def curve(subject: Subject, rounds: int) -> tuple[str, list[tuple[Split, Split]]
     ]
     for a, b in pairs:
         assert b.peak <= a.peak and b.roofline <= a.roofline + 1e-9, (subject.name, a.peak, a.roofline, b.roofline)
-    head = "| policy | its peak, MB | ours | made again, of F: by roofline / products alone | ours | step, ours : its |"
+    head = "| policy | its peak, MB | ours | recomputed, of F: by roofline / products alone | ours | step, ours : its |"
     nothing = subject.policy("none").peak / 1e6
-    text = f"**{subject.name}**: {nothing:.1f} MB where nothing is made again\n\n{head}\n|---|---|---|---|---|---|\n"
+    text = f"**{subject.name}**: {nothing:.1f} MB where nothing is recomputed\n\n{head}\n|---|---|---|---|---|---|\n"
     return text + "\n".join(rows), pairs
 
 
@@ -310,7 +310,7 @@ def picture(curves: dict[str, list[tuple[Split, Split]]], nothing: dict[str, int
             panel.plot(*zip(*points, strict=True), marker=mark, label=label)
         for label, mark, (policy, _) in zip(("selective", "full"), "s^", pairs[len(BUDGETS) :], strict=True):
             panel.plot(policy.peak / nothing[name], policy.roofline, mark, color="gray", label=label)
-        panel.set(title=name, xlabel="peak, of that without checkpoints", ylabel="made again, of the forward's time")
+        panel.set(title=name, xlabel="peak, of that without recomputation", ylabel="recomputed, of the forward's time")
         panel.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(PICTURE, metadata={"Date": None})

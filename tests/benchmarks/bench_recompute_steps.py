@@ -1,4 +1,4 @@
-"""Whole training steps on one process that make activations again: autopar against torch.compile's memory budget and
+"""Full training steps on one process that recompute activations: autopar against torch.compile's memory budget and
 transformers' gradient checkpointing.
 
 Forward and backward of a Llama; losses are compared first, then steps run in turns. Peaks are those of the allocator's

@@ -1,4 +1,4 @@
-"""One attention over a sequence that is cut over ranks: the problem, its reference, and autopar's algorithms.
+"""One attention over a sequence that is sharded on ranks: the problem, its reference, and autopar's algorithms.
 
 A `Side` runs it in one way on this rank. All get the same tensors, stored [batch, positions, heads, width], as
 projections leave them; who wants [batch, heads, positions, width] gets that view.

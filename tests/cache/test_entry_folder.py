@@ -1,4 +1,4 @@
-"""The folder of the cache: whole files or none, whoever writes, dies, tampers or clears at the same time."""
+"""The folder of the cache: complete files or none, while others write, die, tamper or clear at the same time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The key of a step: equal for a model that is captured again, another one for whatever may decide what compiling makes
-of it, and none where that cannot be told."""
+of it, and none where that is unknown."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_captured_again_it_is_the_same() -> None:
     net = Net()
     before = key_of(net)
     with torch.no_grad():
-        net.up.weight.fill_(7.0)  # the value of a weight is no part of it
+        net.up.weight.fill_(7.0)  # the key does not contain the values of weights
         net.count += 1
     assert key_of(net) == before
 
@@ -150,7 +150,7 @@ def test_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.set_float32_matmul_precision("highest")
 
 
-# --- what cannot be told --------------------------------------------------------------------------------------
+# --- what is not known ----------------------------------------------------------------------------------------
 
 
 def test_modes_around_a_call() -> None:

@@ -212,7 +212,7 @@ def test_a_check_finds_another_step(folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 class Counting(nn.Module):
-    """Its forward moves a number, of which the user is told."""
+    """Its forward changes a number, which causes a warning."""
 
     def __init__(self) -> None:
         super().__init__()

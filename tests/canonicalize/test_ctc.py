@@ -1,4 +1,4 @@
-"""The CTC loss: as torch's in words, and cut over examples."""
+"""The CTC loss: torch's errors, and sharded on examples."""
 
 from __future__ import annotations
 

@@ -345,7 +345,7 @@ FOLDED: list[Any] = [
 
 @pytest.mark.parametrize(("sizes", "options"), FOLDED)
 def test_folders_of_transformers(tmp_path: Any, sizes: dict[str, int], options: dict[str, Any]) -> None:
-    """Whole experts, whoever has which."""
+    """Whole experts, on any rank."""
     assert run_ranks(2, through_a_folder, str(tmp_path), sizes, options) == [[], []]
     wanted, _ = make("one-layer mixtral")
     found = type(wanted).from_pretrained(str(tmp_path), dtype=torch.float64)

@@ -63,7 +63,7 @@ def test_gradient_of_the_target() -> None:
     normalized(lambda x, y: F.binary_cross_entropy(x, y, reduction="none"), {}, x=x, y=y)
 
 
-# --- ids and labels over a cut vocabulary ------------------------------------------------------------------------
+# --- ids and labels, sharded vocabulary --------------------------------------------------------------------------
 
 # what, where, the range, in words
 WRONG = {

@@ -1,4 +1,4 @@
-"""Guards on dicts see every write, with every Python: none of them is told of all."""
+"""Guards on dicts see every write, with every Python: none of them reports all."""
 
 from __future__ import annotations
 

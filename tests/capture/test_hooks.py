@@ -224,7 +224,7 @@ def test_what_acts_on_the_backward_of_a_forward_is_refused(what: Callable[[Tenso
 
 
 class TwoHeads(Net):
-    """ "other" is no part of the loss."""
+    """ "other" does not belong to the loss."""
 
     def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
         return {**super().forward(x, target), "other": self.first(x)}

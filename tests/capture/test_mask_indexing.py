@@ -28,7 +28,7 @@ class Picking(nn.Module):
 
 
 def gaussian(s: Any, h: Tensor, x: Tensor, t: Tensor, m: Tensor) -> Tensor:
-    """Poles in rows that are left out would show as gradients that are no numbers."""
+    """Poles in rows that are left out would show as NaN gradients."""
     scale = F.softplus(h[m]).reciprocal().sqrt()
     return ((h[m] - x[m][:, :4]).square() * scale + h[m].softmax(-1).log() + scale.log()).mean()
 
@@ -75,7 +75,7 @@ BODIES: dict[str, Body] = {
 
 
 def batch() -> dict[str, Tensor]:
-    """What is not picked is no number, as targets that are not known are."""
+    """Unselected rows are NaN, as unknown targets are."""
     torch.manual_seed(0)
     mask = torch.rand(4, 7) > 0.5
     x = torch.randn(4, 7, 6, dtype=torch.float64)

@@ -172,7 +172,7 @@ def test_show_prints_a_graph_of_a_part(capsys: pytest.CaptureFixture[str], confi
         assert code == 2 and not out and message in err
 
 
-# --- sequences cut over ranks ---------------------------------------------------------------------------------
+# --- sharded sequences ----------------------------------------------------------------------------------------
 
 CONTEXT = ("--mesh", "cp=4,tp=2", "--seq", 64, "--topology", "cp=ring:50e9:5e-6")
 

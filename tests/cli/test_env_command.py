@@ -36,7 +36,7 @@ def test_a_cache_that_cannot_be_there_is_told(monkeypatch: pytest.MonkeyPatch) -
 def test_a_cache_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path / "cache"))
     assert not any("cannot be written" in line for line in environment_lines())
-    monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path)  # whoever runs this may write anywhere
+    monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path)  # root may write anywhere
     assert any(line.endswith("cache: cannot be written, so nothing is kept") for line in environment_lines())
 
 

@@ -210,7 +210,7 @@ forward("a custom context around torch._C._set_grad_enabled", of_its_own)
 forward("with saved_tensors_hooks(pack, unpack)", packed, "saved_tensors_hooks in the forward would not be called")
 forward("with save_on_cpu()", on_cpu)
 forward("with a custom TorchFunctionMode", functools.partial(within, Doubled))
-forward("with a TorchDispatchMode of one's own", functools.partial(within, Below), "Below, a TorchDispatchMode")
+forward("with a custom TorchDispatchMode", functools.partial(within, Below), "Below, a TorchDispatchMode")
 
 # --- hooks on nodes of autograd -----------------------------------------------------------------------------------
 

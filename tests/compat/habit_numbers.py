@@ -40,10 +40,10 @@ def _between(run: Run, fn: Line) -> Any:
 
 
 def rounded(x: Any) -> Any:
-    """Numbers to nine places; what is no number, list or text is an error."""
+    """Numbers to nine places; anything but numbers, lists and texts is an error."""
     if isinstance(x, (list, tuple)):
         return [rounded(y) for y in x]
-    assert x is None or isinstance(x, (int, float, str)), f"a {type(x).__name__} is no number"
+    assert x is None or isinstance(x, (int, float, str)), f"a {type(x).__name__} is not a number"
     return round(x, 9) + 0.0 if isinstance(x, float) else x
 
 

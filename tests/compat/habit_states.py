@@ -113,7 +113,7 @@ def by_hand(run: Run) -> None:
 
 
 def drawn(run: Run) -> None:
-    """States that are whole on every rank."""
+    """States that are replicated on every rank."""
     torch.manual_seed(3)
     for p in run.model.parameters():
         run.optimizer.state[p]["momentum_buffer"] = 0.01 * torch.randn_like(p)

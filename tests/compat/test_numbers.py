@@ -1,4 +1,4 @@
-"""The lines of `tests.compat.habit_numbers` on real ranks, where parameters are cut: by tp, in blocks of unlike rows,
+"""The lines of `tests.compat.habit_numbers` on real ranks, where parameters are sharded: by tp, in unequal blocks,
 by zero; and where pipeline stages hold some of them each.
 
 Numbers are compared as they are read; parameters, gradients and a further loss as wholes, behind the line.
@@ -93,7 +93,7 @@ def wrong_lines(sizes: dict[str, int], zero: int, phases: bool) -> list[str]:
         expected = outcome(model, batch, start, what, phases)
         try:
             found = outcome(parallel, mine, start, what, phases)
-        except Exception as error:  # all of them are told
+        except Exception as error:  # the test reports all of them
             wrong.append(f"{what}: {type(error).__name__}: {error}")
             continue
         for name, a, b in zip(("number", "gradient", "parameter", "loss"), expected, found, strict=True):

@@ -45,7 +45,7 @@ def test_notices_are_few_and_those_of_whoever_comes_first(store: dist.Store) -> 
 
 
 def test_notices_of_many_at_the_same_moment(store: dist.Store) -> None:
-    """Nothing is lost, and nothing is told twice."""
+    """Nothing is lost, and nothing is reported twice."""
     notices, together = ErrorLog("x"), threading.Barrier(8)
 
     def work(rank: int) -> None:

@@ -122,7 +122,7 @@ def the_host_stops(rank: int) -> None:
 
 
 def test_a_stopped_host_of_the_store_is_named(worlds: dict[str, World]) -> None:
-    """Whoever asks it, and whoever waits for those that do."""
+    """The ranks that ask it, and those that wait for them."""
     found = worlds["host stops"].end()
     assert found.keys() == {1, 2}
     for seconds, text in found.values():

@@ -1,4 +1,4 @@
-"""Ranks that were given different weights, options or batches: refused in words, or made equal."""
+"""Ranks that were given different weights, options or batches: refused, or made equal."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_sync_takes_the_buffers_too() -> None:
 
 
 def calls_differ(sizes: dict[str, int], folder: str) -> dict[str, str]:
-    """Two ranks that do not do the same: what each was told. Nothing is changed, and the same calls work afterwards."""
+    """Two ranks in different calls: the error of each. Nothing is changed, and the same calls work afterwards."""
     last = dist.get_rank() == 1
     module, mine = put(build(Net), numbers(), sizes), part(numbers(), sizes)
     module.train_step(**mine)
@@ -271,7 +271,7 @@ def test_the_batch_of_the_last_step_is_compared_by_what_comes_next(tmp_path: Pat
     need = "batch: the ranks of 'tp' must be given the same batch, in the step before, found x"
     for name, (*steps, once, again) in first.items():
         assert steps == ["no error", "no error"] == second[name][:2], (name, steps)
-        if name == "end":  # whoever comes second says it
+        if name == "end":  # the rank that comes second reports it
             assert "no error" in (once, second[name][2])
             once = max(once, second[name][2], key=len)
             assert re.search("ranks (0 and 1|1 and 0) differ; feed every rank the batch of its dp coordinate", once)

@@ -320,7 +320,7 @@ def test_another_batch_where_none_is_expected(worlds: Any, device: str) -> None:
 
 
 def test_another_call(worlds: Any) -> None:
-    """Which needs no other rank: the one that asks is told, and ends the others."""
+    """Which needs no other rank: the one that asks gets the error, and ends the others."""
     found = worlds["other call"]
     assert "found the call: rank 1: eval_step; against rank 0: train_step" in found[1][1], found[1]
     assert "CollectiveError" in found[0][1] and "rank 1 failed: ValueError: agree: " in found[0][1], found[0]

@@ -79,7 +79,7 @@ def saved_of_layer(**options: Any) -> int:
 
 def test_saved_activations_of_a_llama_layer() -> None:
     """Per token: two norms save their float32 input (4h), the scale (4), x̂ (2h) and what the products read (2h); the
-    rest is cut over tp: q, out (2h each), k, v, the log-sum-exp (4 per head), and gate, silu, up, product (2f each)."""
+    rest is on tp shards: q, out (2h each), k, v, log-sum-exp (4 per head), and gate, silu, up, product (2f each)."""
     tokens, t = BATCH * SEQ // 2, 2
     norms = 2 * (4 * HIDDEN + 4 + 2 * HIDDEN)
     read = 2 * 2 * HIDDEN
@@ -91,7 +91,7 @@ def test_saved_activations_of_a_llama_layer() -> None:
 def test_microbatches_divide_activations_and_keep_gradient_sums() -> None:
     one, two = memory(compiled(layers=1, zero=3)), memory(compiled(layers=1, zero=3, microbatches=2))
     assert (one.accumulated, two.inputs) == (0, one.inputs)
-    # before they are reduced, gradients are whole on dp; with zero=3 each microbatch reduces its own
+    # before they are reduced, gradients are unsharded on dp; with zero=3 each microbatch reduces its own
     assert two.accumulated == two.gradients
     once = memory(compiled(layers=1, zero=3, microbatches=2, reduce_grads="step"))
     assert once.accumulated == 2 * ((MATRICES_OF_LAYER + TABLES) // 2 + 3 * HIDDEN)

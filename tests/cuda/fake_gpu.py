@@ -238,5 +238,5 @@ def fake_gpu(world: int, rank: int = 0, capability: tuple[int, int] = (9, 0)) ->
         dist.init_process_group("fake", rank=rank, world_size=world, store=dist.HashStore())
         stack.callback(dist.destroy_process_group)
         stack.callback(_clear_sharding_prop_cache)  # DTensors take an equal mesh, of groups that are gone, from it
-        stack.callback(take_notes)  # of values that are on no device, for whoever takes notes next
+        stack.callback(take_notes)  # of values that are on no device, for the next code that takes notes
         yield FakeGpu()

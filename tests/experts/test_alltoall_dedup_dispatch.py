@@ -123,7 +123,7 @@ def calls_of(made: Compiled) -> tuple[Counter[str], Counter[str]]:
 def test_the_host_waits_in_the_forward_only(
     options: Options, levels: int, there: int, back: int, checkpoint: str
 ) -> None:
-    """Counts are exchanged once per layer and level, whatever the backward makes again. Exchanges of a layer: tokens,
+    """Counts are exchanged once per layer and level, whatever the backward recomputes. Exchanges of a layer: tokens,
     numbers, weights, sums; and three gradients; of rows for each expert only rows go there and back."""
     cell = Cell("one-layer mixtral", Mesh.of(ep=4), replace(options, activation_checkpoint=checkpoint))
     forward, backward = calls_of(compile_cell(cell))
@@ -151,7 +151,7 @@ class Sent:
 
 @functools.cache
 def made_for(ranks: int, tokens: int, experts: int, top: int, options: Options) -> Compiled:
-    """Whoever is chosen."""
+    """For any routing."""
     graph = capture(Layer(experts), routed(tokens, experts, top, "any"), lift_to_float64=True)
     return compile_graph(graph, Mesh.of(ep=ranks), options, outputs=())
 

@@ -145,7 +145,7 @@ def test_biases_of_routers_follow_the_counts() -> None:
 
 
 def one_rank(batch: dict[str, Tensor]) -> tuple[Load, str]:
-    """A module of one's own, which no router's bias is in."""
+    """A custom module without a router's bias."""
     parallel = parallelize(Layer(8), init_mesh("cpu", 60.0, dp=1), example_batch=batch)
     before = parallel.expert_load()
     assert before == {}

@@ -209,8 +209,8 @@ def run(
 
 
 def free_port() -> int:
-    """A port for a store. None that the system gives to whoever asks for any: before the store takes it, the rank of
-    another world might, and a client would wait for ever for the answers of a stranger."""
+    """A port for a store. Not one that the system gives to any process: before the store takes it, the rank of
+    another world might, and a client would wait without end for the answers of a stranger."""
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
         with suppress(OSError), socket.socket() as s:

@@ -54,7 +54,7 @@ class Small(nn.Module):
 
 
 def batch() -> dict[str, Tensor]:
-    """Rows of which the ranks and microbatches have unlike numbers of labels that count."""
+    """Rows of which the ranks and microbatches have different numbers of labels that count."""
     torch.manual_seed(1)
     made = {name: torch.randint(0, 16, (8, 4)) for name in ("tokens", "labels")}
     made["labels"][0, 1:] = made["labels"][5] = -100
@@ -161,7 +161,7 @@ def in_step_graph(subject: Subject, at: str, name: str, change: Callable[[GraphM
         return subject.error(replace(compiled, pipeline=replace(compiled.pipeline, parts=[stage])))
 
     found, error = stopped_by(run)
-    return "step checks" if found == "types" else found, error  # that of storages is told by the same error
+    return "step checks" if found == "types" else found, error  # that of storages is the same error
 
 
 class _Changed:

@@ -70,23 +70,23 @@ def _wrong_value(gm: GraphModule) -> None:
 
 in_code(
     "differentiation",
-    "gradients of two norms' weights change places",
+    "gradients of two norms' weights are swapped",
     "numbers",
     "ddp",
     _joint(_swap("norm_weight", "norm_bias")),
 )
 in_code(
     "differentiation",
-    "gradients of two products change places",
+    "gradients of two products are swapped",
     "step checks",
     "ddp",
     _joint(_swap("up_weight", "down_weight")),
 )
-in_code("differentiation", "a gradient of less precision", "step checks", "ddp", _joint(_rounded))
-in_code("differentiation", "a gradient is forgotten", "step checks", "ddp", _joint(_forgotten))
+in_code("differentiation", "a gradient in lower precision", "step checks", "ddp", _joint(_rounded))
+in_code("differentiation", "a gradient is dropped", "step checks", "ddp", _joint(_forgotten))
 in_step(
     "differentiation",
-    "the operand of tanh is saved for its result",
+    "the operand of tanh is saved instead of its result",
     "numbers",
     "ddp forward simplify",
     _wrong_value,
@@ -184,26 +184,26 @@ def _factor(gm: GraphModule) -> None:
 
 
 for _name, _stop, _where, _change in (
-    ("a bucket takes the largest", "step checks", "ddp backward_reduce bucket_gradients", _largest_sum),
-    ("a bucket is summed twice", "step checks", "ddp backward_reduce bucket_gradients", _twice),
-    ("a bucket of dp is summed over tp", "step checks", "both backward_reduce bucket_gradients", _over_tp),
+    ("a bucket takes the maximum", "step checks", "ddp backward_reduce bucket_gradients", _largest_sum),
+    ("a bucket is reduced twice", "step checks", "ddp backward_reduce bucket_gradients", _twice),
+    ("a bucket of dp is reduced over tp", "step checks", "both backward_reduce bucket_gradients", _over_tp),
     (
-        "gradients of one shape change places",
+        "gradients of one shape are swapped",
         "numbers",
         "ddp backward_reduce bucket_gradients",
         lambda g: _like_parts(g, True),
     ),
-    ("a gradient leaves its bucket unsummed", "step checks", "ddp backward_reduce bucket_gradients", _dropped_member),
-    ("a bucket is not summed", "step checks", "ddp backward_reduce bucket_gradients", lambda g: skip(_sums(g)[-1])),
-    ("a part of a bucket is left over", "step checks", "zero backward_reduce bucket_gathers", _gathered_twice),
+    ("a gradient leaves its bucket unreduced", "step checks", "ddp backward_reduce bucket_gradients", _dropped_member),
+    ("a bucket is not reduced", "step checks", "ddp backward_reduce bucket_gradients", lambda g: skip(_sums(g)[-1])),
+    ("a bucket leaves a gather over", "step checks", "zero backward_reduce bucket_gathers", _gathered_twice),
     ("a gradient is sliced, not scattered", "step checks", "zero backward_reduce bucket_gathers", _own_part),
 ):
     in_step("buckets", _name, _stop, _where, _change)
 for _name, _stop, _where, _change in (
-    ("a gather starts before its operand is made", "step checks", "zero forward prefetch", _early),
-    ("a gradient is an input", "step checks", "ddp backward_reduce simplify", _returns_input),
-    ("two gradients are one storage", "step checks", "ddp backward_reduce clone_aliased_grads", _transposed),
-    ("a factor is simplified away", "numbers", "ddp backward_reduce simplify", _factor),
+    ("a gather starts before its operand is computed", "step checks", "zero forward prefetch_gathers", _early),
+    ("a gradient is an input", "step checks", "ddp backward_reduce simplify_views", _returns_input),
+    ("two gradients share storage", "step checks", "ddp backward_reduce clone_aliased_grads", _transposed),
+    ("a factor is simplified away", "numbers", "ddp backward_reduce simplify_arithmetic", _factor),
 ):
     in_step("step passes", _name, _stop, _where, _change)
 
@@ -258,7 +258,7 @@ def _reduced_each(planted: pytest.MonkeyPatch) -> None:
 
 for _name, _stop, _plant in (
     ("one gradient of earlier microbatches is lost", "step checks", _last(_not_added)),
-    ("earlier gradients are added behind the sum", "step checks", _last(_added_behind)),
+    ("earlier gradients are added after the reduction", "step checks", _last(_added_behind)),
     ("gradients are summed in every microbatch, and again", "step checks", _reduced_each),
 ):
     in_code("accumulation", _name, _stop, "ddp", _plant)
@@ -292,7 +292,7 @@ def _summed_loss(node: Node, build: Any) -> Any:
 
 for _name, _rewrite in (
     ("labels that do not count are counted", _all_count),
-    ("label smoothing is forgotten", _hard),
+    ("label smoothing is dropped", _hard),
     ("a mean is a sum", _summed_loss),
 ):
     in_code(

@@ -57,18 +57,18 @@ def _norm(call: Call) -> Rule:
 
 
 in_rule("the bias of a product is added on every rank", aten.linear.default, _relaxed)
-in_rule("relu of addends is taken for addends of the relu", aten.relu.default, pointwise("unary"))
-in_rule("a product is linear in both factors at once", aten.mul.Tensor, pointwise("sum"))
-in_rule("a sum is linear in each of its addends", aten.add.Tensor, pointwise("product"))
+in_rule("relu of a partial value is taken for partial", aten.relu.default, pointwise("unary"))
+in_rule("a product is linear in both factors jointly", aten.mul.Tensor, pointwise("sum"))
+in_rule("a sum is linear in each addend separately", aten.add.Tensor, pointwise("product"))
 in_rule("a quotient is linear in its denominator", aten.div.Tensor, pointwise("product"))
-in_rule("softmax over a cut dim", aten.softmax.int, blocks_dims(lambda c: [], ""))
-in_rule("a running sum over a cut dim", aten.cumsum.default, blocks_dims(lambda c: [], ""))
+in_rule("softmax over a sharded dim", aten.softmax.int, blocks_dims(lambda c: [], ""))
+in_rule("a running sum over a sharded dim", aten.cumsum.default, blocks_dims(lambda c: [], ""))
 in_rule("a maximum is summed over the ranks", aten.amax.default, reduction(linear=True))
-in_rule("a norm over cut channels", aten.layer_norm.default, _norm)
-in_rule("each rank flips its own piece", aten.flip.default, pointwise("unary"))
-in_rule("rows of an embedding in several blocks", aten.embedding.default, _rows_anywhere)
+in_rule("a norm over sharded channels", aten.layer_norm.default, _norm)
+in_rule("each rank flips its own shard", aten.flip.default, pointwise("unary"))
+in_rule("rows of an embedding sharded in several blocks", aten.embedding.default, _rows_anywhere)
 in_rule("copies of entries are laid out by copy", aten.repeat_interleave.self_int, _copies_first)
-in_rule("a cast to integers of addends", aten._to_copy.default, pointwise("unary"))
+in_rule("a cast of a partial value to integers", aten._to_copy.default, pointwise("unary"))
 
 
 # --- conversions --------------------------------------------------------------------------------------------
@@ -116,12 +116,12 @@ def _other_axis(mesh: Mesh, x: Any, axis: str, src: Any, dst: Any) -> Any:
 
 for _name, _subject, _owner, _attribute, _value in (
     ("I to R sums no gradient", "ddp", autopar.ir.conversions, "transpose", _unsummed),
-    ("S to R slices the own gradient", "zero", autopar.ir.conversions, "transpose", _sliced),
+    ("S to R slices its own gradient", "zero", autopar.ir.conversions, "transpose", _sliced),
     ("P to I sums the gradient again", "tp", autopar.ir.conversions, "transpose", _summed_again),
-    ("P to I takes the largest", "ddp", autopar.ir.conversions, "run_conversion", _largest),
+    ("P to I takes the maximum", "ddp", autopar.ir.conversions, "run_conversion", _largest),
     ("P to S slices without a sum", "zero", autopar.ir.conversions, "run_conversion", _not_scattered),
-    ("S to R repeats the own piece", "zero", autopar.ir.conversions, "run_conversion", _repeated),
-    ("sums go over the other axis", "both", localize, "exchange_over", _other_axis),
+    ("S to R repeats its own shard", "zero", autopar.ir.conversions, "run_conversion", _repeated),
+    ("reductions run over the other axis", "both", localize, "exchange_over", _other_axis),
 ):
     in_code("conversions", _name, "step checks", _subject, patched(_owner, _attribute, _value))
 
@@ -147,7 +147,7 @@ def _drop_sum(gm: GraphModule) -> None:
 
 
 def _retarget(gm: GraphModule) -> None:
-    """A pending sum that is said to be summed for its gradient too."""
+    """A partial value that is marked as one whose gradient is partial, too."""
     node = next(n for n in _conversions(gm) if n.args[2:] == ("P", "I"))
     node.args = (*node.args[:3], "R")
 
@@ -166,20 +166,18 @@ def _unsummed_loss(gm: GraphModule) -> None:
 
 in_types("a norm's gradient is not summed over dp", "ddp", _drop("norm"))
 in_types("an embedding's gradient is not summed over dp", "ddp", _drop("embed"))
-in_types("a product's pending sum is used as a value", "tp", _drop_sum)
-in_types("a sum is taken for one whose gradient is pending", "tp", _retarget)
+in_types("a partial product is used as a value", "tp", _drop_sum)
+in_types("a summed value is taken for one with a partial gradient", "tp", _retarget)
 in_types("a parameter is not stored as planned", "tp", _mark_stored)
-in_types("a cut product is marked whole", "tp", _mark_product)
-in_types("the loss leaves before it is summed", "ddp", _unsummed_loss)
+in_types("a sharded product is marked replicated", "tp", _mark_product)
+in_types("the loss is returned before it is reduced", "ddp", _unsummed_loss)
 
 _mark = autopar.ir.graph.mark_gradients
 _no_mean = {k: v for k, v in localize.LOCALIZERS.items() if "mean" not in str(k)}
 in_code(
-    "propagation", "norms are taken for frozen", "types", "ddp",
+    "propagation", "norms are treated as frozen", "types", "ddp",
     patched(
         autopar.compile.parameters, "mark_gradients", lambda gm, names: _mark(gm, [n for n in names if "norm" not in n])
     ),
 )  # fmt: skip
-in_code(
-    "propagation", "a mean is that of each rank's rows", "numbers", "ddp", patched(localize, "LOCALIZERS", _no_mean)
-)
+in_code("propagation", "a mean is over each rank's rows", "numbers", "ddp", patched(localize, "LOCALIZERS", _no_mean))

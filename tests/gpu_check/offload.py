@@ -1,4 +1,4 @@
-"""Values and states of optimizers in host memory: the same bits, less on the device, and no step that waits."""
+"""Values and states of optimizers in host memory: bitwise equal, less on the device, and no step that waits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def one_model(name: str, machine: Machine) -> Iterator[Row]:
         "values": {"activation_checkpoint": EVERYTHING},
         "states": {"optimizer_cpu_offload": True, "bucket_bytes": 20_000},
     }.items():
-        yield from guarded(what, f"{case}: the same bits", functools.partial(same, name, mesh, what, case, options))
+        yield from guarded(what, f"{case}: bitwise equal", functools.partial(same, name, mesh, what, case, options))
     yield from guarded(what, "no step waits", functools.partial(unwatched, name, mesh, what, machine))
 
 
@@ -67,7 +67,7 @@ def same(name: str, mesh: Any, what: str, case: str, options: dict[str, Any]) ->
         losses = [step() for _ in range(STEPS)]
         found.append([*losses, *parallel.full_state_dict().values()])
     unlike = sum(not torch.equal(a, b) for a, b in zip(*found, strict=True))
-    return Row(what, f"{case}: the same bits", FAILED if unlike else OK, unlike, "tensors differ")
+    return Row(what, f"{case}: bitwise equal", FAILED if unlike else OK, unlike, "tensors differ")
 
 
 def unwatched(name: str, mesh: Any, what: str, machine: Machine) -> Row:

@@ -1,5 +1,5 @@
-"""Sequences cut over ranks: every model on every mesh with every algorithm, each compiled by its own name. Run it with
-``-m full``; tests/attention/test_context_models.py runs a part in which every pair of them occurs."""
+"""Sequences sharded on ranks: every model on every mesh with every algorithm, each compiled by its own name. Run it
+with ``-m full``; tests/attention/test_context_models.py runs a part in which every pair of them occurs."""
 
 from __future__ import annotations
 

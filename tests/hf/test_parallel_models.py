@@ -21,7 +21,7 @@ from tests.support.cases import Cell, called, check, simulated
 # texts in t5 and whisper, experts in mixtral.
 RARE = ["llama_mha", "llama_tied", "qwen3", "opt", "bart", "qwen3_moe"]
 MESHES = ("dp=2", "tp=2", "dp=2,tp=2", "tp=4", "dp=4")
-# These have no sequence that could be cut over tp.
+# These have no sequence that could be sharded on tp.
 WITHOUT_SEQUENCE = {"cnn", "mlp"}
 
 Way = tuple[str, int, bool, int]  # mesh, zero, sequence parallel, microbatches

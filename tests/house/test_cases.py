@@ -89,7 +89,7 @@ def lose(step: StepGraph) -> None:
 
 
 def nan(step: StepGraph) -> None:
-    """One gradient is no number."""
+    """One gradient is NaN."""
     multiply(step, math.nan)
 
 

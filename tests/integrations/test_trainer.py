@@ -187,7 +187,7 @@ def test_smoothed_labels_the_best_checkpoint_and_predictions(tmp_path: Path) -> 
 
 
 def ragged(sizes: dict[str, int] | None, folder: str) -> list[dict[str, float]]:
-    """Batches of unlike lengths, padded by the collator to the longest row of the part."""
+    """Batches of different lengths, padded by the collator to the longest row of the part."""
 
     def data(count: int, seed: int) -> list[dict[str, list[int]]]:
         return [
@@ -206,7 +206,7 @@ def ragged(sizes: dict[str, int] | None, folder: str) -> list[dict[str, float]]:
 
 
 def test_batches_of_changing_lengths(tmp_path: Path) -> None:
-    """`padding=` of the options: parts of unlike lengths, the losses of one process."""
+    """`padding=` of the options: shards of different lengths, the losses of one process."""
     expected = ragged(None, str(tmp_path))
     found = run_ranks(2, ragged, {"dp": 2}, str(tmp_path), timeout=200)[0]
     worst = differences(found, expected)

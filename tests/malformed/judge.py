@@ -1,4 +1,4 @@
-"""Malformed inputs: generated with a seed, judged alike. Each is refused in words, or gives what is right.
+"""Malformed inputs: generated with a seed, judged alike. Each is refused, or gives what is right.
 
 A `Case` is one malformed input: `run` takes it, `right` says of what came back whether it is what it ought to be.
 """
@@ -37,7 +37,7 @@ class Case:
 
 
 def failures(cases: Sequence[Case]) -> list[str]:
-    """Of each case that was neither refused in words nor right: what became of it."""
+    """Of each case that was neither refused nor right: what became of it."""
     out = []
     for case in cases:
         try:

@@ -1,4 +1,4 @@
-"""Batches of other keys, kinds, shapes and numbers: refused in words, or trained on as by plain torch."""
+"""Batches of other keys, kinds, shapes and numbers: refused, or trained on as by plain torch."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def case(
 
 
 def judged(whole: bool) -> tuple[int, list[str]]:
-    """(how many batches, what became of those that were neither refused in words nor right)"""
+    """(how many batches, what became of those that were neither refused nor right)"""
     mesh, cases = autopar.init_mesh("cpu", 30.0, dp=1), []
     for kind, batch in ((Net, numbers()), (Tied, tokens())):
         model = build(kind)

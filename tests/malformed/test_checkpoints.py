@@ -1,4 +1,4 @@
-"""Checkpoints with something wrong in a header, a file, an index or a state: refused in words, or read rightly."""
+"""Checkpoints with something wrong in a header, a file, an index or a state: refused, or read rightly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs of transformers models with something wrong in them: refused in words, or the model that they describe."""
+"""Configs of transformers models with something wrong in them: refused, or the model that they describe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of `autopar.save` with one thing wrong: refused in words, alike on all ranks, and nothing is changed; or
+"""Checkpoints of `autopar.save` with one thing wrong: refused, alike on all ranks, and nothing is changed; or
 what was wrong is nothing that a load reads."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Change = Callable[[dict[str, Any]], Any]
 
 
 class Loader:
-    """Refuses a position below zero, and on some ranks what it is told to."""
+    """Refuses a position below zero, and on some ranks whatever it is asked to."""
 
     def __init__(self) -> None:
         self.position, self.refuses = 3, False
@@ -92,7 +92,7 @@ WRONG: dict[str, Change] = {  # what every rank refuses
     "pieces overlap": _piece(1, 2, [7, 0]), "a piece elsewhere": _piece(0, 2, [8, 0]),
     "a negative start": _piece(0, 2, [-8, 0]), "negative sizes": _piece(0, 3, [-8, -8]),
     "sizes that are fewer": _piece(0, 3, [4, 8]), "sizes that are more": _piece(0, 3, [80, 8]),
-    "other dims": _piece(0, 3, [64]), "a size that is no number": _piece(0, 3, ["8", 8]),
+    "other dims": _piece(0, 3, [64]), "a size that is not a number": _piece(0, 3, ["8", 8]),
     "a size that is a bool": _piece(0, 3, [True, 8]), "a size that is a float": _piece(0, 3, [8.0, 8]),
     "huge sizes": _piece(0, 3, [2**70, 8]), "in the head": _piece(0, 1, 8), "before the file": _piece(0, 1, -8),
     "behind the file": _piece(0, 1, 2**40), "a place of text": _piece(0, 1, "100"),
@@ -160,7 +160,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def attacked(folder: str) -> list[str]:
-    """What became of each malformed checkpoint that was neither refused in words nor left everything as it was."""
+    """What became of each malformed checkpoint that was neither refused nor left everything as it was."""
     run, loader, base, rank = Run({"dp": 2}, zero=1), Loader(), Path(folder), dist.get_rank()
     scaler = autopar.GradScaler(run.model)
     found: list[str] = []

@@ -13,7 +13,7 @@ from tests.support.ranks import refusal, run_ranks
 
 
 class Teacher(nn.Module):
-    """Its hidden values are cut over tp."""
+    """Its hidden values are sharded on tp."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -102,7 +102,7 @@ ALONE = [step[:1] for step in SHORT]
     ids=lambda x: str(x) if not isinstance(x, list) else "",
 )  # fmt: skip
 def test_padded_steps_equal_the_unpadded(name: str, sizes: Any, options: Any, steps: Any, shapes: Any) -> None:
-    """Ranks are given unlike lengths and rows; all go to the bucket of the longest."""
+    """Ranks get different lengths and numbers of rows; all go to the bucket of the longest."""
     compiled = min(len(steps), 2)
     assert run_ranks(2, _steps, name, sizes, options, steps, shapes, timeout=200.0) == [compiled] * 2
 

@@ -25,7 +25,7 @@ from tests.support.compile_cache import compiled_by_each
 from tests.support.ranks import run_ranks
 
 SEED, PROGRAMS, PARTS = 0, 500, 4  # a program takes 0.2 s
-SHRUNK = 3  # of those that fail: the others are told as they are
+SHRUNK = 3  # of those that fail: the others are reported as they are
 PATIENCE = 60.0  # seconds after which none is made small any more
 
 

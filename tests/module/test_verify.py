@@ -127,7 +127,7 @@ ALL_CUT = [({"dp": 2, "tp": 2}, {"sequence_parallel": True, "microbatches": 2})]
 
 @pytest.mark.parametrize("meshes", [CUT, pytest.param([*CUT, *ALL_CUT], marks=pytest.mark.full)], ids=len)
 def test_dropout_of_a_transformer_does_not_depend_on_the_mesh(meshes: list[Any]) -> None:
-    """Embeddings, attention probabilities and residuals; cut over the batch, heads, the sequence and time."""
+    """Embeddings, attention probabilities and residuals; sharded on the batch, heads, the sequence and time."""
     losses = {run_ranks(math.prod(sizes.values()), transformer, sizes, options)[0] for sizes, options in meshes}
     for report in losses:
         report.raise_for_mismatch()

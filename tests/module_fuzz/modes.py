@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.module_fuzz.piece import Piece
 
-QUESTIONS = (  # true or false in a plain step; a forward that is traced must be told the same
+QUESTIONS = (  # true or false in a plain step; a forward that is traced must get the same answers
     "torch.is_grad_enabled()",
     "torch.compiler.is_compiling()",
     "torch.compiler.is_exporting()",

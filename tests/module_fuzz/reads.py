@@ -56,7 +56,7 @@ READ_PIECES = [
     read("an enum", "x = x * mode_N.value", "class Mode_N(enum.Enum):\n    A = 0.5\n    B = 1.5\nmode_N = Mode_N.A", "", "mod.mode_N = mod.Mode_N.B"),
     read("a subclass of dict", "x = x * cfg_N.k", "class Config_N(dict):\n    __getattr__ = dict.__getitem__\ncfg_N = Config_N(k=0.5)", "", "mod.cfg_N['k'] = 1.5"),
     read("a weak reference", "x = x * ref_N().k", "class Config_N:\n    k = 0.5\nheld_N = Config_N()\nref_N = weakref.ref(held_N)", "", "mod.held_N.k = 1.5"),
-    read("a number of one's own", "x = x * float(k_N)", "class Number_N:\n    def __init__(self):\n        self.k = 0.5\n    def __float__(self):\n        return self.k\nk_N = Number_N()", "", "mod.k_N.k = 1.5"),
+    read("a custom number", "x = x * float(k_N)", "class Number_N:\n    def __init__(self):\n        self.k = 0.5\n    def __float__(self):\n        return self.k\nk_N = Number_N()", "", "mod.k_N.k = 1.5"),
     # --- numpy, tensors
     read("an element of a numpy array", "x = x * float(a_N[0])", "a_N = np.array([0.5, 1.0])", "", ("mod.a_N[0] = 1.5", "mod.a_N *= 2", "mod.a_N = np.array([0.1])")),
     read("a numpy number", "x = x * k_N", "k_N = np.float64(0.5)", "", "mod.k_N = np.float64(1.5)"),

@@ -1,6 +1,6 @@
-"""What becomes of a model of others on a mesh: exact, or refused in words. Anything else is an error.
+"""What becomes of another library's model on a mesh: exact, or refused. Anything else is an error.
 
-outcome("timm swin", "tp")   ->   Outcome("exact", 0.9)        0.9 of the parameters are cut over tp
+outcome("timm swin", "tp")   ->   Outcome("exact", 0.9)        0.9 of the parameters are sharded on tp
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TITLES = {"tp": "dp=2, tp=2, zero=3", "cp": "cp=2", "pp": "pp=2, microbatches=2"
 
 @dataclass(frozen=True)
 class Outcome:
-    """``words`` of a refusal; else the share of all parameters that is cut over tp. ``parts``: microbatches, where
+    """``words`` of a refusal; else the share of all parameters that is sharded on tp. ``parts``: microbatches, where
     samples meet in the model, so that it is given the batch in one."""
 
     words: str = ""
@@ -73,7 +73,7 @@ def _outcome(cell: Cell) -> Outcome:
 
 
 def _share(made: Compiled) -> float:
-    """Of the entries of all parameters, those that are cut over tp."""
+    """Of the entries of all parameters, those that are sharded on tp."""
     sizes = [(math.prod(s.shape), isinstance(s.placements.get("tp"), Shard)) for s in made.parameters]
     return sum(n for n, cut in sizes if cut) / max(1, sum(n for n, _ in sizes))
 

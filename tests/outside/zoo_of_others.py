@@ -2,7 +2,7 @@
 
     MODELS["timm swin"].make() -> model, batch          float64, seeded; the forward returns the loss (first)
 
-``needs`` names the library that must be there. ``tokens``: its sequence can be cut over cp.
+``needs`` names the library that must be there. ``tokens``: its sequence can be sharded on cp.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cutting a graph into parts: the text before and after, what travels, what is made again, F, B and W, G and R."""
+"""Splitting a graph into stages: the text before and after, what is sent, what is recomputed, F, B and W, G and R."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_text_before_and_after() -> None:
         "mul: f64[2,8] dp:S(0) mb:S(0) = mul(tanh, sigmoid)",
         "return (mul,)",
     ]
-    assert "sigmoid: f64[8] dp:R mb:R = sigmoid(p_extra_bias_r)" in seen["part1.part"]  # made again, not sent
+    assert "sigmoid: f64[8] dp:R mb:R = sigmoid(p_extra_bias_r)" in seen["part1.part"]  # recomputed, not sent
 
 
 def test_gathers_and_reductions_leave_the_parts() -> None:
@@ -123,7 +123,7 @@ def test_a_tied_weight_lives_where_it_is_used() -> None:
 
 
 def test_encoder_and_decoder() -> None:
-    """T5: encoder states go on from decoder part to decoder part; position biases are made again; masks come ahead."""
+    """T5: encoder states go from one decoder stage to the next, biases are recomputed, masks are in the prologue."""
     model, data = TINY["t5"].build(dtype=torch.float64), TINY["t5"].batch(4, 16)
     cuts = ("encoder.block.1", "decoder.block.0", "decoder.block.1")
     options = Options(schedule="1f1b", microbatches=2, split_points=cuts)

@@ -111,7 +111,7 @@ DELAY = 0.02
 
 
 class Late:
-    """An exchange over a link that takes a while, whoever computes meanwhile."""
+    """An exchange over a slow link, while other code computes."""
 
     waited = 0.0
 

@@ -73,7 +73,7 @@ def test_memory_of_ranks() -> None:
     zero = memories(compiled(TIED))
     halves = [sum(p.nbytes(TIED.mesh) for p in compiled(TIED).parameters if rank in p.ranks) for rank in (0, 1)]
     assert [m.parameters for m in zero] == halves
-    assert all(m.gathered > m.parameters and m.accumulated > m.gradients for m in zero)  # whole on dp
+    assert all(m.gathered > m.parameters and m.accumulated > m.gradients for m in zero)  # unsharded on dp
 
 
 def test_graphs_run_as_often_as_the_order_says() -> None:

@@ -32,7 +32,7 @@ ONE_BY_ONE: dict[str, tuple[str, dict[str, int], dict[str, Any], int]] = {
     "plain": ("llama", {"pp": 4}, {"microbatches": 4}, 1),
     "virtual_stages": ("llama", {"pp": 2}, {"microbatches": 4, "schedule": "interleaved", "virtual_stages": 3}, 3),
     "split": ("llama", {"pp": 4, "tp": 2}, SPLIT, 1),
-    "cut weights": ("llama", {"pp": 4, "dp": 2}, {"microbatches": 4, "zero": 2}, 1),
+    "sharded weights": ("llama", {"pp": 4, "dp": 2}, {"microbatches": 4, "zero": 2}, 1),
     "at each use": ("llama", {"pp": 4, "dp": 2}, AT_EACH_USE, 1),
     "sequences": ("llama", {"pp": 4, "cp": 2}, {"microbatches": 4}, 1),
     "experts": ("mixtral", {"pp": 4}, {"microbatches": 4}, 1),
@@ -41,7 +41,7 @@ ONE_BY_ONE: dict[str, tuple[str, dict[str, int], dict[str, Any], int]] = {
 }
 TOGETHER = {
     "an encoder, split": ("bert", {"pp": 4, "tp": 2}, SPLIT, 1),
-    "cut weights, sequences": ("llama", {"pp": 4, "dp": 2, "cp": 2}, {"microbatches": 4, "zero": 2}, 1),
+    "sharded weights, sequences": ("llama", {"pp": 4, "dp": 2, "cp": 2}, {"microbatches": 4, "zero": 2}, 1),
     "experts, at each use": ("mixtral", {"pp": 4, "dp": 2}, AT_EACH_USE, 1),
 }
 FOUR_CHUNKS = ("llama", {"pp": 2}, {"microbatches": 4, "schedule": "interleaved", "virtual_stages": 4}, 5)

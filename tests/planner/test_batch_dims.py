@@ -65,7 +65,7 @@ class Small(nn.Module):
 
 
 class Scores(nn.Module):
-    """Scores of rows against the rows of a table, which is no part of the batch."""
+    """Scores of rows against the rows of a table, which has no batch dim."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """A memory limit on real ranks: what they hold stays below it, they decide alike, and gradients keep their bits.
 
-The bits are those of the same model on the same mesh that makes nothing again, dropout included; under every schedule
+The bits are those of the same model on the same mesh that recomputes nothing, dropout included; under every schedule
 that splits the backward, too.
 """
 
@@ -158,7 +158,7 @@ def _stages(name: str, options: dict[str, Any], limit: int) -> list[str]:
     batch = tiny(name, dropout=0.1)[1]
 
     def stepped(**way: Any) -> tuple[dict[str, Tensor], bool]:
-        """Gradients, and whether anything was made again."""
+        """Gradients, and whether anything was recomputed."""
         model = tiny(name, dropout=0.1)[0]
         parallel = autopar.parallelize(model, mesh, example_batch=batch, **options, **way)  # for which stages are cut
         return _gradients(parallel, batch), bool(parallel.plan.checkpoints)

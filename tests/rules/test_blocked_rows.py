@@ -1,4 +1,4 @@
-"""Rows of attention that a large added number leaves without a key: over a cut sequence as in one process."""
+"""Rows of attention that a large added number leaves without a key: over a sharded sequence as in one process."""
 
 from __future__ import annotations
 

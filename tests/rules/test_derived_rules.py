@@ -135,7 +135,7 @@ TRAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "a trace of the others": lambda x: x + 1e-9 * x.sum(0, keepdim=True),
     "scaled by the largest": lambda x: x / x.abs().max(),
     "clamped if one is large": lambda x: x.clamp(-1, 1) if x.abs().max() > 1e5 else x * 1.0,
-    "zeros if one is no number": lambda x: torch.zeros_like(x) if x.isnan().any() else x * 2,
+    "zeros if one is NaN": lambda x: torch.zeros_like(x) if x.isnan().any() else x * 2,
     "turned round": lambda x: x.flip(0),
     "swapped in pairs": lambda x: x.unflatten(0, (-1, 2)).flip(1).flatten(0, 1) if len(x) % 2 == 0 else x.clone(),
     "shifted": lambda x: torch.cat([torch.zeros_like(x[:1]), x[:-1]]),

@@ -1,4 +1,4 @@
-"""Weights that multiply what they made: cut over tp, and what comes back to them is gathered, once for each time."""
+"""Weights that multiply their own result: sharded on tp, and their input is gathered, once for each time step."""
 
 from __future__ import annotations
 

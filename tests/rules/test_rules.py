@@ -186,7 +186,7 @@ def both(sample: Sample, tp: tuple[Placement, ...]) -> tuple[int, list[str]]:
         except (RuleError, ValueError):
             continue
         if tp[0] == dp[0] and sample.steps[0].target in (aten.embedding.default, ours.cross_entropy.default):
-            continue  # refused when it is localised: a vocabulary is cut over one axis
+            continue  # refused when it is localised: a vocabulary is sharded on one axis
         tried += 1
         problem = wrong_pieces(sample, placements, mesh, whole)
         wrong += [f"{dp}: {problem}"] if problem else []
@@ -287,17 +287,17 @@ def without_blocks(build: Callable[[Any], Rule]) -> Callable[[Any], Rule]:
 
 WRONG: dict[str, tuple[Sample, Callable[[Any], Rule]]] = {
     "attention with its sequence cut": (SAMPLES[ours.attention.default][0], without_blocks(attention_rule)),
-    "softmax over a cut dim": (call(aten.softmax.int, normal(2, 6), -1), blocks_dims(lambda c: [], "")),
-    "norm over a cut dim": (call(aten.layer_norm.default, normal(2, 6), [6]), without_blocks(sp.layer_norm_rule)),
+    "softmax over a sharded dim": (call(aten.softmax.int, normal(2, 6), -1), blocks_dims(lambda c: [], "")),
+    "norm over a sharded dim": (call(aten.layer_norm.default, normal(2, 6), [6]), without_blocks(sp.layer_norm_rule)),
     "maximum as a contraction": (call(aten.amax.default, normal(2, 6), [1]), reduction(linear=True)),
     "variance as a contraction": (call(aten.var.dim, normal(2, 6), [1]), reduction(linear=True)),
     "bias inside of a cut contraction": (
         call(aten.linear.default, normal(2, 6), normal(4, 6), normal(4)),
         without_blocks(einsum_rule("... i, o i -> ... o", "input weight", bias="bias")),
     ),
-    "gelu of a pending sum": (call(aten.gelu.default, normal(2, 6)), pointwise("unary")),
-    "product of two pending sums": (call(aten.mul.Tensor, normal(2, 6), normal(2, 6)), pointwise("sum")),
-    "quotient by a pending sum": (call(aten.div.Tensor, normal(2, 6), normal(2, 6)), pointwise("product")),
+    "gelu of a partial value": (call(aten.gelu.default, normal(2, 6)), pointwise("unary")),
+    "product of two partial values": (call(aten.mul.Tensor, normal(2, 6), normal(2, 6)), pointwise("sum")),
+    "quotient by a partial value": (call(aten.div.Tensor, normal(2, 6), normal(2, 6)), pointwise("product")),
     "matmul with swapped factors": (
         call(aten.matmul.default, normal(4, 4), normal(4, 4)),
         einsum_rule("m k, n k -> m n", "self other"),
@@ -310,7 +310,7 @@ WRONG: dict[str, tuple[Sample, Callable[[Any], Rule]]] = {
     ),
     "pairs of a complex number": (call(aten.view_as_real.default, complex_(2, 2)), pointwise()),
     "a copy whose operand does not matter": (call(aten.lift_fresh_copy.default, normal(6)), factory),
-    "rounding of a pending sum": (call(aten.to.dtype, normal(64) * 5, torch.int64), pointwise("unary")),
+    "rounding of a partial value": (call(aten.to.dtype, normal(64) * 5, torch.int64), pointwise("unary")),
     "pooling over a cut window": (
         call(aten.max_pool1d.default, normal(2, 2, 8), [2], [1]),
         without_blocks(space.pooling_rule),

@@ -1,4 +1,4 @@
-"""Exchanges of attention over cut sequences on real ranks: order, bytes, levels of the axis, and lost ranks."""
+"""Exchanges of attention over sharded sequences on real ranks: order, bytes, levels of the axis, and lost ranks."""
 
 from __future__ import annotations
 

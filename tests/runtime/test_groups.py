@@ -88,7 +88,7 @@ def test_joined_axes_of_a_larger_mesh() -> None:
 
 
 def groups_of_many() -> tuple[list[list[int]], list[int]]:
-    """Those of rank 5000 of 16,384, and what it is told of others: nobody else is there to take part, nor to split a
+    """Those of rank 5000 of 16,384, and what it learns of others: nobody else is there to take part, nor to split a
     communicator that is bound to a device."""
     dist.init_process_group("fake", rank=5000, world_size=16384, store=dist.HashStore())
     dist.group.WORLD.bound_device_id = device = torch.device("cuda", 0)  # type: ignore[union-attr]

@@ -77,7 +77,7 @@ def test_what_stops_is_refused_with_every_place() -> None:
 
 
 def test_communicators_of_pairs_stop_where_both_directions_share_a_group() -> None:
-    """A forward and a backward that cross wait for each other, whoever else is in the group."""
+    """A forward and a backward that cross wait for each other, in a group of any ranks."""
     order = made("1f1b", 3, 3)
     assert order is not None
     lowered = lower(order, hops_of(3, "neighbours"))

@@ -11,7 +11,7 @@ from tests.support.cases import Cell, called, check
 
 MODELS = ("llama", "gpt2", "t5", "mixtral", "vit")
 MESHES = {"dp=2": Options(), "tp=2": Options(), "pp=2": Options(microbatches=2), "cp=2": Options()}
-WITHOUT_SEQUENCE = {"vit"}  # that could be cut over cp
+WITHOUT_SEQUENCE = {"vit"}  # that could be sharded on cp
 CELLS = [
     Cell(model, Mesh.parse(mesh), options)
     for model in MODELS

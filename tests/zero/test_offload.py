@@ -1,4 +1,4 @@
-"""Values that wait in host memory: the same bits, bytes that move as predicted, copies that start early, end late."""
+"""Values that wait in host memory: bitwise equal, bytes that move as predicted, copies that start early, end late."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def layers(value: ForwardValue) -> bool | str:
 
 
 def mixed(value: ForwardValue) -> bool | str:
-    """Some wait on the host, some are made again, also of those that are made of the others."""
+    """Some wait on the host, some are recomputed, also from the others."""
     return HOST if len(value.target) % 2 else every_second(value) and value.remakable
 
 
@@ -88,7 +88,7 @@ KINDS = {"zero 3": ["everything"], "zb_h1": ["mixed"], "token slices": ["mixed"]
 MORE: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     **{f"{case}, both": MESHES[case] for case in MESHES},
     "sequence parallel": ("llama", {"tp": 2}, {"sequence_parallel": True}),
-    "cut sequences": ("llama", {"cp": 2}, {}),
+    "sharded sequences": ("llama", {"cp": 2}, {}),
     "1f1b": ("t5", {"pp": 2}, {"microbatches": 4, "schedule": "1f1b"}),
     "zb_h1, t5": ("t5", {"pp": 2}, {"microbatches": 4, "schedule": "zb_h1"}),
     **{s: ("gpt2", {"pp": 2}, {"microbatches": 4, "schedule": s})
