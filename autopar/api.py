@@ -32,6 +32,8 @@ from autopar.compile.shared_capture import SharedCapture
 from autopar.cost.axis_shares import repeated
 from autopar.errors import refusal_like
 from autopar.ir.batch import facts_of, with_static_inputs
+from autopar.ir.mesh import Mesh
+from autopar.ir.signature import ParameterSpec
 from autopar.options import DECLARED, OTHER_WORDS, Options
 from autopar.plan import Plan
 from autopar.report.dump.dump import check_writable, dumper_for
@@ -103,79 +105,79 @@ def parallelize(
     """
     groups = Groups(mesh)
     with error_context("parallelize"):
-        chosen = _options(options)
-        buckets = asked_padding(padding)
-        if buckets is not None and chosen.capacity_factor:
-            raise ValueError(
-                f"padding: padded tokens would use up expert capacity, found capacity_factor={chosen.capacity_factor}; "
-                "use padding or capacity_factor, not both"
-            )
+        asked, buckets = _options(options), asked_padding(padding)
+        how = {
+            "seed": seed, "backend": backend, "lift_to_float64": lift_to_float64, "padding": padding,
+            "broadcast_weights": broadcast_weights, "check_replica_inputs": check_replica_inputs,
+            "outputs_with_grad": outputs_with_grad,
+        }  # fmt: skip
         check_module(model)
         shared_memory = referenced_elsewhere(model)
         check_no_gradients(model)
-        check_arguments(
-            seed=seed, lift_to_float64=lift_to_float64, backend=backend, dump=dump, plan=plan,
-            example_batch=example_batch, broadcast_weights=broadcast_weights,
-            check_replica_inputs=check_replica_inputs, outputs_with_grad=outputs_with_grad,
-        )  # fmt: skip
+        check_arguments(asked, dump, plan, example_batch, **how)
         check_writable(dump)
-        if outputs_with_grad and padding != "exact":
-            raise ValueError(
-                f"outputs_with_grad: returns outputs of the global batch, found padding={padding!r}, which pads the "
-                'batch of each rank; use loss=fn, or padding="exact"'
-            )
         originals = {"": model} | ({LOSS: loss} if isinstance(loss, nn.Module) else {})
-        if loss is not None:
-            model = with_loss(model, loss)
-        if lift_to_float64 and chosen.precision.compute not in ("", "float64"):
-            raise ValueError(
-                f"lift_to_float64: computes everything in float64, found precision={chosen.precision!r}, which "
-                f"computes in {chosen.precision.compute}; use one of them, not both"
-            )
-        agree_on_call(
-            groups,
-            options
-            | {
-                "seed": seed,
-                "lift_to_float64": lift_to_float64,
-                "backend": backend,
-                "broadcast_weights": broadcast_weights,
-                "check_replica_inputs": check_replica_inputs,
-                "padding": padding,
-                "outputs_with_grad": outputs_with_grad,
-            },
-        )
-        check_input_names(model, "batch_dims", dict(chosen.batch_dims))
-        check_input_names(model, "static_inputs", chosen.static_inputs)
+        model = model if loss is None else with_loss(model, loss)
+        agree_on_call(groups, options | how)
+        check_input_names(model, "batch_dims", dict(asked.batch_dims))
+        check_input_names(model, "static_inputs", asked.static_inputs)
         load_adapters(model)
-        values = {name: None if p.is_meta else p for name, p in model.named_parameters(remove_duplicate=False)}
-        buffers, given = _buffers(model, may_lack=broadcast_weights and groups.rank > 0)
-        _check_weights(model, values | given, groups, broadcast_weights)
-        if plan is not None and not options:
-            chosen = plan.options
-        skeleton = skeleton_of(model, model_dtypes(model, chosen.precision).stored)
-        examples = [with_static_inputs(batch, chosen.static_inputs) for batch in examples_of(model, example_batch)]
-        shared = SharedCapture()
-        made, specs = planned_with(
-            examples, model, example_batch is None,
-            lambda batch: for_whole_batch(
-                lambda whole: stored_plan(
-                    skeleton, whole, groups.mesh, chosen, plan, lift_to_float64=lift_to_float64, shared=shared
-                ),
-                lambda found: found[0], skeleton, batch, groups.mesh, chosen, plan,
-            ),
-        )  # fmt: skip
-        agree_on_plan(groups, made)
-        compiler = _compiler(groups, chosen, lift_to_float64, dump, shared)
+        values, buffers = _weights(model, groups, broadcast_weights)
+
+        chosen = plan.options if plan is not None and not options else asked
+        skeleton, captured = skeleton_of(model, model_dtypes(model, chosen.precision).stored), SharedCapture()
+        found, specs = _planned(model, skeleton, example_batch, groups.mesh, chosen, plan, lift_to_float64, captured)
+        agree_on_plan(groups, found)
+        compiler = _compiler(groups, chosen, lift_to_float64, dump, captured)
         note_parameters(p for _, p in model.named_parameters())
         parallel = ParallelModule(
-            skeleton, compiler, groups, made, specs, values, buffers, backend, seed, broadcast_weights,
+            skeleton, compiler, groups, found, specs, values, buffers, backend, seed, broadcast_weights,
             check_replica_inputs, chosen.microbatches, outputs_with_grad,
         )  # fmt: skip
         parallel.watch_originals(originals, shared_memory)
         if buckets is not None:
             parallel.pad_batches(buckets, _ahead(groups, chosen, lift_to_float64, dump) if buckets.ahead else None)
         return parallel
+
+
+def _planned(
+    model: nn.Module,
+    skeleton: nn.Module,
+    example_batch: Mapping[str, Any] | None,
+    mesh: Mesh,
+    options: Options,
+    given: Plan | None,
+    lift_to_float64: bool,
+    captured: SharedCapture,
+) -> tuple[Plan, tuple[ParameterSpec, ...]]:
+    """Capture a skeleton with an example batch and plan its parameters. ``captured`` keeps the graph for the first
+    step."""
+
+    def plan_of(batch: Mapping[str, Any]) -> tuple[Plan, tuple[ParameterSpec, ...]]:
+        return for_whole_batch(
+            lambda whole: stored_plan(
+                skeleton, whole, mesh, options, given, lift_to_float64=lift_to_float64, shared=captured
+            ),
+            lambda found: found[0], skeleton, batch, mesh, options, given,
+        )  # fmt: skip
+
+    examples = [with_static_inputs(batch, options.static_inputs) for batch in examples_of(model, example_batch)]
+    return planned_with(examples, model, example_batch is None, plan_of)
+
+
+def _weights(
+    model: nn.Module, groups: Groups, broadcast_weights: bool
+) -> tuple[dict[str, Tensor | None], dict[str, Tensor]]:
+    """(parameters, buffers) of this rank by name; None for a parameter on the meta device. All ranks must have the same
+    values, or rank 0 all of them to broadcast."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    values: dict[str, Tensor | None] = {name: None if p.is_meta else p for name, p in parameters.items()}
+    buffers, given = _buffers(model, may_lack=broadcast_weights and groups.rank > 0)
+    tensors = parameters | dict(model.named_buffers(remove_duplicate=False))
+    agree_on_model(groups, tensors, None if broadcast_weights else values | given)
+    if broadcast_weights:
+        check_source(groups, values | given)
+    return values, buffers
 
 
 def _compiler(
@@ -275,16 +277,6 @@ def planned_with(
             f"its forward runs with (tried {tried}): {error}; pass example_batch={{...}}, the keyword arguments of its "
             "forward"
         ) from error
-
-
-def _check_weights(
-    model: nn.Module, given: Mapping[str, Tensor | None], groups: Groups, broadcast_weights: bool
-) -> None:
-    """Check that weights are the same on every rank, or that rank 0 has all of them to broadcast."""
-    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    agree_on_model(groups, tensors, None if broadcast_weights else given)
-    if broadcast_weights:
-        check_source(groups, given)
 
 
 def _buffers(model: nn.Module, may_lack: bool) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:

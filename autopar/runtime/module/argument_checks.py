@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from autopar.adapters.tensors.tags import check_tags
+from autopar.options import Options
 from autopar.plan import Plan
 from autopar.runtime.exec.lowering import BACKENDS
 from autopar.runtime.module.overridden_methods import check_lists
@@ -75,8 +76,10 @@ def check_no_gradients(model: nn.Module) -> None:
             )
 
 
-def check_arguments(*, seed: Any, backend: Any, dump: Any, plan: Any, example_batch: Any, **flags: Any) -> None:
-    """The keyword arguments other than options; ``flags`` are yes or no. Raises ValueError."""
+def check_arguments(
+    options: Options, dump: Any, plan: Any, example_batch: Any, *, seed: Any, backend: Any, padding: Any, **flags: Any
+) -> None:
+    """The keyword arguments, and whether they go together; ``flags`` are yes or no. Raises ValueError."""
     whole_number("seed", seed, 0, MOST_SEED)
     for name, value in flags.items():
         yes_or_no(name, value)
@@ -89,4 +92,19 @@ def check_arguments(*, seed: Any, backend: Any, dump: Any, plan: Any, example_ba
         raise ValueError(
             f"example_batch: needs the keyword arguments of the forward, found a {type(example_batch).__name__}; "
             "pass a dict such as {'input_ids': ..., 'labels': ...}"
+        )
+    if padding != "exact" and options.capacity_factor:
+        raise ValueError(
+            f"padding: padded tokens would use up expert capacity, found capacity_factor={options.capacity_factor}; "
+            "use padding or capacity_factor, not both"
+        )
+    if padding != "exact" and flags["outputs_with_grad"]:
+        raise ValueError(
+            f"outputs_with_grad: returns outputs of the global batch, found padding={padding!r}, which pads the "
+            'batch of each rank; use loss=fn, or padding="exact"'
+        )
+    if flags["lift_to_float64"] and options.precision.compute not in ("", "float64"):
+        raise ValueError(
+            f"lift_to_float64: computes everything in float64, found precision={options.precision!r}, which "
+            f"computes in {options.precision.compute}; use one of them, not both"
         )
