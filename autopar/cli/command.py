@@ -15,7 +15,6 @@ from autopar.options import OTHER_WORDS
 from autopar.spelling import did_you_mean
 
 _CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)", re.DOTALL)
-_OTHER_COMMANDS = {"start": "bootstrap"}  # other words for commands
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         choice = _CHOICE.search(message)
-        hint = did_you_mean(choice[1], re.findall(r"[^', ]+", choice[2]), _OTHER_COMMANDS) if choice else ""
+        hint = did_you_mean(choice[1], re.findall(r"[^', ]+", choice[2])) if choice else ""
         print(f"{self.prog}: {' '.join(message.split())}{hint or self._see(message)}", file=sys.stderr)
         raise SystemExit(2)
 

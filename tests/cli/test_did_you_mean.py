@@ -137,7 +137,6 @@ LINES = {
     "experts --target-hardware h10": "H100",
     "plan --config C --mesh dp=2 --whole-ops aten.sinc.default": "--replicate-ops",
     "plan --config C --mesh rp=2": "dp_replicate",
-    "start --mesh dp=2": "bootstrap",
 }
 
 
