@@ -14,11 +14,12 @@ from rich.table import Table
 
 from autopar.cli.command import Command, console_of_results
 from autopar.cli.shared_arguments import add_target_hardware, positive
-from autopar.cost.expert_traffic import DispatchCost, Routing, dispatch_costs
-from autopar.cost.hardware import DEVICES
+from autopar.cost.expert_traffic import DispatchCost, dispatch_costs
+from autopar.cost.hardware import device_named
 from autopar.cost.topology import Topology
 from autopar.report.formatting import human_digits
 from autopar.report.tables import show_table
+from autopar.token_dispatchers import Routing
 from autopar.values import DTYPES, dtype_name
 
 _BYTES = dict(zip(DTYPES, (2, 2, 4, 8), strict=True))
@@ -45,7 +46,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     per_node = args.per_node or args.ranks
     routing = Routing(args.experts, args.top_k, args.ranks, per_node, args.groups, args.limit or args.groups)
-    size, links = _BYTES[args.dtype], DEVICES[args.target_hardware].links
+    size, links = _BYTES[args.dtype], device_named(args.target_hardware).links
     inside = Topology.parse(args.inside, _INSIDE) if args.inside else _INSIDE
     between = Topology.parse(args.between, links) if args.between else links
     costs = dispatch_costs(routing, args.tokens, args.hidden, size, inside, between)

@@ -9,7 +9,7 @@ graph_times, step_estimate            graphs whose transfers run beside computin
 module_costs                          what each module computes, exchanges and keeps
 axis_shares                           what each axis cuts of a model
 attention_costs, attention_timeline, attention_traffic      the same for attention over ranks
-expert_traffic                        ways to bring tokens to experts on other ranks, from numbers alone
+expert_traffic                        what token dispatchers send, from numbers alone
 
 Stands on ir, attention, rules and steps. The planner, compile and reports import it.
 """

@@ -23,8 +23,6 @@ import torch
 
 from autopar.adapters.operators import OpOverload, is_composite, mutates, returns_alias
 from autopar.ops import (  # noqa: F401  (registers what is named here)
-    alltoall_dedup_dispatch,
-    alltoall_dispatch,
     cache,
     capacity,
     collectives,
@@ -32,6 +30,7 @@ from autopar.ops import (  # noqa: F401  (registers what is named here)
     host,
 )
 from autopar.ops.gradient import HOLE
+from autopar.ops.token_dispatch import alltoall, alltoall_dedup  # noqa: F401
 
 aten, ours = torch.ops.aten, torch.ops.autopar
 

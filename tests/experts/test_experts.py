@@ -20,13 +20,14 @@ from autopar.compile.model import compile_graph, compile_model
 from autopar.cost.step_traffic import step_communication
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import REPLICATE, Shard, conversion, parse_placement
-from autopar.options import TOKEN_DISPATCHERS, Options
+from autopar.options import Options
 from autopar.passes.autodiff.routed_sizes import routed_sizes
 from autopar.plan import Plan
 from autopar.report.graph_text import format_graph
 from autopar.runtime.mesh.process_groups import dp_rank_and_size, init_mesh
 from autopar.testing.harness import MeshRun
 from autopar.testing.reference import eager
+from autopar.token_dispatchers import TOKEN_DISPATCHERS
 from tests.support.capture_cache import captured_once
 from tests.support.cases import Cell, called, check, compile_cell, simulated
 from tests.support.ranks import run_ranks
@@ -236,13 +237,13 @@ def test_the_graph() -> None:
     text = format_graph(made.local)
     weight = next(p for name, p in made.plan.parameters.items() if "experts.down_proj" in name)["ep"]
     assert (weight.stored, weight.used) == (Shard(0), Shard(0))
-    assert text.count("dispatch_to_piece(") == 2
+    assert text.count("dispatch_tokens(") == 2
     assert "ep:S(0;routed)" in text and "moe_combine" in text and "ep:P" in text
 
 
 def test_the_plan_says_so() -> None:
     plan = compile_cell(Cell("mixtral", Mesh.of(ep=2), ALLGATHER)).plan
-    assert "experts of moe_dispatch " in str(plan) and "ep: gather" in str(plan)
+    assert "experts of moe_dispatch " in str(plan) and "ep: allgather" in str(plan)
     rows = subject("mixtral").batch["input_ids"].numel()  # of two ranks, and of two experts each
     note = f"a rank's experts get {rows} rows if routing is even, which memory and times are estimated for, and at most"
     assert "experts of moe_dispatch and 1 more" in str(plan) and f"{note} {2 * rows} (" in str(plan)
@@ -341,7 +342,7 @@ def test_bad_input() -> None:
 
 PLANS = {
     "an axis that the mesh lacks": ({"axis": "dp"}, "cut over 'dp', which must be 'ep' and an axis of the mesh"),
-    "a dispatcher that nobody wrote": ({"token_dispatcher": "post"}, "by 'post'; use one of gather"),
+    "a dispatcher that nobody wrote": ({"token_dispatcher": "post"}, "by 'post'; use one of allgather"),
     "a layer without": (None, "nothing is said of the experts of moe_dispatch"),
 }
 

@@ -11,12 +11,13 @@ import pytest
 
 from autopar.cli.main import main
 from autopar.compile.model import compile_model
-from autopar.cost.expert_traffic import DispatchCost, Routing, dispatch_costs
+from autopar.cost.expert_traffic import DispatchCost, dispatch_costs
 from autopar.cost.step_traffic import step_communication
 from autopar.cost.topology import Topology
 from autopar.ir.mesh import Mesh
 from autopar.models.tiny import HIDDEN, TINY
-from autopar.options import TOKEN_DISPATCHERS, Options
+from autopar.options import Options
+from autopar.token_dispatchers import TOKEN_DISPATCHERS, Routing
 
 LINKS = Topology(bandwidth=1e9, latency=0.0)
 

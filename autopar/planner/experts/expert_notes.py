@@ -9,13 +9,14 @@ from collections.abc import Mapping
 
 from torch.fx import GraphModule, Node
 
-from autopar.cost.expert_traffic import Routing, copy_bytes, even_copies_of, most_copies
+from autopar.cost.expert_traffic import copy_bytes
 from autopar.ir.expert_layers import ExpertPlan, dispatches, expert_weights, pairs_per_expert
 from autopar.ir.graph import arguments, global_shape
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.planner.experts.expert_axis import cuts_tokens, routing_of
 from autopar.planner.experts.router_groups import groups_on_nodes
+from autopar.token_dispatchers import TOKEN_DISPATCHERS, Routing
 
 
 def capacity_notes(gm: GraphModule, options: Options) -> list[tuple[str, str]]:
@@ -79,7 +80,8 @@ def _moved(dispatch: Node, own: int, routing: Routing, options: Options, chosen:
     width, itemsize = global_shape(x)[1], x.meta["val"].dtype.itemsize
     copy = copy_bytes(routing, way, own * options.microbatches, width, itemsize) / 1e6
     places = ("within a node", "between nodes") if routing.nodes > 1 else ("over the axis",)
-    sent = zip(places, even_copies_of(routing, way), most_copies(routing, way), strict=False)
+    row = TOKEN_DISPATCHERS[way]
+    sent = zip(places, row.copies(routing), row.most_copies(routing), strict=False)
     return ", and ".join(f"{even * copy:.3g} MB {place}, at most {most * copy:.3g}" for place, even, most in sent)
 
 

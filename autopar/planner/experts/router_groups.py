@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from autopar.cost.expert_traffic import Routing
 from autopar.ir.graph import arguments, global_shape, is_call, reach
+from autopar.token_dispatchers import Routing
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.linear.default, aten.matmul.default, aten.mm.default, aten.addmm.default, aten.bmm.default)
