@@ -198,8 +198,11 @@ def test_whoever_gets_the_tokens(ranks: int, tokens: int, experts: int, top: int
         eager(model, batch, SEED),
     )
     nodes = [n for n in range(2, ranks) if ranks % n == 0]
-    ways = [Options(token_dispatcher=name) for name in TOKEN_DISPATCHERS if name != "hierarchical"]
-    for options in [*ways, *(Options(token_dispatcher="hierarchical", topology=f"ep%{n}=switch") for n in nodes)]:
+    ways = []
+    for name, row in TOKEN_DISPATCHERS.items():
+        wires = [f"ep%{n}=switch" for n in nodes] if row.over_nodes else [""]
+        ways += [Options(token_dispatcher=name, topology=topology) for topology in wires]
+    for options in ways:
         made = compile_graph(copy.deepcopy(graph), mesh, options, outputs=())
         check(MeshRun(made, model, batch, mesh, SEED).errors(expected))
 

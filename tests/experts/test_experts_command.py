@@ -113,7 +113,7 @@ def test_what_a_graph_sends(name: str) -> None:
     found = Counter({axis: t.bytes for (axis, kind), t in traffic.items() if kind == kinds[2]})
     found["ep"] += sum(t.bytes for (axis, kind), t in traffic.items() if axis == "ep" and kind in kinds[:2])
     (cost,) = [c for c in dispatch_costs(Routing(4, 2, 4, 2), 32, HIDDEN, 8, LINKS, LINKS) if c.name == name]
-    if name == "hierarchical":
+    if TOKEN_DISPATCHERS[name].over_nodes:
         assert found["ep%2"] == pytest.approx(2 * cost.bytes_inside, rel=0.02)
         assert found["ep/2"] == pytest.approx(2 * cost.bytes_between, rel=0.02) and found["ep"] == 0
     else:
