@@ -21,7 +21,6 @@ from torch.fx import Graph, GraphModule
 from autopar.api import parallelize
 from autopar.capture.front_end import capture
 from autopar.compile.model import compile_graph, compile_model
-from autopar.cost.expert_traffic import Routing
 from autopar.cost.memory import memory
 from autopar.cost.step_traffic import step_communication
 from autopar.ir.mesh import Mesh
@@ -36,6 +35,7 @@ from autopar.steps.graphs import Compiled
 from autopar.testing import lockstep
 from autopar.testing.harness import MeshRun
 from autopar.testing.reference import eager
+from autopar.token_dispatchers import Routing
 from tests.experts.test_experts import ALLTOALL, ALLTOALL_DEDUP, HIERARCHICAL, Layer, routed
 from tests.support.cases import Cell, check, compile_cell
 from tests.support.ranks import close_pools, rank_outcomes, run_ranks
