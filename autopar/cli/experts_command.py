@@ -19,7 +19,7 @@ from autopar.cost.hardware import device_named
 from autopar.cost.topology import Topology
 from autopar.report.formatting import human_digits
 from autopar.report.tables import show_table
-from autopar.token_dispatchers import Routing
+from autopar.token_dispatchers import TOKEN_DISPATCHERS, Routing
 from autopar.values import DTYPES, dtype_name
 
 _BYTES = dict(zip(DTYPES, (2, 2, 4, 8), strict=True))
@@ -89,7 +89,8 @@ def _table(costs: list[DispatchCost]) -> Table:
 
 def _notes(routing: Routing, costs: list[DispatchCost], inside: Topology, between: Topology) -> list[str]:
     fastest = min(costs, key=lambda c: c.seconds)
-    lines = [f"least time: {fastest.name} ({human_digits(fastest.seconds * 1e3)} ms by estimate)"]
+    title, took = TOKEN_DISPATCHERS[fastest.name].title, human_digits(fastest.seconds * 1e3)
+    lines = [f"least time: {fastest.name} ({took} ms by estimate): {title}"]
     if routing.nodes > 1:
         n = routing.per_node
         lines.append(

@@ -153,7 +153,11 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert row(out, "alltoall")[4] == "1,644" and float(row(out, "hierarchical")[5]) < float(
         row(out, "alltoall_dedup")[5]
     )
-    assert "least time: hierarchical" in out and "a token reaches 5.29 nodes, at most 8" in out
+    assert (
+        "ms by estimate): a copy per token and node" in out
+        and "least time: hierarchical" in out
+        and "a token reaches 5.29 nodes, at most 8" in out
+    )
     assert "32768 if routing is even (469.8 MB), at worst 1048576 (15,032 MB)" in out
     assert 'on a mesh: topology="ep%8=switch:3e11:5e-6,ep/8=switch:' in out and "warning" not in out
 
