@@ -14,9 +14,11 @@ from typing import Any
 from autopar.ac_policies import AC_POLICIES, AUTO
 from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.attention.layouts import LAYOUTS
+from autopar.chips import CHIPS
 from autopar.precision import PRECISIONS, Precision, a_precision
 from autopar.schedule.request import SCHEDULES
 from autopar.spelling import did_you_mean
+from autopar.token_dispatchers import TOKEN_DISPATCHERS
 from autopar.values import (
     a_text,
     byte_count,
@@ -29,14 +31,8 @@ from autopar.values import (
     whole_number,
     yes_or_no,
 )
+from autopar.zero_stages import ZERO_STAGES
 
-CHIPS = ("A100", "H100", "H200", "B200", "L40S", "MI300X", "V100")  # their speeds: `autopar.cost.hardware`
-TOKEN_DISPATCHERS = (
-    "allgather",  # every token to every rank of the expert axis
-    "alltoall",  # one copy per token and expert
-    "alltoall_dedup",  # one copy per token and rank that has one of the token's experts
-    "hierarchical",  # one copy per token and node, forwarded to the ranks of that node
-)
 EXPERT_AXES = ("ep", "dp", "cp", "tp")  # on which experts may be sharded
 
 
@@ -112,7 +108,12 @@ def _dims(text: str) -> tuple[tuple[str, int | None], ...]:
 
 
 def _chip(name: str, value: Any) -> str:
-    return str(one_of(name, a_text(name, value).upper(), known=CHIPS))
+    return str(one_of(name, a_text(name, value).upper(), known=tuple(CHIPS)))
+
+
+def _token_dispatcher(name: str, value: Any) -> str:
+    meant = {"plain": "alltoall", "two_level": "hierarchical"}
+    return str(one_of(name, value, known=("auto", *TOKEN_DISPATCHERS), meant=meant))
 
 
 def _choice(*known: Any, meant: Mapping[str, str] | None = None) -> ValueKind:
@@ -144,7 +145,7 @@ class Options:
     """Keyword arguments of `autopar.parallelize`; on the command line with dashes."""
 
     zero: int = _option(
-        0, _choice(0, 1, 2, 3),
+        0, _choice(*ZERO_STAGES),
         "what is sharded on dp: 1 parameters, gradients and optimizer state between steps; 2 also accumulated "
         "gradients; 3 also frees gathered parameters after each use (DeepSpeed's 1 and 2 keep whole parameters)",
         axes=_DP,
@@ -244,8 +245,8 @@ class Options:
         "the fastest by estimate, which may be none", axes=EXPERT_AXES,
     )  # fmt: skip
     token_dispatcher: str = _option(
-        "auto", _choice("auto", *TOKEN_DISPATCHERS, meant={"plain": "alltoall", "two_level": "hierarchical"}),
-        "how tokens reach experts on other ranks", "the fastest by estimate", axes=EXPERT_AXES,
+        "auto", ValueKind(_token_dispatcher, shown="NAME"), "how tokens reach experts on other ranks",
+        "the fastest by estimate", axes=EXPERT_AXES, names=TOKEN_DISPATCHERS,
     )  # fmt: skip
     target_hardware: str = _option(
         "A100", ValueKind(_chip, shown="NAME"), "GPU that times are estimated for", names=CHIPS,
@@ -285,14 +286,20 @@ class Options:
         return self.activation_checkpoint or (AUTO if self.memory_limit else "model")
 
     @property
+    def shards_parameters(self) -> bool:
+        """Whether parameters and optimizer state are sharded on the axes of data parallelism."""
+        return ZERO_STAGES[self.zero].shards
+
+    @property
     def gathers_once(self) -> bool:
         """Whether sharded parameters are gathered, and cast, once per step (else for each use)."""
-        return self.zero in (1, 2) if self.reshard_after_forward == "auto" else not self.reshard_after_forward
+        stage = ZERO_STAGES[self.zero]
+        return stage.gathers_once if self.reshard_after_forward == "auto" else not self.reshard_after_forward
 
     @property
     def reduces_once(self) -> bool:
         """Whether gradients are reduced over ranks once per step (else after each microbatch)."""
-        return self.reduce_grads == "step" or (self.reduce_grads == "auto" and self.zero < 2)
+        return ZERO_STAGES[self.zero].reduces_once if self.reduce_grads == "auto" else self.reduce_grads == "step"
 
     def __post_init__(self) -> None:
         for name, option in DECLARED.items():

@@ -20,7 +20,7 @@ import autopar.runtime.schedules  # noqa: F401  (fills the table of schedules)
 from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.attention.problem import Mask, Problem
 from autopar.cost.attention_costs import PASSES, pass_timeline
-from autopar.cost.hardware import A100
+from autopar.cost.hardware import DEFAULT
 from autopar.cost.topology import Topology
 from autopar.planner.attention_choice import dealt
 from autopar.report.attention_picture import timeline_svg
@@ -31,7 +31,7 @@ from autopar.schedule.request import SCHEDULES, Costs, Request
 FOLDER = Path(__file__).resolve().parent / "pictures"
 RANKS, MICROBATCHES, SLICES = 4, 8, 2
 COSTS = Costs(stash=0.5)
-LINKS = Topology.parse("ring", A100.links)
+LINKS = Topology.parse("ring", DEFAULT.links)
 ATTENTION = Problem(
     batch=1, heads=32, kv_heads=32, queries=24000, keys=24000, width=128, value_width=128,
     dtype=torch.bfloat16, size=RANKS, mask=Mask(causal=True),
@@ -52,8 +52,8 @@ def draw_attention(name: str) -> str:
     algorithm = ALGORITHMS[name]
     layout = algorithm.layouts[0]
     problem = dealt(ATTENTION, layout)
-    panels = {way: pass_timeline(algorithm, problem, way, LINKS, A100) for way in PASSES}
-    notes = f"{problem.queries} tokens, causal, {layout} · {problem.heads} heads · {LINKS} · {A100.name}"
+    panels = {way: pass_timeline(algorithm, problem, way, LINKS, DEFAULT) for way in PASSES}
+    notes = f"{problem.queries} tokens, causal, {layout} · {problem.heads} heads · {LINKS} · {DEFAULT.name}"
     return timeline_svg(panels, f"{name}: {algorithm.title}", notes)
 
 

@@ -6,7 +6,8 @@ python docs/run_pages.py [--check] guide  those of the guide; or some by their n
 
 The ```python blocks of a page run in order in one namespace. A ```text block right behind one shows what it prints; a
 block that prints has one. ```python file=train.py is written to a file of that name, and not run: later blocks may
-import it. What a page enters into the tables (rules, rewrites, adapters, schedules, attention algorithms, kernels)
+import it. What a page enters into the tables (rules, rewrites, adapters, schedules, attention algorithms, kernels,
+policies, dispatchers, chips)
 is taken out again when it ends.
 """
 
@@ -33,11 +34,13 @@ import autopar.runtime.schedules  # noqa: F401
 from autopar.ac_policies import AC_POLICIES
 from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.capture.front_end import ADAPTERS
+from autopar.chips import CHIPS
 from autopar.ops.kernels import KERNELS
 from autopar.passes.canonicalize.normalize import REWRITES
 from autopar.registry import Registry
 from autopar.rules import RULES
 from autopar.schedule.request import SCHEDULES
+from autopar.token_dispatchers import TOKEN_DISPATCHERS
 
 DOCS = Path(__file__).resolve().parent
 NAMES = (
@@ -106,7 +109,7 @@ def _execute(block: Block, page: str, name: str, space: dict[str, object]) -> st
 @contextlib.contextmanager
 def _own_tables() -> Iterator[None]:
     """Entries that a page makes are gone afterwards; random numbers start anew."""
-    registries: list[Registry[Any]] = [SCHEDULES, ALGORITHMS, KERNELS, AC_POLICIES]
+    registries: list[Registry[Any]] = [SCHEDULES, ALGORITHMS, KERNELS, AC_POLICIES, TOKEN_DISPATCHERS, CHIPS]
     known = [set(registry) for registry in registries]
     tables: list[dict[object, object]] = [RULES, REWRITES]
     before = [dict(t) for t in tables]

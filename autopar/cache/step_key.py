@@ -31,11 +31,13 @@ from autopar.cache.graph_codec import GraphEncoder
 from autopar.cache.own_sources import changed_autopar, is_foreign, own_digest, versions
 from autopar.cache.stored_operators import SPACES
 from autopar.cache.value_codec import Encoder, Json, Unstorable
+from autopar.chips import CHIPS
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
 from autopar.rules.core import CORE
 from autopar.rules.table import RULES
 from autopar.schedule.request import SCHEDULES
+from autopar.token_dispatchers import TOKEN_DISPATCHERS
 
 _PURE = ("autopar.", "_operator", "math", "builtins")  # modules whose functions a captured graph calls
 
@@ -90,7 +92,7 @@ class _KeyEncoder(GraphEncoder):
 
 
 def _tables() -> list[str]:
-    """Names in the registries that users may extend: rules, schedules, policies, algorithms."""
+    """What users may add to: rules, schedules, policies, algorithms, dispatchers, chips. Ours are sources."""
     rules = [f"{_op_name(op)} {_rule_name(rule)}" for table in (RULES, CORE) for op, rule in table.items()]
     for policy in (AC_POLICIES._entries[name] for name in AC_POLICIES):
         if is_foreign(policy):
@@ -98,8 +100,12 @@ def _tables() -> list[str]:
     entries = [(name, table._entries[name]) for table in (SCHEDULES, ALGORITHMS) for name in table]
     for name, entry in entries:
         if not type(entry).__module__.startswith("autopar."):
-            raise Unstorable(f"the user-defined registry entry {name}")
-    return [*rules, *AC_POLICIES, *(name for name, _ in entries)]
+            raise Unstorable(f"{name}, which is not autopar's, in a table of autopar")
+    for name, row in TOKEN_DISPATCHERS.items():
+        if not row.module.startswith("autopar."):
+            raise Unstorable(f"{name}, which is not autopar's, in a table of autopar")
+    chips = (f"{name} {chip}" for name, chip in CHIPS.items())
+    return [*rules, *AC_POLICIES, *TOKEN_DISPATCHERS, *chips, *(name for name, _ in entries)]
 
 
 @functools.lru_cache(4096)

@@ -17,7 +17,7 @@ from autopar.attention.problem import Mask, Problem
 from autopar.cli.command import console_of_results
 from autopar.cost.attention_costs import PASSES, AttentionCost, candidates, pass_timeline, worth
 from autopar.cost.attention_timeline import ideal_seconds
-from autopar.cost.hardware import DEVICES, Device
+from autopar.cost.hardware import Device, device_named
 from autopar.cost.topology import Topology
 from autopar.planner.attention_choice import (
     AUTO,
@@ -35,7 +35,7 @@ _WIDTH = 180  # of tables when stdout is no terminal
 
 def compare_algorithms(args: argparse.Namespace) -> int:
     """Run it. Returns the exit code; raises ValueError for bad input."""
-    problem, device = asked_problem(args), DEVICES[args.target_hardware]
+    problem, device = asked_problem(args), device_named(args.target_hardware)
     links = Topology("switch", args.bandwidth or device.links.bandwidth, _given(args.latency, device.links.latency))
     topology = Topology.parse(args.topology, links)
     console = console_of_results(_WIDTH)

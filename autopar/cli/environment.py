@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from autopar.cache.disk_cache import entry_folder
 from autopar.capture.reads.code_owners import OURS
-from autopar.options import CHIPS
+from autopar.chips import CHIPS
 from autopar.spelling import did_you_mean
 from autopar.version import VERSION
 

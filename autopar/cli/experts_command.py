@@ -14,10 +14,11 @@ from rich.table import Table
 
 from autopar.cli.command import Command, console_of_results
 from autopar.cli.shared_arguments import add_target_hardware, positive
-from autopar.cost.expert_traffic import DispatchCost, Routing, dispatch_costs
-from autopar.cost.hardware import DEVICES
+from autopar.cost.expert_traffic import DispatchCost, dispatch_costs
+from autopar.cost.hardware import device_named
 from autopar.cost.topology import Topology
 from autopar.report.tables import human_digits, show_table
+from autopar.token_dispatchers import TOKEN_DISPATCHERS, Routing
 from autopar.values import DTYPES, dtype_name
 
 _BYTES = dict(zip(DTYPES, (2, 2, 4, 8), strict=True))
@@ -44,7 +45,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     per_node = args.per_node or args.ranks
     routing = Routing(args.experts, args.top_k, args.ranks, per_node, args.groups, args.limit or args.groups)
-    size, links = _BYTES[args.dtype], DEVICES[args.target_hardware].links
+    size, links = _BYTES[args.dtype], device_named(args.target_hardware).links
     inside = Topology.parse(args.inside, _INSIDE) if args.inside else _INSIDE
     between = Topology.parse(args.between, links) if args.between else links
     costs = dispatch_costs(routing, args.tokens, args.hidden, size, inside, between)
@@ -87,7 +88,8 @@ def _table(costs: list[DispatchCost]) -> Table:
 
 def _notes(routing: Routing, costs: list[DispatchCost], inside: Topology, between: Topology) -> list[str]:
     fastest = min(costs, key=lambda c: c.seconds)
-    lines = [f"least time: {fastest.name} ({human_digits(fastest.seconds * 1e3)} ms by estimate)"]
+    title, took = TOKEN_DISPATCHERS[fastest.name].title, human_digits(fastest.seconds * 1e3)
+    lines = [f"least time: {fastest.name} ({took} ms by estimate): {title}"]
     if routing.nodes > 1:
         n = routing.per_node
         lines.append(

@@ -9,9 +9,10 @@ from typing import Any
 
 import autopar.passes.attention  # (fills the table of algorithms)
 import autopar.runtime.schedules  # noqa: F401  (fills the table of schedules)
+from autopar.chips import CHIPS
 from autopar.cost.topology import Topologies
 from autopar.ir.mesh import Mesh
-from autopar.options import CHIPS, DECLARED, DeclaredOption
+from autopar.options import DECLARED, DeclaredOption
 from autopar.values import DTYPES, byte_rate, dtype_name, one_of
 
 # Of commands that plan a model: what help shows.
@@ -126,10 +127,8 @@ def whole(text: str) -> int:
 
 def add_target_hardware(parser: argparse.ArgumentParser, words: str) -> None:
     """The chip of a command that plans no model."""
-    words = f"{words} (default: %(default)s)"
-    parser.add_argument(
-        "--target-hardware", type=str.upper, choices=CHIPS, default=DECLARED["target_hardware"].default, help=words
-    )
+    words, default = f"{words} (default: %(default)s)", DECLARED["target_hardware"].default
+    parser.add_argument("--target-hardware", type=str.upper, choices=tuple(CHIPS), default=default, help=words)
 
 
 def rate(text: str) -> float:

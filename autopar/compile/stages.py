@@ -223,7 +223,7 @@ def _cut(gm: GraphModule, plan: Plan, tangents: Sequence[str]) -> Cut:
     if plan.pipeline is not None:
         flow = flow_of(gm, plan.inputs)
         return cut_stages(gm, flow, place(flow, plan.pipeline.split_points), plan.pipeline.parts)
-    once = plan.options.zero and plan.options.gathers_once
+    once = plan.options.shards_parameters and plan.options.gathers_once
     return uncut(gm, tangents, flow_of(gm, plan.inputs).used if once else None)
 
 

@@ -1,104 +1,15 @@
-"""What ways to bring tokens to experts on other ranks send, before any graph is there: copies, bytes and seconds.
+"""What token dispatchers send, before any graph is there: bytes and seconds.
 
-    allgather        every token to every rank of the axis; what comes back is summed on the way
-    alltoall         a copy per token and expert
-    alltoall_dedup   a copy per token and rank that has one of its experts; that rank adds up what it has of the token
-    hierarchical     a copy per token and node, to the rank at the same place there, and from it one per rank of the
-                     node
-
-A token chooses ``top_k`` of ``experts`` evenly; with ``groups`` (node-limited routing: DeepSeek-V3, 2.1.2) first
-``limit`` of them, then its experts from these. Ranks have consecutive experts, nodes consecutive ranks. A copy moves
-four times in a step: to the experts, back, and both ways for gradients.
+A copy of a token (`autopar.token_dispatchers`) moves four times in a step: to the experts, back, and both ways for
+gradients.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from dataclasses import dataclass
 
 from autopar.cost.topology import Topology
-
-# Bytes of an expert's number that goes with a copy; exchanges of a layer and step, on each level.
-_NUMBERS = {"allgather": 8, "alltoall": 0, "alltoall_dedup": 4, "hierarchical": 4}
-_CALLS = {"allgather": 7, "alltoall": 5, "alltoall_dedup": 8, "hierarchical": 8}
-
-
-@dataclass(frozen=True)
-class Routing:
-    """``experts`` dealt to ``ranks`` of an axis, ``per_node`` of which are in a node; see the module's docstring.
-
-    Raises ValueError for experts, ranks or groups that do not divide, and for choices that cannot be made.
-    """
-
-    experts: int
-    top_k: int
-    ranks: int
-    per_node: int
-    groups: int = 1
-    limit: int = 1
-
-    def __post_init__(self) -> None:
-        e, r = self.experts, self.ranks
-        if e % r:
-            fits = ", ".join(str(n) for n in range(1, e + 1) if e % n == 0)
-            raise ValueError(f"experts: {e} experts do not divide over {r} ranks; use one of {fits}")
-        if r % self.per_node:
-            raise ValueError(
-                f"experts: {r} ranks are no whole number of nodes of {self.per_node}; use a multiple of "
-                f"{self.per_node} ranks, or nodes of {math.gcd(r, self.per_node)}"
-            )
-        if e % self.groups:
-            raise ValueError(f"experts: {e} experts do not divide into {self.groups} groups; use a divisor of {e}")
-        if not 1 <= self.limit <= self.groups:
-            raise ValueError(f"experts: a token may use 1 to {self.groups} groups, found a limit of {self.limit}")
-        if not 1 <= self.top_k <= self.reach:
-            raise ValueError(
-                f"experts: a token chooses 1 to {self.reach} of {self.reach} experts that it may use, found "
-                f"{self.top_k}; choose fewer experts, or let it use more groups"
-            )
-
-    @property
-    def nodes(self) -> int:
-        return self.ranks // self.per_node
-
-    @property
-    def reach(self) -> int:
-        """Experts from which a token chooses once its groups are chosen."""
-        return self.experts // self.groups * self.limit
-
-    def reached(self, parts: int) -> float:
-        """Of ``parts`` equal runs of experts (a divisor of their number), how many have an expert of a token, on
-        average."""
-        return sum(self._chosen(part * self.experts // parts, self.experts // parts) for part in range(parts))
-
-    def _chosen(self, first: int, count: int) -> float:
-        """How probably one of experts [first, first + count) is chosen."""
-        size = self.experts // self.groups
-        shared = [max(min(first + count, g + size) - max(first, g), 0) for g in range(0, self.experts, size)]
-        ways = Counter({(0, 0): 1})  # (groups chosen, experts of these that are asked for) -> ways to choose so
-        for own in shared:
-            ways += Counter({(n + 1, there + own): k for (n, there), k in ways.items() if n < self.limit})
-        missed = sum(k * math.comb(self.reach - there, self.top_k) for (n, there), k in ways.items() if n == self.limit)
-        return 1 - missed / (math.comb(self.groups, self.limit) * math.comb(self.reach, self.top_k))
-
-    @property
-    def most_nodes(self) -> int:
-        """Nodes that a token can reach."""
-        size, node = self.experts // self.groups, self.experts // self.nodes
-        spans = sorted((_nodes_of(first, size, node) for first in range(0, self.experts, size)), reverse=True)
-        return min(self.top_k, self.nodes, sum(spans[: self.limit]))
-
-    def worst_rows(self, tokens: int) -> int:
-        """Rows that a rank's experts get if all ``tokens`` of every rank choose as many of them as they can."""
-        size, own = self.experts // self.groups, self.experts // self.ranks
-        within = own if own <= size else min(own, self.limit * size)
-        return tokens * self.ranks * min(self.top_k, within)
-
-
-def _nodes_of(first: int, count: int, node: int) -> int:
-    """On how many nodes experts [first, first + count) are, with ``node`` experts each."""
-    return (first + count - 1) // node - first // node + 1
+from autopar.token_dispatchers import TOKEN_DISPATCHERS, Routing
 
 
 @dataclass(frozen=True)
@@ -117,56 +28,24 @@ class DispatchCost:
 def dispatch_costs(
     routing: Routing, tokens: int, width: int, itemsize: int, inside: Topology, between: Topology
 ) -> list[DispatchCost]:
-    """One row per way, in the order of the module's docstring. ``tokens``: of a rank; ``width``: numbers of a token, of
-    ``itemsize`` bytes each; ``inside``, ``between``: links of a rank within its node, and to other nodes."""
+    """One row per token dispatcher, in the order of their table. ``tokens``: of a rank; ``width``: numbers of a token,
+    of ``itemsize`` bytes each; ``inside``, ``between``: links of a rank within its node, and to other nodes."""
     found = []
-    for name, (near, far) in _copies(routing).items():
-        copy = copy_bytes(routing, name, tokens, width, itemsize)
+    for name, row in TOKEN_DISPATCHERS.items():
+        (near, far), copy = row.copies(routing), copy_bytes(routing, name, tokens, width, itemsize)
         times = [
-            wires.seconds("all_gather" if name == "allgather" else "all_to_all", n * copy, ranks, _CALLS[name])
+            wires.seconds(row.collective, n * copy, ranks, row.exchanges)
             for wires, n, ranks in ((inside, near, routing.per_node), (between, far, routing.nodes))
             if ranks > 1
         ]
-        # Levels of one exchange run beside each other; those of hierarchical one after the other.
-        seconds = sum(times) if name == "hierarchical" else max(times, default=0.0)
+        # Levels of one exchange run beside each other; those of a dispatcher over nodes one after the other.
+        seconds = sum(times) if row.over_nodes else max(times, default=0.0)
         found.append(DispatchCost(name, near, far, near * copy, far * copy, seconds))
     return found
 
 
 def copy_bytes(routing: Routing, name: str, tokens: int, width: int, itemsize: int) -> int:
     """What one copy of each of ``tokens`` moves in a step, both ways and for gradients, numbers and weights with it."""
-    weights = 2 * itemsize if _NUMBERS[name] else 0  # there, and their gradient back
-    return tokens * (4 * width * itemsize + routing.top_k * (_NUMBERS[name] + weights))
-
-
-def even_copies_of(routing: Routing, name: str) -> tuple[float, float]:
-    """Copies of a token, as `DispatchCost` says them."""
-    return _copies(routing)[name]
-
-
-def most_copies(routing: Routing, name: str) -> tuple[float, float]:
-    """What `DispatchCost` says of copies, at worst: all tokens choose what sends most. Of two levels, a rank passes on
-    inside its node what came from the same place in all of them."""
-    r, g, n, k = routing.ranks, routing.per_node, routing.nodes, routing.top_k
-    near, far = min(k, g - 1), min(k, r - g)
-    own = routing.experts // r
-    return {
-        "allgather": _copies(routing)["allgather"],
-        "alltoall": (min(k, own * (g - 1)), min(k, own * (r - g))),
-        "alltoall_dedup": (near, far),
-        "hierarchical": (n * near, min(routing.most_nodes, n - 1)),
-    }[name]
-
-
-def _copies(routing: Routing) -> dict[str, tuple[float, float]]:
-    """Name -> copies of a token (inside its node, between nodes). A gather goes around a ring, on which one rank of a
-    node has its neighbour in the next one."""
-    r, g, n, k = routing.ranks, routing.per_node, routing.nodes, routing.top_k
-    ranks = routing.reached(r)
-    other = (r - 1) / g if n > 1 else 0.0
-    return {
-        "allgather": (r - 1 - other, other),
-        "alltoall": (k * (g - 1) / r, k * (n - 1) / n),
-        "alltoall_dedup": (ranks * (g - 1) / r, ranks * (r - g) / r),
-        "hierarchical": (ranks * (g - 1) / g, routing.reached(n) * (n - 1) / n),
-    }
+    number = TOKEN_DISPATCHERS[name].expert_bytes
+    weights = 2 * itemsize if number else 0  # there, and their gradient back
+    return tokens * (4 * width * itemsize + routing.top_k * (number + weights))

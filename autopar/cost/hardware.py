@@ -1,10 +1,12 @@
-"""What a rank computes with: speeds of chips, as their data sheets have them. Loads no torch."""
+"""What a rank computes with, for estimates. Loads no torch."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from autopar.chips import CHIPS, Chip
 from autopar.cost.topology import Topologies, Topology
 
 if TYPE_CHECKING:
@@ -37,32 +39,24 @@ class Device:
         return self.efficiency * speeds.get(str(dtype).removeprefix("torch."), self.flops)
 
 
-# Peaks without sparsity, float32 and float64 in full precision; links of 100 to 400 Gbit/s per device; PCIe 3, 4 or 5
-# to the host, at what copies reach.
-# V100, A100, H100, H200 (SXM): NVIDIA's data sheets. B200: NVIDIA's Blackwell architecture brief, of HGX B200. L40S:
-# NVIDIA's data sheet; on PCIe 4, without NVLink. MI300X: AMD's data sheet of the Instinct MI300X.
-_FAST = Topology(bandwidth=50e9)  # 400 Gbit/s; what PCIe 5 reaches
-V100 = Device(
-    "V100",
-    125e12,
-    0.9e12,
-    (("float32", 15.7e12), ("float64", 7.8e12)),
-    links=Topology(bandwidth=12.5e9),
-    host=Topology(bandwidth=12.5e9),
-)
-A100 = Device("A100", 312e12, 2.0e12, (("float32", 19.5e12), ("float64", 19.5e12)))
-H100 = Device("H100", 989e12, 3.35e12, (("float32", 67e12), ("float64", 67e12)), links=_FAST, host=_FAST)
-H200 = Device("H200", 989e12, 4.8e12, (("float32", 67e12), ("float64", 67e12)), links=_FAST, host=_FAST)
-B200 = Device("B200", 2250e12, 8.0e12, (("float32", 80e12), ("float64", 40e12)), links=_FAST, host=_FAST)
-L40S = Device("L40S", 362e12, 0.864e12, (("float32", 91.6e12), ("float64", 1.4e12)))
-MI300X = Device("MI300X", 1307e12, 5.3e12, (("float32", 163e12), ("float64", 163e12)), links=_FAST, host=_FAST)
-DEFAULT = A100
-DEVICES = {device.name: device for device in (A100, H100, H200, B200, L40S, MI300X, V100)}
+def device_named(name: str) -> Device:
+    """A chip of the table (`autopar.chips`) as estimates take it."""
+    return _device(name, CHIPS[name])
+
+
+@functools.cache
+def _device(name: str, chip: Chip) -> Device:
+    others = (("float32", chip.float32), ("float64", chip.float64))
+    links, host = (Topology(bandwidth=speed) for speed in (chip.links, chip.host))
+    return Device(name, chip.flops, chip.memory, others, links=links, host=host)
+
+
+DEFAULT = device_named("A100")
 
 
 def device_of(options: Options) -> Device:
     """The chip that times are estimated for."""
-    return DEVICES[options.target_hardware]
+    return device_named(options.target_hardware)
 
 
 def host_link(links: Topologies, device: Device) -> Topology:

@@ -19,10 +19,10 @@ import autopar.ops.grouped_experts  # noqa: F401  (registers the operators)
 from autopar.ir.conversions import is_conversion, uncast
 from autopar.ir.graph import arguments, calls_of, global_shape, is_call
 from autopar.ir.placement import Shard
+from autopar.token_dispatchers import TOKEN_DISPATCHERS
 
 ours = torch.ops.autopar
 aten = torch.ops.aten
-ALLGATHER = "allgather"
 _KEPT_ORDER = (
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.permute.default, aten.transpose.int,
 )  # fmt: skip
@@ -40,9 +40,9 @@ class ExpertPlan:
     per_node: int = 0
 
     @property
-    def by_copies(self) -> bool:
-        """Whether tokens stay cut, and copies of them go to the ranks of their experts."""
-        return self.token_dispatcher != ALLGATHER
+    def sends_tokens(self) -> bool:
+        """Whether tokens stay sharded, and copies of them go to the ranks of their experts."""
+        return not TOKEN_DISPATCHERS[self.token_dispatcher].gathers
 
 
 def dispatches(gm: GraphModule) -> list[Node]:

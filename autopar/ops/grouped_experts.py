@@ -21,7 +21,6 @@ from torch import Tensor
 
 from autopar.ops.declare import dense, operator
 from autopar.ops.kernels.chips import chip_of
-from autopar.ops.vocab_parallel import first_row
 
 
 @operator("(Tensor x, Tensor expert, int num_experts) -> (Tensor rows, Tensor order, Tensor offsets)")
@@ -89,16 +88,6 @@ def _(x: Tensor, expert: Tensor, experts: int, rows: int) -> tuple[Tensor, Tenso
 
 
 DISPATCHED = (torch.ops.autopar.moe_dispatch.default, torch.ops.autopar.moe_dispatch_own.default)
-
-
-def dispatch_to_piece(x: Tensor, expert: Tensor, experts: int, axis: str, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`moe_dispatch` on a rank that holds ``experts`` / size consecutive experts: x [T, H] and expert [T, K] of all
-    ranks -> the rows of its own."""
-    own = experts // size
-    local = expert - first_row(own, axis, size, expert.device)
-    rows = expert.shape[0] * expert.shape[1] // size
-    out: tuple[Tensor, Tensor, Tensor] = torch.ops.autopar.moe_dispatch_own(x, local, own, rows)
-    return out
 
 
 def _by_pair(rows: Tensor, order: Tensor, pairs: int) -> Tensor:

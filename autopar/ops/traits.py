@@ -23,14 +23,13 @@ import torch
 
 from autopar.adapters.operators import OpOverload, is_composite, mutates, returns_alias
 from autopar.ops import (  # noqa: F401  (registers what is named here)
-    alltoall_dedup_dispatch,
-    alltoall_dispatch,
     cache,
     collectives,
     grouped_experts,
     host,
 )
 from autopar.ops.gradient import HOLE
+from autopar.ops.token_dispatch import alltoall, alltoall_dedup  # noqa: F401
 
 aten, ours = torch.ops.aten, torch.ops.autopar
 

@@ -214,7 +214,7 @@ def _data_parallel(
         return _of_expert(axis)
     if axis == "dp_replicate":
         return ParameterPlan(INVARIANT, REPLICATE, "the same on all replicas; gradients are summed")
-    if options.zero == 0:
+    if not options.shards_parameters:
         return ParameterPlan(INVARIANT, REPLICATE, "whole; gradients are summed")
     if len(global_shape(node)) < 2:
         return ParameterPlan(INVARIANT, REPLICATE, "a vector: too small to gather; gradients are summed")

@@ -135,7 +135,7 @@ def check_used(options: Options, mesh: Mesh) -> None:
                 f"leave it out, or add such an axis"
             )
     _check_experts(options, mesh)
-    if options.reshard_after_forward != DECLARED["reshard_after_forward"].default and options.zero == 0:
+    if options.reshard_after_forward != DECLARED["reshard_after_forward"].default and not options.shards_parameters:
         raise ValueError(
             f"reshard_after_forward: says when parameters that ZeRO cuts are gathered, found "
             f"reshard_after_forward={options.reshard_after_forward!r} with zero=0; leave it out, or set zero=3"

@@ -52,7 +52,7 @@ class Call:
         if is_conversion(self.node):
             placed = self.node.args[0].meta.get("placements", {})  # type: ignore[union-attr]
             return placed.get(self.axis), self._repeated(placed)
-        if (chosen := self.experts) is not None and chosen.by_copies and self.args.keys() & {"order", "expert"}:
+        if (chosen := self.experts) is not None and chosen.sends_tokens and self.args.keys() & {"order", "expert"}:
             return blocks_of_tokens(self.node, self.axis)
         if "order" in self.args and isinstance(self.args["order"], Node):
             placed = self.args["order"].meta.get("placements", {})

@@ -127,7 +127,7 @@ def moe_dispatch_rule(call: Call) -> Rule:
 
 def _blocks_of(call: Call, t: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     """How tokens are cut whose copies go to their experts: as the dispatch has them."""
-    if call.experts is None or not call.experts.by_copies:
+    if call.experts is None or not call.experts.sends_tokens:
         return {}
     return {f: call.seen or (call.sizes[f],) for f in t}
 

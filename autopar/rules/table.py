@@ -11,7 +11,7 @@ import autopar.ops  # noqa: F401  (registers the operators that the table names)
 from autopar.adapters.operators import makes_tensors, mutates, of_named_dims, packet_named
 from autopar.attention.operator import attention_of_piece
 from autopar.ir.conversions import convert, exchange, exchange_slice
-from autopar.ops.token_dispatchers import DISPATCHERS
+from autopar.ops.token_dispatch import combine_tokens, dispatch_tokens
 from autopar.ops.vocab_parallel import cross_entropy_of_piece, embedding_of_piece
 from autopar.rules import grad_placeholder as own
 from autopar.rules import picks as pick
@@ -222,8 +222,7 @@ add("bucketize searchsorted.Tensor bincount nonzero unique_consecutive", opaque(
 add("embedding_bag", opaque("its bags differ in length"))
 
 RULES[attention_of_piece] = attention_rule
-for _way in DISPATCHERS.values():
-    RULES[_way.dispatch], RULES[_way.combine] = sp.moe_dispatch_rule, sp.moe_combine_rule
+RULES[dispatch_tokens], RULES[combine_tokens] = sp.moe_dispatch_rule, sp.moe_combine_rule
 RULES[embedding_of_piece] = sp.embedding_rule
 RULES[cross_entropy_of_piece] = sp.cross_entropy_rule
 RULES[operator.getitem] = sp.getitem_rule

@@ -31,7 +31,8 @@ class Schedule:
     """An entry of `SCHEDULES`.
 
     make: the pure function. virtual_stages: parts per rank (of the default request). sliced: whether it runs token
-    slices. copies: how many ranks hold each part.
+    slices. copies: how many ranks hold each part. searches: it asks for costs and a memory limit. candidate: it is
+    simulated where the user names no schedule.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Schedule:
     sliced: bool = False
     copies: int = 1
     searches: bool = False
+    candidate: bool = False
 
 
 @dataclass(frozen=True)

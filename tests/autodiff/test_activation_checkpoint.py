@@ -38,7 +38,8 @@ from tests.support.subjects import SEED, make, tiny
 
 DROPPING = ("llama", "gpt2", "t5", "bert", "mixtral", "whisper", "vit", "falcon", "gemma2", "deepseek_v3")
 MODELS = (*DROPPING, "cnn", "mlp", "padded llama")
-POLICIES = ("full", "selective", "every second")
+OTHERS = ("none", "model", "offload", "auto")  # nothing is recomputed, or what the model or the limit asks for
+POLICIES = (*(name for name in AC_POLICIES if name not in OTHERS), "every second")
 ALWAYS = {"gpt2": POLICIES, "t5": ("full",), "mixtral": ("full",), "cnn": ("full",), "padded llama": ("selective",)}
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ from autopar.cache.own_sources import changed_autopar
 from autopar.cache.step_key import step_key
 from autopar.cache.value_codec import Unstorable
 from autopar.capture.front_end import capture
+from autopar.chips import CHIPS
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.autodiff import differentiate
 from autopar.schedule.request import SCHEDULES
+from autopar.token_dispatchers import TOKEN_DISPATCHERS
 from tests.support.subjects import make, tiny
 
 
@@ -191,6 +194,17 @@ def test_functions_in_the_place_of_autopars(monkeypatch: pytest.MonkeyPatch) -> 
             step_key("step", gm, Mesh.of(dp=2))
     finally:
         SCHEDULES.remove("mine")
+    TOKEN_DISPATCHERS.add("mine", replace(TOKEN_DISPATCHERS["alltoall"], module="mine"))
+    try:
+        with pytest.raises(Unstorable, match="mine"):
+            step_key("step", gm, Mesh.of(dp=2))
+    finally:
+        TOKEN_DISPATCHERS.remove("mine")
+    CHIPS.add("MINE", replace(CHIPS["A100"], memory=1e12))
+    try:
+        assert step_key("step", gm, Mesh.of(dp=2)) != before
+    finally:
+        CHIPS.remove("MINE")
     assert step_key("step", gm, Mesh.of(dp=2)) == before
 
 

@@ -118,7 +118,9 @@ def test_the_picture_of_all_algorithms(capsys: pytest.CaptureFixture[str], tmp_p
     attention(capsys, "--cp-load-balance", "zigzag", "--svg", file)
     text = file.read_text(encoding="utf-8")
     names = re.findall(r'<tspan class="name">([^<]*)</tspan>', text)
-    able = ("all_gather", "bi_ring", "zigzag_ring", "token_ring", "hybrid")
+    able = [name for name in ALGORITHMS if f"{name}, forward" in names]
+    assert {"all_gather", "bi_ring", "zigzag_ring", "token_ring", "hybrid"} <= set(able)
+    assert not {"ring", "ulysses"} & set(able), "of another layout, and of more heads"
     assert names == [f"{name}, {way}" for name in able for way in ("forward", "backward")]
     assert "prefers-color-scheme: dark" in text and "http" not in text.replace("http://www.w3.org/2000/svg", "")
     ET.fromstring(text)

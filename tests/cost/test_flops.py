@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar.adapters.operators import OpOverload, name_of
 from autopar.compile.model import compile_model
 from autopar.cost.flops import COUNTS, flops, memory_bytes, node_seconds, pairs, seconds_of
-from autopar.cost.hardware import A100, Device
+from autopar.cost.hardware import DEFAULT, Device
 from autopar.cost.traffic import Links
 from autopar.ir.graph import set_argument
 from autopar.ir.mesh import Mesh
@@ -248,5 +248,5 @@ def test_time_of_a_step_of_a_llama() -> None:
     assert product_flops(forward) == product_flops(compiled.local)
     assert product_flops(backward.graph) == 2 * product_flops(forward)
     for gm in (compiled.local, forward, backward.graph):
-        alone, together = seconds_of(gm.graph.nodes, A100), seconds_of(gm.graph.nodes, A100, Links(mesh))
+        alone, together = seconds_of(gm.graph.nodes, DEFAULT), seconds_of(gm.graph.nodes, DEFAULT, Links(mesh))
         assert 0 < alone < together  # with the mesh, transfers count

@@ -21,11 +21,10 @@ from torch.fx import Graph, GraphModule
 from autopar.api import parallelize
 from autopar.capture.front_end import capture
 from autopar.compile.model import compile_graph, compile_model
-from autopar.cost.expert_traffic import Routing
 from autopar.cost.memory import memory
 from autopar.cost.traffic import step_communication
 from autopar.ir.mesh import Mesh
-from autopar.ops.alltoall_dedup_dispatch import even_copies
+from autopar.ops.token_dispatch.alltoall_dedup import even_copies
 from autopar.options import Options
 from autopar.passes.autodiff.joint import shared_counts
 from autopar.plan import Plan
@@ -36,6 +35,7 @@ from autopar.steps.graphs import Compiled
 from autopar.testing import lockstep
 from autopar.testing.harness import MeshRun
 from autopar.testing.reference import eager
+from autopar.token_dispatchers import Routing
 from tests.experts.test_experts import ALLTOALL, ALLTOALL_DEDUP, HIERARCHICAL, Layer, routed
 from tests.support.cases import Cell, check, compile_cell
 from tests.support.ranks import close_pools, rank_outcomes, run_ranks
@@ -98,7 +98,7 @@ def test_counts_are_asked_for_once() -> None:
 def test_the_graph() -> None:
     made = compile_cell(Cell("mixtral", Mesh.of(ep=2), ALLTOALL_DEDUP))
     text = format_graph(made.local)
-    assert text.count("dispatch_by_copies(") == text.count("combine_by_copies(") == 2
+    assert text.count("dispatch_tokens(") == text.count("combine_tokens(") == 2
     assert "ep:S(0;routed)" in text and "moe_dispatch(" not in text
     assert memory(made).peak > 0  # walks what an exchange of rows holds
     assert "ep: alltoall_dedup" in str(made.plan) and "asked for" in str(made.plan)

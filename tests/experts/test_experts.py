@@ -20,13 +20,14 @@ from autopar.compile.model import compile_graph, compile_model
 from autopar.cost.traffic import step_communication
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import REPLICATE, Shard, conversion, parse_placement
-from autopar.options import TOKEN_DISPATCHERS, Options
+from autopar.options import Options
 from autopar.passes.autodiff.routed_sizes import routed_sizes
 from autopar.plan import Plan
 from autopar.report.graph_text import format_graph
 from autopar.runtime.mesh.process_groups import dp_rank_and_size, init_mesh
 from autopar.testing.harness import MeshRun
 from autopar.testing.reference import eager
+from autopar.token_dispatchers import TOKEN_DISPATCHERS
 from tests.support.capture_cache import captured_once
 from tests.support.cases import Cell, called, check, compile_cell, simulated
 from tests.support.ranks import run_ranks
@@ -197,8 +198,11 @@ def test_whoever_gets_the_tokens(ranks: int, tokens: int, experts: int, top: int
         eager(model, batch, SEED),
     )
     nodes = [n for n in range(2, ranks) if ranks % n == 0]
-    ways = [Options(token_dispatcher=name) for name in TOKEN_DISPATCHERS if name != "hierarchical"]
-    for options in [*ways, *(Options(token_dispatcher="hierarchical", topology=f"ep%{n}=switch") for n in nodes)]:
+    ways = []
+    for name, row in TOKEN_DISPATCHERS.items():
+        wires = [f"ep%{n}=switch" for n in nodes] if row.over_nodes else [""]
+        ways += [Options(token_dispatcher=name, topology=topology) for topology in wires]
+    for options in ways:
         made = compile_graph(copy.deepcopy(graph), mesh, options, outputs=())
         check(MeshRun(made, model, batch, mesh, SEED).errors(expected))
 
@@ -236,7 +240,7 @@ def test_the_graph() -> None:
     text = format_graph(made.local)
     weight = next(p for name, p in made.plan.parameters.items() if "experts.down_proj" in name)["ep"]
     assert (weight.stored, weight.used) == (Shard(0), Shard(0))
-    assert text.count("dispatch_to_piece(") == 2
+    assert text.count("dispatch_tokens(") == 2
     assert "ep:S(0;routed)" in text and "moe_combine" in text and "ep:P" in text
 
 

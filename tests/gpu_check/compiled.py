@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.cost.hardware import DEVICES
+from autopar.chips import CHIPS
 from autopar.cost.memory import memory
 from autopar.runtime.mesh import process_groups as group_making
 from tests.benchmarks.common import Workload
@@ -163,8 +163,8 @@ def product_rate(weights: int, tokens: float, work: Workload, seconds: float) ->
     weights -= work.vocab * work.hidden  # the table is looked up
     rate = tokens * (6 * weights + 6 * work.layers * work.hidden * work.length) / seconds
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    known = next((d for d in DEVICES.values() if d.name in name), None)
-    return f"{rate / 1e12:.3g} TFLOP/s" + (f", {rate / known.flops:.0%} of an {known.name}'s" if known else "")
+    known = next((chip for chip in CHIPS if chip in name), None)
+    return f"{rate / 1e12:.3g} TFLOP/s" + (f", {rate / CHIPS[known].flops:.0%} of an {known}'s" if known else "")
 
 
 def memory_row(what: str, parallel: Any, machine: Machine) -> Row:

@@ -7,8 +7,9 @@ import itertools
 import pytest
 
 from autopar.ir.mesh import Mesh
-from autopar.options import TOKEN_DISPATCHERS, Options
+from autopar.options import Options
 from autopar.testing.harness import check_model
+from autopar.token_dispatchers import TOKEN_DISPATCHERS
 from tests.hf.zoo import CAUSAL, REFUSED_OVER_CP, WITHOUT_ATTENTION, make
 
 SOME = [

@@ -16,7 +16,7 @@ from autopar.attention.problem import Mask, Problem
 from autopar.attention.program import WHOLE, ComputeEvent, Trace, trace
 from autopar.cost.attention_costs import estimate, pass_timeline
 from autopar.cost.attention_timeline import play
-from autopar.cost.hardware import A100, Device
+from autopar.cost.hardware import DEFAULT, Device
 from autopar.cost.topology import Topology
 from autopar.planner.attention_choice import AttentionChoice, check_layout, choose_algorithms, choose_layout, dealt
 
@@ -90,7 +90,7 @@ def test_late_keys_and_early_queries_leave_a_zigzag_ring_early(n: int) -> None:
 @pytest.mark.parametrize("mask", [Mask(), CAUSAL, Mask(causal=True, window=700)], ids=str)
 def test_all_allowed_pairs_are_computed_once(name: str, layout: str, mask: Mask) -> None:
     p = dealt(problem(4, 8, 4, mask=mask), layout)
-    wanted = pass_timeline(ALGORITHMS[name], p, "backward", SWITCH).ideal * 4 * A100.speed(p.dtype)
+    wanted = pass_timeline(ALGORITHMS[name], p, "backward", SWITCH).ideal * 4 * DEFAULT.speed(p.dtype)
     computed = sum(work.flops for found in traces(ALGORITHMS[name], p, True) for work in computes(found))
     assert computed == pytest.approx(wanted)
 

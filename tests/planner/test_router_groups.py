@@ -10,13 +10,13 @@ import pytest
 from torch.fx import GraphModule
 
 from autopar.compile.model import compile_graph
-from autopar.cost.expert_traffic import Routing, even_copies_of, most_copies
 from autopar.ir.expert_layers import dispatches
 from autopar.ir.mesh import Mesh
-from autopar.options import TOKEN_DISPATCHERS, Options
+from autopar.options import Options
 from autopar.planner.experts.expert_axis import groups_on_nodes, router_groups
 from autopar.testing.harness import check_model
 from autopar.testing.reference import LIMIT, eager
+from autopar.token_dispatchers import TOKEN_DISPATCHERS, Routing
 from tests.support.capture_cache import captured_once
 from tests.support.subjects import tiny
 
@@ -63,9 +63,9 @@ def test_at_most(ranks: int, per_node: int, groups: int, limit: int) -> None:
     """Copies of a token of rank 0 by every choice of experts that its router allows: the mean is what even routing
     sends (over all ranks), and none is beyond the most."""
     routing = Routing(8, 3, ranks, per_node, groups, limit)
-    for way in TOKEN_DISPATCHERS:
-        even, most = even_copies_of(routing, way), most_copies(routing, way)
-        assert all(e <= m + 1e-9 for e, m in zip(even, most, strict=True)), way
+    most = {name: row.most_copies(routing) for name, row in TOKEN_DISPATCHERS.items()}
+    for name, row in TOKEN_DISPATCHERS.items():
+        assert all(e <= m + 1e-9 for e, m in zip(row.copies(routing), most[name], strict=True)), name
     for chosen in itertools.combinations(range(8), 3):
         if len({e * groups // 8 for e in chosen}) > limit:
             continue
@@ -75,11 +75,11 @@ def test_at_most(ranks: int, per_node: int, groups: int, limit: int) -> None:
             nodes = {r // per_node for r in reached} - {home // per_node}
             experts = [e for e in chosen if e * ranks // 8 != home]
             inside = [e for e in experts if e * ranks // 8 // per_node == home // per_node]
-            assert len(near) <= most_copies(routing, "alltoall_dedup")[0]
-            assert len(reached - near) <= most_copies(routing, "alltoall_dedup")[1]
-            assert len(nodes) <= most_copies(routing, "hierarchical")[1]
-            assert len(inside) <= most_copies(routing, "alltoall")[0]
-            assert len(experts) - len(inside) <= most_copies(routing, "alltoall")[1]
+            assert len(near) <= most["alltoall_dedup"][0]
+            assert len(reached - near) <= most["alltoall_dedup"][1]
+            assert len(nodes) <= most["hierarchical"][1]
+            assert len(inside) <= most["alltoall"][0]
+            assert len(experts) - len(inside) <= most["alltoall"][1]
 
 
 def test_noise_of_a_router_is_that_of_one_process() -> None:

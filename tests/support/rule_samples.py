@@ -16,9 +16,7 @@ from torch import Tensor
 
 from autopar.attention.operator import attention_of_piece
 from autopar.ir.conversions import convert, exchange, exchange_slice
-from autopar.ops.alltoall_dedup_dispatch import combine_by_copies, dispatch_by_copies
-from autopar.ops.alltoall_dispatch import combine_by_pairs, dispatch_by_pairs
-from autopar.ops.grouped_experts import dispatch_to_piece
+from autopar.ops.token_dispatch import combine_tokens, dispatch_tokens
 from autopar.ops.vocab_parallel import cross_entropy_of_piece, embedding_of_piece
 from autopar.rules import RULES
 from autopar.rules.table import overloads
@@ -324,11 +322,8 @@ def _losses() -> Iterator[Sample]:
 # are what localisation makes of embedding, loss and conversions (test_rules tries them on meshes of two axes).
 PIECES = (
     attention_of_piece,
-    dispatch_to_piece,
-    dispatch_by_copies,
-    combine_by_copies,
-    dispatch_by_pairs,
-    combine_by_pairs,
+    dispatch_tokens,
+    combine_tokens,
     embedding_of_piece,
     cross_entropy_of_piece,
 )

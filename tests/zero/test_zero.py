@@ -22,12 +22,13 @@ from autopar.runtime.comm.collectives import traffic_of
 from autopar.runtime.exec.lowering import kind_of
 from autopar.steps.graphs import Compiled
 from autopar.steps.of_rank import graphs_of_rank
+from autopar.zero_stages import ZERO_STAGES
 from tests.support.capture_cache import captured_once
 from tests.support.cases import Cell, called, check, compile_cell, compiled
 from tests.support.subjects import ROWS, tiny
 
 SPLITS = ("1f1b", "zb_h1", "interleaved", "dual_pipe_v")
-MODES = (0, 1, 2, 3)
+MODES = tuple(ZERO_STAGES)
 PLAIN = [Mesh.of(dp=2), Mesh.of(dp=2, tp=2), Mesh.of(dp=2, cp=2), Mesh.of(dp=4)]
 ALL = [
     Cell(name, mesh, Options(zero=zero, microbatches=count))

@@ -38,7 +38,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.meta import TYPES, inherit, signature_of
 from autopar.ir.placement import INVARIANT, Pieces, Placement, Shard, repetitions
 from autopar.ops.mask_spec import MaskSpec
-from autopar.ops.token_dispatchers import DISPATCHERS
+from autopar.ops.token_dispatch import combine_tokens, dispatch_tokens
 from autopar.ops.traits import CONVOLUTIONS
 from autopar.ops.vocab_parallel import cross_entropy_of_piece, embedding_of_piece
 from autopar.passes.autodiff.vjp import fake_result
@@ -236,16 +236,15 @@ def _cross_entropy(local: _Local) -> None:
 def _dispatch(local: _Local) -> None:
     chosen, node, args = local.node.meta.get("experts"), local.node, local.args
     if chosen is not None:
-        way, size = DISPATCHERS[chosen.token_dispatcher], local.mesh.size(chosen.axis)
-        node.target, node.kwargs = way.dispatch, {}
-        nodes = (chosen.per_node,) if way.nodes else ()
-        node.args = (args["x"], args["expert"], args["num_experts"], chosen.axis, size, *nodes)
+        where = chosen.token_dispatcher, chosen.axis, local.mesh.size(chosen.axis), chosen.per_node
+        node.target, node.kwargs = dispatch_tokens, {}
+        node.args = (args["x"], args["expert"], args["num_experts"], *where)
 
 
 def _combine(local: _Local) -> None:
     chosen, node, args = local.node.meta.get("experts"), local.node, local.args
-    if chosen is not None and chosen.by_copies:
-        node.target, node.kwargs = DISPATCHERS[chosen.token_dispatcher].combine, {}
+    if chosen is not None and chosen.sends_tokens:
+        node.target, node.kwargs = combine_tokens, {}
         _, *where = dispatch_of(node).args
         node.args = (args["rows"], args["order"], args["weights"], *where)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.cost.expert_traffic import Routing, dispatch_costs
+from autopar.cost.expert_traffic import dispatch_costs
 from autopar.cost.hardware import links_of
 from autopar.cost.topology import Topologies
 from autopar.ir.expert_layers import axis_of_experts, dispatches, expert_weights
@@ -20,6 +20,7 @@ from autopar.ir.graph import arguments, global_shape, is_call, reach
 from autopar.ir.mesh import Mesh
 from autopar.options import DECLARED, EXPERT_AXES, Options
 from autopar.plan import Plan
+from autopar.token_dispatchers import TOKEN_DISPATCHERS, Routing
 
 WHOLE = "whole"  # every rank has all experts
 _SUMS = ("dp", "cp")  # over which gradients of weights are summed, or under ZeRO gathered and scattered
@@ -84,7 +85,7 @@ def exchange_costs(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> d
     wires = wiring.of(f"{axis}%{routing.per_node}"), wiring.of(f"{axis}/{routing.per_node}")
     costs = dispatch_costs(routing, own, global_shape(x)[1], x.meta["val"].dtype.itemsize, *wires)
     several = 1 < routing.per_node < routing.ranks
-    return {c.name: c.seconds for c in costs if c.name != "hierarchical" or several}
+    return {c.name: c.seconds for c in costs if several or not TOKEN_DISPATCHERS[c.name].over_nodes}
 
 
 def _divides(dispatch: Node, ranks: int) -> bool:

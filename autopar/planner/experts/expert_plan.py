@@ -9,10 +9,9 @@ from collections.abc import Mapping
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.cost.expert_traffic import Routing, copy_bytes, even_copies_of, most_copies
+from autopar.cost.expert_traffic import copy_bytes
 from autopar.cost.topology import Topologies
 from autopar.ir.expert_layers import (
-    ALLGATHER,
     ExpertPlan,
     axis_of_experts,
     dispatches,
@@ -21,10 +20,11 @@ from autopar.ir.expert_layers import (
 )
 from autopar.ir.graph import arguments, describe, global_shape, is_call, reach
 from autopar.ir.mesh import Mesh
-from autopar.options import EXPERT_AXES, TOKEN_DISPATCHERS, Options
+from autopar.options import EXPERT_AXES, Options
 from autopar.planner.experts.expert_axis import cuts_tokens, exchange_costs, groups_on_nodes, routing_of
+from autopar.token_dispatchers import TOKEN_DISPATCHERS, Routing
 
-HIERARCHICAL = "hierarchical"
+ALLGATHER = "allgather"
 ours = torch.ops.autopar
 DRAWS = (ours.dropout.default, ours.random.default)
 
@@ -47,25 +47,25 @@ def plan_experts(gm: GraphModule, mesh: Mesh, options: Options, axis: str) -> di
 
 
 def _chosen(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> ExpertPlan:
-    ranks, wiring = mesh.size(axis), Topologies.parse(options.topology)
+    asked, ranks, wiring = options.token_dispatcher, mesh.size(axis), Topologies.parse(options.topology)
     per_node = wiring.per_node(axis) or ranks
     several = 1 < per_node < ranks
-    if options.token_dispatcher == HIERARCHICAL and not several:
+    if asked != "auto" and TOKEN_DISPATCHERS[asked].over_nodes and not several:
         raise ValueError(
-            f"experts: token_dispatcher={HIERARCHICAL!r} needs an axis {axis!r} over several nodes of several ranks, "
-            f'found {ranks} ranks in nodes of {per_node}; say how many are a node, such as topology="{axis}%8=switch", '
-            'or use token_dispatcher="alltoall_dedup"'
+            f"experts: token_dispatcher={asked!r} needs an axis {axis!r} over several nodes of several ranks, "
+            f"found {ranks} ranks in nodes of {per_node}; say how many are a node, such as "
+            f'topology="{axis}%8=switch", or use token_dispatcher="alltoall_dedup"'
         )
     if not cuts_tokens(axis, options):
-        if options.token_dispatcher not in ("auto", ALLGATHER):
+        chosen = ALLGATHER if asked == "auto" else asked
+        if not TOKEN_DISPATCHERS[chosen].gathers:
             raise ValueError(
-                f"experts: ranks of axis {axis!r} have the same tokens, found "
-                f"token_dispatcher={options.token_dispatcher!r}, which sends tokens; set sequence_parallel=True, or "
-                "leave token_dispatcher out"
+                f"experts: ranks of axis {axis!r} have the same tokens, found token_dispatcher={asked!r}, which sends "
+                "tokens; set sequence_parallel=True, or leave token_dispatcher out"
             )
-        return ExpertPlan(axis, ALLGATHER, f"ranks of {axis} have the same tokens: results are summed")
-    if options.token_dispatcher != "auto":
-        return ExpertPlan(axis, options.token_dispatcher, "asked for", per_node if several else 0)
+        return ExpertPlan(axis, chosen, f"ranks of {axis} have the same tokens: results are summed")
+    if asked != "auto":
+        return ExpertPlan(axis, asked, "asked for", per_node if several else 0)
     seconds = exchange_costs(dispatch, mesh, options, axis)
     times = ", ".join(f"{name} {took * 1e3:.3g} ms" for name, took in seconds.items())
     nodes = f" on nodes of {per_node} ranks" if several else ""
@@ -121,12 +121,11 @@ def check_experts(gm: GraphModule, mesh: Mesh, plans: Mapping[str, ExpertPlan]) 
                 f"plan: tokens get to the experts of {name} by {chosen.token_dispatcher!r}; use one of "
                 f"{', '.join(TOKEN_DISPATCHERS)}"
             )
-        if chosen.token_dispatcher == HIERARCHICAL and not (
-            1 < chosen.per_node < ranks and ranks % chosen.per_node == 0
-        ):
+        several = 1 < chosen.per_node < ranks and ranks % chosen.per_node == 0
+        if TOKEN_DISPATCHERS[chosen.token_dispatcher].over_nodes and not several:
             raise ValueError(
-                f"plan: tokens get to the experts of {name} by {HIERARCHICAL!r} with {chosen.per_node} ranks per node, "
-                f"which must be several, and divide {ranks} ranks of axis {axis!r} into several nodes"
+                f"plan: tokens get to the experts of {name} by {chosen.token_dispatcher!r} with {chosen.per_node} "
+                f"ranks per node, which must be several, and divide {ranks} ranks of axis {axis!r} into several nodes"
             )
     for node in dispatches(gm) if ranks > 1 else ():
         if node.name not in plans:
@@ -211,7 +210,8 @@ def _moved(dispatch: Node, own: int, routing: Routing, options: Options, chosen:
     width, itemsize = global_shape(x)[1], x.meta["val"].dtype.itemsize
     copy = copy_bytes(routing, way, own * options.microbatches, width, itemsize) / 1e6
     places = ("within a node", "between nodes") if routing.nodes > 1 else ("over the axis",)
-    sent = zip(places, even_copies_of(routing, way), most_copies(routing, way), strict=False)
+    row = TOKEN_DISPATCHERS[way]
+    sent = zip(places, row.copies(routing), row.most_copies(routing), strict=False)
     return ", and ".join(f"{even * copy:.3g} MB {place}, at most {most * copy:.3g}" for place, even, most in sent)
 
 

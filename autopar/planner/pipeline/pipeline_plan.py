@@ -241,12 +241,12 @@ def _first_that_works(tries: Sequence[Callable[[], list[int]]]) -> list[int]:
 
 # --- choice of a schedule ------------------------------------------------------------------------------
 
-CANDIDATES = ("1f1b", "interleaved", "zb_h1", "zb_v")  # simple ones first
 NEARLY = 1.01
 
 
 def chosen(ranks: int, microbatches: int, costs: Mapping[int, Costs]) -> tuple[str, str]:
-    """(name in SCHEDULES, reason): simulate the candidates and take the shortest step; within 1 % the simpler one.
+    """(name in SCHEDULES, reason): simulate the candidates and take the shortest step; within 1 % the first in the
+    table, which has simple ones first.
 
     costs: parts per rank -> the costs of those parts, such as {1: costs, 2: costs.divided(2)}. 1 must be there; a
     number that is absent is not possible.
@@ -254,8 +254,8 @@ def chosen(ranks: int, microbatches: int, costs: Mapping[int, Costs]) -> tuple[s
     assert 1 in costs, "1f1b has one part per rank"
     runs = {
         name: simulate(entry.make(Request(ranks, microbatches, entry.virtual_stages)), costs[entry.virtual_stages])
-        for name in CANDIDATES
-        if (entry := SCHEDULES[name]).virtual_stages in costs
+        for name, entry in SCHEDULES.items()
+        if entry.candidate and entry.virtual_stages in costs
     }
     limit = max(runs["1f1b"].memory)
     fit = {name: run for name, run in runs.items() if max(run.memory) <= limit * (1 + 1e-9)}

@@ -55,5 +55,11 @@ def groups_of(microbatches: int, least: int) -> list[range]:
 
 SCHEDULES.add(
     "interleaved",
-    Schedule("interleaved", interleaved, "1F1B with several parts per rank: a smaller bubble", virtual_stages=2),
+    Schedule(
+        "interleaved",
+        interleaved,
+        "1F1B with several parts per rank: a smaller bubble",
+        virtual_stages=2,
+        candidate=True,
+    ),
 )

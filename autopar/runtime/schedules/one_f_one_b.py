@@ -29,4 +29,6 @@ def _row(request: Request, rank: int) -> list[Action]:
     return row + [Action(rank, "BW", k) for k in range(m - warm_up, m)]
 
 
-SCHEDULES.add("1f1b", Schedule("1f1b", one_f_one_b, "forward and backward in turn, few microbatches alive"))
+SCHEDULES.add(
+    "1f1b", Schedule("1f1b", one_f_one_b, "forward and backward in turn, few microbatches alive", candidate=True)
+)

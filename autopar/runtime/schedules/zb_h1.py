@@ -35,4 +35,4 @@ def _row(request: Request, rank: int) -> list[Action]:
     return row + [Action(rank, "W", k) for k in range(max(0, m - rank), m)]
 
 
-SCHEDULES.add("zb_h1", Schedule("zb_h1", zb_h1, "1F1B with W apart: a third of its bubble, its memory"))
+SCHEDULES.add("zb_h1", Schedule("zb_h1", zb_h1, "1F1B with W apart: a third of its bubble, its memory", candidate=True))

@@ -61,4 +61,7 @@ def _row(request: Request, rank: int) -> list[Action]:
     return [action for action in row if action.microbatch < request.microbatches]
 
 
-SCHEDULES.add("zb_v", Schedule("zb_v", zb_v, "two parts per rank along a V: almost no bubble", virtual_stages=2))
+SCHEDULES.add(
+    "zb_v",
+    Schedule("zb_v", zb_v, "two parts per rank along a V: almost no bubble", virtual_stages=2, candidate=True),
+)

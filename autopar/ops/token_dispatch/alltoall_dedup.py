@@ -8,9 +8,9 @@
 Where an axis has nodes, a token goes once to each node that has an expert of it, to the rank at the same place there
 (level "ep/8"), and from it to the ranks of that node ("ep%8"): the same steps twice, and sums of sums on the way back.
 
-`dispatch_by_copies` and `combine_by_copies` are what a local graph calls; both ask for the same counts, of which a
-joint graph keeps one (`autopar.passes.autodiff.joint`). Known as deduplicated dispatch, and in two levels from
-DeepEP (DeepSeek-AI, 2025). How many rows come is known when they are there: shapes say how many if routing is even.
+`dispatch` and `combine` both ask for the same counts, of which a joint graph keeps one
+(`autopar.passes.autodiff.joint`). Known as deduplicated dispatch, and in two levels from DeepEP (DeepSeek-AI,
+2025). How many rows come is known when they are there: shapes say how many if routing is even.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _ways(expert: Tensor, experts: int, axis: str, size: int, per_node: int) -> 
     return found, numbers
 
 
-def dispatch_by_copies(
+def dispatch(
     x: Tensor, expert: Tensor, experts: int, axis: str, size: int, per_node: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`autopar::moe_dispatch` of a rank that has ``experts`` / size consecutive ones: x [T, H] and expert [T, K] of its
@@ -217,10 +217,10 @@ def dispatch_by_copies(
     return out
 
 
-def combine_by_copies(
+def combine(
     rows: Tensor, order: Tensor, weights: Tensor, expert: Tensor, experts: int, axis: str, size: int, per_node: int = 1
 ) -> Tensor:
-    """`autopar::moe_combine` of what `dispatch_by_copies` sorted: weights and expert [T, K] of the rank's own tokens ->
+    """`autopar::moe_combine` of what `dispatch` sorted: weights and expert [T, K] of the rank's own tokens ->
     [T, H] of them."""
     ways, _ = _ways(expert, experts, axis, size, per_node)
     for way in ways:

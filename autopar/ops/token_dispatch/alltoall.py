@@ -4,9 +4,9 @@
     rows = all_to_all_rows(take_pairs(x, pairs))       -> by expert here: moe_dispatch -> products
     y = moe_combine(all_to_all_rows(rows), pairs, weights)
 
-Counts say which expert a row is for, weights stay at home. More rows than `autopar.ops.alltoall_dedup_dispatch` sends
-wherever two experts of a token are on one rank; the way of Megatron-LM's all-to-all dispatcher and of transformers. Of
-the counts, for which dispatch and combine both ask, a joint graph keeps one (`autopar.passes.autodiff.joint`).
+Counts say which expert a row is for, weights stay at home. More rows than `alltoall_dedup` sends wherever two experts
+of a token are on one rank; the way of Megatron-LM's all-to-all dispatcher and of transformers. Of the counts, for which
+dispatch and combine both ask, a joint graph keeps one (`autopar.passes.autodiff.joint`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ops.alltoall_dedup_dispatch import exchange_rows
 from autopar.ops.declare import dense, operator
 from autopar.ops.grouped_experts import pairs_by_expert
+from autopar.ops.token_dispatch.alltoall_dedup import exchange_rows
 
 ours = torch.ops.autopar
 
@@ -97,7 +97,7 @@ def _ways(expert: Tensor, experts: int, axis: str, size: int) -> tuple[Tensor, T
     return pairs, came, ours.row_splits(counts, came)
 
 
-def dispatch_by_pairs(x: Tensor, expert: Tensor, experts: int, axis: str, size: int) -> tuple[Tensor, Tensor, Tensor]:
+def dispatch(x: Tensor, expert: Tensor, experts: int, axis: str, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """`autopar::moe_dispatch` of a rank that has ``experts`` / size consecutive ones: x [T, H] and expert [T, K] of its
     own tokens -> the rows of its own experts, of the tokens of all ranks."""
     pairs, came, splits = _ways(expert, experts, axis, size)
@@ -107,10 +107,8 @@ def dispatch_by_pairs(x: Tensor, expert: Tensor, experts: int, axis: str, size: 
     return out
 
 
-def combine_by_pairs(
-    rows: Tensor, order: Tensor, weights: Tensor, expert: Tensor, experts: int, axis: str, size: int
-) -> Tensor:
-    """`autopar::moe_combine` of what `dispatch_by_pairs` sorted: weights and expert [T, K] of the rank's own tokens ->
+def combine(rows: Tensor, order: Tensor, weights: Tensor, expert: Tensor, experts: int, axis: str, size: int) -> Tensor:
+    """`autopar::moe_combine` of what `dispatch` sorted: weights and expert [T, K] of the rank's own tokens ->
     [T, H] of them."""
     pairs, _, splits = _ways(expert, experts, axis, size)
     back = exchange_rows(ours.unsorted_rows(rows, order), splits, True, axis, size)
