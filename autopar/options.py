@@ -146,19 +146,17 @@ class Options:
 
     zero: int = _option(
         0, _choice(*ZERO_STAGES),
-        "what is sharded on dp: 1 parameters, gradients and optimizer state between steps; 2 also accumulated "
-        "gradients; 3 also frees gathered parameters after each use (DeepSpeed's 1 and 2 keep whole parameters)",
+        "what is sharded on dp between steps: 1 parameters and optimizer state; 2 also accumulated gradients; "
+        "3 also frees gathered parameters after each use",
         axes=_DP,
     )  # fmt: skip
     sequence_parallel: bool = _option(
         False,
         FLAG,
-        "shard the residual stream along the sequence on tp, between the tensor-parallel regions",
+        "shard the sequence on tp between its parallel regions",
         axes=("tp",),
     )
-    microbatches: int = _option(
-        1, POSITIVE, "microbatches per train_step: gradient accumulation, and what fills a pipeline"
-    )
+    microbatches: int = _option(1, POSITIVE, "microbatches per train_step (gradient accumulation)")
     precision: Precision = _option(  # noqa: RUF009  (frozen)
         PRECISIONS["none"],
         ValueKind(a_precision, shown=f"{{{','.join(PRECISIONS)}}}"),
