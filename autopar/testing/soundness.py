@@ -272,8 +272,8 @@ def accepted(sample: Sample, mesh: Mesh) -> Iterator[Typed]:
 
 
 def in_turn(found: Iterable[Typed], turn: int, dims_too: bool = False) -> list[Typed]:
-    """One way to cut each choice of dims and pending sums (``dims_too``: one choice), others in other turns; ways that
-    cut nothing in the first turns only: there the whole is compared with itself."""
+    """A subset of placements that rotates with ``turn``: one for each choice of sharded dims (``dims_too``: for one
+    choice). Placements that shard nothing are tried in the first turns only, since they compare a value with itself."""
     ways: dict[Any, list[Typed]] = {}
     for placements in found:
         cut = tuple(_cut(q) for of in placements for q in of.values())

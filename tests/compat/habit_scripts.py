@@ -139,7 +139,13 @@ def sorted_by_numpy(m: Model, h: Tensor) -> Tensor:
     return h[torch.from_numpy(h.detach().numpy()[:, 0].argsort())]
 
 
-of(written(packed), "pack_padded_sequence in a forward", nothing, "pack_padded_sequence makes data-dependent sizes", "before")
+of(
+    written(packed),
+    "pack_padded_sequence in a forward",
+    nothing,
+    "pack_padded_sequence makes data-dependent sizes",
+    "before",
+)
 of(written(lambda m, h: vmap(jacrev(m.block))(h).sum(-1)), "jacrev in a forward", nothing, "jacrev cannot", "before")
 of(written(lambda m, h: vmap(jacfwd(m.block))(h).sum(-1)), "jacfwd in a forward", nothing, "vmap around", "before")
 of(written(sorted_by_numpy), "h.detach().numpy() in a forward", nothing, "reads the value of a tensor", "before")

@@ -355,7 +355,7 @@ def _file_of(f: types.FunctionType) -> str:
 
 
 def _name_of(module: types.ModuleType) -> str:
-    """Of its file, where it is a file of its own."""
+    """The file of a Python module; for a package its name."""
     file = getattr(module, "__file__", None)
     return os.path.basename(file) if isinstance(file, str) and not file.endswith("__init__.py") else module.__name__
 
