@@ -158,7 +158,7 @@ def test_modes_around_a_call() -> None:
         pass
 
     gm = capture(Net(), {"x": torch.empty(8, 4)})
-    with Mode(), pytest.raises(Unstorable, match="Mode around the call"):
+    with Mode(), pytest.raises(Unstorable, match="the active mode Mode"):
         step_key("step", gm, Mesh.of(dp=2))
 
 

@@ -280,7 +280,7 @@ def test_what_the_key_cannot_tell_is_compiled(folder: Path, said: list[str]) -> 
         patched.setattr(compile_cache, "step_key", uncached_names(compile_cache.step_key))
         for _ in range(2):
             assert type(step("mlp", "dp=2", {}, {})) is Compiled
-    assert "is not cached: the mode Mode around the call" in str(said)
+    assert "is not cached: the active mode Mode" in str(said)
 
 
 # --- on ranks ---------------------------------------------------------------------------------------------
