@@ -145,19 +145,17 @@ class Options:
 
     zero: int = _option(
         0, _choice(0, 1, 2, 3),
-        "what is sharded on dp: 1 parameters, gradients and optimizer state between steps; 2 also accumulated "
-        "gradients; 3 also frees gathered parameters after each use (DeepSpeed's 1 and 2 keep whole parameters)",
+        "what is sharded on dp: 1 parameters, gradients and optimizer state at rest; 2 also accumulated gradients; 3 also "
+        "frees gathered parameters after each use",
         axes=_DP,
     )  # fmt: skip
     sequence_parallel: bool = _option(
         False,
         FLAG,
-        "shard the residual stream along the sequence on tp, between the tensor-parallel regions",
+        "shard the residual stream along the sequence on tp",
         axes=("tp",),
     )
-    microbatches: int = _option(
-        1, POSITIVE, "microbatches per train_step: gradient accumulation, and what fills a pipeline"
-    )
+    microbatches: int = _option(1, POSITIVE, "microbatches of a train_step (gradient accumulation)")
     precision: Precision = _option(  # noqa: RUF009  (frozen)
         PRECISIONS["none"],
         ValueKind(a_precision, shown=f"{{{','.join(PRECISIONS)}}}"),
@@ -226,7 +224,7 @@ class Options:
     attention: str = _option(
         "auto",
         ValueKind(a_text, shown="NAME|F+B"),
-        "context-parallel attention algorithm: one name, or F+B for different ones in forward and backward",
+        "context-parallel attention algorithm; F+B: one for forward, one for backward",
         "the fastest by estimate",
         axes=_CP,
         names=ALGORITHMS,
