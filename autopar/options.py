@@ -145,8 +145,8 @@ class Options:
 
     zero: int = _option(
         0, _choice(0, 1, 2, 3),
-        "what is sharded on dp: 1 parameters, gradients and optimizer state at rest; 2 also accumulated gradients; 3 also "
-        "frees gathered parameters after each use",
+        "what is sharded on dp: 1 parameters, gradients and optimizer state at rest; 2 also accumulated gradients; 3 "
+        "also frees gathered parameters after each use",
         axes=_DP,
     )  # fmt: skip
     sequence_parallel: bool = _option(
