@@ -146,17 +146,17 @@ class Options:
 
     zero: int = _option(
         0, _choice(*ZERO_STAGES),
-        "what is sharded on dp between steps: 1 parameters and optimizer state; 2 also accumulated gradients; "
-        "3 also frees gathered parameters after each use",
+        "what is sharded on dp: 1 parameters, gradients and optimizer state at rest; 2 also accumulated gradients; 3 "
+        "also frees gathered parameters after each use",
         axes=_DP,
     )  # fmt: skip
     sequence_parallel: bool = _option(
         False,
         FLAG,
-        "shard the sequence on tp between its parallel regions",
+        "shard the residual stream along the sequence on tp",
         axes=("tp",),
     )
-    microbatches: int = _option(1, POSITIVE, "microbatches per train_step (gradient accumulation)")
+    microbatches: int = _option(1, POSITIVE, "microbatches of a train_step (gradient accumulation)")
     precision: Precision = _option(  # noqa: RUF009  (frozen)
         PRECISIONS["none"],
         ValueKind(a_precision, shown=f"{{{','.join(PRECISIONS)}}}"),
@@ -225,7 +225,7 @@ class Options:
     attention: str = _option(
         "auto",
         ValueKind(a_text, shown="NAME|F+B"),
-        "context-parallel attention algorithm: one name, or F+B for different ones in forward and backward",
+        "context-parallel attention algorithm; F+B: one for forward, one for backward",
         "the fastest by estimate",
         axes=_CP,
         names=ALGORITHMS,

@@ -1,5 +1,5 @@
-"""Experts of transformers' registry with a capacity, in one process and without autopar's operators: what
-`autopar.verify` compares with.
+"""Experts of transformers' registry with a capacity, in one process and without autopar's operators, as the reference
+of `autopar.verify`.
 """
 
 from __future__ import annotations

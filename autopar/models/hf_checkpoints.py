@@ -1,8 +1,8 @@
 """Weight conversions of transformers' from_pretrained and save_pretrained.
 
-Since its version 5 the names on disk are not those of the modules: experts are merged, projections split, prefixes
-changed, tensors transposed, each type of model by a list of its own (``transformers.conversion_mapping``). The lists
-are applied here in transformers' own order, by its own code; only the tensors are left to the caller.
+Since version 5 names on disk differ from those of the modules: experts are merged, projections split, prefixes changed,
+tensors transposed, by a list for each model type (``transformers.conversion_mapping``). The lists are applied here in
+transformers' order, by its own code; the caller converts the tensors.
 """
 
 from __future__ import annotations

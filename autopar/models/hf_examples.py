@@ -1,12 +1,12 @@
-"""Batches made from a config and the forward's signature alone, to plan parameters before the first real batch: only
+"""Example batches from a config and the signature of the forward, to plan parameters before the first real batch; only
 shapes and dtypes matter.
 
     LlamaForCausalLM       input_ids, labels [2, 8]
     CLIPModel              input_ids [2, 8], pixel_values [2, 3, 224, 224], return_loss=True
     WhisperForCondition..  input_features [2, 80, 3000], labels [2, 8]
 
-Several for models that take images beside tokens, the fullest first. What has sizes that other inputs hold (grids of
-patches, boxes) is left out where the forward lets it be.
+For models with optional images there are several, those with the most inputs first. Optional inputs whose sizes depend
+on values of other inputs (grids of patches, boxes) are omitted.
 """
 
 from __future__ import annotations

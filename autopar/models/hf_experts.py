@@ -1,13 +1,13 @@
 """Experts of transformers' models that are not in its registry, as the operators of `autopar.ops.grouped_experts`.
 
-llama4 multiplies every token with every expert, dbrx, longcat_flash, switch_transformers and nllb_moe loop over the
-experts that were hit, jetmoe splits its rows by counts that it reads on the host. Each forward here computes what the
-class of the same name does, to the pair of token and expert, and is given to a module of the structure copy only
-where its class's forward is transformers' own, as in the release that this was written for: a subclass that changed
-it keeps its own, and so does a release that changed it.
+llama4 multiplies every token with every expert; dbrx, longcat_flash, switch_transformers and nllb_moe loop over the
+experts that were hit; jetmoe splits its rows by counts that it reads on the host. Each forward here computes the same
+as the class of that name, for each (token, expert) pair. It replaces the forward of a module of the structure copy
+only if that is transformers' own, with the source that this file was written for: subclasses and releases that changed
+it keep theirs.
 
-A module whose inner modules are not called any more (jetmoe's and llama4's layers, experts that are modules) keeps
-its forward too where one of them has hooks.
+A module whose submodules would no longer be called (layers of jetmoe and llama4, experts that are modules) also keeps
+its forward if one of them has hooks.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def longcat_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 
 
 def jetmoe_gating(self: Any, hidden_states: Tensor) -> tuple[Any, ...]:
-    """`JetMoeTopKGating`, with logits where they stand there: experts [T, K], None, weights [T, K], None, logits."""
+    """`JetMoeTopKGating`, with logits in the same position: experts [T, K], None, weights [T, K], None, logits."""
     logits = self.layer(hidden_states).float()
     top, expert = logits.topk(self.top_k, dim=1)
     return expert, None, torch.softmax(top, dim=1).type_as(hidden_states), None, logits

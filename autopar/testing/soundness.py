@@ -1,4 +1,5 @@
-"""Is a sharding rule true? Whatever the types accept must compute, on pieces, what the operator computes on the whole.
+"""Tests whether a sharding rule is sound: every accepted placement must compute on shards what the operator computes
+without sharding.
 
 A `Sample` is a small call (or a chain of calls) with real tensors. `unsound` enumerates placements of its operands;
 for each combination that the types accept it localises the graph, differentiates it, runs all ranks in one process,
@@ -66,7 +67,7 @@ class SampleCall:
 
 @dataclass
 class Sample:
-    """Calls in order; the results of all of them are compared, or only their shapes (``values=False``: empty_like).
+    """Calls in order. The results of all are compared, or only their shapes (``values=False``: empty_like).
 
     ``gradients=False``: torch has no derivative. ``private``: steps whose results mean nothing outside of the chain
     (rows sorted by each rank for itself).
@@ -96,7 +97,7 @@ class Sample:
 
     @functools.cached_property
     def graph(self) -> GraphModule:
-        """Its graph, to be copied, or to be typed again and again."""
+        """The graph of the sample, to be copied or typed repeatedly."""
         return sample_graph(self)
 
 
@@ -106,7 +107,7 @@ def call(target: Any, *args: Any, values: bool = True, gradients: bool = True, *
 
 
 def whole_results(sample: Sample, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The results of every step, flat, on whole tensors."""
+    """The results of every step, flat, on unsharded tensors."""
     known = {id(old): new for old, new in zip(sample.tensors, tensors, strict=True)}
     made: list[list[Any]] = []
 
@@ -178,7 +179,7 @@ def possible_placements(x: Tensor, ranks: int, gradient: bool) -> list[Placement
 def combinations(
     sample: Sample, gm: GraphModule, axis: str, mesh: Mesh, most: int = 600
 ) -> Iterator[tuple[Placement, ...]]:
-    """All combinations where they are few; else those that the rule asks for, and all that differ in one operand."""
+    """All combinations if they are few; else those of the rule, and all that differ from them in one operand."""
     ranks = mesh.size(axis)
     options = [possible_placements(x, ranks, sample.wants(x)) for x in sample.tensors]
     total = 1
@@ -229,14 +230,14 @@ def _asked(gm: GraphModule, axis: str, mesh: Mesh, options: list[list[Placement]
 
 
 def typed(sample: Sample, placements: Typed, mesh: Mesh) -> GraphModule:
-    """The sample's graph with placements on every value. Raises RuleError or ValueError where they do not fit."""
+    """The sample's graph with placements on every value. Raises RuleError or ValueError if they do not match."""
     gm = copy_graph(sample.graph)
     set_types(gm, placements, mesh)
     return gm
 
 
 def set_types(gm: GraphModule, placements: Typed, mesh: Mesh) -> None:
-    """Placements on every value, whatever stood there. Raises as `typed`."""
+    """Set placements on every value, replacing earlier ones. Raises as `typed`."""
     for axis in mesh.cut_order:
         inputs = iter(placements)
         for node in gm.graph.nodes:
@@ -271,8 +272,8 @@ def accepted(sample: Sample, mesh: Mesh) -> Iterator[Typed]:
 
 
 def in_turn(found: Iterable[Typed], turn: int, dims_too: bool = False) -> list[Typed]:
-    """One way to cut each choice of dims and pending sums (``dims_too``: one choice), others in other turns; ways that
-    cut nothing in the first turns only: there the whole is compared with itself."""
+    """A subset of placements that rotates with ``turn``: one for each choice of sharded dims (``dims_too``: for one
+    choice). Placements that shard nothing are tried in the first turns only, since they compare a value with itself."""
     ways: dict[Any, list[Typed]] = {}
     for placements in found:
         cut = tuple(_cut(q) for of in placements for q in of.values())
@@ -303,7 +304,7 @@ def unsound(sample: Sample, mesh: Mesh, turn: int | None = None, dims_too: bool 
 
 @dataclass
 class Whole:
-    """What the sample gives in one process: results, one tangent per differentiable result, gradients of operands."""
+    """Results of the sample in one process: outputs, one tangent per differentiable output, gradients of operands."""
 
     results: list[Tensor]
     tangents: list[Tensor | None]
@@ -325,7 +326,7 @@ class Whole:
         return cls([r.detach() for r in results], tangents, gradients)
 
     def joint(self, gm: GraphModule, wanted: Sequence[bool]) -> GraphModule:
-        """The joint graph of a local graph; placements that make the same local graph share one."""
+        """The joint graph of a local graph; placements with the same local graph share one."""
         text = "\n".join(f"{n.format_node()} {n.meta.get('val')}" for n in gm.graph.nodes)
         if text not in self.joints:
             _clone_outputs(gm)
@@ -334,7 +335,7 @@ class Whole:
 
 
 def wrong_pieces(sample: Sample, placements: Typed, mesh: Mesh, whole: Whole, passes: Sequence[Pass] = ()) -> str:
-    """'' when the pieces give what the whole gives, else what differs. ``passes`` rewrite the typed graph first."""
+    """'' if sharded and unsharded results agree, else the difference. ``passes`` rewrite the typed graph first."""
     try:
         gm = typed(sample, placements, mesh)
         for rewrite in (*passes, LowerToLocal()):
@@ -377,7 +378,7 @@ def _clone_outputs(gm: GraphModule) -> None:
 def _differs(pieces: list[Any], expected: Tensor, p: Mapping[str, Placement], mesh: Mesh, values: bool) -> str:
     if any(x is None for x in pieces):
         return "is None" if expected.abs().sum() else ""
-    if not values:  # uninitialised memory: only the shape counts
+    if not values:  # uninitialized memory: only the shape matters
         expected = torch.zeros_like(expected)
         pieces = [torch.zeros_like(x) for x in pieces]
     try:

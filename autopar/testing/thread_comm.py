@@ -2,8 +2,8 @@
 
     results, comms = run(4, lambda comm: comm.all_gather("x", torch.ones(2) * comm.rank).wait())
 
-A deadlock, a message of another shape than announced, one that changes while it is sent and one that nobody receives
-are errors; the error of any rank ends all of them.
+A deadlock, a message with another shape than announced, one that changes while it is sent, and one that is never
+received are errors; an error of any rank ends all of them.
 """
 
 from __future__ import annotations

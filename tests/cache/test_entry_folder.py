@@ -107,7 +107,7 @@ def test_a_key_that_others_know_is_none(folder: DiskCache, tmp_path: Path, monke
     for content in (b"", b"short", b"x" * 33):
         key.write_bytes(content)
         key.chmod(0o600)
-        assert folder.read(KEY) is None and "is no key" in folder.why_refused()
+        assert folder.read(KEY) is None and "is not a key" in folder.why_refused()
 
 
 def test_folders_that_others_may_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 """Copies of a module without its weights.
 
-fake                a structure copy whose tensors are fakes on the CPU, and skeletons for the disk
-fake_deepcopy       deep copies that also rebuild the functions and closures which Python's deep copy would share
+fake                structure copies with fake tensors on the CPU, and skeletons
+fake_deepcopy       deep copies that also copy functions and closures, which Python's deepcopy shares
 """

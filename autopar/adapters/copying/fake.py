@@ -1,10 +1,10 @@
-"""Copies of modules without their weights: structure copies, whose tensors are fakes on the CPU, and skeletons.
+"""Copies of modules without their weights: structure copies with fake tensors on the CPU, and skeletons.
 
 One `FakeTensorMode` serves a whole capture. The device is always the CPU, never meta: on meta, cross_entropy loses
 gradients silently, and a CPU build of torch refuses fake CUDA tensors.
 
-A tensor that is not registered is shared with the original. One that was made of the model's own tensors (a view of a
-weight, something left over from an earlier step) is a marked stand-in: a forward may replace it, but not use it.
+An unregistered tensor is shared with the original. One that was computed from the model's tensors (a view of a weight,
+a leftover of an earlier step) is replaced by a marked placeholder: a forward may replace it, but not use it.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = 
 def structure_copy(
     model: nn.Module, mode: FakeTensorMode, dtypes: Mapping[int, torch.dtype] | None = None
 ) -> nn.Module:
-    """A deep copy in which each parameter and buffer is a fake; ties stay ties; no tensor is copied. ``dtypes``: of
-    those that get another one, by the model's tensors' id.
+    """A deep copy with fake parameters and buffers; ties are kept, no tensor is copied. ``dtypes``: new dtypes, by id
+    of the model's tensors.
 
-    Raises ValueError if the module holds something that cannot be copied, or hooks that cannot be kept.
+    Raises ValueError if the module contains something that cannot be copied, or hooks that cannot be kept.
     """
     refuse_backward_hooks(model)
     chosen = dtypes or {}
@@ -71,8 +71,8 @@ def structure_copy(
 
 
 def skeleton_of(model: nn.Module, dtypes: Mapping[int, torch.dtype] | None = None) -> nn.Module:
-    """A deep copy without weights: parameters and buffers on the meta device, ties kept; a config is the model's own
-    (`rebuild`). ``dtypes``: as in `structure_copy`, which it raises as."""
+    """A deep copy with parameters and buffers on the meta device; ties are kept, and a config is shared with the model
+    (`fake_deepcopy`). ``dtypes`` and errors: as in `structure_copy`."""
     tensors: dict[int, Tensor] = {}
     for tensor in _registered(model).values():
         meta = torch.empty_like(tensor, device="meta", dtype=(dtypes or {}).get(id(tensor)))
@@ -82,15 +82,15 @@ def skeleton_of(model: nn.Module, dtypes: Mapping[int, torch.dtype] | None = Non
 
 
 def copy_with(model: nn.Module, tensors: Mapping[int, Tensor], shared: bool = False) -> nn.Module:
-    """A deep copy that has other parameters and buffers, given by the ids of the model's. What is known to be the
-    model's own, is known to be the copy's. ``shared``: see `rebuild`."""
+    """A deep copy with other parameters and buffers, by id of the model's. `owned_by` of the copy is that of the model.
+    ``shared``: see `fake_deepcopy`."""
     made = _copied(model, tensors, shared=shared)
     _OWNED[made] = owned_by(model)
     return made
 
 
 def twin_of(model: nn.Module) -> nn.Module:
-    """A deep copy with weights of its own. Raises as `structure_copy`."""
+    """A deep copy with copies of the weights. Raises as `structure_copy`."""
     refuse_backward_hooks(model)
     owned = owned_by(model)
 
@@ -130,10 +130,9 @@ def _copied(
 
 
 def _put_back(model: nn.Module, made: nn.Module, tensors: Mapping[int, Tensor]) -> None:
-    """A module may say itself how it is copied, and then its copy has tensors of its own: the wanted ones go there.
-    (Those that are not wanted are copies.)
+    """Put the wanted tensors into a copy: a module with its own ``__deepcopy__`` may have created others.
 
-    Raises ValueError where the copy is the original, or has other names.
+    Raises ValueError if the copy is the original, or has other names.
     """
     wanted = {
         name: tensors.get(id(t))
@@ -160,8 +159,8 @@ def _put_back(model: nn.Module, made: nn.Module, tensors: Mapping[int, Tensor]) 
 
 
 class Owned:
-    """The storages of a model's parameters and buffers, without keeping them alive. ``overlaps``: pairs of names whose
-    elements have memory in common, though they are two tensors."""
+    """Weak references to the storages of a model's parameters and buffers. overlaps: pairs of names of different
+    tensors that share memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.overlaps = tuple(_overlaps(tensors))
@@ -185,7 +184,7 @@ def geometry_of(x: Tensor) -> tuple[Any, ...]:
 
 
 def note_overlaps(copy: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Tensors of a model, some of which may have come to share memory since the copies of it are made."""
+    """Record tensors of a model that have come to share memory since it was copied."""
     known = owned_by(copy)
     _OWNED[copy] = owned = Owned({})
     owned._names, owned.overlaps = known._names, tuple(dict.fromkeys((*known.overlaps, *_overlaps(tensors))))
@@ -211,12 +210,12 @@ _OWNED: WeakKeyDictionary[nn.Module, Owned] = WeakKeyDictionary()  # by skeleton
 
 
 def owned_by(model: nn.Module) -> Owned:
-    """Of a model, or of the model that a skeleton was made of."""
+    """The storages of a model, or of the original of a skeleton."""
     return _OWNED.get(model) or Owned(_registered(model))
 
 
 def came_from_elsewhere(skeleton: nn.Module, overlaps: tuple[tuple[str, str], ...]) -> None:
-    """A skeleton that was sent to this process: the model that it was made of, and its storages, are in another one."""
+    """Register a skeleton that another process has sent, where its original model and storages are."""
     _OWNED[skeleton] = owned = Owned({})
     owned.overlaps = overlaps
 
@@ -226,8 +225,8 @@ def _has_storage(x: Tensor) -> bool:
 
 
 def _stand_in(x: Tensor, owned: Owned) -> Tensor:
-    """For a tensor that is not registered. A constant is shared with the original, and what is written to it is seen.
-    What was made of parameters is a shape, marked: it may be left over from an earlier step, or it may be used."""
+    """The tensor to use for an unregistered one in a copy. A constant is shared with the original, so writes to it are
+    visible. One that was computed from parameters becomes a marked placeholder."""
     name = owned.name_of(x)
     if name is None and x.is_leaf:
         return x

@@ -2,10 +2,9 @@
 
     layer = self.layer;  self.f = lambda x: layer(x)        the copy's f calls the copy's layer
 
-A closure, a default, a partial, a bound method, a weak reference, a hook or a wrapped forward that reaches a module or
-a tensor is made anew around the copies; the others stay. One memo serves all, so what was one object is one object in
-the copy. What cannot be reached so (global variables, attributes of classes) still is the original: whoever uses the
-copy has to look out for tensors of the original.
+A closure, default, partial, bound method, weak reference, hook or wrapped forward that reaches a module or a tensor is
+rebuilt around the copies; others are shared. All use one memo, so shared objects stay shared in the copy. Global
+variables and attributes of classes are not copied: users of the copy must check for tensors of the original.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ def rebuild(
     tagged: Tagged = (),
     shared: bool = False,
 ) -> nn.Module:
-    """A deep copy of the model in which ``tensors`` (by id) stand for its own, and ``other(x)`` for any further x.
-    ``tagged``: (id, tags) of its own that have any; copies of the tags go to those that stand for them.
+    """A deep copy of the model with ``tensors`` (by id) in place of its own, and ``other(x)`` for any further tensor x.
+    ``tagged``: (id, tags) of tensors with tags, which are copied to the replacements.
 
-    ``shared``: the copy has in common with the model what is no part of it and reaches none of its modules and tensors,
-    such as a config: who changes it changes both. Without, it is only so if something of it cannot be copied, a
-    connection for example. Raises TypeError, RuntimeError or AttributeError for parts of the model that cannot be.
+    ``shared``: the copy shares objects that reach none of the model's modules and tensors, such as a config. Otherwise
+    only objects that cannot be copied, such as a connection, are shared. Raises TypeError, RuntimeError or
+    AttributeError for parts of the model that cannot be copied.
     """
     if not shared:
         with contextlib.suppress(Exception):  # __deepcopy__ may raise anything

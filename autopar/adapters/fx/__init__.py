@@ -1,8 +1,8 @@
-"""Graphs of torch.fx, made without what torch does for every node.
+"""Fast creation of torch.fx graphs.
 
 graph_nodes         nodes without the search of arguments for symbolic numbers
 graph_data          graphs and fake tensors from data in a file
-lazy                graph modules that write their Python code when somebody runs or prints it
+lazy                graph modules that generate their code when it is run or printed
 
-Everything may import this room; it imports nothing of the project.
+Every other package may import this one, which imports nothing of the project.
 """

@@ -1,9 +1,9 @@
-"""Memory and attributes of tensors, where torch has no public name for it.
+"""Memory and attributes of tensors without a public API of torch.
 
-held_memory         storages: noted without being kept alive
-first_words         a few words of a tensor's memory, to see writes that no version counter shows
+held_memory         weak references to storages, and references from elsewhere
+first_words         samples of a tensor's memory, to detect writes that version counters miss
 parameter_data      ``p.data = x``
-tags                attributes that somebody has set on a parameter
+tags                attributes that the user has set on a parameter
 
-Everything may import this room; it imports nothing of the project.
+Every other package may import this one, which imports nothing of the project.
 """

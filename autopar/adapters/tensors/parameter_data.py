@@ -1,6 +1,6 @@
 """``p.data = x`` of a plain parameter where ``x`` has no storage of its own, as a DTensor.
 
-torch lets ``p`` lie over it, and the process dies when somebody reads ``p``.
+torch accepts it, and the process crashes when ``p`` is read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _get, _set = _ATTRIBUTES.data.__get__, _ATTRIBUTES.data.__set__
 
 
 def refuse_as_data(kind: type[Tensor], words: str) -> None:
-    """From now on plain parameters refuse tensors of this kind as their data, by a ValueError with these words."""
+    """Make plain parameters refuse tensors of this class as their data, by a ValueError with this text."""
 
     def put(parameter: nn.Parameter, x: Any) -> None:
         if isinstance(x, kind):

@@ -1,8 +1,8 @@
 """Tags: attributes that the user has set on a parameter or buffer (``p._no_weight_decay = True``).
 
-They are kept in the tensor's ``__dict__``, beside what torch itself keeps there. A copy of a model takes them along, as
-do the tensors that stand for its own while a forward is traced. A tensor that takes another's place in memory
-(`torch.utils.swap_tensors`, which ``model.half()`` does to DTensors) loses them: `keep_tags` is around that.
+They are in the tensor's ``__dict__``, beside attributes of torch. Copies of a model have them, and so do the tensors
+that replace its own while a forward is traced. `torch.utils.swap_tensors`, which ``model.half()`` calls for DTensors,
+would lose them: `keep_tags` prevents that.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""What a forward reads beside its arguments, as guards that tell whether it would be traced alike again.
+"""Guards on all that a forward reads besides its arguments: while they hold, tracing it again gives the same graph.
 
-    GAIN * x                             names of its file and of files that it names: lib.settings.scale
-    helper(x), self.config.scaled(x)     functions that may run: code, defaults, what they close over, what they read
-    self.config.gain                     attributes of objects under names that code reads
-    os.environ["GAIN"]                   variables of the environment, context variables, attributes of a thread
+    GAIN * x                             globals of its Python module, and of modules that it refers to:
+    lib.settings.scale helper(x), self.config.scaled(x)     functions that may run: code, defaults, closures, and what
+    they read self.config.gain                     attributes of objects, if code reads their names
+    os.environ["GAIN"]                   environment variables, context variables, thread-local attributes
 
-Nothing is run for this: what may run is what other code that may run names. Of libraries whose modules the model has
-what their functions name is guarded, too, for people replace functions there; of torch's layers what they call.
+Nothing is executed: a function may run if code that may run refers to it. For libraries that define modules of the
+model, the names that their functions read are guarded, too, since users replace functions there; for torch's layers,
+the functions that they call.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from autopar.capture.reads.code_owners import LIBRARY, TRUSTED, USER, owner_of_f
 from autopar.capture.reads.read_guards import CONTAINERS, Where
 from autopar.capture.reads.read_values import ReadValues
 
-_CALLED = {"forward", "backward", "setup_context", "jvp", "vmap", "__call__"}  # by torch
+_CALLED = {"forward", "backward", "setup_context", "jvp", "vmap", "__call__"}  # methods that torch calls
 _NOT_RUN = {"__init__", "__new__", "__init_subclass__", "__repr__", "__str__", "__del__", "__class_getitem__",
             "__subclasshook__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__deepcopy__",
             "__copy__"}  # fmt: skip
@@ -46,18 +47,18 @@ _OPERATORS = {f"__{side}{name}__" for name in ("add", "sub", "mul", "matmul", "t
               for side in ("", "r")}  # fmt: skip
 _LAYERS = ("torch.nn.", "torch.functional")
 _PLAIN_CLASSES = (object, nn.Module, argparse.Namespace, types.SimpleNamespace, Generic, Protocol)
-_FRAGMENT = 3  # characters of a text that is taken for a part of a name
-_DEEPEST = 3  # calls from a library's forward on
-_LARGE = 1000  # entries of a container that a library's object holds
+_FRAGMENT = 3  # shortest string that may be part of a name, in characters
+_DEEPEST = 3  # depth of calls from a library's forward
+_LARGE = 1000  # entries of a container in an object of a library
 
 
 @dataclass(eq=False)
 class Space:
-    """A namespace: values by names, some of which are read.
+    """A namespace, some names of which are read.
 
-    ``names``: those that code looks up in it; ``named``: whether it is the attributes of something, of which those are
-    read that any code names; ``whole``: all are. ``more``: such as Python reads by itself. ``held``: names that are
-    compared whoever reads them. ``through``: the object that they are attributes of, where they stand in no dict.
+    names: those that code looks up in it. named: it holds attributes, so any name that code reads as an attribute
+    counts. whole: all names count. more: names that Python itself reads. held: if given, exactly these names are
+    compared. through: the object with these attributes, if they are not in a dict.
     """
 
     scope: Mapping[str, Any]
@@ -70,29 +71,29 @@ class Space:
     whole: bool = False
     file: bool = False
     through: Any = None
-    known: int = 0  # names that were looked for
+    known: int = 0  # how many names of `_order` were looked up
     taken: dict[str, None] = field(default_factory=dict)
 
 
 class ForwardReads(ReadValues):
     """``ForwardReads(model).guards``: guards for all that forwards of its modules read, their attributes included.
 
-    ``modes``: whether the modules' ``training`` counts. Parameters, buffers and children are for others to watch;
-    ``uncomparable``: what may change and cannot be compared, and where it is.
+    modes: whether to guard ``training`` of the modules. Parameters, buffers and submodules are not guarded here.
+    uncomparable: (where, value) of values that may change but cannot be compared.
     """
 
     def __init__(self, root: nn.Module, modes: bool = True) -> None:
         registered = list(root.named_modules())
         tensors = (t for _, m in registered for t in (*m._parameters.values(), *m._buffers.values()))
         super().__init__([x for x in tensors if x is not None], modes)
-        self.names: set[str] = {*_CALLED}  # that code reads as attributes
-        self._order = [*_CALLED]  # the same
-        self._own_names: set[str] = set()  # the same, of the user's code
-        self._texts: set[str] = set()  # that values are
-        self._parts: set[str] = set()  # of names, that code may put together
+        self.names: set[str] = {*_CALLED}  # attribute names that code reads
+        self._order = [*_CALLED]  # the same, in order
+        self._own_names: set[str] = set()  # those that the user's code reads
+        self._texts: set[str] = set()  # strings in code and values
+        self._parts: set[str] = set()  # substrings from which code may build names
         self._spaces: dict[int, Space] = {}
         self._functions: deque[tuple[types.FunctionType, int]] = deque()
-        self._depth = 0  # of the library's function that is looked into, from the forwards on
+        self._depth = 0  # calls from a forward to the current function of a library
         self._environment: dict[str, None] = {}
         self._whole_environment = self._by_text = self._files_by_text = False
         self._packages = {c.__module__.partition(".")[0] for _, m in registered for c in type(m).__mro__} - {"torch"}
@@ -104,7 +105,7 @@ class ForwardReads(ReadValues):
         self._follow()
         self._finish()
 
-    # --- until nothing new is found -------------------------------------------------------------------------
+    # --- iterate to a fixpoint -------------------------------------------------------------------------
 
     def _follow(self) -> None:
         before: Any = None
@@ -123,7 +124,7 @@ class ForwardReads(ReadValues):
         return len(self.names), len(self._texts), len(self._spaces), names, self._by_text, self._files_by_text
 
     def _take(self, space: Space) -> None:
-        """Look at what is read by now."""
+        """Visit the names of a namespace that are known to be read by now."""
         found = {*space.names, *space.more}
         if space.named:
             found.update(self._order[space.known :])
@@ -146,12 +147,13 @@ class ForwardReads(ReadValues):
                 self._visit(value, space.where.attribute(name))
 
     def _is_meant(self, name: str) -> bool:
-        """Whether a text is this name, or a part of it."""
+        """Whether a string in the code is this name, or a part of it."""
         ends = (end for i in range(_FRAGMENT, len(name) + 1) for end in (name[:i], name[-i:]))
         return name in self._texts or not self._parts.isdisjoint(ends)
 
     def _is_foreign(self, value: Any) -> bool:
-        """Of what stands in a library: whether it is a function to follow, an object, or of the user."""
+        """Whether a value in a library is a function to follow, or an object of the user or of the model's
+        libraries."""
         if isinstance(value, types.FunctionType):
             return self._owner(value) != TRUSTED or _is_of_layers(value) or bool(value.__closure__)
         if isinstance(value, type):
@@ -179,7 +181,7 @@ class ForwardReads(ReadValues):
         self.guards.done()
 
     def _new(self, space: Space) -> set[str] | None:
-        """Names that change something if they come to a namespace; None: all."""
+        """Names that matter if they are added to a namespace; None: all."""
         if space.held is not None or (space.whole and space.owner == USER):
             return None
         if space.owner != USER and space.file:
@@ -187,7 +189,7 @@ class ForwardReads(ReadValues):
         return space.names | self.names if space.named else space.names
 
     def _space(self, scope: Mapping[str, Any], where: Where, owner: str = USER, of: Any = None, **how: Any) -> Space:
-        """The namespace, of which more may be known now."""
+        """The space of a namespace, created or updated with ``how``."""
         key = id(scope if of is None else of)
         space = self._spaces.get(key)
         if space is None:
@@ -200,13 +202,13 @@ class ForwardReads(ReadValues):
     # --- code -----------------------------------------------------------------------------------------------
 
     def _owner(self, f: types.FunctionType) -> str:
-        """A library that no module of the model is of is nobody's to follow."""
+        """The owner of a function; libraries without modules in the model count as trusted."""
         owner = owner_of_function(f)
         package = str(f.__globals__.get("__name__")).partition(".")[0]
         return TRUSTED if owner == LIBRARY and package not in self._packages else owner
 
     def _read(self, f: types.FunctionType) -> None:
-        """The names that a function's code reads, should it run."""
+        """Add the names that the code of a function reads."""
         owner, read, scope = self._owner(f), names_in(f.__code__), f.__globals__
         names, attributes = globals_in(f.__code__), {*read.names}
         space = self._space(scope, Where("", _file_of(f), own=owner == USER), owner, file=True)
@@ -214,7 +216,7 @@ class ForwardReads(ReadValues):
         self._order += attributes - self.names
         self.names |= attributes
         if owner != USER:
-            self._take(space)  # now: functions there are as deep as this one
+            self._take(space)  # now, so that functions there get the depth of this one
         if owner == USER:
             self._own_names |= attributes
             self._texts.update(read.texts)
@@ -239,7 +241,7 @@ class ForwardReads(ReadValues):
         self._environment |= dict.fromkeys(found or ())
 
     def _file(self, module: types.ModuleType, names: set[str], reader: str) -> None:
-        """A module that code names which reads these names as attributes."""
+        """A Python module of which code reads these attributes."""
         owner = owner_of_module(module.__name__)
         if owner == USER:
             self._visit(module, Where("", _name_of(module)))
@@ -255,7 +257,7 @@ class ForwardReads(ReadValues):
                 self._file(inner, names, reader)
 
     def _loaded_modules(self, where: Where) -> None:
-        """`sys.modules`: code finds files there by a text, and not all that the process has loaded."""
+        """`sys.modules`: code finds modules in it by strings, so not all loaded modules count."""
         self._space(sys.modules, where)
 
     def _is_near(self, module: str) -> bool:
@@ -265,12 +267,12 @@ class ForwardReads(ReadValues):
         return module.partition(".")[0] in self._packages
 
     def _called(self, cls: type) -> None:
-        """A class that code names may be called."""
+        """A class that code refers to may be instantiated."""
         for base in cls.__mro__ if owner_of_module(cls.__module__) == USER else ():
             for name in ("__init__", "__new__", "__post_init__"):
                 self._visit(vars(base).get(name), Where(f"{base.__qualname__}.{name}", base.__module__))
 
-    # --- what values are ------------------------------------------------------------------------------------
+    # --- values ------------------------------------------------------------------------------------
 
     def _python_module(self, x: types.ModuleType, where: Where) -> None:
         if owner_of_module(x.__name__) == USER:
@@ -280,7 +282,7 @@ class ForwardReads(ReadValues):
         self._texts.add(x)
 
     def _has_run(self, f: types.FunctionType, where: Where) -> bool:
-        """A function that may run. Whether it is one that is looked into."""
+        """Queue a function that may run; returns whether its code is followed."""
         owner = self._owner(f)
         if owner == TRUSTED and not _is_of_layers(f):
             return False
@@ -305,7 +307,7 @@ class ForwardReads(ReadValues):
                 self._class(type(base))
 
     def _attributes(self, x: Any, where: Where) -> None:
-        """Of an object: those that code names; of a library's all, for its own code reads them."""
+        """Attributes of an object that code reads; all of a library's object, whose code is not read."""
         kinds = [c for c in type(x).__mro__ if c not in _PLAIN_CLASSES]
         whole = any(owner_of_module(c.__module__) != USER for c in kinds if c not in CONTAINERS)
         entries = getattr(x, "__dict__", None)
@@ -319,7 +321,7 @@ class ForwardReads(ReadValues):
         self._class(type(x))
 
     def _module(self, x: nn.Module, where: Where) -> None:
-        """Its own attributes. What they hold counts where code names them."""
+        """The attributes of a module; their contents count if code reads them."""
         entries = x.__dict__
         names = [k for k in entries if k not in INNER and (self._modes or k != "training")]
         plain = all(owner_of_module(c.__module__) == USER for c in type(x).__mro__ if c not in _PLAIN_CLASSES)
@@ -333,13 +335,13 @@ class ForwardReads(ReadValues):
 
 
 def _is_setting(value: Any) -> bool:
-    """A function that tells a setting, or a list that everybody may change, such as sys.argv."""
+    """Whether a value is a getter of a setting, or a global list such as sys.argv."""
     callable_ = isinstance(value, (types.FunctionType, types.BuiltinFunctionType))
     return value in SETTINGS if callable_ else type(value) is list and len(value) <= _LARGE
 
 
 def _is_memo(name: str) -> bool:
-    """Whether an object of a library keeps there what it has found out once."""
+    """Whether an object of a library caches a result under this name."""
     return name.startswith("_") and "cache" in name
 
 
@@ -353,7 +355,7 @@ def _file_of(f: types.FunctionType) -> str:
 
 
 def _name_of(module: types.ModuleType) -> str:
-    """Of its file, where it is a file of its own."""
+    """The file of a Python module; for a package its name."""
     file = getattr(module, "__file__", None)
     return os.path.basename(file) if isinstance(file, str) and not file.endswith("__init__.py") else module.__name__
 
@@ -370,7 +372,7 @@ def _whole_environment(_: None) -> tuple[dict[str, str]]:
     return (dict(os.environ),)
 
 
-# What nn.Module keeps in a module: of these only hooks and children matter to a forward; state is looked at by itself.
+# Attributes of every nn.Module: only hooks and submodules matter to a forward; parameters and buffers are separate.
 INNER = {*nn.Module().__dict__} - {"training"}
 NOT_PERSISTENT: Callable[[Any], set[str]] = operator.attrgetter("_non_persistent_buffers_set")
 HOOKS = sorted(k for k in INNER if k.startswith(("_forward", "_backward")))

@@ -1,15 +1,15 @@
-"""Do Python values hold what they held? A watch compares within C: attributes and entries by identity.
+"""Guards on Python values, compared by identity in C code.
 
-    watch.attributes(vars(config), ["gain"], where)       each value that the forward may read is a guard
-    watch.container([1.0, 2.0], where)
-    watch.holds()                                          about 40 ns per dict, and per other guard
+    guards.attributes(vars(config), ["gain"], where)       one guard for each value that the forward may read
+    guards.container([1.0, 2.0], where)
+    guards.holds()                                         about 40 ns per dict, and per other guard
 
-CPython counts the writes to a dict: what is in one is looked at only where it was written to. From Python 3.12 on torch
-counts them, and is not told of all: of writes to the attributes of an object that has no more than 30, and of an update
-of a dict that is empty. There small dicts are looked at each time.
+CPython has versions of dicts, so a dict is checked only after a write. From Python 3.12 on torch counts the writes, but
+misses those to attributes of an object with at most 30, and updates of an empty dict; there small dicts are always
+checked.
 
-What is another object now is compared by content: a number by type and bits, a container by its entries (1 is not True,
-0.0 is not -0.0). An object of which nothing is known is equal to itself alone.
+A value that is another object now is compared by content: a number by type and bits, a container by its entries (1 is
+not True, 0.0 is not -0.0). Other objects are compared by identity.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ _ATOMS = (bool, int, float, complex, str, bytes, type(None))
 
 
 class Where(NamedTuple):
-    """Where a value stands, in words: path "CFG.gain", place "mymodel.py"."""
+    """The position of a value, for messages: path "CFG.gain", place "mymodel.py"."""
 
     path: str
     place: str
     kind: str = ""
-    own: bool = True  # whether the user's code, not a library's, put it there
+    own: bool = True  # whether it is in the user's code, not a library
 
     def attribute(self, name: str) -> Where:
-        """An attribute of what stands here."""
+        """The position of an attribute of this value."""
         return self._replace(path=f"{self.path}.{name}" if self.path else name)
 
     def entry(self, key: Any) -> Where:
-        """An entry of the container that stands here."""
+        """The position of an entry of this container."""
         return self._replace(path=f"{self.path}[{key!r}]")
 
     def __str__(self) -> str:
@@ -60,9 +60,10 @@ class Where(NamedTuple):
 
 @dataclass(slots=True)
 class _Guarded:
-    """Values that are read together. ``read``: of the holder, in one order; ``names``: of each, where they have some;
-    ``keys``: of a holder that may grow, those that it had; ``new``: which others matter (None: all); ``equal``: values
-    without an identity, such as bytes; ``within``: the dict that all of it is in."""
+    """Values that are read together. read: function of the holder that returns them in a fixed order; then: the values
+    when the guard was set; names: of the values; keys: of a holder that may grow, when the guard was set; new: added
+    names that matter (None: all); equal: compare values by equality, such as bytes; within: the dict that contains
+    them."""
 
     read: Callable[[Any], Iterable[Any]]
     holder: Any
@@ -73,16 +74,16 @@ class _Guarded:
     new: Set[str] | None = frozenset()
     equal: bool = False
     within: dict[Any, Any] | None = None
-    writes: int = 0  # to it, when ``then`` was noted
+    writes: int = 0  # version of ``within`` when ``then`` was recorded
 
     def note(self) -> None:
-        """What is there now counts."""
+        """Record the current values."""
         self.writes = dict_version(self.within) if self.within is not None else 0
         self.then = list(self.read(self.holder))
 
     @property
     def is_counted(self) -> bool:
-        """Whether the writes to all of it are."""
+        """Whether dict versions show all writes to it."""
         return self.within is not None and len(self.within) > _SMALL
 
     def word(self, i: int) -> Where:
@@ -95,20 +96,20 @@ class _Guarded:
 
 
 class ReadGuards:
-    """Empty at first; compares from `done` on."""
+    """A set of guards: add values, call `done`, then compare with `holds`."""
 
     def __init__(self) -> None:
-        self.replaced = False  # whether a container is another one, with equal entries: guards are of the old one
+        self.replaced = False  # whether a container was replaced by an equal one, so that guards refer to the old one
         self._places: list[_Guarded] = []
         self._tensors: list[Tensor] = []
         self._tensors_at: list[Where] = []
-        self._contents: dict[int, _Guarded] = {}  # of containers, by their ids
+        self._contents: dict[int, _Guarded] = {}  # id of a container -> guard of its contents
 
-    # --- what is compared -----------------------------------------------------------------------------------
+    # --- adding guards -----------------------------------------------------------------------------------
 
     def attributes(self, holder: Any, names: Sequence[str], where: Where, new: Set[str] | None = frozenset()) -> None:
-        """Entries of a namespace (a dict, a class's variables). ``new``: names that matter if they come to it; None:
-        all."""
+        """Guard entries of a namespace (a dict, or variables of a class). ``new``: names that matter if they are added;
+        None: all."""
         if names or new is None or new:
             read = operator.itemgetter(*names, names[0]) if names else _nothing
             keys = frozenset(holder) if new is None or new else None
@@ -116,14 +117,14 @@ class ReadGuards:
             self._add(_Guarded(read, holder, [], where, [*names, *names[:1]], keys, new, within=within))
 
     def slots(self, holder: Any, names: Sequence[str], where: Where) -> None:
-        """Attributes that are in no dict."""
+        """Guard attributes that are not in a dict."""
         self._add(_Guarded(operator.attrgetter(*names, names[0]), holder, [], where, [*names, names[0]]))
 
     def container(self, x: Any, where: Where) -> None:
-        """The entries of a list, dict, set or deque, in their order."""
+        """Guard the entries of a list, dict, set or deque, and their order."""
         if isinstance(x, dict):
             keys, values = views_of(x)
-            within = None if isinstance(x, OrderedDict) else x  # another order is no write
+            within = None if isinstance(x, OrderedDict) else x  # reordering does not change its version
             self._add(_Guarded(iter, keys, [], where, within=within))
             names = list(map(_Key, keys))
             self._contents[id(x)] = self._add(_Guarded(iter, values, [], where, names, within=within))
@@ -131,21 +132,22 @@ class ReadGuards:
             self._contents[id(x)] = self._add(_Guarded(iter, x, [], where))
 
     def kept(self, table: dict[Any, Any], where: Where) -> None:
-        """Results that a cache has by now, and whether it has some; others may come to it."""
+        """Guard the current results of a cache, and whether it is empty; results may be added."""
         keys = list(table)
         self._add(_Guarded(lambda now: (bool(now), *map(now.get, keys)), table, [], where, within=table))
 
     def contents(self, x: Any, where: Where) -> None:
-        """Bytes of an array, or of another object that shows its memory."""
+        """Guard the bytes of an array, or of another object with the buffer protocol."""
         self._contents[id(x)] = self._add(_Guarded(shown_bytes, x, [], where, equal=True))
 
     def value(self, read: Callable[[Any], Iterable[Any]], holder: Any, where: Where, equal: bool = False) -> None:
-        """Whatever ``read`` tells of an object. ``equal``: in values that are made anew each time."""
+        """Guard the values that ``read`` returns for an object. ``equal``: compare by equality, since they are created
+        anew."""
         self._add(_Guarded(read, holder, [], where, equal=equal))
 
     def tensor(self, x: Tensor, where: Where) -> None:
-        """That nobody writes to it."""
-        if not x.is_inference():  # such a one counts no writes
+        """Guard a tensor against writes."""
+        if not x.is_inference():  # inference tensors have no version counter
             self._tensors.append(x)
             self._tensors_at.append(where)
 
@@ -155,7 +157,7 @@ class ReadGuards:
         return place
 
     def done(self) -> None:
-        """All is added: from now on it is compared."""
+        """Finish adding, and prepare the comparison."""
         self._in_dicts = [p for p in self._places if p.is_counted]
         self._dicts = [p.within for p in self._in_dicts if p.within is not None]
         self._writes = [p.writes for p in self._in_dicts]
@@ -172,26 +174,26 @@ class ReadGuards:
         self._versions = self._versions_now()
 
     def _versions_now(self) -> list[Any]:
-        return [list(map(fact, self._tensors)) for fact in _TENSOR_FACTS]
+        return [list(map(read, self._tensors)) for read in _TENSOR_STATE]
 
     @property
     def count(self) -> int:
-        """Of guards."""
+        """Number of guards."""
         return sum(len(p.then) for p in self._places) + len(self._tensors)
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """That are compared by whether somebody has written to them."""
+        """Tensors that are guarded against writes."""
         return self._tensors
 
     def values(self) -> Iterator[tuple[Where, Any]]:
-        """What is compared, as it was when it was noted, and where it stood."""
+        """(position, value when the guard was set) of all guarded values."""
         return ((place.word(i), value) for place in self._places for i, value in enumerate(place.then))
 
     # --- comparing ------------------------------------------------------------------------------------------
 
     def holds(self) -> bool:
-        """Whether nothing is another. Raises whatever reading something that is gone raises."""
+        """Whether all guards hold. Reading a value that is gone may raise anything."""
         if self._tensors and self._versions_now() != self._versions:
             return False
         if (
@@ -214,7 +216,7 @@ class ReadGuards:
         return self._holds_by_content()
 
     def _same_dicts(self) -> bool:
-        """Whether the dicts that somebody has written to have what they had where it is read."""
+        """Whether dicts with new versions still have the guarded entries."""
         now = list(map(dict_version, self._dicts))
         if now == self._writes:
             return True
@@ -225,7 +227,7 @@ class ReadGuards:
         return True
 
     def _holds_by_content(self) -> bool:
-        """As `holds`; what is equal and another object is taken for the one that was there."""
+        """As `holds`, but accept equal objects in place of the old ones, and guard those from now on."""
         self.replaced = False
         if not all(map(self._is_alike, self._places)):
             return False
@@ -240,14 +242,14 @@ class ReadGuards:
         return len(now) == len(place.then) and all(map(self._alike, now, place.then)) and not self._grown(place)
 
     def _grown(self, place: _Guarded) -> set[Any]:
-        """Names that are new in a holder and may be read."""
+        """Names that were added to a holder and matter."""
         if place.keys is None:
             return set()
         new = {*place.holder} - place.keys
         return new if place.new is None else new & place.new
 
     def _alike(self, now: Any, then: Any) -> bool:
-        """Whether a value is what another one was when it was noted."""
+        """Whether a value equals another one as it was when the guard was set."""
         if now is then:
             return True
         if type(now) is not type(then):
@@ -274,13 +276,13 @@ class ReadGuards:
         return len(entries) == len(known.then) and all(map(self._alike, entries, known.then))
 
     def changed(self) -> list[Where]:
-        """What does not hold."""
+        """Positions of guards that do not hold."""
         versions = zip(self._tensors_at, zip(*self._versions_now()), zip(*self._versions))
         found = [where for where, now, then in versions if now != then]
         for place in self._places:
             try:
                 values = list(place.read(place.holder))
-            except Exception:  # what is gone
+            except Exception:  # a value that is gone
                 found.append(place.word(self._missing(place)))
                 continue
             if len(values) != len(place.then):
@@ -304,7 +306,7 @@ class ReadGuards:
 
 
 class _Key:
-    """The key of an entry of a dict, in the place of a name."""
+    """The key of a dict entry, used as a name."""
 
     __slots__ = ("key",)
 
@@ -313,31 +315,31 @@ class _Key:
 
 
 def views_of(x: dict[Any, Any]) -> tuple[KeysView[Any], ValuesView[Any]]:
-    """Keys and values of a dict, as they are at any time, in its order, whatever its class makes of them."""
+    """Live views of keys and values of a dict, whatever its subclass overrides."""
     return (
         (OrderedDict.keys(x), OrderedDict.values(x)) if isinstance(x, OrderedDict) else (dict.keys(x), dict.values(x))
     )
 
 
 def vars_of(x: Any) -> Mapping[str, Any]:
-    """Attributes of an object that has some in a dict."""
+    """The ``__dict__`` of an object, or {}."""
     found = getattr(x, "__dict__", None)
     return found if isinstance(found, dict) else {}
 
 
 def shown_bytes(x: Any) -> tuple[Any, ...]:
-    """What an array or another object that shows its memory holds."""
+    """Format, shape and bytes of an object with the buffer protocol."""
     view = memoryview(x)
     return view.format, view.shape, view.tobytes()
 
 
 def shows_memory(x: Any) -> bool:
-    """Whether an object has contents that `shown_bytes` tells."""
+    """Whether `shown_bytes` can read an object."""
     if isinstance(x, numpy.ndarray):
         return not x.dtype.hasobject
     if isinstance(x, (type, str, bytes, Tensor)):
         return False
-    with contextlib.suppress(Exception):  # of many kinds
+    with contextlib.suppress(Exception):  # of many types
         return bool(memoryview(x).nbytes >= 0)
     return False
 
@@ -347,7 +349,7 @@ def _nothing(_: Any) -> tuple[()]:
 
 
 def _is_same(now: Iterable[Any], then: Sequence[Any]) -> bool:
-    """Whether these are the very objects."""
+    """Whether these are the same objects."""
     now = list(now)
     return len(now) == len(then) and all(map(operator.is_, now, then))
 
@@ -359,4 +361,4 @@ def _storage(x: Tensor) -> int:
     return storage_of(x) if x.layout == torch.strided else 0
 
 
-_TENSOR_FACTS: tuple[Callable[[Any], Any], ...] = (version_of, _storage, operator.attrgetter("requires_grad", "dtype"))
+_TENSOR_STATE: tuple[Callable[[Any], Any], ...] = (version_of, _storage, operator.attrgetter("requires_grad", "dtype"))
