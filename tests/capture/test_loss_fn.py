@@ -198,4 +198,4 @@ def test_refusals() -> None:
     for text, word in zip(run_ranks(1, said, timeout=100)[0], words, strict=True):
         assert word in text, text
     for text in run_ranks(2, said_of_stages, timeout=100):
-        assert "outputs_with_grad: model(**batch): a pipeline runs forward and backward in one" in text
+        assert "outputs_with_grad: model(**batch): a pipeline schedules forward and backward together" in text

@@ -223,7 +223,7 @@ def between_forward_and_backward(change: Callable[[Run], Any]) -> Callable[[Run]
     return step
 
 
-AGAIN = "torch.utils.checkpoint would run the forward again"
+AGAIN = "torch.utils.checkpoint would recompute the forward"
 for what, change, said in (
     ("nothing", nothing, ""),
     ("VALUE = 1.5", another_value, f"{AGAIN}.*VALUE"),

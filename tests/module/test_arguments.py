@@ -77,9 +77,9 @@ def bad_calls() -> None:
         {
             "function": "parallelize: needs a torch.nn.Module, found a function; ",
             "class": "parallelize: needs a model, found the class Net; pass Net(...)",
-            "parallel": "parallelize: needs a model that is on no mesh yet, found a ParallelModule; ",
-            "inside": "parallelize: needs a model that is on no mesh yet, found a ParallelModule at inner; ",
-            "lazy": "parallelize: needs parameters with shapes, found weight, ",
+            "parallel": "parallelize: needs a model that is not parallelized yet, found a ParallelModule; ",
+            "inside": "parallelize: needs a model that is not parallelized yet, found a ParallelModule at inner; ",
+            "lazy": "parallelize: needs initialized parameters, found weight, ",
             "data parallel": "parallelize: replaces DataParallel, found one; pass its model.module",
         },
     )
