@@ -194,7 +194,7 @@ def another_value(_: Any) -> None:
     VALUE[0] = 1.5
 
 
-ANEW = "which an earlier forward made and torch goes on with"
+ANEW = "torch would go on with the value of an earlier forward"
 for what, number, said in (
     ("by functools.lru_cache", lambda m, h: h * cached_number(2), ""),
     ("by functools.cached_property of an object", lambda m, h: h * CONFIG[0].number, ""),

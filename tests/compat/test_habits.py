@@ -205,9 +205,7 @@ def many_states() -> None:
             parallel.note = step
             found.append(float(parallel.train_step(**batch())))
     words = [str(w.message) for w in told if "compiled for the" in str(w.message)]
-    assert (
-        len(words) == 1 and "attribute note of Model; what changes from step to step belongs into a buffer" in words[0]
-    )
+    assert len(words) == 1 and "attribute note of Model; move what changes at every step into a buffer" in words[0]
     assert len(parallel.compiled()) == STATES and len(parallel.full_gradients()) == 8
     parallel.note = STATES  # one that is kept
     parallel.train_step(**batch())

@@ -164,8 +164,7 @@ class ParallelModule(ModuleFacade):
             if not executor.compiled.losses:
                 raise ValueError(
                     "train_step: needs a scalar output with a gradient, found none; pass the labels, so that the model "
-                    "returns a loss"
-                    + misspelled(self._tree.root, batch)
+                    "returns a loss" + misspelled(self._tree.root, batch)
                 )
             with self._watch.step(self.training_steps):
                 result = executor.run_step(values)
