@@ -167,7 +167,7 @@ def met_by_parts() -> tuple[list[str], float, float]:
 
 def test_outputs_that_meet_a_part_of_the_batch_say_so() -> None:
     for said, found, loss in run_ranks(2, met_by_parts):
-        assert all("of the whole batch, here of 8 rows, found a tensor of the 4" in text for text in said), said
+        assert all("of the global batch, here of 8 rows, found a tensor with the 4 rows" in text for text in said), said
         assert found == pytest.approx(loss, abs=EXACT)
 
 

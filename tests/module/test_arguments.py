@@ -294,7 +294,7 @@ def bad_batches() -> None:
             "meta": "batch: x needs values, found a tensor on the meta device, which has none; ",
             "sparse": "batch: x needs to be dense, found a sparse tensor; pass x.to_dense()",
             "gradient": "batch: x requires a gradient, which only parameters get; ",
-            "itself": "batch: needs finite values, found a list or dict that holds itself",
+            "itself": "batch: needs finite nesting, found a list or dict that contains itself",
             "missing": "batch: Net.forward(x, target) needs target, found x; pass it by name",
             "nothing": "batch: Net.forward(x, target) needs x, target, found nothing; ",
             "a dict": "batch: Net.forward(x, target) takes its arguments by name, found a dict of them; ",

@@ -66,7 +66,7 @@ def test_a_script_needs_its_guard(tmp_path: Path, end: str) -> None:
     script.write_text("import autopar\ndef body():\n    return 1\n" + end)
     found = python(str(script))
     if end == CALL:
-        words = "launch: each rank imports train.py, and would launch ranks itself by its line 4; put that line behind"
+        words = "launch: each rank imports train.py, and its line 4 would launch ranks there again; put that line under"
         assert found.returncode and words in found.stderr
     else:
         assert found.stdout == "[1]\n", found.stderr
