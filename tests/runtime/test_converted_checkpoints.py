@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     assert "missing model.layers.0.mlp.experts.gate_up_proj, model.layers.0.mlp.experts.down_proj;" in missing
     assert "model.layers.0.mlp.gate.weight lies in the files twice" in twice
     assert f"unexpected {experts}.0.w4.weight" in more.replace(".mlp.", ".block_sparse_moe.")
-    assert "(quantization_config in config.json: 'fp8'), whose scales are not applied here; dequantize them" in fp8
+    assert "(quantization_config in config.json: 'fp8'), whose scales would not be applied; dequantize them" in fp8
 
 
 class Normed(PreTrainedModel):
