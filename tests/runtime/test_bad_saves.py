@@ -187,10 +187,10 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     expected = {
         "another model": "another model: blocks.0.up.weight has shape (16, 8), needs (32, 8)",
         "kind": "has the state of AdamW, found SGD",
-        "groups": "AdamW had 2 groups of parameters, found",
+        "groups": "AdamW had 2 parameter groups, found",
         "swapped": "in group 0 of AdamW, was in group 1",
         "fewer": "in a group, found it in none",
-        "foreign": "group 0 of SGD has a parameter of shape (3,) that the model has not",
+        "foreign": "group 0 of SGD has a parameter of shape (3,) that is not in the model",
         "optimizers": "the checkpoint has 1 optimizers, found 2",
         "schedulers": "the checkpoint has 1 schedulers, found 2",
         "no optimizer": "optimizer: needs one of torch, or several, found a CosineAnnealingLR",

@@ -53,7 +53,7 @@ def test_functions_go_by_value_where_there_is_no_file() -> None:
         *told, shown = found.stdout.splitlines()
         assert shown == "[15, 16] True", found.stderr
         assert bool(told) == ("-c" in found.args)
-        words = "a function of python -c goes to ranks by value, which needs cloudpickle; pip install cloudpickle"
+        words = "a function of python -c is sent to ranks by value, which needs cloudpickle; pip install cloudpickle"
         assert all(words in line for line in told), told
 
 

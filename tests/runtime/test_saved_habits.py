@@ -303,4 +303,4 @@ def test_what_users_give_comes_back(tmp_path: Path) -> None:
     for found in run_ranks(2, of_users, {"dp_replicate": 2}, str(tmp_path), False):
         assert found == {"same": True, "parts": 10}
     (found,) = run_ranks(1, of_users, {"dp": 1}, str(tmp_path), False)
-    assert found["same"] and "extra was saved by 2 parts of the batch, found 1" in found["parts"]
+    assert found["same"] and "extra was saved by 2 data-parallel ranks, found 1" in found["parts"]

@@ -293,7 +293,7 @@ def _common(box: ShardRange, piece: SavedPiece) -> ShardRange | None:
 
 
 def _shifted(place: Sequence[int], start: Sequence[int], to: Sequence[int] = ()) -> tuple[int, ...]:
-    """A global position as one in a tensor that begins at ``start``. ``to``: where this tensor begins in another one."""
+    """A global position, in a tensor that begins at ``start``. ``to``: where this tensor begins in another one."""
     return tuple(at - begin + there for at, begin, there in zip(place, start, to or [0] * len(start), strict=True))
 
 
