@@ -252,7 +252,7 @@ def sets_attributes(m: Any, h: Tensor) -> Tensor:
     return m.last_hidden * m.block.attention + m.kept["h"]
 
 
-NOT_KEPT = "which steps on a mesh do not, since they return outputs and write buffers"
+NOT_KEPT = "which compiled steps do not do, since they only return outputs and write buffers"
 kept("before", "the forward sets attributes and reads them", sets_attributes, nothing)
 kept("between", "model.last_hidden, set by the forward, is read", sets_attributes,
       lambda m: m.last_hidden is not None, f"last_hidden, {NOT_KEPT}")  # fmt: skip

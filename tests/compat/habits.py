@@ -284,6 +284,6 @@ habit("between", "pickle.dumps(model)", lambda m: __import__("pickle").dumps(m),
 habit(
     "between", "model.forward = ...", lambda m: put(m, forward=lambda **b: None), "belongs to autopar and cannot be set"
 )
-habit("between", "model.share_memory()", lambda m: m.share_memory(), "lies in the memory of its own rank")
+habit("between", "model.share_memory()", lambda m: m.share_memory(), "is in the memory of its own rank")
 habit("between", "model.half().double()", lambda m: m.half().double())
 habit("between", "model.bn.to('cpu')", lambda m: m.bn.to("cpu"))

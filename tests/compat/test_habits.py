@@ -185,7 +185,9 @@ def old_optimizer() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parallel = autopar.parallelize(model, autopar.init_mesh(dp=1), example_batch=batch())
     parallel.train_step(**batch())
-    with pytest.raises(ValueError, match="optimizer: this SGD was made of the model's parameters before parallelize"):
+    with pytest.raises(
+        ValueError, match="optimizer: this SGD was created from the model's parameters before parallelize"
+    ):
         optimizer.step()
     model(**batch())["loss"].backward()
     optimizer.step()  # trains the plain model

@@ -64,7 +64,7 @@ def test_of_a_library() -> None:
         assert "(0-1): 2 x LlamaDecoderLayer\n" in found["text"] and "(2): LlamaDecoderLayer\n" in found["text"]
         assert "tied to model.embed_tokens.weight" in found["text"]
         said = found["said"]
-        assert "a LlamaDecoderLayer at model.layers.0 holds this rank's pieces" in said["submodule"]
+        assert "a LlamaDecoderLayer at model.layers.0 holds only this rank's shards" in said["submodule"]
         assert "a Linear at lm_head" in said["head"] and "model(**batch)" in said["head"]
         assert re.search("generate of a parallel model.*save_pretrained.*from_pretrained", said["generate"])
         assert "before parallelize" in said["resize"] and "upload the folder" in said["push"]
