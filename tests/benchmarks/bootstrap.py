@@ -112,7 +112,7 @@ def _measured(mesh: Mesh, crowd: Crowd) -> StartReport:
 
     def as_parallelize() -> None:
         agree_on_call(groups, {"seed": 0, "lift_to_float64": False, "backend": "eager", "broadcast_weights": False})
-        for what in ("the weights", "the plan", "the batch", "the compiled step", "the bound step"):
+        for what in ("the weights", "the plan", "the batch", "the compiled step", "the lowered step"):
             agree_on(groups, [_claim(groups, what)], what)
 
     def step() -> None:

@@ -167,7 +167,7 @@ def met_by_parts() -> tuple[list[str], float, float]:
 
 def test_outputs_that_meet_a_part_of_the_batch_say_so() -> None:
     for said, found, loss in run_ranks(2, met_by_parts):
-        assert all("of the whole batch, here of 8 rows, found a tensor of the 4" in text for text in said), said
+        assert all("of the global batch, here of 8 rows, found a tensor with the 4 rows" in text for text in said), said
         assert found == pytest.approx(loss, abs=EXACT)
 
 
@@ -198,4 +198,4 @@ def test_refusals() -> None:
     for text, word in zip(run_ranks(1, said, timeout=100)[0], words, strict=True):
         assert word in text, text
     for text in run_ranks(2, said_of_stages, timeout=100):
-        assert "outputs_with_grad: model(**batch): a pipeline runs forward and backward in one" in text
+        assert "outputs_with_grad: model(**batch): a pipeline schedules forward and backward together" in text

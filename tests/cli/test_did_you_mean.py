@@ -82,7 +82,7 @@ def test_batches() -> None:
     net, x = Net(), torch.zeros(2, 2)
     names = list(by_name(net, (), dict.fromkeys(("x", "target"), x)))
     assert meant(lambda: by_name(net, (), {names[0]: x, "tagret": x})) == "target"
-    with pytest.raises(ValueError, match=r"found a dict of them; pass it with two stars, as in .*\*\*batch"):
+    with pytest.raises(ValueError, match=r"found a dict of them; unpack it, as in .*\*\*batch"):
         by_name(net, ({"x": x, "target": x},), {})
     assert misspelled(AnyName(), {"ids": x, "label": x}).endswith("found 'label'; did you mean 'labels'?)")
     assert not misspelled(AnyName(), {"ids": x, "position": x}) and not misspelled(net, {"x": x, "tagret": x})

@@ -196,7 +196,7 @@ for what, body in BODIES:
     habit("before", f"the forward: {what}", body, nothing)
 
 habit("between", "the forward: self.c = h with its graph, read by the next", with_graph, nothing,
-      "requires grad, and steps give gradients to parameters only|through the graph a second time")  # fmt: skip
+      "requires grad, but steps compute gradients of parameters only|through the graph a second time")  # fmt: skip
 habit("before", "the forward: self.c.add_(h) with its graph, then used", written_with_graph, nothing,
       "depends on parameters into buffer c|through the graph a second time")  # fmt: skip
 habit("before", "the forward: self.c = self.weight.detach()", view_of_a_weight, nothing,

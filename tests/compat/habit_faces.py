@@ -155,7 +155,7 @@ of(Container, "a property with a setter", lambda m: (put(m, gain=3.0), m.block.g
 of(Container, "a method whose name begins with _", lambda m: m._scaled(0.5), ways=BOTH)
 of(Container, "an attribute whose name begins with _", lambda m: (put(m, _note=1), m._note)[1])
 
-UNDER_TORCHS_NAME = "needs every module, parameter and buffer under torch's own name"
+UNDER_TORCHS_NAME = "to list every module, parameter and buffer under its name in torch"
 
 
 def listed(**methods: Any) -> type[Model]:

@@ -60,7 +60,9 @@ both("register_forward_hook(with_kwargs=True)", lambda m: (
 both("first.register_full_backward_hook", lambda m: m.first.register_full_backward_hook(nothing), BACKWARD)
 both("first.register_full_backward_pre_hook", lambda m: m.first.register_full_backward_pre_hook(nothing), BACKWARD)
 both("model.register_full_backward_hook", lambda m: m.register_full_backward_hook(nothing), BACKWARD)
-between("register_forward_hook of the model, train_step", lambda m: m.register_forward_hook(nothing), "called by model")
+between(
+    "register_forward_hook of the model, train_step", lambda m: m.register_forward_hook(nothing), "does not call hooks"
+)
 
 
 def around_all(run: Run) -> None:
@@ -232,15 +234,17 @@ loop("weights swapped for an average, and back", swapped)
 loop(
     "all frozen, and a step",
     lambda r: (r.model.requires_grad_(False), r.train_step(1)),
-    "does not require grad|no scalar with a gradient",
+    "does not require grad|needs a scalar output with a gradient",
 )
 loop(
-    "train_step within no_grad", lambda r: torch.no_grad()(r.train_step)(1), "found grad mode off|does not require grad"
+    "train_step within no_grad",
+    lambda r: torch.no_grad()(r.train_step)(1),
+    "needs grad mode, found it off|does not require grad",
 )
 loop(
     "train_step within inference_mode",
     lambda r: torch.inference_mode()(r.train_step)(1),
-    "found grad mode off|does not require grad",
+    "needs grad mode, found it off|does not require grad",
 )
 loop("torch.func.functional_call", called)
 loop(

@@ -194,7 +194,7 @@ def another_value(_: Any) -> None:
     VALUE[0] = 1.5
 
 
-ANEW = "which an earlier forward made and torch goes on with"
+ANEW = "torch would go on with the value of an earlier forward"
 for what, number, said in (
     ("by functools.lru_cache", lambda m, h: h * cached_number(2), ""),
     ("by functools.cached_property of an object", lambda m, h: h * CONFIG[0].number, ""),
@@ -223,7 +223,7 @@ def between_forward_and_backward(change: Callable[[Run], Any]) -> Callable[[Run]
     return step
 
 
-AGAIN = "torch.utils.checkpoint would run the forward again"
+AGAIN = "torch.utils.checkpoint would recompute the forward"
 for what, change, said in (
     ("nothing", nothing, ""),
     ("VALUE = 1.5", another_value, f"{AGAIN}.*VALUE"),
@@ -252,7 +252,7 @@ def sets_attributes(m: Any, h: Tensor) -> Tensor:
     return m.last_hidden * m.block.attention + m.kept["h"]
 
 
-NOT_KEPT = "which steps on a mesh do not, since they return outputs and write buffers"
+NOT_KEPT = "which compiled steps do not do, since they only return outputs and write buffers"
 kept("before", "the forward sets attributes and reads them", sets_attributes, nothing)
 kept("between", "model.last_hidden, set by the forward, is read", sets_attributes,
       lambda m: m.last_hidden is not None, f"last_hidden, {NOT_KEPT}")  # fmt: skip

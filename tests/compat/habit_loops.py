@@ -188,13 +188,17 @@ def deterministic() -> Any:
 
 # --- what surrounds a step --------------------------------------------------------------------------------
 
-NO_GRADIENTS = "train_step: makes gradients, found grad mode off"
+NO_GRADIENTS = "train_step: needs grad mode, found it off"
 loop("enable_grad around train_step", lambda r: around(r, torch.enable_grad()))
 loop("use_deterministic_algorithms around a step", lambda r: around(r, deterministic()))
 loop("set_default_dtype(float64) around a step", lambda r: around(r, default_dtype(torch.float64)))
 loop("autocast(enabled=False) around a step", lambda r: around(r, torch.autocast("cpu", enabled=False)))
-loop("detect_anomaly around a step", lambda r: around(r, torch.autograd.detect_anomaly()), "detect_anomaly: watches")
-loop("detect_anomaly around forward and backward", lambda r: anomaly(r), "detect_anomaly: watches")
+loop(
+    "detect_anomaly around a step",
+    lambda r: around(r, torch.autograd.detect_anomaly()),
+    "detect_anomaly: needs an eager backward",
+)
+loop("detect_anomaly around forward and backward", lambda r: anomaly(r), "detect_anomaly: needs an eager backward")
 loop("torch.device('cpu') around a step", lambda r: around(r, torch.device("cpu")))
 loop("set_detect_anomaly, then off", lambda r: (torch.autograd.set_detect_anomaly(False), r.train_step(1)))
 loop("manual_seed before a step", lambda r: (torch.manual_seed(3), r.train_step(1)))

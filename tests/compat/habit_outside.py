@@ -126,7 +126,7 @@ handle("callbacks.clear()", lambda m: [m.first], lambda m, h: h * (1.0 + len(m.g
 handle("config.scaled, a bound method: its object's gain = 2", lambda m: types.SimpleNamespace(
     scaled=Controller(m).scaled), lambda m, h: m.given.scaled(h), lambda x: put(x.scaled.__self__, gain=2.0))  # fmt: skip
 handle("callbacks.append(Controller(model)) of the old model", lambda m: [Controller(m)], lambda m, h: h * len(m.given),
-       appended, "was set after parallelize to what holds modules of the original model")  # fmt: skip
+       appended, "was set after parallelize to an object that refers to modules of the original model")  # fmt: skip
 
 
 # --- memory that the user has -------------------------------------------------------------------------------

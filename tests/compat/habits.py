@@ -282,8 +282,8 @@ habit("between", "no_grad: p.copy_(a plain tensor)", quiet(lambda m: m.scale.cop
 habit("between", "copy.deepcopy(model)", lambda m: __import__("copy").deepcopy(m), "cannot be copied or pickled")
 habit("between", "pickle.dumps(model)", lambda m: __import__("pickle").dumps(m), "cannot be copied or pickled")
 habit(
-    "between", "model.forward = ...", lambda m: put(m, forward=lambda **b: None), "is autopar's own and cannot be set"
+    "between", "model.forward = ...", lambda m: put(m, forward=lambda **b: None), "belongs to autopar and cannot be set"
 )
-habit("between", "model.share_memory()", lambda m: m.share_memory(), "lies in the memory of its own rank")
+habit("between", "model.share_memory()", lambda m: m.share_memory(), "is in the memory of its own rank")
 habit("between", "model.half().double()", lambda m: m.half().double())
 habit("between", "model.bn.to('cpu')", lambda m: m.bn.to("cpu"))

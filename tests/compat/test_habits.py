@@ -185,7 +185,9 @@ def old_optimizer() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parallel = autopar.parallelize(model, autopar.init_mesh(dp=1), example_batch=batch())
     parallel.train_step(**batch())
-    with pytest.raises(ValueError, match="optimizer: this SGD was made of the model's parameters before parallelize"):
+    with pytest.raises(
+        ValueError, match="optimizer: this SGD was created from the model's parameters before parallelize"
+    ):
         optimizer.step()
     model(**batch())["loss"].backward()
     optimizer.step()  # trains the plain model
@@ -205,9 +207,7 @@ def many_states() -> None:
             parallel.note = step
             found.append(float(parallel.train_step(**batch())))
     words = [str(w.message) for w in told if "compiled for the" in str(w.message)]
-    assert (
-        len(words) == 1 and "attribute note of Model; what changes from step to step belongs into a buffer" in words[0]
-    )
+    assert len(words) == 1 and "attribute note of Model; move what changes at every step into a buffer" in words[0]
     assert len(parallel.compiled()) == STATES and len(parallel.full_gradients()) == 8
     parallel.note = STATES  # one that is kept
     parallel.train_step(**batch())

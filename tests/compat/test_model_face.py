@@ -64,9 +64,9 @@ def test_of_a_library() -> None:
         assert "(0-1): 2 x LlamaDecoderLayer\n" in found["text"] and "(2): LlamaDecoderLayer\n" in found["text"]
         assert "tied to model.embed_tokens.weight" in found["text"]
         said = found["said"]
-        assert "a LlamaDecoderLayer at model.layers.0 holds this rank's pieces" in said["submodule"]
+        assert "a LlamaDecoderLayer at model.layers.0 holds only this rank's shards" in said["submodule"]
         assert "a Linear at lm_head" in said["head"] and "model(**batch)" in said["head"]
-        assert re.search("generate of a model on a mesh.*save_pretrained.*from_pretrained", said["generate"])
+        assert re.search("generate of a parallel model.*save_pretrained.*from_pretrained", said["generate"])
         assert "before parallelize" in said["resize"] and "upload the folder" in said["push"]
         assert "autopar.ema(model)" in said["averaged"] and "cannot be copied" in said["deepcopy"]
         assert "DistributedDataParallel" in said["wrapped"] and "train_step" in said["wrapped"]

@@ -151,7 +151,7 @@ def alone() -> dict[str, Any]:
 def test_one_rank_alone_reads_numbers_and_draws_are_those_of_the_first() -> None:
     first, second = run_ranks(2, alone)
     assert len(first["texts"]) == 2 and torch.equal(first["drawn"], second["drawn"])
-    copy, local, cast = "copy into it: x.copy_(y)", "this rank's piece has this shape", "cast the whole"
-    needs = [copy, copy, local, cast, "spread out where it has one row for all"]
+    copy, local, cast = "copy into it: x.copy_(y)", "this rank's shard has this shape", "cast the whole"
+    needs = [copy, copy, local, cast, "expanded if it has one row for all"]
     assert all(words in said for words, said in zip(needs, first["said"], strict=True)), first["said"]
     assert first["shown"].startswith("ShardedTensor(shape=(24, 8), tp: S(0;8x3), local=")

@@ -206,7 +206,7 @@ def without_labels() -> None:
 
 
 def test_a_step_without_a_loss() -> None:
-    refused(2, "returns no scalar with a gradient.*labels", without_labels)
+    refused(2, "needs a scalar output with a gradient.*labels", without_labels)
 
 
 # --- ranks that differ --------------------------------------------------------------------------------

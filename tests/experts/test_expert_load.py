@@ -161,4 +161,4 @@ def test_experts_of_ones_own_and_none_at_all() -> None:
     batch = routed(8, 8, 2, "lower half")
     ((load, words),) = run_ranks(1, one_rank, batch)
     assert list(load.values()) == [torch.bincount(batch["expert"].flatten(), minlength=8).tolist()]
-    assert words.startswith("balance_experts: moves buffers whose name ends with 'e_score_correction_bias', found none")
+    assert words.startswith("balance_experts: needs buffers whose names end with 'e_score_correction_bias', found none")

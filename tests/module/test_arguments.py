@@ -77,9 +77,9 @@ def bad_calls() -> None:
         {
             "function": "parallelize: needs a torch.nn.Module, found a function; ",
             "class": "parallelize: needs a model, found the class Net; pass Net(...)",
-            "parallel": "parallelize: needs a model that is on no mesh yet, found a ParallelModule; ",
-            "inside": "parallelize: needs a model that is on no mesh yet, found a ParallelModule at inner; ",
-            "lazy": "parallelize: needs parameters with shapes, found weight, ",
+            "parallel": "parallelize: needs a model that is not parallelized yet, found a ParallelModule; ",
+            "inside": "parallelize: needs a model that is not parallelized yet, found a ParallelModule at inner; ",
+            "lazy": "parallelize: needs initialized parameters, found weight, ",
             "data parallel": "parallelize: replaces DataParallel, found one; pass its model.module",
         },
     )
@@ -294,7 +294,7 @@ def bad_batches() -> None:
             "meta": "batch: x needs values, found a tensor on the meta device, which has none; ",
             "sparse": "batch: x needs to be dense, found a sparse tensor; pass x.to_dense()",
             "gradient": "batch: x requires a gradient, which only parameters get; ",
-            "itself": "batch: needs finite values, found a list or dict that holds itself",
+            "itself": "batch: needs finite nesting, found a list or dict that contains itself",
             "missing": "batch: Net.forward(x, target) needs target, found x; pass it by name",
             "nothing": "batch: Net.forward(x, target) needs x, target, found nothing; ",
             "a dict": "batch: Net.forward(x, target) takes its arguments by name, found a dict of them; ",

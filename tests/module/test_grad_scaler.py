@@ -159,7 +159,7 @@ def without_scaler() -> list[str]:
 
 def test_float16_needs_a_scaler() -> None:
     for said in run_ranks(2, without_scaler):
-        assert len(said) == 2 and all("make scaler = autopar.GradScaler(model)" in text for text in said)
+        assert len(said) == 2 and all("create scaler = autopar.GradScaler(model)" in text for text in said)
 
 
 def saved_and_refused() -> list[Any]:

@@ -348,7 +348,7 @@ def from_meta() -> None:
     assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
     mesh = autopar.init_mesh("cpu", 30.0, **sizes)
     parallel = autopar.parallelize(model, mesh, lift_to_float64=True)
-    with pytest.raises(ValueError, match=r"without weights.*load_pretrained"):
+    with pytest.raises(ValueError, match=r"needs weights.*load_pretrained"):
         parallel.train_step(**batch)
     parallel.load_state_dict(source.state_dict())
     with LiftFloat32():

@@ -202,7 +202,7 @@ def _refused(norm: bool, extra: bool, shapes: Any) -> str:
     [
         (False, False, "bucket", "padding: changes the loss of Pooled"),
         (True, False, "bucket", "a BatchNorm1d averages over all rows and tokens"),
-        (False, True, "bucket", "needs to know how input extra of [4, 20] is padded"),
+        (False, True, "bucket", "needs a fill value for input extra of shape [4, 20]"),
         (False, False, PaddingBuckets(lengths=(16,)), "20 tokens are more than the longest of lengths=(16,)"),
         (False, False, PaddingBuckets(lengths=(20, 32)), ""),
     ],
@@ -219,7 +219,7 @@ def test_what_padding_would_change_is_refused_on_all_ranks(norm: bool, extra: bo
 def test_unknown_shapes_are_refused(asked: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         asked_padding(asked)
-    with pytest.raises(ValueError, match="ascending whole numbers"):
+    with pytest.raises(ValueError, match="ascending positive integers"):
         PaddingBuckets(lengths=(64, 32))
 
 

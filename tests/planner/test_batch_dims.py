@@ -200,7 +200,7 @@ def table_of_as_many_rows() -> list[str]:
 def test_a_table_of_as_many_rows_as_the_batch_is_asked_about() -> None:
     for refused, warned in run_ranks(2, table_of_as_many_rows, timeout=200):
         assert refused.startswith("batch: input table has as many rows as the batch, and nothing in the graph tells")
-        assert "found the same on all ranks; say batch_dims={'table': None} if" in refused
+        assert "found the same on all ranks; set batch_dims={'table': None} if" in refused
         assert "found check_replica_inputs=False; say" in warned
 
 
@@ -238,7 +238,7 @@ def test_sequence_first_on_ranks_and_batches_that_differ(tp: int) -> None:
     every = run_ranks(2 * tp, sequence_first, tp, timeout=200)
     assert all(found == every[0] for found in every)
     table, nans, odd, ragged, empty, unchecked = every[0]
-    assert table.startswith("batch: what is no part of the batch must be the same on all ranks, found table: rank ")
+    assert table.startswith("batch: inputs without a batch dim must be the same on all ranks, found table: rank ")
     assert "rank 1: " in table and "batch_dims" in table and "check_replica_inputs=False" in table
     assert nans == unchecked == "no error"
     if tp == 2:

@@ -124,14 +124,14 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     save_file(whole, tmp_path / "cases" / "g" / "model.safetensors")
     (tmp_path / "cases" / "g" / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
     gate, down, int8, missing, twice, more, fp8 = run_ranks(1, refused, str(tmp_path / "cases"), timeout=60)[0]
-    assert "model.layers.0.mlp.experts.gate_up_proj cannot be made of" in gate
+    assert "model.layers.0.mlp.experts.gate_up_proj cannot be computed from" in gate
     assert f"{experts}.0.w1.weight" in gate and "by MergeModulelist(dim=0), Concatenate(dim=1):" in gate
     assert "down_proj has shape (3, 32, 64) in the checkpoint after MergeModulelist(dim=0) of" in down
     assert "down_proj is torch.int8 in the checkpoint, the model needs torch.float32" in int8
     assert "missing model.layers.0.mlp.experts.gate_up_proj, model.layers.0.mlp.experts.down_proj;" in missing
-    assert "model.layers.0.mlp.gate.weight lies in the files twice" in twice
+    assert "model.layers.0.mlp.gate.weight is in the files twice" in twice
     assert f"unexpected {experts}.0.w4.weight" in more.replace(".mlp.", ".block_sparse_moe.")
-    assert "(quantization_config in config.json: 'fp8'), whose scales are not applied here; dequantize them" in fp8
+    assert "(quantization_config in config.json: 'fp8'), whose scales would not be applied; dequantize them" in fp8
 
 
 class Normed(PreTrainedModel):

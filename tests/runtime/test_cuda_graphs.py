@@ -202,7 +202,7 @@ def what_cuda_does_not_record_runs_as_always() -> None:
             if i != WARM_UP:
                 assert torch.equal(parallel.train_step(**numbers(i)), expected)
                 continue
-            with pytest.warns(UserWarning, match="runs as always: RuntimeError: CUDA error: operation not permitted"):
+            with pytest.warns(UserWarning, match="runs normally: RuntimeError: CUDA error: operation not permitted"):
                 assert torch.equal(parallel.train_step(**numbers(i)), expected)
 
 
@@ -230,7 +230,7 @@ def test_a_step_that_reads_values_is_not_recorded() -> None:
     )
     assert why_not([], torch.device("cpu")) == "the device is cpu, which has no CUDA graphs"
     said = (
-        'backend: "cudagraphs" records steps, but not this one, which runs as always: the device is cpu, which has no '
+        'backend: "cudagraphs" cannot record this step, which runs normally: the device is cpu, which has no '
         "CUDA graphs"
     )
     assert run_ranks(2, on_a_cpu) == [[said]] * 2

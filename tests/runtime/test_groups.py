@@ -291,7 +291,7 @@ def test_a_rank_at_work_is_waited_for() -> None:
     (told, waited), (silent, _) = run_ranks(2, agree_late, 5.0)
     assert waited > 4 and not silent and len(told) == 1
     assert "agreeing on the plan on rank 0 has waited 2 s" in told[0] and "(rank 1 in train_step)" in told[0]
-    assert "it waits on, up to 20 s" in told[0]
+    assert "it keeps waiting, up to 20 s" in told[0]
 
 
 def told_and_handled() -> tuple[str, str, str]:

@@ -53,7 +53,7 @@ def test_functions_go_by_value_where_there_is_no_file() -> None:
         *told, shown = found.stdout.splitlines()
         assert shown == "[15, 16] True", found.stderr
         assert bool(told) == ("-c" in found.args)
-        words = "a function of python -c goes to ranks by value, which needs cloudpickle; pip install cloudpickle"
+        words = "a function of python -c is sent to ranks by value, which needs cloudpickle; pip install cloudpickle"
         assert all(words in line for line in told), told
 
 
@@ -66,7 +66,7 @@ def test_a_script_needs_its_guard(tmp_path: Path, end: str) -> None:
     script.write_text("import autopar\ndef body():\n    return 1\n" + end)
     found = python(str(script))
     if end == CALL:
-        words = "launch: each rank imports train.py, and would launch ranks itself by its line 4; put that line behind"
+        words = "launch: each rank imports train.py, and its line 4 would launch ranks there again; put that line under"
         assert found.returncode and words in found.stderr
     else:
         assert found.stdout == "[1]\n", found.stderr

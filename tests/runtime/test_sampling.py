@@ -128,8 +128,8 @@ def said() -> list[str]:
 
 def test_refusals() -> None:
     words = [
-        "found a Stream; of a stream take this rank's part", "does not divide into 2 parts of the batch; 6 or 8 would",
-        "the last batch has 1 rows", "has 4 rows, fewer than batch_size 8", "shuffle is what the sampler decides",
+        "found a Stream; of a stream take this rank's shard", "does not divide by 2 data-parallel ranks; use 6 or 8",
+        "the last batch has 1 rows", "has 4 rows, fewer than batch_size 8", "shuffle is set by the sampler",
         "found seed=5 where this one has 0", "batches: expected a whole number",
     ]  # fmt: skip
     for text, word in zip(run_ranks(2, said)[0], words, strict=True):

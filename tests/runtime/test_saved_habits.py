@@ -159,7 +159,7 @@ def frozen_and_others(folder: str) -> dict[str, bool]:
     run.save(folder)
     expected = [run.step(), run.step()]
     again = Run({"dp": 2}, build=on_meta, zero=1)
-    with pytest.raises(ValueError, match="without weights"):
+    with pytest.raises(ValueError, match="needs weights"):
         again.save(folder)
     again.load(folder)
     found["meta"] = [again.step(), again.step()] == pytest.approx(expected, abs=EXACT)
@@ -303,4 +303,4 @@ def test_what_users_give_comes_back(tmp_path: Path) -> None:
     for found in run_ranks(2, of_users, {"dp_replicate": 2}, str(tmp_path), False):
         assert found == {"same": True, "parts": 10}
     (found,) = run_ranks(1, of_users, {"dp": 1}, str(tmp_path), False)
-    assert found["same"] and "extra was saved by 2 parts of the batch, found 1" in found["parts"]
+    assert found["same"] and "extra was saved by 2 data-parallel ranks, found 1" in found["parts"]

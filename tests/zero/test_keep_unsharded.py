@@ -130,4 +130,4 @@ def alone() -> str:
 
 
 def test_a_rank_alone_within_is_refused_on_all() -> None:
-    assert all("being within unchanged()" in said for said in run_ranks(2, alone))
+    assert all("being inside keep_unsharded()" in said for said in run_ranks(2, alone))

@@ -1,6 +1,6 @@
 """Checkpoints on disk: files of tensors, manifests, Hugging Face folders.
 
-checkpoint_dir      the folder of a run, atomic at every moment
+checkpoint_dir      the folder of a run, changed atomically
 tensor_storage, storage_layout, staging     tensors of a checkpoint: layout, checks and checksums, writing, reading
 json_tree           nested values as JSON
 optimizer_state     optimizer state by parameter name

@@ -1,20 +1,20 @@
-"""The folder of a run: complete checkpoints, which of them is the latest, and one in the making.
+"""The folder of a run: complete checkpoints, the name of the latest one, and a checkpoint that is being written.
 
-    run/step-00000100/            a checkpoint: files of tensors, and `checkpoint.json`, its mark
+    run/step-00000100/            a checkpoint: files of tensors, and `checkpoint.json`, its manifest ("mark")
     run/step-00000200/
-    run/latest                    "step-00000200": what is loaded
-    run/.saving-step-00000300/    in the making, or left by a save that was cut off
+    run/latest                    "step-00000200": the one to load
+    run/.saving-step-00000300/    being written, or left by an interrupted save
 
-A checkpoint becomes one in this order, each line synced before the next begins, so that a process may die between any
+A checkpoint is written in this order, each line synced before the next begins, so that a process may die between any
 two of them:
 
     .saving-NAME/*.tensors        written by all ranks
-    .saving-NAME/checkpoint.json  the mark: a folder without it is no checkpoint
+    .saving-NAME/checkpoint.json  the mark: a folder without it is not a checkpoint
     .saving-NAME -> NAME          one rename
-    latest.next -> latest         the moment: from now on it is the one that is loaded
+    latest.next -> latest         atomic: from now on this checkpoint is loaded
     older ones                    removed, if only some are kept: renamed to .saving-NAME first
 
-Rank 0 alone does this; no torch here.
+Only rank 0 does this. No torch here.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ from autopar.values import parse
 MARK, LATEST, BESIDE = "checkpoint.json", "latest", ".saving-"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})(-\d+)?", re.ASCII)
-_BEGIN = re.compile(rb'\{"format": \d+, "order": (\d+)(?:, "run": "(\w*)")?')  # of a mark
-_END = re.compile(rb', "sum": (\d+)\}$')  # of all before it
+_BEGIN = re.compile(rb'\{"format": \d+, "order": (\d+)(?:, "run": "(\w*)")?')  # the beginning of a mark
+_END = re.compile(rb', "sum": (\d+)\}$')  # the CRC of everything before
 _LOCK = ".lock"
-_busy: set[Path] = set()  # folders that this process is saving into: its own locks do not stop it
+_busy: set[Path] = set()  # folders that this process is saving into: file locks do not exclude the same process
 
 
 class SavedStep(NamedTuple):
-    """A complete checkpoint in the folder of a run. order: its number among those saved there; run: by which one."""
+    """A complete checkpoint in the folder of a run. order: its number among those saved there. run: the run that saved
+    it."""
 
     order: int
     name: str
@@ -57,9 +58,9 @@ class SavedStep(NamedTuple):
 
 @dataclass
 class RunLineage:
-    """One run, from its first checkpoint on: ``name`` stands in each, and goes over to a model that loads one. began:
-    when the model was made, in seconds; seen: by folder, the newest checkpoint there when this model last saved into it
-    or loaded from it."""
+    """One run, from its first checkpoint on. ``name``: stored in each checkpoint, and adopted by a model that loads
+    one. began: when the model was created, in seconds. seen: by folder, the newest checkpoint when this model last
+    saved or loaded there."""
 
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     began: float = field(default_factory=time.time)
@@ -74,8 +75,8 @@ class CheckpointDir:
         self._held: IO[str] | None = None
 
     def begin(self, step: int) -> Path:
-        """The empty folder to write into; what earlier saves have left is removed. Raises ValueError where another
-        process is saving into the same folder, and where another run has since this one began."""
+        """Create the empty folder to write into and remove what interrupted saves have left. Raises ValueError if
+        another process is saving into the same folder, or another run has done so since this one began."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._take_lock()
         self._check_alone()
@@ -96,7 +97,7 @@ class CheckpointDir:
         return self.folder / self._name
 
     def publish(self, mark: Mapping[str, Any], keep: int | None) -> None:
-        """The draft is the latest checkpoint; older ones of this run beyond ``keep``, or of the same step, go."""
+        """Make the draft the latest checkpoint; remove older ones of this run beyond ``keep``, or of the same step."""
         name, newest, line = self._name, newest_in(self.folder), self._line
         made = SavedStep(newest.order + 1 if newest is not None else 1, name, line.name)
         text = json.dumps({"format": FORMAT, "order": made.order, "run": made.run, **mark})[:-1]
@@ -107,9 +108,9 @@ class CheckpointDir:
         sync_path(self.folder)
         write_synced(self.folder / f"{LATEST}.next", f"{name}\n")
         os.replace(self.folder / f"{LATEST}.next", self.folder / LATEST)
-        self._name = ""  # nothing is left to discard
+        self._name = ""  # nothing to discard any more
         sync_path(self.folder)
-        with contextlib.suppress(OSError):  # what stays is removed by the next save
+        with contextlib.suppress(OSError):  # the next save removes the rest
             self._remove_old(name, keep)
 
     def _remove_old(self, last: str, keep: int | None) -> None:
@@ -117,19 +118,19 @@ class CheckpointDir:
         again = [name for name in found if _step_in(name) == _step_in(last) and name != last]
         rest = [name for name in found if name not in again]
         for name in again + (rest[:-keep] if keep else []):
-            going = self.folder / f"{BESIDE}{name}"  # a part of it must not look like one
+            going = self.folder / f"{BESIDE}{name}"  # a half-removed one must not look complete
             os.rename(self.folder / name, going)
             shutil.rmtree(going)
 
     def discard(self) -> None:
-        """Remove what was written, the checkpoint too if it was not yet the latest."""
+        """Remove what was written, and the checkpoint unless it is the latest already."""
         if self._name:
             with contextlib.suppress(OSError):
                 os.rename(self.target, self.draft)
             shutil.rmtree(self.draft, ignore_errors=True)
 
     def _check_alone(self) -> None:
-        """A run may begin where another one has ended, but two would go on from each other's checkpoints."""
+        """Refuse two runs at a time: each would resume from the other's checkpoints. One after the other is fine."""
         newest, line = newest_in(self.folder), self._line
         known = line.seen.get(self.folder)
         if newest is None or newest == known:
@@ -147,7 +148,7 @@ class CheckpointDir:
     def _take_lock(self) -> None:
         path = self.folder / _LOCK
         if self.folder in _busy:
-            raise ValueError(f"save: this process is saving into {self.folder} already; wait for it, or give another")
+            raise ValueError(f"save: this process is saving into {self.folder} already; wait for it, or use another")
         self._held = held = path.open("a+")
         try:
             fcntl.lockf(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -162,9 +163,9 @@ class CheckpointDir:
         _busy.add(self.folder)
 
     def close(self) -> None:
-        """Others may save into the folder."""
+        """Release the lock: others may save into the folder."""
         if self._held is not None:
-            self._held.close()  # unlocks
+            self._held.close()  # releases the lock
             self._held = None
             _busy.discard(self.folder)
 
@@ -173,28 +174,28 @@ class CheckpointDir:
 
 
 def newest_in(folder: Path) -> SavedStep | None:
-    """The complete checkpoint that was saved last, if there is one."""
+    """The last complete checkpoint, or None."""
     return max(checkpoints_in(folder), default=None)
 
 
 def checkpoints_in(folder: Path) -> list[SavedStep]:
-    """The complete checkpoints in a folder, in the order in which they were saved."""
+    """The complete checkpoints in a folder, oldest first."""
     found = []
     for path in folder.iterdir():
         if _NAME.fullmatch(path.name) and _is_complete(path):
-            with contextlib.suppress(OSError), opened_inside(path, MARK) as mark:  # which may be large
+            with contextlib.suppress(OSError), opened_inside(path, MARK) as mark:  # a mark may be large
                 if said := _BEGIN.match(mark.read(200)):
                     found.append(SavedStep(int(said[1]), path.name, (said[2] or b"").decode()))
     return sorted(found)
 
 
 def _is_complete(checkpoint: Path) -> bool:
-    """Whether a folder, which is no link to another one, has a mark, which is none either."""
+    """Whether a folder has a mark; neither may be a symbolic link."""
     return not checkpoint.is_symlink() and (checkpoint / MARK).is_file() and not (checkpoint / MARK).is_symlink()
 
 
 def checkpoint_at(folder: Path) -> tuple[Path, str]:
-    """(the checkpoint that a folder is or whose latest is loaded, a warning or ""). Raises ValueError for none."""
+    """(the folder if it is a checkpoint, else its latest one; a warning or ""). Raises ValueError if there is none."""
     if (folder / MARK).is_file():
         return folder, ""
     if not folder.is_dir():
@@ -207,14 +208,14 @@ def checkpoint_at(folder: Path) -> tuple[Path, str]:
     known = checkpoints_in(folder)
     if not known:
         half = [p.name for p in folder.iterdir() if p.name.startswith(BESIDE) or _NAME.fullmatch(p.name)]
-        what = f"only what a save left that was cut off ({half[0]})" if half else "none in it"
+        what = f"only the rest of an interrupted save ({half[0]})" if half else "none in it"
         raise ValueError(f"load: needs a checkpoint that autopar.save has written, found {what}: {folder}")
     name = known[-1].name
-    return folder / name, f"{folder / LATEST} names no checkpoint ({said!r}), the last one that was saved is {name}"
+    return folder / name, f"{folder / LATEST} names no checkpoint ({said!r}), the last complete one is {name}"
 
 
 def read_mark(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself. Raises ValueError for one that is damaged, or of a newer format."""
+    """The mark of a checkpoint. Raises ValueError if it is damaged, or of a newer format."""
     try:
         with opened_inside(checkpoint, MARK) as file:
             written = file.read()
@@ -223,10 +224,10 @@ def read_mark(checkpoint: Path) -> dict[str, Any]:
         raise ValueError(f"load: {checkpoint / MARK} cannot be read: {error}; load an older checkpoint") from error
     number = found.get("format") if isinstance(found, dict) else None
     if not isinstance(number, int) or number < 1:
-        raise ValueError(f"load: {checkpoint / MARK} is no mark of a checkpoint; load an older one")
+        raise ValueError(f"load: {checkpoint / MARK} is not the mark of a checkpoint; load an older one")
     if number > FORMAT:
         raise ValueError(
-            f"load: {checkpoint} has format {number}, this version of autopar knows up to {FORMAT}; install the "
+            f"load: {checkpoint} has format {number}, this version of autopar reads up to {FORMAT}; install the "
             "version that saved it, or a newer one"
         )
     assert isinstance(found, dict)
@@ -237,7 +238,7 @@ def read_mark(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_shown(path: Path) -> Any:
-    """JSON that another rank has written and said so: file systems of several machines may show it later."""
+    """JSON that another rank has written and announced: a shared file system may show it with a delay."""
     end = time.monotonic() + 10.0
     while True:
         try:

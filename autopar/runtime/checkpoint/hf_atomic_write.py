@@ -1,25 +1,26 @@
-"""A folder that holds one checkpoint, and how another one takes its place: in one moment.
+"""Atomic replacement of a Hugging Face checkpoint folder.
 
-transformers, and `load_pretrained`, read the file that config.json names (``transformers_weights``), which as a rule
-none does; else model.safetensors if it is there; else the parts that the index names. So a single operation decides
-which checkpoint is read, and what is written before it disturbs nobody:
+transformers and `load_pretrained` read the file that config.json names (``transformers_weights``, rarely set); else
+model.safetensors if it exists; else the files that the index names. So a single operation switches to the new
+checkpoint, and everything written before it has no effect:
 
     .saving/...                         everything is written and synced here
-    model-2-00001-of-00002.safetensors  parts move to names that no file had; nothing names them yet
-    model.safetensors replaced          the moment, of a checkpoint in one file; an index is not read any more
-    index replaced                      the moment, of a checkpoint in parts ...
-    model.safetensors removed           ... or this, where the old one was in one file
-    old parts, old index, .saving       removed
+    model-2-00001-of-00002.safetensors  files move to unused names; nothing refers to them yet
+    model.safetensors replaced          the switch, to a checkpoint in one file; an index is not read any more
+    index replaced                      the switch, to a checkpoint in several files ...
+    model.safetensors removed           ... or this, if the old one was in one file
+    old files, old index, .saving       removed
 
-Weights and config.json are two files. Where the config changes, the new one names its weights until both are in place:
+Weights and config.json are separate files. If the config changes, the new one names its weights until both are in
+place:
 
-    model.next1.safetensors             the new weights (or the new index) once more, under a name that no file had
-    config.json replaced                the moment: the new config, which names model.next1.safetensors
-    model.safetensors, index            as above; nobody reads them
-    config.json replaced                the new config as it is to stay
+    model.next1.safetensors             the new weights (or the new index) a second time, under an unused name
+    config.json replaced                the switch: the new config, which names model.next1.safetensors
+    model.safetensors, index            as above; not read meanwhile
+    config.json replaced                the new config in its final form
     model.next1.safetensors             removed
 
-A process that dies on the way leaves the old checkpoint or the new one; the next save removes its traces.
+A process that dies at any point leaves the old checkpoint or the new one; the next save removes leftovers.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from autopar.files import sync_path
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 BESIDE = ".saving"
-WEIGHTS = "transformers_weights"  # what a config.json says which names its weights
+WEIGHTS = "transformers_weights"  # the key of config.json that names the weights
 PART = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
 NEXT = re.compile(r"model\.next\d+\.safetensors(\.index\.json)?")
 
@@ -51,7 +52,7 @@ def named_weights(folder: Path) -> Any:
 
 
 def quantizer(folder: Path) -> str | None:
-    """The name of the method by which config.json says that the weights are quantized; None if it says nothing."""
+    """The quantization method in config.json; None if there is none."""
     found = _config(folder).get("quantization_config")
     if found is None:
         return None
@@ -59,7 +60,7 @@ def quantizer(folder: Path) -> str | None:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """What config.json says. It may be none of transformers."""
+    """The contents of config.json, which may not be one of transformers."""
     try:
         found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -68,10 +69,10 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 class AtomicFolder:
-    """A checkpoint in the making. Used as a context: an error discards it, and the old checkpoint stays.
+    """A checkpoint that is being written. A context manager: an error discards it, and the old checkpoint stays.
 
-    with Draft(folder, parts=2) as draft:
-        draft.add(tensors, metadata)            # for each part
+    with AtomicFolder(folder, parts=2) as draft:
+        draft.add(tensors, metadata)            # for each file
         draft.publish(index, configs)
     """
 
@@ -88,18 +89,18 @@ class AtomicFolder:
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         if kind is not None:
-            shutil.rmtree(self._beside, ignore_errors=True)  # the error on its way tells more than one of this
+            shutil.rmtree(self._beside, ignore_errors=True)  # the original error matters more
 
     def add(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-        """Write the next part; returns the name of its file."""
+        """Write the next file of tensors; returns its name."""
         name = self._names[len(self._added)]
         save_file(dict(tensors), self._beside / name, metadata=dict(metadata))
         self._added.append(name)
         return name
 
     def publish(self, index: Mapping[str, Any], configs: Iterable[Any]) -> None:
-        """From now on the draft is the checkpoint. ``index``: what the index says, if there are several parts.
-        ``configs``: objects with ``save_pretrained(folder)``."""
+        """Make the draft the checkpoint. ``index``: the contents of the index, if there are several files. ``configs``:
+        objects with ``save_pretrained(folder)``."""
         assert len(self._added) == len(self._names), "every part is written"
         single = self._names == [SINGLE]
         head = SINGLE if single else INDEX
@@ -118,14 +119,14 @@ class AtomicFolder:
         if not single:
             _remove(self._folder / SINGLE)
         sync_path(self._folder)
-        for name in sorted(changed, key=lambda n: n == CONFIG):  # config.json at last: it makes a new folder readable
+        for name in sorted(changed, key=lambda n: n == CONFIG):  # config.json last: it makes a new folder readable
             self._move(name)
         sync_path(self._folder)
         self._remove_old()
         self.discard()
 
     def _changed(self, configs: Iterable[Any]) -> list[str]:
-        """Write the configs; the names of those files that are not in the folder as they are."""
+        """Write the configs; returns the names of files that differ from those in the folder."""
         weights = set(os.listdir(self._beside))
         for config in configs:
             config.save_pretrained(self._beside)
@@ -136,7 +137,7 @@ class AtomicFolder:
         return [name for name in small if not _same(self._beside / name, self._folder / name)]
 
     def _name_in_config(self, head: str) -> None:
-        """From now on config.json is the new one, and names the new weights by a file of their own."""
+        """Replace config.json by the new one, which names the new weights by a separate file."""
         numbered = (head.replace("model.", f"model.next{n}.", 1) for n in itertools.count(1))
         name = next(name for name in numbered if not os.path.lexists(self._folder / name))
         _duplicate(self._beside / head, self._folder / name)
@@ -147,7 +148,7 @@ class AtomicFolder:
         os.replace(self._beside / f"{CONFIG}.next", self._folder / CONFIG)
 
     def discard(self) -> None:
-        """Remove what lies beside, of this draft or of one that was cut off."""
+        """Remove the files of this draft, or of an interrupted one."""
         if self._beside.exists():
             shutil.rmtree(self._beside)
 
@@ -162,7 +163,7 @@ class AtomicFolder:
 
 
 def _free_names(folder: Path, parts: int) -> Sequence[str]:
-    """Names of the files of so many parts, none of which is in the folder."""
+    """Unused names for so many files of a checkpoint."""
     if parts == 1:
         return [SINGLE]
     for generation in itertools.count(1):
@@ -174,7 +175,7 @@ def _free_names(folder: Path, parts: int) -> Sequence[str]:
 
 
 def _duplicate(source: Path, target: Path) -> None:
-    """The same file under a second name; a copy where the file system has no links."""
+    """Link a file under a second name; copy it if the file system has no hard links."""
     try:
         os.link(source, target)
     except OSError:

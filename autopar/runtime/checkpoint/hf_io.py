@@ -1,8 +1,8 @@
-"""HuggingFace checkpoints, in and out: safetensors files under the original names.
+"""Loading and saving Hugging Face checkpoints: safetensors files with the original names.
 
-Loading, a rank reads from the files only the boxes that it holds. Saving, one tensor at a time is whole, and rank 0
-writes. `transformers`' own from_pretrained reads the result. Of the arguments of transformers' `save_pretrained` what
-asks for that is taken, the rest refused.
+On load, a rank reads only its shards from the files. On save, one tensor at a time is gathered and rank 0 writes it.
+from_pretrained of transformers reads the result. Arguments of transformers' `save_pretrained` that ask for the same
+folder are accepted, the others are refused.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from autopar.values import parse, refuse, whole_number
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor lies: file, name in the file."""
+    """The location of a tensor: file, name in the file."""
 
     file: Path
     name: str
@@ -43,7 +43,8 @@ class Stored:
 
 @dataclass(frozen=True)
 class ViewSource:
-    """A tensor that is stored, or computed of stored ones by a node of `partial_reads.traced`; words: how."""
+    """A tensor that is stored, or computed from stored ones by a node of `partial_reads.traced`. words: describes
+    how."""
 
     inputs: tuple[Stored, ...]
     node: Node | None = None
@@ -51,16 +52,17 @@ class ViewSource:
 
 
 def _head(folder: Path) -> Path:
-    """The file to begin with, as in transformers: what config.json names, else a single file, else an index."""
+    """The file to open first, as in transformers: the one that config.json names, else a single file, else an index."""
     try:
         named = named_weights(folder)
         chosen = [folder / SINGLE, folder / INDEX] if named is None else [_within(folder, named, CONFIG)]
         found = [file for file in chosen if file.is_file()]
     except OSError as error:
-        raise ValueError(f"load_pretrained: needs a folder that can be read, found {folder}: {error}") from error
+        raise ValueError(f"load_pretrained: needs a readable folder, found {folder}: {error}") from error
     if found and not _is_own(folder, str(found[0].relative_to(folder))):
         raise ValueError(
-            f"load_pretrained: {found[0]} leads out of the folder; put the file there, or load the folder that has it"
+            f"load_pretrained: {found[0]} is a link that leads out of the folder; put the file there, or load the "
+            "folder that has it"
         )
     if found:
         return found[0]
@@ -74,7 +76,7 @@ def _head(folder: Path) -> Path:
 
 
 def stored_in(folder: Path) -> dict[str, Stored]:
-    """Name in the files -> where it lies. Raises ValueError where there are none, or an index names files outside."""
+    """Name in the files -> location. Raises ValueError if there are no files, or an index names files outside."""
     head = _head(folder)
     if head.suffix != ".json":
         with Files() as files:
@@ -93,7 +95,7 @@ def _weight_map(index: Path) -> dict[str, Any]:
     try:
         data = parse(index.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        why = "no text in UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
+        why = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
         raise ValueError(f"load_pretrained: {index} is not an index of safetensors files: {why}") from error
     found = data.get("weight_map") if isinstance(data, dict) else None
     if not isinstance(found, dict):
@@ -104,9 +106,9 @@ def _weight_map(index: Path) -> dict[str, Any]:
 
 
 def _within(folder: Path, file: Any, by: str = INDEX) -> Path:
-    """The file that an index or a config names. It must lie in the folder itself, or be a link of the Hugging Face
-    cache, whose snapshots/<revision>/ links to ../../blobs/: such a text comes from elsewhere and must not say what is
-    read here."""
+    """The file that an index or a config names. It must be in the folder itself, or be a link of the Hugging Face
+    cache, whose snapshots/<revision>/ links to ../../blobs/: an index is untrusted input and must not name any
+    other file."""
     inside = isinstance(file, str) and file and not Path(file).is_absolute() and ".." not in Path(file).parts
     if inside and _is_own(folder, file):
         return folder / file
@@ -117,7 +119,7 @@ def _within(folder: Path, file: Any, by: str = INDEX) -> Path:
 
 
 def _is_own(folder: Path, file: str) -> bool:
-    """Whether a path in the folder ends in the folder, or is a link of the cache. A circle of links ends nowhere."""
+    """Whether a path in the folder resolves to a file in it, or is a link of the cache. False for loops of links."""
     try:
         root, found, parent = folder.resolve(), (folder / file).resolve(), (folder / file).parent.resolve()
     except (OSError, RuntimeError, ValueError):
@@ -140,13 +142,13 @@ class Files:
             file.__exit__(None, None, None)
 
     def open(self, path: Path) -> Any:
-        """The file of a path. Raises ValueError for what is none."""
+        """The open file at a path. Raises ValueError if it is not a safetensors file."""
         if path not in self._open:
             try:
                 self._open[path] = safe_open(path, framework="pt").__enter__()
             except (SafetensorError, OSError) as error:
                 raise ValueError(
-                    f"load_pretrained: {path} is missing, truncated or no safetensors file: {error}"
+                    f"load_pretrained: {path} is missing, truncated or not a safetensors file: {error}"
                 ) from error
         return self._open[path]
 
@@ -157,11 +159,11 @@ class Files:
         except SafetensorError as error:
             raise ValueError(f"load_pretrained: {source.file} does not hold {source.name}: {error}") from error
         shape = tuple(piece.get_shape())
-        dtype = self._stored(source, tuple(slice(0, 0) for _ in shape)).dtype  # of no numbers, or of the only one
+        dtype = self._stored(source, tuple(slice(0, 0) for _ in shape)).dtype  # of an empty slice, or of the scalar
         return shape, dtype
 
     def check(self, name: str, source: ViewSource, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Raises ValueError unless the tensor has this shape, and this dtype or one that is cast."""
+        """Raises ValueError unless the tensor has this shape, and this dtype or one that can be cast to it."""
         outlines = [self.outline(x) for x in source.inputs]
         found, made = outlines[0][0], ""
         if source.node is not None:
@@ -179,7 +181,8 @@ class Files:
                 )
 
     def read(self, source: ViewSource, window: Window, dtype: torch.dtype) -> Tensor:
-        """A window of a tensor; () is the whole. What is computed is cast to ``dtype`` before, as transformers does."""
+        """Read a window of a tensor; () is all of it. Inputs of a computed tensor are cast to ``dtype`` before, as in
+        transformers."""
         inputs = source.inputs
         if source.node is None:
             return self._stored(inputs[0], window)
@@ -207,24 +210,25 @@ def checked_pretrained(
     into: Mapping[str, Tensor] | None,
     recipes: Recipes | None,
 ) -> Callable[[], dict[str, Tensor]]:
-    """What reads this rank's pieces of a checkpoint, which has been checked: parameter name -> local tensor on the
-    mesh's device, in the spec's dtype. Nothing is filled from files that do not fit.
+    """Check a checkpoint and return a function that reads this rank's shards: parameter name -> local tensor on the
+    mesh's device, in the spec's dtype. Nothing is filled if the checkpoint does not fit.
 
-    ``buffers`` (persistent ones, whole) are filled in place; one that the files lack keeps its value. ``prefix``: that
-    of the base model ("model", "transformer"): a checkpoint of the base model alone loads into a model with a head, and
-    the other way round. ``ignore``: patterns of names in the files that the model may lack. ``into``: pieces to fill in
-    place, of the parameters to read (those of one pipeline stage); None: all, into new ones. A tied parameter may lie
-    under any of its names. ``recipes``: names in the files -> how tensors of the model are made of them; None: they are
-    the model's. Of the sources of a tensor that is made, a rank reads what its piece takes.
+    ``buffers`` (persistent ones, unsharded) are filled in place; one that is not in the files keeps its value.
+    ``prefix``: that of the base model ("model", "transformer"): a checkpoint of the base model alone loads into a model
+    with a head, and vice versa. ``ignore``: patterns of names in the files that the model may lack. ``into``: shards to
+    fill in place, of the parameters to read (those of one pipeline stage); None: all, into new tensors. A tied
+    parameter may be stored under any of its names. ``recipes``: names in the files -> how tensors of the model are
+    computed from them; None: they are the model's. A rank reads only those parts of the source tensors that its shard
+    depends on.
 
-    Raises ValueError for missing, unexpected and truncated tensors, for shapes that differ, for dtypes of another kind
+    Raises ValueError for missing, unexpected and truncated tensors, for other shapes, for dtypes of another kind
     (integers are not read into floats), for quantized weights, and for an index that names files outside of the folder.
     """
     if method := quantizer(Path(folder)):
         raise ValueError(
             f"load_pretrained: needs plain weights, found quantized ones in {folder} (quantization_config in "
-            f"config.json: {method!r}), whose scales are not applied here; dequantize them with "
-            "transformers, save, and load that"
+            f"config.json: {method!r}), whose scales would not be applied; dequantize them with transformers, save "
+            "them, and load that folder"
         )
     specs = list(specs)
     known = [n for s in specs for n in (s.name, *s.aliases)] + list(buffers or {})
@@ -237,7 +241,7 @@ def checked_pretrained(
         raise ValueError(
             f"load_pretrained: {folder} does not fit the model: "
             + "; ".join(f"{what} {_listed(n)}" for what, n in (("missing", missing), ("unexpected", unknown)) if n)
-            + "; use the checkpoint of this architecture, or name what to ignore"
+            + "; use a checkpoint of this architecture, or pass the names to ignore"
         )
     for spec in specs:
         files.check(spec.name, sources[found[spec.name] or ""], tuple(spec.shape), spec.dtype)
@@ -263,7 +267,7 @@ def checked_pretrained(
 
 
 def saved_steps(folder: str | Path) -> int | None:
-    """The training steps that a checkpoint of `save_pretrained` had behind it; None of one that says nothing."""
+    """The number of training steps stored in a checkpoint of `save_pretrained`; None if there is none."""
     with Files() as files:
         for source in stored_in(Path(folder)).values():
             text = (files.open(source.file).metadata() or {}).get(STEPS, "")
@@ -278,7 +282,7 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
 def _made(
     files: Files, stored: Mapping[str, Stored], recipes: Sequence[WeightConversion]
 ) -> list[tuple[str, str, ViewSource]]:
-    """(name in the model, name in the files, source) of all that the recipes make."""
+    """(name in the model, name in the files, source) of every tensor that the recipes compute."""
     out: list[tuple[str, str, ViewSource]] = []
     for recipe in recipes:
         inputs = tuple(stored[name] for name in recipe.sources)
@@ -290,9 +294,9 @@ def _made(
             nodes = traced(recipe.make, outlines)
         except Exception as error:
             raise ValueError(
-                f"load_pretrained: {recipe.target} cannot be made of {_listed(recipe.sources)}, of shapes "
-                f"{_listed([str(list(x.shape)) for x in outlines])}, by {recipe.words}: {error}; is one "
-                "missing, or is this another type of model?"
+                f"load_pretrained: {recipe.target} cannot be computed from {_listed(recipe.sources)}, of shapes "
+                f"{_listed([str(list(x.shape)) for x in outlines])}, by {recipe.words}: {error}; check "
+                "that none is missing and that the model type is the same"
             ) from error
         out += [(name, recipe.sources[0], ViewSource(inputs, node, recipe.words)) for name, node in nodes.items()]
     return out
@@ -305,7 +309,7 @@ def _outline(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def _renamed(
     made: Sequence[tuple[str, str, ViewSource]], stored: Iterable[str], known: Sequence[str], prefix: str
 ) -> tuple[dict[str, ViewSource], list[str]]:
-    """Sources under the model's names, and names that the model lacks."""
+    """Sources by the model's names, and names that the model lacks."""
     names, dot = set(known), f"{prefix}."
     base_model = prefix and not any(n.startswith(dot) for n in names)  # the model is the base model itself
     base_file = prefix and not any(n.startswith(dot) for n in stored)  # the files are of the base model alone
@@ -319,7 +323,7 @@ def _renamed(
             target = dot + name
         if target in out:
             raise ValueError(
-                f"load_pretrained: {target} lies in the files twice, under its own name and an older one, such as "
+                f"load_pretrained: {target} is in the files twice, under its own name and an older one, such as "
                 f"{original}; remove one of them"
             )
         if target in names:
@@ -330,7 +334,7 @@ def _renamed(
 
 
 def _read_piece(files: Files, source: ViewSource, spec: ParameterSpec, groups: Groups, local: Tensor) -> None:
-    """The boxes that this rank holds, read one by one into its local tensor."""
+    """Read the ranges that this rank holds, one by one, into its local tensor."""
     cuts = cuts_of(spec.placements, groups.mesh.sizes)
     for box in boxes(spec.shape, cuts, groups.mesh.sizes, groups.coordinate):
         window = tuple(slice(start, start + size) for start, size in zip(box.start, box.size))
@@ -351,15 +355,15 @@ def save_pretrained(
     steps: int = 0,
     recipes: Recipes | None = None,
 ) -> None:
-    """Write a checkpoint that from_pretrained loads. Collective: every rank calls it; rank 0 alone writes.
+    """Write a checkpoint that from_pretrained loads. Collective: every rank calls it; only rank 0 writes.
 
-    The folder holds the old checkpoint until the new one is complete, and either of them if any rank dies meanwhile
+    The folder contains the old checkpoint until the new one is complete, and one of them if a rank dies meanwhile
     (`autopar.runtime.checkpoint.hf_atomic_write`).
 
     ``buffers``: the persistent ones. ``configs``: objects with ``save_pretrained(folder)``, such as model.config and
-    model.generation_config. Tied parameters are written once, under their first name. ``steps``: training
-    steps run so far; they stand in the files' headers. ``recipes``: names of the model -> what the files hold instead;
-    without it, they hold these. What is made of one tensor lies in one file.
+    model.generation_config. Tied parameters are written once, under their first name. ``steps``: training steps so far,
+    stored in the files' headers. ``recipes``: names of the model -> the tensors to write instead; without it, those of
+    the model are written. All tensors computed from one tensor go into one file.
     """
     folder, specs, buffers = Path(folder), list(specs), dict(buffers or {})
     by_name = {s.name: s for s in specs}
@@ -383,13 +387,13 @@ def save_pretrained(
                 files |= dict.fromkeys(content, draft.add(content, {"format": "pt", STEPS: str(steps)}))
         if draft is not None:
             draft.publish(_index(files, [x for _, written in made for x in written.values()]), configs)
-    all_alike(groups, f"the checkpoint in {folder}")  # nobody reads before it is complete
+    all_alike(groups, f"the checkpoint in {folder}")  # no rank returns before it is complete
 
 
 def _written(
     recipes: Sequence[WeightConversion], outlines: Mapping[str, Tensor]
 ) -> list[tuple[WeightConversion, Mapping[str, Tensor]]]:
-    """Each recipe with what it makes, on the meta device, in the order of the model."""
+    """Each recipe with its results, on the meta device, in the order of the model."""
     place = {name: number for number, name in enumerate(outlines)}
     ordered = sorted(recipes, key=lambda recipe: min(place[name] for name in recipe.sources))
     return [(recipe, _make(recipe, [outlines[name] for name in recipe.sources])) for recipe in ordered]
@@ -405,8 +409,8 @@ def _in_words(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(
-            f"save_pretrained: needs a folder that can be written, found {folder}: {error.strerror or error}; an older "
-            "checkpoint there is as it was, name another folder or make room"
+            f"save_pretrained: needs a writable folder, found {folder}: {error.strerror or error}; use another folder "
+            "or free space (an older checkpoint there is unchanged)"
         ) from error
 
 
@@ -421,33 +425,35 @@ def _parse_size(size: int | str) -> int:
 
 
 def _index(files: Mapping[str, str], written: Sequence[Tensor]) -> dict[str, Any]:
-    """What the index of several files says. ``written``: all tensors, on the meta device."""
+    """The contents of the index of several files. ``written``: all tensors, on the meta device."""
     totals = {"total_parameters": sum(x.numel() for x in written), "total_size": sum(x.nbytes for x in written)}
     return {"metadata": totals, "weight_map": dict(files)}
 
 
-# --- what scripts pass to save_pretrained ----------------------------------------------------------------------
+# --- arguments that scripts pass to save_pretrained ------------------------------------------------------------
 
 
-_SAID = {"safe_serialization": True, "push_to_hub": False, "variant": None, "token": None}  # what holds anyway
+_SAID = {"safe_serialization": True, "push_to_hub": False, "variant": None, "token": None}  # accepted: no effect
 
 
 def check_habits(how: Mapping[str, Any], own: Mapping[str, nn.Parameter], specs: tuple[ParameterSpec, ...]) -> None:
-    """``own``: this rank's pieces by name. Raises ValueError for what would be another folder."""
+    """``own``: this rank's shards by name. Raises ValueError for arguments that would change what is written."""
     for name, value in how.items():
         if name == "is_main_process":
-            continue  # rank 0 is
+            continue  # rank 0 is the main process
         if name == "save_function":
             _check_function(value)
         elif name == "state_dict":
             if value is not None:
                 _check_weights(value, own, specs)
         elif name not in _SAID:
-            raise ValueError(f"save_pretrained: of a model on a mesh knows no {name}, found {value!r}; leave it out")
+            raise ValueError(
+                f"save_pretrained: of a parallel model does not support {name}, found {value!r}; leave it out"
+            )
         elif value != _SAID[name]:
             raise ValueError(
-                f"save_pretrained: of a model on a mesh writes safetensors into a folder, found {name}={value!r}; "
-                "leave it out, and do that with the folder"
+                f"save_pretrained: of a parallel model writes safetensors into a folder, found {name}={value!r}; "
+                "leave it out, and do that with the folder afterwards"
             )
 
 
@@ -455,21 +461,21 @@ def _check_function(function: Any) -> None:
     home = str(getattr(function, "__module__", ""))
     if not home.startswith(("accelerate.", "torch.", "safetensors.")):
         raise ValueError(
-            f"save_pretrained: rank 0 writes by itself, found save_function={function!r}; leave it out, and do that "
-            "with the folder"
+            f"save_pretrained: rank 0 writes the files itself, found save_function={function!r}; leave it out, and do "
+            "that with the folder afterwards"
         )
 
 
 def _check_weights(state: Mapping[str, Any], own: Mapping[str, nn.Parameter], specs: tuple[ParameterSpec, ...]) -> None:
-    """Those that the model has. An empty one is that of a rank which does not write."""
+    """Raises ValueError unless the weights are the model's own. A rank that does not write may pass an empty dict."""
     check_tensors(state)
     for spec in specs if state else ():
         name = next((n for n in (spec.name, *spec.aliases) if n in state), None)
         if name is not None and (spec.name not in own or _same(own[spec.name], state[name], spec)):
             continue
         raise ValueError(
-            f"save_pretrained: writes the weights that the model has, found a state_dict with another {spec.name}, or "
-            "none; leave it out, or load_state_dict(it) before"
+            f"save_pretrained: writes the model's own weights, found a state_dict with another {spec.name} or without "
+            "it; leave state_dict out, or load it with load_state_dict first"
         )
 
 

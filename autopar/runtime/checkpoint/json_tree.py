@@ -1,7 +1,7 @@
-"""Nested values as JSON with tensors beside it, and back: states of schedulers and loaders, options of optimizers.
+"""Nested values to JSON, with tensors stored separately, and back: states of schedulers and loaders, optimizer options.
 
-Numbers, texts, None and lists stand for themselves; everything else is an object of one name that says what it is:
-``{"dict": {"lr": 0.1}}``, ``{"tuple": [0.9, 0.999]}``. So nothing is pickled, and nothing that is read runs code.
+Numbers, strings, None and lists are themselves; everything else is an object with one key, its type: ``{"dict": {"lr":
+0.1}}``, ``{"tuple": [0.9, 0.999]}``. So nothing is pickled, and reading never runs code.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def encoded(value: Any, put: Put, at: str) -> Any:
-    """A value as JSON. ``put`` takes (where it stands, tensor) and gives a note in JSON for it; ``at``: where the value
-    stands, in words. Raises ValueError for what is neither plain nor has a ``state_dict``."""
+    """A value as JSON. ``put`` takes (path, tensor) and returns a reference to it in JSON; ``at``: the path of the
+    value, for errors. Raises ValueError for a value that is neither plain nor has a ``state_dict``."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Tensor):
@@ -49,8 +49,8 @@ def encoded(value: Any, put: Put, at: str) -> Any:
     if callable(getattr(value, "state_dict", None)):
         return encoded(value.state_dict(), put, at)
     raise ValueError(
-        f"save: {at} is a {type(value).__name__}, needs tensors, numbers, texts, or lists and dicts of these; give an "
-        "object that has state_dict(), or what describes it"
+        f"save: {at} is a {type(value).__name__}, needs tensors, numbers, strings, or lists and dicts of these; pass "
+        "an object with state_dict(), or a plain description of it"
     )
 
 
@@ -63,7 +63,7 @@ def _mapping(value: Mapping[Any, Any], put: Put, at: str) -> Any:
 
 
 def decoded(tree: Any, get: Get) -> Any:
-    """The value that was encoded; ``get`` takes the note of a tensor. Raises ValueError for what is no such tree."""
+    """The value that was encoded; ``get`` takes the reference of a tensor. Raises ValueError for an invalid tree."""
     if isinstance(tree, list):
         return [decoded(x, get) for x in tree]
     if not isinstance(tree, dict):
@@ -90,14 +90,14 @@ _DECODERS: dict[str, Callable[[Any, Get], Any]] = {
 
 
 def names_with_values(found: Any) -> dict[str, Any]:
-    """``found``. Raises ValueError for what is no dict of names."""
+    """Returns ``found``. Raises ValueError unless it is a dict with string keys."""
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise ValueError(f"needs names with values, found a {type(found).__name__}")
     return found
 
 
 def dtype_called(name: str) -> torch.dtype:
-    """The dtype of torch of a name such as "bfloat16". Raises ValueError for what is none."""
+    """The torch dtype of a name such as "bfloat16". Raises ValueError for an unknown name."""
     found = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(found, torch.dtype):
         raise ValueError(f"needs the name of a dtype, found {name!r}")

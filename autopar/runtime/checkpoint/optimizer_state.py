@@ -1,7 +1,7 @@
-"""The state of optimizers by the names of parameters: what is saved, and how it comes to be in another optimizer.
+"""The state of optimizers by parameter name: collecting it for a save, and restoring it into another optimizer.
 
-What an optimizer keeps of a parameter is known from the checkpoint, and made as such: no step is made for it, which
-would count, and decay weights.
+States are created from the description in the checkpoint. No optimizer step is made to create them, which would count
+as a step and decay weights.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from autopar.runtime.params.dtensor_layout import is_apart, laid_out
 from autopar.runtime.params.parameters import is_alike
 from autopar.runtime.params.sharded_tensor import ShardedTensor
 
-OWN = {"foreach", "fused", "capturable", "differentiable"}  # how an optimizer computes, and not what
+OWN = {"foreach", "fused", "capturable", "differentiable"}  # options that change how an optimizer computes, not what
 Put = Callable[[str, Tensor, str, bool], Any]  # (key, tensor, name of its parameter, whether laid out like it) -> note
 
 
 def class_of(optimizer: Optimizer) -> str:
-    """Its class by name."""
+    """The name of its class."""
     return type(optimizer).__name__
 
 
 def names_by_group(optimizer: Optimizer, own: Mapping[str, nn.Parameter]) -> list[list[str]]:
-    """Original names of the parameters of each group. Raises ValueError for a parameter that the model has not."""
+    """Original names of the parameters of each group. Raises ValueError for a parameter that is not in the model."""
     names = {id(p): name for name, p in own.items()}
     found = []
     for i, group in enumerate(optimizer.param_groups):
         foreign = next((p for p in group["params"] if id(p) not in names), None)
         if foreign is not None:
             raise ValueError(
-                f"save: group {i} of {class_of(optimizer)} has a parameter of shape {tuple(foreign.shape)} that the "
-                "model has not; make optimizers of model.parameters(), and others for what is beside it"
+                f"save: group {i} of {class_of(optimizer)} has a parameter of shape {tuple(foreign.shape)} that is not "
+                "in the model; create the optimizer from model.parameters(), and another one for other parameters"
             )
         found.append([names[id(p)] for p in group["params"]])
     return found
 
 
 def options_of(optimizer: Optimizer, put: Callable[[str, Tensor], Any], at: str) -> list[Any]:
-    """The options of each group as a tree: learning rate, decay, what a scheduler adds."""
+    """The options of each group as a tree: learning rate, weight decay, options that a scheduler adds."""
     return [
         encoded({k: v for k, v in group.items() if k != "params"}, put, f"{at}.group.{i}")
         for i, group in enumerate(optimizer.param_groups)
@@ -55,7 +55,7 @@ def options_of(optimizer: Optimizer, put: Callable[[str, Tensor], Any], at: str)
 
 
 def states_of(optimizer: Optimizer, own: Mapping[str, nn.Parameter], put: Put, at: str) -> dict[str, Any]:
-    """Name of each parameter that has a state -> its tree. Raises ValueError for what cannot be saved."""
+    """Name of each parameter that has a state -> its state as a tree. Raises ValueError if it cannot be saved."""
     whole, found = needs_whole(optimizer), {}
     for name, p in own.items():
         if state := optimizer.state.get(p):
@@ -69,16 +69,16 @@ def states_of(optimizer: Optimizer, own: Mapping[str, nn.Parameter], put: Put, a
 
 
 def _layout(x: Tensor, p: nn.Parameter, whole: bool, key: str) -> tuple[str, Tensor]:
-    """How a state lies on the mesh: as its parameter ("piece"; "local", where the optimizer holds the plain piece), or
-    the same on all ranks that have the parameter ("plain"; "mesh", as a DTensor)."""
+    """The layout of a state: sharded like its parameter ("piece"; "local" if the optimizer holds the plain local
+    tensor), or replicated on all ranks that have the parameter ("plain"; "mesh" as a DTensor)."""
     if isinstance(x, DTensor):
         if is_alike(x, p):
             return "piece", x
         if not is_apart(x):
             return "mesh", local_of(x)
         raise ValueError(
-            f"save: {key} is cut over the mesh in another way than its parameter, which no other mesh could read; keep "
-            "states like the parameter (torch.zeros_like(p)) or whole"
+            f"save: {key} has other placements than its parameter, which no other mesh could read; keep states "
+            "sharded like the parameter (torch.zeros_like(p)) or replicated"
         )
     if not whole and isinstance(p, DTensor) and x.dim() > 0 and x.shape == local_of(p).shape:
         return "local", laid_out(p, x)
@@ -86,10 +86,10 @@ def _layout(x: Tensor, p: nn.Parameter, whole: bool, key: str) -> tuple[str, Ten
 
 
 class Restored:
-    """The states of one optimizer, made for its parameters from what a checkpoint says; filled, and then put in place.
+    """The states of one optimizer, created from the description in a checkpoint; then filled, then put in place.
 
-    ``where``: own name -> the name in the checkpoint. ``dtypes``: of a parameter in the checkpoint. Raises ValueError,
-    and changes nothing, for an optimizer of another kind, or whose groups have other parameters.
+    ``where``: own name -> the name in the checkpoint. ``dtypes``: those of parameters in the checkpoint. Raises
+    ValueError, and changes nothing, for an optimizer of another class, or whose groups have other parameters.
     """
 
     def __init__(
@@ -117,27 +117,29 @@ class Restored:
         kind, told = class_of(self._optimizer), self._told
         if told["kind"] != kind:
             raise ValueError(
-                f"load: the checkpoint has the state of {told['kind']}, found {kind}; make the same optimizer, or load "
-                "without one"
+                f"load: the checkpoint has the state of {told['kind']}, found {kind}; create the same optimizer, or "
+                "load without one"
             )
         groups = told["names"]
         if len(groups) != len(names):
-            raise ValueError(f"load: {kind} had {len(groups)} groups of parameters, found {len(names)}; group alike")
+            raise ValueError(
+                f"load: {kind} had {len(groups)} parameter groups, found {len(names)}; use the same groups"
+            )
         place = {name: i for i, group in enumerate(groups) for name in group}
         for i, group in enumerate(names):
             for name in group:
                 if (was := place.get(where[name])) != i:
                     what = "in none" if was is None else f"in group {was}"
-                    raise ValueError(f"load: {name} is in group {i} of {kind}, was {what}; group alike")
+                    raise ValueError(f"load: {name} is in group {i} of {kind}, was {what}; use the same groups")
         here = {where[name] for group in names for name in group}
         left_out = [name for name in own if where[name] in place and where[name] not in here]
         if left_out:
-            raise ValueError(f"load: {kind} had {left_out[0]} in a group, found it in none; group alike")
+            raise ValueError(f"load: {kind} had {left_out[0]} in a group, found it in none; use the same groups")
 
     def _maker(
         self, p: nn.Parameter, group: Mapping[str, Any], dtype: torch.dtype, name: str
     ) -> Callable[[Any], Tensor]:
-        """Makes a tensor of the state of a parameter, to be filled."""
+        """Returns a function that creates a tensor of a parameter's state, to be filled."""
 
         def make(told: Any) -> Tensor:
             kind, key = told["kind"], told["note"]
@@ -166,7 +168,7 @@ class Restored:
         return make
 
     def read_options(self) -> None:
-        """Those of the groups, tensors among them. Raises ValueError for those of other groups."""
+        """Read the options of the groups, including tensors. Raises ValueError for options of other groups."""
         self._options = [names_with_values(decoded(tree, self._saved.tensor)) for tree in self._told["options"]]
         groups = self._optimizer.param_groups
         for group, options in zip(groups, self._options, strict=True):
@@ -175,7 +177,7 @@ class Restored:
 
     @torch.no_grad()
     def put(self) -> None:
-        """The optimizer has these states, and only these, and the options of its groups."""
+        """Replace the states of the optimizer, and the options of its groups."""
         optimizer = self._optimizer
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -194,9 +196,9 @@ class Restored:
 
 
 def _check_option(name: str, now: Any, value: Any) -> None:
-    """Raises ValueError for what cannot stand in the place of an option."""
+    """Raises ValueError for a value that cannot replace an option."""
     if name == "params":
-        raise ValueError("options of a group have no parameters")
+        raise ValueError("options of a group must not contain parameters")
     is_number = isinstance(now, (int, float)) and not isinstance(now, bool)
     if isinstance(now, Tensor) or is_number:
         given = value if isinstance(value, Tensor) else torch.as_tensor(value)

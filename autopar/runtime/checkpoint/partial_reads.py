@@ -1,9 +1,9 @@
-"""A window of a computed tensor: which parts of the inputs it takes, and nothing else is read.
+"""Partial reads: a window of a computed tensor reads only those parts of the inputs that it depends on.
 
     w = stack([e0, e1, e2, e3]).transpose(1, 2)        a rank needs w[2:4, :, 0:8]   -->   e2[0:8, :], e3[0:8, :]
 
-The computation is a graph; a window goes from its output to its inputs. Operators that only move numbers pass on the
-part that they take; of anything else the inputs are whole, and the window is cut out of the result.
+The computation is a graph, and a window propagates from its output to its inputs. Operators that only move data
+translate the window. Any other operator reads its full inputs, and the window is sliced from the result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Read = Callable[[int, Window], Tensor]  # number of an input, window
 
 
 def traced(make: Making, inputs: Sequence[Tensor]) -> dict[str, Node]:
-    """What ``make`` makes, by name, as nodes of one graph; their ``meta["val"]`` have the shapes and dtypes.
+    """The results of ``make`` by name, as nodes of one graph; their ``meta["val"]`` have the shapes and dtypes.
 
     ``inputs`` are on the meta device. Raises whatever ``make`` raises.
     """
@@ -44,7 +44,7 @@ def traced(make: Making, inputs: Sequence[Tensor]) -> dict[str, Node]:
 
 
 def pulled(node: Node, window: Window, read: Read) -> Tensor:
-    """A window of what a node of `traced` computes. () is the whole."""
+    """A window of the value of a node of `traced`. () is all of it."""
     window = window or _whole(node)
     if any(s.start >= s.stop for s in window):
         return torch.empty([s.stop - s.start for s in window], dtype=node.meta["val"].dtype)
@@ -70,7 +70,7 @@ def _whole(node: Node) -> Window:
     return tuple(slice(0, size) for size in node.meta["val"].shape)
 
 
-# --- operators that move numbers -----------------------------------------------------------------------
+# --- operators that only move data ---------------------------------------------------------------------
 
 Pull = Callable[[Any, Window], Tensor]  # of a node
 
@@ -84,7 +84,7 @@ def _argument(node: Any, place: int, name: str, default: Any) -> Any:
 
 
 def _dim(node: Any, place: int = 1) -> int:
-    """The dim that an operator is about, counted from the front: of its result, if that has more dims than it takes."""
+    """The ``dim`` argument of an operator, from the front: of its result, if that has more dims than the input."""
     operand = node.args[0] if isinstance(node.args[0], Node) else node.args[0][0]
     ndim = max(x.ndim for x in (operand.meta["val"], node.meta["val"]) if isinstance(x, Tensor))
     return int(_argument(node, place, "dim", 0)) % ndim
@@ -147,7 +147,8 @@ def _permute(node: Any, window: Window, pull: Pull) -> Tensor:
 
 
 def _reshape(node: Any, window: Window, pull: Pull) -> Tensor:
-    """Leading dims that stay are cut before, the others after: [experts, 2·rows, n] -> [experts, rows, 2, n]."""
+    """Unchanged leading dims are sliced before the reshape, the others after: [experts, 2·rows, n] -> [experts, rows,
+    2, n]."""
     source = node.args[0]
     old, new = source.meta["val"].shape, node.meta["val"].shape
     same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(old, new))))

@@ -4,8 +4,8 @@
     copies   [slot 1   ][slot 2  ][slot 1 ...       a slot is filled as soon as one has been written
     file               |a a a    |a b b   |...
 
-With as much memory as the pieces take, nothing waits for the disk before all is copied; with less, whoever wants to
-change a piece waits (`StagedFile.staged`) until what does not fit has been written.
+If the host memory holds all pieces, copying never waits for the disk. With less memory, code that changes a piece waits
+(`StagedFile.staged`) until the rest has been written and all is copied.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ WAVE = 32 * 2**20  # bytes of a slot
 
 
 class Slots:
-    """Host memory for copies: buffers of `WAVE` bytes, ``limit`` bytes at most (but two of them), kept for the next
-    save: a fresh page costs more than a copy. ``pinned``: for copies from a GPU."""
+    """Host memory for copies: buffers of `WAVE` bytes, up to ``limit`` bytes but at least two buffers. They are kept
+    for the next save: a fresh page costs more than a copy. ``pinned``: for copies from a GPU."""
 
     def __init__(self, limit: int, pinned: bool) -> None:
         self._left, self._pinned = max(2, limit // WAVE), pinned
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
 
     def take(self) -> Tensor:
-        """A buffer; waits for one where the limit is reached."""
+        """Take a buffer; waits for one if the limit is reached."""
         try:
             return self._free.get_nowait()
         except queue.Empty:
@@ -51,22 +51,22 @@ class Slots:
 
 @functools.lru_cache(maxsize=1)
 def slots_of(limit: int | None, pinned: bool) -> Slots:
-    """Those of this process. None: a half of what is free now, shared by the processes of this machine."""
+    """The slots of this process. None: half of the memory free now, shared by the processes of this machine."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return Slots(_free_memory() // 2 // local if limit is None else limit, pinned)
 
 
 def _free_memory() -> int:
-    """Bytes of host memory that nobody uses, as the system says."""
+    """Bytes of available host memory, as reported by the system."""
     file = Path("/proc/meminfo")
     lines = file.read_text().splitlines() if file.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 8 * 2**30)
 
 
 class StagedFile:
-    """A file that is being written: ``head``, then the pieces. The file is made here, so that what stands in the way of
-    that is known at once (OSError). ``slots``: for copies; None: pieces do not change meanwhile, and are written as
-    they are. sums: of what has been written."""
+    """A file that is being written: ``head``, then the pieces. The constructor creates the file, so that an OSError is
+    raised at once. ``slots``: buffers for copies; None: pieces do not change meanwhile and are written without a copy.
+    sums: checksums of what has been written."""
 
     def __init__(self, path: Path, head: bytes, pieces: Sequence[Piece], slots: Slots | None) -> None:
         self._file = path.open("xb", buffering=0)
@@ -78,11 +78,11 @@ class StagedFile:
         self._broken = False
         on_gpu = next((p.values.device for p in pieces if p.values.is_cuda), None)
         self._stream = torch.cuda.Stream(on_gpu) if on_gpu is not None else None
-        if self._stream is not None:  # behind what has been computed so far
+        if self._stream is not None:  # after the work queued so far
             self._stream.wait_stream(torch.cuda.current_stream(on_gpu))
 
     def run(self) -> None:
-        """Write all, to the disk. Raises OSError, and RuntimeError for a piece that changed before it was copied."""
+        """Write and sync everything. Raises OSError, and RuntimeError for a piece that changed before it was copied."""
         try:
             self._write(memoryview(self._head))
             if self._slots is None:
@@ -98,7 +98,7 @@ class StagedFile:
             self._pieces = ()
 
     def close(self) -> None:
-        """It will not be written."""
+        """Give the file up without writing it."""
         self.staged.set()
         self._file.close()
 
@@ -119,7 +119,7 @@ class StagedFile:
                             there.synchronize()
                         self._write(_bytes_of(slot[:count]))
                 except BaseException:
-                    self._broken = True  # the copies end without waiting for the disk
+                    self._broken = True  # stop copying without waiting for the disk
                     raise
                 finally:
                     slots.give(slot)
@@ -131,7 +131,7 @@ class StagedFile:
             raise self._error
 
     def _copy_all(self, slots: Slots) -> None:
-        """On a thread of its own: pieces into slots, slots to the writer; None at the end."""
+        """Runs on a separate thread: copies pieces into slots and passes slots to the writer; None at the end."""
         try:
             if self._stream is None:
                 self._copy(slots)
@@ -172,6 +172,6 @@ class StagedFile:
 
 
 def _bytes_of(x: Tensor) -> memoryview:
-    """uint8 [n] of the host, without a copy."""
+    """The bytes of a uint8 [n] tensor on the host, without a copy."""
     data: Any = x.numpy()
     return memoryview(data)

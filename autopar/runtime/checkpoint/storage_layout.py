@@ -1,8 +1,8 @@
-"""Where a checkpoint's tensors lie, checked before anything is read: what the mark says, what the files' heads say, and
-sums of the blocks of a file, by which a bit that has flipped on a disk or on a wire is found where it is read.
+"""The storage layout of a checkpoint's tensors, checked before anything is read: the mark, the heads of the files, and
+checksums of the blocks of a file, which detect a flipped bit when it is read.
 
-Whoever writes a mark says what is read. All of this raises ValueError, in the words of `load`. CRC-32 (ISO 3309, as in
-gzip) of a block of 4 MiB misses one in 2**32 changes, and none of 32 bits or less in a row.
+A mark is untrusted input, so all of it is checked; errors are ValueErrors in the style of `load`. CRC-32 (ISO 3309, as
+in gzip) of a block of 4 MiB misses one change in 2**32, and none that spans 32 bits or less.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCK = 4 * 2**20  # bytes; the last block of a file has fewer
 
 
 class BlockChecksums:
-    """Of a file that is being written, from its begin to its end."""
+    """Checksums of the blocks of a file that is being written, from start to end."""
 
     def __init__(self) -> None:
         self._done: list[int] = []
@@ -46,8 +46,8 @@ class BlockChecksums:
 
 
 def check_blocks(data: memoryview, start: int, stop: int, sums: Sequence[int], known: set[int]) -> int | None:
-    """The first byte of a block that differs from its sum, of those that the bytes from ``start`` to ``stop`` lie in;
-    None: none does. ``known``: blocks that have been found right before."""
+    """The first byte of a block whose checksum differs, of those that contain the bytes from ``start`` to ``stop``;
+    None if all match. ``known``: blocks that have been checked before."""
     for block in range(start // BLOCK, -(-stop // BLOCK)):
         if block not in known:
             at = block * BLOCK
@@ -57,7 +57,7 @@ def check_blocks(data: memoryview, start: int, stop: int, sums: Sequence[int], k
     return None
 
 
-# --- what the mark says ----------------------------------------------------------------------------------------
+# --- the mark ----------------------------------------------------------------------------------------------------
 
 
 SAFETENSORS = {
@@ -65,12 +65,12 @@ SAFETENSORS = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
     torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
-_MOST = 2**62  # of a size, or a place in a file
+_MOST = 2**62  # of a size, or an offset in a file
 
 
 @dataclass(frozen=True)
 class SavedPiece:
-    """Consecutive positions of a tensor, from ``start`` on, that lie in a file from byte ``at`` on."""
+    """A box of a tensor that begins at ``start``, stored in a file from byte ``at`` on."""
 
     file: str
     at: int
@@ -80,12 +80,12 @@ class SavedPiece:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """What a mark says of a tensor."""
+    """The entry of a tensor in the mark."""
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    told: Any  # of its pieces, not looked at yet
+    told: Any  # the entries of its pieces, not checked yet
 
     @staticmethod
     def of(key: str, told: Any) -> SavedTensor:
@@ -95,12 +95,12 @@ class SavedTensor:
         return SavedTensor(key, dtype_called(told.get("dtype", "")), _sizes(key, told.get("shape")), told.get("pieces"))
 
     def pieces(self) -> list[SavedPiece]:
-        """Raises ValueError unless they make up the tensor, each entry once."""
+        """The pieces. Raises ValueError unless they cover every element of the tensor exactly once."""
         if not isinstance(self.told, list):
             raise ValueError(f"{self.key} has no pieces")
         found = [self._piece(told) for told in self.told]
         if sum(math.prod(piece.sizes) for piece in found) != math.prod(self.shape) or _overlap(found):
-            raise ValueError(f"the pieces of {self.key} do not make up a tensor of shape {self.shape}, each entry once")
+            raise ValueError(f"the pieces of {self.key} do not cover a tensor of shape {self.shape} exactly once")
         return found
 
     def _piece(self, told: Any) -> SavedPiece:
@@ -116,12 +116,12 @@ class SavedTensor:
 
 def _sizes(key: str, found: Any) -> tuple[int, ...]:
     if not isinstance(found, list) or not all(type(n) is int and 0 <= n <= _MOST for n in found):
-        raise ValueError(f"{key} has {found!r:.60}, needs whole numbers of at least 0")
+        raise ValueError(f"{key} has {found!r:.60}, needs integers of at least 0")
     return tuple(found)
 
 
 def _overlap(pieces: Sequence[SavedPiece]) -> bool:
-    """Whether two have an entry in common: compared are those whose rows meet in the dim with most starts."""
+    """Whether two pieces overlap: compares pieces that overlap in the dim with the most starts."""
     filled = [piece for piece in pieces if 0 not in piece.sizes]
     dims = range(len(filled[0].start)) if len(filled) > 1 else ()
     if not dims:
@@ -143,20 +143,20 @@ def _overlap(pieces: Sequence[SavedPiece]) -> bool:
 
 
 def opened_inside(folder: Path, name: str) -> IO[bytes]:
-    """A plain file that lies in a folder itself, to be read; no link is followed. Raises ValueError for a name that
-    leads elsewhere, OSError for what is no plain file."""
+    """Open a regular file in a folder for reading, without following links. Raises ValueError for a name that leads
+    out of the folder, OSError for anything but a regular file."""
     if not name or "\0" in name or Path(name).name != name:
-        raise ValueError(f"load: {folder} names {name!r}, which is none of its files")
+        raise ValueError(f"load: {folder} names {name!r}, which is not one of its files")
     return opened_plain(folder / name)
 
 
 def piece_name(key: str, is_whole: bool, start: Iterable[int]) -> str:
-    """Of a piece in the head of its file."""
+    """The name of a piece in the head of its file."""
     return key if is_whole else f"{key}@{','.join(map(str, start))}"
 
 
 def check_head(file: IO[bytes], size: int, pieces: Iterable[tuple[SavedTensor, SavedPiece]]) -> str:
-    """How the head of a file (of ``size`` bytes) differs from these pieces, in words; "" where it does not."""
+    """How the head of a file (of ``size`` bytes) differs from these pieces, as a text; "" if it does not."""
     (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
     if length > size - 8:
         return "its head is longer than the file"

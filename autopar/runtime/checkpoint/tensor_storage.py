@@ -1,8 +1,8 @@
-"""The tensors of a checkpoint: which rank writes which pieces, how they lie in its file, how pieces are read back.
+"""The tensors of a checkpoint: which rank writes which pieces, the layout of its file, and reading pieces back.
 
-A file is a safetensors file: a head in JSON, then plain bytes. Replicas of a piece share the writing, by bytes. The
-mark of the checkpoint says of each tensor where its pieces are, so that a rank of any mesh reads the parts of those
-that it needs, and nothing else.
+Each file is a safetensors file: a head in JSON, then plain bytes. Ranks that replicate a piece share the writing, by
+bytes. The mark of the checkpoint lists where the pieces of each tensor are, so a rank of any mesh reads only the parts
+that it needs.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from autopar.runtime.params.shards import ShardRange
 
 @dataclass(frozen=True)
 class TensorToSave:
-    """A tensor to save. ``cut``: the axes on which ranks hold different pieces. ``stage``: the coordinate on pp of the
-    ranks that write it; None: this rank does, alone."""
+    """A tensor to save. ``cut``: the axes that it is sharded on. ``stage``: the pp coordinate of the ranks that write
+    it; None: only this rank does."""
 
     key: str
     tensor: Tensor
@@ -53,8 +53,8 @@ class TensorToSave:
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive positions of a tensor of the whole shape ``shape``, from ``start`` on; ``values`` is a view of what
-    this rank holds, ``source``, which had this version when the save began."""
+    """A box of a tensor of global shape ``shape`` that begins at ``start``. ``values`` is a view of ``source``, this
+    rank's tensor, which had this version when the save began."""
 
     key: str
     shape: tuple[int, ...]
@@ -68,8 +68,8 @@ class Piece:
 
 
 def written_here(entries: Iterable[TensorToSave], groups: Groups) -> list[TensorToSave]:
-    """Those that this rank writes. Ranks that hold the same pieces come to the same division without asking: from the
-    largest to the smallest, each goes to the replica that has least so far."""
+    """The entries that this rank writes. Ranks with the same pieces compute the same division without communication:
+    from the largest to the smallest, each goes to the replica with the fewest bytes so far."""
     stage = groups.coordinate.get("pp", 0)
     shared = [e for e in entries if e.stage == stage]
     axes = [axis for axis in groups.mesh.sizes if axis != "pp"]
@@ -88,7 +88,7 @@ def written_here(entries: Iterable[TensorToSave], groups: Groups) -> list[Tensor
 
 
 def pieces_of(entries: Sequence[TensorToSave]) -> list[Piece]:
-    """In the order of the file: wide dtypes first, so that each lies where its width asks."""
+    """Pieces in the order of the file: wide dtypes first, so that each is aligned to its width."""
     found = []
     for entry in entries:
         whole = entry.tensor.detach()
@@ -101,7 +101,7 @@ def pieces_of(entries: Sequence[TensorToSave]) -> list[Piece]:
 
 
 def _boxes_of(x: Tensor) -> list[ShardRange]:
-    """What this rank holds of a tensor, as boxes of the whole."""
+    """This rank's shard of a tensor, as boxes of the global tensor."""
     if isinstance(x, ShardedTensor):
         return x.chunks()
     assert not isinstance(x, DTensor), "a tensor on a mesh is a ShardedTensor"
@@ -109,12 +109,12 @@ def _boxes_of(x: Tensor) -> list[ShardRange]:
 
 
 def file_layout(pieces: Sequence[Piece], file: str) -> tuple[bytes, dict[str, Any]]:
-    """(the head of a file that holds the pieces, what the mark says of it)."""
+    """(the head of a file with these pieces, its entries in the mark)."""
     entries: dict[str, Any] = {}
     ends, at = [], 0
     for piece in pieces:
         dtype, shape = SAFETENSORS.get(piece.values.dtype, "U8"), list(piece.values.shape)
-        if piece.values.dtype not in SAFETENSORS:  # it has no name for complex numbers
+        if piece.values.dtype not in SAFETENSORS:  # safetensors has no complex dtypes
             shape = [piece.values.nbytes]
         name = piece_name(piece.key, piece.values.shape == piece.shape, piece.start)
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at := at + piece.values.nbytes]}
@@ -132,7 +132,7 @@ def file_layout(pieces: Sequence[Piece], file: str) -> tuple[bytes, dict[str, An
 
 
 def whole_index(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the mark says of all files. Raises CheckpointError where pieces do not make up a tensor."""
+    """The entries of all files in the mark. Raises CheckpointError if pieces do not cover a tensor."""
     files: dict[str, int] = {}
     tensors: dict[str, Any] = {}
     for part in parts:
@@ -145,7 +145,7 @@ def whole_index(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     for key, told in tensors.items():
         held = sum(math.prod(sizes) for _, _, _, sizes in told["pieces"])
         if held != math.prod(told["shape"]):
-            raise CheckpointError(f"save: {key} has {math.prod(told['shape'])} entries, {held} of them were written")
+            raise CheckpointError(f"save: {key} has {math.prod(told['shape'])} elements, {held} of them were written")
     return {"files": files, "tensors": tensors}
 
 
@@ -153,20 +153,20 @@ def whole_index(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class SavedTensors:
-    """The tensors of a checkpoint by key, those that a rank needs. Raises ValueError for a mark that does not say
-    what it should; nothing is read of a tensor before all that is said of it is checked."""
+    """The tensors of a checkpoint that a rank needs, by key. Raises ValueError for an invalid mark; the entry of a
+    tensor is checked before any of its data is read."""
 
     def __init__(self, checkpoint: Path, mark: Mapping[str, Any]) -> None:
         self.folder, self._right = checkpoint, dict[str, set[int]]()
-        self._pieces: dict[str, list[SavedPiece]] = {}  # of what is checked
-        self._files: dict[str, tuple[int, ...]] = {}  # which ones were checked
+        self._pieces: dict[str, list[SavedPiece]] = {}  # of checked tensors
+        self._files: dict[str, tuple[int, ...]] = {}  # checked files
         try:
             self.files = {name: _number(size) for name, size in mark["files"].items()}
             self._told = {key: SavedTensor.of(key, told) for key, told in mark["tensors"].items()}
             sums: Mapping[str, Sequence[int]] = mark.get("sums", {})  # older checkpoints have none
             self._sums = {str(name): list(map(_number, found)) for name, found in sums.items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"load: the mark of {checkpoint} says nothing of its tensors: {error!r}") from error
+            raise ValueError(f"load: the mark of {checkpoint} has no entries of tensors: {error!r}") from error
         self.dtypes = {key: told.dtype for key, told in self._told.items()}
         self.shapes = {key: told.shape for key, told in self._told.items()}
 
@@ -177,8 +177,8 @@ class SavedTensors:
         return [key for key in self._told if key.startswith(prefixes)]
 
     def check(self, keys: Iterable[str]) -> None:
-        """Raises ValueError for pieces of these tensors that do not make them up, for files that are missing or of
-        another length than they had, and CheckpointError for one whose head says something else."""
+        """Raises ValueError if the pieces of these tensors do not cover them, or files are missing or have another
+        length; CheckpointError if the head of a file differs from the mark."""
         by_file: dict[str, list[tuple[SavedTensor, SavedPiece]]] = {}
         for key in dict.fromkeys(keys):
             if key not in self._pieces:
@@ -196,7 +196,7 @@ class SavedTensors:
 
     def _check_file(self, name: str, pieces: list[tuple[SavedTensor, SavedPiece]]) -> None:
         if Path(name).name != name or name not in self.files:
-            raise ValueError(f"load: the mark of {self.folder} names {name!r}, which is none of its files")
+            raise ValueError(f"load: the mark of {self.folder} names {name!r}, which is not one of its files")
         path, needed = self.folder / name, self.files[name]
         try:
             with opened_inside(self.folder, name) as file:
@@ -205,21 +205,21 @@ class SavedTensors:
                 what = f"has {facts.st_size} bytes, needs {needed}" if facts.st_size != needed else ""
                 wrong = "" if what else check_head(file, needed, pieces)
         except OSError as error:
-            what = "is missing" if isinstance(error, FileNotFoundError) else "is no plain file, or cannot be read"
+            what = "is missing" if isinstance(error, FileNotFoundError) else "is not a regular file, or cannot be read"
         if what:
             raise ValueError(f"load: {path} {what}: the checkpoint is damaged; load an older one")
         if wrong:
             raise CheckpointError(f"load: {path} has other bytes than were saved: {wrong}; load an older one")
 
     def read(self, targets: Iterable[tuple[str, Tensor]]) -> None:
-        """Fill tensors, DTensors among them, each with what this rank holds of it; floats are cast. Not collective."""
+        """Fill tensors, including DTensors, with this rank's shards; floats are cast. Not collective."""
         for target, place, stored, data in self._parts(targets):
             self._check(place, data, stored)
             target.copy_(stored)
             del stored
 
     def check_data(self, targets: Iterable[tuple[str, Tensor]]) -> None:
-        """Raises CheckpointError where what `read` would read is not what was written. Nothing is filled."""
+        """Raises CheckpointError if the data that `read` would read differs from what was written. Fills nothing."""
         for _, place, stored, data in self._parts(targets):
             self._check(place, data, stored)
             del stored
@@ -231,7 +231,7 @@ class SavedTensors:
         return found
 
     def _parts(self, targets: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Tensor, SavedPiece, Tensor, mmap.mmap]]:
-        """Each part of a target in one piece: its place in the target, the piece, its values in the file."""
+        """For each overlap of a target with a piece: the view of the target, the piece, the values in the file."""
         by_file: dict[str, list[tuple[Tensor, str, SavedPiece, ShardRange]]] = {}
         for key, x in targets:
             self.check([key])
@@ -256,7 +256,7 @@ class SavedTensors:
         return torch.frombuffer(data, dtype=torch.uint8, count=count, offset=place.at).view(dtype).view(place.sizes)
 
     def _check(self, place: SavedPiece, data: mmap.mmap, part: Tensor) -> None:
-        """Raises CheckpointError where what is read of a file is not what was written."""
+        """Raises CheckpointError if the data read from a file differs from what was written."""
         if place.file not in self._sums or part.numel() == 0:
             return
         start = place.at + int(part.storage_offset()) * part.itemsize
@@ -266,13 +266,13 @@ class SavedTensors:
             wrong = check_blocks(whole, start, stop, self._sums[place.file], known)
         if wrong is not None:
             raise CheckpointError(
-                f"load: {self.folder / place.file} has other bytes than were saved, behind byte {wrong}: a disk or a "
-                "copy of it has changed them; load an older one"
+                f"load: {self.folder / place.file} has other bytes than were saved, after byte {wrong}: a disk or a "
+                "copy has changed them; load an older one"
             )
 
     @contextlib.contextmanager
     def _mapped(self, name: str) -> Iterator[mmap.mmap]:
-        """The bytes of a file in memory as they are asked for. Views of them must be gone at the end."""
+        """Context manager: a memory-mapped file. Views of it must be gone on exit."""
         with opened_inside(self.folder, name) as file:
             if self._files[name] != _identity(os.fstat(file.fileno())):
                 raise CheckpointError(f"load: {self.folder / name} was changed while it was read; load it again")
@@ -280,12 +280,12 @@ class SavedTensors:
             try:
                 yield data
             finally:
-                with contextlib.suppress(BufferError):  # an error holds a view: it goes with the error
+                with contextlib.suppress(BufferError):  # an error may hold a view, which goes with it
                     data.close()
 
 
 def _common(box: ShardRange, piece: SavedPiece) -> ShardRange | None:
-    """The positions that are in both, as a box whose local tensor is the piece."""
+    """The intersection of a box and a piece, with offsets in the piece."""
     start = tuple(map(max, box.start, piece.start))
     ends = (min(a + n, b + m) for a, n, b, m in zip(box.start, box.size, piece.start, piece.sizes, strict=True))
     size = tuple(end - at for end, at in zip(ends, start, strict=True))
@@ -293,7 +293,7 @@ def _common(box: ShardRange, piece: SavedPiece) -> ShardRange | None:
 
 
 def _shifted(place: Sequence[int], start: Sequence[int], to: Sequence[int] = ()) -> tuple[int, ...]:
-    """A place in the whole as one in a tensor that begins at ``start``, or in one where that lies at ``to``."""
+    """A global position, in a tensor that begins at ``start``. ``to``: where this tensor begins in another one."""
     return tuple(at - begin + there for at, begin, there in zip(place, start, to or [0] * len(start), strict=True))
 
 
@@ -303,5 +303,5 @@ def _identity(facts: os.stat_result) -> tuple[int, ...]:
 
 def _number(found: Any) -> int:
     if type(found) is not int or found < 0:
-        raise ValueError(f"needs a whole number of at least 0, found {found!r:.40}")
+        raise ValueError(f"needs an integer of at least 0, found {found!r:.40}")
     return found

@@ -1,10 +1,10 @@
-"""Ranks that must be given the same batch are: its shapes before a step is compiled, its contents at every step,
-without waiting for an accelerator.
+"""Checks that ranks get the same batch where they must: its shapes before a step is compiled, its contents at every
+step, without waiting for an accelerator.
 
-Of tensors on the host a step compares what it is given. Of those on an accelerator the first step of its kind does;
-the others start the words for the host, and the next call compares them: a step, `clip_grad_norm_`, what reads or
-writes whole states. By then they are there, so what waits for them never lets the accelerator's queue run dry. Behind
-the last step of a process no call may come; its words are compared when the process ends, without waiting.
+Tensors on the host are compared in the step itself. Tensors on an accelerator are compared in the first step of its
+kind; later steps start copying their hashes to the host, and the next call compares them: a step, `clip_grad_norm_`, a
+save or load of the state. By then the hashes have arrived, so the check never drains the accelerator's queue. After the
+last step there may be no further call: its hashes are compared when the process ends, without waiting.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def shapes_of(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def claim_shapes(groups: Groups, batch: Mapping[str, Any], further: Mapping[str, Any]) -> RankCheck:
-    """Shapes and dtypes of tensors, values of everything else: what a compiled step depends on. ``further``: more that
-    must be the same on all ranks, by name."""
+    """A check of what a compiled step depends on: shapes and dtypes of tensors, values of everything else. ``further``:
+    other facts that must be equal on all ranks, by name."""
     leaves = tensors_of(batch)
     facts = {name: f"{tuple(x.shape)} {x.dtype}" for name, x in leaves.items()}
     told = (bool, int, float, str, ConstantTensor)
@@ -48,15 +48,15 @@ def claim_shapes(groups: Groups, batch: Mapping[str, Any], further: Mapping[str,
         everywhere(groups),
         facts | {name: str(value) for name, value in further.items()},
         "agree: the step and the shapes of the batch must be the same on all ranks",
-        "give every rank the same model, mesh, options and batch shapes: drop or pad a last batch that is uneven",
+        "give every rank the same model, mesh, options and batch shapes: drop or pad an uneven last batch",
     )
 
 
 def check_unclear(groups: Groups, batch: Mapping[str, Any], plan: Plan, contents: bool) -> None:
-    """Inputs of which the plan does not know whether they are part of the batch, and takes them for it: parts differ
-    from one dp rank to the next, a table that all are given does not. Collective. Without ``contents``, a warning.
+    """Check inputs that the plan has taken for part of the batch without being sure: shards of a batch differ between
+    dp ranks, a table that every rank gets does not. Collective. Without ``contents``, only warns.
 
-    Raises ValueError, on all ranks, where the ranks of dp were given the same.
+    Raises ValueError, on all ranks, if all dp ranks have got the same values.
     """
     tensors = {name: x for name, x in tensors_of(batch).items() if name in plan.unclear_inputs() and x.numel()}
     if not tensors:
@@ -71,8 +71,8 @@ def check_unclear(groups: Groups, batch: Mapping[str, Any], plan: Plan, contents
 
 def _unclear(names: Sequence[str], found: str) -> str:
     return (
-        f"batch: input {', '.join(names)} {UNCLEAR}, found {found}; say batch_dims={{{names[0]!r}: None}} if every "
-        f"rank is given all of it, batch_dims={{{names[0]!r}: 0}} if each rank of 'dp' is given its own part"
+        f"batch: input {', '.join(names)} {UNCLEAR}, found {found}; set batch_dims={{{names[0]!r}: None}} if every "
+        f"rank gets all of it, batch_dims={{{names[0]!r}: 0}} if each rank of 'dp' gets its own shard"
     )
 
 
@@ -80,12 +80,12 @@ LATER = "to be compared in the next step"
 SKIP = "check_replica_inputs=False skips this check"
 
 
-Left = tuple[bool, Callable[[], list[RankCheck]]]  # whether a step has left something for the next call, and what
+Left = tuple[bool, Callable[[], list[RankCheck]]]  # whether a step has deferred checks to the next call, and which
 
 
 @dataclass
 class BatchContents:
-    """Of one model."""
+    """The checks of the batches of one model."""
 
     groups: Groups
     _last: Left | None = None
@@ -94,10 +94,10 @@ class BatchContents:
     def claims(
         self, batch: Mapping[str, Any], inputs: Mapping[str, Placements], at_once: bool = False
     ) -> list[RankCheck]:
-        """Ranks with the same coordinates on dp and dp_replicate hold the same of inputs that these cut (``inputs``:
-        their placements), and all ranks the same of the others. Any dtype counts, bit by bit.
+        """Inputs that are sharded on dp and dp_replicate (``inputs``: their placements) must be equal on ranks with the
+        same coordinates there; other inputs must be equal on all ranks. Values of any dtype are compared bitwise.
 
-        Where no two ranks must hold the same, nothing is hashed. ``at_once``: nothing is left for the next call.
+        If no two ranks must have equal inputs, nothing is hashed. ``at_once``: nothing is deferred to the next call.
         """
         tensors = {name: x for name, x in tensors_of(batch).items() if name in inputs}
         cutting = [axis for axis in DATA if self.groups.mesh.size(axis) > 1]
@@ -112,7 +112,7 @@ class BatchContents:
         return found
 
     def owed(self) -> list[RankCheck]:
-        """What the last step has left for the next call, which this is."""
+        """The checks that the last step has deferred to this call."""
         found = self._of_last()
         self._keep(None)
         return found
@@ -121,13 +121,13 @@ class BatchContents:
         return self._last[1]() if self._last is not None else []
 
     def last_words(self) -> str:
-        """What is wrong with the batch of the last step, as far as other ranks that have ended say; "" if nothing."""
+        """How the batch of the last step differs from those of ranks that have already ended; "" if it does not."""
         found = (difference_at_end(self.groups, claim) for claim in self.owed())
         return next(filter(None, found), "")
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
-        """Around one call's agreement. What was started for the next one is forgotten where it fails."""
+        """Context manager around the checks of one call: if they fail, checks deferred to the next call are dropped."""
         self._next = None
         try:
             yield
@@ -151,15 +151,14 @@ class BatchContents:
                 others,
                 {n: words[n] for n in shared},
                 f"batch: the ranks of {' and '.join(map(repr, others))} must be given the same batch{when}",
-                "feed every rank the batch of its dp coordinate (shuffle and augment by that, not by the rank); "
-                + SKIP,
+                "feed every rank the batch of its dp coordinate (seed shuffling and augmentation by that, not by the "
+                "rank); " + SKIP,
             ),
             RankCheck(
                 everywhere(self.groups),
                 {n: words[n] for n in uncut},
-                f"batch: what is no part of the batch must be the same on all ranks{when}",
-                "feed it alike, or name its batch dim, batch_dims={...}, if each rank of 'dp' has its own part; "
-                + SKIP,
+                f"batch: inputs without a batch dim must be the same on all ranks{when}",
+                "feed the same values, or set batch_dims={...} if each rank of 'dp' gets its own shard; " + SKIP,
             ),
         ]
 

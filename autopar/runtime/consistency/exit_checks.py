@@ -1,4 +1,4 @@
-"""What can only be said when a process ends: nobody waits for anybody there, and no call of the user's will come."""
+"""Checks at process exit, where no rank may wait for another one and no further call will follow."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from autopar.runtime.fault import errors
 from autopar.runtime.mesh.process_groups import Groups
 
 _register = functools.cache(atexit.register)
-_asked: dict[int, Any] = {}  # which may be all that is left of a model
+_asked: dict[int, Any] = {}  # strong references: the model itself may be gone
 
 
 def ask_at_end(watch: Any) -> None:
-    """It has something to say."""
+    """Ask ``watch`` at exit: it has an open check."""
     _asked[id(watch)] = watch
-    _register(_say)  # behind the board of failures: handlers run last in, first out
+    _register(_say)  # registered after the error board, so it runs before it
 
 
 def no_longer_ask(watch: Any) -> None:
-    """It has nothing to say."""
+    """Do not ask ``watch`` at exit: it has no open check."""
     _asked.pop(id(watch), None)
 
 
 def found_at_end() -> str:
-    """The first thing that is wrong; "" if nothing is, or if this rank ends with an error, which says more."""
+    """The first failed check; "" if there is none, or if this rank ends with an error, which explains more."""
     return next(filter(None, (watch.last_words() for watch in list(_asked.values()))), "")
 
 
@@ -36,13 +36,13 @@ def _say() -> None:
     try:
         found = found_at_end()
     except Exception as error:  # the accelerator may be gone already
-        found = f"what is left to be compared at the end of a process was not: {type(error).__name__}: {error}"
+        found = f"the checks at the end of the process could not run: {type(error).__name__}: {error}"
     if found:
         print(f"autopar: {found}", file=sys.stderr, flush=True)
 
 
 def difference_at_end(groups: Groups, claim: RankCheck) -> str:
-    """The claim's error, where the first of the ranks which make it that has ended claimed something else; else ""."""
+    """The error of a check that differs from that of the first of its ranks that has ended; else ""."""
     if not claim.facts:
         return ""
     first = groups.mesh.along(claim.axes, groups.rank)[0]

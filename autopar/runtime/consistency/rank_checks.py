@@ -1,11 +1,12 @@
-"""What must be the same on several ranks, compared before it can do harm; and what all must have done.
+"""Checks that values are equal on several ranks, made before they are used; and calls that must succeed on all ranks.
 
-    agree_on(groups, [RankCheck(("cp", "tp"), {"x": word, "mask": word}, need, way_out), ...], "the batch")
-    plan = together(groups, "load", lambda: read(folder))     an error of one rank is raised on all, in its words
+    agree_on(groups, [RankCheck(("cp", "tp"), {"x": hash, "mask": hash}, need, way_out), ...], "the batch")
+    plan = together(groups, "load", lambda: read(folder))     an error of one rank is raised on all
 
-Ranks vote on a digest of each claim at once, through the store, with as few questions whatever their number; only when
-digests differ do they exchange what they claim, to name it. A call that all expect (`CallSequence`) asks the store
-nothing: `hold` compares its claims by a few numbers in collectives between hosts.
+Ranks vote on a digest of each check at once, through the store, with a number of requests that does not depend on the
+number of ranks. Only if digests differ do they exchange the values, to name the difference. A call that all ranks
+expect (`CallSequence`) does not use the store: `hold` compares its checks by a few numbers in collectives between
+hosts.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from autopar.runtime.mesh.process_groups import Groups
 
 
 def as_expected(groups: Groups, call: Hashable, own: Hashable = None) -> bool:
-    """Whether all ranks expect this call of this rank, which then goes on with it; ``own``: what else must be as in
-    that call before, on this rank. Collective along pp. Raises CollectiveError where a rank is known to have failed."""
+    """Whether all ranks expect this call next; then this rank proceeds. ``own``: what else must be the same as in the
+    previous such call on this rank. Collective along pp. Raises CollectiveError if a rank is known to have failed."""
     if verdict := board().verdict:
         raise board().ended("agreeing on the next call", verdict)
     expected = groups.order.expects(call, own)
@@ -55,7 +56,7 @@ def as_expected(groups: Groups, call: Hashable, own: Hashable = None) -> bool:
 
 
 def _all_do(groups: Groups, expected: bool) -> bool:
-    """Whether all ranks along pp say so; never without a backend for the host."""
+    """Whether ``expected`` is true on all ranks along pp; always False without a backend for the host."""
     group = groups.votes()
     if group is None:
         return False
@@ -66,18 +67,18 @@ def _all_do(groups: Groups, expected: bool) -> bool:
 
 
 def can_vote(groups: Groups) -> bool:
-    """Whether the groups of all axes take tensors of the host."""
+    """Whether the groups of all axes accept tensors on the host."""
     return all(takes_host_tensors(groups.group(axis)) for axis, size in groups.mesh.axes if size > 1)
 
 
 def hold(groups: Groups, claims: Sequence[tuple[tuple[str, ...], str]]) -> bool:
-    """Whether of each claim, (axes, digest), the digests of ranks that differ on these axes only are equal. All ranks
-    make the same claims but for the digests. Collective over all ranks, but for claims of which no two ranks make one.
+    """Whether for each claim (axes, digest) the digests are equal on ranks that differ only on these axes. All ranks
+    make the same claims, up to the digests. Collective over all ranks, except for claims that a rank shares with none.
     """
     sizes = groups.mesh.sizes
     spread = [tuple(axis for axis in axes if sizes[axis] > 1) for axes, _ in claims]
     words = [int(digest, 16) >> 1 for _, digest in claims]
-    bounds = torch.tensor([[word, -word] for word in words])  # greatest and least, negated
+    bounds = torch.tensor([[word, -word] for word in words])  # maximum, and negated minimum
     if not any(spread):
         return True
     for axis in sizes:
@@ -91,7 +92,7 @@ def hold(groups: Groups, claims: Sequence[tuple[tuple[str, ...], str]]) -> bool:
 
 
 def _reduce(groups: Groups, axis: str, rows: Tensor, chosen: list[int]) -> None:
-    """The greatest of each number, of the chosen rows."""
+    """Elementwise maximum over the axis, of the chosen rows."""
     if chosen:
         found = rows[chosen]
         with explained("comparing the batch", groups.ranks(axis)):
@@ -105,7 +106,8 @@ WEIGHTS = "the weights"
 
 @dataclass(frozen=True)
 class RankCheck:
-    """``facts`` by name, the same on ranks that differ on ``axes`` only; else "``need``, found ...; ``way_out``"."""
+    """``facts`` by name must be equal on ranks that differ only on ``axes``; if not, the error is "``need``, found ...;
+    ``way_out``"."""
 
     axes: tuple[str, ...]
     facts: Mapping[str, str]
@@ -125,12 +127,12 @@ def _digest(x: Any) -> str:
 
 
 class OtherSteps(ValueError):
-    """Ranks have met that are in different calls."""
+    """Ranks that are in different calls have met."""
 
 
 def _alike(groups: Groups, what: str, digest: str = "", votes: Mapping[int, str] = MappingProxyType({})) -> bool:
-    """Whether all ranks are here for ``what`` with the same digest, and those that vote under the same number with the
-    same text. Raises GoneOn where a rank makes another call meanwhile."""
+    """Whether all ranks meet for ``what`` with the same digest, and those that vote under the same number with the same
+    text. Raises GoneOn if a rank makes another call meanwhile."""
     number, name, ranks = groups.order.meets(), groups.name, range(groups.mesh.world_size)
     scope = f"autopar/{name}/agree"
     rounds, held = groups.rounds.setdefault(scope, Rounds()), _digest((what, digest))
@@ -139,7 +141,7 @@ def _alike(groups: Groups, what: str, digest: str = "", votes: Mapping[int, str]
 
 
 def _texts(groups: Groups, what: str, text: str, reply: Callable[[list[str]], str]) -> str:
-    """What rank 0 replies to the texts of all, right after they met; ranks that came for something else say so here."""
+    """The reply of rank 0 to the texts of all ranks, right after they met. Raises if they came for different calls."""
     scope, ranks = f"autopar/{groups.name}/agree/texts", range(groups.mesh.world_size)
 
     def answer(found: list[str]) -> str:
@@ -160,33 +162,33 @@ _OTHER_STEPS = "\0"
 
 
 def all_alike(groups: Groups, what: str, digest: str = "") -> bool:
-    """Whether all ranks hold the same digest, once all are here for ``what``.
+    """Wait until all ranks meet for ``what``; returns whether they hold the same digest.
 
-    Raises RuntimeError naming the ranks that do not come within the timeout, ValueError where ranks are at different
-    steps. Goes through the store: no device, no process group.
+    Raises RuntimeError that names the ranks missing after the timeout, ValueError if ranks are at different steps. Uses
+    the store: no device, no process group.
     """
     if groups.mesh.world_size == 1:
         return True
     with _all_come(groups, what):
         if not _alike(groups, what):
-            _texts(groups, what, "", lambda texts: "")  # says what they are here for
+            _texts(groups, what, "", lambda texts: "")  # raises if they came for different calls
         return not digest or _alike(groups, what, digest)
 
 
 def text_of_first(groups: Groups, text: str, what: str) -> str:
-    """That of rank 0, on every rank."""
+    """The text of rank 0, on every rank."""
     return _texts(groups, what, text if groups.rank == 0 else "", lambda texts: texts[0])
 
 
 @contextmanager
 def _all_come(groups: Groups, what: str, found: Callable[[int], str] = lambda _: "") -> Iterator[None]:
-    """Raises ValueError, with what is ``found`` of it, where a rank makes another call: it waits for this one, too."""
+    """Raises ValueError if a rank makes another call, which waits for this rank, too. ``found``: describes it."""
     try:
         yield
     except GoneOn as gone:
         text = found(gone.rank) or (
             f"agree: all ranks must take the same steps, found {what} on rank {groups.rank}, while rank {gone.rank} "
-            "went on with what it did before; run the same program on every rank"
+            "went on with the calls that were expected; run the same program on every rank"
         )
         with contextlib.suppress(StoreError):
             board().give_verdict(f"rank {groups.rank} failed: ValueError: {text}"[:500])
@@ -196,11 +198,11 @@ def _all_come(groups: Groups, what: str, found: Callable[[int], str] = lambda _:
 def agree_on(
     groups: Groups, claims: Sequence[RankCheck], what: str, expected: Callable[[], RankCheck | None] = lambda: None
 ) -> None:
-    """Compare the claims, in order: the first one that does not hold raises ValueError, the same on every rank.
+    """Compare the checks in order: the first one that fails raises ValueError, the same on every rank.
 
-    Every rank makes the same claims, but for the facts; those behind a claim that does not hold may differ in number.
-    One vote of all ranks; what they claim is exchanged to find words. ``expected``: the first claim of a rank that goes
-    on with what it did before.
+    Every rank passes the same checks, up to the facts; after one that fails their number may differ. Takes one vote of
+    all ranks; facts are exchanged only to explain a failure. ``expected``: the first check of a rank that would repeat
+    its earlier calls.
     """
     if groups.mesh.world_size == 1 or not claims:
         return
@@ -236,7 +238,7 @@ def agree_on(
 
 
 def _gone_on(groups: Groups, rank: int, claim: RankCheck, expected: RankCheck | None) -> str:
-    """What differs from what ``rank`` does, which is what was expected."""
+    """How this call differs from that of ``rank``, which makes the expected one."""
     if expected is None or (expected.axes, expected.need) != (claim.axes, claim.need):
         return ""
     told = {rank: expected.facts, groups.rank: claim.facts}
@@ -246,7 +248,7 @@ def _gone_on(groups: Groups, rank: int, claim: RankCheck, expected: RankCheck | 
 
 
 def compare_claims(groups: Groups, claims: Sequence[RankCheck], what: str) -> None:
-    """`agree_on` for a call that all expect: the store is asked where claims do not hold, or hosts cannot vote."""
+    """`agree_on` for a call that all ranks expect: uses the store only if checks fail, or hosts have no collectives."""
     told = [claim for claim in claims if claim.facts]
     if told and not (can_vote(groups) and hold(groups, [(claim.axes, claim.digest) for claim in told])):
         agree_on(groups, claims, what)
@@ -259,9 +261,9 @@ def agree_on_arguments(
     names: Iterable[str] = (),
     owed: Sequence[RankCheck] = (),
 ) -> None:
-    """A call that all ranks must make alike: its ``arguments``, and the ``names`` of the parameters that it is about,
-    which stages do not share. ``owed``: what earlier calls have left to be compared. Raises ValueError. Of a call that
-    is expected nothing is asked."""
+    """Check a call that all ranks must make with the same ``arguments``, and with the same parameter ``names`` within a
+    stage. ``owed``: checks that earlier calls have deferred. Raises ValueError. An expected call does not use the
+    store."""
     if groups.mesh.world_size == 1:
         return
     facts, names = {"the call": who, **{k: repr(v) for k, v in arguments.items()}}, tuple(names)
@@ -278,7 +280,7 @@ def agree_on_arguments(
 
 @functools.cache
 def _parts(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
-    """The ranks of the world, those together that differ in their coordinates on ``axes`` only."""
+    """The ranks of the world, grouped into those that differ only in their coordinates on ``axes``."""
     found: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.world_size):
         at = mesh.coordinate(rank)
@@ -305,14 +307,14 @@ def everywhere(groups: Groups) -> tuple[str, ...]:
 
 
 def agree_on_call(groups: Groups, facts: Mapping[str, Any]) -> None:
-    """The arguments of `parallelize`, by name."""
+    """Check the arguments of `parallelize`, by name."""
     told = {name: repr(value) for name, value in facts.items()}
     need, way_out = "parallelize: every rank must be given the same options", "call it alike on every rank"
     agree_on(groups, [RankCheck(everywhere(groups), told, need, way_out)], "the options")
 
 
 def agree_on_plan(groups: Groups, plan: Plan) -> None:
-    """The plan, which follows from the model's structure, the mesh, the options and the example's shapes."""
+    """Check the plan, which follows from the model's structure, the mesh, the options and the example's shapes."""
     told = {name: str(part) for name, part in json.loads(plan.to_json()).items()}
     need = "agree: the plan must be the same on all ranks"
     way_out = "give every rank the same model, mesh, options and batch shapes"
@@ -323,7 +325,7 @@ def agree_on_plan(groups: Groups, plan: Plan) -> None:
 
 
 def check_source(groups: Groups, tensors: Mapping[str, Tensor | None]) -> None:
-    """Rank 0 must have all values, where all ranks take those of rank 0. Raises the same ValueError on every rank."""
+    """Check that rank 0, whose weights are broadcast, has all values. Raises the same ValueError on every rank."""
     missing = next((name for name, x in tensors.items() if x is None), "")
     if first := text_of_first(groups, missing, WEIGHTS):
         raise ValueError(
@@ -333,10 +335,10 @@ def check_source(groups: Groups, tensors: Mapping[str, Tensor | None]) -> None:
 
 
 def agree_on_model(groups: Groups, tensors: Mapping[str, Tensor], given: Mapping[str, Tensor | None] | None) -> None:
-    """The whole parameters and buffers of each rank's model by name: names, shapes, dtypes, and the contents of
-    ``given`` (None: on the meta device, without values), unless it is None itself.
+    """Check the unsharded parameters and buffers of each rank's model by name: names, shapes and dtypes. Also the
+    values of ``given`` (None: on the meta device, without values), unless it is None itself.
 
-    Raises ValueError for tensors whose contents differ: replicas would never be equal.
+    Raises ValueError for tensors whose values differ: replicas would never be equal.
     """
     if groups.mesh.world_size == 1:
         return
@@ -348,7 +350,7 @@ def agree_on_model(groups: Groups, tensors: Mapping[str, Tensor], given: Mapping
         told = {name: words.get(name, "no values") for name in given}
         need = "parallelize: every rank must be given the same weights"
         way_out = (
-            "seed alike before building the model (torch.manual_seed), load the same checkpoint with "
+            "set the same seed before building the model (torch.manual_seed), load the same checkpoint with "
             "load_pretrained(folder), or take those of rank 0 with parallelize(..., broadcast_weights=True)"
         )
         claims.append(RankCheck(everywhere(groups), told, need, way_out))
@@ -362,9 +364,9 @@ def agree_on_pieces(
     buffers: Mapping[str, Tensor],
     who: str,
 ) -> None:
-    """This rank's pieces of the parameters, as loaded: ranks that hold the same piece must hold the same contents.
+    """Check this rank's shards of the parameters after a load: ranks with the same shard must have the same values.
 
-    A piece that no other rank holds can't be compared; it is cut out of what the rank was given.
+    A shard that no other rank holds cannot be compared.
     """
     if groups.mesh.world_size == 1:
         return
@@ -382,20 +384,20 @@ def agree_on_pieces(
 
 
 def _copied_over(groups: Groups, spec: ParameterSpec) -> tuple[str, ...]:
-    """The axes on which all ranks hold the same piece; stages hold different parameters."""
+    """The axes on which the parameter is replicated; stages hold different parameters."""
     cut = {axis for axis, p in spec.placements.items() if isinstance(p, Shard)}
     return tuple(axis for axis in groups.mesh.sizes if axis not in cut and axis != "pp")
 
 
-# --- what each rank does for itself, and all must have done ----------------------------------------------------
+# --- local calls that must succeed on all ranks -----------------------------------------------------------------
 
 
 T = TypeVar("T")
 
 
 def together(groups: Groups, what: str, call: Callable[[], T]) -> T:
-    """What ``call`` returns here, once it has returned on all ranks. Raises the error of the first rank that has one,
-    on all: ValueError for a user's mistake, else CheckpointError. Collective."""
+    """Run ``call`` and return its result once it has returned on all ranks. The error of the first rank that has one is
+    raised on all: ValueError for a user's mistake, else CheckpointError. Collective."""
     found, said, cause = attempted(what, call)
     if not all_alike(groups, f"{what}: what came of it", said or "all is well") or said:
         if groups.mesh.world_size == 1:
@@ -408,7 +410,7 @@ def together(groups: Groups, what: str, call: Callable[[], T]) -> T:
 
 
 def by_first(groups: Groups, what: str, call: Callable[[], str]) -> str:
-    """The text that ``call`` returns on rank 0, which alone calls it; its error on all ranks."""
+    """Run ``call`` on rank 0 only and return its text on all ranks; its error is raised on all ranks."""
     text, cause = "", None
     if groups.rank == 0:
         found, said, cause = attempted(what, call)

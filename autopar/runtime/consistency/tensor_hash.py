@@ -1,10 +1,10 @@
-"""A number for the contents of a tensor, made where the tensor is: equal tensors have equal words on all ranks.
+"""A hash of a tensor, computed on its device: equal tensors have equal hashes ("words") on all ranks.
 
-A tensor is read as 64-bit integers, whatever its dtype: so NaNs, signed zeros and every last bit count. Of the
-integers x[i] the word is the sum of (x[i] ^ x[i] >> 33) * weight[i], in 64 bits that wrap around, with odd
-pseudo-random weights. Folding the upper half into the lower one lets each bit reach 31 bits of the sum at least:
-without it, two flipped signs would cancel. By 33 and not 32, since an integer may hold two numbers that change alike.
-Large tensors go in chunks that stay in the cache; the words of the chunks are a tensor in turn.
+A tensor is read as 64-bit integers, whatever its dtype, so NaNs, signed zeros and every bit count. The word of the
+integers x[i] is the sum of (x[i] ^ x[i] >> 33) * weight[i] modulo 2**64, with odd pseudo-random weights. Folding the
+upper half into the lower one lets each bit reach at least 31 bits of the sum: without it, two flipped signs would
+cancel. The shift is 33 and not 32, since an integer may hold two numbers that change alike. Large tensors are hashed in
+chunks that stay in the cache; the words of the chunks are hashed in turn.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor
 
 from autopar.runtime.mesh.host_copies import to_host
 
-CHUNK = {"cpu": 2**16, "cuda": 2**24}  # 64-bit integers; on a device few launches count for more than its cache
+CHUNK = {"cpu": 2**16, "cuda": 2**24}  # 64-bit integers; on a GPU few kernel launches matter more than the cache
 _SPLITMIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # constants of splitmix64
 
 
 def words_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Name -> 16 hexadecimal digits. All words of a device are moved off it at once: one synchronisation."""
+    """Name -> 16 hexadecimal digits. All words of a device are copied to the host at once: one synchronization."""
     return start_words(tensors)()
 
 
 def start_words(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, str]]:
-    """The first half of `words_of`: the words start for the host. The call that is returned waits for them."""
+    """Start copying the words to the host; the returned function waits for them and returns `words_of`."""
     started: list[tuple[list[str], Tensor, torch.Event | None]] = []
     for device in dict.fromkeys(x.device for x in tensors.values()):
         here = {name: word_of(x) for name, x in tensors.items() if x.device == device}
@@ -55,7 +55,7 @@ def word_of(x: Tensor) -> Tensor:
     size = flat.numel() * flat.element_size()
     if size % 8 == 0:
         return _word(flat.view(torch.int64))
-    raw, whole = flat.view(torch.uint8), size // 8 * 8  # what is left is filled up with zeros
+    raw, whole = flat.view(torch.uint8), size // 8 * 8  # the rest is padded with zeros
     rest = torch.nn.functional.pad(raw[whole:], (0, whole + 8 - size))
     parts = [_word(part.view(torch.int64)) for part in (raw[:whole], rest) if part.numel()]
     return parts[0] if len(parts) == 1 else _word(torch.stack(parts))
@@ -82,5 +82,5 @@ def _weights(count: int, device: torch.device) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shifted to the right, zeros from the left."""
+    """Logical shift to the right."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,11 +1,10 @@
-"""Buffers around a step: what its backward reads is kept from before the forward's writes, then new values take effect.
+"""Buffer updates of a step: values that the backward reads are saved, then the new values take effect.
 
-    self.c.mul_(0.5)        the value is written into the tensor, which whoever refers to it sees, as in torch
-    self.c = self.c * 0.5   the value is the tensor from now on; the old one stays as it is
+    self.c.mul_(0.5)        the value is written into the tensor, visible through all references, as in torch
+    self.c = self.c * 0.5   a new tensor becomes the buffer; the old one is unchanged
 
-A step computes with values and writes nothing itself. So what lies in a buffer's memory is copied before it is written
-to: slots that the backward reads, and the buffer itself where outputs depend on it, of which a gradient may be asked
-for that only another step has.
+A step computes values and writes no buffers itself. So values in a buffer's memory are copied before the write: slots
+that the backward reads, and the buffer itself if outputs depend on it whose gradient only another step computes.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from autopar.steps.graphs import Compiled, Stage, is_a, output, output_place
 
 
 def with_refusal(words: str, tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """The same values; a backward through them raises ValueError with these words."""
+    """The same values; a backward through them raises ValueError with this text."""
     with torch.enable_grad():
         anchor = torch.zeros((), requires_grad=True, device=device)
         return list(_RefusedGradient.apply(words, anchor, *tensors))
 
 
 class _RefusedGradient(torch.autograd.Function):
-    """Outputs that would have a gradient in torch, with words where it is asked for."""
+    """Outputs that would have a gradient in torch; a backward through them raises an error."""
 
     @staticmethod
     def forward(ctx: Any, words: str, anchor: Tensor, *outputs: Tensor) -> Any:
@@ -45,10 +44,10 @@ class _RefusedGradient(torch.autograd.Function):
 
 
 class BufferUpdates:
-    """Of one compiled step. written: place among the outputs -> buffer into which the value is written; bound: buffers
-    that get other tensors.
+    """The buffer updates of one compiled step. written: index of an output -> buffer that it is written into. bound:
+    buffers that are replaced by other tensors.
 
-    reads: slots that the backward reads. tangents: names of the outputs that it starts from.
+    reads: slots that the backward reads. tangents: names of the outputs that are differentiated.
     """
 
     def __init__(self, compiled: Compiled, reads: Sequence[int], tangents: set[str]) -> None:
@@ -70,7 +69,7 @@ class BufferUpdates:
             self._again = _that_outputs_depend_on(compiled, set(self.written.values()))
 
     def _shared(self, part: Stage) -> list[int]:
-        """Places of values that lie in memory which is somebody else's, or is about to be written to."""
+        """Indices of values in memory that others hold or that is about to be written to."""
         names = part.forward.outputs
         place = {names.index(output(i)): i for i in (*self.written, *self._places.values()) if output(i) in names}
         if not place:
@@ -83,9 +82,9 @@ class BufferUpdates:
         return [place[k] for k in found]
 
     def keep(self, slots: list[Any], values: Mapping[str, Tensor], shared: Collection[str]) -> dict[str, Tensor]:
-        """After a forward: slots that the backward reads get copies of what is about to be written to, and of
-        ``shared`` buffers, to whose memory somebody else may write. Returns copies of the buffers that are needed to
-        run the forward again."""
+        """After a forward: copy slots that the backward reads if their memory is about to be written to, or belongs to
+        ``shared`` buffers, which user code may write to. Returns copies of the buffers needed to run the forward
+        again."""
         shared = [name for name in shared if name in values]
         if not self.written and not shared:
             return {}
@@ -99,8 +98,8 @@ class BufferUpdates:
         return {name: apart.copy(values[name]) for name in (*self._again, *shared)}
 
     def store(self, tree: ShardedModules, made: list[Any], differentiated: bool) -> None:
-        """The buffers of the modules are as the forward left them. ``made``: the outputs of the step; those that lie in
-        the memory of a buffer are put there. ``differentiated``: the forward made a graph of autograd."""
+        """Update the buffers of the modules. ``made``: the outputs of the step; those that alias a buffer are replaced
+        by views of it. ``differentiated``: the forward was recorded by autograd."""
         if self._unkept:
             tree.leave_out(self._unkept)
         if self.written or self.bound or self._lying:
@@ -131,7 +130,7 @@ class BufferUpdates:
 
 
 def plain_buffers(tree: ShardedModules, compiled: Compiled, train: bool) -> dict[str, Tensor]:
-    """What a step computes with. Raises ValueError for one through which a gradient would leave the step."""
+    """The buffers as plain tensors. Raises ValueError for a buffer through which a gradient would leave the step."""
     found = tree.buffers()
     wanting = [name for name, x in found.items() if x.requires_grad]
     if not wanting:
@@ -139,17 +138,17 @@ def plain_buffers(tree: ShardedModules, compiled: Compiled, train: bool) -> dict
     read = [name for name in wanting if name in compiled.signature.differentiated]
     if read and train and torch.is_grad_enabled():
         raise ValueError(
-            f"buffers: the forward computes with buffer {read[0]}, which requires grad, and steps give gradients to "
-            "parameters only, none to a buffer and none to an earlier forward; assign it detached (self.x = "
-            "h.detach()), or make it a parameter"
+            f"buffers: the forward reads buffer {read[0]}, which requires grad, but steps compute gradients of "
+            "parameters only, not of a buffer or of an earlier forward; assign it detached (self.x = h.detach()), or "
+            "make it a parameter"
         )
     return found | {name: found[name].detach() for name in wanting}
 
 
 def _with_graph(name: str, value: Tensor) -> Tensor:
     words = (
-        f"buffers: {name} was assigned a value with its graph, through which steps on a mesh give no gradients; return "
-        "it as an output, too, and use that"
+        f"buffers: {name} was assigned a value with its autograd graph, which compiled steps do not have; return it as "
+        "an output, too, and use that"
     )
     return with_refusal(words, [value], value.device)[0]
 
@@ -168,7 +167,7 @@ def _placed(lying: Lying, before: Mapping[str, Tensor], after: Mapping[str, Tens
 
 
 class _Apart:
-    """Copies of tensors, with their strides; what lay in one memory does so again."""
+    """Copies of tensors with the same strides; tensors that share memory have copies that share memory."""
 
     def __init__(self) -> None:
         self._made: dict[int, Any] = {}

@@ -1,19 +1,19 @@
-"""Steps as CUDA graphs: what a step launches is recorded once, and launched as one from then on.
+"""Steps as CUDA graphs: a step is recorded once and then replayed with a single launch.
 
-    the first two    run as always: kernels are compiled and loaded, groups connected
-    the third        is recorded, on inputs that stay where they are; nothing runs, until it is replayed
-    from then on     inputs are copied there; one launch; what leaves the step is copied out
+    steps 1, 2       run normally: kernels are compiled and loaded, groups connected
+    step 3           is recorded, on static inputs, then replayed
+    later steps      copy inputs into the static ones, launch once, copy results out
 
-The host launches some thousand kernels per step, one by one; where a kernel takes the GPU less time than the host its
-launch, the GPU waits for the host. A recorded step is one launch, with the collectives of NCCL among it.
+The host launches thousands of kernels per step, one by one; if a launch takes longer than the kernel, the GPU waits for
+the host. A recorded step is one launch, including NCCL collectives.
 
-A graph holds addresses. Parameters, buffers and constants are read where they are, and the step is recorded anew when
-one has moved; the batch and the seeds are copied. Gradients, losses and outputs are copies, which nobody overwrites.
-What a recorded step needs besides is kept between steps, in one pool of memory for all steps of a process: they do not
-run at the same time.
+A graph contains addresses. Parameters, buffers and constants are read in place, and the step is recorded again if one
+has moved; the batch and the seeds are copied. Gradients, losses and outputs are copies, which no replay overwrites.
+Other memory of recorded steps is kept between steps, in one pool for all steps of a process, since they do not run at
+the same time.
 
-A step that cannot be recorded runs as always, and a warning says why: one that reads a value on the host (`nonzero`,
-experts in a loop), or whose operators do what CUDA does not record.
+A step that cannot be recorded runs normally, and a warning gives the reason: it reads a value on the host (`nonzero`,
+experts in a loop), or has operators that CUDA cannot record.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from autopar.runtime.fault.errors import CollectiveError
 class Result:
     """Outputs of a step (flat, in signature order), gradients by placeholder name of the local graph, and the losses.
 
-    With stages in training there are only losses and new buffers among the outputs; others are None.
+    In pipeline training the outputs contain only losses and new buffers; others are None.
     """
 
     outputs: list[Any]
@@ -51,7 +51,7 @@ class Result:
 
 
 def copied(result: Result) -> Result:
-    """The same in storages of its own."""
+    """A copy with separate storages."""
     values = [*result.outputs, *result.gradients.values(), *result.losses]
     tensors = {i: x for i, x in enumerate(values) if isinstance(x, Tensor)}
     fresh: list[Any] = [torch.empty_like(tensors[i]) if i in tensors else x for i, x in enumerate(values)]
@@ -61,10 +61,10 @@ def copied(result: Result) -> Result:
     return Result(fresh[:count], gradients, fresh[count + len(gradients) :])
 
 
-WARM_UP = 2  # steps that run as always
-MOVES = 8  # times that a step is recorded anew because tensors have moved
+WARM_UP = 2  # steps that run normally
+MOVES = 8  # times that a step is recorded again because tensors have moved
 
-# Operators that read a value on the host, or whose results are as large as the values say.
+# Operators that read a value on the host, or whose output size depends on values.
 UNRECORDABLE = {
     torch.Tag.data_dependent_output: "reads a value on the host",
     torch.Tag.dynamic_output_shape: "gives a result whose size depends on values",
@@ -75,14 +75,15 @@ T = TypeVar("T")
 
 
 class CudaGraph:
-    """`torch.cuda.CUDAGraph`; tests have one of their own."""
+    """Wraps `torch.cuda.CUDAGraph`; tests replace it."""
 
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
 
     def record(self, run: Callable[[], T]) -> T:
-        """What ``run`` returns, whose values are there after `replay`. Raises what ``run`` raises, and RuntimeError for
-        what CUDA does not record. Other threads may go on asking CUDA for events, as torch's watchdog does."""
+        """Record ``run`` and return its result, whose values are valid after `replay`. Raises errors of ``run``, and
+        RuntimeError for calls that CUDA cannot record. Other threads may query events meanwhile, as torch's watchdog
+        does."""
         with torch.cuda.graph(self._graph, pool=_pool(), capture_error_mode="thread_local"):
             return run()
 
@@ -96,7 +97,7 @@ def _pool() -> Any:
 
 
 def why_not(graphs: Iterable[GraphModule], device: torch.device) -> str:
-    """Why a step cannot be recorded, as far as its graphs tell; nothing if they do not."""
+    """Why a step cannot be recorded, as far as its graphs show; "" if there is no reason."""
     if device.type != "cuda":
         return f"the device is {device.type}, which has no CUDA graphs"
     for node in (node for gm in graphs for node in gm.graph.nodes if isinstance(node.target, OpOverload)):
@@ -108,11 +109,11 @@ def why_not(graphs: Iterable[GraphModule], device: torch.device) -> str:
 
 
 class RecordedStep:
-    """``run(values)`` as a function that is recorded. reason: why it is not, if it is not.
+    """``run(values)`` as a recorded function. reason: why it is not recorded, if it is not.
 
-    fixed: names of the values that are read where they are; given: of those that are copied. traffic: what ``run`` has
-    sent so far. world: whether other ranks take part; then each step that may be a replay ends with an all_reduce of
-    one number, which the timeout of the mesh can end: nobody watches what is recorded.
+    fixed: names of the values that are read in place. given: names of those that are copied. traffic: returns what
+    ``run`` has sent so far. world: whether other ranks take part; then each step that may be a replay ends with an
+    all_reduce of one number, to which the timeout of the mesh applies: recorded collectives have no watchdog.
     """
 
     def __init__(
@@ -134,19 +135,19 @@ class RecordedStep:
         self._inputs: list[Tensor] = []
         self._result = Result([], {})
         self._notes: list[ValueNote] = []
-        self._sent: dict[tuple[str, str], Traffic] = {}  # in one run
+        self._sent: dict[tuple[str, str], Traffic] = {}  # per run
         self._token: list[Any] = []
         self.reason = ""
         self._give_up(reason)
 
     @property
     def traffic(self) -> Ledger:
-        """What replays have sent so far, beside what ``run`` counts."""
-        times = self._replays - self._records  # what was recorded was counted, as if it had run
+        """What replays have sent so far, in addition to what ``run`` counts."""
+        times = self._replays - self._records  # a recording was counted as if it had run
         return {key: Traffic(times * x.calls, times * x.bytes) for key, x in self._sent.items()}
 
     def __call__(self, values: Mapping[str, Tensor]) -> Result:
-        """A step. Raises CollectiveError as ``run`` does."""
+        """Run or replay a step. Raises CollectiveError as ``run`` does."""
         self._calls += 1
         if self._calls <= WARM_UP:
             return self._run(values)
@@ -165,14 +166,14 @@ class RecordedStep:
             return
         inputs = [values[name].clone() for name in self._given]
         own, before = dict(values) | dict(zip(self._given, inputs, strict=True)), self._traffic_of_run()
-        self._graph, self._result = None, Result([], {})  # frees what the last one held
+        self._graph, self._result = None, Result([], {})  # frees the memory of the last recording
         graph, ahead = self._make(), take_notes()
         try:
             self._result = graph.record(lambda: self._run(own))
         except CollectiveError:
             raise
         except Exception as error:
-            take_notes()  # of values that were never computed
+            take_notes()  # discard: their values were never computed
             self._give_up(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
             return
         finally:
@@ -193,7 +194,7 @@ class RecordedStep:
         return copied(self._result)
 
     def _ask_others(self) -> None:
-        """Behind the step on the GPU: whoever does not come is named when the timeout of the mesh is over."""
+        """Queue a collective after the step on the GPU: a missing rank is named after the timeout of the mesh."""
         if self._world:
             started(str, "a recorded step")
             token = torch.zeros(1, device="cuda")
@@ -202,6 +203,4 @@ class RecordedStep:
     def _give_up(self, reason: str) -> None:
         if reason:
             self.reason, self._graph, self._result, self._inputs = reason, None, Result([], {}), []
-            warnings.warn(
-                f'backend: "cudagraphs" records steps, but not this one, which runs as always: {reason}', stacklevel=2
-            )
+            warnings.warn(f'backend: "cudagraphs" cannot record this step, which runs normally: {reason}', stacklevel=2)

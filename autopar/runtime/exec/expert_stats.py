@@ -1,7 +1,7 @@
-"""How many tokens chose each expert: counted as training steps dispatch them, summed over ranks when it is asked for.
+"""The number of tokens that chose each expert: counted while training steps dispatch them, summed over ranks on demand.
 
-Counting asks nothing of other ranks and waits for no accelerator: the ends of experts' rows, which the dispatch makes
-anyway, are added up. What the backward makes again counts once.
+Counting needs no communication and no synchronization with an accelerator: it adds up the ends of experts' rows, which
+the dispatch computes anyway. Tokens of a recomputed forward count once.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from autopar.ops.grouped_experts import DISPATCHED
 from autopar.runtime.comm.collectives import all_reduce, finish
 from autopar.runtime.mesh.process_groups import Groups
 
-# Ranks of other axes dispatch the same tokens, if not to experts of their own.
+# Ranks along other axes dispatch the same tokens, unless experts are sharded on these axes.
 _CUTS_TOKENS = ("dp", "dp_replicate", "cp", "ep")
 
 
 class ExpertLoad:
-    """Of the steps of one module on this rank."""
+    """The counts of one model's steps on this rank."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
-        self._axis = ""  # over which experts are cut
-        self._ends: dict[str, Tensor] = {}  # by layer: for each of this rank's experts, sum of where its rows end
+        self._axis = ""  # on which experts are sharded
+        self._ends: dict[str, Tensor] = {}  # layer -> sum of the row ends of this rank's experts
 
     def add(self, layers: Sequence[str], found: Sequence[Tensor], axis: str) -> None:
-        """What one forward of these layers dispatched, with experts cut over an axis, if any."""
+        """Add the dispatch of one forward of these layers. ``axis``: on which experts are sharded, if any."""
         self._axis = axis
         for layer, ends in zip(layers, found, strict=True):
             if layer not in self._ends:
@@ -41,7 +41,7 @@ class ExpertLoad:
             self._ends[layer] += ends
 
     def summed(self) -> dict[str, Tensor]:
-        """Of all ranks, whole: [E] int64 on the CPU, by layer in their order. Collective."""
+        """Counts of all ranks: [E] int64 on the CPU per layer, in the order of the model. Collective."""
         here = [self._whole(ends.diff(prepend=ends.new_zeros(1))) for ends in self._ends.values()]
         summed = self._over_ranks(torch.cat(here)).split([len(x) for x in here]) if here else ()
         own = dict(zip(self._ends, summed, strict=True))
@@ -51,7 +51,7 @@ class ExpertLoad:
         dist.all_gather_object(stages, own, self._groups.group("pp"))
         whole: dict[str, Tensor] = {}
         for layer, count in (found for part in stages for found in part.items()):
-            whole[layer] = whole[layer] + count if layer in whole else count  # some schedules hold a part twice
+            whole[layer] = whole[layer] + count if layer in whole else count  # some schedules hold a stage twice
         return whole
 
     def _over_ranks(self, counts: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class ExpertLoad:
         return counts.cpu()
 
     def _whole(self, own: Tensor) -> Tensor:
-        """Counts of this rank's experts among zeros for those of others."""
+        """Counts of this rank's experts, with zeros for those of other ranks."""
         ranks = self._groups.mesh.size(self._axis)
         whole = own.new_zeros(ranks, own.shape[0])
         whole[self._groups.index(self._axis) if ranks > 1 else 0] = own
@@ -72,7 +72,7 @@ class ExpertLoad:
 
 
 def layers_of_experts(graph: GraphModule) -> list[str]:
-    """The modules that dispatch, in the order of a forward; a second time in one module: "name (2)"."""
+    """The modules that dispatch, in forward order; a second dispatch in one module is "name (2)"."""
     met: Counter[str] = Counter()
     found = []
     for node in graph.graph.nodes:

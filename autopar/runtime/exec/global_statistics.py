@@ -1,12 +1,13 @@
-"""The instructions of what goes ahead of a step's first action: rounds of forwards without gradients.
+"""The instructions of the pre-pass before a step's first action: rounds of forwards without gradients, which compute
+global statistics.
 
-    for each round:    post every receive of it
-                       for each part here, for each microbatch: wait, run, add to the totals, send
-                       add the totals of all stages
+    for each round:    post all its receives
+                       for each stage here, for each microbatch: wait, run, add to the totals, send
+                       sum the totals over all stages
 
-All ranks of the pp axis go through all rounds, part by part: a stage begins as soon as the one before it has sent a
-microbatch, and totals are known everywhere before the next round. Of a part that two chains run the first one's stage
-does it.
+All ranks of the pp axis take part in all rounds: a stage begins as soon as the one before it has sent a microbatch, and
+totals are known everywhere before the next round. If two chains of a bidirectional schedule hold a stage, that of the
+first one runs it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class StatisticsProgram:
     device: torch.device
     run: Run
     share: Callable[[list[Tensor]], list[Tensor]] | None
-    made: set[str | None] = field(default_factory=set)  # names of values that go between graphs
+    made: set[str | None] = field(default_factory=set)  # names of values passed between graphs
 
     def add(self, entry: Entry) -> None:
         graphs = [g for one in self.values.pipeline.ahead for g in one.graphs if g is not None]
@@ -87,7 +88,7 @@ class StatisticsProgram:
             self._share(entry, one)
 
     def _transfers(self, one: GlobalStatistics, kind: str) -> Iterator[tuple[Action, list[P2PEdge]]]:
-        """What this rank sends (SF) or receives (RF), in the order in which both ends have it."""
+        """The values that this rank sends (SF) or receives (RF), in an order that both ends share."""
         order, me = self.values.order, self.values.rank
         homes, stages = _homes(order), order.chains[0]
         pairs = sorted({(h.source, h.target) for h in one.hops if _moves(h, homes)})
@@ -113,7 +114,7 @@ class StatisticsProgram:
         entry.does.append(Instruction(accumulate([False] * len(own)), [*sums, *addends], sums))
 
     def _share(self, entry: Entry, one: GlobalStatistics) -> None:
-        """Totals of a round become those of all stages; names of transfers are free for the next one."""
+        """Sum the totals of a round over all stages; names of transfers can be reused in the next round."""
         named = (pair for g in one.graphs if g is not None for pair in zip(g.outputs, outputs(g.graph), strict=True))
         likes = {name: x.meta["val"] for name, x in named if name in one.totals}
         kinds = [(tuple(likes[name].shape), likes[name].dtype) for name in one.totals]

@@ -1,15 +1,15 @@
-"""Who failed? Ranks tell each other through the store, so that an error names a rank and not a socket.
+"""Error propagation: ranks report failures through the store, so that an error names a rank and not a socket.
 
-A collective that loses a peer fails on the survivors as "Connection closed by peer" or as a timeout. Both say
-nothing about the cause. So every rank
-  - beats (`autopar.runtime.fault.heartbeat`),
-  - reports its own error (``error/<rank>``), be it caught by `error_context` or uncaught,
+A collective that loses a peer fails on the survivors as "Connection closed by peer" or as a timeout. Neither names
+the cause. So every rank
+  - writes a heartbeat (`autopar.runtime.fault.heartbeat`),
+  - reports its own error (``error/<rank>``), caught by `error_context` or uncaught,
   - reports a collective that failed (``waiting/<rank>``), and that it has finished (``left/<rank>``).
-A survivor reads these keys and says which ranks failed and with what, which are gone without a word (their sign of life
-stands still), which have finished, and which are alive but did not join.
+A survivor reads these keys. Its error names the ranks that failed, and with which error; those that died (their
+heartbeat has stopped); those that have finished; and those that are alive but did not join.
 
-Of a large world each looks at a few ranks, those behind it, and tells all what it finds in one place of the store
-(`ErrorLog`): as many questions as there are ranks when all fail together, and not their square.
+In a large world each rank reads only the keys of a few next ranks and publishes what it finds in one place of the store
+(`ErrorLog`): if all ranks fail together, requests grow with the number of ranks, and not with its square.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from autopar.runtime.fault.call_sequence import Places
 from autopar.runtime.fault.heartbeat import BEAT, Heartbeat, beat_of, said_by_launcher, shown_in
 from autopar.runtime.fault.store_client import StoreClient, StoreError, look
 
-MOST = 8  # notices of a kind
-TRIES = 100  # others may write at the same moment; each of them fills a place
+MOST = 8  # notices kept per kind
+TRIES = 100  # to write, while others write at the same time; each of them adds a notice
 
 
 class ErrorLog:
-    """Those under a key. A notice has a kind, the rank that it is about, and a text."""
+    """The notices under a key of the store. A notice has a kind, the rank that it is about, and a text."""
 
     def __init__(self, key: str) -> None:
         self._key = key
 
     def read(self, store: dist.Store) -> Mapping[str, dict[int, str]]:
-        """Kind -> rank -> text, the first one of each rank."""
+        """Kind -> rank -> text, the first notice of each rank."""
         found: dict[str, dict[int, str]] = defaultdict(dict)
         for line in look(store, self._key).splitlines():
             kind, rank, text = json.loads(line)
@@ -51,7 +51,7 @@ class ErrorLog:
         return found
 
     def tell(self, store: dist.Store, kind: str, rank: int, text: str) -> None:
-        """Add a notice, unless there are `MOST` of its kind, or the same one."""
+        """Add a notice, unless there are `MOST` of its kind or it is there already."""
         line, start = json.dumps([kind, rank, text]), json.dumps([kind])[:-1] + ","
 
         def added(lines: list[str]) -> list[str]:
@@ -77,11 +77,11 @@ class ErrorLog:
             seen = found
 
 
-SILENCE = 2.5 * BEAT  # once something has failed: a count that stands still this long belongs to a dead rank
-NEAR = 8  # ranks of a group that one rank looks at
-NEXT = 2  # and of the world
-EACH = 25e-6  # seconds of the store for a question
-LINGER = 4.0  # seconds that the store of a rank outlives its work, for the others' last questions
+SILENCE = 2.5 * BEAT  # after a failure: a rank whose heartbeat stops for so long is dead
+NEAR = 8  # ranks of a group that one rank checks
+NEXT = 2  # ranks of the world that one rank checks
+EACH = 25e-6  # seconds of the store per request
+LINGER = 4.0  # seconds that rank 0 keeps its store open after its work, for the last requests of others
 
 T = TypeVar("T")
 
@@ -91,35 +91,35 @@ class CheckpointError(RuntimeError):
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed because of other ranks. The message says what failed, on which rank, and names the others."""
+    """A collective failed because of other ranks. The message names the call, the rank, and the ranks at fault."""
 
-    why = ""  # the part that names them
+    why = ""  # the part of the message that names the ranks at fault
 
 
 class ErrorBoard:
-    """What the ranks of one world know of each other's failures. One per process and default group. ``line``: to the
-    store; ``heartbeat``: of a world of several."""
+    """What this rank knows of failures in its world. One per process and default group. ``line``: the client of the
+    store. ``heartbeat``: None in a world of one rank."""
 
     def __init__(self, store: dist.Store, rank: int, world: int, keys: str, timeout: float) -> None:
         self.rank, self._keys, self._world = rank, keys, range(world)
-        self._told: dict[str, tuple[int, str]] = {}  # what we say, by kind: about which rank, and what
-        self._own = ""  # the error of this rank's last call: all ranks may have had it, and some still say so
+        self._told: dict[str, tuple[int, str]] = {}  # published by this rank: kind -> (the rank that it is about, text)
+        self._own = ""  # the error of this rank's last call: all ranks may have had it, and some may still report it
         self._notices = ErrorLog(f"{keys}/notices")
         self.doing = ""  # the call of autopar that this rank is in, unless it waits for others there
         self.calls = Places()
         self.beat = beat_of(world)
         self.line = StoreClient(store, timeout)
         if world > 1:
-            self.line.ask(lambda store: store.check([keys]))  # connects now, and not when something has failed
-        self.thread = threading.get_ident()  # of the training loop: where calls of autopar come from
+            self.line.ask(lambda store: store.check([keys]))  # connect now, not after a failure
+        self.thread = threading.get_ident()  # of the training loop, which calls autopar
         self._noticed, self._ends = threading.Event(), False
         doing, after = lambda: self.doing, self._look_after
         beats = world > 1
         self.heartbeat = Heartbeat(store, rank, world, keys, doing, self.calls, after, timeout) if beats else None
 
     def close(self) -> None:
-        """This rank ends: because it has finished, or with the error that it told, which is a verdict for all. A rank
-        that hosts the store stays until the others have ended, `LINGER` seconds at most."""
+        """End this rank: it has finished, or it ends with the error that it has published, which becomes the verdict
+        for all. A rank that hosts the store waits until the others have ended, for at most `LINGER` seconds."""
         self._noticed.set()
         if self.heartbeat is None or self._cut_off():
             return
@@ -135,18 +135,19 @@ class ErrorBoard:
             end = time.monotonic() + (LINGER if self.rank == 0 and not hosted_by_launcher() else 0.0)
             while time.monotonic() < end and self.line.ask(lambda store: store.add(ended, 0)) < len(self._world):
                 time.sleep(0.05)
-        except StoreError:  # it is gone, and who waits for it knows
+        except StoreError:  # the store is gone, which others notice themselves
             pass
         self.heartbeat.close()
 
     def give_verdict(self, why: str) -> None:
-        """Nothing can go on, on any rank; on this one from now on. Raises StoreError."""
+        """Publish the verdict: the job cannot continue, on any rank. Raises StoreError."""
         if self.heartbeat is not None:
             self.heartbeat.verdict = why
         self.line.ask(lambda store: store.compare_set(f"{self._keys}/verdict", "", why))
 
     def first_to_say(self, key: str, text: str) -> str | None:
-        """What the first rank has said under a key. None if this rank has told an error, or the store is gone."""
+        """The text of the first rank that has written under a key. None if this rank has published an error, or the
+        store is gone."""
         if not self._told.keys().isdisjoint(("heard", "error")):
             return None
         try:
@@ -154,10 +155,10 @@ class ErrorBoard:
         except StoreError:
             return None
 
-    # --- what this rank tells -------------------------------------------------------------------------
+    # --- what this rank publishes ---------------------------------------------------------------------
 
     def report(self, error: BaseException) -> None:
-        """Publish this rank's own error. A CollectiveError is not one: its cause is elsewhere, and is passed on."""
+        """Publish this rank's own error; of a CollectiveError, whose cause is on another rank, publish that cause."""
         if isinstance(error, CollectiveError):
             self._tell("heard", error.why)
         else:
@@ -166,7 +167,7 @@ class ErrorBoard:
             self._tell("error", self._own)
 
     def clear(self) -> None:
-        """Take back what this rank told: its error was handled, and it waits no longer."""
+        """Withdraw what this rank has published: its error was handled, and it waits no longer."""
         self._noticed.clear()
         for kind in list(self._told):
             self._tell(kind, "")
@@ -175,7 +176,7 @@ class ErrorBoard:
         self._own = ""
 
     def _tell(self, kind: str, text: str, about: int | None = None) -> None:
-        """This rank's word of a kind, for those that look at it; and for all, unless it is about one collective."""
+        """Publish a text of a kind for the ranks that check this one; and for all, unless it is about a collective."""
         before = self._told.pop(kind, None)
         rank = self.rank if about is None else about
         if text:
@@ -192,22 +193,22 @@ class ErrorBoard:
         if len(self._world) > 1 and not self._cut_off():
             try:
                 self.line.ask(tell)
-            except StoreError:  # its own error tells more than this one
+            except StoreError:  # this rank's own error explains more
                 return
 
     @contextmanager
     def at(self, doing: str) -> Iterator[None]:
-        """What this rank does in the block, for those that wait for it; empty: it waits for others."""
+        """Context manager: publishes what this rank does, for ranks that wait for it; empty: it waits for others."""
         before, self.doing = self.doing, doing
         try:
             yield
         finally:
             self.doing = before
 
-    # --- what it hears --------------------------------------------------------------------------------
+    # --- what this rank reads -------------------------------------------------------------------------
 
     def failed(self, what: str, ranks: Sequence[int], error: BaseException | None = None) -> CollectiveError:
-        """The error of something that needed ``ranks`` and failed, with the backend's words if there are any."""
+        """The error of a call that needed ``ranks`` and failed, with the backend's message if there is one."""
         self._noticed.set()
         why = self.explain(ranks, what)
         raw = (
@@ -218,7 +219,7 @@ class ErrorBoard:
         return self._error(what, why, f" [{raw}]" if raw else "")
 
     def ended(self, what: str, verdict: str) -> CollectiveError:
-        """The error of a call that is in vain, since a verdict is known."""
+        """The error of a call that cannot succeed, since a verdict is known."""
         self._noticed.set()
         return self._error(what, verdict)
 
@@ -228,7 +229,7 @@ class ErrorBoard:
         return out
 
     def _look_after(self, verdict: str) -> None:
-        """After a beat: if waits that raise nothing are in vain, they are ended; on a thread, since that takes time."""
+        """After a beat: if a wait that does not raise cannot succeed, abort it; on a thread, since that takes time."""
         ranks = [] if verdict else aborts.broken_group()
         if not self._ends and (verdict or ranks) and aborts.there_are_some():
             self._ends = True
@@ -240,13 +241,13 @@ class ErrorBoard:
         aborts.end_waits(self.thread, error, self._noticed)
 
     def translated(self, error: BaseException, action: str) -> BaseException:
-        """A backend's error in words that name ranks; any other error itself."""
+        """A backend's error as a CollectiveError that names ranks; any other error unchanged."""
         if isinstance(error, CollectiveError) or not (isinstance(error, StoreError) or is_backend_error(error)):
             return error
         return self.failed(action, self._world, error)
 
     def explain(self, ranks: Sequence[int], what: str) -> str:
-        """Why something among ``ranks`` failed here, in words; asks for at most about SILENCE seconds."""
+        """Why a call among ``ranks`` failed here, as a text; takes at most about SILENCE seconds."""
         if self._cut_off():
             return self.verdict
         self._tell("waiting", what)
@@ -256,14 +257,14 @@ class ErrorBoard:
             return self.verdict or str(error)
 
     def trouble(self, ranks: Sequence[int]) -> str:
-        """Why waiting for ``ranks`` is in vain, if it is known: a verdict, an error, a rank that has finished."""
+        """Why waiting for ``ranks`` cannot succeed, if known: a verdict, an error, a rank that has finished."""
         try:
             return self.line.ask(lambda store: self._known(store, ranks, ranks))
         except StoreError as error:
             return self.verdict or str(error)
 
     def at_work(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Which of ``ranks`` are in a call of autopar and do not wait for others there, and in which call."""
+        """Those of ``ranks`` that are working in a call of autopar, not waiting for others, and the call."""
         try:
             signs = self.line.ask(lambda store: self._signs(store, ranks))
         except StoreError:
@@ -271,24 +272,25 @@ class ErrorBoard:
         return {r: doing for r, sign in signs.items() if (doing := shown_in(sign)[0])}
 
     def gone_on(self, name: str, number: int) -> Callable[[], int | None]:
-        """Asked first, then called: the next rank, if it was beyond call ``number`` of ``name`` when that was asked."""
+        """A function that returns the next rank, if at the time of this call it was beyond call ``number`` of
+        ``name``."""
         rank, places = self.heartbeat.next if self.heartbeat is not None else (-1, {})
         passed = name in places and places[name].passed(number)
         return lambda: rank if passed else None
 
     def near(self, ranks: Sequence[int], most: int = NEAR) -> list[int]:
-        """Those of ``ranks`` (in order) that this rank looks at: all others if they are few, else the next ones."""
+        """Those of ``ranks`` (in order) that this rank checks: all others if they are few, else the next ones."""
         start = bisect.bisect_right(ranks, self.rank)
         found = (ranks[(start + i) % len(ranks)] for i in range(min(len(ranks), most + 1)))
         return [r for r in found if r != self.rank][:most]
 
     def _cut_off(self) -> bool:
-        """Whether the store is known not to answer: who asks would wait as long once more."""
+        """Whether the store is known not to answer: another request would wait until its timeout, too."""
         return self.heartbeat is not None and self.heartbeat.cut_off
 
     @property
     def verdict(self) -> str:
-        """Why nothing can go on, as far as this rank knows, or empty."""
+        """Why the job cannot continue, as far as this rank knows, or empty."""
         return self.heartbeat.verdict if self.heartbeat is not None else ""
 
     def _known(self, store: dist.Store, failing: Sequence[int], needed: Sequence[int]) -> str:
@@ -299,7 +301,7 @@ class ErrorBoard:
             return "; ".join(f"rank {r} failed: {text}" for r, text in sorted(errors.items()))
         if verdict := said_by_launcher(store) or self.verdict:
             return verdict
-        # What another rank heard, unless it is about this one: a rank that waits may look as if it were the cause.
+        # What another rank has read, unless it is about this one: a waiting rank may look like the cause.
         me = re.compile(rf"\branks? ([\d, ]*, )?{self.rank}\b")
         heard = [t for r, t in told["heard"].items() if r in failing and r != self.rank and not me.search(t)]
         left = {r for r in told["left"] if r in needed}
@@ -308,7 +310,7 @@ class ErrorBoard:
         return heard[0] if heard else f"{ranks_named(sorted(left))} finished: its main returned" if left else ""
 
     def _ask(self, ranks: Sequence[int]) -> str:
-        # The world, and not only the group: the cause may be a rank that a silent member of the group waits for.
+        # All ranks of the world, not only the group: a silent member of the group may wait for a rank outside of it.
         others = self.near(ranks)
         looked = list(dict.fromkeys([*others, *self.near(self._world, max(NEXT, NEAR + NEXT - len(others)))]))
         sees_all = len(looked) == len(self._world) - 1
@@ -332,13 +334,13 @@ class ErrorBoard:
         return f"every rank waited for another one: {stories}"
 
     def _with_others(self, kind: str, found: list[int], among: Sequence[int], sees_all: bool) -> list[int]:
-        """What this rank has found of those that it looks at, with what others tell of theirs."""
+        """What this rank has found about the ranks that it checks, with what others have published about theirs."""
         if sees_all:
             return found
         if found:
             self._tell(kind, "looked at", about=found[0])
         else:
-            time.sleep(0.5 * self.beat)  # until they have told
+            time.sleep(0.5 * self.beat)  # until the others have published
         told = self.line.ask(self._notices.read)[kind]
         return sorted({*found, *(r for r in told if r in among and r != self.rank)})
 

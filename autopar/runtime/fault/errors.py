@@ -1,7 +1,7 @@
-"""Errors on their way: what this process tells of its own, and how those of backends come to name ranks.
+"""Errors of this process: publishing its own, and translating those of backends into errors that name ranks.
 
-What ranks know of each other is on their boards (`autopar.runtime.fault.error_propagation`): one of each process, made
-here.
+What ranks know of each other is on their error boards (`autopar.runtime.fault.error_propagation`), one per process,
+created here.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ T = TypeVar("T")
 # --- the board of this process --------------------------------------------------------------------------
 
 _boards: dict[int, ErrorBoard] = {}
-_made = itertools.count()  # a store may outlive a default group, and serve the next
+_made = itertools.count()  # a store may outlive a default group and serve the next one
 
 
 def board() -> ErrorBoard:
-    """The board of the default process group, made at the first call. Not collective."""
+    """The board of the default process group, created at the first call. Not collective."""
     store = default_store()
     if id(store) not in _boards:
         _boards[id(store)] = _new_board(store, dist.get_rank(), dist.get_world_size())
@@ -54,9 +54,9 @@ def _new_board(store: dist.Store, rank: int, world: int, timeout: float = inf) -
 
 
 def starting(store: dist.Store, rank: int, world: int, limit: float, call: Callable[[], None]) -> None:
-    """A call that makes the default process group over ``store``: ranks see each other live from before it.
+    """Run a call that creates the default process group over ``store``; heartbeats start before it.
 
-    Raises CollectiveError that names the ranks which do not join within ``limit`` seconds.
+    Raises CollectiveError that names the ranks that do not join within ``limit`` seconds.
     """
     mine = _new_board(store, rank, world, limit)
     try:
@@ -69,20 +69,20 @@ def starting(store: dist.Store, rank: int, world: int, limit: float, call: Calla
 
 
 def first_to_say(key: str, text: str) -> str | None:
-    """`ErrorBoard.first_to_say`, on the board that there is or was: the default group may be gone."""
+    """`ErrorBoard.first_to_say`, also if the default group is already gone."""
     return next((mine.first_to_say(key, text) for mine in _boards.values()), None)
 
 
 def close() -> None:
-    """This rank has finished: at exit, or before the process group is destroyed."""
+    """Report that this rank has finished: at exit, or before the process group is destroyed."""
     for old in _boards.values():
         old.close()
     _boards.clear()
 
 
 def _forget() -> None:
-    """In a process that has been forked: the boards are its parent's, whose threads have not come along."""
-    _of_parents.extend(_boards.values())  # not destroyed: that might wait for a thread
+    """Forget the boards in a forked process: they belong to the parent, whose threads are not copied."""
+    _of_parents.extend(_boards.values())  # kept alive: a destructor might wait for a thread
     _boards.clear()
 
 
@@ -90,15 +90,15 @@ _of_parents: list[ErrorBoard] = []
 os.register_at_fork(after_in_child=_forget)
 
 
-# --- errors on their way --------------------------------------------------------------------------------
+# --- translating errors ---------------------------------------------------------------------------------
 
 
 @contextmanager
 def error_context(action: str = "a collective") -> Iterator[None]:
-    """Errors that leave this block name ranks, here and elsewhere.
+    """Context manager: errors that leave it name the ranks at fault, on this rank and on others.
 
-    An error of this rank is published, so that the others' errors can name this rank and its error. An error of a
-    backend ("Connection closed by peer") becomes a CollectiveError that names ``action`` and the ranks which failed:
+    An error of this rank is published, so that errors on other ranks can name it. An error of a backend ("Connection
+    closed by peer") becomes a CollectiveError that names ``action`` and the ranks that failed:
 
         with autopar.error_context("saving the optimizer"):
             torch.distributed.checkpoint.save(...)
@@ -120,8 +120,8 @@ def error_context(action: str = "a collective") -> Iterator[None]:
 
 @contextmanager
 def explained(what: str | Callable[[], str], ranks: Sequence[int]) -> Iterator[None]:
-    """RuntimeErrors in this block, which does nothing but communicate with ``ranks``, become CollectiveErrors. What a
-    function says of it is made only then."""
+    """Context manager around communication with ``ranks`` only: its RuntimeErrors become CollectiveErrors. ``what``
+    describes it; a function is called only after an error."""
     try:
         yield
     except CollectiveError:
@@ -131,14 +131,14 @@ def explained(what: str | Callable[[], str], ranks: Sequence[int]) -> Iterator[N
 
 
 def waited_for(mine: ErrorBoard, limit: float, call: Callable[[], T], what: str, ranks: Sequence[int]) -> T:
-    """A call that blocks until ``ranks`` join, for at most ``limit`` seconds: torch's own limits do not count while the
-    store is silent. Raises CollectiveError as soon as it is known that one of them will not."""
+    """Run a call that blocks until ``ranks`` join, for at most ``limit`` seconds: torch's own timeouts do not count
+    while the store does not answer. Raises CollectiveError as soon as it is known that one of them will not join."""
     answer, start, next_look = Answer(), time.monotonic(), mine.beat
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run() -> T:
         if device is not None:
-            torch.cuda.set_device(device)  # each thread has its own
+            torch.cuda.set_device(device)  # the current device is per thread
         return call()
 
     threading.Thread(target=answer.run, args=(run,), name="autopar-join", daemon=True).start()
@@ -166,7 +166,7 @@ def _install_hook() -> None:
 
 
 def named(error: BaseException) -> BaseException:
-    """An error that ends this rank: published if it is its own, else with the ranks that caused it."""
+    """An error that ends this rank: published if it is this rank's own, else translated to name the ranks at fault."""
     for mine in _boards.values():
         found = mine.translated(error, "a collective")
         mine.report(found)

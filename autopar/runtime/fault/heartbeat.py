@@ -1,16 +1,16 @@
-"""Every rank shows that it lives, and watches the next one: what a dead or stopped rank leaves hanging is ended.
+"""Heartbeats: every rank shows that it is alive and watches the next one, so that waits for a dead rank are aborted.
 
-Once a second a thread writes under ``alive/<rank>`` that it does, in which call of autopar this rank is (so that a slow
-compile is waited for) and which one of all calls that is; reads the same of the next rank, and looks whether somebody
-has given a verdict. A text that stands still for `SILENT` seconds is one: the rank is dead or stopped, and nothing that
-waits for it can end. So are a next rank that has finished before a call which this one is in, a store that does not
-answer, and the word of the launcher, which sees its processes die. On a verdict the connections of this rank's process
-groups are broken: every wait becomes an error, wherever it is; waits that raise nothing are ended by what is called
-after each beat.
+Once a second a thread writes under ``alive/<rank>`` a count, the call of autopar that this rank is in (so that others
+wait for a slow compile) and the number of this call. It reads the same of the next rank, and looks for a verdict: the
+reason why the job cannot continue. A heartbeat that does not change for `SILENT` seconds leads to a verdict: the rank
+is dead or stopped, and no wait for it can end. So do a next rank that has finished before a call that this rank is in,
+a store that does not answer, and a report of the launcher, which sees its processes die. On a verdict the connections
+of this rank's process groups are broken, so every wait raises an error. A callback after each beat aborts waits that do
+not raise.
 
-Four questions a beat and rank, whatever the number of ranks; the store answers some 30,000 in a second, so thousands of
-ranks beat more slowly. A rank that held the interpreter's lock for so long, without a bytecode in between, would be
-taken for dead; $AUTOPAR_HEARTBEAT_TIMEOUT sets the seconds.
+Each rank makes four requests per beat. The store answers some 30,000 per second, so with thousands of ranks beats are
+slower. A rank that holds the interpreter's lock for as long, without a bytecode in between, is taken for dead;
+$AUTOPAR_HEARTBEAT_TIMEOUT sets the seconds.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from autopar.runtime.fault import aborts
 from autopar.runtime.fault.call_sequence import Place, Places, places_in
 from autopar.runtime.fault.store_client import StoreClient, StoreError, look
 
-BEAT = 1.0  # seconds between two signs of life
-MANY = 4096  # ranks up to which it is that
-SILENT = float(os.environ.get("AUTOPAR_HEARTBEAT_TIMEOUT", "8"))  # seconds without one until a rank is given up
-TOLD = ("error", "heard", "left")  # what a rank says before it goes
-LAUNCHER = "autopar/launcher"  # what the launcher saw, beside all prefixes
+BEAT = 1.0  # seconds between two heartbeats
+MANY = 4096  # up to so many ranks
+SILENT = float(os.environ.get("AUTOPAR_HEARTBEAT_TIMEOUT", "8"))  # seconds without one until a rank is taken for dead
+TOLD = ("error", "heard", "left")  # what a rank publishes before it ends
+LAUNCHER = "autopar/launcher"  # key of the launcher's report, outside of all prefixes
 
 
 def beat_of(world: int) -> float:
-    """Seconds between two signs of life in a world of so many ranks."""
+    """Seconds between two heartbeats in a world of so many ranks."""
     return BEAT * max(1.0, world / MANY)
 
 
 class Heartbeat:
-    """The beat of one rank. ``verdict``: why nothing can go on, or empty. ``doing``: what this rank is at. ``calls``:
-    those that it has made. ``after``: is called with the verdict after each beat."""
+    """The heartbeat of one rank. ``verdict``: why the job cannot continue, or empty. ``doing``: returns what this rank
+    does. ``calls``: the places of its calls. ``after``: called with the verdict after each beat."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Heartbeat:
         timeout: float,
     ) -> None:
         self.verdict = ""
-        self.cut_off = False  # the store does not answer any more: that is the verdict
+        self.cut_off = False  # the store no longer answers: that is the verdict
         self.beat = beat_of(world)
         self.next: tuple[int, dict[str, Place]] = (-1, {})  # the next rank, and where it was at the last beat
         self._keys, self._doing, self._calls, self._after = keys, doing, calls, after
@@ -65,7 +65,7 @@ class Heartbeat:
         self._seen = ""
         root = root_store(store)
         self._port = root.port if isinstance(root, dist.TCPStore) else -1
-        self._line = StoreClient(store, timeout)  # its own: a question of somebody else does not stop the beat
+        self._line = StoreClient(store, timeout)  # its own client: other requests do not delay the beat
         self._line.ask(self._show)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="autopar-alive", daemon=True)
@@ -83,7 +83,7 @@ class Heartbeat:
                 found = self._line.ask(self.look, max(SILENT, self._line.patience))
                 reached = time.monotonic()
             except StoreError as error:
-                # A host that has finished takes the store with it, while others are still at their last collectives.
+                # A host that has finished ends the store, while others are still in their last collectives.
                 found = str(error) if time.monotonic() - reached >= SILENT else ""
                 self.cut_off = bool(found)
             if found and not self._stop.is_set():
@@ -107,14 +107,14 @@ class Heartbeat:
         self._still = self._still + 1 if sign == self._seen else 0
         self._seen = sign
         self.next = (self._watched, places_in(shown_in(sign)[1]))
-        # In beats of ours: nobody is silent because the job was suspended.
+        # Counted in this rank's beats: a suspended job does not make ranks silent.
         if not sign or self._still * self.beat < max(SILENT, 3 * self.beat):
             return ""
         return self._given_up(store, self._watched)
 
     def _given_up(self, store: dist.Store, rank: int) -> str:
-        """The verdict on a rank that does not beat any more: its own words if it left some; none if it has finished,
-        unless that was before a call that this rank is in."""
+        """The verdict on a rank whose heartbeat has stopped: its own error if it has published one; none if it has
+        finished, unless that was before a call that this rank is in."""
         words = {k: text for k in TOLD if (text := look(store, f"{self._keys}/{k}/{rank}"))}
         if words.get("left"):
             if self._calls.beyond(self.next[1]):
@@ -128,12 +128,12 @@ class Heartbeat:
 
 
 def said_by_launcher(store: dist.Store) -> str:
-    """What the launcher saw, or nothing."""
+    """The launcher's report, or ""."""
     root = root_store(store)
     return root.get(LAUNCHER).decode() if root.check([LAUNCHER]) else ""
 
 
 def shown_in(sign: str) -> tuple[str, str]:
-    """The call of autopar that a rank is in, if it does not wait for others there, and its places, of what it shows."""
+    """(the call of autopar that a rank works in, "" if it waits for others; its places), from its heartbeat."""
     _, doing, places = (sign.split("\n") + ["", "", ""])[:3]
     return doing, places

@@ -1,4 +1,4 @@
-"""How ranks meet in the store, what they show each other there, in rounds, and how it differs."""
+"""Barriers and exchanges of texts between ranks through the store, in rounds; and how the texts differ."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from autopar.runtime.fault.heartbeat import BEAT, said_by_launcher
 from autopar.runtime.fault.store_client import Answer, StoreClient, StoreError, look
 
 T = TypeVar("T")
-PATIENCE = 10  # times the timeout, that an agreement waits for ranks which beat and are at work in a call of autopar
+PATIENCE = 10  # times the timeout that a barrier waits for ranks that are alive and working in a call of autopar
 BETWEEN = 5 * BEAT  # seconds that they may be between two calls
-LATE = 0.02  # seconds after which a rank says that it waits
-MOST_SHOWN = 200  # characters of what ranks differ in
+LATE = 0.02  # seconds after which a rank reports that it waits
+MOST_SHOWN = 200  # characters of a difference in an error
 
 
 def world_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
-    """The store of torchrun's environment, once all ranks have come. torch's own rendezvous says how many did not come;
-    this one says which. Raises CollectiveError."""
+    """The store of torchrun's environment, once all ranks have joined. Unlike torch's own rendezvous, the error names
+    the ranks that are missing, not just their number. Raises CollectiveError."""
     what, start, limit = f"comm: starting the ranks failed on rank {rank}: ", time.monotonic(), timeout.total_seconds()
     store = _connected(rank, world, timeout, what)
     line = StoreClient(store, limit)
@@ -42,7 +42,7 @@ def world_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
     except StoreError as error:
         raise CollectiveError(what + str(error)) from error
     if why:
-        time.sleep(BEAT if rank == 0 else 0.0)  # it may host the store, and the others look there
+        time.sleep(BEAT if rank == 0 else 0.0)  # rank 0 may host the store that the others read
         raise CollectiveError(what + why)
     return store
 
@@ -50,7 +50,7 @@ def world_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
 def _connected(rank: int, world: int, timeout: timedelta, what: str) -> dist.Store:
     host, port, launched = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), hosted_by_launcher()
     answer, hosts = Answer(), rank == 0 and not launched
-    # On a thread: torch counts the timeout for each address of the host.
+    # On a thread: torch applies the timeout to each address of the host.
     threading.Thread(
         target=answer.run,
         args=(lambda: dist.TCPStore(host, port, world, hosts, timeout, wait_for_workers=False, multi_tenant=True),),
@@ -61,7 +61,7 @@ def _connected(rank: int, world: int, timeout: timedelta, what: str) -> dist.Sto
         where = f"{store_host()} cannot be reached at {host}:{port}"
         raise CollectiveError(f"{what}{where}{raw}") from answer.error
     store: dist.Store = answer.value
-    if launched:  # it serves all restarts
+    if launched:  # one store serves all restarts
         return dist.PrefixStore(f"/worker/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     return store
 
@@ -72,8 +72,8 @@ def _come(store: dist.Store, rank: int, world: int) -> None:
 
 
 def _why_not_all(store: dist.Store, rank: int, world: int, limit: float, late: bool) -> str | None:
-    """Why waiting for all ranks has ended, as the launcher or a rank says: the first one that asks when it is ``late``.
-    "": they have come; None: not yet."""
+    """Why waiting for all ranks has ended, as reported by the launcher or by the first rank that asks when it is
+    ``late``. "": all ranks have joined; None: not yet."""
     if store.check(["autopar/all"]):
         return ""
     if said := said_by_launcher(store) or look(store, "autopar/absent"):
@@ -88,7 +88,7 @@ def _why_not_all(store: dist.Store, rank: int, world: int, limit: float, late: b
 
 @dataclass
 class Rounds:
-    """How often a scope has been used by its ranks, and what they left there: it is cleared in the next round."""
+    """How often the ranks of a scope have used it, and the keys that they left there: cleared in the next round."""
 
     count: int = 0
     left: list[str] = field(default_factory=list)
@@ -109,12 +109,12 @@ class GoneOn(Exception):
 
 
 class Round:
-    """All ``ranks`` of a scope meet, and vote: alike if all hold the same ``digest``, and those that vote under the
-    same number (the first of their ranks) the same text.
+    """All ``ranks`` of a scope meet and vote: alike if all hold the same ``digest``, and those that vote under the same
+    number (the first of their ranks) the same text.
 
-    Whoever holds a digest counts those that do. The one that makes it all of them is the last; the others see that when
-    they look. So a rank asks two questions as a rule, one more for each vote, be they 2 ranks or 16,384. One that has
-    looked in vain counts itself as late: when all are, they hold different digests.
+    Each rank increments a counter under its digest. The rank that completes the count is the last; the others see that
+    when they look. So a rank makes two requests as a rule, and one more for each vote, whether there are 2 ranks or
+    16,384. A rank that finds the count incomplete also counts itself as late: if all are late, digests differ.
     """
 
     def __init__(
@@ -129,14 +129,14 @@ class Round:
         rounds.left = [self._digest, self._lates]
 
     def come(self, store: dist.Store) -> bool | None:
-        """Vote. What came of it, if this rank is the last."""
+        """Vote. Returns the result if this rank is the last, else None."""
         for n, text in self._votes.items():
             self._apart |= store.compare_set(f"{self._where}/vote/{n}", "", text).decode() != text
         if self._apart:
             return self._be_late(store)
         if store.add(self._digest, 1) < len(self._ranks):
             return None
-        for key in self._left:  # all are here, so nobody is in the last round any more
+        for key in self._left:  # all ranks are here, so none is in the last round any more
             store.delete_key(key)
         return True
 
@@ -158,7 +158,7 @@ class Round:
         return self._be_late(store) if time.monotonic() - self._start > self._patience else None
 
     def absent(self, store: dist.Store, near: Sequence[int]) -> list[int]:
-        """Which of the ranks ``near`` have not come; all come late if they wait for others."""
+        """Which of the ranks ``near`` have not come: a rank that waits has counted itself as late."""
         found = [r for r in near if not store.check([f"{self._where}/waits/{r}"])]
         return found if self.look(store) is None else []
 
@@ -173,9 +173,9 @@ class Round:
 
 
 def meet(round_: Round, ranks: Sequence[int], what: str, limit: float, event: Callable[[], Event] | None) -> bool:
-    """Wait until all ``ranks`` are in this round. Whether they hold the same.
+    """Wait until all ``ranks`` are in this round; returns whether they hold the same values.
 
-    Raises CollectiveError as `show` does, and GoneOn where ``event``, asked before each look, says so after it.
+    Raises CollectiveError as `show` does, and GoneOn if ``event``, called before each look, reports a rank after it.
     """
     found = _waited_for(ranks, f"agreeing on {what}", limit, round_.come, round_.look, round_.absent, event)
     if round_.leaves:
@@ -192,12 +192,12 @@ def show(
     limit: float,
     reply: Callable[[list[str]], str],
 ) -> str:
-    """Show a text (what it is about, then the rest, by lines) and wait for what the first of ``ranks`` replies to those
-    of all of them: the same for all. Only that rank reads them.
+    """Publish a text (its subject, then the rest, by lines) and wait for the reply of the first of ``ranks`` to the
+    texts of all of them, the same for all. Only that rank reads the texts.
 
-    Raises CollectiveError that names the ranks which do not come: after ``limit`` seconds, or as soon as it is known
-    that they cannot. Ranks that beat and are at work within autopar (a slow compile) are waited for `PATIENCE` times
-    as long, with a warning.
+    Raises CollectiveError that names the ranks that do not come: after ``limit`` seconds, or as soon as it is known
+    that they cannot. Waits `PATIENCE` times as long, with a warning, for ranks that are alive and working in autopar (a
+    slow compile).
     """
     left, where, answer = rounds.left, rounds.next(scope), f"{scope}/{rounds.count}/reply"
     keys = [f"{where}/{r}" for r in ranks] if rank == ranks[0] else []
@@ -208,7 +208,7 @@ def show(
             return None
         if keys:
             store.set(answer, reply([v.decode() for v in store.multi_get(keys)]))
-            for key in [keys[0], *left]:  # all who come to this round have read the last reply
+            for key in [keys[0], *left]:  # all ranks in this round have read the last reply
                 store.delete_key(key)
         return store.get(answer).decode()
 
@@ -226,7 +226,7 @@ def show(
 
 
 def _rest(start: float, end: float, ranks: int) -> bool:
-    """Before one more look, unless time is over: longer for more ranks, and for who has waited for long."""
+    """Sleep before the next look: longer for more ranks and after a longer wait. False if the time is over."""
     now = time.monotonic()
     if now > end:
         return False
@@ -244,7 +244,7 @@ def _waited_for(
     absent: Callable[[dist.Store, Sequence[int]], list[int]],
     event: Callable[[], Event] | None = None,
 ) -> T:
-    """What ``come`` gives, or ``look`` later on: None while others are ``absent``."""
+    """Poll ``come`` once, then ``look``, until one returns a result: both return None while others are ``absent``."""
     mine, start = board(), time.monotonic()
 
     def poll(store: dist.Store) -> T | None:
@@ -273,9 +273,9 @@ def _waited_for(
 
 
 def _patience(mine: ErrorBoard, limit: float, what: str) -> Callable[[float, Sequence[int]], bool]:
-    """Whether to give up on ranks that are absent after so many seconds, the limit or more: not on those that beat and
-    are at work within autopar, since a slow compile is no failure."""
-    seen = -inf  # when all that were absent were at work
+    """A function that decides whether to give up on absent ranks after so many seconds, the limit or more: not on ranks
+    that are alive and working in autopar, since a slow compile is not a failure."""
+    seen = -inf  # the last time at which all absent ranks were working
 
     def ended(waited: float, absent: Sequence[int]) -> bool:
         nonlocal seen
@@ -285,7 +285,7 @@ def _patience(mine: ErrorBoard, limit: float, what: str) -> Callable[[float, Seq
                 who = ", ".join(f"rank {r} in {call}" for r, call in found.items())
                 warnings.warn(
                     f"comm: {what} on rank {mine.rank} has waited {limit:.0f} s for others that are alive and at work "
-                    f"({who}); it waits on, up to {PATIENCE * limit:.0f} s",
+                    f"({who}); it keeps waiting, up to {PATIENCE * limit:.0f} s",
                     stacklevel=2,
                 )
             seen = waited
@@ -295,7 +295,7 @@ def _patience(mine: ErrorBoard, limit: float, what: str) -> Callable[[float, Seq
 
 
 def differences(ranks: Sequence[int], values: Sequence[str]) -> str:
-    """Who holds what, if not all hold the same: first those that differ from most."""
+    """Which ranks hold which values, if they differ; ranks that differ from the majority come first."""
     by_value: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values):
         by_value.setdefault(value, []).append(rank)
@@ -310,7 +310,7 @@ def differences(ranks: Sequence[int], values: Sequence[str]) -> str:
 
 
 def _where_they_differ(texts: list[str]) -> list[str]:
-    """Long texts are cut to what stands around the first difference."""
+    """Long texts, shortened to the surroundings of the first difference."""
     if max(map(len, texts)) <= MOST_SHOWN:
         return texts
     same = next((i for i, found in enumerate(zip(*texts, strict=False)) if len(set(found)) > 1), min(map(len, texts)))

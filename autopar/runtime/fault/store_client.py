@@ -1,7 +1,7 @@
-"""Questions to the store, each with a deadline.
+"""Requests to the store, each with a deadline.
 
-A client of torch's store waits in C++ for the answer, for ever if the host of the store is stopped or cut off: its own
-timeout counts for keys that are missing. So questions are asked on a thread, and who asks waits no longer than a limit.
+A client of torch's store waits in C++ for the answer, and hangs if the host of the store is stopped or cut off: its own
+timeout applies only to missing keys. So requests run on a thread, and the caller waits no longer than a limit.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ import torch.distributed as dist
 from autopar.adapters.distributed import own_client, store_host
 
 T = TypeVar("T")
-# Seconds for an answer of the store. It looks up the name of each newcomer, for a log message, and answers nobody the
-# while: where DNS is slow that takes the system's resolver 5 s, and once more (seen; torch 2.13, both backends).
+# Seconds for an answer of the store. It looks up the host name of each new client, for a log message, and answers
+# nobody meanwhile: with slow DNS that takes the system's resolver 5 s, twice (observed; torch 2.13, both backends).
 PATIENCE = 11.0
 LEAST = 3.0
-SLICE = 1.0  # seconds: no more is lost of a wait in which the process was suspended
-FIRST = 30.0  # for the first answer: to connect is to be a newcomer, and all ranks are at the same time
+SLICE = 1.0  # seconds: a wait in which the process was suspended loses no more
+FIRST = 30.0  # for the first answer: all ranks are new clients at the same time
 
 
 def look(store: dist.Store, key: str) -> str:
-    """The text under a key, empty if there is none: one question, which never waits."""
+    """The text under a key, empty if there is none: one request, which never waits for the key."""
     return store.compare_set(key, "", "").decode()
 
 
 class StoreError(RuntimeError):
-    """The store did not answer in time, or its connection broke. The message says who hosts it."""
+    """The store did not answer in time, or its connection broke. The message names the host of the store."""
 
 
 class Answer:
-    """What a call on another thread returned or raised."""
+    """The result or the error of a call on another thread."""
 
     def __init__(self) -> None:
         self._done = threading.Lock()
@@ -44,16 +44,16 @@ class Answer:
         self.error: BaseException | None = None
 
     def run(self, call: Callable[[], Any]) -> None:
-        """On the other thread."""
+        """Run the call, on the other thread."""
         try:
             self.value = call()
-        except BaseException as error:  # whoever asked raises it
+        except BaseException as error:  # the caller raises it
             self.error = error
         self._done.release()
 
     def wait(self, seconds: float) -> bool:
-        """Whether it came within so many seconds, of which none passes while this process is suspended. Once it came,
-        nobody waits again."""
+        """Whether the result came within so many seconds, not counting time in which this process is suspended. Must
+        not be called again after True."""
         while not self._done.acquire(timeout=min(seconds, SLICE)):
             seconds -= SLICE
             if seconds <= 0:
@@ -62,9 +62,8 @@ class Answer:
 
 
 class StoreClient:
-    """A connection to the store: ``line.ask(lambda store: store.get("x"))``. No answer but the first is waited for
-    longer than ``timeout`` seconds, or `LEAST`. ``patience``: what is waited for unless said otherwise. ``connect``:
-    makes the client that it asks."""
+    """A connection to the store: ``line.ask(lambda store: store.get("x"))``. Waits at most ``timeout`` seconds, or
+    `LEAST`, for each answer after the first. ``patience``: the default limit. ``connect``: creates torch's client."""
 
     def __init__(
         self, store: dist.Store, timeout: float = inf, connect: Callable[[dist.Store], dist.Store] = own_client
@@ -102,7 +101,7 @@ class StoreClient:
             question, answer = self._jobs.get()
 
             def run(question: Callable[[dist.Store], Any] = question) -> Any:
-                if not client:  # connecting is a question, too
+                if not client:  # connecting is a request, too
                     client.append(self._connect(store))
                 return question(client[0])
 

@@ -1,7 +1,7 @@
-"""What surrounds a step and changes what it computes: autocast, the default dtype, deterministic algorithms.
+"""Global torch state that changes what a step computes: autocast, the default dtype, deterministic algorithms.
 
-with outside(device) as surroundings:      the casts of an autocast are part of a step's graph, which is compiled
-    ...                                    and run outside of it
+with outside(device) as surroundings:      a step's graph contains the casts of autocast, so it is compiled and run
+    ...                                    outside of autocast
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class GlobalTorchState(NamedTuple):
-    """autocast: its dtype, if there is one. The others: what torch calls them."""
+    """autocast: its dtype, None if it is off. The other fields have torch's names."""
 
     autocast: torch.dtype | None
     default_dtype: torch.dtype
@@ -23,15 +23,15 @@ class GlobalTorchState(NamedTuple):
 
 @contextlib.contextmanager
 def outside(device: torch.device) -> Iterator[GlobalTorchState]:
-    """What surrounds the block; within it there is no autocast.
+    """Context manager: yields the global state around the block and turns autocast off inside.
 
-    Raises ValueError for an autocast on a GPU: steps are captured on the CPU, where other operators are cast.
+    Raises ValueError for autocast on a GPU: steps are captured on the CPU, where torch casts other operators.
     """
     casts = torch.is_autocast_enabled(device.type)
     if casts and device.type != "cpu":
         raise ValueError(
-            f"autocast: steps are captured on the CPU, whose list of operators to cast is not that of {device.type}; "
-            "leave the autocast, and choose the dtype of the model: model.to(torch.bfloat16)"
+            f"autocast: steps are captured on the CPU, found autocast on {device.type}, which casts other operators; "
+            "turn autocast off and choose the model's dtype: model.to(torch.bfloat16)"
         )
     found = GlobalTorchState(
         torch.get_autocast_dtype(device.type) if casts else None,
@@ -43,18 +43,18 @@ def outside(device: torch.device) -> Iterator[GlobalTorchState]:
 
 
 def need_gradients() -> None:
-    """Raises ValueError for a step with gradients where torch makes none."""
+    """Raises ValueError for a step with gradients where grad mode is off."""
     if not torch.is_grad_enabled():
         raise ValueError(
-            "train_step: makes gradients, found grad mode off (no_grad or inference_mode around the step); "
-            "leave it, or use eval_step(**batch)"
+            "train_step: needs grad mode, found it off (no_grad or inference_mode around the step); "
+            "call it outside of them, or use eval_step(**batch)"
         )
 
 
 def no_anomalies() -> None:
-    """Raises ValueError where torch would watch an eager backward."""
+    """Raises ValueError in anomaly mode, which only works for an eager backward."""
     if torch.is_anomaly_enabled():
         raise ValueError(
-            "detect_anomaly: watches the operators of an eager backward, found a step on a mesh, which has none; "
-            "look for NaN in the gradients after the step, or run the model on one process"
+            "detect_anomaly: needs an eager backward, found a compiled step; look for NaN in the gradients after the "
+            "step, or run the model in one process"
         )

@@ -1,9 +1,9 @@
-"""Does what a compiled step was made from still hold?
+"""Guards on the modules: has anything changed that a compiled step depends on?
 
-A step is compiled from the modules as they are: their modes, attributes, hooks, the code of their classes, and which
-parameters want a gradient; and from what their forwards read elsewhere, such as a global variable of their file. A
-`ModuleGuards` remembers all of it and compares at each step, mostly by identity and within C: about 0.5 us per module.
-Which parameters these are is for `tree.ShardedModules` to see: a step takes any of the same layout.
+A step is compiled for the modules as they are: their modes, attributes, hooks, the code of their classes and which
+parameters require a gradient; and for what their forwards read elsewhere, such as a global variable of their file.
+`ModuleGuards` records all of it and compares at each step, mostly by identity and in C: about 0.5 us per module.
+The identity of parameters does not count: a step accepts any with the same layout (`sharded_modules.ShardedModules`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _FACTS: tuple[Callable[[Any], Any], ...] = (operator.attrgetter("requires_grad")
 
 
 class ModuleGuards:
-    """``ModuleGuards(root).holds()``: whether modules, attributes, parameters and what forwards read are as they were
-    when it was made; ``modes``: whether the modules' ``training`` counts."""
+    """``ModuleGuards(root).holds()``: whether modules, attributes, parameters and what forwards read are unchanged
+    since it was created. ``modes``: whether the modules' ``training`` counts."""
 
     def __init__(self, root: nn.Module, modes: bool = True) -> None:
         self._root, self._modes = root, modes
@@ -37,7 +37,7 @@ class ModuleGuards:
         self._persistence = list(map(NOT_PERSISTENT, modules))
         self._persistence_then = list(map(set, self._persistence))
         self._hooks = [h for m in modules for name in HOOKS if isinstance(h := m.__dict__.get(name), dict)]
-        self._hooks += hooks_of_all()  # most are empty, and stay so
+        self._hooks += hooks_of_all()  # most stay empty
         self._some_hooks = list(filter(None, self._hooks))
         self._hooks_then = list(map(dict, self._some_hooks))
         self._hooks_so_far, self._hook_counts = hooks_so_far(), list(map(len, self._hooks))
@@ -50,7 +50,7 @@ class ModuleGuards:
 
     @property
     def guards(self) -> int:
-        """How many values are compared, beside facts of parameters, buffers and hooks."""
+        """Number of values compared, beside facts of parameters, buffers and hooks."""
         return self._reads.count
 
     def holds(self) -> bool:
@@ -65,14 +65,14 @@ class ModuleGuards:
                 and self._tags.holds()
                 and self._reads.holds()
             )
-        except Exception:  # something is gone, or is now something that has no plain ==
+        except Exception:  # an attribute is gone, or its == does not return a bool
             return False
-        if holds and self._reads.replaced:  # by what has the same content, and may be changed from now on
+        if holds and self._reads.replaced:  # by an equal object, which may change from now on
             self._reads = ForwardReads(self._root, self._modes).guards
         return holds
 
     def _same_hooks(self) -> bool:
-        """Those that were there are looked at one by one; of others none is there until somebody registers one."""
+        """Compares existing hooks one by one, and checks that tables that were empty still are."""
         if self._some_hooks != self._hooks_then:
             return False
         if (now := hooks_so_far()) == self._hooks_so_far:
@@ -83,9 +83,9 @@ class ModuleGuards:
         return True
 
     def changed(self) -> str:
-        """What does not hold, in words: the first value that is another, if it is one."""
+        """Names the first value that has changed, for an error or a warning."""
         found = next(iter(self._reads.changed()), None)
-        return str(found) if found is not None else "a hook, a module, a buffer or what wants a gradient"
+        return str(found) if found is not None else "a hook, a module, a buffer or requires_grad"
 
     def _facts_now(self) -> list[Any]:
         parameters = [p for p in chain.from_iterable(map(dict.values, self._owners)) if p is not None]
@@ -94,6 +94,6 @@ class ModuleGuards:
 
     def _buffers_now(self) -> list[Any]:
         found = list(chain.from_iterable(map(dict.items, self._buffers)))
-        first: dict[int, int] = {}  # where each memory was seen first: a step has tied ones once
+        first: dict[int, int] = {}  # storage -> index of its first buffer: a step has tied buffers once
         ties = [first.setdefault(storage_of(b), i) for i, (_, b) in enumerate(found) if b is not None]
         return [ties, *starmap(lambda name, b: (name, None if b is None else geometry_of(b)), found)]

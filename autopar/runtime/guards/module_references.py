@@ -1,12 +1,11 @@
-"""Objects that the model holds and that hold modules of it: the parallel model has copies, the user the originals.
+"""Objects in the model that refer to its modules: the parallel model has copies of them, the user the originals.
 
-    schedule.model = model; model.schedule = schedule       a copy of it holds the parallel model's modules
-    schedule.enabled = False                                the next step brings the copy up to date
-    callbacks.append(Trace(model))                          refused: there is no copy of that
+    schedule.model = model; model.schedule = schedule       the copy refers to the parallel model's modules
+    schedule.enabled = False                                the next step updates the copy
+    callbacks.append(Trace(model))                          refused: this object has no copy
 
-What holds no module of the model is shared by all copies of it (`adapters.rebuild`), and needs none of this. Objects
-are held weakly; a list, dict or set, to which there are no weak references, for as long as somebody else than the model
-holds it.
+Objects that refer to no module are shared between model and parallel model and need no update. Objects are held weakly.
+A list, dict or set, which has no weak references, is held as long as something beside the model refers to it.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ _CONTAINERS = (list, dict, set, deque)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, types.ModuleType)
 _NOT_CHANGED = (*_PLAIN, Tensor, nn.Module, tuple, frozenset, types.MethodType, types.BuiltinFunctionType,
                 functools.partial, weakref.ref)  # fmt: skip
-_INNER = {*nn.Module().__dict__}  # of modules: others look at those
-_OWN = 3  # references to an object where it is asked for their number
+_INNER = {*nn.Module().__dict__}  # attributes of nn.Module itself: other guards compare those
+_OWN = 3  # references to an object that this module itself holds when it counts them
 Find = Callable[[], Any]
 Translated = Callable[[Any], Any]
 
 
 class ModuleReferences:
-    """Of the model that was parallelized, and ``root``, the parallel one's modules."""
+    """Such objects of the original ``model``, and their copies in ``root``, the parallel model's modules."""
 
     def __init__(self, model: nn.Module, root: nn.Module) -> None:
         twins = dict(walk_attributes(root))
@@ -61,12 +60,12 @@ class ModuleReferences:
             watched.remember(self._twins)
 
     def bring_over(self) -> None:
-        """At a step. Raises ValueError for what cannot be."""
+        """Update the copies, at a step. Raises ValueError for a change that cannot be copied."""
         for watched in self._watched:
             watched.bring_over(self._twins)
 
     def _translated(self, x: Any) -> Any:
-        """What the copy holds where the original holds ``x``. Raises LookupError for what is in no copy."""
+        """The counterpart of ``x`` in the copy. Raises LookupError if there is none."""
         if isinstance(x, _PLAIN):
             return x
         find, twin = self._twins.get(id(x), (None, None))
@@ -80,8 +79,8 @@ class ModuleReferences:
 
 
 def _reached(model: nn.Module, edges: Counter[int]) -> Iterator[tuple[str, Any, int, bool]]:
-    """(path, value, id of its holder, whether it is torch's own of a module) as `walk_attributes` goes. ``edges``: how
-    often each is held."""
+    """(path, value, id of its holder, whether torch itself put it on the module), in the order of `walk_attributes`.
+    ``edges``: counts the references to each."""
     seen, queue = {id(model)}, deque([("", model, 0, False)])
     while queue:
         path, x, holder, inner = queue.popleft()
@@ -102,7 +101,7 @@ def _find(x: Any, holder: Find | None) -> Find:
 
 
 class _Within:
-    """Finds an object without weak references in what holds it. ``held``: the object, while somebody else has it."""
+    """Finds an object without weak references through its holder. ``held``: the object, while others refer to it."""
 
     def __init__(self, holder: Find | None, number: int, kind: type) -> None:
         self._holder, self._number, self._kind = holder, number, kind
@@ -120,7 +119,7 @@ class _Within:
 
 
 class _Watched:
-    """An original that may be changed, and its copy. ``entries``: of both, by keys of their own."""
+    """A mutable original and its copy. ``entries``: returns the items or attributes of either, by key."""
 
     def __init__(
         self, find: Find, twin: Any, path: str, entries: Callable[[Any], dict[Any, Any]], translated: Translated
@@ -129,13 +128,13 @@ class _Watched:
         self._then: dict[Any, Any] = {}
 
     def remember(self, twins: Mapping[int, Any]) -> None:
-        """What the original holds now, without keeping alive what has a copy."""
+        """Record what the original refers to, without keeping objects alive that have a copy."""
         x = self._find()
         if x is not None:
             self._then = {key: _Number(id(y)) if id(y) in twins else y for key, y in self._entries(x).items()}
 
     def bring_over(self, twins: Mapping[int, Any]) -> None:
-        """The copy holds what the original holds."""
+        """Make the copy refer to what the original refers to."""
         x = self._find()
         if x is None:
             return
@@ -151,15 +150,15 @@ class _Watched:
             what = f"attribute {changed[0]}" if put is _put_attributes else f"entry {changed[0]!r}"
             at = f"model.{self._path}"
             raise ValueError(
-                f"parallelize: {what} of the object at {at} was set after parallelize to what holds modules of the "
-                f"original model, and {at} of the parallel model is a copy of that object, with the parallel model's "
-                "modules; set it there, with those"
+                f"parallelize: {what} of the object at {at} was set after parallelize to an object that refers to "
+                f"modules of the original model, and {at} of the parallel model is a copy that refers to the parallel "
+                "model's modules; set it there, referring to those"
             ) from None
         self.remember(twins)
 
 
 def _put_items(twin: Any, changed: Mapping[Any, Any], before: list[Any], now: list[Any]) -> None:
-    """``changed``: those of a dict, all of another container."""
+    """``changed``: the changed items of a dict, all items of another container."""
     if isinstance(twin, dict):
         for key in [key for key in before if key not in now]:
             twin.pop(key, None)
@@ -189,7 +188,7 @@ def _put_attributes(twin: Any, changed: Mapping[Any, Any], before: list[Any], no
 
 
 class _Number(int):
-    """The id of an object that has a copy: it is not kept alive."""
+    """The id of an object that has a copy, so that the object is not kept alive."""
 
 
 def _same(now: tuple[Any, Any], then: tuple[Any, Any]) -> bool:
@@ -204,7 +203,7 @@ def _items(x: Any) -> dict[Any, Any]:
 
 
 def _attributes(x: Any) -> dict[Any, Any]:
-    """Attributes, and of a function what it has closed over."""
+    """Attributes, and the closure variables of a function."""
     if isinstance(x, types.FunctionType):
         found = {name: y for name, y in children(x) if name[1:-1] in x.__code__.co_freevars}
         return {**found, **vars(x)}

@@ -1,4 +1,4 @@
-"""What a parallel model was made of, and shares with others: looked at before each step."""
+"""The models that a parallel model was made from, and what it shares with others: checked before each step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from autopar.runtime.params.sharded_modules import ShardedModules
 
 
 class Origin:
-    """Of ``models`` by paths, the parallel one's ``tree``. ``held``: names of tensors that somebody holds besides;
-    ``written``: tells the buffers that the steps so far write to."""
+    """``models``: the originals, by path. ``tree``: the parallel model's modules. ``held``: names of tensors that user
+    code holds beside the model. ``written``: returns the buffers that steps so far write to."""
 
     def __init__(
         self,
@@ -33,12 +33,11 @@ class Origin:
         self._shared = SharedParameters(models, tree)
 
     def shared_buffers(self) -> Collection[str]:
-        """Buffers in memory that somebody holds besides."""
+        """Buffers whose memory user code holds as well."""
         return self._memory.buffers
 
     def refusal(self, kind: Kind) -> str:
-        """What has been done to them so that the parallel model cannot go on; "" if it can. What may be done to them
-        takes effect."""
+        """Why a change of the originals forbids the next step, "" if nothing does. Allowed changes take effect."""
         try:
             self._handles.bring_over()
             self._memory.look()

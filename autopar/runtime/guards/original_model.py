@@ -1,14 +1,14 @@
-"""The model that was parallelized, in somebody's hands: what is done to it then does not reach the parallel model.
+"""The original model after parallelize: changes of it do not reach the parallel model, so they are refused.
 
     parallel = autopar.parallelize(model, mesh)
-    model.backbone.eval()                      the next step of `parallel` raises: do it to parallel.backbone
+    model.backbone.eval()                      the next step of `parallel` raises: call it on parallel.backbone
 
-To read it, run it and train it by itself (as a reference, by an optimizer of its own) is fine. What makes the two
-differ and was likely meant for both is refused at the next step: modes, attributes, hooks and modules, what wants a
-gradient, and writes to weights, but for those of an optimizer and those that make the two equal
+Reading, running and training the original by itself (as a reference, with its own optimizer) is fine. Changes that
+make the two models differ and were likely meant for both are refused at the next step: modes, attributes, hooks,
+modules, requires_grad, and writes to weights. Exceptions are writes of an optimizer and writes that make the two equal
 (``model.load_state_dict(parallel.full_state_dict())``).
 
-Nothing of the model is kept alive. The first `OFTEN` steps look, then every `EVERY`th and the first of another kind:
+The model is not kept alive. The first `OFTEN` steps check, then every `EVERY`th step and the first of another kind:
 150 us for 60 modules, and nothing once the model is gone.
 """
 
@@ -44,7 +44,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _TABLES = {"_modules": "module", "_parameters": "parameter", "_buffers": "buffer"}
 _APART = {*nn.Module().__dict__, "_compiled_call_impl"} - {"training"}
 _MISSING, _MODE = object(), ("attribute", "training")
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of a batch norm, the count last
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # buffers of a batch norm, the count last
 _WANTS_GRADIENT: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 _ENTRIES = operator.attrgetter("__dict__")
 
@@ -52,7 +52,7 @@ Fact = tuple[str, str]  # (kind, name): ("attribute", "eps"), ("parameter", "wei
 
 
 def _facts_of(module: nn.Module) -> dict[Fact, Any]:
-    """What can be compared of a module: values, and which objects it holds."""
+    """The facts of a module that are compared: values, and the identity of objects."""
     entries = module.__dict__
     found: dict[Fact, Any] = {
         ("attribute", name): x if isinstance(x, _PLAIN) else ("object", id(x))
@@ -70,7 +70,7 @@ def _state_of(x: Tensor) -> tuple[Any, ...]:
 
 
 class _Observed:
-    """Modules and tensors as they are when this is made, by name and weakly."""
+    """Modules and tensors as they are when this is created, by name, held weakly."""
 
     def __init__(
         self, modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor], hooks: Sequence[Hooks] | None = None
@@ -85,7 +85,7 @@ class _Observed:
         self._states, self._tags = list(map(_state_of, tensors.values())), list(map(tags_of, tensors.values()))
         self._words = list(map(sampled_words, tensors.values()))
         self._contents = [list(map(value_of, words)) for words in self._words]
-        # the same, to be compared within C
+        # the same facts as lists, to compare in C
         self._flat, self._flat_contents = list(chain(*self._words)), list(chain(*self._contents))
         plain, objects = [], []
         for module in modules.values():
@@ -105,7 +105,7 @@ class _Observed:
         return bool(self._modules or self._tensors or self._held_hooks)
 
     def has_module(self, path: str) -> bool:
-        """Whether the module is still there."""
+        """Whether the module is still alive."""
         return any(known == path and ref() is not None for known, ref in zip(self._paths, self._modules))
 
     def _now(self, modules: Sequence[nn.Module]) -> tuple[list[Any], ...]:
@@ -117,7 +117,7 @@ class _Observed:
             list(map(len, entries)),
             list(map(operator.call, self._plain, entries)),
             list(map(id, chain(objects, *tables))),
-            [list(map(len, map(get, entries))) for get in self._hooked],  # one may be removed
+            [list(map(len, map(get, entries))) for get in self._hooked],  # a hook may be removed
         )
 
     @staticmethod
@@ -130,8 +130,8 @@ class _Observed:
         )
 
     def has_only_run(self, path: str) -> bool:
-        """Whether nobody but its forward has written to the statistics of a batch norm: as often as it has counted a
-        batch. (Unknown on other devices, where it is taken to be so.)"""
+        """Whether only its forward has written to the statistics of a batch norm: once per batch that it has counted.
+        (Unknown on other devices than the CPU, where this is assumed.)"""
         names = [f"{path}.{name}" if path else name for name in _STATISTICS]
         places = [self._names.index(name) for name in names if name in self._names]
         written = [version_of(x) - self._states[i][1] for i in places if (x := self._tensors[i]()) is not None]
@@ -141,7 +141,7 @@ class _Observed:
         return written[-1] == counted and {*written} <= {0, counted}  # torch does not count its own writes
 
     def same(self) -> bool:
-        """Whether nobody has done anything to them. (Words are read where the tensors still lie.)"""
+        """Whether nothing has changed. (Values are read where the tensors still are.)"""
         if self._gone or hooks_so_far() != self._hooks:
             return False
         try:
@@ -152,11 +152,11 @@ class _Observed:
                 and self._flat_contents == list(map(value_of, self._flat))
                 and [tuple(held) for *_, held in self._held_hooks] == self._held_hooks_then
             )
-        except Exception:  # an attribute is gone, or has no plain ==
+        except Exception:  # an attribute is gone, or its == does not return a bool
             return False
 
     def changes(self) -> Iterator[tuple[str, Any, str, str]]:
-        """(path, module or tensor, kind, name) of what is not as it was."""
+        """(path, module or tensor, kind, name) of each change."""
         for path, ref, then in zip(self._paths, self._modules, self._facts, strict=True):
             module = ref()
             now = _facts_of(module) if module is not None else then
@@ -182,7 +182,7 @@ class _Observed:
             yield from ((name, x, "tag", tag) for tag in {**tags, **now_tags} if tags.get(tag) is not now_tags.get(tag))
 
     def again(self) -> _Observed:
-        """As it is now: of what is still there."""
+        """A new record of what is still alive."""
         modules = {p: m for p, ref in zip(self._paths, self._modules, strict=True) if (m := ref()) is not None}
         held = ((n, x) for n, ref in zip(self._names, self._tensors, strict=True) if (x := ref()) is not None)
         tensors = {n: x for n, x in held if not is_taken_back(x)}
@@ -193,7 +193,8 @@ Hooks = tuple[str, str, dict[Any, Any]]  # (path of a module, name of the table,
 
 
 def _hooks_of(modules: Mapping[str, nn.Module]) -> Iterator[Hooks]:
-    """Tables with hooks, which a handle may remove when the module is gone; not such as would keep the model alive."""
+    """Tables with hooks, from which a handle may remove one after the module is gone; not those that would keep the
+    model alive."""
     for path, module in modules.items():
         for name in HOOKS_OF_MODULES:
             hooks = module.__dict__.get(name)
@@ -214,8 +215,8 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 class OriginalModel:
-    """``OriginalModel({"": model}, tree, groups, written).check()`` at each step. ``written``: names of the buffers
-    that steps write to, None before the first."""
+    """``OriginalModel({"": model}, tree, groups, written).check()`` at each step. ``written``: returns the names of the
+    buffers that steps write to, None before the first step."""
 
     def __init__(
         self,
@@ -238,8 +239,8 @@ class OriginalModel:
         self._seen, self._twins = _Observed(dict(modules.values()), dict(tensors.values())), self._facts_of_twins()
 
     def check(self, kind: object, modes: bool = True) -> None:
-        """At a step of a kind; ``modes``: of modules count for it. Raises ValueError for what was done to it since, and
-        is not the parallel model's."""
+        """Check at a step of this kind. ``modes``: whether modes of modules count for it. Raises ValueError for changes
+        since the last check that the parallel model does not have."""
         self._steps += 1
         often = self._steps <= OFTEN or self._steps % EVERY == 0 or kind != self._kind
         self._kind = kind
@@ -317,7 +318,7 @@ class OriginalModel:
                 self._refuse(f"values of {name} were written", name)
             return
         path = name.rpartition(".")[0]
-        ran = self._seen.has_module(path) and (  # its own forward
+        ran = self._seen.has_module(path) and (  # written by its own forward
             self._seen.has_only_run(path)
             if isinstance(self._module(path), BATCH_NORMS)
             else name in (self._written() or ())
@@ -326,13 +327,13 @@ class OriginalModel:
             self._refuse(f"values of {name} were written", name)
 
     def _may_be_of_forward(self, name: str) -> bool:
-        """Whether it is a buffer, before a step tells which ones forwards write to."""
+        """Whether it is a buffer, as long as no step has shown which ones forwards write to."""
         path, _, own = name.rpartition(".")
         module = self._module(path)
         return self._written() is None and module is not None and own in module._buffers
 
     def _changed_too(self, path: str, kind: str, name: str) -> bool:
-        """Whether the parallel model has something else than before in the same place."""
+        """Whether the same fact of the parallel model has changed, too."""
         twin, fact = self._module(path), (kind, name)
         return twin is not None and not _equal(
             _facts_of(twin).get(fact, _MISSING), self._twins.get(path, {}).get(fact, _MISSING)
@@ -345,7 +346,7 @@ class OriginalModel:
         return _holds(piece, local_of(twin))  # type: ignore[arg-type]
 
     def _module(self, path: str) -> nn.Module | None:
-        """That of the parallel model."""
+        """The module of the parallel model."""
         found: nn.Module | None = self._tree.root
         for name in filter(None, path.split(".")):
             found = found._modules.get(name) if found is not None else None
@@ -362,8 +363,8 @@ class OriginalModel:
     def _refuse(self, what: str, path: str) -> None:
         at = f"model.{path} of the model" if path else "the model"
         raise ValueError(
-            f"parallelize: {what} on the original model after parallelize, which does not reach the parallel one; do "
-            f"it to {at} that parallelize returned, or parallelize copy.deepcopy(model) to have the original for itself"
+            f"parallelize: {what} on the original model after parallelize, which does not reach the parallel model; "
+            f"change {at} that parallelize returned, or parallelize copy.deepcopy(model) to keep the original separate"
         )
 
 
@@ -372,8 +373,8 @@ def _both_hold(x: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _holds(x: Tensor, other: Tensor, power: float = 0.9) -> bool:
-    """Whether two tensors have the same values, but for the rounding of a few operations; ``power``: of the smallest
-    difference of numbers that counts. Statistics of two models that train alike drift apart further than weights."""
+    """Whether two tensors have the same values, up to the rounding of a few operations. ``power``: exponent of eps in
+    the tolerance. Statistics of two models that train alike drift apart further than weights."""
     if x.shape != other.shape or other.is_meta or x.is_meta:
         return False
     x, other = x.detach().to(other.device, other.dtype), other.detach()

@@ -1,15 +1,16 @@
-"""Memory of the original model that somebody holds beside it: the parallel model's tensors lie there, as in torch.
+"""Memory of the original model that user code holds as well: the parallel model uses the same memory, as in torch.
 
     t = torch.zeros(4); model.register_buffer("count", t)       a step writes to count, and so to t
-    weight = nn.Parameter(table); model.weight = weight         the optimizer's steps are seen in table
-    state = model.state_dict(); model = parallelize(model, ..)  so they are in state
-    weight = nn.Parameter(torch.from_numpy(array))              and in array
+    weight = nn.Parameter(table); model.weight = weight         table shows the optimizer's steps
+    state = model.state_dict(); model = parallelize(model, ..)  so does state
+    weight = nn.Parameter(torch.from_numpy(array))              so does array
 
-So memory is taken back at once for tensors in whose memory somebody has another one when `parallelize` is called: the
-original model is trained there, too. All other tensors of the original do not change while it is there. Once the module
-that had them is gone and the memory is not, somebody else has it. An array keeps its memory without a sign of it, so
-that of tensors that may have been made of one is taken back in any case. A piece of a weight that is cut over the mesh
-cannot lie there: this is told in a warning, and who writes there is refused once the original model is gone.
+If user code holds another tensor in a parameter's memory when `parallelize` is called, the parallel model uses this
+memory at once; steps then change the original model, too. All other tensors of the original stay unchanged while it is
+alive. If their module is gone and their memory is not, user code still holds it, and the parallel model moves there.
+A NumPy array does not show that it holds memory, so the memory of tensors that may come from one is always used. A
+shard of a weight cannot use the memory of the full weight: a warning says so, and writes to that memory are refused
+once the original model is gone.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from autopar.adapters.tensors.held_memory import StoragePlace, move_to, of_array
 from autopar.capture.side_effects.unusual import warn_of
 from autopar.runtime.params.sharded_modules import ShardedModules
 
-_TAKEN = WeakIdKeyDictionary()  # tensors of originals in whose memory those of a parallel model lie
+_TAKEN = WeakIdKeyDictionary()  # tensors of originals whose memory a parallel model uses
 
 
 def is_taken_back(x: Tensor) -> bool:
-    """Whether a tensor of a parallel model lies in the memory of this one, of the original."""
+    """Whether a parallel model uses the memory of this tensor of the original."""
     return x in _TAKEN
 
 
 class SharedMemory:
-    """Of the model that was parallelized. ``held``: names of tensors that somebody holds besides."""
+    """Of the original ``model``. ``held``: names of tensors that user code holds beside the model."""
 
     def __init__(self, model: nn.Module, tree: ShardedModules, held: Collection[str]) -> None:
         self._tree, self._gone = tree, False
         self._left: list[_Left] = []
         self._cut: list[_Left] = []
-        self.buffers: set[str] = set()  # that lie in memory which somebody else has, too
+        self.buffers: set[str] = set()  # names of those in memory that user code holds, too
         aliases = {name: spec.name for spec in tree.specs for name in (spec.name, *spec.aliases)}
         buffers = tree.buffers()
         seen = set[int]()
@@ -65,8 +66,8 @@ class SharedMemory:
         self._gone = True
 
     def look(self) -> None:
-        """At a step: whether a module of the original is gone, and its tensors are not. Raises ValueError for writes
-        to such as cannot be taken back."""
+        """At a step: find modules of the original that are gone while their tensors are not. Raises ValueError for
+        writes to memory that the parallel model cannot use."""
         if self._gone:
             self._gone = False
             gone = [one for one in self._left if one.owner() is None]
@@ -75,9 +76,9 @@ class SharedMemory:
         for one in self._cut:
             if one.is_written():
                 raise ValueError(
-                    f"parallelize: somebody wrote to the memory of {one.name} of the original model, which does not "
-                    f"reach the mesh, where {one.name} is cut or lies elsewhere; write to {one.name} of the parallel "
-                    "model, or load the values into it"
+                    f"parallelize: the memory of {one.name} of the original model was written to, which does not reach "
+                    f"the parallel model, where {one.name} is sharded or on another device; write to {one.name} of the "
+                    "parallel model, or load the values into it"
                 )
 
     def _take_back(self, found: list[_Left]) -> None:
@@ -89,15 +90,15 @@ class SharedMemory:
         self._cut += new
         if new:
             warn_of(
-                f"parallelize: somebody holds a tensor that lies in the memory of {new[0].name} of the original, and "
-                "is not written to by steps on the mesh, where it is cut or lies elsewhere; read it from the parallel "
+                f"parallelize: another tensor shares the memory of {new[0].name} of the original model, and steps do "
+                "not update it, since the parameter is sharded or on another device; read the values from the parallel "
                 "model",
                 stacklevel=4,
             )
 
 
 class _Left:
-    """A tensor of the original, weakly, and that of the parallel model, which stands under the name ``there``."""
+    """A tensor of the original, held weakly. ``there``: the name of its counterpart in the parallel model."""
 
     def __init__(
         self, name: str, there: str, owner: Callable[[], Any], original: Tensor, own: Tensor, at_once: bool
@@ -110,7 +111,7 @@ class _Left:
         self._words: list[int] | None = None
 
     def take_back(self, own: Tensor | None) -> bool | None:
-        """``own``: what the parallel model has there now. False for memory that is held and cannot be taken back."""
+        """``own``: the parallel model's tensor. False for memory that user code holds and a shard cannot use."""
         memory = self._memory.tensor()
         if memory is None or own is None or id(own) != self._number:
             self._memory.free()
@@ -118,19 +119,19 @@ class _Left:
         piece: Tensor = own_piece(own)
         if memory.device != piece.device or memory.dtype != piece.dtype:
             self._memory.free()
-            return None  # as torch's own model.to(device) leaves it behind
+            return None  # as torch's model.to(device) does, too
         fits = memory.is_contiguous() if own.requires_grad else all(memory.stride())
-        if fits or memory.shape != piece.shape:  # else an array, which may have it, is watched
+        if fits or memory.shape != piece.shape:  # else watch it: an array may hold it
             self._memory.free()
         if memory.shape != piece.shape or not fits:
-            return False if own.requires_grad or 0 not in memory.stride() else None  # nobody can write to such a one
+            return False if own.requires_grad or 0 not in memory.stride() else None  # an expanded tensor is read-only
         move_to(piece, memory, version_of(piece) != self._version)
         if (x := self._original()) is not None:
             _TAKEN[x] = True
         return True
 
     def is_written(self) -> bool:
-        """Whether somebody has written there since this was first asked when the original was gone."""
+        """Whether the memory was written to since the first call after the original was gone."""
         memory = self._memory.tensor() if self.owner() is None else None
         if memory is None:
             return False

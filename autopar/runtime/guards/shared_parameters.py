@@ -1,10 +1,10 @@
-"""Two parallel models that were made of the same parameters: each has pieces of its own, so they would train apart.
+"""Two parallel models made from the same parameters: each has its own shards, so their values would diverge.
 
     parallel_d = autopar.parallelize(d, mesh)
     parallel_gan = autopar.parallelize(Gan(g, d), mesh)     in one process both would train the one d
 
-A step of one is refused once the other, while both were there, has changed what they have in common. So comparisons of
-steps are possible, frozen modules can be in many models, and a model that nobody holds any more counts for nothing.
+A step of one is refused once the other has changed shared parameters while both are alive. So steps can be compared,
+frozen modules can be in many models, and a model that was deleted does not count.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from autopar.adapters.autograd import version_of
 from autopar.adapters.dtensor import local_of
 from autopar.runtime.params.sharded_modules import ShardedModules
 
-_HOLDERS = WeakIdKeyDictionary()  # parameter or buffer of an original -> those that have a piece of it
+_HOLDERS = WeakIdKeyDictionary()  # parameter or buffer of an original -> models with a shard of it
 
 
 class SharedParameters:
-    """Of one parallel model, which was made of ``models``, by paths."""
+    """Of one parallel model. ``models``: the originals, by path."""
 
     def __init__(self, models: Mapping[str, nn.Module], tree: ShardedModules) -> None:
         self._tree = tree
@@ -44,27 +44,27 @@ class SharedParameters:
             _HOLDERS[x] = [*((weakref.ref(other), there) for other, there in held), (weakref.ref(self), name)]
         self._root = weakref.ref(models[""])
         for other, names in common.items():
-            if other._root() is self._root():  # two runs of one model may be compared: steps write to buffers
+            if other._root() is self._root():  # of the same model: two runs may be compared, and steps write buffers
                 names = [(here, there) for here, there in names if here in tree.held]
             self._others.append(_Other(other, [there for _, there in names]))
             other._others.append(_Other(self, [here for here, _ in names]))
 
     def versions(self, names: list[str]) -> list[int]:
-        """How often this rank's pieces, and buffers, were written to."""
+        """Version counters of this rank's shards and buffers."""
         pieces: Mapping[str, Any] = self._tree.held
         tensors = {name: local_of(p) for name, p in pieces.items()} | self._tree.buffers()
         return [version_of(tensors[name]) for name in names if name in tensors]
 
     def check(self) -> None:
-        """Raises ValueError where another model has changed what they have in common."""
+        """Raises ValueError where another model has changed a shared parameter."""
         if not self._others or not self._changed():
             return
-        gc.collect()  # one that nobody holds may still be there
+        gc.collect()  # a deleted model may still be in a reference cycle
         if changed := self._changed():
             raise ValueError(
-                f"parallelize: {changed} is in two parallel models, and the other one has changed its own since: on a "
-                "mesh each has weights of its own, and they would train apart; parallelize one module that has all "
-                "that trains together, copy.deepcopy(model) for each, or drop the other model"
+                f"parallelize: {changed} is in two parallel models, and the other one has changed its shards: each "
+                "has its own, so the two would diverge; parallelize one module that contains everything that trains "
+                "together, use copy.deepcopy(model) for each, or delete the other model"
             )
 
     def _changed(self) -> str:
@@ -73,14 +73,14 @@ class SharedParameters:
 
 
 class _Other:
-    """What another model has in common with this one, as it was when both were there."""
+    """What another model shares with this one, as it was when the second one was created."""
 
     def __init__(self, holder: SharedParameters, names: list[str]) -> None:
         self.ref, self._names = weakref.ref(holder), names
         self._then = holder.versions(names)
 
     def changed(self) -> str:
-        """A name of what it has written to since."""
+        """The name of a tensor that it has written to since, or ""."""
         holder = self.ref()
         now = holder.versions(self._names) if holder is not None else self._then
         if now == self._then:

@@ -1,6 +1,6 @@
-"""The compiled steps of a model: one for each kind of step, shape of the batch, surroundings, and state of the modules.
+"""The compiled steps of a model: one for each kind of step, shape of the batch, global state and state of the modules.
 
-runner = cache.runner(Kind(train=True, outputs=()), batch, surroundings)      compiles when there is none that fits
+runner = cache.runner(Kind(train=True, outputs=()), batch, surroundings)      compiles if no step matches
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.params.sharded_modules import ShardedModules
 from autopar.steps.graphs import Compiled
 
-STATES = 8  # of the modules that compiled steps are kept for, for each kind of step and batch
+STATES = 8  # states of the modules, per kind of step and batch, whose compiled steps are kept
 
 Compiler = Callable[..., Compiled]
 BackgroundCompile = Callable[
@@ -44,9 +44,9 @@ BackgroundCompile = Callable[
 
 
 class Kind(NamedTuple):
-    """``train``: with gradients, modules in the modes that they have; otherwise all in eval mode. ``outputs``: names of
-    those to keep beside losses (None: all). ``tangents``: further ones that the backward starts from. ``grad_mode``:
-    the one that the forward is in, if it asks."""
+    """``train``: with gradients, modules in their own modes; otherwise all in eval mode. ``outputs``: names of the
+    outputs to keep beside losses (None: all). ``tangents``: outputs beside losses that are differentiated.
+    ``grad_mode``: the one that the forward sees, if it reads it."""
 
     train: bool
     outputs: tuple[str, ...] | None
@@ -60,7 +60,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class _CachedStep:
-    """A bound step and all that it was made from."""
+    """A lowered step and everything that it was compiled from."""
 
     runner: Executor
     watch: ModuleGuards
@@ -70,7 +70,7 @@ class _CachedStep:
 
 
 class StepCache:
-    """``plan``: the one that the parameters were placed by; every step keeps their placements."""
+    """``plan``: the one that has placed the parameters; every step keeps their placements."""
 
     def __init__(
         self,
@@ -87,16 +87,16 @@ class StepCache:
         self._batches, self.load = BatchContents(groups), ExpertLoad(groups)
         self._steps: dict[tuple[Any, ...], _CachedStep] = {}
         self._past = add_ledgers()  # traffic of steps that are no longer kept
-        self.last: Executor | None = None  # that was asked for
+        self.last: Executor | None = None  # the last one returned by `runner`
         self._alone = groups.mesh.world_size == 1
         self._number = 0  # of training steps so far
         self._last_facts: tuple[Any, ...] | None = None  # of the last call
         self.keep_unsharded = False  # within `ParallelModule.keep_unsharded`
-        self.ahead: BackgroundCompile | None = None  # told of each training step that was compiled
+        self.ahead: BackgroundCompile | None = None  # called for each training step that is compiled
         self._captured: ModuleGuards | None = ModuleGuards(tree.root)  # until the first step is compiled
 
     def traffic(self) -> Ledger:
-        """Of all steps so far, by (axis, kind)."""
+        """Traffic of all steps so far, by (axis, kind)."""
         return add_ledgers(self._past, *(runner.traffic for runner in self.runners))
 
     @property
@@ -105,16 +105,16 @@ class StepCache:
         return [step.runner for step in self._steps.values()]
 
     def kinds(self) -> list[Kind]:
-        """Of the compiled steps."""
+        """The kinds of the compiled steps."""
         return [key[0] for key in self._steps]
 
     def changed_since(self, runner: Executor) -> str:
-        """What the forward of a step reads and is no longer what it was compiled with, "" if nothing is."""
+        """Names what the forward of a step reads and has changed since it was compiled, "" if nothing has."""
         watch = next((step.watch for step in self._steps.values() if step.runner is runner), None)
         return "" if watch is None or watch.holds() else watch.changed()
 
     def owed(self) -> list[RankCheck]:
-        """What the last step has left to be compared: by the call that asks for it, on every rank."""
+        """Checks that the last step has deferred: the next call compares them, on every rank."""
         return self._batches.owed()
 
     def runner(
@@ -125,10 +125,10 @@ class StepCache:
         number: int | None = None,
         refused: str = "",
     ) -> Executor:
-        """The step for a batch (this rank's part); ``number``: how many training steps there are with this one.
-        ``refused``: why this rank will not run it; one that holds no part of a weight sees nothing that is done to it.
+        """The step for this rank's shard of a batch. ``number``: the number of this training step. ``refused``: why
+        this rank refuses to run it, which ranks without a shard of the weight in question cannot know.
 
-        Raises ValueError, on all ranks, when they are to run different ones, or one of them none.
+        Raises ValueError, on all ranks, if they would run different steps, or one of them refuses.
         """
         facts = kind, facts_of(batch), surroundings
         with self._batches.agreeing():
@@ -138,12 +138,12 @@ class StepCache:
         key = self._key(facts)
         known = self._steps.get(key)
         call = (key, None if number is None else number - self._number, self.keep_unsharded, refused)
-        expected = self._alone or as_expected(self._groups, call)  # asked of all ranks, whatever they know
+        expected = self._alone or as_expected(self._groups, call)  # on all ranks, whatever each has cached
         if known is not None and expected and not refused:
             if not self._alone:
                 compare_claims(self._groups, self._contents(batch, known.runner.compiled), "the batch")
         else:
-            # a rank with another batch would otherwise end in a hang
+            # otherwise a rank with another batch would hang
             claims = [self._claim(facts, key, batch, number, self.keep_unsharded, refused)]
             contents = self._contents(batch, known.runner.compiled) if known is not None else []
             agree_on(self._groups, claims + contents, "the batch", lambda: self._expected(number))
@@ -163,22 +163,22 @@ class StepCache:
         return self.last
 
     def _checked(self, step: _CachedStep, key: tuple[Any, ...]) -> _CachedStep:
-        """Raises ValueError where torch would compute with what an earlier forward has kept of the same batch, and this
-        one has made anew of something else."""
+        """Raises ValueError where torch would use a value that an earlier forward has stored, and this step would
+        recompute it from changed inputs."""
         memos = dict(step.runner.compiled.signature.memos)
         others = (s for k, s in self._steps.items() if k[1:3] == key[1:3]) if memos else ()
         for other in others:
             for where, text in other.runner.compiled.signature.memos:
                 if memos.get(where, text) != text:
                     raise ValueError(
-                        f"the forward keeps {where}, which an earlier forward made and torch goes on with, found that "
-                        "a step would make another one of what it reads now; make it in every forward, or change what "
-                        "it is made of before the first step"
+                        f"the forward caches {where}, and torch would go on with the value of an earlier forward, "
+                        "found that a new step would compute another value from what has changed since; compute it in "
+                        "every forward, or change its inputs before the first step"
                     )
         return step
 
     def keep_weights(self, on: bool) -> None:
-        """Whether steps keep what they gather, from now on."""
+        """Whether steps keep gathered parameters, from now on."""
         self.keep_unsharded = on
         if not on:
             for runner in self.runners:
@@ -193,35 +193,35 @@ class StepCache:
         unchanged: bool,
         refused: str = "",
     ) -> RankCheck:
-        """What must be the same on all ranks of a call."""
+        """The facts of a call that must be equal on all ranks."""
         kind, described, surroundings = facts
         told = {"what forbids the call": refused or "nothing", "the call": kind}
         told |= {"the number of the step": number, **surroundings._asdict(), "the batch": described}
-        told["being within unchanged()"] = unchanged
+        told["being inside keep_unsharded()"] = unchanged
         return claim_shapes(self._groups, batch, told | {"the state that the modules are in": key[-1]})
 
     def _expected(self, number: int | None) -> RankCheck | None:
-        """That of the same step once more, as who goes on with what it did before makes it."""
+        """The check of a rank that would run its last step once more."""
         if self._last_facts is None:
             return None
         facts, key, shapes, unchanged = self._last_facts
         return self._claim(facts, key, shapes, None if number is None else self._number + 1, unchanged)
 
     def _key(self, facts: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The facts, and a number for the state that the modules are in: the same on all ranks that did the same."""
+        """The facts, and a number for the state of the modules: equal on ranks with the same history of states."""
         numbers = [k[-1] for k in self._steps if k[:-1] == facts]
         steps = {n: self._steps[*facts, n] for n in reversed(numbers)}
         held = (n for n, step in steps.items() if step.watch.holds())
         return (*facts, next(held, max(numbers, default=-1) + 1))
 
     def _make_room(self, key: tuple[Any, ...]) -> None:
-        """The oldest state of a step is forgotten; whoever changes something at every step is told so."""
+        """Drop the step of the oldest state of the modules; warn of a value that changes at every step."""
         states = [k for k in self._steps if k[:-1] == key[:-1]]
         if key[-1] == STATES:
             warnings.warn(
-                f"train_step: compiled for the {STATES + 1}th time for the same batch, now because of "
-                f"{self._steps[states[-1]].watch.changed()}; what changes from step to step belongs into a buffer or "
-                "an input, or outside of the model",
+                f"train_step: compiled for the {STATES + 1}th time for the same batch, now because of a change of "
+                f"{self._steps[states[-1]].watch.changed()}; move what changes at every step into a buffer or an "
+                "input, or out of the model",
                 stacklevel=2,
             )
         if len(states) >= STATES:
@@ -237,7 +237,7 @@ class StepCache:
             structure.eval()
         fixed = self.plan.of_parameters({spec.name for spec in self._tree.specs})
         how = {**kind._asdict(), "fixed": fixed, "autocast": surroundings.autocast}
-        with torch.inference_mode(False), torch.enable_grad():  # a backward may be what asks for this step
+        with torch.inference_mode(False), torch.enable_grad():  # a backward may request this step
             compiled = self._compiler(structure, batch, unchanged=unchanged, **how)
         same = RankCheck(
             everywhere(self._groups),
@@ -249,15 +249,15 @@ class StepCache:
         check_unclear(self._groups, batch, self.plan, self._check_replica_inputs)
         runner = Executor(compiled, self._groups, self.backend)
         runner.load = self.load
-        all_alike(self._groups, "the bound step")  # one that binds slowly (inductor) would be missed in a collective
-        if not watch.holds():  # what the forward itself has changed when it was traced, which it was told
+        all_alike(self._groups, "the lowered step")  # wait for slow lowering (inductor) here, not in a collective
+        if not watch.holds():  # tracing has changed the modules itself, and the user was warned
             watch = ModuleGuards(self._tree.root, modes=kind.train)
         if kind.train and self.ahead is not None:
             self.ahead(structure, shapes_of(batch), how)
         return _CachedStep(runner, watch, structure, shapes_of(batch), how)
 
     def _contents(self, batch: dict[str, Any], compiled: Compiled, at_once: bool = False) -> list[RankCheck]:
-        """What must be equal of a batch on several ranks."""
+        """Checks of the parts of a batch that must be equal on several ranks."""
         return self._batches.claims(batch, compiled.plan.inputs, at_once) if self._check_replica_inputs else []
 
     def dump(self, folder: str | Path, runner: Executor | None = None, **how: Any) -> None:

@@ -1,6 +1,7 @@
-"""Attributes of parameters and buffers that a forward reads (``self.weight.gain``) are part of what a step was made of.
+"""Guards on attributes of parameters and buffers that a forward may read (``self.weight.gain``).
 
-Most are for optimizers, and may change at every step. So a change counts only if the code of the modules names it.
+Most such attributes are for optimizers and may change at every step, so a change counts only if the code of the modules
+names the attribute.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ _MISSING = object()
 
 
 class TagGuards:
-    """``holds()``: whether no attribute of a tensor of ``root`` that its code may read is another than before."""
+    """``holds()``: whether attributes of tensors that the code of ``root`` may read are unchanged."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         self._tensors: list[Tensor] = [x for _, x in (*root.named_parameters(), *root.named_buffers())]
-        self._named: set[str] | None = None  # by the code, once it is asked for
+        self._named: set[str] | None = None  # names in the code, computed on first use
         self._take()
 
     def _take(self) -> None:
@@ -37,7 +38,7 @@ class TagGuards:
         try:
             if all(map(operator.eq, self._live, self._then)):
                 return True
-        except Exception:  # another tensor or array, which has no plain ==
+        except Exception:  # a tensor or array, whose == does not return a bool
             pass
         if self._named is None:
             self._named = names_in_code(self._root)

@@ -1,8 +1,8 @@
 """What goes into a step and comes out of it.
 
-call_arguments      arguments by the names of the forward
+call_arguments      arguments by the parameter names of the forward
 padding             batches padded to one of a few sizes
-outputs             local results as DTensors in the user's structure, with the rows of the whole batch
+outputs             local results as DTensors in the user's structure, with the rows of the global batch
 loss_fn             a custom loss, traced with the model
 
 Used by `runtime.guards` and `runtime.module`.

@@ -1,6 +1,6 @@
-"""What the user passes to a step: arguments by the names of the forward, and values that a graph can take.
+"""The arguments of a step, bound to the parameter names of the forward, and checks of their values.
 
-model(x, target=t)   -->   {"x": x, "target": t}      in the order of the signature, whatever order they came in
+model(x, target=t)   -->   {"x": x, "target": t}      in the order of the signature
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _MOST_NAMES = 8
 
 
 def by_name(model: nn.Module, args: tuple[Any, ...], batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a forward by name, in the order of its signature; then those for its ``**kwargs``, as they came,
-    since the forward sees their order.
+    """The arguments of a forward by name, in the order of its signature; then those for its ``**kwargs``, in the order
+    of the call, which the forward sees.
 
-    Raises ValueError for arguments that the forward lacks, and for those that it misses.
+    Raises ValueError for unknown and for missing arguments.
     """
     taken = _taken(model.forward)
     if len(args) == 1 and not batch and _is_batch(args[0], taken):
         raise _mistake(
-            f"batch: {_forward(model)} takes its arguments by name, found a {type(args[0]).__name__} of them; pass it "
-            "with two stars, as in model.train_step(**batch)"
+            f"batch: {_forward(model)} takes its arguments by name, found a {type(args[0]).__name__} of them; unpack "
+            "it, as in model.train_step(**batch)"
         )
     if len(args) > len(taken.positional):
         raise _mistake(
@@ -56,17 +56,17 @@ def by_name(model: nn.Module, args: tuple[Any, ...], batch: Mapping[str, Any]) -
 
 
 def _mistake(text: str) -> ValueError:
-    """Arguments that Python refuses by a TypeError."""
+    """An error for arguments for which Python raises a TypeError."""
     return refusal_like(TypeError(), text)
 
 
 def _is_batch(value: Any, taken: _Taken) -> bool:
-    """A mapping of arguments of the forward, and not one argument that is a mapping."""
+    """Whether this is a mapping of the forward's arguments, and not one argument that is a mapping."""
     return isinstance(value, Mapping) and len(value) > 0 and all(name in taken.names for name in value)
 
 
 def misspelled(model: nn.Module, given: Iterable[str]) -> str:
-    """What a forward that takes any name was perhaps not meant to take, as the end of an error; or ''."""
+    """A name that may be misspelled, given to a forward that takes any name, as the end of an error; or ''."""
     taken, found = _taken(model.forward), set(given)
     for name in found - taken.names.keys() if taken.any_name else ():
         if hint := did_you_mean(name, taken.names.keys() - found):
@@ -75,7 +75,7 @@ def misspelled(model: nn.Module, given: Iterable[str]) -> str:
 
 
 class _Taken(NamedTuple):
-    """What a forward takes: names by position, all names in order, those without a default, and whether any other."""
+    """What a forward takes: positional names, all names in order, those without a default, and whether any other."""
 
     positional: tuple[str, ...]
     names: dict[str, None]
@@ -93,7 +93,7 @@ class _Taken(NamedTuple):
 
 
 def _taken(forward: Any) -> _Taken:
-    """By its signature, kept by function: to ask `inspect` takes longer than all else before a step."""
+    """From the signature, cached by function: `inspect` takes longer than everything else before a step."""
     if isinstance(forward, types.MethodType) and isinstance(forward.__func__, types.FunctionType):
         found = _of_method(forward.__func__, _told_otherwise(forward.__func__))
         if found is not None:
@@ -103,7 +103,7 @@ def _taken(forward: Any) -> _Taken:
 
 @functools.lru_cache(64)
 def _of_method(function: types.FunctionType, _: Any) -> _Taken | None:
-    """Without its first parameter, if it has a name."""
+    """The signature without its first parameter, if that has a name."""
     own = tuple(inspect.signature(function).parameters.values())
     first = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return _Taken.of(own[1:]) if own and own[0].kind in first else None
@@ -116,10 +116,10 @@ def _told_otherwise(function: types.FunctionType) -> Any:
 
 
 def _by_name(model: nn.Module, parameter: inspect.Parameter) -> bool:
-    """Not one of ``*args`` and ``**kwargs``. Raises ValueError for one that cannot be given by name."""
+    """Whether it is a named parameter, not ``*args`` or ``**kwargs``. Raises ValueError for a positional-only one."""
     if parameter.kind is parameter.POSITIONAL_ONLY:
         raise ValueError(
-            f"batch: {_forward(model)} takes {parameter.name!r} by position only, graphs take all inputs by name; "
+            f"batch: {_forward(model)} takes {parameter.name!r} by position only, needs all inputs by name; "
             "remove the / from the signature"
         )
     return parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
@@ -130,7 +130,7 @@ def _unknown(model: nn.Module, name: str, free: set[str]) -> str:
 
 
 def check_input_names(model: nn.Module, option: str, names: Iterable[str]) -> None:
-    """An option's names of inputs are those of the forward. Raises ValueError."""
+    """Raises ValueError if an option names inputs that the forward does not take."""
     taken = _taken(model.forward)
     for name in () if taken.any_name else names:
         if name.partition(".")[0] not in taken.names:
@@ -149,27 +149,27 @@ def _forward(model: nn.Module) -> str:
 
 
 def check_values(batch: Mapping[str, Any], differentiated: bool, shapes_only: bool = False) -> None:
-    """Tensors that are there, and constants. Raises ValueError for anything else; ``differentiated``: also for tensors
-    that want a gradient, which only parameters get. ``shapes_only``: tensors on the meta device will do."""
+    """Raises ValueError for anything but tensors with values, and constants; with ``differentiated`` also for tensors
+    that require a gradient, which only parameters get. ``shapes_only``: tensors on the meta device are accepted."""
     try:
         found = list(paths(batch))
     except RecursionError:
-        raise ValueError("batch: needs finite values, found a list or dict that holds itself") from None
+        raise ValueError("batch: needs finite nesting, found a list or dict that contains itself") from None
     for path, value in found:
         problem = _problem(value, differentiated, shapes_only) if isinstance(value, Tensor) else _of_constant(value)
         if problem:
             raise ValueError(f"batch: {path} {problem}")
     if len(dict(found)) < len(found):
         path, count = Counter(path for path, _ in found).most_common(1)[0]
-        raise ValueError(f"batch: needs values of different names, found {path} {count} times; rename a key")
+        raise ValueError(f"batch: needs distinct names of values, found {path} {count} times; rename a key")
 
 
 def _problem(x: Tensor, differentiated: bool, shapes_only: bool) -> str:
     """Why a tensor can't be an input, or ''."""
     if differentiated and x.requires_grad and torch.is_grad_enabled():
-        return "requires a gradient, which only parameters get; pass x.detach(), or compute it inside of the model"
+        return "requires a gradient, which only parameters get; pass x.detach(), or compute it inside the model"
     if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return f"needs to be a plain tensor, found a {type(x).__name__}; pass this rank's part, such as x.to_local()"
+        return f"needs to be a plain tensor, found a {type(x).__name__}; pass this rank's shard, such as x.to_local()"
     for kind, holds, way_out in (
         ("nested", x.is_nested, "x.to_padded_tensor(0)"),
         ("quantized", x.is_quantized, "x.dequantize()"),
@@ -187,5 +187,5 @@ def _of_constant(value: Any) -> str:
         return ""
     name = f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
     numbers = "torch.as_tensor(x) of its numbers"
-    way_out = numbers if hasattr(value, "__array__") else "its tensors in a dict, and set what is none on the model"
+    way_out = numbers if hasattr(value, "__array__") else "its tensors in a dict, and set everything else on the model"
     return f"needs to be a tensor or a number, text or None, found a {name}; pass {way_out}"

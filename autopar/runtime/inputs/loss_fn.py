@@ -1,11 +1,11 @@
-"""A loss outside of the model, traced with it: ``parallelize(model, mesh, loss=fn)``.
+"""A custom loss, outside of the model and traced with it: ``parallelize(model, mesh, loss=fn)``.
 
     def fn(outputs, batch): return F.kl_div(...) + 0.1 * outputs.loss        a scalar, of outputs and inputs
-    class Distilled(nn.Module): ...                                          or a module, with weights of its own
+    class Distilled(nn.Module): ...                                          or a module, which may have weights
 
-The model gets the inputs that its forward names, the loss all of them. What comes out is what the model gives, with
-this loss in it. Weights of a loss are parameters ``own_loss. ...``: cut like all others, trained unless they are
-frozen, and not in the folders of `save_pretrained`.
+The model gets the inputs that its forward names, the loss gets all of them. The result is the model's output with this
+loss in it. Weights of a loss are parameters ``own_loss. ...``: sharded like all others, trained unless they are frozen,
+and not in the folders of `save_pretrained`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ LOSS = "own_loss"  # the module's name in the model
 
 def with_loss(model: nn.Module, loss: Callable[[Any, Mapping[str, Any]], Any]) -> nn.Module:
     """A model of the same modules and parameters whose forward ends in the loss; ``model`` itself is not changed.
-    Raises ValueError for what is no loss."""
+    Raises ValueError for an invalid loss."""
     if not callable(loss):
         raise ValueError(f"loss: needs a function of (outputs, batch), found {loss!r}; return a scalar from it")
     if hasattr(model, LOSS):
-        raise ValueError(f"loss: is {LOSS} in the model, found one that has something of that name; rename it there")
+        raise ValueError(
+            f"loss: needs the name {LOSS!r} in the model, found an attribute of that name; rename the model's attribute"
+        )
     try:
         inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).bind(None, {})
     except TypeError as error:
         raise ValueError(f"loss: needs a function of (outputs, batch), found another signature: {error}") from None
     except ValueError:
-        pass  # built in: it says so itself when it is called
+        pass  # a built-in function: the call itself raises
     made: nn.Module = type(model).__new__(type(model))
     made.__dict__.update(model.__dict__)
     made.__dict__["_modules"] = dict(model._modules)
@@ -62,10 +64,10 @@ def _ending_in(forward: Callable[..., Any], loss: Callable[..., Any]) -> Callabl
 
 
 def _combined(outputs: Any, loss: Any) -> Any:
-    """What the model gives, and the loss. Raises ValueError for a loss that is no scalar."""
+    """The model's outputs, with the loss. Raises ValueError for a loss that is not a scalar."""
     if not isinstance(loss, Tensor) or loss.dim():
         found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise ValueError(f"loss: needs to return one scalar, found {found}; return the (weighted) sum of its parts")
+        raise ValueError(f"loss: needs to return one scalar, found {found}; return the (weighted) sum of its terms")
     if isinstance(outputs, Mapping):
         return {**outputs, "loss": loss}
     return {"loss": loss, "outputs": outputs}

@@ -1,9 +1,10 @@
-"""What a step gives back: flat local outputs become the user's structure of DTensors and scalars.
+"""The outputs of a step: flat local values become DTensors and scalars in the user's structure.
 
-    functional.mse_loss(out.logits, batch["target"])       8 rows over all ranks, against the 4 of this rank's part
+    functional.mse_loss(out.logits, batch["target"])       8 rows of all ranks, against the 4 of this rank's shard
 
-torch finds such sizes out before an operator runs, and tells nothing of ranks: outputs that are cut along the batch
-explain them. As an input of another model on the same mesh, such an output is this rank's part (`parts_of_outputs`).
+torch refuses such sizes before the operator runs, with an error that does not mention ranks. Outputs that are sharded
+on the batch explain it. As an input of another model on the same mesh, such an output is passed as this rank's shard
+(`parts_of_outputs`).
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from autopar.runtime.params.sharded_ops import leaves
 from autopar.runtime.params.sharded_tensor import ShardedTensor
 from autopar.steps.graphs import Compiled
 
-_PAIRS = (torch.cdist,)  # of rows, each with each: any number of them fits
+_PAIRS = (torch.cdist,)  # operators on all pairs of rows: any two numbers of rows fit
 
 
 class BatchOutput(ShardedTensor):
-    """An output that is cut along the batch, or a tensor that has been computed of one.
+    """An output that is sharded on the batch, or a tensor computed from one.
 
-    rows: of the whole batch, and of this rank's part.
+    rows: of the global batch, and of this rank's shard.
     """
 
     rows: tuple[int, int]
@@ -45,14 +46,14 @@ class BatchOutput(ShardedTensor):
         rows = next((x.rows for x in operands if isinstance(x, BatchOutput)), None)
         try:
             if func in _PAIRS and rows and any(_has_part(x, *rows, operands) for x in operands):
-                raise ValueError("the rows of all ranks meet those of one")
+                raise ValueError("rows of the global batch and of one rank in one operator")
             found = no_torch_function(func, types, args, kwargs or {})
         except (RuntimeError, ValueError, IndexError) as error:
             if rows and any(_has_part(x, *rows, operands) for x in operands):
                 raise ValueError(
-                    f"outputs: model(**batch) gives tensors of the whole batch, here of {rows[0]} rows, found a tensor "
-                    f"of the {rows[1]} of this rank's part; compute the loss in the forward or in "
-                    "parallelize(loss=fn), or give the whole target"
+                    f"outputs: model(**batch) returns tensors of the global batch, here of {rows[0]} rows, found a "
+                    f"tensor with the {rows[1]} rows of this rank's shard; compute the loss in the forward or in "
+                    "parallelize(loss=fn), or pass the target of the global batch"
                 ) from error
             raise
         for x in leaves(found) if rows else ():
@@ -61,7 +62,7 @@ class BatchOutput(ShardedTensor):
 
 
 def batch_output(x: DTensor) -> DTensor:
-    """The same tensor, which from now on explains sizes, if it is one that is cut along the batch."""
+    """The same tensor; if it is sharded on the batch, a `BatchOutput`, which explains mismatched sizes."""
     if isinstance(x, ShardedTensor):
         dims = {shard.dim for axis, shard in x.cuts if axis in DATA}
         for dim in dims:
@@ -70,9 +71,9 @@ def batch_output(x: DTensor) -> DTensor:
 
 
 def parts_of_outputs(batch: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
-    """A batch in which outputs of another model on the same mesh are what a user would pass: this rank's part of those
-    that are cut along the batch, whole in all else. Collective where there are any on axes that do not part the batch.
-    An output that wants a gradient, or of which it is not known whose part it is, stays what it is, and is refused.
+    """Replace outputs of another model on the same mesh by what a user would pass: of an output that is sharded on the
+    batch this rank's shard, unsharded in all other dims. Collective if an output is sharded on other axes. An output
+    that requires a gradient, or whose batch dim is unknown, is left as it is and refused later.
     """
     if not any(isinstance(x, ShardedTensor) for x in batch.values()):
         return batch
@@ -92,7 +93,7 @@ def _plain_part(x: ShardedTensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _batch_dims(x: ShardedTensor) -> set[int]:
-    """Those that ranks of the batch cut, or that have its rows."""
+    """The dims that are sharded on batch axes, or that have the rows of the batch."""
     cut = {shard.dim for axis, shard in x.cuts if axis in DATA}
     rows = x.rows[0] if isinstance(x, BatchOutput) else None
     return cut or {d for d, size in enumerate(x.shape) if size == rows}
@@ -105,7 +106,7 @@ def _explain(x: Any, rows: tuple[int, int] | None) -> None:
 
 
 def _has_part(x: Any, whole: int, mine: int, operands: list[Any]) -> bool:
-    """Whether a plain tensor has this rank's rows where an operand has all of them."""
+    """Whether a plain tensor has this rank's rows where an operand has the rows of all ranks."""
     if not isinstance(x, Tensor) or isinstance(x, DTensor):
         return False
     dims = {d for o in operands if isinstance(o, BatchOutput) for d, size in enumerate(o.shape) if size == whole}
@@ -119,8 +120,8 @@ def rebuild_outputs(
     watch: Callable[[str, Tensor], None] | None = None,
     whole: bool = False,
 ) -> Any:
-    """The user's structure. Tensors are DTensors as they are cut, through which gradients flow; scalars are plain.
-    ``watch`` is shown each of them. ``whole``: plain tensors instead, of the whole batch. Collective."""
+    """Outputs in the user's structure: sharded DTensors through which gradients flow, and plain scalars. ``watch`` is
+    called with each of them. ``whole``: plain tensors of the global batch instead; collective."""
     flat, names = [], []
     for i, (spec, value) in enumerate(zip(compiled.signature.outputs, values, strict=True)):
         if spec.kind == "output":
@@ -135,21 +136,21 @@ def rebuild_outputs(
 
 
 def placements_of(compiled: Compiled, i: int) -> Placements:
-    """How output i lies on the mesh."""
+    """The placements of output i."""
     node = _source(outputs(compiled.local)[i])
     return {a: result_placements(node, a)[0] for a in compiled.plan.mesh.cut_order}
 
 
 def _wrapped(compiled: Compiled, i: int, value: Tensor, groups: Groups) -> DTensor:
     found, node = placements_of(compiled, i), _source(outputs(compiled.local)[i])
-    assert PARTIAL not in found.values(), f"module: output {node.name} is {found}, its sum is pending"
+    assert PARTIAL not in found.values(), f"module: output {node.name} is {found}, which is partial"
     cuts: dict[str, Placement] = {a: p for a, p in found.items() if isinstance(p, Shard)}
     spec = ParameterSpec("output", tuple(node.meta["global_shape"]), value.dtype, False, (), cuts)
     return parameters.wrap(value, spec, groups)
 
 
 def _source(node: Any) -> Any:
-    """Behind the detach that separates an output from the losses' graph."""
+    """The input of the detach that separates an output from the losses' graph, or the node itself."""
     while "global_shape" not in node.meta:
         node = node.args[0]
     return node

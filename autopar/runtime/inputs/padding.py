@@ -3,11 +3,11 @@
     input_ids [4, 137]         input_ids [4, 256]      filled with the model's padding token
     labels    [4, 137]   -->   labels    [4, 256]      filled with -100, which no loss counts
 
-Each length becomes the next of 64, 128, 256, ..., on all ranks that of the longest; a batch of fewer rows than there
-were before gets rows without labels. So random lengths compile a few steps, not one each. What is padded must not
-change the loss: before the first padded step the model is evaluated on the same tokens with and without padding, and
-where the losses differ, with an attention mask; if they differ still, or a batch norm would see the padding, the batch
-is refused.
+Each length is padded to the next of 64, 128, 256, ..., on all ranks to that of the longest. A batch with fewer rows
+than an earlier one gets rows without labels. So random lengths compile a few steps, not one each. Padding must not
+change the loss: before the first padded step the model is evaluated on the same tokens with and without padding and, if
+the losses differ, with an attention mask. If they still differ, or a batch norm would see the padding, the batch is
+refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ IGNORED = -100  # the label that counts in no loss
 LEAST = 64
 TOKEN = "the model's padding token, else 0"
 MASKS = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention_mask"}
-# Inputs of transformers models, [rows, tokens, ...] each: what they are filled with.
+# Inputs of transformers models, [rows, tokens, ...] each, and their fill values.
 FILLED: dict[str, Any] = {
     "input_ids": TOKEN, "decoder_input_ids": TOKEN, "labels": IGNORED, "attention_mask": 0,
     "decoder_attention_mask": 0, "token_type_ids": 0, "position_ids": 0, "inputs_embeds": 0,
@@ -45,17 +45,16 @@ FILLED: dict[str, Any] = {
 }  # fmt: skip
 POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions")
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-CLOSE = {torch.float64: 1e-9, torch.float32: 2e-5}  # relative; of losses of half precision 2e-2
+CLOSE = {torch.float64: 1e-9, torch.float32: 2e-5}  # relative tolerance of losses; half precision: 2e-2
 
 
 @dataclass(frozen=True)
 class PaddingBuckets:
     """How batches are padded.
 
-    pad: input -> what its further tokens are filled with, beside those of transformers (`FILLED`); its dims are [rows,
-    tokens, ...]. lengths: to which tokens are padded, ascending; empty: powers of two from 64 on. check: compare losses
-    with and without padding, once. ahead: let a process beside the training compile the next longer step, into the
-    cache of compiled steps.
+    pad: name of an input [rows, tokens, ...] -> fill value of the padding, in addition to those of transformers
+    (`FILLED`). lengths: the padded lengths in tokens, ascending; empty: powers of two from 64. check: compare losses
+    with and without padding, once. ahead: compile the next longer step in a background process, into the compile cache.
     """
 
     pad: Mapping[str, float] = field(default_factory=dict)
@@ -66,15 +65,15 @@ class PaddingBuckets:
     def __post_init__(self) -> None:
         lengths = tuple(self.lengths)
         if any(not isinstance(n, int) or n < 1 for n in lengths) or list(lengths) != sorted(set(lengths)):
-            raise ValueError(f"padding: lengths need ascending whole numbers above 0, found {lengths}")
+            raise ValueError(f"padding: lengths need ascending positive integers, found {lengths}")
 
     def length(self, tokens: int, unit: int = 1, limit: int = 0) -> int:
-        """The padded length: a multiple of ``unit``, within a limit of positions if the tokens are."""
+        """The padded length: a multiple of ``unit``, and at most ``limit`` positions unless the tokens are more."""
         if self.lengths:
             found = next((n for n in self.lengths if n >= tokens), 0)
             if not found:
                 raise ValueError(
-                    f"padding: {tokens} tokens are more than the longest of lengths={self.lengths}; name a longer one"
+                    f"padding: {tokens} tokens are more than the longest of lengths={self.lengths}; add a longer one"
                 )
             return found
         found = max(LEAST, 1 << (tokens - 1).bit_length())
@@ -84,7 +83,7 @@ class PaddingBuckets:
 
 
 def asked_padding(padding: Any) -> PaddingBuckets | None:
-    """Of the argument of `parallelize`. Raises ValueError."""
+    """From the ``padding`` argument of `parallelize`; None for no padding. Raises ValueError."""
     if padding == "exact":
         return None
     if padding == "bucket":
@@ -99,17 +98,17 @@ Evaluate = Callable[[dict[str, Any]], Any]
 
 
 class BatchPadder:
-    """Pads the batches of one model. ``evaluate``: outputs of a batch as it is, in eval mode."""
+    """Pads the batches of one model. ``evaluate``: the outputs of an unpadded batch, in eval mode."""
 
     def __init__(
         self, buckets: PaddingBuckets, root: nn.Module, plan: Plan, groups: Groups, evaluate: Evaluate
     ) -> None:
         self.buckets, self.root, self.plan, self.groups, self.evaluate = buckets, root, plan, groups, evaluate
         self.fill = FILLED | dict(buckets.pad)
-        self.rows = 0  # of the largest batch so far
+        self.rows = 0  # rows of the largest batch so far
         self.checked: set[str] = {"tokens", "rows"} if not buckets.check else set()  # what may be padded
-        self._last: dict[str, int] = {}  # of the last batch, as it was padded
-        self.masks = self.busy = self.uneven = False  # masks are made; within a check; ranks have unlike rows
+        self._last: dict[str, int] = {}  # sizes of the last batch, padded
+        self.masks = self.busy = self.uneven = False  # masks added; inside a check; numbers of rows differ
 
     def fit(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch, padded. Collective: the sizes are those of the largest on any rank."""
@@ -129,7 +128,7 @@ class BatchPadder:
         return fitted
 
     def longer(self, batch: Mapping[str, Any]) -> dict[str, Any] | None:
-        """A padded batch in the next lengths; None where there are none."""
+        """The batch padded to the next lengths; None if there are none."""
         sizes, limit = self._sizes(batch), self._limit()
         tokens = {name: size for name, size in sizes.items() if name != "rows" and size}
         if not tokens or any(size == limit for size in tokens.values()):
@@ -137,15 +136,15 @@ class BatchPadder:
         try:
             wanted = self._wanted({**dict.fromkeys(self.fill, 0), **{name: size + 1 for name, size in tokens.items()}})
             return self._padded(batch, wanted | {"rows": sizes["rows"]})
-        except ValueError:  # the longest of `lengths`, or an input that nobody knows how to fill
+        except ValueError:  # beyond the longest of `lengths`, or an input without a fill value
             return None
 
     def padded_again(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The last batch once more, as it was padded."""
+        """The last batch, padded to the same sizes once more."""
         return self._padded(batch, self._last) if self._sizes(batch) != self._last else dict(batch)
 
     def trimmed(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
-        """Outputs [rows, tokens, ...] of the last batch without the padding, as far as they are not cut there."""
+        """Outputs [rows, tokens, ...] of the last batch without the padding, except in dims that are sharded."""
         before, after = self._sizes(batch), self._last
         if self.busy:
             return outputs
@@ -153,13 +152,13 @@ class BatchPadder:
             return outputs
         lengths = {after[name]: before[name] for name in self.fill if after[name]}
         leaves, spec = flatten(outputs)
-        rows = before["rows"] if not self.uneven else after["rows"]  # DTensors have as many on each rank
+        rows = before["rows"] if not self.uneven else after["rows"]  # DTensors have the same number on each rank
         return unflatten([_trimmed(x, rows, after["rows"], lengths) for x in leaves], spec)
 
     # --- sizes ---------------------------------------------------------------------------------------------------
 
     def _sizes(self, batch: Mapping[str, Any]) -> dict[str, int]:
-        """Rows, and tokens of each input that has some (0: it is not there)."""
+        """Rows of the batch, and tokens of each input that has tokens (0: no such input)."""
         given = {name: x for name, x in batch.items() if isinstance(x, Tensor) and x.dim()}
         dims = self.plan.batch_dims
         rows = [x.shape[0] for name, x in given.items() if name in self.fill or dims.get(name, 0) == 0]
@@ -202,8 +201,8 @@ class BatchPadder:
             known = path in self.fill
             if not known and x.dim() > 1 and x.shape[1] in lengths and dims.get(path, 0) == 0:
                 raise ValueError(
-                    f"padding: needs to know how input {path} of {list(x.shape)} is padded, whose dim 1 is as long as "
-                    f"the tokens; say padding=autopar.PaddingBuckets(pad={{{path!r}: 0}}), or pad it yourself"
+                    f"padding: needs a fill value for input {path} of shape {list(x.shape)}, whose dim 1 is as long as "
+                    f"the tokens; set padding=autopar.PaddingBuckets(pad={{{path!r}: 0}}), or pad it yourself"
                 )
             if known and x.dim() > 1:
                 x = _wider(x, 1, wanted[path], self._value(path))
@@ -227,7 +226,8 @@ class BatchPadder:
         return token if isinstance(token, int) and token >= 0 else 0
 
     def _of_row(self, path: str, x: Tensor) -> float:
-        """Further rows have no labels, and see themselves: a row that sees nothing has no attention."""
+        """The fill value of added rows: no labels, and an attention mask of ones, since attention over nothing is
+        NaN."""
         if "mask" in path:
             return 1
         if path in self.fill:
@@ -235,8 +235,8 @@ class BatchPadder:
         if "label" in path or "target" in path:
             if x.is_floating_point():
                 raise ValueError(
-                    f"padding: a batch of fewer rows than before gets rows without labels, found {path} in floating "
-                    "point, where none means that; drop or fill the last batch (drop_last=True)"
+                    "padding: a batch of fewer rows than before gets rows without labels, found floating-point labels "
+                    f"{path}, which have no value for that; drop or fill the last batch (drop_last=True)"
                 )
             return IGNORED
         return 0
@@ -244,7 +244,7 @@ class BatchPadder:
     # --- that padding changes nothing ----------------------------------------------------------------------------
 
     def _check(self, batch: Mapping[str, Any], own: Mapping[str, int], padded: set[str]) -> None:
-        """Raises ValueError, on all ranks, where losses of the same tokens differ with padding."""
+        """Raises ValueError, on all ranks, if padding changes the loss of the same tokens."""
         if norm := next((m for m in self.root.modules() if isinstance(m, BATCH_NORMS)), None):
             raise ValueError(
                 f"padding: a {type(norm).__name__} averages over all rows and tokens, padding included; pass batches "
@@ -253,7 +253,7 @@ class BatchPadder:
         short, wanted = self._shortest(batch, own, padded)
         plain = self._losses(short)
         if not all(map(math.isfinite, plain)):
-            return  # no label among these tokens: the next padded batch tells
+            return  # no label among these tokens: check the next padded batch
         for masks in (False, True):
             self.masks = masks
             found = self._losses(self._padded(short, wanted))
@@ -264,14 +264,14 @@ class BatchPadder:
                 break
         self.masks = False
         raise ValueError(
-            f"padding: changes the loss of {type(self.root).__name__} from {plain} to {found}: tokens see it; "
-            'pass an attention_mask, say by autopar.PaddingBuckets(pad={...}) what fills inputs, or use padding="exact"'
+            f"padding: changes the loss of {type(self.root).__name__} from {plain} to {found}: tokens attend to it; "
+            'pass an attention_mask, set fill values with autopar.PaddingBuckets(pad={...}), or use padding="exact"'
         )
 
     def _shortest(
         self, batch: Mapping[str, Any], own: Mapping[str, int], padded: set[str]
     ) -> tuple[dict[str, Any], dict[str, int]]:
-        """A part of the batch that all ranks have, in sizes that divide, and to which sizes it is padded."""
+        """A slice of the batch that exists on all ranks, with sizes that divide, and its padded sizes."""
         least = self._over_ranks(own, dist.ReduceOp.MIN)
         unit = math.lcm(self.groups.mesh.size("tp"), 2 * self.groups.mesh.size("cp"))
         counts = self.plan.options.microbatches
@@ -327,7 +327,7 @@ def _trimmed(x: Any, rows: int, padded_rows: int, lengths: Mapping[int, int]) ->
 
 
 def _narrowed(x: Tensor, dim: int, size: int) -> Tensor:
-    """Of a ShardedTensor this rank's part, which is whole along a dim of tokens, and this rank's rows."""
+    """Narrow a dim of tokens or this rank's rows; of a ShardedTensor its local shard, unsharded along that dim."""
     if not isinstance(x, ShardedTensor):
         return x.narrow(dim, 0, size)
     ranks = x.shape[dim] // local_of(x).shape[dim]

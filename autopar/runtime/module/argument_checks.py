@@ -1,4 +1,4 @@
-"""What `parallelize` was given, and which of it can't be: refused in words, before anything is captured."""
+"""Checks of the arguments of `parallelize`: mistakes are ValueErrors, raised before anything is captured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.values import one_of, refuse, whole_number, yes_or_no
 
 MOST_SEED = 2**62
-# Modules that run another one in a way of their own, and how to get at the one inside.
+# Wrappers that run another module themselves, and how to get at the module inside.
 WRAPPERS: dict[type[nn.Module], str] = {
     nn.parallel.DistributedDataParallel: ".module, before it is wrapped",
     nn.DataParallel: ".module",
@@ -28,7 +28,7 @@ WRAPPERS: dict[type[nn.Module], str] = {
 
 
 def check_module(model: Any) -> None:
-    """A module with its parameters whole. Raises ValueError for anything else."""
+    """Raises ValueError for anything but a module with unsharded parameters."""
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise ValueError(f"parallelize: needs a model, found the class {model.__name__}; pass {model.__name__}(...)")
     if not isinstance(model, nn.Module):
@@ -40,13 +40,13 @@ def check_module(model: Any) -> None:
         at = f" at {name}" if name else ""
         if isinstance(module, ParallelModule):
             raise ValueError(
-                f"parallelize: needs a model that is on no mesh yet, found a ParallelModule{at}; pass the model that "
-                "it was made of"
+                f"parallelize: needs a model that is not parallelized yet, found a ParallelModule{at}; pass the "
+                "model that it was made from"
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
                 f"parallelize: needs Python modules, found a ScriptModule{at}, which torch.export can't trace; pass "
-                "the module that it was scripted from"
+                "the module before torch.jit.script"
             )
         for wrapper, inside in WRAPPERS.items():
             if isinstance(module, wrapper):
@@ -54,12 +54,12 @@ def check_module(model: Any) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(
-                f"parallelize: needs parameters with shapes, found {name}, whose shape the first batch decides; run "
-                "the model once"
+                f"parallelize: needs initialized parameters, found {name}, whose shape the first batch decides (a "
+                "lazy module); run the model once"
             )
         if isinstance(tensor, DTensor):
             raise ValueError(
-                f"parallelize: needs whole parameters, found {name}, a DTensor; pass the model as it was before "
+                f"parallelize: needs unsharded parameters, found {name}, a DTensor; pass the model as it was before "
                 "fully_shard or parallelize_module"
             )
     check_lists(model)
@@ -67,19 +67,20 @@ def check_module(model: Any) -> None:
 
 
 def check_no_gradients(model: nn.Module) -> None:
-    """torch's next backward would add to them. Raises ValueError."""
+    """Raises ValueError for a parameter with a gradient: the next backward would add to it."""
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             raise ValueError(
                 f"parallelize: parameter {name} has a gradient already, to which the first step would add; call "
-                "model.zero_grad() before"
+                "model.zero_grad() first"
             )
 
 
 def check_arguments(
     options: Options, dump: Any, plan: Any, example_batch: Any, *, seed: Any, backend: Any, padding: Any, **flags: Any
 ) -> None:
-    """The keyword arguments, and whether they go together; ``flags`` are yes or no. Raises ValueError."""
+    """Check the keyword arguments other than options, and whether they go together; ``flags`` are booleans. Raises
+    ValueError."""
     whole_number("seed", seed, 0, MOST_SEED)
     for name, value in flags.items():
         yes_or_no(name, value)

@@ -1,13 +1,14 @@
-"""A forward step as one node of autograd, so that ``model(**batch).loss.backward()`` means what it means in torch.
+"""A forward step as one autograd node, so that ``model(**batch).loss.backward()`` does what it does in torch.
 
     parameters ──> Step ──> outputs that depend on a parameter
 
-Parameters are the node's inputs: their gradients go where autograd takes them (`.grad`, hooks, `torch.autograd.grad`).
-A compiled step has a backward for some of the outputs: at first the losses. When a gradient arrives at others, a step
-with these among its outputs is compiled, and the forward run again; later forwards use that step at once.
+Parameters are the node's inputs, so autograd delivers their gradients (`.grad`, hooks, `torch.autograd.grad`).
+A compiled step differentiates some of the outputs: at first the losses. When a gradient arrives at another output, a
+step that differentiates it too is compiled and the forward runs again; later forwards use that step directly.
 
-What the backward reads must be as the forward left it: torch's version counters tell, as they do in torch. So must what
-torch would read again, where the model has checkpoints (`torch.utils.checkpoint`): a step reads it once.
+What the backward reads must be as the forward left it: torch's version counters are compared, as torch does. With
+`torch.utils.checkpoint`, torch's backward would read some values a second time. A step reads them once, so these must
+not change either.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ Again = Callable[[tuple[str, ...]], Executor]  # names of outputs -> the step th
 
 @dataclass
 class Forward:
-    """One forward: the step, what it was given and gave.
+    """One run of a forward: the step, its inputs and outputs.
 
-    values: state by original name, inputs by path, as they were; ``parameters``: by original name, frozen ones too.
-    again: compiles the same step with further outputs that have gradients. unlike: what the forward has read and is now
-    something else, "" if nothing is.
+    values: state by original name and inputs by path, as the forward read them. parameters: by original name, frozen
+    ones too. again: compiles the same step, differentiating further outputs. unlike: names what the forward has read
+    and has changed since, "" if nothing has.
     """
 
     executor: Executor
@@ -54,7 +55,7 @@ class Forward:
     again: Again
     unlike: Callable[[], str]
     used: bool = False
-    shown: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)  # to the user, by names of outputs
+    shown: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)  # tensors returned to the user, by output
 
     def __post_init__(self) -> None:
         stage, specs = self.executor.compiled.stage, self.executor.specs
@@ -63,20 +64,20 @@ class Forward:
         read = {specs[n].name for n in taken if n in specs and specs[n].kind != "seed"}
         read |= {*(self.executor.compiled.signature.remade or ())}
         self.trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
-        # Operators on a DTensor are counted at the DTensor, those on its piece at the piece.
-        past = {n for n in self.executor.buffers.written.values() if n not in self.paused.kept}  # nobody reads them
+        # Operators on a DTensor bump the version of the DTensor, those on its local tensor that of the local tensor.
+        past = {n for n in self.executor.buffers.written.values() if n not in self.paused.kept}  # never read
         self._given = _versions({n: x for n, x in self.values.items() if n not in past}) + _versions(self.parameters)
         self._read = [entry for entry in self._given if entry[0] in read]
         self._read += _versions({f"the value of {of(n)}": x for n, x in self.paused.saved})
 
     @property
     def differentiable(self) -> list[int]:
-        """The outputs that depend on a parameter that wants a gradient."""
+        """The outputs that depend on a parameter that requires a gradient."""
         return [output_place(name) for name in self.executor.compiled.stage.dependent]
 
     def watch(self, name: str, output: Tensor) -> None:
-        """An output that lies where a saved value lies must not be written to, either; nor be asked for its gradient
-        where the loss was made of it within the step."""
+        """Watch an output that the user gets: it must not be written to where it aliases a saved value, nor be asked
+        for its gradient where the step itself has computed the loss from it."""
         self.shown[name] = weakref.ref(output)
         if not isinstance(output, DTensor):
             return
@@ -85,8 +86,8 @@ class Forward:
             self._read += _versions({f"output {name}": output.detach()})  # the output itself holds this object
 
     def check_asked(self, tangents: Collection[int]) -> None:
-        """Raises ValueError for a hook on an output, or `retain_grad`, where the step itself has made another output of
-        it that is differentiated: no gradient comes back from there."""
+        """Raises ValueError for a hook or `retain_grad` on an output from which the step itself has computed another
+        output that is differentiated: no gradient flows back to it."""
         made = outputs(self.executor.compiled.local)
         for k in self.differentiable:
             name = self.executor.compiled.signature.outputs[k].name
@@ -95,17 +96,17 @@ class Forward:
                 asked = shown is not None and (shown.retains_grad or shown._backward_hooks)
             if asked and _copied(made[k]) in ancestors([made[j] for j in tangents if j != k]):
                 raise ValueError(
-                    f"backward: the gradient of output {name} is asked for, by a hook or retain_grad(), found that the "
-                    "step has made the loss of it, which is differentiated as one; make the loss of the outputs "
-                    "instead (outputs_with_grad=True)"
+                    f"backward: a hook or retain_grad() asks for the gradient of output {name}, found that the loss is "
+                    "computed from it within the compiled step, which returns no gradient for it; compute the loss "
+                    "from the outputs (outputs_with_grad=True)"
                 )
 
     def gradients(self, tangents: Mapping[int, Tensor], keep: bool) -> dict[str, Tensor]:
-        """Tangents by output -> gradients (this rank's pieces) by original name of the parameter."""
+        """Tangents by output -> gradients (this rank's shards) by original name of the parameter."""
         if self.used:
             raise RuntimeError(
-                "backward: this forward was already differentiated, its saved values are gone; run the model again, or "
-                "keep them: backward(retain_graph=True)"
+                "backward: this forward was already differentiated and its saved values are freed; run the model "
+                "again, or keep them with backward(retain_graph=True)"
             )
         self.used = not keep
         missing = [k for k in tangents if output(k) not in self.executor.program.tangents]
@@ -116,11 +117,11 @@ class Forward:
         return self._run_backward(self.executor, self.paused, tangents, keep)
 
     def _check_remade(self) -> None:
-        """Raises ValueError where a checkpoint of the model would compute with something else by now."""
+        """Raises ValueError where `torch.utils.checkpoint` would recompute from values that have changed by now."""
         if self.executor.compiled.signature.remade is not None and (changed := self.unlike()):
             raise ValueError(
-                "backward: torch.utils.checkpoint would run the forward again with what it then reads, and a step on a "
-                f"mesh runs it once, found that {changed} is another than in the forward; change it after the backward"
+                "backward: torch.utils.checkpoint would recompute the forward with the values of now, a compiled step "
+                f"uses those of the forward, found that {changed} has changed since; change it after the backward"
             )
 
     def _run_again(self, tangents: Mapping[int, Tensor], missing: Sequence[int]) -> dict[str, Tensor]:
@@ -142,11 +143,11 @@ class Forward:
         found = executor.run_backward(paused, given, keep)
         roots = executor.compiled.stage.roots
         asked = {output(k) for k in tangents}
-        unmade = {name for name, outputs in roots.items() if not asked & set(outputs)}  # torch has None for them
+        unmade = {name for name, outputs in roots.items() if not asked & set(outputs)}  # torch returns None for them
         return {executor.specs[n].name: gradient for n, gradient in found.items() if grad(n) not in unmade}
 
     def _own_part(self, executor: Executor, k: int, tangent: Tensor) -> Tensor:
-        """The gradient of a copy (Replicate) is a sum over the axis: one rank of it brings it in."""
+        """The gradient of a replicated output is summed over the axis, so only one rank of the axis contributes it."""
         copies = [a for a, p in placements_of(executor.compiled, k).items() if isinstance(p, Replicate)]
         if tangent.dim() and any(executor.groups.coordinate[a] for a in copies):
             return torch.zeros_like(tangent)
@@ -154,7 +155,7 @@ class Forward:
 
 
 def _copied(node: Node) -> Node:
-    """What an output is a copy of."""
+    """The node that an output copies."""
     while node.target in _COPIES:
         node = node.all_input_nodes[0]
     return node
@@ -167,8 +168,8 @@ def _versions(values: Mapping[str, Any]) -> list[tuple[str, Tensor, int]]:
 def _check(versions: Sequence[tuple[str, Tensor, int]]) -> None:
     for name, x, version in versions:
         if version_of(x) != version:
-            # In torch's words, as it raises this. Where it does not, its backward reads other tensors, such as a
-            # product with a weight instead of the weight, and this is a refusal.
+            # The text of torch's own error. Where torch would not raise, its backward saves other tensors (such as a
+            # product with a weight instead of the weight), and this is a refusal.
             raise refusal_like(
                 RuntimeError(),
                 "backward: one of the variables needed for gradient computation has been modified by an inplace "
@@ -183,7 +184,7 @@ def _no_tangent(executor: Executor, k: int) -> Tensor:
 
 
 def attach(forward: Forward, results: list[Any]) -> None:
-    """Outputs that depend on a parameter become outputs of a node of autograd. ``results``: the outputs; changed."""
+    """Make the outputs that depend on a parameter outputs of an autograd node. Changes the list ``results``."""
     chosen = [results[k] for k in forward.differentiable]
     if chosen:
         attached = _StepFunction.apply(forward, chosen, *forward.trained.values())
@@ -192,7 +193,7 @@ def attach(forward: Forward, results: list[Any]) -> None:
 
 
 def refuse_gradients(results: list[Any], words: str, device: torch.device) -> None:
-    """Outputs without gradients, where torch would have some: with ``words`` for whoever asks for them."""
+    """Make outputs raise ``words`` when they are differentiated: torch would have gradients here, this step has not."""
     places = [k for k, x in enumerate(results) if isinstance(x, Tensor) and x.is_floating_point()]
     refused = with_refusal(words, [results[k] for k in places], device)
     for k, x in zip(places, refused, strict=True):
@@ -204,15 +205,15 @@ class _StepFunction(torch.autograd.Function):
     def forward(ctx: Any, forward: Forward, results: list[Tensor], *parameters: nn.Parameter) -> Any:
         ctx.set_materialize_grads(False)
         ctx.run = forward
-        return tuple(x.detach() for x in results)  # not the tensors themselves: they may be among the saved
+        return tuple(x.detach() for x in results)  # not the tensors themselves: they may be saved for the backward
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor | None) -> Any:
         run: Forward = ctx.run
         if torch.is_grad_enabled():
             raise ValueError(
-                "backward(create_graph=True): gradients of gradients are not made, found a step on a mesh; "
-                "write a penalty on the gradients into the forward of the model, or leave create_graph out"
+                "backward(create_graph=True): needs a graph of the backward, found a compiled step, which has none; "
+                "compute a gradient penalty in the forward of the model, or leave create_graph out"
             )
         given = {
             k: t.full_tensor() if isinstance(t, DTensor) else t

@@ -1,7 +1,7 @@
-"""What a ParallelModule is beside its steps: the user's model, as torch and its library know it.
+"""The module interface of a ParallelModule: it looks like the user's model to torch and to the model's library.
 
-Its submodules, attributes and methods are those of the model, with this rank's pieces as parameters; what would need
-whole weights (calling a submodule, generating, another vocabulary) says what to do instead.
+Its submodules, attributes and methods are those of the model, with this rank's shards as parameters. Methods that need
+unsharded weights (generating, resizing the vocabulary) raise an error that says what to do instead.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from autopar.runtime.module.module_repr import module_text
 from autopar.runtime.module.state_dict import Stateful
 from autopar.steps.graphs import Compiled
 
-_IN_ONE_PROCESS = "save_pretrained(folder), and load the folder with from_pretrained"
-# methods of a library's models that need whole weights -> what to do instead
+_IN_ONE_PROCESS = "call save_pretrained(folder) and load the folder with from_pretrained in one process"
+# methods of a library's models that need unsharded weights -> why, and what to do instead
 _INSTEAD = {
-    "generate": f"needs whole layers: {_IN_ONE_PROCESS} to generate",
-    "resize_token_embeddings": "changes shapes of parameters, which are cut: call it on the model before parallelize",
-    "push_to_hub": "would send pieces: save_pretrained(folder), and upload the folder",
-    "merge_and_unload": f"adds weights that are cut: {_IN_ONE_PROCESS} to merge",
-    "merge_adapter": f"adds weights that are cut: {_IN_ONE_PROCESS} to merge",
+    "generate": f"needs unsharded layers; {_IN_ONE_PROCESS}",
+    "resize_token_embeddings": "needs unsharded parameters; call it on the model before parallelize",
+    "push_to_hub": "would upload shards; call save_pretrained(folder) and upload the folder",
+    "merge_and_unload": f"needs unsharded weights; {_IN_ONE_PROCESS}",
+    "merge_adapter": f"needs unsharded weights; {_IN_ONE_PROCESS}",
 }
-# what the outermost module has in common with the parallel model: state, and hooks of what is done with it
+# attributes that the parallel model shares with the outermost module: its state, and hooks on it
 SHARED = (
     "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
-# what torch's wrapper asks a module first
+# what DistributedDataParallel reads first from a module
 _WRAPPED = "_ddp_params_and_buffers_to_ignore"
 
 
 def _refuse(name: str, *_: Any, **__: Any) -> Any:
-    raise ValueError(f"parallelize: {name} of a model on a mesh {_INSTEAD[name]}")
+    raise ValueError(f"parallelize: {name} of a parallel model {_INSTEAD[name]}")
 
 
 class ModuleFacade(Stateful):
-    """The model as a module."""
+    """The user's model, as an nn.Module."""
 
-    _sizes: tuple[int, int]  # of its own entries, and of those of its class
+    _sizes: tuple[int, int]  # how many entries the object has, and its class
 
     @property
     def mesh(self) -> Any:
@@ -66,17 +66,17 @@ class ModuleFacade(Stateful):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's pieces are."""
+        """The device of this rank's shards."""
         return self._groups.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the first floating parameter."""
+        """The dtype of the first floating-point parameter."""
         specs = self.parameter_specs
         return next((s.dtype for s in specs if s.dtype.is_floating_point), torch.get_default_dtype())
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Of the whole model, on every rank; a tied one counts once."""
+        """Number of parameters of the whole model, the same on every rank; a tied one counts once."""
         own = self._tree.own
         tables = {f"{path}.weight" for path, m in self._tree.root.named_modules() if isinstance(m, nn.Embedding)}
         return sum(
@@ -91,10 +91,13 @@ class ModuleFacade(Stateful):
         return self._cache.traffic()
 
     def expert_load(self, reset: bool = False) -> dict[str, Tensor]:
-        """By layer, how many tokens chose each expert in the training steps since the start, or the last ``reset``:
-        [E] int64 on the CPU, of all ranks. Collective. Raises ValueError for steps that are replayed."""
+        """Per layer, how many tokens chose each expert in training steps since the start or the last ``reset``: [E]
+        int64 on the CPU, summed over all ranks. Collective. Raises ValueError for ``backend="cudagraphs"``."""
         if self._cache.backend == "cudagraphs":
-            raise ValueError("expert_load: counts as steps run, and backend='cudagraphs' replays them; use 'eager'")
+            raise ValueError(
+                "expert_load: counts tokens while a step runs, found backend='cudagraphs', which replays steps; use "
+                "backend='eager'"
+            )
         found = self._cache.load.summed()
         if reset:
             self._cache.load.clear()
@@ -107,8 +110,8 @@ class ModuleFacade(Stateful):
             tree = self.__dict__.get("_tree")
             if tree is not None and name == _WRAPPED:
                 raise ValueError(
-                    "parallelize: gradients of a model on a mesh are summed over dp; DistributedDataParallel would sum "
-                    "them again: call train_step of the model as it is"
+                    "parallelize: already sums gradients over dp, found DistributedDataParallel around the parallel "
+                    "model, which would sum them twice; call train_step of the parallel model directly"
                 ) from None
             if tree is None or name.startswith("__"):
                 raise
@@ -122,15 +125,15 @@ class ModuleFacade(Stateful):
             super().__setattr__(name, value)
         elif hasattr(type(self), name):
             raise ValueError(
-                f"parallelize: {name} of a model on a mesh is autopar's own and cannot be set; "
-                "set it on the model before, and parallelize it then"
+                f"parallelize: {name} of the parallel model belongs to autopar and cannot be set; "
+                "set it on the model before parallelize"
             )
         else:
             setattr(tree.root, name, value)
 
     def _take_entries(self) -> None:
-        """What somebody has put into ``vars(model)`` belongs to the outermost module. Raises ValueError for what was
-        put on the class."""
+        """Move entries that user code has put into ``vars(model)`` to the outermost module. Raises ValueError for
+        attributes that were set on the class."""
         entries, kind = self.__dict__, type(self)
         if len(entries) != self._sizes[0]:
             for name in [name for name in entries if not name.startswith("_")]:
@@ -158,7 +161,7 @@ class ModuleFacade(Stateful):
             tree.root.training = mode
 
     def train(self, mode: bool = True) -> Self:
-        """As the model does it: its own `train` may keep parts in eval mode."""
+        """Calls the model's own `train`, which may keep some modules in eval mode."""
         self._tree.root.train(mode)
         return self
 
@@ -167,21 +170,24 @@ class ModuleFacade(Stateful):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises ValueError: what `copy` and `pickle` call."""
+        """Raises ValueError: `copy` and `pickle` call this."""
         raise ValueError(
-            "parallelize: a model on a mesh cannot be copied or pickled, since it is bound to process groups; keep its "
-            "state (full_state_dict, state_dict), or copies of its parameters; the average that AveragedModel makes of "
-            "a copy is autopar.ema(model)"
+            "parallelize: a parallel model cannot be copied or pickled, since it is bound to process groups; save its "
+            "state (full_state_dict, state_dict) or copies of its parameters, and use autopar.ema(model) in place of "
+            "AveragedModel"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """For a function that holds this model and that somebody has put into it (``model.f = MethodType(f, model)``):
-        where the modules are copied, the copy of the outermost one. Else raises ValueError, as `__reduce_ex__`."""
+        """While the modules are copied, returns the copy of the outermost one: for a function set on the model that
+        holds the model itself (``model.f = MethodType(f, model)``). Else raises ValueError, as `__reduce_ex__` does."""
         copy = memo.get(id(self._tree.root))
         return copy if copy is not None else self.__reduce_ex__(0)
 
     def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
         """Raises ValueError: a step has its own backward."""
-        raise ValueError("hooks: a parallel model has its own backward, which calls the hooks of parameters only")
+        raise ValueError(
+            "hooks: a parallel model has its own backward, which calls hooks of parameters only, found a full backward "
+            "hook; register hooks on parameters"
+        )
 
     register_full_backward_pre_hook = register_backward_hook = register_full_backward_hook

@@ -5,7 +5,7 @@
         (embed_tokens): Embedding(64, 32)
             weight [64, 32] tp: S(0), 1/2 here
 
-What is said of a module is what its class says of it. Equal neighbours of a list are one line.
+A module's own line is what its class returns for it. Equal neighbours in a list share one line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _INDENT = "  "
 
 
 def module_text(root: nn.Module, specs: Iterable[ParameterSpec], mesh: Mesh, held: Mapping[str, object]) -> str:
-    """``held``: the parameters of this rank, by name."""
+    """The text of the tree. ``held``: the parameters of this rank, by name."""
     specs = list(specs)
     whole = sum(math.prod(s.shape) for s in specs)
     here = sum(math.prod(s.local_shape(mesh)) for s in specs if s.name in held)
@@ -46,9 +46,9 @@ def _parameter(own: str, name: str, spec: ParameterSpec, mesh: Mesh, held: Mappi
 
 
 def _lines(module: nn.Module, path: str, by_module: Mapping[str, list[str]]) -> list[str]:
-    """What is below the line of a module."""
+    """The lines below that of a module."""
     found = [f"{_INDENT * 2}{text}" for text in by_module.get(path, [])]
-    groups: list[tuple[list[str], str, list[str]]] = []  # names of equal neighbours, their line, what is below
+    groups: list[tuple[list[str], str, list[str]]] = []  # names of equal neighbours, their line, the lines below
     for name, child in module.named_children():
         line, below = _line(child), _lines(child, f"{path}.{name}" if path else name, by_module)
         if groups and name.isdecimal() and groups[-1][1:] == (line, below):

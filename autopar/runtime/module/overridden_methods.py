@@ -1,11 +1,11 @@
-"""Methods that the model's class defines in place of torch's are those of the parallel model, too.
+"""Methods of nn.Module that the model's class overrides are overridden on the parallel model, too.
 
     class Net(nn.Module):
         def parameters(self, recurse=True): ...     parallel.parameters() calls it
         def __len__(self): ...                      len(parallel)
 
-The parallel model stands for the model's outermost module, and has its tensors and submodules for its own. So torch's
-methods do the same to either, and what a class makes of them is called on the module of that class.
+The parallel model stands for the model's outermost module and has the same tensors and submodules. So torch's methods
+do the same on either, and an override is called on the module whose class defines it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# Of Python's own methods those that make or name an object, or decide what it is.
+# Methods of Python that create an object, name it or define its type: not forwarded.
 _OWN = {
     "__init__", "__new__", "__del__", "__call__", "__repr__", "__hash__", "__eq__", "__ne__", "__class__", "__dict__",
     "__getattr__", "__getattribute__", "__setattr__", "__delattr__", "__dir__", "__sizeof__", "__subclasshook__",
@@ -26,8 +26,8 @@ _OWN = {
 
 
 def face_of(base: type, root: nn.Module) -> type:
-    """A class like ``base``, a parallel model's, for this outermost module: it hands on what the module, or its class,
-    has in place of torch's methods, where ``base`` does not say itself what to do."""
+    """A subclass of ``base``, the class of parallel models, for this outermost module. It forwards the methods of torch
+    that the module or its class overrides, unless ``base`` defines them itself."""
     own = {name for cls in base.__mro__ if cls not in (nn.Module, object) for name in vars(cls)}
     on_itself = [name for name, x in vars(root).items() if callable(x) and callable(getattr(nn.Module, name, None))]
     handed = {name: _handed_on(name) for name in (*_overridden(type(root)), *on_itself) if name not in own}
@@ -35,14 +35,14 @@ def face_of(base: type, root: nn.Module) -> type:
 
 
 def overrides(module: nn.Module, *names: str) -> bool:
-    """Whether a module's class, or somebody on the module itself, has put something in place of these of torch's."""
+    """Whether one of these methods of torch is overridden, by the module's class or on the module itself."""
     return any(
         name in module.__dict__ or getattr(type(module), name, None) is not getattr(nn.Module, name) for name in names
     )
 
 
 def _overridden(kind: type) -> Iterator[str]:
-    """Names of the methods that stand before torch's, and of those that Python's operators and functions call."""
+    """Names of the methods that override torch's, and of special methods that Python's operators and functions call."""
     for cls in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         for name, value in vars(cls).items():
             special = name.startswith("__") and name.endswith("__")
@@ -62,7 +62,7 @@ def _handed_on(name: str) -> Callable[..., Any]:
 
 
 def check_lists(model: nn.Module) -> None:
-    """Raises ValueError where what a model's class says of its modules, parameters and buffers is not what they are."""
+    """Raises ValueError where an overridden method lists other modules, parameters or buffers than the model has."""
     modules = list(_modules(model))
     needed: dict[str, list[tuple[str, Any]]] = {
         "named_modules": modules,
@@ -75,24 +75,24 @@ def check_lists(model: nn.Module) -> None:
             found = [(path, id(x)) for path, x in getattr(model, what)(remove_duplicate=False)]
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"parallelize: needs {name} to be called as torch's, found {error}; take prefix, recurse and "
-                "remove_duplicate, or give the method another name"
+                f"parallelize: needs {name} with the signature of torch, found {error}; accept prefix, recurse and "
+                "remove_duplicate, or rename the method"
             ) from error
         if (others := {*found} ^ {(path, id(x)) for path, x in entries}) or len(found) != len(entries):
             raise ValueError(
-                f"parallelize: needs every module, parameter and buffer under torch's own name, found that {name} says "
-                f"otherwise of {min(others)[0] if others else found[0][0]!r}; give what an optimizer or a log needs "
-                "under a name of its own, or as parameters()"
+                f"parallelize: needs {name} to list every module, parameter and buffer under its name in torch, found "
+                f"another one for {min(others)[0] if others else found[0][0]!r}; list what an optimizer or a log needs "
+                "in a method of another name, or in parameters()"
             )
     if not all(isinstance(p, Tensor) for p in model.parameters()):
         raise ValueError(
             f"parallelize: needs tensors from {type(model).__qualname__}.parameters, which torch.export calls, found "
-            "others; give groups for an optimizer under a name of their own"
+            "other values; return parameter groups from a method of another name"
         )
     if {*map(id, model.modules())} != {id(module) for _, module in modules}:
         raise ValueError(
-            f"parallelize: needs every module, found that {type(model).__qualname__}.modules gives others than there "
-            "are; give what is needed under a name of its own"
+            f"parallelize: needs {type(model).__qualname__}.modules to list every module, found other ones; list what "
+            "you need in a method of another name"
         )
 
 

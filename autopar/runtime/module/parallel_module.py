@@ -1,8 +1,7 @@
 """ParallelModule: the user's model on a mesh.
 
-It holds this rank's pieces of the parameters as DTensors under their original names, compiles a step for each new
-shape of the batch, and runs it. Everything that torch knows to do with parameters (optimizers, clipping, checkpoints)
-works on it.
+It holds this rank's shards of the parameters as DTensors under their original names, compiles a step for each new
+shape of the batch, and runs it. Whatever torch does with parameters (optimizers, clipping, checkpoints) works on it.
 """
 
 from __future__ import annotations
@@ -51,21 +50,22 @@ from autopar.values import a_path, number
 
 
 class ParallelModule(ModuleFacade):
-    """A model on a mesh, made by `autopar.parallelize`.
+    """A model on a mesh, returned by `autopar.parallelize`.
 
-    ``train_step(**batch)``: forward and backward of all microbatches; returns the loss of the whole batch.
-    ``model(**batch)``: the model's own output structure, a part of autograd's graph. Scalars are plain tensors; other
-    outputs are DTensors over the mesh, as they are cut, which compute as the whole tensors that they stand for:
-    ``float(out.logits.mean())`` is that of the whole batch. So do parameters and gradients, those of other pipeline
-    stages included, which every rank has. What reduces or gathers pieces is collective: all ranks of the mesh call it,
-    even where only one prints the number.
+    ``train_step(**batch)``: forward and backward of all microbatches; returns the loss of the global batch.
+    ``model(**batch)``: the model's own output structure, part of the autograd graph. Scalars are plain tensors. Other
+    outputs are DTensors over the mesh, sharded as the step left them, and compute as their global values:
+    ``float(out.logits.mean())`` is the mean over the global batch. The same holds for parameters and gradients; every
+    rank has those of other pipeline stages, too. Reductions and gathers are collective: all ranks of the mesh call
+    them, even if only one prints the number.
     ``eval_step(**batch)``: the same with all modules in eval mode, without gradients.
 
-    Its submodules are copies of the model's own: modes, attributes and ``requires_grad`` of parameters may be changed
-    at any time. What the model has beside modules (config, methods) is there as well. Steps are compiled already:
-    `torch.compile` of a function that calls them leaves them as they are.
+    Its submodules are copies of the model's: change modes, attributes and ``requires_grad`` of parameters at any time.
+    Other attributes of the model (config, methods) are available, too. Steps are already compiled: `torch.compile` of a
+    function that calls them does not change them.
 
-    Every rank of a dp group passes the same batch, its dp part of the whole; as with DistributedDataParallel.
+    Each rank passes its data-parallel shard of the global batch, as with DistributedDataParallel. Ranks that differ
+    only along other axes pass the same one.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ParallelModule(ModuleFacade):
         self._last_use, self._sizes = 0, (0, 0)
         self._weight = torch.ones((), dtype=torch.float64, device=groups.device)
         self._fitter: BatchPadder | None = None
-        self._tangents: tuple[str, ...] = ()  # outputs beside the losses that somebody has differentiated
+        self._tangents: tuple[str, ...] = ()  # outputs, beside the losses, that the user has differentiated
         self._loaded = broadcast_weights or all(values.get(s.name) is not None for s in specs)
         # steps write to buffers
         own, written = (
@@ -113,12 +113,12 @@ class ParallelModule(ModuleFacade):
         if plan.options.optimizer_cpu_offload:
             keep_on_host(self, plan.options.bucket_bytes)
         if outputs_with_grad and (reason := self._cannot_differentiate()):
-            raise ValueError(f"outputs_with_grad: {reason}; a loss of one's own is loss=fn, traced with the model")
+            raise ValueError(f"outputs_with_grad: {reason}; pass a custom loss as loss=fn, traced with the model")
         self._sizes = len(self.__dict__), len(vars(type(self)))
 
     def watch_originals(self, models: Mapping[str, nn.Module], held: Collection[str] = ()) -> None:
-        """What it was made of, by paths: what is done to them afterwards is refused, see `original.OriginalModel`.
-        ``held``: names of tensors that somebody holds besides."""
+        """Refuse later changes of the original ``models`` (by path), see `guards.original_model.OriginalModel`.
+        ``held``: names of tensors that user code holds beside the model."""
 
         def written() -> set[str] | None:
             if not any(kind.train for kind in self._cache.kinds()):
@@ -129,7 +129,8 @@ class ParallelModule(ModuleFacade):
         self._origin = Origin(models, self._tree, self._groups, held, written)
 
     def pad_batches(self, buckets: PaddingBuckets, ahead: Callable[..., None] | None = None) -> None:
-        """From now on: see `autopar.PaddingBuckets`. ``ahead``: is asked for the step of the next longer batch."""
+        """Pad batches from now on: see `autopar.PaddingBuckets`. ``ahead`` compiles the step of the next longer batch
+        in the background."""
 
         def evaluate(batch: dict[str, Any]) -> Any:
             with torch.no_grad():
@@ -144,17 +145,17 @@ class ParallelModule(ModuleFacade):
 
     @torch.compiler.disable
     def train_step(self, *args: Any, **batch: Any) -> Tensor:
-        """Forward and backward of this rank's part of the batch, in all its microbatches.
+        """Run forward and backward of this rank's shard of the batch, over all microbatches.
 
-        Returns the loss of the whole batch: the output called "loss", else each scalar with a gradient (a tuple of
-        them, if there are several), which are differentiated together; gradients accumulate in ``.grad`` of the
-        parameters, as ``backward()`` does. Raises ValueError for batches that do not fit.
+        Returns the loss of the global batch: the output called "loss", else every scalar output with a gradient (a
+        tuple, if there are several), differentiated together. Gradients accumulate in ``.grad`` of the parameters, as
+        with ``backward()``. Raises ValueError for batches that do not fit the model or the mesh.
         """
         with error_context("train_step"), outside(self._groups.device) as surroundings:
             if has_forward_hooks(self):
                 raise ValueError(
-                    "train_step: hooks of the parallel model are called by model(**batch) only; register them on the "
-                    "model before parallelize, which traces them, or remove them"
+                    "train_step: does not call hooks of the parallel model (only model(**batch) does), found some; "
+                    "register them on the model before parallelize, which traces them, or remove them"
                 )
             need_gradients()
             no_anomalies()
@@ -162,8 +163,8 @@ class ParallelModule(ModuleFacade):
             executor, values = self._prepare(args, batch, Kind(True, ()), surroundings)
             if not executor.compiled.losses:
                 raise ValueError(
-                    "train_step: the model returns no scalar with a gradient; pass what makes it return a loss (labels)"
-                    + misspelled(self._tree.root, batch)
+                    "train_step: needs a scalar output with a gradient, found none; pass the labels, so that the model "
+                    "returns a loss" + misspelled(self._tree.root, batch)
                 )
             with self._watch.step(self.training_steps):
                 result = executor.run_step(values)
@@ -173,7 +174,7 @@ class ParallelModule(ModuleFacade):
 
     @torch.compiler.disable
     def forward(self, *args: Any, **batch: Any) -> Any:
-        """The model's outputs for this rank's part of the batch."""
+        """The model's outputs for this rank's shard of the batch."""
         evaluates = not any(m.training for m in self._tree.root.modules())
         if evaluates and (not torch.is_grad_enabled() or self._cannot_differentiate()):
             return self._evaluated(args, batch)
@@ -201,10 +202,10 @@ class ParallelModule(ModuleFacade):
             return self._rebuilt(executor, outputs, args, batch, run.watch if run is not None else None)
 
     def _cannot_differentiate(self) -> str:
-        """Why ``model(**batch)`` can make no graph of autograd, if it cannot."""
+        """Why ``model(**batch)`` cannot be differentiated by autograd, "" if it can."""
         if self._cache.plan.pipeline is not None:
             return (
-                "model(**batch): a pipeline runs forward and backward in one, stage by stage; use "
+                "model(**batch): a pipeline schedules forward and backward together, found pp in the mesh; use "
                 "train_step(**batch) to train, eval_step(**batch) for outputs"
             )
         count = self._cache.microbatches
@@ -213,7 +214,7 @@ class ParallelModule(ModuleFacade):
         return ""
 
     def _unlike(self, executor: Executor, values: Mapping[str, Tensor]) -> str:
-        """What a forward with these values has read of the model, and would find to be something else now."""
+        """Names what a forward with these values has read of the model and has changed since, "" if nothing has."""
         if changed := self._cache.changed_since(executor):
             return changed
         now = {**self._tree.pieces(), **self._tree.buffers()}
@@ -223,7 +224,7 @@ class ParallelModule(ModuleFacade):
     def _with_tangents(
         self, named: dict[str, Any], kind: Kind, surroundings: GlobalTorchState, names: tuple[str, ...]
     ) -> Executor:
-        """The same step with a backward that also starts from these outputs; from now on that of every forward."""
+        """The same step with a backward that also starts from these outputs; all later forwards use it."""
         self._tangents = tuple(sorted({*self._tangents, *kind.tangents, *names}))
         return self._cache.runner(kind._replace(tangents=self._tangents), named, surroundings)
 
@@ -249,7 +250,7 @@ class ParallelModule(ModuleFacade):
     def _rebuilt(
         self, executor: Executor, outputs: list[Any], args: tuple[Any, ...], batch: dict[str, Any], watch: Any = None
     ) -> Any:
-        """In the user's structure, without padding."""
+        """Outputs in the user's structure, without padding."""
         found = rebuild_outputs(executor.compiled, outputs, self._groups, watch, self._whole_outputs)
         if self._fitter is None:
             return found
@@ -257,10 +258,10 @@ class ParallelModule(ModuleFacade):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """`torch.nn.utils.clip_grad_norm_` over all ranks, pipeline stages included; returns the norm before.
+        """`torch.nn.utils.clip_grad_norm_` over all ranks, pipeline stages included; returns the norm before clipping.
 
-        The same as the function of torch, with one exchange, and for `autopar.GradScaler`. A tied weight that several
-        stages hold counts once. Collective.
+        The same result as torch's function, with a single all-reduce; also works with `autopar.GradScaler`. A tied
+        weight on several stages counts once. Collective.
         """
         with error_context("clip_grad_norm_"):
             scale = self._scaler.scale_to_take_off() if self._scaler is not None else None
@@ -272,15 +273,16 @@ class ParallelModule(ModuleFacade):
             return norm
 
     def take_scaler(self, scaler: GradScaler) -> Groups:
-        """Scale the losses of ``train_step`` by it from now on: see `autopar.GradScaler`, which calls this."""
+        """Scale the losses of ``train_step`` from now on; called by `autopar.GradScaler`."""
         self._scaler = scaler
         return self._groups
 
     def _need_scaler(self) -> None:
         if self._scaler is None and self.plan.options.precision.compute == "float16":
             raise ValueError(
-                "precision: gradients in float16 vanish without a scaled loss; make scaler = autopar.GradScaler(model) "
-                "before the first step, and step with scaler.step(optimizer), or compute in bfloat16"
+                "precision: float16 gradients underflow without loss scaling, found no scaler; create "
+                "scaler = autopar.GradScaler(model) before the first step and call scaler.step(optimizer), or compute "
+                "in bfloat16"
             )
 
     def _prepare(
@@ -288,8 +290,8 @@ class ParallelModule(ModuleFacade):
     ) -> tuple[Executor, dict[str, Tensor]]:
         if not self._loaded:
             raise ValueError(
-                "parallelize: the model came without weights (meta device); load them first with "
-                "load_pretrained(folder), load_state_dict(state) or autopar.load(folder, model)"
+                "parallelize: needs weights, found a model that was built without them (meta device); load them with "
+                "load_pretrained(folder), load_state_dict(state) or autopar.load(folder, model) before the first step"
             )
         self._take_entries()
         refused = self._origin.refusal(kind) if self._origin is not None else ""
@@ -298,7 +300,7 @@ class ParallelModule(ModuleFacade):
         if self._fitter is not None:
             named = self._fitter.fit(named)
         named = with_static_inputs(named, self._cache.plan.options.static_inputs)
-        # masks depend on the number of the step
+        # dropout masks depend on the number of the step
         number = self.training_steps + 1 if kind.train else None
         try:
             executor = self._cache.runner(kind, named, surroundings, number, refused)
@@ -316,8 +318,8 @@ class ParallelModule(ModuleFacade):
         given = tensors_of(named)
         self._watch.check_size(given, self.training_steps)
         for name, value in given.items():
-            plain = value if type(value) is Tensor else value.as_subclass(Tensor)  # results would be of the subclass
-            values[name] = to_device(plain, self._groups.device)  # contiguous: the step is compiled for that
+            plain = value if type(value) is Tensor else value.as_subclass(Tensor)  # results would keep the subclass
+            values[name] = to_device(plain, self._groups.device)  # contiguous, as compiled for
         seed = step_seed(self._seed, self.training_steps)
         values[SCALE] = self._weight if self._scaler is None else self._scaler.seed * self._weight
         values |= {name: torch.full((), seed, device=self._groups.device) for name in executor.seeds}  # without a copy
@@ -333,8 +335,8 @@ class ParallelModule(ModuleFacade):
 
     @contextlib.contextmanager
     def loss_weight(self, weight: float) -> Iterator[None]:
-        """Within: `train_step` leaves the gradients of ``weight`` times the loss; it returns the loss itself. For means
-        over several calls, such as accumulation by a loop. On all ranks alike."""
+        """Context manager: `train_step` scales gradients by ``weight`` and returns the unscaled loss. For means over
+        several calls, such as gradient accumulation in a loop. Enter and leave it on all ranks."""
         before, self._weight = self._weight, torch.full_like(self._weight, number("weight", weight))
         try:
             yield
@@ -343,10 +345,11 @@ class ParallelModule(ModuleFacade):
 
     @contextlib.contextmanager
     def keep_unsharded(self) -> Iterator[None]:
-        """Within: no weight changes, so what steps gather once they gather in the first one only, and keep. For several
-        `train_step` per ``optimizer.step()``, and for evaluations. On all ranks alike.
+        """Context manager: parameters are gathered in the first step and stay unsharded until exit. For several
+        `train_step` per ``optimizer.step()``, and for evaluation. Weights must not change inside. Enter and leave it on
+        all ranks.
 
-        Raises RuntimeError at a step for weights that were seen to change; writes through ``.data`` leave no trace.
+        Raises RuntimeError at a step if a weight has changed; writes through ``.data`` are not detected.
         """
         outermost = not self._cache.keep_unsharded
         self._cache.keep_weights(True)
@@ -359,20 +362,23 @@ class ParallelModule(ModuleFacade):
     # --- dumps --------------------------------------------------------------------------------------------
 
     def dump(self, folder: str | Path) -> None:
-        """Write every level of the last compiled step, the plan and a report to a folder. Compiles it once more."""
+        """Write the graphs of the last compiled step, after each pass, the plan and a report to a folder. Recompiles
+        the step."""
         folder = a_path("folder", folder)
         if not self._cache.runners:
-            raise ValueError("dump: nothing is compiled before the first step; run one, or set AUTOPAR_DUMP before it")
+            raise ValueError(
+                "dump: needs a compiled step, found none before the first step; run one, or set AUTOPAR_DUMP before it"
+            )
         self._cache.dump(folder)
 
     def trace(self, folder: str | Path, **batch: Any) -> Tensor:
-        """A `train_step` that records when every action ran; returns its loss.
+        """Run a `train_step` that records when every action runs; returns its loss.
 
-        Writes what `dump` writes, the measured timeline beside the simulated one, as a Chrome trace (``trace.json``)
-        with the modules within its actions, and which experts got the tokens so far (`expert_load`), with the bytes of
-        their rows that left each rank. Collective.
+        Writes what `dump` writes; the measured and the simulated timeline as a Chrome trace (``trace.json``), with the
+        modules inside each action; the tokens per expert so far (`expert_load`); and the bytes of tokens that each rank
+        has sent to experts. Collective.
         """
-        self.train_step(**batch)  # compiles, and warms up
+        self.train_step(**batch)  # compile and warm up
         executor = self._cache.last
         assert executor is not None
         executor.record, before = True, executor.traffic
@@ -382,7 +388,7 @@ class ParallelModule(ModuleFacade):
             executor.record = False
         found: list[Any] = [None] * self._groups.mesh.world_size
         with error_context("trace"):
-            modules = executor.modules if self._groups.is_first_of_stage else []  # they are many
+            modules = executor.modules if self._groups.is_first_of_stage else []  # large: one rank per stage is enough
             rows = rows_sent(ledger_between(before, executor.traffic))
             torch.distributed.all_gather_object(found, (self._groups.coordinate, executor.timeline, rows, modules))
             load = {} if self._cache.backend == "cudagraphs" else self.expert_load()

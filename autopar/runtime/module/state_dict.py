@@ -1,7 +1,7 @@
-"""The state of a ParallelModule, in and out: weights, buffers and the count of training steps.
+"""Saving and loading the state of a ParallelModule: weights, buffers and the count of training steps.
 
 parallel.state_dict()                    DTensors over the mesh: torch.save on each rank, distributed checkpoint
-parallel.full_state_dict()               whole tensors under the original names
+parallel.full_state_dict()               full tensors under the original names
 parallel.save_pretrained(folder)         files that transformers loads
 """
 
@@ -46,12 +46,12 @@ from autopar.values import a_path, whole_number, yes_or_no
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank holds of a model, for `autopar.save` and `autopar.load`.
+    """The state of a model that a rank holds, for `autopar.save` and `autopar.load`.
 
-    own: its pieces of parameters by name; ``canonical``: any name of a parameter, tied ones too -> its name. buffers:
-    those that are saved. last_use: when the last training step began (`autopar.runtime.optim.step_hooks`). averages:
-    of `autopar.ema`, in the order in which they were made. owed: what earlier calls have left to be compared. line:
-    which run's checkpoints it saves. stateful: by path, modules with a state beside tensors (`get_extra_state`).
+    own: its shards of parameters by name. canonical: any name of a parameter, tied ones too -> its name. buffers: the
+    persistent ones. last_use: when the last training step began (`autopar.runtime.optim.step_hooks`). averages: those
+    of `autopar.ema`, in order of creation. owed: checks that earlier calls have deferred. line: the run whose
+    checkpoints it saves. stateful: by path, modules with a state beside tensors (`get_extra_state`).
     """
 
     groups: Groups
@@ -72,7 +72,7 @@ class RankState:
 
 
 class Stateful(nn.Module):
-    """What a ParallelModule does with its state."""
+    """The state methods of a ParallelModule."""
 
     _tree: ShardedModules
     _cache: StepCache
@@ -87,11 +87,11 @@ class Stateful(nn.Module):
 
     @property
     def plan(self) -> Plan:
-        """The decisions: of the last compiled step, or of the parameters before the first one."""
+        """The plan of the last compiled step; before the first step, that of the parameters."""
         return self._cache.runners[-1].compiled.plan if self._cache.runners else self._cache.plan
 
     def held(self) -> RankState:
-        """Everything that a checkpoint is made of, as it is now."""
+        """The current state that a checkpoint contains."""
         own, specs = self._tree.own, self._tree.specs
         return RankState(
             self._groups,
@@ -112,26 +112,26 @@ class Stateful(nn.Module):
         )
 
     def take_average(self, average: Any) -> None:
-        """Save it with the model from now on: see `autopar.ema`, which calls this."""
+        """Save this average with the model from now on; called by `autopar.ema`."""
         self._averages.append(average)
 
     def drop_average(self, average: Any) -> None:
-        """Save it no more."""
+        """No longer save this average."""
         self._averages = [known for known in self._averages if known is not average]
 
     def begin_loading(self) -> None:
-        """Its parameters are of no use until `end_loading`."""
+        """Mark the parameters as invalid until `end_loading`."""
         self._loaded = False
 
     def end_loading(self, training_steps: int, seed: int, pending: bool) -> None:
-        """All is loaded; ``pending``: gradients too, with which no step has been made."""
+        """Everything is loaded. ``pending``: including gradients that no optimizer step has used yet."""
         self.training_steps, self._seed = training_steps, seed
         self._last_use = now() if pending else 0
         self._finish_loading("load")
 
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, Tensor]:
-        """Original name (tied names too) -> whole tensor on the CPU; what modules make of their state dict (hooks,
-        `get_extra_state`) is made of it. Collective."""
+        """Original name (tied names too) -> full tensor on the CPU. Hooks of state dicts and `get_extra_state` of
+        modules apply. Collective."""
         persistent, own, specs = self._persistent(), self._tree.own, self._tree.specs
         with error_context("full_state_dict"):
             yes_or_no("rank0_only", rank0_only)
@@ -144,7 +144,7 @@ class Stateful(nn.Module):
         return found
 
     def full_gradients(self, rank0_only: bool = False) -> dict[str, Tensor]:
-        """Original name -> whole gradient on the CPU, for parameters that have one. Collective."""
+        """Original name -> full gradient on the CPU, for parameters that have one. Collective."""
         with error_context("full_gradients"):
             yes_or_no("rank0_only", rank0_only)
             has = [name for name, p in self._tree.own.items() if p.grad is not None]
@@ -154,17 +154,17 @@ class Stateful(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False
     ) -> IncompatibleKeys:
-        """Load whole tensors, or the DTensors of a `state_dict` of this mesh, by original names. Returns what was
-        missing and what unexpected (``strict=False``), as torch does.
+        """Load full tensors, or the DTensors of a `state_dict` of this mesh, by original names. Returns the missing and
+        the unexpected keys (``strict=False``), as torch does.
 
-        Raises a ValueError that is a RuntimeError, too, in torch's words, for what is missing, unexpected or of another
-        shape, when all else has been loaded, as in torch; ValueError for another kind (integers into floats), and for
-        values that differ between ranks. Collective.
+        Missing or unexpected keys and other shapes raise torch's own error text, after everything else has been loaded,
+        as in torch; the error is a ValueError and a RuntimeError. Raises ValueError for another kind of dtype (integers
+        into floats) and for values that differ between ranks. Collective.
         """
         if assign:
             raise ValueError(
-                "load_state_dict: assign=True would put whole tensors in the place of this rank's pieces; "
-                "leave it out, values are copied"
+                "load_state_dict: assign=True would replace this rank's shards by full tensors; leave it out, values "
+                "are copied"
             )
         with error_context("load_state_dict"):
             by_itself = state_dict_hooks.loads_itself(self._tree.root)
@@ -199,12 +199,12 @@ class Stateful(nn.Module):
         return found
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own, with DTensors for parameters, and the count of steps beside them (`training_steps`)."""
+        """The model's state dict, with DTensors for parameters, and the count of steps (`training_steps`)."""
         found = self._tree.root.state_dict(*args, **kwargs)
         return state.note_steps(found, self.training_steps, kwargs.get("prefix", args[1] if len(args) > 1 else ""))
 
     def _finish_loading(self, who: str) -> None:
-        """Ranks that hold the same piece must hold the same contents."""
+        """Check that ranks with the same shard have the same values."""
         all_written()
         own = {name: state.local_tensor(p) for name, p in self._tree.here.items()}
         shared = {**self._persistent(), "the count of training steps": torch.tensor(self._steps)}
@@ -213,10 +213,10 @@ class Stateful(nn.Module):
 
     @property
     def training_steps(self) -> int:
-        """Training steps run so far. Dropout masks depend on it, so it goes with every state: beside the tensors of
-        `state_dict` and `full_state_dict`, where `torch.save` keeps it and torch's own loading passes it over, and in
-        the files of `save_pretrained`. A copy that is made tensor by tensor, and distributed checkpoints of torch,
-        leave it out, as they do torch's random number generators: there it is saved by hand, or by `autopar.save`."""
+        """Number of training steps so far. Dropout masks depend on it, so it is saved with every state: beside the
+        tensors of `state_dict` and `full_state_dict`, where `torch.save` keeps it and torch's own loading ignores it,
+        and in the files of `save_pretrained`. Copies made tensor by tensor and torch's distributed checkpoints do not
+        contain it, nor the state of torch's random number generators: save it yourself there, or use `autopar.save`."""
         return self._steps
 
     @training_steps.setter
@@ -224,10 +224,10 @@ class Stateful(nn.Module):
         self._steps = whole_number("training_steps", steps, 0, state.MOST_STEPS)
 
     def load_pretrained(self, folder: str | Path) -> None:
-        """Read a folder that transformers reads (safetensors): each rank reads only its own pieces.
+        """Load a folder in the format of transformers (safetensors); each rank reads only its own shards.
 
-        Tensors that transformers itself renames, merges (experts), splits or transposes are made as it does. Raises
-        ValueError for missing, unexpected and truncated tensors, and for other shapes.
+        Tensors are renamed, merged (experts), split and transposed as transformers does. Raises ValueError for missing,
+        unexpected and truncated tensors, and for other shapes.
         """
         skeleton = self._tree.root
         prefix = getattr(skeleton, "base_model_prefix", "")
@@ -257,9 +257,9 @@ class Stateful(nn.Module):
             self._finish_loading("load_pretrained")
 
     def save_pretrained(self, folder: str | Path, max_shard_size: int | str = "5GB", **how: Any) -> None:
-        """Write the folder that plain transformers would write: safetensors, under the names that it has for files, and
-        the configs. Collective; rank 0 writes. ``how``: what scripts for accelerate pass (is_main_process,
-        save_function, state_dict). Raises ValueError for what would make another folder."""
+        """Write the folder that transformers would write: safetensors with its names, and the configs. Collective; rank
+        0 writes. ``how``: arguments that scripts for accelerate pass (is_main_process, save_function, state_dict).
+        Raises ValueError for arguments that would change what is written."""
         skeleton, own, specs = self._tree.root, self._own_of_model(), self._specs_of_model()
         configs = [c for name in ("config", "generation_config") if (c := getattr(skeleton, name, None)) is not None]
         with error_context("save_pretrained"):
@@ -291,7 +291,7 @@ class Stateful(nn.Module):
         return adapter.own_folder(self._tree.structure()) if adapter is not None else None
 
     def _recipes(self, load: bool) -> Recipes | None:
-        """What the model's library makes of tensors in files, or writes there."""
+        """The model library's conversions between tensors in files and in the model."""
         if (adapter := adapter_for(self._tree.root)) is None:
             return None
         return functools.partial(adapter.recipes_to_load if load else adapter.recipes_to_save, self._tree.structure())

@@ -1,7 +1,7 @@
-"""Modules that say themselves what their state is: hooks of a state dict, `get_extra_state`, an own `state_dict`.
+"""Modules that define their own state: hooks of a state dict, `get_extra_state`, an overridden `state_dict`.
 
-torch calls all of this with whole tensors, and so does a model on a mesh: for the moment its modules have whole
-parameters (`tree.ShardedModules.whole`), and what they say or take is what they would in one process.
+torch calls all of these with full tensors, and so does a parallel model: meanwhile its modules have full parameters
+(`sharded_modules.ShardedModules.whole`), so they return and accept the same state as in one process.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _HOOKS_OF_LOADING = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"
 
 
 def says_itself(root: nn.Module) -> bool:
-    """Whether some module has a part in what its state dict is."""
+    """Whether some module defines or changes its state dict."""
     return any(_has(m, _SAVED, _HOOKS_OF_SAVING) for m in root.modules())
 
 
 def loads_itself(root: nn.Module) -> bool:
-    """Whether some module has a part in what is made of a state dict. (Torch's own only read older layouts.)"""
+    """Whether some module changes how a state dict is loaded. (Hooks of torch's modules only read older layouts.)"""
     return any(_has(m, _LOADED, _HOOKS_OF_LOADING) for m in root.modules())
 
 
 def with_extra_state(root: nn.Module) -> dict[str, nn.Module]:
-    """By path, the modules that have a state beside tensors. It is the same on all ranks."""
+    """By path, the modules that have a state beside tensors, which is the same on all ranks."""
     return {path: m for path, m in root.named_modules() if overrides(m, "get_extra_state")}
 
 
@@ -46,7 +46,7 @@ def _has(module: nn.Module, methods: tuple[str, ...], hooks: tuple[str, ...]) ->
 
 
 def said(tree: ShardedModules, whole: Mapping[str, Tensor]) -> Any:
-    """The state dict of the model with these ``whole`` parameters: on the CPU, in storage of its own."""
+    """The state dict of the model with these ``whole`` (full) parameters: copies on the CPU."""
     with tree.whole(whole) as root:
         found = root.state_dict()
     own = {x.data_ptr() for x in whole.values()}
@@ -60,7 +60,7 @@ def said(tree: ShardedModules, whole: Mapping[str, Tensor]) -> Any:
 
 
 def load_or_refuse(root: nn.Module, given: Any, strict: bool) -> tuple[Any, ValueError | None]:
-    """(what the model's `load_state_dict` gave back, the error for what it does not take)."""
+    """(what the model's `load_state_dict` returned, its error or None)."""
     try:
         return root.load_state_dict(given) if strict else root.load_state_dict(given, strict=False), None
     except RuntimeError as error:
@@ -70,8 +70,8 @@ def load_or_refuse(root: nn.Module, given: Any, strict: bool) -> tuple[Any, Valu
 def loaded(
     tree: ShardedModules, whole: Mapping[str, Tensor], given: Any, strict: bool
 ) -> tuple[Any, ValueError | None, dict[str, Tensor]]:
-    """What `load_or_refuse` gives, and by name the whole parameters that it has written or replaced, in a model
-    that had these ``whole`` ones before."""
+    """What `load_or_refuse` returns, and by name the full parameters that it has written or replaced in a model with
+    these ``whole`` ones."""
     with tree.whole(whole) as root:
         before = {name: (p, version_of(p)) for name, p in root.named_parameters(remove_duplicate=False)}
         found, refused = load_or_refuse(root, given, strict)

@@ -1,9 +1,9 @@
-"""States of optimizers that lie in host memory, and come to the device for one bucket of parameters at a time; those of
-three buckets are on the device at most.
+"""Optimizer CPU offload: states are in host memory and are copied to the device for one bucket of parameters at a time;
+at most those of three buckets are on the device.
 
-Any optimizer of torch that steps each parameter by itself: its own kernels run, on the device, on the same values.
-States that a first step makes leave behind it; numbers such as its count stay where they are. On a GPU a step ends with
-copies on their way, for which `state_dict`, `autopar.save` and `autopar.load` wait.
+Works for any torch optimizer that steps each parameter by itself: its own kernels run on the device, on the same
+values. States created by the first step are offloaded after it; scalars such as the step count stay where they are. On
+a GPU a step returns while copies are in flight; `state_dict`, `autopar.save` and `autopar.load` wait for them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _MODELS: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
 def keep_on_host(model: nn.Module, bucket: int) -> None:
-    """From now on states of optimizers of a model's parameters lie in host memory. ``bucket``: bytes of parameters
-    whose states come to the device together."""
+    """Keep states of optimizers of a model's parameters in host memory from now on. ``bucket``: bytes of parameters
+    whose states are copied to the device together."""
     _MODELS[model] = bucket
 
 
@@ -44,7 +44,7 @@ class OffloadedStates:
 
     @staticmethod
     def of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> OffloadedStates | None:
-        """None where they stay on the device. Raises ValueError for an optimizer that may not be stepped in parts."""
+        """None if states stay on the device. Raises ValueError for an optimizer that cannot be stepped by bucket."""
         mine = {id(p) for p in parameters if _MODELS}
         for model, bucket in list(_MODELS.items()):
             if any(id(p) in mine for _, p in model.named_parameters()):
@@ -56,11 +56,11 @@ class OffloadedStates:
         return None
 
     def bring(self, parameters: Sequence[Tensor]) -> Callable[[], None]:
-        """Start to copy states to the device; what puts them in place."""
+        """Start to copy states to the device; returns a function that puts them in place."""
         return self._move(parameters, self._copies.arena.holds, self._copies.from_host)
 
     def put_away(self, parameters: Sequence[Tensor]) -> Callable[[], None]:
-        """Start to copy states to the host; what puts them in place."""
+        """Start to copy states to the host; returns a function that puts them in place."""
 
         def may_leave(x: Tensor) -> bool:
             return bool(x.dim() and x.numel()) and is_dense(x) and not self._copies.arena.holds(x)
@@ -95,7 +95,7 @@ def _laid_out_like(x: Tensor, local: Tensor) -> Tensor:
 
 
 def _check_apart(optimizer: Optimizer) -> None:
-    """What torch has steps each parameter by itself, but for LBFGS; of others nobody knows."""
+    """Raises ValueError unless the optimizer steps each parameter by itself: all of torch's do, except LBFGS."""
     step = own_step(optimizer)
     known = ("torch.optim.", "transformers.optimization")
     if not step.__module__.startswith(known) or type(optimizer).__name__ == "LBFGS":

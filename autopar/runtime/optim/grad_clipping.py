@@ -1,7 +1,7 @@
 """Clipping gradients by their norm over all ranks, pipeline stages included.
 
-Powers of local norms (one foreach call), each divided by its number of copies, are summed by one all-reduce over all
-axes that cut any parameter, and pp: so all ranks scale by the same number, whatever the last bits of copies are.
+Powers of local norms (one foreach call), each divided by its number of replicas, are summed by one all-reduce over pp
+and all axes that shard any parameter. So all ranks scale by the same number, even if replicas differ in the last bits.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ def clip_gradients(
 ) -> Tensor:
     """Scale the gradients of this rank's parameters such that the norm of all gradients is at most ``max_norm``.
 
-    ``owed``: what earlier steps have left to be compared. ``scale``: what all gradients are multiplied by so far,
-    which is taken off in the same pass. Returns the norm before, the same on all ranks (float64). A tied weight that
-    several stages hold counts once. Collective. Raises ValueError for a ``max_norm`` below 0, and for norms that are
-    none.
+    ``owed``: checks that earlier steps have deferred. ``scale``: the loss scale of the gradients, which is removed in
+    the same pass. Returns the norm before clipping, the same on all ranks (float64). A tied weight on several stages
+    counts once. Collective. Raises ValueError for a ``max_norm`` below 0, and for an invalid ``norm_type``.
     """
     max_norm, norm_type = number("max_norm", max_norm, 0.0), number("norm_type", norm_type)
     if norm_type <= 0.0:
@@ -53,7 +52,7 @@ def clip_gradients(
 
 
 def over_world(value: Tensor, groups: Groups) -> Tensor:
-    """The largest of all ranks. Collective."""
+    """The maximum over all ranks. Collective."""
     return _over_ranks(value, groups, [axis for axis, size in groups.mesh.axes if size > 1], "max")
 
 
@@ -77,12 +76,12 @@ def _total_norm(
 
 
 def _wide(tensors: Iterable[Tensor]) -> torch.dtype:
-    """What norms are computed in: no half types."""
+    """The dtype to compute norms in: float32 or wider."""
     return functools.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
 
 
 def _stacked(values: Iterable[Tensor], device: torch.device) -> Tensor:
-    """In float64; a zero if there is none."""
+    """The values as one float64 tensor; a zero if there are none."""
     found = list(values)
     return torch.stack(found).double() if found else torch.zeros(1, dtype=torch.float64, device=device)
 

@@ -1,12 +1,12 @@
-"""A scaled loss for gradients in float16, with the interface of `torch.amp.GradScaler`.
+"""Loss scaling for float16 gradients, with the interface of `torch.amp.GradScaler`.
 
     scaler = autopar.GradScaler(model)
     loss = model.train_step(**batch)              the backward starts from the scale instead of 1
-    model.clip_grad_norm_(1.0)                    takes the scale off, too: one pass over the gradients
+    model.clip_grad_norm_(1.0)                    unscales, too, in the same pass over the gradients
     scaler.step(optimizer); scaler.update()
 
-What is not finite on any rank, of any stage, skips the step on all: then the optimizer is not called, so its steps and
-hooks do not count. (Micikevicius et al. 2018, Mixed precision training, 3.2.)
+An infinite or NaN gradient on any rank of any stage skips the step on all ranks: the optimizer is not called, so its
+step count and hooks do not advance. (Micikevicius et al. 2018, Mixed precision training, 3.2.)
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from autopar.values import number, whole_number, yes_or_no
 
 
 class GradScaler:
-    """Scales the loss of a model on a mesh, so that small gradients are not lost in float16.
+    """Scales the loss of a parallel model, so that small gradients do not underflow in float16.
 
     Args:
-        model: from `autopar.parallelize`; its ``train_step`` scales from now on. One scaler for a model.
-        init_scale, growth_factor, backoff_factor, growth_interval: the scale to begin with; what it is multiplied by
-            after so many steps without infinities, and after a step with one.
-        enabled: otherwise nothing is scaled and no step is skipped.
+        model: from `autopar.parallelize`; its ``train_step`` scales the loss from now on. One scaler per model.
+        init_scale: the initial scale.
+        growth_factor, growth_interval: factor of the scale after ``growth_interval`` steps without infinities or NaNs.
+        backoff_factor: factor of the scale after a step with one.
+        enabled: if False, nothing is scaled and no step is skipped.
 
-    Raises ValueError for factors that do not grow or shrink.
+    Raises ValueError unless growth_factor is above 1 and backoff_factor between 0 and 1.
     """
 
     def __init__(
@@ -64,22 +65,22 @@ class GradScaler:
         self._interval = whole_number("growth_interval", growth_interval, 1)
         self._groups = model.take_scaler(self)
         self._scale = torch.full((), number("init_scale", init_scale, 0.0), device=self._groups.device)
-        self._since = 0  # steps since the scale has changed
+        self._since = 0  # steps since the last change of the scale
         self._found: dict[int | None, Tensor] = {}  # optimizer (None: all gradients of the model) -> 1 if not finite
         self._skipped: bool | None = None
 
     # --- torch's interface --------------------------------------------------------------------------------
 
     def scale(self, outputs: Any) -> Any:
-        """A loss, or nested losses, times the scale: for ``scaler.scale(loss).backward()``. (What ``train_step``
-        returns is not scaled; its gradients are.)"""
+        """A loss, or nested losses, times the scale: for ``scaler.scale(loss).backward()``. (``train_step`` returns the
+        unscaled loss; its gradients are scaled.)"""
         if not self._enabled:
             return outputs
         leaves, spec = flatten(outputs)
         return unflatten([x * self._scale.to(x.device) if isinstance(x, Tensor) else x for x in leaves], spec)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Take the scale off the gradients of an optimizer. Collective. Raises RuntimeError if that was done."""
+        """Unscale the gradients of an optimizer. Collective. Raises RuntimeError if they are already unscaled."""
         if not self._enabled:
             return
         if self._of(optimizer) is not None:
@@ -92,7 +93,7 @@ class GradScaler:
             self._found[id(optimizer)] = over_world(found, self._groups)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """``optimizer.step(...)`` on gradients without scale, unless one is not finite: then nothing, on all ranks."""
+        """``optimizer.step(...)`` on unscaled gradients; skipped on all ranks if a gradient is infinite or NaN."""
         if "closure" in kwargs or args:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         if self._enabled and self._of(optimizer) is None:
@@ -106,7 +107,7 @@ class GradScaler:
         return optimizer.step(**kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """The scale of the next step. Raises RuntimeError where no step was made since the last update."""
+        """Update the scale for the next step. Raises RuntimeError if no step was made since the last update."""
         if not self._enabled:
             return
         if new_scale is not None:
@@ -125,14 +126,14 @@ class GradScaler:
         self._found, self._skipped = {}, None
 
     stepped = True
-    """Whether the last step was made: for what goes with steps, such as a learning rate schedule."""
+    """Whether the last step was made and not skipped, for instance to advance a learning rate schedule."""
 
     def get_scale(self) -> float:
-        """The scale now; 1 if not enabled."""
+        """The current scale; 1 if not enabled."""
         return float(self._scale) if self._enabled else 1.0
 
     def is_enabled(self) -> bool:
-        """Whether it scales."""
+        """Whether scaling is enabled."""
         return self._enabled
 
     def get_growth_factor(self) -> float:
@@ -154,7 +155,7 @@ class GradScaler:
         self._interval = whole_number("growth_interval", new_interval, 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's scaler: either one can load it."""
+        """The state, in the format of torch's scaler: either one can load it."""
         if not self._enabled:
             return {}
         return {
@@ -166,19 +167,19 @@ class GradScaler:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raises ValueError for the state of a scaler that was not enabled."""
+        """Load a state. Raises ValueError for the state of a scaler that was not enabled."""
         if not self._enabled:
             return
         if not state_dict:
             raise ValueError(
-                "GradScaler: the state is empty, found that of a scaler that was not enabled; start with a new one"
+                "GradScaler: needs the state of an enabled scaler, found an empty one; start with a new scaler"
             )
         self._scale.fill_(state_dict["scale"])
         self._growth, self._backoff = state_dict["growth_factor"], state_dict["backoff_factor"]
         self._interval, self._since = state_dict["growth_interval"], state_dict["_growth_tracker"]
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for what is no state of an enabled scaler; changes nothing."""
+        """Raises ValueError unless this is the state of an enabled scaler; changes nothing."""
         number("scale", state["scale"], 0.0)
         number("growth_factor", state["growth_factor"], 0.0)
         number("backoff_factor", state["backoff_factor"], 0.0)
@@ -189,20 +190,20 @@ class GradScaler:
 
     @property
     def in_a_step(self) -> bool:
-        """Whether the scale has been taken off gradients, and `update` not been called yet."""
+        """Whether gradients have been unscaled and `update` was not called yet."""
         return self._enabled and (bool(self._found) or self._skipped is not None)
 
     @property
     def seed(self) -> Tensor:
-        """What a backward starts from."""
+        """The gradient from which a backward starts: the scale."""
         return self._scale if self._enabled else torch.ones_like(self._scale)
 
     def scale_to_take_off(self) -> Tensor | None:
-        """The scale, if the gradients have it still and nobody has begun to take it off."""
+        """The scale, if no gradients have been unscaled yet; else None."""
         return self._scale if self._enabled and not self._found else None
 
     def taken_off(self, norm: Tensor) -> None:
-        """All gradients of the model are without scale now, and had this norm."""
+        """Record that all gradients of the model are unscaled, and had this norm."""
         self._found[None] = (~torch.isfinite(norm)).float()
 
     def _of(self, optimizer: Optimizer) -> Tensor | None:

@@ -1,8 +1,8 @@
-"""Elementwise optimizers step pieces: each parameter's, its gradient's and its states', as plain tensors.
+"""Elementwise optimizers step local shards: of each parameter, its gradient and its states, as plain tensors.
 
-The numbers are those of a step on DTensors. But no operator is dispatched for each of them by torch's DTensor, and
-kernels run that it does not know: fused SGD and Adagrad, Rprop's indexing. Parameters that other pipeline stages hold
-have no elements here: once they have states, only the counts of these go on.
+The result equals that of a step on DTensors, without the overhead of DTensor dispatch, and with kernels that DTensor
+does not support: fused SGD and Adagrad, Rprop's indexing. Parameters of other pipeline stages have no elements here:
+once they have states, only their step counts advance.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from autopar.runtime.params.dtensor_layout import as_local, is_here, laid_out
 from autopar.runtime.params.parameters import is_alike
 from autopar.runtime.params.sharded_tensor import ShardedTensor, all_written
 
-_ELEMENTWISE = {  # of torch.optim, by where `step` is defined
+_ELEMENTWISE = {  # in torch.optim, by the module that defines `step`
     "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 }  # fmt: skip
-_COUNTS = {"step", "eta", "mu", "mu_product"}  # of their states those that are no value per element
+_COUNTS = {"step", "eta", "mu", "mu_product"}  # states without a value per element
 
 
 def own_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
-    """The step of its class without hooks: theirs run once per step."""
+    """The step of its class without hooks, which run once per step."""
     step: Callable[[Optimizer], Any] = type(optimizer).step
     return getattr(step, "__wrapped__", step)
 
 
 def steps_elements(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
-    """Whether it computes of every element by itself, from gradients that lie as the parameters do."""
+    """Whether it is elementwise, and gradients have the placements of their parameters."""
     step = own_step(optimizer)
     known = step.__module__.startswith("torch.optim.") and step.__qualname__.partition(".")[0] in _ELEMENTWISE
     return known and all((g := p.grad) is None or (is_alike(p, g) and p.dtype == g.dtype) for p in parameters)
@@ -49,7 +49,7 @@ def step_pieces(optimizer: Optimizer, is_ours: Callable[[Tensor], bool]) -> None
 
 @contextmanager
 def on_pieces(optimizer: Optimizer, is_ours: Callable[[Tensor], bool]) -> Iterator[None]:
-    """Within, groups and states are of pieces of our parameters. What a step makes of options stays."""
+    """Context manager: groups and states contain local shards of our parameters. Changes of options are kept."""
     groups, states = optimizer.param_groups, optimizer.state
     found = [(p, p.grad) for group in groups for p in group["params"] if is_ours(p)]
     elsewhere = [p for p, gradient in found if gradient is not None and not is_here(p)]
@@ -65,7 +65,7 @@ def on_pieces(optimizer: Optimizer, is_ours: Callable[[Tensor], bool]) -> Iterat
         yield
         add_one([states[p]["step"] for p in counted if "step" in states[p]])
         for p in counted:
-            as_local(p).zero_()  # nothing, which counts as written on all stages
+            as_local(p).zero_()  # no elements, but bumps the version on all stages
     finally:
         for group, stepped in zip(groups, optimizer.param_groups, strict=True):
             group.update({name: value for name, value in stepped.items() if name != "params"})
@@ -77,8 +77,8 @@ def on_pieces(optimizer: Optimizer, is_ours: Callable[[Tensor], bool]) -> Iterat
 
 
 def _only_counts(optimizer: Optimizer, state: Mapping[str, Any]) -> bool:
-    """Whether a step of a parameter without elements adds one to its count of steps, and no more. (A scaler may tell
-    the step itself that a gradient is not finite.)"""
+    """Whether a step of a parameter without elements only increments its step count. (Not if a scaler passes the step
+    a flag for infinite gradients.)"""
     scaled = getattr(optimizer, "found_inf", None) is not None
     return bool(state) and not scaled and not (_COUNTS - {"step"}) & state.keys()
 
@@ -90,13 +90,13 @@ def _piece(p: nn.Parameter, gradient: Tensor) -> nn.Parameter:
 
 
 def _piece_of_state(p: nn.Parameter, x: Any) -> Any:
-    """What is whole, such as a state that ``load_state_dict`` has read from a file, is cut as the parameter is."""
+    """An unsharded state, such as one loaded from a file by ``load_state_dict``, is sharded like its parameter."""
     if isinstance(x, Tensor) and x.shape == p.shape and p.cuts and not p.lies_as(x):  # type: ignore[attr-defined]
         return p.laid_as(x.detach(), "optimizer")  # type: ignore[attr-defined]
     return as_local(x)
 
 
 def _laid_out(p: nn.Parameter, made: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """States of a parameter, of pieces; those that were changed in place are what they were."""
+    """States of a parameter as DTensors over local shards; states changed in place keep their object."""
     changed = {n: x for n, x in made.items() if n not in before or as_local(before[n]) is not x}
     return {n: laid_out(p, x) if isinstance(x, Tensor) and n not in _COUNTS else x for n, x in changed.items()}

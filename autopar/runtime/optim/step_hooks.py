@@ -1,17 +1,17 @@
-"""Steps of optimizers: what they mean for a save, which are refused, and which are taken apart.
+"""Hooks on optimizer steps: they order steps and saves, refuse stale optimizers, and split steps where necessary.
 
-    torch.optim.AdamW(model.parameters()).step()     elementwise, on pieces: `autopar.runtime.optim.local_step`
-    torch.optim.Muon(...)                            of each parameter in turn the whole, as a plain tensor
-    optimizer_cpu_offload=True                           states come from the host bucket by bucket:
+    torch.optim.AdamW(model.parameters()).step()     elementwise, on local shards: `autopar.runtime.optim.local_step`
+    torch.optim.Muon(...)                            one parameter at a time, gathered into a plain tensor
+    optimizer_cpu_offload=True                       states are copied from the host bucket by bucket:
                                                      `autopar.runtime.optim.cpu_offload`
 
-torch calls the hooks of a step with the optimizer, and the step itself with a stand-in: that steps our parameters when
-it is asked for its groups, and then has none of them. So hooks run before and after, and an error of theirs leaves all
-as it is.
+torch calls the hooks of a step with the optimizer, and the step itself with a stand-in. The stand-in steps our
+parameters when its groups are read, and its groups then contain only other parameters. So hooks run before and after,
+and if a hook raises, nothing is changed.
 
-A save on a thread has copied what a step writes to before that begins. One that comes between two backwards of an
-accumulation keeps the gradients, with which no step has been made. An optimizer that was made before `parallelize`
-would step weights that no step on a mesh reads, without a word, since their gradients stay None: it is refused.
+A background save has copied what a step writes to before the step begins. A save between two backwards of gradient
+accumulation includes the gradients, which no step has used. An optimizer that was created before `parallelize` would
+silently do nothing, since its parameters get no gradients: it is refused.
 """
 
 from __future__ import annotations
@@ -37,51 +37,51 @@ from autopar.runtime.params.dtensor_layout import is_here, laid_out, shards_of
 from autopar.runtime.params.sharded_tensor import ShardedTensor
 
 _events = itertools.count(1)
-_stepped = WeakIdKeyDictionary()  # optimizer -> when it has made its last step
+_stepped = WeakIdKeyDictionary()  # optimizer -> time of its last step
 _before: list[Callable[[], None]] = []
 
 
 def now() -> int:
-    """A number that is greater than all before."""
+    """A logical time: a number greater than all before."""
     return next(_events)
 
 
 def note_step(optimizer: Optimizer) -> None:
-    """It has made a step, or skipped one: the gradients have been used."""
+    """Record that it has made a step, or skipped one: the gradients have been used."""
     _stepped[optimizer] = now()
 
 
 def is_pending(last_use: int, optimizer: Optimizer) -> bool:
-    """Whether gradients of a model that was last used then are later than the last step of an optimizer."""
+    """Whether gradients of a model last used at ``last_use`` are newer than the optimizer's last step."""
     return last_use > _stepped.get(optimizer, 0)
 
 
 def before_writes(call: Callable[[], None]) -> None:
-    """Call it before parameters or averages are written to, by a step of any optimizer for one."""
+    """Register ``call``: it runs before parameters or averages are written to, for instance by an optimizer step."""
     _before.append(call)
 
 
 def about_to_write() -> None:
-    """Parameters or averages are written to now: what is being saved must have been copied."""
+    """Call before parameters or averages are written to: waits until a save in flight has copied them."""
     for call in _before:
         call()
 
 
-# --- optimizers that were made before parallelize --------------------------------------------------------------
+# --- optimizers created before parallelize ---------------------------------------------------------------------
 
 
-_PLACED = WeakIdKeyDictionary()  # -> their version when an optimizer last stepped them
+_PLACED = WeakIdKeyDictionary()  # original parameter -> its version when an optimizer last stepped it
 
 
 def note_parameters(parameters: Iterable[Tensor]) -> None:
-    """Parameters of a model that was put on a mesh. Optimizers are watched from the first call on."""
+    """Record the original parameters of a parallelized model. Optimizers are watched from the first call on."""
     for parameter in parameters:
         _PLACED.setdefault(parameter, -1)
     _watch()
 
 
 def version_after_step(parameter: Tensor) -> int:
-    """That of a parameter of such a model when an optimizer last stepped it; -1 if none has."""
+    """The version of an original parameter when an optimizer last stepped it; -1 if none has."""
     return int(_PLACED.get(parameter, -1))
 
 
@@ -90,29 +90,29 @@ def _refuse_stale(optimizer: Optimizer) -> None:
         parameters = group["params"]
         if parameters and parameters[0] in _PLACED and all(p.grad is None for p in parameters):
             raise ValueError(
-                f"optimizer: this {type(optimizer).__name__} was made of the model's parameters before parallelize, so "
-                "it would step weights that no step on the mesh reads; make it of the parallel model's: "
-                f"{type(optimizer).__name__}(parallel.parameters(), ...)"
+                f"optimizer: this {type(optimizer).__name__} was created from the model's parameters before "
+                "parallelize, so it would step weights that the parallel model does not use; create it from the "
+                f"parallel model's: {type(optimizer).__name__}(parallel.parameters(), ...)"
             )
 
 
-# --- optimizers of whole matrices ------------------------------------------------------------------------------
+# --- optimizers on unsharded matrices --------------------------------------------------------------------------
 
 
-# By the name of the class, whichever library it is of: what they do with a matrix is no function of its elements alone.
+# By class name, of any library: their update of a matrix is not elementwise.
 WHOLE = {
     "Muon", "MuonClip", "NorMuon", "Adafactor", "Shampoo", "DistributedShampoo", "SOAP", "CAME", "Apollo", "GaLore",
 }  # fmt: skip
 
 
 def needs_whole(optimizer: Optimizer) -> bool:
-    """Whether it is, or derives from, one of these."""
+    """Whether it is one of these classes, or derives from one."""
     return not WHOLE.isdisjoint(cls.__name__ for cls in type(optimizer).__mro__)
 
 
 @torch.no_grad()
 def step_each(optimizer: Optimizer, is_ours: Callable[[Tensor], bool], hosts: OffloadedStates | None) -> None:
-    """Step our parameters one by one, each whole as a plain tensor. ``hosts``: where states lie in host memory."""
+    """Step our parameters one by one, each gathered into a plain tensor. ``hosts``: the offloaded states, if any."""
     step, groups = own_step(optimizer), optimizer.param_groups
     try:
         for group in groups:
@@ -153,7 +153,7 @@ def _is_like(x: Any, p: Tensor) -> bool:
 
 
 def _whole(p: nn.Parameter, x: Any) -> nn.Parameter:
-    """A value laid out as a parameter as a plain tensor, which shares its storage where it is whole here."""
+    """A value sharded like a parameter as a full plain tensor, which shares storage with it if it is not sharded."""
     if isinstance(x, ShardedTensor):
         x = x.on_stage()
     elif isinstance(x, DTensor):
@@ -164,20 +164,19 @@ def _whole(p: nn.Parameter, x: Any) -> nn.Parameter:
 # --- every step ------------------------------------------------------------------------------------------------
 
 
-_MESHES: set[DeviceMesh] = set()  # of our parameters
+_MESHES: set[DeviceMesh] = set()  # meshes of our parameters
 
 
 def watch_optimizers(mesh: DeviceMesh) -> None:
-    """Of the optimizers of parameters on a mesh those that need it are stepped in parts from now on. (Nothing is kept
-    of the parameters: torch exchanges no tensor in place that somebody has a weak reference to, as ``model.to``
-    does.)"""
+    """From now on optimizers of parameters on this mesh are stepped by our code if they need it. (Parameters are not
+    recorded: torch does not swap a tensor in place, as ``model.to`` does, if it has weak references.)"""
     _MESHES.add(mesh)
     _watch()
 
 
 @functools.cache
 def _watch() -> Any:
-    """Every step of every optimizer, from now on."""
+    """Watch every step of every optimizer from now on."""
     return register_optimizer_step_pre_hook(_begin), register_optimizer_step_post_hook(_end)
 
 
@@ -191,7 +190,7 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _end(optimizer: Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
-            if not isinstance(p, DTensor) and p in _PLACED and p.grad is not None:  # no piece is among them
+            if not isinstance(p, DTensor) and p in _PLACED and p.grad is not None:  # an original, not a shard
                 _PLACED[p] = version_of(p)
     note_step(optimizer)
 
@@ -223,9 +222,9 @@ def _taken_apart(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _stand_in(optimizer: Optimizer, step: Callable[[], None], loss: Callable[[], Any] | None = None) -> Optimizer:
-    """An optimizer of the same kind for one call of its step. Its attributes are those of ``optimizer``, but for the
-    groups: who reads them first has our parameters stepped, behind the ``loss`` that makes their gradients, and finds
-    those that are none of ours."""
+    """An optimizer of the same class for one call of its step. It shares the attributes of ``optimizer`` except its
+    groups: the first read of these steps our parameters, after the ``loss`` that computes their gradients, and returns
+    groups without them."""
     left: list[dict[str, Any]] = []
 
     def groups(_: Any) -> list[dict[str, Any]]:
@@ -243,7 +242,7 @@ def _stand_in(optimizer: Optimizer, step: Callable[[], None], loss: Callable[[],
 
 
 class _Others(dict[str, Any]):
-    """A group without our parameters; what is written to it is written to the group."""
+    """A group without our parameters; writes to it go to the original group."""
 
     def __init__(self, group: dict[str, Any]) -> None:
         super().__init__(group, params=[p for p in group["params"] if not _is_ours(p)])

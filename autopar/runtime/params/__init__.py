@@ -1,6 +1,6 @@
 """Parameters, gradients and buffers on a mesh.
 
-parameters          the state of a model: DTensors on this rank, whole tensors by name
+parameters          the state of a model: DTensors on this rank, full tensors by name
 sharded_tensor      the DTensor subclass that users hold
 sharded_ops, sharded_reductions     its operators
 shards, dtensor_layout              which elements a rank holds

@@ -1,4 +1,4 @@
-"""How any DTensor lies on its mesh, and states of a parameter laid out as it is."""
+"""The layout of any DTensor on its mesh, and states with the layout of their parameter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopar.runtime.params.shards import STAGES, Cuts, cuts_of, from_holder
 
 
 def as_local(x: Any) -> Any:
-    """This rank's piece of a DTensor; anything else as it is."""
+    """The local tensor of a DTensor; anything else unchanged."""
     return local_of(x) if isinstance(x, DTensor) else x
 
 
@@ -28,19 +28,19 @@ def is_here(x: Tensor) -> bool:
 
 
 def told_by_holder(x: Tensor, said: bool) -> bool:
-    """What is said of a tensor by the pipeline stage that holds it. Collective over stages, where not all hold it."""
+    """The flag ``said`` of the pipeline stage that holds a tensor. Collective over stages if not all hold it."""
     if not isinstance(x, ShardedTensor) or x.holders is None:
         return said
     return bool(from_holder(torch.tensor(said, device=x.device), x.device_mesh, x.holders, ()))
 
 
 def is_apart(x: DTensor) -> bool:
-    """Whether some rank does not hold all of it."""
+    """Whether it is sharded: some rank does not hold all of it."""
     return x.is_apart if isinstance(x, ShardedTensor) else bool(shards_of(x))
 
 
 def shards_of(x: DTensor) -> Cuts:
-    """The shards of a DTensor, in cut order (inner axes first)."""
+    """The sharded dims of a DTensor with their axes, inner axes first."""
     if isinstance(x, ShardedTensor):
         return x.cuts
     named = zip(x.device_mesh.mesh_dim_names or (), x.placements, strict=True)
@@ -49,7 +49,7 @@ def shards_of(x: DTensor) -> Cuts:
 
 
 def reduction_groups(x: DTensor) -> Sequence[dist.ProcessGroup]:
-    """The groups over which the pieces of a DTensor differ."""
+    """The groups over which a DTensor is sharded."""
     if isinstance(x, ShardedTensor):
         stages = [STAGES] if x.holders is not None else []
         return [x.device_mesh.get_group(axis) for axis in (*stages, *(axis for axis, _ in x.cuts))]
@@ -57,7 +57,7 @@ def reduction_groups(x: DTensor) -> Sequence[dist.ProcessGroup]:
 
 
 def laid_out(p: nn.Parameter, x: Tensor) -> ShardedTensor:
-    """The whole, or this rank's piece, of a state of a parameter, laid out as it is."""
+    """A state of a parameter, full or this rank's shard, as a tensor with the parameter's layout."""
     assert isinstance(p, ShardedTensor)
     made = x.detach()
     return p.like(made if made.shape == local_of(p).shape else p.laid_as(made, "optimizer"))

@@ -1,8 +1,8 @@
-"""A model's state on a mesh: parameters as DTensors, and whole tensors under the original names, both ways.
+"""A model's state on a mesh: parameters as DTensors, and conversion from and to full tensors by original name.
 
-Every parameter lies on one mesh of all axes, whole (Replicate) where an axis does not cut it: so the foreach paths of
-torch.optim and clip_grad_norm_ see one kind of thing. Every rank has all parameters of the model, in its order: those
-of other pipeline stages as pieces of no elements (`ShardedTensor.holders`).
+Every parameter is on one mesh of all axes, Replicate on axes that do not shard it, so that the foreach paths of
+torch.optim and clip_grad_norm_ see uniform tensors. Every rank has all parameters of the model, in its order; those of
+other pipeline stages have local tensors without elements (`ShardedTensor.holders`).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from autopar.errors import refusal_like
 from autopar.ir.placement import nested_piece
 from autopar.ir.signature import ParameterSpec
 from autopar.runtime.mesh.process_groups import Groups
-from autopar.runtime.params import sharded_ops as sharded_ops  # what a ShardedTensor does with operators
+from autopar.runtime.params import sharded_ops as sharded_ops  # registers the operators of ShardedTensor
 from autopar.runtime.params.sharded_tensor import ShardedTensor, from_local, whole_tensor
 from autopar.runtime.params.shards import STAGES, Holders, cuts_of, nothing_of, piece_of
 
 
 def local_piece(whole: Tensor, spec: ParameterSpec, groups: Groups) -> Tensor:
-    """This rank's piece of a whole tensor: a contiguous copy on the mesh's device."""
+    """This rank's shard of a full tensor: a contiguous copy on the mesh's device."""
     piece = nested_piece(whole.detach(), spec.placements, groups.mesh.cut_order, groups.coordinate)
     return piece.to(device=groups.device, dtype=spec.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def of_first_rank(mine: Tensor | None, shape: Iterable[int], dtype: torch.dtype, groups: Groups) -> Tensor:
-    """What rank 0 holds, as a tensor of its own on the mesh's device; of the others only shape and dtype count.
-    Collective. It goes as bytes: backends send few dtypes."""
+    """Broadcast the tensor of rank 0 into a new tensor on the mesh's device; of other ranks only shape and dtype
+    matter. Collective. It is sent as bytes, since backends support few dtypes."""
     if mine is None or groups.rank:
         out = torch.empty(tuple(shape), dtype=dtype, device=groups.device)
     else:
@@ -48,15 +48,15 @@ def of_first_rank(mine: Tensor | None, shape: Iterable[int], dtype: torch.dtype,
 
 
 def stages_with(spec: ParameterSpec, groups: Groups) -> Holders | None:
-    """The pipeline stages that hold a parameter; None where all do."""
+    """The pipeline stages that hold a parameter; None if all do."""
     if len(spec.ranks) >= groups.mesh.size(STAGES):
         return None
     return Holders(spec.ranks, groups.coordinate[STAGES] in spec.ranks)
 
 
 def wrap(local: Tensor, spec: ParameterSpec, groups: Groups, holders: Holders | None = None) -> ShardedTensor:
-    """This rank's piece (of a parameter or of an output) as a DTensor, which passes gradients on. Without any it holds
-    the piece itself: a buffer that is returned and later given other ``.data`` is seen in the output, as in torch."""
+    """This rank's shard (of a parameter or of an output) as a DTensor through which gradients flow. Without gradients
+    it holds the shard itself: if ``.data`` of a returned buffer is set later, the output shows it, as in torch."""
     expected = spec.local_shape(groups.mesh) if holders is None or holders.here else (0,)
     assert tuple(local.shape) == expected, f"{spec.name}: a piece has shape {expected}, found {tuple(local.shape)}"
     cuts = cuts_of(spec.placements, groups.mesh.sizes)
@@ -67,7 +67,7 @@ def wrap(local: Tensor, spec: ParameterSpec, groups: Groups, holders: Holders | 
 
 
 def make_parameter(local: Tensor, spec: ParameterSpec, groups: Groups) -> nn.Parameter:
-    """A parameter that optimizers and checkpoints see whole, over this rank's piece (same storage)."""
+    """A DTensor parameter over this rank's shard (same storage)."""
     laid = wrap(local.detach(), spec, groups, stages_with(spec, groups))
     parameter = nn.Parameter(laid, requires_grad=spec.requires_grad)
     parameter.share_memory_ = _not_shared  # type: ignore[method-assign] # torch's own crashes the interpreter
@@ -76,16 +76,16 @@ def make_parameter(local: Tensor, spec: ParameterSpec, groups: Groups) -> nn.Par
 
 def _not_shared() -> Any:
     raise ValueError(
-        "share_memory: a parameter on a mesh lies in the memory of its own rank, other processes cannot open it; "
-        "share the model before parallelize, or pass them full_state_dict()"
+        "share_memory: a parameter on a mesh is in the memory of its own rank, which other processes cannot open; "
+        "share the model before parallelize, or pass full_state_dict() to them"
     )
 
 
 def make_parameters(
     specs: Iterable[ParameterSpec], values: Mapping[str, Tensor | None], groups: Groups, broadcast_weights: bool = False
 ) -> dict[str, nn.Parameter]:
-    """All parameters, by name: pieces of whole ``values``, or empty ones where there is none. ``broadcast_weights``:
-    those of rank 0; collective then, and one of them is whole at a time."""
+    """All parameters, by name: shards of full ``values``, or uninitialized if there is no value. With
+    ``broadcast_weights``, those of rank 0: collective, one parameter at a time."""
     out = {}
     for spec in specs:
         whole = values.get(spec.name)
@@ -93,7 +93,7 @@ def make_parameters(
             whole = of_first_rank(whole, spec.shape, spec.dtype, groups)
         holders = stages_with(spec, groups)
         if holders is not None and not holders.here:
-            local = torch.empty(1, dtype=spec.dtype, device=groups.device)[:0]  # storages tell tied weights
+            local = torch.empty(1, dtype=spec.dtype, device=groups.device)[:0]  # tied weights are recognized by storage
         elif whole is None:
             local = torch.empty(spec.local_shape(groups.mesh), dtype=spec.dtype, device=groups.device)
         else:
@@ -103,8 +103,8 @@ def make_parameters(
 
 
 def own_buffers(buffers: Mapping[str, Tensor], groups: Groups, broadcast_weights: bool = False) -> dict[str, Tensor]:
-    """Copies by name, on the mesh's device; tied ones stay tied. ``broadcast_weights``: of those of rank 0, which is
-    collective."""
+    """Copies of buffers by name, on the mesh's device; tied ones stay tied. With ``broadcast_weights``, copies of those
+    of rank 0: collective."""
     copies: dict[int, Tensor] = {}
     for b in buffers.values():
         copy = of_first_rank(b, b.shape, b.dtype, groups) if broadcast_weights else b.to(groups.device, copy=True)
@@ -113,20 +113,20 @@ def own_buffers(buffers: Mapping[str, Tensor], groups: Groups, broadcast_weights
 
 
 def local_tensor(x: Tensor) -> Tensor:
-    """The piece itself: what step graphs compute with."""
+    """The local tensor, which step graphs compute with."""
     return local_of(x).detach() if isinstance(x, DTensor) else x.detach()
 
 
 def no_elements(parameter: Any) -> Tensor:
-    """What a stage has of a gradient, or another tensor, of a parameter that it does not hold."""
+    """The local tensor of a gradient, or another state, of a parameter that this stage does not hold."""
     assert not parameter.is_here, "a stage has gradients of what it holds"
     return nothing_of(local_of(parameter))
 
 
 def set_gradients(found: Sequence[tuple[nn.Parameter, Tensor]], observers: Observers) -> None:
-    """Accumulate this rank's pieces of the gradients of a step into ``.grad`` of (parameter, piece), in the parameter's
-    own layout. Hooks of the parameters, and of the nodes that add up their gradients, are called, as by one backward,
-    with the gradient as a tensor like its parameter."""
+    """Accumulate this rank's shards of gradients into ``.grad``, for each (parameter, shard), in the parameter's
+    layout. Hooks of the parameters and of their AccumulateGrad nodes are called as by one backward, with the gradient
+    as a DTensor like its parameter."""
     watched = observers.of([parameter for parameter, _ in found])
     plain = found if True not in watched else [one for one, someone in zip(found, watched, strict=True) if not someone]
     sums: list[Tensor] = []
@@ -149,40 +149,40 @@ def set_gradients(found: Sequence[tuple[nn.Parameter, Tensor]], observers: Obser
 
 
 def piece_like(parameter: Any, whole: Tensor) -> Tensor:
-    """This rank's piece of a whole tensor, laid out as a parameter."""
+    """This rank's shard of a full tensor, with the layout of a parameter."""
     return piece_of(whole, parameter.device_mesh, parameter.cuts, parameter.holders)
 
 
 def is_alike(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors lie in the same way on the same mesh."""
+    """Whether two tensors have the same layout on the same mesh."""
     return isinstance(a, ShardedTensor) and a.lies_as(b)
 
 
 def other_kind(found: torch.dtype, needed: torch.dtype) -> bool:
-    """Whether values of one dtype say nothing as values of the other: int8 weights are not floats without their scales,
-    a complex number has two parts. Floats are cast to floats, complex to complex; all else must be the same dtype."""
+    """Whether values of one dtype cannot be read as another: int8 weights are meaningless without their scales, and a
+    complex number has two parts. Floats are cast to floats, complex to complex; other dtypes must be the same."""
     both_floats = found.is_floating_point and needed.is_floating_point
     return found != needed and not both_floats and not (found.is_complex and needed.is_complex)
 
 
-MOST_STEPS = 2**40  # seeds of dropout are made of them
-STEPS = "autopar_steps"  # beside the tensors of a state, and in the headers of files
+MOST_STEPS = 2**40  # dropout seeds are computed from them
+STEPS = "autopar_steps"  # an entry of states and of file headers
 
 
 def note_steps(state: Any, steps: int, prefix: str = "") -> Any:
-    """The same state, with the number of training steps beside the tensors; a state that a model's own `state_dict`
-    has made otherwise as it is. ``prefix``: of its names."""
+    """The state with the number of training steps added; a result of a model's own `state_dict` that is not an
+    OrderedDict is unchanged. ``prefix``: that of its names."""
     if isinstance(state, OrderedDict):
         add_note(state, STEPS, steps, prefix)
     return state
 
 
 def steps_noted(state: Any) -> Any:
-    """The training steps that a state has behind it, or None."""
+    """The number of training steps noted in a state, or None."""
     return noted(state, STEPS)
 
 
-# --- whole states -------------------------------------------------------------------------------------
+# --- full states --------------------------------------------------------------------------------------
 
 
 def full_state_dict(
@@ -192,10 +192,10 @@ def full_state_dict(
     buffers: Mapping[str, Tensor] | None = None,
     rank0_only: bool = False,
 ) -> OrderedDict[str, Tensor]:
-    """Original name (tied names too) -> whole tensor on the CPU.
+    """Original name (tied names too) -> full tensor on the CPU.
 
-    ``rank0_only``: only rank 0 gets it, the others an empty dict; one tensor at a time is whole on the others.
-    Collective: every rank calls it.
+    ``rank0_only``: only rank 0 gets them, other ranks an empty dict; these hold one full tensor at a time. Collective:
+    every rank calls it.
     """
     out: OrderedDict[str, Tensor] = OrderedDict()
     for spec in specs:
@@ -213,7 +213,7 @@ def full_gradients(
     groups: Groups,
     rank0_only: bool = False,
 ) -> dict[str, Tensor]:
-    """Original name -> whole gradient on the CPU; a parameter without gradient is left out. Collective."""
+    """Original name -> full gradient on the CPU; a parameter without gradient is left out. Collective."""
     out = {}
     for spec in specs:
         gradient = parameters[spec.name].grad if spec.name in parameters else None
@@ -226,36 +226,36 @@ def full_gradients(
 
 
 def _own_copy(value: Tensor, source: Tensor | None) -> Tensor:
-    """On the CPU, in storage of its own: the whole of a tensor that no axis cuts is the local tensor itself."""
+    """A copy on the CPU. A copy is needed since the full tensor of an unsharded parameter is its local tensor."""
     out = value.cpu()
     shared = source is not None and out.data_ptr() == local_tensor(source).data_ptr()
     return out.clone() if shared else out
 
 
 def fetch_whole(spec: ParameterSpec, x: Tensor | None) -> Tensor:
-    """The whole of a tensor of a parameter. Collective. Raises ValueError where there is none."""
+    """The full tensor of a parameter or its gradient. Collective. Raises ValueError if there is none."""
     if x is None:
         raise ValueError(f"state: no tensor for {spec.name}; pass every parameter")
     return whole_tensor(x)
 
 
 def check_tensors(state: Any) -> None:
-    """Raises ValueError for what is no state dict, or has something else than dense tensors with values in it."""
+    """Raises ValueError for anything but a state dict of dense tensors with values."""
     if not isinstance(state, Mapping):
         raise refusal_like(
             TypeError(),
-            f"load_state_dict: needs names with tensors, found a {type(state).__name__}; pass what full_state_dict(), "
-            "state_dict() or torch.load gives",
+            f"load_state_dict: needs names with tensors, found a {type(state).__name__}; pass the result of "
+            "full_state_dict(), state_dict() or torch.load",
         )
     for name, value in state.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise ValueError(
-                f"load_state_dict: needs a tensor for each name, found a {type(value).__name__} for {name!r}; pass the "
-                "state of the model alone"
+                f"load_state_dict: needs a tensor for each name, found a {type(value).__name__} for {name!r}; pass "
+                "the state of the model only"
             )
         if value.is_meta or value.layout != torch.strided:
             what = "a tensor on the meta device, which has no values" if value.is_meta else "a sparse tensor"
-            raise ValueError(f"load_state_dict: {name} needs values of each entry, found {what}; load it on the CPU")
+            raise ValueError(f"load_state_dict: {name} needs a dense tensor, found {what}; load it on the CPU")
 
 
 def check_kinds(state: Mapping[str, Any], own: Mapping[str, torch.dtype]) -> None:
@@ -266,7 +266,7 @@ def check_kinds(state: Mapping[str, Any], own: Mapping[str, torch.dtype]) -> Non
         if isinstance(state.get(name), Tensor) and other_kind(state[name].dtype, dtype)
     ]
     if wrong:
-        raise ValueError(f"load_state_dict: {'; '.join(wrong[:8])}; convert it first: only floats are cast to floats")
+        raise ValueError(f"load_state_dict: {'; '.join(wrong[:8])}; convert it first (only floats are cast, to floats)")
 
 
 def load_state_dict(
@@ -275,11 +275,11 @@ def load_state_dict(
     specs: Iterable[ParameterSpec],
     buffers: Mapping[str, Tensor] | None = None,
 ) -> tuple[IncompatibleKeys, list[str]]:
-    """Copy whole tensors, by original name, into this rank's pieces. Not collective. Returns what was missing and what
-    unexpected, and in torch's words which tensors have another shape and were left out.
+    """Copy full tensors, by original name, into this rank's shards. Not collective. Returns the missing and unexpected
+    keys, and torch's messages for tensors of another shape, which are left out.
 
-    A tied parameter may come under any of its names. Raises ValueError for tensors of another kind, before anything is
-    written.
+    A tied parameter may have any of its names. Raises ValueError for tensors of another kind of dtype, before anything
+    is written.
     """
     check_tensors(state)
     places: list[tuple[tuple[str, ...], torch.Size, torch.dtype, Tensor | None]] = [
@@ -310,8 +310,8 @@ def load_state_dict(
 
 
 def refuse_others(found: IncompatibleKeys, misfits: Sequence[str], strict: bool, kind: str) -> None:
-    """Raises an error that is a RuntimeError, too, in torch's words, for a state that does not fit a model of a
-    ``kind``. What fits has been loaded then, as in torch."""
+    """Raises torch's error for a state that does not fit a model of a ``kind``, as a ValueError that is a RuntimeError,
+    too. Everything that fits has been loaded by then, as in torch."""
     problems = list(misfits)
     for what, names in (("Unexpected", found.unexpected_keys), ("Missing", found.missing_keys)):
         if strict and names:

@@ -1,7 +1,7 @@
-"""The user's modules on the mesh: their classes, attributes and modes as they are, this rank's pieces as parameters.
+"""The user's modules on the mesh: with their classes, attributes and modes, and this rank's shards as parameters.
 
 They are the submodules of `ParallelModule`. So ``model.bn.eval()``, ``isinstance(m, nn.Dropout)``, ``m.p = 0.0`` and
-``p.requires_grad_(False)`` mean what they mean in torch; `ModuleGuards` sees what has changed.
+``p.requires_grad_(False)`` have the same effect as in torch; `ModuleGuards` detects the changes.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from autopar.runtime.params.parameters import is_alike
 def _no_call(path: str, name: str) -> ValueError:
     at = f" at {path}" if path else ""
     return ValueError(
-        f"parallelize: a {name}{at} holds this rank's pieces of its weights, with which it cannot be called by itself; "
-        "call the whole model (train_step, eval_step, model(**batch)), or load full_state_dict() into a model of one "
+        f"parallelize: a {name}{at} holds only this rank's shards of its weights, so it cannot be called by itself; "
+        "call the whole model (train_step, eval_step, model(**batch)), or load full_state_dict() into a model in one "
         "process"
     )
 
 
 def _not_kept(path: str, name: str) -> ValueError:
     return ValueError(
-        f"parallelize: the forward sets the attribute {path + '.' if path else ''}{name}, which steps on a mesh do "
-        "not, since they return outputs and write buffers; return it as an output, or register it as a buffer"
+        f"parallelize: the forward sets the attribute {path + '.' if path else ''}{name}, which compiled steps do not "
+        "do, since they only return outputs and write buffers; return it as an output, or register it as a buffer"
     )
 
 
@@ -47,7 +47,7 @@ _WANTS_GRADIENT = operator.attrgetter("requires_grad")
 
 
 class ShardedModules:
-    """``own``: name of each parameter -> this rank's piece of it."""
+    """``own``: name of each parameter -> this rank's shard of it."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class ShardedModules:
         own: Mapping[str, nn.Parameter],
         buffers: Mapping[str, Tensor],
     ) -> None:
-        """``skeleton``: with parameters and buffers on the meta device; not changed."""
+        """``skeleton``: the modules with parameters and buffers on the meta device; not changed."""
         self._specs, self._own = tuple(specs), dict(own)
         tied = {name: s.name for s in self._specs for name in (s.name, *s.aliases)}
-        memo: dict[int, Tensor] = {}  # whatever refers to a parameter, such as a list of them, gets its piece
+        memo: dict[int, Tensor] = {}  # other references to a parameter, such as a list, get its shard
         for name, parameter in skeleton.named_parameters(remove_duplicate=False):
             memo[id(parameter)] = own[tied[name]]
         for name, buffer in skeleton.named_buffers(remove_duplicate=False):
@@ -73,7 +73,7 @@ class ShardedModules:
 
     @property
     def own(self) -> dict[str, nn.Parameter]:
-        """This rank's pieces by name, as the modules have them now. Raises ValueError as `refresh`."""
+        """This rank's shards by name, as the modules have them now. Raises ValueError as `refresh` does."""
         if self._moved():
             self.refresh()
         return self._own
@@ -88,14 +88,14 @@ class ShardedModules:
         return self._own
 
     def pieces(self) -> dict[str, Tensor]:
-        """The tensors themselves that step graphs compute with, by name. Raises ValueError as `refresh`."""
+        """The local tensors that step graphs compute with, by name. Raises ValueError as `refresh` does."""
         pieces = list(map(local_of, self.own.values()))  # type: ignore[arg-type]
         if any(map(_WANTS_GRADIENT, pieces)):
             pieces = [x.detach() for x in pieces]
         return dict(zip(self._own, pieces, strict=True))
 
     def buffers(self) -> dict[str, Tensor]:
-        """Those of the modules, by name, as they are now. `own` must have been looked at: modules may have changed."""
+        """The current buffers of the modules, by name. Read `own` first: modules may have changed."""
         return {
             prefix + name: b
             for prefix, held in self._buffer_owners.items()
@@ -105,18 +105,18 @@ class ShardedModules:
         }
 
     def bind(self, name: str, tensor: Tensor | None) -> None:
-        """Another tensor as a buffer, as an assignment to the attribute does it."""
+        """Replace a buffer by another tensor, as an assignment to the attribute does."""
         path, dot, key = name.rpartition(".")
         self._buffer_owners[path + dot][key] = tensor
 
     def leave_out(self, unkept: Iterable[tuple[str, str]]) -> None:
-        """Attributes, by the paths of their modules, that a forward has set, and a step has not."""
+        """Make attributes that a forward sets, and steps do not, raise an error. ``unkept``: (module path, name)."""
         for path, name in unkept:
             refuse_reads(self.root.get_submodule(path), [name], functools.partial(_not_kept, path))
 
     @property
     def specs(self) -> tuple[ParameterSpec, ...]:
-        """What is to be known of the parameters. Raises ValueError as `refresh`."""
+        """The specs of the parameters. Raises ValueError as `refresh` does."""
         if self._moved():
             self.refresh()
         return self._specs
@@ -129,22 +129,22 @@ class ShardedModules:
         self._ids, self._ids_of_pieces = _ids(parameters), _ids(map(local_of, parameters))
 
     def _moved(self) -> bool:
-        """Whether modules or parameters are others than before."""
+        """Whether modules or parameters have been replaced."""
         if any(itertools.starmap(operator.ne, self._children)):
             return True
-        parameters = self._parameters_now()  # others may have no pieces
+        parameters = self._parameters_now()  # not `pieces`: a new parameter may not be a DTensor
         return _ids(parameters) != self._ids or _ids(map(local_of, parameters)) != self._ids_of_pieces
 
     def _parameters_now(self) -> list[Any]:
         return [p for p in itertools.chain.from_iterable(map(dict.values, self._owners)) if p is not None]
 
     def structure(self) -> nn.Module:
-        """A copy with everything as it is now, parameters (whole) and buffers on the meta device."""
+        """A copy of the current modules, with unsharded parameters and buffers on the meta device."""
         memo: dict[int, Tensor] = {}
         for _, parameter in self.root.named_parameters():
             meta = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device="meta")
             memo[id(parameter)] = nn.Parameter(meta, parameter.requires_grad)
-        tied: dict[Any, tuple[str, Tensor, Tensor]] = {}  # by memory: two tensors may be one buffer's
+        tied: dict[Any, tuple[str, Tensor, Tensor]] = {}  # by memory: two tensors may share a buffer's memory
         for name, buffer in self.root.named_buffers():
             key = (storage_of(buffer), *geometry_of(buffer)) if buffer.numel() else id(buffer)
             made = torch.empty_like(buffer, device="meta") if key not in tied else tied[key][2]
@@ -159,7 +159,7 @@ class ShardedModules:
 
     @contextlib.contextmanager
     def whole(self, values: Mapping[str, Tensor]) -> Iterator[nn.Module]:
-        """The modules with whole parameters, of these values by name; within, and then with the pieces again."""
+        """Context manager: the modules have full parameters with these values, by name; on exit the shards return."""
         held = [(m._parameters, dict(m._parameters)) for m in self.root.modules()]
         made: dict[int, nn.Parameter] = {}
         for name, parameter in self.root.named_parameters(remove_duplicate=False):
@@ -175,8 +175,8 @@ class ShardedModules:
                 entries.update(before)
 
     def refresh(self) -> None:
-        """Look at the parameters again. Another DTensor of the same layout takes the place of the old one, other dtypes
-        and missing parameters are taken note of.
+        """Read the parameters again. Another DTensor of the same layout replaces the old one; changed dtypes and
+        removed parameters are recorded.
 
         Raises ValueError for parameters that were added, or replaced by something else.
         """
@@ -190,8 +190,8 @@ class ShardedModules:
             left.append(self._taken(spec, found))
         for name in now:
             raise ValueError(
-                f"parallelize: parameter {name} was added to the model after parallelize, so it lies on no mesh; "
-                "change the model before, and parallelize it then"
+                f"parallelize: parameter {name} was added to the model after parallelize, so it is on no mesh; add it "
+                "before parallelize"
             )
         self._specs = tuple(left)
         self._check_ties()
@@ -202,8 +202,7 @@ class ShardedModules:
         for name, parameter in self._own.items():
             if (first := names.setdefault(id(parameter), name)) != name:
                 raise ValueError(
-                    f"parallelize: {first} and {name} were two parameters and are now one; "
-                    "tie them before, and parallelize the model then"
+                    f"parallelize: {first} and {name} were two parameters and are now one; tie them before parallelize"
                 )
 
     def _taken(self, spec: ParameterSpec, found: Mapping[str, nn.Parameter]) -> ParameterSpec:
@@ -212,14 +211,14 @@ class ShardedModules:
         parameter = next(iter(found.values()))
         if any(p is not parameter for p in found.values()):
             raise ValueError(
-                f"parallelize: {' and '.join(found)} were one parameter and are no longer; "
-                "untie them before, and parallelize the model then"
+                f"parallelize: {' and '.join(found)} were one parameter and are no longer; untie them before "
+                "parallelize"
             )
         if parameter is not own and not is_alike(parameter, own):
             raise ValueError(
                 f"parallelize: parameter {name} was replaced by one that is not laid out on the mesh; "
                 f"write the new values into it (load_state_dict({{{name!r}: value}}, strict=False)), "
-                "or replace it before and parallelize the model then"
+                "or replace it before parallelize"
             )
         if parameter.device.type != self._devices[name]:
             raise ValueError(f"parallelize: parameter {name} must stay on its mesh, found it on {parameter.device}")

@@ -1,11 +1,11 @@
-"""What operators do with ShardedTensors: each sees whole tensors, whatever lies where.
+"""Operators on ShardedTensors: each computes with global values, whatever the layout of its operands.
 
-    elementwise, foreach         on the pieces; operands that lie otherwise are cut, or gathered and cut, to fit
-    transposes, rows, slices     views of the pieces, where they leave the cut dims alone
+    elementwise, foreach         on the shards; operands of another layout are sharded, or gathered and sharded, to fit
+    transposes, rows, slices     views of the shards, if they do not change the sharded dims
     sums, norms, extrema         `autopar.runtime.params.sharded_reductions`
-    everything else              of gathered tensors, the same on every rank; what is written goes back into the pieces
+    everything else              on gathered tensors, the same on every rank; writes go back into the shards
 
-A plain tensor stands for itself on every rank: it has the size of the whole, and is the same everywhere.
+A plain tensor is a replicated operand: it has the global shape and the same values on every rank.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from autopar.runtime.params.sharded_reductions import ScalarTensor, foreach_norm
 from autopar.runtime.params.sharded_tensor import ShardedTensor, ViewSource, whole_tensor, written
 from autopar.runtime.params.shards import Cuts, piece_of
 
-# --- of whole tensors ------------------------------------------------------------------------------------------
+# --- on full tensors -------------------------------------------------------------------------------------------
 
 
 def leaves(value: Any) -> list[Any]:
-    """What is no list, tuple or dict, in order."""
+    """The leaves of nested lists, tuples and dicts, in order."""
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, (list, tuple)):
@@ -49,7 +49,7 @@ def leaves(value: Any) -> list[Any]:
 
 
 def mapped(value: Any, fn: Callable[[Any], Any]) -> Any:
-    """The same lists, tuples and dicts of other leaves."""
+    """The same nested lists, tuples and dicts with mapped leaves."""
     if isinstance(value, (list, tuple)):
         return type(value)([mapped(item, fn) for item in value])
     if isinstance(value, dict):
@@ -58,7 +58,7 @@ def mapped(value: Any, fn: Callable[[Any], Any]) -> Any:
 
 
 def on_whole(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator of whole tensors. A view of an operand is one, and writes to it go to the operand."""
+    """Run an operator on full tensors. If the result is a view of an operand, writes to it go to the operand."""
     operands = {id(x): x for x in leaves((args, kwargs)) if isinstance(x, Tensor)}
     ours = {i: x for i, x in operands.items() if isinstance(x, ShardedTensor)}
     mesh = next(iter(ours.values())).device_mesh
@@ -75,7 +75,7 @@ def on_whole(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     places = {_place(whole[i]): source for i, source in sources.items()}
 
     def is_number(x: Tensor) -> bool:
-        """One that has come of tensors that are no numbers."""
+        """Whether a scalar was computed from tensors with dims."""
         own = torch.Tag.reduction not in func.tags and not all(o.dim() for o in ours.values())
         return x.dim() == 0 and not is_view(func) and not own
 
@@ -95,7 +95,7 @@ def on_whole(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _source(x: ShardedTensor) -> ViewSource | None:
-    """What a view of it, or of its whole, is written back to."""
+    """The source to which writes to a view of it, or of its full tensor, go back."""
     return ViewSource.gathered(x) if x.is_apart else x.source
 
 
@@ -110,7 +110,7 @@ def _place(x: Tensor) -> int:
 
 
 def _of_first(x: Tensor, mesh: DeviceMesh) -> None:
-    """What the first rank of the mesh holds, on all of them."""
+    """Broadcast the values of the mesh's first rank to all ranks."""
     for axis in mesh.mesh_dim_names or ():
         group = mesh.get_group(axis)
         if group.size() > 1:
@@ -130,13 +130,13 @@ FORMS = {  # in place -> the view
     aten.squeeze_.dims: aten.squeeze.dims, aten.unsqueeze_.default: aten.unsqueeze.default,
 }  # fmt: skip
 NEW = {aten.new_empty, aten.new_empty_strided, aten.new_zeros, aten.new_ones, aten.new_full}
-UNTAGGED = {aten.masked_fill_}  # elementwise, of which torch's tags say nothing
+UNTAGGED = {aten.masked_fill_}  # elementwise, but without torch's tag
 ON_PIECE = {aten.record_stream, aten.is_pinned}
 BY_LISTS = {aten._foreach_max, aten._foreach_powsum}  # foreach, but not elementwise
 
 
 def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one operator of which an operand is a ShardedTensor."""
+    """Run one operator with a ShardedTensor among its operands."""
     if torch.is_inference_mode_enabled() and not any(isinstance(x, Tensor) and x.is_inference() for x in args):
         with torch.inference_mode(False):  # torch gives views of ordinary tensors versions
             return dispatch(func, args, kwargs)
@@ -185,7 +185,7 @@ def _reformed(func: OpOverload, x: ShardedTensor, *how: Any) -> ShardedTensor:
     if view is None or (x.source is None and view.source is not None):
         raise ValueError(
             f"parameter: {func} would change the shape or the storage of a tensor on a mesh in place, found one of "
-            f"shape {tuple(x.shape)}; make a new tensor of it, or copy into it: x.copy_(y)"
+            f"shape {tuple(x.shape)}; create a new tensor from it, or copy into it: x.copy_(y)"
         )
     reform(x, func, how, view)
     x.cuts = view.cuts
@@ -199,7 +199,7 @@ def _number(x: ShardedTensor) -> Any:
 
 
 def _new(func: OpOverload, x: ShardedTensor, shape: Sequence[int], *rest: Any, **kwargs: Any) -> ShardedTensor:
-    """A tensor that has nothing of ``x`` but, if it has its shape, its layout."""
+    """A new tensor; it has the layout of ``x`` if it has the same shape."""
     local = local_of(x)
     if tuple(shape) != tuple(x.shape):
         made = func(local, shape, *rest, **kwargs)
@@ -209,23 +209,23 @@ def _new(func: OpOverload, x: ShardedTensor, shape: Sequence[int], *rest: Any, *
     return x.like(func(local, local.shape, *rest, **kwargs))
 
 
-# --- views of pieces ------------------------------------------------------------------------------------
+# --- views of shards ------------------------------------------------------------------------------------
 
 
 def _leaves_mesh(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a copy lies where the ranks of the mesh don't communicate."""
+    """Whether a copy goes to another device type, on which the ranks of the mesh do not communicate."""
     device = kwargs.get("device") if func.overloadpacket is aten._to_copy else None
     return device is not None and torch.device(device).type != args[0].device_mesh.device_type
 
 
 def _view_of_piece(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The result of a view that leaves the cut dims alone."""
+    """The result of a view that does not change the sharded dims."""
     x: ShardedTensor = args[0]
     if not x.is_apart or not is_view(func):
         return None
     if not x.cuts:
         return _view_on_stage(func, x, args[1:], kwargs)
-    places: list[int]  # of the dims of x in the view
+    places: list[int]  # positions of the dims of x in the view
     if func in PERMUTED:
         order = _order(func, x.dim(), *args[1:])
         places = [order.index(d) for d in range(x.dim())]
@@ -245,7 +245,7 @@ def _view_of_piece(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 
 
 def _view_on_stage(func: OpOverload, x: ShardedTensor, how: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Any view of what only some stages hold, who have it whole."""
+    """Any view of a tensor that only some stages hold, unsharded there."""
     outlines = func(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), *how, **kwargs)
     found = func(local_of(x), *how, **kwargs) if x.is_here else mapped(outlines, lambda o: local_of(x).view(o.dtype))
     views = [_over_piece(x, local, (), o.shape) for local, o in zip(leaves(found), leaves(outlines), strict=True)]
@@ -260,7 +260,7 @@ def _over_piece(x: ShardedTensor, local: Tensor, cuts: Cuts, shape: torch.Size) 
 
 
 def _order(func: OpOverload, rank: int, *dims: Any) -> list[int]:
-    """Which dim of the operand each dim of a permuted one is."""
+    """For each dim of the permuted tensor, the dim of the operand."""
     order = list(range(rank))
     if func is aten.permute.default:
         return [d % rank for d in dims[0]]
@@ -271,12 +271,12 @@ def _order(func: OpOverload, rank: int, *dims: Any) -> list[int]:
 
 
 def _viewed(x: ShardedTensor, shape: Sequence[int]) -> ShardedTensor | None:
-    """Another shape behind the last dim that is cut."""
+    """A reshape of the dims after the last sharded dim; None if others change."""
     kept = max(shard.dim for _, shard in x.cuts) + 1
     whole = torch.empty(x.shape, device="meta").view(shape).shape
     local = local_of(x)
     if x.holders is not None:
-        return None  # other stages don't know how the piece lies
+        return None  # other stages do not know the strides of the shard
     if whole[:kept] != x.shape[:kept] or not local.is_contiguous():
         return None
     return _over_piece(x, local.view([*local.shape[:kept], *whole[kept:]]), x.cuts, whole)
@@ -287,7 +287,7 @@ def _viewed(x: ShardedTensor, shape: Sequence[int]) -> ShardedTensor | None:
 
 @dataclass(frozen=True)
 class _Target:
-    """How the operands of an elementwise operator must lie: cut as ``model``, of a ``shape`` that is broadcast to."""
+    """The layout that operands of an elementwise operator must have: sharded like ``model``, broadcast to ``shape``."""
 
     func: OpOverload
     model: ShardedTensor
@@ -296,7 +296,7 @@ class _Target:
 
     @classmethod
     def of(cls, func: OpOverload, tensors: Sequence[Tensor], written: Tensor | None) -> _Target | None:
-        """None where whole operands are needed: to write to a plain tensor, or for torch to refuse their shapes."""
+        """None if full operands are needed: to write to a plain tensor, or to let torch refuse their shapes."""
         if written is not None:
             return cls(func, written, written.cuts, written.shape) if isinstance(written, ShardedTensor) else None
         ours = [x for x in tensors if isinstance(x, ShardedTensor)]
@@ -304,13 +304,13 @@ class _Target:
         shape = _broadcast([x.shape for x in tensors])
         if shape is None:
             if not model.cuts:
-                return None  # torch has its own words
+                return None  # torch raises its own error
             raise _unlike(func, model.shape, next(x for x in tensors if x.shape != model.shape))
         ahead = len(shape) - model.dim()
         return cls(func, model, tuple((a, replace(s, dim=s.dim + ahead)) for a, s in model.cuts), shape)
 
     def fit(self, x: Any) -> Any:
-        """What goes into the operator on the pieces, for an operand. Collective for one that is cut otherwise."""
+        """The local operand for the operator on shards. Collective for an operand with another layout."""
         if not isinstance(x, Tensor):
             return x
         ahead, cuts = len(self.shape) - x.dim(), []
@@ -322,19 +322,19 @@ class _Target:
                 raise _unlike(self.func, self.shape, x)
         if isinstance(x, ShardedTensor) and self._has_pieces(x, tuple(cuts)):
             piece = x.fresh()
-            return piece if x.is_here or x.dim() or not self.shape else piece.new_zeros(())  # for torch's dtypes
+            return piece if x.is_here or x.dim() or not self.shape else piece.new_zeros(())  # for type promotion
         x = whole_tensor(x) if isinstance(x, DTensor) else x
         if self.shape and not x.dim():
             return x
         return piece_of(x, self.model.device_mesh, tuple(cuts), self.model.holders)
 
     def _has_pieces(self, x: ShardedTensor, cuts: Cuts) -> bool:
-        """Whether those of an operand, which should lie so, are what goes into the operator."""
+        """Whether the shards of an operand fit this layout already."""
         model = self.model
         return x.cuts == cuts and x.holders == model.holders and (not cuts or x.device_mesh == model.device_mesh)
 
     def _is_row(self, dim: int, x: Tensor, ahead: int) -> bool:
-        """Whether one row of a plain tensor may be this rank's: where a piece has one."""
+        """Whether a plain tensor of size 1 in a dim may be this rank's shard: if shards have size 1 there."""
         row = local_of(self.model).shape[dim - len(self.shape) + self.model.dim()] == 1
         return row and not (ahead and x.numel() == 1)
 
@@ -347,17 +347,17 @@ class _Target:
 
 
 def _broadcast(shapes: Sequence[torch.Size]) -> torch.Size | None:
-    """The shape that tensors of these are broadcast to, if they are."""
+    """The shape to which these shapes broadcast; None if they do not."""
     columns = [{*sizes} - {1} for sizes in itertools.zip_longest(*map(reversed, shapes), fillvalue=1)]
     return None if any(len(c) > 1 for c in columns) else torch.Size(next(iter(c), 1) for c in reversed(columns))
 
 
 def _unlike(func: OpOverload, shape: Sequence[int], x: Tensor) -> ValueError:
-    """A plain tensor of one row may be one for all rows, or this rank's: so it is asked for."""
+    """The error for a plain tensor of one row, which may be meant for all rows, or be this rank's shard."""
     return ValueError(
-        f"parameter: {func} of a tensor that is {tuple(shape)} over all ranks needs operands of this whole size, "
-        f"found {tuple(x.shape)}; give the whole tensor (the same on every rank), spread out where it has one row for "
-        "all (x.expand), or compute with the pieces: to_local()"
+        f"parameter: {func} of a tensor of global shape {tuple(shape)} needs operands of this shape, found "
+        f"{tuple(x.shape)}; pass the global tensor (the same on every rank), expanded if it has one row for all "
+        "(x.expand), or compute with the shards: to_local()"
     )
 
 
@@ -375,7 +375,7 @@ def _elementwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Position i of all lists goes together; what is no list goes with every position."""
+    """Operands at position i of all lists belong together; an operand that is not a list goes with every position."""
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
     changed = [list(leaves(a)) for a in writes_to(func, args, kwargs)]
     targets, fitted = _targets(func, lists, changed[0] if changed else None)
@@ -392,7 +392,7 @@ def _foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _targets(func: OpOverload, lists: Sequence[Any], written: Sequence[Any] | None) -> tuple[list[Any], dict[int, Any]]:
-    """(how the operands at each position lie, list by list what goes into the operator on the pieces)"""
+    """(the target layout of each position; list by list, the local operands for the operator on shards)"""
     if all(map(_are_alike, zip(*lists))):
         return list(lists[0]), {id(a): list(map(local_of, a)) for a in lists}
     targets: list[_Target | None] = []
@@ -407,7 +407,7 @@ def _targets(func: OpOverload, lists: Sequence[Any], written: Sequence[Any] | No
 
 
 def _are_alike(position: Sequence[Any]) -> bool:
-    """Whether all are cut alike, and no view of a whole."""
+    """Whether all have the same layout, and none is a view of a gathered tensor."""
     first, *others = position
     if type(first) is not ShardedTensor or first.source is not None:
         return False
@@ -419,15 +419,16 @@ def _plain(x: Any) -> Any:
 
 
 def _check_in_place(func: OpOverload, written: Sequence[Any], targets: Sequence[Any]) -> None:
-    """What a fused optimizer writes beside parameters must lie as they do, but for counts: no copy is written."""
+    """States that a fused optimizer writes must have the layout of their parameters, except for step counts: a copy
+    would not be written back."""
     for x, target in zip(written, targets):
         if target is None or not x.dim():
             continue
         alike = isinstance(x, ShardedTensor) and (x.cuts, x.holders) == (target.cuts, target.model.holders)
         if not alike:
             raise ValueError(
-                f"optimizer: {func} needs states that are cut like their parameters, found one of shape "
-                f"{tuple(x.shape)} that is not; make it with zeros_like or full_like of the parameter"
+                f"optimizer: {func} needs states that are sharded like their parameters, found one of shape "
+                f"{tuple(x.shape)} that is not; create it with zeros_like or full_like of the parameter"
             )
 
 
@@ -443,7 +444,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _unscale(func: OpOverload, tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """GradScaler's check: a piece with an infinity anywhere is one everywhere."""
+    """GradScaler's check: an infinity in any rank's shard counts on all ranks."""
     found = as_local(found_inf)
     func([as_local(t) for t in tensors], found, as_local(inv_scale))
     seen: set[str] = set()

@@ -1,11 +1,11 @@
-"""Sums, means, norms and extrema of ShardedTensors: of the pieces, then over the axes that cut what is reduced.
+"""Sums, means, norms and extrema of ShardedTensors: first of the shards, then over the axes that shard a reduced dim.
 
-    w [8, 6] cut by tp along dim 0      w.sum()             of the piece, then over tp: whole
-                                        w.norm(dim=1)       of the piece: cut by tp along dim 0
-                                        w.amax(0)           of the piece, then over tp: whole
+    w [8, 6] sharded on tp in dim 0     w.sum()             of the shard, then over tp: replicated
+                                        w.norm(dim=1)       of the shard: sharded on tp in dim 0
+                                        w.amax(0)           of the shard, then over tp: replicated
 
-So a number is that of the whole tensor as soon as it is there, and reading it needs no communication. Numbers of what
-only some pipeline stages hold come from there at once, too.
+So a scalar result is that of the global tensor, and reading it needs no communication. Scalars of a tensor that only
+some pipeline stages hold are broadcast from there at once, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autopar.runtime.params.shards import STAGES, Cuts, from_holder, gathered_ro
 
 
 class ScalarTensor(Tensor):
-    """What `torch.Tensor` is, with what code for DTensors asks of it. What is computed of it is a plain tensor."""
+    """A plain tensor with the methods of DTensor that code for DTensors calls. Results computed from it are plain."""
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]
 
@@ -52,7 +52,7 @@ aten = torch.ops.aten
 
 
 class _Of:
-    """One call: of which tensor, along which dims, what is left of its cuts and its shape."""
+    """One call: the tensor, the reduced dims, and the sharding and shape of the result."""
 
     def __init__(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.func = func
@@ -80,7 +80,7 @@ class _Of:
         return ShardedTensor.make(local, self.x.device_mesh, cuts, torch.Size(shape), self.x.holders)
 
     def nothing(self) -> Tensor:
-        """In the place of `local` and the rest, on a stage that does not hold the tensor: the result's kind."""
+        """A placeholder with the result's dtype and shape, on a stage that does not hold the tensor."""
         outline = self.func(torch.empty(self.x.shape, dtype=self.x.dtype, device="meta"), **self.given)
         local = local_of(self.x)
         if outline.dim():
@@ -88,7 +88,7 @@ class _Of:
         return local.new_empty((), dtype=outline.dtype)
 
     def over_stages(self, result: Tensor) -> Tensor:
-        """A number comes from the stage that holds the tensor; other results lie there."""
+        """Broadcast a scalar from the stage that holds the tensor; other results stay there."""
         if self.x.holders is None or isinstance(result, ShardedTensor):
             return result
         plain = result.as_subclass(Tensor)
@@ -103,7 +103,7 @@ def _sum(call: _Of) -> Tensor:
 
 
 def _mean(call: _Of) -> Tensor:
-    """Pieces have as many elements each."""
+    """The mean of the shards' means: shards have equal sizes."""
     local, groups = call.local(), call.along()
     total = _summed(local.to(_wide(local.dtype)), groups) / math.prod(group.size() for group in groups)
     return call.made(total.to(local.dtype))
@@ -135,11 +135,11 @@ _KINDS: dict[Any, Callable[[_Of], Tensor]] = {
     aten.all: _extreme(torch.all),
     aten.linalg_vector_norm: _norm,
 }
-_PLACES = {aten.max.dim, aten.min.dim}  # give back places, too
+_PLACES = {aten.max.dim, aten.min.dim}  # return indices, too
 
 
 def reduced(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
-    """A known reduction of a tensor that is cut, else None. Collective over the axes that cut what is reduced."""
+    """A known reduction of a sharded tensor, else None. Collective over the axes that shard a reduced dim."""
     kind = _KINDS.get(func.overloadpacket)
     if kind is None or func in _PLACES or "out" in kwargs or not args[0].is_apart:
         return None
@@ -152,12 +152,12 @@ def reduced(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Te
 
 def reduce_over(value: Tensor, op: Any, group: dist.ProcessGroup) -> None:
     """In place."""
-    with explained("reducing over the pieces of a parameter", dist.get_process_group_ranks(group)):
+    with explained("reducing over the shards of a parameter", dist.get_process_group_ranks(group)):
         dist.all_reduce(value, op=op, group=group)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What addends of a dtype are added in."""
+    """The dtype in which addends of a dtype are summed."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point or dtype.is_complex else dtype
 
 
@@ -169,7 +169,7 @@ def _summed(value: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
 
 
 def _chosen(value: Tensor, groups: Sequence[dist.ProcessGroup], of_rows: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """The largest, or whatever is chosen, of all ranks: by torch's own function, which lets no nan get lost."""
+    """The maximum or minimum over all ranks: by torch's own function, which propagates NaN."""
     for group in groups:
         rows = gathered_rows(value.to(torch.uint8) if value.dtype == torch.bool else value, group)
         value = of_rows(rows, 0).to(value.dtype)
@@ -177,7 +177,7 @@ def _chosen(value: Tensor, groups: Sequence[dist.ProcessGroup], of_rows: Callabl
 
 
 def _norm_over(norm: Tensor, p: float, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """The p-norm of the whole, of that of the piece."""
+    """The p-norm of the global tensor from those of the shards."""
     if not groups:
         return norm
     if math.isinf(p):
@@ -188,7 +188,7 @@ def _norm_over(norm: Tensor, p: float, groups: Sequence[dist.ProcessGroup]) -> T
 
 
 def foreach_norm(tensors: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Norm of each tensor, with one exchange per set of axes that cut them."""
+    """Norm of each tensor, with one all-reduce per set of axes that shard them."""
     p = float(ord)
     kinds = [dtype or x.dtype for x in tensors]
     wide = functools.reduce(torch.promote_types, map(_wide, {*kinds}))
@@ -212,7 +212,8 @@ def _groups_that_cut(x: Any) -> list[dist.ProcessGroup]:
 
 
 def _take_from_holders(tensors: Sequence[Tensor], numbers: list[Tensor]) -> None:
-    """Of each tensor that only some stages hold the number of the first of them, in place: one exchange for all."""
+    """Replace the scalar of each tensor that only some stages hold by that of the first of them, with one exchange for
+    all."""
     by_group: dict[dist.ProcessGroup, list[int]] = {}
     for i, x in enumerate(tensors):
         if isinstance(x, ShardedTensor) and x.holders is not None:

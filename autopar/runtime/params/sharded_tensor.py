@@ -1,20 +1,20 @@
-"""Every parameter, gradient, optimizer state and output on a mesh: a DTensor with torch's numbers.
+"""ShardedTensor: every parameter, gradient, optimizer state and output on a mesh, a DTensor that computes globally.
 
-torch's own DTensor has no number of a sum over a cut dim: `.item()` reads this rank's addend. Nor can it say all cuts:
-it cuts the outer mesh dim first, ours the inner one (tp before dp), and its `_StridedShard` knows equal blocks only
-(with unequal ones `full_tensor` is silently wrong, and distributed checkpoint refuses both).
+torch's own DTensor has no value of a sum over a sharded dim: `.item()` reads this rank's addend. Nor can it express all
+layouts: it shards on the outer mesh dim first, autopar on the inner one (tp before dp), and its `_StridedShard`
+supports equal blocks only (with unequal ones `full_tensor` is silently wrong, and distributed checkpoint refuses both).
 
-A ShardedTensor is the whole tensor to whoever computes with it (`autopar.runtime.params.sharded_ops`):
-  - elementwise and foreach operators run on the local pieces;
-  - sums, norms and extrema reduce at once over the axes that cut what they reduce, so that reading the number needs no
+A ShardedTensor computes as the global tensor (`autopar.runtime.params.sharded_ops`):
+  - elementwise and foreach operators run on the local shards;
+  - sums, norms and extrema reduce at once over the axes that shard a reduced dim, so reading the result needs no
     communication;
-  - everything else is computed of the gathered tensor on every rank, and what is written into that, or into a view of
-    it (`ViewSource`), is written into the pieces;
-  - a tensor that only some pipeline stages hold is one on all of them: elsewhere its piece has no elements, operators
-    on pieces do nothing there, and its numbers come from the stage that has it;
-  - `full_tensor` gathers; distributed checkpoint writes and reads each run of rows as a chunk of its own.
+  - everything else is computed from the gathered tensor on every rank; writes into it, or into a view of it
+    (`ViewSource`), go back into the shards;
+  - a tensor that only some pipeline stages hold exists on all of them: on other stages its shard has no elements,
+    operators on shards do nothing there, and scalars come from the stage that holds it;
+  - `full_tensor` gathers; distributed checkpoint writes and reads each run of rows as a separate chunk.
 
-Whatever communicates is collective: every rank of the mesh calls it, in the same order.
+Every operation that communicates is collective: all ranks of the mesh call it, in the same order.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ from autopar.runtime.params.shards import (
 
 @dataclass(eq=False)
 class ViewSource:
-    """The piece that a view is of which does not lie in a piece alone: the view is one of ``whole``, which was gathered
-    when the piece was at version ``seen``; ``stale``: an operator on pieces has written to it since."""
+    """The source of a view that is not a view of the shard. It is a view of ``whole``, which was gathered when the
+    shard had version ``seen``. ``stale``: an operator on shards has written to the source since."""
 
     of: Any  # a ShardedTensor
     whole: Tensor
@@ -73,22 +73,22 @@ class ViewSource:
     @classmethod
     def gathered(cls, x: Any) -> ViewSource:
         """Collective."""
-        of = x.same()  # the piece as it lies now: `.data` of x may be set
+        of = x.same()  # over the current shard: `.data` of x may be set later
         whole = of.whole()
         if of.holders is not None and of.holders.here:
-            whole = whole.clone()  # beside the piece, as on other stages
+            whole = whole.clone()  # separate from the shard, as on other stages
         found = cls(of, whole, _version(of))
         _live.add(found)
         return found
 
     def refresh(self) -> None:
-        """Gather again if the piece was written to. Collective then."""
+        """Gather again if the shard was written to; collective in this case."""
         if self.stale or _version(self.of) != self.seen:
             self.whole.copy_(self.of.whole())
             self.seen, self.stale = _version(self.of), False
 
     def write(self) -> None:
-        """What the whole now holds, into the piece."""
+        """Write the current values of the full tensor into the shard."""
         local_of(self.of).copy_(piece_of(self.whole, self.of.device_mesh, self.of.cuts, self.of.holders))
         make_stale(self.of)
         self.seen, self.stale = _version(self.of), False
@@ -98,7 +98,7 @@ _live: weakref.WeakSet[ViewSource] = weakref.WeakSet()
 
 
 def make_stale(x: Any) -> None:
-    """The piece of a tensor was written to."""
+    """Record that the shard of a tensor was written to."""
     if not _live:
         return
     place = storage_of(local_of(x))
@@ -107,7 +107,7 @@ def make_stale(x: Any) -> None:
 
 
 def all_written() -> None:
-    """Pieces of any tensors may have been written to, on some ranks."""
+    """Record that shards of any tensors may have been written to, on some ranks."""
     for source in _live:
         source.stale = True
 
@@ -118,7 +118,8 @@ def _version(x: Any) -> int:
 
 
 def written(x: Any) -> None:
-    """An operator has written to the local tensor: what follows elsewhere. (Torch counts no versions in a dispatch.)"""
+    """Update versions and sources after an operator has written to the local tensor. (torch bumps no versions inside a
+    dispatch.)"""
     if isinstance(x, ShardedTensor):
         if x.source is not None:
             x.source.write()
@@ -130,7 +131,7 @@ def written(x: Any) -> None:
 def _record(
     of: Same, cuts: Cuts, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, holders: Holders | None
 ) -> LayoutRecord:
-    """One for all tensors of a mesh that lie alike. (Another mesh that is equal may have groups that are gone.)"""
+    """One spec for all tensors of a mesh with the same layout. (An equal mesh may have groups that are destroyed.)"""
     if holders is not None and not holders.here:
         strides = torch.empty(shape, device="meta").stride()
     dims, mesh = {axis: shard.dim for axis, shard in cuts}, of.held
@@ -142,14 +143,13 @@ _get_grad, _set_grad = _ATTRIBUTES.grad.__get__, _ATTRIBUTES.grad.__set__
 
 
 class ShardedTensor(DTensor):
-    """``ShardedTensor.make(local, mesh, cuts, shape)``; see the module's docstring. ``cuts`` says which axes cut which
-    dims in which blocks; on every other axis of the mesh the tensor is the same.
+    """``ShardedTensor.make(local, mesh, cuts, shape)``; see the module's docstring. ``cuts``: which axes shard which
+    dims in which blocks; on all other axes of the mesh the tensor is replicated.
 
     holders: the pipeline stages that hold it; None: all do.
-    source: what a view is written back to that does not lie in the pieces.
-    piece: of a view that lies in a piece, that piece: torch counts what is written to it.
-    run_operator: runs an operator of which an operand is a ShardedTensor; `autopar.runtime.params.sharded_ops`
-        provides it.
+    source: of a view that is not a view of the shard, the tensor to which writes go back.
+    piece: of a view of a shard, that shard, whose version torch bumps on writes.
+    run_operator: runs an operator with a ShardedTensor operand; set by `autopar.runtime.params.sharded_ops`.
     """
 
     cuts: Cuts
@@ -162,7 +162,7 @@ class ShardedTensor(DTensor):
     def make(
         local: Tensor, mesh: DeviceMesh, cuts: Cuts, shape: torch.Size, holders: Holders | None = None
     ) -> ShardedTensor:
-        """From this rank's piece. Not collective. No gradient flows through it."""
+        """Create it from this rank's shard. Not collective. No gradient flows through it."""
         record = _record(Same(mesh), cuts, shape, local.stride(), local.dtype, holders)
         out: ShardedTensor = made_as(ShardedTensor, local, record)
         out.cuts = cuts
@@ -172,7 +172,7 @@ class ShardedTensor(DTensor):
 
     @property
     def is_apart(self) -> bool:
-        """Whether some rank does not hold all of it."""
+        """Whether it is sharded: some rank does not hold all of it."""
         return bool(self.cuts) or self.holders is not None
 
     @property
@@ -186,7 +186,7 @@ class ShardedTensor(DTensor):
         return self.alike(local)
 
     def alike(self, local: Tensor) -> ShardedTensor:
-        """`like`, for a piece of the same dtype and strides."""
+        """`like`, for a shard of the same dtype and strides."""
         out: ShardedTensor = made_as(ShardedTensor, local, record_of(self))
         out.cuts = self.cuts
         if self.holders is not None:
@@ -199,7 +199,7 @@ class ShardedTensor(DTensor):
         return out
 
     def give_gradient(self, local: Tensor) -> None:
-        """Set ``.grad`` to what lies over ``local``, which is as of `alike`."""
+        """Set ``.grad`` to a tensor over ``local``, as by `alike`."""
         _set_grad(self, self.alike(local))
 
     def lies_as(self, x: Any) -> bool:
@@ -211,24 +211,24 @@ class ShardedTensor(DTensor):
         return x.shape == self.shape and _lies(x, self.device_mesh, self.cuts, self.holders)
 
     def laid_as(self, x: Tensor, what: str) -> Tensor:
-        """This rank's piece of a tensor of the whole shape, laid out as this one. Where no axis cuts it, or it is cut
-        alike, the piece shares storage with ``x``. Collective for one that is cut otherwise. Raises ValueError, which
+        """This rank's shard of a tensor of the global shape, with the layout of this one. If it is not sharded, or has
+        the same layout, the shard shares storage with ``x``. Collective for another layout. Raises ValueError, which
         begins with ``what``, for another shape."""
         if x.shape != self.shape:
-            local = " (this rank's piece has this shape)" if x.shape == local_of(self).shape else ""
+            local = " (this rank's shard has this shape)" if x.shape == local_of(self).shape else ""
             raise ValueError(
-                f"{what}: needs a tensor of the whole shape {tuple(self.shape)}, found one of {tuple(x.shape)}{local}; "
-                "pass the whole, or a tensor made with zeros_like or full_like of the parameter"
+                f"{what}: needs a tensor of global shape {tuple(self.shape)}, found one of {tuple(x.shape)}{local}; "
+                "pass the global tensor, or one created with zeros_like or full_like of the parameter"
             )
         return piece_in(x, self.device_mesh, self.cuts, self.holders)
 
-    # --- what torch keeps beside the values -----------------------------------------------------------
+    # --- .grad and .data ------------------------------------------------------------------------------
 
     def _gradient(self) -> Tensor | None:
         found: Tensor | None = _get_grad(self)
         if found is None or self.lies_as(found):
             return found
-        self.grad = found  # autograd's own, of an operator on whole tensors
+        self.grad = found  # set by autograd, from an operator on full tensors
         return self._gradient()
 
     def _set_gradient(self, x: Any) -> None:
@@ -249,7 +249,7 @@ class ShardedTensor(DTensor):
     grad = property(_gradient, _set_gradient)
     data = property(_ATTRIBUTES.data.__get__, _set_data)
 
-    # --- as numbers -----------------------------------------------------------------------------------
+    # --- conversions ----------------------------------------------------------------------------------
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if not self.cuts and self.source is None and self.is_here:
@@ -260,11 +260,11 @@ class ShardedTensor(DTensor):
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
     def tolist(self) -> Any:
-        """Of the whole tensor. Collective where it is cut."""
+        """Of the global tensor. Collective if it is sharded."""
         return self.whole().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The whole tensor, as of torch; what was gathered can only be read. Collective where it is cut."""
+        """The global tensor, as in torch; a gathered array is read-only. Collective if it is sharded."""
         plain = self.whole().detach()
         found = (plain.requires_grad_() if self.requires_grad else plain).numpy(force=force)
         if self.is_apart or self.source is not None:
@@ -272,7 +272,7 @@ class ShardedTensor(DTensor):
         return found
 
     def __dlpack__(self, **how: Any) -> Any:
-        """Of the whole tensor. Collective where it is cut."""
+        """Of the global tensor. Collective if it is sharded."""
         plain = self.whole()
         return plain.requires_grad_(self.requires_grad).__dlpack__(**how)
 
@@ -281,7 +281,7 @@ class ShardedTensor(DTensor):
             raise RuntimeError("only tensors that the user made can be deep copied; copy x.detach()")
         out: Any = self.detach().clone().requires_grad_(self.requires_grad)
         vars(out).update({name: copy.deepcopy(x, memo) for name, x in vars(self).items() if name == "_is_param"})
-        if not isinstance(self, nn.Parameter):  # of which torch copies none
+        if not isinstance(self, nn.Parameter):  # of a Parameter torch copies no .grad
             out.grad = copy.deepcopy(self.grad, memo)
         memo[id(self)] = out
         return out
@@ -292,31 +292,32 @@ class ShardedTensor(DTensor):
         return out
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As the whole tensor, so that ``torch.save`` writes what plain torch reads. Collective where it is cut."""
+        """Pickled as the global tensor, so that plain torch reads what ``torch.save`` writes. Collective if it is
+        sharded."""
         plain = self.whole()
         if isinstance(self, nn.Parameter):
             return nn.Parameter(plain, self.requires_grad).__reduce_ex__(protocol)
         return plain.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
     def data_ptr(self) -> int:
-        """Of this rank's piece; of one without elements a number that no other tensor has."""
+        """The pointer of this rank's shard; for a shard without elements a unique number."""
         return local_of(self).data_ptr() if self.is_here else storage_of(local_of(self))
 
     def untyped_storage(self) -> torch.UntypedStorage:
         return local_of(self).untyped_storage()
 
-    # --- the whole tensor and the piece ---------------------------------------------------------------
+    # --- the full tensor and the shard ----------------------------------------------------------------
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """The whole tensor on every rank. Collective over the axes that cut it. Its gradient is taken to be the same on
-        all ranks, as torch takes it of its DTensors."""
+        """The global tensor on every rank. Collective over the axes that shard it. Its gradient is assumed to be the
+        same on all ranks, as in torch's DTensor."""
         if torch.is_grad_enabled() and self.requires_grad:
             out: Tensor = _FullTensor.apply(self)
             return out
         return self.whole()
 
     def whole(self) -> Tensor:
-        """`full_tensor` without autograd; shares storage with the tensor where no axis cuts it. Collective."""
+        """`full_tensor` without autograd; shares storage with the tensor if it is not sharded. Collective."""
         value = self.fresh().detach()
         if self.holders is not None:
             shape = shape_of_piece(self.shape, self.device_mesh, self.cuts)
@@ -339,14 +340,14 @@ class ShardedTensor(DTensor):
         return local_of(self)
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
-        """This rank's piece; gradients flow back to the ShardedTensor."""
+        """This rank's shard; gradients flow back to the ShardedTensor."""
         if torch.is_grad_enabled() and self.requires_grad:
             out: Tensor = _ToLocal.apply(self)
             return out
         return self.fresh()
 
     def redistribute(self, device_mesh: Any = None, placements: Any = None, **_: Any) -> DTensor:
-        if not self.is_apart:  # torch asks for the whole
+        if not self.is_apart:  # torch asks for the full tensor
             return self
         if placements and all(p.is_replicate() for p in placements) and not torch.is_grad_enabled():
             return ShardedTensor.make(self.whole(), self.device_mesh, (), self.shape)
@@ -355,7 +356,7 @@ class ShardedTensor(DTensor):
     # --- distributed checkpoint: one chunk per run of consecutive positions ----------------------------
 
     def chunks(self) -> list[ShardRange]:
-        """What this rank holds, as boxes of the whole tensor."""
+        """This rank's shard, as boxes of the global tensor."""
         if not self.is_here:
             return []
         coordinate = dict(zip(self.device_mesh.mesh_dim_names or (), self.device_mesh.get_coordinate() or ()))
@@ -398,8 +399,8 @@ class ShardedTensor(DTensor):
 take_part(ShardedTensor)
 refuse_as_data(
     ShardedTensor,
-    "p.data = x: needs a plain tensor for a parameter that is on no mesh, found one of a model on a mesh; copy it, "
-    "p.data.copy_(x), or take the whole of it, p.data = x.full_tensor()",
+    "p.data = x: needs a plain tensor for a parameter that is on no mesh, found one of a parallel model; copy it, "
+    "p.data.copy_(x), or assign the full tensor, p.data = x.full_tensor()",
 )
 parametrize_by_data(ShardedTensor)
 
@@ -416,7 +417,7 @@ class _FromLocal(torch.autograd.Function):
 
 
 def from_local(local: Tensor, mesh: DeviceMesh, cuts: Cuts, shape: torch.Size) -> ShardedTensor:
-    """`ShardedTensor.make`, through which gradients flow back to the piece."""
+    """`ShardedTensor.make`, through which gradients flow back to the shard."""
     out: ShardedTensor = _FromLocal.apply(local, mesh, cuts, shape)
     return out
 
@@ -447,8 +448,8 @@ class _FullTensor(torch.autograd.Function):
 
 
 def piece_in(x: Tensor, mesh: DeviceMesh, cuts: Cuts, holders: Holders | None) -> Tensor:
-    """This rank's piece of any tensor. Where no axis cuts it, or it is cut alike, it shares storage with ``x``.
-    Collective for one that is cut otherwise."""
+    """This rank's shard of any tensor. If it is not sharded, or has the same layout, it shares storage with ``x``.
+    Collective for another layout."""
     if isinstance(x, ShardedTensor) and _lies(x, mesh, cuts, holders):
         return x.fresh()
     found = piece_of(whole_tensor(x), mesh, cuts, holders)
@@ -460,7 +461,7 @@ def _lies(x: ShardedTensor, mesh: DeviceMesh, cuts: Cuts, holders: Holders | Non
 
 
 def whole_tensor(x: Tensor) -> Tensor:
-    """A tensor as a plain one, without autograd, in its own storage if no axis cuts it. Collective where one does."""
+    """The full plain tensor, without autograd; shares storage if ``x`` is not sharded, else collective."""
     if isinstance(x, ShardedTensor):
         return x.whole()
     found: Tensor = x.detach()

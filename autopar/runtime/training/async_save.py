@@ -1,9 +1,9 @@
-"""A save in flight: each rank writes its share, perhaps on a thread; when all have, rank 0 completes the checkpoint.
+"""A save, synchronous or in flight: each rank writes its share, then rank 0 completes the checkpoint.
 
     saving = Saving(...); saving.start() or saving.run()
     wait_for_save()                  before the next one, and before a load: at most one is in flight
 
-Ranks tell each other through the store that they have written: no collective is in the way of the training.
+Ranks report through the store when they have written, so no collective interferes with training.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _in_flight: AsyncSave | None = None
 
 
 def wait_for_save() -> None:
-    """Until the save in flight, if there is one, is complete. Raises what became of it. Collective."""
+    """Wait until the save in flight, if any, is complete. Raises its error. Collective."""
     global _in_flight
     mine, _in_flight = _in_flight, None
     if mine is not None:
@@ -44,13 +44,13 @@ def wait_for_save() -> None:
 
 
 def _wait_staged() -> None:
-    """Before parameters change: what is being saved has been copied."""
+    """Wait, before parameters change, until everything to be saved has been copied."""
     if _in_flight is not None:
         _in_flight.wait_staged()
 
 
 def _forget() -> None:
-    """In a process that has been forked: its parent saves."""
+    """Forget the save in a forked process: the parent writes it."""
     global _in_flight
     if _in_flight is not None:
         no_longer_ask(_in_flight)
@@ -62,7 +62,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 class AsyncSave:
-    """A save, perhaps in flight: what `autopar.save` returns. ``folder``: where the checkpoint is, or will be."""
+    """A save, complete or in flight, returned by `autopar.save`. ``folder``: the path of the checkpoint."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class AsyncSave:
     # --- on each rank -----------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Write on a thread, which the interpreter waits for at its end."""
+        """Write on a thread; the interpreter waits for it at exit."""
         ask_at_end(self)
         self._thread = threading.Thread(target=self._run_alone, name="autopar-save")
         try:
@@ -101,7 +101,7 @@ class AsyncSave:
             raise
 
     def wait_staged(self) -> None:
-        """Until what is saved may change."""
+        """Wait until the saved tensors may change."""
         self._staged.staged.wait()
 
     @property
@@ -110,7 +110,7 @@ class AsyncSave:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until the checkpoint is complete. Raises CheckpointError, on all ranks, where it will not be: naming the rank
+        """Wait until the checkpoint is complete. If it fails, raises CheckpointError on all ranks, which names the rank
         that failed. Collective."""
         global _in_flight
         if _in_flight is self:
@@ -121,10 +121,10 @@ class AsyncSave:
         if self._outcome is None:
             self._outcome = self._poll(lambda store: look(store, f"{self._where}/done"))
         if self._outcome != "done":
-            raise CheckpointError(f"save: {self._outcome}; the checkpoint before it is as it was")
+            raise CheckpointError(f"save: {self._outcome}; the previous checkpoint is unchanged")
 
     def last_words(self) -> str:
-        """When the process ends: what became of it, if it failed."""
+        """The error to report at process exit, if the save failed."""
         try:
             self.wait()
         except RuntimeError as error:
@@ -132,11 +132,11 @@ class AsyncSave:
         return ""
 
     def _run_alone(self) -> None:
-        with contextlib.suppress(Exception):  # wait() finds out
+        with contextlib.suppress(Exception):  # wait() raises
             self.run()
 
     def run(self) -> None:
-        """Write this rank's share, and say so; rank 0 completes the checkpoint."""
+        """Write this rank's share and report it; rank 0 completes the checkpoint."""
         failure = f"rank {self._groups.rank} was interrupted"
         try:
             try:
@@ -183,7 +183,7 @@ class AsyncSave:
             self._board.line.ask(functools.partial(self._tell_outcome, outcome=outcome))
 
     def _tell_outcome(self, store: dist.Store, outcome: str) -> None:
-        for key in self._before:  # all have waited for the save before this one
+        for key in self._before:  # all ranks have waited for the previous save
             store.delete_key(key)
         store.set(f"{self._where}/done", outcome)
 
@@ -203,8 +203,8 @@ class AsyncSave:
     # --- waiting for others -----------------------------------------------------------------------------------
 
     def _poll(self, question: Callable[[dist.Store], str]) -> str:
-        """Until there is an answer. Raises CollectiveError where ranks have failed: on a thread only where nothing can
-        go on, since a rank whose training has raised an error still writes its share."""
+        """Ask until there is an answer. Raises CollectiveError if ranks have failed; on the thread only if the
+        job cannot go on, since a rank whose training has raised an error still writes its share."""
         pause, next_look, ranks = 0.001, time.monotonic() + self._board.beat, range(self._groups.mesh.world_size)
         alone = threading.current_thread() is self._thread
         try:
@@ -222,7 +222,7 @@ class AsyncSave:
 
 
 def _joined(told: Sequence[Mapping[str, Any]], common: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the run, of what all ranks tell."""
+    """The values of the run, from the reports of all ranks."""
     optimizers = []
     for i, known in enumerate(common["optimizers"]):
         of_stages = [t["of_stage"]["optimizers"][i] for t in told if t["of_stage"]]

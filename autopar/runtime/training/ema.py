@@ -1,7 +1,7 @@
-"""An exponential moving average of a model's parameters, piece by piece.
+"""An exponential moving average of a model's parameters, shard by shard.
 
     average = autopar.ema(model, decay=0.999)
-    average.update()                       after each optimizer step: one call for all pieces, no exchange
+    average.update()                       after each optimizer step: one fused call, no communication
     with average.applied(): model.eval_step(**batch)       or model.save_pretrained(folder)
 
 Averages are in float32 or wider, whatever the parameters are. `autopar.save` saves them with the model.
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class MovingAverage:
-    """``decay`` times what it was plus the rest of what the parameters are now, for every floating parameter.
+    """``average = decay * average + (1 - decay) * parameter``, for every floating-point parameter.
 
     decay: 0 (the parameters themselves) to 1 (never changes). updates: how often `update` was called.
-    Raises ValueError for another decay, and for what is no model on a mesh.
+    Raises ValueError for another decay, and for a model that is not parallelized.
     """
 
     def __init__(self, model: ParallelModule, decay: float) -> None:
@@ -40,7 +40,7 @@ class MovingAverage:
         if not hasattr(model, "take_scaler"):
             raise ValueError(
                 f"ema: needs a model made by autopar.parallelize, found a {type(model).__name__}; "
-                "torch.optim.swa_utils.AveragedModel is for those of one process"
+                "use torch.optim.swa_utils.AveragedModel in one process"
             )
         self._model = model
         self._averages = {name: _wide(x) for name, x in self._pieces().items()}
@@ -52,7 +52,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self, decay: float | None = None) -> None:
-        """Take the parameters in, as they are after a step."""
+        """Update the average with the current parameters, after an optimizer step."""
         about_to_write()
         pieces = self._pieces()
         weight = 1.0 - (self.decay if decay is None else _decay(decay))
@@ -60,12 +60,12 @@ class MovingAverage:
         self.updates += 1
 
     def drop(self) -> None:
-        """The model has it no more: it is not saved with it, and its memory is free once nobody else has it."""
+        """Detach the average from the model: it is no longer saved with it, and its memory can be freed."""
         self._model.drop_average(self)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within: the parameters of the model are the averages. What is trained there is lost."""
+        """Context manager: the model's parameters are the averages. Changes made inside are lost on exit."""
         about_to_write()
         pieces = self._pieces()
         kept = [x.clone() for x in pieces.values()]
@@ -78,21 +78,21 @@ class MovingAverage:
                 copy_all(list(pieces.values()), kept)
 
     def state_dict(self) -> dict[str, Any]:
-        """Averages by name of the parameter under "ema.", laid out as these, for torch.distributed.checkpoint."""
+        """Averages by "ema." and the parameter's name, with its placements, for torch.distributed.checkpoint."""
         found: dict[str, Any] = {f"ema.{n}": x for n, x in self.laid_out().items()}
         return found | {"ema_updates": torch.tensor(self.updates)}
 
     def laid_out(self) -> dict[str, DTensor]:
-        """By name of the parameter, laid out as it is; they share the memory of the averages."""
+        """Averages by parameter name, as DTensors with its placements, without a copy."""
         named = dict(self._model.named_parameters())
         return {n: laid_out(named[n], x) for n, x in self._averages.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What `state_dict` gave, on a mesh of the same layout. Raises ValueError for averages that are missing."""
+        """Load what `state_dict` returned on a mesh of the same layout. Raises ValueError for missing averages."""
         missing = [name for name in self._averages if f"ema.{name}" not in state]
         if missing:
-            raise ValueError(f"ema: the state has no average of {missing[0]!r}; give what state_dict() returned")
+            raise ValueError(f"ema: the state has no average of {missing[0]!r}; pass what state_dict() returned")
         about_to_write()
         for name, x in self._averages.items():
             given = state[f"ema.{name}"]
@@ -101,7 +101,7 @@ class MovingAverage:
 
 
 def ema(model: ParallelModule, decay: float = 0.999) -> MovingAverage:
-    """An average of a model's parameters that follows them: see `MovingAverage`."""
+    """Create an exponential moving average of a model's parameters: see `MovingAverage`."""
     return MovingAverage(model, decay)
 
 

@@ -1,9 +1,9 @@
 """Ranks on this machine: ``launch(fn, nproc=4)`` runs fn on 4 processes and returns their results.
 
-Each process sees the environment that torchrun gives, so ``autopar.init_mesh`` in ``fn`` does the same in both. Under
-torchrun, `launch` starts nothing: it runs ``fn`` on the rank that is there. The launcher hosts the store, which
-therefore outlives any rank: the survivors can ask it who failed. Functions of a script are sent by name; those of a
-REPL, ``python -c`` or a notebook by value, with cloudpickle.
+Each process gets the environment that torchrun sets, so ``autopar.init_mesh`` in ``fn`` works the same under both.
+Under torchrun, `launch` starts no process and runs ``fn`` on the current rank. The launcher hosts the store, which
+therefore outlives any rank: survivors can read there which rank failed. Functions of a script are sent by name; those
+of a REPL, ``python -c`` or a notebook by value, with cloudpickle.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from autopar.runtime.mesh.process_groups import DEFAULT_TIMEOUT
 from autopar.values import whole_number
 
 LEAVE = 5.0  # seconds for a rank that has reported to clean up
-GRACE = SILENCE + 3.0  # seconds the others get, after a rank has failed, to say what they saw
+GRACE = SILENCE + 3.0  # seconds that the others get, after a rank has failed, to report their errors
 
 
-# --- what starts ranks: a script, which each imports, or what none can import ----------------------------------
+# --- the caller: a script, which each rank imports, or code that no rank can import ------------------------------
 
 
 def is_interactive() -> bool:
-    """Whether ranks cannot import what calls: there is no file, or it is called "<stdin>"."""
+    """Whether ranks cannot import the caller: it has no file, or the file is "<stdin>"."""
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     return getattr(main, "__spec__", None) is None and (file is None or not os.path.exists(file))
@@ -55,7 +55,7 @@ def is_interactive() -> bool:
 
 @contextlib.contextmanager
 def importable_main() -> Iterator[None]:
-    """Within: multiprocessing has no "<stdin>" import itself on ranks."""
+    """Context manager: multiprocessing does not make ranks import "<stdin>"."""
     main: dict[str, Any] = vars(sys.modules["__main__"])
     hidden = {name: main.pop(name) for name in ("__file__",) if name in main and is_interactive()}
     try:
@@ -65,7 +65,7 @@ def importable_main() -> Iterator[None]:
 
 
 def task_bytes(fn: Any, args: tuple[Any, ...]) -> tuple[bytes, bool]:
-    """The function and its arguments, and whether they go by value. Raises ValueError for what cannot be sent."""
+    """The pickled function and arguments, and whether they are sent by value. Raises ValueError if they cannot be."""
     if is_interactive() and getattr(fn, "__module__", "__main__") == "__main__":
         return by_value(f"launch: a function of {_where()}").dumps((fn, args)), True
     try:
@@ -75,13 +75,13 @@ def task_bytes(fn: Any, args: tuple[Any, ...]) -> tuple[bytes, bool]:
 
 
 def by_value(what: str) -> ModuleType:
-    """cloudpickle. Raises ValueError where it is not there."""
+    """The module cloudpickle. Raises ValueError if it is not installed."""
     try:
         return importlib.import_module("cloudpickle")
     except ImportError:
         raise ValueError(
-            f"{what} goes to ranks by value, which needs cloudpickle; pip install cloudpickle, or put it into a file "
-            "and import it"
+            f"{what} is sent to ranks by value, which needs cloudpickle; pip install cloudpickle, or move it into a "
+            "file and import it"
         ) from None
 
 
@@ -92,7 +92,7 @@ def _where() -> str:
 
 
 def check_guard() -> None:
-    """Each rank imports the script: what launches must stand behind its guard. Raises ValueError."""
+    """Raises ValueError if the script launches outside of its ``__main__`` guard: each rank imports the script."""
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     line = _running_line(file)
@@ -108,13 +108,13 @@ def check_guard() -> None:
     if any(isinstance(node, ast.Name) and node.id == "__name__" for node in tests):
         return
     raise ValueError(
-        f"launch: each rank imports {os.path.basename(file)}, and would launch ranks itself by its line {line}; put "
-        'that line behind if __name__ == "__main__":'
+        f"launch: each rank imports {os.path.basename(file)}, and its line {line} would launch ranks there again; put "
+        'that line under if __name__ == "__main__":'
     )
 
 
 def _running_line(file: str | None) -> int | None:
-    """The line of the script's top level that runs now."""
+    """The line of the script's top level that is running."""
     frame = inspect.currentframe()
     while frame is not None:
         code = frame.f_code
@@ -131,16 +131,16 @@ def _running_line(file: str | None) -> int | None:
 
 @dataclass(frozen=True)
 class _RankReport:
-    """What a rank sends back."""
+    """The result that a rank sends to the launcher."""
 
     value: Any = None
     error: str = ""
     trace: str = ""
-    consequence: bool = False  # it failed because another rank did
+    consequence: bool = False  # failed because another rank did
 
 
 class LaunchError(RuntimeError):
-    """Ranks that `launch` has started failed. refusal: what all of them refuse alike; "" for anything else."""
+    """Ranks started by `launch` failed. refusal: the ValueError that all of them raised alike, else ""."""
 
     def __init__(self, text: str, refusal: str = "") -> None:
         super().__init__(text)
@@ -154,31 +154,32 @@ def launch(
     timeout: float | None = None,
     device: str | None = None,
 ) -> list[Any]:
-    """Run ``fn(*args)`` on ``nproc`` ranks of this machine; results in rank order.
+    """Run ``fn(*args)`` on ``nproc`` ranks of this machine; returns their results in rank order.
 
-    ``fn`` is a module-level function of a script that has its guard (``if __name__ == "__main__":``), or any function
-    of a notebook, a REPL or ``python -c``, which is sent by value (that needs cloudpickle). It, its arguments and
-    results are pickled, and tensors on a GPU come back on the CPU. ``timeout``: seconds after which a collective
-    without its peers fails (default $AUTOPAR_TIMEOUT or 600). ``device``: "cpu" or "cuda" (a GPU per rank).
-    Under torchrun: ``[fn(*args)]`` of this rank.
+    ``fn`` is a module-level function of a script with a guard (``if __name__ == "__main__":``), or any function of a
+    notebook, a REPL or ``python -c``, which is sent by value (this needs cloudpickle). The function, its arguments and
+    results are pickled; tensors on a GPU come back on the CPU. ``timeout``: seconds after which a collective whose
+    peers are missing fails (default $AUTOPAR_TIMEOUT or 600). ``device``: "cpu" or "cuda" (a GPU per rank).
+    Under torchrun, returns ``[fn(*args)]`` of this rank.
 
-    Raises RuntimeError that names the ranks which failed, with the traceback of the first cause; the others are ended.
+    Raises RuntimeError that names the ranks that failed, with the traceback of the first cause; the other ranks are
+    terminated.
     """
     if not callable(fn):
-        raise ValueError(f"launch: needs a function, found {fn!r}; pass a module-level one, and its arguments in args=")
+        raise ValueError(f"launch: needs a function, found {fn!r}; pass a module-level one, and its arguments as args=")
     if "RANK" in os.environ:
         return [fn(*args)]
     whole_number("nproc", nproc, 1)
     if device == "cuda" and nproc > torch.cuda.device_count():
         raise ValueError(
-            f"launch: {nproc} ranks need {nproc} GPUs, torch sees {torch.cuda.device_count()}; launch fewer ranks, or "
-            "use device='cpu'"
+            f"launch: {nproc} ranks need {nproc} GPUs, found {torch.cuda.device_count()}; launch fewer ranks, or use "
+            "device='cpu'"
         )
     check_guard()
     task, by_value = task_bytes(fn, tuple(args))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     module = getattr(fn, "__module__", "")
-    preload = [module] if module.startswith("autopar.") else []  # what the caller wrote may start threads
+    preload = [module] if module.startswith("autopar.") else []  # the caller's module may start threads
     with importable_main():
         processes, pipes = _start((task, by_value), preload, nproc, store.port, timeout, device)
     try:
@@ -196,7 +197,7 @@ def launch(
 def _start(
     task: tuple[bytes, bool], preload: Sequence[str], nproc: int, port: int, timeout: float | None, device: str | None
 ) -> tuple[list[BaseProcess], list[Connection]]:
-    # A server that has imported once what ranks need forks them; it holds no threads and no device.
+    # A server that has imported everything once forks the ranks; it has no threads and no device.
     context = multiprocessing.get_context("forkserver")
     preload = ["autopar.runtime.training.launch", "autopar.api", *preload]
     context.set_forkserver_preload(preload)
@@ -214,14 +215,14 @@ def _start(
 
 
 def _forked(process: BaseProcess, preload: Sequence[str]) -> None:
-    """Start one. What ends the server while it imports is raised here by the same import."""
+    """Start one rank. An import that ends the server is repeated here, so that it raises."""
     try:
         process.start()
     except (EOFError, ConnectionError) as error:
         for name in preload:
             importlib.import_module(name)
         raise RuntimeError(
-            f"launch: the process that forks ranks has ended ({error!r}); its words are above"
+            f"launch: the process that forks ranks has ended ({error!r}); its own error is printed above"
         ) from error
 
 
@@ -251,7 +252,7 @@ def _environment(rank: int, nproc: int, port: int, timeout: float | None, device
 
 
 class _HostPickler(pickle.Pickler):
-    """Tensors on a GPU go as tensors on the CPU: the launcher has none of its own, and the rank's goes with it."""
+    """Pickles GPU tensors as CPU tensors: the launcher uses no GPU, and a rank's GPU memory ends with the rank."""
 
     def reducer_override(self, x: Any) -> Any:
         if type(x) is not torch.Tensor or not _on_gpu(x):  # a parameter is a pickle of such a tensor
@@ -264,7 +265,7 @@ def _on_gpu(x: torch.Tensor) -> bool:
 
 
 def to_bytes(report: Any, by_value: bool = False) -> bytes:
-    """A pickle that can be read where there is no GPU. ``by_value``: of classes that only the launcher has."""
+    """A pickle that can be read without a GPU. ``by_value``: with cloudpickle, for classes of a notebook or REPL."""
     out = io.BytesIO()
     (_value_pickler() if by_value else _HostPickler)(out).dump(report)
     return out.getvalue()
@@ -284,7 +285,7 @@ def _value_pickler() -> Any:
 def _rank_main(task: tuple[bytes, bool], pipe: Connection, environment: dict[str, str], device: str | None) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    gc.freeze()  # looking through what the server has imported would copy it
+    gc.freeze()  # the garbage collector would copy pages shared with the server
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     if device == "cuda":
         torch.cuda.set_device(int(environment["LOCAL_RANK"]))
@@ -329,7 +330,7 @@ def _collect(processes: list[BaseProcess], pipes: list[Connection], store: dist.
                 processes[rank].join(5)
                 report = _RankReport(None, f"died with exit code {_fate(processes[rank].exitcode)}")
             reports[rank] = report
-            if report.error and not report.consequence:  # its peers need not wait for its silence
+            if report.error and not report.consequence:  # its peers need not wait for the heartbeat
                 died = report.error.startswith("died")
                 store.set(LAUNCHER, f"rank {rank} {'' if died else 'failed: '}{report.error}")
             if report.error and deadline is None:
@@ -341,7 +342,7 @@ def _collect(processes: list[BaseProcess], pipes: list[Connection], store: dist.
 
 
 def _refusal(failed: dict[int, _RankReport]) -> str:
-    """The words of a ValueError, if that is what all ranks that failed by themselves say."""
+    """The text of the ValueError that all ranks which failed by themselves raised alike, else ""."""
     said = {r.error for r in failed.values() if not r.consequence}
     (words,) = said if len(said) == 1 else ("",)
     return words.removeprefix("ValueError: ") if words.startswith("ValueError: ") else ""
@@ -362,7 +363,7 @@ def _story(failed: dict[int, _RankReport], ended: list[int]) -> str:
     ]
     lines += [f"  as a consequence, rank {rank}: {r.error}" for rank, r in failed.items() if rank not in causes]
     if ended:
-        lines.append(f"  ended by the launcher: rank {', '.join(map(str, ended))}")
+        lines.append(f"  terminated by the launcher: rank {', '.join(map(str, ended))}")
     first = next(iter(causes.items()))
     if first[1].trace:
         lines.append(f"traceback of rank {first[0]}:\n{first[1].trace}")

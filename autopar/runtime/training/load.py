@@ -1,9 +1,9 @@
-"""`autopar.load`: a run goes on from a checkpoint of `autopar.save`, on any mesh.
+"""`autopar.load`: resumes a run from a checkpoint of `autopar.save`, on any mesh.
 
-Rank 0 says which checkpoint. Every rank compares it with what it has, reads all that is beside the model, compares the
-bytes of the model's with their sums, and gives their states to schedulers and the user's objects, or their old ones
-where one of them refuses. Until then nothing is changed, and all ranks agree that nothing is wrong; then each fills the
-model's tensors, and puts the rest in place.
+Rank 0 chooses the checkpoint. Every rank checks that it fits, reads everything beside the model, verifies the checksums
+of the model's tensors, and passes their states to schedulers and the user's objects; if one of these refuses, they get
+their old states back. Up to this point nothing is changed, and all ranks agree that nothing is wrong. Then each rank
+fills the model's tensors and puts the rest in place.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _MOST_SHOWN = 8
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded: from which checkpoint, of which step, and what the user gave as ``extra``. ``plan`` is the one
-    of the run that saved it, ``mesh`` its axes."""
+    """The result of `load`: the path of the checkpoint, its step, and the values saved as ``extra``. ``plan`` and
+    ``mesh`` (its axes) are those of the run that saved it."""
 
     folder: Path
     step: int
@@ -71,19 +71,20 @@ def load(
     scheduler: Any = (),
     extra: Mapping[str, Any] | None = None,
 ) -> Loaded:
-    """Load a checkpoint of `autopar.save`: the latest one of a run's folder, or the one that the folder is. Collective.
+    """Load a checkpoint of `autopar.save`. ``folder``: a checkpoint, or the folder of a run, of which the latest
+    checkpoint is loaded. Collective.
 
-    The mesh, ``zero``, the precision, the number of stages may be others than those of the run that saved it. Averages
-    of `autopar.ema` and the `autopar.GradScaler` that belong to the model are loaded with it.
+    The mesh, ``zero``, the precision and the number of stages may differ from those of the run that saved it. Averages
+    of `autopar.ema` and the `autopar.GradScaler` of the model are loaded with it.
 
     Args:
-        optimizer, scheduler: as they were saved, in the same order; they need not have made a step. Without them their
-            states are not loaded.
+        optimizer, scheduler: as they were saved, in the same order; they need not have made a step. If they are left
+            out, their states are not loaded.
         extra: objects with ``load_state_dict``, such as data loaders, by the names under which they were saved.
 
-    Raises ValueError, on all ranks and before anything is changed, where there is no checkpoint, and for one that is
-    damaged, of a newer format, or of another model; CheckpointError where reading fails or bytes have changed, before
-    anything is changed too, unless a disk fails in the last moment: the model has to be loaded then.
+    Raises ValueError, on all ranks and before anything is changed, if there is no checkpoint, or it is damaged, of a
+    newer format or of another model. Raises CheckpointError if reading fails or a checksum differs, also before
+    anything is changed, unless a disk fails in the last phase: then load the model again.
     """
     if not isinstance(model, ParallelModule):
         raise ValueError(f"load: needs a model made by autopar.parallelize, found a {type(model).__name__}")
@@ -96,7 +97,7 @@ def load(
         agree_on_arguments(groups, "load", given, owed=held.owed)
         wait_for_save()
         host_copies_arrived()
-        newest: list[SavedStep | None] = []  # on rank 0, which alone has to know when it saves
+        newest: list[SavedStep | None] = []  # on rank 0 only, which needs it to save
         checkpoint = Path(by_first(groups, "load", functools.partial(_chosen, path, newest)))
         make = functools.partial(_Loading, checkpoint, held, optimizers, schedulers, extra or {})
         loading = together(groups, "load", make)
@@ -120,7 +121,7 @@ def load(
 
 
 def _chosen(folder: Path, newest: list[SavedStep | None]) -> str:
-    with contextlib.suppress(OSError):  # of a folder that this run cannot save into either
+    with contextlib.suppress(OSError):  # raised for a folder that this run cannot save into either
         newest.append(newest_in(folder.parent if (folder / MARK).is_file() else folder))
     found, warning = checkpoint_at(folder)
     if warning:
@@ -129,7 +130,7 @@ def _chosen(folder: Path, newest: list[SavedStep | None]) -> str:
 
 
 class _Loading:
-    """One load on this rank: made, and so checked; `read`, which writes to tensors of the model; `put`."""
+    """One load on this rank: the constructor checks, `read` and `fill` read tensors, `put` puts states in place."""
 
     def __init__(
         self,
@@ -164,7 +165,7 @@ class _Loading:
         used = {key for key, _ in self._all_targets()}
         missing = [key for key in used if key not in self._saved]
         if missing:
-            raise ValueError(f"load: {checkpoint} has no tensor {missing[0]}: it is damaged; load an older one")
+            raise ValueError(f"load: {checkpoint} has no tensor {missing[0]} (damaged); load an older one")
         self._saved.check(
             [*used, *self._saved.under(f"{self._extra_prefix}.", "scheduler.", "extra_state.", *self._options)]
         )
@@ -178,7 +179,7 @@ class _Loading:
     # --- does it fit? -----------------------------------------------------------------------------------------
 
     def _names(self) -> dict[str, str]:
-        """Own name of each parameter -> its name in the checkpoint: a tied one may have any of its names. Raises
+        """Own name of each parameter -> its name in the checkpoint: a tied parameter may have any of its names. Raises
         ValueError for a checkpoint of another model."""
         told: dict[str, list[str]] = self.mark["parameters"]
         known = {name: first for first, aliases in told.items() for name in (first, *aliases)}
@@ -203,7 +204,7 @@ class _Loading:
             listed = "; ".join(problems[:_MOST_SHOWN])
             more = f"; and {len(problems) - _MOST_SHOWN} more" if len(problems) > _MOST_SHOWN else ""
             raise ValueError(
-                f"load: the checkpoint is of another model: {listed}{more}; build the model that was saved"
+                f"load: the checkpoint is of another model: {listed}{more}; build the same model that was saved"
             )
         return where
 
@@ -224,8 +225,8 @@ class _Loading:
         told, averages = self.mark["averages"], self._held.averages
         if len(averages) > len(told):
             raise ValueError(
-                f"load: the model has {len(averages)} moving averages, the checkpoint {len(told)}; make further ones "
-                "with autopar.ema after loading, from what is loaded then"
+                f"load: the model has {len(averages)} moving averages, the checkpoint {len(told)}; create further ones "
+                "with autopar.ema after loading"
             )
         where, canonical = self._where, self._held.canonical
         return [
@@ -237,7 +238,7 @@ class _Loading:
     def _of_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Restored]:
         told = self.mark["optimizers"]
         if optimizers and len(optimizers) != len(told):
-            raise ValueError(f"load: the checkpoint has {len(told)} optimizers, found {len(optimizers)}; give as many")
+            raise ValueError(f"load: the checkpoint has {len(told)} optimizers, found {len(optimizers)}; pass as many")
         device = self._held.groups.device
         return [
             Restored(optimizer, t, self._held.own, self._where, self._saved, device)
@@ -248,7 +249,7 @@ class _Loading:
         told = self.mark["schedulers"]
         if self._schedulers and len(self._schedulers) != len(told):
             raise ValueError(
-                f"load: the checkpoint has {len(told)} schedulers, found {len(self._schedulers)}; give as many"
+                f"load: the checkpoint has {len(told)} schedulers, found {len(self._schedulers)}; pass as many"
             )
         return list(told) if self._schedulers else []
 
@@ -264,7 +265,7 @@ class _Loading:
         here = self._held.groups.mesh.data_size
         if parts and len(parts) != here:
             raise ValueError(
-                f"load: extra was saved by {len(parts)} parts of the batch, found {here}; save a position that is the "
+                f"load: extra was saved by {len(parts)} data-parallel ranks, found {here}; save a position that is the "
                 "same on all ranks, such as the number of samples, or load on as many"
             )
         names = self._tree_of_extra()["dict"]
@@ -273,8 +274,8 @@ class _Loading:
                 raise ValueError(f"load: the checkpoint has no extra {name!r}, only {', '.join(names) or 'none'}")
             if not callable(getattr(x, "load_state_dict", None)):
                 raise ValueError(
-                    f"load: extra {name!r} is a {type(x).__name__}, needs load_state_dict; values are in what load "
-                    "returns"
+                    f"load: extra {name!r} is a {type(x).__name__}, needs load_state_dict; read plain values from "
+                    "the result of load"
                 )
 
     def _tree_of_extra(self) -> Any:
@@ -289,7 +290,7 @@ class _Loading:
 
     @torch.no_grad()
     def read(self) -> None:
-        """What lies beside the model, into tensors of its own; of the model's, whether files have what was written."""
+        """Read everything beside the model into new tensors; verify checksums of the model's tensors."""
         saved = self._saved
         with _in_words(f"{saved.folder} is damaged"):
             saved.read([*self.gradients, *(target for restored in self._restored for target in restored.targets)])
@@ -302,7 +303,7 @@ class _Loading:
             saved.check_data(self._targets)
 
     def give_states(self) -> None:
-        """To schedulers, the user's objects and modules with a state beside tensors. Raises whatever they do."""
+        """Pass states to schedulers, the user's objects and modules with non-tensor state. Raises their errors."""
         given = self._given()
         self._before = [(take, copy.deepcopy(tell())) for tell, take, _ in given if callable(tell)]
         for _, take, state in given:
@@ -310,11 +311,11 @@ class _Loading:
 
     def take_states_back(self) -> None:
         for take, state in self._before:
-            with contextlib.suppress(Exception):  # what refuses its own state keeps what it has
+            with contextlib.suppress(Exception):  # an object that refuses its own state keeps what it has
                 take(state)
 
     def _given(self) -> list[tuple[Any, Callable[[Any], Any], Any]]:
-        """(what tells a state, what takes one, the one that it is given)"""
+        """(function that returns a state, or None; function that loads one; the state to load)"""
         given = [*zip(self._schedulers, self._states), *((x, self.extra[name]) for name, x in self._stateful.items())]
         modules = ((module, self._extra_states.get(path, self)) for path, module in self._held.stateful.items())
         return [
@@ -340,13 +341,13 @@ class _Loading:
             average.updates = updates
 
 
-_SAID = ("load: ", "save: ", "optimizer_cpu_offload: ")  # who says so
+_SAID = ("load: ", "save: ", "optimizer_cpu_offload: ")  # prefixes of errors that need no further context
 _COUNTS = {"step": (0, math.inf), "training_steps": (0, MOST_STEPS), "seed": (0, MOST_SEED)}
 
 
 @contextlib.contextmanager
 def _in_words(what: str) -> Iterator[None]:
-    """What Python and torch say of values that are none of a checkpoint is a ValueError here."""
+    """Context manager: errors of Python and torch for invalid values in a checkpoint become ValueErrors."""
     try:
         yield
     except (CheckpointError, OSError) as error:
@@ -361,13 +362,13 @@ def _in_words(what: str) -> Iterator[None]:
 
 def _first_line(error: Exception) -> str:
     if isinstance(error, KeyError):
-        return f"it says nothing of {str(error.args[0])[:80]!r}" if error.args else "something is missing"
+        return f"it has no entry {str(error.args[0])[:80]!r}" if error.args else "an entry is missing"
     if isinstance(error, (TypeError, AttributeError, IndexError, RecursionError)):
-        return "a value in it is of another kind than it should be"
+        return "a value in it has the wrong type"
     return (str(error).splitlines() or ["it cannot be read"])[0][:200]
 
 
 def _whole(found: Any, name: str, least: int = 0, most: float = math.inf) -> int:
     if type(found) is not int or not least <= found <= most:
-        raise ValueError(f"{name} is {found!r:.40}, needs a whole number from {least} to {most}")
+        raise ValueError(f"{name} is {found!r:.40}, needs an integer from {least} to {most}")
     return found

@@ -1,13 +1,13 @@
-"""Which rows of a data set each rank reads, in which order, and where a run that goes on takes them up again.
+"""The examples of a data set that each rank reads, their order, and the position at which a resumed run continues.
 
-    data = autopar.sampler(dataset, mesh, batch_size=32)            32 rows of a whole batch, over all parts
-    loader = data.loader(collate_fn=..., num_workers=4)             a DataLoader of this rank's part
+    data = autopar.sampler(dataset, mesh, batch_size=32)            32 examples per global batch, over all dp ranks
+    loader = data.loader(collate_fn=..., num_workers=4)             a DataLoader of this rank's shard of each batch
     for batch in loader: ...                                        one epoch
-    autopar.save(folder, model, optimizer, extra={"data": data})    and load(...): the next batch is the next one
+    autopar.save(folder, model, optimizer, extra={"data": data})    load(...) continues with the next batch
 
-    batch 0    rows 5 3 | 8 1 | 0 7 | 2 6        part 0 | part 1 | part 2 | part 3
+    batch 0    rows 5 3 | 8 1 | 0 7 | 2 6        shard 0 | shard 1 | shard 2 | shard 3
 
-Parts of a batch, one behind the other, are the batch that one process reads: the order does not depend on the mesh.
+The concatenated shards are the batch that one process reads: the order does not depend on the mesh.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
 
 
 class PartSampler:
-    """A batch sampler for `torch.utils.data.DataLoader`: lists of rows, this rank's part of each batch.
+    """A batch sampler for `torch.utils.data.DataLoader`: yields lists of indices, this rank's shard of each batch.
 
-    An iteration is an epoch, or the rest of one. epoch, batch: of the next batch to be handed out. Which batches were
-    handed out the `loader` counts, whatever its workers have read ahead.
+    An iteration is an epoch, or the rest of one. epoch, batch: the position of the next batch. The `loader` counts the
+    batches that the loop has received, no matter how many its workers have prefetched.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class PartSampler:
         self.epoch = self.batch = 0
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Number of batches per epoch."""
         return self._rows // self._size if self._drop else -(-self._rows // self._size)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -57,48 +57,48 @@ class PartSampler:
             yield whole[self._part * share : (self._part + 1) * share]
 
     def loader(self, **how: Any) -> Loader:
-        """A DataLoader over this rank's parts; ``how``: its further arguments (collate_fn, num_workers, ...)."""
+        """A DataLoader over this rank's shards; ``how``: its other arguments (collate_fn, num_workers, ...)."""
         if taken := [name for name in _OURS if name in how]:
             raise ValueError(
-                f"loader: {taken[0]} is what the sampler decides, found {how[taken[0]]!r}; give batch_size (of a whole "
+                f"loader: {taken[0]} is set by the sampler, found {how[taken[0]]!r}; pass batch_size (of the global "
                 "batch), shuffle and drop_last to autopar.sampler"
             )
         return Loader(self, DataLoader(self._dataset, batch_sampler=self, **how))
 
     def resume(self, batches: int) -> None:
-        """Go on behind so many batches of a run: ``batches`` of all its epochs."""
+        """Continue after ``batches`` batches of a run, counted over all its epochs."""
         self.epoch, self.batch = divmod(whole_number("batches", batches), len(self))
 
     def state_dict(self) -> dict[str, int]:
-        """Where it is. The same on every rank and for every mesh."""
+        """The current position. The same on every rank and for every mesh."""
         known = {"rows": self._rows, "batch_size": self._size, "seed": self._seed, "shuffle": int(self._shuffle)}
         return {"epoch": self.epoch, "batch": self.batch, **known}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for the state of another order."""
+        """Restore the position. Raises ValueError for the state of another order."""
         for name, mine in self.state_dict().items():
             if name not in ("epoch", "batch") and int(state[name]) != mine:
                 raise ValueError(
                     f"sampler: needs the state of the same order, found {name}={int(state[name])} where this one has "
-                    f"{mine}; make it with the same data set, batch_size, shuffle and seed"
+                    f"{mine}; create it with the same data set, batch_size, shuffle and seed"
                 )
         self.epoch, self.batch = int(state["epoch"]), int(state["batch"])
 
     def handed_out(self) -> None:
-        """One more batch has been given to the loop."""
+        """Count a batch that the loop has received."""
         self.batch += 1
         if self.batch >= len(self):
             self.epoch, self.batch = self.epoch + 1, 0
 
 
 class Loader:
-    """Epochs of a DataLoader; its sampler knows what the loop has got."""
+    """Epochs of a DataLoader; its sampler counts the batches that the loop has received."""
 
     def __init__(self, sampler: PartSampler, loader: DataLoader[Any]) -> None:
         self.sampler, self.dataloader = sampler, loader
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Number of batches per epoch."""
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
@@ -110,32 +110,33 @@ class Loader:
 def sampler(
     dataset: Any, mesh: DeviceMesh, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = True
 ) -> PartSampler:
-    """Who reads which rows of a data set with a length, of torch or of Hugging Face's datasets.
+    """Create a batch sampler for a data set with a length, of torch or of Hugging Face's datasets.
 
     Args:
-        mesh: ranks that differ in tp, cp or pp read the same rows; see `autopar.dp_rank_and_size`.
-        batch_size: rows of a whole batch, over all parts.
-        shuffle: another order in every epoch, by ``seed``; the same on all ranks and meshes.
-        drop_last: leave out the rows that fill no whole batch; otherwise the last batch has fewer.
+        mesh: ranks that differ only in tp, cp or pp read the same examples; see `autopar.dp_rank_and_size`.
+        batch_size: examples of a global batch, over all data-parallel ranks.
+        shuffle: a new order in every epoch, from ``seed``; the same on all ranks and meshes.
+        drop_last: leave out the examples that do not fill a batch; otherwise the last batch is smaller.
 
-    Raises ValueError for data sets without a length, and for sizes that do not divide over the parts of the batch.
+    Raises ValueError for data sets without a length, and for sizes that do not divide by the number of data-parallel
+    ranks.
     """
     part, parts = dp_rank_and_size(mesh)
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ValueError(
-            f"sampler: needs a data set with a length and rows by number, found a {type(dataset).__name__}; of a "
-            f"stream take this rank's part: itertools.islice(stream, {part}, None, {parts}), or "
-            f"split_dataset_by_node(stream, rank={part}, world_size={parts}) of datasets"
+            f"sampler: needs a data set with a length and indices, found a {type(dataset).__name__}; of a stream take "
+            f"this rank's shard: itertools.islice(stream, {part}, None, {parts}), or split_dataset_by_node(stream, "
+            f"rank={part}, world_size={parts}) of datasets"
         )
     size, rows = whole_number("batch_size", batch_size, 1), len(dataset)
     if size % parts:
         raise ValueError(
-            f"sampler: batch_size {size} does not divide into {parts} parts of the batch; "
-            f"{size // parts * parts or parts} or {(size // parts + 1) * parts} would"
+            f"sampler: batch_size {size} does not divide by {parts} data-parallel ranks; use "
+            f"{size // parts * parts or parts} or {(size // parts + 1) * parts}"
         )
     if not yes_or_no("drop_last", drop_last) and rows % size % parts:
         raise ValueError(
-            f"sampler: the last batch has {rows % size} rows, which do not divide into {parts} parts of the batch; "
+            f"sampler: the last batch has {rows % size} rows, which do not divide by {parts} data-parallel ranks; "
             "leave it out with drop_last=True, or pad the data set"
         )
     if rows < (size if drop_last else 1):

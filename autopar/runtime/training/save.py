@@ -1,15 +1,15 @@
-"""`autopar.save`: one call for everything that a run needs to go on, at once or while training goes on.
+"""`autopar.save`: one call saves everything that a run needs to resume, synchronously or in the background.
 
-    together   every rank finds out what it holds; what cannot be saved is refused on all
-    agree      step, options, plain states: what ranks hold alike
-    rank 0     a folder beside the checkpoints, under a lock
-    each rank  its share of the pieces into one file, synced            on a thread: asynchronous=True
-    rank 0     when all have: the mark, the rename, `latest`            on a thread: asynchronous=True
+    together   every rank collects what it holds; an error of one rank is raised on all
+    agree      check that step, options and replicated states are equal on all ranks
+    rank 0     create a folder beside the checkpoints, under a lock
+    each rank  write its share of the pieces into one file and sync it  on a thread: asynchronous=True
+    rank 0     when all have written: the mark, the rename, `latest`    on a thread: asynchronous=True
 
-What is written on a thread is copied there, before the next step of an optimizer changes it. Tensors are named
+A background save first copies the tensors, before the next optimizer step changes them. Tensors are named
 
-    model.*          parameters, and buffers                     optimizer.0.state.*   what optimizers keep of them
-    gradients.*      those that no step has been made with yet   optimizer.0.group.*   options that are tensors
+    model.*          parameters, and buffers                     optimizer.0.state.*   states of optimizers
+    gradients.*      those that no step has used yet             optimizer.0.group.*   options that are tensors
     average.0.*      of `autopar.ema`                            extra.*, part.3.*     the user's
 """
 
@@ -54,12 +54,12 @@ from autopar.runtime.params.parameters import local_tensor
 from autopar.runtime.training.async_save import AsyncSave, wait_for_save
 from autopar.values import a_path, byte_count, whole_number, yes_or_no
 
-# --- what a run consists of ------------------------------------------------------------------------------------
+# --- the contents of a run -------------------------------------------------------------------------------------
 
 
 @dataclass
 class CheckpointContents:
-    """What this rank knows of the run. ``small``: tensors of which each rank holds a copy, by key, to compare them."""
+    """What this rank saves of the run. ``small``: replicated tensors by key, to compare them between ranks."""
 
     entries: list[TensorToSave] = field(default_factory=list)
     common: dict[str, Any] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class CheckpointContents:
     unstable: bool = False  # a training step would change some of the tensors
 
     def add_extra(self, part: int | None, writes: bool) -> None:
-        """Once it is known whether all ranks hold it alike (``part`` None): its tensors, and where they are."""
+        """Add the tensors of ``extra``, once it is known whether they are equal on all ranks (``part`` None)."""
         prefix = "extra" if part is None else f"part.{part}"
         for key, x in self.extra_tensors.items():
             if part is None or writes:
@@ -85,7 +85,7 @@ def parts_of_run(
     step: int,
     extra: Mapping[str, Any],
 ) -> CheckpointContents:
-    """Everything of a run that is to be saved. Not collective. Raises ValueError for what cannot be."""
+    """Collect everything of a run that is saved. Not collective. Raises ValueError for values that cannot be saved."""
     parts = CheckpointContents()
     own, owner = held.own, {s.name: s.ranks[0] for s in held.specs}
     here = {name for name, p in own.items() if is_here(p)}
@@ -109,7 +109,7 @@ def parts_of_run(
 
     def put_common(key: str, x: Tensor) -> str:
         if isinstance(x, DTensor):
-            raise ValueError(f"save: {key} is a DTensor, which another mesh could not read; give x.full_tensor()")
+            raise ValueError(f"save: {key} is a DTensor, which another mesh could not read; pass x.full_tensor()")
         _copy_of_all(parts, key, x)
         return key
 
@@ -150,7 +150,7 @@ def parts_of_run(
 
 
 def _copy_of_all(parts: CheckpointContents, key: str, x: Tensor) -> None:
-    """All ranks hold it alike; a copy, since a step or the user may change it."""
+    """Add a tensor that is replicated on all ranks; a copy, since a step or the user may change it."""
     copy = local_tensor(x).clone()
     parts.small[key] = copy
     parts.entries.append(TensorToSave(key, copy))
@@ -158,17 +158,17 @@ def _copy_of_all(parts: CheckpointContents, key: str, x: Tensor) -> None:
 
 def _extra(parts: CheckpointContents, at: str, x: Tensor) -> str:
     if isinstance(x, DTensor):
-        raise ValueError(f"save: {at} is a DTensor, which another mesh could not read; give x.full_tensor()")
+        raise ValueError(f"save: {at} is a DTensor, which another mesh could not read; pass x.full_tensor()")
     key = at.removeprefix("extra.")
     parts.extra_tensors[key] = x.detach().clone()
     return key
 
 
-_LITTLE = 2**16  # bytes of a tensor on the host that are hashed as such
+_LITTLE = 2**16  # bytes up to which a tensor on the host is hashed directly
 
 
 def digest(told: Any, tensors: Mapping[str, Tensor]) -> str:
-    """Of values in JSON, and of tensors by key."""
+    """A digest of values in JSON and of tensors by key."""
     found = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
     large = {}
     for key, x in sorted(tensors.items()):
@@ -197,32 +197,31 @@ def save(
     asynchronous: bool = False,
     host_memory: int | None = None,
 ) -> AsyncSave:
-    """Save a run into its folder, as the next of its checkpoints. Collective.
+    """Save a run into its folder as a new checkpoint. Collective.
 
-    A checkpoint has the model's parameters, buffers, count of steps and seed; the state of optimizers under the names
-    of parameters; gradients with which no step has been made yet; the scale of `autopar.GradScaler` and averages of
-    `autopar.ema` that belong to the model; the plan. `autopar.load` reads it on any mesh.
+    A checkpoint contains the model's parameters, buffers, number of training steps and seed; the states of optimizers
+    by parameter name; gradients that no optimizer step has used yet; the scale of `autopar.GradScaler` and the averages
+    of `autopar.ema` for this model; and the plan. `autopar.load` reads it on any mesh.
 
     Args:
-        folder: of the run, for this job alone; on a file system that all ranks share.
+        folder: the folder of the run, used by this job only, on a file system shared by all ranks.
         optimizer, scheduler: one or several.
-        step: by which the checkpoint is named; default: the model's count of training steps.
-        extra: what else belongs to the run: tensors, numbers, texts, lists and dicts of these, and objects that have a
-            ``state_dict``, such as data loaders. Alike on all ranks, or on all that are given the same part of the
-            batch.
-        keep: how many checkpoints are kept, the last ones; None: all.
-        asynchronous: return as soon as it is known what to write. Until all is copied the next step of an optimizer
-            waits; ``wait()`` of what is returned, or the next save or load, raises what went wrong.
-        host_memory: bytes for copies per rank; default: a half of what is free, shared by the ranks of a machine. With
-            less than the rank's share, the next step of an optimizer waits for what does not fit to be written.
+        step: names the checkpoint; default: the model's number of training steps.
+        extra: other values of the run: tensors, numbers, strings, lists and dicts of these, and objects with a
+            ``state_dict``, such as data loaders. Equal on all ranks, or on all ranks with the same shard of the batch.
+        keep: number of latest checkpoints to keep; None: all.
+        asynchronous: return before the data is copied and written. The next optimizer step waits until everything is
+            copied. ``wait()`` of the returned object, or the next save or load, raises errors.
+        host_memory: bytes for copies per rank; default: half of the free memory, shared by the ranks of a machine. If a
+            rank's share does not fit, the next optimizer step waits until the rest has been written.
 
-    Raises ValueError for what cannot be saved, CheckpointError where writing fails: on all ranks, and the checkpoint
-    before it stays as it is.
+    Raises ValueError for values that cannot be saved, CheckpointError if writing fails: on all ranks; the previous
+    checkpoint is unchanged.
     """
     if not isinstance(model, ParallelModule):
         raise ValueError(f"save: needs a model made by autopar.parallelize, found a {type(model).__name__}")
     optimizers, schedulers = several("optimizer", optimizer), several("scheduler", scheduler)
-    with error_context("save"), torch.inference_mode(False), torch.no_grad():  # tensors of that mode have no versions
+    with error_context("save"), torch.inference_mode(False), torch.no_grad():  # inference tensors have no versions
         path = Path(os.path.abspath(a_path("folder", folder)))
         keep = None if keep is None else whole_number("keep", keep, 1)
         limit = None if host_memory is None else byte_count("host_memory", host_memory)
@@ -274,25 +273,25 @@ def _checked_parts(
 ) -> CheckpointContents:
     if not held.loaded:
         raise ValueError(
-            "save: the model came without weights (meta device), there is nothing to save; load some first"
+            "save: needs weights, found a model that was built without them (meta device); load them first"
         )
     if held.scaler is not None and held.scaler.in_a_step:
-        raise ValueError("save: the scaler is between unscale_ and update; call scaler.update() before")
+        raise ValueError("save: the scaler is between unscale_ and update; call scaler.update() first")
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
         raise ValueError("extra: needs names with values, such as {'loader': loader}")
     return parts_of_run(held, optimizers, schedulers, step, extra)
 
 
 def _agree(groups: Groups, parts: CheckpointContents, folder: str) -> None:
-    """Ranks hold alike what only some of them write; and where they do not, it is known which ones do."""
+    """Check that values which only some ranks write are equal on all of them; find the ranks with equal ``extra``."""
     common = {name: json.dumps(value, sort_keys=True) for name, value in parts.common.items()}
     within = tuple(axis for axis in groups.mesh.sizes if axis != "pp")
     claims = [
         RankCheck(everywhere(groups), {"folder": folder, **common, "tensors": digest(None, parts.small)},
-              "save: every rank must save the same run", "call it alike on every rank"),
+              "save: every rank must save the same run", "call it with the same arguments on every rank"),
         RankCheck(within, {"states": digest(parts.of_stage, parts.stage_small)},
               "save: ranks that step the same parameters must have the same states of optimizers",
-              "step optimizers alike on every rank"),
+              "step optimizers the same way on every rank"),
     ]  # fmt: skip
     agree_on(groups, claims, "save")
     told = digest(parts.extra, parts.extra_tensors)
@@ -302,9 +301,9 @@ def _agree(groups: Groups, parts: CheckpointContents, folder: str) -> None:
         return
     data = {axis for axis in ("dp", "dp_replicate") if axis in groups.mesh.sizes}
     others = tuple(axis for axis in groups.mesh.sizes if axis not in data)
-    need = "save: ranks that are given the same part of the batch must give the same extra"
+    need = "save: ranks with the same shard of the batch must pass the same extra"
     agree_on(
-        groups, [RankCheck(others, {"extra": told}, need, "give what is alike on these ranks")], "save: extra by part"
+        groups, [RankCheck(others, {"extra": told}, need, "pass equal values on these ranks")], "save: extra by part"
     )
     first = all(groups.coordinate[axis] == 0 for axis in others)
     part = groups.mesh.dp_rank_and_size(groups.coordinate)
