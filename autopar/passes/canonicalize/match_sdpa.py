@@ -4,8 +4,8 @@
 
 Heads may have a dim of their own ([B, H, S, D]) or share one with the batch ([B·H, S, D]), and change between the two
 on the way. Scores may be scaled (before or after the product, by numbers or by scalars of the graph), soft-capped
-(cap · tanh(s / cap)), masked any number of times (additively, or filled with the least number by masked_fill or where),
-and cast around the softmax. Anything else is left as it is.
+(cap · tanh(s / cap)), masked any number of times (additively, or filled with the least number by masked_fill or
+where), and cast around the softmax. Anything else is left as it is.
 
 A mask that is a triangle for all inputs becomes the flag *causal*; others become a bias.
 
