@@ -168,9 +168,7 @@ class _PlacementSweep:
         if any(x in self.made for x in operands):
             self.made.add(node)
         if node.target is operator.getitem or (is_cast_input(node) and operands[0] in self.weights):
-            set_results(
-                node, self.axis, operand_placements(node, self.axis)
-            )  # a weight is cast as it is stored
+            set_results(node, self.axis, operand_placements(node, self.axis))  # a weight is cast as it is stored
             return
         if node.target in (HOLE, OWN_BACKWARD, RESULT):
             self._visit_backward(node)
@@ -244,9 +242,7 @@ class _PlacementSweep:
         # terms of a loss of parameters alone: each microbatch computes the same, which becomes an addend by division
         alike = {i for i, x in enumerate(operands) if self.axis == "mb" and have[i] == REPLICATE and has_gradient(x)}
         for kept in rule.linear:
-            others = [
-                operands[i] for i in partial - kept
-            ]  # all-reduced if not differentiated: a count
+            others = [operands[i] for i in partial - kept]  # all-reduced if not differentiated: a count
             if not partial & kept or not kept <= partial | alike or any(map(has_gradient, others)):
                 continue
             if self._passes_on(node, rule, operands, kept):

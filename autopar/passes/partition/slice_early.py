@@ -77,7 +77,7 @@ class _Moves:
             self.gm.graph.erase_node(use)
 
     def _cut(self, node: Node, placed: Mapping[str, Placement]) -> bool:
-        """Slice the operands of an op and give it these placements. False, with nothing changed, if that is impossible."""
+        """Slice the operands of an op and give it these placements. False, changing nothing, if that is impossible."""
         before = node.args, node.kwargs, node.meta.get("placements", {})
         made: list[tuple[Node, Shard]] = []
         try:
