@@ -190,7 +190,7 @@ def test_facts_of_step_graphs_are_made_and_end() -> None:
     ctx = Compilation(Mesh.of(dp=2))
     with pytest.raises(StepError, match=r"aten.detach.default .* stands between a value and its users"):
         check_plain(two_gathers(), ctx)
-    with pytest.raises(StepError, match=r"all_gather.* stands behind .*apart from its layer"):
+    with pytest.raises(StepError, match=r"all_gather.* stands after .*separated from its layer"):
         check_gathers_together(two_gathers(), ctx)
     gm = PassManager(STEP_PASSES[:3]).run(two_gathers(), ctx, facts=("step",))
     check_plain(gm, ctx)

@@ -362,7 +362,7 @@ def test_types_of_linear(operands: tuple[Placement, ...], result: Placement) -> 
     "operands, why",
     [
         ((I, S0), "operand 0 is I, the cut of .* needs R"),
-        ((S1, S0), "cut along different factors"),
+        ((S1, S0), "sharded on different factors"),
         ((S1, R), "operand 1 is R"),
         ((P, P), "not linear in its Partial operands"),
         ((P, I), "beside a Partial operand, needs R"),
