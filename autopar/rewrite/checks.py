@@ -147,7 +147,7 @@ def _check_outputs(gm: GraphModule, axis: str) -> None:
 
 
 def check_planned_shards(gm: GraphModule, ctx: Compilation) -> None:
-    """Every weight that the plan shards on tp or by expert is sharded in compute; else it is refused, never gathered."""
+    """Every weight that the plan shards on tp or by expert is sharded in compute; otherwise it is refused."""
     assert ctx.plan is not None
     names, axes = names_of_parameters(gm), {"tp", axis_of_experts(ctx.plan.experts)}
     for node in gm.graph.nodes:

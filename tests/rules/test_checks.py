@@ -107,7 +107,7 @@ def test_wrong_mark_is_caught() -> None:
     gm, ctx = typed("llama", "tp=2", {})
     node = next(n for n in gm.graph.nodes if n.target is torch.ops.aten.linear.default)
     set_placement(node, "tp", PARTIAL)
-    with pytest.raises(PlacementError, match=r"is marked P, its operands make it S\(2\)"):
+    with pytest.raises(PlacementError, match=r"is marked P, but its operands imply S\(2\)"):
         check_types(gm, ctx, [node])
 
 

@@ -157,7 +157,7 @@ def test_experts_are_sound(cut: str) -> None:
 
 def test_tensor_parallel_gathers_tokens_before_experts() -> None:
     sample = next(iter(experts()))
-    with pytest.raises(RuleError, match="tokens are gathered before experts"):
+    with pytest.raises(RuleError, match="tokens are gathered before sharded experts"):
         typed(sample, tuple({"tp": p} for p in EXPERT_CUTS["tokens"]), Mesh.of(tp=2))
 
 
