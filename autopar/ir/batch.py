@@ -52,7 +52,9 @@ def with_static_inputs(batch: Mapping[str, Any], names: Collection[str]) -> dict
 
     def constant(name: str, x: Any) -> Any:
         if isinstance(x, Tensor) and x.is_meta:
-            raise ValueError(f"static_inputs: the values of input {name} set the graph, found it on the meta device")
+            raise ValueError(
+                f"static_inputs: input {name} needs values, found it on the meta device; pass a real tensor"
+            )
         return ConstantTensor(x) if isinstance(x, Tensor) else x
 
     out = dict(batch)

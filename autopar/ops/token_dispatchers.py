@@ -1,10 +1,10 @@
-"""How tokens get to experts on other ranks, by the names of the option ``token_dispatcher``: a function that stands for
-`autopar::moe_dispatch`, and one for `autopar::moe_combine`, in the graph of a rank.
+"""Token dispatchers: how tokens get to experts on other ranks, by the values of the option ``token_dispatcher``. Each
+is a function that replaces `autopar::moe_dispatch`, and one for `autopar::moe_combine`, in the graph of a rank.
 
     dispatch(x, expert, experts, axis, ranks[, per node])                    -> rows, order, offsets
     combine(rows, order, weights[, expert, experts, axis, ranks[, per node]])  -> y
 
-A further way is an entry here, its name in `autopar.options.TOKEN_DISPATCHERS` and its cost in
+A new dispatcher is an entry here, its name in `autopar.options.TOKEN_DISPATCHERS` and its cost in
 `autopar.cost.expert_traffic`.
 """
 
@@ -23,7 +23,7 @@ from autopar.ops.grouped_experts import dispatch_to_piece
 
 @dataclass(frozen=True)
 class Dispatcher:
-    """See the module's docstring. nodes: both functions are told how many ranks a node has."""
+    """See the module's docstring. nodes: both functions take the number of ranks per node as an argument."""
 
     dispatch: Callable[..., Any]
     combine: Callable[..., Any]

@@ -149,7 +149,7 @@ def test_a_limit_is_kept(kind: str, shares: Sequence[float]) -> None:
         under(1000)
     found = re.search(r"least that would do is ([\d,]+) bytes", str(error.value))
     assert found is not None
-    assert ("an example_batch of these sizes, for which stages are cut" in str(error.value)) == ("pp" in mesh.sizes)
+    assert ("an example_batch of these sizes, for which stages are split" in str(error.value)) == ("pp" in mesh.sizes)
     lowest, seconds = int(found[1].replace(",", "")), []
     assert lowest < everything
     for share in shares:

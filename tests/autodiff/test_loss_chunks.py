@@ -252,7 +252,7 @@ class OddClasses(nn.Module):
 def test_a_head_whose_classes_do_not_divide(scattered: bool) -> None:
     batch, options = {"x": torch.zeros(2, 4, dtype=torch.long)}, {"sequence_parallel": scattered}
     needs = (
-        "found one of 11 classes whose logits are sums over the axis 'tp' of size 2; pad the vocabulary to 12 classes"
+        "found one of 11 classes whose logits are partial on the axis 'tp' of size 2; pad the vocabulary to 12 classes"
     )
     with pytest.raises(ValueError, match=needs):
         compile_model(OddClasses(), batch, Mesh.of(tp=2), Options(loss_chunks=2, **options), outputs=())

@@ -69,7 +69,7 @@ WRONG = {  # what a JSON says instead -> what the error says
     "dim of a stream": ({"streams": [{"node": "a", "dim": -1, "reason": "", "axis": "tp", "blocks": []}]}, "found -1"),
     "stored R": ({"parameters": {"w": {"dp": ["R", "R", ""]}}}, "parameter w is stored as R on axis 'dp'.*use I"),
     "stored P": ({"parameters": {"w": {"tp": ["P", "R", ""]}}}, "parameter w is stored as P on axis 'tp'"),
-    "used P": ({"parameters": {"w": {"tp": ["I", "P", ""]}}}, "w is used as P, a pending sum"),
+    "used P": ({"parameters": {"w": {"tp": ["I", "P", ""]}}}, "w is used as P, which is not reduced"),
     "input P": ({"inputs": {"x": {"dp": "P"}}}, "input x is stored as P"),
     "piece R": ({"weight_pieces": {"split": "R"}}, "piece split is stored as R"),
     "microbatches": ({"parameters": {"w": {"mb": ["S(0)", "R", ""]}}}, "w is sharded on axis 'mb'"),

@@ -361,11 +361,11 @@ def test_types_of_linear(operands: tuple[Placement, ...], result: Placement) -> 
 @pytest.mark.parametrize(
     "operands, why",
     [
-        ((I, S0), "operand 0 is I, the cut of .* needs R"),
+        ((I, S0), "operand 0 is I, but sharding .* needs R"),
         ((S1, S0), "sharded on different factors"),
         ((S1, R), "operand 1 is R"),
         ((P, P), "not linear in its Partial operands"),
-        ((P, I), "beside a Partial operand, needs R"),
+        ((P, I), "beside a Partial operand, but needs R"),
         ((I, R), "mix Replicate and Invariant"),
     ],
     ids=str,
