@@ -230,7 +230,7 @@ class Plan:
         for node, e in self.experts.items():
             lines.append(f"  experts of {node:<49} {e.axis}: {e.token_dispatcher}  {e.reason}")
         lines += self._candidates()
-        lines += [f"  piece {name:<54} tp: {p}  of a whole fused weight" for name, p in self.weight_pieces.items()]
+        lines += [f"  piece {name:<54} tp: {p}  of a replicated fused weight" for name, p in self.weight_pieces.items()]
         for share in self.shares:
             lines += [f"  {share}", *(f"    {part}" for part in share.whole)]
         if self.loss_chunks > 1:

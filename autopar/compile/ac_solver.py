@@ -64,8 +64,8 @@ def with_checkpoints(maker: StageBuilder, finished: Callable[[Plan, Pipeline], C
         made = fitting.under_limit(plan.options.memory_limit) if name == AUTO else fitting.by_policy(name)
     if not watched:
         return made
-    again = maker.make(_by_part(made.plan.checkpoints))
-    return finished(made.plan, replace(again, order=made.pipeline.order))
+    shown = maker.make(_by_part(made.plan.checkpoints))
+    return finished(made.plan, replace(shown, order=made.pipeline.order))
 
 
 def _by_part(layers: Sequence[LayerCheckpoint]) -> dict[int, PartCheckpoints]:

@@ -89,7 +89,7 @@ def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, facts: MaskSpec) -> Tenso
 def fake_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, known: MaskSpec, bias_needs_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Shapes of what `attention_backward` makes."""
+    """Fake results of `attention_backward`."""
     grads = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
     to_bias = known.bias.new_empty(known.bias.shape) if bias_needs_grad and known.bias is not None else q.new_empty(0)
     to_sinks = known.sinks.new_empty(known.sinks.shape) if known.sinks is not None else grad.new_empty(0)
@@ -105,8 +105,8 @@ _OPTIONAL = 5  # bias, key_mask, segments, sinks, seed
 
 
 def register_backward(name: str, further: int = 0, lib: Any = None) -> None:
-    """The backward of an attention is the operator ``<name>_backward``. ``further``: arguments of both behind those of
-    `MaskSpec`."""
+    """The backward of an attention is the operator ``<name>_backward``. ``further``: number of arguments of both after
+    those of `MaskSpec`."""
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         q, k, v, *rest = inputs

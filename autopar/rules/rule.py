@@ -233,7 +233,7 @@ def apply(rule: Rule, operands: Sequence[Placement], gradients: Sequence[bool], 
             raise RuleError(f"the op is not linear in its Partial operands {sorted(partial)}")
         for i, p, g in used:
             if i not in partial and not matches(p, REPLICATE, g):
-                raise RuleError(f"operand {i} is {p} beside a Partial operand, but needs R")
+                raise RuleError(f"operand {i} is {p} next to a Partial operand, but needs R")
         return [PARTIAL for _ in rule.results]
     kinds = {type(p) for _, p, g in used if g}
     if kinds == {Replicate, Invariant}:

@@ -79,7 +79,7 @@ def prelu_rule(call: Call) -> Rule:
 
 def pooling_rule(call: Call) -> Rule:
     """(b, c, ...) -> (b, c, ...) with the window dims blocked. Leading dims of equal size pass."""
-    return _over_windows(call, "a pooling window spans it", "it is made of pooling windows")
+    return _over_windows(call, "a pooling window spans it", "it consists of pooling windows")
 
 
 def resampling_rule(call: Call) -> Rule:
@@ -137,7 +137,7 @@ def pixel_shuffle_rule(call: Call) -> Rule:
     rows, columns = call.factor("rows", fine[-2] // coarse[-2]), call.factor("columns", fine[-1] // coarse[-1])
     of_coarse, of_fine = (*lead, (*c, *rows, *columns), h, w), (*lead, c, (*h, *rows), (*w, *columns))
     before, after = (of_coarse, of_fine) if coarse is source else (of_fine, of_coarse)
-    blocked = {f: "it makes a block of pixels" for f in (*rows, *columns)}
+    blocked = {f: "it becomes a block of pixels" for f in (*rows, *columns)}
     return call.rule([before], [after], blocked=blocked, linear=UNARY, keep_partial=True)
 
 

@@ -147,7 +147,7 @@ def stack_rule(call: Call) -> Rule:
     return call.rule(
         [inner for _ in call.operands],
         [result],
-        blocked={"stacked": "stack makes it of separate values"},
+        blocked={"stacked": "stack creates it from separate values"},
         linear=(frozenset(range(len(call.operands))),),
         keep_partial=True,
     )
@@ -206,7 +206,7 @@ def scatter_into(call: Call) -> Rule:
     return call.rule([dims, source], [dims], blocked=blocked, linear=(frozenset({0, 1}),), keep_partial=True)
 
 
-_COPIES = "every rank makes all copies"
+_COPIES = "every rank repeats it"
 
 
 def repeat_interleave_rule(call: Call) -> Rule:

@@ -365,7 +365,7 @@ def test_types_of_linear(operands: tuple[Placement, ...], result: Placement) -> 
         ((S1, S0), "sharded on different factors"),
         ((S1, R), "operand 1 is R"),
         ((P, P), "not linear in its Partial operands"),
-        ((P, I), "beside a Partial operand, but needs R"),
+        ((P, I), "next to a Partial operand, but needs R"),
         ((I, R), "mix Replicate and Invariant"),
     ],
     ids=str,

@@ -8,7 +8,7 @@
     sm_80         A100, A10, L4, RTX 30, 40     flash_attn, cuda_flash, cudnn, cuda_efficient, triton_flash
     sm_50         V100, T4, ...                 cuda_efficient
 
-`make gpu-check` times the order on the present chip.
+`make gpu-check` times the order on the chip of this machine.
 """
 
 from __future__ import annotations

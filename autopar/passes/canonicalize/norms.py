@@ -39,7 +39,7 @@ def _wide(build: Build, x: Node) -> Node:
 
 
 def _from_batch(build: Build, known: dict[str, Any]) -> tuple[Node, Node, Node]:
-    """(normalised x, mean [C], variance [C], biased)"""
+    """(normalized x, mean [C], variance [C], biased)"""
     x = _wide(build, known["input"])
     dims, shape, count = _channels(x)
     mean = build(aten.div.Tensor, build(aten.sum.dim_IntList, x, dims), count)

@@ -271,7 +271,7 @@ def _attention(local: _Local) -> None:
     """The queries of a token slice stand at its first token. The dropout mask of the probabilities (batch, heads,
     queries, keys) may be sharded like q on all dims but the keys. A sequence sharded on cp runs an algorithm."""
     q, k, cut = local.args["q"], local.args["k"], placement(local.args["q"], "cp")
-    over_tokens = isinstance(cut, Shard) and cut.dim == 2  # else another attention's tokens are the rows of this one
+    over_tokens = isinstance(cut, Shard) and cut.dim == 2  # else another attention's tokens are rows of this one
     if isinstance(placement(q, "sl"), Shard) and local.mesh.slice is not None:
         set_argument(local.node, "offset", local.mesh.slice.start)
     if local.args["dropout"]:
