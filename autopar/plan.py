@@ -34,7 +34,7 @@ class ParameterPlan:
 
 @dataclass(frozen=True)
 class Stream:
-    """Values that are cut along their sequence on an axis: where they start, the dim, and how it is dealt.
+    """Values that are sharded on an axis along their sequence: where they start, the dim, and its blocks.
 
     axis tp: a residual stream under sequence parallelism, from the value ``node``. axis cp: the tokens of an attention,
     from its operand ``node`` ("attention_1.q"). ``blocks`` as in `autopar.ir.placement.Shard`; their ratios count.
@@ -49,9 +49,9 @@ class Stream:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """How one attention runs over a cut sequence: algorithms by name, how queries and keys are dealt, and why.
+    """How one attention runs over a sharded sequence: algorithms by name, the layout of queries and keys, and why.
 
-    ``candidates``: what else there was, (algorithm, pass, cost or refusal) each.
+    ``candidates``: the alternatives, (algorithm, pass, cost or refusal) each.
     """
 
     forward: str
@@ -64,11 +64,11 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """How the model is cut over the axis pp.
+    """How the model is split over the axis pp.
 
-    schedule: by name. split_points: the layer with which each part but the first begins. virtual_stages: parts per
-    rank. token_slices: their lengths (empty: none). holders: parameter -> the parts that use it, or did when ranks got
-    it.
+    schedule: by name. split_points: the layer with which each stage but the first begins. virtual_stages: stages per
+    rank. token_slices: their lengths (empty: none). holders: parameter -> the stages that use it, or did when it was
+    distributed.
     """
 
     schedule: str
@@ -84,7 +84,7 @@ class PipelinePlan:
 
 @dataclass(frozen=True)
 class WholePart:
-    """What an axis does not cut: a part of the "parameters" or of the "FLOPs", and why. ``share``: of them all."""
+    """What an axis does not shard: a part of the "parameters" or of the "FLOPs", and why. ``share``: of all of them."""
 
     kind: str
     subject: str
@@ -97,7 +97,7 @@ class WholePart:
 
 @dataclass(frozen=True)
 class AxisShare:
-    """What an axis cuts: of the parameters' bytes, of FLOPs (None: not counted); ``whole``: what not, largest first."""
+    """What an axis shards of the parameters' bytes and of FLOPs (None: not counted). ``whole``: the rest."""
 
     axis: str
     parameters: float
@@ -106,7 +106,7 @@ class AxisShare:
 
     def __str__(self) -> str:
         flops = f" and {self.flops:.1%} of FLOPs" if self.flops is not None else ""
-        return f"{self.axis} cuts {self.parameters:.1%} of parameters{flops}{'; whole:' if self.whole else ''}"
+        return f"{self.axis} shards {self.parameters:.1%} of parameters{flops}{'; replicated:' if self.whole else ''}"
 
 
 @dataclass(frozen=True)
@@ -114,15 +114,15 @@ class Plan:
     """All decisions for one graph on one mesh. Passes carry them out and decide nothing themselves.
 
     ``parameters``: name -> axis -> ParameterPlan (absent: Invariant). ``inputs``: name -> axis -> placement.
-    ``notes``: (subject, reason) pairs for what was left whole, and why. ``overrides``: the user's choices, kept so
-    that the plans of further batch shapes follow them. ``weight_pieces``: parts of whole weights that enter compute cut
-    on tp, by node. ``pipeline``: with an axis pp, its parts. ``attention``: with an axis cp, how each attention runs,
-    by node. ``experts``: how those of a layer are cut, by the node that dispatches. ``batch_dims``: input -> its batch
-    dim, None for one that is no part of the batch; empty where nothing cuts the batch. ``shares``: what each axis
-    cuts, and what stands in the way. ``checkpoints``: the layers whose backward makes something again. ``loss_chunks``:
-    in how many chunks losses are computed. ``loss_gradients``: what makes the gradients of these chunks, the "forward"
-    or, with their logits once more, the "backward". ``draws``: whether steps draw random numbers. (FLOPs of shares,
-    checkpoints and loss chunks are known once a batch is compiled.)
+    ``notes``: (subject, reason) pairs for what was replicated, and why. ``overrides``: the user's choices, kept so
+    that the plans of further batch shapes follow them. ``weight_pieces``: parts of replicated weights that enter
+    compute sharded on tp, by node. ``pipeline``: with an axis pp, its stages. ``attention``: with an axis cp, how each
+    attention runs, by node. ``experts``: how those of a layer are sharded, by the node that dispatches.
+    ``batch_dims``: input -> its batch dim, None for an unbatched one; empty where nothing shards the batch.
+    ``shares``: what each axis shards, and what stands in the way. ``checkpoints``: the layers whose backward recomputes
+    something. ``loss_chunks``: in how many chunks losses are computed. ``loss_gradients``: what computes the gradients
+    of these chunks, the "forward" or, with their logits a second time, the "backward". ``draws``: whether steps draw
+    random numbers. (FLOPs of shares, checkpoints and loss chunks are known once a batch is compiled.)
     """
 
     mesh: Mesh
@@ -152,7 +152,7 @@ class Plan:
         return {a: p.stored for a, p in self.parameters.get(name, {}).items() if p.stored != INVARIANT}
 
     def unclear_inputs(self) -> list[str]:
-        """Inputs that are only likely part of the batch."""
+        """Inputs that are only likely to be part of the batch."""
         return [subject.removeprefix("input ") for subject, reason in self.notes if reason == UNCLEAR]
 
     def of_parameters(self, names: Collection[str]) -> Plan:
@@ -230,7 +230,7 @@ class Plan:
         for node, e in self.experts.items():
             lines.append(f"  experts of {node:<49} {e.axis}: {e.token_dispatcher}  {e.reason}")
         lines += self._candidates()
-        lines += [f"  piece {name:<54} tp: {p}  of a whole fused weight" for name, p in self.weight_pieces.items()]
+        lines += [f"  piece {name:<54} tp: {p}  of a replicated fused weight" for name, p in self.weight_pieces.items()]
         for share in self.shares:
             lines += [f"  {share}", *(f"    {part}" for part in share.whole)]
         if self.loss_chunks > 1:
@@ -248,7 +248,7 @@ class Plan:
         return "  no part of the batch" if dim is None else f"  batch: dim {dim}"
 
     def _candidates(self) -> list[str]:
-        """What the attentions had to choose from, once for those that had the same choice."""
+        """The candidates of the attentions, once for those that share them."""
         by_table: dict[tuple[tuple[str, str, str], ...], list[str]] = {}
         for node, a in self.attention.items():
             by_table.setdefault(a.candidates, []).append(node)
@@ -274,7 +274,7 @@ class Plan:
 
 
 def _renamed(value: Any) -> Any:
-    """Plans that were saved when ``weight_pieces`` were slices, or before they said more, can still be read."""
+    """Plans of older versions, whose fields had other names or were missing, can still be read."""
     if not isinstance(value, dict):
         return value
     if "slices" in value and "weight_pieces" not in value:
@@ -317,7 +317,7 @@ _READERS = {Placement: _placement, ParameterPlan: _parameter, Mesh: _mesh}
 
 
 def graph_digest(gm: GraphModule) -> str:
-    """Identity of a graph's parameters: names, shapes, dtypes. Plans are made for it."""
+    """A digest of a graph's parameters: names, shapes, dtypes. A plan is valid for one digest."""
     signature = signature_of(gm)
     by_name = {n.name: n for n in gm.graph.nodes if n.op == "placeholder"}
     facts = [
@@ -329,28 +329,28 @@ def graph_digest(gm: GraphModule) -> str:
 
 
 def check_plan(plan: Plan) -> None:
-    """Axes are axes of the mesh; parameters and inputs are stored whole or cut. Raises ValueError.
+    """Axes are axes of the mesh; parameters and inputs are stored replicated or sharded. Raises ValueError.
 
-    Of the four placements two are no way to store a value: Replicate says that each rank has a gradient of its own,
-    Partial that a sum is pending. Nobody would add them up.
+    Two of the four placements cannot be stored: Replicate says that each rank has a gradient of its own, Partial that
+    the value is not reduced yet, and nothing would reduce them.
     """
     for name, axis, stored in _stored(plan):
         if axis not in plan.mesh.sizes and axis != "mb":
             raise ValueError(f"plan: {name}: no axis {axis!r} in the mesh {plan.mesh}; make a plan for this mesh")
         if axis == "pp":
-            raise ValueError(f"plan: {name}: nothing is cut over 'pp', its ranks hold different layers; leave it out")
+            raise ValueError(f"plan: {name}: nothing is sharded on 'pp', its ranks hold different layers; leave it out")
         if not isinstance(stored, (Invariant, Shard)):
             raise ValueError(
-                f"plan: {name} is stored as {stored} on axis {axis!r}, values are stored whole (I) or cut (S); "
-                f"use I: what a rank computes with it follows from that"
+                f"plan: {name} is stored as {stored} on axis {axis!r}, values are stored replicated (I) or sharded "
+                f"(S); use I: how a rank uses it follows from that"
             )
     for name, axes in plan.parameters.items():
         if any(isinstance(p.used, Partial) for p in axes.values()):
             raise ValueError(
-                f"plan: {name} is used as P, a pending sum; use R, or the placement that it is stored with"
+                f"plan: {name} is used as P, which is not reduced; use R, or the placement that it is stored with"
             )
         if isinstance(axes["mb"].stored if "mb" in axes else None, Shard):
-            raise ValueError(f"plan: {name} is cut on axis 'mb': microbatches cut the batch, no parameter; use I")
+            raise ValueError(f"plan: {name} is sharded on axis 'mb': microbatches do not shard parameters; use I")
     _check_parts(plan)
 
 
@@ -382,6 +382,6 @@ def _check_parts(plan: Plan) -> None:
     for name, parts in pipeline.holders.items():
         if not parts or not all(0 <= part < pipeline.parts for part in parts):
             raise ValueError(
-                f"plan: {name} is held by the parts {list(parts)} of a pipeline, it has 0..{pipeline.parts - 1}; "
+                f"plan: {name} is used by the pipeline stages {list(parts)}, but there are 0..{pipeline.parts - 1}; "
                 "make a plan for this model"
             )

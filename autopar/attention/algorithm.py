@@ -1,4 +1,4 @@
-"""What an algorithm of attention over ranks is."""
+"""The interface of an algorithm for attention over ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from autopar.attention.problem import Problem
 
 
 class AttentionAlgorithm(ABC):
-    """A way to compute attention over ranks that each hold a part of the queries and of the keys.
+    """A way to compute attention over ranks that each hold a shard of the queries and of the keys.
 
-    name: the option's value. title: one line for tables. layouts: how it can deal a causal sequence, best first (any
-    algorithm takes any layout; these are the ones worth choosing). Forward and backward of different algorithms go
-    together: both take and give what a rank holds, and nothing else is kept in between.
+    name: the option's value. title: one line for tables. layouts: the layouts of a causal sequence worth choosing, best
+    first (any algorithm runs with any layout). Forward and backward may use different algorithms: both take and return
+    what a rank holds, and nothing else is saved in between.
     """
 
     name: str
@@ -24,19 +24,19 @@ class AttentionAlgorithm(ABC):
     layouts: tuple[str, ...] = ("zigzag", "contiguous")
 
     def refusal(self, problem: Problem) -> str:
-        """Why it cannot compute this; "" if it can. Says the need, the finding and the way out."""
+        """Why it cannot compute this, as need, finding and way out; "" if it can."""
         return ""
 
     def head_ranks(self, problem: Problem) -> int:
-        """Among how many neighbouring ranks heads are exchanged for sequence before, and back after (Ulysses). These
-        conversions stand in the graph around the algorithm, which then sees ``size / head_ranks`` ranks, each with more
-        of the sequence and fewer heads (`inner_problem`). 1: none."""
+        """How many neighbouring ranks exchange heads for sequence before, and back after (Ulysses). These conversions
+        stand in the graph around the algorithm, which then sees ``size / head_ranks`` ranks, each with more of the
+        sequence and fewer heads (`inner_problem`). 1: none."""
         return 1
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend, comm: Comm) -> tuple[Tensor, Tensor]:
         """q [B, Hq, s, D], k [B, Hk, t, D], v [B, Hk, t, Dv] of this rank -> out [B, Hq, s, Dv] and lse [B, Hq, s] of
-        its queries over all keys, sinks left out, both in the dtype of partial results (`autopar.ops.kernels.wide`)."""
+        its queries over all keys, without sinks, both in the dtype of partial results (`autopar.ops.kernels.wide`)."""
 
     @abstractmethod
     def backward(

@@ -1,8 +1,8 @@
-"""Attention of some rows to some columns, block by block: what algorithms over ranks are made of.
+"""Attention of some rows to some columns, block by block: the building block of algorithms over ranks.
 
-A block is a span of rows and a span of columns. Blocks in which nothing is allowed are skipped, those without a mask
-and triangles on the diagonal run as such, others get a mask made from positions. Partial results are merged by their
-log-sum-exp; gradients are added up. Both are kept in float32, or float64 for float64.
+A block is a span of rows and a span of columns. Blocks without allowed pairs are skipped, those without a mask and
+triangles on the diagonal run as such, others get a mask computed from positions. Partial results are merged by their
+log-sum-exp; gradients are accumulated. Both are kept in float32, or float64 for float64.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autopar.ops.mask_spec import MaskSpec
 
 @dataclass
 class Gradients:
-    """Of q, k, v and (where it is differentiated) of the bias, in the dtype in which they were summed."""
+    """Gradients of q, k, v and (if differentiated) of the bias, in the dtype in which they were accumulated."""
 
     q: Tensor
     k: Tensor
@@ -35,26 +35,26 @@ class Gradients:
 
 __all__ = ["Attend", "Partials", "KernelCall", "stand_in", "wide"]
 
-MOST_ENTRIES = 2**24  # of a mask; blocks with more are split along rows
+MOST_ENTRIES = 2**24  # of a mask; larger blocks are split along rows
 
 
 @dataclass
 class Partials:
-    """Merged so far: out [B, Hq, n, Dv] and lse [B, Hq, n] of n rows, wide; lse is -inf where nothing came yet."""
+    """The merged result so far: out [B, Hq, n, Dv] and lse [B, Hq, n] of n rows, wide; lse is -inf for empty rows."""
 
     out: Tensor
     lse: Tensor
-    untouched: list[Span] = field(default_factory=list)  # rows to which nothing came yet, if that is known
+    untouched: list[Span] = field(default_factory=list)  # rows without a result so far, if known
 
     @classmethod
     def empty(cls, q: Tensor, value_width: int) -> Partials:
-        """Nothing yet, for the rows of q."""
+        """No result yet, for the rows of q."""
         out = q.new_zeros(*q.shape[:-1], value_width, dtype=wide(q.dtype))
         lse = q.new_full(q.shape[:-1], float("-inf"), dtype=wide(q.dtype))
         return cls(out, lse, [Span(0, q.shape[2])])
 
     def merge(self, out: Tensor, lse: Tensor, first: int = 0) -> None:
-        """Take in the partial result of consecutive rows from ``first`` on.
+        """Merge the partial result of consecutive rows from ``first`` on.
 
         out -= sigmoid(lse_block - lse) (out - out_block);  lse -= logsigmoid(lse - lse_block)
         """
@@ -64,15 +64,15 @@ class Partials:
             mine.copy_(out)
             my_lse.copy_(lse)
             return
-        if out.is_meta:  # who counts exchanges asks for no values
+        if out.is_meta:  # meta tensors have no values
             return
-        # where nothing comes, the weight is zero: the difference is not a number if nothing is there either
+        # an empty result has weight zero: the difference is NaN if there is nothing yet either
         weight = torch.sigmoid(lse - my_lse).masked_fill(lse == float("-inf"), 0.0)
         mine.lerp_(out.to(mine.dtype), weight.unsqueeze(-1))
         my_lse.copy_(torch.logaddexp(my_lse, lse))  # = lse - logsigmoid(lse - lse_block), also where both are -inf
 
     def _touch(self, rows: Span) -> bool:
-        """Whether these rows are the first to come where they stand."""
+        """Whether this is the first result for these rows."""
         fresh = any(rows & span == rows for span in self.untouched)
         parts = [(span & Span(0, rows.start), span & Span(rows.stop, span.stop)) for span in self.untouched]
         self.untouched = [part for pair in parts for part in pair if len(part)]
@@ -81,8 +81,8 @@ class Partials:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One call of a kernel: rows and columns that it got, allowed (query, key) pairs per example and head, and how many
-    query heads."""
+    """One call of a kernel: its rows and columns, the allowed (query, key) pairs per example and head, and the number
+    of query heads."""
 
     rows: int
     columns: int
@@ -95,22 +95,22 @@ class Attend:
     """Block attention of one rank.
 
     ``facts`` are those of `autopar::attention` with bias [B|1, Hq|1, own rows|1, all columns], key_mask and segments
-    [B, all columns], in the order of the whole sequence; ``facts.index`` holds the indices of batch and heads for
-    dropout, if they are cut. ``observe`` is called for each kernel call.
+    [B, all columns], in the order of the global sequence; ``facts.index`` holds the indices of batch and heads for
+    dropout, if they are sharded. ``observe`` is called for each kernel call.
     """
 
     def __init__(
         self, problem: Problem, facts: MaskSpec, rank: int, observe: Callable[[KernelCall], None] | None = None
     ) -> None:
-        assert not facts.offset, f"attention: rows of a cut sequence have no offset, found {facts.offset}"
+        assert not facts.offset, f"attention: rows of a sharded sequence have no offset, found {facts.offset}"
         self.problem, self.facts, self.rank = problem, facts, rank
         self.observe = observe
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Spans, columns: Spans, into: Partials) -> None:
         """Rows q [B, Hq, n, D] attend to columns k [B, Hk, m, D], v [B, Hk, m, Dv]; merged into ``into`` (n rows).
 
-        ``rows`` and ``columns`` say where these n and m stand in the whole sequence. With a bias that differs between
-        rows, the rows must be this rank's own.
+        ``rows`` and ``columns`` are the positions of these n and m in the global sequence. With a bias that differs
+        between rows, the rows must be this rank's own.
         """
         for block in self._blocks(rows, columns):
             of_rows, of_columns = (2, block.row, block.height), (2, block.column, block.width)
@@ -131,7 +131,7 @@ class Attend:
         columns: Spans,
         into: Gradients,
     ) -> None:
-        """Gradients of these rows (grad and out [B, Hq, n, Dv], lse [B, Hq, n]: final ones) and columns, added to
+        """Add the gradients of these rows (grad and out [B, Hq, n, Dv], lse [B, Hq, n]: final ones) and columns to
         ``into`` (q: n rows; k, v: m columns; bias: own rows, all columns)."""
         for block in self._blocks(rows, columns):
             of_rows, of_columns = (2, block.row, block.height), (2, block.column, block.width)
@@ -156,7 +156,7 @@ class Attend:
     # --- blocks ------------------------------------------------------------------------------------------
 
     def _blocks(self, rows: Spans, columns: Spans) -> Iterator[Block]:
-        """The calls: none where no documents meet, and none with a mask beyond the budget unless it is one row."""
+        """The kernel calls: none where no documents meet; masks beyond the budget are split down to one row."""
         for block in blocks_of(self.problem.mask, rows, columns):
             if not self._meet(block):
                 continue
@@ -169,7 +169,7 @@ class Attend:
                     yield dataclasses.replace(part, row=part.row + piece.row, column=part.column + piece.column)
 
     def _entries(self, block: Block) -> int:
-        """Of the block's mask, 0 if it has none."""
+        """The entries of the block's mask, 0 if it has none."""
         problem = self.problem
         by_example = problem.segments or (problem.key_mask and block.kind != "all")
         if not by_example and block.kind != "some":
@@ -177,8 +177,8 @@ class Attend:
         return (problem.batch if by_example else 1) * block.height * block.width
 
     def _meet(self, block: Block) -> bool:
-        """Whether a document of the rows may be among those of the columns. Read on the CPU alone: elsewhere reading
-        would wait for the device."""
+        """Whether a document of the rows may be among those of the columns. Read on the CPU only: elsewhere reading
+        would synchronize with the device."""
         segments = self.facts.segments
         if segments is None or segments.device.type != "cpu":
             return True
@@ -189,11 +189,11 @@ class Attend:
             for c in block.columns
         )
 
-    # --- facts of a block --------------------------------------------------------------------------------
+    # --- mask of a block ---------------------------------------------------------------------------------
 
     def _facts(self, block: Block, device: torch.device) -> MaskSpec:
         facts, problem, mask = self.facts, self.problem, self.problem.mask
-        some = block.kind == "some"  # of one span each, as positions that differ by the offset
+        some = block.kind == "some"  # one span each, with positions that differ by the offset
         changes: dict[str, Any] = {
             "causal": block.kind == "causal" or (some and mask.causal),
             "window": mask.window if some else 0,
@@ -216,7 +216,7 @@ class Attend:
         return dataclasses.replace(facts, **changes)
 
     def _mask(self, block: Block, device: torch.device) -> Tensor | None:
-        """What depends on more than the distance of positions, chunks and documents: bool [B|1, 1, n, m] or None."""
+        """The mask beyond the distance of positions, chunks and documents: bool [B|1, 1, n, m] or None."""
         chunk, segments = self.problem.mask.chunk, self.facts.segments
         terms = []
         if chunk and block.kind == "some":
@@ -228,13 +228,13 @@ class Attend:
         return functools.reduce(torch.Tensor.logical_and, terms) if terms else None
 
     def _index(self, block: Block, device: torch.device) -> list[Tensor]:
-        """Where the block's probabilities stand among all, for dropout."""
+        """The global indices of the block's probabilities, for dropout."""
         whole = [torch.arange(size, device=device) for size in (self.problem.batch, self.problem.heads)]
         outer = list(self.facts.index[:2]) or whole
         return [*outer, positions(block.rows, device), positions(block.columns, device)]
 
     def _own(self, rows: Spans) -> Spans:
-        """Where positions of this rank's rows stand among its own."""
+        """The positions of rows among this rank's own."""
         found, start = [], 0
         for mine in self.problem.rows(self.rank):
             found += [Span(r.start - mine.start + start, r.stop - mine.start + start) for r in rows if r & mine == r]
@@ -246,7 +246,7 @@ class Attend:
         return bias if bias.shape[2] == 1 else _pick(bias, 2, self._own(block.rows))
 
     def _add_bias(self, into: Tensor, part: Tensor, block: Block) -> None:
-        """The gradient of a block's bias, to where its entries came from."""
+        """Add the gradient of a block's bias at the positions of its entries."""
         rows = (Span(0, 1),) if into.shape[2] == 1 else self._own(block.rows)
         bands = part.split([len(r) for r in rows], 2)
         for r, band in zip(rows, bands):
@@ -268,14 +268,14 @@ def _pick(x: Tensor, dim: int, spans: Spans) -> Tensor:
 
 
 def stand_in(grad: Tensor, delta: Tensor) -> Tensor:
-    """An ``out`` [B, H, n, D] with rowsum(grad * out) = delta [B, H, n]: all that a backward reads of it. Rows of grad
-    that are zero give zero."""
+    """An ``out`` [B, H, n, D] with rowsum(grad * out) = delta [B, H, n], which is all that a backward reads of it. Zero
+    rows of grad give zero."""
     if grad.is_meta:
         return torch.empty_like(grad, dtype=delta.dtype)
     grad = grad.to(delta.dtype)
     largest = grad.abs().amax(-1, keepdim=True)
     largest = largest.masked_fill(largest == 0, 1.0)
-    unit = grad / largest  # squares of tiny gradients would vanish
+    unit = grad / largest  # squares of tiny gradients would underflow
     length = unit.square().sum(-1, keepdim=True)
     return unit * (delta.unsqueeze(-1) / largest / length.masked_fill(length == 0, 1.0))
 
@@ -285,8 +285,8 @@ def stand_in(grad: Tensor, delta: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Block:
-    """One call: rows from the ``row``-th on and columns from the ``column``-th on, as they are stored, and where they
-    stand in the whole sequence. kind: "all", "causal" (the triangle of a square) or "some"."""
+    """One kernel call: rows from the ``row``-th on and columns from the ``column``-th on, as they are stored, and their
+    positions in the global sequence. kind: "all", "causal" (the triangle of a square) or "some"."""
 
     row: int
     rows: Spans
@@ -311,15 +311,15 @@ class Block:
 
 @functools.lru_cache(maxsize=4096)
 def blocks_of(mask: Mask, rows: Spans, columns: Spans) -> tuple[Block, ...]:
-    """The calls of a kernel that bring rows and columns together, without blocks in which nothing is allowed. Pairs of
-    spans are classified by `Mask.allows`; neighbours that need no mask of their own are joined. Zigzag over two
-    ranks, S = 16, causal, seen by rank 0, which holds rows 0-3 and 12-15:
+    """The kernel calls for rows and columns, without blocks in which nothing is allowed. Pairs of spans are classified
+    by `Mask.allows`; neighbours that need no mask of their own are joined. Zigzag over two ranks, S = 16, causal, on
+    rank 0, which holds rows 0-3 and 12-15:
 
         its own columns            0-3      12-15                 columns of rank 1          4-7     8-11
         rows  0-3                  causal   none     one causal   rows  0-3                  none    none
         rows 12-15                 all      causal   call         rows 12-15                 all     all    one call
     """
-    if mask.causal:  # squares on the diagonal become visible where one side's spans end inside of the other's
+    if mask.causal:  # squares on the diagonal appear where one side's spans end inside the other's
         rows, columns = _cut(rows, columns), _cut(columns, rows)
     grid = [[mask.allows(r, c) for c in columns] for r in rows]
     if _is_triangle(rows, columns, grid):
@@ -328,7 +328,7 @@ def blocks_of(mask: Mask, rows: Spans, columns: Spans) -> tuple[Block, ...]:
 
 
 def _cut(spans: Spans, others: Spans) -> Spans:
-    """The same positions, cut where one of the others starts or stops."""
+    """The same positions, split where one of the others starts or stops."""
     edges = {edge for other in others for edge in (other.start, other.stop)}
     found: list[Span] = []
     for span in spans:
@@ -338,7 +338,7 @@ def _cut(spans: Spans, others: Spans) -> Spans:
 
 
 def _is_triangle(rows: Spans, columns: Spans, grid: list[list[str]]) -> bool:
-    """The same positions on both sides, each seeing itself and what came before."""
+    """Whether both sides have the same positions, each attending to itself and to earlier ones."""
     wanted = ("none", "causal", "all")  # above, on and below the diagonal
     return rows == columns and all(
         status == wanted[(i >= j) + (i > j)] for i, line in enumerate(grid) for j, status in enumerate(line)
@@ -346,7 +346,7 @@ def _is_triangle(rows: Spans, columns: Spans, grid: list[list[str]]) -> bool:
 
 
 def _joined(mask: Mask, rows: Spans, columns: Spans, grid: list[list[str]]) -> Iterator[Block]:
-    """Rows with the same line of "all" and "none" together; in each line, neighbouring columns together."""
+    """Rows with the same line of "all" and "none" joined; in each line, neighbouring columns joined."""
     row = 0
     for _, group in itertools.groupby(zip(rows, grid, range(len(rows))), key=_line_key):
         lines = list(group)
@@ -358,14 +358,14 @@ def _joined(mask: Mask, rows: Spans, columns: Spans, grid: list[list[str]]) -> I
 
 
 def _line_key(entry: tuple[Span, list[str], int]) -> object:
-    """Rows with equal keys are joined: those whose line has no mask."""
+    """Rows with equal keys are joined: those whose line needs no mask."""
     _, line, number = entry
     return tuple(line) if {"all", "none"}.issuperset(line) else number
 
 
 def _runs(columns: Spans, line: list[str]) -> Iterator[tuple[int, Spans, str]]:
-    """(first column, spans, status) of neighbouring columns that go together: all of "all", and those of "some" that
-    are neighbours in the whole sequence, as one span."""
+    """(first column, spans, status) of columns that can be joined: all of "all", and those of "some" that are
+    neighbours in the global sequence, as one span."""
     first = 0
     run: list[Span] = []
     kind = "none"
@@ -384,7 +384,7 @@ def _runs(columns: Spans, line: list[str]) -> Iterator[tuple[int, Spans, str]]:
 
 
 def _trimmed(mask: Mask, block: Block) -> Block:
-    """A block of one span each, without the rows and columns at its edges that have no partner."""
+    """A block of one span each, without the rows and columns at its edges that have no allowed pair."""
     (rows,), (columns,) = block.rows, block.columns
     columns = _reach(mask, rows, columns, before=True)
     rows = _reach(mask, columns, rows, before=False)
@@ -393,8 +393,8 @@ def _trimmed(mask: Mask, block: Block) -> Block:
 
 
 def _reach(mask: Mask, span: Span, others: Span, before: bool) -> Span:
-    """The part of others that may be paired with something of span; ``before``: others are keys, which causal lets be
-    seen up to the query."""
+    """The part of others that may be paired with something of span; ``before``: others are keys, which causal masks
+    allow up to the query."""
     start, stop = others.start, others.stop
     if mask.window:
         start, stop = max(start, span.start - mask.window + 1), min(stop, span.stop + mask.window - 1)
@@ -407,7 +407,7 @@ def _reach(mask: Mask, span: Span, others: Span, before: bool) -> Span:
 
 
 def split_rows(block: Block, most: int) -> Iterator[Block]:
-    """The block in pieces of at most ``most`` rows, each within one span."""
+    """The block, split into blocks of at most ``most`` rows, each within one span."""
     row = block.row
     for span in block.rows:
         for start in range(span.start, span.stop, most):

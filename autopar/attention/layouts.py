@@ -1,4 +1,4 @@
-"""How a sequence is dealt to the ranks that share it. Loads no torch."""
+"""Layouts: how a sequence is dealt to the ranks that share it. Loads no torch."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Attention over a sequence that is cut over ranks, as operators of a local graph.
+"""Attention over a sequence that is sharded over ranks, as operators of a local graph.
 
     out, lse = attention_of_piece(q, k, v, ..., "ring", "ring", [1, -1], [1, -1], "cp", 4, 1)
 
-q, k, v are one rank's pieces; the mask is told of the whole sequence (key_mask and segments are whole, a bias has this
-rank's rows and all columns). `attention_of_piece` is what stands in local graphs. It is made of the operators below,
-which have shapes but no kernel: running them takes a `Comm`, and a step graph gets one when it is bound.
+q, k, v are one rank's shards; the mask covers the global sequence (key_mask and segments are unsharded, a bias has this
+rank's rows and all columns). Local graphs call `attention_of_piece`. It is composed of the operators below, which have
+shapes but no kernel: running them takes a `Comm`, and a step graph gets one when it is lowered.
 
 Algorithms that exchange heads (Ulysses: Jacobs et al., 2023) have these exchanges around them as conversions of the
-graph, over neighbouring ranks ("cp%4": of four); what is left runs over the others ("cp/4"). So the backward keeps what
-came out of the exchanges and nothing else.
+graph, over neighbouring ranks ("cp%4": of four); the rest runs over the others ("cp/4"). So the backward saves the
+results of the exchanges and nothing else.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def problem_of_pieces(
     size: int,
     bias_gradient: bool = False,
 ) -> Problem:
-    """What an algorithm may know: sizes, layout and mask of the whole attention, from one rank's pieces."""
+    """The input of an algorithm: sizes, layout and mask of the global attention, from one rank's shards."""
     bias = "" if facts.bias is None else "rows" if facts.bias.dim() > 1 and facts.bias.shape[-2] > 1 else "columns"
     return Problem(
         batch=q.shape[0], heads=q.shape[1], kv_heads=k.shape[1], queries=q.shape[2] * size, keys=k.shape[2] * size,
@@ -84,8 +84,8 @@ def forward_over_ranks(comm: Comm, q: Tensor, k: Tensor, v: Tensor, *rest: Any) 
 def backward_over_ranks(
     comm: Comm, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`autopar::context_attention_backward` over a Comm: gradients of q, k, v, bias and sinks (of the last two empty
-    tensors where there is nothing to differentiate)."""
+    """`autopar::context_attention_backward` over a Comm: gradients of q, k, v, bias and sinks (the last two empty if
+    there is nothing to differentiate)."""
     *rest_, bias_needs_grad = rest
     facts, (_, name, query_blocks, key_blocks, _, size) = _split(rest_)
     problem = problem_of_pieces(q, k, v, facts, query_blocks, key_blocks, size, bias_needs_grad)
@@ -100,11 +100,12 @@ def backward_over_ranks(
 
 
 def _lifted(facts: MaskSpec) -> MaskSpec:
-    """Rows in which a bias blocks every key by a large finite number: that number is taken off their scores, once it
-    has rounded them as it does in one process. Else their log-sum-exp would be that number, and would say nothing of
-    the keys.
+    """Set ``lift`` where a bias blocks every key of a row by a large finite number: the number is subtracted from the
+    row's scores, after it has rounded them as it does in one process. Otherwise the log-sum-exp would be that number,
+    and the keys' scores would be lost.
 
-    A rank has all columns of its rows, so it sees which these are. Accelerators are not asked: it would make them wait.
+    A rank has all columns of its rows, so it can find these rows. On accelerators it does not look: that would
+    synchronize.
     """
     bias = facts.bias
     if bias is None or bias.device.type != "cpu" or not bias.numel() or facts.sinks is not None:
@@ -140,7 +141,7 @@ def _backward_fake(
 register_backward("context_attention", _HOW, _library)
 
 
-# --- what stands in local graphs -------------------------------------------------------------------------
+# --- in local graphs -------------------------------------------------------------------------------------
 
 
 def attention_of_piece(
@@ -170,7 +171,7 @@ def attention_of_piece(
     size: int,
     head_ranks: int,
 ) -> tuple[Tensor, Tensor]:
-    """`autopar::attention` of a rank that holds pieces of the sequence: q [B, Hq, s, D], k [B, Hk, t, D],
+    """`autopar::attention` of a rank that holds shards of the sequence: q [B, Hq, s, D], k [B, Hk, t, D],
     v [B, Hk, t, Dv] -> out [B, Hq, s, Dv], lse [B, Hq, s].
 
     forward, backward: names of algorithms. query_blocks, key_blocks: how the sequence is dealt over the ``size`` ranks
@@ -195,7 +196,7 @@ def attention_of_piece(
     tensors = (q, k, v, bias, key_mask, segments, sinks, seed)
     if head_ranks < size:
         out, lse = run(*tensors, *facts, mine, list(shape), *how, f"{axis}/{head_ranks}", size // head_ranks)
-    else:  # the whole sequence is here
+    else:  # this rank has the whole sequence
         mine[2:] = [torch.arange(x.shape[2], device=x.device) for x in (q, k)] if mine else []
         out, lse = torch.ops.autopar.attention(*tensors, *facts, mine, list(shape))
     return heads.convert(out, Shard(1), heads.rows), heads.convert(lse, Shard(1), heads.rows)
@@ -208,7 +209,7 @@ def _four_dims(bias: Tensor, keys: int) -> Tensor:
 
 
 class _Heads:
-    """Sequence for heads, among neighbouring ranks."""
+    """The exchange of sequence for heads, among neighbouring ranks."""
 
     def __init__(self, axis: str, ranks: int, query_blocks: Blocks, key_blocks: Blocks) -> None:
         self.axis, self.ranks = axis, ranks
@@ -221,14 +222,14 @@ class _Heads:
         return self.convert(x, cut, Shard(1))
 
     def of_bias(self, bias: Tensor, heads: int) -> Tensor:
-        """The bias of one's own heads, for the rows of all."""
+        """The bias of this rank's heads, for the rows of all."""
         by_rows, by_heads = bias.shape[2] > 1, bias.shape[1] == heads and heads > 1
         if by_rows:
             return self.convert(bias, self.rows, Shard(1) if by_heads else REPLICATE)
         return self.convert(bias, REPLICATE, Shard(1)) if by_heads else bias
 
     def of_index(self, index: Sequence[Tensor], q: Tensor) -> list[Tensor]:
-        """Indices of batch, heads, rows and columns, the heads one's own. (Those of rows and columns follow from
+        """Indices of batch, heads, rows and columns, for this rank's heads. (Those of rows and columns follow from
         positions.)"""
         found = list(index) or [torch.arange(n, device=q.device) for n in (*q.shape[:2], 1, 1)]
         found[1] = self.convert(found[1], REPLICATE, Shard(0))

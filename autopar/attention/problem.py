@@ -1,10 +1,10 @@
-"""Attention over a sequence that is cut over ranks: the words of it, and what an algorithm is.
+"""Attention over a sequence that is sharded over ranks: its terms, and the problem that an algorithm solves.
 
     rows      positions of queries       columns   positions of keys and values      (global, in consecutive spans)
 
-A rank holds some rows and some columns; an algorithm brings them together. It is code over a `Comm`, which a running
+A rank holds some rows and some columns; an algorithm pairs all of them. It is written against a `Comm`, which a running
 mesh, a test in one process and the estimator (`autopar.attention.program`, on meta tensors) each provide, so that what
-is counted and drawn is what runs. The algorithms are in `autopar.passes.attention`, whose import fills `ALGORITHMS`.
+is estimated and drawn is what runs. The algorithms are in `autopar.passes.attention`, whose import fills `ALGORITHMS`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Span:
         return self.stop - self.start
 
     def __and__(self, other: Span) -> Span:
-        """What both have; empty if they do not meet."""
+        """The intersection; empty if they do not overlap."""
         start = max(self.start, other.start)
         return Span(start, max(start, min(self.stop, other.stop)))
 
@@ -38,7 +38,7 @@ Spans = tuple[Span, ...]
 
 
 def spans_of(total: int, blocks: Blocks, ranks: int, rank: int) -> Spans:
-    """The positions of a sequence of ``total`` that a rank holds, in the order in which it holds them."""
+    """The positions of a sequence of ``total`` that a rank holds, in the rank's order."""
     found, start = [], 0
     for block in scaled_blocks(blocks, total) or (total,):
         size, place = abs(block) // ranks, place_in_block(block, ranks, rank)
@@ -49,15 +49,15 @@ def spans_of(total: int, blocks: Blocks, ranks: int, rank: int) -> Spans:
 
 @dataclass(frozen=True)
 class Mask:
-    """What a mask says by position alone; see `autopar.ops.mask_spec.MaskSpec`."""
+    """The part of a mask that depends on positions alone; see `autopar.ops.mask_spec.MaskSpec`."""
 
     causal: bool = False
     window: int = 0
     chunk: int = 0
 
     def allows(self, rows: Span, columns: Span) -> str:
-        """How much of a block may be attended to: "none", "all", "causal" (the triangle of a square on the diagonal),
-        or "some" (what only a mask can tell)."""
+        """Which pairs of a block are allowed: "none", "all", "causal" (the triangle of a square on the diagonal), or
+        "some" (anything else)."""
         pairs, size = self.pairs(rows, columns), len(rows)
         if not pairs:
             return "none"
@@ -100,12 +100,12 @@ def _triangle(n: int) -> int:
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention, as one rank of other axes sees it (its batch, its heads), over the whole sequence.
+    """One attention over the global sequence, with one rank's batch and heads on all other axes.
 
     batch, heads, kv_heads, queries, keys, width (of q and k), value_width: sizes. size: ranks on the axis.
-    query_blocks, key_blocks: how rows and columns are dealt. bias: "" (none), "rows" (differs between queries: each
+    query_blocks, key_blocks: the layout of rows and columns. bias: "" (none), "rows" (differs between queries: each
     rank holds its own rows of it), "columns" (the same for all queries); bias_gradient: it is differentiated.
-    segments, key_mask, sinks: there are such. softcap, dropout: as in `autopar.ops.mask_spec.MaskSpec`.
+    segments, key_mask, sinks: whether there are any. softcap, dropout: as in `autopar.ops.mask_spec.MaskSpec`.
     """
 
     batch: int
@@ -138,7 +138,7 @@ class Problem:
 
 
 def inner_problem(problem: Problem, head_ranks: int) -> Problem:
-    """What is left of a problem once ``head_ranks`` neighbouring ranks have exchanged heads for sequence."""
+    """The problem that is left after ``head_ranks`` neighbouring ranks have exchanged heads for sequence."""
     if head_ranks == 1:
         return problem
     times = kv_repeats(problem.heads, problem.kv_heads, head_ranks)
@@ -151,10 +151,10 @@ def inner_problem(problem: Problem, head_ranks: int) -> Problem:
 
 
 def kv_repeats(heads: int, kv_heads: int, ranks: int) -> int:
-    """How often each key head is repeated so that ranks can share the heads out: the least number that makes them
-    divide. Raises ValueError if the query heads do not divide."""
+    """How often each key head is repeated so that heads divide over the ranks: the least number that works. Raises
+    ValueError if the query heads do not divide."""
     group = heads // kv_heads
     for times in range(1, group + 1):
         if group % times == 0 and (kv_heads * times) % ranks == 0:
             return times
-    raise ValueError(f"attention: {heads} query heads do not divide over {ranks} ranks; use an algorithm without them")
+    raise ValueError(f"attention: {heads} query heads do not divide over {ranks} ranks; use one that exchanges none")

@@ -4,7 +4,7 @@
 
     -> [Exchange("up", "k,v", to 1, from 3), Compute(rows of 0, columns of 0), Wait, Compute(... of 3), ...]
 
-Receives give empty meta tensors of the announced shape, so what is counted is what runs. Heads that are exchanged for
+Receives return empty meta tensors of the announced shape, so what is counted is what runs. Exchanges of heads for
 sequence around an algorithm are events, too (`AttentionAlgorithm.head_ranks`).
 """
 
@@ -25,13 +25,13 @@ from autopar.attention.problem import Problem, Spans, inner_problem, kv_repeats
 from autopar.ops.kernels import wide
 from autopar.ops.mask_spec import MaskSpec
 
-WHOLE = 8  # up to so many ranks are all looked at
+WHOLE = 8  # up to this many ranks, all are traced
 
 
 @dataclass(frozen=True)
 class ComputeEvent:
-    """One kernel call on ``rows`` and ``columns``. pairs: (query, key) pairs that are allowed, per example and head.
-    flops: of all examples and heads. queries_of, keys_of: the ranks whose they are (-1: of several)."""
+    """One kernel call on ``rows`` and ``columns``. pairs: allowed (query, key) pairs, per example and head. flops: of
+    all examples and heads. queries_of, keys_of: the ranks that own them (-1: several)."""
 
     rows: int
     columns: int
@@ -57,8 +57,8 @@ class ExchangeEvent:
 
 @dataclass(frozen=True)
 class CollectiveEvent:
-    """The start of "all_gather", "reduce_scatter" or "all_to_all" among ``ranks``. block: bytes that go from each of
-    them to each other one."""
+    """The start of "all_gather", "reduce_scatter" or "all_to_all" among ``ranks``. block: bytes that each of them sends
+    to each other one."""
 
     number: int
     kind: str
@@ -69,7 +69,7 @@ class CollectiveEvent:
 
 @dataclass(frozen=True)
 class WaitEvent:
-    """The program stops here until the exchange or collective of this number is over."""
+    """The rank waits here until the exchange or collective with this number has ended."""
 
     number: int
 
@@ -86,7 +86,7 @@ class Trace:
 
     @property
     def moved(self) -> dict[str, tuple[int, int]]:
-        """Exchanges that send something and bytes that leave the rank, by way or kind of collective."""
+        """Number of exchanges that send something and bytes that leave the rank, by way or kind of collective."""
         found: dict[str, tuple[int, int]] = {}
         for event in self.events:
             if isinstance(event, ExchangeEvent):
@@ -107,7 +107,7 @@ class Trace:
 
     @property
     def pairs(self) -> tuple[int, ...]:
-        """Allowed pairs of its kernel calls, from one wait to the next; where there are none, nothing."""
+        """Allowed pairs of its kernel calls between consecutive waits, where there are any."""
         found = [0]
         for event in self.events:
             if isinstance(event, WaitEvent):
@@ -118,7 +118,7 @@ class Trace:
 
     @property
     def steps(self) -> int:
-        """How often it waits for something that moves bytes."""
+        """How often it waits for an exchange that moves bytes."""
         moving = {
             e.number
             for e in self.events
@@ -133,7 +133,7 @@ def trace(
 ) -> Trace:
     """Run one pass of an algorithm for one of ``problem.size`` ranks. The algorithm must not refuse the problem.
 
-    heads: among how many neighbours heads are exchanged around it; None: the algorithm's own choice.
+    heads: how many neighbours exchange heads around it; None: the algorithm's own choice.
     """
     heads = algorithm.head_ranks(problem) if heads is None else heads
     inner = inner_problem(problem, heads)
@@ -153,7 +153,7 @@ def trace(
 
 
 def sampled(ranks: int) -> Sequence[int]:
-    """The ranks that stand for all: up to `WHOLE` each of them; of more, the first two, the middle and the last."""
+    """The ranks that represent all: up to `WHOLE`, each of them; of more, the first two, the middle and the last."""
     return range(ranks) if ranks <= WHOLE else (0, 1, ranks // 2, ranks - 1)
 
 
@@ -168,7 +168,7 @@ def kernel_flops(problem: Problem, pairs: int, backward: bool) -> int:
 
 @dataclass
 class _OnItsWay(Pending):
-    """Gives what was announced, and records the wait."""
+    """Returns what was announced, and records the wait."""
 
     comm: RecordingComm
     number: int
@@ -180,7 +180,7 @@ class _OnItsWay(Pending):
 
 
 class RecordingComm(Comm):
-    """A `Comm` that sends nothing and writes down everything."""
+    """A `Comm` that sends nothing and records everything."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -215,7 +215,7 @@ class RecordingComm(Comm):
 
 
 class RecordingAttend(Attend):
-    """Writes down every kernel call, and whose rows and columns it is on; computes nothing."""
+    """Records every kernel call with the owners of its rows and columns; computes nothing."""
 
     def __init__(self, problem: Problem, facts: MaskSpec, rank: int, comm: RecordingComm) -> None:
         super().__init__(problem, facts, rank, self._record)
@@ -283,7 +283,7 @@ def _operands(problem: Problem, rank: int) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 def _facts(problem: Problem, rank: int) -> MaskSpec:
-    """Masks and biases of the kinds that the problem has, without data."""
+    """Masks and biases of the problem's kinds, without data."""
     p, rows = problem, sum(map(len, problem.rows(rank)))
 
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -313,7 +313,7 @@ def _facts(problem: Problem, rank: int) -> MaskSpec:
 
 
 def _among_all(event: Event, heads: int, place: int) -> Event:
-    """An event among every ``heads``-th rank, with the ranks' numbers on the whole axis."""
+    """An event among every ``heads``-th rank, with the ranks' coordinates on the whole axis."""
     if heads == 1:
         return event
 
@@ -331,7 +331,7 @@ def _among_all(event: Event, heads: int, place: int) -> Event:
 
 def _head_exchanges(problem: Problem, heads: int, outer: int, backward: bool) -> tuple[list[Event], list[Event]]:
     """All-to-alls among ``heads`` neighbours before and after: q, k, v and out; the gradient of out and those of q, k,
-    v. Key heads go as often as they must be repeated for all ranks to have some."""
+    v. Key heads are repeated until every rank has some."""
     p = problem
     group = tuple(range(outer * heads, (outer + 1) * heads))
     rows, columns = p.queries // p.size, p.keys // p.size
@@ -356,7 +356,7 @@ def _nbytes(tensors: Sequence[Tensor]) -> int:
 
 
 def most_moved(found: Sequence[Trace]) -> dict[str, tuple[int, int]]:
-    """By way: exchanges and bytes of the rank that sends most."""
+    """By way: the most exchanges and bytes that a rank sends."""
     most: dict[str, tuple[int, int]] = {}
     for each in found:
         for way, (calls, size) in each.moved.items():

@@ -1,11 +1,11 @@
-"""What the backward of each part makes again, and what waits in host memory: as a policy says, or for the least time
-under a limit, checked on what comes out.
+"""Activation checkpointing: which values of each stage are recomputed or offloaded to host memory, by a policy, or so
+that a step is fastest under a memory limit, checked on the compiled graphs.
 
-    parts, nothing made again  -->  memory of each rank  -->  choice for each layer  -->  parts  -->  memory ...
+    stages without recomputation  -->  memory of each rank  -->  choice for each layer  -->  stages  -->  memory ...
 
-The choice counts bytes of layers, the walk over the graphs that were made (`autopar.cost.memory`) counts what a rank
-holds. What the first does not see (parameters, buckets, what passes change) is the difference between the two; it is
-taken from the limit, and the choice is made again until it fits.
+The choice counts bytes of layers; the memory model of the compiled graphs (`autopar.cost.memory`) counts what a rank
+needs. Their difference is what the choice does not see (parameters, buckets, effects of passes): it is subtracted from
+the limit, and the choice is repeated until it fits.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from autopar.planner.recompute.stage_solver import (
 from autopar.steps.graphs import Compiled, Pipeline
 
 ATTEMPTS = 6
-LESS = 0.99  # of the least that was found: worth another search
+LESS = 0.99  # of the least found so far: worth another search
 
 
 class LimitError(ValueError):
-    """Nothing fits. least: bytes that would do. plan: whose stages are too large."""
+    """Nothing fits the limit. least: bytes that would fit. plan: the plan whose stages are too large."""
 
     def __init__(self, text: str, least: int, plan: Plan) -> None:
         super().__init__(text)
@@ -52,7 +52,7 @@ class LimitError(ValueError):
 
 
 def with_checkpoints(maker: StageBuilder, finished: Callable[[Plan, Pipeline], Compiled]) -> Compiled:
-    """The compiled model. Raises ValueError where no choice fits the limit, with the least that one would fit."""
+    """The compiled model. Raises ValueError where no choice fits the limit, with the least limit that would do."""
     plan = maker.plan
     name = plan.options.ac_policy
     if not maker.train:
@@ -64,8 +64,8 @@ def with_checkpoints(maker: StageBuilder, finished: Callable[[Plan, Pipeline], C
         made = fitting.under_limit(plan.options.memory_limit) if name == AUTO else fitting.by_policy(name)
     if not watched:
         return made
-    again = maker.make(_by_part(made.plan.checkpoints))
-    return finished(made.plan, replace(again, order=made.pipeline.order))
+    shown = maker.make(_by_part(made.plan.checkpoints))
+    return finished(made.plan, replace(shown, order=made.pipeline.order))
 
 
 def _by_part(layers: Sequence[LayerCheckpoint]) -> dict[int, PartCheckpoints]:
@@ -78,24 +78,24 @@ def _by_part(layers: Sequence[LayerCheckpoint]) -> dict[int, PartCheckpoints]:
 
 @dataclass(frozen=True)
 class _Tried:
-    """Something compiled, and by which choice: none (nothing made again)."""
+    """A compiled model and the choice that it was compiled with: none (nothing is recomputed)."""
 
     made: Compiled
     choice: Choice | None = None
 
     @cached_property
     def held(self) -> tuple[Memory, ...]:
-        """By each rank."""
+        """The memory of each rank."""
         return memories(self.made)
 
     @property
     def peak(self) -> int:
-        """Of the fullest rank."""
+        """Bytes of the fullest rank."""
         return max(found.peak for found in self.held)
 
     @property
     def seconds(self) -> float:
-        """Lost to what is made again and to copies, in all parts."""
+        """The time spent on recomputation and copies, over all stages."""
         return sum(layer.seconds for layer in self.made.plan.checkpoints)
 
 
@@ -104,19 +104,19 @@ class _Fitting:
 
     def __init__(self, maker: StageBuilder, finished: Callable[[Plan, Pipeline], Compiled]) -> None:
         self.maker, self.finished, self.first = maker, finished, maker.first_like()
-        plan, self.splits = maker.plan, False  # whether backwards come in two
+        plan, self.splits = maker.plan, False  # whether the backward is split into B and W
         topologies, self.device = links_of(plan.options), device_of(plan.options)
         self.links = Links(plan.mesh, topologies)
         self.host = host_link(topologies, self.device)
 
     @property
     def host_limit(self) -> int:
-        """Bytes that a rank may hold in host memory."""
+        """Bytes of host memory that a rank may use."""
         return self.maker.plan.options.activation_offload
 
     @cached_property
     def facts(self) -> list[JointInfo]:
-        """Of each part; equal parts share them."""
+        """The joint graph's layers of each stage; equal stages share them."""
         found: dict[int, JointInfo] = {}
         for k in dict.fromkeys(self.first):
             derived = self.maker.derived(k)
@@ -127,7 +127,7 @@ class _Fitting:
 
     @cached_property
     def ways(self) -> list[list[list[RecomputeOption]]]:
-        """Part -> layer -> what it has to choose from."""
+        """Stage -> layer -> its options."""
         known: Known = {}
         found = {facts: find_ways(facts, known) for facts in dict.fromkeys(self.facts)}
         return [found[facts] for facts in self.facts]
@@ -143,7 +143,7 @@ class _Fitting:
         hosted = max(found.host for found in memories(made)) if self.host_limit else 0
         if hosted > self.host_limit:
             raise ValueError(
-                f"activation_checkpoint: {name} keeps {hosted:,} bytes of a rank in host memory, found an "
+                f"activation_checkpoint: {name} offloads {hosted:,} bytes of a rank to host memory, found an "
                 f"activation_offload of {self.host_limit:,}; allow more, or let a memory_limit choose"
             )
         return made
@@ -172,9 +172,9 @@ class _Fitting:
     def refused(self, limit: int, least: int) -> LimitError:
         plan = self.maker.plan
         more = ["more ranks"] + ["zero=3"] * (plan.options.zero < 3) + ["smaller microbatches"]
-        more += ["an example_batch of these sizes, for which stages are cut"] * (plan.pipeline is not None)
+        more += ["an example_batch of these sizes, for which stages are split"] * (plan.pipeline is not None)
         return LimitError(
-            f"activation_checkpoint: no choice of what to make again fits a memory_limit of {limit:,} bytes; the least "
+            f"activation_checkpoint: no choice of what to recompute fits a memory_limit of {limit:,} bytes; the least "
             f"that would do is {least:,} bytes; use {', '.join(more[:-1])}{',' * (len(more) > 2)} or {more[-1]}",
             least,
             plan,
@@ -184,7 +184,7 @@ class _Fitting:
         return tried.peak <= limit and max(found.host for found in tried.held) <= self.host_limit
 
     def search(self, start: _Tried, limit: float, host: int) -> _Tried | None:
-        """What fits, from what was tried, by what the graphs hold. ``host``: bytes of host memory."""
+        """A choice that fits, judged by the memory of the compiled graphs. ``host``: bytes of host memory."""
         tried = start
         for _ in range(ATTEMPTS):
             choice = tried.choice or [[0] * len(layers) for layers in self.ways]
@@ -203,8 +203,8 @@ class _Fitting:
         return None
 
     def smallest(self, nothing: _Tried) -> _Tried:
-        """What holds least: made again can be more than kept, where W comes late; and what the choice does not see may
-        leave room below the smallest that it sees."""
+        """The choice with the least memory. Recomputing can take more than saving, where W runs late; and what the
+        choice does not see may leave room below the smallest choice that it sees."""
         events = self.events(nothing.made.pipeline)
         tried = [nothing]
         for host in dict.fromkeys((0, self.host_limit)):
@@ -215,12 +215,12 @@ class _Fitting:
         return found
 
     def _below(self, start: _Tried, found: _Tried) -> _Tried | None:
-        """What holds less than what was found."""
+        """A choice with less memory than the one found."""
         hosts = dict.fromkeys((self.host_limit, 0))
         return next((x for host in hosts if (x := self.search(start, LESS * found.peak, host)) is not None), None)
 
     def events(self, pipeline: Pipeline) -> list[ScheduleSlot]:
-        """When what is held counts. A sample of a token slice stands for all of them."""
+        """The slots of the schedule at which memory is counted. A sample of a token slice stands for all of them."""
         if not pipeline.token_slices:
             return moments(pipeline.order)
         return moments(pipeline.order, [length / self.maker.slices[0].length for length in pipeline.token_slices])
@@ -236,7 +236,7 @@ class _Fitting:
     # --- graphs --------------------------------------------------------------------------------------------
 
     def compiled(self, chosen: Sequence[ChosenValues], reason: str) -> Compiled:
-        """``chosen``: of each part, nodes of its joint graph, or of that of an equal part."""
+        """``chosen``: per stage, nodes of its joint graph, or of that of an equal stage."""
         pairs = [(facts, facts.needed(values)) for facts, values in zip(self.facts, chosen, strict=True)]
         pipeline = self.maker.make(
             {

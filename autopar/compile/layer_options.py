@@ -1,8 +1,7 @@
-"""What it costs a layer to keep some values, to make others again, to let some wait in host memory: the ways that it
-has to choose from.
+"""The options of a layer: what it costs to save some values, to recompute others, and to offload some to host memory.
 
-F and B of a layer are gone through as they will run, with what is made again right before its first use. Layers that
-are equal but for names share what was found, those of other parts included.
+F and B of a layer are simulated as they will run, with recomputed values right before their first use. Layers that are
+equal except for names share the result, also across stages.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from autopar.ir.live_values import workspace
 from autopar.ir.storages import Storage, size_of
 from autopar.planner.recompute.layer_solver import RecomputableValue, RecomputeOption, ways
 
-# Of equal layers: numbers of nodes that are made again, and of those that wait on the host; what that costs.
+# Of equal layers: numbers of recomputed nodes, and of offloaded ones; what that costs.
 Known = dict[Hashable, list[tuple[frozenset[int], frozenset[int], RecomputeOption]]]
 
 
 def find_ways(facts: JointInfo, known: Known) -> list[list[RecomputeOption]]:
-    """Fill in `LayerTensors.options` of every layer; what each has to choose from. ``known`` is added to."""
+    """Fill in `LayerTensors.options` of every layer; returns the options of each. Adds to ``known``."""
     found = _Ways(facts)
     for layer in facts.layers:
         nodes, key = layer.forward, found.key(layer)
@@ -42,7 +41,7 @@ def find_ways(facts: JointInfo, known: Known) -> list[list[RecomputeOption]]:
 
 
 def cost_of(facts: JointInfo, layer: LayerTensors, way: ChosenValues) -> RecomputeOption:
-    """What a layer costs that makes some of its values again, or lets them wait on the host."""
+    """The cost of a layer that recomputes some of its values, or offloads them to the host."""
     return _Ways(facts).measured(layer, way)[1]
 
 
@@ -53,7 +52,7 @@ class _Ways:
         self.facts, self.joint, self.behind = facts, facts.joint, facts.behind
 
     def key(self, layer: LayerTensors) -> Hashable:
-        """Equal for layers that are equal but for names."""
+        """Equal for layers that are equal except for names."""
         place: dict[Node, int] = {}
 
         def of(x: Any) -> Hashable:
@@ -72,7 +71,7 @@ class _Ways:
     def ways(self, layer: LayerTensors) -> list[tuple[ChosenValues, RecomputeOption]]:
         own = [n for n in layer.forward if n in self.joint.made or is_call(n, operator.getitem)]
         own = [n for n in own if not self.joint.is_free(n)]
-        taken = [x for x in layer.taken if x not in self.facts.wanted]  # else it is there anyway
+        taken = [x for x in layer.taken if x not in self.facts.wanted]  # else it is saved anyway
         nodes = [*own, *taken]
         place = {n: i for i, n in enumerate(nodes)}
         wanted = [place[n] for n in own if n in self.facts.wanted]
@@ -93,8 +92,8 @@ class _Ways:
         return _worth_choosing(found)
 
     def _on_host(self, layer: LayerTensors, again: frozenset[Node]) -> list[frozenset[Node]]:
-        """What may wait in host memory of what is kept: nothing, as much as copies have time for beside other layers,
-        everything."""
+        """Choices of saved values to offload to host memory: none, as many as copies have time for beside other layers,
+        all."""
         if not self.facts.offloads:
             return [frozenset()]
         kept = [x for x in self._saved(layer, again)[0] if self.joint.may_wait_on_host(x) and x not in layer.taken]
@@ -124,7 +123,7 @@ class _Ways:
         return ChosenValues(frozenset(x for x in again if x in way.again | self.joint.always), frozenset(hosts)), made
 
     def _left_for_w(self, layer: LayerTensors, again: Collection[Node], own: Collection[Storage]) -> set[Storage]:
-        """What W takes of what B has, and of what F has saved."""
+        """Storages of B, or saved by F, that W uses."""
         taken = [x for n in layer.backward if n in self.facts.late for x in n.all_input_nodes]
         gradients = {s for x in taken if x in self.joint.dependent and x not in self.facts.late for s in self.behind[x]}
         values = {s for x in self.facts.sources(taken) if x in again for s in self.behind[x]}
@@ -132,7 +131,7 @@ class _Ways:
         return gradients | values | kept
 
     def _forward_peak(self, layer: LayerTensors, saved: Collection[Storage]) -> int:
-        """What earlier layers hand on and nobody saves dies with its last use in F; what goes to later ones stays."""
+        """Peak in F. Unsaved values of earlier layers die with their last use; values for later layers stay."""
         facts, i = self.facts, self.facts.layer[layer.forward[0]]
         kept = set(saved) | {s for n in layer.forward if n in facts.crossing for s in self.behind[n]}
         made = [n for n in layer.forward if n in self.joint.made or n in self.joint.parameter_only]
@@ -143,15 +142,15 @@ class _Ways:
     def _backward_peak(
         self, layer: LayerTensors, saved: set[Node], own: Collection[Storage], left: Collection[Storage]
     ) -> int:
-        """Of B, or of B and W in one. What comes in from later layers lives to its last use, what goes out to earlier
-        ones stays, and so does what is left for W."""
+        """Peak of B, or of B and W in one. Gradients from later layers live until their last use; gradients for earlier
+        layers stay, and so does what W uses."""
         run: dict[Node, None] = {}
 
         def make(x: Node) -> None:
             if x in run or x in saved or x.op != "call_function" or (x in self.joint.dependent and x not in mine):
                 return
             if self.facts.layer.get(x, i) != i and not self.joint.is_free(x):
-                return  # of another layer: it is saved there
+                return  # of another layer, which saves it
             for operand in x.all_input_nodes:
                 make(operand)
             run[x] = None
@@ -169,8 +168,8 @@ class _Ways:
         return self._peak(list(run), given | (used & set(own)), kept | set(left))
 
     def _peak(self, run: Sequence[Node], given: Collection[Storage], kept: Collection[Storage]) -> int:
-        """Most bytes alive at once while nodes run: what is given dies as all else after its last use, but for what is
-        kept."""
+        """Most bytes alive at once while nodes run: given storages die after their last use like all others, except for
+        those in ``kept``."""
         last = {s: n for n in run for x in (n, *n.all_input_nodes) for s in self.behind.get(x, ())}
         mine, given = {n: None for n in run}, set(given)
         dying: dict[Node, list[Storage]] = {}
@@ -188,7 +187,7 @@ class _Ways:
 def _worth_choosing(
     found: Sequence[tuple[ChosenValues, RecomputeOption]],
 ) -> list[tuple[ChosenValues, RecomputeOption]]:
-    """Without those that another beats in bytes, time and what is alive. In order of time."""
+    """The options that no other beats in bytes, time and peaks. In order of time."""
     order = sorted(found, key=lambda pair: (pair[1].seconds, pair[1].saved, pair[1].alive))
     kept: list[tuple[ChosenValues, RecomputeOption]] = []
     for way, facts in order:

@@ -1,9 +1,9 @@
-"""The layers of a joint graph: which values each has, takes and hands on, and which of them may be made again.
+"""The layers of a joint graph: their values, inputs and outputs, and which values may be recomputed.
 
     calls of a local graph --`layers_of`--> layers, in order --`JointInfo`--> their nodes in F and in B
 
-A layer is what `planner.units` calls one: a repeated block, or what stands between blocks. A value that leaves its
-layer is never made again.
+A layer is what `planner.units` calls one: a repeated block, or the calls between blocks. A value that leaves its layer
+is never recomputed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from autopar.planner.recompute.layer_solver import RecomputeOption
 
 
 def is_pinned(node: Node) -> bool:
-    """What is never made again: choices of experts, and attention over cut sequences."""
+    """Whether it is never recomputed: choices of experts, and attention over sharded sequences."""
     return is_choice(node.target) or is_random(node.target) or is_context_attention(node)
 
 
 @dataclass(frozen=True)
 class ChosenValues:
-    """Values that the backward makes again, and those that wait in host memory."""
+    """Values that the backward recomputes, and values that are offloaded to host memory."""
 
     again: frozenset[Node] = frozenset()
     host: frozenset[Node] = frozenset()
@@ -48,9 +48,9 @@ class ChosenValues:
 
 @dataclass
 class LayerTensors:
-    """One layer of a joint graph. forward, backward: its nodes, in order. taken: values of earlier layers that it takes
+    """One layer of a joint graph. forward, backward: its nodes, in order. taken: values of earlier layers that it uses
     in F. through: bytes that live across its F and its B without being saved, and gradients of later layers. options:
-    what it has to choose from (`autopar.compile.layer_options`), and what that costs."""
+    its choices (`autopar.compile.layer_options`), and their costs."""
 
     name: str
     forward: list[Node] = field(default_factory=list)
@@ -60,13 +60,13 @@ class LayerTensors:
     options: list[tuple[ChosenValues, RecomputeOption]] = field(default_factory=list)
 
     def way(self, number: int) -> ChosenValues:
-        """One of them."""
+        """The choice with this number."""
         return self.options[number][0]
 
 
 def layers_of(calls: Sequence[Node], asked: bool = False) -> list[list[Node]]:
-    """What is looked at together: a repeated block, or what stands between; ``asked``: what the model calls within one
-    checkpoint, and what between."""
+    """The units of a choice: a repeated block, or the calls between blocks; ``asked``: the calls of the model within
+    one torch.utils.checkpoint, or between two."""
     if not asked:
         return [unit.nodes for unit in units_of(calls)] if calls else []
     runs = itertools.groupby(calls, lambda node: node.meta.get("asked") or (layer_of(node),))
@@ -74,7 +74,7 @@ def layers_of(calls: Sequence[Node], asked: bool = False) -> list[list[Node]]:
 
 
 class JointInfo:
-    """The layers of a joint graph, and what passes between them."""
+    """The layers of a joint graph, and the values that pass between them."""
 
     def __init__(
         self,
@@ -86,12 +86,12 @@ class JointInfo:
         host: Topology = DEFAULT.host,
         offloads: bool = False,
     ) -> None:
-        """``units``: the calls of the graph that the joint one was made of, which its nodes name by number, layer by
-        layer. ``first``: what B runs of the backward, where W runs the rest. ``host``: the link to host memory;
-        ``offloads``: values may wait there."""
+        """``units``: the calls of the graph that was differentiated, layer by layer; nodes of the joint graph refer to
+        them by number. ``first``: the nodes of the backward that B runs, if W runs the rest. ``host``: the link to host
+        memory; ``offloads``: values may be offloaded."""
         self.joint, self.links, self.device, self.host, self.offloads = joint, links, device, host, offloads
         self.late = set[Node]() if first is None else {n for n in joint.dependent if n not in first}
-        sums = {n for n in joint.order if n in joint.dependent or is_call(n, *SUMS)}  # others may be kept beside
+        sums = {n for n in joint.order if n in joint.dependent or is_call(n, *SUMS)}  # others may be saved beside them
         self.behind = storages(joint.gm, in_place=sums)
         self.wanted = dict.fromkeys(joint.wanted)
         self._hidden: dict[int, tuple[float, float]] = {}
@@ -116,8 +116,8 @@ class JointInfo:
     # --- copies to the host --------------------------------------------------------------------------------
 
     def behind_copies(self, layer: LayerTensors) -> tuple[float, float]:
-        """Seconds that the device computes while a layer's values are on their way out, and back: one layer's, the next
-        one's, in F and in B. Of the last layer none: its B comes at once."""
+        """Seconds that the device computes while a layer's values are copied out, and back: those of one layer, the
+        next one, in F and in B. None for the last layer, whose B follows at once."""
         i = self.layer[layer.forward[0]] + 1
         if i not in self._hidden:
             after = self.layers[i] if i < len(self.layers) else LayerTensors("")
@@ -134,13 +134,13 @@ class JointInfo:
         return math.fsum(max(way - hidden, 0.0) for hidden in self.behind_copies(layer))
 
     def copy_seconds(self, layer: LayerTensors, sizes: Sequence[int]) -> float:
-        """What copies cost: what the device waits for, and the share of its memory's bandwidth that they take."""
+        """The cost of copies: the time that the device waits, and their share of its memory bandwidth."""
         return self.exposed(layer, sizes) + 2 * sum(sizes) / self.device.memory if sizes else 0.0
 
     # --- what layers share ---------------------------------------------------------------------------------
 
     def _crossing(self) -> set[Node]:
-        """Values that a later layer takes in F."""
+        """Values that a later layer uses in F."""
         found: set[Node] = set()
         for i, layer in enumerate(self.layers):
             for node in layer.forward:
@@ -167,7 +167,7 @@ class JointInfo:
                 self.in_b.setdefault(s, set()).add(-1)
 
     def _find_through(self) -> None:
-        """Of what lives across a layer without being saved; and of the gradients of those behind it."""
+        """Find the bytes that live across each layer without being saved, and the gradients of later layers."""
         forward, backward = ([0] * len(self.layers) for _ in range(2))
         saved = {s for x in self.wanted for s in self.behind[x]}
         for s, users in self.in_f.items():
@@ -182,34 +182,34 @@ class JointInfo:
             layer.through = through[0], through[1]
 
     def sources(self, nodes: Iterable[Node]) -> list[Node]:
-        """What must be saved or made again for these to be there: views and values of parameters are looked
-        through, what is given is left out."""
+        """The values that must be saved or recomputed to compute these: looks through views and values of parameters,
+        leaves out inputs."""
         return self.joint.sources(nodes)
 
     def size(self, node: Node) -> int:
-        """Bytes of the storages that a node allocates; of an entry, of its own."""
+        """Bytes of the storages that a node allocates; an entry of a tuple counts its own."""
         if is_call(node, operator.getitem):
             return sum(size_of(s) for s in self.behind[node])
         return sum(size_of(s) for s in self.behind.get(node, ()) if s[0] is node)
 
     def may_be_asked(self, node: Node) -> bool:
-        """Whether there is a choice: entries go with the call that they are of."""
+        """Whether there is a choice: entries of a tuple follow their call."""
         joint = self.joint
         made = node in joint.made and node not in joint.early
         return made and not joint.is_free(node) and not is_call(node, operator.getitem)
 
     def may_be_remade(self, node: Node) -> bool:
-        """Whether the backward can make it again."""
+        """Whether the backward can recompute it."""
         return self.may_be_asked(node) and not is_pinned(node) and node not in self.crossing
 
     def needed(self, chosen: ChosenValues) -> ChosenValues:
-        """Of what was chosen what B needs, and what can wait in host memory."""
+        """The chosen values that B needs, and those that can be offloaded to host memory."""
         kept, again = self.joint.closure(self.joint.wanted, chosen.again)
         hosts = (x for x in kept if x in chosen.host and self.joint.may_wait_on_host(x))
         return ChosenValues(frozenset(again) & chosen.again, frozenset(hosts))
 
     def seen(self, node: Node) -> ForwardValue:
-        """As a policy sees it."""
+        """The value as a policy sees it."""
         return ForwardValue(
             target=str(node.target),
             module=module_path(node),
@@ -226,7 +226,7 @@ class JointInfo:
 
 
 def chosen_by(policy: Policy, name: str, facts: JointInfo) -> ChosenValues:
-    """What a policy chooses. Raises ValueError for one that says neither yes, nor no, nor "host"."""
+    """The choice of a policy. Raises ValueError for an answer other than True, False or "host"."""
     again, host = set[Node](), set[Node]()
     for layer in facts.layers:
         for node in layer.forward:
@@ -235,8 +235,8 @@ def chosen_by(policy: Policy, name: str, facts: JointInfo) -> ChosenValues:
             answer = policy(facts.seen(node))
             if not isinstance(answer, bool) and answer != HOST:
                 raise ValueError(
-                    f"activation_checkpoint: the policy {name!r} says of each value whether the backward makes it "
-                    f"again, found {answer!r} of {node.target}; return True, False or {HOST!r}"
+                    f"activation_checkpoint: the policy {name!r} must say of each value whether the backward "
+                    f"recomputes it, found {answer!r} for {node.target}; return True, False or {HOST!r}"
                 )
             values = {node, *(u for u in node.users if is_call(u, operator.getitem))}
             if answer == HOST:

@@ -1,7 +1,7 @@
 """Whether losses are computed in chunks of tokens, so that the logits of all tokens never exist at once.
 
-As the options or the plan say; under a memory limit both ways are compiled where whole logits ask for checkpoints, and
-the one is taken that makes less again.
+The options or the plan decide. Under a memory limit, if unchunked logits would need recomputation, both are compiled,
+and the one that recomputes less is used.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from autopar.steps.graphs import Cache, Compiled
 
 Made = tuple[GraphModule, list[Cache]]
 MOST = 64  # chunks
-TIMES = 4  # what goes into a head: about so large are the logits of a chunk, if nobody says
+TIMES = 4  # times the bytes of a head's input: the default size of a chunk's logits
 
 
 def in_chunks(
     graphs: Sequence[Made], ctx: Compilation, train: bool, attempt: Callable[[Sequence[Made]], Compiled]
 ) -> Compiled:
-    """What ``attempt`` compiles of the graphs, or of their like with chunks. Raises ValueError for chunks of a model
-    that has no such head, and what ``attempt`` raises."""
+    """What ``attempt`` compiles from the graphs, or from copies with chunks. Raises ValueError for a model without such
+    a head, and what ``attempt`` raises."""
     plan = ctx.plan
     assert plan is not None
     count, options = plan.loss_chunks or plan.options.loss_chunks, plan.options
@@ -43,8 +43,8 @@ def in_chunks(
             _refused_sums(*pending)
             if (pending := pending_logits(graphs[0][0]))
             else ValueError(
-                f"loss_chunks: no loss can be computed in {count} chunks: it takes one of a product with a weight, of "
-                "whose logits nobody else takes any, and whole microbatches; leave loss_chunks out"
+                f"loss_chunks: no loss can be computed in {count} chunks: it needs a loss of a product with a weight "
+                "whose logits have no other use, and whole microbatches; leave loss_chunks out"
             )
         )
     several = max((_chunks_of(head) for head in found), default=1)
@@ -59,7 +59,7 @@ def in_chunks(
 
 
 def _in_one_part(found: Sequence[Head], gm: GraphModule, split_points: tuple[str, ...], count: int) -> list[Head]:
-    """Those that no stage begins within. Raises ValueError for chunks that are asked for and none such."""
+    """The heads that no stage begins within. Raises ValueError if chunks are asked for and there is no such head."""
     part = {n: k for k, nodes in enumerate(main_parts(gm, split_points)) for n in nodes}
     whole = [head for head in found if part[head.product] == part[head.loss]]
     if count > 1 and not whole:
@@ -73,14 +73,14 @@ def _in_one_part(found: Sequence[Head], gm: GraphModule, split_points: tuple[str
 def _refused_sums(classes: int, axis: str, size: int) -> ValueError:
     more = f"pad the vocabulary to {math.ceil(classes / size) * size} classes, or " if classes % size else ""
     return ValueError(
-        f"loss_chunks: needs a head that is whole on each rank or cut along its classes, found one of {classes} "
-        f"classes whose logits are sums over the axis {axis!r} of size {size}; {more}leave loss_chunks out"
+        f"loss_chunks: needs a head that is replicated or sharded on its classes, found one of {classes} classes whose "
+        f"logits are partial on the axis {axis!r} of size {size}; {more}leave loss_chunks out"
     )
 
 
 def _makers(plan: Plan) -> list[str]:
-    """What may make the gradients of chunks, the fastest first: F does where its B follows, so that the gradient of a
-    head is there once."""
+    """Which step graphs may compute the gradients of chunks, the fastest first: F if its B follows at once, so that
+    there is one gradient of a head at a time."""
     if plan.pipeline is not None and most_waiting(planned_order(plan)) > 1:
         return ["backward"]
     return ["forward", "backward"]
@@ -93,7 +93,7 @@ def _best(
     losses: Collection[str],
     attempt: Callable[[Sequence[Made]], Compiled],
 ) -> Compiled:
-    """The first way that makes nothing again, or the one that makes least; with the plan's word for it."""
+    """The first option that recomputes nothing, or the one that recomputes least, with its name in the plan."""
 
     def tried(way: tuple[int, str]) -> Compiled:
         assert ctx.plan is not None
@@ -120,12 +120,12 @@ def _best(
 
 
 def _seconds(made: Compiled) -> float:
-    """Lost to what is made again."""
+    """The time spent on recomputation."""
     return sum(layer.seconds for layer in made.plan.checkpoints)
 
 
 def _as_made(made: Compiled) -> Compiled:
-    """With the truth about who makes gradients of chunks: F cannot of every loss."""
+    """With the graph that does compute the gradients of chunks: F cannot for every loss."""
     if made.plan.loss_gradients == "forward":
         early = any("early" in n.meta for part in made.pipeline.parts for n in part.forward.unnamed.graph.nodes)
         made.plan = replace(made.plan, loss_gradients="forward" if early else "backward")
@@ -133,7 +133,7 @@ def _as_made(made: Compiled) -> Compiled:
 
 
 def _chunked(graphs: Sequence[Made], count: int, losses: Collection[str]) -> list[Made]:
-    """Copies, with these losses in so many chunks."""
+    """Copies with these losses in so many chunks."""
     copies = [(copy_graph(gm), caches) for gm, caches in graphs]
     for head in heads(copies[0][0]) if count > 1 else ():
         if head.loss.name in losses:

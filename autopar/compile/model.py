@@ -65,15 +65,15 @@ def compile_model(
 
     Args:
         model: any module that torch.export accepts; on cpu, cuda or meta; it is not modified.
-        batch: the whole batch (all dp ranks, all microbatches); only shapes and dtypes matter.
-        train: with gradients, each module in the mode that it has; otherwise all in eval mode, without gradients.
-        grad_mode: what the forward is told when it asks whether there are gradients.
+        batch: the global batch (all dp ranks, all microbatches); only shapes and dtypes matter.
+        train: with gradients, each module in its own mode; otherwise all in eval mode, without gradients.
+        grad_mode: the answer that the forward gets when it asks whether gradients are enabled.
         autocast: dtype of a `torch.autocast` around the forward.
         plan: use this plan instead of making one. ``fixed``: make one, but keep the parameter placements of this one.
         outputs: names of the outputs to keep (None: all). Losses are always kept.
-        tangents: names of further outputs that the backward starts from, beside the losses.
+        tangents: names of further outputs that the backward starts from, besides the losses.
         observers: called with (name, graph, context) after each level.
-        shared: what planning has captured of the same modules, taken if it is of the same batch and surroundings.
+        shared: the capture made while planning, reused if it has the same batch and surroundings.
     Raises: ValueError for a model that does not export, sizes that do not divide, ops without a rule.
     """
     asked, timings = options or (plan.options if plan is not None else Options()), dict[str, float]()
@@ -100,8 +100,8 @@ def capture_step(
     autocast: torch.dtype | None = None,
     shared: SharedCapture | None = None,
 ) -> GraphModule:
-    """The graph that `compile_model` compiles, which has the arguments."""
-    known_batch_dims(model, batch, options, fixed)  # for what it refuses
+    """The graph that `compile_model` compiles, which documents the arguments."""
+    known_batch_dims(model, batch, options, fixed)  # for its refusals
     batch, shared = with_static_inputs(batch, options.static_inputs), shared or SharedCapture()
     how: dict[str, Any] = {"autocast": autocast, "precision": options.precision, "grad_mode": grad_mode}
     return shared.again(model, batch, train=None if train else False, lift_to_float64=lift_to_float64, **how)
@@ -117,7 +117,7 @@ def capture_example(
     shared: SharedCapture | None = None,
 ) -> GraphModule:
     """The graph that `plan_graph` plans. ``shared`` keeps a copy for the first step."""
-    known_batch_dims(model, batch, options, fixed)  # for what it refuses
+    known_batch_dims(model, batch, options, fixed)  # for its refusals
     batch, shared = with_static_inputs(batch, options.static_inputs), shared or SharedCapture()
     return shared.first(model, batch, lift_to_float64=lift_to_float64, precision=options.precision)
 
@@ -125,17 +125,17 @@ def capture_example(
 def plan_model(
     model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, options: Options, fixed: Plan | None = None, **how: Any
 ) -> tuple[Plan, tuple[ParameterSpec, ...]]:
-    """`plan_graph` of `capture_example`, which has the other arguments."""
+    """`plan_graph` of `capture_example`, which documents the other arguments."""
     return plan_graph(capture_example(model, batch, options, fixed, **how), mesh, options, fixed)
 
 
 def plan_graph(
     gm: GraphModule, mesh: Mesh, options: Options, fixed: Plan | None = None
 ) -> tuple[Plan, tuple[ParameterSpec, ...]]:
-    """The plan, and what it makes of the parameters: enough to hold and load them. ``gm`` is changed. Compiles only
-    where a memory limit leaves two ways to cut stages (`autopar.compile.split_points`).
+    """The plan, and the parameters that it implies: enough to store and load them. ``gm`` is changed. Compiles only
+    where a memory limit leaves two ways to split stages (`autopar.compile.split_points`).
 
-    Only the parameters' decisions are meant to be used; those that depend on the batch are made when it comes.
+    Use only the decisions about parameters; those that depend on the batch are made when it arrives.
     """
     kept = copy_graph(gm) if fixed is None and follow_limit(mesh, options) else None
     gm = normalized(gm, Compilation(mesh))
@@ -181,7 +181,7 @@ def _compiled(
     else:
         check_plan(plan)
         check_fits(plan, gm, train)
-        kept_axis(options, plan)  # for what it refuses
+        kept_axis(options, plan)  # for its refusals
     ctx.plan = plan
     slices = samples_of(plan, train)
     contexts = [ctx.of_slice(s, s is slices[0]) for s in slices] or [ctx]
@@ -210,21 +210,21 @@ def _compiled(
 
 
 def _settled_cuts(gm: GraphModule, mesh: Mesh, options: Options, estimated: Plan) -> Plan | None:
-    """A plan with the cuts that keep the limit; None where that is the one that there is, or nothing does."""
+    """A plan with the split points that keep the limit; None if the estimated ones do, or none do."""
     fastest = fastest_cuts(copy_graph(gm), mesh, options, example=True)
     if same_cuts(estimated, fastest):
         return None
     try:
         return compile_graph(gm, mesh, options).plan
-    except LimitError:  # the first batch will say so, of its own shape
+    except LimitError:  # the first batch will raise it for its own shape
         return None
 
 
 def _with_forward_ahead(plan: Plan, ahead: GraphModule) -> Plan:
-    """Says so: it is no small thing."""
+    """The plan with a note of the pre-pass, whose cost matters."""
     note = (
-        f"{len(ahead.meta['results'])} values of all microbatches need weights: a forward of each goes ahead of the "
-        'step, without gradients; aux_loss_scope="microbatch" does without for auxiliary losses'
+        f"{len(ahead.meta['results'])} values of all microbatches depend on weights: a forward of each runs before the "
+        'step, without gradients; aux_loss_scope="microbatch" avoids this for auxiliary losses'
     )
     return dataclasses.replace(plan, notes=(*plan.notes, ("prologue", note)))
 
@@ -232,8 +232,8 @@ def _with_forward_ahead(plan: Plan, ahead: GraphModule) -> Plan:
 def _of_microbatch(
     gm: GraphModule, ctx: Compilation
 ) -> tuple[GraphModule, list[Cache], Prologue | None, GraphModule | None]:
-    """What one rank runs on a microbatch, or on a slice of its tokens, before it is cut and differentiated, and what
-    goes ahead of it."""
+    """The graph of a microbatch, or of a slice of its tokens, on one rank, before stages are split and differentiated,
+    and the graph of the pre-pass."""
     gm, prologue, ahead = split_prologue(gm, ctx)
     gm, caches = slice_tokens(gm, ctx)
     if ctx.mesh.slice is not None:
@@ -242,7 +242,7 @@ def _of_microbatch(
 
 
 def keep_outputs(gm: GraphModule, names: Sequence[str]) -> None:
-    """Drop the outputs that are not asked for; losses and new buffer values stay."""
+    """Drop the outputs that are not wanted; losses and new buffer values stay."""
     signature, out, losses = gm.meta["signature"], output_node(gm), loss_places(gm)
     kept = [
         (spec, value)
@@ -255,11 +255,11 @@ def keep_outputs(gm: GraphModule, names: Sequence[str]) -> None:
     gm.recompile()
 
 
-# --- splits at modules that the user names -------------------------------------------------------------
+# --- split points under a memory limit -----------------------------------------------------------------
 
 
 def follow_limit(mesh: Mesh, options: Options) -> bool:
-    """Whether a limit says where to cut, if no plan does."""
+    """Whether a memory limit decides the split points, unless a plan does."""
     return mesh.size("pp") > 1 and bool(options.memory_limit) and not options.split_points and options.ac_policy == AUTO
 
 
@@ -278,7 +278,8 @@ def same_cuts(one: Plan, other: Plan) -> bool:
 def cut_within_limit(
     gm: GraphModule, mesh: Mesh, options: Options, train: bool, compiled: Callable[..., Compiled]
 ) -> Compiled:
-    """What ``compiled(graph)`` makes, or ``compiled(graph, fixed=plan)``. Raises the LimitError of the fastest cuts."""
+    """The result of ``compiled(graph)``, or ``compiled(graph, fixed=plan)``. Raises the LimitError of the fastest
+    split points."""
     kept = copy_graph(gm)
     try:
         return compiled(gm)

@@ -1,4 +1,4 @@
-"""What is known of a model before a batch is compiled: its graph, ready for a plan, and the whole batch."""
+"""What is known of a model before a batch is compiled: its graph, ready for a plan, and the global batch."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def for_whole_batch(
     options: Options,
     fixed: Plan | None = None,
 ) -> T:
-    """What ``make`` makes of the whole batch, from one dp rank's part of it.
+    """The result of ``make`` for the global batch, given one dp rank's shard of it.
 
-    The whole is made along likely batch dims; if its plan says that they are others, it is made anew. For a model
-    whose inputs an adapter knows, or a plan that knows them, that does not happen.
+    The global batch is built along likely batch dims, and built anew if the plan finds others. That does not happen
+    for a model whose inputs an adapter knows, or a plan that knows them.
     """
     ranks, known = mesh.data_size, known_batch_dims(model, batch, options, fixed)
     shapes = {name: tuple(x.shape) for name, x in tensors_of(without_static_inputs(batch)).items()}
@@ -51,14 +51,14 @@ def for_whole_batch(
         except ValueError:
             if ranks == 1 or shapes.keys() == known.keys() or len(tried) > 1:
                 raise
-            # a wrong whole may be no batch of the model at all; the part of one rank is
+            # a wrongly built batch may not fit the model at all; the shard of one rank does
             found = decide_batch_dims(normalized(capture(model, batch), Compilation(Mesh.of(dp=1))), options, fixed)
             if all(dims.get(name, dim) == dim for name, dim in found.items()):
                 raise
         dims = {**dims, **found}
     raise ValueError(
         f"batch_dims: which dim of which input is the batch is not clear: {' or '.join(map(str, tried))}; say it with "
-        "batch_dims={...}, None for an input that is no part of the batch"
+        "batch_dims={...}, None for an input without a batch dim"
     )
 
 
@@ -66,7 +66,7 @@ def known_batch_dims(
     model: nn.Module, batch: Mapping[str, Any], options: Options, fixed: Plan | None = None
 ) -> dict[str, int | None]:
     """Batch dims of a batch's tensors that need no evidence (`autopar.planner.batch_dims.known_dims`). Raises
-    ValueError for names that are no inputs (one that the forward takes may be absent), and dims that are not there."""
+    ValueError for names that are not inputs (one that the forward takes may be absent), and for missing dims."""
     batch = without_static_inputs(batch)
     tensors, takes = tensors_of(batch), inspect.signature(model.forward).parameters
     anything = any(p.kind is p.VAR_KEYWORD for p in takes.values())
@@ -86,7 +86,7 @@ def known_batch_dims(
 
 
 def normalized(gm: GraphModule, ctx: Compilation) -> GraphModule:
-    """Of global passes, ready for a plan; ``gm`` is changed."""
+    """The graph after the global passes, ready for a plan; ``gm`` is changed."""
     gm = PassManager(GLOBAL_PASSES).run(gm, ctx)
     mark_gradients(gm, [s.node for s in signature_of(gm).inputs if s.kind == "parameter" and s.requires_grad])
     return gm

@@ -2,7 +2,7 @@
 
 shared = SharedCapture()
 shared.first(model, batch, lift_to_float64=lift)     traces, and keeps a copy
-shared.again(model, batch, lift_to_float64=lift)     the copy, if it is of the same batch and surroundings; else traces
+shared.again(model, batch, lift_to_float64=lift)     the copy, if batch and surroundings are the same; else traces
 """
 
 from __future__ import annotations
@@ -22,29 +22,28 @@ from autopar.precision import Precision
 
 
 class SharedCapture:
-    """Keeps one graph until it is asked for again, or forgotten. Whether the modules are still as they were is for the
-    caller to know."""
+    """Keeps one graph until it is used or forgotten. The caller must know whether the modules have changed since."""
 
     def __init__(self) -> None:
         self._facts: tuple[Any, ...] = ()
         self._graph: GraphModule | None = None
 
     def first(self, model: nn.Module, batch: Mapping[str, Any], **how: Any) -> GraphModule:
-        """As `autopar.capture.front_end.capture`, whose result is kept, unless the forward has filled a memo: in torch
-        it is the first step that does, with what it then finds."""
+        """`autopar.capture.front_end.capture`, whose result is kept, unless the forward has filled a memo: in torch the
+        first step would fill it, with the values of that time."""
         gm = capture(model, batch, **how, trial=True)
         if not gm.meta.get("kept"):  # absent where none was
             self._facts, self._graph = _seen(batch, **how), copy_graph(gm)
         return gm
 
     def again(self, model: nn.Module, batch: Mapping[str, Any], **how: Any) -> GraphModule:
-        """What is kept, or a new capture; nothing is kept any more."""
+        """The kept graph, or a new capture; nothing is kept afterwards."""
         kept, facts = self._graph, self._facts
         self.forget()
         return kept if kept is not None and facts == _seen(batch, **how) else capture(model, batch, **how)
 
     def forget(self) -> None:
-        """Free what is kept."""
+        """Free the kept graph."""
         self._facts, self._graph = (), None
 
 
@@ -56,7 +55,7 @@ def _seen(
     precision: Precision | None = None,
     grad_mode: str = "grad",
 ) -> tuple[Any, ...]:
-    """What a capture sees beside the modules. Of modes around it nothing is known: no two such captures are alike."""
+    """What a capture depends on besides the modules. Within unknown modes, no two captures are equal."""
     return (
         facts_of(batch),
         train,

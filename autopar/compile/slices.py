@@ -1,4 +1,4 @@
-"""Token slices: local graphs are made for four samples, and become one set of graphs for slices of any length.
+"""Token slices: local graphs of four sample slices become one set of graphs for slices of any length.
 
 stages of samples   --`merged`-->       one stage, whose graphs take a length and a start
 hops of samples     --`sliced_hop`-->   one hop, with a shape per slice
@@ -22,7 +22,7 @@ COMPUTE_GRAPHS = ("forward", "gather_forward", "backward", "backward_input", "ba
 
 
 def samples_of(plan: Plan, train: bool) -> tuple[TokenSlice, ...]:
-    """The slices for which local graphs are made; none where a step takes all tokens at once."""
+    """The slices for which local graphs are built; none where a step runs all tokens at once."""
     if not train or plan.pipeline is None or not SCHEDULES[plan.pipeline.schedule].sliced:
         return ()
     return sample_slices(sum(plan.pipeline.token_slices), slice_unit(plan.options, plan.mesh))
@@ -42,12 +42,12 @@ def merged(stages: Sequence[Stage], slices: Sequence[TokenSlice], caches: Sequen
 
 
 def sliced_hop(hops: Sequence[P2PEdge], slices: Sequence[TokenSlice], lengths: Sequence[int]) -> P2PEdge:
-    """The hop with one shape per slice: sizes are affine in the length, and follow from two samples."""
+    """The hop with one shape per slice: sizes are affine in the length, so two samples determine them."""
     (first,), (longer,), (later,) = (h.shapes for h in hops[:3])
     if later != first:
         raise ValueError(
-            f"token_slices: {hops[0].value} goes from part {hops[0].source} to part {hops[0].target} and grows "
-            "with the tokens before the slice; cut the model elsewhere with split_points=[...]"
+            f"token_slices: {hops[0].value} goes from stage {hops[0].source} to stage {hops[0].target} and grows "
+            "with the tokens before the slice; split the model elsewhere with split_points=[...]"
         )
     a, b = slices[0].length, slices[1].length
 

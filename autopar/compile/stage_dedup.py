@@ -1,12 +1,12 @@
-"""Parts of a pipeline that are equal but for names are compiled once: the others are copies with names of their own.
+"""Pipeline stages that are equal except for names are compiled once: the others are copies with names of their own.
 
-    part 3: layers.24 ... layers.31        compiled
-    part 4: layers.32 ... layers.39        the same graphs; p_layers_24_q -> p_layers_32_q, grad:add_97 -> grad:add_129
+    stage 3: layers.24 ... layers.31        compiled
+    stage 4: layers.32 ... layers.39        the same graphs; p_layers_24_q -> p_layers_32_q, grad:add_97 -> grad:add_129
 
-The graphs of a copy are made when somebody asks for them: the ranks that run it.
+The graphs of a copy are built on first access, by the ranks that run it.
 
-The key of a part is every node of its graph with all that is noted on it, and what enters and leaves. Names are left
-out, by place, so what compiling does must not depend on them.
+The key of a stage is every node of its graph with all its metadata, and its inputs and outputs. Names are replaced by
+positions, so what compiling does must not depend on them.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ _NOTED = NODES.keys() - {"nn_module_stack", "stack_trace", "original_aten", "ask
 
 
 class KnownStages:
-    """The parts of one pipeline."""
+    """The stages of one pipeline."""
 
     def __init__(self) -> None:
         self._stages: dict[Hashable, tuple[list[Node], Stage]] = {}
         self._seen: dict[int, tuple[PartGraph, Hashable, list[Node]]] = {}
 
     def like(self, part: PartGraph) -> Hashable:
-        """Equal for equal parts. Of a part as it is when it is first asked for."""
+        """Equal for equal stages. Describes a stage as it is at the first call."""
         return self._known(part)[0]
 
     def stage(self, part: PartGraph, make: Callable[[], Stage], how: Hashable = ()) -> Stage:
-        """What ``make`` gives for the part, or a copy of what it gave for an equal one, made in the same way."""
+        """The result of ``make`` for the stage, or a copy of that for an equal one made in the same way."""
         key, nodes = self._known(part)
         known = self._stages.get((key, how))
         if known is not None:
             return known[1] if known[0] is nodes else _copied(known[1], part, _Names(known[0], nodes))
         names = [node.name for node in nodes]
         stage = make()
-        assert names == [node.name for node in nodes], "compiling a part leaves its own graph as it is"
+        assert names == [node.name for node in nodes], "compiling a stage does not change its graph"
         self._stages[key, how] = nodes, stage
         return stage
 
@@ -59,7 +59,7 @@ class KnownStages:
             try:
                 key: Hashable = _key(part, nodes)
                 hash(key)
-            except TypeError:  # something that has no hash
+            except TypeError:  # something unhashable
                 key = id(part)
             self._seen[id(part)] = part, key, nodes
         _, key, nodes = self._seen[id(part)]
@@ -67,7 +67,7 @@ class KnownStages:
 
 
 def _nodes(part: PartGraph) -> Iterator[Node]:
-    """The nodes of the part's graph, and those between stored and used parameters."""
+    """The nodes of the stage's graph, and those between stored and used parameters."""
     yield from part.graph.graph.nodes
     seen: set[Node] = set()
     for used, parameter in (part.used or {}).items():
@@ -114,7 +114,7 @@ def _of(name: str) -> str:
 
 
 class _Names:
-    """From the names of one part to those of an equal one."""
+    """From the names of one stage to those of an equal one."""
 
     def __init__(self, old: Sequence[Node], new: Sequence[Node]) -> None:
         self.of_nodes = {a.name: b.name for a, b in zip(old, new, strict=True)}
@@ -127,7 +127,7 @@ class _Names:
             }
 
     def node(self, name: str) -> str:
-        """A node of the part, or one that compiling has made."""
+        """A node of the stage, or one that compiling created."""
         return self.of_nodes.get(name) or (f"{name}_made" if name in self.taken else name)
 
     def value(self, name: str) -> str:
@@ -171,7 +171,7 @@ def _renamed(step: StepGraph, names: _Names) -> GraphModule:
         made.name = names.node(node.name)
         if made.op == "placeholder":
             value = next(given)
-            if node.name == value.replace(":", "_"):  # one that is named after the value that comes in
+            if node.name == value.replace(":", "_"):  # one that is named after the received value
                 made.name = names.value(value).replace(":", "_")
             made.target = made.name
         if "nn_module_stack" in node.meta:

@@ -1,6 +1,7 @@
-"""From a local graph to a pipeline: cut into parts, differentiate each, order the actions. Pure, as all of compiling.
+"""From a local graph to a pipeline: split it into stages, differentiate each, order the actions. Pure, as all of
+compiling.
 
-local graph -> cut_stages -> per part: F, BW, B, W, G, R -> check_step_types -> schedule -> Order
+local graph -> cut_stages -> per stage: F, BW, B, W, G, R -> check_step_types -> schedule -> Order
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ from autopar.steps.of_rank import backwards, graph_name
 
 
 class StageBuilder:
-    """A local graph, cut into parts; each is differentiated once, and becomes a stage for every choice of what its
-    backward makes again."""
+    """A local graph, split into stages; each is differentiated once, and compiled for every choice of what its backward
+    recomputes."""
 
     def __init__(
         self,
@@ -67,8 +68,8 @@ class StageBuilder:
         ahead: GraphModule | None = None,
     ) -> None:
         """``graphs``: it and its caches, or those of the sample ``slices``. ``static``: see `make_order`. ``tangents``:
-        names of outputs that gradients come for, beside the losses, where there is one part. ``ahead``: what totals
-        over microbatches need of weights.
+        names of outputs that receive gradients, besides the losses, if there is one stage. ``ahead``: the graph of the
+        pre-pass.
 
         Raises ValueError where the graph has no such layers."""
         self.graphs, self.ctx, self.train, self.static, self.slices = graphs, ctx, train, static, slices
@@ -81,7 +82,7 @@ class StageBuilder:
 
     @property
     def plan(self) -> Plan:
-        """As it is while this is compiled."""
+        """The plan, as it is while this is compiled."""
         assert self.ctx.plan is not None
         return self.ctx.plan
 
@@ -90,26 +91,26 @@ class StageBuilder:
         return len(self.parts) > 1 and not self.slices
 
     def asks(self, policy: str) -> bool:
-        """Whether a policy may make something again: "model" what is called within `torch.utils.checkpoint`, "none"
-        nothing; but logits that are made in chunks are made again in any case."""
+        """Whether a policy may recompute something: "model" only what is called within `torch.utils.checkpoint`, "none"
+        nothing; but chunked logits are recomputed in any case."""
         nodes = [node for gm, _ in self.graphs for node in gm.graph.nodes]
         asked = policy == "model" and any("asked" in node.meta for node in nodes)
         return policy not in ("none", "model") or asked or any("chunk" in node.meta for node in nodes)
 
     def names_at(self, k: int, calls: Sequence[int]) -> list[str]:
-        """The layers, or modules, of some of the `forward_calls` of a part."""
+        """The layers, or modules, of some of the `forward_calls` of a stage."""
         made = forward_calls(self.parts[k].graph)
         return [layer_of(made[i]) or module_path(made[i]) or made[i].name for i in calls]
 
     def first_like(self) -> list[int]:
-        """Part -> the first of the parts that are equal to it but for names."""
+        """Stage -> the first of the stages that are equal to it except for names."""
         if not self._shares_parts:
             return list(range(len(self.parts)))
         first: dict[Any, int] = {}
         return [first.setdefault(self._known.like(part), k) for k, part in enumerate(self.parts)]
 
     def derived(self, k: int, sample: int = 0) -> Differentiated:
-        """The part with its derivative."""
+        """The stage with its derivative."""
         if (k, sample) not in self._derived:
             if self._shares_parts:
                 self._known.like(self.parts[k])  # as it is before this
@@ -120,7 +121,7 @@ class StageBuilder:
         return self._derived[k, sample]
 
     def make(self, checkpoints: Mapping[int, PartCheckpoints] | None = None) -> Pipeline:
-        """The pipeline; ``checkpoints``: of its parts.
+        """The pipeline; ``checkpoints``: of its stages.
 
         Raises ValueError where the schedule does not take the number of microbatches."""
         ctx, parts, checked = self.ctx, list[Stage](), list[Stage]()
@@ -128,12 +129,12 @@ class StageBuilder:
             own = (checkpoints or {}).get(k, NOTHING)
             if self.slices:
                 samples = [self._differentiated(k, i, own, True) for i in range(len(self.slices))]
-                checked.append(samples[0])  # types are of numbers; the merged graphs compute theirs
+                checked.append(samples[0])  # types need constant sizes; the merged graphs compute theirs
                 stage = merged(samples, self.slices, self.graphs[0][1])
                 parts.append(_finish(f"part{k}.", stage, ctx, FIXED_GRAPHS))
                 continue
             make = partial(self._compile_part, k, own)
-            if ctx.watched:  # sees each part; what is kept has the names that it has on ranks which nobody watches
+            if ctx.watched:  # an observer sees each stage; cached ones are named as on ranks without observers
                 make = partial(_as_is, make())
             parts.append(self._known.stage(part, make, own) if self._shares_parts else make())
         timed(ctx.timings, "checks", lambda: check_step_types(checked or parts, self.graphs[0][0], ctx.mesh))
@@ -152,8 +153,8 @@ class StageBuilder:
         return Pipeline(parts, hops, order, *self.prologues, lengths, ahead=self.rounds)
 
     def further_ahead(self, made: Pipeline) -> Pipeline | None:
-        """The same graphs in an order that takes the limit for more microbatches in flight; None where the schedule
-        has but one order, or no limit is so low."""
+        """The same graphs in an order that uses the memory limit for more microbatches in flight; None where the
+        schedule has only one order, or no limit is low enough."""
         pipeline = self.plan.pipeline
         if pipeline is None or not SCHEDULES[pipeline.schedule].searches:
             return None
@@ -164,8 +165,8 @@ class StageBuilder:
         return replace(made, order=proven(order, made.hops))
 
     def _order(self, parts: Sequence[Stage], hops: Sequence[P2PEdge]) -> Order:
-        """Where checkpoints keep the limit, a schedule that searches does not take what they save for more
-        microbatches in flight: that would ask for more of them."""
+        """With recomputation under a limit, a schedule that searches must not use the memory saved for more
+        microbatches in flight: that would need more recomputation."""
         options = self.plan.options
         if options.ac_policy != AUTO:
             return make_order(self.plan, parts, hops, self.train, self.static)
@@ -184,7 +185,7 @@ class StageBuilder:
         return _finish(prefix, stage, ctx, (*FIXED_GRAPHS, *COMPUTE_GRAPHS))
 
     def _differentiated(self, k: int, sample: int, checkpoints: PartCheckpoints, split: bool) -> Stage:
-        """The step graphs of a part; ``split``: B and W, too."""
+        """The step graphs of a stage; ``split``: B and W, too."""
         part, precision = self.cuts[sample].parts[k], self.plan.options.precision
         stage = self.derived(k, sample).stage(split, checkpoints)
         for step in backwards(stage):
@@ -200,7 +201,7 @@ class StageBuilder:
 
     @cached_property
     def rounds(self) -> list[GlobalStatistics]:
-        """What goes ahead of a step, cut as the model is."""
+        """The rounds of the pre-pass, split into stages as the model is."""
         if self._ahead is None:
             return []
         flow, pipeline, gm = flow_of(self._ahead, self.plan.inputs), self.plan.pipeline, self.graphs[0][0]
@@ -219,7 +220,7 @@ def _as_is(stage: Stage) -> Stage:
 
 
 def _cut(gm: GraphModule, plan: Plan, tangents: Sequence[str]) -> Cut:
-    """Of one part, gathers for each use stay within the graph, and are made again in its backward."""
+    """With a single stage, gathers for each use stay within the graph, and its backward repeats them."""
     if plan.pipeline is not None:
         flow = flow_of(gm, plan.inputs)
         return cut_stages(gm, flow, place(flow, plan.pipeline.split_points), plan.pipeline.parts)
@@ -228,7 +229,7 @@ def _cut(gm: GraphModule, plan: Plan, tangents: Sequence[str]) -> Cut:
 
 
 def proven(order: Order, hops: Sequence[P2PEdge]) -> Order:
-    """The order, once it is known to end. Raises ScheduleError with the grid of one that would wait for ever."""
+    """The order, once it is known to terminate. Raises ScheduleError with the grid of one that deadlocks."""
     lowered = lower(order, hops)
     simulate(lowered)
     check_streams(lowered)
@@ -236,20 +237,20 @@ def proven(order: Order, hops: Sequence[P2PEdge]) -> Order:
 
 
 def place(flow: Flow, cuts: tuple[str, ...]) -> dict[Node, int]:
-    """The part of every main node. A conversion belongs to its first user, so that what is sent is not gathered yet."""
+    """The stage of every main node. A conversion belongs to its first user, so that a value is sent before a gather."""
     part_of = parts_by_node(*resolve([n for n in flow.main if not is_conversion(n)], cuts))
     for node in reversed(flow.main):
         if node not in part_of:
             users = [part_of[u] for u in node.users if u in part_of]
             part_of[node] = min(users) if users else len(cuts)
-    for node in flow.main:  # what leaves the model belongs to what it is made of
+    for node in flow.main:  # outputs belong to the stage of their operands
         if is_conversion(node) and not any(u in part_of for u in node.users):
             part_of[node] = part_of[node.args[0]]  # type: ignore[index]
     return part_of
 
 
 def _sums(part: PartGraph, precision: Precision) -> dict[str, torch.dtype]:
-    """Parameter -> what its gradient is summed in over ranks, where that is part of the backward."""
+    """Parameter -> the dtype in which its gradient is reduced over ranks, where that is part of the backward."""
     if part.used is not None:
         return {}
     held = {n.name: n.meta["val"].dtype for n in placeholders(part.graph) if n.name in part.fixed}
@@ -290,27 +291,27 @@ def _prologues(cut: Cut) -> tuple[StepGraph | None, StepGraph | None]:
     return found[0], found[1]
 
 
-# --- graphs of a part's parameters ---------------------------------------------------------------------
+# --- graphs of a stage's parameters --------------------------------------------------------------------
 
 OF_EACH = ("backward", "backward_input", "backward_weight")  # the backwards of every microbatch
 
 
 def place_exchanges(stage: Stage, used: Mapping[Node, Node] | None, plan: Plan) -> None:
-    """Where the exchanges of parameters and gradients stand: in graphs of their own (G, R), or within F and the
-    backwards.
+    """Where the gathers of parameters and the reductions of gradients run: in graphs of their own (G, R), or within F
+    and the backwards.
 
-        zero    gathers          sums over ranks
+        zero    gathers          reductions over ranks
         0                        the last backward (with stages: R)
         1       the first F      the last backward (with stages: R)
         2       the first F      every backward
         3       every graph      every backward
 
-    What every backward sums is what sums cut: over dp (and cp) it leaves pieces. What they leave whole is summed once
-    per step, in the last backward or in R: pieces over replicas (dp_replicate), which moves 2(R-1)/R of a piece (Zhao
-    et al. 2023, PyTorch FSDP, 3.2.2), and gradients of parameters that nothing cuts over all axes. ``used``: used node
-    -> its parameter, where G and R were cut out.
+    Every backward runs the reductions that shard: reduce-scatters over dp (and cp). Those that leave a value unsharded
+    run once per step, in the last backward or in R: all-reduces of shards over replicas (dp_replicate), which move
+    2(R-1)/R of a shard (Zhao et al. 2023, PyTorch FSDP, 3.2.2), and all-reduces of gradients of replicated parameters.
+    ``used``: used node -> its parameter, where G and R were split off.
     """
-    options, alone = plan.options, plan.pipeline is None  # without other parts it is known which backward is the last
+    options, alone = plan.options, plan.pipeline is None  # without other stages it is known which backward is the last
     last = alone and stage.backward is not None
     once = options.reduces_once and options.microbatches > 1
     late = options.microbatches > 1 and not once
@@ -320,7 +321,7 @@ def place_exchanges(stage: Stage, used: Mapping[Node, Node] | None, plan: Plan) 
         if not once:
             _reduce_in_each(stage, used, options.precision, late)
         if last and stage.reduce is not None:
-            assert stage.backward is not None  # sums overlap with it: it takes what the earlier ones have made
+            assert stage.backward is not None  # reductions overlap with it: it takes the accumulated gradients
             stage.backward_reduce, stage.reduce = inline_reductions(stage.backward, stage.reduce, last=True), None
         if alone:
             stage.roots = _of_stored(stage.roots, used)
@@ -334,7 +335,7 @@ def place_exchanges(stage: Stage, used: Mapping[Node, Node] | None, plan: Plan) 
 
 
 def _gather_inside(stage: Stage) -> None:
-    """Parameters are gathered by every graph that uses them, and die in between."""
+    """Parameters are gathered by every graph that uses them, and freed in between."""
     gather = stage.gather
     assert gather is not None
     for name in ("forward", *OF_EACH):
@@ -344,7 +345,7 @@ def _gather_inside(stage: Stage) -> None:
 
 
 def _reduce_in_each(stage: Stage, used: Mapping[Node, Node], precision: Precision, late: bool) -> None:
-    """Where several graphs make gradients of one parameter, each sums its own."""
+    """Where several graphs compute gradients of one parameter, each reduces its own."""
     made: dict[str | None, None] = {}
     for name in OF_EACH:
         step = getattr(stage, name)

@@ -3,11 +3,11 @@
 placement, mesh         the four placements of a value, the table of conversions, axes and their sizes
 conversions             the one node through which a value changes its placement
 graph, storages, flow   reading and editing graphs; which memory their values take; what depends on what
-signature, batch        what goes in and comes out: inputs, parameters with their pieces, the batch
-recipe                  what a checkpoint holds for a model's tensors
-own_backward            a model's own backwards as nodes
-exported                what torch.export gave, checked: which parameters outputs have gradients for
-compute_dtypes          dtypes that autocast and gradients have; operands that torch's kernels would refuse
+signature, batch        inputs and outputs: inputs, parameters with their shards, the batch
+weight_conversion       how checkpoint tensors map to a model's
+custom_backward         a model's custom backwards as nodes
+exported                the result of torch.export, checked: which parameters outputs have gradients for
+compute_dtypes          dtypes under autocast and of gradients; operands that torch's kernels would refuse
 
-Stands on adapters and ops. Attention, rules, steps and all above import it.
+Imports adapters and ops. Attention, rules, steps and everything above import it.
 """

@@ -1,11 +1,11 @@
-"""The batch of a step: the whole of all dp ranks, and one rank's part.
+"""The batch of a step: the global batch of all dp ranks, and one rank's shard.
 
-Every rank of a dp coordinate passes its part of the whole batch; a step is compiled for the whole. Dims are by path of
-the input ({"x": 1, "past.0": 0, "table": None}), None for an input that is no part of the batch: all ranks pass the
-same. Which dims they are is decided in `autopar.planner.batch_dims`.
+Every rank of a dp coordinate passes its shard of the global batch; a step is compiled for the global one. Dims are by
+path of the input ({"x": 1, "past.0": 0, "table": None}), None for an input without a batch dim: all ranks pass the
+same. `autopar.planner.batch_dims` decides which dims they are.
 
-Inputs that the user names as ``static_inputs`` are no tensors of the batch: their values decide the graph, as numbers
-and texts do, and are compared as these are.
+Inputs that the user names as ``static_inputs`` are not tensors of the batch: their values specialize the graph, as
+numbers and texts do, and are compared like these.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from autopar.capture.trace.export import flatten, one_level, paths, unflatten
 BatchDims = Mapping[str, int | None]
 
 
-_SHOWN = 32  # values of a constant in messages and facts; of more, a digest
+_SHOWN = 32  # values of a constant in messages and keys; of more, a digest
 
 
 class ConstantTensor:
-    """A tensor whose values decide the graph: equal to others of the same dtype, shape and values."""
+    """A tensor whose values specialize the graph: equal to others of the same dtype, shape and values."""
 
     def __init__(self, values: Tensor) -> None:
         self.values = values.detach().cpu().contiguous()
@@ -48,11 +48,13 @@ def _digest(x: Tensor) -> str:
 
 
 def with_static_inputs(batch: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The batch with the tensors of some inputs as constants. Raises ValueError for those that have no values."""
+    """The batch with the tensors of some inputs as constants. Raises ValueError for those without values."""
 
     def constant(name: str, x: Any) -> Any:
         if isinstance(x, Tensor) and x.is_meta:
-            raise ValueError(f"static_inputs: the values of input {name} decide the graph, found it on the meta device")
+            raise ValueError(
+                f"static_inputs: input {name} needs values, found it on the meta device; pass a real tensor"
+            )
         return ConstantTensor(x) if isinstance(x, Tensor) else x
 
     out = dict(batch)
@@ -88,7 +90,7 @@ def facts_of(batch: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def described(value: Any) -> str:
-    """A nested value in words, its tensors by dtype and shape: (float32 [2, 3], {'mask': None})"""
+    """A nested value as text, its tensors by dtype and shape: (float32 [2, 3], {'mask': None})"""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     children, kind = one_level(value)
@@ -108,8 +110,8 @@ def map_tensors(batch: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
 
 
 def whole_batch(batch: Mapping[str, Any], dims: BatchDims, ranks: int) -> dict[str, Any]:
-    """The batch of all dp ranks as shapes on the meta device, from that of one of them. Constants are repeated: all
-    ranks have the same."""
+    """The global batch as shapes on the meta device, from the shard of one rank. Constants are repeated: all ranks have
+    the same."""
 
     def repeated(name: str, x: ConstantTensor) -> ConstantTensor:
         dim = dims.get(name)
@@ -130,9 +132,9 @@ def whole_batch(batch: Mapping[str, Any], dims: BatchDims, ranks: int) -> dict[s
 def part_of_batch(
     batch: Mapping[str, Any], dims: BatchDims, ranks: int, index: int, experts: int = 1, microbatches: int = 1
 ) -> dict[str, Any]:
-    """The part of one of the ranks that have other samples of the whole batch: consecutive examples; where ``experts``
-    neighbours of them share experts, these have consecutive examples of each of the ``microbatches``, so that samples
-    have the place, and so the random numbers, that they have in one process.
+    """The shard of one data-parallel rank: consecutive examples. Where ``experts`` neighbouring ranks share experts,
+    these have consecutive examples of each of the ``microbatches``, so that each sample has the position, and so the
+    random numbers, that it has in one process.
 
     Raises ValueError for a batch that does not divide."""
 

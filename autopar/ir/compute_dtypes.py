@@ -1,11 +1,11 @@
-"""The dtypes of a policy (`autopar.precision`) on a model: which each parameter is stored and used in, and what is cast
-around its modules.
+"""The dtypes that a policy (`autopar.precision`) gives a model: the stored and the used dtype of each parameter, and
+the casts around its modules.
 
-    dtypes = dtypes_of(model, policy, kept)      kept: what the model's library wants in float32, by parts of names
+    dtypes = dtypes_of(model, policy, kept)      kept: what the model's library wants in float32, by substrings of names
     copy   = structure_copy(model, mode, dtypes.used)
-    cast_around(copy, dtypes)                    what goes into the model, and in and out of modules that are kept
+    cast_around(copy, dtypes)                    inputs of the model, and inputs and outputs of kept modules
 
-Casts of parameters are no part of the copy: capture notes how they are stored, and `cast_parameters` casts them.
+Casts of parameters are not in the copy: capture records the stored dtypes, and `cast_parameters` adds the casts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopar.capture.trace.export import flatten, line_of, unflatten
 from autopar.ops.traits import PRODUCTS
 from autopar.precision import Precision
 
-# their kernels take inputs of half precision beside weights and statistics of float32
+# their kernels take half-precision inputs together with float32 weights and statistics
 _IN_FLOAT32 = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -45,9 +45,9 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def dtypes_of(model: nn.Module, policy: Precision, kept: Iterable[str] = ()) -> Dtypes:
-    """What a policy makes of a model.
+    """The dtypes that a policy gives a model.
 
-    Raises ValueError where it keeps modules that there are not, or keeps one of several that share a parameter.
+    Raises ValueError where it keeps modules that do not exist, or keeps one of several that share a parameter.
     """
     found = Dtypes(policy)
     if not policy.compute:
@@ -67,7 +67,7 @@ def dtypes_of(model: nn.Module, policy: Precision, kept: Iterable[str] = ()) -> 
         if any(inside) and not all(inside):
             raise ValueError(
                 f"precision: {' and '.join(names[id(parameter)])} are one parameter, and keep="
-                f"{list(policy.keep)} names only a part of what uses it; keep all or none of it"
+                f"{list(policy.keep)} names only some of the modules that use it; keep all or none of it"
             )
         asked = isinstance(owners.get(name), _IN_FLOAT32) or bool(by_library.search(name))
         stored = torch_dtype(policy.stored) if policy.stored else parameter.dtype
@@ -79,12 +79,12 @@ def dtypes_of(model: nn.Module, policy: Precision, kept: Iterable[str] = ()) -> 
 
 
 def _kept_in(policy: Precision, stored: torch.dtype) -> torch.dtype:
-    """Float32, or what parameters are stored in if that is wider."""
+    """Float32, or the stored dtype if that is wider."""
     return torch.promote_types(torch_dtype(policy.stored) if policy.stored else stored, torch.float32)
 
 
 def _named(model: nn.Module, keep: Iterable[str]) -> Iterator[str]:
-    """Paths of modules that are named by path, by the end of their path, or by class; not of those within others."""
+    """Paths of modules that are named by path, by the end of their path, or by class; without those inside others."""
     seen: list[str] = []
     for name in keep:
         found = [
@@ -109,8 +109,8 @@ def _is_within(name: str, paths: Collection[str]) -> bool:
 
 
 def cast_around(copy: nn.Module, dtypes: Dtypes) -> None:
-    """Changes a structure copy: floating inputs are cast to what it computes in, what goes into modules that are kept
-    to theirs, and what comes out back."""
+    """Changes a structure copy: floating inputs are cast to the dtype that it computes in, inputs of kept modules to
+    theirs, and their outputs back."""
     policy = dtypes.policy
     if not policy.compute:
         return
@@ -145,7 +145,7 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
 
 
 def stored_by_name(model: nn.Module, dtypes: Dtypes) -> dict[str, torch.dtype]:
-    """What parameters are stored in, by every name that they have."""
+    """The stored dtype of parameters, by every name that they have."""
     named = model.named_parameters(remove_duplicate=False)
     return {name: dtypes.stored[id(p)] for name, p in named if id(p) in dtypes.stored}
 
@@ -154,36 +154,35 @@ def stored_by_name(model: nn.Module, dtypes: Dtypes) -> dict[str, torch.dtype]:
 
 
 def summed_in(stored: torch.dtype, precision: Precision) -> torch.dtype:
-    """Of gradients over ranks: without a policy in the dtype of their parameter, ``stored``."""
+    """The dtype in which gradients are reduced over ranks: without a policy that of their parameter, ``stored``."""
     return torch_dtype(precision.reduce) if precision.reduce and stored.is_floating_point else stored
 
 
 def added_in(own: torch.dtype, stored: torch.dtype, precision: Precision) -> torch.dtype:
-    """``own``: that of one microbatch's gradient."""
+    """The dtype in which gradients are accumulated. ``own``: that of one microbatch's gradient."""
     found = torch.promote_types(own, summed_in(stored, precision))
     return torch.promote_types(found, torch.float32) if precision.compute else found
 
 
-# --- dtypes that calls may be asked with ---------------------------------------------------------------
+# --- dtypes that calls accept --------------------------------------------------------------------------
 
 aten = torch.ops.aten
 
 # All floating operands have one dtype.
 ONE_DTYPE = PRODUCTS - {torch.ops.autopar.grouped_mm.default} | {aten.complex.default, aten.polar.default}
-# So have these, but that half precision may meet float32 weights.
+# So must these, except that half precision may be combined with float32 weights.
 NORMS = {aten.layer_norm.default, aten.group_norm.default}
 HALVES = (torch.bfloat16, torch.float16)
 
 
-# Losses of classes, whose labels are int64 or uint8; floating targets are probabilities.
+# Class-index losses, whose labels are int64 or uint8; floating targets are probabilities.
 LABELLED = {aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default}
 LABELS = (torch.int64, torch.uint8)
 
 
 def check_dtypes(graph: Graph, names: Mapping[str, str]) -> None:
     """Raises ValueError for a product or norm of operands with several dtypes, and for labels of a dtype that torch's
-    losses refuse. ``names``: of placeholders, as the user
-    knows them."""
+    losses refuse. ``names``: of placeholders, as the user knows them."""
     for node in graph.nodes:
         if node.target in ONE_DTYPE or node.target in NORMS:
             operands = [x for x in node.all_input_nodes if isinstance(x.meta.get("val"), Tensor)]

@@ -1,8 +1,8 @@
-"""The typed conversion: the one node through which a value changes its placement on an axis.
+"""The conversion: the one node through which a value changes its placement on an axis.
 
-Two levels. `convert` stands in typed graphs of global shape, where it is the identity. `exchange` stands in local
-graphs: it runs the conversion with raw collectives, and its gradient goes through the transposed conversion. Over token
-slices, which are an axis in time, `exchange_slice` stands there until `slice_tokens` takes it out.
+There are two levels. `convert` is in global graphs, where it is the identity. `exchange` is in local graphs: it runs
+the conversion with raw collectives, and its gradient goes through the transposed conversion. Over token slices, an axis
+in time, `exchange_slice` takes its place until `slice_tokens` removes it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from autopar.ops import collectives  # noqa: F401  (registers the raw collective
 def convert(x: torch.Tensor, axis: str, src: str, dst: str) -> torch.Tensor:
     """Value ``x`` goes from placement ``src`` to ``dst`` on a mesh axis.
 
-    On global shapes it is the identity (the whole value is the same before and after), so that a typed graph
-    still runs in one process. `lower_to_local` turns it into an `exchange`.
+    On global shapes it is the identity (the global value does not change), so that a graph with placements still runs
+    in one process. `lower_to_local` turns it into an `exchange`.
     """
     return x
 
 
 def exchange(x: torch.Tensor, axis: str, size: int, src: str, dst: str) -> torch.Tensor:
-    """The conversion on local pieces, over ``size`` ranks. Differentiable: the gradient takes the transpose."""
+    """The conversion of local values, over ``size`` ranks. Differentiable: the gradient takes the transpose."""
     out: torch.Tensor = _ExchangeCall.apply(x, axis, size, parse_placement(src), parse_placement(dst))
     return out
 
@@ -35,7 +35,7 @@ def exchange(x: torch.Tensor, axis: str, size: int, src: str, dst: str) -> torch
 def exchange_slice(x: torch.Tensor, length: int, start: int, total: int, src: str, dst: str) -> torch.Tensor:
     """The conversion as one slice of the tokens sees it: tokens [start, start + length) of ``total``.
 
-    A whole value gives the rows of the slice. What needs other slices has a shape only: a cache takes its place.
+    A replicated value is narrowed to the slice's rows. What needs other slices has a shape only: a cache replaces it.
     """
     before, after = parse_placement(src), parse_placement(dst)
     if isinstance(after, Shard) and not isinstance(before, Shard):
@@ -49,12 +49,12 @@ def exchange_slice(x: torch.Tensor, length: int, start: int, total: int, src: st
 
 
 def is_conversion(node: Node) -> bool:
-    """Whether a node is a typed conversion, of either level."""
+    """Whether a node is a conversion, of either level."""
     return node.op == "call_function" and node.target in (convert, exchange, exchange_slice)
 
 
 def is_zeros(x: Any) -> bool:
-    """Whether a value is made as zeros."""
+    """Whether a value is created as zeros."""
     while isinstance(x, Node) and is_conversion(x):
         x = x.args[0]
     if not isinstance(x, Node):
@@ -64,8 +64,8 @@ def is_zeros(x: Any) -> bool:
 
 
 def is_cast_input(node: Node) -> bool:
-    """Whether a node casts an input of its graph to a narrower dtype, and nobody takes that as it was: so a parameter
-    is used that is stored in another dtype."""
+    """Whether a node casts an input of its graph to a narrower dtype, and is its only user: this is how a parameter is
+    used that is stored in another dtype."""
     if not is_call(node, torch.ops.aten._to_copy.default):
         return False
     source: Node = node.args[0]  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""A model's own backwards in a graph (`autopar.ops.gradient`): which nodes they are made of, and what they may do.
+"""Custom backwards in a graph (`autopar.ops.gradient`): which nodes they consist of, and what they may do.
 
 g = gradient_of(y0, [x])                      a hole
 gx = clamp(g, -1, 1)                          inside: depends on a hole
@@ -21,8 +21,8 @@ from autopar.ops.gradient import HOLE, OWN_BACKWARD, RESULT
 
 @dataclass
 class CustomBackward:
-    """One call of an autograd function. inputs, gradients: in pairs. inside: what depends on the holes and leads to a
-    gradient, in order. results: those of its results that are used."""
+    """One call of an autograd function. inputs, gradients: in pairs. inside: the nodes that depend on the holes and
+    lead to a gradient, in order. results: those of its results that are used."""
 
     token: Node
     inputs: list[Node]
@@ -38,7 +38,7 @@ class CustomBackward:
 
     @property
     def saved(self) -> list[Node]:
-        """What the backward takes beside the holes, in the order of use."""
+        """What the backward uses besides the holes, in the order of use."""
         made = {*self.holes, *self.inside}
         used = [x for node in self.inside for x in node.all_input_nodes] + self.gradients
         return list(dict.fromkeys(x for x in used if x not in made))
@@ -51,7 +51,7 @@ def parts_of_token(token: Node) -> tuple[list[Node], list[Node], list[Node], str
 
 
 def own_backwards(graph: Graph) -> list[CustomBackward]:
-    """All of a graph, in order."""
+    """All custom backwards of a graph, in order."""
     order = {n: i for i, n in enumerate(graph.nodes)}
     inside = inside_of(graph)
     found = []
@@ -65,7 +65,7 @@ def own_backwards(graph: Graph) -> list[CustomBackward]:
 
 
 def inside_of(graph: Graph) -> set[Node]:
-    """Holes, and everything that depends on one: values that nobody knows before the gradients are."""
+    """Holes, and everything that depends on one: values that are unknown before the gradients are computed."""
     found: set[Node] = set()
     for node in graph.nodes if calls_of(graph, HOLE) else ():
         if is_call(node, HOLE) or (_passes(node) and any(x in found for x in node.all_input_nodes)):
@@ -78,8 +78,8 @@ def _passes(node: Node) -> bool:
 
 
 def glued(nodes: Sequence[Node]) -> set[Node]:
-    """Of some nodes of a graph, in order, those that belong with the one before them: what stands between the first
-    hole of a function and its last result."""
+    """The nodes, of some nodes in order, that must stay with the one before them: those between the first hole of a
+    function and its last result."""
     order = {n: i for i, n in enumerate(nodes)}
     found: set[Node] = set()
     for own in own_backwards(nodes[0].graph) if nodes else []:
@@ -90,8 +90,8 @@ def glued(nodes: Sequence[Node]) -> set[Node]:
 
 
 def is_linear(own: CustomBackward, rule_of: Callable[[Node], Any]) -> bool:
-    """Whether sums over ranks of the incoming gradients pass through to those of the inputs: by the operators' rules,
-    ``rule_of``, which raises ValueError where there is none."""
+    """Whether the sum over ranks of incoming gradients passes through to those of the inputs, by the operators' rules:
+    ``rule_of`` raises ValueError where there is none."""
     pending = set(own.holes)
     for node in own.inside:
         operands = tensor_operands(node)
@@ -108,8 +108,8 @@ def is_linear(own: CustomBackward, rule_of: Callable[[Node], Any]) -> bool:
 
 
 def check_contained(gm: GraphModule) -> None:
-    """Raises ValueError where a value that depends on a gradient leaves a backward otherwise than as a gradient: what
-    it writes into a buffer would be written before there is a gradient."""
+    """Raises ValueError where a value that depends on a gradient leaves a backward in another way than as a gradient:
+    a buffer would be written before the gradient exists."""
     inside = inside_of(gm.graph)
     specs = signature_of(gm).outputs
     for value, spec in zip(gm.graph.output_node().args[0], specs, strict=True):  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""From what torch.export makes to a signature: what goes into the graph and what comes out of it, under which names."""
+"""From the result of torch.export to a signature: the inputs and outputs of the graph, and their names."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def specs_of_inputs(program: ExportedProgram, replica: nn.Module, leaves: list[s
         if spec.kind not in kinds:
             raise ValueError(
                 "capture: operators must take tensors and Python constants, found an object, such as a torch.Generator "
-                f"of the model ({spec.kind.name.lower()}); draw from torch's own generator, or pass in what is drawn"
+                f"of the model ({spec.kind.name.lower()}); draw from torch's default generator, or pass in the numbers"
             )
         tensor = tensors.get(spec.target or "")
         if tensor is None:
@@ -59,7 +59,7 @@ def specs_of_inputs(program: ExportedProgram, replica: nn.Module, leaves: list[s
 @dataclass
 class Made:
     """What a graph returns: specs and nodes of the flat tensor outputs, then of new values of buffers; ``leaves``: for
-    each leaf of the user's structure (``spec``) its place, or the constant that it is."""
+    each leaf of the user's structure (``spec``) its position, or the constant that it is."""
 
     outputs: list[OutputSpec]
     values: list[Node]
@@ -68,7 +68,7 @@ class Made:
 
     @classmethod
     def of(cls, program: ExportedProgram, buffers: BufferWatch) -> Made:
-        """``buffers``: what it saw of the forward. Raises ValueError for a write to what is no buffer."""
+        """``buffers``: the record of the forward. Raises ValueError for a write to anything but a buffer."""
         nodes: Any = program.graph.output_node().args[0]
         spec = program.call_spec.out_spec
         structure: Any = unflatten([_LEAF] * spec.num_leaves, spec)
@@ -113,7 +113,7 @@ def buffers_differentiated(graph: Graph, inputs: Iterable[InputSpec], outputs: S
 
 
 def read_again(graph: Graph, inputs: Iterable[InputSpec]) -> tuple[str, ...] | None:
-    """State that the model's own `torch.utils.checkpoint` read, or views of it; None where there are none."""
+    """State that the model's own `torch.utils.checkpoint` reads, or views of it; None where there are none."""
     asked = [node for node in graph.nodes if "asked" in node.meta]
     read = {_viewed(x) for node in asked for x in node.all_input_nodes}
     kinds = ("parameter", "buffer", "constant")
@@ -122,7 +122,7 @@ def read_again(graph: Graph, inputs: Iterable[InputSpec]) -> tuple[str, ...] | N
 
 
 def _viewed(x: Node) -> Node:
-    """What lies in the memory of a node's value: the first operand of views."""
+    """The value whose memory a node's value shares: the first operand of views."""
     while x.op == "call_function" and x.all_input_nodes and _is_view(x):
         x = x.all_input_nodes[0]
     return x
@@ -134,8 +134,8 @@ def _is_view(node: Node) -> bool:
 
 
 def refuse_writes_again(gm: GraphModule) -> None:
-    """Raises ValueError for a buffer that the forward updates by what is in it, or computes with, within a
-    `torch.utils.checkpoint`: torch's backward runs that again, with what is in the buffer then."""
+    """Raises ValueError for a buffer that the forward updates from its old value, or computes with, within a
+    `torch.utils.checkpoint`: torch's backward runs that a second time, on the updated buffer."""
     signature = gm.meta["signature"]
     written = {spec.name for spec in signature.outputs if spec.kind == "mutation"}
     buffers = {spec.node: spec.name for spec in signature.inputs if spec.kind == "buffer" and spec.name in written}
@@ -143,8 +143,8 @@ def refuse_writes_again(gm: GraphModule) -> None:
     if buffer := next((buffers[x.name] for node in asked for x in _read(node) if x.name in buffers), None):
         raise ValueError(
             f"capture: the forward writes to buffer {buffer} and reads it within torch.utils.checkpoint, which torch "
-            "runs again in the backward, with what was written; turn the model's checkpoints off, and let "
-            'parallelize(..., activation_checkpoint="full") or memory_limit= make values again, which write once'
+            "recomputes in the backward from the written value; turn the model's checkpoints off, and use "
+            'parallelize(..., activation_checkpoint="full") or memory_limit=, which recompute without the write'
         )
 
 
@@ -170,7 +170,7 @@ _SHOWN = 4
 def refuse_other_gradients(gm: GraphModule, eager: Sequence[frozenset[str] | None]) -> None:
     """``eager``: for each leaf of the forward's result, the parameters that its backward reaches; None: not known.
 
-    Raises ValueError that names parameters which a step would train otherwise than torch.
+    Raises ValueError that names parameters which a step would train differently than torch.
     """
     signature = signature_of(gm)
     expected = {i: names for i, names in zip(signature.leaves, eager, strict=True) if isinstance(i, int)}
@@ -196,7 +196,7 @@ def _refuse(output: str, lost: Sequence[str], more: Sequence[str]) -> None:
 
 
 def _reached(gm: GraphModule, trained: Sequence[InputSpec]) -> list[frozenset[str]]:
-    """Of each output, the parameters behind it; more of them, where an operator has several results."""
+    """Of each output, the parameters that it depends on; possibly too many, where an operator has several results."""
     numbers = {spec.node: i for i, spec in enumerate(trained)}
     bits: dict[Node, int] = {}
     for node in gm.graph.nodes:
@@ -208,7 +208,7 @@ def _reached(gm: GraphModule, trained: Sequence[InputSpec]) -> list[frozenset[st
 
 
 def _reached_exactly(gm: GraphModule, trained: Sequence[InputSpec]) -> list[frozenset[str]]:
-    """The same, as autograd says when the graph is run on fakes."""
+    """The same, exactly: by autograd, on a run of the graph with fake tensors."""
     numbers = {spec.node: i for i, spec in enumerate(trained)}
     with torch.enable_grad(), fake_mode(gm.graph):
         given = [

@@ -1,9 +1,9 @@
-"""What flows where: which values of a graph depend on parameters, on inputs, on both or on neither.
+"""Dataflow classes: which values of a graph depend on parameters, on inputs, on both or on neither.
 
 w_r = convert(w, ..)         used parameter
-bias = embedding(w_b, pos)   parameter only: made again by every part of a pipeline that needs it
-cos = cos(freqs)             free of parameters: made once, ahead of the parts
-h = linear(x, w_r)           main: belongs to one part
+bias = embedding(w_b, pos)   parameter only: recomputed by every pipeline stage that uses it
+cos = cos(freqs)             free of parameters: computed once, before the stages
+h = linear(x, w_r)           main: belongs to one stage
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from autopar.ir.placement import Placement, Shard, conversion
 class Flow:
     """What the values of a graph depend on.
 
-    main: on a parameter and on an input; they belong to one part each. parameter_only: on parameters, not on inputs.
-    used: parameters as they enter compute, behind their conversions -> their placeholder (or that itself).
+    main: on a parameter and on an input; each belongs to one stage. parameter_only: on parameters, not on inputs.
+    used: parameters as they enter compute, after their conversions -> their placeholder (or that itself).
     repeated: depends on something that differs between microbatches.
     kinds: placeholder name -> kind of its input.
     """
@@ -42,7 +42,7 @@ class Flow:
 
 
 def flow_of(gm: GraphModule, inputs: Mapping[str, Mapping[str, Placement]] | None = None) -> Flow:
-    """Classify the values of a graph. ``inputs``: placements of the inputs, which say what microbatches cut."""
+    """Classify the values of a graph. ``inputs``: placements of the inputs, which say what microbatches shard."""
     specs = input_specs(gm)
     flow = Flow(kinds={name: spec.kind for name, spec in specs.items()})
     from_input: set[Node] = set()
@@ -75,8 +75,8 @@ def flow_of(gm: GraphModule, inputs: Mapping[str, Mapping[str, Placement]] | Non
 
 
 def _find_used(gm: GraphModule, flow: Flow) -> None:
-    """Parameters behind their conversions: a conversion of a parameter, or of a converted one, is no compute, and
-    neither is the cast of one that is stored in another dtype."""
+    """Parameters after their conversions. A conversion of a parameter, or of a converted one, is not compute, nor is
+    the cast of one that is stored in another dtype."""
     converted: dict[Node, Node] = {n: n for n in placeholders(gm) if flow.kinds[n.name] == "parameter"}
     for node in gm.graph.nodes:
         if node.op != "call_function" or not node.args or node.args[0] not in converted:
@@ -89,6 +89,6 @@ def _find_used(gm: GraphModule, flow: Flow) -> None:
 
 
 def _moves_whole(node: Node) -> bool:
-    """A conversion that gathers, or only says how the gradient is summed; a slice of a weight is compute."""
+    """Whether a conversion gathers, or only determines how the gradient is reduced; a slice of a weight is compute."""
     _, src, dst = conversion_of(node)
     return conversion(src, dst) in ("none", "all_gather")

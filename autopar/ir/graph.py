@@ -32,7 +32,7 @@ def is_call(node: Node, *targets: Any) -> bool:
 
 
 def calls_of(graph: Graph, *targets: Any) -> list[Node]:
-    """The nodes that call one of the targets, in order. Without a look at the others."""
+    """The nodes that call one of the targets, in order, without a scan of the graph."""
     return sorted(n for t in targets for n in graph.find_nodes(op="call_function", target=t, sort=False))
 
 
@@ -85,7 +85,7 @@ def _collect(items: Iterable[Any], found: list[Node]) -> None:
 
 
 def frozen(value: Any, leaf: Callable[[Any], Hashable]) -> Hashable:
-    """Nested arguments as a key: ``leaf`` says what stands for what is no list, tuple or dict."""
+    """Nested arguments as a hashable key: ``leaf`` maps everything that is not a list, tuple or dict."""
     if isinstance(value, (list, tuple)):
         return tuple([frozen(x, leaf) for x in value])
     if isinstance(value, dict):
@@ -94,7 +94,7 @@ def frozen(value: Any, leaf: Callable[[Any], Hashable]) -> Hashable:
 
 
 def values(node: Node) -> tuple[torch.Tensor, ...]:
-    """The (fake) tensors a node makes: one, or several for a multi-output op."""
+    """The (fake) tensors that a node returns: one, or several for a multi-output op."""
     val = node.meta["val"]
     if isinstance(val, torch.Tensor):
         return (val,)
@@ -107,12 +107,12 @@ def shape(node: Node) -> tuple[int, ...]:
 
 
 def nbytes(node: Node) -> int:
-    """Bytes of all tensors that a node makes."""
+    """Bytes of all tensors that a node returns."""
     return sum(math.prod(v.shape) * v.dtype.itemsize for v in values(node))
 
 
 def placement(node: Node, axis: str) -> Placement:
-    """Placement of a value on an axis (Invariant where none was given)."""
+    """Placement of a value on an axis (Invariant if it has none)."""
     found: Placement = node.meta.get("placements", {}).get(axis, INVARIANT)
     return found
 
@@ -123,13 +123,13 @@ def set_placement(node: Node, axis: str, value: Placement) -> None:
 
 
 def global_shape(node: Node) -> tuple[int, ...]:
-    """Shape of the whole value over the mesh, at any level."""
+    """Global shape of a value, at any level."""
     found = node.meta.get("global_shape")
     return tuple(found) if found is not None else shape(node)
 
 
 def shape_on(node: Node, axis: str, mesh: Mesh) -> tuple[int, ...]:
-    """Shape as ``axis`` sees it: cut by the axes before it in the cut order, not yet by itself."""
+    """Shape as ``axis`` sees it: sharded by the axes before it in the order of sharding, not yet by itself."""
     earlier: dict[str, Pieces] = {}
     for name, size in mesh.cut_order.items():
         if name == axis:
@@ -186,7 +186,7 @@ def describe(node: Node) -> str:
 
 
 def described_at(node: Node) -> str:
-    """As `describe`, with the line of the model that made it, where that is known."""
+    """`describe`, with the line of the model that the node comes from, where known."""
     return f"{describe(node)} at {line_of(node)}" if node.meta.get("stack_trace") else describe(node)
 
 
@@ -200,8 +200,8 @@ def insert_call(
     val: Any = None,
     name: str = "",
 ) -> Node:
-    """A new call placed before a node, of the same origin as ``like`` (default: ``before``). ``val``: its fake value,
-    where that is known without running it."""
+    """A new call before a node, with the origin of ``like`` (default: ``before``). ``val``: its fake value, if it is
+    known without running the call."""
     graph, kwargs = before.graph, dict(kwargs or {})
     with graph.inserting_before(before):
         node = new_node(graph, "call_function", target, tuple(args), kwargs, name)
@@ -212,7 +212,7 @@ def insert_call(
 
 
 def run_fake(graph: Graph, target: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
-    """What a call gives on the fake values of its operands."""
+    """The result of a call on the fake values of its operands."""
     operands: list[Node] = []
     _collect((args, kwargs), operands)
     values, named = map_arg((args, kwargs or {}), lambda n: n.meta["val"])
@@ -226,7 +226,7 @@ def replace_operand(user: Node, old: Node, new: Node) -> None:
 
 
 def replace_operands(user: Node, operands: Sequence[Node]) -> None:
-    """Other `tensor_operands`, in their order. One value may stand in two places, and be replaced by two."""
+    """Set other `tensor_operands`, in their order. A value that is passed twice may get two replacements."""
     if list(operands) != tensor_operands(user):
         others = iter(operands)
         user.args = map_arg(user.args, lambda _: next(others))
@@ -234,8 +234,8 @@ def replace_operands(user: Node, operands: Sequence[Node]) -> None:
 
 
 def add_placeholder(graph: Graph, name: str, after: Node | None = None, like: Node | None = None) -> Node:
-    """A new input, behind another one or at the insertion point, for values such as ``like``. Its argument is named as
-    the node is: unique in the graph."""
+    """A new input after another one or at the insertion point, for values like ``like``. Its argument has the name of
+    the node: unique in the graph."""
     if after is None:
         node = graph.placeholder(name)
     else:
@@ -253,15 +253,15 @@ def placeholders(gm: GraphModule) -> list[Node]:
 
 
 def fake_mode(graph: Graph, nodes: Iterable[Node] = ()) -> Any:
-    """The mode that the fake values of ``nodes``, or else of the graph's inputs, live in; factories must run under it.
-    Where values are real there is none."""
+    """The fake mode of the values of ``nodes``, or else of the graph's inputs; factories must run under it. None where
+    values are real."""
     inputs = (n for n in graph.nodes if n.op == "placeholder")
     found = (v.fake_mode for n in itertools.chain(nodes, inputs) for v in values(n) if hasattr(v, "fake_mode"))
     return next(found, contextlib.nullcontext())
 
 
 def set_device(gm: GraphModule, device: torch.device) -> None:
-    """Let factories (arange, zeros, casts) make their values on a device; graphs are captured on the CPU."""
+    """Make factories (arange, zeros, casts) create their values on a device; graphs are captured on the CPU."""
     for node in gm.graph.nodes:
         if node.kwargs.get("device") is not None:
             node.update_kwarg("device", device)
@@ -271,7 +271,7 @@ def set_device(gm: GraphModule, device: torch.device) -> None:
 def reach(
     nodes: Iterable[Node], onward: Callable[[Node], Iterable[Node]] = lambda node: node.all_input_nodes
 ) -> Iterator[Node]:
-    """The nodes and everything that ``onward`` (default: to operands) leads to from them, each once, as it is met."""
+    """The nodes and everything that ``onward`` (default: to operands) reaches from them, each once, as visited."""
     seen: set[Node] = set()
     queue = list(nodes)
     while queue:
@@ -288,8 +288,8 @@ def ancestors(nodes: Iterable[Node]) -> set[Node]:
 
 
 def loss_places(gm: GraphModule) -> list[int]:
-    """Which outputs of a graph with a signature are losses: the scalars with a gradient, or the one called "loss"
-    alone, as transformers' models return beside what it is made of."""
+    """The outputs of a graph with a signature that are losses: the scalars with a gradient, or only the one called
+    "loss", as transformers' models return next to its terms."""
     specs = gm.meta["signature"].outputs
     found = [
         i
@@ -300,7 +300,7 @@ def loss_places(gm: GraphModule) -> list[int]:
 
 
 def output_node(gm: GraphModule) -> Node:
-    """The node that returns."""
+    """The output node."""
     return next(iter(reversed(gm.graph.nodes)))
 
 
@@ -311,7 +311,7 @@ def outputs(gm: GraphModule) -> list[Any]:
 
 
 def extracted(gm: GraphModule, values: Collection[Node], title: str) -> GraphModule:
-    """What makes some values of a graph, as a graph of its own with these results."""
+    """The subgraph that computes some values, with these as results."""
     needed, graph, copies = ancestors(values), Graph(), dict[Node, Node]()
     for node in gm.graph.nodes:
         if node in needed:
@@ -327,14 +327,14 @@ def copy_graph(gm: GraphModule) -> GraphModule:
     for node in gm.graph.nodes:
         new = copies[node] = copied_node(graph, node, copies.__getitem__)
         if node.op == "placeholder":
-            new.name = node.name  # the signature knows it by this one, a word of Python's (input) or not
+            new.name = node.name  # the signature has this name, even if it is a Python builtin (input)
     gm_copy = graph_module(graph, root=gm)
     gm_copy.meta = dict(gm.meta)
     return gm_copy
 
 
 def copy_node(graph: Graph, node: Node, copies: dict[Node, Node]) -> Node:
-    """The copy of a node in another graph; what it depends on is copied right before it, where ``copies`` lacks it."""
+    """The copy of a node in another graph; operands that ``copies`` lacks are copied right before it."""
     if node not in copies:
         for x in node.all_input_nodes:
             copy_node(graph, x, copies)
@@ -343,7 +343,7 @@ def copy_node(graph: Graph, node: Node, copies: dict[Node, Node]) -> Node:
 
 
 def remove_dead_code(gm: GraphModule) -> None:
-    """Drop calls that nobody uses. Parameters' placeholders stay: the signature names them."""
+    """Drop calls without users. Parameters' placeholders stay: the signature names them."""
     for node in reversed(list(gm.graph.nodes)):
         if node.op == "call_function" and not node.users:
             gm.graph.erase_node(node)
@@ -360,7 +360,7 @@ def without_indices(name: str) -> str:
 
 
 def without_numbers(reason: str) -> str:
-    """A reason without what differs between layers: names of nodes end in numbers, paths hold those of layers."""
+    """A reason without what differs between layers: the numbers at the end of node names and in paths."""
     return re.sub(r"(?<=[_.])\d+\b", "*", reason)
 
 

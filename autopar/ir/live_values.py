@@ -1,9 +1,9 @@
-"""The most that is alive at once when a graph runs node by node, collectives as the executor starts and ends them.
+"""Peak memory of a graph that runs node by node, with collectives started and ended as the executor does.
 
-    x dies after its last use            start: the buffers of a collective are there, and what it reads stays
-    outputs are kept, on the device      wait:  its result is there, what it read and its buffers may go
+    x dies after its last use            start: a collective allocates its buffers and keeps its operand alive
+    outputs are kept, on the device      wait:  its result exists, its operand and its buffers may be freed
 
-When collectives are waited for `autopar.ir.waits` says, how they move pieces `autopar.runtime.comm.collectives`.
+`autopar.ir.waits` says when collectives are waited for, `autopar.runtime.comm.collectives` how they move shards.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ ours = torch.ops.autopar
 def peak_of_values(gm: GraphModule, held: Collection[str], same: Mapping[Node, Node] | None = None) -> int:
     """Most bytes alive at once when the graph runs node by node: outputs are kept, inputs freed after their last use.
 
-    ``held``: names of placeholders that somebody else keeps; they count nothing. ``same``: placeholders that are given
-    in the storage of another one.
+    ``held``: names of placeholders that are alive anyway; they count nothing. ``same``: placeholders that share the
+    storage of another one.
     """
     run, waits = _Run(gm, held, same or {}), WaitPlaces(gm)
     for node in gm.graph.nodes:
@@ -57,7 +57,7 @@ def peak_of_values(gm: GraphModule, held: Collection[str], same: Mapping[Node, N
 
 
 class _Run:
-    """What is alive. ``most``: the most there has been."""
+    """The bytes that are alive. ``most``: their peak."""
 
     def __init__(self, gm: GraphModule, held: Collection[str], same: Mapping[Node, Node]) -> None:
         self._behind = storages(gm, in_place=True)
@@ -66,12 +66,12 @@ class _Run:
             self._behind = {n: tuple(base.get(s, s) for s in found) for n, found in self._behind.items()}
         self._ends = _ends(gm, self._behind, held)
         self._live = self.most = bytes_of(n for n in placeholders(gm) if n.name not in held and n not in same)
-        self._flying: dict[Node, tuple[Storage | None, int, int]] = {}  # what it reads, its buffers, its result
-        self._read: Counter[Storage] = Counter()  # by collectives on their way
-        self._late: set[Storage] = set()  # of these, what nothing else needs
+        self._flying: dict[Node, tuple[Storage | None, int, int]] = {}  # operand, buffers, result
+        self._read: Counter[Storage] = Counter()  # by running collectives
+        self._late: set[Storage] = set()  # of these, those without another use
 
     def call(self, node: Node) -> None:
-        """A node that is no collective."""
+        """Run a node that is not a collective."""
         self._add(self._own(node))
         self.most = max(self.most, self._live + workspace(node))
 
@@ -83,8 +83,8 @@ class _Run:
         self.most = max(self.most, self._live)
 
     def start(self, node: Node) -> None:
-        """A collective: it reads its operand or a copy in rows, and writes its result or rows of it. A copy to or from
-        the host reads its operand and writes its result."""
+        """Start a collective: it reads its operand or a copy in rows, and writes its result or rows of it. A copy to or
+        from the host reads its operand and writes its result."""
         if node.target in COPIES:
             self._on_their_way(node, self._behind[arguments(node)["x"]][0], 0, 0)
             self._add(self._own(node))
@@ -94,7 +94,7 @@ class _Run:
         operand: Node = arguments(node)["x"]
         sent, result = nbytes(operand), nbytes(node)
         if is_call(node, ours.all_reduce.default):
-            reads, copied, arrives = False, False, False  # its result is a copy that it overwrites
+            reads, copied, arrives = False, False, False  # it overwrites its result, a copy
         else:
             source, target = _row_dims(node)
             copied = not operand.meta["val"].is_contiguous() if source is None else _moves(shape(operand), *source)
@@ -110,7 +110,7 @@ class _Run:
             self._read[read] += 1
 
     def wait(self, node: Node) -> None:
-        """The end of a collective."""
+        """End a collective."""
         if node not in self._flying:
             return
         read, buffers, result = self._flying.pop(node)
@@ -123,7 +123,7 @@ class _Run:
                 self._live -= size_of(read)
 
     def end(self, node: Node) -> None:
-        """What had its last use in a node dies, or stays with collectives that read it."""
+        """Free the storages with their last use in a node, except those that running collectives read."""
         for storage in self._ends.get(node, ()):
             if self._read[storage]:
                 self._late.add(storage)
@@ -132,7 +132,7 @@ class _Run:
 
 
 def _ends(gm: GraphModule, behind: dict[Node, tuple[Storage, ...]], held: Collection[str]) -> dict[Node, list[Storage]]:
-    """Node -> what has its last use there; what the graph returns has none."""
+    """Node -> the storages with their last use there; what the graph returns has none."""
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     last: dict[Storage, Node] = {}
     for node in gm.graph.nodes:
@@ -151,7 +151,7 @@ Cut = tuple[int, list[int]]  # dim and blocks
 
 
 def _row_dims(node: Node) -> tuple[Cut | None, Cut | None]:
-    """Along what a collective cuts its operand into rows, and puts rows together to its result."""
+    """(dim and blocks in which a collective splits its operand into rows, those in which it joins rows)."""
     given = arguments(node)
     if is_call(node, ours.all_gather.default):
         return None, (given["dim"], given["blocks"])
@@ -163,7 +163,7 @@ def _row_dims(node: Node) -> tuple[Cut | None, Cut | None]:
 
 
 def _moves(whole: tuple[int, ...], dim: int, blocks: list[int]) -> bool:
-    """Whether rows, one for each rank, are a copy of the whole: not where they follow each other in it."""
+    """Whether the rows of the ranks have to be copied: not if they are contiguous in the whole."""
     parts = scaled_blocks(blocks, whole[dim])
     return math.prod(whole[:dim]) > 1 or repetitions(parts) > 1 or len(parts) > 1 or any(b < 0 for b in parts)
 
@@ -182,16 +182,16 @@ IN_PYTHON = ATTENTIONS | {
     ours.moe_combine.default,
     ours.moe_combine_backward.default,
 }
-_FACTS = tuple(MaskSpec.__dataclass_fields__)[:-2]  # the last two are no arguments
+_FACTS = tuple(MaskSpec.__dataclass_fields__)[:-2]  # the last two are not arguments
 _KNOWN: dict[Any, int] = {}
 
 
 def workspace(node: Node) -> int:
-    """Bytes that an operator written in Python holds beside its operands and results, while it runs.
+    """Bytes that an operator written in Python allocates beside its operands and results, while it runs.
 
-    Found by running its own function on fake tensors of the node's shapes, once for each kind of call. It is what a CPU
-    holds. Attention counts where GPUs have no fused kernel for it either: plans are the same on every machine. Left out
-    are the workspace of torch's own operators, and operators that read values to know their sizes.
+    Found by running its function on fake tensors of the node's shapes, once for each kind of call. It is the CPU's
+    number. For attention also where GPUs have a fused kernel without this memory: plans are the same on every machine.
+    Workspace of torch's own operators is left out, as are operators whose sizes depend on values.
     """
     if node.target not in IN_PYTHON:
         return 0
@@ -211,6 +211,6 @@ def _kind(x: Any) -> Any:
 
 
 def _is_fused(given: Mapping[str, Any]) -> bool:
-    """Whether a GPU would not hold the scores of all pairs."""
+    """Whether a GPU would not store the scores of all pairs."""
     facts = MaskSpec(*(given[name] for name in _FACTS))
     return expected_kernel(MODERN, given["q"], given["k"], given["v"], facts) != "math"

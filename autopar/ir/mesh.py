@@ -14,17 +14,17 @@ from autopar.spelling import did_you_mean
 from autopar.values import whole_number
 
 if TYPE_CHECKING:
-    from autopar.ir.placement import Pieces  # which loads torch: a command line is read without it
+    from autopar.ir.placement import Pieces  # which loads torch, and command lines are parsed without it
 
 # Outer to inner: neighbours on the innermost axis are neighbours in rank, so tp lands on the fastest links.
-# "mb" and "sl" are no axes of ranks: microbatches are pieces of the batch in time, token slices pieces of the
-# sequence; they are typed like any other axis. A slice is cut first: it is consecutive tokens of the whole.
+# "mb" and "sl" are not axes of ranks: microbatches are shards of the batch in time, token slices shards of the
+# sequence; they have placements like any other axis. A slice is split first: it is consecutive global tokens.
 AXES = ("pp", "mb", "dp_replicate", "dp", "cp", "ep", "tp", "sl")
 IN_TIME = ("mb", "sl")
-# Whose ranks have other samples: dp has blocks of the batch, dp_replicate (replicas of all that dp cuts) parts of
-# these, ep (over which experts are cut) parts of those.
+# Axes whose ranks have different samples: dp has blocks of the batch, dp_replicate (replicas of all that dp shards)
+# shards of these, ep (which experts are sharded on) shards of those.
 DATA = ("dp", "dp_replicate", "ep")
-LEVELLED = ("cp", "ep", "dp", "tp")  # may have levels: neighbours ("ep%8"), and every n-th rank ("ep/8")
+LEVELLED = ("cp", "ep", "dp", "tp")  # may have levels: neighbours ("ep%8"), every n-th rank ("ep/8")
 PLANNED = ("pp", "dp_replicate", "dp", "cp", "ep", "tp")  # the axes that a user may ask for
 OTHER_WORDS = {
     "data": "dp", "fsdp": "dp", "tensor": "tp", "model": "tp", "mp": "tp", "pipeline": "pp", "pipe": "pp",
@@ -49,7 +49,7 @@ class TokenSlice:
 
 
 def _size(axis: str, size: Any) -> int:
-    """An int, numpy's, too. Raises ValueError."""
+    """The size as an int; numpy's is accepted. Raises ValueError."""
     try:
         found = whole_number(axis, size, least=-math.inf)
     except ValueError:
@@ -66,7 +66,7 @@ def _size(axis: str, size: Any) -> int:
 @dataclass(frozen=True)
 class Mesh:
     """Named axes with sizes, in rank order (the last axis varies fastest). ``slice``: graphs on this mesh run this
-    slice of the tokens."""
+    token slice."""
 
     axes: tuple[tuple[str, int], ...]
     slice: TokenSlice | None = None
@@ -89,11 +89,11 @@ class Mesh:
         return cls(tuple(sizes.items()))
 
     def planned(self) -> Mesh:
-        """This mesh. Raises ValueError for axes over which nothing is cut: every rank would repeat the same work."""
+        """This mesh. Raises ValueError for axes that nothing is sharded on: every rank would repeat the same work."""
         for name, size in self.axes:
             if name not in PLANNED:
                 raise ValueError(
-                    f"mesh: nothing is cut over axis {name!r}, found {name}={size}; the axes are {', '.join(PLANNED)}"
+                    f"mesh: nothing is sharded on axis {name!r}, found {name}={size}; the axes are {', '.join(PLANNED)}"
                 )
         return self
 
@@ -105,7 +105,7 @@ class Mesh:
             name, equals, size = part.partition("=")
             if not equals or not (size.isascii() and size.isdigit()):
                 raise ValueError(f"mesh: expected name=size pairs such as dp=2,tp=4, found {text!r}")
-            pairs.append((name, int(size[:26])))  # more digits are no more of a mesh
+            pairs.append((name, int(size[:26])))  # more digits are no valid size anyway
         return cls(tuple(pairs))
 
     @cached_property
@@ -113,8 +113,8 @@ class Mesh:
         return dict(self.axes)
 
     def size(self, axis: str) -> int:
-        """Size of an axis; an axis that the mesh lacks has size 1. A level of an axis is one, too: "cp%4" are four
-        neighbours on it, "cp/4" every fourth rank; and so are axes joined by commas."""
+        """Size of an axis; an axis that the mesh lacks has size 1. Levels of an axis count as axes: "cp%4" are four
+        neighbours on it, "cp/4" every fourth rank. So do axes joined by commas."""
         if "," in axis:
             return math.prod(map(self.size, axis.split(",")))
         if "%" in axis:
@@ -123,18 +123,18 @@ class Mesh:
         return self.sizes.get(name, 1) // int(step or 1)
 
     def pieces(self, axis: str) -> Pieces:
-        """Into how many pieces an axis cuts: its size. A slice of l of S tokens is one of S/l pieces."""
+        """The number of shards on an axis: its size. A slice of l of S tokens is one of S/l."""
         if axis == "sl":
             return Fraction(self.slice.total, self.slice.length) if self.slice else 1
         return self.size(axis)
 
     @property
     def data_size(self) -> int:
-        """Into how many parts the ranks cut the batch."""
+        """The number of shards of the batch."""
         return math.prod(map(self.size, DATA))
 
     def dp_rank_and_size(self, coordinate: Mapping[str, int]) -> int:
-        """Which part of the batch a rank has: dp cuts it first, then dp_replicate, then ep."""
+        """Which shard of the batch a rank has: dp shards it first, then dp_replicate, then ep."""
         part = 0
         for axis in DATA:
             part = part * self.size(axis) + coordinate.get(axis, 0)
@@ -146,15 +146,15 @@ class Mesh:
 
     @cached_property
     def cut_order(self) -> Mapping[str, Pieces]:
-        """Axes that cut, with their `pieces`, in the order in which they cut tensors: inner (tp) before outer (dp).
+        """Axes that shard, with their `pieces`, in the order in which they do: inner (tp) before outer (dp).
 
-        A later axis cuts what the earlier ones left, so each ``Shard`` of a value refers to the shape
+        A later axis shards the result of the earlier ones, so each ``Shard`` of a value refers to the shape
         after the earlier axes of this order.
         """
         return {axis: n for axis in reversed(AXES) if (n := self.pieces(axis)) > 1 and axis != "pp"}
 
     def __reduce__(self) -> Any:
-        return Mesh, (self.axes, self.slice)  # without what is kept
+        return Mesh, (self.axes, self.slice)  # without cached values
 
     def with_microbatches(self, count: int) -> Mesh:
         """This mesh with microbatches as its outermost axis."""

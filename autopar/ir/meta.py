@@ -1,9 +1,9 @@
-"""What autopar notes on nodes and on graphs: every key of their ``meta``, with its type and meaning.
+"""The annotations of nodes and graphs: every key of their ``meta``, with its type and meaning.
 
     signature_of(gm).inputs          names_of_parameters(gm)["p_weight"] = "weight"
     inherit(new, old, TYPES)         a new value of the same type as an old one
 
-`tests/house/test_meta.py` finds what is written or read under a key that is not listed here. Shapes, dtypes and
+`tests/house/test_meta.py` finds reads and writes of keys that are not listed here. Shapes, dtypes and
 placements of values are read with the functions of `autopar.ir.graph`.
 """
 
@@ -21,55 +21,55 @@ T = TypeVar("T")
 
 NODES = {
     # torch's
-    "val": "Tensor | tuple[Tensor | None, ...] | int: the fake result, of global shape or, behind lower_to_local, of "
+    "val": "Tensor | tuple[Tensor | None, ...] | int: the fake result, of global shape or, after lower_to_local, of "
     "one rank's; an int in graphs that compute sizes of token slices",
     "nn_module_stack": "dict[str, tuple[str, type]]: the modules around the call in the model, outermost first",
     "stack_trace": "str: the lines of the model that made the call",
-    "original_aten": "OpOverload: the operator that this one was taken out of",
+    "original_aten": "OpOverload: the operator that this one was decomposed from",
     "partitioner_tag": "str: 'is_backward' for what AOTAutograd traced after the forward",
     "call": "int: which of the `forward_calls` of a local graph a node of its joint graph belongs to (-1: none)",
-    "asked": "int: number of the torch.utils.checkpoint within which the model calls it",
-    "custom": "dict[str, Any]: annotations, which torch's decompositions hand on",
-    # types
+    "asked": "int: number of the torch.utils.checkpoint in which the model calls it",
+    "custom": "dict[str, Any]: annotations, which torch's decompositions propagate",
+    # placements
     "placements": "dict[str, Placement]: of the result, by axis; Invariant where an axis is missing",
     "result_placements": "dict[str, tuple[Placement, ...]]: the same for several results",
     "global_shape": "tuple[int, ...] | list[tuple[int, ...]]: over the whole mesh, of the result or of each of several",
     "has_gradient": "bool: whether a gradient flows into the result",
-    "conversion": "tuple[str, Placement, Placement]: axis, source and target of a localised conversion, in terms of "
+    "conversion": "tuple[str, Placement, Placement]: axis, source and target of a local conversion, in terms of "
     "global shapes",
-    # what rules ask for
-    "dealt": "tuple[tuple[int, ...], tuple[int, ...]]: blocks of queries and of keys of attention over cut sequences",
-    "experts": "ExpertPlan: how the experts of a dispatch, product or combine are cut",
-    "global_groups": "int: groups of a convolution, or of group_norm, before they were cut",
-    "derived": "DerivedRule | NoRule: what was found out about a call that the table of rules does not know",
-    # answers kept, of questions that cost
-    "kind": "str: of the input that a placeholder is, while the graph is normalised",
-    "value": "Tensor: of a constant of the model, while the graph is normalised",
+    # inputs of rules
+    "dealt": "tuple[tuple[int, ...], tuple[int, ...]]: blocks of queries and keys of attention over sharded sequences",
+    "experts": "ExpertPlan: how the experts of a dispatch, product or combine are sharded",
+    "global_groups": "int: groups of a convolution, or of group_norm, of the global call",
+    "derived": "DerivedRule | NoRule: the result of deriving a rule for the call",
+    # cached answers
+    "kind": "str: of the input that a placeholder is, while the graph is normalized",
+    "value": "Tensor: of a constant of the model, while the graph is normalized",
     "triangle": "float | None: what a mask adds above the diagonal, if it is a triangle",
     "filled triangle": "bool: whether a mask is true above the diagonal and nowhere else",
-    "nonlinear": "bool: whether the operator's own backward is not linear in the gradient",
+    "nonlinear": "bool: whether the operator's registered backward is not linear in the gradient",
     # of recipes for checkpoints
     "number": "int: which of the tensors in the files a placeholder is",
     # of passes
-    "chunk": "int: number of the chunk of rows whose logits it makes: nothing of it is kept",
+    "chunk": "int: number of the chunk of rows whose logits it computes: nothing of it is saved",
     "most_rows": "tuple[int | None, ...]: rows of each result if routing sends a rank as many as it can",
-    "early": "bool: of a gradient, or of what leads to it: F makes it",
-    "kept": "bool: F keeps it for the backward, which makes other values again",
-    "again": "bool: the backward makes it again",
+    "early": "bool: of a gradient, or of a node that leads to it: F computes it",
+    "kept": "bool: F saves it for the backward, which recomputes other values",
+    "again": "bool: the backward recomputes it",
     "of_slice": "bool: a token slice's rows of a value that depends on no parameter",
-    "bucket": "bool: a collective that is a bucket already",
+    "bucket": "bool: a collective of a bucket",
 }
 
 GRAPHS = {
-    "signature": "Signature: what goes in and comes out",
+    "signature": "Signature: inputs and outputs",
     "constants": "dict[str, Tensor]: values of the inputs of kind constant, by name",
-    "stored_dtypes": "dict[str, torch.dtype]: in which dtype parameters are held, by placeholder",
+    "stored_dtypes": "dict[str, torch.dtype]: the dtypes in which parameters are stored, by placeholder",
     "batch_dims": "dict[str, int | None]: inputs whose batch dim the user named",
     "unclear_batch_dims": "str: why several dims of the inputs may be the batch's, for messages",
     "results": "list[str]: names of the values that a prologue returns",
-    "owned": "list[int]: outputs of a step that somebody writes to",
-    "takes": "list[str]: names of the values that a forward takes, which its placeholders may not have (``input``)",
-    "promise": "Promise: what a step graph makes and moves (`autopar.rewrite.step_checks`)",
+    "owned": "list[int]: outputs of a step that are written to later",
+    "takes": "list[str]: names of the inputs of a forward, which its placeholders may not have (``input``)",
+    "promise": "Promise: results and communication of a step graph (`autopar.rewrite.step_checks`)",
 }
 
 ORIGIN = ("nn_module_stack", "stack_trace", "asked", "chunk")
@@ -78,23 +78,23 @@ TYPES = ("placements", "global_shape")
 
 
 def inherit(new: Node, old: Node, keys: Iterable[str]) -> None:
-    """Note on ``new`` what is noted on ``old`` under some keys."""
+    """Copy some annotations of ``old`` to ``new``."""
     new.meta.update({key: old.meta[key] for key in keys if key in old.meta})
 
 
 def of_no_module(*made: Node) -> None:
-    """Calls that were put together from those of several modules have no origin."""
+    """Remove the module of calls that combine calls of several modules."""
     for node in made:
         node.meta = {key: value for key, value in node.meta.items() if key not in ORIGIN}
 
 
 def note_all(node: Node, notes: Iterable[tuple[str, Any]]) -> None:
-    """Note what was written down of a node, under keys of `NODES`."""
+    """Set annotations, under keys of `NODES`."""
     node.meta.update(notes)
 
 
 def remembered(node: Node, key: str, ask: Callable[[Node], T]) -> T:
-    """The answer to ``ask(node)``, which is asked once."""
+    """The answer of ``ask(node)``, which is called once per node."""
     if key not in node.meta:
         node.meta[key] = ask(node)
     found: T = node.meta[key]
@@ -102,7 +102,7 @@ def remembered(node: Node, key: str, ask: Callable[[Node], T]) -> T:
 
 
 def signature_of(gm: GraphModule) -> Signature:
-    """What goes into a graph and comes out."""
+    """The inputs and outputs of a graph."""
     found: Signature = gm.meta["signature"]
     return found
 
@@ -118,7 +118,7 @@ def names_of_parameters(gm: GraphModule) -> dict[str, str]:
 
 
 def extend_signature(gm: GraphModule, inputs: Iterable[InputSpec] = (), outputs: Iterable[OutputSpec] = ()) -> None:
-    """Further inputs and outputs, behind the others."""
+    """Append inputs and outputs."""
     old = signature_of(gm)
     new = dataclasses.replace(old, inputs=(*old.inputs, *inputs), outputs=(*old.outputs, *outputs))
     gm.meta["signature"] = new

@@ -2,10 +2,10 @@
 
 A placement says where the value is *and where its gradient is*:
 
-    Shard(d)    pieces along tensor dim d             gradient Shard(d)
-    Replicate   the same everywhere                   gradient Partial: own contribution only
-    Invariant   the same everywhere                   gradient Invariant: already summed
-    Partial     addends, the sum is pending           gradient Replicate
+    Shard(d)    shards of tensor dim d                gradient Shard(d)
+    Replicate   the same on all ranks                 gradient Partial: own contribution only
+    Invariant   the same on all ranks                 gradient Invariant: already reduced
+    Partial     addends, not yet reduced              gradient Replicate
 
 Communication happens only in conversions. The backward of a conversion needs no table of its own:
 the transpose of a -> b is dual(b) -> dual(a).
@@ -26,16 +26,16 @@ from autopar.spelling import did_you_mean
 
 @dataclass(frozen=True)
 class Shard:
-    """Pieces along tensor ``dim``. ``blocks`` cuts the dim into consecutive blocks first (their sizes sum
-    to the dim); each rank holds its piece of every block, concatenated. ``()`` means one block. A block of negative
+    """Shards of tensor ``dim``. ``blocks`` splits the dim into consecutive blocks first (their sizes sum
+    to the dim); each rank holds its shard of every block, concatenated. ``()`` means one block. A block of negative
     size is dealt from the last rank to the first.
 
     Fused projections need blocks: GPT-2's qkv is ``Shard(0, (h, h, h))``, so that each rank holds
-    its own heads of q, of k and of v. A causal sequence needs signs: of ``Shard(1, (s/2, -s/2))``, known as zigzag,
+    its own heads of q, of k and of v. A causal sequence needs signs: with ``Shard(1, (s/2, -s/2))``, known as zigzag,
     each of n ranks holds chunk i and chunk 2n-1-i of 2n, and all have the same number of pairs to compute.
 
-    ``routed``: the rows of a rank are those that its experts were chosen for; how many is known when they are there.
-    Shapes have as many as each rank would get if all got as many. No conversion leads to or from such pieces.
+    ``routed``: the rows of a rank are those that were routed to its experts; their number is known at run time. Shapes
+    assume an even share for each rank. No conversion leads to or from such shards.
     """
 
     dim: int
@@ -44,7 +44,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         assert self.dim >= 0, "Shard.dim counts from the front"
-        blocks = tuple(b for b in self.blocks if b)  # nothing (an empty part of a concatenation) is cut into nothing
+        blocks = tuple(b for b in self.blocks if b)  # an empty block (of an empty operand of cat) has no shards
         object.__setattr__(self, "blocks", () if len(blocks) == 1 and blocks[0] > 0 else blocks)
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Replicate:
-    """The same everywhere; each rank holds only its own contribution to the gradient."""
+    """The same on all ranks; each rank has only its own contribution to the gradient."""
 
     def __str__(self) -> str:
         return "R"
@@ -63,7 +63,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Invariant:
-    """The same everywhere, and so is the gradient."""
+    """The same on all ranks, and so is the gradient."""
 
     def __str__(self) -> str:
         return "I"
@@ -71,7 +71,7 @@ class Invariant:
 
 @dataclass(frozen=True)
 class Partial:
-    """Addends: the value is the sum over ranks. The gradient is the same everywhere."""
+    """Addends: the value is the sum over ranks. The gradient is the same on all ranks."""
 
     def __str__(self) -> str:
         return "P"
@@ -82,12 +82,12 @@ Placements = Mapping[str, Placement]  # mesh axis name -> placement; an absent a
 
 REPLICATE, INVARIANT, PARTIAL = Replicate(), Invariant(), Partial()
 
-# Into how many pieces a mesh axis cuts. Token slices are no equal pieces: one of l out of S tokens is one of S/l.
+# The number of shards on a mesh axis. Token slices are no equal shards: one of l out of S tokens is one of S/l.
 Pieces = int | Fraction
 
 
 def repetitions(blocks: Sequence[int]) -> int:
-    """How often the shortest pattern of blocks stands in them: 3 for (8, -8, 8, -8, 8, -8), 1 for (8, 4) and for ()."""
+    """How often the shortest pattern of blocks repeats: 3 for (8, -8, 8, -8, 8, -8), 1 for (8, 4) and for ()."""
     n = len(blocks)
     periods = (p for p in range(1, n + 1) if n % p == 0 and tuple(blocks[:p]) * (n // p) == tuple(blocks))
     return max(n // next(periods, 1), 1)
@@ -107,7 +107,7 @@ _ROUTED = re.compile(r"S\((\d+);routed\)")
 _SHARD = re.compile(rf"S\((\d+)(?:;(?:({_RUNS})|\(({_RUNS})\)x(\d+)))?\)")
 
 
-_MOST_BLOCKS = 2**24  # more than any dim has; a typing error would take all memory
+_MOST_BLOCKS = 2**24  # more than any dim has; a typo would take all memory
 
 
 def parse_placement(text: str) -> Placement:
@@ -129,7 +129,7 @@ def parse_placement(text: str) -> Placement:
 
 
 def _hint(text: str) -> str:
-    """torch's names of placements, and other ways to write ours."""
+    """torch's names of placements, and other spellings of ours."""
     numbers = re.search(r"\d+", text)
     shard = {word: f"S({numbers[0]})" for word in ("s", "shard", "split")} if numbers else {}
     words = {"replicate": "R", "replicated": "R", "invariant": "I", "whole": "I", "partial": "P", **shard}
@@ -150,7 +150,7 @@ def transpose(src: Placement, dst: Placement) -> tuple[Placement, Placement]:
     return dual(dst), dual(src)
 
 
-# (source, target) -> what moves. The only such table; the backward column follows by `transpose`.
+# (source, target) -> collective. The only such table; the backward column follows by `transpose`.
 CONVERSIONS: dict[tuple[type, type], str] = {
     (Invariant, Replicate): "none",
     (Partial, Invariant): "all_reduce",
@@ -164,7 +164,7 @@ CONVERSIONS: dict[tuple[type, type], str] = {
     (Shard, Partial): "pad",  # the transpose of Replicate -> Shard
     (Replicate, Partial): "divide",  # equal copies are addends once divided by their number; its own transpose
 }
-# Replicate -> Invariant has no row: it would claim that a gradient is summed which is not.
+# Replicate -> Invariant has no row: it would claim that an unreduced gradient is reduced.
 
 
 def conversion(src: Placement, dst: Placement) -> str:
@@ -180,21 +180,21 @@ def conversion(src: Placement, dst: Placement) -> str:
     return kind
 
 
-# --- pieces -------------------------------------------------------------------------------------------
+# --- shards -------------------------------------------------------------------------------------------
 
 
 def extent(blocks: Iterable[int]) -> int:
-    """The size of the dim that blocks cut, whichever way they are dealt."""
+    """The size of the dim that blocks split, in whichever direction they are dealt."""
     return sum(map(abs, blocks))
 
 
 def place_in_block(block: int, ranks: int, rank: int) -> int:
-    """Which of its pieces of a block a rank holds: counted from the end where the block is negative."""
+    """Which shard of a block a rank holds: counted from the end where the block is negative."""
     return rank if block > 0 else ranks - 1 - rank
 
 
 def scaled_blocks(blocks: Sequence[int], size: int) -> tuple[int, ...]:
-    """Blocks that cut a dim of ``size``, in the ratio of those given, dealt as they are; () stays ()."""
+    """Blocks for a dim of ``size``, in the same ratio and direction; () stays ()."""
     whole = extent(blocks)
     assert not any(b * size % whole for b in blocks), f"blocks of {list(blocks)} do not scale to {size}"
     return tuple(b * size // whole for b in blocks)
@@ -211,7 +211,7 @@ def check_shard(size: int, placement: Shard, ranks: Pieces) -> None:
 
 
 def local_shape(shape: Iterable[int], placement: Placement, ranks: Pieces) -> tuple[int, ...]:
-    """Shape of one rank's piece."""
+    """Shape of one rank's shard."""
     out = list(shape)
     if isinstance(placement, Shard):
         check_shard(out[placement.dim], placement, ranks)
@@ -221,7 +221,7 @@ def local_shape(shape: Iterable[int], placement: Placement, ranks: Pieces) -> tu
 
 
 def piece(value: torch.Tensor, placement: Placement, ranks: int, rank: int) -> torch.Tensor:
-    """Rank ``rank``'s piece of a whole tensor (a view when there is one block)."""
+    """Rank ``rank``'s shard of a global tensor (a view if there is one block)."""
     if not isinstance(placement, Shard):
         return value
     check_shard(value.shape[placement.dim], placement, ranks)
@@ -234,7 +234,7 @@ def piece(value: torch.Tensor, placement: Placement, ranks: int, rank: int) -> t
 
 
 def rows_of_slice(size: int, placement: Shard, length: int, start: int, total: int) -> list[tuple[int, int]]:
-    """(first row, rows) per block of a dim cut into token slices, for tokens [start, start + length) of ``total``."""
+    """(first row, rows) per block of a dim split into token slices, for tokens [start, start + length) of ``total``."""
     found, position = [], 0
     for block in placement.blocks or (size,):
         assert block > 0, f"{placement}: token slices follow one another, none is dealt backwards"
@@ -245,7 +245,7 @@ def rows_of_slice(size: int, placement: Shard, length: int, start: int, total: i
 
 
 def join(pieces: list[torch.Tensor], placement: Placement) -> torch.Tensor:
-    """The whole tensor from every rank's piece; Partial pieces are summed. Inverse of `piece`."""
+    """The global tensor from every rank's shard; Partial values are summed. Inverse of `piece`."""
     if isinstance(placement, Partial):
         return torch.stack(pieces).sum(0)
     if not isinstance(placement, Shard):
@@ -259,16 +259,16 @@ def join(pieces: list[torch.Tensor], placement: Placement) -> torch.Tensor:
 def nested_piece(
     value: torch.Tensor, placements: Placements, sizes: Mapping[str, Pieces], coordinate: Mapping[str, int]
 ) -> torch.Tensor:
-    """The piece of one mesh coordinate. ``sizes`` lists the axes in cut order (`Mesh.cut_order`): each
-    axis cuts what the axes before it left."""
+    """The shard of one mesh coordinate. ``sizes`` lists the axes in the order of sharding (`Mesh.cut_order`): each
+    axis shards the result of the axes before it."""
     for axis, ranks in sizes.items():
-        assert isinstance(ranks, int), f"axis {axis!r} has no equal pieces"
+        assert isinstance(ranks, int), f"axis {axis!r} has no equal shards"
         value = piece(value, placements.get(axis, INVARIANT), ranks, coordinate[axis])
     return value
 
 
 def nested_shape(shape: Iterable[int], placements: Placements, sizes: Mapping[str, Pieces]) -> tuple[int, ...]:
-    """Local shape after every axis has cut, in cut order."""
+    """Local shape after every axis has sharded, in the order of sharding."""
     out = tuple(shape)
     for axis, ranks in sizes.items():
         out = local_shape(out, placements.get(axis, INVARIANT), ranks)

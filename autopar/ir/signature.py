@@ -1,4 +1,4 @@
-"""What goes into a captured graph and what comes out: kinds, names, and aliases of parameters."""
+"""Inputs and outputs of a captured graph: kinds, names, and aliases of parameters."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from autopar.ir.placement import Placement, nested_shape
 @dataclass(frozen=True)
 class InputSpec:
     """One placeholder: ``kind`` is parameter, buffer, constant, input or seed; ``name`` the original fully qualified
-    name, or the path of the input ("input_ids", "past.0"); ``aliases`` further names tied to it; ``persistent``
-    tells of a buffer whether it is in the state dict."""
+    name, or the path of the input ("input_ids", "past.0"); ``aliases`` further names tied to it; ``persistent``:
+    whether a buffer is in the state dict."""
 
     node: str
     kind: str
@@ -33,8 +33,8 @@ class InputSpec:
 @dataclass(frozen=True)
 class OutputSpec:
     """One output: ``kind`` "output" with the path in the user's structure ("loss", "hidden_states.1"), or "mutation"
-    with the name of the buffer whose new value this is: to be written into its tensor, or, if it was ``assigned``, to
-    be its tensor. ``lying``: where an output lies in a buffer's memory, as it may without being written to."""
+    with the name of the buffer whose new value this is: to be copied into its tensor, or, if it was ``assigned``, to
+    replace its tensor. ``lying``: where an output is a view of a buffer, which it may be without being written to."""
 
     kind: str
     name: str
@@ -46,12 +46,12 @@ class OutputSpec:
 class Signature:
     """Inputs in placeholder order, outputs in the order of the graph's output tuple (outputs before mutations).
 
-    asks_grad_mode: whether the forward has asked if there are gradients, and may do something else if not. assigned:
-    the buffers to which the forward binds other tensors. differentiated: those through which a gradient would flow, if
-    they were part of a graph of autograd. unkept: (path of a module, attribute) of what the forward sets beside
-    buffers, which nobody will find there. remade: parameters, buffers and constants that the forward reads within
-    `torch.utils.checkpoint`, whose backward reads them again; None: there is no checkpoint. memos:
-    (where, as text what) the forward keeps where nothing was, and may compute with in the next one."""
+    asks_grad_mode: whether the forward has asked if gradients are enabled, and may behave differently if not.
+    assigned: the buffers to which the forward binds other tensors. differentiated: those that would get a gradient if
+    they required one. unkept: (path of a module, attribute) that the forward sets besides buffers, which steps do not
+    set. remade: parameters, buffers and constants that the forward reads within `torch.utils.checkpoint`, whose
+    backward reads them a second time; None: there is no checkpoint. memos: (where, value as text) that the forward
+    stores where nothing was, and may use in its next call."""
 
     inputs: tuple[InputSpec, ...]
     outputs: tuple[OutputSpec, ...]
@@ -73,7 +73,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class ConstantLeaf:
-    """A leaf of the user's structure that is no value of the graph."""
+    """A leaf of the user's structure that is not a value of the graph."""
 
     value: Any
 
@@ -83,10 +83,10 @@ class ConstantLeaf:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One parameter: ``shape`` is that of the whole tensor, ``placements`` how it is *stored* per mesh axis.
+    """One parameter: ``shape`` is the global one, ``placements`` how it is *stored* per mesh axis.
 
-    ``aliases`` are further names of the same (tied) parameter. An axis that is absent stores it whole. ``ranks``: the
-    coordinates on pp that hold it, its owner first; several for a weight that several parts use.
+    ``aliases`` are further names of the same (tied) parameter. An axis that is absent replicates it. ``ranks``: the
+    coordinates on pp that hold it, its owner first; several for a weight that several stages use.
     """
 
     name: str
@@ -98,17 +98,17 @@ class ParameterSpec:
     ranks: tuple[int, ...] = (0,)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """Shape of one rank's piece."""
+        """Shape of one rank's shard."""
         return nested_shape(self.shape, self.placements, mesh.cut_order)
 
     def nbytes(self, mesh: Mesh | None = None) -> int:
-        """Bytes of the whole tensor, or of one rank's piece when a mesh is given."""
+        """Bytes of the global tensor, or of one rank's shard when a mesh is given."""
         shape = self.shape if mesh is None else self.local_shape(mesh)
         return math.prod(shape) * self.dtype.itemsize
 
 
 def in_buckets(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Numbers of what is taken together, in order: up to ``most`` bytes, or one that is larger."""
+    """Indices of what shares a bucket, in order: up to ``most`` bytes, or one that is larger."""
     found: list[list[int]] = []
     room = 0
     for i, size in enumerate(sizes):

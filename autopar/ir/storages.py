@@ -1,7 +1,7 @@
-"""What a graph's values take: the storages behind them. How they live and die: `autopar.ir.live_values`.
+"""The memory of a graph's values: the storages behind them. Their lifetimes: `autopar.ir.live_values`.
 
 A value lives from its node to the last use of any view of it. Sums overwrite an operand where they may.
-What operators hold beside what they return: `autopar.ir.live_values`.
+The workspace of operators: `autopar.ir.live_values`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def _size(value: Any) -> int:
 
 
 def _results(node: Node) -> list[Any]:
-    """Everything that a call returns, None (a gradient that nobody asked for) included."""
+    """Everything that a call returns, None (an unwanted gradient) included."""
     val = node.meta["val"]
     return list(val) if isinstance(val, (tuple, list)) else [val]
 
 
 def storages(gm: GraphModule, in_place: bool | Collection[Node] = False) -> dict[Node, tuple[Storage, ...]]:
     """Node -> the storage behind each of its results. A view has that of its base. ``in_place``: so has a sum that
-    may overwrite an operand, as it does when it runs; or those of some nodes alone."""
+    may overwrite an operand, as it does at run time; or only those of some nodes."""
     found: dict[Node, tuple[Storage, ...]] = {}
     for node in gm.graph.nodes:
         if node.op == "output":
@@ -67,7 +67,7 @@ def size_of(storage: Storage) -> int:
 
 
 def _base(node: Node) -> Node | None:
-    """The operand whose storage all results of a view share; None for what allocates."""
+    """The operand whose storage all results of a view share; None for a call that allocates."""
     if node.op != "call_function" or not traits.aliases(node.target) or not (given := node.all_input_nodes):
         return None
     if is_call(node, torch.ops.autopar.shard_slice.default):
@@ -78,7 +78,7 @@ def _base(node: Node) -> Node | None:
 
 
 def _copies(node: Node, base: Node) -> bool:
-    """Whether elements have to move for a shape or for order in memory."""
+    """Whether elements have to be copied for a shape or for a memory order."""
     if node.target not in (aten.reshape.default, aten.contiguous.default):
         return False
     given: torch.Tensor = base.meta["val"]
@@ -94,7 +94,7 @@ def _copies(node: Node, base: Node) -> bool:
 
 
 def is_dense(x: torch.Tensor) -> bool:
-    """Whether elements lie one behind another, in whatever order of dims."""
+    """Whether the elements are dense in memory, in any order of dims."""
     expected = 1
     for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride()) if size != 1):
         if stride != expected:
@@ -113,8 +113,8 @@ def shares_storage(node: Node) -> bool:
 
 
 def shared_outputs(gm: GraphModule, owned: Iterable[int]) -> list[int]:
-    """Those of the outputs ``owned`` that do not have contiguous storage to themselves: it is an input's, or larger
-    than the value, or another output has it too. Of several with one storage the first may keep it."""
+    """The outputs among ``owned`` without a contiguous storage of their own: it is an input's, or larger than the
+    value, or shared with another output. The first of several outputs with one storage may keep it."""
     behind, values, owned = storages(gm), outputs(gm), set(owned)
     nodes = {i: v for i, v in enumerate(values) if isinstance(v, Node)}
     taken = {s for i, v in nodes.items() if i not in owned for s in behind[v]}

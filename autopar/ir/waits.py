@@ -1,7 +1,7 @@
-"""When the collectives of a step graph are waited for, which may overwrite what they are given: so, what they hold.
+"""When the collectives of a step graph are waited for, and which operands they may overwrite.
 
-A collective, or a copy to or from the host, starts at its place in the graph, and is waited for at another. The
-executor (`autopar.runtime.exec.lowering`) asks here, and the walk of what is alive (`autopar.ir.storages`).
+A collective, or a copy to or from the host, starts at its position in the graph, and is waited for at a later one. The
+executor (`autopar.runtime.exec.lowering`) asks here, and so does the memory model (`autopar.ir.storages`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.ops.traits import COLLECTIVES, COPIES, aliases
 
 
 def is_started(node: Node) -> bool:
-    """Whether a call starts at its place, and is waited for at another."""
+    """Whether a call starts at its position, and is waited for at a later one."""
     return node.op == "call_function" and node.target in (*COLLECTIVES, *COPIES) and bool(node.users)
 
 
@@ -28,30 +28,30 @@ aten = torch.ops.aten
 
 
 class WaitPlaces:
-    """Where collectives of a graph are waited for: right before their first user, what leaves the graph earlier.
+    """Where collectives of a graph are waited for: right before their first user, results of the graph earlier.
 
     Gradients leave a graph at its end, and until a reduce-scatter is waited for, NCCL keeps the whole gradient that it
-    was given. So those on their way keep no more than twice the largest: the oldest are waited for once more start.
-    Copies to the host keep what they read: they have the time of one further layer.
+    was given. So those in flight keep at most twice the largest: the oldest are waited for when more start. Copies to
+    the host keep their operand: they have the time of one further layer.
     """
 
     def __init__(self, gm: GraphModule) -> None:
         self._place = {node: i for i, node in enumerate(gm.graph.nodes)}
-        self._due: dict[Node, list[Node]] = {}  # first user -> collectives it waits for
+        self._due: dict[Node, list[Node]] = {}  # first user -> collectives that it waits for
         self._finished: set[Node] = set()
-        self._kept: dict[Node, int] = {}  # reduce-scatters on their way -> bytes, the oldest first
-        self._layer, self._layers = "", 0  # the one that runs, how many have begun
-        self._leaving: dict[Node, int] = {}  # copies to the host on their way -> layers that had begun
+        self._kept: dict[Node, int] = {}  # reduce-scatters in flight -> bytes, the oldest first
+        self._layer, self._layers = "", 0  # the running layer, how many have begun
+        self._leaving: dict[Node, int] = {}  # copies to the host in flight -> layers that had begun
         self._most = 2 * max((self._bytes(node) for node in gm.graph.nodes), default=0)
 
     @staticmethod
     def _bytes(node: Node) -> int:
-        """That a reduce-scatter keeps; 0 of any other node."""
+        """Bytes that a reduce-scatter keeps; 0 for any other node."""
         scatters = is_call(node, torch.ops.autopar.reduce_scatter.default)
         return nbytes(arguments(node)["x"]) if scatters else 0
 
     def started(self, node: Node) -> list[Node]:
-        """A collective has started; those to wait for now."""
+        """Start a collective; returns those to wait for now."""
         first = min(node.users, key=self._place.__getitem__)
         self._due.setdefault(first, []).append(node)
         if size := self._bytes(node):
@@ -75,7 +75,7 @@ class WaitPlaces:
         return found
 
     def _left(self, node: Node) -> list[Node]:
-        """Copies to the host that one layer has run beside, where another begins."""
+        """Copies to the host that have overlapped one layer, when another begins."""
         if node.op != "call_function" or layer_of(node) == self._layer:
             return []
         self._layer, self._layers = layer_of(node), self._layers + 1
@@ -91,14 +91,14 @@ _MOVE_TOKENS = tuple(
 
 
 def pauses_at(collectives: Iterable[Node], axis: str) -> bool:
-    """Whether a step graph that may pause does so before it waits for these: one of them goes over ``axis``, which cuts
-    experts, or over a level of it. The graph says so and not what happens: all ranks that run it pause alike."""
+    """Whether a step graph that may pause does so before it waits for these: one of them is over ``axis``, which
+    experts are sharded on, or over a level of it. Depends on the graph only, so all ranks that run it pause alike."""
     over = (str(arguments(node)["axis"]) for node in collectives if axis and node.target in _MOVE_TOKENS)
     return any(re.split("[%/]", name)[0] == axis for name in over)
 
 
 def overwritten(node: Node) -> Node | None:
-    """The operand that a call writes its result over, if any: of a sum over ranks, of a sum of two values, and of a
+    """The operand that a call overwrites with its result, if any: of an all-reduce, of a sum of two values, and of a
     sum that a product is added to."""
     if is_call(node, torch.ops.autopar.all_reduce.default):
         may = [node.args[0]]
@@ -110,7 +110,7 @@ def overwritten(node: Node) -> Node | None:
 
 
 def _fits(x: Any, node: Node) -> bool:
-    """Whether an operand has a place for each element of a result."""
+    """Whether an operand has room for each element of a result."""
     value, made = x.meta["val"] if isinstance(x, Node) else None, node.meta["val"]
     if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (made.shape, made.dtype):
         return False
@@ -118,11 +118,11 @@ def _fits(x: Any, node: Node) -> bool:
 
 
 def is_temporary(x: Node, user: Node) -> bool:
-    """Whether ``user`` may overwrite x: nobody else sees its storage, and it is no input of the graph."""
+    """Whether ``user`` may overwrite x: nothing else uses its storage, and it is not an input of the graph."""
     while True:
         if x.op != "call_function" or list(x.users) != [user]:
             return False
-        if x.target is operator.getitem:  # of several fresh results, or of views: the producer says
+        if x.target is operator.getitem:  # of several fresh results, or of views: the producer decides
             source = x.args[0]
             return isinstance(source, Node) and not _returns_alias(source)
         if not _returns_alias(x):

@@ -1,7 +1,8 @@
-"""How a checkpoint's tensors and a model's come from each other, where they are not the same.
+"""How checkpoint tensors map to a model's tensors, where they differ.
 
-Libraries keep the files of a model as they were when its code still had other names, and one tensor for each expert:
-``experts.0.w1, experts.0.w3, experts.1.w1 ... -> experts.gate_up_proj``. Their adapters say so in recipes.
+Libraries keep old checkpoint formats, with the names of older code and one tensor for each expert:
+``experts.0.w1, experts.0.w3, experts.1.w1 ... -> experts.gate_up_proj``. Their adapters describe the mapping in
+recipes.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ Making = Callable[[Sequence[Tensor]], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class WeightConversion:
-    """``sources``: names of what is there. ``target``: the name of what is made of them, of the first if there are
-    several. ``make``: the sources' tensors, in order -> all that is made, by name; None if the one source only gets
-    another name. ``words``: what it does, for messages."""
+    """``sources``: names of the given tensors. ``target``: the name of the result, of the first if there are several.
+    ``make``: the sources' tensors, in order -> all results, by name; None for a mere renaming. ``words``: a description
+    for messages."""
 
     sources: tuple[str, ...]
     target: str

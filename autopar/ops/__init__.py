@@ -1,17 +1,17 @@
 """The `autopar::` operators: each is one node in every graph, with a fake, an autograd formula and a backward
 that is itself an `autopar::` operator, so that joint graphs keep single nodes.
 
-attention, facts, kernels     softmax attention that knows facts about its mask, and who computes it
-cross_entropy, vocabulary     losses by row, and with embeddings over a cut vocabulary
-ctc                           a loss by example
-dropout, fused_dropout        masks that depend on a seed and positions alone; on GPUs as one kernel of Triton
-random_numbers                numbers of other distributions, likewise
-random_recipes                which of them each random operator of torch is made of, in eager runs, too
-declare                       how operators are declared
-collectives                   what moves between ranks, by the name of an axis
-moe, cache, gradient, watch      experts, keys of earlier slices, own backwards, reports, ranges
+attention, mask_spec, kernels     softmax attention whose mask is given by arguments, and its kernels
+cross_entropy, vocab_parallel     losses per row, and with embeddings over a sharded vocabulary
+ctc                               a loss per example
+dropout                           masks that depend on a seed and positions alone; on GPUs one Triton kernel
+random_numbers                    numbers of other distributions, likewise
+random_recipes                    torch's random operators in terms of them, in eager runs, too
+declare                           how operators are declared
+collectives                       communication between ranks, by the name of an axis
+grouped_experts, cache, gradient, value_checks      experts, keys of earlier slices, custom backwards, range checks
 
-Importing this package registers them under `torch.ops.autopar`. Stands on adapters; ir and all above import it.
+Importing this package registers them under `torch.ops.autopar`. Imports adapters; ir and everything above import it.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""`autopar::attention`: softmax(q k' * scale + mask) v as one operator that knows *facts* about its mask.
+"""`autopar::attention`: softmax(q k' * scale + mask) v as one operator whose mask is given by arguments.
 
-Causal, window, chunk, padding and documents are arguments, so that the sequence can be cut over ranks without anybody
-reading an [S, S] tensor. Key/value heads stay unexpanded (GQA). The log-sum-exp is returned: it is what the backward
-and every merge of partial results needs.
+Causal, window, chunk, padding and documents are arguments, so that the sequence can be sharded without reading an
+[S, S] tensor. Key/value heads stay unexpanded (GQA). The log-sum-exp is returned: the backward and every merge of
+partial results need it.
 
 Scores, in this order: s = scale * q.k; softcap: s = cap * tanh(s / cap); s += bias; masked entries = -inf. Sinks are
-one further logit per head, in the denominator only. A row without any allowed key gives out = 0 and lse = -inf (its
+one further logit per head, in the denominator only. A row without any allowed key returns out = 0 and lse = -inf (its
 sink, if there is one). Half types accumulate in float32.
 
-What computes is the first of `autopar.ops.kernels` that applies.
+The first of `autopar.ops.kernels` that applies computes it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *facts: Any) -> tuple[Tensor, Ten
     float64 for float64 inputs, and not differentiable. The rest is `MaskSpec`.
     """
     known = MaskSpec(*facts)
-    if q.device.type != "cpu":  # there `kernels.backward` looks for them
+    if q.device.type != "cpu":  # otherwise `kernels.backward` looks for them
         kernels.note_blocked_rows(known.bias)
     out, lse = kernels.forward(q, k, v, known)
     return rows_first(out.to(q.dtype)), lse.contiguous()
@@ -47,7 +47,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *facts: Any) -> tuple[Tensor, Ten
 def _(q: Tensor, k: Tensor, v: Tensor, *facts: Any) -> tuple[Tensor, Tensor]:
     batch, heads, size, _ = q.shape
     if heads % k.shape[1]:
-        raise ValueError(f"attention: {heads} query heads need a divisor as key heads, found {k.shape[1]}")
+        raise ValueError(f"attention: {heads} query heads need key heads that divide them, found {k.shape[1]}")
     bias, scores = MaskSpec(*facts).bias, (batch, heads, size, k.shape[2])
     if bias is not None and (bias.dim() != 4 or any(n not in (1, m) for n, m in zip(bias.shape, scores))):
         raise ValueError(f"attention: a bias needs {list(scores)}, or 1 for any of them, found {list(bias.shape)}")
@@ -62,10 +62,10 @@ def _(q: Tensor, k: Tensor, v: Tensor, *facts: Any) -> tuple[Tensor, Tensor]:
 def attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *facts: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, bias and sinks; the last two are empty where there is nothing to differentiate.
+    """Gradients of q, k, v, bias and sinks; the last two are empty if there is nothing to differentiate.
 
-    ``out`` and ``lse`` may be those of a larger attention of which k and v are a part (merged results): with
-    p = exp(s - lse) and delta = rowsum(grad * out) each part's gradient is exact on its own.
+    ``out`` and ``lse`` may be those of a larger attention, with more keys and values (merged results): with
+    p = exp(s - lse) and delta = rowsum(grad * out) the gradient is exact for each subset of keys.
     """
     *rest, bias_needs_grad = facts
     known = MaskSpec(*rest)
@@ -79,7 +79,7 @@ def attention_backward(
 
 
 def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, facts: MaskSpec) -> Tensor:
-    """-sum over rows of p(sink) * rowsum(grad * out): a sink's value is zero, so only the denominator feels it."""
+    """-sum over rows of p(sink) * rowsum(grad * out): a sink's value is zero, so it only enters the denominator."""
     if facts.sinks is None:
         return grad.new_empty(0)
     delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
@@ -89,7 +89,7 @@ def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, facts: MaskSpec) -> Tenso
 def fake_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, known: MaskSpec, bias_needs_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Shapes of what `attention_backward` makes."""
+    """Fake results of `attention_backward`."""
     grads = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
     to_bias = known.bias.new_empty(known.bias.shape) if bias_needs_grad and known.bias is not None else q.new_empty(0)
     to_sinks = known.sinks.new_empty(known.sinks.shape) if known.sinks is not None else grad.new_empty(0)
@@ -105,8 +105,8 @@ _OPTIONAL = 5  # bias, key_mask, segments, sinks, seed
 
 
 def register_backward(name: str, further: int = 0, lib: Any = None) -> None:
-    """The backward of an attention is the operator ``<name>_backward``. ``further``: arguments of both behind those of
-    `MaskSpec`."""
+    """The backward of an attention is the operator ``<name>_backward``. ``further``: number of arguments of both after
+    those of `MaskSpec`."""
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         q, k, v, *rest = inputs

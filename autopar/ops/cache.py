@@ -1,7 +1,7 @@
-"""`autopar::extend`: the keys (or values) of earlier token slices, and behind them those of this one.
+"""`autopar::extend`: the keys (or values) of earlier token slices, followed by those of this one.
 
-A concatenation, as an operator of its own so that `differentiate` can tell it: F does not save the result, B makes it
-again from its two parts. So a step keeps each token's keys once, and not once per later slice.
+A concatenation, as a separate operator so that `differentiate` can recognize it: F does not save the result, B
+recomputes it from its two operands. So a step saves each token's keys once, and not once per later slice.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The raw collectives of a graph: one node each, an axis by name, never a process group.
+"""The raw collectives of a graph: one node each, with the name of an axis, never a process group.
 
 They have shapes but no kernel: `autopar.runtime.exec.lowering` lowers them onto the groups of a running mesh.
-``blocks`` are those of `autopar.ir.placement.Shard`, of the whole dim, of which their ratios count: in graphs of token
-slices the dim has many sizes. ``size`` is the number of ranks on the axis.
+``blocks`` are those of `autopar.ir.placement.Shard`, for the global dim; only their ratios count, since in graphs of
+token slices the dim has many sizes. ``size`` is the number of ranks on the axis.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _all_to_all(
     return _piece(_whole(x, src_dim, src_blocks, axis, size), dst_dim, dst_blocks, axis, size)
 
 
-def _same(x: Tensor, *_: Any) -> Tensor:  # of rows: as many as go, if routing is even
+def _same(x: Tensor, *_: Any) -> Tensor:  # of rows: as many are received as sent, if routing is even
     return x.new_empty(x.shape)
 
 

@@ -1,4 +1,4 @@
-"""`autopar::cross_entropy`: one loss per row, with everything that mixes rows (sums, counts, weights) left outside.
+"""`autopar::cross_entropy`: one loss per row; everything that mixes rows (sums, counts, weights) is left outside.
 
 The backward recomputes the softmax from the logits and the saved log-sum-exp, so that no second [N, C] tensor is
 kept. Half types are computed, and their losses returned, in float32.
@@ -15,7 +15,7 @@ from autopar.ops.declare import operator
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums are taken in."""
+    """The dtype of sums."""
     return dtype if dtype == torch.float64 else torch.float32
 
 
@@ -48,7 +48,7 @@ def cross_entropy_backward(
     grad: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
 ) -> Tensor:
     """grad [N] of the losses -> gradient of the logits [N, C]: grad * (softmax - (1 - s) * onehot - s / C)."""
-    out = torch.sub(logits, lse.unsqueeze(-1)).exp_()  # in the dtype of lse, and no larger than one copy
+    out = torch.sub(logits, lse.unsqueeze(-1)).exp_()  # in the dtype of lse, with no second copy
     ignored = target == ignore_index
     index = target.masked_fill(ignored, 0).long().unsqueeze(-1)
     if label_smoothing:

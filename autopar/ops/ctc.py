@@ -1,7 +1,7 @@
 """`autopar::ctc_loss`: connectionist temporal classification, one loss per example.
 
-torch's own operator makes a tensor whose size depends on the lengths, which no graph of fixed shapes holds. It is made
-again in the backward here. What mixes examples (means) is left outside.
+torch's own operator allocates a tensor whose size depends on the lengths, which static shapes cannot express. Here it
+is recomputed in the backward. What mixes examples (means) is left outside.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _INPUTS = "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target
 
 @operator(f"({_INPUTS}) -> Tensor", lambda log_probs, *_: log_probs.new_empty(log_probs.shape[1]))
 def ctc_loss(log_probs: Tensor, targets: Tensor, *how: Any) -> Tensor:
-    """log_probs [T, N, C], targets [N, S] (or those of all examples in one row), lengths [N] -> loss [N].
+    """log_probs [T, N, C], targets [N, S] (or those of all examples concatenated), lengths [N] -> loss [N].
 
     An example whose targets do not fit into its inputs has an infinite loss, or 0 with ``zero_infinity``.
     """
@@ -63,7 +63,7 @@ def functional_ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.ctc_loss` by the operator, while a model is captured."""
+    """`torch.nn.functional.ctc_loss` by this operator, while a model is captured."""
     alone = log_probs.dim() == 2
     if alone:
         log_probs, targets = log_probs.unsqueeze(1), targets.unsqueeze(0)

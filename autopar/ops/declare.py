@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def operator(schema: str | None = None, fake: Callable[..., Any] | None = None) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a function the kernel of the operator ``autopar::`` of its name, which writes to none of its arguments.
+    """Registers a function as the kernel of the operator ``autopar::`` of its name, which mutates no argument.
 
-    ``schema``: by default that of the annotations. ``fake``: makes fake results of fake arguments, if not registered
-    behind the function.
+    ``schema``: by default that of the annotations. ``fake``: computes fake results from fake arguments, unless it is
+    registered later.
     """
 
     def made(kernel: Callable[..., Any]) -> Any:

@@ -9,7 +9,7 @@ has to be saved: the backward is the same operator on the gradient.
     column = mix(global column index, key 2)                 one word per index of the last dim
     hash   = mix(row + column)                               one mix per element; 24 bits of it are compared with p
 
-On GPUs all of it is one kernel where Triton runs (`autopar.ops.kernels.fused_dropout`), with the same bits.
+On GPUs where Triton runs, all of it is one kernel (`autopar.ops.kernels.fused_dropout`), which is bitwise equal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from autopar.ops.declare import dense, operator
 from autopar.ops.kernels.triton_module import module_that_runs
 
-_BITS = 24  # of the hash that are compared with p: p is honoured to 6e-8
+_BITS = 24  # of the hash that are compared with p: p is exact to 6e-8
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
@@ -54,7 +54,7 @@ def _word(x: Tensor) -> Tensor:
 
 
 def _keys(seed: Tensor, site: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Three independent words from the seed (int64 scalar tensor) and the number of the call."""
+    """Three independent words from the seed (int64 scalar tensor) and the site of the call."""
     seed = seed.reshape(()).to(torch.int64)
     key = _mix(_word(seed) + 0x3C6EF372)
     key = _mix(key ^ _word(seed >> 32))
@@ -73,7 +73,7 @@ def keep_mask(
 ) -> Tensor:
     """Bool mask of ``local_shape``: True where an element is kept, which happens with probability 1 - p.
 
-    ``index`` holds per dim the int64 global indices of the local rows, or is empty when the tensor is whole;
+    ``index`` holds per dim the int64 global indices of the local rows, or is empty when the tensor is unsharded;
     ``shape`` is the global shape (empty: the local one).
     """
     whole = list(shape) or list(local_shape)
@@ -92,7 +92,7 @@ def random_words(
     shape: Sequence[int],
     second: bool = False,
 ) -> Tensor:
-    """A random word of 32 bits (int32) for each element; arguments as of `keep_mask`. ``second``: another one."""
+    """A random word of 32 bits (int32) for each element; arguments of `keep_mask`. ``second``: another word."""
     device = seed.device
     whole = list(shape) or list(local_shape)
     axes = list(index) or [_whole(size, device) for size in local_shape]
@@ -112,12 +112,12 @@ def random_words(
 
 
 def fused_for(x: Tensor) -> Any:
-    """`autopar.ops.kernels.fused_dropout`, where it runs on the device of a tensor that has data; else None."""
+    """`autopar.ops.kernels.fused_dropout`, if the tensor has data and its device runs it; else None."""
     return _fused(x.device) if x.is_cuda and type(x) in (Tensor, Parameter) else None
 
 
 def _fused(device: torch.device) -> Any:
-    instead = "each mask takes a dozen kernels instead of one; its bits are the same"
+    instead = "each mask takes a dozen kernels instead of one, with an equal result"
     return module_that_runs("autopar.ops.kernels.fused_dropout", device, _try, instead)
 
 

@@ -1,12 +1,12 @@
-"""A model's own backward as ordinary nodes of the graph, over a *gradient hole*.
+"""Custom backwards as ordinary nodes of the graph, with a *gradient hole*.
 
     g  = gradient_of(f(x), [x])                  stands for the gradient that will arrive at the result
     gx = mul(g, 2.0)                             the backward: whatever it computes, of g and of any other value
     t  = own_backward([x], [gx], [g], "F", True)the gradient of x is gx
     y  = with_backward(f(x), g, t)               the value f(x); what arrives as its gradient is g
 
-Forward, nobody reads what depends on a hole: the joint graph (`autopar.passes.autodiff.backward_builder`) runs it on
-the gradient where that is known. ``t`` ties a function's results to its inputs and has no value.
+In the forward nothing reads what depends on a hole: the joint graph (`autopar.passes.autodiff.backward_builder`) runs
+it on the gradient once that is known. ``t`` ties a function's results to its inputs and has no value.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def gradient_of(value: Tensor, inputs: list[Tensor]) -> Tensor:
 
 @operator()
 def own_backward(inputs: list[Tensor], gradients: list[Tensor], holes: list[Tensor], name: str, zeros: bool) -> Tensor:
-    """The gradients of the inputs are ``gradients``, which are made of ``holes``. ``name``: of the function. ``zeros``:
-    whether what a result does not get is a gradient of zeros; else the backward would see None."""
+    """The gradients of the inputs are ``gradients``, which are computed from ``holes``. ``name``: of the function.
+    ``zeros``: whether a result without gradient gets zeros; else the backward would see None."""
     return gradients[0].new_zeros(())
 
 
@@ -43,7 +43,7 @@ def _(inputs: list[Tensor], gradients: list[Tensor], holes: list[Tensor], name: 
 
 @operator()
 def with_backward(value: Tensor, hole: Tensor, token: Tensor) -> Tensor:
-    """A result of a function: ``value``, whose gradient is ``hole`` in the backward that ``token`` names."""
+    """A result of a function: ``value``, whose gradient is ``hole`` in the backward of ``token``."""
     return value.clone()
 
 

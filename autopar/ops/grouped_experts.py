@@ -1,12 +1,12 @@
-"""Mixture of experts as four operators: sort the tokens by expert, multiply group by group, put them back.
+"""Mixture of experts as four operators: sort the tokens by expert, multiply group by group, combine them.
 
     rows, order, offsets = moe_dispatch(x, expert, E)        # rows sorted by expert, each token K times
     hidden = grouped_bias(grouped_mm(rows, w_up, offsets), b_up, offsets)
     out = moe_combine(grouped_mm(act(hidden), w_down, offsets), order, weights)
 
-Expert e owns rows offsets[e-1] .. offsets[e]. Rows behind the last offset (expert number >= E: tokens that belong to
-nobody here) multiply to zero. An expert without tokens is fine. In the backward, the gradient to the rows and the
-gradient to the weights are separate operators, so that they can be scheduled apart.
+Expert e owns rows offsets[e-1] .. offsets[e]. Rows after the last offset (expert number >= E: experts of other ranks)
+multiply to zero. An expert without tokens is fine. In the backward, the gradients of the rows and of the weights are
+separate operators, so that they can be scheduled separately.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _told_to = threading.local()
 
 @contextlib.contextmanager
 def ends_of_rows() -> Iterator[list[Tensor]]:
-    """Within, on this thread: where the rows of each expert end, of every dispatch that runs, as they come."""
+    """Within, on this thread: collects the offsets of every dispatch that runs."""
     outer, _told_to.found = getattr(_told_to, "found", None), []
     try:
         yield _told_to.found
@@ -66,8 +66,8 @@ def _(x: Tensor, expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
 @operator("(Tensor x, Tensor expert, int experts, SymInt rows) -> (Tensor rows, Tensor order, Tensor offsets)")
 def moe_dispatch_own(x: Tensor, expert: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """`moe_dispatch` of the pairs whose expert is one of the first ``experts`` [0, experts); others have any number:
-    rows [n, H], order [n], offsets [experts]. n is known when it is there (the host waits for it); shapes say
-    ``rows``: what each rank would get if all got as many."""
+    rows [n, H], order [n], offsets [experts]. n is known at run time (the host waits for it); shapes assume ``rows``,
+    an even share."""
     order, ends = pairs_by_expert(expert, experts)
     return x.index_select(0, order // expert.shape[1]), order, _told(ends)
 
@@ -91,7 +91,7 @@ DISPATCHED = (torch.ops.autopar.moe_dispatch.default, torch.ops.autopar.moe_disp
 
 
 def _by_pair(rows: Tensor, order: Tensor, pairs: int) -> Tensor:
-    """[n, H] in the order of experts -> [pairs, H] in that of tokens; zeros for pairs that are no rows."""
+    """[n, H] in the order of experts -> [pairs, H] in that of tokens; zeros for pairs without a row."""
     made = rows.new_empty if rows.shape[0] == pairs else rows.new_zeros
     return made(pairs, rows.shape[1]).index_copy_(0, order, rows)
 
@@ -134,7 +134,7 @@ def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 def _fused(left: Tensor, right: Tensor) -> bool:
-    """Whether torch's grouped kernel takes these: bfloat16 and 16-byte rows on Hopper and Blackwell. Elsewhere torch
+    """Whether torch's grouped kernel supports these: bfloat16 and 16-byte rows on Hopper and Blackwell. Elsewhere torch
     loops over the groups, for which the host waits for the device."""
     if not left.is_cuda or left.dtype != torch.bfloat16 or any(n % 8 for n in (*left.shape[1:], *right.shape[1:])):
         return False
@@ -143,17 +143,17 @@ def _fused(left: Tensor, right: Tensor) -> bool:
 
 
 def _stay(rows: Tensor) -> bool:
-    """Whether the host should not ask for offsets: it would wait for the device."""
+    """Whether the host should not read offsets: it would wait for the device."""
     return rows.is_cuda
 
 
 def _expert_of_row(rows: Tensor, offsets: Tensor) -> Tensor:
-    """[N] int64; the number of experts behind the last offset."""
+    """[N] int64; the number of experts for rows after the last offset."""
     return torch.searchsorted(offsets, torch.arange(rows.shape[0], device=rows.device, dtype=offsets.dtype), right=True)
 
 
 def _clear_tail(out: Tensor, offsets: Tensor) -> Tensor:
-    """The grouped kernel leaves rows behind the last offset uninitialised (seen: 6.8e34)."""
+    """The grouped kernel leaves rows after the last offset uninitialized (seen: 6.8e34)."""
     tail = torch.arange(out.shape[0], device=out.device) >= offsets[-1]
     return out.masked_fill_(tail.unsqueeze(-1), 0.0)
 
@@ -181,7 +181,7 @@ def grouped_mm_weight_grad(grad: Tensor, rows: Tensor, offsets: Tensor, transpos
     left, right = (rows, grad) if transposed else (grad, rows)
     if _fused(left, right):
         made = torch.nn.functional.grouped_mm(left.t(), right, offs=offsets)
-        empty = offsets.diff(prepend=offsets.new_zeros(1)) == 0  # the kernel leaves these as they were
+        empty = offsets.diff(prepend=offsets.new_zeros(1)) == 0  # the kernel leaves these uninitialized
         return made.masked_fill_(empty.view(-1, 1, 1), 0.0)
     if _stay(rows):
         return Tiles(offsets, rows.shape[0]).outer(left, right)
@@ -259,7 +259,7 @@ grouped_bias.register_autograd(_bias_backward, setup_context=_bias_setup)
 )
 def moe_combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """rows [n, H] sorted by expert, order from a dispatch, weights [T, K] -> [T, H]: each token's weighted sum over
-    those of its K experts that are there."""
+    those of its K experts that have a row."""
     tokens, k = weights.shape
     unsorted = _by_pair(rows, order, tokens * k)
     return (unsorted.view(tokens, k, rows.shape[1]) * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
@@ -273,7 +273,7 @@ def moe_combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     ),
 )
 def moe_combine_backward(grad: Tensor, rows: Tensor, order: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """grad [T, H] -> gradients of the rows [n, H] and of the weights [T, K]: zero for pairs that are not there."""
+    """grad [T, H] -> gradients of the rows [n, H] and of the weights [T, K]: zero for pairs without a row."""
     tokens, k = weights.shape
     unsorted = _by_pair(rows, order, tokens * k)
     to_weights = (unsorted.view(tokens, k, rows.shape[1]) * grad.unsqueeze(1)).sum(-1, dtype=weights.dtype)
@@ -293,16 +293,16 @@ def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 moe_combine.register_autograd(_combine_backward, setup_context=_combine_setup)
 
 
-LEAST = 64  # rows of a tile: less does not fill a kernel
+LEAST = 64  # rows of a tile: smaller tiles do not fill a kernel
 
 
 class Tiles:
-    """Products of experts whose rows are counted on the device only: expert e owns rows offsets[e-1] .. offsets[e] of
-    N; rows behind the last offset are of none.
+    """Products of experts whose row counts are known on the device only: expert e owns rows offsets[e-1] .. offsets[e]
+    of N; rows after the last offset belong to no expert.
 
-    Any split of N rows on E experts fits on N // T + E tiles of T rows (and on N), so shapes are fixed. With T = N / 4E
-    these are a quarter more rows than there are. A tile's matrix is copied next to it, for a few tiles at a time: half
-    of what the matrices take.
+    Any split of N rows on E experts fits on N // T + E tiles of T rows (and on N), so shapes are static. With
+    T = N / 4E that is a quarter more rows. A tile's matrix is copied next to it, for a few tiles at a time: half of
+    the matrices' memory.
     """
 
     def __init__(self, offsets: Tensor, rows: int) -> None:
@@ -310,19 +310,19 @@ class Tiles:
         self.experts, self.height = experts, min(max(rows // (4 * experts), LEAST), max(rows, 1))
         self.count = min(rows // self.height + experts, rows)
         ends = offsets.long()
-        starts = torch.cat([ends.new_zeros(1), ends])  # of an expert more: that of the rows of none
+        starts = torch.cat([ends.new_zeros(1), ends])  # with one more expert, for rows without one
         tiles = ((ends - starts[:-1] + self.height - 1) // self.height).cumsum(0)  # last one of each expert, + 1
         at = torch.arange(rows, device=offsets.device)
         expert = torch.searchsorted(ends, at, right=True)
         first = torch.cat([tiles.new_zeros(1), tiles[:-1], tiles.new_full((1,), self.count)])
-        behind = self.count * self.height  # the rows of none share one place behind all tiles
+        behind = self.count * self.height  # rows without an expert share one place after all tiles
         place = first.index_select(0, expert) * self.height + at - starts.index_select(0, expert)
         self.place = place.clamp_(max=behind)
         numbers = torch.arange(self.count, device=offsets.device)
         self.expert = torch.searchsorted(tiles, numbers, right=True).clamp_(max=experts - 1)  # a spare tile is zeros
 
     def product(self, rows: Tensor, matrices: Tensor) -> Tensor:
-        """rows [N, I], matrices [E, I, O] -> [N, O]; zeros for the rows of no expert."""
+        """rows [N, I], matrices [E, I, O] -> [N, O]; zeros for rows without an expert."""
         tiled = self._tiled(rows)
         out = rows.new_zeros(self.count * self.height + 1, matrices.shape[2])
         made = out[:-1].view(self.count, self.height, out.shape[1])
@@ -331,7 +331,7 @@ class Tiles:
         return out.index_select(0, self.place)
 
     def outer(self, left: Tensor, right: Tensor) -> Tensor:
-        """left [N, I], right [N, O] -> [E, I, O]; half types are added up in float32."""
+        """left [N, I], right [N, O] -> [E, I, O]; half types accumulate in float32."""
         one, other = self._tiled(left), self._tiled(right)
         wide = torch.promote_types(left.dtype, torch.float32)
         out = torch.zeros(self.experts, left.shape[1], right.shape[1], dtype=wide, device=left.device)
@@ -352,8 +352,8 @@ class Tiles:
 
 @operator("(Tensor expert, int experts, int capacity) -> Tensor", dense)
 def within_capacity(expert: Tensor, experts: int, capacity: int) -> Tensor:
-    """expert [T, K] int, of all tokens -> the same, but ``experts``, which is nobody's number, from an expert's place
-    ``capacity`` on. Places are counted in the order of tokens, and of a token's choices."""
+    """expert [T, K] int, of all tokens -> the same, with ``experts``, an invalid number, for choices beyond an expert's
+    ``capacity``, counted in the order of tokens and of a token's choices."""
     ranked, order = torch.sort(expert.reshape(-1), stable=True)
     place = torch.arange(ranked.shape[0], device=ranked.device) - torch.searchsorted(ranked, ranked)
     kept = torch.where(place < capacity, ranked, torch.full_like(ranked, experts))

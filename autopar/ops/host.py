@@ -1,10 +1,10 @@
 """Copies between the device and the host: `autopar::to_host`, `autopar::from_host`.
 
-    F   h = to_host(x)        what the backward takes of x waits in host memory; returned under the name host:x
+    F   h = to_host(x)        offloads what the backward needs of x to host memory; returned under the name host:x
     B   x = from_host(h)
 
 `autopar.runtime.exec.lowering` starts a copy where its node stands, and waits for it elsewhere (`autopar.ir.waits`).
-Compiled code calls the kernels below, which copy in order with what else it runs.
+Compiled code calls the kernels below, which copy in stream order.
 """
 
 from __future__ import annotations

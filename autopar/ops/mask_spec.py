@@ -1,4 +1,4 @@
-"""What `autopar::attention` knows about its mask, as arguments instead of a tensor."""
+"""The mask of `autopar::attention`, as arguments instead of a tensor."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ FACTS = (
 
 @dataclass(frozen=True)
 class MaskSpec:
-    """The arguments of `autopar::attention` behind q, k, v, in the order of its schema.
+    """The arguments of `autopar::attention` after q, k, v, in the order of its schema.
 
     bias      additive, float, differentiable, broadcastable to [B, Hq, Sq, Sk]
     key_mask  bool [B, Sk], True = may be attended (padding)
     segments  int [B, Sk]: packed documents; attend within equal numbers only (query i is in that of key i + offset)
-    sinks     [Hq]: one logit per head that takes probability and gives nothing
+    sinks     [Hq]: one logit per head that takes probability but has value zero
     seed, dropout, site, index, shape   of the dropout on the probabilities, as in `autopar::dropout`
     causal    key j <= query i
     window    0, or |i - j| < window
     chunk     0, or i // chunk == j // chunk
-    offset    where the queries stand among the keys: row r is query i = r + offset (0: top-left aligned)
+    offset    position of the queries among the keys: row r is query i = r + offset (0: top-left aligned)
     softcap   0, or the cap
 
-    mask and lift are no arguments of the operator: a further mask for a block of a larger attention, and what is taken
-    off the scores of each row so that numbers remain (`autopar.attention.operator`).
+    mask and lift are not arguments of the operator: a further mask for a block of a larger attention, and a number that
+    is subtracted from the scores of each row to keep them finite (`autopar.attention.operator`).
     """
 
     bias: Tensor | None
@@ -80,12 +80,12 @@ class MaskSpec:
 
     @property
     def by_position_alone(self) -> bool:
-        """Causal, window and chunk say all of the mask."""
+        """Whether causal, window and chunk are all of the mask."""
         return all(m is None for m in (self.bias, self.key_mask, self.segments, self.mask))
 
     @property
     def only_causal(self) -> bool:
-        """No mask beside the triangle, so that a kernel's own causal flag says it all."""
+        """Whether the triangle is all of the mask, so that a kernel's own causal flag expresses it."""
         return self.by_position_alone and not self.window and not self.chunk
 
     def additive_mask(self, q: Tensor, keys: int) -> Tensor:
@@ -100,7 +100,7 @@ class MaskSpec:
         """Dropout mask of the probabilities [B, Hq, Sq, Sk]."""
         if self.seed is None:
             raise ValueError(
-                f"attention: dropout of {self.dropout} needs a seed, found none; normalise the graph, which adds the "
+                f"attention: dropout of {self.dropout} needs a seed, found none; normalize the graph, which adds the "
                 "seed input, or capture with train=False"
             )
         return keep_mask(scores_shape, self.seed, self.dropout, self.site, self.index, self.shape)

@@ -1,6 +1,6 @@
-"""`autopar::random`: numbers that depend on (seed, site, global element index) and on nothing else, as dropout.
+"""`autopar::random`: numbers that depend on (seed, site, global element index) and on nothing else, like dropout.
 
-    kind            a, b                    of the dtype that is asked for
+    kind            a, b                    in the requested dtype
     uniform         from, to                24 bits (53 in double precision, 11 and 8 in half ones)
     normal          mean, deviation         by the inverse of its distribution function, in double precision
     log_normal      of the normal           exp(normal)
@@ -8,7 +8,7 @@
     geometric       probability             at least 1
     cauchy          median, width
     integers        from, to                whole numbers below ``to``
-    keep            probability             1 or 0, as masks of dropout are made (`autopar.ops.dropout.keep_mask`)
+    keep            probability             1 or 0, like the masks of dropout (`autopar.ops.dropout.keep_mask`)
 
 The words are those of `autopar.ops.dropout`, two where 32 bits are not enough.
 """
@@ -58,7 +58,7 @@ def drawn(
 def _whole_numbers(
     local_shape: Sequence[int], seed: Tensor, site: int, index: Sequence[Tensor], shape: Sequence[int]
 ) -> Tensor:
-    """From 0 to 2**53 - 1, in double precision."""
+    """Integers from 0 to 2**53 - 1, in double precision."""
     high, low = (
         random_words(local_shape, seed, site, index, shape, second).to(torch.int64) for second in (False, True)
     )

@@ -1,11 +1,11 @@
-"""What each random operator of torch is made of, in terms of `autopar::random`.
+"""Torch's random operators in terms of `autopar::random`.
 
     rand([4, 8])            -->   random(empty([4, 8]), "uniform", 0, 1)
     bernoulli(p)            -->   random(p, "uniform", 0, 1) < p
     multinomial(p, 3)       -->   the 3 largest of log(p) - log(random(p, "exponential", 1))
 
 One recipe serves a graph, where ``make`` adds calls, and an eager run, where it runs them: so the numbers are the same.
-An operator that draws as many numbers as values tell (poisson, gamma: they reject) has none.
+An operator whose count of draws depends on values (poisson and gamma use rejection) has no recipe.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class DrawMaker:
-    """``call(operator, ...)`` gives its result; ``draw(like, kind, a, b, dtype)`` random numbers in the shape of a
-    value; ``value(x)`` the tensor that a result is, or a fake of it."""
+    """``call(operator, ...)`` returns its result; ``draw(like, kind, a, b, dtype)`` random numbers in the shape of a
+    value; ``value(x)`` the tensor of a result, or a fake of it."""
 
     call: Callable[..., Any]
     draw: Callable[[Any, str, float, float, torch.dtype], Any]
@@ -43,7 +43,7 @@ WeightConversion = Callable[[Mapping[str, Any], DrawMaker], Any]
 
 
 class NoRecipe(ValueError):
-    """Arguments for which nothing is known; the message says which."""
+    """Unsupported arguments; the message says which."""
 
 
 def _dtype(known: Mapping[str, Any], like: Tensor | None = None) -> torch.dtype:
@@ -54,7 +54,7 @@ def _dtype(known: Mapping[str, Any], like: Tensor | None = None) -> torch.dtype:
 
 
 def _whole(known: Mapping[str, Any]) -> torch.dtype:
-    """The dtype of whole numbers; schemas have a number for int64."""
+    """The dtype of integers; schemas have a number for int64."""
     return known["dtype"] if isinstance(known.get("dtype"), torch.dtype) else torch.int64
 
 
@@ -63,7 +63,7 @@ def _empty(known: Mapping[str, Any], make: DrawMaker, dtype: torch.dtype) -> Any
 
 
 def _made(kind: str, a: float = 0.0, b: float = 1.0) -> WeightConversion:
-    """rand and randn: of a size."""
+    """rand and randn: of a given size."""
 
     def recipe(known: Mapping[str, Any], make: DrawMaker) -> Any:
         dtype = _dtype(known)
@@ -118,27 +118,27 @@ def _normal(known: Mapping[str, Any], make: DrawMaker) -> Any:
 
 
 def _integers(known: Mapping[str, Any], make: DrawMaker) -> Any:
-    """randint: of a size, or in the shape of ``self``; random: between bounds."""
+    """randint: of a given size, or in the shape of ``self``; random: between bounds."""
     low, high = known.get("low", known.get("from", 0)), known.get("high", known.get("to"))
     if not isinstance(low, int) or not isinstance(high, int):
-        raise NoRecipe("its bounds are whole numbers that the graph knows")
+        raise NoRecipe("its bounds must be constant integers")
     if not 0 < high - low <= 1 << 48:
-        raise NoRecipe(f"it draws between {low} and {high}; at most 2**48 numbers apart")
+        raise NoRecipe(f"it draws between {low} and {high}, which may be at most 2**48 apart")
     if "size" in known:
         return make.draw(_empty(known, make, _whole(known)), "integers", low, high, _whole(known))
     return make.draw(known["self"], "integers", low, high, _dtype(known, make.value(known["self"])))
 
 
 def _permutation(known: Mapping[str, Any], make: DrawMaker) -> Any:
-    """The order of as many numbers."""
+    """randperm: the order of as many random numbers."""
     dtype, known = _whole(known), {**known, "size": [known["n"]]}
     numbers = make.draw(_empty(known, make, torch.float64), "uniform", 0.0, 1.0, torch.float64)
     return make.call(aten._to_copy.default, make.call(aten.argsort.default, numbers), dtype=dtype)
 
 
 def _multinomial(known: Mapping[str, Any], make: DrawMaker) -> Any:
-    """Without replacement: the largest of log(p) + Gumbel noise, which are drawn one after another without looking
-    back. With it: as many numbers, and how many steps of the running sum are below each."""
+    """Without replacement: the largest of log(p) + Gumbel noise, equal to drawing one after another. With replacement:
+    as many numbers, and how many steps of the cumulative sum are below each."""
     p, count = known["self"], known["num_samples"]
     wide = make.call(aten._to_copy.default, p, dtype=torch.float64)
     if count == 1 or not known.get("replacement"):
@@ -178,7 +178,7 @@ RECIPES: dict[Any, WeightConversion] = {
 
 
 def recipe_for(target: Any) -> tuple[WeightConversion | None, bool]:
-    """(how an operator is made, whether it writes into ``self``): bernoulli_ is bernoulli, written."""
+    """(the recipe of an operator, whether it writes into ``self``): bernoulli_ is bernoulli, written in place."""
     packet = getattr(target, "overloadpacket", None)
     if packet in RECIPES:
         return RECIPES[packet], False
@@ -191,7 +191,7 @@ def recipe_for(target: Any) -> tuple[WeightConversion | None, bool]:
 
 
 class _Numbers(DispatchMode):
-    """Answers requests for random numbers; counts them in ``site``."""
+    """Answers calls of random operators; counts them in ``site``."""
 
     def __init__(self, seed: int):
         super().__init__()
@@ -207,7 +207,7 @@ class _Numbers(DispatchMode):
         recipe, written = recipe_for(func)
         if recipe is None or known.get("generator") is not None:
             assert recipe or not is_random(func) or not _named(func, args, known).get("dropout_p", True), (
-                f"nothing says what {func} draws"
+                f"no recipe says what {func} draws"
             )
             return func(*args, **known)
         made = recipe(_named(func, args, known), self.maker)
@@ -225,14 +225,14 @@ class _Numbers(DispatchMode):
 
 
 def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call. An attention that a model has chosen a kernel for draws nothing at a rate of 0."""
+    """The arguments of a call. An attention with a fixed kernel draws nothing at a rate of 0."""
     return {**argument_defaults(func), **dict(zip(argument_defaults(func), args)), **kwargs}
 
 
 @contextlib.contextmanager
 def shared_random(seed: int) -> Iterator[_Numbers]:
     """Within, numbers are those of `autopar::dropout` and `autopar::random`: they depend on ``seed`` and the number of
-    the call, which is the site of the captured graph. Around the forward of a model, not its backward. It works
+    the call, which is the site in the captured graph. Use it around the forward of a model, not its backward. It works
     below autograd, where every dropout of torch asks for random bits."""
     with sdpa_kernel(SDPBackend.MATH), _Numbers(seed) as numbers:
         yield numbers

@@ -1,16 +1,17 @@
-"""What an operator is. Every pass, cost and check that asks one of these questions asks it here.
+"""Traits of operators. Every pass, cost and check that asks one of these questions asks it here.
 
-Each trait is of the target of a call. What is no operator (the name of a placeholder, `operator.getitem`) has none.
+Each trait is of the target of a call. A target that is not an operator (the name of a placeholder, `operator.getitem`)
+has none.
 
     is_view, aliases, SILENT_VIEWS     whose storage a result has
-    is_cheap                           made again rather than kept
+    is_cheap                           recomputed rather than saved
     PERMUTED, PASSING                  no element changes
-    is_elementwise                     each element of the result comes of one position of the operands
+    is_elementwise                     each element of the result depends on one position of the operands
     PRODUCTS, CONVOLUTIONS             multiply by a weight, or may
-    COLLECTIVES, SUMS, LOCAL           exchange between ranks, or pretend to
+    COLLECTIVES, SUMS, LOCAL           communicate between ranks, or replace a collective
     COPIES                             between the device and the host
     DROPOUTS, is_random                draw numbers
-    is_choice                          returns places of elements: experts of a token, the largest of a row
+    is_choice                          returns positions of elements: experts of a token, the largest of a row
     STOPS_GRADIENT                     no gradient goes back through them
 """
 
@@ -33,7 +34,7 @@ from autopar.ops.token_dispatch import alltoall, alltoall_dedup  # noqa: F401
 
 aten, ours = torch.ops.aten, torch.ops.autopar
 
-# Views of which the schema says nothing: autograd need not know of them, whoever overwrites or frees storage must.
+# Views that the schema does not declare: autograd can ignore them, code that overwrites or frees storage cannot.
 SILENT_VIEWS = {
     aten._unsafe_view.default,
     aten.unsafe_split.Tensor,
@@ -44,9 +45,9 @@ SILENT_VIEWS = {
 
 @functools.cache
 def aliases(target: Any) -> bool:
-    """Whether a result may share storage with an operand: views, what is a view where it can be (reshape, to,
-    contiguous, a rank's slice), and what writes in place. Only a composite product may and not say so (einsum of one
-    operand): step graphs hold none."""
+    """Whether a result may share storage with an operand: views, operators that are views where possible (reshape, to,
+    contiguous, a rank's slice), and in-place operators. Only a composite product may do so undeclared (einsum of one
+    operand): step graphs contain none."""
     if not isinstance(target, OpOverload):
         return False
     return returns_alias(target) or target in SILENT_VIEWS or target is ours.shard_slice.default
@@ -54,22 +55,22 @@ def aliases(target: Any) -> bool:
 
 @functools.cache
 def is_view(target: Any) -> bool:
-    """Whether no result has storage of its own, whatever the operands. Composite operators may copy where strides ask
-    for it; they are taken apart before anybody asks about each run."""
+    """Whether no result has storage of its own, whatever the operands. Composite operators may copy where strides
+    require it; they are decomposed before this matters."""
     schema = aliases(target) and not mutates(target) and not is_composite(target)
     return target in SILENT_VIEWS or (schema and target is not ours.shard_slice.default)
 
 
 def is_cheap(target: Any) -> bool:
-    """Whether it is made again rather than kept: views, which would keep their base alive anyway, and what joins values
-    that are kept anyway."""
+    """Whether it is recomputed rather than saved: views, which would keep their base alive anyway, and concatenations
+    of values that are saved anyway."""
     return is_view(target) or target is ours.extend.default
 
 
 # The same elements, dims in another order.
 PERMUTED = {aten.t.default, aten.transpose.int, aten.permute.default}
 
-# One operand, no element of which changes but in its dtype: a sum goes through, f(a + b) = f(a) + f(b).
+# One operand, no element of which changes but in its dtype: linear, f(a + b) = f(a) + f(b).
 PASSING = PERMUTED | {
     aten.view.default,
     aten._unsafe_view.default,
@@ -85,15 +86,15 @@ PASSING = PERMUTED | {
     aten._to_copy.default,
 }
 
-_ELEMENTWISE = {  # without the tag that says so
+_ELEMENTWISE = {  # not tagged as such by torch
     aten.clone, aten.detach, aten.alias, aten.copy_, aten._to_copy, aten.zeros_like, aten.ones_like, aten.empty_like,
     aten.full_like, aten.fill_, aten.zero_, aten.lift_fresh, aten.native_dropout, aten.contiguous,
 }  # fmt: skip
 
 
 def is_elementwise(target: OpOverload) -> bool:
-    """Whether it runs on pieces of its operands as on the whole, if they are cut alike; factories of the operand's
-    shape among them."""
+    """Whether it runs on shards of its operands as on the whole, if they are sharded alike; includes factories of the
+    operand's shape."""
     return torch.Tag.pointwise in target.tags or target.overloadpacket in _ELEMENTWISE
 
 
@@ -118,7 +119,7 @@ PRODUCTS = CONVOLUTIONS | {
 
 SUMS = (ours.all_reduce.default, ours.reduce_scatter.default)
 COLLECTIVES = (*SUMS, ours.all_gather.default, ours.all_to_all.default, ours.all_to_all_rows.default)
-LOCAL = (ours.shard_slice.default, ours.shard_pad.default)  # a rank's part of an exchange in which nobody sends
+LOCAL = (ours.shard_slice.default, ours.shard_pad.default)  # conversions without communication
 COPIES = (ours.to_host.default, ours.from_host.default)
 
 DROPOUTS = (aten.dropout.default, aten.native_dropout.default)
@@ -129,7 +130,7 @@ _UNTAGGED = {aten._sample_dirichlet.default}
 
 
 def is_random(target: Any) -> bool:
-    """Whether it draws numbers from torch's generator: they would depend on how a graph is cut."""
+    """Whether it draws numbers from torch's generator: they would depend on how a graph is sharded."""
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) or target in _UNTAGGED
 
 
@@ -140,5 +141,5 @@ _CHOICES = {
 
 
 def is_choice(target: Any) -> bool:
-    """Whether it says which elements come first: a tie, or a rounding, would say otherwise another time."""
+    """Whether it returns which elements come first: a tie, or rounding, could change the answer in a recomputation."""
     return getattr(target, "overloadpacket", None) in _CHOICES

@@ -1,11 +1,11 @@
-"""`autopar::watch`: a value as it is, with an eye on its range, or on how many of its entries are true.
+"""`autopar::watch`: the identity on a value, with a check of its range, or of how many of its entries are true.
 
-    ids = watch(ids, 0, 49, None, "...")       an id out of range is noted, and told once the step has run
-    mask = watch_count(mask, 8, "...")         another number of true entries than 8 is, too
+    ids = watch(ids, 0, 49, None, "...")       an id out of range is recorded, and reported after the step
+    mask = watch_count(mask, 8, "...")         so is a number of true entries other than 8
 
-A kernel cannot raise for a value that lies on an accelerator without waiting for it. So it notes the least and the
-greatest value there, and `autopar.runtime.exec.value_checks` reads the notes when that costs nothing. On the CPU only
-what is out of range is noted.
+A kernel cannot raise for a value on an accelerator without synchronizing. So it records the least and the greatest
+value there, and `autopar.runtime.exec.value_checks` reads the records when that costs nothing. On the CPU only values
+out of range are recorded.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from autopar.ops.declare import alike, operator
 
 @dataclass(frozen=True)
 class ValueNote:
-    """least and greatest [2] of values that should lie in low .. high. text: what that means, with {found} for the
-    value that does not; fatal: whether it is an error, or only worth saying."""
+    """least and greatest [2] of values that should be in low .. high. text: what that means, with {found} for a value
+    that is not; fatal: whether it is an error, or a warning."""
 
     extremes: Tensor
     low: float
@@ -41,11 +41,11 @@ class ValueNote:
         return self.text.format(found=int(found) if float(found).is_integer() else found)
 
 
-_notes: deque[ValueNote] = deque(maxlen=4096)  # of what nobody reads, the newest are enough
+_notes: deque[ValueNote] = deque(maxlen=4096)  # of unread notes, the newest are enough
 
 
 def note(values: Tensor, low: float, high: float, text: str, fatal: bool = True) -> None:
-    """Remember the range of some values; see `ValueNote`."""
+    """Record the range of some values; see `ValueNote`."""
     if not values.numel():
         return
     made = ValueNote(torch.stack(torch.aminmax(values)), low, high, text, fatal)
@@ -54,7 +54,7 @@ def note(values: Tensor, low: float, high: float, text: str, fatal: bool = True)
 
 
 def put_notes(notes: Iterable[ValueNote]) -> None:
-    """Notes whose ranges somebody has computed anew."""
+    """Add notes with ranges computed elsewhere."""
     _notes.extend(notes)
 
 
@@ -67,7 +67,7 @@ def take_notes() -> list[ValueNote]:
 
 @operator("(Tensor x, float low, float high, int? ignored, str text, bool fatal) -> Tensor", alike)
 def watch(x: Tensor, low: float, high: float, ignored: int | None, text: str, fatal: bool) -> Tensor:
-    """x, unchanged. Entries that are neither ``ignored`` nor in low .. high are noted."""
+    """x, unchanged. Entries that are neither ``ignored`` nor in low .. high are recorded."""
     values = x.detach()
     if ignored is not None:
         values = values.masked_fill(values == ignored, int(low))
@@ -77,16 +77,16 @@ def watch(x: Tensor, low: float, high: float, ignored: int | None, text: str, fa
 
 @operator("(Tensor mask, int count, str text) -> Tensor", alike)
 def watch_count(mask: Tensor, count: int, text: str) -> Tensor:
-    """mask (bool), unchanged. Another number of true entries is noted."""
+    """mask (bool), unchanged. A number of true entries other than ``count`` is recorded."""
     note(mask.sum(), count, count, text)
     return mask.clone()
 
 
 @operator(fake=alike)
 def checked(value: Tensor, info: Tensor, name: str, is_matrix: bool) -> Tensor:
-    """The value of a factorisation, unchanged, once its report says that there is one: torch checks with an operator
-    that has no result, which nobody takes once a graph is cut. info: per matrix 0, or what is wrong with it. name:
-    of the function, for the error's words; is_matrix: whether it was given one matrix and not a batch of them."""
+    """The value of a factorization, unchanged, with a check of its info: torch checks with an operator without result,
+    which a split graph would drop. info: per matrix 0, or the error code. name: of the function, for the message;
+    is_matrix: whether its operand was one matrix and not a batch."""
     check_factorisation(info, name, is_matrix=is_matrix)
     return value.clone()
 

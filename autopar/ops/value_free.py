@@ -1,9 +1,9 @@
-"""Functions of torch that ask for values on their way, which no graph has: written without.
+"""Functions of torch that read values on their way, which a graph cannot, rewritten without.
 
-    gaussian_nll_loss    asks whether a variance is negative, and raises
-    cov, corrcoef        ask whether there are degrees of freedom, and warn
+    gaussian_nll_loss    checks whether a variance is negative, and raises
+    cov, corrcoef        check whether there are degrees of freedom, and warn
 
-They are called in torch's place while a model is captured. What torch checks of shapes is left to torch.
+They replace torch's functions while a model is captured. Checks of shapes are left to torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def gaussian_nll_loss(
         raise ValueError("var is of incorrect size")
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not valid")
-    var = torch.where(var < eps, eps + (var - var.detach()), var)  # a clamp that has a gradient below eps, as torch's
+    var = torch.where(var < eps, eps + (var - var.detach()), var)  # a clamp with a gradient below eps, like torch's
     loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
     if full:
         loss = loss + 0.5 * math.log(2 * math.pi)
@@ -40,7 +40,7 @@ def gaussian_nll_loss(
 
 
 def cov(x: Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Tensor:
-    """`torch.cov`; of weighted observations torch's own."""
+    """`torch.cov`; torch's own for weighted observations."""
     if fweights is not None or aweights is not None or not x.is_floating_point() or x.dim() > 2:
         return _COV(x, correction=correction, fweights=fweights, aweights=aweights)
     rows = x if x.dim() == 2 else x.reshape(1, -1)

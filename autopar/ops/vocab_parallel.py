@@ -1,6 +1,6 @@
-"""Embedding and loss over a cut vocabulary: what a rank that holds some of the rows or classes computes.
+"""Embedding and loss over a sharded vocabulary: what a rank with some of the rows or classes computes.
 
-The loss never gathers logits: per row it exchanges a maximum, and a sum of two or three numbers (Megatron-LM's vocab
+The loss never gathers logits: per row it reduces a maximum, and a sum of two or three numbers (Megatron-LM's vocab
 parallel cross-entropy). Source: Shoeybi et al., Megatron-LM, section 3.
 """
 
@@ -25,10 +25,10 @@ def first_row(rows: int, axis: str, size: int, device: torch.device) -> Tensor:
 def embedding_of_piece(
     weight: Tensor, indices: Tensor, padding_idx: int, axis: str, size: int, name: str = "an embedding"
 ) -> Tensor:
-    """Rows of a cut table: weight [V/size, H], indices [...] global -> [..., H], zero where another rank holds the row.
+    """Rows of a sharded table: weight [V/size, H], indices [...] global -> [..., H], zero if another rank has the row.
 
-    The sum over ranks is the embedding. As in torch, the row ``padding_idx`` gets no gradient. An index that no rank
-    holds is an error that names ``name``, once the step has run (`autopar.ops.value_checks`).
+    The sum over ranks is the embedding. As in torch, the row ``padding_idx`` gets no gradient. An index out of range is
+    an error that names ``name``, reported after the step (`autopar.ops.value_checks`).
     """
     rows = weight.shape[0]
     text = f"{name} must lie in 0 .. {rows * size - 1}, the rows of its embedding, found {{found}}"
@@ -52,7 +52,7 @@ def cross_entropy_of_piece(
 ) -> tuple[Tensor, Tensor]:
     """`autopar::cross_entropy` of a rank that holds classes: logits [N, C/size], target [N] -> loss [N], lse [N].
 
-    A label that is no class is an error that names ``name``, once the step has run (`autopar.ops.value_checks`).
+    A label out of range is an error that names ``name``, reported after the step (`autopar.ops.value_checks`).
     """
     out: tuple[Tensor, Tensor] = _CrossEntropy.apply(logits, target, ignore_index, label_smoothing, axis, size, name)
     return out

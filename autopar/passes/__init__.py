@@ -8,5 +8,5 @@ step                peephole, buckets and overlap
 attention           algorithms of context-parallel attention, which run inside one operator
 pipelines           all passes in order, one line each
 
-Stands on rewrite, rules and steps; knows no decision's reason and no process group. `autopar.compile` imports it.
+Imports rewrite, rules and steps; knows neither the planner's reasons nor process groups. Imported by `autopar.compile`.
 """

@@ -1,4 +1,4 @@
-"""How rewrites make nodes: call an operator on nodes, get a node with its fake value and provenance.
+"""How rewrites create nodes: call an operator on nodes, get a node with its fake value and provenance.
 
 A rewrite is `(node, build) -> Node | None`: the node that replaces ``node``, or None to leave it. New nodes stand right
 before the old one, so operands are always defined.
@@ -21,17 +21,17 @@ Rewrite = Callable[[Node, "Build"], Node | None]
 
 @dataclass
 class Build:
-    """Makes nodes in front of ``at``, with the provenance of ``like`` (default: ``at``)."""
+    """Creates nodes before ``at``, with the provenance of ``like`` (default: ``at``)."""
 
     at: Node
     like: Node | None = None
 
     def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        """A call node; its value is the operator's, run on the operands' fakes."""
+        """A call node; its value is the operator's result on the fake operands."""
         return insert_call(self.at, target, args, kwargs, like=self.like)
 
     def reshape(self, x: Node, shape: Sequence[int]) -> Node:
-        """x in another shape; x itself if that is its shape; from the base if x is a reshape of one kind or another."""
+        """x in another shape; x itself if that is its shape; if x is a reshape, its operand is reshaped instead."""
         aten = torch.ops.aten
         while calls(x, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim):
             x = operand(x)
@@ -42,14 +42,14 @@ class Build:
 
 
 def value_of(node: Node) -> Tensor:
-    """The fake value of a node that makes one tensor."""
+    """The fake value of a node with one tensor result."""
     value = node.meta["val"]
-    assert isinstance(value, Tensor), f"normalize: {node.name} does not make one tensor"
+    assert isinstance(value, Tensor), f"normalize: {node.name} does not return one tensor"
     return value
 
 
 def shape_of(node: Node) -> tuple[int, ...]:
-    """Shape of the one tensor that a node makes."""
+    """Shape of the one tensor that a node returns."""
     return tuple(value_of(node).shape)
 
 
@@ -61,5 +61,5 @@ def operand(node: Node, position: int = 0) -> Node:
 
 
 def calls(node: Any, *targets: Any) -> bool:
-    """Is this a node that calls one of the targets?"""
+    """Whether this is a node that calls one of the targets."""
     return isinstance(node, Node) and node.op == "call_function" and node.target in targets

@@ -1,4 +1,4 @@
-"""Facts that a graph can have, each a named check. The pass manager runs them after every pass."""
+"""Invariants of graphs, each a named check. The pass manager runs them after every pass."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ Check = Callable[[GraphModule, "Compilation"], None]
 
 
 class PlacementError(Exception):
-    """A graph whose placements do not fit: a gradient would be wrong. Always a mistake of a pass, never of a user."""
+    """Placements that do not fit, so that a gradient would be wrong. Always a mistake of a pass, never of a user."""
 
 
 def check_functional(gm: GraphModule, ctx: Compilation) -> None:
-    """No in-place operator is left: later steps would drop it silently."""
+    """No in-place operator is left: later steps would drop its effect silently."""
     for node in gm.graph.nodes:
         if mutates(node.target):
-            raise PlacementError(f"{describe(node)} writes in place; the normaliser must make it functional")
+            raise PlacementError(f"{describe(node)} writes in place; normalize must make it functional")
 
 
 def check_placements(gm: GraphModule, ctx: Compilation) -> None:
-    """The types: every op's operands fit its rule, every conversion is in the table, inputs and outputs are as
-    promised.
+    """The types: the operands of every op fit its rule, every conversion is in the table, inputs and outputs have the
+    placements of the plan.
 
     With the duality of the conversion table this proves that each parameter's gradient arrives with the
     parameter's own placement.
@@ -61,10 +61,10 @@ def check_placements(gm: GraphModule, ctx: Compilation) -> None:
 
 
 def check_types(gm: GraphModule, ctx: Compilation, nodes: Iterable[Node] | None = None) -> None:
-    """Every op's operands fit its rule, every conversion is in the table: `check_placements` without what the plan
-    promises.
+    """The operands of every op fit its rule, and every conversion is in the table: `check_placements` without the
+    plan's part.
 
-    ``nodes``: only these (default: all, but for those that were right before and about which nothing has changed).
+    ``nodes``: only these (default: all, except those that passed before and have not changed since).
     """
     for node in gm.graph.nodes if nodes is None else nodes:
         if node.op != "call_function":
@@ -78,8 +78,7 @@ def check_types(gm: GraphModule, ctx: Compilation, nodes: Iterable[Node] | None 
 
 
 def _checked_facts(node: Node) -> list[Any]:
-    """Everything that `_check_call` reads of a node; passes put other objects in their place, and never write into
-    them."""
+    """Everything that `_check_call` reads of a node; passes replace these objects and never mutate them."""
     found: list[Any] = [node.target, node.args, node.kwargs]
     for x in (node, *node.all_input_nodes):
         get = x.meta.get
@@ -100,14 +99,14 @@ def _check_call(node: Node, axis: str, ctx: Compilation) -> None:
         raise PlacementError(f"axis {axis!r}: {describe(node)}: {error}") from None
     if not all(matches(h, e, has_gradient(node)) for h, e in zip(have, expected, strict=True)):
         shown = ", ".join(map(str, have)), ", ".join(map(str, expected))
-        raise PlacementError(f"axis {axis!r}: {describe(node)} is marked {shown[0]}, its operands make it {shown[1]}")
+        raise PlacementError(f"axis {axis!r}: {describe(node)} is marked {shown[0]}, but its operands imply {shown[1]}")
 
 
 def _converted(node: Node, axis: str, ctx: Compilation) -> list[Placement]:
     _, src, dst = conversion_of(node)
     operand = operand_placements(node, axis)[0]
     if not matches(operand, src, has_gradient(node)):
-        raise RuleError(f"converts from {src}, its operand is {operand}")
+        raise RuleError(f"converts from {src}, but its operand is {operand}")
     if has_gradient(node) or not matches(src, dst, gradient=False):
         conversion(src, dst)
     for p in (src, dst):
@@ -127,16 +126,16 @@ def _check_inputs(gm: GraphModule, axis: str, ctx: Compilation) -> None:
         if spec.kind == "parameter" and placement(node, axis) != stored:
             raise PlacementError(f"axis {axis!r}: parameter {spec.name} is {placement(node, axis)}, planned otherwise")
         if spec.kind == "parameter" and has_gradient(node) != spec.requires_grad:
-            raise PlacementError(f"parameter {spec.name} is {'taken for frozen' if spec.requires_grad else 'frozen'}")
+            raise PlacementError(f"parameter {spec.name} is {'treated as frozen' if spec.requires_grad else 'frozen'}")
         if axis != "sl" and not isinstance(placement(node, axis), (Invariant, Shard)):
-            # nobody would add up its gradient, or the value itself
+            # its gradient, or the value itself, would never be reduced
             raise PlacementError(
                 f"axis {axis!r}: {spec.kind} {spec.name} is stored as {placement(node, axis)}, not I or S"
             )
 
 
 def _check_outputs(gm: GraphModule, axis: str) -> None:
-    """A scalar with a gradient is a loss: it must be Invariant, so that its gradient (1) is too. Those of token slices
+    """A scalar with a gradient is a loss: it must be Invariant, so that its gradient (1) is too. Losses of token slices
     are addends, which the runtime adds."""
     expected = PARTIAL if axis == "sl" else INVARIANT
     for value in outputs(gm):
@@ -148,7 +147,7 @@ def _check_outputs(gm: GraphModule, axis: str) -> None:
 
 
 def check_planned_shards(gm: GraphModule, ctx: Compilation) -> None:
-    """Every weight that the plan cuts on tp, or by expert, enters compute cut; what cannot is refused, never whole."""
+    """Every weight that the plan shards on tp or by expert is sharded in compute; otherwise it is refused."""
     assert ctx.plan is not None
     names, axes = names_of_parameters(gm), {"tp", axis_of_experts(ctx.plan.experts)}
     for node in gm.graph.nodes:
@@ -159,12 +158,12 @@ def check_planned_shards(gm: GraphModule, ctx: Compilation) -> None:
                 user = next(iter(node.users))
                 raise ValueError(
                     f"plan: {name} is planned as {src} on axis {axis!r}, but {describe(user)} needs it as {dst}; "
-                    f'leave it whole with plan.override({{"{name}": {{"{axis}": "I"}}}})'
+                    f'replicate it with plan.override({{"{name}": {{"{axis}": "I"}}}})'
                 )
 
 
 def check_local_shapes(gm: GraphModule, ctx: Compilation) -> None:
-    """Every value has the shape that its placements cut from the global one."""
+    """Every value has the local shape that its global shape and its placements imply."""
     for node in gm.graph.nodes:
         if node.op != "output" and "global_shape" in node.meta:
             have, expected = [tuple(v.shape) for v in values(node)], local_shapes(node, ctx.mesh)
@@ -173,34 +172,34 @@ def check_local_shapes(gm: GraphModule, ctx: Compilation) -> None:
 
 
 def check_owned(gm: GraphModule, ctx: Compilation) -> None:
-    """Every gradient that leaves a step graph has contiguous storage to itself: whoever writes to it (sums over
-    microbatches, clipping, the optimizer) writes to nothing else."""
+    """Every gradient that leaves a step graph has contiguous storage of its own: in-place writes (accumulation over
+    microbatches, clipping, the optimizer) change nothing else."""
     shared = shared_outputs(gm, gm.meta.get("owned", ()))
     if shared:
         found = ", ".join(describe(outputs(gm)[i]) for i in shared)
-        raise PlacementError(f"gradients that share their storage leave a step: {found}")
+        raise PlacementError(f"a step returns gradients that share storage: {found}")
 
 
 ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 def check_plain(gm: GraphModule, ctx: Compilation) -> None:
-    """Nothing takes a value through a detach or an alias: patterns of operators are found behind each other."""
+    """No value has a detach or an alias among its users: pattern matching looks at adjacent operators."""
     for node in calls_of(gm.graph, *ALIASES):
         if any(user.op != "output" for user in node.users):
             raise StepError(f"{describe(node)} stands between a value and its users")
 
 
 def check_gathers_together(gm: GraphModule, ctx: Compilation) -> None:
-    """The gathers of the parameters of a layer stand side by side."""
+    """The gathers of a layer's parameters are adjacent."""
     for group in gathers_by_layer(gm):
         for before, after in itertools.pairwise(group):
             if before.next is not after:
-                raise StepError(f"{describe(after)} stands behind {describe(before.next)}, apart from its layer")
+                raise StepError(f"{describe(after)} stands after {describe(before.next)}, separated from its layer")
 
 
 def is_parameter_gather(node: Node) -> bool:
-    """An all-gather of a placeholder, cast or not, or of a placeholder that another gather made whole."""
+    """Whether it is an all-gather of a placeholder, cast or not, or the next in a chain of such all-gathers."""
     if not is_call(node, torch.ops.autopar.all_gather.default):
         return False
     source = node.args[0]

@@ -1,4 +1,4 @@
-"""What passes know beside the graph, and who watches them."""
+"""What passes know besides the graph, and the observers of a compilation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def timed(timings: dict[str, float], name: str, call: Callable[[], T]) -> T:
-    """What ``call`` returns; its seconds are added to those of ``name``."""
+    """The result of ``call``; its seconds are added to those of ``name``."""
     start = time.perf_counter()
     result = call()
     timings[name] = timings.get(name, 0.0) + time.perf_counter() - start
@@ -26,15 +26,15 @@ def timed(timings: dict[str, float], name: str, call: Callable[[], T]) -> T:
 
 @dataclass
 class Compilation:
-    """What a pass may know beside the graph: the mesh, the plan, and who watches."""
+    """What a pass may know besides the graph: the mesh, the plan, and the observers."""
 
     mesh: Mesh
     plan: Plan | None = None
     observers: list[Observer] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
-    checked: dict[Node, list[Any]] = field(default_factory=dict)  # whose types are right -> what was looked at
+    checked: dict[Node, list[Any]] = field(default_factory=dict)  # node whose types are right -> what was read of it
 
-    prefix: str = ""  # of the names that observers see: which step graph the passes run on
+    prefix: str = ""  # of the names that observers see: the step graph that the passes run on
 
     def of_slice(self, part: TokenSlice, watched: bool) -> Compilation:
         """The compilation of one slice of the tokens. ``watched``: for the same observers."""
@@ -43,7 +43,7 @@ class Compilation:
 
     @contextmanager
     def within(self, prefix: str) -> Iterator[None]:
-        """Graphs that are shown meanwhile have a prefix to their names."""
+        """Add a prefix to the names of the graphs shown within."""
         before, self.prefix = self.prefix, self.prefix + prefix
         try:
             yield
@@ -52,7 +52,7 @@ class Compilation:
 
     @contextmanager
     def unobserved(self) -> Iterator[bool]:
-        """Nobody sees what is made meanwhile; whether somebody watches."""
+        """Hide the graphs created within from observers; yields whether there are any."""
         before, self.observers = self.observers, []
         try:
             yield bool(before)
@@ -61,11 +61,11 @@ class Compilation:
 
     @property
     def watched(self) -> bool:
-        """Whether somebody wants to see every graph, those of equal parts included."""
+        """Whether an observer wants to see every graph, those of equal stages included."""
         return any(not getattr(observer, "glances", False) for observer in self.observers)
 
     def observe(self, name: str, gm: GraphModule) -> None:
-        """Show a graph to everybody who watches."""
+        """Show a graph to all observers."""
         for observer in self.observers:
             observer(self.prefix + name, gm, self)
 

@@ -1,4 +1,4 @@
-"""Passes and the one that runs them: order, requirements, checks, dumps, timing."""
+"""Passes, and the manager that runs them: order, requirements, checks, dumps, timing."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from autopar.rewrite.compilation import Compilation, timed
 
 
 class Pass(ABC):
-    """A rewrite of the graph that carries out decisions which the plan made.
+    """A rewrite of the graph that carries out decisions of the plan.
 
-    ``requires`` and ``ensures`` name facts of `autopar.rewrite.checks.CHECKS`; the manager checks what a pass ensures
-    right after it ran, and that what it requires was ensured before; facts in ``ends`` no longer hold behind it.
+    ``requires`` and ``ensures`` name invariants of `autopar.rewrite.checks.CHECKS`. The manager checks that what a pass
+    requires was ensured before, and what it ensures after it ran; invariants in ``ends`` no longer hold after it.
     """
 
     name: str
@@ -27,12 +27,12 @@ class Pass(ABC):
 
     @abstractmethod
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
-        """The graph, rewritten."""
+        """The rewritten graph."""
 
 
 @dataclass
 class PassManager:
-    """Runs passes in order. Facts ensured by a pass hold until one ends them, and are checked after each."""
+    """Runs passes in order. Invariants ensured by a pass hold until one ends them, and are checked after each pass."""
 
     passes: Sequence[Pass]
 

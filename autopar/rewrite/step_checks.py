@@ -1,10 +1,10 @@
-"""What holds of a step graph from its making to its run, whichever pass rewrites it: `promise`, `check_step`.
+"""Invariants of a step graph from its creation until it runs, under every pass: `promise`, `check_step`.
 
-    backward = promise(stage.backward.graph)            notes what the graph makes and moves
-    PassManager(STEP_PASSES).run(backward, ctx, facts=("step",))     checks it after every pass
+    backward = promise(stage.backward.graph)            records results and communication
+    PassManager(STEP_PASSES).run(backward, ctx, facts=("step",))     checks them after every pass
 
-Buckets change the number of calls and prefetching their places, but neither what is made nor how many elements are
-summed, gathered or exchanged over an axis.
+Buckets change the number of collectives and prefetching their position, but neither the results nor how many elements
+are reduced, gathered or exchanged over an axis.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from autopar.steps.graphs import Stage, StepGraph, earlier_sum, grad, is_a, of, 
 from autopar.steps.of_rank import GRAPHS, graph_of
 
 Result = tuple[tuple[int, ...], torch.dtype] | None  # shape and dtype of an output; None: no value
-Moved = Counter[tuple[str, str, str, str]]  # (collective, axis, what reduces, dtype) -> elements that go in
+Moved = Counter[tuple[str, str, str, str]]  # (collective, axis, reduction, dtype) -> elements that go in
 
 
 class StepError(Exception):
-    """A step graph that is not what it was made as: a wrong gradient. Always a mistake of a pass, never of a user."""
+    """A step graph that does not do what it was built for: a wrong gradient. Always a mistake of a pass."""
 
 
 @dataclass(frozen=True)
 class Promise:
-    """What a step graph makes, and what it moves between ranks."""
+    """The results of a step graph, and what it moves between ranks."""
 
     results: tuple[Result, ...]
     moved: Moved
 
 
 def promise(gm: GraphModule) -> GraphModule:
-    """The graph, with a note of what it makes and moves now."""
+    """The graph, annotated with its present results and communication."""
     gm.meta["promise"] = Promise(_results(gm), _moved(gm))
     return gm
 
@@ -75,13 +75,13 @@ def _moved(gm: GraphModule) -> Moved:
     for node in calls_of(gm.graph, *COLLECTIVES):
         known = arguments(node)
         x = known["x"].meta["val"]
-        for axis in known["axis"].split(","):  # a sum over joined axes is one over each
+        for axis in known["axis"].split(","):  # a reduction over joined axes is one over each
             found[str(node.target), axis, known.get("op", ""), str(x.dtype)] += x.numel()
     return found
 
 
 def check_step(gm: GraphModule, ctx: Compilation) -> None:
-    """Nothing dangles, no input is returned, and the graph makes and moves what it promised."""
+    """The graph is well-formed, returns no input, and its results and communication are as promised."""
     _check_order(gm)
     promised: Promise = gm.meta["promise"]
     found = _results(gm)
@@ -93,19 +93,19 @@ def check_step(gm: GraphModule, ctx: Compilation) -> None:
         key = next(k for k in (*promised.moved, *moved) if moved[k] != promised.moved[k])
         raise StepError(
             f"a step moves {moved[key]} elements by {key[0]} over axis {key[1]!r} ({key[3]}), "
-            f"it was made to move {promised.moved[key]}"
+            f"it was built to move {promised.moved[key]}"
         )
 
 
 def _check_order(gm: GraphModule) -> None:
-    """Every call has what it takes before it, and somebody who takes what it makes."""
+    """Every call comes after its operands and has a user."""
     made: set[Node] = set()
     for node in gm.graph.nodes:
         if not made.issuperset(node.all_input_nodes):
             late = next(x for x in node.all_input_nodes if x not in made)
-            raise StepError(f"{describe(node)} runs before {describe(late)}, which it takes")
+            raise StepError(f"{describe(node)} runs before {describe(late)}, which it uses")
         if node.op == "call_function" and not node.users:
-            raise StepError(f"{describe(node)} is made for nobody")
+            raise StepError(f"{describe(node)} has no user")
         made.add(node)
     for i, value in enumerate(outputs(gm)):
         if isinstance(value, Node) and value.op == "placeholder":
@@ -133,13 +133,13 @@ IN_ORDER = ("G", "GF", "F", "BW", "B", "W", "BWR", "R")
 
 
 def check_step_types(parts: Sequence[Stage], local: GraphModule, mesh: Mesh) -> None:
-    """Every value that the parts of a model make is what the typed local graph says of it, and so is every gradient.
+    """Every value and every gradient that the stages of a model compute has the type that the local graph implies.
 
-    The placements of inputs are known, operators have rules (`autopar.rules.local_types`), a sum over ranks makes a
-    whole of addends, and a gradient must arrive as the dual of the placement of what it is the gradient of. So a
-    collective that is missing, doubled, of another kind or over another axis is an error, whether the table of
-    conversions, differentiation or a pass made the mistake. Each axis is looked at by itself; microbatches and token
-    slices are the runtime's.
+    The placements of inputs are known, operators have rules (`autopar.rules.local_types`), an all-reduce turns partial
+    values into replicated ones, and a gradient must have the dual of the placement of its value. So a collective that
+    is missing, doubled, of the wrong kind or over the wrong axis is an error, whether the table of conversions,
+    differentiation or a pass made the mistake. Each axis is checked by itself; microbatches and token slices are left
+    to the runtime.
     """
     axes = {a: n for a, n in mesh.sizes.items() if n > 1 and a != "pp" and a not in IN_TIME}
     promised, flow = _promised(local, tuple(axes)), _Carry(axes)
@@ -151,14 +151,14 @@ def check_step_types(parts: Sequence[Stage], local: GraphModule, mesh: Mesh) -> 
                 continue
             made = flow.through(step, known)
             left = {n: made.pop(n) for n in taken if n in made} if kind in ("BW", "B", "W") else {}
-            if kind != "BW" or part.backward_reduce is None:  # else these are this rank's own gradients
-                _check_promise(f"{GRAPHS[kind]} of part {index}", axes, made, promised)
+            if kind != "BW" or part.backward_reduce is None:  # else the gradients are not reduced yet
+                _check_promise(f"{GRAPHS[kind]} of stage {index}", axes, made, promised)
             sums = {earlier_sum(of(name)): state for name, state in {**made, **left}.items() if is_a(name, "grad")}
             known = {**made, **sums, **known, **left}
 
 
 def _promised(local: GraphModule, axes: Sequence[str]) -> dict[str, State]:
-    """Name of a value, or of a gradient -> how ranks hold it, as the placements say."""
+    """Name of a value, or of a gradient -> its local type, as implied by the placements."""
     named = {n.name: n for n in local.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)}
     named |= {output(i): x for i, x in enumerate(outputs(local)) if isinstance(x, Node)}
     return {
@@ -183,24 +183,24 @@ def _check_promise(
         for axis, found, expected in zip(axes, made[name], promised[name], strict=True):
             if not may_be(found, expected):
                 raise StepError(
-                    f"axis {axis!r}: {graph} makes {name} as {shown(found)}; its placement says {shown(expected)}"
+                    f"axis {axis!r}: {graph} computes {name} as {shown(found)}; its placement implies {shown(expected)}"
                 )
 
 
 class _Carry:
-    """Carries what ranks hold through graphs. Calls that are alike (equal layers) are looked at once."""
+    """Propagates local types through graphs. Equal calls (of equal layers) are checked once."""
 
     def __init__(self, axes: Mapping[str, int]) -> None:
         self.axes = axes
         self.made: dict[Any, list[State]] = {}
 
     def through(self, step: StepGraph, known: Mapping[str, State]) -> dict[str, State]:
-        """What a step graph makes, by name."""
+        """The local types of a step graph's results, by name."""
         found: dict[Node, list[State]] = {}
         nothing = (UNKNOWN,) * len(self.axes)
         for node, name in zip(placeholders(step.unnamed), step.inputs, strict=True):
             if is_a(name, "sum") and not node.users:
-                raise StepError(f"the last backward of a step does not add what the earlier ones made of {of(name)}")
+                raise StepError(f"the last backward of a step does not add the accumulated gradient of {of(name)}")
             found[node] = [known.get(name, nothing)]
         if not self.axes:
             return {}
@@ -220,13 +220,13 @@ class _Carry:
                 each.append(held_results(node, axis, size, [x[i] for x in operands]))
                 if not all(each[-1]):
                     taken = ", ".join(shown(x[i]) for x in operands)
-                    raise StepError(f"axis {axis!r}: {describe(node)} takes {taken}: no pieces of one value")
+                    raise StepError(f"axis {axis!r}: {describe(node)} takes {taken}, which are not shards of one value")
             self.made[key] = list(zip(*each, strict=True))
         return self.made[key]
 
 
 def _fact(x: Any) -> Any:
-    """Of an argument; shape and type for a value."""
+    """Shape and type of a value; any other argument itself."""
     if isinstance(x, Node):
         val = x.meta["val"]
         return (val.shape, val.dtype) if isinstance(val, torch.Tensor) else None

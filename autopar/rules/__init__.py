@@ -1,16 +1,16 @@
 """Sharding rules as data, the table of them, and how a node of a graph meets its rule.
 
-rule, call, builders        what a rule says, of which call, and how families of rules are made
-table                       operator -> rule; one without a row is an error that names it
-known_rules                 rules that were made before
-infer_rule, derived         what is found out about calls that the table does not know, and such rules in files
-rule_trials                 how: what they are tried with, and one try
-core                        the same for operators that only differentiation makes
-local_types, local_type_rules    what ranks hold of values without gradients of their own: types of step graphs
-special, picks, views, matrices, space, grad_placeholder      rules with a meaning of their own
+rule, call, builders        what a rule says, of which call, and how families of rules are built
+table                       operator -> rule; an operator without a row is an error that names it
+known_rules                 a cache of rules
+infer_rule, derived         rules derived for calls that the table does not have, also in files
+rule_trials                 the trials from which rules are derived
+core                        rules of operators that only differentiation creates
+local_types, local_type_rules    types of step graphs: what each rank has of a value
+special, picks, views, matrices, space, grad_placeholder      rules of particular operators
 sequence_parallel           one dim along the dataflow
 
-Stands on ir, attention and plan. Rewrites, costs, the planner and passes import it.
+Imports ir, attention and plan. Rewrites, costs, the planner and passes import it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def set_results(node: Node, axis: str, placements: list[Placement]) -> None:
 
 
 def operand_placements(node: Node, axis: str) -> list[Placement]:
-    """Placement of every tensor operand; a getitem sees the one result that it takes."""
+    """Placement of every tensor operand; a getitem has the one of its result."""
     index = getitem_index(node)
     if index is not None:
         return [result_placements(node.args[0], axis)[index]]  # type: ignore[arg-type]
@@ -78,12 +78,13 @@ def _result_shapes(node: Node, axis: str, mesh: Mesh) -> tuple[tuple[int, ...], 
 
 
 def has_rule(node: Node) -> bool:
-    """Whether the table knows the op, or a rule of the call was derived."""
+    """Whether the table has the op, or a rule of the call was derived."""
     return node.target in RULES or isinstance(node.meta.get("derived"), DerivedRule)
 
 
 def gives_other_results(node: Node) -> bool:
-    """Whether an operator without a rule has not given the same twice: not even equal values make its results equal."""
+    """Whether an operator without a rule returned different results for the same operands: then equal operands on all
+    ranks do not make its results equal."""
     derived = node.meta.get("derived")
     return isinstance(derived, NoRule) and not derived.repeats
 
@@ -91,7 +92,7 @@ def gives_other_results(node: Node) -> bool:
 def rule_of(node: Node, axis: str, mesh: Mesh, relaxed: bool = False, whole: tuple[str, ...] = ()) -> Rule:
     """The rule of a call, with factor sizes as the axis sees them.
 
-    ``whole`` names ops that the user asked to run whole. Raises ValueError for an op without a rule.
+    ``whole``: ops that the user wants replicated. Raises ValueError for an op without a rule.
     """
     shapes = _result_shapes(node, axis, mesh)
 
@@ -103,7 +104,7 @@ def rule_of(node: Node, axis: str, mesh: Mesh, relaxed: bool = False, whole: tup
 
     call = Call(node, shape_of, shapes, axis=axis, relaxed=relaxed, mesh=mesh)
     if str(node.target) in whole:
-        return opaque("the user asked for it to run whole")(call)
+        return opaque("it is in replicate_ops")(call)
     build = RULES.get(node.target)
     if build is not None:
         return known_rule(build, call)
@@ -118,10 +119,10 @@ def missing_rule(node: Node, axis: str) -> str:
     at = ", ".join(f"{x.name}: {p}" for x, p in zip(tensor_operands(node), operand_placements(node, axis), strict=True))
     tried = node.meta.get("derived")
     why = f" (none could be derived: {tried.why})" if isinstance(tried, NoRule) else ""
-    why = f" (what could be derived, {text_of(node)}, does not cut it so)" if isinstance(tried, DerivedRule) else why
+    why = f" (the derived rule, {text_of(node)}, does not shard it this way)" if isinstance(tried, DerivedRule) else why
     return (
         f"placements: no sharding rule for {described_at(node)}{why} on axis {axis!r}, operands {at}; add one to "
-        f"autopar/rules/table.py (docs/adding.md), or run the op whole with replicate_ops=({str(node.target)!r},)"
+        f"autopar/rules/table.py (docs/adding.md), or replicate the op with replicate_ops=({str(node.target)!r},)"
     )
 
 
@@ -130,7 +131,7 @@ def type_of(node: Node, axis: str, mesh: Mesh, whole: tuple[str, ...] = ()) -> l
     operands = operand_placements(node, axis)
     gradients = [has_gradient(x) for x in tensor_operands(node)]
     if not has_rule(node) and all(isinstance(p, Invariant) for p in operands):
-        return [INVARIANT for _ in values(node)]  # any op may run on whole, equal values
+        return [INVARIANT for _ in values(node)]  # any op may run on replicated values
     if node.target is operator.getitem:
         return operands
     if node.target in TARGETS:
@@ -139,7 +140,7 @@ def type_of(node: Node, axis: str, mesh: Mesh, whole: tuple[str, ...] = ()) -> l
 
 
 def local_shapes(node: Node, mesh: Mesh) -> list[tuple[int, ...]]:
-    """Shapes of one rank's pieces of a node's results, from its global shapes and placements."""
+    """Local shapes of a node's results, from their global shapes and placements."""
     shapes = node.meta["global_shape"]
     shapes = shapes if isinstance(node.meta["val"], (list, tuple)) else [shapes]
     axes = {axis: result_placements(node, axis) for axis in mesh.cut_order}

@@ -28,8 +28,8 @@ def broadcast_dims(call: Call, shape: tuple[int, ...], result: tuple[int, ...]) 
 
 
 def pointwise(linear: str = "", keep: bool = False) -> RuleFunction:
-    """Elementwise with broadcasting. ``linear``: 'unary' (in the only tensor), 'sum' (in all together),
-    'product' (in either), 'numerator' (in the first), '' (in none)."""
+    """Elementwise with broadcasting. ``linear``: 'unary' (in the only tensor), 'sum' (in all jointly),
+    'product' (in each alone), 'numerator' (in the first), '' (in none)."""
 
     def build(call: Call) -> Rule:
         dims: list[Dims | None] = [broadcast_dims(call, call.shape_of(x), call.result) for x in call.operands]
@@ -52,14 +52,14 @@ def pointwise(linear: str = "", keep: bool = False) -> RuleFunction:
 
 
 def _by_constant(call: Call) -> bool:
-    """mul or div by a scalar: passing a Partial on costs nothing."""
+    """Whether it is a mul or div by a scalar: passing a Partial on is free."""
     others = call.operands[1:]
     return not others or all(not x.meta["val"].dim() and not has_gradient(x) for x in others)
 
 
 def einsum_rule(equation: str, names: str, bias: str = "") -> RuleFunction:
     """``'... i, o i -> ... o'`` over the named arguments; linear in each alone. ``bias``: an optional addend of the
-    result's last dim, which forbids a contraction to be cut (it would be added once per rank)."""
+    result's last dim; with it a contraction may not be sharded (the bias would be added once per rank)."""
     left, right = equation.split("->")
     terms, target = [term.split() for term in left.split(",")], right.split()
 
@@ -81,7 +81,7 @@ def einsum_rule(equation: str, names: str, bias: str = "") -> RuleFunction:
 
 
 def einsum_of_call(call: Call) -> Rule:
-    """torch.einsum: letters, dims that "..." stands for, a result in alphabetical order if none is given."""
+    """torch.einsum: letters, dims that "..." stands for, and alphabetical order of the result if none is given."""
     left, arrow, right = str(call.args["equation"]).replace(" ", "").partition("->")
     terms = [re.findall(r"\.\.\.|[a-zA-Z]", term) for term in left.split(",")]
     letters = [letter for term in terms for letter in term if letter != "..."]
@@ -89,7 +89,7 @@ def einsum_of_call(call: Call) -> Rule:
     target = re.findall(r"\.\.\.|[a-zA-Z]", right) if arrow else implied
     shapes = [call.shape_of(x) for x in call.operands]
     dims, result = _factors_of(call, terms, shapes, target)
-    # a diagonal: rank r's rows and columns would be those of another part of it
+    # a diagonal: the rows and the columns of rank r would cover only a block of it
     twice = {letter for term in terms for letter in term if term.count(letter) > 1}
     blocked = {letter: "the equation takes a diagonal of it" for letter in sorted(twice)}
     return call.rule(dims, [result], blocked=blocked, linear=tuple(frozenset({i}) for i in range(len(dims))))
@@ -98,7 +98,7 @@ def einsum_of_call(call: Call) -> Rule:
 def _factors_of(
     call: Call, terms: list[list[str]], shapes: list[tuple[int, ...]], target: list[str]
 ) -> tuple[list[Factors], Factors]:
-    """Dims of the operands, and of the result."""
+    """Factors of the operands, and of the result."""
     operands = [_term_dims(call, term, shape) for term, shape in zip(terms, shapes, strict=True)]
     return operands, _term_dims(call, target, call.result)
 
@@ -118,7 +118,7 @@ def _term_dims(call: Call, term: list[str], shape: tuple[int, ...]) -> Factors:
 
 
 def blocks_dims(dims_of: Callable[[Call], Iterable[int]], why: str, linear: bool = False) -> RuleFunction:
-    """Same shape in and out, some dims not to be cut (softmax, cumsum, flip, sort)."""
+    """Same shape in and out, some dims may not be sharded (softmax, cumsum, flip, sort)."""
 
     def build(call: Call) -> Rule:
         shape = call.shape("self")
@@ -174,20 +174,20 @@ def _reduced(dim: Any, rank: int) -> set[int]:
 
 
 def factory(call: Call) -> Rule:
-    """No tensor operand, or operands of which only dtype and device matter: whole everywhere."""
+    """No tensor operand, or only dtype and device of operands matter: replicated everywhere."""
     return call.rule(
         [None for _ in call.operands], [named_dims(call, r, f"r{i}_") for i, r in enumerate(call.result_shapes)]
     )
 
 
 def like(call: Call) -> Rule:
-    """zeros_like and kin: the result is cut as the operand is."""
+    """zeros_like and the like: the result is sharded as the operand is."""
     dims = named_dims(call, call.result)
     return call.rule([dims], [dims])
 
 
 def opaque(why: str, linear: bool = False) -> RuleFunction:
-    """No dim may be cut; the op runs whole. ``linear``: in all operands together."""
+    """No dim may be sharded; the op is replicated. ``linear``: in all operands jointly."""
 
     def build(call: Call) -> Rule:
         operands: list[Dims | None] = [

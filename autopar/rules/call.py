@@ -21,10 +21,10 @@ Shape = tuple[int, ...]
 
 @dataclass
 class Call:
-    """``shape_of`` gives an operand's shape before the axis at hand cuts it, ``result_shapes`` that of the results.
+    """``shape_of`` gives an operand's shape before the present axis shards it, ``result_shapes`` those of the results.
 
-    ``relaxed``: the planner's view, in which a bias is no obstacle (it is split off once the plan needs it).
-    ``of_step``: in a graph of one rank, where addends may be given.
+    ``relaxed``: the planner's view, in which a bias is no obstacle (it is split off if the plan needs it).
+    ``of_step``: in a graph of one rank, where operands may be partial.
     """
 
     node: Node
@@ -46,9 +46,9 @@ class Call:
 
     @cached_property
     def seen(self) -> Any:
-        """What a rule may ask for beside shapes: how an exchange gets what it converts, and in how many pieces axes in
-        between have cut what repeats in its dims; how tokens are cut whose copies go to experts, and whether a combine
-        gets rows of this axis' own tokens (None: nobody has said)."""
+        """What a rule may depend on besides shapes: how a conversion gets its operand, and into how many shards axes in
+        between have split what repeats in its dims; how tokens that are copied to experts are sharded, and whether a
+        combine gets rows of this axis' own tokens (None: unknown)."""
         if is_conversion(self.node):
             placed = self.node.args[0].meta.get("placements", {})  # type: ignore[union-attr]
             return placed.get(self.axis), self._repeated(placed)
@@ -60,7 +60,7 @@ class Call:
         return None
 
     def _repeated(self, placed: Mapping[str, Any]) -> tuple[tuple[int, Pieces], ...]:
-        """(dim, pieces) of axes that cut before this one and after that of an exchange: each sequence, not the dim."""
+        """(dim, shards) of axes between this one and that of a conversion: each sequence is sharded, not the dim."""
         between = AXES[AXES.index(self.axis) + 1 : AXES.index(conversion_of(self.node)[0])]
         found = (
             (p.dim, axis) for axis in between if isinstance(p := placed.get(axis), Shard) and repetitions(p.blocks) > 1
@@ -69,7 +69,7 @@ class Call:
 
     @property
     def experts(self) -> ExpertPlan | None:
-        """How the experts that a call asks for are cut on this axis, if they are."""
+        """How the experts of a call are sharded on this axis, if they are."""
         found: ExpertPlan | None = self.node.meta.get("experts")
         return found if found is not None and found.axis == self.axis else None
 
@@ -86,7 +86,7 @@ class Call:
         return int(self.args[name]) % max(len(self.shape("self")), 1)
 
     def factor(self, name: str, size: int) -> tuple[str, ...]:
-        """Introduce (or meet again) a factor; a size of 1 has none."""
+        """A new or known factor of a size; a size of 1 has none."""
         if size == 1:
             return ()
         known = self.sizes.setdefault(name, size)

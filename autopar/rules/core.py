@@ -1,4 +1,4 @@
-"""Rules of the operators that only step graphs have: what differentiation makes. As in `table`, a row each."""
+"""Rules of the operators that only step graphs have, created by differentiation. A row each, as in `table`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.rules.table import RULES, overloads
 from autopar.rules.views import split_rule
 
 CORE: dict[Any, RuleFunction] = dict(RULES)
-# Elementwise, and no sum goes through. Of the others without a linear operand nobody has asked.
+# Elementwise, and not linear. Whether the others are linear was never needed.
 NEVER_LINEAR = RULES[torch.ops.aten.relu.default]
 STRICT = (NEVER_LINEAR, RULES[torch.ops.aten.div.Tensor])
 
@@ -34,8 +34,8 @@ def _softmax_backward(call: Call) -> Rule:
 
 
 def _addmm(call: Call) -> Rule:
-    """bias (... n) + (m k) (k n): what is contracted may not be cut, the bias would be added once per rank; but to
-    addends that ranks have of a sum of gradients they may add their own."""
+    """bias (... n) + (m k) (k n): the contracted dim may not be sharded, since the bias would be added once per rank;
+    but ranks may add partial products to a partial gradient."""
     m, k, n = (
         call.factor("m", call.result[0]),
         call.factor("k", call.shape("mat1")[1]),
@@ -54,11 +54,11 @@ def _embedding_backward(call: Call) -> Rule:
     """(... h), (...) -> (v h): the gradients of equal indices are added."""
     ids = named_dims(call, call.shape("indices"), "i")
     v, h = call.factor("v", call.result[0]), call.factor("h", call.result[1])
-    return call.rule([(*ids, h), ids], [(v, h)], blocked=dict.fromkeys(v, "any row may be meant"), linear=UNARY)
+    return call.rule([(*ids, h), ids], [(v, h)], blocked=dict.fromkeys(v, "it writes to any row"), linear=UNARY)
 
 
 def _part_backward(call: Call) -> Rule:
-    """The gradient of a slice, or of single entries, between zeros."""
+    """The gradient of a slice, or of single entries, padded with zeros."""
     dims = named_dims(call, call.result)
     dim = int(call.args["dim"]) % len(dims)
     given = (
@@ -66,11 +66,11 @@ def _part_backward(call: Call) -> Rule:
         *([call.factor("part", call.shape("grad_output")[dim])] if "end" in call.args else []),
         *dims[dim + 1 :],
     )
-    return call.rule([given], [dims], blocked={f: "it is only a part" for f in (*dims[dim], "part")}, linear=UNARY)
+    return call.rule([given], [dims], blocked={f: "it is a slice" for f in (*dims[dim], "part")}, linear=UNARY)
 
 
 def _spanning(equation: str, names: str, spanned: str = "") -> RuleFunction:
-    """Like `einsum_rule`, with factors that the operator spans; linear in the gradient, which comes first."""
+    """Like `einsum_rule`, with factors that the operator spans; linear in the gradient, the first operand."""
 
     def build(call: Call) -> Rule:
         rule = einsum_rule(equation, names)(call)
@@ -80,7 +80,7 @@ def _spanning(equation: str, names: str, spanned: str = "") -> RuleFunction:
 
 
 def _piece(equation: str, names: str, spanned: str = "") -> RuleFunction:
-    """Of a rank's classes: ``index`` is of the rank, whatever it holds of the logits."""
+    """Over a rank's classes: ``index`` is per rank, whatever shard of the logits it has."""
 
     def build(call: Call) -> Rule:
         rule = _spanning(equation, names, spanned)(call)
@@ -124,7 +124,7 @@ def _ctc_loss_backward(call: Call) -> Rule:
 
 
 def _context_attention(call: Call) -> Rule:
-    """Queries and keys that are cut over the axis of the algorithm are cut together."""
+    """Queries and keys that are sharded on the algorithm's axis are sharded together."""
     rule = attention_rule(call)
     if call.args.get("axis") != call.axis:
         return rule
@@ -152,7 +152,7 @@ _add(
     "mish_backward native_dropout_backward",
     pointwise("numerator"),
 )
-# Linear in a way that rules do not say; or asked about a gradient by derivatives that are linear as a whole.
+# Linear in a way that rules cannot say; or applied to gradients by derivatives that are linear as a whole.
 _add(
     "rsub xlogy lerp addcmul addcdiv complex real imag polar abs sign sgn eq ne lt le gt ge isnan isinf isfinite "
     "logical_not logical_and logical_or clamp clamp_min clamp_max maximum minimum max.other min.other copysign",

@@ -1,9 +1,9 @@
-"""What was found out about a call without a rule in the table: which dims of it may be cut together.
+"""A rule derived for a call that the table does not have: which of its dims may be sharded together.
 
-    grid_sampler_2d [(a b . .), (a . . .)] -> (a b . .)        `a` cuts both operands and the result, `b` one of each
+    grid_sampler_2d [(a b . .), (a . . .)] -> (a b . .)        `a` shards both operands and the result, `b` one of each
 
-A dot is a dim that nothing may cut. Nothing is contracted, and nothing passes a pending sum. How that is found out:
-`autopar.rules.infer_rule`; the pass `derive_rules` notes it on the call.
+A dot is a dim that may not be sharded. Nothing is contracted, and no partial value passes. How a rule is derived:
+`autopar.rules.infer_rule`; the pass `derive_rules` annotates the call with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Place = int | None
 
 @dataclass(frozen=True)
 class CommonDim:
-    """One dim, by where each operand and each result has it; None for those that are the same for all of its rows."""
+    """One dim, by its position in each operand and result; None for those that all of its rows share."""
 
     operands: tuple[Place, ...]
     results: tuple[Place, ...]
@@ -34,13 +34,13 @@ class CommonDim:
 
 @dataclass(frozen=True)
 class DerivedRule:
-    """``dims`` may be cut; all others may not. ``why`` tells what stands in the table's place."""
+    """``dims`` may be sharded; all others may not. ``why``: the reason, for messages."""
 
     dims: tuple[CommonDim, ...]
     why: str
 
     def text(self, operands: Sequence[int], results: Sequence[int]) -> str:
-        """For people, and for files: '[(a b . .), (a . . .)] -> (a b . .)', for operands and results of these ranks."""
+        """For messages and files: '[(a b . .), (a . . .)] -> (a b . .)', for operands and results of these ranks."""
         taken = [self._letters([d.operands[i] for d in self.dims], n) for i, n in enumerate(operands)]
         made = [self._letters([d.results[i] for d in self.dims], n) for i, n in enumerate(results)]
         return f"[{', '.join(taken)}] -> {', '.join(made)}"
@@ -50,7 +50,7 @@ class DerivedRule:
         return f"({' '.join(named.get(d, '.') for d in range(rank))})"
 
     def rule(self, call: Call) -> Rule:
-        """For the shapes of the call."""
+        """The rule for the shapes of a call."""
         why: dict[str, str] = {}
 
         def dims(shape: Sequence[int], places: Sequence[Place], prefix: str) -> tuple[tuple[str, ...], ...]:
@@ -69,24 +69,24 @@ class DerivedRule:
 
 @dataclass(frozen=True)
 class NoRule:
-    """Nothing was found, and why. ``repeats``: whether the operator gave the same when it was run twice."""
+    """No rule could be derived, and why. ``repeats``: whether two runs gave the same results."""
 
     why: str
     repeats: bool = True
 
 
-MADE_OF_PARAMETERS = DerivedRule((), "the operator has no rule; it is made of parameters alone and computed whole")
+MADE_OF_PARAMETERS = DerivedRule((), "the operator has no rule; it depends on parameters alone and is replicated")
 
 
 def text_of(node: Node) -> str:
-    """What was derived for a call, with a letter for each dim that may be cut."""
+    """The derived rule of a call, with a letter for each dim that may be sharded."""
     derived: DerivedRule = node.meta["derived"]
     operands = [x.meta["val"].dim() for x in tensor_operands(node)]
     return derived.text(operands, [v.dim() for v in values(node)])
 
 
 def recorded_calls(gm: GraphModule) -> list[dict[str, Any]]:
-    """An entry for each kind of call with a derived rule in a graph of whole values."""
+    """An entry for each kind of call with a derived rule in a global graph."""
     found: dict[str, dict[str, Any]] = {}
     for node in gm.graph.nodes:
         derived = node.meta.get("derived")
@@ -100,7 +100,7 @@ def recorded_calls(gm: GraphModule) -> list[dict[str, Any]]:
 
 
 def entry_of(node: Node) -> dict[str, Any]:
-    """The entry of one call. Raises TypeError for an argument that has no place in a file."""
+    """The entry of one call. Raises TypeError for an argument that a file cannot represent."""
     kwargs = {name: _written(x) for name, x in node.kwargs.items()}
     return {"op": str(node.target), "args": _written(list(node.args)), "kwargs": kwargs, "rule": text_of(node)}
 
@@ -114,7 +114,7 @@ def _written(x: Any) -> Any:
         return {"dtype": _name(x)}
     if x is None or isinstance(x, (bool, int, float, str)):
         return x
-    raise TypeError(f"{x!r} has no place in a file of derived rules")
+    raise TypeError(f"{x!r} cannot be written to a file of derived rules")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,10 +1,10 @@
-"""Rules of `autopar.ops.gradient`: a result of an autograd function, and the gradient that arrives there.
+"""Rules of `autopar.ops.gradient`: a result of an autograd function, and the gradient that arrives at it.
 
 value   hole   result          gradient of an input x: dual(x)
 S       S      S
 P       R, I   P               The hole is a value like any other: its placement is that of a gradient,
-R, I    P      R               dual(result). So what a backward does with it is typed op by op, and what
-R, I    R, I   I               needs the whole gradient gets it.
+R, I    P      R               dual(result). So what a backward does with it is typed op by op, and ops
+R, I    R, I   I               that need the reduced gradient get it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TARGETS = (HOLE, OWN_BACKWARD, RESULT)
 
 
 def hole(call: Call) -> Rule:
-    """A gradient is cut as its value is."""
+    """A gradient is sharded as its value is."""
     dims = named_dims(call, call.result)
     return call.rule([dims, *[None] * (len(call.operands) - 1)], [dims])
 
@@ -39,13 +39,13 @@ def result(call: Call) -> Rule:
 
 
 def of_result(value: Placement, hole: Placement) -> Placement:
-    """The placement of a result. Raises RuleError where the hole is not its gradient."""
+    """The placement of a result. Raises RuleError if the hole does not have the dual placement."""
     if isinstance(value, Shard) or isinstance(hole, Shard) or isinstance(value, Partial):
         found = value
     else:
         found = REPLICATE if isinstance(hole, Partial) else INVARIANT
     if not matches(hole, dual(found), gradient=False):
-        raise RuleError(f"a value that is {value} cannot get a gradient that is {hole}")
+        raise RuleError(f"a value that is {value} cannot have a gradient that is {hole}")
     return found
 
 

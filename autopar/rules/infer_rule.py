@@ -1,24 +1,24 @@
-"""A rule for a call that the table does not know: which dims may be cut, found out by running it on small pieces.
+"""Derives a rule for a call that the table does not have: which dims may be sharded, by trials on small shards.
 
-A dim may be cut if the operator commutes with taking some of its rows: of operands that are cut together, of results
-that then have as many rows, forward and backward. Nothing else is derived: no sums, no conversions of arguments.
+A dim may be sharded if the operator commutes with selecting some of its rows: from operands that are sharded together,
+and from results that then have as many rows, forward and backward. Nothing else is derived: no reductions, no changes
+of arguments.
 
-What makes such a claim unsound, and what stands against it:
+What could make such a rule unsound, and what prevents it:
 
-- Shapes that happen to agree. Dims are resized, a candidate's and nobody else's, to sizes that nothing else has; each
-  result must follow in exactly one dim, as it has it in the model. Rows that are not one after another are taken, too,
-  and as many as another dim has.
-- Arguments that hold sizes or places (``roll(4)`` of 4 rows, ``triu(10)`` of 8 columns). They stay as they are, and no
-  dim is tried only in sizes below its own, unless four times the largest number among them is less.
+- Shapes that happen to agree. The dims of a candidate are resized to sizes that nothing else has; each result must
+  follow in exactly one dim, the one of that size in the model. Rows that are not adjacent are selected too, and as many
+  as another dim has.
+- Arguments that are sizes or positions (``roll(4)`` of 4 rows, ``triu(10)`` of 8 columns). They stay as they are, and
+  no dim is tried only at sizes below its own, unless four times the largest number among the arguments is less.
 - Sampled values that agree by accident. Several kinds of draws (`autopar.rules.rule_trials`) in double precision, with
-  ties, rows of very different size, and a row that is no number; integers must differ, and so must the numbers of each
-  result.
-- State, randomness, writing. Operators that say they draw numbers or write are refused; what runs twice must give the
-  same, move no generator, and leave its operands alone.
-- Results that somebody uses and that do not have the dim: refused. So are sizes known at run time only.
+  ties, rows of very different magnitude, and a row of NaN; integers must differ, and so must each result's numbers.
+- State, randomness, in-place writes. Operators that declare random numbers or writes are refused; two runs must give
+  the same results, advance no generator, and leave the operands alone.
+- Used results without the dim are refused. So are sizes known at run time only.
 
-The answer depends on the call alone (operator, arguments, shapes, dtypes, which gradients are wanted) and on the
-libraries' versions: what is kept of compiling by these is kept of it.
+The rule depends on the call alone (operator, arguments, shapes, dtypes, which gradients are wanted) and on the
+libraries' versions: caches of compiled models are keyed by these.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from autopar.rules.rule_trials import CallForm, NoTrial, Rows, Slot, Trial, call
 
 FOREIGN = ("autopar", "_c10d_functional", "c10d", "c10d_functional", "symm_mem", "higher_order", "prim", "profiler")
 TAGS = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
-MOST = 2**16  # elements of the operands that are tried, where they can be made fewer
+MOST = 2**16  # elements of the operands in a trial, if they can be shrunk to that
 TOO_MANY = 2**22
-FAR = 4  # times the largest number among the arguments: as far as a dim may be made smaller
-FEW = 16  # what counts as that number where there is none that is larger
-WAYS = 48  # to cut the other operands together with a dim
-LEAST_DRAWS = 2  # that must have said something
+FAR = 4  # times the largest number among the arguments: the least size that a dim may be shrunk to
+FEW = 16  # the least that counts as that number
+WAYS = 48  # to shard the other operands together with a dim
+LEAST_DRAWS = 2  # that must be conclusive
 ODD = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
 
 
@@ -63,7 +63,7 @@ _known: dict[Any, DerivedRule | NoRule] = {}
 
 
 def derive(node: Node) -> DerivedRule | NoRule:
-    """Of a call of a functional operator on fake tensors. What was found out once is known."""
+    """Derive the rule of a call of a functional operator on fake tensors, or look it up."""
     refused = _refused(node)
     if refused:
         return NoRule(refused)
@@ -82,16 +82,16 @@ def derive(node: Node) -> DerivedRule | NoRule:
 def _refused(node: Node) -> str:
     op = node.target
     if not isinstance(op, OpOverload) or op.namespace in FOREIGN:
-        return "it is no operator that can be tried out"
+        return "it is not an operator that can be tried out"
     if mutates(op) or is_random(op) or any(tag in op.tags for tag in TAGS):
-        return "it writes, draws numbers, or its result has a size of its own"
+        return "it writes in place, draws random numbers, or its result has a data-dependent size"
     if not tensor_operands(node):
         return "it has no operand"
     return "its backward is not linear in the gradient" if has_nonlinear_backward(node) else ""
 
 
 def _used(node: Node) -> tuple[bool, ...]:
-    """Which of the results somebody uses."""
+    """Which of the results are used."""
     val = node.meta["val"]
     if isinstance(val, Tensor):
         return (True,)
@@ -111,14 +111,14 @@ def _searched(node: Node, form: CallForm, used: tuple[bool, ...]) -> DerivedRule
     val = node.meta["val"]
     results = [val] if isinstance(val, Tensor) else list(val)
     if not all(isinstance(r, Tensor) for r in results):
-        return NoRule("it returns what is no tensor")
+        return NoRule("it returns something that is not a tensor")
     state, threads = torch.random.get_rng_state(), torch.get_num_threads()
     try:
-        torch.set_num_threads(1)  # pieces are small
+        torch.set_num_threads(1)  # shards are small
         with without_modes(), silent_fakes(), torch.enable_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a filter that makes errors of them would make other rules
+            warnings.simplefilter("ignore")  # a filter that turns them into errors would change the rules
             return _RuleSearch(form, [tuple(r.shape) for r in results], used).run()
-    except (NoTrial, RuntimeError, TypeError, ValueError) as error:  # whatever an operator of others may do
+    except (NoTrial, RuntimeError, TypeError, ValueError) as error:  # a custom operator may raise anything
         return NoRule(str(error).splitlines()[0] if str(error) else "it cannot be tried out")
     finally:
         torch.random.set_rng_state(state)
@@ -126,7 +126,7 @@ def _searched(node: Node, form: CallForm, used: tuple[bool, ...]) -> DerivedRule
 
 
 class _RuleSearch:
-    """One call. ``results``: their shapes in the model."""
+    """The search for one call. ``results``: their shapes in the model."""
 
     def __init__(self, form: CallForm, results: list[tuple[int, ...]], used: tuple[bool, ...]) -> None:
         self.real, self.results, self.used, self.mode = form, results, used, new_mode()
@@ -143,13 +143,11 @@ class _RuleSearch:
                     dims += [found] if found is not None else []
         if not dims:
             repeats = self._repeats()
-            return NoRule("no dim of it was found that can be cut" if repeats else "it does not repeat itself", repeats)
-        return DerivedRule(
-            tuple(dims), f"the rule of {self.real.target} was derived, and this dim is none that it cuts"
-        )
+            return NoRule("no dim can be sharded" if repeats else "two runs gave different results", repeats)
+        return DerivedRule(tuple(dims), f"the rule of {self.real.target} was derived, and it does not shard this dim")
 
     def _repeats(self) -> bool:
-        """Whether the operator, on the first numbers that it takes, gives the same twice."""
+        """Whether two runs of the operator, on the first draw that it accepts, give the same results."""
         for draw in draws(self.form):
             tensors = draw.tensors(self.form)
             with contextlib.suppress(NoTrial):
@@ -161,14 +159,13 @@ class _RuleSearch:
     # --- sizes --------------------------------------------------------------------------------------------
 
     def _smaller(self, form: CallForm) -> CallForm:
-        """Sizes at which it can be tried: its own, or, where that is too much, smaller ones, as far as arguments allow.
-        Raises NoTrial."""
-        if form.target.namespace == "aten":  # of others nobody knows which sizes they hold
+        """The sizes of a trial: the call's own, or smaller ones, as far as arguments allow. Raises NoTrial."""
+        if form.target.namespace == "aten":  # a custom operator may hold sizes of its own
             for size in sorted({n for shape in form.shapes for n in shape if n > self.least}, reverse=True):
                 if form.elements > MOST:
                     form = self._with_less_than(size, form)
         if form.elements > TOO_MANY:
-            raise NoTrial(f"its operands have {form.elements} elements, too many to try it out")
+            raise NoTrial(f"its operands have {form.elements} elements, too many for a trial")
         return form
 
     def _with_less_than(self, size: int, form: CallForm) -> CallForm:
@@ -184,7 +181,7 @@ class _RuleSearch:
     # --- one dim ------------------------------------------------------------------------------------------
 
     def _common(self, i: int, d: int, others: list[CommonDim]) -> CommonDim | None:
-        """The dim d of operand i, and what is cut with it; None if it cannot be cut."""
+        """The dim d of operand i, and the dims sharded with it; None if it cannot be sharded."""
         for places in itertools.islice(self._ways(i, d, others), WAYS):
             found = self._followed(places, self.real.shapes[i][d])
             if found is not None and self._commutes(found, self.real.shapes[i][d]):
@@ -192,7 +189,7 @@ class _RuleSearch:
         return None
 
     def _ways(self, i: int, d: int, others: list[CommonDim]) -> Iterator[tuple[Place, ...]]:
-        """Dims of the other operands that may be cut together with one: the same dim of all first."""
+        """Dims of the other operands that may be sharded together with one: the same dim of all first."""
         size = self.real.shapes[i][d]
         options: list[list[Place]] = []
         for j, shape in enumerate(self.real.shapes):
@@ -202,7 +199,7 @@ class _RuleSearch:
         yield from itertools.product(*options)
 
     def _followed(self, places: tuple[Place, ...], own: int) -> CommonDim | None:
-        """The dim of each result that grows with these, and is as large; None where that is not so."""
+        """The dim of each result that grows with these to the same size; None if there is no such dim."""
         sizes = self._odd_sizes()
         small, large = (shapes_made(self.form.resized(places, size), self.mode) for size in sizes)
         if small is None or large is None or not len(small) == len(large) == len(self.results):
@@ -219,22 +216,22 @@ class _RuleSearch:
         return CommonDim(places, tuple(found)) if any(f is not None for f in found) else None
 
     def _odd_sizes(self) -> tuple[int, int]:
-        """Two that no other dim has."""
+        """Two sizes that no other dim has."""
         there = {n for shape in (*self.form.shapes, *self.results) for n in shape}
         first, second, *_ = (n for n in ODD if n not in there)
         return first, second
 
-    # --- whole and in pieces ------------------------------------------------------------------------------
+    # --- whole and sharded --------------------------------------------------------------------------------
 
     def _commutes(self, dim: CommonDim, own: int) -> bool:
-        """Whether every draw that says something says so, at every size."""
+        """Whether every conclusive draw confirms it, at every size."""
         first, second = self._odd_sizes()
         sizes = {first: _splits(first), second: _splits(second)[2:], 2: [[[0], [1]]]}
         large = self._large(dim, own)
         sizes.setdefault(large, _splits(large)[:1])
         for n in sorted(
             {n for shape in self.form.shapes for n in shape if n > 1}
-        ):  # a piece may be as large as another dim
+        ):  # a shard may be as large as another dim
             if self.form.resized(dim.operands, n + 2).elements <= MOST:
                 sizes.setdefault(n + 2, [[list(range(n)), [n, n + 1]]])
         seen = _Seen(len(self.results))
@@ -250,7 +247,7 @@ class _RuleSearch:
         return seen.enough(self.used)
 
     def _large(self, dim: CommonDim, own: int) -> int:
-        """The dim's own size, or as far as it can be tried."""
+        """The dim's own size, or the largest in a trial."""
         size = min(own, self.least + 1)
         while size < own and self.form.resized(dim.operands, 2 * size).elements <= MOST:
             size *= 2
@@ -265,7 +262,7 @@ class _RuleSearch:
         few: int | None,
         rough: bool = False,
     ) -> int | None:
-        """How many draws have said that it commutes, or as many as are enough; None if one says that it does not."""
+        """How many draws have confirmed it, up to as many as are enough; None if one refutes it."""
         heard: Counter[Any] = Counter()
         for draw in draws(form):
             if heard[draw.floats] >= LEAST_DRAWS or (few is not None and heard.total() >= few):
@@ -282,20 +279,20 @@ class _RuleSearch:
 
 
 def _splits(size: int) -> list[list[Rows]]:
-    """Ways to deal rows: two parts, one and the rest, every other one."""
+    """Ways to divide rows: two halves, one and the rest, every other one."""
     rows, half = list(range(size)), size // 2
     return [[rows[:half], rows[half:]], [rows[:1], rows[1:]], [rows[::2], rows[1::2]]]
 
 
 class _Seen:
-    """Whether what was seen of each result, and of each operand that holds integers, was not one number alone."""
+    """Whether each result, and each integer operand, had more than one distinct number."""
 
     def __init__(self, results: int) -> None:
         self.results: list[set[Any]] = [set() for _ in range(results)]
         self.integers: dict[int, set[Any]] = {}
 
     def see(self, results: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """Note some numbers of one draw."""
+        """Record some numbers of one draw."""
         for numbers, r in zip(self.results, results, strict=True):
             numbers.update(
                 torch.view_as_real(r).flatten()[:64].tolist() if r.is_complex() else r.flatten()[:64].tolist()
@@ -310,17 +307,17 @@ class _Seen:
         return told and all(len(numbers) > 1 for numbers in self.integers.values())
 
 
-# --- backwards that others registered ------------------------------------------------------------------
+# --- backwards of custom operators ---------------------------------------------------------------------
 
 OURS = ("aten", "prims", "autopar", "_c10d_functional", "higher_order")
-MOST_ELEMENTS = 2**26  # elements that are tried out
+MOST_ELEMENTS = 2**26  # elements of the operands in a trial
 SIZES = (1e-5, 1.0, 1e5)
 AUTOGRAD = ("Autograd", "AutogradCPU", "AutogradCUDA")
 
 
 def has_nonlinear_backward(node: Node) -> bool:
-    """Of a call: whether its operator has a backward of its own that is not linear in the gradient. One that cannot be
-    tried is taken to be linear, with a warning."""
+    """Whether the operator of a call has a registered backward that is not linear in the gradient. One that cannot be
+    tried is assumed to be linear, with a warning."""
     return _has_backward(node) and remembered(node, "nonlinear", _tried)
 
 
@@ -341,8 +338,8 @@ def _tried(node: Node) -> bool:
             return _is_nonlinear(node)
     except Exception as error:
         warnings.warn(
-            f"the backward of {node.target} cannot be tried out on the CPU ({error}); it is taken to be linear in the "
-            "gradient, as a derivative is; if it is not, write it as a torch.autograd.Function, which is captured",
+            f"the backward of {node.target} cannot be tried out on the CPU ({error}); it is assumed to be linear in "
+            "the gradient, as a derivative is; if it is not, write it as a torch.autograd.Function, which is captured",
             stacklevel=2,
         )
         return False
@@ -364,7 +361,7 @@ def _is_nonlinear(node: Node) -> bool:
         together = backward([x + y for x, y in zip(a, b, strict=True)])
         least = max(float(x.abs().max()) for x in apart)
         if not math.isfinite(least):
-            raise ValueError("it gives numbers that are not finite")
+            raise ValueError("it returns numbers that are not finite")
         exact = max(torch.finfo(y.dtype).eps for y in results) ** 0.5
         if float((together - sum(apart)).abs().max()) > exact * least:
             return True

@@ -1,7 +1,7 @@
-"""Rules that were made before: calls that are alike to a builder get one rule, and what it says of placements is kept.
+"""A cache of rules: calls that look the same to a builder share one rule, and the placements it implies are cached too.
 
 A builder reads a call's operator and arguments, the shapes as an axis sees them, dtypes, which operands carry a
-gradient, and three marks of passes. All of that is the key; arguments that cannot be one make the rule anew.
+gradient, and three annotations of passes. All of that is the key; a call with unhashable arguments is not cached.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _applied: dict[Hashable, tuple[Rule, tuple[Placement, ...]]] = {}
 
 
 def known_rule(build: RuleFunction, call: Call) -> Rule:
-    """What the builder makes of the call; not to be changed."""
+    """The rule that the builder returns for the call; do not modify it."""
     try:
         key = build, _key(call)
         rule = _rules.get(key)
-    except TypeError:  # no hash
+    except TypeError:  # not hashable
         return build(call)
     if rule is None:
         _make_room(_rules)
@@ -47,7 +47,7 @@ def known_results(
         known = _applied[key] = (
             rule,
             tuple(apply(rule, operands, gradients, ranks)),
-        )  # the rule, so that its id is its own
+        )  # keep the rule alive, so that its id stays unique
     return list(known[1])
 
 

@@ -1,4 +1,4 @@
-"""What a call makes of what ranks hold of its operands: collectives by their meaning, all others by their rules."""
+"""Local types of a call's results from those of its operands: collectives by meaning, other operators by rule."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _FILLED = (
 
 
 def held_results(node: Node, axis: str, size: int, operands: list[LocalType]) -> list[LocalType]:
-    """Of every result of a call in a step graph; empty where its operands are no pieces of one value. ``size``: of the
-    axis."""
+    """The local type of every result of a call in a step graph; empty where its operands are not shards of one value.
+    ``size``: of the axis."""
     val = node.meta["val"]
     shapes = [_shape(r) for r in (val if isinstance(val, (tuple, list)) else [val])]
     try:
         made = _results(node, axis, size, operands, shapes)
-    except (RuleError, LookupError, ValueError, ArithmeticError):  # a rule for calls of the forward need not know this
+    except (RuleError, LookupError, ValueError, ArithmeticError):  # rules for calls of the forward may not cover this
         made = [UNKNOWN] * len(shapes)
     return list(map(with_single_rows, made, shapes))
 
@@ -54,7 +54,7 @@ def _results(
     node: Node, axis: str, size: int, operands: list[LocalType], shapes: list[tuple[int, ...]]
 ) -> list[LocalType]:
     if is_call(node, ours.all_to_all_rows.default):
-        return [UNKNOWN]  # rows that were chosen
+        return [UNKNOWN]  # a data-dependent choice of rows
     if node.target in COLLECTIVES or node.target in LOCAL:
         return [_exchanged(node, axis, operands[0])]
     if node.target in COPIES:
@@ -78,11 +78,11 @@ def _results(
     if build is cat_rule and len(set(operands)) > 1:
         return [_joined(call, operands, made[0])]
     if is_call(node, aten.bmm.default) and call.shape("self")[2] == 1 and PART in made[0]:
-        return [UNKNOWN]  # torch.einsum contracts dims of one row, cut or not
+        return [UNKNOWN]  # torch.einsum contracts dims of size one, sharded or not
     if is_call(node, aten.index_add.default) and PART in made[0]:
-        return [UNKNOWN]  # the rows of a microbatch, added within this rank's piece, look like any others
+        return [UNKNOWN]  # the rows of a microbatch, added within this rank's shard, look like any others
     if is_call(node, aten.slice.Tensor) and not is_unknown(made[0]):
-        # of a concatenation whose parts are cut, a rank has a part of each: one of them is a slice of its piece
+        # of a concatenation of shards, a rank has a shard of each operand: one of them is a slice of its result
         dim = int(call.args["dim"]) % len(call.result)
         return [made[0] | {(dim, 0) for x in operands[0] if isinstance(x, tuple) and x[0] == dim}]
     if is_call(node, aten.expand.default) and SAME in made[0]:
@@ -97,14 +97,14 @@ def _shape(result: Any) -> tuple[int, ...]:
 
 
 def _joined(call: LocalCall, operands: list[LocalType], made: LocalType) -> LocalType:
-    """A concatenation, if its parts may be read alike, or of values to be taken apart again."""
+    """A concatenation whose operands have a common type, or one that is to be split later."""
     dim = int(call.args["dim"]) % len(call.result)
     sizes = [call.shape_of(x)[dim] for x in call.operands]
     return made | {Joined(dim, tuple(zip(sizes, operands, strict=True)))}
 
 
 def _parted(call: LocalCall, held: LocalType) -> list[LocalType]:
-    """The parts of a concatenation, taken apart as it was joined."""
+    """The entries of a concatenation that is split as it was joined."""
     for x in held:
         if isinstance(x, Joined) and [size for size, _ in x.parts] == [r[x.dim] for r in call.result_shapes]:
             return [part for _, part in x.parts]
@@ -112,7 +112,7 @@ def _parted(call: LocalCall, held: LocalType) -> list[LocalType]:
 
 
 def _exchanged(node: Node, axis: str, held: LocalType) -> LocalType:
-    """What a collective makes; empty where it is not for what it takes."""
+    """The result of a collective; empty if the collective does not apply to its operand."""
     found: set[Any] = set()
     for x in held:
         if isinstance(x, Joined):
@@ -147,7 +147,7 @@ def _converted(node: Node, axis: str, x: Any) -> LocalType:
 
 
 def _of_other_axis(node: Node, x: Any) -> Any:
-    """Where the size of a dim changes, all of it stays all of it; of less than that the place is not known."""
+    """A dim of changed size that was complete stays complete; otherwise its position is unknown."""
     if isinstance(x, str):
         return x
     before, after = node.all_input_nodes[0].meta["val"].shape[x[0]], node.meta["val"].shape[x[0]]

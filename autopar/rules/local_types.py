@@ -1,17 +1,17 @@
-"""What the ranks of an axis hold of a value, and what an operator makes of it: types of graphs without gradients.
+"""Local types: what the ranks of an axis have of a value, and how operators propagate that, in graphs without autograd.
 
-A placement says where a value is and where its gradient is. Step graphs hold the gradients themselves, so what a rank
-has of a value is one of three:
+A placement says where a value is and where its gradient is. Step graphs contain the gradients themselves, so what a
+rank has of a value is one of three:
 
-    SAME           the same everywhere
-    PART           an addend: the sum is pending
-    (dim, rows)    its piece along a dim of its own shape, ``rows`` of which follow one another in the whole (0: not
-                   known how many, None: any number)
+    SAME           the same on all ranks
+    PART           an addend of a partial value
+    (dim, rows)    a shard on a dim of its own shape; ``rows`` of them are adjacent in the global value (0: unknown how
+                   many, None: any number)
 
-A value may be read in several ways (a piece of one row lies along every dim of size one; what is equal in all rows is a
-piece of itself). So it has a set of them, and is wrong where no choice makes it right. Nothing is claimed of what the
-rules do not know: it is UNKNOWN. A reading that cuts what an operator spans is left out where there is another one:
-the types of the placed graph have refused it.
+A value may have several of these at once (a shard of one row is a shard of every dim of size one; a value whose rows
+are all equal is a shard of itself). So its type is a set, and is wrong if no choice makes it right. Nothing is claimed
+where rules do not apply: the type is UNKNOWN. A choice that shards what an operator spans is dropped if there is
+another one: the check of the graph with placements has refused it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from autopar.rules.call import Call
 from autopar.rules.rule import Cat, Dims, Rule
 from autopar.rules.special import LinkedRule
 
-SAME, PART, ANY = "the same everywhere", "a pending sum", "unknown"
+SAME, PART, ANY = "replicated", "partial", "unknown"
 Rows = int | None
 Cut = tuple[int, Rows]
 
 
 @dataclass(frozen=True)
 class Joined:
-    """A concatenation along ``dim`` of values that are held in different ways: (size, how it is held) of each."""
+    """A concatenation along ``dim`` of values with different local types: (size, type) of each."""
 
     dim: int
     parts: tuple[tuple[int, LocalType], ...]
@@ -47,7 +47,7 @@ UNKNOWN: LocalType = frozenset({ANY})
 
 
 class LocalCall(Call):
-    """A call with the shapes of one rank: a dim of size one may be a piece, so it has a factor, too."""
+    """A call with the shapes of one rank: a dim of size one may be a shard, so it has a factor, too."""
 
     def factor(self, name: str, size: int) -> tuple[str, ...]:
         known = self.sizes.get(name, size)
@@ -56,7 +56,7 @@ class LocalCall(Call):
 
 
 def held_as(placement: Placement, shape: Shape, alone: bool = True) -> LocalType:
-    """Of a value of this local shape; ``alone``: no other axis cuts the same dim."""
+    """The local type of a value of this local shape; ``alone``: no other axis shards the same dim."""
     if isinstance(placement, Shard):
         if placement.blocks and not alone:
             return frozenset({(placement.dim, 0)})
@@ -67,8 +67,9 @@ def held_as(placement: Placement, shape: Shape, alone: bool = True) -> LocalType
 
 
 def with_single_rows(held: LocalType, shape: Shape) -> LocalType:
-    """A piece of one row may be a pending sum: that over a dim of size one is left out. And it may be read in all ways
-    that a view to its own shape gives, as that of [S, B, 1 head, D] to [S, B * 1 head, D]: that is left out, too."""
+    """A shard of one row may also be an addend of a sum over a dim of size one, whose op was dropped. And it may have
+    any type that a view to its own shape gives, as [S, B, 1 head, D] viewed as [S, B * 1 head, D]: that was dropped
+    too."""
     told = frozenset(x for x in held if isinstance(x, tuple) and x[1] and x[0] < len(shape))
     held = held | viewed(told, shape, shape) if told and 0 not in shape else held
     single = any(isinstance(x, tuple) and shape[x[0] : x[0] + 1] == (1,) for x in held)
@@ -76,32 +77,32 @@ def with_single_rows(held: LocalType, shape: Shape) -> LocalType:
 
 
 def rows_in_piece(blocks: Sequence[int], size: int) -> Rows:
-    """How many rows of a piece of ``size`` follow one another."""
+    """How many rows of a shard of ``size`` are adjacent in the global value."""
     even = len(set(blocks)) < 2 and not any(b < 0 for b in blocks) and size % max(len(blocks), 1) == 0
     return size // max(len(blocks), 1) if even else 0
 
 
 def constant_held(dims: int, zero: bool) -> LocalType:
-    """One number everywhere: a piece of itself along every dim; zero is a sum of zeros as well."""
+    """One number everywhere: a shard of itself on every dim; zero is partial as well."""
     return frozenset({SAME, *((d, None) for d in range(dims)), *([PART] if zero else [])})
 
 
 def is_unknown(held: LocalType) -> bool:
-    """Whether nothing can be said of it as one value."""
+    """Whether nothing is known of it as one value."""
     return ANY in held or all(isinstance(x, Joined) for x in held)
 
 
 def is_vague(held: LocalType) -> bool:
-    """Whether it is a piece of which nobody knows how many rows follow one another, however it is read: where that
-    matters (a dim of size one may stand between rows), nothing can be said of it."""
+    """Whether it is a shard for which every choice leaves the number of adjacent rows unknown: where that matters (a
+    dim of size one may stand between rows), nothing is known."""
     return all(isinstance(x, tuple) and x[1] == 0 for x in held)
 
 
 def may_be(found: LocalType, expected: LocalType) -> bool:
-    """Whether a value may be what it should be."""
+    """Whether a value may have the expected type."""
     if is_unknown(found) or is_unknown(expected) or found & expected:
         return True
-    if SAME in found and len(expected) > 1:  # a piece of one row: to expand by one is left out
+    if SAME in found and len(expected) > 1:  # a shard of one row: an expand by one was dropped
         return True
     rows = {e[0]: e[1] for e in expected if isinstance(e, tuple)}
     return any(f[0] in rows and not (f[1] and rows[f[0]]) for f in found if isinstance(f, tuple))
@@ -109,7 +110,7 @@ def may_be(found: LocalType, expected: LocalType) -> bool:
 
 def shown(held: LocalType) -> str:
     """For messages."""
-    words = {f"a piece along dim {x[0]}" if isinstance(x, tuple) else str(x) for x in held if not isinstance(x, Joined)}
+    words = {f"a shard on dim {x[0]}" if isinstance(x, tuple) else str(x) for x in held if not isinstance(x, Joined)}
     return " or ".join(sorted(words)) or "several values"
 
 
@@ -117,8 +118,8 @@ def shown(held: LocalType) -> str:
 
 
 def through(rule: Rule, operands: Sequence[LocalType], strict: bool = False) -> list[LocalType]:
-    """What an operator makes of its operands; empty where they do not fit the rule. ``strict``: the operator is linear
-    in no operand but those that the rule names; else nobody has said."""
+    """The types of an operator's results; empty where its operands do not fit the rule. ``strict``: the operator is
+    linear in no operand but those that the rule names; otherwise its linearity is unknown."""
     used = [(i, d, held) for i, (d, held) in enumerate(zip(rule.operands, operands, strict=True)) if d is not None]
     if any(is_unknown(held) for _, _, held in used):
         return [UNKNOWN] * len(rule.results)
@@ -132,7 +133,7 @@ def through(rule: Rule, operands: Sequence[LocalType], strict: bool = False) -> 
             made.add(PART)
     told = frozenset().union(*rule.linear)
     unsaid = [i for i, _, held in used if PART in held and i not in told and not strict]
-    if unsaid and all(SAME in held for _, _, held in used):  # both at once: a gradient of what all ranks compute alike
+    if unsaid and all(SAME in held for _, _, held in used):  # gradient of a replicated computation
         for made in found:
             made.add(PART)
     spanned = bool(unsaid) or any(
@@ -155,7 +156,7 @@ def _factors(dims: Iterable[Any]) -> list[str]:
 
 
 def _cuts(rule: Rule, used: Used) -> list[tuple[frozenset[str], dict[str, Rows]]]:
-    """(factors that are cut together, rows of each) of every way to read the operands as pieces."""
+    """(factors sharded together, rows of each) for every choice of shards for the operands."""
     met: dict[frozenset[str], dict[str, dict[int, set[Rows]]]] = {}
     fits: dict[int, set[frozenset[str]]] = {}
     for i, dims, held in used:
@@ -174,9 +175,9 @@ def _cuts(rule: Rule, used: Used) -> list[tuple[frozenset[str], dict[str, Rows]]
 
 
 def _readings(options: Mapping[str, Sequence[Rows]]) -> list[dict[str, Rows]]:
-    """Rows of factors that are cut together, in all ways that a result can tell apart: of a concatenation it knows the
-    rows where they are the same in all parts, of another dim those of one factor. (There are exponentially many ways in
-    the parts of a bucket.)"""
+    """Rows of factors that are sharded together, in all combinations that a result can distinguish: a concatenation
+    knows the rows if they are the same in all its operands, another dim those of one factor. (All combinations would be
+    exponential in the entries of a bucket.)"""
     first = {factor: rows[0] for factor, rows in options.items() if rows}
     if len(first) < len(options):
         return []
@@ -186,15 +187,15 @@ def _readings(options: Mapping[str, Sequence[Rows]]) -> list[dict[str, Rows]]:
 
 
 def _fits(rule: Rule, i: int, held: LocalType, group: frozenset[str], cut: bool) -> bool:
-    """Whether an operand may stand beside pieces along ``group``. What is the same everywhere may have the factor: it
-    is then equal in all rows, as an expanded value is."""
+    """Whether an operand may be combined with shards of ``group``. A value that is the same on all ranks may have the
+    factor: it is then equal in all rows, as an expanded value is."""
     if rule.addends.get(i) in group:
         return PART in held
     return cut or SAME in held
 
 
 def _together(rule: Rule, factor: str) -> frozenset[str]:
-    """The factors that are cut with one: the other parts of a concatenation; keys with queries."""
+    """The factors that are sharded with one: the other operands of a concatenation; keys with queries."""
     if isinstance(rule, LinkedRule) and factor in rule.linked:
         return frozenset(rule.linked)
     cats = [dim for dims in (*rule.operands, *rule.results) for dim in dims or () if isinstance(dim, Cat)]
@@ -202,8 +203,7 @@ def _together(rule: Rule, factor: str) -> frozenset[str]:
 
 
 def _common(by_operand: Mapping[int, set[Rows]]) -> list[Rows]:
-    """Rows of a factor that all operands may have, each of which may be read in several ways; where they are not one,
-    not known as well."""
+    """Rows of a factor that all operands may have, each of which may have several; 0 (unknown) where they disagree."""
     told = [known for rows in by_operand.values() if (known := rows - {None})]
     if not told:
         return [None]
@@ -211,7 +211,7 @@ def _common(by_operand: Mapping[int, set[Rows]]) -> list[Rows]:
 
 
 def _factors_at(rule: Rule, dim: Any, rows: Rows) -> list[tuple[str, Rows]]:
-    """The factors of a dim that a piece may be cut along, and its rows of each."""
+    """The factors of a dim that may be sharded, and the rows of each."""
     if isinstance(dim, Cat):
         return [(part, _of_part(rule.sizes[part], rows)) for part in dim.parts]
     if len(dim) < 2 or not rows:
@@ -224,7 +224,7 @@ def _of_part(size: int, rows: Rows) -> Rows:
 
 
 def _made(rule: Rule, dims: Dims, factors: frozenset[str], rows: dict[str, Rows]) -> str | Cut:
-    """What a result is when factors are cut."""
+    """The type of a result when factors are sharded."""
     for d, dim in enumerate(dims):
         names = _factors([dim])
         if isinstance(dim, Cat) and factors.intersection(names):
@@ -241,8 +241,8 @@ def _made(rule: Rule, dims: Dims, factors: frozenset[str], rows: dict[str, Rows]
 
 
 def viewed(held: LocalType, source: Shape, target: Shape) -> LocalType:
-    """A value in another shape. A piece's rows keep their place among all elements: [B, S, H] cut along S becomes
-    [B * S, H], of whose rows S follow one another, and [B, S, H] again."""
+    """The type of a value in another shape. A shard's rows keep their position among all elements: [B, S, H] sharded on
+    S becomes [B * S, H], of whose rows S are adjacent, and [B, S, H] again."""
     if is_unknown(held) or 0 in source:
         return UNKNOWN
     before, after = _spans(source), _spans(target)
@@ -256,23 +256,23 @@ def viewed(held: LocalType, source: Shape, target: Shape) -> LocalType:
             found |= {(d, rows) for d, (a, b) in enumerate(after) if _meet(lo, hi, a, b)}
             continue
         found |= set(_standing(after, rows * lo))
-        if source[x[0]] == 1:  # in a piece of one row it may stand anywhere
+        if source[x[0]] == 1:  # a shard of one row may stand anywhere
             found |= {(d, 1) for d, size in enumerate(target) if size == 1}
     return frozenset(found)
 
 
 def _standing(spans: Sequence[tuple[int, int]], first: int) -> list[tuple[int, int]]:
-    """(dim, rows) wherever pieces of ``first`` elements may meet: in front of a dim's rows, between them, or behind
-    each single row, as if a dim of size one stood there."""
+    """(dim, rows) wherever shards of ``first`` elements may meet: before a dim's rows, between them, or after each
+    single row, as if a dim of size one stood there."""
     return [(d, first // a) for d, (a, b) in enumerate(spans) if a <= first <= b]
 
 
 def _spans(shape: Sequence[int]) -> list[tuple[int, int]]:
-    """(elements behind a dim, with the dim) of each."""
+    """(elements within one row of a dim, with the whole dim) of each."""
     behind = [math.prod(shape[i:]) for i in range(len(shape) + 1)]
     return list(zip(behind[1:], behind, strict=False))
 
 
 def _meet(lo: int, hi: int, a: int, b: int) -> bool:
-    """Whether two dims share elements; one of size one does where it stands at or in the other."""
+    """Whether two dims share elements; one of size one does where it stands at or inside the other."""
     return max(lo, a) < min(hi, b) or ((lo == hi or a == b) and max(lo, a) <= min(hi, b))

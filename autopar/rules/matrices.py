@@ -1,4 +1,4 @@
-"""Rules of factorisations, inverses, solvers, distances and diagonals: the last dims are a matrix, those before them a
+"""Rules of factorizations, inverses, solvers, distances and diagonals: the last dims are a matrix, those before them a
 batch of matrices."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ WHY = "the op spans the matrix"
 
 
 def matrices(*ranks: int) -> RuleFunction:
-    """(... m n) -> (... any), with the batch dims of operands aligned to the right; ``ranks``: the dims of each operand
-    that are no batch. A result has the whole batch in front of whatever it is made of: a matrix, a vector, a number."""
+    """(... m n) -> (... any), with the batch dims of operands aligned to the right; ``ranks``: the number of non-batch
+    dims of each operand. A result has the batch dims before its own: a matrix, a vector, a number."""
 
     def build(call: Call) -> Rule:
         return _rule(call, [call.shape_of(x) for x in call.operands], ranks)
@@ -36,34 +36,34 @@ def _rule(call: Call, shapes: list[tuple[int, ...]], ranks: tuple[int, ...]) -> 
 
 
 def solve(call: Call) -> Rule:
-    """a (... n n), b (... n k) or (... n): b is read as vectors where its shape is that of a without its last dim."""
+    """a (... n n), b (... n k) or (... n): b is a batch of vectors if its shape is that of a without its last dim."""
     a, b = (call.shape_of(x) for x in call.operands)
     vectors = len(b) == 1 or a[:-1] == b
     rule = _rule(call, [a, b], (2, 1 if vectors else 2))
-    if not vectors and len(b) == len(a) - 1 and a[-1] == b[-1]:  # with fewer matrices in a it might be
-        return replace(rule, blocked={f: "the right-hand side could be read as vectors in a piece" for f in rule.sizes})
+    if not vectors and len(b) == len(a) - 1 and a[-1] == b[-1]:  # with fewer matrices in a shard it might be
+        return replace(rule, blocked={f: "in a shard the right-hand side could pass for vectors" for f in rule.sizes})
     return rule
 
 
 def cross(call: Call) -> Rule:
-    """Products of vectors along a dim; linear in either."""
+    """Products of vectors along a dim; linear in each alone."""
     rule = pointwise("product")(call)
     dim = int(call.args["dim"]) % len(call.result)
     return replace(rule, blocked={f"d{dim}": "the op spans the vector"})
 
 
 def distances(call: Call) -> Rule:
-    """x1 (... p m), x2 (... r m) -> (... p r): of every row of the one to every row of the other."""
+    """x1 (... p m), x2 (... r m) -> (... p r): from every row of one to every row of the other."""
     rule = einsum_rule("... p m, ... r m -> ... p r", "x1 x2")(call)
     return replace(rule, blocked={"m": "a distance spans the vector"}, linear=())
 
 
 def diagonal(call: Call) -> Rule:
-    """(... n m ...) -> (... k): rows and columns are blocked, those of rank r are no part of the diagonal."""
+    """(... n m ...) -> (... k): rows and columns are blocked, since a block of rank r is not on the diagonal."""
     shape = call.shape("self")
     dims, pair = named_dims(call, shape), {call.dim("dim1"), call.dim("dim2")}
     k = call.factor("k", call.result[-1])
-    blocked = {f: "a diagonal of it is taken" for i in pair for f in dims[i]} | {f: "it is a diagonal" for f in k}
+    blocked = {f: "its diagonal is taken" for i in pair for f in dims[i]} | {f: "it is a diagonal" for f in k}
     rest = [dims[i] for i in range(len(shape)) if i not in pair]
     return call.rule([dims], [(*rest, k)], blocked=blocked, linear=UNARY, keep_partial=True)
 
@@ -80,7 +80,7 @@ def diagonal_matrices(call: Call) -> Rule:
 
 
 def diagonal_written(call: Call) -> Rule:
-    """x (... n m ...), src (... k) -> x, of which a diagonal is src."""
+    """x (... n m ...), src (... k) -> x with a diagonal replaced by src."""
     rule = diagonal(replace(call, result_shapes=(call.shape("src"),)))
     (source,), (part,) = rule.operands, rule.results
     assert source is not None

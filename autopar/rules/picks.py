@@ -1,4 +1,4 @@
-"""Rules of operators that pick entries by indices, or write to entries that indices name."""
+"""Rules of operators that read, or write, entries at given indices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def gather_rule(call: Call) -> Rule:
 
 
 def scatter_add_rule(call: Call) -> Rule:
-    """`scatter_rule`, but what is written adds up: pieces of the scattered dim make addends of the result."""
+    """`scatter_rule`, but writes are added: shards of the scattered dim give partial results."""
     rule, dim = scatter_rule(call), call.dim()
     source, index = call.shape("src"), call.shape("index")
     if not index or source[dim] != index[dim]:
@@ -49,14 +49,13 @@ def scatter_rule(call: Call) -> Rule:
     if isinstance(call.args.get("src"), Node):
         larger = [call.factor(f"s{i}", n) for i, n in enumerate(call.shape("src"))]
         operands.append(tuple(written[i] if n == index[i] else larger[i] for i, n in enumerate(call.shape("src"))))
-        blocked |= {f: "a part of it is read" for f in call.sizes if f.startswith("s")}
+        blocked |= {f: "a slice of it is read" for f in call.sizes if f.startswith("s")}
         blocked |= {f"d{i}": why for i, n in enumerate(call.shape("src")) if n != index[i]}
     return call.rule(operands, [dims], blocked=blocked)
 
 
 def index_add_rule(call: Call) -> Rule:
-    """(.. d ..), (n), (.. n ..) -> (.. d ..): rows are added wherever the index says. Pieces of the rows make addends
-    of the result."""
+    """(.. d ..), (n), (.. n ..) -> (.. d ..): rows are added at the indices. Shards of rows give partial results."""
     dim = call.dim()
     dims = named_dims(call, call.shape("self"))
     n = call.factor("n", call.shape("index")[0] if call.shape("index") else 1)
@@ -73,18 +72,19 @@ def index_add_rule(call: Call) -> Rule:
 
 
 def index_copy_rule(call: Call) -> Rule:
-    """As `index_add_rule`, but rows replace what was there."""
+    """`index_add_rule`, but rows replace the old ones."""
     rule = index_add_rule(call)
     return replace(rule, blocked=rule.blocked | {"n": "rows anywhere are replaced"}, addends={})
 
 
 def index_put_rule(call: Call) -> Rule:
-    """The mirror of `advanced_index_rule`: values (...), or what broadcasts to them, go where the indices say. What is
-    added may come in pieces, which make addends of the result; what replaces may not: of equal indices the last counts.
+    """The mirror of `advanced_index_rule`: values (...), or what broadcasts to them, are written at the indices. With
+    accumulation, values may be sharded, which gives partial results; without, the last of equal indices wins, so they
+    may not.
     """
     indices = [i for i in call.args["indices"] if i is not None]
     if any(map(_is_bool, indices)):
-        return opaque("how much a mask picks is known only at run time", linear=True)(call)
+        return opaque("the number of true mask entries is known only at run time", linear=True)(call)
     rule = advanced_index_rule(replace(call, result_shapes=(_picked_shape(call, indices),)))
     into, *places = rule.operands
     (picked,) = rule.results
@@ -104,7 +104,7 @@ def index_put_rule(call: Call) -> Rule:
 
 
 def _picked_shape(call: Call, indices: list[Node]) -> tuple[int, ...]:
-    """Of what these indices, which are no masks, pick."""
+    """The shape that indexing with these indices, none of them a mask, returns."""
     named = call.args["indices"]
     at = [d for d, i in enumerate(named) if i is not None]
     rest = [n for d, n in enumerate(call.shape("self")) if d not in at]
@@ -113,7 +113,7 @@ def _picked_shape(call: Call, indices: list[Node]) -> tuple[int, ...]:
 
 
 def take_rule(call: Call) -> Rule:
-    """(any), (...) -> (...): entries anywhere in it, flat."""
+    """(any), (...) -> (...): entries at flat indices."""
     source = named_dims(call, call.shape("self"), "x")
     picked = named_dims(call, call.result)
     blocked = {f: "entries anywhere in it are taken" for dim in source for f in dim}
@@ -121,7 +121,7 @@ def take_rule(call: Call) -> Rule:
 
 
 def put_rule(call: Call) -> Rule:
-    """The mirror of `take_rule`, whole: any value may be written to any entry. Linear in both together."""
+    """The mirror of `take_rule`, replicated: any value may be written to any entry. Linear in both jointly."""
     rule = opaque("entries anywhere in it are written, flat")(call)
     return replace(rule, linear=(frozenset({0, len(rule.operands) - 1}),))
 

@@ -1,8 +1,8 @@
-"""Sharding rules: what an operator means for pieces, as data, and the one function that applies them.
+"""Sharding rules: how an operator acts on shards, as data, and the one function that applies them.
 
 A rule names the *factors* of every dim of every operand and result, in the style of Shardy:
 ``linear: (... i), (o i) -> (... o)``. A factor that is in an operand but not in a result is contracted: sharding it
-leaves the result Partial. What factors alone cannot say is listed beside them: factors that may not be cut
+leaves the result Partial. What factors alone cannot say is listed beside them: factors that may not be sharded
 (``blocked``: softmax, norms, slices), operands in which the op is linear (what may pass a Partial), dims that merge
 several factors (``("b", "s")``, major to minor) or concatenate them (`Cat`).
 """
@@ -30,15 +30,15 @@ from autopar.ir.placement import (
 
 @dataclass(frozen=True)
 class Cat:
-    """A dim that is the concatenation of factors, all cut together or not at all."""
+    """A dim that is the concatenation of factors, all sharded together or not at all."""
 
     parts: tuple[str, ...]
 
 
 Dim = tuple[str, ...] | Cat
 Dims = tuple[Dim, ...]
-Cut = dict[str, tuple[int, ...]]  # the factors cut by an axis, each with the blocks of its own extent, as in `Shard`
-ROUTED = "routed "  # before the name of a factor in a cut: its pieces are routed rows
+Cut = dict[str, tuple[int, ...]]  # the factors sharded on an axis, with the blocks of each, as in `Shard`
+ROUTED = "routed "  # prefix of a factor's name in a Cut: its shards are routed rows
 
 
 class RuleError(Exception):
@@ -50,15 +50,15 @@ class Rule:
     """Factors of each operand and result; see the module's docstring.
 
     ``operands[i] is None``: only the shape of the operand matters (zeros_like), any placement will do.
-    ``absorbed``: factors whose exchange happens inside the op, so that the result is Invariant (the vocabulary in a
+    ``absorbed``: factors whose reduction happens inside the op, so that the result is Invariant (the vocabulary in a
     loss). ``linear``: sets of operands that may be Partial together (others then Replicate), giving a Partial result.
-    ``keep_partial``: whether passing a Partial on is as cheap as resolving it first (views, sums of addends).
-    ``addends``: operand -> factor; when the factor is cut the operand is expected Partial: each rank's own part of
-    a sum (the row offsets of the tokens it holds).
-    ``one_block``: factors of which rank r must hold the r-th consecutive entries (the rows of a vocabulary).
-    ``rows``: (rows sorted by expert, tokens, experts), of which an operator may have no tokens or no experts ("").
-    Rows are cut with the tokens that they are of, or, as routed ones, with the experts that they are for.
-    ``imposed``: what the plan wants cut, though operands may not have it or not be cut.
+    ``keep_partial``: whether passing a Partial on is as cheap as reducing it first (views, sums of addends).
+    ``addends``: operand -> factor; when the factor is sharded the operand must be Partial: each rank's own addend
+    (the row offsets of its tokens).
+    ``one_block``: factors of which rank r must hold the r-th run of consecutive entries (the rows of a vocabulary).
+    ``rows``: (rows sorted by expert, tokens, experts), of which an operator may lack tokens or experts ("").
+    Rows are sharded with their tokens, or, as routed ones, with their experts.
+    ``imposed``: what the plan wants sharded, whether or not operands have it or may be sharded.
     """
 
     operands: tuple[Dims | None, ...]
@@ -74,7 +74,7 @@ class Rule:
     imposed: Cut = field(default_factory=dict)
 
     def cut_of(self, dims: Dims, shard: Shard, ranks: Pieces) -> Cut:
-        """The factors that a Shard of a tensor with these dims cuts. Raises RuleError if it cuts none cleanly."""
+        """The factors that a Shard of a tensor with these dims shards. Raises RuleError if it shards none cleanly."""
         dim = dims[shard.dim]
         size = self.dim_size(dim)
         blocks = shard.blocks or (size,)
@@ -85,9 +85,9 @@ class Rule:
             raise RuleError(f"{shard} does not fall on a boundary of the dim's factors {self.show(dim)}")
         for factor, sizes in cut.items():
             if factor in self.blocked:
-                raise RuleError(f"dim {shard.dim} of size {size} cannot be cut: {self.blocked[factor]}")
+                raise RuleError(f"dim {shard.dim} of size {size} cannot be sharded: {self.blocked[factor]}")
             if factor in self.one_block and sizes != (self.sizes[factor],):
-                raise RuleError(f"{shard} cuts blocks, but a rank must hold consecutive entries of {factor}")
+                raise RuleError(f"{shard} shards blocks, but a rank must hold consecutive entries of {factor}")
             if any(b % ranks for b in sizes):
                 raise RuleError(f"a size of {next(b for b in sizes if b % ranks)} does not divide over {ranks} ranks")
         for part in self._beside(cut):
@@ -98,28 +98,28 @@ class Rule:
         return cut
 
     def _beside(self, cut: Cut) -> list[str]:
-        """The other parts of concatenations of which some are cut."""
+        """The other entries of concatenations of which some are sharded."""
         cats = [dim for dims in (*self.operands, *self.results) for dim in dims or () if isinstance(dim, Cat)]
         touched = [cat for cat in cats if any(part in cut for part in cat.parts)]
         return [part for cat in touched for part in cat.parts if part not in cut]
 
     def completed(self, cut: Cut) -> Cut:
-        """A cut of some parts of a concatenation cuts its other parts too, each as one block."""
+        """Sharding some entries of a concatenation shards the others too, each as one block."""
         return self._with_rows(cut | {part: (self.sizes[part],) for part in self._beside(cut)})
 
     def joined(self, cut: Cut, other: Cut) -> Cut | None:
-        """Both of two cuts, if they agree on all but parts of a concatenation that one of them does not name."""
+        """The union of two cuts, if they agree on all factors that both name."""
         left, right, unnamed = self.completed(cut), self.completed(other), {*self._beside(cut), *self._beside(other)}
         agree = left.keys() == right.keys() and all(left[f] == right[f] for f in left.keys() - unnamed)
         return cut | other if agree else None
 
     @property
     def imposed_cut(self) -> Cut | None:
-        """What the plan asks for."""
+        """The factors that the plan shards."""
         return self.completed(self.imposed) if self.imposed else None
 
     def _with_rows(self, cut: Cut) -> Cut:
-        """With what is cut together with rows that are sorted by expert."""
+        """Add the factors that are sharded together with rows sorted by expert."""
         rows, tokens, experts = self.rows
         if rows and (experts in cut or ROUTED + rows in cut):
             cut |= {rows: (self.sizes[rows],), ROUTED + rows: ()}
@@ -162,12 +162,12 @@ class Rule:
         return fallback
 
     def shard_of(self, dims: Dims, cut: Cut) -> Shard | None:
-        """The Shard that a cut means for a tensor with these dims; None if it has no cut factor."""
+        """The Shard that a cut means for a tensor with these dims; None if it has no sharded factor."""
         for position, dim in enumerate(dims):
             if isinstance(dim, Cat):
                 if any(part in cut for part in dim.parts):
                     if not all(part in cut for part in dim.parts):
-                        raise RuleError("parts of a concatenation are cut apart from each other")
+                        raise RuleError("only some operands of a concatenation are sharded")
                     return Shard(position, tuple(b for part in dim.parts for b in cut[part]))
                 continue
             for i, factor in enumerate(dim):
@@ -188,7 +188,7 @@ class Rule:
         return (" + " if isinstance(dim, Cat) else "·").join(f"{f}={self.sizes[f]}" for f in parts) or "1"
 
     def required(self, cut: Cut) -> list[Placement | None]:
-        """Operand placements that a cut asks for; None where any will do."""
+        """Operand placements that a cut requires; None where any will do."""
         out: list[Placement | None] = []
         for i, dims in enumerate(self.operands):
             if dims is None:
@@ -207,8 +207,8 @@ class Rule:
 def apply(rule: Rule, operands: Sequence[Placement], gradients: Sequence[bool], ranks: Pieces) -> list[Placement]:
     """Result placements of an op whose operands have these placements: the type rule.
 
-    ``gradients``: which operands carry a gradient. Those without are the same whether called Replicate or Invariant.
-    Raises RuleError when the op would be wrong on pieces, or when a gradient would arrive unsummed or twice summed.
+    ``gradients``: which operands carry a gradient. Those without may be either Replicate or Invariant.
+    Raises RuleError when the op would be wrong on shards, or when a gradient would be summed never or twice.
     """
     used = [(i, p, g) for i, (p, g) in enumerate(zip(operands, gradients, strict=True)) if rule.operands[i] is not None]
     cut: Cut | None = rule.imposed_cut
@@ -219,13 +219,13 @@ def apply(rule: Rule, operands: Sequence[Placement], gradients: Sequence[bool], 
             mine = rule.cut_of(dims, p, ranks)
             both = mine if cut is None else rule.joined(cut, mine)
             if both is None:
-                raise RuleError(f"operands are cut along different factors: {sorted(cut or ())} and {sorted(mine)}")
+                raise RuleError(f"operands are sharded on different factors: {sorted(cut or ())} and {sorted(mine)}")
             cut = both
     if cut is not None:
         cut = rule.completed(cut)
         for (i, p, g), need in zip(used, [n for n in rule.required(cut) if n is not None], strict=True):
             if not matches(p, need, g):
-                raise RuleError(f"operand {i} is {p}, the cut of {sorted(cut)} needs {need}")
+                raise RuleError(f"operand {i} is {p}, but sharding {sorted(cut)} needs {need}")
         return rule.produced(cut)
     partial = frozenset(i for i, p, _ in used if isinstance(p, Partial))
     if partial:
@@ -233,7 +233,7 @@ def apply(rule: Rule, operands: Sequence[Placement], gradients: Sequence[bool], 
             raise RuleError(f"the op is not linear in its Partial operands {sorted(partial)}")
         for i, p, g in used:
             if i not in partial and not matches(p, REPLICATE, g):
-                raise RuleError(f"operand {i} is {p} beside a Partial operand, needs R")
+                raise RuleError(f"operand {i} is {p} next to a Partial operand, but needs R")
         return [PARTIAL for _ in rule.results]
     kinds = {type(p) for _, p, g in used if g}
     if kinds == {Replicate, Invariant}:
@@ -242,7 +242,7 @@ def apply(rule: Rule, operands: Sequence[Placement], gradients: Sequence[bool], 
 
 
 def matches(have: Placement, need: Placement, gradient: bool) -> bool:
-    """Equal, or both whole when no gradient flows."""
+    """Equal, or both replicated when no gradient flows."""
     if have == need:
         return True
     return not gradient and isinstance(have, (Replicate, Invariant)) and isinstance(need, (Replicate, Invariant))

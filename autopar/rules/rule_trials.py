@@ -1,6 +1,6 @@
-"""Does what an operator makes of pieces make up what it makes of the whole, gradients included? One draw, tried.
+"""One trial on one draw: do the results of an operator on shards make up its result on the whole, gradients included?
 
-A draw that the operator refuses, or that it answers with what is no number, says nothing: `NoTrial`.
+A draw that the operator refuses, or that gives NaN, is inconclusive: `NoTrial`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class CallResult:
 
 
 def call_result(form: CallForm, tensors: Sequence[Tensor], tangents: Sequence[Tensor] | None = None) -> CallResult:
-    """Of one call; without tangents the forward alone. Raises NoTrial."""
+    """The result of one call; without tangents the forward alone. Raises NoTrial."""
     asked = [tangents is not None and (t.is_floating_point() or t.is_complex()) for t in tensors]
     leaves = [x.detach().clone().requires_grad_(a) for x, a in zip(tensors, asked, strict=True)]
     made = form.run(leaves)
     if not all(isinstance(r, Tensor) for r in made):
-        raise NoTrial("it returns what is no tensor")
+        raise NoTrial("it returns something that is not a tensor")
     if not all(same_bits(x.detach(), y) for x, y in zip(leaves, tensors, strict=True)):
         raise NoTrial("it writes to its operands")
     pairs = [(r, t) for r, t in zip(made, tangents or (), strict=False) if r.requires_grad]
@@ -59,9 +59,9 @@ def _gradients(
 
 
 class Trial:
-    """One draw: the whole call, to be compared with pieces along ``dim``. Raises NoTrial where it says nothing.
+    """One draw: the whole call, to be compared with shards of ``dim``. Raises NoTrial where it is inconclusive.
 
-    ``rough``: only for mistakes that no rounding explains; in a dtype of few bits, whose exact twin was tried.
+    ``rough``: only detect errors that rounding does not explain; for a dtype of few bits whose wide twin was tried.
     """
 
     def __init__(self, form: CallForm, dim: CommonDim, draw: Draw, rough: bool = False) -> None:
@@ -69,7 +69,7 @@ class Trial:
         self.tensors = draw.tensors(form)
         forward = call_result(form, self.tensors)
         if not all(map(_finite, forward.results)):
-            raise NoTrial("it answers with what is no number")
+            raise NoTrial("it returns NaN")
         g = torch.Generator(device="cpu")
         g.manual_seed(draw.seed + 1)
         self.tangents: list[Tensor] | None = [
@@ -81,16 +81,16 @@ class Trial:
         except NoTrial:
             if any(form.wanted):
                 raise
-            self.whole, self.tangents = forward, None  # it has no derivative, and nobody asks for it
+            self.whole, self.tangents = forward, None  # it has no derivative, and none is wanted
         if not all(g is None or _finite(g) for g in self.whole.gradients):
-            raise NoTrial("its gradient is no number")
+            raise NoTrial("its gradient is NaN")
 
     def holds(self, splits: Sequence[Sequence[Rows]]) -> bool:
-        """Whether it does the same again, and on pieces, dealt in each of these ways."""
+        """Whether a second run gives the same, and so do shards, divided in each of these ways."""
         return self._repeats() and all(map(self._agrees, splits)) and (len(splits) == 1 or self._isolates(splits[0]))
 
     def _repeats(self) -> bool:
-        """No generator of random numbers moves, either."""
+        """Whether a second run gives the same and advances no random generator."""
         before = torch.random.get_rng_state()
         again = call_result(self.form, self.tensors, self.tangents)
         still = torch.equal(before, torch.random.get_rng_state())
@@ -118,7 +118,7 @@ class Trial:
         return all(p is not None or self._same_gradient(s, w, None) for s, w, p in uncut)
 
     def _isolates(self, split: Sequence[Rows]) -> bool:
-        """Whether a row that is no number leaves the others alone. An operator may refuse such a row."""
+        """Whether a row of NaN leaves the others alone. An operator may refuse such a row."""
         spoiled = [_spoiled(x, p) for x, p in zip(self.tensors, self.dim.operands, strict=True)]
         try:
             whole = self.form.run(spoiled)
@@ -138,7 +138,7 @@ class Trial:
         return self._same(found, expected, place)
 
     def _same(self, found: Tensor, expected: Tensor, place: Place) -> bool:
-        """Equal but for rounding, which counts by row."""
+        """Equal up to rounding, which is judged by row."""
         if found.shape != expected.shape or found.dtype != expected.dtype:
             return False
         if not _is_float(found):
@@ -179,7 +179,7 @@ def _finite(x: Tensor) -> bool:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal; what is no number equals what is none."""
+    """Equal; NaN equals NaN."""
     if not _is_float(a):
         return torch.equal(a, b)
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
@@ -193,20 +193,20 @@ WIDE |= {torch.complex64: torch.complex128}
 
 
 class NoTrial(Exception):
-    """The operator refuses these operands, or answers with what is no number."""
+    """The operator refuses these operands, or returns NaN."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Stands for the i-th tensor among the arguments of a call."""
+    """Replaces the i-th tensor among the arguments of a call."""
 
     i: int
 
 
 @dataclass(frozen=True)
 class CallForm:
-    """A call: the operator, its arguments with a `Slot` for each tensor, and of the tensors shape, dtype, and whether
-    their gradient is wanted. ``used``: which of its results somebody uses."""
+    """A call: the operator, its arguments with a `Slot` for each tensor, and the tensors' shapes, dtypes, and whether
+    their gradient is wanted. ``used``: which of its results are used."""
 
     target: OpOverload
     args: tuple[Any, ...]
@@ -217,7 +217,7 @@ class CallForm:
 
     @classmethod
     def of(cls, node: Node) -> CallForm:
-        """Of a node; operands that stand twice are two."""
+        """The form of a node; an operand that is passed twice counts twice."""
         operands = tensor_operands(node)
         left = iter(range(len(operands)))
 
@@ -233,11 +233,11 @@ class CallForm:
         )  # fmt: skip
 
     def wide(self) -> CallForm:
-        """In double precision."""
+        """The same in double precision."""
         return replace(self, dtypes=tuple(WIDE.get(t, t) for t in self.dtypes))
 
     def resized(self, places: Sequence[Place], size: int) -> CallForm:
-        """With another size of the dims at ``places``, one of each operand or none."""
+        """The same with another size of the dims at ``places``, one of each operand or none."""
         changed = tuple(
             s if d is None else (*s[:d], size, *s[d + 1 :]) for s, d in zip(self.shapes, places, strict=True)
         )
@@ -249,7 +249,7 @@ class CallForm:
 
     @property
     def numbers(self) -> list[int]:
-        """The whole numbers among the arguments."""
+        """The integers among the arguments."""
         found = [x for x in flatten((self.args, self.kwargs))[0] if isinstance(x, int) and not isinstance(x, bool)]
         return [abs(x) for x in found]
 
@@ -263,7 +263,7 @@ class CallForm:
 
 
 def shapes_made(form: CallForm, mode: Any) -> list[Shape] | None:
-    """Shapes of the results, as the operator tells in a mode of fake tensors; None where it refuses these operands."""
+    """Shapes of the results, from fake tensors; None where the operator refuses these operands."""
     with mode:
         tensors = [torch.empty(s, dtype=t, device="cpu") for s, t in zip(form.shapes, form.dtypes, strict=True)]
         try:
@@ -295,7 +295,7 @@ def _coarse(shape: Shape, dtype: torch.dtype, g: torch.Generator) -> Tensor:
 
 
 def _uneven(shape: Shape, dtype: torch.dtype, g: torch.Generator) -> Tensor:
-    """The rows of each dim are of very different size."""
+    """Values whose rows, along each dim, have very different magnitude."""
     x = _normal(shape, dtype, g)
     for d, n in enumerate(shape):
         scale = 10.0 ** torch.randint(-6, 7, (n,), generator=g, device="cpu").to(torch.float64)
@@ -320,7 +320,7 @@ def _below(most: int, ascending: bool = False) -> Fill:
 
 @dataclass(frozen=True)
 class Draw:
-    """How operands are filled. ``floats`` and ``integers`` by kind of dtype."""
+    """How operands are filled. ``floats`` and ``integers`` by dtype."""
 
     floats: Fill
     integers: Fill
@@ -337,7 +337,7 @@ class Draw:
 
 
 def draws(form: CallForm) -> list[Draw]:
-    """All that there are for operands of such dtypes."""
+    """All draws for operands of these dtypes."""
     sizes = sorted({n for shape in form.shapes for n in shape if n > 1} | {2, 100}, reverse=True)
     kinds = {t.is_floating_point or t.is_complex for t in form.dtypes}
     floats: list[Fill] = [_normal, _unit, _large, _coarse, _uneven, _definite] if True in kinds else [_normal] * 3

@@ -1,4 +1,4 @@
-"""Residual streams: where sequence parallelism starts, and which values belong to a stream."""
+"""Residual streams: where sequence parallelism starts, and which values belong to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.rules import Rule, RuleError, has_rule, rule_of
 
 
 def stream_labels(gm: GraphModule, streams: tuple[Stream, ...], mesh: Mesh, axis: str) -> dict[Node, Shard]:
-    """The sequence dim of every value of an axis' streams, as the Shard that would cut it."""
+    """The sequence dim of every value of an axis' streams, as the Shard on it."""
     by_name = {n.name: n for n in gm.graph.nodes}
     labels: dict[Node, Shard] = {}
     for stream in streams:
@@ -38,8 +38,8 @@ def _start_of(stream: Stream, by_name: Mapping[str, Node]) -> Node:
 
 
 def spread_label(start: Node, shard: Shard, mesh: Mesh, axis: str, inputs: bool = False) -> dict[Node, Shard]:
-    """Follow one dim through ops that treat its entries alike. Ops that mix them (attention, norms over it) end it; so
-    do placeholders, unless ``inputs``: two projections of one input read the same tokens."""
+    """Follow one dim through ops that treat its entries independently. Ops that mix them (attention, norms over it) end
+    it; so do placeholders, unless ``inputs``: two projections of one input read the same tokens."""
     labels = {start: shard}
     queue = deque([start])
     ranks = mesh.pieces(axis)

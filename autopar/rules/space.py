@@ -1,6 +1,6 @@
 """Rules of operators over space and time: convolutions and their transposes, pools, resampling, windows, transforms.
 
-The dims of space are blocked: what they hold is mixed. Batch and channels, or groups of channels, may be cut.
+Spatial dims are blocked, since their entries are mixed. Batch and channels, or groups of channels, may be sharded.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _convolution(call: Call, transposed: bool) -> Rule:
 
 
 def _groups(call: Call, name: str) -> int:
-    """Of the whole call, also where a rank has some of them."""
+    """The groups of the global call, also where a rank has some of them."""
     return int(call.node.meta.get("global_groups", call.args[name]))
 
 
@@ -65,7 +65,7 @@ def group_norm_rule(call: Call) -> Rule:
     dims: Dims = (call.factor("b", source[0]), (*g, *k), *space)
     operands: list[Dims | None] = [dims]
     operands += [(dims[1],) for name in ("weight", "bias") if isinstance(call.args.get(name), Node)]
-    why = "group_norm normalises over it"
+    why = "group_norm normalizes over it"
     return call.rule(operands, [dims], blocked={f: why for dim in (k, *space) for f in dim})
 
 
@@ -79,11 +79,11 @@ def prelu_rule(call: Call) -> Rule:
 
 def pooling_rule(call: Call) -> Rule:
     """(b, c, ...) -> (b, c, ...) with the window dims blocked. Leading dims of equal size pass."""
-    return _over_windows(call, "a pooling window spans it", "it is made of pooling windows")
+    return _over_windows(call, "a pooling window spans it", "it consists of pooling windows")
 
 
 def resampling_rule(call: Call) -> Rule:
-    """(b, c, ...) -> (b, c, ...), between the points of space; linear."""
+    """(b, c, ...) -> (b, c, ...), interpolating between spatial points; linear."""
     return _over_windows(call, "it is resampled", "it is resampled", linear=UNARY)
 
 
@@ -106,7 +106,7 @@ def _window_rank(call: Call) -> int:
 
 
 def unfold_rule(call: Call) -> Rule:
-    """(.. d ..) -> (.. windows .., size): one dim in windows, whose entries come last."""
+    """(.. d ..) -> (.. windows .., size): one dim becomes windows, whose entries are the last dim."""
     dim = call.dim("dimension")
     dims = named_dims(call, call.shape("self"))
     windows, size = call.factor("windows", call.result[dim]), call.factor("size", call.result[-1])
@@ -137,7 +137,7 @@ def pixel_shuffle_rule(call: Call) -> Rule:
     rows, columns = call.factor("rows", fine[-2] // coarse[-2]), call.factor("columns", fine[-1] // coarse[-1])
     of_coarse, of_fine = (*lead, (*c, *rows, *columns), h, w), (*lead, c, (*h, *rows), (*w, *columns))
     before, after = (of_coarse, of_fine) if coarse is source else (of_fine, of_coarse)
-    blocked = {f: "it makes a block of pixels" for f in (*rows, *columns)}
+    blocked = {f: "it becomes a block of pixels" for f in (*rows, *columns)}
     return call.rule([before], [after], blocked=blocked, linear=UNARY, keep_partial=True)
 
 

@@ -1,4 +1,4 @@
-"""Rules of operators with a meaning of their own: embedding, losses, experts, selection."""
+"""Rules of particular operators: embedding, losses, experts, selection."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.rules.rule import ROUTED, Cut, Dims, Rule, RuleError
 
 
 def embedding_rule(call: Call) -> Rule:
-    """(v h), (... ) -> (... h). v is contracted: a rank answers for its own rows and gives zeros for the others."""
+    """(v h), (... ) -> (... h). v is contracted: a rank looks up its own rows and returns zeros for the others."""
     rows, width = call.shape("weight")
     ids = named_dims(call, call.shape("indices"), "i")
     v, h = call.factor("v", rows), call.factor("h", width)
@@ -27,17 +27,17 @@ def embedding_rule(call: Call) -> Rule:
 
 
 def one_hot_rule(call: Call) -> Rule:
-    """(...) -> (... c). Without a number of classes that is the largest value and one: of the whole tensor."""
+    """(...) -> (... c). Without a given number of classes it is the largest value plus one, of the global tensor."""
     numbers = named_dims(call, call.shape("self"), "i")
     c = call.factor("c", int(call.node.meta["val"].shape[-1]))
     blocked = {f: "each number picks one of all classes" for f in c}
     if int(call.args.get("num_classes", -1)) < 0:
-        blocked |= {f: "the largest number says how many classes there are" for dim in numbers for f in dim}
+        blocked |= {f: "the largest value determines the number of classes" for dim in numbers for f in dim}
     return call.rule([numbers], [(*numbers, c)], blocked=blocked)
 
 
 def cross_entropy_rule(call: Call) -> Rule:
-    """(n c), (n) -> (n), (n). The exchange over classes happens inside: a maximum, and one sum of two numbers per
+    """(n c), (n) -> (n), (n). The reduction over classes happens inside: a maximum, and one sum of two numbers per
     row."""
     rows, classes = call.shape("logits")
     n, c = call.factor("n", rows), call.factor("c", classes)
@@ -52,14 +52,14 @@ def ctc_loss_rule(call: Call) -> Rule:
     targets = call.shape("targets")
     blocked = {f: why for f in call.sizes if f in "tc"}
     if len(targets) == 1:
-        blocked |= {f: "the targets of all examples stand in one row" for f in n}
+        blocked |= {f: "the targets of all examples are concatenated" for f in n}
     of_targets: Dims = (*((n,) if len(targets) == 2 else ()), call.factor("s", targets[-1]))
     blocked |= {"s": why} if "s" in call.sizes else {}
     return call.rule([log_probs, of_targets, (n,), (n,)], [(n,)], blocked=blocked)
 
 
 def dropout_rule(call: Call) -> Rule:
-    """Elementwise: mask and number depend on the global position of an element, which localisation passes in."""
+    """Elementwise: mask and numbers depend on the global position of an element, which lower_to_local passes in."""
     dims = named_dims(call, call.result)
     return call.rule([dims, (), *[None] * (len(call.operands) - 2)], [dims])
 
@@ -76,16 +76,16 @@ def layer_norm_rule(call: Call) -> Rule:
 
 
 def histc_rule(call: Call) -> Rule:
-    """(...) -> (b). Between bounds that are said, pieces of the values make addends of the counts."""
+    """(...) -> (b). With given bounds, shards of the values give partial counts."""
     values, b = named_dims(call, call.shape("self")), call.factor("b", call.result[0])
     blocked = {f: "a value may be counted anywhere in it" for f in b}
     if call.args.get("min", 0) == call.args.get("max", 0):
-        blocked |= {f: "its bounds are those of all values" for dim in values for f in dim}
+        blocked |= {f: "its bounds depend on all values" for dim in values for f in dim}
     return call.rule([values], [(b,)], blocked=blocked)
 
 
 def complex_pairs_rule(call: Call) -> Rule:
-    """(..., 2) real and (...) complex: the dim of the two parts comes last, and goes last."""
+    """(..., 2) real and (...) complex: the dim of real and imaginary part is the last one."""
     dims = named_dims(call, call.shape_of(call.operands[0]))
     n = len(call.result)
     pair = call.factor("pair", 2)
@@ -99,15 +99,15 @@ def complex_pairs_rule(call: Call) -> Rule:
 
 
 def capacity_rule(call: Call) -> Rule:
-    """(t k) -> (t k): an expert's places are counted over all tokens."""
+    """(t k) -> (t k): an expert's capacity is counted over all tokens."""
     dims = named_dims(call, call.shape("expert"))
     return call.rule([dims], [dims], blocked={f: "the places of an expert span all tokens" for d in dims for f in d})
 
 
 def moe_dispatch_rule(call: Call) -> Rule:
-    """x (t, h), expert (t, k) -> rows (t·k, h), order (t·k), offsets (e): every rank sorts the tokens it holds. Where
-    experts are cut each has the rows that are for its own, of all tokens: it is given these, or they come from the
-    ranks that have them."""
+    """x (t, h), expert (t, k) -> rows (t·k, h), order (t·k), offsets (e): every rank sorts its own tokens. Where
+    experts are sharded, each rank has the rows of all tokens for its own experts: it gathers the tokens, or receives
+    the rows from other ranks."""
     tokens, width = call.shape("x")
     t, h = call.factor("t", tokens), call.factor("h", width)
     k = call.factor("k", call.shape("expert")[1])
@@ -119,7 +119,7 @@ def moe_dispatch_rule(call: Call) -> Rule:
     if not own:
         blocked |= {f: "experts are offsets here" for f in e}
     if call.axis == "tp" or own:
-        blocked |= {f: "tokens are gathered before experts that are cut" for f in t}
+        blocked |= {f: "tokens are gathered before sharded experts" for f in t}
     linked, imposed = _linked(rows, t, e if own else ()), _blocks_of(call, t)
     imposed |= {f: (call.sizes[f],) for f in e if own}
     return call.rule([(t, h), (t, k)], [(rows, h), (rows,), (e,)], blocked=blocked, rows=linked, imposed=imposed)
@@ -133,7 +133,7 @@ def _blocks_of(call: Call, t: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
 
 
 def _rows_of(call: Call, rows: int, own: bool) -> tuple[str, ...]:
-    """The dim of rows: each token times k. Of rows for a rank's own experts nobody can say so."""
+    """The dim of rows: each token times k. Unknown for rows of a rank's own experts."""
     t, k = call.sizes.get("t", 1), call.sizes.get("k", 1)
     if not own and rows == t * k:
         return (*call.factor("t", t), *call.factor("k", k))
@@ -169,12 +169,12 @@ def grouped_bias_rule(call: Call) -> Rule:
 def _experts_blocked(call: Call, e: tuple[str, ...]) -> dict[str, str]:
     if call.of_step or call.experts is not None:
         return {}
-    return dict.fromkeys(e, "cut by expert parallelism, through the dispatch")
+    return dict.fromkeys(e, "sharded by expert parallelism, through the dispatch")
 
 
 def moe_combine_rule(call: Call) -> Rule:
-    """rows (t·k, h), order (t·k), weights (t, k) -> (t, h): of rows for a rank's own experts an addend, or, where these
-    go back to the ranks that the tokens came from, what these have of them. Then experts (t, k) say where."""
+    """rows (t·k, h), order (t·k), weights (t, k) -> (t, h): partial for rows of a rank's own experts, or, where these
+    return to the ranks of their tokens, the tokens of these. Then experts (t, k) say where."""
     tokens, top = call.shape("weights")
     t, k = call.factor("t", tokens), call.factor("k", top)
     h = call.factor("h", call.shape("rows")[1])
@@ -184,10 +184,8 @@ def moe_combine_rule(call: Call) -> Rule:
     order = call.args["order"]
     made_so = is_conversion(order) and conversion_of(order)[0] == call.axis
     if call.axis == "tp" or own or made_so or call.seen is False:
-        # a slice of the rows of all tokens is not the rows of a slice of the tokens
-        blocked |= {
-            f: "rows are sorted by expert, so only the rank that sorted them can tell whose they are" for f in t
-        }
+        # a slice of all rows does not have the rows of a slice of the tokens
+        blocked |= {f: "rows are sorted by expert, so only the rank that sorted them knows their tokens" for f in t}
     operands = [(rows, h), (rows,), (t, k), (t, k)][: len(call.operands)]
     sets = (frozenset({0}),)
     linked, imposed = _linked(rows, t, ()), _blocks_of(call, t)
@@ -200,7 +198,7 @@ def moe_combine_rule(call: Call) -> Rule:
 
 
 def where_rule(call: Call) -> Rule:
-    """Elementwise; linear in its two branches together, and in one where the other is zero."""
+    """Elementwise; linear in its two branches jointly, and in one where the other is zero."""
     branches = [call.args[name] for name in ("self", "other")]
     tensors = [x for x in branches if isinstance(x, Node)]
     linear = bool(tensors) and all(isinstance(x, Node) or x == 0 for x in branches)
@@ -218,9 +216,9 @@ def masked_fill_rule(call: Call) -> Rule:
 
 
 def masked_scatter_rule(call: Call) -> Rule:
-    """x (b, ..., h), mask (b, ..., h or 1), source (b·k, ..., h) -> x, of which true entries are taken from the source
-    one after the other. Examples may be cut if each has its own rows of the source, which is looked at when it runs
-    (`watch_count`); the width, if the mask says the same of all of it."""
+    """x (b, ..., h), mask (b, ..., h or 1), source (b·k, ..., h) -> x, whose entries under the mask are taken from the
+    source in order. Examples may be sharded if each has its own rows of the source, which is checked at run time
+    (`watch_count`); the width, if the mask is the same for all of it."""
     shape, mask, source = call.shape("self"), call.shape("mask"), call.shape("source")
     dims = named_dims(call, shape)
     own = len(shape) > 1 and source[:1] != () and source[0] % shape[0] == 0
@@ -239,9 +237,9 @@ def masked_scatter_rule(call: Call) -> Rule:
 
 
 def multi_margin_rule(call: Call) -> Rule:
-    """x (n, c), target (n), weight (c) -> (n), where it is not reduced."""
+    """x (n, c), target (n), weight (c) -> (n), if it is not reduced."""
     if call.args["reduction"] != 0:
-        return opaque("the loss is of all examples")(call)
+        return opaque("the loss reduces over all examples")(call)
     *n, c = named_dims(call, call.shape("self"))
     operands: list[Dims | None] = [(*n, c), (*n,), (c,)]
     blocked = dict.fromkeys(c, "a margin is to all other classes")
@@ -252,7 +250,7 @@ def multi_margin_rule(call: Call) -> Rule:
 
 
 def getitem_rule(call: Call) -> Rule:
-    """One of several results. The tuple's own results carry the placements."""
+    """One of several results. The tuple's own results have the placements."""
     dims = named_dims(call, call.result)
     return call.rule([dims], [dims], linear=UNARY, keep_partial=True)
 
@@ -260,7 +258,7 @@ def getitem_rule(call: Call) -> Rule:
 def conversion_of_other_axis(call: Call) -> Rule:
     """convert(x, axis, src, dst) as another axis sees it: a linear op in which only the converted dims are special."""
     axis, src, dst = conversion_of(call.node)
-    if AXES.index(axis) < AXES.index(call.axis):  # outer axes cut later, within our pieces: invisible from here
+    if AXES.index(axis) < AXES.index(call.axis):  # outer axes shard later, within these shards: invisible from here
         dims = named_dims(call, call.result)
         return call.rule([dims], [dims], linear=UNARY, keep_partial=True)
     source, result = call.shape_of(call.operands[0]), call.result
@@ -277,7 +275,7 @@ def conversion_of_other_axis(call: Call) -> Rule:
         outer = _repetitions(touched[i], max(a, b) * within)
         major = call.factor(f"d{i}", outer)
         unit = _unit(call, i, a, (a // outer, b // outer))
-        # What is cut alike on all ranks; slices of tokens need not be.
+        # Shards that are equal on all ranks; token slices may differ.
         shared = 1 if axis == "sl" or call.node.target is exchange_slice else min(a, b) // outer // unit
         piece, minor = call.factor(f"piece{i}", shared), call.factor(f"unit{i}", unit)
         rows = (("in", a // outer // unit), ("out", b // outer // unit))
@@ -289,7 +287,8 @@ def conversion_of_other_axis(call: Call) -> Rule:
 
 
 def _unit(call: Call, dim: int, size: int, pieces: tuple[int, int]) -> int:
-    """Rows of what is cut alike again and again (tokens of a sequence): a conversion of whole ones leaves the cut."""
+    """Rows of a unit that is sharded in the same way each time (tokens of a sequence): converting whole units keeps the
+    sharding."""
     given, _ = call.seen
     if not isinstance(given, Shard) or given.dim != dim or repetitions(given.blocks) == 1:
         return 1
@@ -298,17 +297,17 @@ def _unit(call: Call, dim: int, size: int, pieces: tuple[int, int]) -> int:
 
 
 def _repetitions(placement: Shard, size: int) -> int:
-    """How often the pattern of a Shard's blocks repeats in a dim of which axes between have left ``size`` (what they
-    have cut of each repetition counted as if it was there)."""
+    """How often the pattern of a Shard's blocks repeats in a dim of local size ``size`` (as if axes in between had not
+    sharded each repetition)."""
     taken = max(1, extent(placement.blocks) // size)
     return max(1, repetitions(placement.blocks) // taken)
 
 
 @dataclass(frozen=True)
 class LinkedRule(Rule):
-    """A rule with two factors that are cut together or not at all: the queries and keys of attention over cut
-    sequences. ``dealt``: the blocks of each, of which the ratios count: those that the algorithm is planned for.
-    Operands that come otherwise (keys joined from two sequences, each cut) are dealt anew."""
+    """A rule with two factors that are sharded together or not at all: queries and keys of attention over sharded
+    sequences. ``dealt``: the blocks of each, whose ratios are those that the algorithm was planned for. Operands with
+    other blocks (keys joined from two sequences, each sharded) are converted."""
 
     linked: tuple[str, str] = ("s", "t")
     dealt: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
@@ -319,14 +318,14 @@ class LinkedRule(Rule):
             for factor, blocks in zip(self.linked, self.dealt):
                 planned = scaled_blocks(blocks, self.sizes[factor]) or (self.sizes[factor],)
                 if full.setdefault(factor, planned) != planned:
-                    raise RuleError(f"{full[factor]} of {factor} is not how its sequence is dealt: {planned}")
+                    raise RuleError(f"{full[factor]} of {factor} is not the planned layout of its sequence: {planned}")
         return full
 
 
 def attention_rule(call: Call) -> Rule:
     """q (b, hk·g, s, d), k (b, hk, t, d), v (b, hk, t, e) -> (b, hk·g, s, e), (b, hk·g, s). Heads and batch may be
-    cut; so may queries into token slices (axis "sl") where each attends to keys that an earlier slice or its own made;
-    so may queries and keys together on axis "cp", where an algorithm is planned for it (``meta["dealt"]``).
+    sharded; so may queries into token slices (axis "sl") if each attends to keys of its own or earlier slices only; so
+    may queries and keys together on axis "cp", if an algorithm is planned for it (``meta["dealt"]``).
     """
     batch, heads, queries, width = call.shape("q")
     _, kv_heads, keys, _ = call.shape("k")
@@ -334,7 +333,7 @@ def attention_rule(call: Call) -> Rule:
     d, e = call.factor("d", width), call.factor("e", call.shape("v")[3])
     hk, g = call.factor("hk", kv_heads), call.factor("g", heads // kv_heads)
     h = (*hk, *g)
-    all_keys = call.factor("all", keys) if call.axis == "cp" else t  # masks are told of the whole sequence
+    all_keys = call.factor("all", keys) if call.axis == "cp" else t  # masks cover the whole sequence
     full: Dims = (b, h, s, all_keys)
     optional: dict[str, Dims] = {"sinks": (h,), "key_mask": (b, all_keys), "segments": (b, all_keys)}
     operands: list[Dims | None] = [(b, h, s, d), (b, hk, t, d), (b, hk, t, e)]
@@ -349,7 +348,7 @@ def attention_rule(call: Call) -> Rule:
                 operands.append(tuple(() if n == 1 else dim for n, dim in zip(shape, optional[name], strict=True)))
     operands += [None] * (len(call.operands) - len(operands))
     blocked = _mixed(call, s, t)
-    blocked |= {f: "the mask is told of all keys" for f in all_keys if f not in t}
+    blocked |= {f: "the mask covers all keys" for f in all_keys if f not in t}
     blocked |= {f: "attention contracts it before a softmax" for f in d}
     blocked |= {f: "the log-sum-exp beside the result does not have it" for f in e}
     rule = call.rule(operands, [(b, h, s, e), (b, h, s)], blocked=blocked)
@@ -360,13 +359,13 @@ def attention_rule(call: Call) -> Rule:
 
 
 def _mixed(call: Call, s: tuple[str, ...], t: tuple[str, ...]) -> dict[str, str]:
-    """Which of queries and keys cannot be cut, and why."""
+    """Which of queries and keys cannot be sharded, and why."""
     if call.axis == "sl":
         causal = call.args["causal"] and call.shape("q")[2] == call.shape("k")[2]
         return {f: "queries attend to later tokens: no causal flag is set" for f in (t if causal else (*s, *t))}
     if call.axis == "cp" and (call.relaxed or "dealt" in call.node.meta):
         return {}
-    return {f: "attention mixes it; context parallelism cuts it" for f in (*s, *t)}
+    return {f: "attention mixes it; context parallelism shards it" for f in (*s, *t)}
 
 
 def _aligned(call: Call, shape: tuple[int, ...], full: Dims, sizes: tuple[int, ...]) -> Dims:

@@ -1,4 +1,4 @@
-"""The table: what is supported. An op that is not here is an error that names it."""
+"""The table: what is supported. An op without a rule is an error that names it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RULES: dict[Any, RuleFunction] = {}
 
 
 def overloads(name: str) -> list[Any]:
-    """Functional overloads that make tensors: 'silu' or 'autopar::attention'; 'sum.dim_IntList' names one."""
+    """Functional overloads that return tensors: 'silu' or 'autopar::attention'; 'sum.dim_IntList' names one."""
     namespace, _, rest = name.rpartition("::")
     packet_name, _, overload = rest.partition(".")
     packet = packet_named(namespace or "aten", packet_name)
@@ -49,7 +49,7 @@ def overloads(name: str) -> list[Any]:
 
 
 def add(names: str, rule: RuleFunction) -> None:
-    """Enter a rule for operators listed by name."""
+    """Add a rule for operators listed by name."""
     for name in words(names):
         for op in overloads(name):
             RULES[op] = rule
@@ -73,10 +73,10 @@ def _matmul(call: Call) -> Any:
 
 
 def _cast(call: Call) -> Any:
-    """A cast between floating types is linear; rounding to integers, or to truth values, is not."""
+    """A cast between floating types is linear; a cast to integers or bool is not."""
     before, after = call.operands[0].meta["val"].dtype, call.node.meta["val"].dtype
     exact = after.is_floating_point or after.is_complex or (before == after != torch.bool)
-    scalar = not call.result  # of a pending scalar nothing is lost: the sum of a few rounded losses
+    scalar = not call.result  # harmless for a partial scalar: a sum of a few rounded losses
     return pointwise("unary" if exact else "", keep=scalar)(call)
 
 
@@ -187,14 +187,14 @@ add("lu_unpack linalg_householder_product", matrices(2, 1))
 add("linalg_solve _linalg_solve_ex", solve)
 add("linalg_cross", cross)
 add("cdist", distances)
-add("pdist", opaque("each row meets every other"))
+add("pdist", opaque("each row is compared with every other"))
 add("diagonal diagonal_copy", diagonal)
 add("diag_embed", diagonal_matrices)
 add("diagonal_scatter", diagonal_written)
 add("trace", opaque("a diagonal of it is summed", linear=True))
 add("block_diag", opaque("each matrix has its own rows and columns", linear=True))
 
-# Space: windows of it, points between its points, its frequencies.
+# Space: windows, interpolation, frequencies.
 add(
     "max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices "
     "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d",
@@ -213,7 +213,7 @@ add("im2col col2im", space.image_to_columns_rule)
 add("pixel_shuffle pixel_unshuffle", space.pixel_shuffle_rule)
 add("_fft_r2c _fft_c2r _fft_c2c", space.fourier_rule)
 
-# Made from nothing, or from a shape.
+# Created from nothing, or from a shape.
 add("arange zeros ones full empty scalar_tensor linspace.default eye tril_indices triu_indices", factory)
 add("new_zeros new_ones new_full new_empty", factory)
 add("ones_like full_like empty_like fill.Scalar", like)

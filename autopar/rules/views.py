@@ -42,7 +42,7 @@ def common_factors(call: Call, source: Shape, target: Shape) -> tuple[Dims, Dims
 
 
 def _of_nothing(call: Call, source: Shape, target: Shape) -> tuple[Dims, Dims, dict[str, str]]:
-    """An empty tensor keeps its leading dims; which of the others belong together, nothing says."""
+    """An empty tensor keeps its leading dims; how the others correspond is undetermined."""
     same = list(takewhile(lambda pair: pair[0] == pair[1] != 0, zip(source, target)))
     lead = [call.factor(f"d{i}", size) for i, (size, _) in enumerate(same)]
     left, right = ((*lead, *((),) * (len(shape) - len(lead))) for shape in (source, target))
@@ -108,7 +108,7 @@ def expand_rule(call: Call) -> Rule:
 
 
 def split_rule(call: Call) -> Rule:
-    """The split dim is the concatenation of the parts: cut all of them or none."""
+    """The split dim is the concatenation of the results: all are sharded or none."""
     dim = call.dim()
     dims: list[Dim] = list(named_dims(call, call.shape("self")))
     parts = [f"part{i}" for i in range(len(call.result_shapes))]
@@ -147,14 +147,14 @@ def stack_rule(call: Call) -> Rule:
     return call.rule(
         [inner for _ in call.operands],
         [result],
-        blocked={"stacked": "stack makes it of separate values"},
+        blocked={"stacked": "stack creates it from separate values"},
         linear=(frozenset(range(len(call.operands))),),
         keep_partial=True,
     )
 
 
 def dropped_dim(call: Call) -> Rule:
-    """select, unbind: one dim goes away, and may not be cut."""
+    """select, unbind: one dim is removed, and may not be sharded."""
     dim = call.dim()
     dims = named_dims(call, call.shape("self"))
     result = dims[:dim] + dims[dim + 1 :]
@@ -173,8 +173,8 @@ def resized_dims(call: Call) -> Rule:
     dims = named_dims(call, shape)
     touched = _touched(call, shape, result)
     target = tuple(call.factor(f"n{i}", s) if i in touched else dims[i] for i, s in enumerate(result))
-    blocked = {f"d{i}": f"{call.node.target} takes a part of it or reorders it" for i in touched}
-    blocked |= {f"n{i}": "it is only a part" for i in touched}
+    blocked = {f"d{i}": f"{call.node.target} slices or reorders it" for i in touched}
+    blocked |= {f"n{i}": "it is a slice" for i in touched}
     operands: list[Dims | None] = [dims, *([None] * (len(call.operands) - 1))]
     zero_fill = call.args.get("value") in (None, 0, 0.0)
     return call.rule(operands, [target], blocked=blocked, linear=UNARY if zero_fill else (), keep_partial=zero_fill)
@@ -202,15 +202,15 @@ def scatter_into(call: Call) -> Rule:
         source = tuple(call.factor("written", source_shape[dim]) if i == dim else d for i, d in enumerate(dims))
     else:
         source = dims[:dim] + dims[dim + 1 :]
-    blocked = {f"d{dim}": "a part of it is written", "written": "it is only a part"}
+    blocked = {f"d{dim}": "a slice of it is written", "written": "it is a slice"}
     return call.rule([dims, source], [dims], blocked=blocked, linear=(frozenset({0, 1}),), keep_partial=True)
 
 
-_COPIES = "every rank makes all copies"
+_COPIES = "every rank repeats it"
 
 
 def repeat_interleave_rule(call: Call) -> Rule:
-    """(hk) -> (hk, r) on one dim; on all of them in one, if none is named."""
+    """(hk) -> (hk, r) on one dim; on the flattened tensor, if none is named."""
     shape = call.shape("self")
     dims = named_dims(call, shape)
     if call.args["dim"] is None:

@@ -1,4 +1,4 @@
-"""What compiling makes, and what the runtime runs: step graphs, and the facts that go with them."""
+"""What the compiler produces and the runtime runs: step graphs, and their metadata."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Prologue:
 
 @dataclass
 class StepGraph:
-    """A graph that takes the values named in ``inputs`` and makes those named in ``outputs`` (None: no value).
+    """A graph that takes the values named in ``inputs`` and returns those named in ``outputs`` (None: no value).
 
-    Names are those of `autopar.steps.graphs`. ``grad:`` of a loss is 1 in a training step, and what autograd says
-    behind ``model(**batch)``. Ints ``slice_start`` and ``slice_length`` say which token slice runs.
+    Names are those of `autopar.steps.graphs`. ``grad:`` of a loss is 1 in a training step, and what autograd passes
+    after ``model(**batch)``. Ints ``slice_start`` and ``slice_length`` say which token slice runs.
     """
 
     graph: GraphModule
@@ -38,12 +38,12 @@ class StepGraph:
 
     @property
     def unnamed(self) -> GraphModule:
-        """The graph, for who asks for no names of nodes."""
+        """The graph, for callers that need no node names."""
         return self.graph
 
 
 class MadeLater:
-    """Whose ``graph`` is made when it is asked for."""
+    """A mixin for graphs that are built on first access to ``graph``."""
 
     _make: Callable[[], GraphModule]
 
@@ -55,7 +55,7 @@ class MadeLater:
 
 
 class CopiedStepGraph(MadeLater, StepGraph):
-    """One that is equal to another but for names. A rank asks for those of its own parts alone."""
+    """A graph that equals another except for names. A rank builds only those of its own stages."""
 
     def __init__(
         self, like: StepGraph, make: Callable[[], GraphModule], inputs: list[str], outputs: list[str | None]
@@ -64,7 +64,7 @@ class CopiedStepGraph(MadeLater, StepGraph):
 
     @property
     def unnamed(self) -> GraphModule:
-        """For who asks for no names of nodes: a graph that is there."""
+        """The graph, for callers that need no node names: an existing one."""
         made: GraphModule | None = self.__dict__.get("graph")
         return self._like.unnamed if made is None else made
 
@@ -72,7 +72,7 @@ class CopiedStepGraph(MadeLater, StepGraph):
 @dataclass(frozen=True)
 class Cache:
     """Keys (or values) that later token slices attend to: F of a slice takes those of earlier slices as ``past`` and
-    makes its ``own``; both lie along ``dim``. B makes ``grad:past`` and takes ``grad:own``."""
+    returns its ``own``; both lie along ``dim``. B returns ``grad:past`` and takes ``grad:own``."""
 
     past: str
     own: str
@@ -81,24 +81,24 @@ class Cache:
 
 @dataclass
 class Stage:
-    """The step graphs of one part of the model.
+    """The step graphs of one stage of the model.
 
     forward (F): parameters, buffers, prologue values, received values -> sent values, losses, mutations, saved.
     backward (BW): saved values, parameters, ``grad:`` of sent values and of outputs -> ``grad:`` of received values and
-    of parameters. backward_input (B), backward_weight (W): the same in two. None where nothing has a gradient.
-    losses: names in F's outputs, which every microbatch adds to. dependent: names of all outputs of the model that
-    depend on a trainable parameter, whether or not there is a backward for them. roots: gradient -> those outputs that
-    it comes from, where these are not all that have a gradient. mutations: F's output -> buffer name.
-    parameters: original names of what it holds. caches: of token slices.
+    of parameters. backward_input (B), backward_weight (W): the same, split. None where nothing has a gradient.
+    losses: names in F's outputs, accumulated over microbatches. dependent: names of all outputs of the model that
+    depend on a trainable parameter, whether or not there is a backward for them. roots: gradient -> the outputs that
+    it depends on, where these are not all that have a gradient. mutations: F's output -> buffer name.
+    parameters: original names of its parameters. caches: of token slices.
 
-    What parameters go through between stored and used, and their gradients on the way back, is
-      cut out   gather (G): stored -> used parameters; ``aliases``: used -> stored name where nothing is to do,
-                ``gathered``: of the others.
-                gather_forward (GF): G and F in one, for the first F of a step; makes what both make.
-                reduce (R): ``grad:`` of used parameters, summed over microbatches -> ``grad:`` of stored ones.
-      or inside of F and of backward_reduce (BWR): the last backward of a step, which takes ``sum:`` of the earlier ones
-                and reduces, so that sums over ranks overlap with it. BW makes this rank's own gradients then.
-      or inside of every backward: sums over microbatches are then those of pieces.
+    The conversions of parameters between stored and used, and of their gradients on the way back, are
+      split off   gather (G): stored -> used parameters; ``aliases``: used -> stored name where nothing is to do,
+                  ``gathered``: of the others.
+                  gather_forward (GF): G and F in one, for the first F of a step; returns the results of both.
+                  reduce (R): ``grad:`` of used parameters, accumulated over microbatches -> ``grad:`` of stored ones.
+      or inside   of F and of backward_reduce (BWR): the last backward of a step, which takes ``sum:`` of the earlier
+                  ones and reduces, so that reductions overlap with it. BW then returns unreduced gradients.
+      or inside   of every backward: microbatches then accumulate shards.
     """
 
     forward: StepGraph
@@ -121,9 +121,9 @@ class Stage:
 
 @dataclass
 class GlobalStatistics:
-    """What a step runs ahead of its first F, on every microbatch, without gradients: a graph for each part that has
-    one. It takes parameters as they are stored, totals of earlier rounds and values by name; it makes values, and
-    addends to the ``totals`` of this round, summed over microbatches. hops: what goes to later parts."""
+    """The pre-pass that a step runs before its first F, on every microbatch, without gradients: a graph for each stage
+    that has one. It takes stored parameters, totals of earlier rounds and values by name; it returns values, and
+    addends to the ``totals`` of this round, summed over microbatches. hops: values sent to later stages."""
 
     graphs: list[StepGraph | None]
     hops: list[P2PEdge]
@@ -132,12 +132,12 @@ class GlobalStatistics:
 
 @dataclass
 class Pipeline:
-    """A model cut into parts; one part where no axis cuts it.
+    """A model split into stages; one stage without pipeline parallelism.
 
-    hops: what goes between parts. once: graph of the values that are the same for all microbatches and depend on no
+    hops: values sent between stages. once: graph of the values that are the same for all microbatches and depend on no
     parameter; each: the same per microbatch. A rank runs what its stages need of them. order: compute actions.
-    token_slices: their lengths (empty: none). notes: (subject, reason) of every decision. ahead: rounds of
-    forwards that go ahead of the first action, for totals that weights have a part in.
+    token_slices: their lengths (empty: none). notes: (subject, reason) of every decision. ahead: rounds of the
+    pre-pass that runs before the first action, for totals that depend on weights.
     """
 
     parts: list[Stage]
@@ -152,8 +152,8 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class KnownFacts:
-    """What would ask for all graphs of a step, known of one that was compiled before. ``digests``: by name of a part;
-    axes: over which its graphs communicate; along: those among them on which attention exchanges pieces."""
+    """Metadata of a model that was compiled before, which would otherwise need all graphs of a step. ``digests``: by
+    name of a stage; axes: over which its graphs communicate; along: those on which attention exchanges shards."""
 
     digests: dict[str, str]
     axes: tuple[str, ...]
@@ -162,11 +162,11 @@ class KnownFacts:
 
 @dataclass
 class Compiled:
-    """Everything before `bind`: the same on all ranks.
+    """Everything before lowering: the same on all ranks.
 
-    ``local``: the typed local graph. ``pipeline``: the step graphs of its parts. ``prologue``: what is computed once
-    per step from the inputs of all microbatches (None without microbatches, or where nothing is). ``timings``:
-    seconds per stage of the compiler.
+    ``local``: the local graph with placements. ``pipeline``: the step graphs of its stages. ``prologue``: what is
+    computed once per step from the inputs of all microbatches (None without microbatches, or if there is nothing to
+    compute). ``timings``: seconds per stage of the compiler.
     """
 
     signature: Signature
@@ -187,7 +187,7 @@ class Compiled:
 
     @property
     def stage(self) -> Stage:
-        """The step graphs of a model that is not cut into parts."""
+        """The step graphs of a model without pipeline parallelism."""
         (only,) = self.pipeline.parts
         return only
 
@@ -200,10 +200,10 @@ class Compiled:
 # h0              a value of the model, by its node's name
 # output:0        an output of the model, by its place
 # grad:h0         the gradient of h0; grad:output:0 that of an output
-# saved:relu      what F keeps for the backward
+# saved:relu      what F saves for the backward
 # host:relu       the same, in host memory
-# stash:mm        what B keeps for W
-# sum:weight      what the earlier backwards of a step made of grad:weight, added up
+# stash:mm        what B saves for W
+# sum:weight      grad:weight accumulated over the earlier backwards of a step
 
 
 def grad(name: str) -> str:
@@ -212,22 +212,22 @@ def grad(name: str) -> str:
 
 
 def saved(name: str) -> str:
-    """What F keeps of a value."""
+    """The name of a value that F saves."""
     return f"saved:{name}"
 
 
 def on_host(name: str) -> str:
-    """What F keeps of a value in host memory."""
+    """The name of a value that F saves in host memory."""
     return f"host:{name}"
 
 
 def stash(name: str) -> str:
-    """What B keeps of a value."""
+    """The name of a value that B saves for W."""
     return f"stash:{name}"
 
 
 def earlier_sum(name: str) -> str:
-    """The sum of a value's gradients so far."""
+    """The name of a value's accumulated gradient."""
     return f"sum:{name}"
 
 
@@ -243,7 +243,7 @@ def is_a(name: object, *kinds: str) -> TypeGuard[str]:
 
 
 def of(name: str) -> str:
-    """What it is the gradient, the saved value, ... of."""
+    """The value that this is the gradient, the saved copy, ... of."""
     return name.partition(":")[2]
 
 

@@ -1,6 +1,6 @@
-"""What one rank of a pipeline runs in a step, how often, and what it sends to other stages: read off the lowered order.
+"""What one rank of a pipeline runs in a step, how often, and what it sends to other stages, from the lowered order.
 
-A rank is named by its coordinate on pp; ranks that differ in other axes run the same.
+A rank is given by its coordinate on pp; ranks that differ in other axes run the same.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ GRAPHS = {
     "F": "forward", "BW": "backward", "B": "backward_input", "W": "backward_weight", "BWR": "backward_reduce",
     "G": "gather", "R": "reduce", "GF": "gather_forward",
 }  # fmt: skip
-BACKWARDS = ("BW", "B", "W", "BWR")  # kinds of actions whose graphs make gradients
+BACKWARDS = ("BW", "B", "W", "BWR")  # kinds of actions whose graphs compute gradients
 
 
 def graph_name(parts: int, part: int, graph: str) -> str:
-    """What people call a step graph: part1.backward, or backward in a model that is not cut into ``parts``."""
+    """The displayed name of a step graph: part1.backward, or backward if there is only one of ``parts``."""
     return f"part{part}.{graph}" if parts > 1 else graph
 
 
 def backwards(part: Stage) -> list[StepGraph]:
-    """The backward graphs that a part has."""
+    """The backward graphs that a stage has."""
     return [graph for kind in BACKWARDS if (graph := graph_of(part, kind)) is not None]
 
 
@@ -49,13 +49,13 @@ def graph_of(part: Stage, kind: str) -> StepGraph | None:
 
 
 def exchanges_tokens(part: Stage) -> bool:
-    """Whether a part has experts that are cut over ranks: its graphs pause where tokens are exchanged."""
+    """Whether a stage has experts that are sharded over ranks: its graphs pause where tokens are exchanged."""
     return any(is_call(node, torch.ops.autopar.moe_dispatch_own.default) for node in part.forward.unnamed.graph.nodes)
 
 
 def sum_dtypes(part: Stage, precision: Precision) -> dict[str, torch.dtype]:
-    """Gradient of a parameter -> the dtype in which those of microbatches are added up: what takes the sum says it,
-    if anything does."""
+    """Gradient of a parameter -> the dtype in which it is accumulated over microbatches: that of the graph that takes
+    the sum, if there is one."""
     taken = part.reduce or part.backward_reduce
     known = {
         grad(of(name)) if is_a(name, "sum") else name: dtype
@@ -83,7 +83,7 @@ def lowered_order(pipeline: Pipeline) -> Order:
 
 
 def slice_shares(pipeline: Pipeline) -> list[float]:
-    """Tokens of each slice relative to those that the step graphs' own shapes are for; 1 where there are no slices."""
+    """Tokens of each slice relative to the step graphs' static shapes; 1 where there are no slices."""
     for hop in pipeline.hops:
         if len(hop.shapes) > 1:
             forward = pipeline.parts[hop.source].forward
@@ -93,7 +93,7 @@ def slice_shares(pipeline: Pipeline) -> list[float]:
 
 
 def parts_of(order: Order, rank: int) -> list[int]:
-    """The parts that a rank runs."""
+    """The stages that a rank runs."""
     return sorted({order.part_of(stage) for chain in order.chains for stage in chain if order.rank_of[stage] == rank})
 
 
@@ -101,7 +101,7 @@ def parts_of(order: Order, rank: int) -> list[int]:
 
 
 def graphs_of_rank(pipeline: Pipeline, prologue: Prologue | None, rank: int) -> dict[str, tuple[GraphModule, int]]:
-    """Name, such as part1.backward_input -> (graph, runs in a step); of the prologue what the rank's stages need."""
+    """Name, such as part1.backward_input -> (graph, runs per step); of the prologue what the rank's stages need."""
     order = lowered_order(pipeline)
     mine = [a for a in order.ranks[rank] if a.kind not in TRANSFERS]
     parts = [pipeline.parts[k] for k in parts_of(order, rank)]
@@ -130,7 +130,7 @@ def graphs_of_rank(pipeline: Pipeline, prologue: Prologue | None, rank: int) -> 
 
 
 def graphs_of_all(pipeline: Pipeline, prologue: Prologue | None) -> Iterator[GraphModule]:
-    """The step graphs of every rank, of equal parts one."""
+    """The step graphs of every rank; of equal stages one."""
     steps = [getattr(part, name) for part in pipeline.parts for name in dict.fromkeys(GRAPHS.values())]
     ahead = [step for one in pipeline.ahead for step in one.graphs]
     for step in (pipeline.each, pipeline.once, prologue, *ahead, *steps):
@@ -143,7 +143,7 @@ def _inputs(step: StepGraph | None) -> Sequence[str]:
 
 
 def restricted(step: StepGraph | None, wanted: Collection[str]) -> StepGraph | None:
-    """The part of a graph that makes the results named in ``wanted``; None if it makes none of them."""
+    """The subgraph that computes the results named in ``wanted``; None if it has none of them."""
     if step is None:
         return None
     made = {name: node for name, node in zip(step.outputs, outputs(step.graph), strict=True) if name in wanted}
@@ -159,7 +159,7 @@ def restricted(step: StepGraph | None, wanted: Collection[str]) -> StepGraph | N
     return StepGraph(graph_module(graph, root=step.graph), inputs, list(made))
 
 
-# --- what goes between stages --------------------------------------------------------------------------------
+# --- communication between stages ----------------------------------------------------------------------------
 
 
 def sends(pipeline: Pipeline, rank: int) -> Iterator[int]:
@@ -180,7 +180,7 @@ def hop_bytes(hop: P2PEdge, piece: int = 0) -> int:
 
 
 def comes_back(pipeline: Pipeline, hop: P2PEdge) -> bool:
-    """Whether a gradient travels against a hop: the target makes one, or passes on that of a later part."""
+    """Whether a gradient is sent against a hop: the target computes one, or forwards that of a later stage."""
     part = pipeline.parts[hop.target]
     made = any(grad(hop.value) in _outputs(graph_of(part, kind)) for kind in BACKWARDS)
     onward = (h for h in pipeline.hops if h.source == hop.target and h.value == hop.value)
@@ -191,11 +191,11 @@ def _outputs(step: StepGraph | None) -> Sequence[str | None]:
     return step.outputs if step is not None else ()
 
 
-# --- what stages add up --------------------------------------------------------------------------------------
+# --- gradients summed over stages ----------------------------------------------------------------------------
 
 
 def trained(part: Stage, received: Collection[str]) -> set[str]:
-    """Placeholders of the stored parameters of which a part makes gradients."""
+    """Placeholders of the stored parameters whose gradients a stage computes."""
     made = {of(n) for kind in BACKWARDS for n in _outputs(graph_of(part, kind)) if is_a(n, "grad")}
     made -= {*received, *(cache.past for cache in part.caches)}
     reduced = {of(n) for n in _inputs(part.reduce)}
@@ -206,7 +206,7 @@ def trained(part: Stage, received: Collection[str]) -> set[str]:
 def shared_gradients(
     pipeline: Pipeline, parameters: Sequence[ParameterSpec], nodes: dict[str, str], mesh: Mesh, rank: int, bucket: int
 ) -> list[tuple[int, int, int]]:
-    """(bytes, ranks, gradients) of every sum of gradients over the stages that hold the same parameters, in buckets of
+    """(bytes, ranks, gradients) of every all-reduce of gradients over the stages that share parameters, in buckets of
     at most ``bucket`` bytes. ``nodes``: parameter -> placeholder."""
     received = [{h.value for h in pipeline.hops if h.target == k} for k in range(len(pipeline.parts))]
     made = {name for part, names in zip(pipeline.parts, received, strict=True) for name in trained(part, names)}
@@ -226,15 +226,15 @@ def shared_gradients(
 
 
 def recorded_facts(part: Stage, names: Collection[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and type of some outputs of a part's F."""
+    """Shape and dtype of some outputs of a stage's F."""
     made = zip(part.forward.outputs, outputs(part.forward.unnamed), strict=True)
     values = {name: node.meta["val"] for name, node in made if name is not None and name in names}
     return {name: (tuple(val.shape), val.dtype) for name, val in values.items()}
 
 
 def results_of(pipeline: Pipeline, order: Order, train: bool) -> dict[str, tuple[int, tuple[int, ...], torch.dtype]]:
-    """Output of F -> coordinate of the rank that makes it for the last microbatch, shape, type: of the new buffers in
-    training, of everything that the model returns otherwise."""
+    """Output of F -> coordinate of the rank that computes it for the last microbatch, shape, dtype: the new buffers in
+    training, everything that the model returns otherwise."""
     last = order.chains[order.chain_of[-1]]
     found = {}
     for index, part in enumerate(pipeline.parts):
@@ -245,6 +245,6 @@ def results_of(pipeline: Pipeline, order: Order, train: bool) -> dict[str, tuple
 
 
 def broadcasts(pipeline: Pipeline, rank: int, train: bool) -> list[int]:
-    """Bytes that a rank sends of every value that all stages get from one: new buffers, and outputs in evaluation."""
+    """Bytes that a rank sends of every value that one stage broadcasts: new buffers, and outputs in evaluation."""
     results = results_of(pipeline, pipeline.order, train).values()
     return [math.prod(shape) * dtype.itemsize * (source == rank) for source, shape, dtype in results]

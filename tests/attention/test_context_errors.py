@@ -58,10 +58,10 @@ REFUSED: list[tuple[str, int, str, dict[str, Any], str]] = [
     ("small", 16, "cp=4", {"attention": "ulysses"}, r'^context_parallel: .*"ulysses": 2 query heads do not divide over '
      r"4 ranks; .* choose fewer ranks, .*\"ring\""),
     ("small", 16, "cp=2,tp=2", {"attention": "ulysses"}, '"ulysses": 1 query heads do not divide over 2 ranks'),
-    ("small", 16, "cp=2", {"attention": "hybrid"}, r'"hybrid": needs a size of groups .* finds none .* choose "ring"'),
-    ("biased", 16, "cp=2", {"attention": "token_ring"}, '"token_ring": a bias that differs between queries is needed '
-     'where the queries go, .*; choose "ring"'),
-    ("biased", 16, "cp=2", {"attention": "ring+token_ring"}, '"token_ring": a bias that differs between queries'),
+    ("small", 16, "cp=2", {"attention": "hybrid"}, r'"hybrid": needs a group size .* found none; choose "ring"'),
+    ("biased", 16, "cp=2", {"attention": "token_ring"}, '"token_ring": needs a bias that is the same for all queries, '
+     'since .*; choose "ring"'),
+    ("biased", 16, "cp=2", {"attention": "ring+token_ring"}, '"token_ring": needs a bias that is the same'),
     ("small", 16, "cp=2", {"attention": "rings"}, f"attention: unknown name 'rings'; known are {NAMES}; did you mean "
      "'ring'"),
     ("small", 16, "cp=2", {"attention": "ring+"}, f"attention: unknown name ''; known are {NAMES}"),

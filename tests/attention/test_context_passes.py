@@ -133,7 +133,7 @@ def test_the_text_of_a_plan_has_streams_algorithms_and_candidates() -> None:
     table = {tuple(line.split()[:2]) for line in text.partition("candidates")[2].splitlines()[1:]}
     for name in ("all_gather", "bi_ring", "zigzag_ring", "token_ring", "ulysses", "hybrid"):
         assert {(name, "forward"), (name, "backward")} <= table
-    assert 'hybrid                     forward   context_parallel: attention "hybrid": needs a size of groups' in text
+    assert 'hybrid                     forward   context_parallel: attention "hybrid": needs a group size' in text
 
 
 @pytest.mark.parametrize(

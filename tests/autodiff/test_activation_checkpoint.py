@@ -78,7 +78,7 @@ def peak(compiled: Compiled) -> int:
 
 @functools.cache
 def least(name: str) -> int:
-    with pytest.raises(ValueError, match="no choice of what to make again") as error:
+    with pytest.raises(ValueError, match="no choice of what to recompute") as error:
         made(name, memory_limit=1)
     found = re.search(r"least that would do is ([\d,]+) bytes", str(error.value))
     assert found is not None
@@ -146,11 +146,11 @@ def test_a_limit_is_kept(kind: str, shares: Sequence[float]) -> None:
         return compile_cell(Cell(name, mesh, Options(memory_limit=limit, **options)))
 
     everything = peak(compile_cell(Cell(name, mesh, Options(activation_checkpoint="none", **options))))
-    with pytest.raises(ValueError, match="activation_checkpoint: no choice of what to make again fits") as error:
+    with pytest.raises(ValueError, match="activation_checkpoint: no choice of what to recompute fits") as error:
         under(1000)
     found = re.search(r"least that would do is ([\d,]+) bytes", str(error.value))
     assert found is not None
-    assert ("an example_batch of these sizes, for which stages are cut" in str(error.value)) == ("pp" in mesh.sizes)
+    assert ("an example_batch of these sizes, for which stages are split" in str(error.value)) == ("pp" in mesh.sizes)
     lowest, seconds = int(found[1].replace(",", "")), []
     assert lowest < everything
     for share in shares:
@@ -349,11 +349,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"memory_limit": 5},
-        "activation_checkpoint: no choice of what to make again fits a memory_limit of 5 bytes; the least that",
+        "activation_checkpoint: no choice of what to recompute fits a memory_limit of 5 bytes; the least that",
     ),
     (
         {"activation_checkpoint": "undecided"},
-        "the policy 'undecided' says of each value whether the backward makes it again, found",
+        "the policy 'undecided' must say of each value whether the backward recomputes it, found",
     ),
 ]
 

@@ -252,7 +252,7 @@ class OddClasses(nn.Module):
 def test_a_head_whose_classes_do_not_divide(scattered: bool) -> None:
     batch, options = {"x": torch.zeros(2, 4, dtype=torch.long)}, {"sequence_parallel": scattered}
     needs = (
-        "found one of 11 classes whose logits are sums over the axis 'tp' of size 2; pad the vocabulary to 12 classes"
+        "found one of 11 classes whose logits are partial on the axis 'tp' of size 2; pad the vocabulary to 12 classes"
     )
     with pytest.raises(ValueError, match=needs):
         compile_model(OddClasses(), batch, Mesh.of(tp=2), Options(loss_chunks=2, **options), outputs=())
@@ -280,14 +280,14 @@ def test_a_stage_begins_between_logits_and_loss() -> None:
     whole = memories(compile_model(Few(), batch, mesh, Options(microbatches=4, **stages)))
     limit = max(held.peak for held in whole) - 1
     with pytest.raises(
-        ValueError, match="activation_checkpoint: no choice of what to make again fits"
+        ValueError, match="activation_checkpoint: no choice of what to recompute fits"
     ):  # chunks are no choice
         compile_model(Few(), batch, mesh, Options(microbatches=4, memory_limit=limit, **stages))
 
 
 def test_bad_input() -> None:
     batch = {"x": torch.randn(4, 8, dtype=torch.float64), "target": torch.randint(0, 16, (4,))}
-    with pytest.raises(ValueError, match="loss_chunks: no loss can be computed in 2 chunks: it takes one of a product"):
+    with pytest.raises(ValueError, match="loss_chunks: no loss can be computed in 2 chunks: it needs a loss"):
         compile_model(Odd(), batch, Mesh.of(), Options(loss_chunks=2))
     with pytest.raises(ValueError, match="loss_chunks: expected a whole number of at least 0, found -1"):
         Options(loss_chunks=-1)

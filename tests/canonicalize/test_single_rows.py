@@ -38,7 +38,7 @@ def test_equals_one_process(mesh: str, rows: int, heads: int, dropout: float, ze
 
 def test_vague_is_what_has_no_known_rows_in_any_reading() -> None:
     assert is_vague(frozenset({(2, 0), (3, 0)}))
-    assert not is_vague(frozenset({(2, 0), (3, 4)})) and not is_vague(frozenset({(2, 0), "the same everywhere"}))
+    assert not is_vague(frozenset({(2, 0), (3, 4)})) and not is_vague(frozenset({(2, 0), "replicated"}))
 
 
 def put_together(parts: int) -> list[frozenset[object]]:

@@ -214,7 +214,7 @@ def test_show_prints_attention_over_ranks(capsys: pytest.CaptureFixture[str], co
 BAD: list[tuple[str, list[object], str]] = [
     ("axis", ["--mesh", "dq=2"], "unknown axis 'dq'; the axes are"),
     ("mesh", ["--mesh", "two"], "expected name=size pairs"),
-    ("unplanned axis", ["--mesh", "mb=2,tp=2"], "nothing is cut over axis 'mb', found mb=2; the axes are pp"),
+    ("unplanned axis", ["--mesh", "mb=2,tp=2"], "nothing is sharded on axis 'mb', found mb=2; the axes are pp"),
     ("no experts", ["--mesh", "ep=2"], "experts: nothing to cut over axis 'ep' of size 2: the model has no experts"),
     ("schedule", ["--mesh", "pp=2", "--schedule", "1f2b"], "--schedule: expected one of gpipe, 1f1b"),
     ("schedule without pp", ["--mesh", "tp=2", "--schedule", "1f1b"], "schedule: counts with an axis pp only, found"),

@@ -159,7 +159,7 @@ def test_bad_input() -> None:
     for options, error in (
         (
             Options(capacity_factor=0.2),
-            r"capacity_factor: an expert must take a token at least, found 0.2 times .* use 0.25 or more",
+            r"capacity_factor: an expert must take at least one token, found 0.2 times .* use 0.25 or more",
         ),
     ):
         with pytest.raises(ValueError, match=error):

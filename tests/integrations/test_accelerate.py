@@ -135,7 +135,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [
         "found 'fp16'; use 'bf16'", "dispatch_batches=True.*remove it", "optimizer without state.*before its first",
         "one prepared model, found 2; call autopar.save", "use train_step",
-        "a state_dict with another", "rank 0 writes by itself", "push_to_hub=True", "knows no widely",
+        "a state_dict with another", "rank 0 writes the files itself", "push_to_hub=True", "does not support widely",
     ]  # fmt: skip
     for text, pattern in zip(run_ranks(2, refusals)[0], words, strict=True):
         assert re.search(pattern, text), text

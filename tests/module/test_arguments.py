@@ -134,7 +134,7 @@ def bad_calls() -> None:
             "fraction": "mesh: axis 'dp' needs a whole number as its size, found 1.0",
             "bool": "mesh: axis 'dp' needs a whole number as its size, found True",
             "axis": "mesh: unknown axis 'tensor'; the axes are pp, dp_replicate, dp, cp, ep, tp",
-            "in time": "mesh: nothing is cut over axis 'mb', found mb=1; the axes are pp, dp_replicate, dp, cp, ep, tp",
+            "in time": "mesh: nothing is sharded on axis 'mb', found mb=1; the axes are pp, dp_replicate, dp, cp",
         },
     )
 

@@ -160,7 +160,7 @@ def test_layouts_meet_each_algorithm_and_each_variant() -> None:
 def test_variants(name: str, variant: str, layout: str) -> None:
     p = problem(4, **({"layout": LAYOUTS[layout]} | VARIANTS[variant]))
     if name == "token_ring" and p.bias == "rows":
-        with pytest.raises(ValueError, match='context_parallel: attention "token_ring": a bias that differs'):
+        with pytest.raises(ValueError, match='context_parallel: attention "token_ring": needs a bias that is the same'):
             check(name, name, p)
     else:
         check(name, name, p)
@@ -214,8 +214,8 @@ def test_refusals_say_what_is_needed() -> None:
         'heads: choose fewer ranks, "hybrid" or "ring"'
     )
     assert ALGORITHMS["hybrid"].refusal(problem(3, heads=6, kv_heads=1)) == (
-        'context_parallel: attention "hybrid": needs a size of groups that divides 3 ranks and 6 query heads, and '
-        'finds none but 1 and 3; choose "ring"'
+        'context_parallel: attention "hybrid": needs a group size between 1 and 3 that divides 3 ranks and 6 '
+        'query heads, found none; choose "ring"'
     )
 
 

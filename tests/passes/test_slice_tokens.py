@@ -211,7 +211,7 @@ class Bidirectional(Causal):
         (Convolved, r"aten.conv1d.default .*windows of a convolution overlap"),
         (Normed, r"aten.sub.Tensor|aten.var"),
         (Balanced, r"aten.mul.Tensor .* sum over all tokens"),
-        (Shifted, r"aten.slice.Tensor .* takes a part of it"),
+        (Shifted, r"aten.slice.Tensor .* slices or reorders it"),
         (Bidirectional, r"autopar.attention.default .* no causal flag"),
     ],
 )

@@ -111,12 +111,12 @@ def test_cp_cuts_what_has_tokens() -> None:
 
 def test_a_plan_says_it_in_text_and_json_and_so_does_verify() -> None:
     plan = planned(Mesh.of(tp=2))
-    first = "tp cuts 83.3% of parameters and 83.3% of FLOPs; whole:\n    16.7% of parameters: odd.weight:"
+    first = "tp shards 83.3% of parameters and 83.3% of FLOPs; replicated:\n    16.7% of parameters: odd.weight:"
     assert first in str(plan)
     assert Plan.from_json(plan.to_json()) == plan
     one = Compared("loss", 0.0, 1.0, 1.0)
     text = str(Report("tp=2", True, 1.0, 1.0, one, (), shares=plan.shares))
-    assert "tp cuts 83.3% of parameters" in text and "  16.7% of parameters: odd.weight:" in text
+    assert "tp shards 83.3% of parameters" in text and "  16.7% of parameters: odd.weight:" in text
 
 
 def test_plans_saved_before_they_said_it_can_be_read() -> None:

@@ -69,10 +69,10 @@ WRONG = {  # what a JSON says instead -> what the error says
     "dim of a stream": ({"streams": [{"node": "a", "dim": -1, "reason": "", "axis": "tp", "blocks": []}]}, "found -1"),
     "stored R": ({"parameters": {"w": {"dp": ["R", "R", ""]}}}, "parameter w is stored as R on axis 'dp'.*use I"),
     "stored P": ({"parameters": {"w": {"tp": ["P", "R", ""]}}}, "parameter w is stored as P on axis 'tp'"),
-    "used P": ({"parameters": {"w": {"tp": ["I", "P", ""]}}}, "w is used as P, a pending sum"),
+    "used P": ({"parameters": {"w": {"tp": ["I", "P", ""]}}}, "w is used as P, which is not reduced"),
     "input P": ({"inputs": {"x": {"dp": "P"}}}, "input x is stored as P"),
     "piece R": ({"weight_pieces": {"split": "R"}}, "piece split is stored as R"),
-    "microbatches": ({"parameters": {"w": {"mb": ["S(0)", "R", ""]}}}, "w is cut on axis 'mb'"),
+    "microbatches": ({"parameters": {"w": {"mb": ["S(0)", "R", ""]}}}, "w is sharded on axis 'mb'"),
     "attention": ({"attention": {"a": {"forward": "ring", "backward": "ring", "query_blocks": [], "key_blocks": [],
                                        "reason": "", "candidates": []}}}, "attention a: no axis 'cp'"),
     "pipeline": ({"pipeline": {"schedule": "gpipe", "split_points": ["m"], "virtual_stages": 1, "token_slices": [],
@@ -91,7 +91,7 @@ def test_plans_that_nobody_could_follow_are_refused_when_read(what: str) -> None
 
 def test_what_overrides_may_say() -> None:
     for wrong in ("R", "P", REPLICATE):
-        with pytest.raises(ValueError, match=r"parameter w is stored as [RP] on axis 'dp', values are stored whole"):
+        with pytest.raises(ValueError, match=r"parameter w is stored as [RP] on axis 'dp', values are stored"):
             PLAN.override({"w": {"dp": wrong}})
     with pytest.raises(ValueError, match="input x is stored as R on axis 'dp'"):
         PLAN.override({"x": {"dp": "R"}})

@@ -107,7 +107,7 @@ def test_wrong_mark_is_caught() -> None:
     gm, ctx = typed("llama", "tp=2", {})
     node = next(n for n in gm.graph.nodes if n.target is torch.ops.aten.linear.default)
     set_placement(node, "tp", PARTIAL)
-    with pytest.raises(PlacementError, match=r"is marked P, its operands make it S\(2\)"):
+    with pytest.raises(PlacementError, match=r"is marked P, but its operands imply S\(2\)"):
         check_types(gm, ctx, [node])
 
 
@@ -190,7 +190,7 @@ def test_facts_of_step_graphs_are_made_and_end() -> None:
     ctx = Compilation(Mesh.of(dp=2))
     with pytest.raises(StepError, match=r"aten.detach.default .* stands between a value and its users"):
         check_plain(two_gathers(), ctx)
-    with pytest.raises(StepError, match=r"all_gather.* stands behind .*apart from its layer"):
+    with pytest.raises(StepError, match=r"all_gather.* stands after .*separated from its layer"):
         check_gathers_together(two_gathers(), ctx)
     gm = PassManager(STEP_PASSES[:3]).run(two_gathers(), ctx, facts=("step",))
     check_plain(gm, ctx)

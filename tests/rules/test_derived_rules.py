@@ -66,7 +66,7 @@ def test_files_are_read_as_they_were_written() -> None:
             op, _, _ = call_of(entry)
             assert found((str(op), *entry["args"])) == entry
     assert json.loads(as_file(entries())) == entries()
-    with pytest.raises(TypeError, match="no place in a file"):
+    with pytest.raises(TypeError, match="cannot be written to a file"):
         entry_of(called(aten.sinc.default, normal(4)).graph.call_function(aten.sinc.default, (object(),)))
 
 
@@ -206,9 +206,9 @@ def test_large_operands_are_made_smaller_as_far_as_arguments_allow() -> None:
     node = called(aten.sinc.default, torch.empty(4, 2048, 1024, dtype=torch.float64))
     assert isinstance(derive(node), DerivedRule)
     far = derive(called(aten.diagonal_copy.default, torch.empty(2, 3000, 3000, dtype=torch.float64), 1500, 1, 2))
-    assert isinstance(far, NoRule) and "too many to try" in far.why
+    assert isinstance(far, NoRule) and "too many for a trial" in far.why
     foreign = derive(called(_trap("centred"), torch.empty(4, 2048, 1024, dtype=torch.float64)))
-    assert isinstance(foreign, NoRule) and "too many to try" in foreign.why
+    assert isinstance(foreign, NoRule) and "too many for a trial" in foreign.why
 
 
 # --- models --------------------------------------------------------------------------------------------------
@@ -319,7 +319,8 @@ def test_what_the_rule_does_not_cut_is_not_gathered_in_silence() -> None:
     net = Net(lambda m, h: h + torch.kthvalue(h, 2, dim=0).values)
     op = "aten.kthvalue.default"
     with pytest.raises(
-        ValueError, match=rf"no sharding rule for {op}.*derived, \[\(\. a\)\].*does not cut it so.*replicate_ops="
+        ValueError,
+        match=rf"no sharding rule for {op}.*derived rule, \[\(\. a\)\].*does not shard it.*replicate_ops=",
     ):
         compile_model(net, _float(), Mesh.of(dp=2), Options())
     assert check_model(net.double(), batch(), Mesh.of(dp=2, tp=2), Options(replicate_ops=(op,), zero=3)).worst < 1e-12
@@ -329,7 +330,7 @@ def test_what_the_rule_does_not_cut_is_not_gathered_in_silence() -> None:
 def test_what_does_not_repeat_itself_is_no_value_of_all_ranks(name: str) -> None:
     """Not even if it is made of parameters alone."""
     net = Net(lambda m, h: h * _trap(name)(m).sum(), lambda: nn.Parameter(torch.randn(4, 4)))
-    with pytest.raises(ValueError, match=r"none could be derived: it does not repeat itself.*replicate_ops="):
+    with pytest.raises(ValueError, match=r"none could be derived: two runs gave different results.*replicate_ops="):
         compile_model(net, _float(), Mesh.of(dp=2), Options())
 
 
@@ -338,5 +339,5 @@ def test_a_dim_that_was_not_found_is_refused() -> None:
     node.meta["derived"] = derive(node)
     rule = rule_of(node, "tp", Mesh.of(tp=2))
     assert rule.operands[0] is not None
-    with pytest.raises(RuleError, match="was derived, and this dim is none"):
+    with pytest.raises(RuleError, match="was derived, and it does not shard this dim"):
         rule.cut_of(rule.operands[0], Shard(1), 2)

@@ -75,7 +75,7 @@ def test_rows_of_another_rank_are_noticed(model: nn.Module) -> None:
     made = compile_model(model, few, mesh, lift_to_float64=True, outputs=())
     assert MeshRun(made, model, few, mesh).errors(eager(model, few))[1].worst > 1e-3
     said = [str(note.problem(note.extremes)) for note in take_notes()]
-    assert said and "fills 2 entries" in said[0] and "rank that has 4 of them" in said[0] and '"ids"' in said[0]
+    assert said and "fills 2 entries" in said[0] and "rank that has 4 rows" in said[0] and '"ids"' in said[0]
 
 
 def test_more_places_than_rows(model: nn.Module) -> None:

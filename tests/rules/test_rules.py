@@ -157,7 +157,7 @@ def test_experts_are_sound(cut: str) -> None:
 
 def test_tensor_parallel_gathers_tokens_before_experts() -> None:
     sample = next(iter(experts()))
-    with pytest.raises(RuleError, match="tokens are gathered before experts"):
+    with pytest.raises(RuleError, match="tokens are gathered before sharded experts"):
         typed(sample, tuple({"tp": p} for p in EXPERT_CUTS["tokens"]), Mesh.of(tp=2))
 
 
@@ -361,11 +361,11 @@ def test_types_of_linear(operands: tuple[Placement, ...], result: Placement) -> 
 @pytest.mark.parametrize(
     "operands, why",
     [
-        ((I, S0), "operand 0 is I, the cut of .* needs R"),
-        ((S1, S0), "cut along different factors"),
+        ((I, S0), "operand 0 is I, but sharding .* needs R"),
+        ((S1, S0), "sharded on different factors"),
         ((S1, R), "operand 1 is R"),
         ((P, P), "not linear in its Partial operands"),
-        ((P, I), "beside a Partial operand, needs R"),
+        ((P, I), "next to a Partial operand, but needs R"),
         ((I, R), "mix Replicate and Invariant"),
     ],
     ids=str,

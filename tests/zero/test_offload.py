@@ -242,7 +242,7 @@ def test_the_last_layer_stays() -> None:
 
 def test_the_least_limit_with_host_memory() -> None:
     """What a refusal names works, 1 % below is refused; less than without."""
-    with pytest.raises(ValueError, match="no choice of what to make again") as error:
+    with pytest.raises(ValueError, match="no choice of what to recompute") as error:
         made("llama", memory_limit=1, activation_offload="1GB", **FAST)
     found = re.search(r"least that would do is ([\d,]+) bytes", str(error.value))
     assert found is not None
@@ -386,7 +386,7 @@ def test_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             {"activation_offload": 5, "activation_checkpoint": "everything"},
-            "activation_checkpoint: everything keeps [0-9,]+ bytes of a rank in host",
+            "activation_checkpoint: everything offloads [0-9,]+ bytes of a rank to host",
         ),
         ({"topology": "hosts=switch"}, "topology: names links of the axis 'hosts'"),
     ],

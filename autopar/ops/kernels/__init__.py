@@ -1,7 +1,7 @@
-"""Kernels of `autopar::attention`: a table from name to kernel, of which the first that applies computes.
+"""Kernels of `autopar::attention`: a table from name to kernel; the first that applies is used.
 
     flash_attn, cudnn, cuda_flash, cuda_efficient    fused, on CUDA; in the order of the chip (`chips`)
-    triton_flash                                     our own, on CUDA: what those do not take
+    triton_flash                                     ours, on CUDA: for what those do not support
     cpu_flash                                        fused, on CPUs
     math                                             plain matrix products: everything
 
@@ -60,22 +60,22 @@ def choose_kernel(q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec, bias_gradien
         if (kernel.bias_gradient or not bias_gradient) and kernel.applies(q, k, v, facts):
             return kernel
     raise ValueError(
-        f"attention: kernel {_forced[-1].name!r} was asked for, but does not compute q {list(q.shape)} and k "
-        f"{list(k.shape)} of {q.dtype} on {q.device.type} with these facts"
+        f"attention: kernel {_forced[-1].name!r} was asked for, but does not support q {list(q.shape)} and k "
+        f"{list(k.shape)} of {q.dtype} on {q.device.type} with these masks"
         f"{' and a gradient of the bias' if bias_gradient else ''}; leave the choice open or use 'math'"
     )
 
 
 def _in_order(device: torch.device) -> Iterator[Kernel]:
-    """On a GPU those of its chip first."""
+    """The kernels, on a GPU in the order of its chip."""
     if device.type == "cuda":
         yield from (KERNELS[name] for name in chip_of(device).kernels)
     yield from (kernel for _, kernel in KERNELS.items())
 
 
 def expected_kernel(chip: Chip, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec, without: tuple[str, ...] = ()) -> str:
-    """The name of the kernel that a GPU with this chip will take, by shapes, dtypes and facts: tensors may be without
-    data. ``without``: kernels that are not installed, or off."""
+    """The name of the kernel that a GPU with this chip will use, by shapes, dtypes and facts: tensors need no data.
+    ``without``: kernels that are not installed, or off."""
     for name in chip.kernels:
         kernel = KERNELS[name]
         if name not in without and isinstance(kernel, Fused) and kernel.takes(q, k, v, facts, chip):
@@ -90,20 +90,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> tuple[Tensor, T
 
 
 def _is_blocked(lse: Tensor, facts: MaskSpec) -> bool:
-    """Whether a bias blocks every key of a row by a large finite number: only `Math` makes probabilities of that again.
-    Accelerators are not asked: it would make them wait."""
+    """Whether a bias blocks every key of a row by a large finite number: only `Math` can recompute the probabilities.
+    Accelerators are not asked: that would synchronize."""
     if facts.bias is None or lse.device.type != "cpu":
         return False
     return bool(((lse <= HUGE) & (lse > NEVER)).any())
 
 
 def _rows(x: Tensor) -> Tensor:
-    """With rows in one piece: fused kernels read the last dim so, whatever its stride."""
+    """With contiguous rows: fused kernels assume stride 1 of the last dim."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A result over all columns, and the sinks [Hq] as one more of them with value zero."""
+    """A result over all columns, merged with the sinks [Hq] as one more column with value zero."""
     if sinks is None:
         return out, lse
     merged = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
@@ -113,7 +113,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: MaskSpec, bias_gradient: bool
 ) -> Grads:
-    """Gradients of q, k, v and, if asked for, of the bias, in the dtypes in which the kernel has them."""
+    """Gradients of q, k, v and, if wanted, of the bias, in the kernel's dtypes."""
     grad, q, k, v, out = _rows(grad), _rows(q), _rows(k), _rows(v), _rows(out)
     kernel = choose_kernel(q, k, v, facts, bias_gradient)
     if _is_blocked(lse, facts):

@@ -8,7 +8,7 @@
     sm_80         A100, A10, L4, RTX 30, 40     flash_attn, cuda_flash, cudnn, cuda_efficient, triton_flash
     sm_50         V100, T4, ...                 cuda_efficient
 
-`make gpu-check` times the order on the chip that is there.
+`make gpu-check` times the order on the chip of this machine.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ ORDERS: tuple[tuple[tuple[int, int], tuple[str, ...]], ...] = (
     ((5, 0), ("cuda_efficient",)),
 )
 ROCM = ("flash_attn", "cuda_flash", "cuda_efficient")  # AMD's capabilities are other numbers, MIOpen is not
-# cuDNN, and the blocks of our own kernel ask for more shared memory than there is
+# cuDNN, and the blocks of our own kernel need more shared memory than it has
 
 # There flash attention differentiates no widths from 193 to 224: `mha_bwd` of flash_api.cpp, and
 # `check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`.
 LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
-# Up to this version, 9.15.0, cuDNN errs at lengths that are no multiple of 128, and torch does not prefer it.
+# Up to this version, 9.15.0, cuDNN is wrong at lengths that are not multiples of 128, and torch does not prefer it.
 CUDNN_ERRS = 91500
 
 
@@ -49,7 +49,7 @@ class Chip:
 
     @functools.cached_property
     def kernels(self) -> tuple[str, ...]:
-        """Fused kernels, in the order in which they are tried; plain products are for what none of them takes."""
+        """Fused kernels, in the order in which they are tried; plain products are the fallback."""
         if self.rocm:
             return ROCM
         order = next((names for least, names in ORDERS if self.capability >= least), ())
@@ -59,16 +59,16 @@ class Chip:
 
     @property
     def has_bfloat16(self) -> bool:
-        """Whether torch's memory-efficient kernel takes it."""
+        """Whether torch's memory-efficient kernel supports bfloat16."""
         return self.rocm or self.capability >= (8, 0)
 
 
-MODERN = Chip((9, 0), 92000)  # what it has not, others have not
+MODERN = Chip((9, 0), 92000)  # a kernel that it lacks, all lack
 
 
 @functools.cache
 def chip_of(device: torch.device) -> Chip:
-    """Of a GPU. What is no GPU (tensors without data in tests) counts as one that has all of them."""
+    """The chip of a GPU. Any other device (tensors without data in tests) counts as one with all kernels."""
     if device.type != "cuda":
         return Chip((9, 0), 99999)
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None

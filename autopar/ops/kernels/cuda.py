@@ -6,7 +6,7 @@
     cuda_flash       half          causal, window; last on last                  x8, q = v, <= 256            native
     cuda_efficient   half, fp32    anything as an additive mask, its gradient    x8 half, x4 fp32             expanded
 
-"Last on last": the kernel's triangle ends where the last query stands at the last key. Each docstring says what its
+"Last on last": the kernel's triangle aligns the last query with the last key. Each docstring says what its
 operator needs; which of them a chip has, and the order, is in `autopar.ops.kernels.chips`.
 """
 
@@ -46,7 +46,7 @@ def _up(width: int, unit: int) -> int:
 
 
 class Fused(Kernel):
-    """A kernel of GPUs. Subclasses say what they take, and compute it."""
+    """A GPU kernel. Subclasses say what they support, and compute it."""
 
     dtypes: ClassVar[tuple[torch.dtype, ...]] = HALF
 
@@ -54,26 +54,26 @@ class Fused(Kernel):
         return q.is_cuda and self.is_on() and self.takes(q, k, v, facts, chip_of(q.device))
 
     def is_on(self) -> bool:
-        """Whether it is installed, and the user has not turned it off."""
+        """Whether it is installed, and not turned off by the user."""
         return True
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec, chip: Chip) -> bool:
-        """Whether it computes this on a chip, by shapes, dtypes and facts alone."""
+        """Whether a chip can compute this with it, by shapes, dtypes and facts alone."""
         plain = self.name in chip.kernels and q.dtype in self.dtypes and not facts.dropout and has_size(q, k, v)
         return plain and self.widths(q, v, chip) is not None and self.masks(q, k, facts, chip)
 
     @abstractmethod
     def widths(self, q: Tensor, v: Tensor, chip: Chip) -> tuple[int, int] | None:
-        """Of queries and of values, at least as wide as they are; None if there are none."""
+        """Widths of queries and of values, at least the given ones; None if there are none."""
 
     @abstractmethod
     def masks(self, q: Tensor, k: Tensor, facts: MaskSpec, chip: Chip) -> bool:
-        """Whether it takes this mask at these lengths."""
+        """Whether it supports this mask at these lengths."""
 
 
 class Padded(Fused):
-    """Widths that it does not take are padded with zeros, which change no score and no gradient: the scale is an
-    argument, that of the true width."""
+    """Unsupported widths are padded with zeros, which change no score and no gradient: the scale is an argument, that
+    of the true width."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> tuple[Tensor, Tensor]:
         width, value = self._widths(q, v)
@@ -96,13 +96,13 @@ class Padded(Fused):
 
     @abstractmethod
     def run(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> tuple[Tensor, Tensor]:
-        """`forward` at widths that it takes."""
+        """`forward` at supported widths."""
 
     @abstractmethod
     def run_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: MaskSpec, bias: bool
     ) -> Grads:
-        """`backward` at widths that it takes."""
+        """`backward` at supported widths."""
 
 
 def _fit(x: Tensor, width: int) -> Tensor:
@@ -123,7 +123,7 @@ def _flash_widths(q: Tensor, v: Tensor, chip: Chip) -> tuple[int, int] | None:
 
 
 def _flash_masks(q: Tensor, k: Tensor, facts: MaskSpec) -> bool:
-    """No mask but the triangle and windows, for which the last query stands at the last key: so no row lacks keys."""
+    """Only the triangle and windows, aligned at the last query and the last key: so no row lacks keys."""
     last_on_last = facts.offset == k.shape[2] - q.shape[2] >= 0
     placed = last_on_last or not (facts.causal or facts.window)
     return placed and facts.by_position_alone and not facts.chunk
@@ -155,8 +155,8 @@ class FlashAttn(Padded):
 
 
 class Cudnn(Padded):
-    """`_scaled_dot_product_cudnn_attention`: the causal flag needs as many queries as keys, of which there are more
-    than one; lse comes and goes as [B, H, S, 1]. It sums in no fixed order."""
+    """`_scaled_dot_product_cudnn_attention`: the causal flag needs equally many queries and keys, and more than one;
+    lse is passed as [B, H, S, 1]. Its sums have no fixed order."""
 
     name = "cudnn"
 
@@ -226,10 +226,10 @@ class CudaFlash(Padded):
 
 
 class CudaEfficient(Padded):
-    """`_scaled_dot_product_efficient_attention`: its causal triangle begins at the first key. A key head for each query
-    head. An additive mask has q's dtype and all four dims, and a last stride that is a multiple of 16 entries. lse is
-    as long as the next multiple of 32, and infinite behind the last row, which makes these rows nothing in the
-    backward. The gradient of a mask has all four dims, too."""
+    """`_scaled_dot_product_efficient_attention`: its causal triangle begins at the first key. It needs a key head for
+    each query head. An additive mask has q's dtype and all four dims, and a row stride that is a multiple of 16
+    entries. lse is padded to the next multiple of 32 with inf, which makes the padded rows zero in the backward. The
+    gradient of a mask has all four dims, too."""
 
     name = "cuda_efficient"
     bias_gradient = True
@@ -267,7 +267,7 @@ class CudaEfficient(Padded):
         heads = k.shape[1]
         mask, causal = _aligned_mask(q, k, facts)
         k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
-        out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the operator reads no stride of its rows
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the operator ignores the stride of its rows
         lse = lse.masked_fill(lse == NEVER, float("inf"))  # exp(-inf - inf) = 0 in rows where nothing is allowed
         lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
         seed = torch.zeros((), dtype=torch.int64, device=q.device)

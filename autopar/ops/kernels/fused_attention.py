@@ -1,15 +1,15 @@
-"""Attention as three kernels in Triton, for what the chip's own do not take: a softcap without the flash-attn package.
+"""Attention as three Triton kernels, for what the chip's own do not support: a softcap without the flash-attn package.
 
-Scores are made block by block and never stored: FlashAttention-2 (Dao 2023), algorithm 1 forward and 2 backward. Masks
-by position, padding and documents are read off positions; a block in which they leave nothing is not visited. A key
-head serves its query heads as it is. Nothing is added atomically, so that results are the same in every run:
+Scores are computed block by block and never stored: FlashAttention-2 (Dao 2023), algorithm 1 forward and 2 backward.
+Masks by position, padding and documents follow from positions; blocks without allowed pairs are skipped. Key heads are
+not expanded. There are no atomic adds, so results are deterministic:
 
     _forward        a block of rows over all columns        out, lse
     _to_queries     a block of rows over all columns        gradient of q
     _to_keys        a block of columns over all rows        gradients of k and v, summed over the heads of the group
 
 Importing this file needs Triton, which comes with torch's builds for CUDA; with TRITON_INTERPRET=1 it runs on the CPU,
-as far as it calls no functions of Triton that are kernels themselves (cdiv, zeros, max, sum).
+as long as it calls no Triton functions that are kernels themselves (cdiv, zeros, max, sum).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from autopar.ops.mask_spec import MaskSpec
 
-# Up to which width -> rows, columns, warps and stages of a program, forward and backward. So large that accumulators
+# Width limit -> rows, columns, warps and stages of a program, forward and backward: the largest for which accumulators
 # stay in registers (read off ptxas), and operands in the 99 KiB of shared memory that chips have from sm_80 on. With
 # float32: half the rows and columns, 8 warps.
 BLOCKS = {
@@ -56,7 +56,7 @@ def _scores(  # type: ignore[no-untyped-def]
     q, k, row, column, rows, columns, mask, mask_row, mask_column, segments, offset, scale,
     CAP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of a block, -inf where nothing is allowed; and d score / d (q k' scale)."""
+    """Scores of a block, -inf where nothing is allowed; and d score / d (q k' scale)."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     slope = 1.0
     if CAP > 0:
@@ -81,8 +81,8 @@ def _scores(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _reach(first, last, low, high, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of the positions from low to high (not included): where those begin and end that reach those from first to last.
-    CAUSAL 1: rows that look back at columns; -1: columns at which rows look back."""
+    """(begin, end) of the positions in [low, high) that may be paired with positions first to last. CAUSAL 1: rows that
+    look back at columns; -1: columns at which rows look back."""
     if CAUSAL == 1:
         low = tl.maximum(low, first)
     if CAUSAL == -1:
@@ -96,7 +96,7 @@ def _reach(first, last, low, high, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, C
 
 @triton.jit
 def _load(x, stride, row, rows, column, width: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows of a matrix, with zeros outside of it."""
+    """Rows of a matrix, zero outside of it."""
     at = row.to(tl.int64)[:, None] * stride + column[None, :]
     return tl.load(x + at, mask=(row < rows)[:, None] & (column < width)[None, :], other=0.0)
 
@@ -136,7 +136,7 @@ def _forward(  # type: ignore[no-untyped-def]
         scores, _ = _scores(queries, keys, row, column, rows, columns, mask, mask_row, mask_column, segments, offset,
                             scale, CAP, CAUSAL, WINDOW, CHUNK, PRECISION)  # fmt: skip
         larger = tl.maximum(most, tl.reduce(scores, 1, _larger))
-        safe = tl.where(larger == float("-inf"), 0.0, larger)  # no key so far
+        safe = tl.where(larger == float("-inf"), 0.0, larger)  # no allowed key so far
         weights, shrink = tl.exp(scores - safe[:, None]), tl.exp(most - safe)
         values = _load(v, v_s, column, columns, dv, VALUE)
         total = total * shrink + tl.reduce(weights, 1, _plus)
@@ -149,7 +149,7 @@ def _forward(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _parts(scores, slope, lse, delta, grad, values, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Probabilities, and the gradient of q k' scale. lse and delta may be those of more columns than there are."""
+    """Probabilities, and the gradient of q k' scale. lse and delta may include further columns."""
     weights = tl.exp(scores - tl.where(lse == float("-inf"), 0.0, lse)[:, None])
     to_weights = tl.dot(grad, tl.trans(values), input_precision=PRECISION)
     return weights, weights * (to_weights - delta[:, None]) * slope
@@ -270,7 +270,7 @@ def _programs(x: Tensor, size: int) -> int:
 
 
 def _strides(*tensors: Tensor) -> list[int]:
-    """Of batch, heads and rows; the numbers of a row lie in one piece."""
+    """Strides of batch, heads and rows; rows are contiguous."""
     return [stride for x in tensors for stride in x.stride()[:3]]
 
 
@@ -288,7 +288,7 @@ def _known(q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> list[Any]:
 
 
 def _constants(q: Tensor, v: Tensor, facts: MaskSpec, backward: bool) -> tuple[dict[str, Any], dict[str, int]]:
-    """What the kernel is compiled for, and how."""
+    """The constants that the kernel is compiled for, and its launch options."""
     width, single = max(q.shape[-1], v.shape[-1]), q.dtype == torch.float32
     rows, columns, warps, stages = next(sizes for most, sizes in BLOCKS.items() if width <= most)[backward]
     # with widths of 20 and 12 in blocks of 32 and 16, code of Triton 3.7 for sm_90 reads shared memory beyond its end

@@ -1,6 +1,6 @@
 """`autopar::dropout` as one kernel: x is read once, the result written once, and the mask is never stored.
 
-The arithmetic is that of `autopar.ops.dropout`, bit by bit. A program makes a tile of rows and columns: the words of
+The arithmetic is that of `autopar.ops.dropout`, bit by bit. A program computes a tile of rows and columns: the words of
 its rows and of its columns once, then one mix per element. Importing this file needs Triton, which comes with torch's
 builds for CUDA; with TRITON_INTERPRET=1 the kernel runs on the CPU.
 """
@@ -76,13 +76,13 @@ def _dropout(  # type: ignore[no-untyped-def]
         factor = scale.to(tl.float64, bitcast=True)
         if not DOUBLE:
             value, factor = value.to(tl.float32), factor.to(tl.float32)
-        value = value * keep.to(value.dtype) * factor  # not a choice: what is no number stays none
+        value = value * keep.to(value.dtype) * factor  # not `where`: NaN stays NaN
         tl.store(into, value.to(out.dtype.element_ty), mask=inside)
 
 
 @dataclass(frozen=True)
 class _View:
-    """What the kernel is told of a tensor: sizes, strides, indices (or None) and global sizes of four dims."""
+    """The kernel's arguments for a tensor: sizes, strides, indices (or None) and global sizes of four dims."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -91,7 +91,7 @@ class _View:
 
 
 def takes(shape: Sequence[int], dtype: torch.dtype = torch.bool) -> bool:
-    """Whether the kernel computes a result of this shape and dtype (bool: the mask alone)."""
+    """Whether the kernel supports a result of this shape and dtype (bool: the mask alone)."""
     columns = shape[-1] if shape else 1
     return dtype in (*FLOATS, torch.bool) and math.prod(shape[:-1]) < _MOST_ROWS and columns <= _MOST_COLUMNS
 
@@ -135,8 +135,8 @@ def _launch(
 
 
 def _four_dims(x: Tensor, index: Sequence[Tensor], whole: tuple[int, ...]) -> _View:
-    """Whole tensors in one piece are rows and columns. Of others the dims are taken apart; of more than four, the first
-    ones are joined, which asks for one piece."""
+    """Contiguous unsharded tensors are rows and columns. Other tensors keep their dims; of more than four, the first
+    ones are joined, for which they must be contiguous."""
     sizes = tuple(x.shape)
     if not index and whole == sizes and x.is_contiguous():
         rows, columns = math.prod(sizes[:-1]), sizes[-1] if sizes else 1

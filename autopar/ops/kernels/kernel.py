@@ -1,4 +1,4 @@
-"""What a kernel of `autopar::attention` is, and the arithmetic that several of them share."""
+"""The interface of a kernel of `autopar::attention`, and the arithmetic that several of them share."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ HUGE = -16384.0  # log-sum-exps below this are of rows in which a bias blocks ev
 
 _BLOCKED = (
     "a mask that is added to attention scores blocks every key of a row by a large finite number ({found}); such rows, "
-    "and their gradients, differ from those of one process on a CPU; block with -inf, or leave every row a key"
+    "and their gradients, differ from those of one process on a CPU; mask with -inf, or leave every row a key"
 )
 
-Grads = tuple[Tensor, Tensor, Tensor, Tensor | None]  # of q, k, v and, if asked for, of the bias in the bias' shape
+Grads = tuple[Tensor, Tensor, Tensor, Tensor | None]  # of q, k, v and, if wanted, of the bias in the bias' shape
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -31,13 +31,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class Kernel(ABC):
-    """One way to compute attention, sinks left aside.
+    """One way to compute attention, without sinks.
 
-    name: what `using` takes. bias_gradient: whether `backward` can differentiate a bias.
+    name: the argument of `using`. bias_gradient: whether `backward` can differentiate a bias.
 
-    Results come in q's dtype or a wider one, whichever the kernel holds; lse [B, Hq, Sq] is natural, `wide` and -inf in
-    rows without any allowed key, whose out is zero. `backward` reads of ``out`` no more than rowsum(grad * out), and
-    takes lse and out of a larger attention of which k and v are a part.
+    Results have q's dtype or a wider one, whichever the kernel computes; lse [B, Hq, Sq] is natural, `wide` and -inf in
+    rows without any allowed key, whose out is zero. `backward` uses only rowsum(grad * out) of ``out``, and accepts lse
+    and out of a larger attention, with more keys and values.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Kernel(ABC):
 
     @abstractmethod
     def applies(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> bool:
-        """Whether it computes this."""
+        """Whether it supports this."""
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> tuple[Tensor, Tensor]:
@@ -59,15 +59,15 @@ class Kernel(ABC):
 
 
 def note_blocked_rows(bias: Tensor | None) -> None:
-    """Say it where a bias leaves rows without a key but for a large finite number: their log-sum-exp is that number,
-    so that neither parts nor probabilities can be made again from it."""
+    """Warn where a bias blocks every key of a row by a large finite number: the row's log-sum-exp is that number, so
+    partial results cannot be merged and probabilities cannot be recomputed from it."""
     if bias is not None and bias.numel() and not bias.is_meta:
         most = bias.detach().amax(-1)
         note(most.masked_fill(most == NEVER, 0.0), HUGE, float("inf"), _BLOCKED, fatal=False)
 
 
 def expand_heads(x: Tensor, heads: int) -> Tensor:
-    """k or v with a head for each query head; a single one is not copied."""
+    """k or v with one head per query head; a single one is broadcast, not copied."""
     if x.shape[1] == 1:
         return x.expand(-1, heads, -1, -1)
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
@@ -79,14 +79,14 @@ def unexpand(x: Tensor, heads: int) -> Tensor:
 
 
 def sum_to(x: Tensor, like: Tensor) -> Tensor:
-    """The gradient of a broadcast: summed over the dims that ``like`` has once."""
+    """The gradient of a broadcast: summed over the dims of size one in ``like``."""
     x = x.sum(tuple(range(x.dim() - like.dim()))) if x.dim() > like.dim() else x
     once = tuple(d for d in range(like.dim()) if like.shape[d] == 1 and x.shape[d] != 1)
     return x.sum(once, keepdim=True) if once else x
 
 
 def has_size(*tensors: Tensor) -> bool:
-    """No dim is empty, which fused kernels do not take."""
+    """Whether no dim is empty: fused kernels do not support empty ones."""
     return all(x.numel() for x in tensors)
 
 

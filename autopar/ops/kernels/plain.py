@@ -1,4 +1,4 @@
-"""Attention by plain matrix products: any dtype, any facts, all scores at once; and its shapes alone, on meta."""
+"""Attention by plain matrix products: any dtype, any mask, all scores at once; and its shapes alone, on meta."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class _PlainScores:
         return left.transpose(-1, -2) @ right
 
     def probabilities(self, lse: Tensor) -> Tensor:
-        """exp(scores - lse). Where a bias blocks every key by a large number, lse is that number, and what it says
-        about the keys is rounded away: those rows are divided by their sum."""
+        """exp(scores - lse). Where a bias blocks every key by a large number, lse is that number, and the keys' scores
+        are lost in rounding: those rows are divided by their sum."""
         safe = lse.masked_fill(lse == NEVER, 0.0).unsqueeze(-1)
         out = torch.exp(self.scores - safe)
         return out if self.facts.bias is None else out / out.sum(-1, keepdim=True).masked_fill_(safe > HUGE, 1.0)
 
     def kept(self) -> Tensor | None:
-        """What the probabilities are multiplied with by dropout."""
+        """The factors that dropout multiplies the probabilities by."""
         p = self.facts.dropout
         if not p:
             return None
@@ -70,7 +70,7 @@ class _PlainScores:
 
 
 class Math(Kernel):
-    """Matrix products, in float32 or float64. Holds several tensors [B, Hq, Sq, Sk]."""
+    """Matrix products, in float32 or float64. Allocates several tensors [B, Hq, Sq, Sk]."""
 
     name = "math"
     bias_gradient = True
@@ -128,8 +128,8 @@ _aten = torch.ops.aten
 
 class CpuFlash(Kernel):
     """`_scaled_dot_product_flash_attention_for_cpu`: all float types, GQA, any mask as an additive one of q's dtype; no
-    softcap, no dropout, value width = width. Its causal triangle begins at the first key. In rows without keys it gives
-    lse 0, where ours is -inf."""
+    softcap, no dropout, value width = width. Its causal triangle begins at the first key. In rows without keys it
+    returns lse 0, where ours is -inf."""
 
     name = "cpu_flash"
 

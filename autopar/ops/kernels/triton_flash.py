@@ -1,4 +1,4 @@
-"""The kernel of our own: `autopar.ops.kernels.fused_attention`, behind those of the chip."""
+"""Our own kernel: `autopar.ops.kernels.fused_attention`, tried after those of the chip."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _PLAIN = MaskSpec(None, None, None, None, None, True, 0, 0, 0, 1.0, 2.0, 0.0, 0,
 
 
 class TritonFlash(Fused):
-    """Three Triton kernels: softcap; causal, windows, chunks at any offset, padding, documents, any mask of bools; key
-    heads and widths up to 256 as they are. No bias."""
+    """Three Triton kernels: softcap; causal, windows, chunks at any offset, padding, documents, any bool mask; GQA and
+    widths up to 256 natively. No bias."""
 
     name = "triton_flash"
     dtypes = (*HALF, torch.float32)
 
     def applies(self, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> bool:
-        real = type(q) in (Tensor, Parameter)  # and no tensor without data
+        real = type(q) in (Tensor, Parameter)  # and not a tensor without data
         return real and super().applies(q, k, v, facts) and _module(q.device) is not None
 
     def widths(self, q: Tensor, v: Tensor, chip: Chip) -> tuple[int, int] | None:
@@ -46,7 +46,7 @@ class TritonFlash(Fused):
 
 
 def _module(device: torch.device) -> Any:
-    """`autopar.ops.kernels.fused_attention`, where it runs; else None."""
+    """`autopar.ops.kernels.fused_attention`, if it runs on the device; else None."""
     return module_that_runs(
         "autopar.ops.kernels.fused_attention",
         device,

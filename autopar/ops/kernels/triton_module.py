@@ -13,9 +13,9 @@ import torch
 
 @functools.cache
 def module_that_runs(name: str, device: torch.device, probe: Callable[[Any, torch.device], None], instead: str) -> Any:
-    """The module of a name, if ``probe`` runs with it; else None, and a warning that says what happens ``instead``.
+    """The module of a name, if ``probe`` runs with it; else None, and a warning of what happens ``instead``.
 
-    Tried once per device: Triton may be there, and the compiler that it calls not.
+    Tried once per device: Triton may be installed without the compiler that it calls.
     """
     try:
         module = importlib.import_module(name)

@@ -1,6 +1,6 @@
-"""Experts on other ranks get a row of a token for each of them that it chose, and send each back.
+"""Experts on other ranks get one row per token and chosen expert, and send each back.
 
-    pairs, counts = moe_pairs(expert)                  (token, place) by expert, and how many are for each
+    pairs, counts = moe_pairs(expert)                  (token, choice) by expert, and how many are for each
     rows = all_to_all_rows(take_pairs(x, pairs))       -> by expert here: moe_dispatch -> products
     y = moe_combine(all_to_all_rows(rows), pairs, weights)
 
@@ -49,7 +49,7 @@ def take_pairs(x: Tensor, pairs: Tensor, k: int) -> Tensor:
 )
 def experts_of_rows(came: Tensor, splits: Tensor, rows: int) -> Tensor:
     """came [1, R*E]: how many rows each rank has sent for each of E experts, in this order -> [n, 1] int32, the expert
-    of each row. ``splits``: of `row_splits`, says how many; shapes say ``rows``."""
+    of each row. ``splits``: of `row_splits`, gives n at run time; shapes assume ``rows``."""
     ranks = splits.shape[1]
     experts = torch.arange(came.shape[1] // ranks, device=came.device, dtype=torch.int32).repeat(ranks)
     return experts.repeat_interleave(came[0], output_size=int(splits[1].sum())).unsqueeze(1)
@@ -91,7 +91,7 @@ sorted_rows.register_autograd(
 
 
 def _ways(expert: Tensor, experts: int, axis: str, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(pairs, came, splits): what goes, how much comes for each expert, and how many rows go and come."""
+    """(pairs, came, splits): what is sent, how much is received for each expert, and the rows sent and received."""
     pairs, counts = ours.moe_pairs(expert, experts, size)
     came = ours.all_to_all(counts, 1, [], 0, [], axis, size)
     return pairs, came, ours.row_splits(counts, came)

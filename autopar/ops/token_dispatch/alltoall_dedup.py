@@ -1,12 +1,12 @@
-"""Experts on other ranks get one copy of a token per rank that has one of its experts, and send back one sum of it.
+"""Each rank with an expert of a token gets one copy of the token, and sends back one sum.
 
     sent, counts = moe_copies(expert)             which tokens go to which rank
-    splits = row_splits(counts, came)             how many rows go and come: the one time that the host waits
+    splits = row_splits(counts, came)             how many rows are sent and received: the only host synchronization
     x' = all_to_all_rows(take_copies(x, sent))    -> moe_dispatch_own -> products -> moe_combine = sums of x'
     y = add_copies(all_to_all_rows(sums), sent)
 
-Where an axis has nodes, a token goes once to each node that has an expert of it, to the rank at the same place there
-(level "ep/8"), and from it to the ranks of that node ("ep%8"): the same steps twice, and sums of sums on the way back.
+Where an axis spans nodes, a token is sent once to each node that has an expert of it, to the rank with the same index
+there (level "ep/8"), which sends it to the ranks of that node ("ep%8"): the same steps twice, and sums of sums back.
 
 `dispatch` and `combine` both ask for the same counts, of which a joint graph keeps one
 (`autopar.passes.autodiff.joint`). Known as deduplicated dispatch, and in two levels from DeepEP (DeepSeek-AI,
@@ -33,7 +33,7 @@ ours = torch.ops.autopar
 def moe_copies(expert: Tensor, first: Tensor | None, experts: int, ranks: int, every: int) -> tuple[Tensor, Tensor]:
     """expert [T, K] of which [first, first + ``experts``) are dealt to ``ranks`` -> sent [m] int64, tokens by rank and
     in their order, one entry per rank that has an expert of it; counts [ranks, 1] int64 of these entries. ``first``:
-    [1] (None: 0). Other numbers are nobody's here. Shapes are of an even choice from ``every`` expert that there is."""
+    [1] (None: 0). Other experts are ignored. Shapes assume an even choice among ``every`` experts."""
     wanted = torch.zeros(expert.shape[0], ranks + 1, dtype=torch.bool, device=expert.device)
     wanted.scatter_(1, holders_of(expert if first is None else expert - first, experts, ranks), True)
     wanted = wanted[:, :ranks]
@@ -42,14 +42,14 @@ def moe_copies(expert: Tensor, first: Tensor | None, experts: int, ranks: int, e
 
 
 def holders_of(expert: Tensor, experts: int, ranks: int) -> Tensor:
-    """int64: which of ``ranks`` has an expert of [0, experts), in consecutive runs; ``ranks`` for other numbers."""
+    """int64: which of ``ranks`` has an expert of [0, experts), in consecutive runs; ``ranks`` for other experts."""
     there = (expert >= 0) & (expert < experts)
     return torch.where(there, expert.long() // (experts // ranks), ranks)
 
 
 def even_copies(tokens: int, top: int, experts: int, ranks: int, every: int = 0) -> int:
-    """How many copies tokens make for ``ranks`` that have ``experts``, on average, if each token has chosen ``top`` of
-    ``every`` expert (0: of these) evenly, and of these at least one."""
+    """The average number of copies that tokens send to ``ranks`` with ``experts``, if each token chooses ``top`` of
+    ``every`` experts (0: of these) evenly, and at least one of these."""
     every = every or experts
     top = min(top, every)
 
@@ -79,7 +79,7 @@ def row_splits(counts: Tensor, came: Tensor) -> Tensor:
     "(Tensor x, Tensor sent, Tensor splits) -> Tensor", lambda x, sent, *_: x.new_empty(sent.shape[0], *x.shape[1:])
 )
 def take_copies(x: Tensor, sent: Tensor, splits: Tensor) -> Tensor:
-    """x [T, ...] -> [m, ...], the rows that ``sent`` [m] names."""
+    """x [T, ...] -> [m, ...], the rows with the indices ``sent`` [m]."""
     return x.index_select(0, sent)
 
 
@@ -88,8 +88,8 @@ def take_copies(x: Tensor, sent: Tensor, splits: Tensor) -> Tensor:
     lambda rows, sent, splits, tokens: rows.new_empty(tokens, *rows.shape[1:]),
 )
 def add_copies(rows: Tensor, sent: Tensor, splits: Tensor, tokens: int) -> Tensor:
-    """rows [m, ...] -> [tokens, ...]: the sum of what ``sent`` [m] says is of a token. Rank by rank (``splits``, as of
-    `row_splits`), each of which has a token once: sums are in fixed order on every device."""
+    """rows [m, ...] -> [tokens, ...]: the sum of the rows of each token, by ``sent`` [m]. Rank by rank (``splits``, as
+    of `row_splits`), each of which has a token once: sums are in fixed order on every device."""
     out = rows.new_zeros(tokens, *rows.shape[1:])
     start = 0
     for count in splits[0].tolist():
@@ -121,7 +121,7 @@ add_copies.register_autograd(_add_backward, setup_context=_add_setup)
 
 
 class _ExchangeRows(torch.autograd.Function):
-    """`all_to_all_rows`, whose gradient goes the way back."""
+    """`all_to_all_rows`, whose gradient is sent back the same way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, splits: Tensor, back: bool, axis: str, size: int) -> Tensor:
@@ -137,15 +137,15 @@ class _ExchangeRows(torch.autograd.Function):
 
 
 def exchange_rows(x: Tensor, splits: Tensor, back: bool, axis: str, size: int) -> Tensor:
-    """Rows for each rank of an axis, one rank's after the other's -> those that are for this one. ``splits``: see
-    `row_splits`; ``back``: rows that came go back to where they are from. Differentiable."""
+    """Rows for each rank of an axis, concatenated in the order of ranks -> those that are for this one. ``splits``: see
+    `row_splits`; ``back``: send received rows back to where they came from. Differentiable."""
     out: Tensor = _ExchangeRows.apply(x, splits, back, axis, size)
     return out
 
 
 @dataclass(frozen=True)
 class _NodeLevel:
-    """Ranks among which copies go: ``size`` ones along ``axis``, to which [first, first + ``experts``) are dealt."""
+    """Ranks that exchange copies: ``size`` ones along ``axis``, among which [first, first + ``experts``) are dealt."""
 
     axis: str
     size: int
@@ -155,7 +155,7 @@ class _NodeLevel:
 
 @dataclass
 class _Copies:
-    """Tokens of a level on their way to the next, or to the experts; ``expert`` [T, K]: numbers among ``every``."""
+    """Tokens of a level that are sent to the next level, or to the experts; ``expert`` [T, K]: among ``every``."""
 
     level: _NodeLevel
     expert: Tensor
@@ -168,19 +168,19 @@ class _Copies:
         self.splits = ours.row_splits(counts, came)
 
     def there(self, x: Tensor) -> Tensor:
-        """x [T, ...] of this level's tokens -> of the copies that came."""
+        """x [T, ...] of this level's tokens -> the received copies."""
         rows = ours.take_copies(x, self.sent, self.splits)
         return exchange_rows(rows, self.splits, False, self.level.axis, self.level.size)
 
     def back(self, sums: Tensor) -> Tensor:
-        """What was made of the copies that came -> its sums [T, ...] for this level's tokens."""
+        """Results for the received copies -> their sums [T, ...] for this level's tokens."""
         rows = exchange_rows(sums, self.splits, True, self.level.axis, self.level.size)
         out: Tensor = ours.add_copies(rows, self.sent, self.splits, self.expert.shape[0])
         return out
 
 
 def _levels(experts: int, axis: str, size: int, per_node: int, device: torch.device) -> list[_NodeLevel]:
-    """The axis as it is, or, of ranks on several nodes, first among nodes and then within each."""
+    """The axis itself, or, for ranks on several nodes, first among nodes and then within each."""
     nodes = size // per_node
     if 1 in (nodes, per_node):
         return [_NodeLevel(axis, size, None, experts)]
@@ -193,7 +193,7 @@ def _levels(experts: int, axis: str, size: int, per_node: int, device: torch.dev
 
 
 def _ways(expert: Tensor, experts: int, axis: str, size: int, per_node: int) -> tuple[list[_Copies], Tensor]:
-    """The levels that copies go through, and the numbers of experts of those that came last."""
+    """The levels that copies go through, and the experts of those received last."""
     found, numbers = [], expert.int()
     for level in _levels(experts, axis, size, per_node, expert.device):
         found.append(_Copies(level, numbers, experts))
@@ -205,8 +205,8 @@ def dispatch(
     x: Tensor, expert: Tensor, experts: int, axis: str, size: int, per_node: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`autopar::moe_dispatch` of a rank that has ``experts`` / size consecutive ones: x [T, H] and expert [T, K] of its
-    own tokens -> the rows of its own experts, of the tokens of all ranks. ``per_node``: ranks that follow each other
-    and are one node; one, or all of them: no levels."""
+    own tokens -> the rows of its own experts, of the tokens of all ranks. ``per_node``: how many consecutive ranks
+    are one node; one, or all of them: no levels."""
     own = experts // size
     ways, numbers = _ways(expert, experts, axis, size, per_node)
     for way in ways:

@@ -1,13 +1,13 @@
-"""All keys and values gathered, a few heads at a time; the context parallelism of Llama 3, arXiv:2407.21783.
+"""All-gather attention: keys and values are gathered, a few heads at a time; as in Llama 3, arXiv:2407.21783.
 
     gather heads 0
     gather heads 1          meanwhile attend with heads 0: the queries that use them, to all columns
     gather heads 2          meanwhile attend with heads 1
     ...
 
-What is gathered at a time is about as much as one rank holds of all heads. Backward: gather again; dk and dv of all
-columns are summed over the ranks and scattered while the next heads are computed. Any mask and any layout costs the
-same bytes.
+Each step gathers about as much as one rank holds of all heads. Backward: keys and values are gathered a second time; dk
+and dv of all columns are reduce-scattered while the next heads are computed. Every mask and every token layout sends
+the same number of bytes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class AllGather(AttentionAlgorithm):
 
 @dataclass(frozen=True)
 class _Share:
-    """Some heads of the keys, the heads of the queries that use them, and the block attention of these."""
+    """Some key heads, the query heads that use them, and block attention over these."""
 
     heads: slice
     of_q: slice
@@ -104,13 +104,13 @@ def _shares(attend: Attend, device: torch.device) -> Iterator[_Share]:
 
 
 def _heads(bias: Tensor | None, heads: slice) -> Tensor | None:
-    """The part of a bias (or of its gradient) for some heads; all of one that is the same for all."""
+    """The slice of a bias (or of its gradient) for some heads; the bias itself if all heads share it."""
     return bias if bias is None or bias.shape[1] == 1 else bias[:, heads]
 
 
 def _gathered(k: Tensor, v: Tensor, attend: Attend, comm: Comm) -> Iterator[tuple[_Share, Tensor]]:
-    """Share by share, k and v of all columns in order: [keys, B, H, D + Dv]. The next share is on its way when one is
-    given."""
+    """Per share of the heads, k and v of all columns in order: [keys, B, H, D + Dv]. While the caller uses one share,
+    the next is being gathered."""
 
     def start(share: _Share) -> Pending:
         return comm.all_gather("k, v", tokens_first(k[:, share.heads], v[:, share.heads]).contiguous())
@@ -125,7 +125,7 @@ def _gathered(k: Tensor, v: Tensor, attend: Attend, comm: Comm) -> Iterator[tupl
 
 
 def _dealt(problem: Problem) -> Spans:
-    """All columns, in the order in which the ranks hold them."""
+    """All columns, in the order in which the ranks hold them after the gather."""
     return tuple(span for rank in range(problem.size) for span in problem.columns(rank))
 
 

@@ -1,8 +1,8 @@
-"""Packets of tokens that go round the ranks: what rings of keys and rings of queries share.
+"""Packets of tokens that circulate through the ranks: what rings of keys and rings of queries share.
 
-A *circulation* sends what each rank owns (its columns or its rows, or the same part of every span of them) round in one
-direction. Each span goes only as far as the last rank on its way that needs it; masks by position say who does. That
-one rule is all there is. Four ranks, causal, columns, "." where a span is no more:
+In a *circulation* each rank sends what it owns (its columns or its rows, or the same slice of each of their spans)
+around the ring in one direction. A span travels only as far as the last rank that needs it, which follows from masks by
+position. Four ranks, causal, columns; "." marks a span that is no longer sent:
 
     contiguous, up                       zigzag chunks (i, 7 - i), down
     rank   0   1   2   3                 rank    0     1     2     3
@@ -11,8 +11,8 @@ one rule is all there is. Four ranks, causal, columns, "." where a span is no mo
     hop 2  .   .   0   1                 hop 2  2,5   3,4   0,.   1,.
     hop 3  .   .   .   0                 hop 3  3,4   0,.   1,.   2,.     24 chunks would be a full ring, 18 travel
 
-All ranks compute the same journeys, so both ends of an exchange know what it holds, and what holds nothing is not sent.
-Tokens are dim 0 of everything that travels, and spans that leave early stand last: what goes on is a view of what came.
+All ranks compute the same journeys, so both ends of an exchange know its contents, and an empty exchange is skipped.
+Tokens are dim 0 of everything that travels. Spans that leave early stand last, so what is sent on is a view.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from autopar.ops.kernels import wide
 
 @dataclass(frozen=True)
 class Circulation:
-    """``what`` ("rows" or "columns") of each rank goes round, ``direction`` 1 (up: to rank + 1) or -1 (down).
+    """``what`` ("rows" or "columns") of each rank circulates, ``direction`` 1 (up: to rank + 1) or -1 (down).
 
-    part, parts: of each span, only this one of so many (nearly) equal parts.
+    part, parts: which slice of each span circulates, and into how many (nearly) equal slices a span is divided.
     """
 
     what: str
@@ -43,14 +43,14 @@ class Circulation:
     parts: int = 1
 
     def cut(self, span: Span) -> Span:
-        """The part of a span that travels."""
+        """The slice of a span that circulates."""
         size = len(span)
         return Span(span.start + size * self.part // self.parts, span.start + size * (self.part + 1) // self.parts)
 
 
 @dataclass(frozen=True)
 class Trip:
-    """A span and, in order, the hops (1 .. ranks - 1) after which it is where it is used."""
+    """A span, and the hops (1 .. ranks - 1), in order, after which a rank uses it."""
 
     span: Span
     users: tuple[int, ...]
@@ -58,24 +58,24 @@ class Trip:
 
 @dataclass(frozen=True)
 class Journey:
-    """The trips of what one rank owns; those that end first stand last. Spans that nobody else needs have none."""
+    """The trips of what one rank owns; those that end first stand last. Spans that no other rank needs have no trip."""
 
     trips: tuple[Trip, ...]
 
     def travelling(self, hop: int) -> Spans:
-        """What makes this hop."""
+        """Spans that are sent on this hop."""
         return tuple(t.span for t in self.trips if hop <= t.users[-1])
 
     def summed(self, hop: int) -> Spans:
-        """Whose gradients make this hop: used before, and to be used again."""
+        """Spans whose gradients are sent on this hop: used before it, and used once more after it."""
         return tuple(t.span for t in self.trips if t.users[0] < hop <= t.users[-1])
 
     def used(self, hop: int) -> Spans:
-        """What is used after this hop."""
+        """Spans that are used after this hop."""
         return tuple(t.span for t in self.trips if hop in t.users)
 
     def ended(self, hop: int) -> Spans:
-        """What is used after this hop for the last time."""
+        """Spans that are used for the last time after this hop."""
         return tuple(t.span for t in self.trips if hop == t.users[-1])
 
 
@@ -107,12 +107,12 @@ def journeys(problem: Problem, circulation: Circulation) -> tuple[Journey, ...]:
 
 
 def volume(problem: Problem, circulation: Circulation) -> int:
-    """Tokens times hops, over all ranks."""
+    """Tokens times hops, summed over all ranks."""
     return sum(len(t.span) * t.users[-1] for j in journeys(problem, circulation) for t in j.trips)
 
 
 def shorter(problem: Problem, what: str) -> Circulation:
-    """The direction in which less travels; up if both are the same."""
+    """The direction that sends less; up if both send the same."""
     return min((Circulation(what, 1), Circulation(what, -1)), key=lambda c: volume(problem, c))
 
 
@@ -120,7 +120,7 @@ def shorter(problem: Problem, what: str) -> Circulation:
 
 
 def runs(home: Spans, spans: Spans) -> list[tuple[int, int]]:
-    """Where spans stand in a tensor that holds those of ``home``: (first, length), neighbours joined."""
+    """Positions of spans in a tensor that holds those of ``home``: (first, length), neighbours joined."""
     found: list[tuple[int, int]] = []
     for span in spans:
         first = 0
@@ -139,7 +139,7 @@ def runs(home: Spans, spans: Spans) -> list[tuple[int, int]]:
 
 
 def pick(x: Tensor, home: Spans, spans: Spans) -> Tensor:
-    """Of x [tokens at ``home``, ...] the tokens at ``spans``; a view if they are neighbours."""
+    """The tokens at ``spans`` of x [tokens at ``home``, ...]; a view if they are adjacent."""
     pieces = [x.narrow(0, first, length) for first, length in runs(home, spans)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else x[:0]
 
@@ -155,25 +155,25 @@ def heads_first(x: Tensor) -> Tensor:
 
 
 def apart(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Views of the two tensors [B, H, n, *] that lie side by side in x; the first is ``width`` wide."""
+    """Views of the two tensors [B, H, n, *] that are concatenated in x; the first is ``width`` wide."""
     x = heads_first(x)
     return x[..., :width], x[..., width:]
 
 
 @dataclass
 class Packet:
-    """Some tokens of one rank: contiguous tensors [tokens, ...] that hold ``spans`` one after the other."""
+    """Some tokens of one rank: contiguous tensors [tokens, ...] that hold ``spans`` in order."""
 
     spans: Spans
     tensors: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, home: Spans, spans: Spans, *tensors: Tensor) -> Packet:
-        """What tensors [tokens at ``home``, ...] hold at ``spans``."""
+        """The tokens at ``spans`` of tensors [tokens at ``home``, ...]."""
         return cls(spans, tuple(pick(x, home, spans).contiguous() for x in tensors))
 
     def take(self, spans: Spans) -> Packet:
-        """Some of its spans; a view if they stand together, as the leading ones do."""
+        """Some of its spans; a view if they are adjacent, as the leading ones are."""
         return self if spans == self.spans else Packet(spans, tuple(pick(x, self.spans, spans) for x in self.tensors))
 
     def zeros(self, dtype: torch.dtype) -> Packet:
@@ -190,7 +190,7 @@ class Packet:
 
 
 def zero_bias(attend: Attend) -> Tensor | None:
-    """Zeros for the gradient of the bias, if it has one."""
+    """Zeros for the gradient of the bias, if the bias has a gradient."""
     bias = attend.facts.bias
     if bias is None or not attend.problem.bias_gradient:
         return None
@@ -199,20 +199,20 @@ def zero_bias(attend: Attend) -> Tensor | None:
 
 @dataclass
 class Coming:
-    """A packet on its way here, and the one that left with it (kept until it has gone)."""
+    """A packet that is being received, and the packet sent at the same time, kept alive until it has left."""
 
     spans: Spans
     sent: Packet
     pending: Pending | None
 
     def wait(self) -> Packet:
-        """The packet that came."""
+        """The received packet."""
         received = self.pending.wait() if self.pending else []
         return Packet(self.spans, tuple(received) or tuple(x[:0] for x in self.sent.tensors))
 
 
 class Wheel:
-    """One rank's end of a circulation. What is here after hop h belongs to rank - direction * h."""
+    """One rank's end of a circulation. After hop h this rank has what rank - direction * h owns."""
 
     def __init__(self, circulation: Circulation, problem: Problem, comm: Comm) -> None:
         assert comm.size == problem.size, f"attention: {comm.size} ranks for a problem of {problem.size}"
@@ -228,17 +228,17 @@ class Wheel:
         return (self.comm.rank + self.direction * distance) % self.comm.size
 
     def at(self, hop: int) -> Journey:
-        """The journey of what is here after a hop."""
+        """The journey of what this rank has after a hop."""
         return self.journeys[self._rank(-hop)]
 
     def onward(self, what: str, packet: Packet, hop: int, choice: Choice) -> Coming:
-        """Start hop ``hop`` of what is chosen: out of a packet of the owner whose tokens were here before it."""
+        """Start hop ``hop``: send the chosen spans of a packet that this rank had before the hop."""
         sent, spans = packet.take(choice(self.at(hop - 1), hop)), choice(self.at(hop), hop)
         return self._exchange("up" if self.direction > 0 else "down", what, self._rank(1), sent, self._rank(-1), spans)
 
     def homeward(self, what: str, packet: Packet, hop: int, choice: Choice) -> Coming:
-        """Start to send what is chosen of a packet, here after ``hop``, to its owner, and to receive our own that is
-        as far away."""
+        """Start sending the chosen spans of a packet, which this rank has after ``hop``, to their owner, and receiving
+        this rank's own spans from as far away."""
         sent, spans = packet.take(choice(self.at(hop), hop)), choice(self.own, hop)
         return self._exchange("home", what, self._rank(-hop), sent, self._rank(hop), spans)
 

@@ -1,11 +1,12 @@
-"""Ring attention: queries stay, keys and values go round; Liu et al., arXiv:2310.01889.
+"""Ring attention: queries stay, keys and values circulate; Liu et al., arXiv:2310.01889.
 
-    step 0    start to send k, v to the neighbour        attend to the own columns
-    step t    start to send on what came                 attend to the columns of rank - t, merge by log-sum-exp
+    step 0    start to send k, v to the neighbour           attend to the rank's own columns
+    step t    start to send on what was received            attend to the columns of rank - t, merge by log-sum-exp
 
-Backward: k and v go round again, dq grows at home. dk and dv of a span start where it is first used, follow it one step
-behind (each rank adds its own, while the next part is computed) and go straight home from its last user. A rank's own
-part never travels, so a full ring makes one hop less than one whose gradients start at home.
+Backward: k and v circulate a second time, dq is accumulated locally. dk and dv of a span start where it is first used
+and follow it one step behind: each rank adds its share while the next block is computed. The last user sends them
+straight to the owner. A rank's own gradients of its own columns never travel, so a full ring makes one hop less than
+one whose gradients start at the owner.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ class Ring(AttentionAlgorithm):
     """Keys and values circulate up."""
 
     name = "ring"
-    title = "keys and values go round the ranks"
+    title = "keys and values circulate through the ranks"
     layouts: tuple[str, ...] = ("contiguous",)
 
     def circulations(self, problem: Problem) -> tuple[Circulation, ...]:
-        """Of columns; together they carry each column once."""
+        """Circulations of columns; together they carry each column once."""
         return (Circulation("columns", 1),)
 
     def _start(self, k: Tensor, v: Tensor, problem: Problem, comm: Comm) -> tuple[list[Wheel], list[Packet]]:
-        """The circulations and what this rank gives into them."""
+        """The circulations, and the packet that this rank sends into each."""
         home, fused = problem.columns(comm.rank), tokens_first(k, v)
         wheels = [Wheel(c, problem, comm) for c in self.circulations(problem)]
         return wheels, [Packet.of(home, wheel.own.travelling(1), fused) for wheel in wheels]
@@ -77,7 +78,7 @@ class Ring(AttentionAlgorithm):
         into = Gradients(q.new_zeros(q.shape, dtype=wide(q.dtype)), to_k, to_v, zero_bias(attend))
 
         def gradients(packet: Packet) -> Packet:
-            """Of the columns of a packet; those of our rows are added up at home."""
+            """Gradients of a packet's columns; those of this rank's rows are accumulated locally."""
             found = packet.zeros(wide(k.dtype))
             their_k, their_v = apart(packet.tensors[0], width)
             to_k, to_v = apart(found.tensors[0], width)
@@ -103,15 +104,15 @@ class Ring(AttentionAlgorithm):
 
 
 class BiRing(Ring):
-    """A ring in both directions: the first half of each span of keys goes up, the second half down, side by side.
+    """A ring in both directions: the first half of each span of keys goes up while the second half goes down.
 
         k0 v0    rank 0 --> rank 1 --> rank 2 -->          k1 v1    rank 0 <-- rank 1 <-- rank 2 <--
 
-    Each link carries half as much each way, so links that carry both ways take half the time.
+    Each direction of a link carries half as much, so full-duplex links take half the time.
     """
 
     name = "bi_ring"
-    title = "half of the keys and values goes round each way"
+    title = "half of the keys and values circulates in each direction"
     layouts = ("zigzag", "contiguous")
 
     def circulations(self, problem: Problem) -> tuple[Circulation, ...]:
@@ -119,18 +120,18 @@ class BiRing(Ring):
 
 
 class ZigzagRing(Ring):
-    """For causal sequences dealt in zigzag: chunks i and 2N - 1 - i to rank i, so that all steps cost the same.
+    """For causal sequences with zigzag load balancing: rank i has chunks i and 2N - 1 - i, so all steps cost the same.
 
         step 0    both own chunks against both                    (two triangles and a square)
         step t    keys of a lower rank: all queries, first half of the keys
                   keys of a higher rank: second half of the queries, all keys
 
-    It turns *down*. The second half of a rank's keys is used by lower ranks only, which are then visited first, and it
-    goes no further: three quarters of a full ring's bytes, for any number of ranks.
+    It circulates *down*. Only lower ranks use the second half of a rank's keys; they come first, and it travels no
+    further: three quarters of a full ring's bytes, for any number of ranks.
     """
 
     name = "zigzag_ring"
-    title = "keys and values go round, the late ones only as far as they are used"
+    title = "keys and values circulate, the late ones only as far as they are used"
     layouts = ("zigzag",)
 
     def circulations(self, problem: Problem) -> tuple[Circulation, ...]:
@@ -140,8 +141,8 @@ class ZigzagRing(Ring):
 class Ulysses(Ring):
     """All ranks exchange heads for sequence; Jacobs et al., arXiv:2309.14509.
 
-    The all-to-alls stand in the graph around the attention (`AttentionAlgorithm.head_ranks`). Between them one rank is
-    left: it holds all of the sequence, and nothing goes round.
+    The all-to-alls stand in the graph around the attention (`AttentionAlgorithm.head_ranks`). Between them one rank
+    remains: it has the whole sequence of its heads, and nothing circulates.
     """
 
     name = "ulysses"
@@ -166,12 +167,12 @@ class Ulysses(Ring):
 
 
 class Hybrid(Ring):
-    """Groups of neighbouring ranks exchange heads for sequence, and a ring goes round the groups; Fang and Zhao,
+    """Groups of neighbouring ranks exchange heads for sequence, and a ring connects the groups; Fang and Zhao,
     arXiv:2405.07719.
 
         8 ranks, 4 heads:   (0 1 2 3) (4 5 6 7)    inside ( ) heads for sequence; a ring of two from group to group
 
-    The ring turns in the direction in which less travels: down for a causal sequence dealt in zigzag.
+    The ring takes the direction that sends less: down for a causal sequence with zigzag load balancing.
     """
 
     name = "hybrid"
@@ -183,12 +184,12 @@ class Hybrid(Ring):
         if _group_sizes(problem):
             return ""
         return (
-            f'context_parallel: attention "{self.name}": needs a size of groups that divides {problem.size} ranks and '
-            f'{problem.heads} query heads, and finds none but 1 and {problem.size}; choose "ring"'
+            f'context_parallel: attention "{self.name}": needs a group size between 1 and {problem.size} that divides '
+            f'{problem.size} ranks and {problem.heads} query heads, found none; choose "ring"'
         )
 
     def head_ranks(self, problem: Problem) -> int:
-        """The largest group that needs no key heads twice, else the largest."""
+        """The largest group that needs no repeated key heads, else the largest."""
         return max(_group_sizes(problem), key=lambda size: (problem.kv_heads % size == 0, size))
 
     def circulations(self, problem: Problem) -> tuple[Circulation, ...]:

@@ -1,13 +1,13 @@
-"""TokenRing: keys and values stay, queries go round, and each result goes straight to the owner of its queries;
+"""TokenRing: keys and values stay, queries circulate, and each result goes straight to the owner of its queries;
 Wang et al., arXiv:2412.20501.
 
-    step 0    start to send q to the neighbour       the own rows attend to the own columns
-    step t    start to send on the q that came,      its rows attend to the own columns
-              and home what step t - 1 found
+    step 0    start to send q to the neighbour           the own rows attend to the own columns
+    step t    start to send on the received q,           its rows attend to the own columns
+              and to return the results of step t - 1
 
-Backward: q, the gradient of the output, the final log-sum-exp and delta = rowsum(gradient * output) go round. dk and dv
-grow where k and v are; each part of dq goes straight home. Queries and results use both directions of the links. The
-queries turn in the direction in which less travels.
+Backward: q, the gradient of the output, the final log-sum-exp and delta = rowsum(gradient * output) circulate. dk and
+dv are accumulated locally; each share of dq goes straight to its owner. Queries and results use both directions of the
+links. The queries take the direction that sends less.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TokenRing(AttentionAlgorithm):
     """Queries circulate, results return."""
 
     name = "token_ring"
-    title = "queries go round, results return straight to their owners"
+    title = "queries circulate, results return straight to their owners"
     layouts = ("zigzag", "contiguous")
 
     def refusal(self, problem: Problem) -> str:
@@ -47,8 +47,8 @@ class TokenRing(AttentionAlgorithm):
         if problem.bias != "rows":
             return ""
         return (
-            f'context_parallel: attention "{self.name}": a bias that differs between queries is needed where the '
-            'queries go, and each rank holds that of its own; choose "ring", "zigzag_ring" or "all_gather"'
+            f'context_parallel: attention "{self.name}": needs a bias that is the same for all queries, since each '
+            'rank holds the bias of its own queries only; choose "ring", "zigzag_ring" or "all_gather"'
         )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend, comm: Comm) -> tuple[Tensor, Tensor]:
@@ -60,7 +60,7 @@ class TokenRing(AttentionAlgorithm):
         into = Partials.empty(q, width)
 
         def result(packet: Packet) -> Packet:
-            """Of the rows of a packet over our columns: out in the model's dtype and lse, wide."""
+            """Results of a packet's rows over this rank's columns: out in the model's dtype, lse in its wide one."""
             rows_q = heads_first(packet.tensors[0])
             found = Partials.empty(rows_q, width)
             if packet.spans:
@@ -100,7 +100,7 @@ class TokenRing(AttentionAlgorithm):
         )
 
         def gradients(packet: Packet) -> Packet:
-            """Of the rows of a packet; those of our columns are added up here."""
+            """Gradients of a packet's rows; those of this rank's columns are accumulated here."""
             rows_q, rows_grad = apart(packet.tensors[0], width)
             rows_lse, rows_delta = heads_first(packet.tensors[1]).unbind(-1)
             found = Packet(packet.spans, (packet.tensors[0][..., :width],)).zeros(dtype)
@@ -124,7 +124,7 @@ class TokenRing(AttentionAlgorithm):
 
 
 def _merge(into: Partials, rows: Spans, packet: Packet) -> None:
-    """Take in results for some of our rows."""
+    """Merge results for some of this rank's rows."""
     done, out, lse = 0, heads_first(packet.tensors[0]), heads_first(packet.tensors[1]).squeeze(-1)
     for first, length in runs(rows, packet.spans):
         into.merge(out.narrow(2, done, length), lse.narrow(2, done, length), first)

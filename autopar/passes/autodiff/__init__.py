@@ -1,4 +1,4 @@
-"""Autodiff: a local forward graph becomes a joint graph, and that becomes forward and backward.
+"""Autodiff: a local forward graph becomes a joint graph, which is partitioned into forward and backward.
 
 trace_joint             the joint graph, operator by operator, with `backward_builder` and `vjp`
 joint, differentiate    the joint graph, partitioned into forward (F) and backward (B, W)

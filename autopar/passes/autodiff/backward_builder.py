@@ -1,7 +1,7 @@
-"""reverse: how gradients go through a local graph, from the last operator to the first.
+"""Reverse mode: gradients flow through a local graph from the last operator to the first.
 
-The order is autograd's; gradients that meet in one value are added as they arrive. `Backward` runs twice over a graph:
-for the shapes of gradients, which say what each derivative is made of, and for nodes (`trace_joint`).
+The order is autograd's; gradients of one value are added as they arrive. `Backward` runs twice over a graph: once for
+the shapes of the gradients, which determine how each derivative decomposes, and once for the nodes (`trace_joint`).
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from autopar.passes.autodiff.vjp import derivative, marked
 aten = torch.ops.aten
 
 T = TypeVar("T")
-ResultKey = tuple[Node, int]  # which result of a call
+ResultKey = tuple[Node, int]  # a call, and the index of its result
 
 
 def is_entry(node: Node) -> bool:
-    """Whether a node takes a tensor out of what a call returns."""
+    """Whether a node takes a tensor out of the results of a call."""
     return is_call(node, operator.getitem) and isinstance(node.args[0], Node)
 
 
 def result_key(node: Node) -> ResultKey:
-    """What a node, or an entry of a tuple, is a result of."""
+    """The call and the index that a node, or an entry of a tuple, is the result of."""
     return (node.args[0], node.args[1]) if is_entry(node) else (node, 0)  # type: ignore[return-value]
 
 
 def parts_of_result(node: Node) -> tuple[Node, Node, Node]:
-    """(value, hole, token) of a result of a model's own autograd function."""
+    """(value, hole, token) of a result of the model's autograd function."""
     value, hole, token = node.args
     return value, hole, token  # type: ignore[return-value]
 
 
 def forward_calls(gm: GraphModule) -> list[Node]:
-    """The calls of a local graph that run before any gradient is known, in order."""
+    """The calls of a local graph that run before any gradient exists, in order."""
     inside = inside_of(gm.graph)
     return [n for n in gm.graph.nodes if n.op == "call_function" and n not in inside and not is_entry(n)]
 
 
 class ForwardValues:
-    """What every value of a local graph looks like, and whether a gradient flows into it."""
+    """The metadata of every value of a local graph, and whether a gradient flows into it."""
 
     def __init__(self, gm: GraphModule, differentiable: Sequence[bool]) -> None:
         self.graph, self.inputs = gm.graph, placeholders(gm)
@@ -75,7 +75,7 @@ class ForwardValues:
                     self.likes[node, i], self.needs[node, i] = like, needs
 
     def derivative(self, node: Node, tangents: Sequence[TensorMeta | None] | None = None) -> Recorded:
-        """Of a call, see `autopar.passes.autodiff.vjp`."""
+        """The derivative of a call, see `autopar.passes.autodiff.vjp`."""
         args, kwargs, operands = marked(node)
         keys = list(map(result_key, operands))
         return derivative(
@@ -84,20 +84,20 @@ class ForwardValues:
 
 
 class Maker(Protocol[T]):
-    """Makes the values of a backward."""
+    """Builds the values of a backward."""
 
     def value(self, key: ResultKey) -> T:
-        """Of the forward."""
+        """A value of the forward."""
 
     def call(self, target: Any, args: Any, kwargs: Any, operands: Sequence[T], origin: Node) -> Sequence[T | None]:
-        """The results of a call that nobody differentiates."""
+        """The results of a call that is not differentiated."""
 
     def gradients(self, node: Node, tangents: Sequence[T | None]) -> Sequence[T | None]:
-        """Of the operands of a call."""
+        """The gradients of the operands of a call."""
 
 
 class Backward(Generic[T]):
-    """Operators from the last to the first."""
+    """Runs the operators of a graph from the last to the first."""
 
     def __init__(self, forward: ForwardValues, make: Maker[T]) -> None:
         self.forward, self.make = forward, make
@@ -135,7 +135,7 @@ class Backward(Generic[T]):
                     self._arrive(x, gradient, node)
 
     def _own_backward(self, own: CustomBackward) -> None:
-        """A model's own: by a part of the graph."""
+        """The backward of the model's autograd function, which is a subgraph."""
         gradients = [self.arrived.pop((hole, 0), None) for hole in own.holes]
         if all(g is None for g in gradients):
             return
@@ -154,7 +154,7 @@ class Backward(Generic[T]):
         if not own.zeros and any(g is None for g in gradients):
             raise ValueError(
                 f"the autograd function {own.name} asks for None instead of gradients of zeros (set_materialize_grads) "
-                "and one of its results has no gradient here; let its backward take zeros"
+                "and one of its results has no gradient here; let its backward accept zeros"
             )
         return gradients
 

@@ -1,9 +1,9 @@
-"""clone_aliased_grads: every gradient that leaves a step is alone in its storage.
+"""clone_aliased_grads: every gradient that leaves a step has a storage of its own.
 
-Consumes    a step graph; ``meta["owned"]`` says which of its outputs are written to: gradients, which sums over
-            microbatches, clipping and optimizers change in place.
-Guarantees  each of these has contiguous storage that is no input, no part of something larger, and no other output's.
-Leaves      gradients that are so already (nearly all); outputs that nobody writes to.
+Consumes    a step graph; ``meta["owned"]`` lists the outputs that are written in place: gradients, which accumulation
+            over microbatches, clipping and optimizers change.
+Guarantees  each of these is contiguous, and shares its storage with no input, no larger tensor and no other output.
+Leaves      gradients for which this holds already (nearly all); outputs that are never written to.
 
     g = all_reduce(d, "dp"); return g, t(g)    -->    return g, clone(t(g))
 """
@@ -34,7 +34,7 @@ class CloneAliasedGrads(Pass):
 
 
 def clone_aliased_grads(gm: GraphModule) -> None:
-    """Clone the outputs in ``meta["owned"]`` that share their storage."""
+    """Clone the outputs in ``meta["owned"]`` whose storage is shared."""
     end, values, how = output_node(gm), outputs(gm), {"memory_format": torch.contiguous_format}
     for i in shared_outputs(gm, gm.meta.get("owned", ())):
         value = values[i]

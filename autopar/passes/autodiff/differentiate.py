@@ -1,11 +1,12 @@
 """differentiate: from a local graph to its step graphs, forward (F) and backward (B), without autograd at run time.
 
-Consumes    a local graph, or the graph of one part of a pipeline.
+Consumes    a local graph of the whole model or of a pipeline stage.
 Guarantees  F returns the outputs and what the backward needs; BW takes that, parameters and tangents, and returns the
-            gradients. F saves no views (it saves their base), no tuples, and nothing that derives from parameters
-            alone: the backward makes it again, and whatever else it is told to. The backward also comes in two, for
-            schedules of pipelines: B is what leads to the gradient of a received value or to two or more parameters'
-            gradients (else the first part's B would be empty), W the rest. What both would make again B makes.
+            gradients. F saves no views (it saves their base), no tuples, and nothing that depends on parameters alone:
+            the backward recomputes these, and whatever the activation checkpointing policy adds. For schedules that
+            split the backward there are also B and W: B computes what leads to the gradient of a received value, or to
+            the gradients of two or more parameters (else B of the first stage would be empty); W computes the rest.
+            What both need recomputed, B recomputes.
 Leaves      the operators: they are torch's.
 
     F:  y = mm(x, t(gather(w)))         -->    saves x
@@ -36,7 +37,7 @@ aten = torch.ops.aten
 
 
 class Differentiated:
-    """One part of a model with its derivative, as one graph (``joint``), of which stages are made."""
+    """The model or a stage of it with its derivative, as one graph (``joint``), from which step graphs are made."""
 
     def __init__(
         self,
@@ -47,8 +48,8 @@ class Differentiated:
         early: bool = False,
     ) -> None:
         """results: name of each output, in order -> its kind: "loss", "sent", "mutation" or "output". fixed: names of
-        the placeholders that are parameters, buffers or constants. Gradients are made for every placeholder that has
-        one; they start from losses and from what is sent. sums, early: see `Joint`."""
+        the placeholders that are parameters, buffers or constants. Every placeholder that can have a gradient gets
+        one; gradients start from losses and from what is sent. sums, early: see `Joint`."""
         self.results, self.fixed = results, set(fixed)
         self.names, values = list(results), outputs(gm)
         self.live = [i for i, v in enumerate(values) if isinstance(v, Node) and has_gradient(v)]
@@ -58,7 +59,7 @@ class Differentiated:
         self.joint = _joint(gm, self.active, self.fixed, sums or {}, early)
 
     def stage(self, split: bool = False, checkpoints: PartCheckpoints = NOTHING) -> Stage:
-        """split: make B and W as well. checkpoints: of values of the joint graph."""
+        """split: build B and W as well. checkpoints: which values of the joint graph are recomputed or offloaded."""
         joint, names = self.joint, self.names
         joint.keep(checkpoints)
         graph = joint.forward(keep=())
@@ -81,14 +82,14 @@ class Differentiated:
 
     @cached_property
     def first(self) -> set[Node]:
-        """What B runs of the backward; W runs the rest."""
+        """The nodes of the backward that B runs; W runs the rest."""
         to_inputs = [g for name, g in self.joint.gradients.items() if name not in self.fixed]
         to_weights = [g for name, g in self.joint.gradients.items() if name in self.fixed]
         return _needed_first(self.joint, to_inputs, to_weights)
 
 
 def _roots(joint: Joint, starts: Sequence[str], grads: Mapping[str, Node | None]) -> dict[str, list[str]]:
-    """Gradient -> those of ``starts`` that it comes from, where these are not all."""
+    """Gradient -> those of ``starts`` that it depends on, where these are not all."""
     every = (1 << len(starts)) - 1
     reached = {tangent: 1 << i for i, tangent in enumerate(joint.tangents)}
     for node in joint.dependent:
@@ -125,7 +126,7 @@ def _split_backward(
 
 
 def _made_by_both(joint: Joint, early: Iterable[Node], late: Iterable[Node]) -> list[Node]:
-    """What B makes again and W takes too, or would make again."""
+    """What B recomputes and W needs too, or would recompute."""
     taken = [joint.sources(x for node in run for x in node.all_input_nodes) for run in (early, late)]
     made = set(joint.closure(taken[0], joint.remade)[1])
     found: dict[Node, None] = {}
@@ -142,8 +143,8 @@ def _made_by_both(joint: Joint, early: Iterable[Node], late: Iterable[Node]) -> 
 
 
 def _needed_first(joint: Joint, inputs: Iterable[Node | None], weights: Iterable[Node | None]) -> set[Node]:
-    """Nodes that lead to the gradient of an input, or to those of two or more parameters; entries of a tuple go with
-    it."""
+    """Nodes that lead to the gradient of an input, or to those of two or more parameters, together with the entries of
+    their tuples."""
     needed = ancestors([g for g in inputs if g is not None]) & set(joint.dependent)
     reach = {g: 1 << i for i, g in enumerate(g for g in weights if g is not None)}
     for node in reversed(list(joint.dependent)):
@@ -160,7 +161,7 @@ def _needed_first(joint: Joint, inputs: Iterable[Node | None], weights: Iterable
 
 
 def lowered(gm: GraphModule) -> GraphModule:
-    """A graph that nobody differentiates, in the operators of step graphs."""
+    """A graph without a backward, in the operators of step graphs."""
     specs = placeholders(gm)
     own_outputs(gm, [])
     return Joint(gm, [False for _ in specs], (), {}).forward()
@@ -169,16 +170,16 @@ def lowered(gm: GraphModule) -> GraphModule:
 def _joint(
     gm: GraphModule, active: list[int], fixed: Iterable[str], sums: Mapping[str, torch.dtype], early: bool
 ) -> Joint:
-    """Gradients are wanted of every placeholder that has one and that an active output depends on."""
+    """The joint graph with a gradient for every placeholder that can have one and that an active output depends on."""
     values = outputs(gm)
     reached = ancestors([values[i] for i in active])
     return Joint(gm, [has_gradient(n) and n in reached for n in placeholders(gm)], fixed, sums, early)
 
 
 def own_outputs(gm: GraphModule, active: list[int]) -> None:
-    """Every output but the active ones is detached, or it would have a tangent; every output has storage of its own, or
-    it would be returned in a way that depends on what it is a view of. What is active and no
-    loss is contiguous: tangents have the strides of their outputs."""
+    """Detach every output that is not active, so that it gets no tangent, and give every output a storage of its own,
+    since an output that is a view would be returned differently. Active outputs that are no losses are made contiguous:
+    tangents have the strides of their outputs."""
     out = output_node(gm)
     values: list[Any] = []
     given = outputs(gm)

@@ -1,17 +1,17 @@
-"""early_gradients: the gradients of losses in chunks are made by F, while the logits of a chunk are there.
+"""fused_loss_backward: F computes the gradients of a chunked loss while the logits of a chunk exist.
 
-Consumes    a joint graph, of which chunks are noted (`autopar.passes.stage.chunk_losses`).
-Guarantees  what a chunk's backward makes of one loss t alone, and is linear in it, F makes for t = 1, chunk by chunk,
-            and adds up; the backward multiplies by t. Nothing of a chunk is made again.
-Leaves      chunks whose gradient several losses, or a vector of them, or the value of the loss itself decide; gradients
-            in float16, which hold no loss without its scale; operators that are not linear in the gradient.
+Consumes    a joint graph in which chunks are marked (`autopar.passes.stage.chunk_losses`).
+Guarantees  what the backward of a chunk computes from a single loss gradient t, and linearly in t, F computes for
+            t = 1, chunk by chunk, and sums up; the backward multiplies by t. Nothing of a chunk is recomputed.
+Leaves      chunks whose gradient depends on several losses, on a vector of losses, or on the value of the loss;
+            gradients in float16, which would underflow without the loss scale; operators not linear in the gradient.
 
     F: x1, l1, x2, l2         B: x2, dx2, x1, dx1, dh = cat(dx1, dx2), dw
         -->
     F: x2, l2, e2, x1, l1, e1, eh = cat(e1, e2), ew         B: dh = eh * t, dw = ew * t
 
-What is linear in a gradient makes addends of addends: the types of step graphs (`autopar.rules.local_type_rules`) say
-so.
+Linearity is read off the types of step graphs (`autopar.rules.local_type_rules`): an operator that maps partial values
+to partial values is linear.
 Source: Liger Kernel (Hsu et al. 2024, section 3.2), within one operator; here it is a rewrite of any such graph.
 """
 
@@ -32,11 +32,11 @@ from autopar.rules.local_types import ADDENDS, WHOLE
 
 aten = torch.ops.aten
 _JOINS = (aten.add.Tensor, aten.addmm.default, aten.cat.default)
-_AXIS = "gradient"  # of no mesh: what is linear carries addends over it
+_AXIS = "gradient"  # not an axis of the mesh: values that are linear in the gradient are partial on it
 
 
 def early_gradients(gm: GraphModule, tangents: Sequence[Node]) -> None:
-    """See the module's docstring. What F makes so is noted (``early``)."""
+    """See the module's docstring. The nodes that F computes this way are marked ``early``."""
     chunks = {n for n in gm.graph.nodes if "chunk" in n.meta and n not in tangents}
     found: list[Node] = []
     for t in tangents if chunks else ():
@@ -49,8 +49,8 @@ def early_gradients(gm: GraphModule, tangents: Sequence[Node]) -> None:
 
 
 class _Region:
-    """Between a loss and the gradients of what its chunks take. early: gradients of chunks, and their sums; lead: what
-    leads from the loss to them."""
+    """The nodes between a loss and the gradients of its chunks' inputs. early: gradients of chunks, and their sums;
+    lead: the nodes from the loss to them."""
 
     def __init__(self, gm: GraphModule, t: Node, tangents: Sequence[Node], chunks: set[Node]) -> None:
         self.graph, self.t, self.chunks = gm.graph, t, chunks
@@ -82,16 +82,16 @@ class _Region:
 
     @property
     def may_be_early(self) -> bool:
-        """Whether all that the chunks' backwards make of this loss can be made before anybody knows its gradient."""
+        """Whether the backward of all chunks of this loss can be computed before the loss gradient is known."""
         like = self.t.meta["val"]
         if like.dim() or not self.early or not all(n in self.early for n in self.starts):
             return False
         if any(n.meta["val"].dtype == torch.float16 for n in self.early):
             return False
-        return self.chunks.isdisjoint(ancestors(self.lead))  # else all of them would be there before the first gradient
+        return self.chunks.isdisjoint(ancestors(self.lead))  # else all chunks would be alive before the first gradient
 
     def rewrite(self) -> list[Node]:
-        """What F makes now."""
+        """The nodes that F now computes."""
         first = next(iter([*self.lead, *self.early]))
         like = self.t.meta["val"]
         with self.graph.inserting_before(first):
@@ -115,7 +115,7 @@ class _Region:
         return made
 
     def _scaled(self, node: Node, users: Sequence[Node]) -> None:
-        """By the loss's gradient, for who takes it."""
+        """Multiply by the gradient of the loss, for these users."""
         with self.graph.inserting_after(node):
             scaled = self.graph.call_function(aten.mul.Tensor, (node, self.t))
         inherit(scaled, node, (*TRACE, "call", "val"))
@@ -124,7 +124,7 @@ class _Region:
 
 
 def _behind(gm: GraphModule, tangents: Sequence[Node]) -> dict[Node, None]:
-    """What depends on them, in order, with them."""
+    """The tangents and all that depends on them, in order."""
     found = dict.fromkeys(tangents)
     for node in gm.graph.nodes:
         if node.op == "call_function" and any(x in found for x in node.all_input_nodes):
@@ -133,7 +133,7 @@ def _behind(gm: GraphModule, tangents: Sequence[Node]) -> dict[Node, None]:
 
 
 def _reorder(gm: GraphModule, tangents: Sequence[Node], chunks: set[Node], early: Sequence[Node]) -> None:
-    """The forward without chunks; each chunk right before its gradients; what takes losses; the backward."""
+    """The forward without chunks; each chunk right before its gradients; the users of losses; the backward."""
     late, wanted, dependent = _behind(gm, list(chunks)), dict.fromkeys(early), _behind(gm, tangents)
     order: dict[Node, None] = dict.fromkeys(placeholders(gm))
     nodes = [n for n in gm.graph.nodes if n.op == "call_function"]

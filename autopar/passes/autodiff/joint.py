@@ -1,10 +1,10 @@
-"""The joint graph of forward and backward, and how it is taken apart.
+"""The joint graph of forward and backward, and its partition into step graphs.
 
     joint(primals, tangents) -> outputs, gradients
 
-`Joint` traces it; `Joint.forward` is the part that makes the outputs and what is saved; `Joint.graph_of` any part of
-the rest, given what is known: inputs, saved values, tangents. Values that derive from parameters alone, and views, are
-never saved but made again, right before their first use, so that gathered ZeRO weights die in between.
+`Joint` traces it. `Joint.forward` is the graph of the outputs and of the saved values. `Joint.graph_of` is the graph of
+any other nodes, given the known values: inputs, saved values, tangents. Values that depend on parameters alone, and
+views, are never saved but recomputed right before their first use, so that gathered ZeRO weights are freed in between.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Joint:
     """A traced joint graph.
 
     primals: placeholder -> its name in the local graph. tangents: one per output with a gradient, in order. outs: the
-    outputs of the local graph. gradients: name of a wanted placeholder -> its gradient (None: it has none). wanted:
-    what the backward takes of the forward. remade: what of this, and of what that is made of, it makes again; always:
-    what of this is not up to a policy. early: gradients that F makes. hosted: of what F keeps, what waits in host
-    memory.
+    outputs of the local graph. gradients: name of a placeholder that wants one -> its gradient (None: it has none).
+    wanted: the values of the forward that the backward uses. remade: values, of these and their ancestors, that it
+    recomputes; always: those of them that no policy decides about. early: gradients that F computes. hosted: values
+    saved by F that are offloaded to host memory.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class Joint:
         sums: Mapping[str, torch.dtype],
         early: bool = False,
     ) -> None:
-        """``wanted``: per placeholder, whether its gradient is. ``fixed``: names of parameters, buffers, constants.
-        ``sums``: placeholder -> what its gradient is summed over ranks in. ``early``: whether F makes gradients of
-        losses in chunks, where it can."""
+        """``wanted``: per placeholder, whether it wants a gradient. ``fixed``: names of parameters, buffers, constants.
+        ``sums``: placeholder -> the dtype in which its gradient is reduced over ranks. ``early``: whether F computes
+        the gradients of chunked losses where it can."""
         names = [n.name for n in placeholders(gm)]
         self.gm = joint = joint_graph(gm, wanted)
         nodes, count = placeholders(joint), len(outputs(gm))
@@ -99,11 +99,11 @@ class Joint:
 
     @property
     def saved(self) -> list[Node]:
-        """What F keeps for the backward, in order."""
+        """The values that F saves for the backward, in order."""
         return sorted(self.closure(self.wanted, self.remade)[0], key=self.order.__getitem__)
 
     def _dependent(self, needed: set[Node]) -> dict[Node, None]:
-        """What depends on a tangent, in order."""
+        """The nodes that depend on a tangent, in order."""
         found: dict[Node, None] = dict.fromkeys(self.tangents)
         for node in self.order:
             if node in needed and any(x in found for x in node.all_input_nodes):
@@ -120,8 +120,8 @@ class Joint:
         return found
 
     def sources(self, nodes: Iterable[Node]) -> list[Node]:
-        """What must be kept, or made again, for values to be there: what is given and what is free is looked
-        through."""
+        """What must be saved or recomputed to compute ``nodes``; looks through given values and those that are free to
+        recompute."""
         found: dict[Node, None] = {}
         seen: set[Node] = set()
         queue = list(nodes)
@@ -137,14 +137,14 @@ class Joint:
         return list(found)
 
     def keep(self, checkpoints: PartCheckpoints) -> None:
-        """Say what the backward makes again, and what waits in host memory. Raises ValueError for names that the graph
-        does not have, and for values that cannot wait there."""
+        """Set what the backward recomputes and what is offloaded to host memory. Raises ValueError for names that the
+        graph does not have, and for values that cannot be offloaded."""
         self.remade = self._named(checkpoints.again) | self.always
         self.hosted = self._named(checkpoints.host) & set(self.saved)
         for node in self.hosted:
             if not self.may_wait_on_host(node):
                 raise ValueError(
-                    f"activation_checkpoint: a plan lets {node.name} wait in host memory, which is an output of the "
+                    f"activation_checkpoint: a plan offloads {node.name} to host memory, which is an output of the "
                     "model or not dense; leave its checkpoints out, or make a new plan"
                 )
 
@@ -159,8 +159,8 @@ class Joint:
         return named
 
     def may_wait_on_host(self, x: Node) -> bool:
-        """Whether its bytes are free for others once F has used it: nobody gets it from the model, and its storage has
-        nothing else in it."""
+        """Whether offloading frees its bytes once F has used it: it is not returned from the model, and it fills its
+        storage alone."""
         val = x.meta["val"]
         if not isinstance(val, torch.Tensor) or not val.numel() or x in self._leaving:
             return False
@@ -168,12 +168,12 @@ class Joint:
 
     @cached_property
     def _leaving(self) -> set[Node]:
-        """Outputs, and what they are views of."""
+        """The outputs, and what they are views of."""
         made = [n for n in self.outs if isinstance(n, Node)]
         return set(reach(made, lambda x: x.all_input_nodes if aliases(x.target) or part_of_view(x) else ()))
 
     def closure(self, wanted: Iterable[Node], remade: Collection[Node]) -> tuple[list[Node], list[Node]]:
-        """(kept, made again) so that ``wanted`` is there, if what is in ``remade`` is made again where it is needed."""
+        """(saved, recomputed) such that ``wanted`` can be computed if the values in ``remade`` are recomputed."""
         kept: dict[Node, None] = {}
         again: dict[Node, None] = {}
         queue = list(wanted)
@@ -181,7 +181,7 @@ class Joint:
             x = queue.pop()
             if x in kept or x in again:
                 continue
-            if x in remade or not isinstance(x.meta["val"], torch.Tensor):  # several results at once are not kept
+            if x in remade or not isinstance(x.meta["val"], torch.Tensor):  # tuples are not saved
                 again[x] = None
                 queue += self.sources(x.all_input_nodes)
             else:
@@ -189,19 +189,20 @@ class Joint:
         return list(kept), list(again)
 
     def is_free(self, x: Node) -> bool:
-        """Whether it is made again in any case: a view, a value of parameters alone, what only the backward makes."""
+        """Whether it is recomputed in any case: a view, a value of parameters alone, a value of the backward only."""
         cheap = is_cheap(x.target) or part_of_view(x) or not x.all_input_nodes
         return cheap or x in self.parameter_only or not self._made_by_forward(x)
 
     def _made_by_forward(self, x: Node) -> bool:
-        """F makes it, or makes the tuple it is an entry of: the entry is saved then, never the tuple."""
+        """Whether F computes it, or the tuple that it is an entry of: then the entry is saved, never the tuple."""
         return x in self.made or (is_call(x, operator.getitem) and x.args[0] in self.made)
 
     # --- graphs -------------------------------------------------------------------------------------------
 
     def forward(self, keep: Iterable[str] | None = None) -> GraphModule:
-        """Makes the outputs, then the saved values. Takes every primal, or those in ``keep`` and what it needs: their
-        names are in ``meta["takes"]``, since a graph calls no input as Python calls something (``input``)."""
+        """Returns the outputs, then the saved values. Takes every primal, or those in ``keep`` and those it uses:
+        ``meta["takes"]`` has their names, since a graph renames inputs that are named like a Python builtin
+        (``input``)."""
         results = [*self.outs, *self.saved]
         needed = ancestors([n for n in results if isinstance(n, Node)])
         graph, copies, hosts = Graph(), dict[Node, Node](), dict[Node, Node]()
@@ -225,11 +226,11 @@ class Joint:
     def graph_of(
         self, run: Iterable[Node], results: Sequence[tuple[str, Node | None]], known: Mapping[Node, str], title: str
     ) -> StepGraph:
-        """Runs ``run`` (in order) and what must be made again for it; returns ``results`` by name.
+        """Runs ``run`` (in order) and recomputes what that needs; returns ``results`` by name.
 
-        ``known``: nodes that are given, by their names in the environment; those that are needed become inputs. A node
-        that is made again is copied right before its first use. Every result but those named ``stash:...``, which
-        nobody writes to, is alone in its storage.
+        ``known``: given nodes, with their names in the environment; those that are used become inputs. Each recomputed
+        node is copied right before its first use. Every result has a storage of its own, except those named
+        ``stash:...``, which are never written to.
         """
         run = list(run)
         needed = self._given([*run, *(n for _, n in results if n is not None)], known)
@@ -253,12 +254,12 @@ class Joint:
         return StepGraph(gm, [known[n] for n in given], [name if n is not None else None for name, n in results])
 
     def _given(self, wanted: Iterable[Node], known: Mapping[Node, str]) -> set[Node]:
-        """Those of the known nodes that the wanted ones depend on without another known one between."""
+        """The known nodes that the wanted ones depend on with no other known node in between."""
         return {x for x in reach(wanted, lambda x: () if x in known else x.all_input_nodes) if x in known}
 
 
 def _copy_between(graph: Graph, target: Any, x: Node) -> Node:
-    """A copy to or from the host, of the origin of what is copied."""
+    """A copy to or from the host that keeps the origin of its operand."""
     node = graph.call_function(target, (x,))
     inherit(node, x, ORIGIN)
     node.meta["val"] = x.meta["val"]
@@ -266,7 +267,7 @@ def _copy_between(graph: Graph, target: Any, x: Node) -> Node:
 
 
 def part_of_view(node: Node) -> bool:
-    """getitem of a split: a view as well."""
+    """Whether it is a getitem of a split, which is a view as well."""
     return is_call(node, operator.getitem) and isinstance(node.args[0], Node) and is_view(node.args[0].target)
 
 
@@ -274,14 +275,13 @@ aten = torch.ops.aten
 
 
 def sum_products(gm: GraphModule, tangents: Iterable[Node]) -> None:
-    """A product that is only added to an earlier sum, which nobody else takes, is one call with the sum, which
-    overwrites it (`autopar.ir.waits`): one copy of it is there, where the old sum, the product and the new sum
-    would be.
+    """Fuse a product that is only added to an earlier sum without other users into one call, which overwrites the sum
+    (`autopar.ir.waits`): one buffer instead of three for the old sum, the product and the new sum.
 
         g1 = mm(a, b); g2 = mm(c, d); g = add(g1, g2)    -->    g1 = mm(a, b); g = addmm(g1, c, d)
 
     Weights are used several times where they are tied, and where losses are computed in chunks of tokens. Values of the
-    forward are left: whether they are made again is up to a policy, and gradients have the same bits under each.
+    forward are left alone: a policy decides whether they are recomputed, and gradients are bitwise equal under each.
     """
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     gradients = set(tangents)
@@ -305,7 +305,7 @@ def sum_products(gm: GraphModule, tangents: Iterable[Node]) -> None:
 
 
 def _straighten(x: Node) -> None:
-    """A weight that is taken transposed has its gradient transposed twice."""
+    """Drop the double transpose of the gradient of a weight that is used transposed."""
     once = x.args[0] if is_call(x, aten.t.default) else None
     if isinstance(once, Node) and is_call(once, aten.t.default) and len(x.users) == len(once.users) == 1:
         x.replace_all_uses_with(once.args[0])  # type: ignore[arg-type]
@@ -314,14 +314,14 @@ def _straighten(x: Node) -> None:
 
 
 def _only(x: Node, user: Node) -> bool:
-    """Whether x is added there alone, as it is."""
+    """Whether ``user`` is the only user of x, and takes it unchanged."""
     given, made = x.meta["val"], user.meta["val"]
     return list(x.users) == [user] and given.shape == made.shape and given.dtype == made.dtype
 
 
 def shared_counts(gm: GraphModule) -> None:
-    """Calls that say which copies of tokens go where, how many, and whose experts they are for are one where they are
-    of the same experts: the dispatch and the combine of a layer both ask.
+    """Merge the calls that count the copies of tokens per rank and per expert where they ask about the same choice of
+    experts: the dispatch and the combine of a layer both ask.
 
         a = moe_copies(e); c = all_to_all(a1); s = row_splits(a1, c)
         b = moe_copies(e); d = all_to_all(b1); t = row_splits(b1, d)    -->    (a, c and s, for all users)
@@ -338,7 +338,7 @@ def shared_counts(gm: GraphModule) -> None:
 
 
 def _is_whole_numbers(node: Node) -> bool:
-    """Whether a call makes integers, and the same ones each time."""
+    """Whether a call returns integers, and the same ones each time."""
     if node.op != "call_function" or is_random(node.target):
         return False
     return all(not x.is_floating_point() and not x.is_complex() for x in values(node))

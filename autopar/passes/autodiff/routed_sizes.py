@@ -1,15 +1,16 @@
-"""routed_sizes: sizes of rows that a rank's experts get are asked of the rows.
+"""routed_sizes: sizes that depend on how many tokens are routed to a rank are read at run time.
 
-Consumes    a joint graph, whose shapes say how many rows a rank would get if all got as many.
-Guarantees  no number of them is written into it: where a size was, the size of the call's own operand stands.
-Leaves      graphs without routed rows. A number that nobody can be asked about is an error.
+Consumes    a joint graph whose shapes assume that every rank receives the same number of rows.
+Guarantees  no such number is a constant of the graph: each is replaced by the size of an operand of the same call.
+Leaves      graphs without routed rows. A size that no operand has is an error.
 
     d = slice_backward(g, [128, 64], 1, 0, 32, 1)
         -->
     n = sym_size(g, 0); d = slice_backward(g, [n, 64], 1, 0, 32, 1)
 
-Routed is what `moe_dispatch_own` returns but for the offsets, and all that is made of it row by row, gradients too. The
-gradient of that dispatch has a row for each token that it was given: where these came from other ranks, they are asked.
+The results of `moe_dispatch_own` except the offsets are routed, and so is everything computed from them row by row,
+gradients included. The gradient of that dispatch has a row per token it was given: where the tokens came from other
+ranks, their number is read at run time too.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ _ENDS = (  # take rows, and return none
 )  # fmt: skip
 _ROWS = {ours.moe_dispatch_own.default: (0, 1), ours.moe_combine_backward.default: (0,)}  # results that are rows
 _SHAPES = ("size", "sizes", "shape", "input_sizes", "self_sizes", "input_size")  # arguments: of the result
-_BESIDE = (  # take something else beside rows
+_BESIDE = (  # take other operands beside rows
     ours.grouped_mm.default, ours.grouped_bias.default, ours.all_to_all_rows.default, ours.unsorted_rows.default,
     ours.sorted_rows.default,
 )  # fmt: skip
 
 
 def routed_sizes(gm: GraphModule) -> None:
-    """See the module's docstring. Raises ValueError for a value beside rows of which nobody knows its rows."""
+    """See the module's docstring. Raises ValueError for an operand beside routed rows whose row count is unknown."""
     routed: dict[Node, int] = {}
     starts = calls_of(gm.graph, *_ROWS, ours.moe_dispatch_backward.default, ours.add_copies.default)
     for node in list(gm.graph.nodes) if starts else ():
@@ -64,7 +65,7 @@ def _is_routed(source: Node, routed: dict[Node, int]) -> bool:
 
 
 def _ask_who_came(node: Node) -> None:
-    """The gradient of a dispatch has a row per token that it was given."""
+    """The gradient of a dispatch has a row per token that the dispatch was given."""
     dispatch = dispatch_of(node)
     if is_call(dispatch, ours.moe_dispatch_own.default):
         given = tensor_operands(dispatch)  # tokens, and their experts
@@ -73,7 +74,7 @@ def _ask_who_came(node: Node) -> None:
 
 
 def _ask_who_went(node: Node) -> None:
-    """Sums of copies have a row per token that was sent on: a number to ask for where these came from other ranks."""
+    """Sums of copies have a row per token that was sent: read at run time where tokens came from other ranks."""
     copies = arguments(node)["sent"].args[0]
     expert = arguments(copies)["expert"]
     if is_call(expert, ours.all_to_all_rows.default):
@@ -89,7 +90,7 @@ def _visit(node: Node, routed: dict[Node, int]) -> None:
     if not any(of_rows):
         return  # a sum over rows
     if not all(of_rows):
-        raise ValueError(f"experts: {describe(node)} makes something else of the rows of a rank's experts than rows")
+        raise ValueError(f"experts: {describe(node)} turns the rows of a rank's experts into something without rows")
     routed[node] = rows
     _refuse_counts_beside(node, rows, routed)
     for name, x in arguments(node).items():
@@ -98,7 +99,7 @@ def _visit(node: Node, routed: dict[Node, int]) -> None:
 
 
 def _asked(x: Node, user: Node) -> Node:
-    """How many rows x has, for ``user``: a fact of the layer that x is of, though only a backward may ask for it."""
+    """The number of rows of x, for ``user``: computed in the layer of x, though only a backward may use it."""
     size = insert_call(user, aten.sym_size.int, (x, 0), like=x, val=x.meta["val"].shape[0])
     inherit(size, x, ("call",))
     return size
@@ -111,23 +112,23 @@ def _refuse_counts_beside(node: Node, rows: int, routed: dict[Node, int]) -> Non
         shape = x.meta["val"].shape
         if x not in routed and len(shape) == node.meta["val"].dim() and shape[:1] == (rows,) and rows > 1:
             raise ValueError(
-                f"experts: {describe(node)} takes {x.name} of {rows} rows beside the rows of a rank's experts, whose "
-                "number is known when they are there; make it of these rows"
+                f"experts: {describe(node)} takes {x.name} with {rows} rows together with the rows of a rank's "
+                "experts, whose number is known at run time only; compute it from these rows"
             )
 
 
-# --- the most tokens that a rank may be sent -----------------------------------------------------------
+# --- upper bounds on routed rows -----------------------------------------------------------------------
 
-Most = tuple[int | None, ...]  # of each result
+Most = tuple[int | None, ...]  # one bound per result
 
 
 def most_rows(gm: GraphModule) -> None:
-    """Note on every value with a row per routed row, or per copy of a token that goes or came, how many they may be if
-    routing sends a rank as many as it can (``meta["most_rows"]``, one number or None per result).
+    """Set ``meta["most_rows"]`` (one number or None per result) on every value with a row per routed row or per copy of
+    a token: the largest number of rows that any routing can give it.
 
         rows = moe_dispatch_own(x, expert, 2, 64)       64 if routing is even; at most tokens x min(K, 2)
 
-    A bound for each value by itself: copies that go may be many on one rank, and rows on another.
+    Each value has its own bound: one rank may send the most copies while another receives the most rows.
     """
     if not any(is_call(node, ours.moe_dispatch_own.default) for node in gm.graph.nodes):
         return
@@ -139,7 +140,7 @@ def most_rows(gm: GraphModule) -> None:
 
 
 def _rows(x: Node) -> int:
-    """At most, of a value with rows."""
+    """The upper bound of a value with rows."""
     noted = x.meta.get("most_rows", (None,))[0]
     return int(x.meta["val"].shape[0] if noted is None else noted)
 
@@ -177,7 +178,7 @@ def _noted(x: Any) -> int | None:
 
 
 def _asked_most(splits: Node) -> Node:
-    """The call that chose which rows go to whom."""
+    """The call that decided which rows go to which rank."""
     asked: Node = arguments(splits)["counts"].args[0]
     return asked
 
@@ -188,7 +189,7 @@ def _width(expert: Node) -> int:
 
 
 def _gone(asked: Node) -> int:
-    """Rows that leave a rank, those to itself included."""
+    """The most rows that leave a rank, those to itself included."""
     expert, ranks = arguments(asked)["expert"], arguments(asked)["ranks"]
     if is_call(asked, ours.moe_pairs.default):
         return _rows(expert) * _width(expert)
@@ -196,7 +197,7 @@ def _gone(asked: Node) -> int:
 
 
 def _come(asked: Node) -> int:
-    """Rows that come to a rank if all are for it."""
+    """The most rows that a rank receives: all of them."""
     expert, ranks, experts = (arguments(asked)[name] for name in ("expert", "ranks", "experts"))
     each = min(_width(expert), experts // ranks) if is_call(asked, ours.moe_pairs.default) else 1
     return int(_rows(expert) * ranks * each)

@@ -1,13 +1,14 @@
 """trace_joint: a local graph becomes the joint graph of its forward and backward.
 
-Consumes a local graph; guarantees that it is made of core operators, that those of the forward carry the metadata of
-the node that they come from, and that a model's own backwards (`autopar.ops.gradient`) run where autograd asks for
-them; leaves alone what is differentiated.
+Consumes    a local graph.
+Guarantees  the joint graph consists of core operators; those of the forward carry the metadata of the node they come
+            from; backwards of the model's autograd functions (`autopar.ops.gradient`) run where autograd runs them.
+Leaves      the values of the forward, and their order.
 
-y = f(x)        -->        y = f(x); gx = f_backward(gy, x)
+    y = f(x)    -->    y = f(x); gx = f_backward(gy, x)
 
-It is put together operator by operator, as autograd does (`autopar.passes.autodiff.backward_builder`). What an
-operator and its derivative are made of is torch's (`autopar.passes.autodiff.vjp`).
+The graph is built operator by operator, in autograd's order (`autopar.passes.autodiff.backward_builder`). The
+decomposition of an operator and of its derivative is torch's (`autopar.passes.autodiff.vjp`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def joint_graph(gm: GraphModule, differentiable: Sequence[bool]) -> GraphModule:
         differentiable: per placeholder, whether its gradient is wanted.
 
     Returns: a graph with the placeholders of ``gm``, then one tangent per output that has a gradient; it returns the
-    outputs of ``gm``, then one gradient (or None) per placeholder. Without any gradient wanted: the forward alone.
+    outputs of ``gm``, then one gradient (or None) per placeholder. If no gradient is wanted: the forward alone.
     Raises ValueError where torch has no backward.
     """
     forward = ForwardValues(gm, differentiable)
@@ -58,7 +59,7 @@ def joint_graph(gm: GraphModule, differentiable: Sequence[bool]) -> GraphModule:
 
 
 class _Shapes:
-    """The first way through: what gradients look like, and from that what each derivative is made of."""
+    """The first run: the shapes of gradients, and from them the decomposition of each derivative."""
 
     def __init__(self, forward: ForwardValues) -> None:
         self.forward = forward
@@ -79,7 +80,7 @@ class _Shapes:
 
 
 class _Nodes:
-    """The second way through: the joint graph. The forward is there when it is made."""
+    """The second run: the nodes of the joint graph. The forward is copied when the object is created."""
 
     def __init__(self, forward: ForwardValues, found: Mapping[Node, Recorded], tangents: Sequence[TensorMeta]) -> None:
         self.graph, self.found = Graph(), found
@@ -131,7 +132,7 @@ class _Nodes:
         self.made |= {(node, i): numbers[v.number] for i, v in enumerate(found.results) if v is not None}
 
     def _result(self, node: Node) -> Node:
-        """The value itself, unless somebody outside may write to it."""
+        """The value itself, or a clone if code outside may write to it."""
         value = self.made[result_key(parts_of_result(node)[0])]
         if not any(user.op == "output" for user in node.users):
             return value

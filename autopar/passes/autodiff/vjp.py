@@ -1,10 +1,10 @@
-"""derivatives: what an operator and its derivative are made of, found out once for each way it is called.
+"""The decomposition of an operator and of its derivative, traced once per way of calling it.
 
     mul(x[8, 4], w[4])        mul                    with a gradient like [8, 4]:  mul, mul, sum, view
 
-A model calls few operators, with few shapes, many times; a process compiles many graphs. What is remembered holds
-shapes and numbers of values, no tensors and no nodes. The key is all that an operator can see. An operator of a
-library is asked each time: it may see more.
+A model calls few operators with few shapes many times, and a process compiles many graphs, so traces are cached. The
+cache holds shapes and numbers of values, no tensors and no nodes. Its key is everything that an operator can see.
+Operators of other libraries are traced each time, since they may read global state.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from autopar.ir.graph import fake_mode, has_gradient, is_call
 from autopar.ops.value_checks import CHECKED
 
 _KNOWN: dict[Any, Recorded] = {}
-SITE = 7_204_011_953_173  # stands for the number of any dropout
+SITE = 7_204_011_953_173  # placeholder for the site of any dropout
 MOST = 20_000  # some tens of megabytes
 
-# What two calls share if it looks the same.
+# Two calls share a trace if all of this is equal.
 PLAIN = (
     Value, int, float, complex, bool, str, type(None), slice,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -42,8 +42,8 @@ def derivative(
     needs: Sequence[bool],
     tangents: Sequence[TensorMeta | None] | None = None,
 ) -> Recorded:
-    """See `autopar.capture.trace.op_decomposition.record`. Tensors in ``args`` and ``kwargs`` are a `Value`, the
-    number of an operand."""
+    """See `autopar.capture.trace.op_decomposition.record`. Tensors in ``args`` and ``kwargs`` are replaced by a
+    `Value`, the index of an operand."""
     place = _place_of_site(target)
     if place is None:
         return _found(target, args, kwargs, operands, needs, tangents)
@@ -70,14 +70,14 @@ def _found(target: Any, args: Any, kwargs: Any, operands: Any, needs: Any, tange
 
 
 def _is_known_to_be_pure(target: Any) -> bool:
-    """torch's operators and ours. What is behind those of a library may read its flags when it is traced."""
+    """True for torch's operators and ours. An operator of another library may read its own flags when traced."""
     if isinstance(target, OpOverload):
         return target.namespace in ("aten", "autopar")
     return str(getattr(target, "__module__", "")).partition(".")[0] == "autopar"
 
 
 def _place_of_site(target: Any) -> int | None:
-    """Where our own operators take the number of a dropout, which no two calls share and which they only hand on."""
+    """The argument of our operators that is the site of a dropout, unique to each call and only passed on."""
     if not isinstance(target, OpOverload) or target.namespace != "autopar":
         return None
     names = list(argument_defaults(target))
@@ -89,15 +89,15 @@ def _at_site(call: CoreCall, site: int) -> CoreCall:
 
 
 def marked(node: Node) -> tuple[tuple[Any, ...], dict[str, Any], list[Node]]:
-    """(args, kwargs, operands) of a call, with the number of an operand where one stands."""
+    """(args, kwargs, operands) of a call, with the index of an operand in its place."""
     numbers: dict[Any, Any] = {}
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: numbers.setdefault(n, Value(len(numbers))))
     return args, kwargs, list(numbers)
 
 
 def fake_result(node: Node) -> Any:
-    """What a call gives on the fake values of its operands. Without running it, where the call is known: the derivative
-    of a local graph asks for the same."""
+    """The result of a call on the fake values of its operands, from the cache where it has the call: the derivative of
+    a local graph looks up the same entry."""
     if is_call(node, operator.getitem):
         return node.args[0].meta["val"][node.args[1]]  # type: ignore[union-attr]
     args, kwargs, operands = marked(node)
@@ -115,5 +115,5 @@ def _is_plain(x: Any) -> bool:
 
 
 def forget() -> None:
-    """What operators are made of is no longer what it was."""
+    """Clear the cache: decompositions have changed."""
     _KNOWN.clear()

@@ -1,15 +1,15 @@
-"""widen_reductions: gradients are summed over ranks in the dtype of a policy, not in the one they were computed in.
+"""widen_reductions: gradients are reduced over ranks in the policy's dtype, not in the dtype they were computed in.
 
-Consumes    a joint graph, whose gradients end in sums over ranks, and behind these in the cast back to what the
-            parameter is stored in.
-Guarantees  a gradient is cast before the first of these sums, on whatever axes they are, and leaves in that dtype.
-Leaves      sums of activations over tp or cp, which are part of the computation; graphs where no dtype differs.
+Consumes    a joint graph whose gradients end in reductions over ranks, followed by the cast to the dtype in which the
+            parameter is stored.
+Guarantees  a gradient is cast before the first of these reductions, on whatever axis, and leaves in that dtype.
+Leaves      reductions of activations over tp or cp, which belong to the computation; graphs where the dtypes agree.
 
     g = mm(dy, x); r = all_reduce(g, "dp"); return _to_copy(r, float32)
         -->
     g = mm(dy, x); c = _to_copy(g, float32); return all_reduce(c, "dp")
 
-1 + 2^-10 over two ranks is 1.0 where bfloat16 is summed (Micikevicius et al. 2018, 3.3, on accumulation in float32).
+1 + 2^-10 over two ranks is 1.0 when reduced in bfloat16 (Micikevicius et al. 2018, 3.3, on accumulation in float32).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ CAST = torch.ops.aten._to_copy.default
 
 
 def behind_sums(gradient: Node, whole: bool = False) -> tuple[Node, list[Node]]:
-    """(what a rank or a microbatch has computed of a gradient by itself, the sums over ranks, casts and views between
-    it and the gradient): of calls that lead to nothing else, from the first sum or cast on. ``whole``: behind sums
-    that leave all of the value on every rank only."""
+    """(the addend of a gradient that one rank or microbatch computes, the reductions, casts and views between it and
+    the gradient). Only calls with a single user count, from the first reduction or cast on. ``whole``: only reductions
+    after which every rank has the whole value."""
     own, chain, behind = gradient, list[Node](), list[Node]()
     x = gradient
     while is_call(x, *SUMS, *PASSING) and isinstance(x.args[0], Node) and len(x.users) == 1:
@@ -42,7 +42,7 @@ def behind_sums(gradient: Node, whole: bool = False) -> tuple[Node, list[Node]]:
 
 
 def widen_reductions(gm: GraphModule, dtypes: Sequence[torch.dtype | None]) -> None:
-    """``dtypes``: of each result of the graph, what it is summed and leaves in; None leaves it as it is."""
+    """``dtypes``: per result of the graph, the dtype in which it is reduced and returned; None leaves it as it is."""
     out = output_node(gm)
     results = list(out.args[0])  # type: ignore[arg-type]
     for i, dtype in enumerate(dtypes):
@@ -67,5 +67,5 @@ def _widened(gradient: Node, dtype: torch.dtype) -> Node:
 
 
 def _cast(node: Node, dtype: torch.dtype) -> Node:
-    """Right behind it."""
+    """A cast right after the node."""
     return insert_call(node.next, CAST, (node,), {"dtype": dtype}, like=node, val=node.meta["val"].to(dtype))

@@ -1,6 +1,6 @@
 """Canonicalize: rewrites of the captured graph that do not depend on the mesh, or only on its sizes.
 
-normalize               one form for each operation, no operator that writes in place: runs the files below
+normalize               one form for each operation, no in-place operator: runs the files below
 canonical_ops, shapes, products                          one form of operators and views
 attention_calls, match_sdpa, constant_masks              attention as `autopar::attention`
 losses, norms, bags, per_example_index                   losses, norms, lookups

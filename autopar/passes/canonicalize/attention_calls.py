@@ -1,4 +1,4 @@
-"""Attention in the model's own words becomes `autopar::attention` with as many facts as can be read off."""
+"""Attention as models spell it becomes `autopar::attention`, with as much of the mask as can be read off statically."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MatchedMask:
 
 
 def attend(build: Build, q: Node, k: Node, v: Node, facts: MatchedMask) -> tuple[Node, Node]:
-    """out, log-sum-exp = autopar.attention(q, k, v, ...), on key heads that are not repeated."""
+    """out, log-sum-exp = autopar.attention(q, k, v, ...), on key heads before they are repeated."""
     bases = _unrepeated(k), _unrepeated(v)
     if shape_of(bases[0])[1] == shape_of(bases[1])[1]:
         k, v = bases
@@ -79,14 +79,14 @@ def sdpa(node: Node, build: Build) -> Node | None:
 
 
 def mask_on_lead(build: Build, mask: Node, scores: Shape, lead: Shape) -> Node:
-    """A mask of scores with these leading dims as [B|1, H|1, n|1, m]: its leading dims are expanded, and then joined or
-    split into batch and heads, as those of the scores are: (1, 4, 1) of (2, 4, 3) with 8, 3 is (2, 4, 1) and then 8, 1.
-    What is one for all stays one."""
+    """A mask of scores with these leading dims as [B|1, H|1, n|1, m]: the leading dims are expanded, then joined or
+    split into batch and heads like those of the scores: (1, 4, 1) of (2, 4, 3) with 8, 3 becomes (2, 4, 1), then 8, 1.
+    A dim that broadcasts stays 1."""
     *own, rows, columns = (*(1,) * (len(scores) + 2 - len(shape_of(mask))), *shape_of(mask))
     mask = build.reshape(mask, (*own, rows, columns))
     cuts = (i for i in range(len(scores) + 1) if (math.prod(scores[:i]), math.prod(scores[i:])) == lead)
     at = next(cuts, None)
-    if at is None:  # batch and heads in one
+    if at is None:  # batch and heads share a dim
         joined, full = ((1, 1), own) if math.prod(own) == 1 else (lead, scores)
     else:
         pairs = ((own[:at], scores[:at]), (own[at:], scores[at:]))
@@ -123,8 +123,8 @@ def additive(build: Build, mask: Node, dtype: torch.dtype) -> Node:
 def known_bias(node: Node, build: Build) -> Node | None:
     """autopar.attention(q, k, v, bias=zeros(...)) --> autopar.attention(q, k, v, None); a triangle --> causal
 
-    A triangle of large numbers is one only where nothing else masks: a row whose own keys are masked by something else
-    attends to those above the diagonal as well.
+    A triangle of large finite numbers is causal only without other masks: a row whose own keys are masked otherwise
+    would attend to those above the diagonal as well.
     """
     known = arguments(node)
     bias = known["bias"]

@@ -1,9 +1,9 @@
-"""Bags of embeddings that all have one length, as those of a table [bags, length], are lookups and a reduction.
+"""Embedding bags that all have the same length, such as the rows of [bags, length], are lookups and a reduction.
 
 embedding_bag(w, reshape(ids, [-1]), arange(0, n, 4), mode="sum")[0]  -->  sum(embedding(w, reshape(ids, [-1, 4])), 1)
 
-Bags whose offsets are an input, or of different lengths, are left as they are; so are those whose gradients are scaled
-by how often a row is met, which bags count otherwise than lookups.
+Bags of different lengths, or whose offsets are an input, are left as they are. So are bags whose gradients are scaled
+by the frequency of a row, which bags count differently than lookups.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def regular_bags(node: Node, build: Build) -> None:
 
 
 def _length(offsets: Node, entries: int, last_too: bool) -> int:
-    """Of all bags; 0 if they differ, or if inputs decide."""
+    """The length of all bags; 0 if lengths differ or depend on inputs."""
     starts = constant(offsets)
     if starts is None:
         return 0

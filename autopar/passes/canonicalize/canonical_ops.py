@@ -1,4 +1,4 @@
-"""Operators of several spellings have one: that which rules and costs know."""
+"""One canonical operator instead of several spellings: the one that rules and costs know."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ TRANSPOSED = {1: aten.conv_transpose1d.default, 2: aten.conv_transpose2d.input, 
 
 
 def convolution(node: Node, build: Build) -> Node | None:
-    """convolution(x, w, b, ..., transposed=False) --> conv2d(x, w, b, ...)   as padding="same" is made of; a transposed
-    one, as derivatives are made of: conv_transpose2d"""
+    """convolution(x, w, b, ..., transposed=False) --> conv2d(x, w, b, ...)   as padding="same" decomposes; transposed
+    ones, as derivatives decompose, become conv_transpose2d"""
     known = arguments(node)
     names = ["input", "weight", "bias", "stride", "padding", "groups", "dilation"]
     table = TRANSPOSED if known["transposed"] else CONVOLUTIONS
@@ -39,7 +39,7 @@ def convolution(node: Node, build: Build) -> Node | None:
 
 
 def ones_of_a_number(node: Node, build: Build) -> Node | None:
-    """ones_like(sum(x)) --> full([], 1)   as derivatives begin with: it needs no sum"""
+    """ones_like(sum(x)) --> full([], 1)   as derivatives begin: no sum is needed"""
     if shape_of(operand(node)):
         return None
     value = value_of(node)
@@ -47,7 +47,7 @@ def ones_of_a_number(node: Node, build: Build) -> Node | None:
 
 
 def addition(node: Node, build: Build) -> Node | None:
-    """add(x, zeros) --> x   as a sum over layers begins: a pending sum passes"""
+    """add(x, zeros) --> x   as a sum over layers begins: partial values pass through"""
     known = arguments(node)
     for zeros, other in ((known["self"], known["other"]), (known["other"], known["self"])):
         if isinstance(other, Node) and is_zeros(zeros) and _alike(other, node) and known.get("alpha", 1) == 1:
@@ -61,27 +61,27 @@ def _alike(x: Node, y: Node) -> bool:
 
 
 def scattered_complex(node: Node, build: Build) -> Node | None:
-    """slice_scatter(z, w, 1, 0, 4) --> view_as_complex(slice_scatter(view_as_real(z), view_as_real(w), 1, 0, 4))   of
-    the pairs there is a derivative, torch has none of this operator for complex numbers"""
+    """slice_scatter(z, w, 1, 0, 4) --> view_as_complex(slice_scatter(view_as_real(z), view_as_real(w), 1, 0, 4))
+    since torch has no derivative of this operator for complex numbers"""
     into = operand(node)
     if not value_of(node).is_complex():
         return None
     known, rank = arguments(node), len(shape_of(into))
     z, w = (_pairs(build, build.cast(known[name], value_of(into).dtype)) for name in ("self", "src"))
-    if node.target is aten.diagonal_scatter.default:  # its diagonal comes last, behind the pairs
+    if node.target is aten.diagonal_scatter.default:  # its diagonal is the last dim, after the pairs
         w = build(aten.transpose.int, w, -1, -2)
     where = [x % rank if name.startswith("dim") else x for name, x in known.items() if name not in ("self", "src")]
     return build(aten.view_as_complex.default, build(node.target, z, w, *where))  # type: ignore[arg-type]
 
 
 def _pairs(build: Build, z: Node) -> Node:
-    """(..., 2). The captured value of a part of a conjugate may be marked as one still."""
+    """[..., 2]. The captured view of a conjugate may still be marked as conjugate."""
     return build(aten.view_as_real.default, build(aten.clone.default, z) if value_of(z).is_conj() else z)
 
 
 def complex_weight(node: Node, build: Build) -> Node | None:
-    """view_as_complex(w) --> complex(select(w, 1, 0), select(w, 1, 1))   of a weight or a view of one: gathered over
-    ranks it lies in memory in strides that no view of pairs may have"""
+    """view_as_complex(w) --> complex(select(w, 1, 0), select(w, 1, 1))   of a weight or a view of one: the strides of a
+    gathered weight do not allow a view of pairs"""
     x = source = operand(node)
     while source.op == "call_function" and is_view(source.target):
         source = operand(source)
@@ -92,7 +92,7 @@ def complex_weight(node: Node, build: Build) -> Node | None:
 
 
 def conjugate(node: Node, build: Build) -> Node | None:
-    """_conj(z) --> _conj_physical(z)   no view that every operator would have to ask whether it is one"""
+    """_conj(z) --> _conj_physical(z)   so that no operator has to check for lazy conjugates"""
     return build(aten._conj_physical.default, operand(node))
 
 
@@ -103,8 +103,8 @@ def distance(node: Node, build: Build) -> Node | None:
 
 
 def distances_of_whole(node: Node, build: Build) -> Node | None:
-    """cdist(x, y) --> cdist(x, y, 2.0, 1 or 2)   by products or without, as torch decides by the number of rows: those
-    of the whole, not of a piece"""
+    """cdist(x, y) --> cdist(x, y, 2.0, 1 or 2)   with matrix products or without, which torch decides by the number of
+    rows: of the global tensor here, not of a shard"""
     known = arguments(node)
     if known["compute_mode"]:
         return None
@@ -136,7 +136,7 @@ def channel_shuffle(node: Node, build: Build) -> Node | None:
 
 def affine_grid(node: Node, build: Build) -> Node | None:
     """affine_grid_generator(theta, [n, c, h, w], a) --> reshape(matmul(points, transpose(theta, 1, 2)), [n, h, w, 2])
-    of points (x, y, 1) [h·w, 3]: what is made of theta has its batch"""
+    of points (x, y, 1) [h·w, 3]: the batch comes from theta"""
     known = arguments(node)
     theta, (n, _, *space) = known["theta"], known["size"]
     points = build.reshape(
@@ -147,7 +147,8 @@ def affine_grid(node: Node, build: Build) -> Node | None:
 
 
 def _points(build: Build, like: torch.Tensor, space: list[int], align_corners: bool) -> Node:
-    """[*space, coordinates and 1]: the last dim's coordinate comes first. Ends are at -1 and 1, or half a step in."""
+    """[*space, coordinates and 1]: the coordinate of the last dim comes first. Ends are at -1 and 1, or half a step
+    inside."""
     made = {"dtype": like.dtype, "device": like.device}
     columns = [build(aten.ones.default, [*space, 1], **made)]
     for dim, size in enumerate(space):
@@ -178,8 +179,8 @@ TABLE: dict[Any, Rewrite] = {
 
 
 def take_apart(gm: GraphModule, known: Container[Any]) -> None:
-    """Replace composite operators without a rule and without a rewrite (``known``), if all of their parts have one:
-    else messages, and ``replicate_ops``, name what the model calls."""
+    """Decompose composite operators that have neither a rule nor a rewrite (``known``), if each operator of the
+    decomposition has one. Otherwise they stay, so that messages and ``replicate_ops`` name what the model calls."""
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and not _is_known(node, known) and is_composite(node.target):
             parts, operands = decomposition_of(node, fake_mode(gm.graph))
@@ -194,7 +195,7 @@ def _is_known(node: Node, known: Container[Any]) -> bool:
 
 
 def _inline(node: Node, parts: GraphModule, operands: list[Node]) -> None:
-    """The parts in place of the call. Their values are known: of a recurrence there are thousands."""
+    """Inline the decomposition. Its values are known already: a recurrence has thousands."""
     made: dict[Node, Any] = dict(zip(placeholders(parts), operands, strict=True))
     for part in parts.graph.nodes:
         if part.op == "call_function":
@@ -211,7 +212,7 @@ def _inline(node: Node, parts: GraphModule, operands: list[Node]) -> None:
 
 
 def as_strided(node: Node, build: Build) -> Node | None:
-    """Rows of what lies between the outer dims and the inner ones that are as they were, if those are one dim."""
+    """Index into the dims between the unchanged outer and the unchanged inner ones, if those can be joined to one."""
     known = arguments(node)
     x, made = known["self"], list(zip(known["size"], known["stride"], strict=True))
     shape, offset = shape_of(x), value_of(x).storage_offset()
@@ -234,12 +235,12 @@ def as_strided(node: Node, build: Build) -> Node | None:
 
 
 def _equal_dims(made: list[tuple[int, int]], own: list[tuple[int, int]]) -> int:
-    """How many dims at the front have the size and the stride that they had."""
+    """How many leading dims keep their size and stride."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(made, own, strict=False)))
 
 
 def _places(build: Build, steps: list[tuple[int, int]], device: torch.device) -> Node:
-    """The sums of one multiple of each stride, in order, flat."""
+    """All sums of one multiple of each stride, in order, flat."""
     total = build(aten.full.default, [1] * max(1, len(steps)), 0, dtype=torch.int64, device=device)
     for i, (n, stride) in enumerate(steps):
         counted = build(aten.mul.Tensor, build(aten.arange.default, n, device=device), stride)

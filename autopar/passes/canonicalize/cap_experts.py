@@ -1,9 +1,9 @@
 """cap_experts: an expert takes a limited number of the tokens of a step.
 
-Consumes    a normalised global graph and a plan whose options name a capacity.
-Guarantees  every dispatch gets the pairs of token and expert that are within its experts' capacity, counted over all
-            tokens in their order; the combine's weights of all other pairs are 0. Nothing is divided anew.
-Leaves      who chooses which expert, and what auxiliary losses count.
+Consumes    a canonical global graph and a plan whose options set a capacity.
+Guarantees  every dispatch gets the pairs of token and expert within the experts' capacity, counted over all tokens in
+            order; the combine's weights of dropped pairs are 0. The remaining weights are not renormalized.
+Leaves      the router's choices, and what auxiliary losses count.
 No-op       without a capacity.
 
     rows, order, ends = moe_dispatch(x, expert, 8); ...; y = moe_combine(rows, order, w)
@@ -11,8 +11,8 @@ No-op       without a capacity.
     kept = within_capacity(expert, 8, 20)
     rows, order, ends = moe_dispatch(x, kept, 8); ...; y = moe_combine(rows, order, masked_fill(w, ge(kept, 8), 0))
 
-The operator asks for all tokens. So wherever they are cut, conversions gather the numbers of experts before it, and
-which pairs are dropped depends on no mesh.
+The operator needs all tokens. Where tokens are sharded, conversions gather the expert indices before it, so which pairs
+are dropped does not depend on the mesh.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""cast_parameters: parameters that are stored in another dtype than they are used in.
+"""cast_parameters: parameters that are stored in a different dtype than they are used in.
 
-Consumes    a captured graph whose ``meta["stored_dtypes"]`` says in which dtype a parameter is held.
-Guarantees  the placeholder of such a parameter has that dtype, and stands for the stored one; right before its first
-            use it is cast. What is differentiated is the stored one, so its gradient comes back through the cast.
-Leaves      other casts; where the cast stands among the exchanges over ranks (`propagate_placements`: it is used as the
-            parameter is, so a piece is cast before it is gathered).
+Consumes    a captured graph whose ``meta["stored_dtypes"]`` has the dtype in which each parameter is stored.
+Guarantees  the placeholder of such a parameter has the stored dtype and is cast right before its first use. The stored
+            parameter is what gradients are taken of, so they flow back through the cast.
+Leaves      other casts; the position of the cast among collectives (`propagate_placements` gives it the placement of
+            the parameter, so a shard is cast before it is gathered).
 
     linear(x, w: bfloat16)    -->    w: float32; w_c = _to_copy(w, dtype=bfloat16); linear(x, w_c)
 """

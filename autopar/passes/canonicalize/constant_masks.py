@@ -1,9 +1,9 @@
-"""Masks that nothing but their own graph decides: the triangle j <= i is the fact *causal*, and no tensor.
+"""Masks that depend on no input: the triangle j <= i becomes the flag *causal* instead of a tensor.
 
     le(unsqueeze(arange(8), 0), unsqueeze(arange(8), 1))      tril(ones(8, 8)) == 1
     where(le(..), 0.0, -inf)                                  masked_fill(zeros(8, 8), triu(ones(8, 8), 1), least)
 
-They are computed, once, while the model is normalised: a graph is made for one shape.
+They are evaluated once, during normalization: a graph has static shapes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from autopar.ops.traits import is_random
 from autopar.rewrite.build import shape_of
 
 LARGEST = 2**24  # entries of a mask: larger ones are left as they are
-LEAST = torch.finfo(torch.float16).min / 2  # entries with less added to them get no probability
+LEAST = torch.finfo(torch.float16).min / 2  # a bias below this gives probability 0
 
 
 def triangle(mask: Node) -> float | None:
-    """Of a mask [.., n, m], bool (True = attend) or to be added, that says j <= i and nothing else, whatever the
-    inputs: the greatest of what it adds above the diagonal (-inf if it is bool). None of any other mask."""
+    """For a mask [.., n, m], bool (True = attend) or additive, that says j <= i and nothing else for all inputs: the
+    largest number that it adds above the diagonal (-inf if it is bool). None for any other mask."""
     return remembered(mask, "triangle", _triangle)
 
 
@@ -43,7 +43,7 @@ def _triangle(mask: Node) -> float | None:
 
 
 def constant(mask: Node) -> Tensor | None:
-    """The value of a node that no input decides; None of any other, and of a large one."""
+    """The value of a node that depends on no input; None for other nodes and for large values."""
     nodes = _behind(mask)
     if nodes is None:
         return None
@@ -61,7 +61,7 @@ def constant(mask: Node) -> Tensor | None:
 
 
 def _behind(mask: Node) -> list[Node] | None:
-    """All that the mask is made of, in order; None if an input is among it, something random, or something large."""
+    """All ancestors of the mask in order; None if one is an input, random, or large."""
     found: list[Node] = []
     for node in reach([mask]):
         value = node.meta.get("val")

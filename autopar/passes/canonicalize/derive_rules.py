@@ -1,9 +1,9 @@
-"""derive_rules: what may be cut of calls that no table knows.
+"""derive_rules: sharding rules for operators that the table does not have.
 
-Consumes    a normalised global graph.
-Guarantees  each call of an operator without a rule has a note: the rule that was derived by trying it out
-            (`autopar.rules.infer_rule`); that it is made of parameters, buffers and constants alone, and so computed
-            whole, at no cost that a batch has; or why there is neither, for the error.
+Consumes    a canonical global graph.
+Guarantees  each call of an operator without a rule is annotated: with a rule derived by trials
+            (`autopar.rules.infer_rule`); or as computed from parameters, buffers and constants alone, and so replicated
+            at a cost that does not grow with the batch; or with the reason why there is neither, for the error.
 Leaves      the graph as it is.
 No-op       where all operators have rules.
 
@@ -42,7 +42,7 @@ class DeriveRules(Pass):
 
 
 def _of_batch(gm: GraphModule) -> set[Node]:
-    """What depends on an input of the model, or on a seed."""
+    """Nodes that depend on an input of the model, or on a seed."""
     specs = input_specs(gm)
     found: set[Node] = set()
     for node in gm.graph.nodes:

@@ -1,9 +1,9 @@
 """expand_kv_heads: repeat key and value heads where a tensor parallel axis does not divide them.
 
-Consumes    a normalised global graph; reads only the mesh.
-Guarantees  every attention's kv heads divide over the tp axis where repeating them within their groups can make it
-            so; if they come out of a fused projection, the projection is taken apart, so that its query part can
-            still be cut.
+Consumes    a canonical global graph; reads only the mesh.
+Guarantees  every attention's kv heads divide over the tp axis where repeating them within their groups can make it so.
+            If they come from a fused projection, the projection is split, so that its query part can still be
+            sharded.
 Leaves      the result: a query head attends to its own kv head. Each rank slices what it needs, and the gradients of
             the copies are summed.
 
@@ -52,8 +52,8 @@ class ExpandKvHeads(Pass):
 
 
 def repeats(heads: int, kv_heads: int, ranks: int) -> int:
-    """How often to repeat each kv head: the least divisor of the group that makes them divide over the ranks; 1 if
-    none does, or if the query heads of a single kv head (MQA) can be cut without."""
+    """How often to repeat each kv head: the least divisor of the group size that makes them divide over the ranks; 1 if
+    none does, or if the query heads of a single kv head (MQA) can be sharded without it."""
     group = heads // kv_heads
     fitting = [r for r in range(1, group + 1) if group % r == 0 and (kv_heads * r) % ranks == 0]
     return fitting[0] if fitting and kv_heads > 1 else 1
@@ -64,8 +64,8 @@ def _repeated(node: Node, x: Node, times: int) -> Node:
 
 
 def _take_apart(x: Node) -> None:
-    """If a value is a part of a fused projection's result, split the projection's weight instead of its result."""
-    # what is behind a projection is no part of it
+    """If a value is a slice of a fused projection's result, split the projection's weight instead of its result."""
+    # what was computed from the projection is not a slice of it
     made = list(reach([x], lambda n: () if is_call(n, aten.linear.default) else n.all_input_nodes))
     for node in (n for n in made if is_call(n, aten.linear.default)):
         split = next((u for u in node.users if is_call(u, aten.split_with_sizes.default)), None)

@@ -1,5 +1,5 @@
-"""Random operators become `autopar::dropout` and `autopar::random`: one seed input for the whole graph, a number (site)
-for each that draws, in the order of the model's code."""
+"""Random operators become `autopar::dropout` and `autopar::random`: the graph has one seed input, and each call that
+draws numbers has a site, its position in the model's code."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def number_draws(gm: GraphModule) -> None:
     native_dropout(x, 0.0, True)[0], native_dropout(x, 0.1, False)[0] --> x
     rand([4, 8]) --> autopar.random(empty([4, 8]), seed, "uniform", 0, 1, site, [], [], float32)
 
-    Attention with dropout gets the seed and its number, too. Raises ValueError for random operators without a recipe:
-    how many numbers they draw depends on values.
+    Attention with dropout gets the seed and a site too. Raises ValueError for random operators without a recipe, where
+    the count of numbers drawn may depend on values.
     """
     numbering = _Numbering(gm)
     for node in list(gm.graph.nodes):
@@ -51,8 +51,8 @@ def number_draws(gm: GraphModule) -> None:
 
 
 def hold_unused_draws(gm: GraphModule) -> int:
-    """Calls that draw numbers which nobody uses become outputs, so that they are counted as an eager run does; returns
-    how many. `release_draws` ends that."""
+    """Make unused draws outputs, so that they are counted as in an eager run; returns how many. `release_draws` undoes
+    it."""
     unused = [n for n in gm.graph.nodes if n.op == "call_function" and not n.users and draws_numbers(n)]
     out = output_node(gm)
     firsts = [n if isinstance(n.meta["val"], torch.Tensor) else Build(n.next)(operator.getitem, n, 0) for n in unused]
@@ -73,7 +73,7 @@ def draws_numbers(node: Node) -> bool:
 
 
 class _Numbering:
-    """The seed of a graph, once it is asked for, and the next number."""
+    """The seed of a graph, created on first use, and the next site."""
 
     def __init__(self, gm: GraphModule) -> None:
         self.gm = gm
@@ -81,7 +81,7 @@ class _Numbering:
         self._next = 0
 
     def seed(self) -> Node:
-        """The int64 scalar input "seed", behind the other inputs."""
+        """The int64 scalar input "seed", the last input."""
         if self._seed is None:
             self._seed = add_placeholder(self.gm.graph, "seed", placeholders(self.gm)[-1])
             self._seed.meta["val"] = run_fake(self.gm.graph, torch.empty, ((),), {"dtype": torch.int64})
@@ -89,7 +89,7 @@ class _Numbering:
         return self._seed
 
     def site(self) -> int:
-        """The number of a call."""
+        """The site of a call."""
         self._next += 1
         return self._next - 1
 
@@ -104,9 +104,9 @@ class _Numbering:
         _replace_dropout(self.gm, node, source)
 
     def recipe(self, node: Node, recipe: WeightConversion) -> None:
-        """By what it is made of."""
+        """Replace a call by its recipe."""
         if arguments(node).get("generator") is not None:
-            _refuse(node, " with a generator of its own")
+            _refuse(node, " with its own generator")
         build = Build(node)
 
         def draw(like: Node, kind: str, a: float, b: float, dtype: torch.dtype) -> Node:
@@ -143,7 +143,7 @@ def _replace_dropout(gm: GraphModule, node: Node, value: Node) -> None:
 
 def _refuse(node: Node, why: str) -> None:
     raise ValueError(
-        f"normalize: random numbers must not depend on how the graph is cut, found {describe(node)}{why}, of which no "
-        "more is known than that it draws some; use torch.rand, torch.randn, bernoulli, dropout or the like, or draw "
-        "outside of the model and pass them in"
+        f"normalize: random numbers must not depend on how the graph is sharded, found {describe(node)}{why}, whose "
+        "way of drawing them is unknown; use torch.rand, torch.randn, bernoulli, dropout or the like, or draw outside "
+        "of the model and pass them in"
     )

@@ -1,6 +1,6 @@
 """Losses: one value per example by simple operators, then sum, count and quotient as ordinary operators.
 
-So the reduction is visible: a loss over a cut batch is a sum of sums over a sum of counts.
+This makes the reduction visible: the loss of a sharded batch is a sum of local sums over a sum of local counts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autopar.rewrite.build import Build, Rewrite, calls, operand, shape_of, valu
 
 aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2  # torch's codes of `reduction`
-_TINY = float(torch.tensor(1e-12, dtype=torch.float32))  # torch has it in single precision, whatever the dtype
+_TINY = float(torch.tensor(1e-12, dtype=torch.float32))  # torch uses a float32 constant for all dtypes
 
 
 def _reduced(build: Build, x: Node, reduction: int) -> Node:
@@ -33,7 +33,7 @@ def cross_entropy_loss(node: Node, build: Build) -> Node | None:
         return _soft_targets(node, build)
     flat, target_flat = _rows(build, x), build.reshape(target, (value_of(target).numel(),))
     smoothing, weight = float(known["label_smoothing"]), known["weight"]
-    apart = bool(smoothing) and weight is not None  # the classes of the smoothed term have weights of their own
+    apart = bool(smoothing) and weight is not None  # the smoothed term needs its own class weights
     fused = torch.ops.autopar.cross_entropy.default
     both = build(fused, flat, target_flat, known["ignore_index"], 0.0 if apart else smoothing)
     smoothed = _weighted_smoothing(build, flat, target_flat, known) if apart else None
@@ -41,8 +41,8 @@ def cross_entropy_loss(node: Node, build: Build) -> Node | None:
 
 
 def _weighted_smoothing(build: Build, rows: Node, flat: Node, known: dict[str, Any]) -> tuple[float, Node]:
-    """(the share of the loss of the label itself, what all classes add: s / C * sum(neg(weight * log_softmax)), 0 where
-    the label is ignored)"""
+    """(the factor of the label's own loss, the term of all classes: s / C * sum(neg(weight * log_softmax)), 0 where the
+    label is ignored)"""
     smoothing = float(known["label_smoothing"])
     logs = build(aten.mul.Tensor, build(aten.log_softmax.int, rows, 1), known["weight"])
     total = build(aten.mul.Tensor, build(aten.sum.dim_IntList, logs, [1]), -smoothing / shape_of(rows)[1])
@@ -72,7 +72,7 @@ def _finish(node: Node, build: Build, loss: Node, flat: Node, smoothed: tuple[fl
 
 
 def _watched(build: Build, count: Node, ignore: int) -> Node:
-    """The number of labels that count, with an eye on whether there are any."""
+    """The number of labels that count, with a check that it is not 0."""
     if has_gradient(count):  # class weights that are learned
         return count
     text = f"no label counts (all are {ignore}, or their classes have no weight), so the mean loss is 0/0 = nan"
@@ -136,7 +136,7 @@ def nll_loss_forward(node: Node, build: Build) -> Node | None:
 
 
 class _Renamed:
-    """A `nll_loss_forward` node seen as its first output."""
+    """A `nll_loss_forward` node in the role of its first output."""
 
     def __init__(self, node: Node, first: Node) -> None:
         self.target, self.args, self.kwargs = node.target, node.args, node.kwargs
@@ -197,7 +197,7 @@ def binary_cross_entropy(node: Node, build: Build) -> Node | None:
     """binary_cross_entropy(x, y) --> mean(loss + (x - detach(x)) * slope), where nothing but x has a gradient, and
     loss = neg(y * clamp(log(x), -100) + (1 - y) * clamp(log(1 - x), -100)), slope = (x - y) / clamp(x * (1 - x), 1e-12)
 
-    The gradient is torch's own: that of the logarithms is infinite where a probability is 0 or 1.
+    The gradient is torch's own formula: that of the logarithms is infinite where a probability is 0 or 1.
     """
     known = arguments(node)
     x, y = known["self"], known["target"]

@@ -3,16 +3,16 @@
     matmul(dropout(softmax(matmul(q, transpose(k, -1, -2)) * s + mask, -1)), v) --> autopar.attention(q, k, v, mask)[0]
 
 Heads may have a dim of their own ([B, H, S, D]) or share one with the batch ([B·H, S, D]), and change between the two
-on the way. Scores may be scaled (before or after the product, by numbers or by scalars of the graph), capped
-(cap · tanh(s / cap)), masked any number of times (added, or filled with the least number by masked_fill or where), and
-cast around the softmax. Anything else is left as it is.
+on the way. Scores may be scaled (before or after the product, by numbers or by scalars of the graph), soft-capped
+(cap · tanh(s / cap)), masked any number of times (additively, or filled with the least number by masked_fill or
+where), and cast around the softmax. Anything else is left as it is.
 
-A mask that is a triangle, whatever the inputs, is the fact *causal*; others are a bias.
+A mask that is a triangle for all inputs becomes the flag *causal*; others become a bias.
 
-Only what is the same is rewritten. Entries that are filled are not attended, which is the same as long as the fill is
-the least number once the scale and casts behind it are applied; rows in which all entries are filled are given what the
-softmax gives them (`empty_rows`). Probabilities after dropout are rewritten where nothing else uses them: a second use
-would draw a second mask.
+The rewrite preserves the result exactly. Filled entries are not attended to, which is equivalent as long as the fill is
+the least number after the scale and casts that follow. Rows in which all entries are filled get what the softmax gives
+them (`empty_rows`). Probabilities after dropout are rewritten only if they have no other use: a second use would draw a
+second mask.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _WrittenScores:
-    """What stands between a softmax and ``at``: scores = cap(at · scale · factors) + masks, the last mask first.
+    """The operators between a softmax and ``at``: scores = cap(at · scale · factors) + masks, the last mask first.
 
-    lead: batch and heads, once a value that has a dim for each was met. casts: dtypes that scores have on the way, the
+    lead: batch and heads, once a value with a dim for each was found. casts: dtypes of the scores on the way, the
     softmax's first.
     """
 
@@ -55,7 +55,7 @@ class _WrittenScores:
     lead: tuple[int, ...] = ()
 
     def to(self, at: Any, **changes: Any) -> _WrittenScores:
-        """One step further down."""
+        """The same, one operator further up the graph."""
         shape = shape_of(self.at)
         lead = self.lead or (shape[:2] if len(shape) == 4 else ())
         return dataclasses.replace(self, at=at, lead=lead, **changes)
@@ -108,7 +108,7 @@ def _with_empty_rows(build: Build, out: Node, lse: Node, v: Node, empty: str) ->
 
 def _under_softmax(found: _WrittenScores) -> _WrittenScores | None:
     """The scores of dropout(cast(softmax(scores)))."""
-    once = True  # nothing but the product uses the probabilities
+    once = True  # the product is the only user of the probabilities
     while True:
         x = found.at
         once = once and len(x.users) == 1
@@ -151,7 +151,7 @@ def _same(found: _WrittenScores) -> _WrittenScores | None:
 
 
 def _keeps_matrices(x: Node) -> bool:
-    """A reshape of the leading dims alone."""
+    """Whether a reshape changes leading dims only."""
     return calls(x, aten.reshape.default) and shape_of(x)[-2:] == shape_of(operand(x))[-2:]
 
 
@@ -169,7 +169,7 @@ def _scaled(found: _WrittenScores) -> _WrittenScores | None:
 
 
 def _capped(found: _WrittenScores) -> _WrittenScores | None:
-    """tanh(scores / cap), of which the factor cap is known."""
+    """tanh(scores / cap), whose factor cap is known already."""
     if not calls(found.at, aten.tanh.default) or found.softcap or found.factors or found.scale <= 0:
         return None
     return found.to(operand(found.at), softcap=found.scale)
@@ -185,7 +185,7 @@ def _filled(found: _WrittenScores) -> _WrittenScores | None:
     else:
         return None
     scores = known["self"]
-    turned = found.softcap or found.factors or found.scale <= 0  # what is least here need not be among the scores
+    turned = found.softcap or found.factors or found.scale <= 0  # the least number here may not be the least score
     if turned or fill is None or shape_of(scores) != shape_of(x):
         return None
     for dtype in (value_of(x).dtype, *reversed(found.casts)):
@@ -199,7 +199,7 @@ def _filled(found: _WrittenScores) -> _WrittenScores | None:
 
 
 def _number(x: Any) -> float | None:
-    """A number, also one that a graph makes."""
+    """The value of a number, or of a node that is a constant number."""
     if calls(x, aten.full.default):
         return float(x.args[1])
     if calls(x, aten.scalar_tensor.default):
@@ -224,7 +224,7 @@ def _under_sum(found: _WrittenScores) -> _WrittenScores | None:
     return None
 
 
-# --- what was found, for the operator ---------------------------------------------------------------------------
+# --- from the match to the arguments of the operator ----------------------------------------------------------
 
 
 def _transposed(build: Build, x: Node) -> Node:
@@ -238,7 +238,7 @@ def _transposed(build: Build, x: Node) -> Node:
 
 
 def _batch_and_heads(q: Node) -> tuple[int, int]:
-    """B and H of q [B·H, S, D]: the reshape that joined them knows. A dim that was never joined is a batch."""
+    """B and H of q [B·H, S, D], read off the reshape that joined them. A dim that was never joined is a batch."""
     x, dim, joined = q, 0, shape_of(q)[0]
     while x.op == "call_function":
         if calls(x, *PERMUTED):
@@ -260,26 +260,26 @@ def _batch_and_heads(q: Node) -> tuple[int, int]:
 
 
 def _order(x: Node) -> list[int]:
-    """Where the dims of a transposed or permuted value came from."""
+    """The original positions of the dims of a transposed or permuted value."""
     known, rank = arguments(x), len(shape_of(x))
     if "dims" in known:
         return [d % rank for d in known["dims"]]
     order = list(range(rank))
-    a, b = known.get("dim0", 0) % rank, known.get("dim1", 1) % rank  # t names none
+    a, b = known.get("dim0", 0) % rank, known.get("dim1", 1) % rank  # t has no dims
     order[a], order[b] = b, a
     return order
 
 
-# --- rows that attend to nothing -----------------------------------------------------------------------
+# --- rows that attend to no key ------------------------------------------------------------------------
 
 NEVER = float("-inf")
-MODERATE = LEAST / 2  # what is added and is more than this masks nothing
+MODERATE = LEAST / 2  # a bias above this masks nothing
 
 
 @dataclass(frozen=True)
 class WrittenMask:
-    """Of scores of this shape. ``fill`` is None: ``node`` times ``factor`` is added. Else ``node`` is bool, entries
-    that are ``keep`` stay and the others are ``fill``, as the softmax sees it."""
+    """A mask on scores of this shape. ``fill`` None: ``node`` times ``factor`` is added. Otherwise ``node`` is bool;
+    entries equal to ``keep`` stay and the others become ``fill``, as the softmax sees it."""
 
     node: Node
     scores: tuple[int, ...]
@@ -289,7 +289,7 @@ class WrittenMask:
 
     @property
     def triangle(self) -> float | None:
-        """What takes the place of, or is added to, scores above the diagonal, if that is all the mask says."""
+        """The number that replaces, or is added to, scores above the diagonal, if the mask does nothing else."""
         if self.fill is not None:
             return self.fill if _is_triangle(self.node, self.keep) else None
         above = triangle(self.node)
@@ -306,16 +306,16 @@ def _is_filled_triangle(node: Node) -> bool:
 
 
 def outcome(masks: Sequence[WrittenMask], dropout: float = 0.0) -> str:
-    """What written-out attention gives in rows that may attend to nothing. ``masks``: the last that is applied first.
+    """What written-out attention gives in rows that may attend to no key. ``masks``: the last that is applied first.
 
     `autopar::attention` gives 0 there. A softmax over written-out scores does not: scores that are all *filled* with
-    one number have equal weights, so the row is the mean of all values; scores of which -inf is left are 0/0. Large
-    numbers that are *added* leave the scores beneath them, which the operator computes as they are.
+    one number have equal weights, so the row is the mean of all values; rows that are all -inf are 0/0. Large numbers
+    that are *added* keep the differences between scores, which the operator reproduces.
 
-        "never": every row has a key, or no mask can take it away       "mean", "nan": see above
-        "unknown": something else, such as fills with two numbers: not to be rewritten
+        "never": every row has a key, or no mask can remove it          "mean", "nan": see above
+        "unknown": anything else, such as fills with two numbers: do not rewrite
 
-    Scores themselves, and biases that are learned, are taken to be no masks: far above `LEAST`.
+    Scores and learned biases are assumed to be no masks: far above `LEAST`.
     """
     masking = [m for m in masks if not _is_moderate(m)]
     finite = {m.fill for m in masks if m.fill is not None and m.fill > NEVER}
@@ -329,7 +329,7 @@ def outcome(masks: Sequence[WrittenMask], dropout: float = 0.0) -> str:
 
 
 def _is_moderate(mask: WrittenMask) -> bool:
-    """Whether what is added masks nothing: constants that are not large, and what is learned."""
+    """Whether an additive mask masks nothing: constants that are not large, and learned values."""
     if mask.fill is not None:
         return False
     value = constant(mask.node)
@@ -340,7 +340,7 @@ def _is_moderate(mask: WrittenMask) -> bool:
 
 
 def _is_learned(source: Node) -> bool:
-    """A parameter with a gradient, or indices into one that the model holds."""
+    """Whether it is a parameter with a gradient, or an index into one by constants of the model."""
     kind = source.meta.get("kind")
     return (kind == "parameter" and has_gradient(source)) or (
         kind in ("buffer", "constant") and value_of(source).dtype in (torch.int64, torch.int32)
@@ -348,7 +348,7 @@ def _is_learned(source: Node) -> bool:
 
 
 def _every_row_has_a_key(masking: Sequence[WrittenMask]) -> bool:
-    """By masks that no input decides. (The triangle's rows have the first key.)"""
+    """Whether masks that depend on no input leave a key in every row. (The triangle leaves the first key.)"""
     if len(masking) == 1 and masking[0].triangle is not None:
         return True
     open_entries: list[Tensor] = []

@@ -1,13 +1,13 @@
-"""normalize: one spelling per operation, and no operator that writes in place.
+"""normalize: one canonical form per operation, and no in-place operators.
 
-Consumes    the captured graph: flat, functional, with shapes of the whole batch.
+Consumes    the captured graph: flat, functional, with shapes of the global batch.
 Guarantees  `linear` for every dense projection, on unflattened values; `matmul` for every other product; `reshape` for
-            every change of shape; `split_with_sizes` for pieces; `autopar::attention`, `autopar::cross_entropy` and
-            `autopar::dropout` for what they name; `autopar::random` for all else that draws numbers; losses and batch
+            every change of shape; `split_with_sizes` for every split; `autopar::attention`, `autopar::cross_entropy`
+            and `autopar::dropout` for what they name; `autopar::random` for other random operators; losses and batch
             norm as sums and pointwise operators.
 Leaves      operators without a rewrite, all names of inputs and outputs, and the numbers: the graph runs in one process
-            and gives what the model gives.
-No-op       on a normalised graph.
+            and returns what the model returns.
+No-op       on a canonical graph.
 
     view = view(x, [8, 32]); addmm = addmm(b, view, w); out = view(addmm, [2, 4, 96])
         --> out = linear(x, t(w), b)
@@ -69,7 +69,7 @@ class Normalize(Pass):
                 node.meta["value"] = gm.meta["constants"][specs[node.name].name]
         trainable = [name for name, spec in specs.items() if spec.requires_grad]
         unused = hold_unused_draws(gm)
-        _to_fixpoint(gm, trainable, canonical_ops.STRIDED)  # while values lie in memory as the model has them
+        _to_fixpoint(gm, trainable, canonical_ops.STRIDED)  # while strides are those of the model
         take_apart(gm, REWRITES)
         _to_fixpoint(gm, trainable, REWRITES)
         _to_fixpoint(gm, trainable, {torch.ops.aten.matmul.default: written_out})
@@ -91,7 +91,7 @@ def _to_fixpoint(gm: GraphModule, trainable: list[str], table: dict[Any, Rewrite
         remove_dead_code(gm)
         if not any(changed):
             return
-    raise AssertionError("normalize: the rewrites do not settle")
+    raise AssertionError("normalize: the rewrites reach no fixpoint")
 
 
 def _rewrite(gm: GraphModule, node: Node, table: dict[Any, Rewrite]) -> bool:

@@ -1,6 +1,6 @@
 """Norms as ordinary operators.
 
-Batch norm in training: sums over the batch, and new running statistics as further values. Weight norm: a weight is its
+Batch norm in training: sums over the batch, with new running statistics as extra results. Weight norm: a weight is its
 direction times its length.
 """
 
@@ -27,19 +27,19 @@ def _affine(build: Build, x: Node, known: dict[str, Any], shape: list[int]) -> N
 
 
 def _channels(x: Node) -> tuple[list[int], list[int], int]:
-    """(dims that are summed, [1, C, 1, ...], values per channel)"""
+    """(reduced dims, [1, C, 1, ...], values per channel)"""
     shape = shape_of(x)
     dims = [d for d in range(len(shape)) if d != 1]
     return dims, [shape[1] if d == 1 else 1 for d in range(len(shape))], math.prod(shape[d] for d in dims)
 
 
 def _wide(build: Build, x: Node) -> Node:
-    """In float32 at least, which torch's kernels compute in."""
+    """In at least float32, the dtype that torch's kernels compute in."""
     return build.cast(x, torch.promote_types(value_of(x).dtype, torch.float32))
 
 
 def _from_batch(build: Build, known: dict[str, Any]) -> tuple[Node, Node, Node]:
-    """(normalised x, mean [C], variance [C], biased)"""
+    """(normalized x, mean [C], variance [C], biased)"""
     x = _wide(build, known["input"])
     dims, shape, count = _channels(x)
     mean = build(aten.div.Tensor, build(aten.sum.dim_IntList, x, dims), count)

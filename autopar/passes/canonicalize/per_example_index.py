@@ -1,4 +1,4 @@
-"""Rows that each example picks, or writes, for itself: an index that counts the examples is no index into all of them.
+"""Indexing per example: an index that enumerates the examples does not mix them, so the batch can stay sharded.
 
     index(x, [arange(4), i])               -->    reshape(gather(x, 1, expand(i, [4, 1, 32])), [4, 32])
     index(x, [arange(4)[:, None], i, j])   -->    the same, with i * size + j into both dims
@@ -6,7 +6,7 @@
     index_put(x, [arange(4), i], y)        -->    scatter(x, 1, expand(i, [4, 1, 32]), reshape(y, [4, 1, 32]))
     index_put(x, [mask], y)                -->    where(unsqueeze(mask, 2), y, x), if y is the same for all it picks
 
-So the end token's row of every text stays on the rank, and in the microbatch, of its text.
+So the row of each text's end token stays on the rank, and in the microbatch, of that text.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Rows:
-    """x as (examples, places, width), and which places of each example are meant [examples, rows, width]. ``dim``: of
-    x, that counts the examples."""
+    """x as (examples, places, width), and the selected places of each example [examples, rows, width]. ``dim``: the dim
+    of x that enumerates the examples."""
 
     x: Node
     places: Node
     dim: int
-    picked: tuple[int, ...]  # the shape of the indices together
-    rest: tuple[int, ...]  # the dims that none of them is for
+    picked: tuple[int, ...]  # the broadcast shape of the indices
+    rest: tuple[int, ...]  # the dims that are not indexed
 
 
 def picked_rows(node: Node, build: Build) -> Node | None:
     """index(x, [arange(4), i]) --> gather(x, 1, i)"""
     indices = list(arguments(node)["indices"])
     indexed = [d for d, i in enumerate(indices) if i is not None]
-    if indexed and indexed != list(range(indexed[0], indexed[-1] + 1)):  # apart: what is picked comes first
+    if indexed and indexed != list(range(indexed[0], indexed[-1] + 1)):  # separated: the indexed dim comes first
         others = [d for d in range(len(shape_of(operand(node)))) if d not in indexed]
         x = build(aten.permute.default, operand(node), [*indexed, *others])
         return build(aten.index.Tensor, x, [indices[d] for d in indexed])
@@ -57,7 +57,7 @@ def written_rows(node: Node, build: Build) -> Node | None:
     """index_put(x, [arange(4), i], y) --> scatter(x, 1, i, y)"""
     indices = [i for i in arguments(node)["indices"] if i is not None]
     if indices and not math.prod(torch.broadcast_shapes(*map(shape_of, indices))):
-        return operand(node)  # into no place
+        return operand(node)  # no place is written
     if len(indices) == 1 and value_of(indices[0]).dtype == torch.bool:
         return _masked(node, build)
     found = _rows(node, build)
@@ -74,7 +74,7 @@ def written_rows(node: Node, build: Build) -> Node | None:
 
 
 def _masked(node: Node, build: Build) -> Node | None:
-    """What a mask picks takes one value, which has no dim for how much that is."""
+    """A mask is assigned a single value, whose shape does not depend on how many entries the mask selects."""
     known = arguments(node)
     x, values, indices = known["self"], known["values"], known["indices"]
     (first,) = (d for d, i in enumerate(indices) if i is not None)
@@ -114,13 +114,13 @@ def _rows(node: Node, build: Build) -> _Rows | None:
 
 
 def _turned(dims: Sequence[T], dim: int) -> list[T]:
-    """One of several first."""
+    """The sequence with one of its entries moved to the front."""
     return [dims[dim], *dims[:dim], *dims[dim + 1 :]]
 
 
 def _counts(indices: list[Node], examples: int) -> bool:
-    """Whether the first index is 0, 1, 2, ... along the first dim of what is picked, and the same along the others; or
-    0, 0, 1, 1, ... along the only one."""
+    """Whether the first index is 0, 1, 2, ... along the first dim of the result and constant along the others; or 0, 0,
+    1, 1, ... along the only one."""
     own, together = shape_of(indices[0]), tuple(torch.broadcast_shapes(*map(shape_of, indices)))
     if examples < 2 or any(value_of(i).dtype not in (torch.int64, torch.int32) for i in indices):
         return False
@@ -134,7 +134,7 @@ def _counts(indices: list[Node], examples: int) -> bool:
 
 
 def _place(build: Build, indices: list[Node], sizes: list[int]) -> Node:
-    """Of several indices into dims of these sizes, one into all of them. Negative ones count from the end."""
+    """One index into the joined dims of these sizes, from an index into each. Negative ones count from the end."""
     place: Any = None
     for index, size in zip(indices, sizes, strict=True):
         low = build(aten.lt.Scalar, index, 0)

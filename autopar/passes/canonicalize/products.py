@@ -14,13 +14,13 @@ aten = torch.ops.aten
 
 
 def _from_parameters(node: Node) -> bool:
-    """Does the value depend on parameters and buffers only (no input, no activation)?"""
+    """Whether the value depends on parameters and buffers only (no input, no activation)."""
     inputs = (x for x in reach([node]) if x.op == "placeholder")
     return all(x.meta.get("kind") in ("parameter", "buffer") for x in inputs)
 
 
 def _transposed(build: Build, w: Node) -> Node:
-    """w' of a matrix; the base if w is itself a transpose."""
+    """The transpose of a matrix; its base if w is itself a transpose."""
     dims = arguments(w) if calls(w, aten.transpose.int, aten.permute.default) else {}
     if calls(w, aten.t.default, aten.numpy_T.default, aten.transpose.int):
         return operand(w)
@@ -94,15 +94,15 @@ def matmul_before_reshape(node: Node, build: Build) -> Node | None:
 
 
 def matmul(node: Node, build: Build) -> Node | None:
-    """A product with a weight becomes a linear; one between reshapes takes their place."""
+    """A product with a weight becomes a linear; a product of reshapes moves before them."""
     return product(node, build) or matmul_before_reshape(node, build)
 
 
 def einsum(node: Node, build: Build) -> Node | None:
     """einsum("bihd,bjhd->bhij", x, y) --> matmul(permute(x, b h i d), permute(y, b h d j))
 
-    where each operand has one dim of its own (the first several, if they share none but the one that is summed).
-    einsum has a rule for all others."""
+    where each operand has one dim that the other lacks (the first may have several, if only the contracted dim is
+    shared). All others keep einsum, which has a rule."""
     known = arguments(node)
     left, arrow, target = str(known["equation"]).replace(" ", "").partition("->")
     terms = left.split(",")

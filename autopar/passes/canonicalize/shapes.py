@@ -1,4 +1,4 @@
-"""One spelling for what only moves or renames data: reshape, split, and nothing at all for no-ops."""
+"""One canonical form for what only moves or renames data: reshape, split, and nothing at all for no-ops."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 def reshape(node: Node, build: Build) -> Node | None:
     """view(x, [2, -1]), flatten, unflatten, squeeze() --> reshape(x, [2, 8]); reshape(reshape(x)) --> one.
 
-    reshape, not view: strides change when a graph is cut over ranks.
+    reshape, not view: strides change when a graph is sharded.
     """
     x, shape = operand(node), shape_of(node)
     spelled = calls(node, aten.reshape.default) and list(node.args[1]) == list(shape)  # type: ignore[arg-type]
@@ -27,12 +27,12 @@ def reshape(node: Node, build: Build) -> Node | None:
 
 
 def same(node: Node, build: Build) -> Node | None:
-    """clone(x), alias(x), contiguous(x), lift_fresh_copy(x) --> x   (nothing is written in place)"""
+    """clone(x), alias(x), contiguous(x), lift_fresh_copy(x) --> x   (the graph has no in-place operators)"""
     return operand(node)
 
 
 def to_copy(node: Node, build: Build) -> Node | None:
-    """_to_copy(x, dtype=x.dtype) --> x; other arguments than the dtype go."""
+    """_to_copy(x, dtype=x.dtype) --> x; arguments other than the dtype are dropped."""
     x = operand(node)
     if value_of(x).dtype == value_of(node).dtype:
         return x
@@ -101,7 +101,7 @@ def joined_again(node: Node, build: Build) -> Node | None:
 
 
 def masked_scatter(node: Node, build: Build) -> None:
-    """masked_scatter(x, expand(mask, [4, 8, 32]), y) --> masked_scatter(x, mask, y): rows are taken whole"""
+    """masked_scatter(x, expand(mask, [4, 8, 32]), y) --> masked_scatter(x, mask, y): whole rows are written"""
     mask = arguments(node)["mask"]
     if calls(mask, aten.expand.default):
         set_argument(node, "mask", operand(mask))
@@ -176,7 +176,7 @@ TABLE: dict[Any, Rewrite] = {
 def slices_to_split(graph: Graph) -> None:
     """a = slice(x, 2, 0, 4); b = slice(x, 2, 4, 8) --> a, b = split_with_sizes(x, [4, 4], 2)
 
-    for slices of one value along one dim that cover it without overlap: each piece can then be cut on its own.
+    for slices of one value along one dim that cover it without overlap: each can then be sharded by itself.
     """
     for x in list(graph.nodes):
         by_dim: dict[int, list[Node]] = {}

@@ -1,7 +1,7 @@
-"""split_biases: take the bias off products whose contraction the plan cuts.
+"""split_biases: separate the bias from products whose contracted dim is sharded by the plan.
 
-Consumes    a normalised global graph and a plan.
-Guarantees  no linear or convolution adds a bias inside a contraction that is cut: it would be added once per rank.
+Consumes    a canonical global graph and a plan.
+Guarantees  no linear or convolution with a sharded contraction adds a bias, which would be added once per rank.
 Leaves      every other product fused with its bias.
 
     y = linear(x, w, b)            -->    y0 = linear(x, w)
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 class SplitBiases(Pass):
-    """linear(x, w, b) -> add(linear(x, w), b) where w's contracted dim is cut. Of a transposed convolution that is the
+    """linear(x, w, b) -> add(linear(x, w), b) where w's contracted dim is sharded: for a transposed convolution the
     first."""
 
     name = "split_biases"
@@ -63,7 +63,7 @@ def _split(node: Node) -> None:
     set_argument(node, "bias", None)
     after = node.next
     if is_call(node, *CONVOLUTIONS):
-        space = len(shape(arguments(node)["weight"])) - 2  # there may be no dim for examples
+        space = len(shape(arguments(node)["weight"])) - 2  # there may be no batch dim
         bias = insert_call(after, aten.view.default, (bias, [-1, *[1] * space]), like=bias)
     total = insert_call(
         after, aten.add.Tensor, (node, bias), like=node, val=node.meta["val"], name=f"{node.name}_biased"

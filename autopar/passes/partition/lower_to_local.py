@@ -1,12 +1,12 @@
-"""lower_to_local: from whole tensors to the pieces of one rank.
+"""lower_to_local: from the global graph to the local graph of one rank.
 
-Consumes    a typed global graph.
-Guarantees  every value has one rank's shape; typed conversions are exchanges; the placements and global shapes stay
-            in the metadata, so that the types can still be checked.
-Leaves      the order of nodes; one rank's coordinate (all ranks get the same graph).
+Consumes    a global graph with placements.
+Guarantees  every value has one rank's shape; conversions are collectives; placements and global shapes stay in the
+            metadata, so that the types can still be checked.
+Leaves      the order of nodes; the rank's coordinate (all ranks get the same graph).
 
     y_r = convert(y, "tp", "P", "I")      -->    y_r = exchange(y, "tp", 2, "P", "I")
-    v = view(x, [4, 16, 8, 4])            -->    v = view(x, [4, 16, 4, 4])               # heads cut over tp=2
+    v = view(x, [4, 16, 8, 4])            -->    v = view(x, [4, 16, 4, 4])               # heads sharded on tp=2
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ aten = torch.ops.aten
 
 
 class LowerToLocal(Pass):
-    """Rewrites shapes, sizes and the few ops that compute differently on a piece."""
+    """Rewrites shapes, sizes and the few ops that compute differently on a shard."""
 
     name = "lower_to_local"
     requires = ("placements",)
@@ -91,7 +91,7 @@ class _Local:
         self._run_fake()
 
     def _run_fake(self) -> None:
-        """Run the call on fake local operands: the shapes must come out as the placements say."""
+        """Run the call on fake local operands: the shapes must be those that the placements imply."""
         node = self.node
         node.meta["val"] = fake_result(node)
         found = [tuple(v.shape) for v in values(node)]
@@ -104,7 +104,7 @@ class _Local:
         self.node.target, self.node.args = exchange_over(self.mesh, self.node.args[0], axis, src, dst)
 
     def local_placement(self, axis: str, p: Placement) -> Placement:
-        """Blocks of a Shard, once the outer axes have taken their share of a repeated pattern of blocks."""
+        """The blocks of a Shard after the outer axes have sharded a repeated pattern of blocks."""
         if not isinstance(p, Shard) or not p.blocks:
             return p
         later = list(self.mesh.cut_order)[list(self.mesh.cut_order).index(axis) + 1 :]
@@ -119,7 +119,7 @@ class _Local:
         set_argument(self.node, name, list(self.shapes[0]))
 
     def cut_axes(self, operand: str, dim: int) -> list[str]:
-        """Axes on which a dim of an operand is cut."""
+        """Axes that a dim of an operand is sharded on."""
         x = self.args[operand]
         found = [(a, placement(x, a)) for a in self.mesh.cut_order]
         return [a for a, p in found if isinstance(p, Shard) and p.dim == dim % len(global_shape(x))]
@@ -133,7 +133,7 @@ def exchange_over(mesh: Mesh, x: Any, axis: str, src: Placement, dst: Placement)
     return exchange_slice, (x, mesh.slice.length, mesh.slice.start, mesh.slice.total, str(src), str(dst))
 
 
-# --- ops that say sizes, or compute differently on a piece ------------------------------------------------
+# --- ops with sizes as arguments, or that compute differently on a shard ----------------------------------
 
 
 def _split_sizes(local: _Local) -> None:
@@ -151,13 +151,13 @@ def _unflatten(local: _Local) -> None:
 
 
 def _squeeze(local: _Local) -> None:
-    """A dim that has size 1 only because it is cut must stay."""
+    """A dim that has size 1 only because it is sharded must stay."""
     node = local.node
     node.target, node.args, node.kwargs = aten.reshape.default, (local.args["self"], list(local.shapes[0])), {}
 
 
 def _mean(local: _Local) -> None:
-    """A mean over a cut dim is a sum of local means, each divided by the number of pieces."""
+    """A mean over a sharded dim is a sum of local means, each divided by the number of shards."""
     x = local.args["self"]
     rank = len(global_shape(x))
     dims = local.args.get("dim") or list(range(rank))
@@ -170,7 +170,7 @@ def _mean(local: _Local) -> None:
         return
     node = local.node
     factor = 1.0 / ranks
-    if local.mesh.slice is not None:  # slices differ in length: the sum over all of them, divided by the count of all
+    if local.mesh.slice is not None:  # slices differ in length: divide the sum over all by the count of all
         dims = [d % max(rank, 1) for d in dims]
         node.target, node.kwargs = aten.sum.dim_IntList, {"dtype": local.args.get("dtype")}
         node.args = (x, dims, bool(local.args.get("keepdim", False)))
@@ -183,8 +183,7 @@ def _mean(local: _Local) -> None:
 
 
 def _groups(local: _Local, name: str = "groups") -> None:
-    """Groups are cut where both the channels that go in and those that come out are; else channels within each
-    group."""
+    """Groups are sharded where both input and output channels are; else the channels within each group."""
     groups = int(local.args[name])
     if groups > 1:
         channels = _channels(local)
@@ -197,7 +196,7 @@ def _groups(local: _Local, name: str = "groups") -> None:
 
 
 def _channels(local: _Local) -> int:
-    """Of a convolution: 0 where its input is one example without a dim for it."""
+    """The channel dim of a convolution: 0 where its input is one example without a batch dim."""
     alone = local.node.target in CONVOLUTIONS and len(global_shape(local.args["input"])) < len(
         global_shape(local.args["weight"])
     )
@@ -207,7 +206,7 @@ def _channels(local: _Local) -> int:
 def _vocabulary_axis(local: _Local, name: str, dim: int) -> str:
     axes = local.cut_axes(name, dim)
     if len(axes) > 1:
-        raise ValueError(f"plan: the vocabulary of {describe(local.node)} is cut over {axes}; cut it over one axis")
+        raise ValueError(f"plan: the vocabulary of {describe(local.node)} is sharded on {axes}; shard it on one axis")
     return axes[0] if axes else ""
 
 
@@ -250,14 +249,14 @@ def _combine(local: _Local) -> None:
 
 
 def _source_of(x: Node, gm: GraphModule, what: str) -> str:
-    """'ids of "tokens"': the inputs of the model that a value comes from, for messages."""
+    """'ids of "tokens"': the inputs of the model that a value is computed from, for messages."""
     names = {s.node: s.name for s in signature_of(gm).inputs if s.kind == "input"}
     found = [names[n.name] for n in placeholders(gm) if n.name in names and n in ancestors([x])]
     return f"{what} of " + " and ".join(f'"{name}"' for name in found) if found else what
 
 
 def _dropout(local: _Local) -> None:
-    """The mask, or the numbers, are a function of global indices: pass those of the local rows."""
+    """The mask, or the numbers, are a function of global indices: pass the indices of the local rows."""
     x = tensor_operands(local.node)[0]
     _pass_indices(
         local,
@@ -269,9 +268,9 @@ def _dropout(local: _Local) -> None:
 
 def _attention(local: _Local) -> None:
     """The queries of a token slice stand at its first token. The dropout mask of the probabilities (batch, heads,
-    queries, keys): all but the keys may be cut, as those of q. Over a sequence that is cut on cp an algorithm runs."""
+    queries, keys) may be sharded like q on all dims but the keys. A sequence sharded on cp runs an algorithm."""
     q, k, cut = local.args["q"], local.args["k"], placement(local.args["q"], "cp")
-    over_tokens = isinstance(cut, Shard) and cut.dim == 2  # else another attention's tokens are the rows of this one
+    over_tokens = isinstance(cut, Shard) and cut.dim == 2  # else another attention's tokens are rows of this one
     if isinstance(placement(q, "sl"), Shard) and local.mesh.slice is not None:
         set_argument(local.node, "offset", local.mesh.slice.start)
     if local.args["dropout"]:
@@ -283,7 +282,7 @@ def _attention(local: _Local) -> None:
 
 
 def _context_attention(local: _Local) -> None:
-    """Queries and keys are cut on cp: the algorithms that the plan chose."""
+    """Queries and keys are sharded on cp: run the algorithms that the plan chose."""
     node, args = local.node, arguments(local.node)
     assert local.plan is not None
     chosen, size = local.plan.attention[node.name], local.mesh.size("cp")
@@ -313,7 +312,7 @@ def _pass_indices(local: _Local, shape: tuple[int, ...], placed: list[dict[str, 
 
 
 def _global_index(local: _Local, size: int, cuts: dict[str, Placement], device: torch.device) -> Node:
-    """The global indices of the local rows of a dim: arange, cut as the dim is."""
+    """The global indices of the local rows of a dim: arange, sharded as the dim is."""
     node = insert_call(local.node, aten.arange.default, (size,), {"device": device}, name="index")
     for axis, p in cuts.items():
         assert isinstance(p, Shard)
@@ -342,14 +341,14 @@ def _type_chain(node: Node, size: int, cuts: dict[str, Placement]) -> None:
 
 
 def _masked_scatter(local: _Local) -> None:
-    """Where the rows of the source are cut, those of a rank fill its own examples: neither more nor less."""
+    """Where the rows of the source are sharded, a rank's rows fill its own examples: neither more nor less."""
     mask, source, shape = local.args["mask"], local.args["source"], local.shapes[0]
     if not local.cut_axes("source", 0):
         return
     rows = math.prod(source.meta["val"].shape) * math.prod(mask.meta["val"].shape) // math.prod(shape)
     text = (
         f"{_source_of(mask, local.gm, 'a mask')} fills {{found}} entries of {describe(local.node)} on a rank that has "
-        f"{rows} of them: each example needs its own rows, in the order of the examples"
+        f"{rows} rows: each example needs its own rows, in the order of the examples"
     )
     watched = insert_call(local.node, torch.ops.autopar.watch_count.default, (mask, rows, text), like=mask)
     inherit(watched, mask, TYPES)

@@ -1,18 +1,18 @@
-"""place_token_slices: the axis "sl", token slices as pieces of the sequence in time, typed like any other axis.
+"""place_token_slices: placements on the axis "sl", whose shards are token slices that run one after the other.
 
-Consumes    a normalised global graph; a mesh whose ``slice`` says which tokens the graphs will run.
-Guarantees  every value made of parameters has a placement on "sl": it is cut along its tokens wherever it has them.
-            Keys and values of causal attention alone become whole again.
-Leaves      values that no parameter has a part in (positions, rotary tables, masks, labels): they are Invariant, and
-            converted where a value made of parameters meets them.
+Consumes    a canonical global graph; a mesh whose ``slice`` says which tokens the graphs will run.
+Guarantees  every value that depends on parameters has a placement on "sl": sharded along its tokens wherever it has
+            them. Only keys and values of causal attention are gathered.
+Leaves      values that depend on no parameter (positions, rotary tables, masks, labels): they are Invariant, and
+            converted where a value that depends on parameters uses them.
 No-op       without a slice.
 
     h = embedding(w, ids)        -->   ids_s = convert(ids, "sl", I, S(1)); h = embedding(w, ids_s)      # sl: S(1)
     y = attention(q, k, v, ...)  -->   k_r = convert(k, "sl", S(2), R); ...; y = attention(q, k_r, v_r)  # sl: S(2)
 
-At the boundary a slice is on its own: parameters are Replicate (the runtime adds the gradients of slices) and losses
-Partial (it adds losses). What needs other tokens is refused, so a graph that passes is local in its tokens or causal:
-the types say it op by op. Method: TeraPipe (Li et al., 2021), section 3.
+Each slice is differentiated by itself: parameters are Replicate (the runtime adds the gradients of slices) and losses
+Partial (it adds losses). An operator that needs other tokens is refused, so a graph that passes treats tokens
+independently or causally, which its types prove op by op. Method: TeraPipe (Li et al., 2021), section 3.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ AXIS = "sl"
 
 
 class PlaceTokenSlices(Pass):
-    """Types every value on the axis "sl" and inserts the conversions. Raises ValueError for a model whose tokens
-    depend on later ones."""
+    """Gives every value a placement on the axis "sl" and inserts the conversions. Raises ValueError for a model whose
+    tokens depend on later ones."""
 
     name = "place_token_slices"
     requires = ("functional",)
@@ -75,20 +75,20 @@ class PlaceTokenSlices(Pass):
 
 
 class _SliceSweep:
-    """One pass over the graph, in execution order."""
+    """One sweep over the graph, in execution order."""
 
     def __init__(self, gm: GraphModule, ctx: Compilation) -> None:
         self.gm, self.mesh = gm, ctx.mesh
         self.pieces = ctx.mesh.pieces(AXIS)
         self.replicate_ops = ctx.plan.options.replicate_ops if ctx.plan is not None else ()
         self.specs = input_specs(gm)
-        self.made: set[Node] = set()  # parameters, and what is made of them
+        self.made: set[Node] = set()  # parameters, and all that depends on them
         self.of_batch: set[Node] = set()  # what depends on the batch
         self.labels = self._labels()
         self.versions: dict[tuple[Node, Placement], Node] = {}
 
     def _labels(self) -> dict[Node, Shard]:
-        """The token dim of every value from which, or to which, the tokens of attention's queries can be followed."""
+        """The token dim of every value that the tokens of attention's queries can be traced to or from."""
         labels: dict[Node, Shard] = {}
         for node in self.gm.graph.nodes:
             if is_call(node, ATTENTION) and arguments(node)["q"] not in labels:
@@ -125,7 +125,7 @@ class _SliceSweep:
                     "per batch; use a schedule without token slices"
                 )
             if has_gradient(value) and not shape(value) and not isinstance(placement(value, AXIS), Partial):
-                replace_operand(out, value, self._converted(value, PARTIAL, out))  # made of parameters alone
+                replace_operand(out, value, self._converted(value, PARTIAL, out))  # depends on parameters alone
 
     # --- one op -------------------------------------------------------------------------------------------
 
@@ -135,13 +135,13 @@ class _SliceSweep:
             return
         if node.target is HOLE:
             raise ValueError(
-                f"token_slices: the autograd function {function_of(node)} has a backward of its own, which would see "
-                "the gradients of one slice at a time; use a schedule without token slices"
+                f"token_slices: the autograd function {function_of(node)} has a custom backward, which would see the "
+                "gradients of one slice at a time; use a schedule without token slices"
             )
         if not has_rule(node):
             raise ValueError(missing_rule(node, AXIS))
         rule = rule_of(node, AXIS, self.mesh, whole=self.replicate_ops)
-        if all(dims is None for dims in rule.operands):  # of its operands it takes the dtype alone
+        if all(dims is None for dims in rule.operands):  # it uses only the dtype of its operands
             self.made.discard(node)
             self.of_batch.discard(node)
             return
@@ -151,8 +151,8 @@ class _SliceSweep:
         set_results(node, AXIS, results)
 
     def _choose(self, node: Node, rule: Rule, operands: list[Node]) -> tuple[list[Placement | None], list[Placement]]:
-        """(what the operands must be, what the results are): as some operand is cut, as pending sums pass, as the
-        tokens of the result lie, or whole."""
+        """(placements that the operands must have, placements of the results): sharded as some operand is, partial
+        where the rule passes that on, sharded as the tokens of the result are, or replicated."""
         have = [placement(x, AXIS) for x in operands]
         shards = [(rule.operands[i], p) for i, p in enumerate(have) if isinstance(p, Shard)]
         why = ""
@@ -173,7 +173,7 @@ class _SliceSweep:
             if not bad:
                 return needs, results
             why = why or self._reason(bad[0])
-        if entry and node in self.of_batch:  # the tokens begin here, yet not slice by slice
+        if entry and node in self.of_batch:  # the tokens begin here, but cannot be sliced here
             raise ValueError(_refusal(node, next(x for x in operands if x in self.of_batch), why))
         for kept in rule.linear if pending else ():
             needs = [None if d is None else PARTIAL if i in kept else REPLICATE for i, d in enumerate(rule.operands)]
@@ -192,14 +192,14 @@ class _SliceSweep:
         return matches(placement(x, AXIS), need, has_gradient(x))
 
     def _can_be(self, x: Node, need: Placement | None, user: Node | None = None) -> bool:
-        """Whether one slice can have the value so: from what it has itself; keys and values also from earlier ones."""
+        """Whether one slice can have the value so: from its own rows; keys and values also from earlier slices."""
         have = placement(x, AXIS)
         if need is None or self._is(x, need):
             return True
         if x not in self.made:
             return True  # known before the first slice runs
         if not isinstance(have, (Shard, Partial)):
-            # each slice its own rows of a value that it makes whole: no waste for one made of parameters alone
+            # each slice computes all rows and takes its own; no waste for parameters alone
             return isinstance(need, Partial) or (isinstance(need, Shard) and x not in self.of_batch)
         return have == Shard(2) and need == REPLICATE and user is not None and _keys_of(user, x)
 
@@ -208,11 +208,11 @@ class _SliceSweep:
         if isinstance(have, Partial):
             return f"{x.name} is a sum over all tokens"
         if isinstance(have, Shard):
-            return f"{x.name} is cut along its dim {have.dim}"
-        return f"{x.name} is made from all of them"
+            return f"{x.name} is sharded on its dim {have.dim}"
+        return f"{x.name} is computed from all of them"
 
     def _converted(self, x: Node, need: Placement, before: Node) -> Node:
-        """The value with another placement; made once, right before its first use."""
+        """The value with another placement; inserted once, right before its first use."""
         if (x, need) in self.versions:
             return self.versions[x, need]
         have = placement(x, AXIS)

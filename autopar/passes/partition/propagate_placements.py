@@ -1,15 +1,15 @@
 """propagate_placements: give every value a placement on every axis, and insert the conversions between them.
 
-Consumes    a normalised global graph and a plan (placements of parameters, inputs, streams).
-Guarantees  every value has a placement per axis; every op's operands fit its rule; each conversion stands once per
-            value and placement, right before its first use; outputs are Invariant where they are scalars.
-Leaves      shapes, which stay global: a conversion is the identity there, so the graph still runs in one process.
+Consumes    a canonical global graph and a plan (placements of parameters, inputs, streams).
+Guarantees  every value has a placement per axis; the operands of every op fit its rule; there is one conversion per
+            value and placement, right before its first use; scalar outputs are Invariant.
+Leaves      shapes, which stay global: there a conversion is the identity, so the graph still runs in one process.
 
     linear = linear(x, w)            -->    w_r = convert(w, "dp", S(0), R)
                                             linear = linear(x, w_r)              # dp: S(0)
 
 Axes are placed one after the other, inner (tp) before outer (dp); each sees shapes as the earlier ones left them. The
-innermost, "sl", was placed before (`place_token_slices`).
+innermost, "sl", is placed by an earlier pass (`place_token_slices`).
 """
 
 from __future__ import annotations
@@ -68,14 +68,19 @@ from autopar.rules import (
 from autopar.rules.infer_rule import has_nonlinear_backward
 from autopar.rules.sequence_parallel import stream_labels
 
-# Axes that cut the batch or its tokens: weights are whole for use there, and activations decide. On tp and ep weights
-# decide.
+# Axes that shard the batch or its tokens: weights are unsharded for use there, and activations decide. On tp and ep
+# weights decide.
 BATCH_AXES = (*DATA, "mb", "cp")
-_PRICES = {"none": 0, "slice": 1e-3, "divide": 1e-3, "all_reduce": 2}  # of a byte that is converted; of others 1
+_PRICES = {
+    "none": 0,
+    "slice": 1e-3,
+    "divide": 1e-3,
+    "all_reduce": 2,
+}  # per byte; other conversions cost 1
 
 
 class PropagatePlacements(Pass):
-    """Types every value on every axis and inserts the conversions."""
+    """Gives every value a placement on every axis and inserts the conversions."""
 
     name = "propagate_placements"
     requires = ("functional",)
@@ -110,7 +115,7 @@ class _PlacementSweep:
         self.weights: set[Node] = set()
         self.specs = input_specs(gm)
         self.labels = stream_labels(gm, plan.streams, ctx.mesh, axis)
-        self.made: set[Node] = set()  # parameters, and what is made of them
+        self.made: set[Node] = set()  # parameters, and all that depends on them
         self.backwards = Backwards(gm.graph, axis, lambda node: rule_of(node, axis, ctx.mesh, whole=self.whole))
 
     def run(self) -> None:
@@ -140,7 +145,7 @@ class _PlacementSweep:
         set_placement(node, self.axis, chosen)
 
     def _finish_outputs(self) -> None:
-        """Scalars and pending sums leave as Invariant; tensors leave as they are cut."""
+        """Scalars and partial values leave as Invariant; tensors leave as they are sharded."""
         out = output_node(self.gm)
         mutations = {i for i, o in enumerate(signature_of(self.gm).outputs) if o.kind == "mutation"}
         for i, value in enumerate(list(out.args[0])):  # type: ignore[arg-type]
@@ -187,7 +192,8 @@ class _PlacementSweep:
         set_results(node, self.axis, choice.results)
 
     def _refuse_silently_whole(self, node: Node, operands: list[Node], choice: _Choice) -> None:
-        """What a derived rule does not cut as the batch is cut runs whole only if the user says so."""
+        """Refuse to replicate what should be sharded with the batch but whose derived rule forbids it, unless the user
+        asked for it."""
         if node.target in RULES or str(node.target) in self.whole or self.axis not in BATCH_AXES:
             return
         for x, need in zip(operands, choice.needs, strict=True):
@@ -199,7 +205,7 @@ class _PlacementSweep:
                 raise ValueError(missing_rule(node, self.axis))
 
     def _visit_backward(self, node: Node) -> None:
-        """A part of a model's own backward: see `place_backwards`."""
+        """A call of a custom backward: see `Backwards`."""
         if node.target is HOLE:
             value: Node = node.args[0]  # type: ignore[assignment]
             set_placement(node, self.axis, self.backwards.hole(node, placement(value, self.axis), self._effective))
@@ -210,7 +216,7 @@ class _PlacementSweep:
         set_results(node, self.axis, type_of(node, self.axis, self.mesh))
 
     def _with_gradient(self, x: Node, gradient: Node, token: Node) -> tuple[Node, Node]:
-        """An input of a function and its gradient, with placements that fit."""
+        """An input of a function and its gradient, with matching placements."""
         native, have = placement(x, self.axis), placement(gradient, self.axis)
         have = INVARIANT if isinstance(have, Replicate) else have
 
@@ -226,17 +232,17 @@ class _PlacementSweep:
         return taken, self._converted(gradient, need, token, None if source == have else source)
 
     def _choose(self, node: Node, rule: Rule, operands: list[Node]) -> _Choice:
-        """The best way to run the op: one that can be, by rank, then by the bytes of the conversions it needs."""
+        """The best way to run the op: among the possible ones by rank, then by the bytes of their conversions."""
         have = [self._effective(x) for x in operands]
         choices = [self._costed(c, operands) for c in self._choices(node, rule, operands, have)]
         return min(choices, key=lambda c: (c.cost == float("inf"), c.rank, c.cost))
 
     def _choices(self, node: Node, rule: Rule, operands: list[Node], have: list[Placement]) -> Iterator[_Choice]:
         partial = frozenset(i for i, p in enumerate(have) if isinstance(p, Partial) and rule.operands[i] is not None)
-        # parts of a loss that all microbatches compute alike, of parameters alone: divided, they are addends, too
+        # terms of a loss of parameters alone: each microbatch computes the same, which becomes an addend by division
         alike = {i for i, x in enumerate(operands) if self.axis == "mb" and have[i] == REPLICATE and has_gradient(x)}
         for kept in rule.linear:
-            others = [operands[i] for i in partial - kept]  # a count under a sum: resolved, when not differentiated
+            others = [operands[i] for i in partial - kept]  # all-reduced if not differentiated: a count
             if not partial & kept or not kept <= partial | alike or any(map(has_gradient, others)):
                 continue
             if self._passes_on(node, rule, operands, kept):
@@ -264,8 +270,9 @@ class _PlacementSweep:
         yield self._whole(rule, operands, have)
 
     def _passes_on(self, node: Node, rule: Rule, operands: list[Node], kept: frozenset[int]) -> bool:
-        """Whether pending sums stay pending. Over microbatches those that are differentiated can only become a loss,
-        and others are summed before they meet anything: what is counted ahead cannot depend on what is."""
+        """Whether partial operands give a partial result. Over microbatches, differentiated ones can only end in a
+        loss, and others are summed before they meet anything else, since statistics that a pre-pass sums cannot depend
+        on unsummed values."""
         if node in self.backwards.inside:
             return True
         if self.axis == "mb" and any(has_gradient(operands[i]) for i in kept):
@@ -274,8 +281,8 @@ class _PlacementSweep:
         return rule.keep_partial and (alone or self.axis != "mb")
 
     def _entry(self, node: Node, rule: Rule) -> Iterator[_Choice]:
-        """Cut as the stream that starts here. A new dim of a parameter (expand) cannot be cut where it is made: then
-        Replicate, which its users slice, so that the parameter's gradient is summed and not that of the stream."""
+        """Sharded as the stream that starts here. A new dim of a parameter (expand) cannot be sharded where it appears:
+        it becomes Replicate, which its users slice, so that the parameter's gradient is summed and not the stream's."""
         try:
             cut = rule.completed(rule.cut_of(rule.results[0], self.labels[node], self.ranks))
         except RuleError:
@@ -288,7 +295,7 @@ class _PlacementSweep:
             yield _Choice(whole, [REPLICATE for _ in rule.results], rank=1)
 
     def _whole(self, rule: Rule, operands: list[Node], have: list[Placement]) -> _Choice:
-        """All operands whole: Invariant if all can be, else Replicate."""
+        """All operands replicated: Invariant if all can be, else Replicate."""
         asked = any(self._used(x) == REPLICATE and self.axis == "tp" for x in operands)
         as_r = any(isinstance(p, Replicate) and has_gradient(x) for x, p in zip(operands, have, strict=True))
         target: Placement = REPLICATE if as_r or asked else INVARIANT
@@ -297,8 +304,8 @@ class _PlacementSweep:
         return _Choice(needs, [target if flows else INVARIANT for _ in rule.results], 1 if asked else 3)
 
     def _is_entry(self, node: Node, operands: list[Node]) -> bool:
-        """Where a stream starts. On tp: a labelled value with a gradient, made of none. On cp: a labelled value made of
-        parameters, and of nothing that is cut yet."""
+        """Whether a stream starts here. On tp: a labelled value with a gradient whose operands have no label. On cp: a
+        labelled value that depends on parameters, and on nothing sharded so far."""
         if node not in self.labels or isinstance(node.meta["val"], (list, tuple)):
             return False
         if self.axis == "cp":
@@ -315,7 +322,7 @@ class _PlacementSweep:
         return self.plan.parameter(spec.name, self.axis).used if spec is not None and spec.kind == "parameter" else None
 
     def _effective(self, x: Node) -> Placement:
-        """What an operand counts as: a parameter as it is used, a pending sum as it was resolved before."""
+        """The placement that counts for an operand: a parameter as it is used, a partial value as it was reduced."""
         used = self._used(x)
         if used is not None and used != placement(x, self.axis):
             return used
@@ -341,18 +348,18 @@ class _PlacementSweep:
     def _price(self, x: Node, src: Placement, dst: Placement) -> float:
         if isinstance(src, Replicate) and isinstance(dst, Invariant):
             return float("inf") if has_gradient(x) else 0.0
-        if isinstance(src, Invariant) and isinstance(dst, Partial):  # whole values are nobody's own part of a sum
+        if isinstance(src, Invariant) and isinstance(dst, Partial):  # a replicated value is not an addend
             return _PRICES["divide"] * nbytes(x) if is_zeros(x) else float("inf")
         if src != dst and any(isinstance(p, Shard) and p.routed for p in (src, dst)):
             return float("inf")
         return _PRICES.get(conversion(src, dst), 1) * nbytes(x)
 
     def _converted(self, x: Node, need: Placement, before: Node, source: Placement | None = None) -> Node:
-        """The operand with another placement; made once, right before its first use. source: what it counts as."""
+        """The operand with another placement; inserted once, right before its first use. source: what it counts as."""
         versions = self.versions.setdefault(x, {})
         if need in versions:
             return versions[need]
-        for made in () if source else versions:  # whole is whole where no gradient flows, Replicate or Invariant
+        for made in () if source else versions:  # without gradient, Replicate and Invariant are the same
             if matches(made, need, has_gradient(x)):
                 return versions[made]
         if matches(placement(x, self.axis), need, has_gradient(x)):
@@ -364,12 +371,12 @@ class _PlacementSweep:
         if isinstance(src, Partial) and isinstance(need, Replicate) and not has_gradient(x):
             return self._converted(x, INVARIANT, before)
         if isinstance(src, Partial) and isinstance(need, Replicate):
-            # the sum first, then its gradient's sum: the same exchanges, and other users share the first
+            # all-reduce first, then that of the gradient: the same collectives, and other users share the first
             base, src = self._converted(x, INVARIANT, before), INVARIANT
         else:
             base = x if source or src == placement(x, self.axis) else versions[src]
         if isinstance(src, Invariant) and isinstance(need, Partial):
-            src = REPLICATE  # zeros have no gradient, and are the same by either name
+            src = REPLICATE  # zeros have no gradient, and Replicate and Invariant are the same for them
         args = (base, self.axis, str(src), str(need))
         new = insert_call(before, convert, args, name=f"{x.name}_{_suffix(need)}")
         inherit(new, base, ["placements"])
@@ -383,7 +390,7 @@ class _PlacementSweep:
 
 
 def _deal(gm: GraphModule, plan: Plan) -> None:
-    """Note on each attention that the plan cuts how its queries and keys are dealt: its rule asks for it."""
+    """Annotate each attention that the plan shards with the token layout of its queries and keys, for its rule."""
     for node in gm.graph.nodes:
         if node.name in plan.attention:
             chosen = plan.attention[node.name]
@@ -398,15 +405,15 @@ def _suffix(p: Placement) -> str:
 
 
 class Backwards:
-    """Placements of a model's own backwards (`autopar.ops.gradient`) on one axis.
+    """Placements of custom backwards (`autopar.ops.gradient`) on one axis.
 
-    A hole gets the placement of the gradient that it stands for, and what is computed from it is then placed like any
-    other value without gradient. Two choices are left: the gradient of a whole value is whole, and the result
-    Invariant, or a pending sum, and the result Replicate, where all inputs are that too and the backward is linear in
-    it; and an input is taken with that placement for which its gradient is least to convert.
+    A hole gets the placement of the gradient that it stands for; what is computed from it is then placed like any other
+    value without gradient. Two choices remain. The gradient of a replicated value is either replicated, which makes the
+    result Invariant, or partial, which makes the result Replicate and requires Replicate inputs and a backward that is
+    linear in the gradient. And each input gets the placement for which its gradient is cheapest to convert.
 
-    Over microbatches nothing of a backward is converted: the others' gradients are not there yet. An operator of
-    others whose registered backward is not linear runs on whole values, Invariant: then the gradient is whole as well.
+    Over microbatches nothing in a backward is converted, since the other microbatches' gradients do not exist yet. A
+    custom operator whose registered backward is not linear runs on Invariant values: then the gradient is replicated.
     """
 
     def __init__(self, graph: Graph, axis: str, rule_of: Callable[[Node], Rule]) -> None:
@@ -418,7 +425,7 @@ class Backwards:
         self.summed: dict[int, bool] = {}
 
     def hole(self, node: Node, value: Placement, of: Callable[[Node], Placement]) -> Placement:
-        """The placement of a hole. value: that of its value. of: what an input counts as."""
+        """The placement of a hole. value: that of its value. of: the placement that counts for an input."""
         if isinstance(value, (Shard, Partial)):
             return value if isinstance(value, Shard) else INVARIANT
         own = self.of_hole.get(node)
@@ -431,19 +438,19 @@ class Backwards:
         return PARTIAL if self.summed[id(own)] else INVARIANT
 
     def refuse_over_microbatches(self, x: Node, before: Node) -> None:
-        """Raises ValueError where gradients of all microbatches would be needed in the backward of one."""
+        """Raises ValueError where the backward of one microbatch would need the gradients of all of them."""
         if self.axis == "mb" and x in self.inside:
             while is_conversion(before):
                 before = next(iter(before.users))
             raise ValueError(
                 f"microbatches: the backward of the autograd function {function_of(x)} needs the gradients of all "
-                f"microbatches at once at {describe(before)}, so cutting the batch would change the result; use "
+                f"microbatches at once at {describe(before)}, so splitting the batch would change the result; use "
                 "microbatches=1"
             )
 
     def needs_whole_gradient(self, node: Node) -> bool:
-        """Whether a call is of an operator whose own backward is not linear: the gradient that it takes must be that
-        of all ranks. Raises ValueError over microbatches."""
+        """Whether a call is of an operator whose registered backward is not linear: its gradient must be replicated.
+        Raises ValueError over microbatches."""
         if not has_nonlinear_backward(node):
             return False
         if self.axis == "mb":
@@ -460,8 +467,8 @@ def best_input(
     versions: Mapping[Placement, Node],
     cost: Callable[[Placement, Placement], float],
 ) -> Placement:
-    """The placement with which an input is taken. cost: of a conversion. The gradient of a converted input goes through
-    the transposed conversion; where all is equal it does, together with the gradients of other uses."""
+    """The placement to convert an input to. cost: of a conversion. The gradient of a converted input goes through the
+    transposed conversion. Ties favour the conversion, which then shares the gradients of other uses."""
 
     def total(p: Placement) -> tuple[float, bool]:
         back = 0.0 if p == native else cost(dual_of(p), dual_of(native))
@@ -471,12 +478,12 @@ def best_input(
 
 
 def dual_of(p: Placement) -> Placement:
-    """The placement of a gradient, as a value without gradient: whole is whole."""
+    """The placement of a gradient, for a value without gradient of its own: Replicate and Invariant are the same."""
     if isinstance(p, Shard):
         return p
     return PARTIAL if isinstance(p, Replicate) else INVARIANT
 
 
 def source_of(p: Placement, need: Placement) -> Placement:
-    """As what a whole value without gradient is converted: equal copies become addends as Replicate."""
+    """The placement from which a replicated value without gradient is converted: copies become addends as Replicate."""
     return REPLICATE if isinstance(p, Invariant) and isinstance(need, Partial) else p

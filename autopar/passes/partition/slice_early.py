@@ -1,8 +1,8 @@
-"""slice_early: compute in pieces what is only needed in pieces, where no gradient flows.
+"""slice_early: compute only the needed shard of values without gradient.
 
-Consumes    a typed global graph.
-Guarantees  a value without gradient (a rotary table, positions, a mask, shifted labels) of which only one cut is used
-            is computed cut, from slices as far up as rules allow; no op computes more than before.
+Consumes    a global graph with placements.
+Guarantees  a value without gradient (a rotary table, positions, a mask, shifted labels) of which only one shard is used
+            is computed sharded, from slices as far up as the rules allow; no op computes more than before.
 Leaves      shapes, which stay global; values with a gradient; token slices and microbatches.
 
     angle = mul(positions, frequency)    -->    positions_s = convert(positions, "cp", I, S(0))
@@ -10,8 +10,8 @@ Leaves      shapes, which stay global; values with a gradient; token slices and 
     cos_s = convert(cos, "cp", I, S(0))         cos = cos(angle)                             # cp: S(0)
     y = mul(x, cos_s)                           y = mul(x, cos)
 
-A slice stays below an input, an op that needs its operand whole (a cumulative sum), one that makes its result of no
-tensor (arange), and a value that somebody uses whole: a slice is cheaper than to compute a part again.
+A slice is not moved above an input, an op that needs its whole operand (a cumulative sum), an op without tensor
+operands (arange), or a value with a user that needs all of it: slicing is cheaper than computing a shard twice.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class SliceEarly(Pass):
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         for axis in (a for a in ctx.mesh.cut_order if a not in IN_TIME):
             moves = _Moves(gm, ctx, axis)
-            for node in reversed(list(gm.graph.nodes)):  # users first: their slices come before
+            for node in reversed(list(gm.graph.nodes)):  # users first: they move their slices up
                 moves.visit(node)
         gm.recompile()
         return gm
 
 
 class _Moves:
-    """One axis. ``slices``: those on this axis, by what they slice and how."""
+    """The moves on one axis. ``slices``: the slices on this axis, by operand and shard."""
 
     def __init__(self, gm: GraphModule, ctx: Compilation, axis: str) -> None:
         self.gm, self.ctx, self.axis = gm, ctx, axis
@@ -64,7 +64,7 @@ class _Moves:
         return axis == self.axis and isinstance(src, (Invariant, Replicate)) and isinstance(dst, Shard)
 
     def visit(self, node: Node) -> None:
-        """Cut a value instead of slicing it, if one slice is all that is used of it and its rule allows that."""
+        """Shard a value instead of slicing it, if a single slice is all that is used of it and its rule allows that."""
         uses = list(node.users)
         if not uses or not all(map(self._is_slice, uses)) or not _is_computed(node):
             return
@@ -77,7 +77,7 @@ class _Moves:
             self.gm.graph.erase_node(use)
 
     def _cut(self, node: Node, placed: Mapping[str, Placement]) -> bool:
-        """Slice the operands of an op and give it these placements. False, and nothing changed, where it cannot be."""
+        """Slice the operands of an op and give it these placements. False, changing nothing, if that is impossible."""
         before = node.args, node.kwargs, node.meta.get("placements", {})
         made: list[tuple[Node, Shard]] = []
         try:
@@ -93,8 +93,8 @@ class _Moves:
         return True
 
     def _operand_cuts(self, node: Node, result: Placement) -> dict[Node, Shard]:
-        """The operands that are cut where the result is, and how. Raises RuleError if the rule has no such cut, or if
-        it needs what no slice gives."""
+        """The operands that are sharded with the result, and how. Raises RuleError if the rule has no such sharding, or
+        if it needs a placement that slicing does not give."""
         assert isinstance(result, Shard)
         rule = rule_of(node, self.axis, self.ctx.mesh, whole=self.replicate_ops)
         cut = rule.completed(rule.cut_of(rule.results[0], result, self.ctx.mesh.pieces(self.axis)))
@@ -103,14 +103,14 @@ class _Moves:
         for x, need in operands:
             if isinstance(need, Shard):
                 if has_gradient(x) or not isinstance(placement(x, self.axis), (Invariant, Replicate)):
-                    raise RuleError(f"{x.name} is no whole value without gradient")
+                    raise RuleError(f"{x.name} is not a replicated value without gradient")
                 found[x] = need
         if any(x in found and need != found[x] for x, need in operands):
             raise RuleError("an operand is needed in two ways")
         return found
 
     def _slice(self, x: Node, shard: Shard, before: Node, made: list[tuple[Node, Shard]]) -> Node:
-        """The slice of an operand: made once, right before its first use, and then noted in ``made``."""
+        """The slice of an operand: created once, right before its first use, and appended to ``made``."""
         found = self.slices.get((x, shard))
         if found is not None:
             if before < found:
@@ -126,7 +126,7 @@ class _Moves:
 
 
 def _is_computed(node: Node) -> bool:
-    """An op on tensors, with a rule and one result; a conversion of another axis is none."""
+    """Whether it is an op on tensors with a rule and one result, and not a conversion of another axis."""
     if node.op != "call_function" or is_conversion(node) or getitem_index(node) is not None:
         return False
     return has_rule(node) and bool(tensor_operands(node)) and isinstance(node.meta["val"], torch.Tensor)

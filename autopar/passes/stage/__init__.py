@@ -6,5 +6,5 @@ split_prologue, split_statistics     work that all microbatches share, hoisted o
 slice_tokens, slice_sizes            graphs of a token slice
 parameter_graphs, accumulate_gradients     parameters gathered and gradients reduced once per step
 
-Stands on rewrite and steps; `compile` calls these in order.
+Imports rewrite and steps; `compile` calls these in order.
 """

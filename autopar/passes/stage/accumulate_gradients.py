@@ -1,10 +1,10 @@
 """accumulate_gradients: reduce gradients once per step, not once per microbatch.
 
-Consumes    a backward step graph whose gradients end in sums over ranks.
-Guarantees  two graphs. BW stops before the sums: it returns this rank's own gradients. BWR, which is the last of a
-            step, takes the sums of the earlier ones as further inputs (``earlier_0``, ...), adds them, and reduces.
-Leaves      sums over ranks of activations, which every microbatch needs; sums that several gradients come of (those of
-            ``w1 + w2.t()``), which every microbatch takes as well.
+Consumes    a backward step graph whose gradients end in reductions over ranks.
+Guarantees  two graphs. BW stops before the reductions and returns this rank's unreduced gradients. BWR, the last of a
+            step, takes the gradients accumulated so far as further inputs (``earlier_0``, ...), adds them, and reduces.
+Leaves      reductions of activations, which every microbatch needs; reductions that several gradients share (those of
+            ``w1 + w2.t()``), which every microbatch runs as well.
 
     g = mm(dy, x); r = all_reduce(g, "dp"); return r
         -->
@@ -28,8 +28,8 @@ aten = torch.ops.aten
 
 
 def split_accumulation(backward: StepGraph, precision: Precision, whole: bool = False) -> tuple[StepGraph, StepGraph]:
-    """(BW, BWR): see the module's docstring. ``whole``: what cuts a gradient stays in every microbatch; only sums
-    behind that, and of gradients that nothing cuts, wait for the last one. The graph is left as it is."""
+    """(BW, BWR): see the module's docstring. ``whole``: reductions that shard a gradient stay in every microbatch; only
+    those after them, and those of unsharded gradients, move to the last one. The graph is not changed."""
     own = StepGraph(_local(copy_graph(backward.graph), whole), backward.inputs, backward.outputs)
     last = _last(copy_graph(backward.graph), precision, whole)
     sums = [earlier_sum(of(name)) for name in backward.outputs if name is not None]
@@ -64,7 +64,7 @@ def _last(gm: GraphModule, precision: Precision, whole: bool) -> GraphModule:
 
 
 def _instead(own: Node, chain: list[Node], total: Node) -> Node:
-    """What ``chain`` makes of a sum with earlier gradients where it took ``own``."""
+    """Repeat ``chain`` on the sum with the earlier gradients instead of on ``own``."""
     dtype = total.meta["val"].dtype
     if chain and is_call(chain[0], CAST) and chain[0].meta["val"].dtype == dtype:
         first, *chain = chain

@@ -1,20 +1,20 @@
 """chunk_losses: logits and losses of a few rows at a time, so that the logits of all tokens never exist at once.
 
-Consumes    a local graph whose losses per row (`autopar.cross_entropy`, whole or of a piece of the vocabulary) come of
-            a product with a weight, by operators that treat every row alike.
-Guarantees  the same losses, from chunks of rows, in order. What makes a chunk's logits is noted (``chunk``): F makes
-            their gradient at once (`early_gradients`), or the backward makes them again right before it takes them,
-            so that F and B hold the logits of one chunk.
-Leaves      a head whose logits somebody else takes, and losses whose log-sum-exp somebody takes.
+Consumes    a local graph whose per-row losses (`autopar.cross_entropy`, with a full or a sharded vocabulary) come from
+            a product with a weight, through operators that treat every row alike.
+Guarantees  the same losses, from chunks of rows, in order. The nodes that compute a chunk's logits are marked
+            (``chunk``): F computes their gradient at once (`fused_loss_backward`), or the backward recomputes them
+            right before it uses them, so that F and B have the logits of one chunk in memory.
+Leaves      a head whose logits have other users, and losses whose log-sum-exp is used.
 
     x = linear(h, w); l = cross_entropy(reshape(x, [64, V]), t)
         -->
     h0, h1 = split(reshape(h, [64, H]), 32); t0, t1 = split(t, 32)
     l = cat(cross_entropy(linear(h0, w), t0), cross_entropy(linear(h1, w), t1))
 
-Found by dataflow, with any number of casts, scales, caps and biases in between. The sum over ranks that a cut
-vocabulary takes (Megatron-LM, section 3) is one per chunk. Source of the idea: Liger Kernel (Hsu et al. 2024, section
-3.2).
+Heads are found by dataflow, with any number of casts, scales, caps and biases in between. With a sharded vocabulary,
+the all-reduce over ranks (Megatron-LM, section 3) becomes one per chunk. Source of the idea: Liger Kernel (Hsu et al.
+2024, section 3.2).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _MERGES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 @dataclass
 class Head:
-    """A product with a weight and a loss of its rows. between: what is done to every logit, in order; what joins rows
-    of several sequences left out."""
+    """A product with a weight and a loss of its rows. between: the operators applied to every logit, in order, except
+    those that join the rows of several sequences."""
 
     product: Node
     loss: Node
@@ -52,25 +52,25 @@ class Head:
 
     @property
     def rows(self) -> int:
-        """Of this rank."""
+        """The number of rows on this rank."""
         return math.prod(self.product.meta["val"].shape[:-1])
 
     @property
     def logit_bytes(self) -> int:
-        """Of one row, in the dtype that losses are computed in."""
+        """Bytes of one row of logits, in the dtype that losses are computed in."""
         logits = self.loss.args[0].meta["val"]  # type: ignore[union-attr]
         return logits.shape[-1] * max(logits.dtype.itemsize, torch.float32.itemsize)
 
 
 def heads(gm: GraphModule) -> list[Head]:
-    """What may be computed in chunks."""
+    """Heads that may be computed in chunks."""
     found = [_head(node) for node in gm.graph.nodes if is_call(node, *LOSSES)]
     return [head for head in found if head is not None and head.rows > 1]
 
 
 def pending_logits(gm: GraphModule) -> tuple[int, str, int] | None:
-    """(classes, axis, its size) of a loss whose logits are sums over an axis, since a weight is cut along what its
-    product contracts; None where there is none."""
+    """(classes, axis, its size) of a loss whose logits are partial on an axis, since a weight is sharded on its
+    contracted dim; None if there is none."""
     for loss in gm.graph.nodes:
         x: Any = loss.args[0] if is_call(loss, *LOSSES) else None
         while isinstance(x, Node) and x.op == "call_function" and len(x.users) == 1:
@@ -100,7 +100,7 @@ def chunk_losses(gm: GraphModule, head: Head, rows: int) -> None:
 
 
 def _head(loss: Node) -> Head | None:
-    if any(user.args[1] != 0 for user in loss.users):  # somebody takes the log-sum-exp
+    if any(user.args[1] != 0 for user in loss.users):  # the log-sum-exp is used
         return None
     between: list[Node] = []
     x: Any = loss.args[0]
@@ -119,7 +119,7 @@ def _head(loss: Node) -> Head | None:
 
 
 def _logits_of(x: Node) -> Node | None:
-    """The operand of which each logit of the result is made, if all others are the same for every row."""
+    """The operand that each logit of the result comes from, if all others are the same for every row."""
     if not isinstance(x.target, OpOverload) or not is_elementwise(x.target):
         return None
     shape = x.meta["val"].shape

@@ -1,12 +1,13 @@
-"""parameter_graphs: what a part of a pipeline does with its parameters before and after compute.
+"""parameter_graphs: gather a stage's parameters before compute, and reduce their gradients after it.
 
-Consumes    the conversions behind the parameters of a part: chains of identities and gathers.
-Guarantees  G makes the used parameters from the stored ones, R the stored gradients from those of the used ones: by the
-            transposed conversions, in reverse. So both run once per step, whatever the number of microbatches. A
-            chain that moves nothing forward (whole weights) is not in G, but its transpose, a sum, is in R.
+Consumes    the conversions that follow the parameters of a stage: chains of identities and gathers.
+Guarantees  G computes the used parameters from the stored ones; R computes the gradients of the stored ones from those
+            of the used ones, by the transposed conversions in reverse. Both run once per step, whatever the number of
+            microbatches. A chain that moves nothing forward (replicated weights) is not in G, but its transpose, an
+            all-reduce, is in R.
 Leaves      parameters that are used as they are stored.
 
-G may also stand within the first F of a step, R within every backward, or within the last one: so they overlap.
+To overlap with compute, G may also be merged into the first F of a step, and R into every backward or the last one.
 
     w_r = exchange(w, "dp", S(0), R)        G: w -> w_r = all_gather(w)      R: grad w_r -> reduce_scatter -> grad w
 """
@@ -32,7 +33,7 @@ from autopar.steps.graphs import StepGraph, earlier_sum, grad, of
 
 
 def chain_of(node: Node) -> list[Node]:
-    """What is between a parameter and one of its used values, its cast and its conversions, parameter's side first."""
+    """The cast and the conversions between a parameter and one of its used values, in order."""
     found: list[Node] = []
     while is_conversion(node) or is_cast_input(node):
         found.append(node)
@@ -41,12 +42,12 @@ def chain_of(node: Node) -> list[Node]:
 
 
 def moves(node: Node) -> bool:
-    """Whether a conversion, or a cast, does anything to the value."""
+    """Whether a conversion, or a cast, changes the value."""
     return not is_conversion(node) or conversion(*map(parse_placement, map(str, node.args[3:5]))) != "none"
 
 
 def gather_graph(used: Mapping[Node, Node]) -> tuple[StepGraph | None, dict[str, str]]:
-    """(G, aliases: used -> stored name of those that nothing moves). ``used``: used node -> its parameter."""
+    """(G, aliases: used -> stored name of those that need no gather). ``used``: used node -> its parameter."""
     aliases = {u.name: p.name for u, p in used.items() if not any(map(moves, chain_of(u))) and u is not p}
     moved = {u: p for u, p in used.items() if u is not p and u.name not in aliases}
     if not moved:
@@ -67,9 +68,9 @@ def gather_graph(used: Mapping[Node, Node]) -> tuple[StepGraph | None, dict[str,
 def reduce_graph(
     used: Mapping[Node, Node], available: Iterable[str | None], precision: Precision, added: bool, late: bool = False
 ) -> StepGraph | None:
-    """R. ``available``: names of the gradients that there are (``grad:`` of used nodes). They come in the dtype of the
-    used values; ``added``: added up over microbatches, `added_in` another one. They leave in what they are
-    `summed_in`. ``late``: what `late_links` names is left for `late_reduce_graph`."""
+    """R. ``available``: names of the gradients that exist (``grad:`` of used nodes). They have the dtype of the used
+    values; those in ``added`` are accumulated over microbatches, in the dtype `added_in`. Results have the dtype
+    `summed_in`. ``late``: leave the conversions in `late_links` to `late_reduce_graph`."""
     known = set(available)
     targets: dict[Node, list[Node]] = {}
     for u, parameter in used.items():
@@ -98,7 +99,7 @@ def reduce_graph(
 
 
 def _reduction(graph: Graph, inputs: list[str], made: list[str], alone: bool = True) -> StepGraph:
-    """A graph of gradients, each of which is in storage of its own if the graph runs ``alone``."""
+    """A graph of gradients, each of which has a storage of its own if the graph runs ``alone``."""
     gm = lowered(graph_module(graph, "Reduce"))
     gm.meta["owned"] = list(range(len(made)))
     if alone:
@@ -107,9 +108,9 @@ def _reduction(graph: Graph, inputs: list[str], made: list[str], alone: bool = T
 
 
 def late_links(used: Mapping[Node, Node]) -> dict[Node, list[Node]]:
-    """Parameter -> the conversions next to it whose sums leave the whole value that they were given on every rank: over
-    replicas those of the pieces; of a parameter that nothing cuts all. They commute with sums over microbatches, which
-    are no smaller for them."""
+    """Parameter -> the conversions next to it whose transposes are all-reduces of the stored value: for a replicated
+    parameter all of them, for a sharded one those over replicas. They commute with the accumulation over microbatches,
+    which they do not make smaller."""
     found: dict[Node, list[Node]] = {}
     for u, p in used.items():
         links = list(itertools.takewhile(_sums_whole, _links(u)))
@@ -132,8 +133,8 @@ def _sums_whole(link: Node) -> bool:
 def late_reduce_graph(
     used: Mapping[Node, Node], available: Iterable[str | None], precision: Precision
 ) -> StepGraph | None:
-    """R for what each microbatch has summed but for `late_links`: ``grad:`` of stored parameters, added up -> the
-    same, summed over these as well."""
+    """R for gradients that each microbatch has reduced except for `late_links`: ``grad:`` of stored parameters,
+    accumulated -> the same, reduced over these too."""
     known, graph = set(available), Graph()
     chains = {p: links for p, links in late_links(used).items() if links and grad(p.name) in known}
     if not chains:
@@ -152,7 +153,7 @@ def late_reduce_graph(
 
 
 def _transposed(end: Node, gradient: Node, chain: Sequence[Node], dtype: torch.dtype) -> Node:
-    """The gradient through the transposes of a chain, last conversion first, in a dtype; calls are made before
+    """The gradient through the transposes of a chain, last conversion first, in a dtype; new calls stand before
     ``end``."""
     if gradient.meta["val"].dtype != dtype:
         gradient = insert_call(end, torch.ops.aten._to_copy.default, (gradient,), {"dtype": dtype})
@@ -164,9 +165,8 @@ def _transposed(end: Node, gradient: Node, chain: Sequence[Node], dtype: torch.d
 
 
 def inline_reductions(step: StepGraph, reduce: StepGraph, last: bool = False) -> StepGraph:
-    """A backward that sums its own gradients over ranks as soon as they are there, by the calls of ``reduce``.
-    ``last``: it is the last of a step, and first adds the ``sum:`` of what the earlier ones have made of each. The
-    graph is left as it is."""
+    """A backward that reduces its own gradients over ranks as soon as they exist, by the calls of ``reduce``. ``last``:
+    it is the last of a step, and first adds ``sum:``, the gradients accumulated so far. The graph is not changed."""
     gm, inputs = copy_graph(step.graph), list(step.inputs)
     given = dict(zip(reduce.inputs, placeholders(reduce.graph), strict=True))
     made = [(name, x, i in gm.meta.get("owned", ())) for i, (name, x) in enumerate(zip(step.outputs, outputs(gm)))]
@@ -190,15 +190,15 @@ def inline_reductions(step: StepGraph, reduce: StepGraph, last: bool = False) ->
 
 
 def _with_earlier(gm: GraphModule, name: str, own: Node, like: Node | None) -> Node:
-    """A gradient added to what earlier microbatches have made of it, in the dtype of ``like``."""
+    """A gradient plus the sum of earlier microbatches, in the dtype of ``like``."""
     earlier = add_placeholder(gm.graph, f"earlier_{of(name)}", placeholders(gm)[-1], like=like or own)
     total: Node = insert_call(own.next, torch.ops.aten.add.Tensor, (own, earlier), like=own, val=earlier.meta["val"])
     return total
 
 
 def with_gathers(forward: StepGraph, gather: StepGraph) -> StepGraph:
-    """G and F in one, so that gathers overlap with compute; it returns what they make as well. The graphs are left as
-    they are."""
+    """G and F in one graph, so that gathers overlap with compute; it returns the results of both. The graphs are not
+    changed."""
     gm, inputs = copy_graph(forward.graph), list(forward.inputs)
     nodes = dict(zip(forward.inputs, placeholders(gm), strict=True))
     for name, node in zip(gather.outputs, outputs(gather.graph), strict=True):
@@ -211,7 +211,7 @@ def with_gathers(forward: StepGraph, gather: StepGraph) -> StepGraph:
 
 
 def inline_gathers(step: StepGraph, gather: StepGraph) -> StepGraph:
-    """A step graph that gathers parameters itself, right before their first use, and so gathers them each time."""
+    """A step graph that gathers parameters itself, right before their first use, every time it runs."""
     sources = dict(zip(gather.outputs, gather.graph.graph.output_node().args[0], strict=True))  # type: ignore[arg-type]
     stored = dict(zip(placeholders(gather.graph), gather.inputs, strict=True))
     gm, inputs = step.graph, list(step.inputs)

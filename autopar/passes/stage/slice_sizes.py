@@ -1,11 +1,11 @@
 """slice_sizes: one set of graphs for slices of any length.
 
 A graph of the slice [c, c + l) differs from that of another slice in some integers only: sizes, and where rows begin.
-Each is an affine function of l and c. So four graphs, made for four slices, become one: three of them give
+Each is an affine function of l and c. So four graphs, built for four slices, become one. Three of them give
 
     n(l, c) = a + b l + d c          from (l1, c1), (l2, c1), (l1, c2)
 
-the fourth confirms it, and the graph computes its integers from two further inputs, ``slice_length`` and
+The fourth confirms it, and the graph computes its integers from two further inputs, ``slice_length`` and
 ``slice_start``. They are Python ints; the tensors' shapes follow.
 """
 
@@ -27,7 +27,7 @@ from autopar.ops.traits import COLLECTIVES, LOCAL
 
 LENGTH, START = "slice_length", "slice_start"
 
-_SAMPLES = (  # (length, start) of four slices, for at least so many tokens
+_SAMPLES = (  # (length, start) of four slices, and the least number of tokens
     (12, ((5, 4), (7, 4), (5, 6), (3, 9))),
     (9, ((3, 2), (5, 2), (3, 4), (2, 6))),
     (5, ((2, 1), (3, 1), (2, 2), (3, 2))),
@@ -35,9 +35,9 @@ _SAMPLES = (  # (length, start) of four slices, for at least so many tokens
 
 
 def sample_slices(total: int, unit: int = 1) -> tuple[TokenSlice, ...]:
-    """Four slices of ``total`` tokens from which all others follow; lengths and starts are multiples of ``unit``.
+    """Four slices of ``total`` tokens that determine all others; lengths and starts are multiples of ``unit``.
 
-    Raises ValueError when the sequence is too short for sizes that can be told apart.
+    Raises ValueError when the sequence is too short for distinguishable sizes.
     """
     steps, least = total // unit, 9 if unit == 1 else 5  # a single row is a dim of size 1: it broadcasts
     if steps < least or total % unit:
@@ -52,7 +52,7 @@ def sample_slices(total: int, unit: int = 1) -> tuple[TokenSlice, ...]:
 def symbolic(graphs: Sequence[GraphModule], slices: Sequence[TokenSlice]) -> GraphModule:
     """The graph for every slice, from the graphs of ``slices`` (those of `sample_slices`, in order).
 
-    It takes what they take, then ``slice_length`` and ``slice_start``. Metadata are those of the first.
+    It takes their inputs, then ``slice_length`` and ``slice_start``. Metadata are those of the first.
     Raises ValueError when graphs differ in more than affine sizes.
     """
     assert len(graphs) == len(slices) == 4
@@ -67,7 +67,7 @@ def _refusal(why: str) -> str:
 
 
 def _ratio(blocks: Sequence[int]) -> tuple[int, ...]:
-    """Blocks of a dim that a collective cuts, in the smallest integers."""
+    """The ratio of the blocks of a dim in a collective, in the smallest integers."""
     unit = math.gcd(*blocks)
     return tuple(b // unit for b in blocks) if unit else ()
 
@@ -105,7 +105,7 @@ class _Merge:
             )
 
     def _leaf(self, row: tuple[Node, ...], values: tuple[Any, ...]) -> Any:
-        """One argument of the merged node from those of the four."""
+        """One argument of the merged node, from the arguments of the four."""
         first = values[0]
         if isinstance(first, Node):
             if values not in self.copies:

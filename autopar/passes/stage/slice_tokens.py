@@ -1,10 +1,11 @@
-"""slice_tokens: from a graph typed on "sl" to the graph that runs one slice of the tokens.
+"""slice_tokens: from a graph with placements on "sl" to the graph that runs one token slice.
 
-Consumes    a typed local graph of the tokens [c, c + l) (`place_token_slices`, `lower_to_local`).
-Guarantees  no conversion over "sl" is left. A whole value gives its rows; keys and values of causal attention come
-            from a cache: an input ``past_..`` with the c keys of earlier slices, and an output with the slice's own l.
-            Nodes that depend on no parameter but on the slice are marked (`of_slice`): no prologue may make them.
-Leaves      graphs without slices, and values that are known before the first slice: they stay whole.
+Consumes    a local graph with placements, of the tokens [c, c + l) (`place_token_slices`, `lower_to_local`).
+Guarantees  no conversion over "sl" is left. A replicated value is narrowed to the slice's rows; keys and values of
+            causal attention come from a cache: an input ``past_..`` with the c keys of earlier slices, and an output
+            with the slice's own l. Nodes that depend on the slice but on no parameter are marked (`of_slice`): no
+            prologue may compute them.
+Leaves      graphs without slices, and values that are known before the first slice: they stay unsliced.
 
     cos_s = exchange_slice(cos, ..., "I", "S(1)")   -->   cos_s = narrow(cos, 1, c, l)
     k_r = exchange_slice(k, ..., "S(2)", "R")       -->   own = clone(k); k_r = extend(past_k, own, 2)
@@ -59,7 +60,7 @@ def slice_tokens(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, list[C
 
 
 def of_slice(node: Node) -> bool:
-    """Whether the node takes a slice's rows of a value that depends on no parameter."""
+    """Whether the node is a slice's rows of a value that depends on no parameter."""
     return bool(node.meta.get("of_slice", False))
 
 
@@ -67,7 +68,7 @@ class _Slicer:
     def __init__(self, gm: GraphModule, part: TokenSlice) -> None:
         self.gm, self.slice = gm, part
         self.caches: list[Cache] = []
-        self.known: set[Node] = set()  # what the slice's own and earlier tokens have of a whole value
+        self.known: set[Node] = set()  # rows of this and earlier slices of a full value
         self.specs = {s.node: s.kind for s in signature_of(gm).inputs}
         self.free: set[Node] = set()
         for node in gm.graph.nodes:
@@ -79,7 +80,7 @@ class _Slicer:
                 self.free.add(node)
 
     def finish(self) -> None:
-        """Caches become inputs and outputs of the signature; what follows from a slice's rows is marked as well."""
+        """Caches become inputs and outputs of the signature; users of a slice's rows are marked as well."""
         for node in self.gm.graph.nodes:
             if node in self.free and any(of_slice(x) for x in node.all_input_nodes):
                 node.meta["of_slice"] = True
@@ -92,7 +93,7 @@ class _Slicer:
     # --- conversions --------------------------------------------------------------------------------------
 
     def convert(self, node: Node) -> None:
-        """What one slice does instead of a conversion."""
+        """Replace a conversion by what one slice does."""
         _, src, dst = conversion_of(node)
         x = node.args[0]
         assert isinstance(x, Node)
@@ -108,7 +109,7 @@ class _Slicer:
         self.gm.graph.erase_node(node)
 
     def _call(self, node: Node, target: Any, *args: Any, name: str = "") -> Node:
-        """A new call before ``node``, of the slice, with its placements."""
+        """A new call of the slice before ``node``, with its placements."""
         new = self._untyped(node, target, *args, name=name)
         inherit(new, node, TYPES)
         return new
@@ -121,8 +122,8 @@ class _Slicer:
         return new
 
     def _rows(self, node: Node, x: Node, dst: Shard) -> Node:
-        """The slice's rows of each block of a dim. Equal blocks are taken apart: [4 · 16] -> [4, 16] -> [4, l]."""
-        local = parse_placement(str(node.args[-1]))  # with the blocks that outer axes left
+        """The slice's rows of each block of a dim. Equal blocks are split off: [4 · 16] -> [4, 16] -> [4, l]."""
+        local = parse_placement(str(node.args[-1]))  # with the blocks after outer axes
         shape = list(x.meta["val"].shape)
         blocks = (isinstance(local, Shard) and local.blocks) or (shape[dst.dim],)
         d, c, length, total = dst.dim, self.slice.start, self.slice.length, self.slice.total
@@ -143,8 +144,8 @@ class _Slicer:
         return self._call(node, aten.cat.default, parts, d)
 
     def _share(self, node: Node, x: Node) -> Node:
-        """A slice's part, l/S, of what every slice makes whole. Its weight is a sum, for graphs have no fractions of
-        lengths: of as many entries 1/S as the slice has tokens."""
+        """A slice's share, l/S, of a value that every slice computes in full. Its weight is a sum of as many entries
+        1/S as the slice has tokens, since graphs have no fractions of lengths."""
         val, total = x.meta["val"], self.slice.total
         kwargs = {"dtype": val.dtype, "device": val.device}
         weights = insert_call(node, aten.full.default, ([total], 1.0 / total), kwargs)
@@ -172,7 +173,7 @@ class _Slicer:
     # --- attention ----------------------------------------------------------------------------------------
 
     def attend(self, node: Node) -> None:
-        """Where keys come from a cache, there are none of later tokens: what has a dim of keys loses them too."""
+        """Keys from a cache include none of later tokens: drop these from every operand with a dim of keys."""
         args = arguments(node)
         if not any(self._from_cache(args[name]) for name in ("k", "v")):
             return
@@ -186,7 +187,7 @@ class _Slicer:
             set_argument(node, "index", [*args["index"][:3], keys])
 
     def _from_cache(self, x: Node) -> bool:
-        """The cache itself, or what conversions over other axes make of it, whose shapes follow here."""
+        """Whether it is the cache, or a conversion of it over another axis; updates the conversion's shape."""
         if x in self.known:
             return True
         if not is_conversion(x) or not self._from_cache(x.args[0]):  # type: ignore[arg-type]
@@ -196,5 +197,5 @@ class _Slicer:
         return True
 
     def _until(self, node: Node, x: Node, dim: int, end: int) -> Node:
-        """The rows of earlier slices and this one."""
+        """The rows of this and of earlier slices."""
         return self._untyped(node, aten.narrow.default, x, dim, 0, end)

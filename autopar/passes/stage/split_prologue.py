@@ -1,21 +1,20 @@
-"""split_prologue: what a step needs to know of all its microbatches before the first one starts.
+"""split_prologue: statistics over all microbatches that a step needs before the first one starts.
 
-Consumes    a typed local graph whose outermost axis is "mb", the microbatches.
+Consumes    a local graph with placements whose outermost axis is "mb", the microbatches.
 Guarantees  no conversion over "mb" is left. Values without gradient that all microbatches share are totals, inputs
-            ``total_0``, ... of the main graph: those that are summed (the count of targets), and those that are whole
-            (the experts of all tokens, among which a capacity counts places), as a sum of every microbatch's piece
-            among zeros. Totals of inputs are made by a prologue graph. Those that weights have a part in are made
-            ahead as well, by forwards without gradients (`split_rounds`); with aux_loss_scope="microbatch" the sums of
-            one microbatch, times their number, stand for those of all. What remains (gradients of parameters, the loss)
-            the runtime adds up.
+            ``total_0``, ... of the main graph: those that are summed (the count of targets), and those that are
+            gathered (the experts of all tokens, whose capacity is counted globally), as a sum of zero-padded shards.
+            A prologue graph computes totals of inputs. Totals that depend on weights are computed by a pre-pass
+            without gradients (`split_statistics`); with aux_loss_scope="microbatch" the sums of one microbatch, times
+            their number, replace those of all. The runtime accumulates the rest (gradients of parameters, the loss).
 Leaves      graphs without microbatches.
 
     count = sum(ne(labels, -100)); n = exchange(count, "mb", P, I); loss = div(s, n)
         -->
     prologue(labels) -> count                      main(..., total_0): loss = div(s, total_0)
 
-A model whose samples meet otherwise (batch statistics, contrastive losses) is refused: slicing the batch would change
-it.
+A model whose samples interact otherwise (batch statistics, contrastive losses) is refused: splitting the batch would
+change the result.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ aten = torch.ops.aten
 
 
 def split_prologue(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, Prologue | None, GraphModule | None]:
-    """Remove the axis "mb" from a local graph. Returns it, its prologue, and the graph of what is learned ahead: of a
-    microbatch's addends to the totals that weights have a part in, of which one may take another; their names are its
+    """Remove the axis "mb" from a local graph. Returns it, its prologue, and the graph of the pre-pass: the addends of
+    a microbatch to the totals that depend on weights, of which one may depend on another; their names are in its
     ``meta["results"]``."""
     count = ctx.mesh.size("mb")
     if count == 1:
@@ -66,7 +65,10 @@ def split_prologue(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, Prol
         elif isinstance(src, Partial) and isinstance(dst, Invariant) and not has_gradient(node):
             cuts.append(node)
         elif isinstance(src, Replicate) and isinstance(dst, Partial):
-            node.target, node.args = aten.div.Tensor, (node.args[0], count)  # what all compute alike is an addend
+            node.target, node.args = (
+                aten.div.Tensor,
+                (node.args[0], count),
+            )  # all compute the same: an addend once divided
         elif isinstance(dst, Shard) and not isinstance(src, (Shard, Partial)):
             _slice_by_index(gm, node, count, dst)
         elif isinstance(src, Shard) and not isinstance(dst, Shard) and not has_gradient(node):
@@ -77,7 +79,7 @@ def split_prologue(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, Prol
     learned = {cut for cut in cuts if _made_of_parameters(gm, [cut])}
     if ctx.plan.options.aux_loss_scope == "microbatch":
         for cut in [cut for cut in learned if isinstance(conversion_of(cut)[1], Partial)]:
-            cut.target, cut.args = aten.mul.Tensor, (cut.args[0], count)  # its own addend, instead of the sum
+            cut.target, cut.args = aten.mul.Tensor, (cut.args[0], count)  # its own addend instead of the sum
             cuts.remove(cut)
         learned = {cut for cut in cuts if _made_of_parameters(gm, [cut])}
     _refuse_chains([cut for cut in cuts if cut not in learned])
@@ -99,13 +101,13 @@ def _bypass(node: Node) -> None:
 
 
 def _made_of_parameters(gm: GraphModule, cuts: list[Node]) -> bool:
-    """Whether weights that are trained stand behind them."""
+    """Whether any of the nodes depends on weights that are trained."""
     trained = {s.node for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.requires_grad}
     return any(node.name in trained for node in ancestors(cuts))
 
 
 def _is_loss(node: Node) -> bool:
-    """A scalar with a gradient that only leaves the graph, through other axes' conversions at most."""
+    """Whether it is a scalar with a gradient that only leaves the graph, at most through other axes' conversions."""
     return has_gradient(node) and all(u.op == "output" or (is_conversion(u) and _is_loss(u)) for u in node.users)
 
 
@@ -114,18 +116,18 @@ def _refusal(node: Node) -> str:
     user = next(iter(node.users))
     return (
         f"microbatches: samples of different microbatches meet at {described_at(user)} (its operand goes from {src} "
-        f"to {dst}), so cutting the batch would change the result; use microbatches=1"
+        f"to {dst}), so splitting the batch would change the result; use microbatches=1"
     )
 
 
 def _refuse_chains(cuts: list[Node]) -> None:
     for cut in cuts:
         if not ancestors([cut]).isdisjoint({*cuts} - {cut}):
-            raise ValueError(_refusal(cut))  # a sum of what another sum decides
+            raise ValueError(_refusal(cut))  # a sum of values that depend on another sum
 
 
 def _as_total(gm: GraphModule, cut: Node, i: int) -> tuple[Node, Node]:
-    """An input instead of a cut value, and what each microbatch has of it."""
+    """An input that replaces a converted value, and the addend of each microbatch."""
     addend, total = cut.args[0], add_placeholder(gm.graph, f"total_{i}", placeholders(gm)[-1])
     assert isinstance(addend, Node)
     total.meta = {"val": cut.meta["val"], "has_gradient": False}
@@ -137,7 +139,7 @@ def _as_total(gm: GraphModule, cut: Node, i: int) -> tuple[Node, Node]:
 
 
 def _extract(gm: GraphModule, addends: Mapping[Node, Node], title: str) -> GraphModule | None:
-    """What makes a microbatch's addends to some totals, in a graph of its own."""
+    """A graph that computes a microbatch's addends to some totals."""
     if not addends:
         return None
     made = extracted(gm, [*addends.values()], title)
@@ -146,7 +148,7 @@ def _extract(gm: GraphModule, addends: Mapping[Node, Node], title: str) -> Graph
 
 
 def _slice_by_index(gm: GraphModule, node: Node, count: int, dst: Shard) -> None:
-    """A whole value of which each microbatch takes a piece: select it by the number of the microbatch, an input."""
+    """Each microbatch takes its shard of a replicated value: select it by the index of the microbatch, an input."""
     x = node.args[0]
     assert isinstance(x, Node)
     chosen = _own_entries(gm, node, count, dst.blocks or (x.meta["val"].shape[dst.dim],), x)
@@ -157,7 +159,7 @@ def _slice_by_index(gm: GraphModule, node: Node, count: int, dst: Shard) -> None
 
 
 def _place_by_index(gm: GraphModule, node: Node, count: int, src: Shard) -> None:
-    """A piece of a whole value becomes an addend of it: among zeros, where it belongs."""
+    """Pad a microbatch's shard with zeros to the full size, so that it is an addend."""
     x = node.args[0]
     assert isinstance(x, Node)
     shape, call = list(node.meta["val"].shape), Build(node)
@@ -167,7 +169,7 @@ def _place_by_index(gm: GraphModule, node: Node, count: int, src: Shard) -> None
 
 
 def _own_entries(gm: GraphModule, node: Node, count: int, blocks: Sequence[int], like: Node) -> Node:
-    """Which entries of a dim are a microbatch's: an equal part of each block."""
+    """Which entries of a dim belong to a microbatch: an equal share of each block."""
     assert min(blocks) > 0, f"microbatches are dealt in order, found {blocks}"
     index, call, device = _microbatch_input(gm), Build(node), like.meta["val"].device
     starts, rows = 0, []
@@ -180,7 +182,7 @@ def _own_entries(gm: GraphModule, node: Node, count: int, blocks: Sequence[int],
 
 
 def _microbatch_input(gm: GraphModule) -> Node:
-    """The placeholder that says which microbatch runs: an int64 scalar tensor."""
+    """The placeholder for the index of the running microbatch: an int64 scalar tensor."""
     for node in placeholders(gm):
         if node.name == "microbatch":
             return node

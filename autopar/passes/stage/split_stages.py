@@ -1,18 +1,18 @@
-"""cut_stages: a local graph becomes the graphs of its parts, by dataflow.
+"""split_stages: a local graph becomes the graphs of its stages, by dataflow.
 
-Consumes    a local graph without microbatch conversions, and the part of each main node.
-Guarantees  every part is a graph of its own. Its inputs: parameters as they are used, buffers, values that depend on no
-            parameter, and values received from earlier parts. Its outputs: values for later parts, losses, new
-            buffer values. A value that several later parts use goes from user to user (hops); so a part that uses a
-            value and hands it on has no copy of it among its outputs, where its gradient would be lost.
-Leaves      one computation of each main value. Values that derive from parameters alone (a position bias) are made
-            again by every part that uses them, so that their gradients are added as those of tied weights are;
-            values that depend on no parameter (rotary tables, masks, shifted labels) are made once, by a prologue:
-            per step if they are the same for all microbatches, else per microbatch.
+Consumes    a local graph without microbatch conversions, and the stage of each main node.
+Guarantees  every stage is a graph of its own. Its inputs: parameters as they are used, buffers, values that depend on
+            no parameter, and values received from earlier stages. Its outputs: values for later stages, losses, new
+            buffer values. A value that several later stages use is forwarded from user to user (hops); a stage that
+            uses and forwards a value does not return a copy of it, whose gradient would be lost.
+Leaves      one computation of each main value. Values that depend on parameters alone (a position bias) are recomputed
+            by every stage that uses them, so that their gradients are summed as those of tied weights are. Values that
+            depend on no parameter (rotary tables, masks, shifted labels) are computed once, by a prologue: per step if
+            they are the same for all microbatches, else per microbatch.
 
     h0 = layer0(embed(ids)); h1 = layer1(h0, cos); loss = head(h1)
         -->
-    once: cos       part 0: (ids) -> h0       part 1: (h0, cos, labels) -> loss        hop h0: 0 -> 1
+    once: cos       stage 0: (ids) -> h0      stage 1: (h0, cos, labels) -> loss       hop h0: 0 -> 1
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from autopar.steps.graphs import output, output_place
 
 @dataclass
 class PartGraph:
-    """One part: its graph, the kind of each result (see `differentiate`), the names of its placeholders that are
-    parameters, buffers or constants. parameters: original names of those that it holds. used: what is cut out between
-    stored and used parameters, as used node -> its parameter; None where that is inside of the graph."""
+    """One stage: its graph, the kind of each result (see `differentiate`), the names of its placeholders that are
+    parameters, buffers or constants. parameters: original names of its parameters. used: used node -> its parameter,
+    where the conversions between stored and used parameters are split off; None where they are in the graph."""
 
     graph: GraphModule
     results: dict[str, str]
@@ -62,7 +62,7 @@ class PartGraph:
 
 @dataclass
 class Cut:
-    """The parts of a model, what goes between them, and the prologue's graphs with the names of their results."""
+    """The stages of a model, the hops between them, and the prologue's graphs with the names of their results."""
 
     parts: list[PartGraph]
     hops: list[P2PEdge] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Cut:
 
 
 def cut_stages(gm: GraphModule, flow: Flow, part_of: Mapping[Node, int], count: int) -> Cut:
-    """Cut a local graph into ``count`` parts; ``part_of`` says it for each main node. ``gm`` is left as it is."""
+    """Split a local graph into ``count`` stages; ``part_of``: main node -> stage. ``gm`` is not changed."""
     cutter = _Cutter(gm, flow, part_of, count)
     parts = [cutter.part(k) for k in range(count)]
     cutter.refuse_split_backwards()
@@ -81,8 +81,8 @@ def cut_stages(gm: GraphModule, flow: Flow, part_of: Mapping[Node, int], count: 
 
 
 def uncut(gm: GraphModule, tangents: Sequence[str] = (), used: Mapping[Node, Node] | None = None) -> Cut:
-    """A local graph as its only part. ``tangents``: names of outputs that gradients come for, beside the losses.
-    ``used``: used node -> its parameter, where what is between them is cut out; then the graph is a new one."""
+    """A local graph as a single stage. ``tangents``: names of outputs that receive gradients, besides the losses.
+    ``used``: used node -> its parameter, to split off the conversions between them; then the graph is a new one."""
     signature = gm.meta["signature"]
     results, losses = {}, loss_places(gm)
     for i, (spec, value) in enumerate(zip(signature.outputs, outputs(gm), strict=True)):
@@ -130,25 +130,25 @@ class _Cutter:
         self.frontier: dict[Node, None] = {}  # values of the prologue
         self.kept = self._outputs()
         self.hops, self.sent, self.received = self._hops()
-        self.backwards: dict[Node, list[int]] = {}  # tokens -> the parts that have them
+        self.backwards: dict[Node, list[int]] = {}  # tokens -> the stages that have them
 
     def _outputs(self) -> list[list[tuple[str, str, Node]]]:
-        """Per part: (name, kind, value) of the model's outputs that it makes."""
+        """Per stage: (name, kind, value) of the model's outputs that it computes."""
         found: list[list[tuple[str, str, Node]]] = [[] for _ in range(self.count)]
         specs, losses = self.gm.meta["signature"].outputs, loss_places(self.gm)
         for i, (spec, value) in enumerate(zip(specs, outputs(self.gm), strict=True)):
             if not isinstance(value, Node):
                 continue
             part = self._home(value)
-            if spec.kind == "own":  # keys for later token slices: their gradient comes back as that of a sent value
+            if spec.kind == "own":  # keys for later token slices: they receive a gradient like a sent value
                 found[part].append((value.name, "sent", value))
                 continue
             found[part].append((output(i), "loss" if i in losses else spec.kind, value))
         return found
 
     def _home(self, value: Node) -> int:
-        """The part that makes an output. One of parameters alone (the vectors of a spectral norm) is made where these
-        are used, and held; one of nothing in the last part."""
+        """The stage that computes an output. An output of parameters alone (the vectors of a spectral norm) belongs to
+        the stage that uses and stores these; one without operands to the last stage."""
         if value in self.part_of:
             return self.part_of[value]
         sources = [n for n in ancestors([value]) if self.flow.kinds.get(n.name) == "parameter"]
@@ -156,27 +156,27 @@ class _Cutter:
         return min((self.part_of[n] for n in users if n in self.part_of), default=self.count - 1)
 
     def _hops(self) -> tuple[list[P2PEdge], list[list[Node]], list[list[Node]]]:
-        """Main values that later parts use travel from user to user."""
+        """Main values that later stages use travel from user to user."""
         hops: list[P2PEdge] = []
         sent: list[list[Node]] = [[] for _ in range(self.count)]
         received: list[list[Node]] = [[] for _ in range(self.count)]
         for node in self.flow.main:
             home = self.part_of[node]
             users = sorted({self.part_of[u] for u in node.users if u in self.part_of} - {home})
-            assert all(k > home for k in users), f"cut_stages: {node.name} of part {home} is used before it is made"
+            assert all(k > home for k in users), f"split_stages: {node.name} of stage {home} is used before it exists"
             for source, target in zip([home, *users], users, strict=False):
                 val = node.meta["val"]
-                assert isinstance(val, torch.Tensor), f"cut_stages: the tuple {node.name} crosses a cut"
+                assert isinstance(val, torch.Tensor), f"split_stages: the tuple {node.name} crosses a stage boundary"
                 hops.append(P2PEdge(node.name, source, target, has_gradient(node), (tuple(val.shape),), val.dtype))
                 received[target].append(node)
             if users:
                 sent[home].append(node)
         return hops, sent, received
 
-    # --- parts --------------------------------------------------------------------------------------------
+    # --- stages -------------------------------------------------------------------------------------------
 
     def part(self, k: int) -> PartGraph:
-        """The graph of one part."""
+        """The graph of one stage."""
         graph, copies = Graph(), dict[Node, Node]()
         results = [*self.kept[k], *((n.name, "sent", n) for n in self.sent[k])]
         own = [n for n in self.flow.main if self.part_of[n] == k]
@@ -184,7 +184,7 @@ class _Cutter:
         inputs = self._inputs(k, wanted)
         for node in inputs:
             copies[node] = add_placeholder(graph, node.name, like=node)
-            # a received value is contiguous, whatever its strides were; a gathered weight has a gradient as stored
+            # received values are contiguous, whatever their strides were; gradients of gathered weights are as stored
             copies[node].meta["val"] = node.meta["val"].new_empty(node.meta["val"].shape)
 
         for node in own:
@@ -202,7 +202,7 @@ class _Cutter:
         return PartGraph(gm, kinds, fixed, _mutations(signature, kinds), held, used)
 
     def _inputs(self, k: int, wanted: Iterable[Node]) -> list[Node]:
-        """Where the part begins: used parameters, received values, and what depends on no parameter."""
+        """Where the stage begins: used parameters, received values, and values that depend on no parameter."""
         found: set[Node] = set()
         seen: set[Node] = set()
         queue = list(wanted)
@@ -223,24 +223,24 @@ class _Cutter:
 
     @staticmethod
     def _is_view(node: Node) -> bool:
-        """A view of what a prologue made is made again where it is used: sent through, it would be written out."""
+        """Whether it is a view of a prologue's value, recomputed where it is used: sending it would copy it."""
         return bool(node.all_input_nodes) and (is_view(node.target) or part_of_view(node))
 
     def refuse_split_backwards(self) -> None:
-        """Raises ValueError for a function of parameters alone that several parts would make again: each would run its
-        backward on a part of the gradient."""
+        """Raises ValueError for an autograd function of parameters alone that several stages would recompute: each
+        would run its backward on a part of the gradient."""
         for token, parts in self.backwards.items():
             if len(parts) > 1:
                 raise ValueError(
-                    f"pipeline: the result of the autograd function {parts_of_token(token)[3]} is used by parts "
+                    f"pipeline: the result of the autograd function {parts_of_token(token)[3]} is used by stages "
                     f"{', '.join(map(str, parts))}, and its backward needs their gradients together; call the function "
-                    "where each part uses it, or cut such that one part has all uses"
+                    "in each stage that uses it, or choose split points such that one stage has all uses"
                 )
 
     # --- prologue -----------------------------------------------------------------------------------------
 
     def prologue(self, wanted: list[Node], title: str) -> GraphModule | None:
-        """A graph that makes values which depend on no parameter; its results have their nodes' names in
+        """A graph that computes values which depend on no parameter; its results have their nodes' names in
         ``meta["results"]``."""
         if not wanted:
             return None

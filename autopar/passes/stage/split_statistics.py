@@ -1,10 +1,10 @@
-"""split_rounds: what goes ahead of a step, round by round and part by part.
+"""split_statistics: the pre-pass of a step, by round and by stage.
 
-Consumes    the graph of a microbatch's addends to totals that weights have a part in (`split_prologue`), where one
-            total may have a part in another one, and the part of every value of the model.
-Guarantees  a graph of a round takes totals of earlier rounds only. Each value that depends on weights and on inputs is
-            made once per microbatch, as soon as it can be; a later round keeps it, a later part gets it sent. What
-            depends on weights alone, on no weight, or is a view, is made again where it is taken.
+Consumes    the graph of a microbatch's addends to totals that depend on weights (`split_prologue`), where one total may
+            depend on another, and the stage of every value of the model.
+Guarantees  the graph of a round uses totals of earlier rounds only. Each value that depends on weights and on inputs is
+            computed once per microbatch, as early as possible; a later round keeps it, a later stage receives it.
+            Values that depend on weights alone or on no weight, and views, are recomputed where they are used.
 Leaves      the operators, and their order within a graph.
 
     h = layer0(x); e0 = router0(h); y = experts0(h, capped(total_0)); e1 = router1(y)
@@ -27,12 +27,12 @@ from autopar.passes.autodiff.joint import part_of_view
 from autopar.schedule.order import P2PEdge
 from autopar.steps.graphs import GlobalStatistics, StepGraph
 
-Place = tuple[int, int]  # round, part
+Place = tuple[int, int]  # round, stage
 
 
 def split_rounds(gm: GraphModule, flow: Flow, part_of: Mapping[str, int], parts: int) -> list[GlobalStatistics]:
-    """``flow``: of ``gm``. ``part_of``: of values of the model that have these names; others belong to the part in
-    which all of their operands are."""
+    """``flow``: of ``gm``. ``part_of``: name of a value of the model -> its stage; other values belong to the stage
+    that has all of their operands."""
     cutter = _RoundCutter(gm, flow, part_of)
     count = 1 + max(cutter.round_of[x] for x in cutter.totals)
     return [cutter.round(r, parts) for r in range(count)]
@@ -61,14 +61,14 @@ class _RoundCutter:
             self.taken_by.setdefault(x, []).append(place)
 
     def _known_in(self, x: Node) -> int:
-        """The first round that can take a value."""
+        """The first round that can use a value."""
         return self.round_of[self.addend_of[x.name]] + 1 if x.name in self.addend_of else self.round_of[x]
 
     def _place(self, node: Node) -> Place:
         return self.round_of[node], self.part_of[node]
 
     def _given(self, place: Place) -> list[Node]:
-        """Where the graph of a round and part begins: placeholders, and what others make."""
+        """The inputs of the graph of a round and stage: placeholders, and values of other graphs."""
 
         def given(x: Node) -> bool:
             elsewhere = x in self.part_of and self._place(x) != place and not _is_view(x)
@@ -78,7 +78,7 @@ class _RoundCutter:
         return sorted(filter(given, met), key=self.order.__getitem__)
 
     def round(self, number: int, parts: int) -> GlobalStatistics:
-        """The graphs of all parts, and what goes between them."""
+        """The graphs of all stages, and the hops between them."""
         graphs = [self._graph((number, k)) if (number, k) in self.own else None for k in range(parts)]
         hops = [
             P2PEdge(x.name, k, to, False, (tuple(x.meta["val"].shape),), x.meta["val"].dtype)
@@ -86,7 +86,7 @@ class _RoundCutter:
             for x in self.own.get((number, k), ())
             for to in sorted({part for _, part in self.taken_by.get(x, ())} - {k})
         ]
-        assert all(hop.source < hop.target for hop in hops), "split_rounds: a value is used before it is made"
+        assert all(hop.source < hop.target for hop in hops), "split_statistics: a value is used before it exists"
         return GlobalStatistics(graphs, hops, [name for x, name in self.totals.items() if self.round_of[x] == number])
 
     def _graph(self, place: Place) -> StepGraph:
@@ -106,5 +106,5 @@ class _RoundCutter:
 
 
 def _is_view(node: Node) -> bool:
-    """A view of what others made is made again: it would be written out."""
+    """Whether it is a view of a value of another graph, which is recomputed: sending it would copy it."""
     return bool(node.all_input_nodes) and (is_view(node.target) or part_of_view(node))

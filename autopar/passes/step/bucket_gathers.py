@@ -1,12 +1,12 @@
-"""bucket_gathers: let small parameters travel together.
+"""bucket_gathers: gather small parameters, and reduce-scatter small gradients, in buckets.
 
-Consumes    a step graph whose gathers of one layer stand side by side (prefetch).
-Guarantees  gathers of parameters below `LONE_BYTES` that stand side by side are one gather, and reduce-scatters of such
-            gradients are one per layer, of at most ``bucket_bytes``, for each dtype and set of axes: of those that dp
-            and cp cut, one per axis. A gather is unpacked right before its first use, so that it still overlaps the
-            layer before.
-Leaves      large ones, for which two copies would cost more than the latency that is saved; pieces along other dims
-            than the first; gathers of activations.
+Consumes    a step graph whose gathers of one layer are adjacent (prefetch).
+Guarantees  adjacent gathers of parameters below `LONE_BYTES` become one gather per dtype and set of axes;
+            reduce-scatters of such gradients become one per layer, of at most ``bucket_bytes``. Values sharded on both
+            dp and cp take one collective per axis. A gather is unpacked right before its first use, so that it still
+            overlaps the layer before.
+Leaves      large parameters, for which two copies would cost more than the latency saved; shards of dims other than the
+            first; gathers of activations.
 
     w = all_gather(p, 0)                   packed = cat([view(p, [1, -1]), view(q, [1, -1])], 1)
     v = all_gather(q, 0)         -->       both = split(all_gather(packed, 0), 1)
@@ -38,11 +38,11 @@ SCATTER = torch.ops.autopar.reduce_scatter.default
 
 
 class BucketGathers(Pass):
-    """Joins small gathers of parameters, and small reduce-scatters of gradients."""
+    """Buckets small gathers of parameters and small reduce-scatters of gradients."""
 
     name = "bucket_gathers"
     requires = ("step", "gathers_together")
-    ends = ("gathers_together",)  # each is unpacked where it is used
+    ends = ("gathers_together",)  # each bucket is unpacked where it is used
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         for chains in _runs(gm):
@@ -54,12 +54,12 @@ class BucketGathers(Pass):
         return gm
 
 
-# One collective per axis that cuts the value, in order of execution: [gather over dp, gather over cp].
+# One collective per axis that the value is sharded on, in order of execution: [gather over dp, gather over cp].
 Chain = list[Node]
 
 
 def _runs(gm: GraphModule) -> list[list[Chain]]:
-    """Small parameters that are gathered with nothing but gathers between them."""
+    """Runs of small parameters whose gathers have nothing but gathers between them."""
     found: list[list[Chain]] = []
     open_runs: dict[object, list[Chain]] = {}
     for node in gm.graph.nodes:
@@ -74,9 +74,9 @@ def _runs(gm: GraphModule) -> list[list[Chain]]:
 
 
 def _waves(gm: GraphModule, limit: int) -> list[list[Chain]]:
-    """Small gradients of one layer that are reduce-scattered between two places where parameters are gathered. (Over
-    replicas the pieces are summed behind that.) At most
-    ``limit`` bytes of whole gradients, which all live until the last of them is made, and then once more as one."""
+    """Small gradients of one layer that are reduce-scattered between two gathers of parameters. (The all-reduce over
+    replicas comes after that.) At most ``limit`` bytes of unsharded gradients, which all live until the last of them is
+    computed, and then a second time in the bucket."""
     found: list[list[Chain]] = []
     open_waves: dict[object, list[Chain]] = {}
     layer = None
@@ -93,14 +93,14 @@ def _waves(gm: GraphModule, limit: int) -> list[list[Chain]]:
 
 
 def _layer(gradient: Node) -> str:
-    """Where a gradient is made: what casts it to the dtype of sums is in no layer."""
+    """The layer that computes a gradient: the cast to the dtype of the reduction belongs to no layer."""
     while not layer_of(gradient) and len(gradient.all_input_nodes) == 1:
         gradient = gradient.all_input_nodes[0]
     return layer_of(gradient)
 
 
 def _chain(node: Node, op: OpOverload) -> Chain:
-    """The collectives that lead to this one, it included; a value in between has no other use."""
+    """The chain of collectives that ends here; a value in between has no other use."""
     before = arguments(node)["x"]
     return [*(_chain(before, op) if is_call(before, op) and len(before.users) == 1 else []), node]
 
@@ -111,7 +111,7 @@ def _source(chain: Chain) -> Node:
 
 
 def _add(found: list[list[Chain]], groups: dict[object, list[Chain]], chain: Chain, limit: float = math.inf) -> None:
-    """Put a chain to those of the same axes and dtype, of at most ``limit`` bytes."""
+    """Add a chain to the bucket of its axes and dtype, of at most ``limit`` bytes."""
     kind = (*map(_axis, chain), chain[-1].meta["val"].dtype)
     if kind not in groups or sum(nbytes(_source(c)) for c in [*groups[kind], chain]) > limit:
         groups[kind] = []
@@ -125,7 +125,7 @@ def _axis(node: Node) -> tuple[str, int]:
 
 
 def _is_small(chain: Chain, piece: Node) -> bool:
-    """Whether this rank's piece is small, and one contiguous part of the first dim."""
+    """Whether this rank's shard is small, and one contiguous slice of the first dim."""
     whole = all(arguments(n)["dim"] == 0 and not arguments(n)["blocks"] for n in chain)
     return whole and nbytes(piece) < LONE_BYTES
 
@@ -147,14 +147,14 @@ def _join_scatters(gm: GraphModule, chains: list[Chain]) -> None:
     rows = math.prod(_axis(n)[1] for n in chains[0])
     piece = _through(last, _packed(last, list(map(_source, chains)), rows), SCATTER, chains[0])
     sizes = [chain[-1].meta["val"].numel() for chain in chains]
-    # copies: no gradient keeps the bucket alive, or is written to with another
+    # copies: a view would keep the bucket alive and share storage with other gradients
     parts = _split(end, piece, sizes, aten.split_with_sizes_copy.default)
     for i, chain in enumerate(chains):
         move_users_to_end(_unpack(graph, end, parts, i, aten.view.default, chain), end)
 
 
 def _through(before: Node, packed: Node, op: OpOverload, chain: Chain) -> Node:
-    """The collectives of a chain, for what is packed: its rows are what they join or cut."""
+    """The collectives of a chain, applied to the bucket: they gather or shard its rows."""
     for axis, size in map(_axis, chain):
         rows, width = shape(packed)
         like = _like(before, (rows * size if op is GATHER else rows // size, width))
@@ -165,7 +165,7 @@ def _through(before: Node, packed: Node, op: OpOverload, chain: Chain) -> Node:
 
 
 def _unpack(graph: Graph, before: Node, parts: Node, i: int, op: OpOverload, chain: Chain) -> Node:
-    """The i-th part, in the shape of what the chain made, takes the chain's place."""
+    """The i-th entry of the bucket, in the shape of the chain's result, replaces the chain."""
     last = chain[-1]
     part = insert_call(before, operator.getitem, (parts, i), like=last)
     new = insert_call(before, op, (part, list(shape(last))), like=last, val=last.meta["val"])
@@ -176,7 +176,7 @@ def _unpack(graph: Graph, before: Node, parts: Node, i: int, op: OpOverload, cha
 
 
 def _packed(before: Node, values: list[Node], rows: int) -> Node:
-    """[rows, N]: all values side by side, each cut along its first dim into rows."""
+    """[rows, N]: all values concatenated, each split into rows along its first dim."""
     flat = [insert_call(before, aten.reshape.default, (v, [rows, -1]), like=v) for v in values]
     width = sum(f.meta["val"].shape[1] for f in flat)
     packed = insert_call(before, aten.cat.default, (flat, 1), val=_like(before, (rows, width)), name="packed")

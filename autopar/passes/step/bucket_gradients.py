@@ -1,11 +1,11 @@
-"""bucket_gradients: sum small gradients together.
+"""bucket_gradients: all-reduce small gradients in buckets.
 
 Consumes    a backward step graph.
-Guarantees  all-reduces of gradients below `LONE_BYTES` travel in flat buckets of at most ``bucket_bytes``, one dtype
-            and axis each; a bucket starts as soon as its last member is ready and is unpacked at the end, so that it
+Guarantees  all-reduces of gradients below `LONE_BYTES` run in flat buckets of at most ``bucket_bytes``, one dtype and
+            axis each; a bucket starts as soon as its last member is ready and is unpacked at the end, so that it
             overlaps the backward.
-Leaves      the all-reduces of activations, on which the backward waits; large gradients, which need no company (a
-            copy into a bucket would cost more than the latency it saves); reduce-scatters.
+Leaves      all-reduces of activations, on which the backward waits; large gradients (a copy into a bucket would cost
+            more than the latency it saves); reduce-scatters.
 
     ga = all_reduce(a, "dp")               flat = cat([reshape(a), reshape(b)])
     gb = all_reduce(b, "dp")      -->      sum = all_reduce(flat, "dp")
@@ -31,13 +31,13 @@ LONE_BYTES = 2**20
 
 
 class BucketGradients(Pass):
-    """Joins the all-reduces that end in gradients."""
+    """Buckets the all-reduces that end in gradients."""
 
     name = "bucket_gradients"
     requires = ("step",)
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
-        while True:  # one pass per axis of a chain: sums over tp first, then over dp
+        while True:  # one sweep per axis of a chain: all-reduces over tp first, then over dp
             waves = _buckets(gm, ctx.plan.options.bucket_bytes if ctx.plan is not None else Options().bucket_bytes)
             if not waves:
                 break
@@ -51,7 +51,7 @@ def _buckets(gm: GraphModule, limit: int) -> list[list[Node]]:
     """Groups of at least two all-reduces that can travel together."""
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
     members = [n for n in gm.graph.nodes if _is_gradient_sum(n) and nbytes(n) < LONE_BYTES]
-    # those whose operand waits for another member come in a later wave
+    # a member whose operand depends on another member goes to a later bucket
     first = [n for n in members if not _waits_for(n, set(members) - {n})]
     groups: dict[tuple[object, ...], list[list[Node]]] = {}
     for node in sorted(first, key=order.__getitem__):
@@ -63,15 +63,15 @@ def _buckets(gm: GraphModule, limit: int) -> list[list[Node]]:
 
 
 def _is_gradient_sum(node: Node) -> bool:
-    """An all-reduce whose result does nothing but become a gradient, through further sums or reshapes."""
+    """Whether it is an all-reduce whose result only becomes a gradient, through further reductions or reshapes."""
     if not is_call(node, torch.ops.autopar.all_reduce.default) or node.meta.get("bucket"):
         return False
     return ends_in_output(node)
 
 
 def ends_in_output(node: Node) -> bool:
-    """Whether a value does nothing but become results: through sums over ranks, reshapes, and sums with what is given
-    (what earlier microbatches have made)."""
+    """Whether a value only becomes results: through reductions, reshapes, and sums with inputs (the gradients that
+    earlier microbatches accumulated)."""
     passing = (torch.ops.autopar.all_reduce.default, *PASSING)
     return bool(node.users) and all(
         u.op == "output" or ((is_call(u, *passing) or _adds_given(u)) and ends_in_output(u)) for u in node.users
@@ -87,7 +87,7 @@ def _made_operands(node: Node) -> list[Node]:
 
 
 def _waits_for(node: Node, others: set[Node]) -> bool:
-    """Whether a chain of reshapes and sums leads from another member to this one."""
+    """Whether a chain of reshapes and reductions leads from another member to this one."""
     x = node.args[0]
     while isinstance(x, Node) and x.op == "call_function" and len(made := _made_operands(x)) == 1:
         if x in others:
@@ -111,7 +111,7 @@ def _join(gm: GraphModule, members: list[Node]) -> None:
     total = insert_call(last, torch.ops.autopar.all_reduce.default, (packed, axis, op), val=val, name="bucket_sum")
     total.meta["bucket"] = True
     end = output_node(gm)
-    # copies: no gradient keeps the bucket alive, or is written to with another
+    # copies: a view would keep the bucket alive and share storage with other gradients
     pieces = [v.clone() for v in val.split(sizes)]
     parts = insert_call(end, aten.split_with_sizes_copy.default, (total, sizes), like=last, val=pieces)
     of_no_module(packed, total, parts)
@@ -124,7 +124,7 @@ def _join(gm: GraphModule, members: list[Node]) -> None:
 
 
 def move_users_to_end(node: Node, end: Node) -> None:
-    """What follows an unpacked gradient (a sum over the next axis) follows it in the order too."""
+    """Move the users of an unpacked gradient (an all-reduce over the next axis) behind it in the order."""
     for user in list(node.users):
         if user is not end:
             end.prepend(user)

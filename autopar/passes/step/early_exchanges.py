@@ -1,10 +1,11 @@
-"""early_exchanges: start exchanges of rows early, and wait for them late.
+"""early_exchanges: start the all-to-alls of tokens early, and wait for them late.
 
-Consumes    a step graph (F or B) in which tokens go to experts on other ranks.
-Guarantees  ahead of an exchange stands only what it is made of; behind it, up to the next exchange that is made of it,
-            first what is not: shared experts, the router's backward, gradients of weights. They run beside it.
-Leaves      graphs without exchanges of rows; what is computed. A call moves across one exchange at most, so that no
-            value waits for longer than a layer.
+Consumes    a step graph (F or B) that sends tokens to experts on other ranks.
+Guarantees  only the ancestors of an exchange run before it. After it, up to the next exchange that depends on it,
+            independent work comes first: shared experts, the router's backward, gradients of weights. It overlaps with
+            the exchange.
+Leaves      graphs without such exchanges; what is computed. A call moves across one exchange at most, so that no value
+            is kept for longer than a layer.
 
     w = weight_grad(a, b); x = all_to_all_rows(c); y = f(x); z = g(d)
         -->
@@ -26,14 +27,14 @@ ours = torch.ops.autopar
 
 
 class EarlyExchanges(Pass):
-    """Orders the calls around exchanges of rows."""
+    """Orders the calls around exchanges of tokens."""
 
     name = "early_exchanges"
     requires = ("step",)
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         calls = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
-        exchanges = list(filter(_is_exchange, calls))  # which stay in this order
+        exchanges = list(filter(_is_exchange, calls))  # their order stays
         if not any(is_call(node, ours.all_to_all_rows.default) for node in exchanges):
             return gm
         for node, before in zip(exchanges[::-1], [*exchanges[-2::-1], None], strict=True):
@@ -52,8 +53,8 @@ def _is_exchange(node: Node) -> bool:
 
 
 def _start_early(at: int, first: int, calls: list[Node]) -> None:
-    """Behind what it is made of, of the calls from ``first`` on. Gathers of parameters, and their casts, stay ahead of
-    what takes them."""
+    """Move an exchange up behind its ancestors among the calls from ``first`` on. Gathers of parameters, and their
+    casts, stay before their users."""
     between = set(calls[first:at])
     made_of = set(reach([calls[at]], lambda x: between.intersection(x.all_input_nodes)))
     ahead = [x for x in calls[first:at] if x in made_of or is_parameter_gather(x) or is_cast_input(x)]
@@ -61,7 +62,7 @@ def _start_early(at: int, first: int, calls: list[Node]) -> None:
 
 
 def _wait_late(at: int, calls: list[Node]) -> None:
-    """Behind what is not made of it, up to the next exchange that is."""
+    """Move the wait behind calls that do not depend on the exchange, up to the next exchange that does."""
     made, makes, others = {calls[at]}, list[Node](), list[Node]()
     for x in calls[at + 1 :]:
         if made.isdisjoint(x.all_input_nodes):

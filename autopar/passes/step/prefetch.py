@@ -1,12 +1,12 @@
-"""prefetch: start ZeRO-3's gathers, and copies from host memory, one layer ahead of their use.
+"""prefetch: start ZeRO-3's gathers, and copies from host memory, one layer before their use.
 
-Consumes    a step graph (F or B) whose gathers of parameters, and copies from the host, stand right before their first
+Consumes    a step graph (F or B) in which gathers of parameters and copies from the host stand right before their first
             use.
-Guarantees  every gather of a layer starts where the layer before it (in execution order) starts to compute, every copy
+Guarantees  every gather of a layer starts where the previous layer (in execution order) starts to compute, every copy
             where that layer first uses a copied value, so that it overlaps one layer; at most two layers of gathered
-            weights, and of values that come back, are alive.
-Leaves      gathers of activations; copies to the host, which start right behind what they copy; the order of gathers,
-            and of copies, among themselves.
+            weights, and of values copied back, are alive.
+Leaves      gathers of activations; copies to the host, which start right after their operand is computed; the order
+            among gathers and among copies.
 
     w1 = gather(p1); y = mm(x, w1); w2 = gather(p2); z = mm(y, w2)
         -->
@@ -39,7 +39,7 @@ class Prefetch(Pass):
         anchors = [_first_compute(group[0]) for group in groups]
         for i, group in enumerate(groups):
             casts = (x for node in group for x in node.all_input_nodes if is_cast_input(x))
-            for node in (*dict.fromkeys(casts), *group):  # casts first: gathers stand side by side
+            for node in (*dict.fromkeys(casts), *group):  # casts first, so that gathers are adjacent
                 anchors[max(i - 1, 0)].prepend(node)
         place = {node: i for i, node in enumerate(gm.graph.nodes)}
         copies = calls_of(gm.graph, torch.ops.autopar.from_host.default)
@@ -53,7 +53,7 @@ class Prefetch(Pass):
 
 
 def _first_compute(node: Node) -> Node:
-    """The first node behind a gather that is none."""
+    """The first node after a gather that is not a gather."""
     while is_parameter_gather(node) or is_cast_input(node):
         node = node.next
     return node

@@ -1,14 +1,14 @@
-"""simplify: undo what tracing and differentiation spell out at length.
+"""simplify: peephole rewrites of what tracing and differentiation leave behind.
 
 Consumes    a step graph.
 Guarantees  no view that changes nothing (same shape, detach, alias), power of one, product or quotient with one,
             integer sum with zero, or transpose of a transpose feeds another op; a view of a view of a contiguous value
-            is one view; a quotient is taken before an expansion, where only elementwise operators read it: a kernel may
-            take for granted that its operand is dense, as it was when the graph was traced. An all-reduce over dp whose
-            result does nothing but be all-reduced over dp_replicate is one over both: for n and r ranks it moves
-            2 (nr - 1)/nr of the value, and not 2 (n - 1)/n + 2 (r - 1)/r.
-Leaves      outputs; every number; sums of pieces over dp_replicate, behind a reduce-scatter; sums over axes with other
-            links.
+            is one view. A division moves before an expansion that only elementwise operators read, since a kernel may
+            rely on a dense operand, as it was traced. An all-reduce over dp that only feeds an all-reduce over
+            dp_replicate becomes one over both: for n and r ranks it moves 2 (nr - 1)/nr of the value instead of
+            2 (n - 1)/n + 2 (r - 1)/r.
+Leaves      outputs; every number; all-reduces of shards over dp_replicate, after a reduce-scatter; all-reduces over
+            axes with different links.
 
     a = view(w, [32]); b = detach(a); y = mul(b, x)            -->     y = mul(w, x)
     a = view(x, [64, 32]); b = view(a, [4, 16, 32])            -->     b = view(x, [4, 16, 32])
@@ -39,7 +39,7 @@ ADDED = (aten.add.Tensor, aten.add.Scalar)
 
 
 class Simplify(Pass):
-    """Views first, then arithmetic by `RULES`, then sums over ranks."""
+    """Views first, then arithmetic by `RULES`, then all-reduces."""
 
     name = "simplify"
     requires = ("step",)
@@ -61,7 +61,7 @@ class Simplify(Pass):
 
 
 def _simplify_view(node: Node) -> None:
-    if _changes_nothing(node):  # every user but the output: that has storage of its own, as a new result has
+    if _changes_nothing(node):  # every user but the output, whose storage must not be shared
         operand = node.args[0]
         assert isinstance(operand, Node)
         node.replace_all_uses_with(operand, delete_user_cb=lambda user: user.op != "output")
@@ -132,7 +132,7 @@ RULES: tuple[Callable[[Node], Node | None], ...] = (_neutral, _double_transpose,
 
 
 def _merge_all_reduces(node: Node, order: list[str]) -> None:
-    """The sum over one axis of the data that a sum over the other takes, and nobody else, becomes part of it."""
+    """An all-reduce over one data axis whose only user is the all-reduce over the other is merged into it."""
     inner = arguments(node)["x"] if _sums_data(node) else None
     if isinstance(inner, Node) and _sums_data(inner) and list(inner.users) == [node]:
         axes = {arguments(node)["axis"], arguments(inner)["axis"]}
