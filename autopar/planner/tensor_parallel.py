@@ -128,7 +128,7 @@ def _reason(parameter: Node, shard: Shard, closure: Closure) -> str:
         fused = f", fused blocks {shard.blocks}" if shard.blocks else ""
         return f"column{fused}: multiplies its own result, which is gathered before products, {uses} times a step"
     heads = next((f for f in closure.facts if is_call(f, torch.ops.autopar.attention.default)), None)
-    kept = "heads kept whole" if heads is not None or _meets_attention(closure) else f"column: ends in {ends}"
+    kept = "column: by heads" if heads is not None or _meets_attention(closure) else f"column: ends in {ends}"
     fused = f", fused blocks {shard.blocks}" if shard.blocks else ""
     return f"{kept}{fused}"
 
