@@ -122,7 +122,7 @@ def _meeting(gm: GraphModule, labels: Mapping[Node, Shard]) -> str:
 
 
 def _chosen(inputs: Mapping[str, Node], candidates: list[_LikelyDim], likely: BatchDims) -> _LikelyDim | None:
-    """The likely dim, unless the graph shows that another one is the batch. Raises ValueError where neither is clear."""
+    """The likely dim, unless the graph shows that another is the batch. Raises ValueError where neither is clear."""
     clear = [c for c in candidates if not (c.meets or c.ours)]
     first = next((n for n in inputs if likely[n] is not None), None)
     guess = next((c for c in candidates if (c.name, c.dim) == (first, likely.get(first or ""))), None)
@@ -157,8 +157,8 @@ def _refuse(inputs: Mapping[str, Node], guess: _LikelyDim, other: _LikelyDim | N
 def _followed(
     found: list[_LikelyDim], inputs: Mapping[str, Node], likely: BatchDims, free: list[str]
 ) -> dict[str, int | None]:
-    """The batch dims of the inputs that the graph reaches from the chosen one. An input that it does not reach has dim 0
-    if that has as many rows as the batch, else no batch dim (ranks that then pass different values get an error). The
+    """The batch dims of the inputs that the graph reaches from the chosen one. An input that it does not reach has
+    batch dim 0 if it has as many rows as the batch, else none (ranks that then pass different values get an error). The
     graph cannot tell such an input from a table with as many rows: the texts of a contrastive loss look like the rows
     of a memory bank. What the ranks pass at run time can (`runtime.batches`)."""
     dims = dict(likely)

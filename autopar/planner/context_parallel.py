@@ -79,7 +79,7 @@ def _tokens(node: Node) -> tuple[int, int]:
 
 def _can_be_cut(node: Node, ranks: int, plan: ContextPlan, longest: int) -> bool:
     """Whether both sequences of an attention divide. Self-attention must, unless its sequence is shorter than the
-    ``longest`` one that is sharded (the patches of an image beside a text). Others that do not divide are replicated."""
+    ``longest`` one that is sharded (image patches beside a text). Others that do not divide are replicated."""
     queries, keys = _tokens(node)
     bad = [n for n in (queries, keys) if n % ranks]
     if not bad:

@@ -193,8 +193,8 @@ class _Search:
             self._visit(node, result=0, value=node)
 
     def _part_of_weight(self, node: Node) -> bool:
-        """Whether this is a part of a fused weight whose other parts cannot be sharded with it: the weight is replicated,
-        and each rank slices the part."""
+        """Whether this is a part of a fused weight whose other parts cannot be sharded with it: the weight is
+        replicated, and each rank slices the part."""
         split = node.args[0] if getitem_index(node) is not None else None
         return (
             isinstance(split, Node)

@@ -62,8 +62,8 @@ def make_plan(
 
     ``fixed``: an earlier plan of the same parameters (another input shape); its parameter placements, batch dims,
     schedule and split points are kept. ``train``: for a step with gradients; an evaluation runs no token slices.
-    ``example``: the graph of an example batch, to place parameters by; what each batch decides for itself (microbatches,
-    sequence parallelism, token slices) is left open, and inputs whose batch dim is only likely are noted.
+    ``example``: the graph of an example batch, to place parameters by; what each batch decides for itself
+    (microbatches, sequence parallelism, token slices) is left open, and inputs whose batch dim is only likely are noted.
     Raises ValueError for sizes that do not divide and for a plan of other parameters.
     """
     asked, digest = options or Options(), graph_digest(gm)
@@ -206,10 +206,10 @@ def _of_expert(axis: str) -> ParameterPlan:
 def _data_parallel(
     node: Node, axes: Mapping[str, ParameterPlan], options: Options, mesh: Mesh, axis: str, by_expert: str
 ) -> ParameterPlan:
-    """A parameter on an axis whose ranks have different samples or tokens. DDP: replicated, the gradient is all-reduced.
-    ZeRO: sharded on the first dim that divides, gathered for use. Over replicas (dp_replicate) never: they hold the same
-    shards. ``by_expert``: for weights of experts, the axis that experts are sharded on: an axis that shards before it
-    must not shard the dim of experts."""
+    """A parameter on an axis whose ranks have different samples or tokens. DDP: replicated, the gradient is
+    all-reduced. ZeRO: sharded on the first dim that divides, gathered for use. Never sharded on dp_replicate, whose
+    ranks hold the same shards. ``by_expert``: for weights of experts, the axis that experts are sharded on: an axis
+    that shards before it must not shard the dim of experts."""
     if axis == by_expert:
         return _of_expert(axis)
     if axis == "dp_replicate":
@@ -232,8 +232,8 @@ def _data_parallel(
 
 
 def _inputs(gm: GraphModule, mesh: Mesh, microbatches: int, dims: BatchDims) -> dict[str, dict[str, Placement]]:
-    """The batch is sharded on its dim: on dp, dp_replicate, microbatches, and then ep, so that gathering over ep gives a
-    shard of all the others."""
+    """The batch is sharded on its dim: on dp, dp_replicate, microbatches, and then ep, so that gathering over ep gives
+    a shard of all the others."""
     tensors = {s.name: n for n, s in _nodes(gm) if s.kind == "input"}
     sizes = {axis: mesh.size(axis) for axis in DATA} | {"mb": microbatches}
     cuts = {axis: size for axis, size in sizes.items() if size > 1}
@@ -283,9 +283,8 @@ def _refusals(
 
 def _nothing_to_cut(refused: Mapping[tuple[str, int], str], mesh: Mesh) -> str:
     shown = "; ".join(f"{name} dim {dim}: {why}" for (name, dim), why in list(refused.items())[:3])
-    return (
-        f"tensor_parallel: no weight can be sharded on axis 'tp' of size {mesh.size('tp')}: {shown}; choose another size"
-    )
+    size = mesh.size("tp")
+    return f"tensor_parallel: no weight can be sharded on axis 'tp' of size {size}: {shown}; choose another size"
 
 
 # --- notes ---------------------------------------------------------------------------------------------

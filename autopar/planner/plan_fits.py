@@ -51,7 +51,7 @@ def check_fits(plan: Plan, gm: GraphModule, train: bool = False) -> None:
     check_experts(gm, plan.mesh, plan.experts)
     if plan.loss_gradients not in MAKERS:
         raise ValueError(
-            f"plan: gradients of chunked losses are computed in the {plan.loss_gradients!r}; use 'forward' or 'backward'"
+            f"plan: chunked losses compute gradients in the {plan.loss_gradients!r}; use 'forward' or 'backward'"
         )
     for name, axes in plan.parameters.items():
         _check_cuts(plan, f"parameter {name}", parameters[name], {a: p.stored for a, p in axes.items()})
@@ -92,7 +92,7 @@ def _check_cuts(plan: Plan, name: str, shape: tuple[int, ...], placements: Mappi
         except ValueError as error:
             why = str(error).removeprefix("placement: ")
             raise ValueError(
-                f"plan: {name} of shape {tuple(shape)} on axis {axis!r}: {why}; shard it differently, or replicate it (I)"
+                f"plan: {name} of shape {tuple(shape)} on axis {axis!r}: {why}; shard another dim, or replicate it (I)"
             ) from None
         left = local_shape(left, p, pieces)
 
@@ -105,8 +105,8 @@ def check_names(options: Options) -> None:
     AC_POLICIES[options.ac_policy]
     if options.activation_checkpoint == AUTO and not options.memory_limit:
         raise ValueError(
-            "activation_checkpoint: auto keeps the memory of a rank under a limit, found no memory_limit; set one, such "
-            'as memory_limit="80GB", or activation_checkpoint="selective" or "full"'
+            "activation_checkpoint: auto keeps the memory of a rank under a limit, found no memory_limit; set one, "
+            'such as memory_limit="80GB", or activation_checkpoint="selective" or "full"'
         )
     if options.activation_offload and not options.memory_limit and not options.activation_checkpoint:
         raise ValueError(

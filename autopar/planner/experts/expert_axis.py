@@ -1,8 +1,8 @@
 """The axis that experts are sharded on: a dedicated one (ep), one shared with batch, sequence or weights, or none.
 
 Sharing an axis is what Megatron calls parallel folding: with experts over dp, each rank of dp has different samples and
-some of the experts, whose gradients are then not summed over dp. If every rank has all experts, no tokens are exchanged,
-but the gradients of all experts are.
+some of the experts, whose gradients are then not summed over dp. If every rank has all experts, no tokens are
+exchanged, but the gradients of all experts are.
 """
 
 from __future__ import annotations
@@ -159,6 +159,6 @@ def groups_on_nodes(routing: Routing) -> str:
         )
     fits = max(n for n in range(1, min(groups, routing.ranks) + 1) if groups % n == 0 and routing.ranks % n == 0)
     return (
-        f"warning: {said}, which do not divide over {nodes} nodes: it reaches up to {routing.most_nodes} of them; use a "
-        f"number of nodes that divides {groups}, such as {fits} of {routing.ranks // fits} ranks"
+        f"warning: {said}, which do not divide over {nodes} nodes: it reaches up to {routing.most_nodes} of them; use "
+        f"a number of nodes that divides {groups}, such as {fits} of {routing.ranks // fits} ranks"
     )

@@ -30,8 +30,9 @@ DRAWS = (ours.dropout.default, ours.random.default)
 
 
 def plan_experts(gm: GraphModule, mesh: Mesh, options: Options, axis: str) -> dict[str, ExpertPlan]:
-    """Name of a dispatch -> its plan: the requested token dispatcher, or the fastest by estimate, with experts sharded on
-    ``axis`` ("": not sharded). Raises ValueError for a model without experts, and for experts that do not divide."""
+    """Name of a dispatch -> its plan: the token dispatcher that was asked for, or the fastest by estimate, with experts
+    sharded on ``axis`` ("": not sharded). Raises ValueError for a model without experts, and for experts that do not
+    divide."""
     if not axis:
         return {}
     ranks, found = mesh.size(axis), dispatches(gm)
@@ -65,7 +66,7 @@ def _chosen(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> ExpertPl
             )
         return ExpertPlan(axis, ALLGATHER, f"ranks of {axis} have the same tokens: results are summed")
     if options.token_dispatcher != "auto":
-        return ExpertPlan(axis, options.token_dispatcher, "as requested", per_node if several else 0)
+        return ExpertPlan(axis, options.token_dispatcher, "asked for", per_node if several else 0)
     seconds = exchange_costs(dispatch, mesh, options, axis)
     times = ", ".join(f"{name} {took * 1e3:.3g} ms" for name, took in seconds.items())
     nodes = f" on nodes of {per_node} ranks" if several else ""
@@ -113,8 +114,8 @@ def check_experts(gm: GraphModule, mesh: Mesh, plans: Mapping[str, ExpertPlan]) 
         if chosen.axis != axis or ranks == 1:
             which = "'ep'" if alone else f"the same one of {', '.join(EXPERT_AXES)} for all layers"
             raise ValueError(
-                f"plan: experts of {name} are sharded on {chosen.axis!r}, which must be {which} and an axis of the mesh "
-                f"{mesh}; make a plan for this mesh"
+                f"plan: experts of {name} are sharded on {chosen.axis!r}, which must be {which} and an axis of the "
+                f"mesh {mesh}; make a plan for this mesh"
             )
         if chosen.token_dispatcher not in TOKEN_DISPATCHERS:
             raise ValueError(
@@ -126,8 +127,8 @@ def check_experts(gm: GraphModule, mesh: Mesh, plans: Mapping[str, ExpertPlan]) 
         ):
             raise ValueError(
                 f"plan: the token dispatcher {HIERARCHICAL!r} needs several nodes of several ranks, found "
-                f"{chosen.per_node} ranks per node for the experts of {name} and {ranks} ranks of axis {axis!r}; give a "
-                f"divisor of {ranks} between the two"
+                f"{chosen.per_node} ranks per node for the experts of {name} and {ranks} ranks of axis {axis!r}; make "
+                "a plan for this mesh"
             )
     for node in dispatches(gm) if ranks > 1 else ():
         if node.name not in plans:
@@ -165,8 +166,8 @@ def capacity_notes(gm: GraphModule, options: Options) -> list[tuple[str, str]]:
     return [
         (
             f"experts of {node.name}",
-            f"each expert takes at most {limit} of {math.prod(global_shape(arguments(node)['expert']))} (token, expert) "
-            "pairs, the first ones of the global batch; a dropped pair adds nothing",
+            f"each expert takes at most {limit} of {math.prod(global_shape(arguments(node)['expert']))} pairs (token, "
+            "expert), the first ones of the global batch; a dropped pair adds nothing",
         )
         for limit, node in limits.items()
     ]

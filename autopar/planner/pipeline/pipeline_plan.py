@@ -170,8 +170,8 @@ class _Planner:
         return [0, *accumulate(counts)][:-1]
 
     def _costs(self, units: Sequence[Unit]) -> list[UnitCosts]:
-        """Per unit: time of the forward (the backward takes a multiple of it), bytes of the parameters first used in it,
-        and as activations the results of all operations, which is an upper bound."""
+        """Per unit: time of the forward (the backward takes a multiple of it), bytes of the parameters first used in
+        it, and as activations the results of all operations, which is an upper bound."""
         seen: set[str] = set()
         out = []
         shares = self.mesh.data_size * self.options.microbatches

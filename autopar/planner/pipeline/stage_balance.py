@@ -73,8 +73,8 @@ def balance(
     found = problem.solve(limit)
     if found is None:
         raise ValueError(
-            f"pipeline: no split of {len(units)} layers into {parts} stages fits a memory limit of {limit:,} bytes; the "
-            f"least limit that fits is {problem.least_limit():,} bytes; use more ranks, fewer microbatches in "
+            f"pipeline: no split of {len(units)} layers into {parts} stages fits a memory limit of {limit:,} bytes; "
+            f"the least that would do is {problem.least_limit():,} bytes; use more ranks, fewer microbatches in "
             "flight, ZeRO or activation checkpointing"
         )
     return problem.counts(found)

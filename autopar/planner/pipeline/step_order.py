@@ -21,8 +21,8 @@ from autopar.steps.graphs import Stage
 def make_order(
     plan: Plan, parts: Sequence[Stage], hops: Sequence[P2PEdge], train: bool = True, static: int = 0
 ) -> Order:
-    """The compute actions of a step. ``static``: bytes of parameters, gradients and optimizer states on the fullest rank;
-    the rest of the memory limit is for activations.
+    """The compute actions of a step. ``static``: bytes of parameters, gradients and optimizer states on the fullest
+    rank; the rest of the memory limit is for activations.
 
     Raises ValueError if the schedule does not support the number of microbatches.
     """
@@ -91,7 +91,7 @@ def least_microbatches(pipeline: PipelinePlan, mesh: Mesh) -> int:
 
 
 def owners(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Parameter -> the coordinates on pp that hold it, its owner first. The first rank holds those that nothing uses."""
+    """Parameter -> the coordinates on pp that hold it, its owner first. The first one holds what nothing uses."""
     return owners_of(plan.pipeline, plan.mesh) if plan.pipeline is not None else {}
 
 

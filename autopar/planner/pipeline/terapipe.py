@@ -1,7 +1,7 @@
 """Where to slice a sequence so that token slices fill a pipeline: TeraPipe's dynamic program (Li et al., ICML 2021).
 
-With causal attention, a stage can start on tokens l1.. of a sequence while the next stage works on tokens 0..l1. A slice
-of l tokens after c earlier ones takes t(l, c), so that slices s_1..s_M on K equal stages take
+With causal attention, a stage can start on tokens l1.. of a sequence while the next stage works on tokens 0..l1. A
+slice of l tokens after c earlier ones takes t(l, c), so that slices s_1..s_M on K equal stages take
 
     T = Σ t_i + (K - 1) max t_i                                                                  (Eq. 5)
 

@@ -53,8 +53,8 @@ class RecomputeOption:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """What a stage may hold at a moment: ``bytes``, of which other microbatches take ``copies`` times all that it saves;
-    the rest is for the microbatch that runs, or a ``share`` of it (a token slice)."""
+    """What a stage may hold at a moment: ``bytes``, of which other microbatches take ``copies`` times all that it
+    saves; the rest is for the microbatch that runs, or a ``share`` of it (a token slice)."""
 
     bytes: float
     copies: float = 0.0
@@ -89,8 +89,8 @@ def least_time(
 
 
 def least_bytes(layers: Sequence[Sequence[RecomputeOption]], rooms: Sequence[MemoryBudget]) -> list[int]:
-    """The way for each layer that minimises the bytes at the fullest moment (the ``bytes`` of ``rooms`` are ignored). If
-    this does not fit, nothing does."""
+    """The way for each layer that minimises the bytes at the fullest moment (the ``bytes`` of ``rooms`` are ignored).
+    If this does not fit, nothing does."""
 
     def fullest(choice: Sequence[int]) -> float:
         total, alive = saved_by(layers, choice), alive_by(layers, choice)
@@ -111,8 +111,8 @@ def least_bytes(layers: Sequence[Sequence[RecomputeOption]], rooms: Sequence[Mem
 
 def alive_by(layers: Sequence[Sequence[RecomputeOption]], choice: Sequence[int]) -> int:
     """Peak bytes of the microbatch that runs: in F and B with what earlier layers have saved, in B also with what later
-    layers leave for W. Copies to and from the host overlap with the next layer, so what a layer offloads is still on the
-    device in the F of the next layer, and back there in its B."""
+    layers leave for W. Copies to and from the host overlap with the next layer, so what a layer offloads is still on
+    the device in the F of the next layer, and back there in its B."""
     before = most = moving = 0
     behind = left_by(layers, choice)
     for ways, k in zip(layers, choice, strict=True):
@@ -199,8 +199,8 @@ def ways(values: Sequence[RecomputableValue], wanted: Sequence[int]) -> list[fro
     """Sets of values to recompute, from none to all that may be, Pareto-optimal in (bytes, time) among those that the
     search has found.
 
-    x is a forward value that takes t_x to compute and has b_x bytes; W are the values that the backward reads. s_x: x is
-    saved; r_x: the backward recomputes x.
+    x is a forward value that takes t_x to compute and has b_x bytes; W are the values that the backward reads. s_x: x
+    is saved; r_x: the backward recomputes x.
 
         min  sum t_x r_x + price * sum b_x (s_x + weight * r_x)
         s_x + r_x >= 1            x in W
