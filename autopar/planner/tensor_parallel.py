@@ -1,4 +1,4 @@
-"""Which weights are column-parallel and which row-parallel: closures to shard, chosen by traffic per sharded product."""
+"""Column- and row-parallel weights: which closures to shard, chosen by traffic per sharded product."""
 
 from __future__ import annotations
 

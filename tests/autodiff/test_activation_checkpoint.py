@@ -344,7 +344,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"activation_checkpoint": "auto"},
-        "activation_checkpoint: auto keeps what a rank holds under a limit, found no memory_limit; set one",
+        "activation_checkpoint: auto keeps the memory of a rank under a limit, found no memory_limit; set one",
     ),
     (
         {"memory_limit": 5},

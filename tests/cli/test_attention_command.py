@@ -56,7 +56,7 @@ def test_the_table_and_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
     refused = row(out, "zigzag", "ulysses", "forward")
     assert refused[3:7] == [""] * 4 and refused[7].startswith("context_parallel:")
     assert "query heads do not divide over 4 ranks" in " ".join(out.replace("│", " ").split())
-    assert re.search(r"^choice: \w+(\+\w+)? \(.* ms by estimate, of them .* waiting; ", out, re.MULTILINE)
+    assert re.search(r"^choice: \w+(\+\w+)? \(.* ms by estimate, of which .* waiting; ", out, re.MULTILINE)
     assert re.search(r"^cp_load_balance: (zigzag|contiguous) \(\w+ takes .* ms; \w+ takes .* ms\)$", out, re.MULTILINE)
     assert re.search(r"^ideal: forward [\d.]+ ms, backward [\d.]+ ms", out, re.MULTILINE)
 

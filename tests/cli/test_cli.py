@@ -68,7 +68,7 @@ def test_plan_as_json_says_everything(capsys: pytest.CaptureFixture[str], config
     query = rows["model.layers.{0,1}.self_attn.q_proj.weight"]
     assert (query["count"], query["shape"], query["dtype"]) == (2, [32, 32], "bf16")
     assert query["bytes"] == 2 * 2 * 32 * 32 // 4
-    assert query["axes"]["tp"] == {"stored": "S(0)", "used": "S(0)", "reason": "heads kept whole"}
+    assert query["axes"]["tp"] == {"stored": "S(0)", "used": "S(0)", "reason": "column: by heads"}
     assert (query["axes"]["dp"]["stored"], query["axes"]["dp"]["used"]) == ("S(0)", "R")
     assert sum(row["bytes"] for row in rows.values()) == found["memory"]["parameters"]
     assert found["memory"]["inputs"] == 2 * 8 * 4 * 16  # the whole batch is 8: 4 for each dp rank, in 2 microbatches
@@ -93,7 +93,7 @@ def test_plan_as_tables_shows_the_same_numbers(
     found, text = json.loads(plan(capsys, config, "--json")), plan(capsys, config)
     for row in found["parameters"]:
         assert row["name"] in text
-    for line in ("S(0)", "heads kept whole", "pending sum", "input input_ids"):
+    for line in ("S(0)", "column: by heads", "its result is partial", "input input_ids"):
         assert line in text
     for name in ("parameters", "gradients", "optimizer", "saved", "peak"):
         assert human_bytes(found["memory"][name]) in text
@@ -215,9 +215,9 @@ BAD: list[tuple[str, list[object], str]] = [
     ("axis", ["--mesh", "dq=2"], "unknown axis 'dq'; the axes are"),
     ("mesh", ["--mesh", "two"], "expected name=size pairs"),
     ("unplanned axis", ["--mesh", "mb=2,tp=2"], "nothing is cut over axis 'mb', found mb=2; the axes are pp"),
-    ("no experts", ["--mesh", "ep=2"], "experts: nothing to cut over axis 'ep' of size 2: the model has no experts"),
+    ("no experts", ["--mesh", "ep=2"], "experts: nothing to shard on axis 'ep' of size 2: the model has no experts"),
     ("schedule", ["--mesh", "pp=2", "--schedule", "1f2b"], "--schedule: expected one of gpipe, 1f1b"),
-    ("schedule without pp", ["--mesh", "tp=2", "--schedule", "1f1b"], "schedule: counts with an axis pp only, found"),
+    ("schedule without pp", ["--mesh", "tp=2", "--schedule", "1f1b"], "schedule: needs a mesh axis pp, found"),
     (
         "split_points",
         ["--mesh", "pp=2", "--schedule", "1f1b", "--split-points", "model.layers.9"],

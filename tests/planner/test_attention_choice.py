@@ -279,7 +279,7 @@ def test_layouts() -> None:
     causal, full = problem(4, 31, tokens=4096, mask=CAUSAL), problem(4)
     layout, why = choose_layout([causal], "auto", "auto", RING)
     assert layout == "zigzag" and "zigzag takes" in why and "contiguous takes" in why
-    why = "no query of it waits for earlier tokens"
+    why = "no query waits for earlier tokens"
     assert choose_layout([full, full], "auto", "auto", RING) == ("contiguous", why)
     assert choose_layout([causal], "auto", "contiguous", RING) == ("contiguous", "asked for")
 

@@ -73,7 +73,7 @@ def test_what_tp_cannot_cut_has_its_share_and_its_reason() -> None:
 def test_dp_cuts_the_batch_and_parameters_with_zero_alone() -> None:
     whole, cut = (share(planned(Mesh.of(dp=2), zero=zero), "dp") for zero in (0, 3))
     assert (whole.parameters, whole.flops, cut.parameters, cut.flops) == (0.0, 1.0, 1.0, 1.0)
-    assert [part.reason for part in whole.whole] == ["whole; gradients are summed"] and not cut.whole
+    assert [part.reason for part in whole.whole] == ["replicated; gradients are summed"] and not cut.whole
 
 
 def test_microbatches_and_sequence_parallelism_change_the_shares_of_no_one_else() -> None:
