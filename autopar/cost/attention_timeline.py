@@ -1,14 +1,15 @@
-"""How long an attention over ranks takes: what each rank does (`autopar.attention.program`), played on device and
-links.
+"""How long an attention over ranks takes: the program of each rank (`autopar.attention.program`), simulated on a device
+and links.
 
-Each rank runs its program on one stream. An exchange runs beside it from its start until it is waited for. A way (up,
-down, home) carries one exchange of a rank at a time, as a communicator's stream does; a message needs both its ends. A
-link shares its bandwidth equally among the messages on it, and a message is as fast as its slowest link.
+Each rank runs its program on one stream. An exchange overlaps with it from its start until the rank waits for it. A way
+(up, down, home) carries one exchange of a rank at a time, like a communicator's stream; a message starts when both its
+ends are ready. A link shares its bandwidth equally among the messages on it, and a message is as fast as its slowest
+link.
 
     link      |----k,v of 0----|----k,v of 3----|
-    rank 1    |compute|  wait  |compute|  wait  |compute|         exposed: what is waited
+    rank 1    |compute|  wait  |compute|  wait  |compute|         exposed: the time in wait
 
-Collectives move the same bytes as NCCL's rings do: in N - 1 hops to the neighbour (mesh: straight to each rank).
+Collectives move the same bytes as NCCL's rings: in N - 1 hops to the neighbour (mesh: directly to each rank).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from autopar.cost.topology import Link, Topology
 
 CALL = 10e-6  # seconds of a block beside its products: launches of the kernel and of what merges its result
 TILE = 128  # rows and columns of a block at which a kernel reaches half of its speed along each
-_CLOSE = 1e-9  # relative: moments that are one
+_CLOSE = 1e-9  # relative: moments that count as equal
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,13 @@ class AttentionTimeline:
 
     @property
     def exposed(self) -> float:
-        """Time that even the busiest rank waits for exchanges."""
+        """Time that the busiest rank waits for exchanges."""
         return self.seconds - max(self.busy)
 
 
 def efficiency(rows: int, columns: int) -> float:
-    """The share of its speed that a kernel reaches on a block: a half along each dim of ``TILE``, towards 1 for long
-    ones. A saturating form, for what small blocks cost; absolute values depend on the kernel."""
+    """The share of its peak speed that a kernel reaches on a block: a half for each dim of size ``TILE``, towards 1 for
+    long ones. A saturating curve that models small blocks; absolute values depend on the kernel."""
     return rows / (rows + TILE) * columns / (columns + TILE)
 
 
@@ -173,7 +174,7 @@ class _Playing:
         self.spans: list[Played] = []
         self.now = 0.0
         self.later: list[tuple[float, int, Callable[[], None]]] = []
-        self.numbers = itertools.count()  # of equal times, what was asked for first comes first
+        self.numbers = itertools.count()  # ties in time go to the event that was scheduled first
 
     def finish(self) -> None:
         for rank in self.program:
@@ -241,7 +242,7 @@ class _Playing:
             self.advance(new.rank, _way(event))
 
     def advance(self, rank: int, way: str) -> None:
-        """Let the first exchange in a queue come to its messages; take away those that are over."""
+        """Start the messages of the first exchange in a queue; remove exchanges that are over."""
         queue = self.queues[rank, way]
         while queue and queue[0].over:
             old = queue.popleft()
@@ -286,7 +287,7 @@ class _Playing:
         return _Message(set(), [(self.seen(route), size)], self.topology.delay(route))
 
     def collective(self, rank: int, event: CollectiveEvent) -> _Message:
-        """All-to-alls, and all collectives on a mesh, go straight; the others go round."""
+        """All-to-alls, and all collectives on a mesh, go directly to each rank; the others go around the ring."""
         ranks, hops = event.ranks, len(event.ranks) - 1
         straight = self.topology.kind == "mesh" or event.kind == "all_to_all"
         flows, delay = [], 0.0

@@ -1,14 +1,14 @@
-"""What ways to bring tokens to experts on other ranks send, before any graph is there: copies, bytes and seconds.
+"""What the token dispatchers send, from numbers alone, without a graph: copies, bytes and seconds.
 
-    allgather        every token to every rank of the axis; what comes back is summed on the way
+    allgather        every token to every rank of the axis; results are reduce-scattered
     alltoall         a copy per token and expert
-    alltoall_dedup   a copy per token and rank that has one of its experts; that rank adds up what it has of the token
-    hierarchical     a copy per token and node, to the rank at the same place there, and from it one per rank of the
-                     node
+    alltoall_dedup   a copy per token and rank that has one of its experts; that rank sums its results for the token
+    hierarchical     a copy per token and node, to the rank with the same index there, which forwards one copy to each
+                     rank of its node
 
-A token chooses ``top_k`` of ``experts`` evenly; with ``groups`` (node-limited routing: DeepSeek-V3, 2.1.2) first
-``limit`` of them, then its experts from these. Ranks have consecutive experts, nodes consecutive ranks. A copy moves
-four times in a step: to the experts, back, and both ways for gradients.
+A token chooses ``top_k`` of ``experts`` evenly; with ``groups`` (node-limited routing: DeepSeek-V3, 2.1.2) it first
+chooses ``limit`` groups, then its experts from these. Ranks have consecutive experts, nodes consecutive ranks. A copy
+moves four times in a step: to the experts, back, and both ways for gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from autopar.cost.topology import Topology
 
-# Bytes of an expert's number that goes with a copy; exchanges of a layer and step, on each level.
+# Bytes of the expert index that goes with a copy; exchanges per layer and step, on each level.
 _NUMBERS = {"allgather": 8, "alltoall": 0, "alltoall_dedup": 4, "hierarchical": 4}
 _CALLS = {"allgather": 7, "alltoall": 5, "alltoall_dedup": 8, "hierarchical": 8}
 
@@ -28,7 +28,7 @@ _CALLS = {"allgather": 7, "alltoall": 5, "alltoall_dedup": 8, "hierarchical": 8}
 class Routing:
     """``experts`` dealt to ``ranks`` of an axis, ``per_node`` of which are in a node; see the module's docstring.
 
-    Raises ValueError for experts, ranks or groups that do not divide, and for choices that cannot be made.
+    Raises ValueError for experts, ranks or groups that do not divide, and for a top_k that the groups do not allow.
     """
 
     experts: int
@@ -45,7 +45,7 @@ class Routing:
             raise ValueError(f"experts: {e} experts do not divide over {r} ranks; use one of {fits}")
         if r % self.per_node:
             raise ValueError(
-                f"experts: {r} ranks are no whole number of nodes of {self.per_node}; use a multiple of "
+                f"experts: {r} ranks do not divide into nodes of {self.per_node}; use a multiple of "
                 f"{self.per_node} ranks, or nodes of {math.gcd(r, self.per_node)}"
             )
         if e % self.groups:
@@ -54,8 +54,8 @@ class Routing:
             raise ValueError(f"experts: a token may use 1 to {self.groups} groups, found a limit of {self.limit}")
         if not 1 <= self.top_k <= self.reach:
             raise ValueError(
-                f"experts: a token chooses 1 to {self.reach} of {self.reach} experts that it may use, found "
-                f"{self.top_k}; choose fewer experts, or let it use more groups"
+                f"experts: top_k must be from 1 to {self.reach}, the experts in the groups that a token may use, found "
+                f"{self.top_k}; use a smaller top_k, or a higher limit of groups"
             )
 
     @property
@@ -90,21 +90,21 @@ class Routing:
         return min(self.top_k, self.nodes, sum(spans[: self.limit]))
 
     def worst_rows(self, tokens: int) -> int:
-        """Rows that a rank's experts get if all ``tokens`` of every rank choose as many of them as they can."""
+        """Rows that a rank's experts get if all ``tokens`` of every rank choose as many of these experts as they can."""
         size, own = self.experts // self.groups, self.experts // self.ranks
         within = own if own <= size else min(own, self.limit * size)
         return tokens * self.ranks * min(self.top_k, within)
 
 
 def _nodes_of(first: int, count: int, node: int) -> int:
-    """On how many nodes experts [first, first + count) are, with ``node`` experts each."""
+    """The number of nodes that have experts [first, first + count), with ``node`` experts per node."""
     return (first + count - 1) // node - first // node + 1
 
 
 @dataclass(frozen=True)
 class DispatchCost:
-    """Of one layer, per rank. Copies: of a token, that leave its rank, or the rank at which they came to a node; bytes
-    and seconds: of a whole step, forward and backward."""
+    """Cost of one layer, per rank. Copies of a token: those that leave its rank, or the rank that forwards them within a
+    node. Bytes and seconds: of a whole step, forward and backward."""
 
     name: str
     copies_inside: float
@@ -117,8 +117,8 @@ class DispatchCost:
 def dispatch_costs(
     routing: Routing, tokens: int, width: int, itemsize: int, inside: Topology, between: Topology
 ) -> list[DispatchCost]:
-    """One row per way, in the order of the module's docstring. ``tokens``: of a rank; ``width``: numbers of a token, of
-    ``itemsize`` bytes each; ``inside``, ``between``: links of a rank within its node, and to other nodes."""
+    """One row per dispatcher, in the order of the module's docstring. ``tokens``: of a rank; ``width``: elements of a
+    token, of ``itemsize`` bytes each; ``inside``, ``between``: links of a rank within its node, and to other nodes."""
     found = []
     for name, (near, far) in _copies(routing).items():
         copy = copy_bytes(routing, name, tokens, width, itemsize)
@@ -127,26 +127,26 @@ def dispatch_costs(
             for wires, n, ranks in ((inside, near, routing.per_node), (between, far, routing.nodes))
             if ranks > 1
         ]
-        # Levels of one exchange run beside each other; those of hierarchical one after the other.
+        # Both levels of one exchange run at the same time; those of hierarchical run one after the other.
         seconds = sum(times) if name == "hierarchical" else max(times, default=0.0)
         found.append(DispatchCost(name, near, far, near * copy, far * copy, seconds))
     return found
 
 
 def copy_bytes(routing: Routing, name: str, tokens: int, width: int, itemsize: int) -> int:
-    """What one copy of each of ``tokens`` moves in a step, both ways and for gradients, numbers and weights with it."""
+    """Bytes of one copy of each of ``tokens`` in a step: both ways, gradients, expert indices and weights included."""
     weights = 2 * itemsize if _NUMBERS[name] else 0  # there, and their gradient back
     return tokens * (4 * width * itemsize + routing.top_k * (_NUMBERS[name] + weights))
 
 
 def even_copies_of(routing: Routing, name: str) -> tuple[float, float]:
-    """Copies of a token, as `DispatchCost` says them."""
+    """(copies of a token within a node, between nodes), as in `DispatchCost`."""
     return _copies(routing)[name]
 
 
 def most_copies(routing: Routing, name: str) -> tuple[float, float]:
-    """What `DispatchCost` says of copies, at worst: all tokens choose what sends most. Of two levels, a rank passes on
-    inside its node what came from the same place in all of them."""
+    """The same in the worst case: all tokens choose the experts that send most. With two levels, a rank forwards within
+    its node the copies from ranks with its index in all nodes."""
     r, g, n, k = routing.ranks, routing.per_node, routing.nodes, routing.top_k
     near, far = min(k, g - 1), min(k, r - g)
     own = routing.experts // r
@@ -159,8 +159,8 @@ def most_copies(routing: Routing, name: str) -> tuple[float, float]:
 
 
 def _copies(routing: Routing) -> dict[str, tuple[float, float]]:
-    """Name -> copies of a token (inside its node, between nodes). A gather goes around a ring, on which one rank of a
-    node has its neighbour in the next one."""
+    """Name -> copies of a token (inside its node, between nodes). A gather goes around a ring, on which one rank per
+    node has its neighbour in the next node."""
     r, g, n, k = routing.ranks, routing.per_node, routing.nodes, routing.top_k
     ranks = routing.reached(r)
     other = (r - 1) / g if n > 1 else 0.0

@@ -1,4 +1,4 @@
-"""What a rank computes with: speeds of chips, as their data sheets have them. Loads no torch."""
+"""Speeds of chips, from their data sheets. Loads no torch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank computes with. Every time is in seconds, every size in bytes.
+    """The chip of one rank. Times are in seconds, sizes in bytes.
 
     flops: operations per second of products in half precision; ``others``: (dtype or its name, operations per second)
-    of other types. memory: bytes per second. efficiency: the share of ``flops`` that real products reach. launch: least
-    time of a node (0: graphs may be fused). links: between ranks, where nobody says others. host: to host memory.
+    for other dtypes. memory: bytes per second. efficiency: the share of ``flops`` that real products reach. launch:
+    least time of a node (0: graphs may be fused). links: between ranks, unless the options name others. host: to host
+    memory.
     """
 
     name: str
@@ -32,13 +33,13 @@ class Device:
     host: Topology = field(default_factory=Topology)
 
     def speed(self, dtype: torch.dtype) -> float:
-        """Operations per second that products in a dtype reach."""
+        """Operations per second that products in a dtype reach in practice."""
         speeds = {str(name).removeprefix("torch."): flops for name, flops in self.others}
         return self.efficiency * speeds.get(str(dtype).removeprefix("torch."), self.flops)
 
 
 # Peaks without sparsity, float32 and float64 in full precision; links of 100 to 400 Gbit/s per device; PCIe 3, 4 or 5
-# to the host, at what copies reach.
+# to the host, at the rate that copies reach.
 # V100, A100, H100, H200 (SXM): NVIDIA's data sheets. B200: NVIDIA's Blackwell architecture brief, of HGX B200. L40S:
 # NVIDIA's data sheet; on PCIe 4, without NVLink. MI300X: AMD's data sheet of the Instinct MI300X.
 _FAST = Topology(bandwidth=50e9)  # 400 Gbit/s; what PCIe 5 reaches
@@ -66,10 +67,10 @@ def device_of(options: Options) -> Device:
 
 
 def host_link(links: Topologies, device: Device) -> Topology:
-    """To host memory: as the options name it, or the device's."""
+    """The link to host memory: that of the options, or the device's."""
     return links.axes.get("host", device.host)
 
 
 def links_of(options: Options) -> Topologies:
-    """The links that the options name; of axes that they do not name those of the device."""
+    """The links that the options name; for other axes those of the device."""
     return Topologies.parse(options.topology, device_of(options).links)
