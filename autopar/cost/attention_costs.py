@@ -55,8 +55,8 @@ def candidates(problem: Problem, topology: Topology, device: Device = DEFAULT) -
 
 
 def worth(problem: Problem) -> list[AttentionAlgorithm]:
-    """The algorithms that support the problem's layout, whether they refuse it for other reasons or not. All of them, if
-    the problem is not causal self-attention."""
+    """The algorithms that support the problem's layout, whether they refuse it for other reasons or not. All of them,
+    if the problem is not causal self-attention."""
     known = [algorithm for _, algorithm in ALGORITHMS.items()]
     if not problem.mask.causal or problem.query_blocks != problem.key_blocks:
         return known

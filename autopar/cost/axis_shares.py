@@ -37,7 +37,7 @@ Found = Iterable[tuple[str, float, str]]  # subject, amount, reason
 
 
 def axis_shares(gm: GraphModule, plan: Plan) -> tuple[AxisShare, ...]:
-    """The share of each axis, for a plan of a global graph, or of a graph with placements, for which FLOPs count too."""
+    """The share of each axis, for a plan of a global graph, or of a graph with placements, which also has FLOPs."""
     calls = _TypedCalls(gm, plan) if any("placements" in n.meta for n in gm.graph.nodes) else None
     return tuple(_share(axis, gm, plan, calls) for axis, size in plan.mesh.axes if size > 1)
 

@@ -90,7 +90,7 @@ class Routing:
         return min(self.top_k, self.nodes, sum(spans[: self.limit]))
 
     def worst_rows(self, tokens: int) -> int:
-        """Rows that a rank's experts get if all ``tokens`` of every rank choose as many of these experts as they can."""
+        """Rows that a rank's experts get if all ``tokens`` of every rank choose as many of them as they can."""
         size, own = self.experts // self.groups, self.experts // self.ranks
         within = own if own <= size else min(own, self.limit * size)
         return tokens * self.ranks * min(self.top_k, within)
@@ -103,8 +103,8 @@ def _nodes_of(first: int, count: int, node: int) -> int:
 
 @dataclass(frozen=True)
 class DispatchCost:
-    """Cost of one layer, per rank. Copies of a token: those that leave its rank, or the rank that forwards them within a
-    node. Bytes and seconds: of a whole step, forward and backward."""
+    """Cost of one layer, per rank. Copies of a token: those that leave its rank, or the rank that forwards them within
+    a node. Bytes and seconds: of a whole step, forward and backward."""
 
     name: str
     copies_inside: float

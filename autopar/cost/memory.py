@@ -6,8 +6,8 @@
     between   accumulated gradients of earlier microbatches                  /
 
 Activations are counted by walking a graph in the order in which it runs (`autopar.ir.storages`); with pipeline stages,
-all graphs of a rank in the order of its actions (`autopar.cost.stage_memory`). The numbers are what the graphs allocate,
-without the overhead of a device's allocator.
+all graphs of a rank in the order of its actions (`autopar.cost.stage_memory`). The numbers are what the graphs
+allocate, without the overhead of a device's allocator.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Memory:
     pipeline stages: of ``saved``, what other ranks have sent.
 
     In host memory, and counted nowhere else: host: most bytes of activations; states: optimizer states, if they are
-    offloaded. ``optimizer`` is then the most of them that is on the device at once during the optimizer step, when there
-    are no activations.
+    offloaded. ``optimizer`` is then the most of them that is on the device at once during the optimizer step, when
+    there are no activations.
     """
 
     parameters: int

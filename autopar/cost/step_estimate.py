@@ -35,10 +35,10 @@ TRAINED = 3  # FLOPs of forward and backward, of those of the forward: two produ
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """seconds: of a step. For the rank that computes longest: computing: seconds of computation; moving: of all transfers
-    within its graphs, one after another; exposed: of these, seconds that the computation waits. flops: of the model, on
-    the global batch, without recomputation. utilization: MFU, flops / (seconds · ranks · peak of the chip) (Chowdhery et
-    al. 2022, appendix B)."""
+    """seconds: of a step. For the rank that computes longest: computing: seconds of computation; moving: of all
+    transfers within its graphs, one after another; exposed: of these, seconds that the computation waits. flops: of the
+    model, on the global batch, without recomputation. utilization: MFU, flops / (seconds · ranks · peak of the chip)
+    (Chowdhery et al. 2022, appendix B)."""
 
     device: str
     links: str
@@ -207,7 +207,7 @@ def _moved(node: Node, mesh: Mesh) -> Iterator[tuple[str, str, int, int]]:
 
 @dataclass(frozen=True)
 class _Owners:
-    """The modules to which a transfer belongs. holders: placeholder of a parameter -> path of the module that holds it."""
+    """The modules to which transfers belong. holders: placeholder of a parameter -> path of the module that holds it."""
 
     holders: Mapping[str, str]
     mesh: Mesh

@@ -84,8 +84,8 @@ class Topology:
         return self.latency * (len(route) if self.kind == "ring" else 1)
 
     def seconds(self, kind: str, nbytes: float, size: int, calls: int = 1) -> float:
-        """Seconds of ``calls`` collectives of a kind (or "send": to a neighbour) among ``size`` ranks, one after another,
-        each with one delay. nbytes: sent per rank in all of them together."""
+        """Seconds of ``calls`` collectives of a kind (or "send": to a neighbour) among ``size`` ranks, one after
+        another, each with one delay. nbytes: sent per rank in all of them together."""
         straight = kind.startswith("all_to_all") or (kind in ROUND and self.kind == "mesh")
         routes = [self.route(0, distance, size) for distance in range(1, size if straight else 2)]
         loads = Counter(name for route in routes for name, _ in route)  # of a link of each rank, in messages

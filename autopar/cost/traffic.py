@@ -77,8 +77,8 @@ class Links:
     given: bool = False
 
     def seconds(self, node: Node) -> float | None:
-        """Seconds of a node's transfer; None without one that counts. For attention over ranks: of the longest exchanges,
-        which overlap with its computation."""
+        """Seconds of a node's transfer; None without one that counts. For attention over ranks: of the longest
+        exchanges, which overlap with its computation."""
         if is_context_attention(node):
             axis = str(arguments(node)["axis"])
             moved = [Transfer(axis, kind, size) for kind, (_, size) in sent_by(node).items() if self._counts(axis)]

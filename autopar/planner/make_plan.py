@@ -63,7 +63,7 @@ def make_plan(
     ``fixed``: an earlier plan of the same parameters (another input shape); its parameter placements, batch dims,
     schedule and split points are kept. ``train``: for a step with gradients; an evaluation runs no token slices.
     ``example``: the graph of an example batch, to place parameters by; what each batch decides for itself
-    (microbatches, sequence parallelism, token slices) is left open, and notes list inputs with an only likely batch dim.
+    (microbatches, sequence parallelism, token slices) is left open, and inputs with an uncertain batch dim get a note.
     Raises ValueError for sizes that do not divide and for a plan of other parameters.
     """
     asked, digest = options or Options(), graph_digest(gm)

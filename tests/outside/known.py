@@ -8,7 +8,7 @@ REFUSED: dict[tuple[str, str], str] = {
     # random numbers of another library
     ("transformers bigbird block sparse", "all"): "the forward calls numpy.random.permutation while it is captured",
     # all weights within spectral norms, whose values are computed whole
-    ("ideas discriminator", "tp"): "tensor_parallel: no weight can be sharded on axis 'tp' of size 2: net.0.weight_orig",
+    ("ideas discriminator", "tp"): "tensor_parallel: no weight can be sharded on axis 'tp' of size 2: net.0.weight_",
     # heads that are mixed before the softmax
     ("x-transformers memory and talking heads", "cp"): 'context_parallel: axis "cp" shards the sequence of attention',
 }

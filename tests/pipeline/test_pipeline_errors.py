@@ -25,7 +25,7 @@ BATCH = TINY["llama"].batch(8, 16)
 
 PLANNING: list[tuple[dict[str, Any], str]] = [
     ({"schedule": "2f2b"}, "unknown name '2f2b'; known are gpipe, 1f1b"),
-    ({"split_points": ("model.layers.7",)}, "no operation belongs to 'model.layers.7'"),
+    ({"split_points": ("model.layers.7",)}, "no operation belongs to the split point 'model.layers.7'"),
     ({"split_points": ("model.layers.1", "model.norm")}, "2 split points make 3 stages"),
     (
         {"split_points": ("model.norm", "model.layers.1"), "schedule": "interleaved"},
