@@ -194,7 +194,7 @@ class _Playing:
             while self.later and self.later[0][0] <= then + margin:
                 heapq.heappop(self.later)[2]()
         if self.waits:
-            raise RuntimeError(f"attention: ranks wait for ever: {self.stuck()}")
+            raise RuntimeError(f"attention: ranks deadlock: {self.stuck()}")
 
     def rates(self) -> list[float]:
         """Bytes per second of each flow."""

@@ -207,7 +207,7 @@ def _moved(node: Node, mesh: Mesh) -> Iterator[tuple[str, str, int, int]]:
 
 @dataclass(frozen=True)
 class _Owners:
-    """The modules to which transfers belong. holders: placeholder of a parameter -> path of the module that holds it."""
+    """The modules to which transfers belong. holders: placeholder of a parameter -> path of its module."""
 
     holders: Mapping[str, str]
     mesh: Mesh

@@ -1,4 +1,4 @@
-"""Adds to an order of F, B, W and BW what moves between ranks: `lower`.
+"""Adds the transfers, gathers and reductions to an order of F, B, W and BW: `lower`.
 
 rank 0    0F0              0F1                        0BW0            0BW1
 rank 1            1F0             1BW0    1F1                 1BW1
@@ -76,7 +76,7 @@ def _ways(order: Order, hops: Iterable[P2PEdge]) -> dict[tuple[str, int], list[i
 
 
 def _sends(order: Order, action: Action, ways: dict[tuple[str, int], list[int]]) -> list[Action]:
-    """What goes out when an action has run."""
+    """The sends after an action."""
     way = "B" if action.kind == "BW" else action.kind
     peers = ways.get((way, action.stage), [])
     return [Action(action.stage, f"S{way}", action.microbatch, action.slice, peer) for peer in peers]

@@ -1,4 +1,4 @@
-"""Whether an order does every action once, in its place, and moves everything that it says it moves."""
+"""Whether an order runs every action once, on the right rank, with both ends of every transfer, without deadlocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def validate(order: Order) -> None:
                 unit = units.setdefault((action.stage, action.microbatch, action.slice), {})
                 kind = "BW" if action.kind == "BWR" else action.kind
                 if kind in unit:
-                    raise ScheduleError(order, f"{action} is there twice", {rank: index})
+                    raise ScheduleError(order, f"{action} occurs twice", {rank: index})
                 unit[kind] = (rank, index)
     complete = [["BW", "F"], ["B", "F", "W"]] if any(unit.keys() != {"F"} for unit in units.values()) else [["F"]]
     for microbatch, chain in enumerate(order.chain_of):
@@ -56,7 +56,7 @@ def _check_chains(order: Order) -> None:
 
 
 def _check_action(order: Order, rank: int, index: int) -> None:
-    """It names what exists, on the right rank; a cell has a second half."""
+    """Check that it names existing stages, on the right rank, and that a cell has a second half."""
     action, here = order.ranks[rank][index], {rank: index}
     for stage in (action.stage, action.peer) if action.kind in TRANSFERS else (action.stage,):
         if not 0 <= stage < len(order.rank_of):
@@ -71,7 +71,7 @@ def _check_action(order: Order, rank: int, index: int) -> None:
     if action.paired:
         behind = next((a for a in order.ranks[rank][index + 1 :] if a.kind not in TRANSFERS), None)
         if action.kind not in COMPUTE or behind is None or behind.kind not in COMPUTE or behind.paired:
-            raise ScheduleError(order, f"{action} needs a compute action behind it to run as one cell with", here)
+            raise ScheduleError(order, f"{action} needs a compute action after it to run as one cell with", here)
 
 
 def _raise_incomplete(order: Order, forward: Action, found: dict[str, Place]) -> None:
@@ -81,7 +81,7 @@ def _raise_incomplete(order: Order, forward: Action, found: dict[str, Place]) ->
 
 
 def _check_sequence(order: Order, found: dict[str, Place]) -> None:
-    """F, B, W of a unit are in this order."""
+    """Check that F, B, W of a unit are in this order."""
     kinds = sorted(found, key=["F", "B", "BW", "W"].index)
     for first, second in pairwise(kinds):
         if found[first] > found[second]:
@@ -159,7 +159,7 @@ def links(order: Order) -> list[Link]:
 
 
 def check_streams(order: Order, group: Groups = lambda link: link) -> None:
-    """That a lowered order ends where a transfer keeps its stream until the other end has come. Raises ScheduleError
+    """Check that a lowered order ends if a transfer blocks its stream until the other end arrives. Raises ScheduleError
     with every rank's place. ``group``: by default one of two ranks for every link, as the runtime makes them.
 
     On NCCL the host waits for nothing: every action of a rank goes to a stream, and runs once all that is ahead of it

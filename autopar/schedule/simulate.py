@@ -1,4 +1,4 @@
-"""When every action of an order runs, on given costs, and the proof that none waits for ever.
+"""When every action of an order runs, on given costs, and the proof that there is no deadlock.
 
 Each rank runs its list in order. An action starts when its rank is free and its inputs have arrived: at once from the
 same rank, ``costs.comm`` after the end of the action (or after the send) from another one. Transfers are pure latency;
@@ -40,8 +40,8 @@ class Timeline:
 
     @property
     def cost(self) -> float:
-        """The longest that one rank is at work, from its own first start (Zero Bubble, appendix G): the time of a step
-        when the next one may start on each rank as soon as that rank is done."""
+        """The longest time that one rank takes, from its own first start (Zero Bubble, appendix G): the time of a step
+        if the next one may start on each rank as soon as that rank is done."""
         return max(last - first for first, last in self.window)
 
     @property
@@ -87,7 +87,7 @@ def check_costs(order: Order, costs: Costs) -> None:
         if isinstance(value, tuple) and len(value) != order.parts:
             raise ValueError(f"costs: {name} needs one value per part ({order.parts}), found {len(value)}")
     if isinstance(costs.FB, tuple) and {len(costs.FB), *map(len, costs.FB)} != {order.parts}:
-        raise ValueError(f"costs: FB needs a value for each two of {order.parts} parts, found {costs.FB}")
+        raise ValueError(f"costs: FB needs a value for each pair of {order.parts} parts, found {costs.FB}")
     for name in ("scale", "tokens"):
         value = getattr(costs, name)
         if value and len(value) != order.slices:
@@ -118,7 +118,7 @@ def _window(order: Order, rank: int, starts: Sequence[float], ends: Sequence[flo
 
 
 class _Simulation:
-    """Every rank goes as far as it can; what it then waits for wakes it up."""
+    """Every rank runs until it has to wait, and continues when its input arrives."""
 
     def __init__(self, order: Order, costs: Costs, fused: bool) -> None:
         self.order, self.costs, self.fused = order, costs, fused
@@ -165,7 +165,7 @@ class _Simulation:
         return index, next(i for i in range(index + 1, len(actions)) if actions[i].kind in COMPUTE)
 
     def arrival(self, rank: int, needs: list[Key]) -> tuple[float, Key | None]:
-        """When the rank is free and has all inputs; or an input that nobody has made yet."""
+        """(the time at which the rank is free and has all inputs, or an input that is not there yet)."""
         start = self.clock[rank]
         for key in needs:
             time = self.done.get(key)
@@ -178,7 +178,7 @@ class _Simulation:
         return start, None
 
     def execute(self, rank: int, cell: tuple[int, ...], start: float) -> list[int]:
-        """Write down when a cell runs; returns the ranks that waited for it."""
+        """Record when a cell runs; returns the ranks that waited for it."""
         actions = self.order.ranks[rank]
         time = 0.0
         for i in cell:
@@ -210,7 +210,7 @@ class _Simulation:
         return self.durations[unit]
 
     def deadlock(self) -> ScheduleError:
-        """Where every rank stands, and what it waits for."""
+        """The error, with the position of every rank and what it waits for."""
         marks = {rank: at for rank, at in enumerate(self.position) if at < len(self.order.ranks[rank])}
         known = {key_of(action): action for actions in self.order.ranks for action in actions}
         stuck = []
@@ -270,7 +270,7 @@ Key = tuple[str, int, int, int, int]
 
 
 def key_of(action: Action) -> Key:
-    """What others wait for when they wait for this action."""
+    """The key that other actions wait for when they wait for this one."""
     kind = "B" if action.kind in BACKWARD else action.kind
     return kind, action.stage, action.microbatch, action.slice, action.peer
 

@@ -162,7 +162,7 @@ def test_show_prints_a_graph_of_a_part(capsys: pytest.CaptureFixture[str], confi
     code, out, _ = run(capsys, "show", "--config", config, *PIPELINE, "--part", 1, "--level", "gather")
     assert code == 0 and "all_gather over dp" in out and "p_lm_head_weight" in out and "p_embed" not in out
     code, out, err = run(capsys, "show", "--config", config, *PIPELINE[:-2], "--level", "gather")
-    assert code == 2 and not out and "show: there is no part0.gather graph; this part uses its parameters as" in err
+    assert code == 2 and not out and "show: there is no part0.gather graph; this stage uses its parameters as" in err
     for options, message in (
         (["--mesh", "pp=2", "--part", 1, "--level", "local"], "--part: needs one of the levels part, gather"),
         (["--mesh", "tp=2", "--part", 1, "--level", "forward"], "--part: needs a mesh with an axis pp, found tp=2"),
@@ -310,7 +310,7 @@ def test_it_runs_as_a_module() -> None:
         [sys.executable, "-m", "autopar", "plan", "--help"], capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0
-    assert "examples of a step, over all ranks" in " ".join(done.stdout.split())
+    assert "examples per step, over all ranks" in " ".join(done.stdout.split())
 
 
 # --- schedules ----------------------------------------------------------------------------------------------

@@ -343,7 +343,7 @@ def test_bad_input() -> None:
 
 PLANS = {
     "an axis that the mesh lacks": ({"axis": "dp"}, "sharded on 'dp', which must be 'ep' and an axis of the mesh"),
-    "a dispatcher that nobody wrote": ({"token_dispatcher": "post"}, "unknown token dispatcher 'post' .*; use one of allgather"),
+    "a dispatcher that nobody wrote": ({"token_dispatcher": "post"}, "unknown token dispatcher .post."),
     "a layer without": (None, "no entry for the experts of moe_dispatch"),
 }
 

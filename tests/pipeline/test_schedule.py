@@ -89,7 +89,7 @@ BAD = {
     "its rank is 1": ("0F0 0F1 0BW0 0BW1 1F0", "1BW0 1F1 1BW1"),
     "names stage 2": ("0F0 0F1 0BW0 0BW1 2F0", "1F0 1BW0 1F1 1BW1"),
     "beyond the": ("0F0 0F1 0BW0 0BW1 0F0.1", "1F0 1BW0 1F1 1BW1"),
-    "needs a compute action behind it": ("0F0 0F1 0BW0 0BW1&", "1F0 1BW0 1F1 1BW1"),
+    "needs a compute action after it": ("0F0 0F1 0BW0 0BW1&", "1F0 1BW0 1F1 1BW1"),
 }
 
 

@@ -67,7 +67,7 @@ def test_what_tp_cannot_cut_has_its_share_and_its_reason() -> None:
         (pytest.approx(ODD_FLOPS / FLOPS), "odd: aten.linear"),
         (pytest.approx(RELU / FLOPS), "the model: aten.relu"),
     ]
-    assert tp.whole[1].reason == "odd.weight is whole"
+    assert tp.whole[1].reason == "odd.weight is replicated"
 
 
 def test_dp_cuts_the_batch_and_parameters_with_zero_alone() -> None:

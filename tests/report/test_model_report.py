@@ -91,7 +91,7 @@ def test_layers_that_are_alike_are_one_row_with_the_sum_of_both() -> None:
     layers = row(root, "layers.{0,1}")
     assert (layers.kind, layers.count) == ("LlamaDecoderLayer", 2) and layers.paths[1] == "model.layers.1"
     (weight,) = row(root, "q_proj").weights
-    assert weight.cuts == ("output features over tp", "in 2 pieces over dp, gathered for each use")
+    assert weight.cuts == ("output features over tp", "in 2 shards over dp, gathered for each use")
     assert row(root, "o_proj").weights[0].cuts[0] == "input features over tp"
     assert row(root, "embed_tokens").weights[0].cuts[0] == "rows of the table (the vocabulary) over tp"
     made = compiled(ZERO3)
@@ -202,7 +202,7 @@ def test_the_report_begins_with_the_model(tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text()
     places = [page.index(f'id="{name}"') for name in ("summary", "model", "one-layer", "memory", "plan", "graphs")]
     assert places == sorted(places)
-    for text in ("layers.{0,1}", "output features over tp", "in 2 pieces over dp", "optimizer states", "MFU"):
+    for text in ("layers.{0,1}", "output features over tp", "in 2 shards over dp", "optimizer states", "MFU"):
         assert text in page, text
 
 

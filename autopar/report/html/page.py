@@ -215,7 +215,7 @@ _NAME = re.compile(r"^[-+ ]?((?:[a-z]\w*?)_)(\d+)_\w+: .*= (?:input|parameter|bu
 
 
 def folded(text: str, most: int) -> str:
-    """The text without the lines of further layers, cut off after ``most`` characters, with notes on what is left out."""
+    """The text without the lines of further layers, cut off after ``most`` characters; it says what is left out."""
     lines = text.splitlines()
     layers = [_layer(line) for line in lines]
     first: dict[str, int] = {}
