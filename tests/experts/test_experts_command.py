@@ -162,7 +162,7 @@ def test_limits_of_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "8 per token, from 4 of 8 groups" in out and "at most 4\n" in out and "warning" not in out
     assert float(row(out, "hierarchical")[2]) <= 4 * 7 / 8
     out = experts(capsys, "--groups", 4, "--limit", 2, "--between", "switch:1e9:0")
-    assert "warning: 4 groups of experts do not fall on 8 nodes" in out and "switch:1e9:0 between nodes" in out
+    assert "warning: 4 groups of experts do not divide over 8 nodes" in out and "switch:1e9:0 between nodes" in out
 
 
 @pytest.mark.parametrize(
