@@ -57,7 +57,7 @@ class Played:
 @dataclass(frozen=True)
 class AttentionTimeline:
     """One pass of an attention. seconds: until the last rank is done. busy: per rank, the time in which it computes.
-    ideal: the allowed pairs perfectly shared out, at full speed, nothing exposed."""
+    ideal: the allowed pairs split evenly, at full speed, nothing exposed."""
 
     spans: tuple[Played, ...] = field(repr=False)
     seconds: float
@@ -93,10 +93,10 @@ def ideal_seconds(problem: Problem, backward: bool, device: Device) -> float:
 def play(
     problem: Problem, backward: bool, programs: Sequence[Trace], topology: Topology, device: Device
 ) -> AttentionTimeline:
-    """The timeline of all ranks, or, given fewer, of each of these alone: the others are taken to do the same at the
-    same time, as they nearly do where work is shared out evenly.
+    """The timeline of all ranks, or, given fewer programs, of each of these alone: the other ranks are assumed to do the
+    same at the same time, which is nearly so if work is split evenly.
 
-    Raises RuntimeError if ranks wait for one another for ever.
+    Raises RuntimeError if the ranks deadlock.
     """
     whole = len(programs) == problem.size
     groups = [programs] if whole else [[program] for program in programs]
@@ -126,7 +126,7 @@ class _Flowing:
 
 @dataclass(eq=False)
 class _Message:
-    """A message, or a collective: it starts when all of ``missing`` have come to it, and ends with its last flow."""
+    """A message or a collective: it starts when all of ``missing`` have arrived at it, and ends with its last flow."""
 
     missing: set[int]
     flows: list[tuple[tuple[Link, ...], int]]
@@ -259,7 +259,7 @@ class _Playing:
     # --- messages
 
     def transfers_of(self, rank: int, event: ExchangeEvent | CollectiveEvent) -> list[_Message]:
-        """What an exchange of a rank consists of: messages that the other end may have made, or a collective."""
+        """The transfers of an exchange: messages that the other end may already have created, or a collective."""
         if isinstance(event, CollectiveEvent):
             return [self.transfer(rank, event.kind, event.ranks, partial(self.collective, rank, event))]
         messages = [(rank, event.to, event.sent), (event.source, rank, event.received)]
@@ -301,11 +301,11 @@ class _Playing:
         return _Message(set(), flows, delay)
 
     def seen(self, route: tuple[Link, ...]) -> tuple[Link, ...]:
-        """A route as it loads links: alone, a rank's own ones stand for those of all."""
+        """A route as it loads links: if a rank is simulated alone, its own links stand for those of all."""
         return tuple((name, 0) for name, _ in route) if self.alone else route
 
     def come(self, transfer: _Message, rank: int) -> None:
-        """A rank is at its end of a transfer; the last one starts it."""
+        """A rank has arrived at its end of a transfer; the last one to arrive starts it."""
         if rank not in transfer.missing:
             return
         transfer.missing.discard(rank)

@@ -36,9 +36,9 @@ from autopar.steps.of_rank import (
 
 @dataclass
 class MemoryProfile:
-    """Most bytes at once, of each kind for itself. saved: all that is kept between F, B and W; received: of this, what
-    other ranks have sent. gradients: that are there at the end. trained: placeholders of stored parameters that get a
-    gradient. host: in host memory."""
+    """Peak bytes of each kind separately. saved: kept between F, B and W; received: of these, what other ranks have
+    sent. gradients: at the end of the step. trained: placeholders of stored parameters that get a gradient. host: in
+    host memory."""
 
     gathered: int = 0
     accumulated: int = 0
@@ -114,13 +114,14 @@ class _Part:
         return sum(self.sizes[n] for n in {self.same.get(n, n) for n in names})
 
     def largest(self, graph: StepGraph, sums: Mapping[str, int]) -> int:
-        """Of the results of a graph that become ``sums`` by a cast, the largest; 0 where all are what they are."""
+        """Bytes of the largest result of a graph that is cast to become one of ``sums``; 0 if none is."""
         made = {n: bytes_of([x]) for n, x in zip(graph.outputs, outputs(graph.graph)) if n is not None and n in sums}
         return max((size for n, size in made.items() if size != sums[n]), default=0)
 
     def peak(self, step: StepGraph, others: Collection[str] = (), dying: Collection[str] = ()) -> int:
-        """Live values of a run: own ones and those it is given, but for what is there anyway (parameters, values of
-        the prologue, inputs) and ``others``. ``dying``: gathered parameters that it is the last to take."""
+        """Peak bytes of live values in a run: its own and its inputs, except those counted elsewhere (parameters,
+        values of the prologue, inputs of the step) and ``others``. ``dying``: gathered parameters that it is the last
+        to read."""
         transient = {n for n in step.inputs if is_a(n, "saved", "stash", "grad", "sum") or n in self.received}
         transient |= {*dying}
         nodes = dict(zip(step.inputs, placeholders(step.graph), strict=True))

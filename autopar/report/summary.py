@@ -274,8 +274,8 @@ def _others(summary: dict[str, Any]) -> Table:
 
 
 def _memory(summary: dict[str, Any]) -> Table:
-    full = f", the fullest: {summary['pipeline']['fullest']} of pp" if "pipeline" in summary else ""
-    table = table_of(f"Memory of a rank{full}", "what", "bytes", "counted", right=("bytes",))
+    whose = f"the fullest rank, {summary['pipeline']['fullest']} of pp" if "pipeline" in summary else "a rank"
+    table = table_of(f"Memory of {whose}", "what", "bytes", "counted", right=("bytes",))
     for name, note in MEMORY_NOTES.items():
         size = summary["memory"].get(name, 0)
         if size or name not in ("accumulated", "received", "gathered", "host", "states", "peak_at_worst"):

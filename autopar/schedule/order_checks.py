@@ -15,8 +15,8 @@ Place = tuple[int, int]  # rank, index
 
 def validate(order: Order) -> None:
     """Check an order, lowered or not: every unit (stage of its microbatch's chain, microbatch, slice) has one F and
-    one BW, or one F, one B and one W, in this order and on the rank of its stage; or F alone, when there is no backward
-    at all. Raises ScheduleError."""
+    one BW, or one F, one B and one W, in this order and on the rank of its stage; or F alone, if the order has no
+    backward. Raises ScheduleError."""
     _check_chains(order)
     units: dict[Unit, dict[str, Place]] = {}
     for rank, actions in enumerate(order.ranks):
@@ -41,7 +41,7 @@ def validate(order: Order) -> None:
 
 
 def _check_chains(order: Order) -> None:
-    """Every stage is in one chain, and all chains have the same parts."""
+    """Check that every stage is in one chain, and that all chains have the same parts."""
     if not order.chains or not order.chain_of:
         raise ScheduleError(order, "needs at least one chain of stages and one microbatch")
     stages = sorted(stage for chain in order.chains for stage in chain)
@@ -124,10 +124,10 @@ def counterpart(transfer: Action) -> Action:
 
 
 def acknowledged(order: Order, rank: int) -> dict[Action, list[Action]]:
-    """Receive of a rank -> sends of it that have arrived by then.
+    """Receive of a rank -> its sends that are known to have arrived by then.
 
-    A message of a peer tells that the peer has run what is ahead of it in its list, and so has received what that took.
-    A gradient that comes back is the common case.
+    A message of a peer shows that the peer has run the actions before it, and so has received what these read. The
+    common case is a gradient that comes back.
     """
     found: dict[Action, list[Action]] = {}
     for peer in {order.rank_of[a.peer] for a in order.ranks[rank] if a.kind in TRANSFERS}:
@@ -148,7 +148,7 @@ def acknowledged(order: Order, rank: int) -> dict[Action, list[Action]]:
 
 # --- streams -------------------------------------------------------------------------------------------
 
-COMPUTATION = "computation"  # the stream that is no transfer's
+COMPUTATION = "computation"  # the stream without transfers
 Link = tuple[int, int]  # sending rank, receiving rank
 Groups = Callable[[Link], Hashable]  # the process group that a link's transfers go through
 
@@ -162,15 +162,15 @@ def check_streams(order: Order, group: Groups = lambda link: link) -> None:
     """Check that a lowered order ends if a transfer blocks its stream until the other end arrives. Raises ScheduleError
     with every rank's place. ``group``: by default one of two ranks for every link, as the runtime makes them.
 
-    On NCCL the host waits for nothing: every action of a rank goes to a stream, and runs once all that is ahead of it
-    there has ended.
+    On NCCL the host does not wait: every action of a rank is enqueued on a stream, and runs after all actions before it
+    on that stream.
 
-        compute     F, B, W, G, R of a rank run one after the other; those that take a received value wait for it
-        transfers   wait for the computation that was started ahead of them, for what is ahead of them in their stream,
-                    and for the other end: a send and its receive run as one
+        compute     F, B, W, G, R of a rank run one after the other; those that read a received value wait for it
+        transfers   wait for the computation that was started before them, for the transfers before them on their
+                    stream, and for the other end: a send and its receive run as one
 
-    A process group whose communicators are made at first use (lazily) has one stream per pair of its ranks; one that is
-    made with ``device_id=`` has a single one, in which unbatched transfers stand in the order in which they were
+    A process group whose communicators are created at first use (lazily) has one stream per pair of its ranks; one that
+    is created with ``device_id=`` has a single stream, on which unbatched transfers run in the order in which they were
     started. In a group of two ranks for one direction both are the same.
     """
     pairs: dict[Hashable, set[frozenset[int]]] = {}

@@ -1,8 +1,8 @@
 """When every action of an order runs, on given costs, and the proof that there is no deadlock.
 
 Each rank runs its list in order. An action starts when its rank is free and its inputs have arrived: at once from the
-same rank, ``costs.comm`` after the end of the action (or after the send) from another one. Transfers are pure latency;
-they keep nobody busy (the model of Zero Bubble, Qi et al. 2024, with which its Table 5 comes out to four decimals).
+same rank, ``costs.comm`` after the end of the action (or after the send) from another one. Transfers are pure latency
+and keep no rank busy. This is the model of Zero Bubble (Qi et al. 2024); it reproduces Table 5 to four decimals.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Idle share of ``cost``, over the mean rank; for equal stages 1 - m (F + B + W) / cost, as in Table 5."""
+        """Idle share of ``cost``, averaged over ranks; for equal stages 1 - m (F + B + W) / cost, as in Table 5."""
         return 1 - sum(self.busy) / len(self.busy) / self.cost if self.cost else 0.0
 
     @property
@@ -276,16 +276,16 @@ def key_of(action: Action) -> Key:
 
 
 class Dependencies:
-    """``dependencies(action)`` lists the keys that the action waits for: what a runtime must keep as well.
+    """``dependencies(action)`` lists the keys that the action waits for, in a simulation and in a runtime.
 
         F(part)    F(part-1) of the same microbatch and slice; F of the slice before on the same stage
         B, BW, BWR own F; B(part+1); B of the slice behind on the same stage (backward runs slices in reverse)
         W          own B
         SF, SB     own F, own B
-        RF, RB     nothing: they are posted, and what uses the value waits for the send at the other end
+        RF, RB     nothing: they are posted, and the action that uses the value waits for the send at the other end
 
-    In a lowered order, what comes from other ranks comes only through transfers; between stages of one rank F and B
-    wait for the nearest stage of the same chain.
+    In a lowered order, values from other ranks come only through transfers; between stages of one rank, F and B wait
+    for the nearest stage of the same chain.
     """
 
     def __init__(self, order: Order) -> None:
@@ -311,7 +311,7 @@ class Dependencies:
                     self.receives.setdefault(unit, []).append(key_of(action))
 
     def __call__(self, action: Action) -> list[Key]:
-        """Keys in the order in which it is best to look at them: what is latest first."""
+        """The keys, the one that is usually last to be available first."""
         kind, stage, microbatch, piece = action.kind, action.stage, action.microbatch, action.slice
         if kind in ("W", "SB"):
             return [("B", stage, microbatch, piece, -1)]
