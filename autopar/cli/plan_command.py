@@ -20,9 +20,7 @@ _WIDTH = 160  # of tables when stdout is no terminal
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, seq=2048, batch=None, dtype="bfloat16", several=True)
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON instead of tables: an object, or for several meshes a list"
-    )
+    parser.add_argument("--json", action="store_true", help="print JSON, a list for several meshes")
     parser.add_argument(
         "--dump", type=Path, metavar="DIR", help="write every graph and an HTML report into this folder"
     )

@@ -37,8 +37,7 @@ def add_model(parser: argparse.ArgumentParser, seq: int, batch: int | None, dtyp
         type=mesh,
         action="append" if several else "store",
         metavar="dp=2,tp=4",
-        help="axes (dp_replicate, dp, cp, ep, tp, pp) and sizes"
-        + ("; repeat the option to compare meshes" if several else ""),
+        help="axes (dp_replicate, dp, cp, ep, tp, pp) and sizes" + ("; repeat to compare meshes" if several else ""),
     )
     add("--seq", type=positive, default=seq, help="tokens per example (default: %(default)s)")
     add(
@@ -47,7 +46,7 @@ def add_model(parser: argparse.ArgumentParser, seq: int, batch: int | None, dtyp
         default=batch,
         help=f"examples per step, over all ranks and microbatches (default: {default})",
     )
-    add("--dtype", type=dtype_of, default=dtype, help="dtype of weights: bf16, fp16, fp32, fp64 (default: %(default)s)")
+    add("--dtype", type=dtype_of, default=dtype, help="of weights: bf16, fp16, fp32, fp64 (default: %(default)s)")
     groups: dict[tuple[str, ...], Any] = {axes: parser.add_argument_group(title) for axes, title in _GROUPS.items()}
     for option in DECLARED.values():
         add_option(groups.get(option.axes, parser), option)

@@ -93,8 +93,8 @@ def ideal_seconds(problem: Problem, backward: bool, device: Device) -> float:
 def play(
     problem: Problem, backward: bool, programs: Sequence[Trace], topology: Topology, device: Device
 ) -> AttentionTimeline:
-    """The timeline of all ranks, or, given fewer programs, of each of these alone: the other ranks are assumed to do the
-    same at the same time, which is nearly so if work is split evenly.
+    """The timeline of all ranks, or, given fewer programs, of each of these alone: the other ranks are assumed to do
+    the same at the same time, which is nearly so if work is split evenly.
 
     Raises RuntimeError if the ranks deadlock.
     """

@@ -93,7 +93,7 @@ def test_a_weight_of_two_parts_is_not_cut_over_pp() -> None:
     plan = compiled(Cell("llama_tied", Mesh.of(pp=2), Options(microbatches=2))).plan
     (pp,) = plan.shares
     (tied,) = pp.whole
-    assert tied.subject == "model.embed_tokens.weight" and tied.reason == "used by parts 0, 1"
+    assert tied.subject == "model.embed_tokens.weight" and tied.reason == "used by stages 0, 1"
     assert pp.parameters == pytest.approx(1 - tied.share) and pp.flops is None
 
 

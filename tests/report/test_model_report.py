@@ -278,7 +278,7 @@ def test_what_to_try_follows_from_the_numbers() -> None:
     step = StepEstimate("A100", "", 10.0, 4.0, 3.0, 3.0, 1.0, 0.1)
     memory = Memory(10, 0, 0, 0, 0, 0, saved=90, forward_peak=90, backward_peak=90)
     found = [words for words, _ in advice(plan, cost, step, memory)]
-    assert "computing waits 3 s for transfers over tp, 30% of the step" in found
+    assert "computation waits 3 s for transfers over tp, 30% of the step" in found
     assert "90 B of 100 B are activations kept for the backward" in found
     fewer = advice(plan, ModuleCost(), step, dataclasses.replace(memory, saved=0))
     assert len(fewer) == len(found) - 2
