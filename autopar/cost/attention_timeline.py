@@ -37,7 +37,7 @@ from autopar.attention.program import (
 from autopar.cost.hardware import Device
 from autopar.cost.topology import Link, Topology
 
-CALL = 10e-6  # seconds of a block beside its products: launches of the kernel and of what merges its result
+CALL = 10e-6  # seconds of a block in addition to its products: launches of the kernel and of merging its result
 TILE = 128  # rows and columns of a block at which a kernel reaches half of its speed along each
 _CLOSE = 1e-9  # relative: moments that count as equal
 

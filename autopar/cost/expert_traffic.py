@@ -76,7 +76,7 @@ class Routing:
         """How probably one of experts [first, first + count) is chosen."""
         size = self.experts // self.groups
         shared = [max(min(first + count, g + size) - max(first, g), 0) for g in range(0, self.experts, size)]
-        ways = Counter({(0, 0): 1})  # (groups chosen, experts of these that are asked for) -> ways to choose so
+        ways = Counter({(0, 0): 1})  # (groups chosen, experts counted in these) -> number of ways to choose them
         for own in shared:
             ways += Counter({(n + 1, there + own): k for (n, there), k in ways.items() if n < self.limit})
         missed = sum(k * math.comb(self.reach - there, self.top_k) for (n, there), k in ways.items() if n == self.limit)
@@ -135,7 +135,7 @@ def dispatch_costs(
 
 def copy_bytes(routing: Routing, name: str, tokens: int, width: int, itemsize: int) -> int:
     """Bytes of one copy of each of ``tokens`` in a step: both ways, gradients, expert indices and weights included."""
-    weights = 2 * itemsize if _NUMBERS[name] else 0  # there, and their gradient back
+    weights = 2 * itemsize if _NUMBERS[name] else 0  # one way, and their gradient back
     return tokens * (4 * width * itemsize + routing.top_k * (_NUMBERS[name] + weights))
 
 

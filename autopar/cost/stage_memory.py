@@ -81,7 +81,7 @@ class _Part:
         self.host_late = sum(size for name, size in hosted.items() if name in late)
         self.arrived = sum(self.sizes[n] for n in self.received if n in self.sizes)
         self.later = self.kept_by(part.backward_weight)
-        self.same: dict[str, str] = {}  # what B leaves for W -> what else it leaves in the same storage
+        self.same: dict[str, str] = {}  # value that B leaves for W -> another one in the same storage
         self.left = self._left_by_b()
         self.caches = [
             bytes_of([x])
@@ -135,7 +135,7 @@ class _RankWalk:
         self.pipeline, self.parts = pipeline, dict[int, _Part]()
         self.shares, self.moving = slice_shares(pipeline), P2PBuffers(pipeline, order, rank)
         self.peaks: dict[tuple[int, str, frozenset[str]], tuple[int, int]] = {}
-        self.rank, self.beside = rank, 0.0  # what the first half of a cell may hold while the second runs
+        self.rank, self.beside = rank, 0.0  # bytes of the first half of a cell while the second runs
         self.saved = self.received = self.reduced = self.host = 0.0
         self.gathered: dict[tuple[int, str], int] = {}  # stage, used parameter -> bytes
         self.gathers: set[int] = set()  # stages whose next F gathers
@@ -357,7 +357,7 @@ class P2PBuffers:
                 self._sizes[key] = self._sizes.get(key, 0) + size
 
     def _between(self, source: int, target: int, action: Action) -> int:
-        """Bytes of what goes from a part to a later one, or comes back; what F of the sender saves anyway left out."""
+        """Bytes that a part sends to a later one or back, without values that F of the sender saves anyway."""
         way = "back" if "B" in action.kind else "received" if action.kind == "RF" else "sent"
         key = (source, target, way, action.slice)
         if key not in self._known:

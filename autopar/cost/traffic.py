@@ -151,7 +151,7 @@ def total_volume(volumes: Iterable[dict[tuple[str, str], Volume]]) -> dict[tuple
     return out
 
 
-# --- what a whole step moves ---------------------------------------------------------------------------
+# --- communication of a step ---------------------------------------------------------------------------
 
 ONCE = ("prologue", "once", "each", "ahead", "gather", "reduce")  # graphs that do not run for every token slice
 

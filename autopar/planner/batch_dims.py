@@ -104,7 +104,7 @@ class _LikelyDim:
     @classmethod
     def of(cls, gm: GraphModule, name: str, node: Node, dim: int) -> _LikelyDim:
         size = global_shape(node)[dim]
-        labels = spread_label(node, Shard(dim), Mesh.of(dp=size), "dp", inputs=True)  # as small as pieces get
+        labels = spread_label(node, Shard(dim), Mesh.of(dp=size), "dp", inputs=True)  # shards of one row, the smallest
         specs = input_specs(gm)
         ours = any(x.op == "placeholder" and specs[x.name].kind != "input" for x in labels)
         coverage = sum(x.op != "placeholder" and has_gradient(x) for x in labels)

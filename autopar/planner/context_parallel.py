@@ -138,7 +138,7 @@ def problem_of_call(node: Node, mesh: Mesh, options: Options) -> Problem:
     )  # fmt: skip
 
 
-# --- what is chosen --------------------------------------------------------------------------------------
+# --- layouts and algorithms --------------------------------------------------------------------------------------
 
 
 def _layout(problems: list[Problem], options: Options) -> tuple[str, str]:

@@ -177,7 +177,7 @@ def test_auto_takes_what_costs_less() -> None:
     """Exchanged tokens against summed gradients; what was estimated is in the plan."""
     assert {e.axis for e in plan_of(Wide(), Mesh.of(dp=4)).experts.values()} == {"dp"}
     many = plan_of(Layer(8), Mesh.of(dp=4), tokens=1024)
-    assert not many.experts and "axis by estimated time of all layers: whole" in str(many)
+    assert not many.experts and "axis by estimated time of all layers: replicated" in str(many)
     assert {e.axis for e in plan_of(Layer(8), Mesh.of(ep=2, dp=2), topology="").experts.values()} == {"ep"}
     assert not plan_of(Wide(), Mesh.of(dp=3), tokens=12).experts  # 8 experts do not divide
     assert not plan_of(Wide(), Mesh.of(dp=4), expert_axis="ep", topology="").experts  # nobody asked

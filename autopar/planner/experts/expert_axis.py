@@ -22,7 +22,7 @@ from autopar.ir.mesh import Mesh
 from autopar.options import DECLARED, EXPERT_AXES, Options
 from autopar.plan import Plan
 
-WHOLE = "whole"  # every rank has all experts
+WHOLE = "replicated"  # every rank has all experts
 _SUMS = ("dp", "cp")  # axes over which gradients of weights are summed, or under ZeRO gathered and scattered
 
 

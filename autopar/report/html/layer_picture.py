@@ -46,7 +46,7 @@ _STYLE = """
 
 @dataclass(frozen=True)
 class _Step:
-    """A module of the layer: what it exchanges in each direction, of one layer."""
+    """A module of the layer, with its exchanges in each direction, for one layer."""
 
     row: ModuleRow
     name: str
@@ -96,7 +96,7 @@ def layer_picture(root: ModuleRow, compiled: Compiled, times: TimesOfGraphs) -> 
 
 
 def _places(compiled: Compiled, times: TimesOfGraphs) -> dict[str, int]:
-    """Path -> where in the forward what takes longest of the module's own calls stands."""
+    """Path -> position in the forward of the longest of the module's own calls."""
     found: dict[str, tuple[float, int]] = {}
     graphs = [part.forward.graph for part in compiled.pipeline.parts]
     nodes = [(node, times(gm).computing) for gm in graphs for node in gm.graph.nodes]

@@ -28,7 +28,7 @@ def model_sections(compiled: Compiled) -> tuple[list[Section], list[tuple[str, s
     sections.append(model_section(root, _basis(estimate, compiled)))
     if picture := layer_picture(root, compiled, times):
         sections.append(Section("One layer", picture))
-    where = f" of the fullest rank, {held.index(fullest)} of pp" if len(held) > 1 else " of a rank"
+    where = f" on the fullest rank, {held.index(fullest)} of pp" if len(held) > 1 else " on a rank"
     sections.append(Section("Memory", memory_bar(memory_causes(fullest), f"At the peak of a step,{where}")))
     shown = [
         (f"a step, estimated for {estimate.device}", human_seconds(estimate.seconds)),

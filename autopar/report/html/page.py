@@ -129,7 +129,7 @@ ROOM = 450_000  # characters of all
 @dataclass(frozen=True)
 class Level:
     """One graph: its text, the diff to the graph before, and how long the pass that made it took (0: unknown). file:
-    beside the page, that holds all of the text. same: nothing differs from the graph before."""
+    next to the page, with the full text. same: equal to the graph before."""
 
     name: str
     text: str
