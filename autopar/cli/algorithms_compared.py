@@ -54,7 +54,7 @@ def asked_problem(args: argparse.Namespace) -> Problem:
     """The attention that the arguments describe. Raises ValueError."""
     kv_heads, keys = args.kv_heads or args.heads, args.kv_seq or args.seq
     if args.heads % kv_heads:
-        raise ValueError(f"--kv-heads: {args.heads} query heads are no multiple of {kv_heads} key heads")
+        raise ValueError(f"--kv-heads: {args.heads} query heads are not a multiple of {kv_heads} key heads")
     causal = args.causal or not (args.full or args.kv_seq)
     if causal and keys != args.seq:
         raise ValueError(f"--causal: needs as many keys as queries, found {keys} and {args.seq}; use --full")
@@ -74,7 +74,7 @@ def _given(value: float | None, default: float) -> float:
 
 
 def _layouts(problem: Problem) -> list[str]:
-    """Those between which there is a choice."""
+    """The layouts to compare."""
     able = []
     for name in LAYOUTS if problem.mask.causal else ["contiguous"]:
         with suppress(ValueError):
@@ -125,7 +125,7 @@ def _print(
     )
     show_table(console, algorithms_table(rows, (layout[0], choice)))
     ideals = [f"{way} {_ms(ideal_seconds(problem, way == 'backward', device))} ms" for way in PASSES]
-    console.print(f"ideal: {', '.join(ideals)} (the allowed pairs shared out evenly, at full speed, nothing exposed)")
+    console.print(f"ideal: {', '.join(ideals)} (allowed pairs split evenly, at full speed, nothing exposed)")
     both = choice.forward if choice.forward == choice.backward else f"{choice.forward}+{choice.backward}"
     console.print(f"choice: {both} ({choice.reason})", soft_wrap=True)
     console.print(f"cp_load_balance: {layout[0]} ({layout[1]})", soft_wrap=True)

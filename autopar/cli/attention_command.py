@@ -1,4 +1,4 @@
-"""`autopar attention`: what every algorithm costs for one attention over ranks, and which one a plan would choose.
+"""`autopar attention`: the cost of every algorithm for one attention over ranks, and the one that a plan would choose.
 
     autopar attention --ranks 8 --seq 131072 --heads 32 --kv-heads 8 --head-dim 128 --topology switch
     autopar attention --ranks 4 --seq 24000 --heads 32 --head-dim 128 --topology ring:12e9 --svg timelines.svg
@@ -25,7 +25,7 @@ _OFTEN = (
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ranks", type=positive, required=True, metavar="N", help="ranks of the axis cp")
-    add("--seq", type=positive, required=True, metavar="N", help="queries of an example, over all ranks")
+    add("--seq", type=positive, required=True, metavar="N", help="queries per example, over all ranks")
     add("--heads", type=positive, required=True, metavar="N", help="query heads")
     add("--kv-heads", type=positive, metavar="N", help="key heads (default: as many as query heads)")
     add("--head-dim", type=positive, default=128, metavar="N", help="width of a head (default: %(default)s)")
@@ -36,10 +36,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     mask.add_argument("--full", action="store_true", help="all keys")
     add("--window", type=positive, default=0, metavar="N", help="only keys less than N tokens away")
     add("--dtype", type=dtype_name, choices=tuple(DTYPES), default="bfloat16", help="of q, k, v (default: %(default)s)")
-    add_target_hardware(parser, "what a rank computes with")
+    add_target_hardware(parser, "the chip of a rank")
     add("--topology", default="switch", metavar="KIND[:B/S[:S]]", help="ring, mesh or switch (default: %(default)s)")
     add("--bandwidth", type=rate, metavar="B/S", help="of a link, such as 50e9 or 50GB (default: the device's)")
-    add("--latency", type=float, metavar="S", help="seconds of a message (default: the device's)")
+    add("--latency", type=float, metavar="S", help="latency of a message in seconds (default: the device's)")
     add_option(parser, DECLARED["attention"])
     add_option(parser, DECLARED["cp_load_balance"])
     add("--svg", type=Path, metavar="FILE", help="draw the timelines of all algorithms")

@@ -1,4 +1,4 @@
-"""`autopar cache`: the compiled steps on disk, the last used one first; or none of them any more.
+"""`autopar cache`: list the compiled steps on disk, the last used one first, or remove them.
 
 autopar cache
 autopar cache --clear
@@ -67,4 +67,4 @@ def _ago(moment: float) -> str:
     return next((f"{seconds / size:.0f} {unit}" for unit, size in _UNITS if seconds >= size), f"{seconds:.0f} s")
 
 
-CACHE = Command("cache", "list, or remove, the compiled steps on disk", _add_arguments, _run)
+CACHE = Command("cache", "list or remove the compiled steps on disk", _add_arguments, _run)

@@ -1,4 +1,4 @@
-"""What a command of the command line is, and where it prints. Its file loads no torch: `run` loads what it needs."""
+"""A command of the command line, and where it prints. Files of commands load no torch: `run` loads what it needs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Command:
-    """A name, a line for lists, its arguments, and what it does: an exit code, or ValueError for bad input. ``often``:
-    the options that its help shows, --help-all the others, too; empty: all of them."""
+    """A name, a line of help, its arguments, and ``run``, which returns an exit code or raises ValueError for bad
+    input. ``often``: the options that --help shows; --help-all shows all. Empty: --help shows all."""
 
     name: str
     help: str
@@ -30,12 +30,12 @@ class Command:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and what was probably meant."""
+    """Reports errors in one line, with a suggestion for misspelled words."""
 
     often: Sequence[str] = ()  # of a command
 
     def show_first(self, often: Sequence[str]) -> None:
-        """Help is about these options; --help-all about all."""
+        """Show only these options in --help, and all in --help-all."""
         needed = [a for a in self._actions if a.required]
         words = " ".join(f"{a.option_strings[0]} {a.metavar or a.dest.upper()}" for a in needed)
         self.usage = f"%(prog)s {words} [options]" if words else "%(prog)s [options]"
@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
         shown = {"--help", "--help-all", *self.often}
         rare = [a for a in self._actions if self.often and not shown & {*a.option_strings}]
         before = {a: a.help for a in self._actions}
-        self.epilog = f"{len(rare)} more options, and more about these: {self.prog} --help-all" if rare else None
+        self.epilog = f"{len(rare)} more options, and details of these: {self.prog} --help-all" if rare else None
         for action in self._actions if self.often else ():
             action.help = argparse.SUPPRESS if action in rare else getattr(action, "short", action.help)
         try:
@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
         return "" if message.endswith("?") else f"; see {self.prog} --help"
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """Of arguments that nobody takes."""
+        """Exit with an error about unknown arguments."""
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         typed = next((word.partition("=")[0] for word in unknown if word.startswith("-")), "")
         others = {f"__{word}": f"--{name.replace('_', '-')}" for word, name in OTHER_WORDS.items()}

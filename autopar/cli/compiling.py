@@ -1,4 +1,4 @@
-"""A model of a config, compiled for the arguments of a command."""
+"""Builds a model from a config and compiles it for the arguments of a command."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from autopar.steps.graphs import Compiled
 
 
 def asked_mesh(text: str) -> Mesh:
-    """Of --mesh."""
+    """The mesh of --mesh."""
     return Mesh.parse(text).planned()
 
 
 def asked_options(args: argparse.Namespace) -> Options:
-    """Of the arguments of `autopar.cli.shared_arguments.add_model`."""
+    """The options of the arguments of `autopar.cli.shared_arguments.add_model`."""
     return Options(**{name: getattr(args, name) for name in DECLARED})
 
 
 def options_for(args: argparse.Namespace, mesh: Mesh) -> Options:
-    """Of these what counts on a mesh, where one command is about several."""
+    """The same for one of several meshes, without options of axes that it lacks."""
     options = asked_options(args)
     idle = [n for n, o in DECLARED.items() if o.axes and not any(axis in mesh.sizes for axis in o.axes)]
     links = Topologies.parse(options.topology).axes
@@ -43,14 +43,14 @@ def options_for(args: argparse.Namespace, mesh: Mesh) -> Options:
 
 
 def compile_config(args: argparse.Namespace, observers: Sequence[Observer]) -> tuple[str, Compiled]:
-    """(what was planned, the compiled model); losses are the only outputs, as in a training step."""
+    """(description of model and batch, the compiled model); losses are the only outputs, as in a training step."""
     return compile_on(asked_mesh(args.mesh), asked_options(args), args, observers)
 
 
 def compile_on(
     mesh: Mesh, options: Options, args: argparse.Namespace, observers: Sequence[Observer]
 ) -> tuple[str, Compiled]:
-    """The same on a mesh with options that may not be those of the arguments."""
+    """The same for another mesh and other options than those of the arguments."""
     hf = configs()
     model = hf.build(hf.load_config(args.config), hf.dtype_named(args.dtype))
     rows = args.batch or mesh.data_size * options.microbatches
@@ -61,7 +61,7 @@ def compile_on(
 
 
 def configs() -> Any:
-    """The adapter, which needs transformers; it loads in seconds, so only when asked for."""
+    """The adapter of transformers, loaded on first use, because that takes seconds. Raises ValueError without it."""
     try:
         return importlib.import_module("autopar.models.hf_configs")
     except ModuleNotFoundError as error:
@@ -72,10 +72,10 @@ def configs() -> Any:
 
 @contextmanager
 def shown_progress() -> Iterator[Observer]:
-    """Shows on stderr what the compiler did last, and for how long it runs."""
+    """Show on stderr the last pass that the compiler has run, and the time so far."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     console = Console(stderr=True)
-    # Where it is no terminal rich would print an empty line at the end.
+    # Without a terminal, rich would print an empty line at the end.
     with Progress(*columns, console=console, transient=True, disable=not console.is_interactive) as progress:
         task = progress.add_task("model", total=None)
 

@@ -1,4 +1,4 @@
-"""The demo: train a small Llama on a mesh of processes and in one process, and show that it is the same training.
+"""The demo: train a small Llama on a mesh of processes and in one process, and show that both runs agree.
 
     python -m autopar demo [--steps 100] [--mesh dp=2,tp=2] [--zero 3] [--out demo_output]
 
@@ -44,7 +44,7 @@ TEXT_BYTES = 4 * 2**20
 REPORT = "graphs/report.html"
 SAVED = "saved for backward"
 # Sums in another order differ by 1e-7 in float32. Training amplifies that, as it does for two runs that differ in the
-# last bit of a weight: the first steps must agree closely, the later ones must tell the same story.
+# last bit of a weight: the first steps must agree closely, the later ones roughly.
 EARLY, EARLY_TOLERANCE, TOLERANCE = 20, 1e-4, 0.1
 ROWS = 12  # of the table of losses
 
@@ -61,7 +61,7 @@ class Settings:
 
 @dataclass
 class DemoRun:
-    """One training: loss per step, seconds per step, bytes held by kind, and per step what a rank sends."""
+    """One training run: loss per step, seconds per step, memory by kind, and bytes that a rank sends per step."""
 
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -76,7 +76,7 @@ def run_demo(steps: int, mesh: str, zero: int, out: Path) -> int:
     settings.out.mkdir(parents=True, exist_ok=True)
     ranks = launch(_on_mesh, nproc=math.prod(settings.mesh.values()), args=(settings,), device="cpu")
     if torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
-        return 0  # under torchrun every rank comes here; the first one tells the story
+        return 0  # under torchrun every rank runs this; only the first one prints
     alone = _alone(settings)
     return _show(settings, ranks, alone, Console())
 
@@ -123,7 +123,7 @@ def batches(steps: int) -> Iterator[dict[str, Tensor]]:
 
 
 def _optimizer(model: nn.Module, steps: int) -> tuple[torch.optim.Optimizer, Any]:
-    # with a smaller eps, bytes that hardly occur would move by the rounding of their gradients
+    # with a smaller eps, rounding of gradients would move the embeddings of rare bytes
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), eps=1e-5, weight_decay=0.01)
     warm = max(1, min(20, steps // 10))
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -163,7 +163,7 @@ def _train(
 
 
 def _held(tensors: Any) -> int:
-    """Bytes that this process holds of them."""
+    """Bytes of these tensors in this process."""
     locals_ = [local_tensor(t) for t in tensors if isinstance(t, Tensor)]
     return sum(t.numel() * t.element_size() for t in locals_)
 
@@ -194,8 +194,8 @@ def _on_mesh(settings: Settings) -> DemoRun:
 
 
 def _alone(settings: Settings) -> DemoRun:
-    """The same in this process: transformers and autograd, nothing of ours."""
-    torch.set_num_threads(1)  # as each of the ranks
+    """The same training in this process, with transformers and autograd, without autopar."""
+    torch.set_num_threads(1)  # like each of the ranks
     model, saved = demo_model(), dict[int, int]()
 
     def keep(x: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ def _show(settings: Settings, ranks: Sequence[DemoRun], alone: DemoRun, console:
     console.print(_losses(mesh, alone, name, differences))
     early = max(differences[:EARLY])
     console.print(
-        f"largest difference: {early:.1e} in the first {EARLY} steps, {max(differences):.1e} in all\n"
+        f"largest difference: {early:.1e} in the first {EARLY} steps, {max(differences):.1e} in all steps\n"
         "(float32 sums in another order; training amplifies the last bit)\n"
     )
     console.print(_memory(ranks, alone))
@@ -257,8 +257,8 @@ def _shared_cores(ranks: int, cores: int) -> str:
     if ranks <= cores:
         return ""
     return (
-        f"{ranks} processes share {cores} cores here: they take turns, and what they send comes on top. A mesh is "
-        "faster where each rank has cores, or a GPU, of its own.\n"
+        f"{ranks} processes share {cores} cores here: they take turns, and communication adds to that. A mesh is "
+        "faster if each rank has its own cores or GPU.\n"
     )
 
 
@@ -278,7 +278,7 @@ def _losses(mesh: DemoRun, alone: DemoRun, name: str, differences: Sequence[floa
 
 
 def _memory(ranks: Sequence[DemoRun], alone: DemoRun) -> Table:
-    table = Table(title="Memory that a process holds", title_justify="left")
+    table = Table(title="Memory of a process", title_justify="left")
     table.add_column("")
     kinds = list(alone.memory)
     for kind in (*kinds, "together"):
@@ -311,7 +311,7 @@ def _write_csv(path: Path, mesh: DemoRun, alone: DemoRun) -> None:
 
 
 def _plot(path: Path, mesh: DemoRun, alone: DemoRun, name: str) -> bool:
-    """Both curves, and their difference; False where matplotlib, which only the demo wants, is not installed."""
+    """Plot both curves and their difference; False if matplotlib, which only the demo uses, is not installed."""
     try:
         matplotlib = importlib.import_module("matplotlib")
     except ImportError:

@@ -1,4 +1,4 @@
-"""What autopar finds on this machine, a line each; no line needs a GPU, and none starts processes."""
+"""Facts about this machine, one per line; none needs a GPU or starts processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY")
 
 
 def environment_lines() -> list[str]:
-    """What to paste into a report of a mistake. Secrets and the home folder's name are left out."""
+    """Lines to paste into a bug report, without secrets and the name of the home folder."""
     width = max(len(name) for name, _ in _facts())
     home = str(Path.home())
     return [f"{name:<{width}}  {value.replace(home, '~')}".rstrip() for name, value in _facts()]
@@ -67,7 +67,7 @@ def _version(name: str) -> str:
 
 
 def _asked(name: str) -> str:
-    """Which versions autopar is made for."""
+    """The versions that autopar supports."""
     try:
         lines = importlib.metadata.requires("autopar") or []
     except importlib.metadata.PackageNotFoundError:
@@ -102,7 +102,7 @@ def _backends() -> list[str]:
 
 
 def _supported() -> Iterator[tuple[str, str]]:
-    """What of autopar works here, and what it would need."""
+    """Features that work on this machine, and requirements of the others."""
     gpu = torch.cuda.is_available()
     yield "ranks on GPUs", "yes" if gpu and dist.is_nccl_available() else "no: needs a GPU, and torch with NCCL"
     yield "ranks on CPUs", "yes" if "gloo" in _backends() else "no: needs torch with gloo"

@@ -1,4 +1,4 @@
-"""`autopar experts`: what ways to bring tokens to experts on other ranks send, and how long that takes.
+"""`autopar experts`: what each token dispatcher sends, and how long that takes.
 
     autopar experts --ranks 64 --per-node 8 --experts 256 --top-k 8 --hidden 7168 --tokens 4096
     autopar experts --ranks 64 --per-node 8 --experts 256 --top-k 8 --hidden 7168 --groups 8 --limit 4
@@ -30,15 +30,15 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ranks", type=positive, required=True, metavar="N", help="ranks of the axis ep")
     add("--per-node", type=positive, metavar="N", help="ranks of a node (default: all in one)")
-    add("--experts", type=positive, required=True, metavar="N", help="of a layer")
+    add("--experts", type=positive, required=True, metavar="N", help="experts per layer")
     add("--top-k", type=positive, required=True, metavar="N", help="experts that a token chooses")
     add("--hidden", type=positive, required=True, metavar="N", help="width of a token")
-    add("--tokens", type=positive, default=4096, metavar="N", help="of a rank (default: %(default)s)")
+    add("--tokens", type=positive, default=4096, metavar="N", help="tokens per rank (default: %(default)s)")
     add("--groups", type=positive, default=1, metavar="N", help="groups of experts (default: %(default)s)")
     add("--limit", type=positive, metavar="N", help="groups that a token may use (default: all)")
     add("--dtype", type=dtype_name, choices=tuple(DTYPES), default="bfloat16", help="of tokens (default: %(default)s)")
-    add_target_hardware(parser, "whose links go between nodes")
-    add("--inside", default="", metavar="KIND[:B/S[:S]]", help=f"links inside of a node (default: {_INSIDE})")
+    add_target_hardware(parser, "the chip whose links connect nodes")
+    add("--inside", default="", metavar="KIND[:B/S[:S]]", help=f"links within a node (default: {_INSIDE})")
     add("--between", default="", metavar="KIND[:B/S[:S]]", help="links between nodes (default: the device's)")
 
 
@@ -98,10 +98,10 @@ def _notes(routing: Routing, costs: list[DispatchCost], inside: Topology, betwee
         lines.append(f"a token reaches {routing.reached(routing.nodes):.2f} nodes, at most {routing.most_nodes}")
     if routing.limit < routing.groups and routing.nodes > 1 and routing.groups % routing.nodes:
         lines.append(
-            f"warning: {routing.groups} groups of experts do not fall on {routing.nodes} nodes, so {routing.limit} "
-            "groups are more nodes than that; let the number of groups be a multiple of that of nodes"
+            f"warning: {routing.groups} groups of experts do not divide over {routing.nodes} nodes, so {routing.limit} "
+            "groups are on more nodes than that; use a number of groups that is a multiple of that of nodes"
         )
     return lines
 
 
-EXPERTS = Command("experts", "compare ways to bring tokens to experts on other ranks", _add_arguments, _run)
+EXPERTS = Command("experts", "compare token dispatchers of expert parallelism", _add_arguments, _run)

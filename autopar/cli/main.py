@@ -1,4 +1,4 @@
-"""The command line: look at a plan and its graphs, check a model, see a demo. Any mesh, one process, no weights.
+"""The command line: show a plan and its graphs, verify a model, run a demo. Any mesh, one process, no weights.
 
     autopar plan   --config CONFIG.json --mesh dp=8,tp=8 --seq 8192 --batch 8
     autopar plan   --config CONFIG.json --mesh pp=4,dp=2 --microbatches 8 --schedule 1f1b
@@ -12,8 +12,8 @@
     autopar env
     autopar demo
 
-Results go to stdout, progress and errors to stderr. Exit code 0: fine; 1: verify found a difference; 2: bad input; 130:
-interrupted; 141: nobody reads the results.
+Results go to stdout, progress and errors to stderr. Exit code 0: success; 1: verify found a difference; 2: bad input;
+130: interrupted; 141: the reader of stdout has gone.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _run_env(args: argparse.Namespace) -> int:
     return 0
 
 
-ENV = Command("env", "print versions, devices, backends, and what is supported here", _env_arguments, _run_env)
+ENV = Command("env", "print versions, devices, backends, and supported features", _env_arguments, _run_env)
 
 
 def _demo_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +59,7 @@ def _demo_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, default=100, help="optimizer steps of each run (default %(default)s)")
     add("--mesh", type=mesh, default="dp=2,tp=2", help="axes and sizes (default %(default)s)")
     add_option(parser, DECLARED["zero"], default=3, help=f"{DECLARED['zero'].help} (default: %(default)s)")
-    add("--out", type=Path, default=Path("demo_output"), help="results (default ./%(default)s)")
+    add("--out", type=Path, default=Path("demo_output"), help="folder of the results (default ./%(default)s)")
 
 
 def _run_demo(args: argparse.Namespace) -> int:
@@ -68,7 +68,7 @@ def _run_demo(args: argparse.Namespace) -> int:
     return run_demo(args.steps, args.mesh, args.zero, args.out)
 
 
-DEMO = Command("demo", "a small model, from plan to training, on local processes", _demo_arguments, _run_demo)
+DEMO = Command("demo", "plan and train a small model on local processes", _demo_arguments, _run_demo)
 
 
 def _verify_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,21 +87,21 @@ def _run_verify(args: argparse.Namespace) -> int:
 
 VERIFY = Command(
     "verify",
-    "run on local processes and compare with one process; exits 1 on mismatch",
+    "run on local processes and compare with one process; exit 1 on mismatch",
     _verify_arguments,
     _run_verify,
     OFTEN,
 )
 
 
-INTERRUPTED, UNREAD = 130, 141  # exit codes, as of a program that a signal ends
+INTERRUPTED, UNREAD = 130, 141  # exit codes, as of a program that SIGINT or SIGPIPE ends
 COMMANDS = (PLAN, SHOW, VERIFY, SCHEDULE, ATTENTION, EXPERTS, CACHE, ENV, DEMO)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; see the module. Returns the exit code."""
     gc.set_threshold(50_000, 20, 100)  # torch's modules and graphs are many objects, and most of them stay
-    atexit.register(gc.freeze)  # a last look for garbage among them would take a second
+    atexit.register(gc.freeze)  # a last garbage collection would take a second
     try:
         args, unknown = _parser().parse_known_args(arguments)
         if unknown:
@@ -128,7 +128,7 @@ def _said(text: str) -> int:
 
 
 def _unread() -> int:
-    """Whoever read the results (``| head -1``) has gone: what is left of them goes nowhere, without a word."""
+    """The reader of stdout (``| head -1``) has gone: discard the rest of the results without an error."""
     with contextlib.suppress(OSError, ValueError):  # stdout may be no file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return UNREAD

@@ -1,5 +1,5 @@
-"""`autopar plan`: decide placements and pipeline stages; print them with memory, communication and time of a step. Of
-several meshes, side by side."""
+"""`autopar plan`: plan placements and pipeline stages; print them with memory, communication and time of a step.
+Several meshes are compared side by side."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _WIDTH = 160  # of tables when stdout is no terminal
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, seq=2048, batch=None, dtype="bfloat16", several=True)
+    parser.add_argument("--json", action="store_true", help="print JSON, a list for several meshes")
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of tables; of several a list"
+        "--dump", type=Path, metavar="DIR", help="write every graph and an HTML report into this folder"
     )
-    parser.add_argument("--dump", type=Path, metavar="DIR", help="write every graph and a report into this folder")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -55,7 +55,7 @@ def _summary(args: argparse.Namespace, mesh: Mesh, options: Any, folder: Path | 
 
 
 def _remark(args: argparse.Namespace) -> None:
-    """On what can be planned, and is perhaps not meant."""
+    """Print a remark on input that can be planned, but is probably a mistake."""
     from autopar.cli.compiling import configs
 
     if remark := configs().beyond_positions(args.config, args.seq):
@@ -63,7 +63,7 @@ def _remark(args: argparse.Namespace) -> None:
 
 
 def _run_several(args: argparse.Namespace, meshes: list[Mesh]) -> int:
-    """A batch that all of them can cut; options count on the meshes that have their axes."""
+    """Plan each mesh with one batch size that divides over all of them; each ignores options of axes that it lacks."""
     from autopar.cli.compiling import options_for
     from autopar.report.summary import show_side_by_side
 
@@ -85,7 +85,7 @@ def _run_several(args: argparse.Namespace, meshes: list[Mesh]) -> int:
 
 PLAN = Command(
     "plan",
-    "decide placements and pipeline stages; print them with memory, communication and time of a step",
+    "plan placements and pipeline stages; print them with memory, communication and time of a step",
     _add_arguments,
     _run,
     (*OFTEN, "--json", "--dump"),

@@ -38,24 +38,24 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--name", required=True, help=f"a schedule, or '{ALL}' for a table: {', '.join(SCHEDULES)}")
     add("--stages", type=int, required=True, metavar="N", help="ranks of the pp axis")
     add("--microbatches", type=int, required=True, metavar="N")
-    add("--virtual-stages", type=int, metavar="N", help="parts of the model per rank (default: the schedule's own)")
+    add("--virtual-stages", type=int, metavar="N", help="stages per rank (default: that of the schedule)")
     add("--token-slices", type=int, default=1, metavar="N", help="token slices per microbatch (default: 1)")
     add(
         "--times",
         default="",
         metavar="F=18.5,B=18.1,W=9.3,comm=0.6",
-        help="of one microbatch on a rank's whole share of the model: F forward, B backward to inputs, W backward to "
-        "weights (a backward in one takes B + W), comm a transfer, FB a fused cell of forward and "
-        "backward (default: F=B=W=1, FB=F+B+W)",
+        help="times of one microbatch on all stages of a rank: F forward, B backward to inputs, W backward to weights "
+        "(a full backward takes B + W), comm a transfer, FB a cell of overlapped forward and backward (default: "
+        "F=B=W=1, FB=F+B+W)",
     )
     add(
         "--memory",
         default="",
         metavar="M_B=1,M_W=0.5",
-        help="what one microbatch keeps on a rank: M_B from F until B, M_W from B until W (default: 1 and 0.5)",
+        help="memory of one microbatch on a rank: M_B from F until B, M_W from B until W (default: 1 and 0.5)",
     )
-    add("--memory-limit", type=float, metavar="M", help="most that a rank may keep, in microbatches (units of M_B)")
-    add("--unit", choices=UNITS, default="ms", help="of the times, in pictures and traces (default: %(default)s)")
+    add("--memory-limit", type=float, metavar="M", help="memory limit of a rank, in microbatches (units of M_B)")
+    add("--unit", choices=UNITS, default="ms", help="unit of times in pictures and traces (default: %(default)s)")
     add("--json", action="store_true", help='print {"makespan", "bubble", "peak", "order"}, the last two per rank')
     add("--svg", type=Path, metavar="FILE", help="draw the schedule")
     add("--trace", type=Path, metavar="FILE", help="write a trace for chrome://tracing or ui.perfetto.dev")
@@ -75,7 +75,7 @@ def _run(args: argparse.Namespace) -> int:
     if cells > MOST_CELLS:
         raise ValueError(
             f"--stages: a picture of stages x microbatches x virtual stages x token slices needs at most {MOST_CELLS} "
-            f"cells, found {cells}; take fewer microbatches, the pattern repeats"
+            f"cells, found {cells}; use fewer microbatches, as the pattern repeats"
         )
     request = Request(args.stages, args.microbatches, virtual_stages, args.token_slices, memory_limit=args.memory_limit)
     if args.name == ALL:
@@ -157,7 +157,7 @@ def _all(args: argparse.Namespace, request: Request, costs: Costs) -> int:
 
 
 def schedules_table(outcomes: Sequence[Outcome]) -> Table:
-    """A row per schedule: the fastest is bold; those that cannot say why."""
+    """A row per schedule: the fastest is bold; those that cannot run have a reason."""
     table = Table(title_justify="left")
     for column in ("schedule", "parts", "makespan", "step", "bubble", "peak memory", "sent", "copies"):
         table.add_column(column, justify="left" if column == "schedule" else "right", no_wrap=True)

@@ -15,20 +15,20 @@ from autopar.ir.mesh import Mesh
 from autopar.options import DECLARED, DeclaredOption
 from autopar.values import DTYPES, byte_rate, dtype_name, one_of
 
-# Of commands that plan a model: what help shows.
+# Options that the help of commands which plan a model shows.
 OFTEN = (
     "--config", "--mesh", "--seq", "--batch", "--dtype", "--zero", "--sequence-parallel", "--microbatches",
     "--precision", "--activation-checkpoint", "--schedule", "--attention", "--target-hardware",
 )  # fmt: skip
 _GROUPS: dict[tuple[str, ...], str] = {
-    ("cp",): "sequences cut over ranks (axis cp)",
-    ("pp",): "pipeline stages (axis pp)",
+    ("cp",): "context parallelism (axis cp)",
+    ("pp",): "pipeline parallelism (axis pp)",
 }
 
 
 def add_model(parser: argparse.ArgumentParser, seq: int, batch: int | None, dtype: str, several: bool = False) -> None:
-    """The arguments that say what is planned. ``batch``: None for one example per dp rank and microbatch. ``several``:
-    the mesh may be given more than once, and is a list."""
+    """Add the model, the mesh, the batch and all options. ``batch``: None for one example per dp rank and microbatch.
+    ``several``: the mesh may be given more than once, and is a list."""
     default = "%(default)s" if batch else "dp x microbatches"
     add = parser.add_argument
     add("--config", required=True, type=config, metavar="CONFIG.json", help="a transformers config.json, or its folder")
@@ -38,15 +38,14 @@ def add_model(parser: argparse.ArgumentParser, seq: int, batch: int | None, dtyp
         type=mesh,
         action="append" if several else "store",
         metavar="dp=2,tp=4",
-        help="axes (dp_replicate, dp, cp, ep, tp, pp) and sizes"
-        + ("; given several times, they are compared" if several else ""),
+        help="axes (dp_replicate, dp, cp, ep, tp, pp) and sizes" + ("; repeat to compare meshes" if several else ""),
     )
     add("--seq", type=positive, default=seq, help="tokens per example (default: %(default)s)")
     add(
         "--batch",
         type=positive,
         default=batch,
-        help=f"examples of a step, over all ranks and microbatches (default: {default})",
+        help=f"examples per step, over all ranks and microbatches (default: {default})",
     )
     add("--dtype", type=dtype_of, default=dtype, help="of weights: bf16, fp16, fp32, fp64 (default: %(default)s)")
     groups: dict[tuple[str, ...], Any] = {axes: parser.add_argument_group(title) for axes, title in _GROUPS.items()}
@@ -79,7 +78,7 @@ def _checked(name: str, text: str) -> str:
 
 
 def _said(read: Callable[[str], Any], prefix: str) -> Callable[[str], Any]:
-    """Errors as argparse wants them, which names the argument itself."""
+    """Turn ValueErrors into errors of argparse, which names the argument itself."""
 
     def reader(text: str) -> Any:
         try:
@@ -99,27 +98,27 @@ def _config(text: str) -> str:
     path = Path(text)
     try:
         there = path.is_file() or (path / "config.json").is_file()
-    except (OSError, ValueError):  # no name that a file may have, or a circle of links
+    except (OSError, ValueError):  # an invalid file name, or a loop of symbolic links
         there = False
     if not there:
         raise ValueError(f"no file {text!r}; give the path of a transformers config.json")
     return text
 
 
-# What a text of the command line is checked for before anything is loaded; it stays a text.
+# Checks of texts of the command line before anything is loaded. The result is the text itself.
 mesh, config = _said(_mesh, "mesh: "), _said(_config, "config: ")
 dtype_of = _said(lambda text: str(one_of("dtype", dtype_name(text), tuple(DTYPES))), "dtype: ")
 
 
 def positive(text: str) -> int:
-    """A whole number above 0."""
+    """An integer above 0."""
     if not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"expected a positive whole number, found {text!r}")
     return int(text)
 
 
 def whole(text: str) -> int:
-    """A whole number from 0 on."""
+    """An integer, 0 or more."""
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"expected a whole number, found {text!r}")
     return int(text)

@@ -1,4 +1,4 @@
-"""`autopar show`: print a graph of any level."""
+"""`autopar show`: print the graph of any level."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LEVELS = {
     "forward": "forward",
     "backward": "backward_reduce",  # with the sums of gradients over ranks
 }
-# Those that a part of a pipeline has, with a prefix such as part0.
+# Levels of a pipeline stage, whose names have a prefix such as part0.
 LEVELS_OF_PARTS = (
     "part",
     "gather",
@@ -48,13 +48,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=levels,
         default="local",
         metavar="LEVEL",
-        help=f"which graph: {', '.join(levels)}; with pp, those from forward on are of a part (default: %(default)s)",
+        help=f"which graph: {', '.join(levels)}; with pp, those from gather on are of one stage (default: %(default)s)",
     )
-    parser.add_argument("--part", type=whole, metavar="K", help="with pp: which part of the model (default: 0)")
+    parser.add_argument("--part", type=whole, metavar="K", help="with pp: which stage of the model (default: 0)")
 
 
 class _Shown(Exception):
-    """The wanted graph is there: no need to compile further."""
+    """The graph is compiled, so the rest is not needed."""
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -78,7 +78,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _wrapped(text: str, width: int) -> str:
-    """Lines that go on indented, where a terminal is narrower; there comments stand in no column of their own."""
+    """Wrap lines, with an indent, for a narrower terminal; comments are then not aligned."""
     lines = text.splitlines()
     if all(len(line) <= width for line in lines):
         return text
@@ -88,7 +88,7 @@ def _wrapped(text: str, width: int) -> str:
 
 
 def _level(args: argparse.Namespace, stages: bool) -> str:
-    """The name under which the compiler shows the wanted graph."""
+    """The name that the compiler gives to the requested graph."""
     level = str(args.level)
     if stages and level in LEVELS_OF_PARTS:
         return f"part{args.part or 0}.{level}"
@@ -103,13 +103,13 @@ def _level(args: argparse.Namespace, stages: bool) -> str:
 
 
 def _missing(level: str) -> str:
-    """Why a graph is not there."""
+    """Why there is no such graph."""
     return {
-        "gather": "this part uses its parameters as they are stored, or gathers them for each use",
-        "reduce": "the gradients of this part need no sum",
-        "part": "the model has fewer parts",
-        "forward": "the model has fewer parts",
-    }.get(level, "nothing there has a gradient, or the model has fewer parts")
+        "gather": "this stage uses its parameters as they are stored, or gathers them for each use",
+        "reduce": "the gradients of this stage are not reduced",
+        "part": "the model has fewer stages",
+        "forward": "the model has fewer stages",
+    }.get(level, "nothing there has a gradient, or the model has fewer stages")
 
 
-SHOW = Command("show", "print a graph", _add_arguments, _run, (*OFTEN, "--level", "--part"))
+SHOW = Command("show", "print the graph of any level", _add_arguments, _run, (*OFTEN, "--level", "--part"))

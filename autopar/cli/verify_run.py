@@ -1,4 +1,4 @@
-"""What `autopar verify` runs: a model of a config with random weights, on local ranks, and a batch for it."""
+"""`autopar verify`: a model of a config with random weights, on local ranks, and a batch for it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _command_rank(
     model = hf.build(config, dtype, device="cpu")
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms and biases off their ones and zeros, so that a mistake about them shows
+            if parameter.dim() == 1:  # move norms and biases away from ones and zeros, so that mistakes about them show
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
     tokens = getattr(config.get_text_config(), "vocab_size", 2)
     data = random_batch(hf.batch_of(model, batch, seq), tokens, len(config.id2label or {}))

@@ -3,13 +3,13 @@
 hardware, topology                    chips, and the links between ranks
 flops                                 seconds of a node by a roofline
 traffic                               bytes per collective, per graph, per step
-memory, stage_memory                  what a rank holds, and how it rises and falls in a step
-stage_costs                           actions of a pipeline's parts, and a step of it simulated
-graph_times, step_estimate            graphs whose transfers run beside computing; step time and MFU of any mesh, and
-                                      what each module computes, exchanges and keeps
-axis_shares                           what each axis cuts of a model
-attention_costs, attention_timeline   the same for attention over ranks
-expert_traffic                        ways to bring tokens to experts on other ranks, from numbers alone
+memory, stage_memory                  memory of a rank, and its course within a step
+stage_costs                           actions of pipeline stages, and a simulated step of the pipeline
+graph_times, step_estimate            graphs whose transfers overlap with computation; step time and MFU of any mesh,
+                                      and what each module computes, exchanges and keeps
+axis_shares                           how much of a model each axis shards
+attention_costs, attention_timeline   seconds and bytes of attention over ranks
+expert_traffic                        traffic of the token dispatchers, from numbers alone
 
 Stands on ir, attention, rules and steps. The planner, compile and reports import it.
 """

@@ -28,9 +28,9 @@ PASSES = ("forward", "backward")
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """One pass of an algorithm on a problem. seconds: of the slowest rank; exposed: of them, waited for exchanges.
-    sent: (way or kind of collective, bytes) of the rank that sends most. steps: exchanges that are waited for.
-    refusal: why it cannot; then all else is zero."""
+    """One pass of an algorithm on a problem. seconds: of the slowest rank; exposed: of these, waiting for exchanges.
+    sent: (way or kind of collective, bytes) of the rank that sends most. steps: exchanges that the rank waits for.
+    refusal: why the algorithm cannot run the problem; then all else is zero."""
 
     algorithm: str
     direction: str
@@ -42,21 +42,21 @@ class AttentionCost:
 
     @property
     def bytes(self) -> int:
-        """Over all ways."""
+        """Bytes sent over all ways."""
         return sum(size for _, size in self.sent)
 
     def __str__(self) -> str:
-        return self.refusal or f"{_ms(self.seconds)}, of them {_ms(self.exposed)} exposed"
+        return self.refusal or f"{_ms(self.seconds)}, of which {_ms(self.exposed)} exposed"
 
 
 def candidates(problem: Problem, topology: Topology, device: Device = DEFAULT) -> list[AttentionCost]:
-    """Both passes of every algorithm that is worth a look, in the order of the table."""
+    """Costs of both passes of every algorithm worth considering, in the order of the table."""
     return [estimate(algorithm, problem, way, topology, device) for algorithm in worth(problem) for way in PASSES]
 
 
 def worth(problem: Problem) -> list[AttentionAlgorithm]:
-    """The algorithms that name the problem's layout, whether they refuse or not: all, where it has no layout of causal
-    self-attention."""
+    """The algorithms that support the problem's layout, whether they refuse it for other reasons or not. All of them,
+    if the problem is not causal self-attention."""
     known = [algorithm for _, algorithm in ALGORITHMS.items()]
     if not problem.mask.causal or problem.query_blocks != problem.key_blocks:
         return known
@@ -67,7 +67,7 @@ def worth(problem: Problem) -> list[AttentionAlgorithm]:
 def estimate(
     algorithm: AttentionAlgorithm, problem: Problem, direction: str, topology: Topology, device: Device = DEFAULT
 ) -> AttentionCost:
-    """What one pass of an algorithm costs."""
+    """The cost of one pass of an algorithm."""
     if refusal := algorithm.refusal(problem):
         return AttentionCost(algorithm.name, direction, refusal=refusal)
     backward = direction == "backward"
@@ -89,7 +89,7 @@ def pass_timeline(
 
 
 def check_together(named: Sequence[AttentionAlgorithm], problem: Problem) -> None:
-    """Whether algorithms that were asked for can run it, and go together."""
+    """Raises ValueError if algorithms that the user named cannot run the problem, or cannot be combined."""
     for algorithm in named:
         if refusal := algorithm.refusal(problem):
             raise ValueError(refusal)
@@ -115,12 +115,12 @@ BACKWARD = {
 
 
 def is_context_attention(node: Node) -> bool:
-    """Whether a node is attention over a cut sequence, at any level."""
+    """Whether a node is attention over a sharded sequence, at any level."""
     return is_call(node, *BACKWARD)
 
 
 def problem_of_node(node: Node) -> Problem:
-    """What the node's algorithm is given."""
+    """The problem that the node's algorithm runs."""
     args: dict[str, Any] = torch.fx.node.map_arg(arguments(node), lambda n: n.meta["val"])
     facts = MaskSpec(*(args[name] for name in FACT_NAMES))
     bias = arguments(node)["bias"]
@@ -130,10 +130,10 @@ def problem_of_node(node: Node) -> Problem:
 
 
 def sent_by(node: Node) -> dict[str, tuple[int, int]]:
-    """(exchanges, bytes) of the rank that sends most so, by "send up", "send home", "all_gather", ..."""
+    """Kind ("send up", "send home", "all_gather", ...) -> (exchanges, bytes) of the rank that sends most that way."""
     args, problem, backward = arguments(node), problem_of_node(node), BACKWARD[node.target]
     algorithm = ALGORITHMS[args["backward" if backward else "forward"]]
-    # heads are exchanged around the operators of step graphs, and inside of what stands in local graphs
+    # step graphs exchange heads around the operator, local graphs inside the node
     heads = args.get("head_ranks", 1)
     found = most_moved([trace(algorithm, problem, backward, rank, heads) for rank in sampled(problem.size)])
     return {f"send {kind}" if kind in WAYS else kind: moved for kind, moved in found.items()}

@@ -1,14 +1,15 @@
-"""How long an attention over ranks takes: what each rank does (`autopar.attention.program`), played on device and
-links.
+"""How long an attention over ranks takes: the program of each rank (`autopar.attention.program`), simulated on a device
+and links.
 
-Each rank runs its program on one stream. An exchange runs beside it from its start until it is waited for. A way (up,
-down, home) carries one exchange of a rank at a time, as a communicator's stream does; a message needs both its ends. A
-link shares its bandwidth equally among the messages on it, and a message is as fast as its slowest link.
+Each rank runs its program on one stream. An exchange overlaps with it from its start until the rank waits for it. A way
+(up, down, home) carries one exchange of a rank at a time, like a communicator's stream; a message starts when both its
+ends are ready. A link shares its bandwidth equally among the messages on it, and a message is as fast as its slowest
+link.
 
     link      |----k,v of 0----|----k,v of 3----|
-    rank 1    |compute|  wait  |compute|  wait  |compute|         exposed: what is waited
+    rank 1    |compute|  wait  |compute|  wait  |compute|         exposed: the time in wait
 
-Collectives move the same bytes as NCCL's rings do: in N - 1 hops to the neighbour (mesh: straight to each rank).
+Collectives move the same bytes as NCCL's rings: in N - 1 hops to the neighbour (mesh: directly to each rank).
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from autopar.attention.program import (
 from autopar.cost.hardware import Device
 from autopar.cost.topology import Link, Topology
 
-CALL = 10e-6  # seconds of a block beside its products: launches of the kernel and of what merges its result
+CALL = 10e-6  # seconds of a block in addition to its products: launches of the kernel and of merging its result
 TILE = 128  # rows and columns of a block at which a kernel reaches half of its speed along each
-_CLOSE = 1e-9  # relative: moments that are one
+_CLOSE = 1e-9  # relative: moments that count as equal
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Played:
 @dataclass(frozen=True)
 class AttentionTimeline:
     """One pass of an attention. seconds: until the last rank is done. busy: per rank, the time in which it computes.
-    ideal: the allowed pairs perfectly shared out, at full speed, nothing exposed."""
+    ideal: the allowed pairs split evenly, at full speed, nothing exposed."""
 
     spans: tuple[Played, ...] = field(repr=False)
     seconds: float
@@ -65,13 +66,13 @@ class AttentionTimeline:
 
     @property
     def exposed(self) -> float:
-        """Time that even the busiest rank waits for exchanges."""
+        """Time that the busiest rank waits for exchanges."""
         return self.seconds - max(self.busy)
 
 
 def efficiency(rows: int, columns: int) -> float:
-    """The share of its speed that a kernel reaches on a block: a half along each dim of ``TILE``, towards 1 for long
-    ones. A saturating form, for what small blocks cost; absolute values depend on the kernel."""
+    """The share of its peak speed that a kernel reaches on a block: a half for each dim of size ``TILE``, towards 1 for
+    long ones. A saturating curve that models small blocks; absolute values depend on the kernel."""
     return rows / (rows + TILE) * columns / (columns + TILE)
 
 
@@ -92,10 +93,10 @@ def ideal_seconds(problem: Problem, backward: bool, device: Device) -> float:
 def play(
     problem: Problem, backward: bool, programs: Sequence[Trace], topology: Topology, device: Device
 ) -> AttentionTimeline:
-    """The timeline of all ranks, or, given fewer, of each of these alone: the others are taken to do the same at the
-    same time, as they nearly do where work is shared out evenly.
+    """The timeline of all ranks, or, given fewer programs, of each of these alone: the other ranks are assumed to do
+    the same at the same time, which is nearly so if work is split evenly.
 
-    Raises RuntimeError if ranks wait for one another for ever.
+    Raises RuntimeError if the ranks deadlock.
     """
     whole = len(programs) == problem.size
     groups = [programs] if whole else [[program] for program in programs]
@@ -125,7 +126,7 @@ class _Flowing:
 
 @dataclass(eq=False)
 class _Message:
-    """A message, or a collective: it starts when all of ``missing`` have come to it, and ends with its last flow."""
+    """A message or a collective: it starts when all of ``missing`` have arrived at it, and ends with its last flow."""
 
     missing: set[int]
     flows: list[tuple[tuple[Link, ...], int]]
@@ -173,7 +174,7 @@ class _Playing:
         self.spans: list[Played] = []
         self.now = 0.0
         self.later: list[tuple[float, int, Callable[[], None]]] = []
-        self.numbers = itertools.count()  # of equal times, what was asked for first comes first
+        self.numbers = itertools.count()  # ties in time go to the event that was scheduled first
 
     def finish(self) -> None:
         for rank in self.program:
@@ -193,7 +194,7 @@ class _Playing:
             while self.later and self.later[0][0] <= then + margin:
                 heapq.heappop(self.later)[2]()
         if self.waits:
-            raise RuntimeError(f"attention: ranks wait for ever: {self.stuck()}")
+            raise RuntimeError(f"attention: ranks deadlock: {self.stuck()}")
 
     def rates(self) -> list[float]:
         """Bytes per second of each flow."""
@@ -241,7 +242,7 @@ class _Playing:
             self.advance(new.rank, _way(event))
 
     def advance(self, rank: int, way: str) -> None:
-        """Let the first exchange in a queue come to its messages; take away those that are over."""
+        """Start the messages of the first exchange in a queue; remove exchanges that are over."""
         queue = self.queues[rank, way]
         while queue and queue[0].over:
             old = queue.popleft()
@@ -258,7 +259,7 @@ class _Playing:
     # --- messages
 
     def transfers_of(self, rank: int, event: ExchangeEvent | CollectiveEvent) -> list[_Message]:
-        """What an exchange of a rank consists of: messages that the other end may have made, or a collective."""
+        """The transfers of an exchange: messages that the other end may already have created, or a collective."""
         if isinstance(event, CollectiveEvent):
             return [self.transfer(rank, event.kind, event.ranks, partial(self.collective, rank, event))]
         messages = [(rank, event.to, event.sent), (event.source, rank, event.received)]
@@ -286,7 +287,7 @@ class _Playing:
         return _Message(set(), [(self.seen(route), size)], self.topology.delay(route))
 
     def collective(self, rank: int, event: CollectiveEvent) -> _Message:
-        """All-to-alls, and all collectives on a mesh, go straight; the others go round."""
+        """All-to-alls, and all collectives on a mesh, go directly to each rank; the others go around the ring."""
         ranks, hops = event.ranks, len(event.ranks) - 1
         straight = self.topology.kind == "mesh" or event.kind == "all_to_all"
         flows, delay = [], 0.0
@@ -300,11 +301,11 @@ class _Playing:
         return _Message(set(), flows, delay)
 
     def seen(self, route: tuple[Link, ...]) -> tuple[Link, ...]:
-        """A route as it loads links: alone, a rank's own ones stand for those of all."""
+        """A route as it loads links: if a rank is simulated alone, its own links stand for those of all."""
         return tuple((name, 0) for name, _ in route) if self.alone else route
 
     def come(self, transfer: _Message, rank: int) -> None:
-        """A rank is at its end of a transfer; the last one starts it."""
+        """A rank has arrived at its end of a transfer; the last one to arrive starts it."""
         if rank not in transfer.missing:
             return
         transfer.missing.discard(rank)

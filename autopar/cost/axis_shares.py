@@ -1,12 +1,13 @@
-"""How much of a model each axis of a mesh cuts, and what stands in the way.
+"""How much of a model each axis of a mesh shards, and why not the rest.
 
     over tp: 83% of the bytes of parameters, 79% of the forward's FLOPs
-      12% parameters  layers.{0,1}.attn.qkv.weight     whole on tp: dim 0: 3 heads do not divide over 2 ranks
-      14% FLOPs       aten.linear in layers.*.attn     its weight is whole
+      12% parameters  layers.{0,1}.attn.qkv.weight     replicated on tp: dim 0: 3 heads do not divide over 2 ranks
+      14% FLOPs       aten.linear in layers.*.attn     its weight is replicated
 
-Bytes are those of the whole parameters, as they are stored. FLOPs are those of the whole forward (`autopar.cost.flops`)
-in graphs whose values are typed: a call is cut on an axis if an operand or a result of it is. What of a global graph
-can be told are bytes alone. Microbatches are no ranks, and stages of a pipeline are weighed in its own tables.
+Bytes are those of the global parameters, as they are stored. FLOPs are those of the global forward
+(`autopar.cost.flops`) in graphs whose values have placements: a call is sharded on an axis if an operand or a result of
+it is. For a global graph only bytes are known. Microbatches are left out, because they are not ranks; tables of the
+pipeline show its stages.
 """
 
 from __future__ import annotations
@@ -27,21 +28,22 @@ from autopar.ir.placement import Shard
 from autopar.plan import AxisShare, Plan, WholePart
 from autopar.rules import result_placements
 
-MOST = 8  # of the largest are kept, for parameters and for FLOPs
-MUCH = 0.2  # of the FLOPs: ranks that repeat so much are worth a warning
+MOST = 8  # rows kept, the largest first, for parameters and for FLOPs
+MUCH = 0.2  # of the FLOPs: ranks that repeat as much get a warning
 _DIVIDES, _SIZE = re.compile(r"do(es)? not divide"), re.compile(r"a size of (\d+) does not divide")
 LEAST = 0.005  # a share that is worth a line
+_NOT_SHARDED = " is replicated"
 Found = Iterable[tuple[str, float, str]]  # subject, amount, reason
 
 
 def axis_shares(gm: GraphModule, plan: Plan) -> tuple[AxisShare, ...]:
-    """Of a plan for a graph: of a global one, or of one with types, for which FLOPs are counted, too."""
+    """The share of each axis, for a plan of a global graph, or of a graph with placements, which also has FLOPs."""
     calls = _TypedCalls(gm, plan) if any("placements" in n.meta for n in gm.graph.nodes) else None
     return tuple(_share(axis, gm, plan, calls) for axis, size in plan.mesh.axes if size > 1)
 
 
 def forward_flops(gm: GraphModule, plan: Plan) -> float:
-    """Of a whole forward, on the whole batch: of a graph with types."""
+    """FLOPs of the global forward on the global batch, for a graph with placements."""
     return _TypedCalls(gm, plan).total
 
 
@@ -61,7 +63,7 @@ def _cut(whole: Found, total: float) -> float:
 
 
 def _largest(kind: str, whole: Found, total: float) -> tuple[WholePart, ...]:
-    """What has the same reason as one, the largest first."""
+    """One row per reason, the largest first."""
     groups: dict[str, list[tuple[str, float, str]]] = {}
     for entry in whole:
         groups.setdefault(without_numbers(entry[2]), []).append(entry)
@@ -74,7 +76,7 @@ def _largest(kind: str, whole: Found, total: float) -> tuple[WholePart, ...]:
 
 
 def _subjects(group: list[tuple[str, float, str]]) -> str:
-    """The largest with its likes in other layers, and how many others there are."""
+    """The largest subject with its counterparts in other layers, and the number of the others."""
     alike: dict[str, dict[str, float]] = {}
     for name, amount, _ in group:
         names = alike.setdefault(without_indices(name), {})
@@ -85,8 +87,8 @@ def _subjects(group: list[tuple[str, float, str]]) -> str:
 
 
 def repeated(plan: Plan) -> list[str]:
-    """A sentence for each axis whose ranks all do what sizes that do not divide keep whole, if that is much of the
-    forward: what, why, and the way out."""
+    """A sentence for each axis whose ranks repeat much of the forward because sizes do not divide: what, why, and the
+    way out."""
     out = []
     for share in plan.shares:
         parts, axis = _undivided(plan, share), share.axis
@@ -99,9 +101,9 @@ def repeated(plan: Plan) -> list[str]:
 
 
 def _undivided(plan: Plan, share: AxisShare) -> list[tuple[WholePart, str]]:
-    """(part of the FLOPs, why it is whole), where a size is the reason."""
+    """(part of the FLOPs, why it is replicated), where a size is the reason."""
     notes = dict(plan.notes)
-    parts = [(p, notes.get(p.reason.removesuffix(" is whole"), p.reason)) for p in share.whole if p.kind == "FLOPs"]
+    parts = [(p, notes.get(p.reason.removesuffix(_NOT_SHARDED), p.reason)) for p in share.whole if p.kind == "FLOPs"]
     return [(part, why) for part, why in parts if _DIVIDES.search(why)]
 
 
@@ -123,17 +125,17 @@ def _parameters(gm: GraphModule) -> Iterator[tuple[Node, str]]:
 
 
 def _whole_parameters(plan: Plan, axis: str, names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """(name, why) of each that an axis does not cut."""
+    """(name, why) of each parameter that an axis does not shard."""
     notes = dict(plan.notes)
     for name in names:
         if axis == "pp":
             holders = plan.pipeline.holders.get(name, ()) if plan.pipeline is not None else ()
             if len(holders) > 1:
-                yield name, f"used by parts {', '.join(map(str, holders))}"
+                yield name, f"used by stages {', '.join(map(str, holders))}"
             continue
         decision = plan.parameter(name, axis)
         if not isinstance(decision.stored, Shard):
-            yield name, decision.reason or notes.get(name, "") or "no weight that is cut goes with it"
+            yield name, decision.reason or notes.get(name, "") or "not connected to a sharded weight"
 
 
 # --- calls --------------------------------------------------------------------------------------------------
@@ -145,8 +147,8 @@ class _TypedCalls:
     def __init__(self, gm: GraphModule, plan: Plan) -> None:
         self.plan, self.notes = plan, dict(plan.notes)
         self.flops: dict[Node, float] = {}
-        self.weights: dict[Node, str] = {}  # that a value is made of, and of no input
-        self.reached: set[Node] = set()  # by an input
+        self.weights: dict[Node, str] = {}  # value that depends on no input -> a weight that it depends on
+        self.reached: set[Node] = set()  # values that depend on an input
         mesh = plan.mesh.with_microbatches(plan.options.microbatches)
         names, specs = names_of_parameters(gm), input_specs(gm)
         for node in gm.graph.nodes:
@@ -170,26 +172,26 @@ class _TypedCalls:
             self.flops[node] = float(count * ranks)
 
     def whole(self, axis: str) -> list[tuple[str, float, str]]:
-        """(what, FLOPs, why) of those that an axis does not cut."""
+        """(what, FLOPs, why) of the calls that an axis does not shard."""
         return [(_subject(n), count, self._why(n, axis)) for n, count in self.flops.items() if not _is_cut(n, axis)]
 
     def _why(self, node: Node, axis: str) -> str:
-        """As far as the graph tells."""
+        """Why an axis does not shard a call, as far as the graph shows."""
         operands = tensor_operands(node)
         for x in operands:
             if is_conversion(x) and conversion_of(x)[0] == axis and isinstance(conversion_of(x)[1], Shard):
-                return f"an operand comes in as {conversion_of(x)[1]}, which its rule cannot cut: it is gathered"
+                return f"an operand is {conversion_of(x)[1]}, which its rule does not support: it is gathered"
         if node.name in self.notes:
             return self.notes[node.name]
         weights = [self.weights[x] for x in operands if x in self.weights] if axis == "tp" else []
         for weight in weights:
             if not isinstance(self.plan.parameter(weight, axis).stored, Shard):
-                return f"{weight} is whole"
+                return f"{weight}{_NOT_SHARDED}"
         if node not in self.reached:
-            return "no input of the model reaches it"
+            return "it depends on no input of the model"
         if axis == "tp" and not self.plan.options.sequence_parallel:
-            return "no cut weight is near; sequence_parallel=True cuts what lies between such weights"
-        return "nothing that is cut reaches it"
+            return "between sharded weights; sequence_parallel=True shards activations there"
+        return "no sharded value reaches it"
 
 
 def _is_cut(node: Node, axis: str) -> bool:

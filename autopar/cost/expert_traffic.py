@@ -14,8 +14,8 @@ from autopar.token_dispatchers import TOKEN_DISPATCHERS, Routing
 
 @dataclass(frozen=True)
 class DispatchCost:
-    """Of one layer, per rank. Copies: of a token, that leave its rank, or the rank at which they came to a node; bytes
-    and seconds: of a whole step, forward and backward."""
+    """Cost of one layer, per rank. Copies of a token: those that leave its rank, or the rank that forwards them within
+    a node. Bytes and seconds: of a whole step, forward and backward."""
 
     name: str
     copies_inside: float

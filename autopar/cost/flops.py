@@ -1,13 +1,13 @@
 """How long a node takes, from its shapes alone: floating-point operations, bytes of memory, and a roofline over both.
 
     products       2 per multiply-add: m·k·n of a matrix product, O·(I/g)·kernel·positions of a convolution
-    attention      2·(D + Dv) per allowed (query, key) pair and head; its backward 2·(3 D + 2 Dv): it computes the
-                   scores again. Causal counts the triangle, a window its band, chunks their blocks
+    attention      2·(D + Dv) per allowed (query, key) pair and head; its backward 2·(3 D + 2 Dv), as it recomputes
+                   the scores. Causal counts the triangle, a window its band, chunks their blocks
     all else       1 per element
     views          nothing
 
 seconds = max(operations / speed, bytes / bandwidth) (Williams et al., Roofline, CACM 2009), for graphs at any level.
-Ratios between layers are what the numbers are for; absolute values depend on kernels that nobody has seen yet.
+The numbers are meant for ratios between layers; absolute values depend on the kernels.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Count = Callable[[Node, Arguments], int]
 
 
 def _tensors(node: Node) -> list[Tensor]:
-    """The fake tensors that a node makes; None and numbers (of a graph that computes sizes) are left out."""
+    """The fake tensors that a node returns, without None and numbers (of a graph that computes sizes)."""
     val = node.meta.get("val")
     return [v for v in (val if isinstance(val, (list, tuple)) else [val]) if isinstance(v, Tensor)]
 
@@ -69,7 +69,7 @@ def _addbmm(node: Node, args: Arguments) -> int:
 
 
 def _einsum(node: Node, args: Arguments) -> int:
-    """Factor by factor, each over all letters of the equation: exact for two factors, an upper bound for more."""
+    """One product per further factor, over all letters of the equation: exact for two factors, else an upper bound."""
     terms = str(args["equation"]).replace(" ", "").partition("->")[0].split(",")
     sizes: dict[str, int] = {}
     dots = 1
@@ -103,7 +103,7 @@ def _convolution_backward(node: Node, args: Arguments) -> int:
 
 
 def _grouped_mm(node: Node, args: Arguments) -> int:
-    """torch's own: groups of rows of the left factor, or of both, or of columns of the right one."""
+    """torch's grouped_mm: groups of rows of the left factor, or of both, or of columns of the right one."""
     left, right = args["self"], args["mat2"]
     if len(_size(left)) == 2:
         return 2 * _numel(left) * _size(right)[-1]
@@ -131,7 +131,7 @@ def pairs(queries: int, keys: int, causal: bool = False, window: int = 0, chunk:
 
 
 def _attention(of_query: int, of_value: int) -> Count:
-    """2·pairs·heads·(of_query·D + of_value·Dv) for autopar's operator and for torch's, whose names differ a little."""
+    """2·pairs·heads·(of_query·D + of_value·Dv) for autopar's operator and for torch's, whose argument names differ."""
 
     def count(node: Node, args: Arguments) -> int:
         q, k, v = (_size(args[long] if long in args else args[long[0]]) for long in ("query", "key", "value"))
@@ -139,7 +139,7 @@ def _attention(of_query: int, of_value: int) -> Count:
         offset = args.get("offset", 0)
         if isinstance(offset, Node):  # a graph for any token slice: this one's queries are its last tokens
             offset = k[-2] - q[-2]
-        ranks = args.get("size", 1)  # over a cut sequence: a rank's share of the pairs, which algorithms balance
+        ranks = args.get("size", 1)  # over a sharded sequence: a rank's share of the pairs, which algorithms balance
         window, chunk = args.get("window", 0), args.get("chunk", 0)
         allowed = pairs(ranks * q[-2], ranks * k[-2], causal, window, chunk, offset) // ranks
         return 2 * allowed * math.prod(q[:-2]) * (of_query * q[-1] + of_value * v[-1])
@@ -183,7 +183,7 @@ for _kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention
     COUNTS[f"aten::_scaled_dot_product_{_kind}"] = _attention(1, 1)
     COUNTS[f"aten::_scaled_dot_product_{_kind}_backward"] = _attention(3, 2)
 
-# They read as much of their operands as they return, not the whole.
+# They read only as much of their operands as they return.
 _LOOKUPS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index", "autopar::shard_slice")
 _FREE = (operator.getitem, convert, exchange, *COLLECTIVES, *COPIES)
 
@@ -204,9 +204,9 @@ def _is_lookup(node: Node) -> bool:
 
 
 def flops(node: Node) -> int:
-    """Floating-point operations of one run of a node, from the shapes in ``meta['val']``; 0 for what computes nothing.
+    """Floating-point operations of one run of a node, from the shapes in ``meta['val']``; 0 for views and transfers.
 
-    On local and step graphs they are one rank's, on global graphs those of the whole batch.
+    On local and step graphs they are one rank's, on global graphs those of the global batch.
     """
     if _is_free(node):
         return 0
@@ -230,7 +230,7 @@ def memory_bytes(node: Node) -> int:
 
 
 def node_seconds(node: Node, device: Device = DEFAULT, links: Links | None = None) -> float:
-    """Time of one run of a node on a device; with links, conversions and collectives take their transfers' time."""
+    """Seconds of one run of a node on a device; with links, conversions and collectives take their transfers' time."""
     moved = links.seconds(node) if links is not None else None
     if moved is not None and not is_context_attention(node):
         return moved
@@ -242,5 +242,5 @@ def node_seconds(node: Node, device: Device = DEFAULT, links: Links | None = Non
 
 
 def seconds_of(nodes: Iterable[Node], device: Device = DEFAULT, links: Links | None = None) -> float:
-    """Time of nodes that run one after another, such as a layer's, or a graph's: ``seconds_of(gm.graph.nodes)``."""
+    """Seconds of nodes that run one after another, such as a layer's, or a graph's: ``seconds_of(gm.graph.nodes)``."""
     return math.fsum(node_seconds(node, device, links) for node in nodes)

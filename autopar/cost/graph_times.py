@@ -1,10 +1,11 @@
-"""How long a step graph takes where transfers run beside computing, and which of them computing waits for.
+"""How long a step graph takes when transfers overlap with computation, and which transfers the computation waits for.
 
     y = all_reduce(x)        starts here, on the links of its axis
     z = mm(a, b)             computes meanwhile
-    w = y + z                waits for what is left of it: that is *exposed*
+    w = y + z                waits for the rest of it: that time is *exposed*
 
-Computing is one queue, the links of each axis are one each; places to wait are the executor's (`autopar.ir.waits`).
+Computation is one queue, and the links of each axis are one queue each. Waits are where the executor has them
+(`autopar.ir.waits`).
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from autopar.ir.graph import nbytes
 from autopar.ir.waits import WaitPlaces, is_started, pauses_at
 from autopar.ops.traits import COPIES
 
-HOST = "host"  # the link to host memory, beside those of axes
+HOST = "host"  # the link to host memory, in addition to those of axes
 
 
 @dataclass(frozen=True)
 class GraphTimes:
-    """Seconds of one run. seconds: from the first node to the last. computing: of it what nodes compute. moving: node
-    -> of its transfer. exposed: node -> what computing waits for it."""
+    """Seconds of one run. seconds: from the first node to the last. computing: node -> its computation. moving: node ->
+    its transfer. exposed: node -> how long the computation waits for its transfer."""
 
     seconds: float
     computing: Mapping[Node, float]
@@ -37,7 +38,7 @@ class GraphTimes:
 
 
 def graph_times(gm: GraphModule, device: Device, links: Links) -> GraphTimes:
-    """Of a step graph, by estimate."""
+    """Estimated times of a step graph."""
     run = _GraphRun(gm, device, links)
     for node in gm.graph.nodes:
         run.reach(node)
@@ -86,7 +87,7 @@ class _GraphRun:
             self.now += late
 
     def _attend(self, node: Node) -> None:
-        """Its exchanges run within it, beside its own products."""
+        """Exchanges of attention overlap with its own products."""
         self.computing[node] = node_seconds(node, self.device)
         self.moving[node] = self.links.seconds(node) or 0.0
         self.exposed[node] = max(self.moving[node] - self.computing[node], 0.0)
@@ -98,14 +99,12 @@ class _GraphRun:
 
 @dataclass(frozen=True)
 class Stretch:
-    """``computes`` seconds, and then starts exchanges, (which, seconds) each, or waits for some.
+    """Computes for ``computes`` seconds, then starts exchanges, (which, seconds) each, or waits for some.
 
-        F    compute, start 1, compute, wait 1, ...    up to each wait for an exchange of tokens one half goes on,
-        BW   compute, start 2, wait 2, compute, ...    then the other (`autopar.runtime.exec.overlapped_fb`)
+        F    compute, start 1, compute, wait 1, ...    each half runs until it waits for an exchange of tokens, then
+        BW   compute, start 2, wait 2, compute, ...    the other one runs (`autopar.runtime.exec.overlapped_fb`)
 
-    Exchanges share one link.
-
-    What no exchange of tokens is, other collectives too, takes its time where it stands, as in `autopar.cost.flops`.
+    Exchanges share one link. Everything else, other collectives included, does not overlap, as in `autopar.cost.flops`.
     """
 
     computes: float
@@ -117,7 +116,7 @@ Stretches = tuple[Stretch, ...]
 
 
 def stretches_of(gm: GraphModule, axis: str, device: Device, links: Links) -> Stretches:
-    """Of a step graph, with experts over an axis."""
+    """The stretches of a step graph whose experts are sharded on an axis."""
     places, found, computes = WaitPlaces(gm), list[Stretch](), 0.0
     numbers: dict[Node, int] = {}
 
@@ -144,7 +143,7 @@ def stretches_of(gm: GraphModule, axis: str, device: Device, links: Links) -> St
 
 
 def seconds_by_turns(*halves: Stretches) -> float:
-    """Of one graph, or of two that take turns."""
+    """Seconds of one graph, or of two that take turns."""
     now = link = 0.0
     ends: list[dict[int, float]] = [{} for _ in halves]
     at, paused = [0] * len(halves), [False] * len(halves)

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank computes with. Every time is in seconds, every size in bytes.
+    """The chip of one rank. Times are in seconds, sizes in bytes.
 
     flops: operations per second of products in half precision; ``others``: (dtype or its name, operations per second)
-    of other types. memory: bytes per second. efficiency: the share of ``flops`` that real products reach. launch: least
-    time of a node (0: graphs may be fused). links: between ranks, where nobody says others. host: to host memory.
+    for other dtypes. memory: bytes per second. efficiency: the share of ``flops`` that real products reach. launch:
+    least time of a node (0: graphs may be fused). links: between ranks, unless the options name others. host: to host
+    memory.
     """
 
     name: str
@@ -34,7 +35,7 @@ class Device:
     host: Topology = field(default_factory=Topology)
 
     def speed(self, dtype: torch.dtype) -> float:
-        """Operations per second that products in a dtype reach."""
+        """Operations per second that products in a dtype reach in practice."""
         speeds = {str(name).removeprefix("torch."): flops for name, flops in self.others}
         return self.efficiency * speeds.get(str(dtype).removeprefix("torch."), self.flops)
 
@@ -60,10 +61,10 @@ def device_of(options: Options) -> Device:
 
 
 def host_link(links: Topologies, device: Device) -> Topology:
-    """To host memory: as the options name it, or the device's."""
+    """The link to host memory: that of the options, or the device's."""
     return links.axes.get("host", device.host)
 
 
 def links_of(options: Options) -> Topologies:
-    """The links that the options name; of axes that they do not name those of the device."""
+    """The links that the options name; for other axes those of the device."""
     return Topologies.parse(options.topology, device_of(options).links)

@@ -1,13 +1,13 @@
-"""What one rank holds: bytes of parameters, gradients, optimizer states and activations, read off the step graphs.
+"""Memory of one rank: bytes of parameters, gradients, optimizer states and activations, from the step graphs.
 
     steady    parameters + buffers + inputs + optimizer
-    F         saved values and temporaries as they live and die          \\
-    B         saved values until their last use, gradients from birth     } the peak of a step lies in one of them
-    between   gradient sums of earlier microbatches                     /
+    F         saved values and temporaries while they are alive              \\
+    B         saved values until their last use, gradients once computed      } the peak of a step is in one of them
+    between   accumulated gradients of earlier microbatches                  /
 
-Activations are counted by walking a graph as it runs (`autopar.ir.storages`), with pipeline stages all graphs of a rank
-in the order of its actions (`autopar.cost.stage_memory`). It is what the graphs ask for, not what a device's allocator
-reports.
+Activations are counted by walking a graph in the order in which it runs (`autopar.ir.storages`); with pipeline stages,
+all graphs of a rank in the order of its actions (`autopar.cost.stage_memory`). The numbers are what the graphs
+allocate, without the overhead of a device's allocator.
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ _MOMENTS = 2
 class Memory:
     """Bytes of one rank.
 
-    parameters: stored pieces of all parameters. buffers: buffers and constants. inputs: its part of a step's batch.
-    gradients: one per trainable parameter that the loss depends on, placed and typed like it.
+    parameters: stored shards of all parameters. buffers: buffers and constants. inputs: its shard of a step's batch.
+    gradients: one per trainable parameter that the loss depends on, with its placement and dtype.
     optimizer: AdamW, see `optimizer_bytes`.
-    accumulated: with microbatches, sums of this rank's own gradients before they are reduced over ranks, whole on dp;
-    of gradients that each microbatch reduces (zero=2 and 3) the pieces.
+    accumulated: with microbatches, the rank's accumulated gradients before they are reduced over ranks, replicated on
+    dp; shards of those that each microbatch reduces (zero=2 and 3).
     saved: what F of one microbatch keeps for B; with pipeline stages, the most that all microbatches in flight keep.
-    forward_peak, backward_peak: most bytes of live values in F and in B, saved values and gradients included, what is
-    steady left out.
+    forward_peak, backward_peak: most bytes of live values in F and in B, with saved values and gradients, without
+    ``steady``.
 
-    gathered: parameters that are whole from the first F of a step to its last B (zero=1 and 2). With pipeline stages
-    only: received: of ``saved``, what other ranks have sent.
+    gathered: parameters that stay unsharded from the first F of a step to its last B (zero=1 and 2). received, with
+    pipeline stages: of ``saved``, what other ranks have sent.
 
-    In host memory, and in none of the others: host: most bytes of activations; states: of the optimizer, if they lie
-    there. ``optimizer`` is then what of them is on the device at once, in a step of it, when activations are gone.
+    In host memory, and counted nowhere else: host: most bytes of activations; states: optimizer states, if they are
+    offloaded. ``optimizer`` is then the most of them that is on the device at once during the optimizer step, when
+    there are no activations.
     """
 
     parameters: int
@@ -69,29 +70,29 @@ class Memory:
 
     @property
     def steady(self) -> int:
-        """What is there all the time."""
+        """Bytes that are allocated all the time."""
         return self.parameters + self.buffers + self.inputs + (0 if self.states else self.optimizer)
 
     @property
     def peak(self) -> int:
-        """The most that is there at once, in a step whose gradients were freed before it started."""
+        """The most bytes at once, in a step whose gradients were freed before it started."""
         stepping = self.gradients + self.optimizer if self.states else 0
         return self.steady + max(self.forward_peak, self.backward_peak, stepping)
 
 
 def memory(compiled: Compiled) -> Memory:
     """The memory of one rank that trains a compiled model: AdamW, gradients freed between steps. With pipeline stages,
-    of the rank that needs most; `memories` has all."""
+    that of the fullest rank; `memories` has all."""
     return max(memories(compiled), key=lambda m: m.peak)
 
 
 def memories(compiled: Compiled) -> tuple[Memory, ...]:
-    """The memory of a rank for every coordinate on pp: of one where there are no pipeline stages."""
+    """The memory of a rank for every coordinate on pp; one entry without pipeline stages."""
     return tuple(_of_rank(compiled, rank) for rank in range(compiled.plan.mesh.size("pp")))
 
 
 def _of_rank(compiled: Compiled, rank: int) -> Memory:
-    """Of a rank at a coordinate of pp."""
+    """The memory of a rank at a coordinate of pp."""
     found = walk_rank(compiled.pipeline, rank, compiled.plan.options.precision)
     held = [p for p in compiled.parameters if rank in p.ranks]
     nodes = {s.name: s.node for s in compiled.signature.inputs if s.kind == "parameter"}
@@ -113,7 +114,7 @@ def _of_rank(compiled: Compiled, rank: int) -> Memory:
 
 
 def _steady(compiled: Compiled, held: Iterable[ParameterSpec], trained: Iterable[ParameterSpec]) -> dict[str, int]:
-    """What does not depend on the order in which graphs run."""
+    """Bytes that do not depend on the order in which graphs run."""
     mesh, trained = compiled.plan.mesh, list(trained)
     nodes = {n.name: n for n in placeholders(compiled.local)}
     specs = {s.node: s for s in compiled.signature.inputs}
@@ -126,7 +127,7 @@ def _steady(compiled: Compiled, held: Iterable[ParameterSpec], trained: Iterable
 
 
 def _optimizer(compiled: Compiled, trained: Sequence[ParameterSpec]) -> dict[str, int]:
-    """Bytes of states on the device, and on the host: those of three buckets in a row come and go in a step."""
+    """Bytes of states on the device, and on the host: the optimizer step has three buckets at a time on the device."""
     mesh, options = compiled.plan.mesh, compiled.plan.options
     states = [optimizer_bytes(p, mesh) for p in trained]
     if not options.optimizer_cpu_offload:
@@ -137,9 +138,8 @@ def _optimizer(compiled: Compiled, trained: Sequence[ParameterSpec]) -> dict[str
 
 
 def optimizer_bytes(spec: ParameterSpec, mesh: Mesh) -> int:
-    """`torch.optim.AdamW` on one rank's piece: two moments in the dtype that the parameter is stored in. 8 bytes per
-    element of float32, 4 of bfloat16, 16 of float64. (Adafactor's rows and columns are whole on every rank, one row and
-    one column of each matrix.)"""
+    """`torch.optim.AdamW` on one rank's shard: two moments in the stored dtype of the parameter. 8 bytes per element of
+    float32, 4 of bfloat16, 16 of float64. (Adafactor's row and column statistics of a matrix are replicated.)"""
     return _MOMENTS * spec.nbytes(mesh)
 
 
@@ -153,7 +153,7 @@ def _input_bytes(compiled: Compiled, inputs: Mapping[str, str], nodes: Mapping[s
 
 
 def most_static(specs: Sequence[ParameterSpec], mesh: Mesh, options: Options) -> int:
-    """`static_bytes` of the coordinate on pp that holds most."""
+    """`static_bytes` of the fullest coordinate on pp."""
     by_name = {s.name: s for s in specs}
     held = ([s.name for s in specs if r in s.ranks] for r in range(mesh.size("pp")))
     return max(static_bytes(by_name, names, mesh, options) for names in held)
@@ -171,8 +171,8 @@ def static_bytes(specs: Mapping[str, ParameterSpec], names: Sequence[str], mesh:
 
 
 def memory_at_worst(compiled: Compiled) -> Memory | None:
-    """Of the rank that needs most; an upper bound, for no routing sends most everywhere. None where no experts are
-    cut."""
+    """Memory of the fullest rank; an upper bound, as no routing sends the most everywhere. None if no experts are
+    sharded."""
     nodes = {n for gm in graphs_of_all(compiled.pipeline, compiled.prologue) for n in gm.graph.nodes}
     routed = [n for n in nodes if "most_rows" in n.meta]
     if not routed:
@@ -183,7 +183,7 @@ def memory_at_worst(compiled: Compiled) -> Memory | None:
 
 @contextmanager
 def _with_most(nodes: list[Node]) -> Iterator[None]:
-    """Within: values have as many rows as they may have."""
+    """Context manager: values have as many rows as they may have."""
     before = [node.meta["val"] for node in nodes]
     try:
         for node, val in zip(nodes, before, strict=True):

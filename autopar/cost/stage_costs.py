@@ -1,4 +1,4 @@
-"""Seconds and bytes of the actions of a pipeline's parts, estimated from their step graphs."""
+"""Seconds and bytes of the actions of pipeline stages, estimated from their step graphs."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def stage_costs(parts: Sequence[Stage], hops: Sequence[P2PEdge], plan: Plan) -> 
     """Seconds and bytes of every part's actions, estimated from its step graphs.
 
     Gathers, reductions and values between parts take the time of their transfers, over the links that the plan's
-    options name, or the device's. Transfers inside of F, B and W count over links that are named: others, those of tp
-    as a rule, are many times faster than the device's between machines. Where tokens go to experts on other ranks over
-    such links, they do so beside what else a graph computes, and in cells beside what the other half does.
+    options name, or the device's. Transfers inside F, B and W count only over links that the options name: the others,
+    usually those of tp, are many times faster than the device's links between machines. Exchanges of tokens over named
+    links overlap with the rest of the graph, and in cells with the other half.
     """
     device, wiring = device_of(plan.options), links_of(plan.options)
     between = Links(plan.mesh, wiring)
@@ -82,7 +82,7 @@ def stage_costs(parts: Sequence[Stage], hops: Sequence[P2PEdge], plan: Plan) -> 
 
 
 def kept(part: Stage) -> int:
-    """Bytes that F of a part keeps for its backward, without what it received."""
+    """Bytes that F of a part keeps for its backward, without received values."""
     names = part.forward.outputs
     return storage_bytes(part.forward.unnamed, [i for i, n in enumerate(names) if is_a(n, "saved")])
 
@@ -103,14 +103,14 @@ def _hop_bytes(hop: P2PEdge) -> int:
 
 
 def step_timeline(compiled: Compiled, unit: float = 1.0) -> Timeline:
-    """The step of a compiled model, as its ranks run it, on times estimated from its graphs, in units of ``unit``
+    """The step of a compiled model, as its ranks run it, with times estimated from its graphs, in units of ``unit``
     seconds; memory in bytes."""
     pipeline = compiled.pipeline
     return timeline_of(compiled, stage_costs(pipeline.parts, pipeline.hops, compiled.plan), unit)
 
 
 def timeline_of(compiled: Compiled, costs: Costs, unit: float = 1.0) -> Timeline:
-    """The same on other times."""
+    """The same with other costs."""
     pipeline = compiled.pipeline
     if pipeline.order.slices > 1 and not costs.tokens:
         costs = _of_slices(costs, pipeline, links_of(compiled.plan.options).of("pp"))
@@ -118,8 +118,8 @@ def timeline_of(compiled: Compiled, costs: Costs, unit: float = 1.0) -> Timeline
 
 
 def _of_slices(costs: Costs, pipeline: Pipeline, links: Topology) -> Costs:
-    """From the costs of the token slice that the graphs' shapes are for to those of a microbatch of several: all grow
-    with the tokens."""
+    """Costs of a whole microbatch, from those of the token slice for which the graphs are compiled: all grow with the
+    tokens."""
     shares = slice_shares(pipeline)
     whole = sum(shares)
     changed: dict[str, Any] = {}

@@ -1,12 +1,12 @@
-"""What one rank of a pipeline holds while it runs its actions one after another.
+"""Memory of one rank of a pipeline while it runs its actions one after another.
 
-    G       parameters that stay whole until their last use; it may be part of the first F of a stage
-    F       adds what its backward takes: saved values, and what it received
-    B       leaves what W takes; W and BW leave nothing but gradient sums
-    R       turns the gradient sums of a stage into gradients
+    G       parameters that stay unsharded until their last use; it may be part of the first F of a stage
+    F       adds what its backward reads: saved values, and received values
+    B       leaves what W reads; W and BW leave only accumulated gradients
+    R       reduces the accumulated gradients of a stage
 
-At every action: what is there already, values on their way to and from other stages included
-(`autopar.cost.stage_memory`), and the live values of the graph that it runs.
+At every action: what is allocated already, with values on their way to and from other stages, and the live values of
+the graph that it runs.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from autopar.steps.of_rank import (
 
 @dataclass
 class MemoryProfile:
-    """Most bytes at once, of each kind for itself. saved: all that is kept between F, B and W; received: of this, what
-    other ranks have sent. gradients: that are there at the end. trained: placeholders of stored parameters that get a
-    gradient. host: in host memory."""
+    """Peak bytes of each kind separately. saved: kept between F, B and W; received: of these, what other ranks have
+    sent. gradients: at the end of the step. trained: placeholders of stored parameters that get a gradient. host: in
+    host memory."""
 
     gathered: int = 0
     accumulated: int = 0
@@ -52,7 +52,7 @@ class MemoryProfile:
 
 
 def walk_rank(pipeline: Pipeline, rank: int, precision: Precision = PRECISIONS["none"]) -> MemoryProfile:
-    """Run the actions of one coordinate on pp. ``precision``: says in what gradients of microbatches are added up."""
+    """Run the actions of one coordinate on pp. ``precision``: has the dtype in which gradients are accumulated."""
     order = lowered_order(pipeline)
     run = _RankWalk(pipeline, order, rank, precision)
     totals, ahead = memory_ahead(pipeline, order, rank)
@@ -81,7 +81,7 @@ class _Part:
         self.host_late = sum(size for name, size in hosted.items() if name in late)
         self.arrived = sum(self.sizes[n] for n in self.received if n in self.sizes)
         self.later = self.kept_by(part.backward_weight)
-        self.same: dict[str, str] = {}  # what B leaves for W -> what else it leaves in the same storage
+        self.same: dict[str, str] = {}  # value that B leaves for W -> another one in the same storage
         self.left = self._left_by_b()
         self.caches = [
             bytes_of([x])
@@ -91,7 +91,7 @@ class _Part:
         ]
 
     def kept_by(self, graph: StepGraph | None) -> set[str]:
-        """Names of what a backward takes that F or B has kept."""
+        """Names of values kept by F or B that a backward reads."""
         names = graph.inputs if graph is not None else ()
         return {n for n in names if is_a(n, "saved", "stash", "sum") or n in self.received}
 
@@ -110,17 +110,18 @@ class _Part:
         return own + self.bytes_of(viewed | {n for n in self.later if not is_a(n, "stash")})
 
     def bytes_of(self, names: Collection[str]) -> int:
-        """Their size in all."""
+        """Their total size."""
         return sum(self.sizes[n] for n in {self.same.get(n, n) for n in names})
 
     def largest(self, graph: StepGraph, sums: Mapping[str, int]) -> int:
-        """Of the results of a graph that become ``sums`` by a cast, the largest; 0 where all are what they are."""
+        """Bytes of the largest result of a graph that is cast to become one of ``sums``; 0 if none is."""
         made = {n: bytes_of([x]) for n, x in zip(graph.outputs, outputs(graph.graph)) if n is not None and n in sums}
         return max((size for n, size in made.items() if size != sums[n]), default=0)
 
     def peak(self, step: StepGraph, others: Collection[str] = (), dying: Collection[str] = ()) -> int:
-        """Live values of a run: own ones and those it is given, but for what is there anyway (parameters, values of
-        the prologue, inputs) and ``others``. ``dying``: gathered parameters that it is the last to take."""
+        """Peak bytes of live values in a run: its own and its inputs, except those counted elsewhere (parameters,
+        values of the prologue, inputs of the step) and ``others``. ``dying``: gathered parameters that it is the last
+        to read."""
         transient = {n for n in step.inputs if is_a(n, "saved", "stash", "grad", "sum") or n in self.received}
         transient |= {*dying}
         nodes = dict(zip(step.inputs, placeholders(step.graph), strict=True))
@@ -134,7 +135,7 @@ class _RankWalk:
         self.pipeline, self.parts = pipeline, dict[int, _Part]()
         self.shares, self.moving = slice_shares(pipeline), P2PBuffers(pipeline, order, rank)
         self.peaks: dict[tuple[int, str, frozenset[str]], tuple[int, int]] = {}
-        self.rank, self.beside = rank, 0.0  # what the first half of a cell may hold while the second runs
+        self.rank, self.beside = rank, 0.0  # bytes of the first half of a cell while the second runs
         self.saved = self.received = self.reduced = self.host = 0.0
         self.gathered: dict[tuple[int, str], int] = {}  # stage, used parameter -> bytes
         self.gathers: set[int] = set()  # stages whose next F gathers
@@ -152,7 +153,7 @@ class _RankWalk:
         return graph.inputs if graph is not None else []
 
     def _used(self, action: Action) -> list[str]:
-        """Gathered parameters that an action takes."""
+        """Gathered parameters that an action reads."""
         gathered = self.pipeline.parts[self.order.part_of(action.stage)].gathered
         return [n for n in self._graph_inputs(action) if n in gathered] if gathered else []
 
@@ -164,7 +165,7 @@ class _RankWalk:
 
     @property
     def there(self) -> float:
-        """Everything between two actions."""
+        """Bytes allocated between two actions."""
         sums = sum(size for of_stage in self.sums.values() for size in of_stage.values())
         kept = self.once + self.saved + self.reduced + sum(self.micro.values()) + sum(self.gathered.values())
         return kept + self.moving.size + sums
@@ -212,7 +213,7 @@ class _RankWalk:
         self.leave(action)
 
     def takes_turns(self, action: Action) -> bool:
-        """Whether the two halves of a cell, of which this is the first, run by turns."""
+        """Whether the two halves of a cell, of which this is the first, take turns."""
         row = self.order.ranks[self.rank]
         back = next(a for a in row[row.index(action) + 1 :] if a.kind in COMPUTE)
         return any(exchanges_tokens(self.part(a.stage).part) for a in (action, back))
@@ -230,7 +231,7 @@ class _RankWalk:
         return self.peaks[key]
 
     def keep(self, part: _Part, kind: str, share: float) -> None:
-        """What is kept changes."""
+        """Update the bytes that are kept."""
         arrived_later = part.bytes_of(part.later & part.received)
         change = {
             "F": (part.saved + part.arrived, part.arrived),
@@ -272,7 +273,7 @@ class _RankWalk:
         self.become_gradients(graph)
 
     def keep_gathered(self, action: Action, part: _Part, graph: StepGraph | None) -> None:
-        """What G, or the first F, has gathered for later actions."""
+        """Add what G, or the first F, has gathered for later actions."""
         assert graph is not None
         for name, x in zip(graph.outputs, outputs(graph.graph), strict=True):
             if name in part.part.gathered and self.last.get((action.stage, name), action) != action:
@@ -280,12 +281,12 @@ class _RankWalk:
         self.found.gathered = max(self.found.gathered, sum(self.gathered.values()))
 
     def become_gradients(self, graph: StepGraph) -> None:
-        """What BWR or R makes stays until the end of the step."""
+        """Add the gradients of BWR or R, which stay until the end of the step."""
         self.found.trained |= {of(n) for n in graph.outputs if n}
         self.reduced += storage_bytes(graph.graph, range(len(graph.outputs)))
 
     def leave(self, action: Action) -> None:
-        """What dies with the last action of a microbatch on this rank."""
+        """Free what is not used after the last action of a microbatch on this rank."""
         self.left[action.microbatch] -= 1
         if not self.left[action.microbatch]:
             self.micro.pop(action.microbatch, None)
@@ -298,7 +299,7 @@ class _RankWalk:
 
 
 def _made(step: StepGraph | None, wanted: Collection[str]) -> int:
-    """Bytes of the results of a prologue that somebody takes."""
+    """Bytes of the results of a prologue that other graphs read."""
     if step is None:
         return 0
     return storage_bytes(step.graph, [i for i, name in enumerate(step.outputs) if name in wanted])
@@ -333,7 +334,7 @@ class P2PBuffers:
             self._posted.setdefault(_key(action, action.kind[1]), []).append(action)
 
     def before(self, action: Action) -> None:
-        """What an F or a backward waits for is its own from here on."""
+        """Hand over the values that an F or a backward waits for: from here on they are its own."""
         key = _key(action, action.kind[0])
         for receive in self._posted.pop(key, ()):
             del self._sizes[receive]
@@ -356,7 +357,7 @@ class P2PBuffers:
                 self._sizes[key] = self._sizes.get(key, 0) + size
 
     def _between(self, source: int, target: int, action: Action) -> int:
-        """Bytes of what goes from a part to a later one, or comes back; what F of the sender saves anyway left out."""
+        """Bytes that a part sends to a later one or back, without values that F of the sender saves anyway."""
         way = "back" if "B" in action.kind else "received" if action.kind == "RF" else "sent"
         key = (source, target, way, action.slice)
         if key not in self._known:
@@ -382,7 +383,7 @@ def _key(action: Action, kind: str) -> Key:
     return kind, action.stage, action.microbatch, action.slice
 
 
-# --- rounds ahead of a step ----------------------------------------------------------------------------
+# --- rounds before a step ------------------------------------------------------------------------------
 
 
 def memory_ahead(pipeline: Pipeline, order: Order, rank: int) -> tuple[int, int]:

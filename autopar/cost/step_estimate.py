@@ -1,7 +1,8 @@
-"""How long a step takes on any mesh, what of it is computing, and which share of the chips' speed that is.
+"""How long a step takes on any mesh, how much of it is computation, and the MFU.
 
-The step is its Order, simulated (`autopar.schedule.simulate`) on times of graphs whose transfers run beside computing
-(`autopar.cost.graph_times`), over the links that the options name or the device's. The optimizer's step is left out.
+The Order of the step is simulated (`autopar.schedule.simulate`) with times of graphs whose transfers overlap with
+computation (`autopar.cost.graph_times`), over the links that the options name or the device's. The optimizer step is
+left out.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ TRAINED = 3  # FLOPs of forward and backward, of those of the forward: two produ
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """seconds: of a step. computing, exposed: of the rank that computes longest, without and in wait for transfers
-    within its graphs; ``moving``: of all these transfers, one after another. flops: of the model, on the whole batch,
-    what is made again not counted. utilization: flops / (seconds · ranks · peak of the chip), MFU (Chowdhery et al.
-    2022, appendix B)."""
+    """seconds: of a step. For the rank that computes longest: computing: seconds of computation; moving: of all
+    transfers within its graphs, one after another; exposed: of these, seconds that the computation waits. flops: of the
+    model, on the global batch, without recomputation. utilization: MFU, flops / (seconds · ranks · peak of the chip)
+    (Chowdhery et al. 2022, appendix B)."""
 
     device: str
     links: str
@@ -50,7 +51,7 @@ class StepEstimate:
 
 
 def step_estimate(compiled: Compiled, times: TimesOfGraphs | None = None) -> StepEstimate:
-    """Of a compiled step."""
+    """The estimate for a compiled step."""
     plan = compiled.plan
     device, times = device_of(plan.options), times or times_of_graphs(compiled)
     seconds = _seconds(compiled, times)
@@ -65,7 +66,7 @@ def step_estimate(compiled: Compiled, times: TimesOfGraphs | None = None) -> Ste
 
 
 def times_of_graphs(compiled: Compiled) -> TimesOfGraphs:
-    """What the options' device and links make of a compiled step's graphs; of equal ones once."""
+    """Times of a compiled step's graphs with the options' device and links, cached."""
     plan = compiled.plan
     device, links = device_of(plan.options), Links(plan.mesh, links_of(plan.options))
     return functools.cache(lambda gm: graph_times(gm, device, links))
@@ -99,7 +100,7 @@ def _sums(compiled: Compiled, times: TimesOfGraphs, rank: int) -> tuple[float, f
 
 
 def _dtype(compiled: Compiled) -> torch.dtype:
-    """In which most is computed."""
+    """The dtype with most FLOPs."""
     by_dtype: dict[torch.dtype, int] = {}
     for node in compiled.local.graph.nodes:
         if (dtype := _result_dtype(node)) is not None:
@@ -121,7 +122,8 @@ Way = tuple[str, str, str]  # axis, kind, FORWARD or BACKWARD
 
 @dataclass(frozen=True)
 class Exchanged:
-    """Of one kind over one axis, in a step. seconds: of the transfers. exposed: of these, what computing waits for."""
+    """Exchanges of one kind over one axis, in a step. seconds: of the transfers. exposed: seconds that the computation
+    waits for them."""
 
     calls: float = 0.0
     bytes: float = 0.0
@@ -135,8 +137,8 @@ class Exchanged:
 
 @dataclass
 class ModuleCost:
-    """Of one module without those within it, on one rank that has it, in a step. forward, backward: seconds of
-    computing. kept: bytes that F keeps for the backward, of one microbatch."""
+    """Cost of one module without its submodules, on one rank that has it, in a step. forward, backward: seconds of
+    computation. kept: bytes that F of one microbatch keeps for the backward."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -168,7 +170,7 @@ def _holders(compiled: Compiled) -> dict[str, str]:
 
 
 def _graphs(compiled: Compiled) -> dict[str, tuple[GraphModule, int]]:
-    """All that any rank of pp runs, each once."""
+    """Every graph that any rank of pp runs, once."""
     found: dict[str, tuple[GraphModule, int]] = {}
     for rank in range(compiled.plan.mesh.size("pp")):
         found = graphs_of_rank(compiled.pipeline, compiled.prologue, rank) | found
@@ -205,13 +207,13 @@ def _moved(node: Node, mesh: Mesh) -> Iterator[tuple[str, str, int, int]]:
 
 @dataclass(frozen=True)
 class _Owners:
-    """Whose a transfer is. holders: placeholder of a parameter -> path of the module that holds it."""
+    """The modules to which transfers belong. holders: placeholder of a parameter -> path of its module."""
 
     holders: Mapping[str, str]
     mesh: Mesh
 
     def of(self, node: Node) -> list[tuple[str, float]]:
-        """(path, share): one module, or of a bucket those of its parts."""
+        """(path, share) of each module: one, or for a bucket those of its members."""
         if not node.meta.get("bucket"):
             return [(self._one(node), 1.0)]
         packed = node.args[0]
@@ -226,8 +228,8 @@ class _Owners:
         return [(path, size / whole) for path, size in sizes.items()]
 
     def _one(self, node: Node) -> str:
-        """A sum over ranks belongs to the module that leaves it open, what is gathered or moved to the one that uses
-        it, a parameter to its own."""
+        """A reduction belongs to the module whose result is partial, other transfers to the module that uses the value,
+        and those of a parameter to the module that holds it."""
         near = node.all_input_nodes[:1]
         if near and near[0].name in self.holders:
             return self.holders[near[0].name]

@@ -1,13 +1,13 @@
-"""How the ranks of an axis are wired, over which links a message goes, and how long it takes.
+"""How the ranks of an axis are connected, over which links a message goes, and how long it takes.
 
     ring     links to both neighbours; a message over distance d crosses d links, and occupies them all
     mesh     a link to every other rank
-    switch   one port per rank, into which and out of which everything goes
+    switch   one port per rank, for everything that it sends and receives
 
     Topology.parse("ring:50e9:5e-6")                          50 GB/s per link and direction, 5 us per hop
-    Topologies.parse("cp=ring:50e9:5e-6,tp=switch:450e9")     per mesh axis; of others the links of the device
-    Topologies.parse("ep%8=switch:450e9,ep/8=switch:50e9")    8 ranks of ep that follow each other are a node: the links
-                                                              within it, and those of a rank to its like in other nodes
+    Topologies.parse("cp=ring:50e9:5e-6,tp=switch:450e9")     per mesh axis; other axes have the links of the device
+    Topologies.parse("ep%8=switch:450e9,ep/8=switch:50e9")    8 consecutive ranks of ep are a node: its links, and the
+                                                              links to ranks with the same index in other nodes
 
 All links carry both directions at full speed at the same time.
 """
@@ -23,10 +23,10 @@ from autopar.spelling import did_you_mean
 from autopar.values import byte_rate
 
 KINDS = ("ring", "mesh", "switch")
-ROUND = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")  # go from neighbour to neighbour, but on a mesh
+ROUND = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")  # go from neighbour to neighbour, except on a mesh
 EXAMPLE = "ring:50e9:5e-6 (kind:bytes per second:seconds)"
 
-Link = tuple[str, int]  # what it is to the rank that sends over it (a port: out or in), and that rank
+Link = tuple[str, int]  # (direction as seen from the sending rank, or port: out or in; that rank)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Topology:
     """The links of one axis.
 
     bandwidth: bytes per second of a link in each direction (switch: of a port). latency: seconds from the start of a
-    message until its first byte is there (ring: per hop).
+    message until its first byte arrives (ring: per hop).
     """
 
     kind: str = "switch"
@@ -52,14 +52,14 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str, default: Topology | None = None) -> Topology:
-        """Of "kind", "kind:bandwidth" or "kind:bandwidth:latency"; what is left out is as in the default."""
+        """From "kind", "kind:bandwidth" or "kind:bandwidth:latency"; missing numbers are those of the default."""
         kind, *numbers = text.strip().split(":")
         if len(numbers) > 2:
             raise ValueError(f"topology: expected kind:bandwidth:latency, found {text!r}; such as {EXAMPLE}")
         try:
             found = [byte_rate(number) for number in numbers[:1]] + [float(number) for number in numbers[1:]]
         except ValueError:
-            raise ValueError(f"topology: expected numbers behind the kind, found {text!r}; such as {EXAMPLE}") from None
+            raise ValueError(f"topology: expected numbers after the kind, found {text!r}; such as {EXAMPLE}") from None
         left_out = default or cls()
         return cls(kind, *[*found, *(left_out.bandwidth, left_out.latency)[len(found) :]])
 
@@ -67,8 +67,8 @@ class Topology:
         return f"{self.kind}:{_short(self.bandwidth)}:{_short(self.latency)}"
 
     def route(self, source: int, target: int, size: int, way: str = "") -> tuple[Link, ...]:
-        """The links that a message crosses, among ``size`` ranks. On a ring it takes the shorter way round, and at half
-        of it goes up, unless its ``way`` is "down". Two ranks have one link."""
+        """The links that a message crosses, among ``size`` ranks. On a ring it takes the shorter direction; if both are
+        equally long it goes up, unless its ``way`` is "down". Two ranks have one link."""
         distance = (target - source) % size
         assert distance, f"a message from rank {source} to itself"
         if self.kind == "switch":
@@ -80,12 +80,12 @@ class Topology:
         return tuple(("down", (source - hop) % size) for hop in range(size - distance))
 
     def delay(self, route: tuple[Link, ...]) -> float:
-        """Seconds until the first byte of a message over a route is there."""
+        """Seconds until the first byte of a message over a route arrives."""
         return self.latency * (len(route) if self.kind == "ring" else 1)
 
     def seconds(self, kind: str, nbytes: float, size: int, calls: int = 1) -> float:
-        """What ``size`` ranks take for collectives of a kind (or "send": to a neighbour), or parts of them, that send
-        so many bytes per rank: one after another, each with one delay."""
+        """Seconds of ``calls`` collectives of a kind (or "send": to a neighbour) among ``size`` ranks, one after
+        another, each with one delay. nbytes: sent per rank in all of them together."""
         straight = kind.startswith("all_to_all") or (kind in ROUND and self.kind == "mesh")
         routes = [self.route(0, distance, size) for distance in range(1, size if straight else 2)]
         loads = Counter(name for route in routes for name, _ in route)  # of a link of each rank, in messages
@@ -95,14 +95,14 @@ class Topology:
 
 @dataclass(frozen=True)
 class Topologies:
-    """The wiring of each mesh axis; ``str`` and `parse` are inverse, but for the default: of axes without an entry."""
+    """The topology of each mesh axis, and the default for axes without an entry; `parse` reads what ``str`` writes."""
 
     axes: Mapping[str, Topology] = field(default_factory=dict)
     default: Topology = field(default_factory=Topology)
 
     @classmethod
     def parse(cls, text: str, default: Topology | None = None) -> Topologies:
-        """Of "cp=ring:50e9:5e-6,tp=switch", or of one topology for all axes, as in "ring:50e9"; "" is no entry."""
+        """From "cp=ring:50e9:5e-6,tp=switch", or one topology for all axes, such as "ring:50e9"; "" has no entry."""
         axes: dict[str, Topology] = {}
         for entry in text.split(",") if text.strip() else []:
             axis, equals, topology = entry.strip().rpartition("=")
@@ -115,16 +115,16 @@ class Topologies:
         return cls(axes, default or Topology())
 
     def of(self, axis: str) -> Topology:
-        """The wiring of an axis, or of a level of one (cp%4); of joined axes that of the first, which is the outer."""
+        """The topology of an axis, or of a level of one (cp%4); for joined axes that of the first, the outermost."""
         return self.given(axis) or self.default
 
     def given(self, axis: str) -> Topology | None:
-        """The same, if there is an entry for it."""
+        """The same; None without an entry for it."""
         return self.axes.get(axis) or self.axes.get(re.split("[%/,]", axis)[0]) or self.axes.get("*")
 
     def per_node(self, axis: str) -> int:
-        """How many ranks of an axis that follow each other are one node; 0 if no entry says so. Raises ValueError for
-        entries that do not agree."""
+        """How many consecutive ranks of an axis are one node; 0 without an entry. Raises ValueError for entries that
+        disagree."""
         named = [re.split("[%/]", name) for name in self.axes]
         found = sorted({int(level[1]) for level in named if level[0] == axis and len(level) == 2})
         if len(found) > 1:
@@ -139,7 +139,7 @@ class Topologies:
 
 
 def _short(number: float) -> str:
-    """5e10 rather than 50000000000.0, and exact."""
+    """Exact, and short: 5e10 rather than 50000000000.0."""
     mantissa, e, exponent = f"{number:g}".partition("e")
     text = f"{mantissa}e{int(exponent)}" if e else mantissa
     return text if float(text) == number else repr(number)

@@ -1,13 +1,13 @@
-"""What a graph costs on the wire: bytes per conversion and per raw collective, per graph and per step.
+"""Bytes on the wire: per conversion and per collective, per graph and per step.
 
 Bytes are those that one rank sends under the ring algorithms, which are optimal in volume (Patarasuk and Yuan,
-2009), for a value whose whole is b bytes on an axis of n ranks:
+2009), for a value of b bytes (unsharded) on an axis of n ranks:
 
     all_reduce       2 (n-1)/n b
-    all_gather         (n-1)/n b       b is what everyone has afterwards
-    reduce_scatter     (n-1)/n b       b is what everyone had before
-    all_to_all         (n-1)/n b/n     a rank keeps one n-th of its own piece of b/n
-    all_to_all_rows    (n-1)/n b/n     of rows for experts: if routing is even
+    all_gather         (n-1)/n b       b is what every rank has afterwards
+    reduce_scatter     (n-1)/n b       b is what every rank had before
+    all_to_all         (n-1)/n b/n     a rank keeps one n-th of its shard of b/n
+    all_to_all_rows    (n-1)/n b/n     rows for experts, with even routing
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def collective_bytes(kind: str, nbytes_whole: int, n: int) -> int:
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one node moves: over which mesh axis, how, and how many bytes each rank sends."""
+    """The transfer of one node: mesh axis, kind, and bytes that each rank sends."""
 
     axis: str
     kind: str
@@ -64,21 +64,21 @@ class Volume:
         return Volume(self.calls + other.calls, self.bytes + other.bytes)
 
     def times(self, count: int, share: float = 1.0) -> Volume:
-        """The volume of as many runs, each on a share of the data."""
+        """The volume of ``count`` runs, each on a share of the data."""
         return Volume(self.calls * count, round(self.bytes * count * share))
 
 
 @dataclass(frozen=True)
 class Links:
-    """What transfers take on a mesh. given: of axes alone whose links the user has named; others take no time."""
+    """Times of transfers on a mesh. given: only axes whose links the user has named count; others take no time."""
 
     mesh: Mesh
     wiring: Topologies = field(default_factory=Topologies)
     given: bool = False
 
     def seconds(self, node: Node) -> float | None:
-        """Of what a node moves; None for one that moves nothing that counts. Attention over ranks: of the exchanges
-        that take longest, beside which it computes."""
+        """Seconds of a node's transfer; None without one that counts. For attention over ranks: of the longest
+        exchanges, which overlap with its computation."""
         if is_context_attention(node):
             axis = str(arguments(node)["axis"])
             moved = [Transfer(axis, kind, size) for kind, (_, size) in sent_by(node).items() if self._counts(axis)]
@@ -96,9 +96,9 @@ class Links:
 
 
 def transfer(node: Node, mesh: Mesh) -> Transfer | None:
-    """What a conversion or raw collective moves, at any level; None for every other node.
+    """The transfer of a conversion or collective, at any level; None for every other node.
 
-    A conversion that moves nothing has its kind ("none", "slice", ...) and 0 bytes.
+    A conversion without communication has its kind ("none", "slice", ...) and 0 bytes.
     """
     if is_conversion(node):
         axis, src, dst = conversion_of(node)
@@ -117,7 +117,7 @@ def transfer(node: Node, mesh: Mesh) -> Transfer | None:
 
 
 def _whole_of_conversion(node: Node, axis: str, mesh: Mesh) -> int:
-    """Bytes of the value, whole on ``axis`` and cut by the other axes."""
+    """Bytes of the value, replicated on ``axis`` and sharded on the other axes."""
     if is_call(node, exchange):
         _, _, dst = conversion_of(node)
         return nbytes(node) * (mesh.size(axis) if isinstance(dst, Shard) else 1)
@@ -127,8 +127,8 @@ def _whole_of_conversion(node: Node, axis: str, mesh: Mesh) -> int:
 
 
 def communication(gm: GraphModule, mesh: Mesh) -> dict[tuple[str, str], Volume]:
-    """(axis, kind) -> volume of a graph's collectives and of its attention over cut sequences ("send up", "send down",
-    "send home": of the rank that sends most), in the order in which they first appear."""
+    """(axis, kind) -> volume of a graph's collectives and of its attention over sharded sequences ("send up", "send
+    down", "send home": of the rank that sends most), in the order in which they first appear."""
     out: dict[tuple[str, str], Volume] = {}
     for node in gm.graph.nodes:
         found = transfer(node, mesh)
@@ -151,14 +151,14 @@ def total_volume(volumes: Iterable[dict[tuple[str, str], Volume]]) -> dict[tuple
     return out
 
 
-# --- what a whole step moves ---------------------------------------------------------------------------
+# --- communication of a step ---------------------------------------------------------------------------
 
 ONCE = ("prologue", "once", "each", "ahead", "gather", "reduce")  # graphs that do not run for every token slice
 
 
 def graph_runs(compiled: Compiled, rank: int = 0) -> dict[str, tuple[GraphModule, int]]:
-    """Name -> (step graph, how often a step runs it), of the ranks at coordinate ``rank`` of pp: forward, or with
-    stages part1.backward_input, which runs for every microbatch and token slice."""
+    """Name -> (step graph, how often a step runs it), for the ranks at coordinate ``rank`` of pp. Names are such as
+    forward, or with stages part1.backward_input, which runs for every microbatch and token slice."""
     return graphs_of_rank(compiled.pipeline, compiled.prologue, rank)
 
 
@@ -186,14 +186,14 @@ def step_communication(compiled: Compiled, rank: int | None = None) -> dict[tupl
 
 
 def transfer_seconds(plan: Plan, axis: str, kind: str, volume: Volume) -> float:
-    """What a step's transfers over an axis take one after another, over the links that the options name, or else the
-    device's; how many of them hide behind computing is not counted."""
+    """Seconds of a step's transfers over an axis, one after another, over the links that the options name, or else the
+    device's. Overlap with computation is not considered."""
     wires = links_of(plan.options).of(axis)
     return wires.seconds(kind, volume.bytes, plan.mesh.size(axis), volume.calls) if volume.bytes else 0.0
 
 
 def _between_stages(compiled: Compiled, pipeline: Pipeline, rank: int) -> dict[tuple[str, str], Volume]:
-    """What goes over pp."""
+    """The volume over pp."""
     mesh, bucket = compiled.plan.mesh, compiled.plan.options.bucket_bytes
     nodes = {s.name: s.node for s in compiled.signature.inputs if s.kind == "parameter"}
     sums = shared_gradients(pipeline, compiled.parameters, nodes, mesh, rank, bucket) if compiled.train else []

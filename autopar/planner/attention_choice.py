@@ -1,12 +1,12 @@
-"""Which algorithm each attention over a cut sequence runs, and how the sequence is dealt: by estimated time.
+"""Which algorithm each attention over a sharded sequence runs, and how the sequence is dealt: by estimated time.
 
     choose(problem, "auto", Topology("ring"))     -> bi_ring forward, token_ring backward, and why
-    choose(problem, "bi_ring+token_ring", ...)    -> as asked for, or the reason why not
+    choose(problem, "bi_ring+token_ring", ...)    -> as requested, or the reason why not
     choose_layout(problems, "auto", "auto", ...)  -> zigzag for causal self-attention, mostly
 
-Forward and backward are chosen one by one: what goes over the links differs (k and v against their gradients, too), and
-all algorithms take and give the same pieces. Those that exchange heads for sequence keep other pieces for the backward,
-so they run both passes or none.
+Forward and backward are chosen separately: they send different tensors (the backward also sends gradients of k and v),
+and all algorithms read and return the same shards. Algorithms that exchange heads for sequence save different shards
+for the backward, so they run both passes or neither.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from autopar.cost.hardware import DEFAULT, Device
 from autopar.cost.topology import Topology
 
 AUTO = "auto"
-_AS_FAST = 1.005  # within half a percent of the fastest, what sends less is chosen
+_AS_FAST = 1.005  # within half a percent of the fastest, the algorithm that sends less is chosen
 
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """What one attention runs, and why. candidates: (algorithm, pass, cost or refusal) of all that were looked at."""
+    """What one attention runs, and why. candidates: (algorithm, pass, cost or refusal) of all that were considered."""
 
     forward: str
     backward: str
@@ -48,7 +48,7 @@ def choose_algorithms(
     """The algorithms of one attention, whose sequences are dealt as the problem says.
 
     attention: "auto", "NAME" or "FORWARD+BACKWARD". Raises ValueError for unknown names, for a named algorithm that
-    refuses, for names that do not go together, and if every algorithm refuses.
+    cannot run the problem, for names that cannot be combined, and if no algorithm can run it.
     """
     wires, named = topology or Topology(), _named(attention)
     check_together(named, problem)
@@ -72,7 +72,7 @@ def choose_algorithms(
 
 @dataclass(frozen=True)
 class _Option:
-    """Two passes that go together."""
+    """A forward and a backward that can be combined."""
 
     forward: AttentionCost
     backward: AttentionCost
@@ -87,7 +87,7 @@ class _Option:
 
 
 def _best(options: Sequence[_Option]) -> _Option:
-    """The fastest; of those as fast, what sends least; of these, rather one algorithm than two; then the first."""
+    """The fastest. Ties go to the one that sends least, then to one algorithm for both passes, then to the first."""
     fastest = min(option.seconds for option in options)
     fast = [option for option in options if option.seconds <= fastest * _AS_FAST]
     least = min(option.bytes for option in fast)
@@ -103,7 +103,7 @@ def _named(attention: str) -> tuple[AttentionAlgorithm, ...]:
 
 
 def _options(problem: Problem, found: Sequence[AttentionCost]) -> list[_Option]:
-    """What may be chosen: any forward with any backward, unless one of them exchanges heads."""
+    """The possible choices: any forward with any backward, unless one of them exchanges heads."""
 
     def apart(candidate: AttentionCost) -> bool:
         return ALGORITHMS[candidate.algorithm].head_ranks(problem) > 1
@@ -119,9 +119,9 @@ def _options(problem: Problem, found: Sequence[AttentionCost]) -> list[_Option]:
 
 
 def _reason(best: _Option, options: Sequence[_Option]) -> str:
-    """What was chosen costs so much, and what else comes next among those that run one algorithm."""
+    """The cost of the choice, and of the runner-up among those that run one algorithm for both passes."""
     exposed = best.forward.exposed + best.backward.exposed
-    text = f"{_ms(best.seconds)} by estimate, of them {_ms(exposed)} waiting"
+    text = f"{_ms(best.seconds)} by estimate, of which {_ms(exposed)} waiting"
     others = [o for o in options if o.forward.algorithm == o.backward.algorithm and o != best]
     if not others:
         return text
@@ -135,12 +135,12 @@ def _reason(best: _Option, options: Sequence[_Option]) -> str:
 
 
 def dealt(problem: Problem, layout: str) -> Problem:
-    """A self-attention whose sequence is dealt so."""
+    """The same self-attention with its sequence dealt in this layout."""
     return dataclasses.replace(problem, query_blocks=LAYOUTS[layout], key_blocks=LAYOUTS[layout])
 
 
 def check_layout(problem: Problem, layout: str) -> None:
-    """Raises ValueError if a sequence cannot be dealt so."""
+    """Raises ValueError if the sequence cannot be dealt in this layout."""
     pieces = problem.size * max(1, len(LAYOUTS[layout]))
     if problem.queries % pieces:
         other = (
@@ -159,8 +159,8 @@ def choose_layout(
     topology: Topology | None = None,
     device: Device = DEFAULT,
 ) -> tuple[str, str]:
-    """(how to deal the sequence of all these self-attentions, why): the layout in which the sum of their best times is
-    least. Raises ValueError if none divides or is what the algorithms that were asked for can run."""
+    """(layout for the sequence of all these self-attentions, why): the one with the least sum of their best times.
+    Raises ValueError if no layout divides the sequence, or if the requested algorithms can run none."""
     times: dict[str, float] = {}
     refusals: list[str] = []
     for name in LAYOUTS if layout == AUTO else [layout]:
@@ -170,7 +170,7 @@ def choose_layout(
             if layout != AUTO:
                 return layout, "asked for"
             if not any(p.mask.causal for p in problems):
-                return name, "no query of it waits for earlier tokens"
+                return name, "no query waits for earlier tokens"
             times[name] = math.fsum(
                 choose_algorithms(dealt(p, name), attention, topology, device).seconds for p in problems
             )

@@ -1,8 +1,8 @@
 """Which dim of each input is the batch: what the user or an adapter says, else evidence from shapes and from the graph.
 
-Samples of a batch do not meet before the loss. So the graph tells a batch dim from the dim of a sequence: followed
-through the graph, the one reaches all that the model computes, the other ends in a recurrence, or comes to an
-attention as the dim whose entries read each other.
+Samples of a batch do not interact before the loss. So the graph tells a batch dim from a sequence dim: followed through
+the graph, a batch dim reaches everything that the model computes, while a sequence dim ends in a recurrence or reaches
+an attention as the dim whose entries attend to each other.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def known_dims(shapes: Shapes, options: Options, fixed: Plan | None, hints: BatchDims) -> dict[str, int | None]:
-    """Batch dims of the inputs that need no evidence: of the user, of an earlier plan, ``hints`` of an adapter, in this
-    order. Raises ValueError for a dim that an input lacks."""
+    """Batch dims of the inputs that need no evidence: those of the user, an earlier plan, or an adapter's ``hints``, in
+    this order. Raises ValueError for a dim that an input lacks."""
     said = {**hints, **(fixed.batch_dims if fixed is not None else {}), **dict(options.batch_dims)}
     said = {name: dim for name, dim in said.items() if name in shapes}
     check_dims_exist(said, shapes)
@@ -38,20 +38,20 @@ def known_dims(shapes: Shapes, options: Options, fixed: Plan | None, hints: Batc
 
 
 def check_dims_exist(dims: BatchDims, shapes: Shapes) -> None:
-    """Inputs have the dim that is their batch. Raises ValueError."""
+    """Raises ValueError for an input without the dim that is named as its batch."""
     for name, dim in dims.items():
         shape = shapes.get(name)
         if dim is not None and shape is not None and not -len(shape) <= dim < len(shape):
             raise ValueError(
                 f"batch_dims: the batch is dim {dim} of input {name}, found a tensor of shape {list(shape)}; pass a "
-                f"row for each example, name another dim, or batch_dims={{{name!r}: None}} for no part of it"
+                f"row for each example, name another dim, or batch_dims={{{name!r}: None}} for an input without a batch"
             )
 
 
 def likely_dims(shapes: Shapes, known: BatchDims) -> dict[str, int | None]:
-    """The dims as far as they tell: what is known, else dim 0 where its size is that of the batch.
+    """The likely batch dims: what is known, else dim 0 where its size is that of the batch.
 
-    The size is that of the first known dim, else the most common leading size, of several the first.
+    The batch size is that of the first known dim, else the most common leading size; a tie goes to the first.
     """
     rows = next((shapes[n][d] for n, d in known.items() if d is not None), None)
     if rows is None:
@@ -61,9 +61,9 @@ def likely_dims(shapes: Shapes, known: BatchDims) -> dict[str, int | None]:
 
 
 def decide_batch_dims(gm: GraphModule, options: Options, fixed: Plan | None) -> dict[str, int | None]:
-    """Input -> its batch dim, or None, for a normalised global graph: those that are known (hints of an adapter are in
+    """Input -> its batch dim, or None, for a normalised global graph: the known ones (hints of an adapter are in
     ``gm.meta["batch_dims"]``); the others follow from those, or from the graph alone. Raises ValueError, asking for
-    them, where it is ambiguous. ``gm.meta["unclear_batch_dims"]`` gets those that are only likely.
+    batch_dims, where they are ambiguous. Sets ``gm.meta["unclear_batch_dims"]`` to the inputs whose dim is only likely.
     """
     nodes = {n.name: n for n in gm.graph.nodes if n.op == "placeholder"}
     inputs = {s.name: nodes[s.node] for s in signature_of(gm).inputs if s.kind == "input"}
@@ -97,14 +97,14 @@ class _LikelyDim:
     dim: int
     size: int
     labels: Mapping[Node, Shard]
-    coverage: int  # how many values made of parameters have the dim
-    meets: str  # where its entries meet; "" if they do not
-    ours: bool  # it reaches a parameter, buffer or constant: a dim of the model
+    coverage: int  # how many values computed from parameters have the dim
+    meets: str  # the operator in which its entries interact; "" if they do not
+    ours: bool  # it reaches a parameter, buffer or constant, so it is a dim of the model
 
     @classmethod
     def of(cls, gm: GraphModule, name: str, node: Node, dim: int) -> _LikelyDim:
         size = global_shape(node)[dim]
-        labels = spread_label(node, Shard(dim), Mesh.of(dp=size), "dp", inputs=True)  # as small as pieces get
+        labels = spread_label(node, Shard(dim), Mesh.of(dp=size), "dp", inputs=True)  # shards of one row, the smallest
         specs = input_specs(gm)
         ours = any(x.op == "placeholder" and specs[x.name].kind != "input" for x in labels)
         coverage = sum(x.op != "placeholder" and has_gradient(x) for x in labels)
@@ -112,7 +112,7 @@ class _LikelyDim:
 
 
 def _meeting(gm: GraphModule, labels: Mapping[Node, Shard]) -> str:
-    """The attention that reads a followed dim as its sequence."""
+    """The attention whose sequence is the followed dim; "" without one."""
     for node in gm.graph.nodes:
         if is_call(node, ATTENTION):
             operands = arguments(node)
@@ -122,7 +122,7 @@ def _meeting(gm: GraphModule, labels: Mapping[Node, Shard]) -> str:
 
 
 def _chosen(inputs: Mapping[str, Node], candidates: list[_LikelyDim], likely: BatchDims) -> _LikelyDim | None:
-    """The likely dim, unless the graph says that it is another one. Raises ValueError where neither is clear."""
+    """The likely dim, unless the graph shows that another is the batch. Raises ValueError where neither is clear."""
     clear = [c for c in candidates if not (c.meets or c.ours)]
     first = next((n for n in inputs if likely[n] is not None), None)
     guess = next((c for c in candidates if (c.name, c.dim) == (first, likely.get(first or ""))), None)
@@ -140,7 +140,7 @@ def _chosen(inputs: Mapping[str, Node], candidates: list[_LikelyDim], likely: Ba
 
 
 def _refuse(inputs: Mapping[str, Node], guess: _LikelyDim, other: _LikelyDim | None = None) -> NoReturn:
-    why = f"dim {guess.dim} of {guess.name} may be it"
+    why = f"it may be dim {guess.dim} of {guess.name}"
     if guess.meets:
         why = f"dim {guess.dim} of {guess.name} is the sequence of {guess.meets}, and no other dim is clear"
     elif guess.ours:
@@ -149,18 +149,18 @@ def _refuse(inputs: Mapping[str, Node], guess: _LikelyDim, other: _LikelyDim | N
         why += f", or dim {other.dim} of {other.name}"
     shapes = ", ".join(f"{name} {tuple(global_shape(node))}" for name, node in inputs.items())
     raise ValueError(
-        f"batch_dims: which dim of which input is the batch is not clear: {why} (inputs {shapes}); say it with "
-        f'batch_dims={{"{guess.name}": {guess.dim}, ...}}, None for an input that is no part of the batch'
+        f"batch_dims: cannot tell which dim of which input is the batch: {why} (inputs {shapes}); pass "
+        f'batch_dims={{"{guess.name}": {guess.dim}, ...}}, with None for an input without a batch dim'
     )
 
 
 def _followed(
     found: list[_LikelyDim], inputs: Mapping[str, Node], likely: BatchDims, free: list[str]
 ) -> dict[str, int | None]:
-    """The dims of the inputs that the graph reaches from the chosen one. Of others, that of batch first inputs with as
-    many rows; else they are no part of the batch (if ranks then feed different ones, they are told). Nothing tells such
-    a batch from a table of so many rows, as the texts of a contrastive loss from the rows of a memory; what the ranks
-    are given does (`runtime.batches`)."""
+    """The batch dims of the inputs that the graph reaches from the chosen one. An input that it does not reach has
+    batch dim 0 if it has as many rows as the batch, else none (ranks that then pass different values get an error). The
+    graph cannot tell such an input from a table with as many rows: the texts of a contrastive loss look like the rows
+    of a memory bank. What the ranks pass at run time can (`runtime.batches`)."""
     dims = dict(likely)
     for name in free if found else ():
         label = next((c.labels[inputs[name]] for c in found if inputs[name] in c.labels), None)

@@ -1,9 +1,9 @@
-"""Context parallelism in the plan: which sequences are cut over the axis cp, how they are dealt, and which algorithm
-each attention runs.
+"""Context parallelism in the plan: which sequences are sharded on cp, how they are dealt, and which algorithm each
+attention runs.
 
-A *stream* is a sequence of tokens that the graph carries along: the values from which, or to which, the queries (or
-keys) of some attention can be followed. Each is dealt one way for all its attentions. An encoder and a decoder are two
-streams; the attention between them reads both.
+A *stream* is a sequence of tokens that the graph carries along: all values that are connected to the queries (or keys)
+of an attention along its sequence dim. A stream has one layout for all its attentions. An encoder and a decoder are
+two streams; cross-attention reads both.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ATTENTION = torch.ops.autopar.attention.default
 
 @dataclass
 class ContextPlan:
-    """Streams of the axis cp, how each attention runs, and notes."""
+    """Streams of the axis cp, the algorithms of each attention, and notes."""
 
     streams: list[Stream] = field(default_factory=list)
     attention: dict[str, AttentionPlan] = field(default_factory=dict)
@@ -41,13 +41,13 @@ class ContextPlan:
     labels: dict[Node, int] = field(default_factory=dict)  # value -> number of its stream
 
     def chunks(self, ranks: int) -> dict[Node, int]:
-        """Into how many chunks the sequence of each value is dealt."""
+        """Value -> the number of chunks into which its sequence is dealt."""
         return {node: ranks * max(1, len(self.streams[i].blocks)) for node, i in self.labels.items()}
 
 
 def plan_context(gm: GraphModule, mesh: Mesh, options: Options) -> ContextPlan:
     """Decide for a normalised global graph. Raises ValueError for sequences that do not divide, for a graph without
-    attention, and for an algorithm that cannot run one of them."""
+    attention, and for a requested algorithm that cannot run one of the attentions."""
     plan = ContextPlan()
     ranks = mesh.size(AXIS)
     attentions = calls_of(gm.graph, ATTENTION)
@@ -61,7 +61,7 @@ def plan_context(gm: GraphModule, mesh: Mesh, options: Options) -> ContextPlan:
     problems = {n: problem_of_call(n, mesh, options) for n in chosen}
     for i, stream in enumerate(plan.streams):
         own = [problems[n] for n in chosen if _streams_of(n, plan) == (i, i) and problems[n].mask.causal]
-        layout, why = _layout(own, options) if own else ("contiguous", "no query of it waits for earlier tokens")
+        layout, why = _layout(own, options) if own else ("contiguous", "no query waits for earlier tokens")
         reason = f"{stream.reason}; {layout}: {why}"
         plan.streams[i] = dataclasses.replace(stream, blocks=LAYOUTS[layout], reason=reason)
     for node in chosen:
@@ -72,14 +72,14 @@ def plan_context(gm: GraphModule, mesh: Mesh, options: Options) -> ContextPlan:
 
 
 def _tokens(node: Node) -> tuple[int, int]:
-    """Of the queries and of the keys."""
+    """(queries, keys): the lengths of both sequences."""
     queries, keys = (global_shape(arguments(node)[name])[2] for name in ("q", "k"))
     return queries, keys
 
 
 def _can_be_cut(node: Node, ranks: int, plan: ContextPlan, longest: int) -> bool:
-    """Whether both sequences of an attention divide. Self-attention must, unless it is over a shorter sequence than
-    the ``longest`` one that is cut (the patches of an image beside a text); what else does not is left whole."""
+    """Whether both sequences of an attention divide. Self-attention must, unless its sequence is shorter than the
+    ``longest`` one that is sharded (image patches beside a text). Others that do not divide are replicated."""
     queries, keys = _tokens(node)
     bad = [n for n in (queries, keys) if n % ranks]
     if not bad:
@@ -89,22 +89,22 @@ def _can_be_cut(node: Node, ranks: int, plan: ContextPlan, longest: int) -> bool
             f'context_parallel: sequence length {queries} of {describe(node)} does not divide over axis "{AXIS}" of '
             f"size {ranks}; pad to {-(-queries // ranks) * ranks}"
         )
-    plan.notes.append((node.name, f"whole on {AXIS}: {bad[0]} tokens do not divide over {ranks} ranks"))
+    plan.notes.append((node.name, f"replicated on {AXIS}: {bad[0]} tokens do not divide over {ranks} ranks"))
     return False
 
 
 def _nothing_to_cut(attentions: list[Node], ranks: int) -> str:
-    need = f'context_parallel: axis "{AXIS}" cuts the sequence of attention, found '
+    need = f'context_parallel: axis "{AXIS}" shards the sequence of attention, found '
     if attentions:
         return f"{need}{describe(attentions[0])}, whose tokens do not divide over {ranks} ranks; pad them"
     return (
-        f"{need}none: neither scaled_dot_product_attention nor a softmax between two products that could be recognised "
-        f'(docs/context_parallel.md); state-space layers are not cut along the sequence: use no axis "{AXIS}"'
+        f"{need}none: neither scaled_dot_product_attention nor a softmax between two products that autopar recognises "
+        f'(docs/context_parallel.md); state-space layers are not sharded on the sequence: use no axis "{AXIS}"'
     )
 
 
 def _follow(node: Node, name: str, mesh: Mesh, plan: ContextPlan) -> None:
-    """A stream begins at an operand that no earlier stream reaches."""
+    """Start a stream at an operand that no earlier stream reaches."""
     start = arguments(node)[name]
     if start not in plan.labels:
         for value in spread_label(start, Shard(2), mesh, AXIS, inputs=True):
@@ -119,7 +119,7 @@ def _streams_of(node: Node, plan: ContextPlan) -> tuple[int, int]:
 
 
 def problem_of_call(node: Node, mesh: Mesh, options: Options) -> Problem:
-    """The attention of a global graph as a rank of the axis cp sees it: its part of the batch and of the heads."""
+    """The attention of a global graph as a rank of cp sees it: with its shard of the batch and of the heads."""
     args = arguments(node)
     batch, heads, queries, width = global_shape(args["q"])
     _, kv_heads, keys, value_width = global_shape(args["v"])
@@ -138,11 +138,11 @@ def problem_of_call(node: Node, mesh: Mesh, options: Options) -> Problem:
     )  # fmt: skip
 
 
-# --- what is chosen --------------------------------------------------------------------------------------
+# --- layouts and algorithms --------------------------------------------------------------------------------------
 
 
 def _layout(problems: list[Problem], options: Options) -> tuple[str, str]:
-    """How to deal a stream for its causal attentions, and why. A named algorithm has layouts of its own."""
+    """(layout of a stream for its causal attentions, why). A named algorithm may support only some layouts."""
     layout = options.cp_load_balance
     if layout == "auto" and options.attention != "auto":
         own = ALGORITHMS[options.attention.partition("+")[0]].layouts
@@ -151,7 +151,7 @@ def _layout(problems: list[Problem], options: Options) -> tuple[str, str]:
 
 
 def _chosen(problem: Problem, options: Options, what: str) -> AttentionPlan:
-    """The algorithms of one attention."""
+    """The algorithms of one attention. Raises ValueError, naming it, where none can run."""
     try:
         found = choose_algorithms(problem, options.attention, _topology(options), device_of(options))
     except ValueError as error:

@@ -1,9 +1,9 @@
-"""Which dims must be cut together: the closure of one cut over "same factor", by dataflow alone.
+"""Which dims must be sharded together: the closure of one sharded dim under "same factor", by dataflow alone.
 
-Cut one dim of one weight. Every rule that meets the cut value says which other operands and results have the same
-factor; they are cut too, and so on until each path ends: in a contraction (the result is Partial), in an op that
-absorbs the factor (the loss), or at a value that depends on no parameter (a slice of it is free). A closure that
-meets a dim that may not be cut is rejected, with the reason.
+Shard one dim of one weight. The rule of every operator that reads the sharded value says which other operands and
+results have the same factor. They are sharded too, and so on until each path ends: in a contraction (the result is
+Partial), in an operator that absorbs the factor (the loss), or at a value that depends on no parameter (slicing it is
+free). A closure that reaches a dim that cannot be sharded is rejected, with the reason.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from autopar.ir.placement import Shard
 from autopar.ops.traits import PRODUCTS
 from autopar.rules import Cat, Cut, Rule, RuleError, has_rule, rule_of
 
-# A slice of their result is free, and what is before them stays whole: kv heads repeated for more ranks than heads.
+# Slicing their result is free, and their operands stay replicated: kv heads repeated for more ranks than heads.
 BOUNDARIES = (torch.ops.aten.repeat_interleave.self_int,)
 
 
 class Rejected(Exception):
-    """The cut cannot be made; ``blocks`` lists block structures that may make it possible. ``clash``: a value would be
-    cut in two ways, as the weight of a recurrence is, whose product comes back to it."""
+    """The dim cannot be sharded; ``blocks`` lists block structures that may make it possible. ``clash``: a value would
+    be sharded in two ways, like the weight of a recurrence, whose product is multiplied by it once more."""
 
     def __init__(self, reason: str, blocks: list[tuple[int, ...]] | None = None, clash: bool = False) -> None:
         super().__init__(reason)
@@ -38,22 +38,22 @@ class Rejected(Exception):
 
 @dataclass
 class Closure:
-    """Everything that is cut together with one weight's dim, and what that costs."""
+    """Everything that is sharded together with one weight's dim, and its traffic."""
 
     facts: dict[Node, Shard] = field(default_factory=dict)
     parameters: dict[Node, Shard] = field(default_factory=dict)
-    contractions: dict[Node, int] = field(default_factory=dict)  # result -> bytes of the pending sum
+    contractions: dict[Node, int] = field(default_factory=dict)  # partial result -> its bytes
     absorbed: list[Node] = field(default_factory=list)
-    entries: dict[Node, int] = field(default_factory=dict)  # whole value that enters a cut region -> bytes
-    gathered: dict[Node, int] = field(default_factory=dict)  # cut value that is made whole for a product -> bytes
+    entries: dict[Node, int] = field(default_factory=dict)  # replicated value that enters a sharded region -> bytes
+    gathered: dict[Node, int] = field(default_factory=dict)  # sharded value that is gathered for a product -> bytes
     boundaries: list[Node] = field(default_factory=list)
-    slices: dict[Node, Shard] = field(default_factory=dict)  # parts of whole weights of which each rank takes a slice
-    products: int = 0  # multiplications that are cut, in elements of weights
+    slices: dict[Node, Shard] = field(default_factory=dict)  # parts of replicated weights; each rank slices them
+    products: int = 0  # multiplications that are sharded, in elements of weights
 
     @property
     def returns(self) -> bool:
-        """Whether a pending sum of the closure leads back into it: cut and whole would alternate (the residual stream
-        cut along its width), where a pair of column and row is entered and left once."""
+        """Whether a partial result of the closure leads back into it: sharded and replicated would alternate (as for a
+        residual stream sharded on its width). A pair of column and row is entered and left once."""
         return any(x in self.entries for x in reach(self.contractions, lambda node: node.users))
 
     @property
@@ -100,8 +100,8 @@ class Analysis:
 
 
 def close_over(analysis: Analysis, parameter: Node, shard: Shard, gathering: bool = False) -> Closure:
-    """The closure of cutting a parameter. ``gathering``: where a weight would contract a cut value, the value is made
-    whole instead (all-gather; reduce-scatter of its gradient), and the path ends. Raises Rejected."""
+    """The closure of sharding a parameter. ``gathering``: where a weight would contract a sharded value, the value is
+    gathered instead (all-gather; reduce-scatter of its gradient), and the path ends. Raises Rejected."""
     search = _Search(analysis, Closure(), gathering)
     search.add(parameter, shard)
     search.run()
@@ -113,8 +113,7 @@ def close_over(analysis: Analysis, parameter: Node, shard: Shard, gathering: boo
 
 def close_with_blocks(analysis: Analysis, parameter: Node, dim: int) -> Closure:
     """`close_over`, trying the block structures that the graph suggests (splits of fused projections). Gathers values
-    where nothing else is possible: a weight that multiplies what it made (a recurrence, a layer that is called in a
-    loop)."""
+    only where nothing else works: where a weight multiplies its own result (a recurrence, a layer called in a loop)."""
     try:
         return _with_some_blocks(analysis, parameter, dim, gathering=False)
     except Rejected as rejected:
@@ -134,7 +133,7 @@ def _with_some_blocks(analysis: Analysis, parameter: Node, dim: int, gathering: 
         try:
             return close_over(analysis, parameter, Shard(dim, blocks), gathering)
         except Rejected as rejected:
-            first = rejected if first is None or first.blocks else first  # the last structure's reason says most
+            first = rejected if first is None or first.blocks else first  # the last structure has the clearest reason
             for b in (_scaled(b, size) for b in rejected.blocks):
                 if b and b not in tried and b not in waiting:
                     waiting.append(b)
@@ -151,13 +150,13 @@ class _Search:
     def __init__(self, analysis: Analysis, closure: Closure, gathering: bool) -> None:
         self.analysis, self.closure, self.gathering = analysis, closure, gathering
         self.queue: deque[Node] = deque()
-        self.met: dict[tuple[Any, ...], list[Shard | None]] = {}  # call and cut -> how its results are cut
+        self.met: dict[tuple[Any, ...], list[Shard | None]] = {}  # call and sharded factors -> shards of its results
 
     def add(self, node: Node, shard: Shard) -> None:
         known = self.closure.facts.get(node)
         if known is not None:
             if known != shard:
-                raise Rejected(f"{node.name} would be cut both as {known} and as {shard}", clash=True)
+                raise Rejected(f"{node.name} would be sharded both as {known} and as {shard}", clash=True)
             return
         self.closure.facts[node] = shard
         if node in self.analysis.parameters:
@@ -194,8 +193,8 @@ class _Search:
             self._visit(node, result=0, value=node)
 
     def _part_of_weight(self, node: Node) -> bool:
-        """A part of a fused weight whose other parts cannot be cut with it: the weight stays whole, each rank slices
-        the part."""
+        """Whether this is a part of a fused weight whose other parts cannot be sharded with it: the weight is
+        replicated, and each rank slices the part."""
         split = node.args[0] if getitem_index(node) is not None else None
         return (
             isinstance(split, Node)
@@ -206,9 +205,9 @@ class _Search:
     def _visit(
         self, call: Node, operand: Node | None = None, result: int | None = None, value: Node | None = None
     ) -> None:
-        """Meet one op, having cut one of its operands or results."""
+        """Visit one operator that has a sharded operand or result."""
         if getitem_index(call) is not None:
-            return  # handled with the op that makes the tuple
+            return  # handled with the operator that returns the tuple
         if not has_rule(call):
             raise Rejected(f"no rule for {describe(call)}")
         rule = self.analysis.rule(call)
@@ -222,7 +221,7 @@ class _Search:
                 return  # only its shape matters
             if self.gathering and self._is_contracted(call, rule, cut):
                 if operand not in self.analysis.from_input:
-                    raise Rejected(f"{operand.name} would be cut along what it contracts, as a row")
+                    raise Rejected(f"{operand.name} would be sharded on the dim that it contracts, as a row")
                 self.closure.gathered[operand] = nbytes(operand)
                 return
         else:
@@ -231,7 +230,7 @@ class _Search:
         self._spread(call, rule, cut)
 
     def _is_contracted(self, call: Node, rule: Rule, cut: Cut) -> bool:
-        """Whether a weight multiplies a value along the cut factor, which ends there."""
+        """Whether a weight contracts the sharded factor of a value."""
         if call.target not in PRODUCTS:
             return False
         operands, from_input = tensor_operands(call), self.analysis.from_input
@@ -246,7 +245,7 @@ class _Search:
 
     def _spread(self, call: Node, rule: Rule, cut: Cut) -> None:
         key = (call, *sorted(cut.items()))
-        if key in self.met:  # by way of another operand, or of a result
+        if key in self.met:  # reached through another operand or result
             self._note(call, rule, cut, self.met[key])
             return
         try:
@@ -261,7 +260,7 @@ class _Search:
                 self.add(x, shard)
             elif dims is not None and x in self.analysis.from_parameter and x not in self.analysis.parameters:
                 if is_call(call, torch.ops.autopar.attention.default):
-                    self.closure.boundaries.append(x)  # keys and values that all cut query heads share
+                    self.closure.boundaries.append(x)  # keys and values that all sharded query heads share
                 else:
                     self.closure.entries[x] = nbytes(x)
         self._note(call, rule, cut, results)
@@ -284,7 +283,7 @@ class _Search:
 
 
 def suggestions(rule: Rule, dims: tuple, shard: Shard) -> list[tuple[int, ...]]:  # type: ignore[type-arg]
-    """Block structures under which a dim could be cut: its parts, or one of its minor factors."""
+    """Block structures with which a dim could be sharded: its parts, or one of its minor factors."""
     dim = dims[shard.dim]
     if isinstance(dim, Cat):
         return [tuple(rule.sizes[p] for p in dim.parts)]

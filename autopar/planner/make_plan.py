@@ -61,9 +61,9 @@ def make_plan(
     """Decide everything for a normalised global graph.
 
     ``fixed``: an earlier plan of the same parameters (another input shape); its parameter placements, batch dims,
-    schedule and cuts are kept. ``train``: for a step with gradients; an evaluation runs no token slices. ``example``:
-    to place parameters by; what each batch decides anew (microbatches, sequence parallelism, token slices) is left
-    open, and inputs that are only likely part of the batch are noted.
+    schedule and split points are kept. ``train``: for a step with gradients; an evaluation runs no token slices.
+    ``example``: the graph of an example batch, to place parameters by; what each batch decides for itself
+    (microbatches, sequence parallelism, token slices) is left open, and inputs with an uncertain batch dim get a note.
     Raises ValueError for sizes that do not divide and for a plan of other parameters.
     """
     asked, digest = options or Options(), graph_digest(gm)
@@ -91,13 +91,13 @@ def make_plan(
         notes += _refusals(parameters, chosen.refused, {name: len(global_shape(n)) for n, name in names.items()})
         if options.sequence_parallel:
             streams = find_streams(gm, chosen.contractions, mesh, "tp", context.chunks(mesh.size("cp")))
-    for axis in ("ep", "cp", "dp", "dp_replicate"):  # as they cut: ep before cp before dp
+    for axis in ("ep", "cp", "dp", "dp_replicate"):  # the order of sharding: ep before cp before dp
         for node, name in names.items() if mesh.size(axis) > 1 else ():
             p = _data_parallel(node, parameters[name], options, mesh, axis, of_experts.get(name, ""))
             parameters[name][axis] = p if fixed is None else fixed.parameter(name, axis)
     if options.microbatches > 1:
         for axes in parameters.values():
-            axes["mb"] = ParameterPlan(INVARIANT, REPLICATE, "gradients of microbatches are added up")
+            axes["mb"] = ParameterPlan(INVARIANT, REPLICATE, "gradients of microbatches are accumulated")
     dims = _batch_dims(gm, mesh, asked, fixed)
     inputs = _inputs(gm, mesh, options.microbatches, dims)
     streams += tuple(context.streams)
@@ -127,7 +127,7 @@ def _over_tp(
     parameters: dict[str, dict[str, ParameterPlan]],
     of_experts: Collection[str],
 ) -> TensorParallel:
-    """Enters into ``parameters`` how tp cuts each, ``of_experts`` by expert. Raises ValueError where it cuts none."""
+    """Enter into ``parameters`` how each is sharded on tp, ``of_experts`` by expert. Raises ValueError if none is."""
     keep = {n: p.stored for n, name in names.items() if isinstance((p := _fixed(fixed, name, "tp")).stored, Shard)}
     by_expert = {n: Shard(0) for n, name in names.items() if name in of_experts}
     chosen = plan_tensor_parallel(Analysis(gm, mesh, "tp"), names, keep, by_expert)
@@ -145,8 +145,8 @@ def _over_tp(
 def _with_pipeline(
     plan: Plan, gm: GraphModule, options: Options, fixed: Plan | None, sliced: bool, placed: bool
 ) -> Plan:
-    """The plan with the parts of a pipeline; ``sliced``: and with token slices, where its schedule runs them.
-    ``placed``: parameters lie where ``fixed`` says."""
+    """The plan with the stages of its pipeline; ``sliced``: with token slices, too, if its schedule runs them.
+    ``placed``: parameters are already where ``fixed`` says."""
     known = fixed.pipeline if fixed is not None else None
     pipeline, notes = plan_pipeline(gm, plan.mesh, options, parameter_specs(gm, plan), known, placed)
     if sliced and SCHEDULES[pipeline.schedule].sliced:
@@ -167,7 +167,7 @@ def _with_pipeline(
 
 
 def _gathered_once(parameters: Mapping[str, Mapping[str, ParameterPlan]]) -> dict[str, dict[str, ParameterPlan]]:
-    """Token slices take what was gathered for all of them, whatever the options say."""
+    """All token slices use parameters that are gathered once, whatever the options say."""
     return {
         name: {axis: dataclasses.replace(p, reason=p.reason.replace(EACH, ONCE)) for axis, p in axes.items()}
         for name, axes in parameters.items()
@@ -179,7 +179,7 @@ def _with_notes(plan: Plan, notes: Sequence[tuple[str, str]]) -> Plan:
 
 
 def _check(mesh: Mesh, digest: str, fixed: Plan | None) -> None:
-    """Whether there is a way to plan the axes, and whether an earlier plan is one of the same parameters."""
+    """Raises ValueError for axes that cannot be planned, and for an earlier plan of other parameters or meshes."""
     mesh.planned()
     if fixed is not None and fixed.graph not in (digest, ""):
         raise ValueError(
@@ -200,22 +200,22 @@ def _fixed(plan: Plan | None, name: str, axis: str) -> ParameterPlan:
 
 
 def _of_expert(axis: str) -> ParameterPlan:
-    return ParameterPlan(Shard(0), Shard(0), f"experts are cut over {axis}; each rank has its own")
+    return ParameterPlan(Shard(0), Shard(0), f"experts are sharded on {axis}; each rank has its own")
 
 
 def _data_parallel(
     node: Node, axes: Mapping[str, ParameterPlan], options: Options, mesh: Mesh, axis: str, by_expert: str
 ) -> ParameterPlan:
-    """On an axis whose ranks have other samples or tokens. DDP: whole, the gradient is all-reduced. ZeRO: cut along the
-    first dim that divides, gathered for use. Over replicas (dp_replicate) never: these hold the same pieces.
-    ``by_expert``: the axis over which experts are cut, of weights that are theirs: an axis that cuts before it leaves
-    them in one."""
+    """A parameter on an axis whose ranks have different samples or tokens. DDP: replicated, the gradient is
+    all-reduced. ZeRO: sharded on the first dim that divides, gathered for use. Never sharded on dp_replicate, whose
+    ranks hold the same shards. ``by_expert``: for weights of experts, the axis that experts are sharded on: an axis
+    that shards before it must not shard the dim of experts."""
     if axis == by_expert:
         return _of_expert(axis)
     if axis == "dp_replicate":
         return ParameterPlan(INVARIANT, REPLICATE, "the same on all replicas; gradients are summed")
     if not options.shards_parameters:
-        return ParameterPlan(INVARIANT, REPLICATE, "whole; gradients are summed")
+        return ParameterPlan(INVARIANT, REPLICATE, "replicated; gradients are summed")
     if len(global_shape(node)) < 2:
         return ParameterPlan(INVARIANT, REPLICATE, "a vector: too small to gather; gradients are summed")
     order, at = list(mesh.cut_order), list(mesh.cut_order).index(axis)
@@ -228,12 +228,12 @@ def _data_parallel(
         if size % ranks == 0 and dim >= first:
             when = ONCE if options.gathers_once else EACH
             return ParameterPlan(Shard(dim), REPLICATE, f"gathered {when}, gradients scattered")
-    return ParameterPlan(INVARIANT, REPLICATE, f"no dim of {tuple(shape)} divides over {ranks}; whole")
+    return ParameterPlan(INVARIANT, REPLICATE, f"no dim of {tuple(shape)} divides over {ranks}; replicated")
 
 
 def _inputs(gm: GraphModule, mesh: Mesh, microbatches: int, dims: BatchDims) -> dict[str, dict[str, Placement]]:
-    """The batch is cut along its dim, over dp, over dp_replicate, over microbatches, and then over ep: what is gathered
-    over ep is a piece of all the others."""
+    """The batch is sharded on its dim: on dp, dp_replicate, microbatches, and then ep, so that gathering over ep gives
+    a shard of all the others."""
     tensors = {s.name: n for n, s in _nodes(gm) if s.kind == "input"}
     sizes = {axis: mesh.size(axis) for axis in DATA} | {"mb": microbatches}
     cuts = {axis: size for axis, size in sizes.items() if size > 1}
@@ -261,7 +261,7 @@ def _of_ranks(mesh: Mesh) -> str:
 
 
 def _batch_dims(gm: GraphModule, mesh: Mesh, options: Options, fixed: Plan | None) -> dict[str, int | None]:
-    """Which dim of each input is the batch; nothing where nothing cuts it."""
+    """Which dim of each input is the batch; empty if the batch is not split."""
     if mesh.data_size == options.microbatches == 1:
         return {}
     return decide_batch_dims(gm, options, fixed)
@@ -272,47 +272,46 @@ def _refusals(
     refused: Mapping[tuple[str, int], str],
     ranks: Mapping[str, int],
 ) -> list[tuple[str, str]]:
-    """Why weights stayed whole: the reason of each matrix that no decision cuts."""
+    """Why weights are replicated: a reason for each matrix that no decision shards."""
     out = []
     for name, axes in parameters.items():
         if ranks[name] > 1 and not isinstance(axes.get("tp", ParameterPlan()).stored, Shard):
             why = "; ".join(f"dim {d}: {r}" for (n, d), r in refused.items() if n == name)
-            out.append((name, f"whole on tp: {why or 'a cheaper cut of its neighbours excludes it'}"))
+            out.append((name, f"replicated on tp: {why or 'excluded by a cheaper sharding of its neighbours'}"))
     return out
 
 
 def _nothing_to_cut(refused: Mapping[tuple[str, int], str], mesh: Mesh) -> str:
     shown = "; ".join(f"{name} dim {dim}: {why}" for (name, dim), why in list(refused.items())[:3])
-    return (
-        f"tensor_parallel: no weight can be cut over axis 'tp' of size {mesh.size('tp')}: {shown}; choose another size"
-    )
+    size = mesh.size("tp")
+    return f"tensor_parallel: no weight can be sharded on axis 'tp' of size {size}: {shown}; choose another size"
 
 
 # --- notes ---------------------------------------------------------------------------------------------
 
 PACKAGE, OWN = "flash_attn", "triton_flash"
 _OR_PACKAGE = ", or in that of the package flash-attn where it is installed (extra flash)"
-_PLAIN = "on GPUs in plain products, all scores at once"
+_PLAIN = "unfused on GPUs, with all scores in memory at once"
 
 
 def kernel_notes(gm: GraphModule) -> list[tuple[str, str]]:
-    """("attention", how many and why) of a normalised global graph, one for each reason."""
+    """("attention", how many and why) for a normalised global graph, one note per reason."""
     nodes = calls_of(gm.graph, torch.ops.autopar.attention.default)
     counts = Counter(why for node in nodes if (why := _why_plain(node)))
     return [("attention", f"{count} of {len(nodes)} {why}") for why, count in counts.items()]
 
 
 def _why_plain(node: Node) -> str:
-    """Empty if a fused kernel of torch takes it, or if its dtype is none that GPUs are used for."""
+    """Why no fused kernel of torch runs it; empty if one does, or for float64, which nobody trains with on GPUs."""
     args: dict[str, Any] = torch.fx.node.map_arg(arguments(node), lambda n: n.meta["val"])
     q, k, v, facts = args["q"], args["k"], args["v"], MaskSpec(*(args[name] for name in FACT_NAMES))
     if q.dtype == torch.float64:
         return ""
     if facts.dropout:
-        return f"{_PLAIN}: no fused kernel draws dropout of probabilities from positions; without it they are fused"
+        return f"{_PLAIN}: no fused kernel has position-based dropout of probabilities; without dropout they are fused"
     chosen = expected_kernel(MODERN, q, k, v, facts, without=(PACKAGE,))
     if chosen == "math":
-        return f"{_PLAIN}: no fused kernel takes them together: {_facts(q, v, facts)}"
+        return f"{_PLAIN}: no fused kernel supports the combination of {_facts(q, v, facts)}"
     if chosen == OWN:
         packaged = expected_kernel(MODERN, q, k, v, facts) == PACKAGE
         return "on GPUs fused in autopar's own kernel" + (_OR_PACKAGE if packaged else "")
@@ -328,12 +327,12 @@ def _facts(q: torch.Tensor, v: torch.Tensor, facts: MaskSpec) -> str:
 
 
 def derived_notes(gm: GraphModule) -> list[tuple[str, str]]:
-    """("rules", operator and what was found) of a normalised global graph, each once."""
+    """("rules", operator and its derived rule) for a normalised global graph, each once."""
     found: Counter[str] = Counter()
     for node in gm.graph.nodes:
         derived = node.meta.get("derived")
         if derived == MADE_OF_PARAMETERS:
-            found[f"{node.target}: made of parameters alone, computed whole"] += 1
+            found[f"{node.target}: computed from parameters alone, replicated"] += 1
         elif isinstance(derived, DerivedRule):
             found[f"{node.target}: derived: {text_of(node)}"] += 1
     return [("rules", text if count == 1 else f"{text}, {count} times") for text, count in found.items()]

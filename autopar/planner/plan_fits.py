@@ -1,4 +1,4 @@
-"""Whether a plan fits a graph: names, dims, and pieces."""
+"""Whether a plan fits a graph: names, dims and shards; and whether options fit a mesh."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from autopar.planner.experts.expert_plan import check_experts
 from autopar.planner.pipeline.slice_lengths import check_lengths, slice_unit, token_count
 from autopar.schedule.request import SCHEDULES
 
-WHOLE_WEIGHTS = ("dp_replicate", "dp", "cp")  # cut the batch or its tokens; over these weights are whole for use
-MAKERS = ("", "forward", "backward")  # of the gradients of losses in chunks; "": not decided
+WHOLE_WEIGHTS = ("dp_replicate", "dp", "cp")  # shard the batch or its tokens, so weights are used replicated
+MAKERS = ("", "forward", "backward")  # what computes the gradients of chunked losses; "": not decided
 
 
 def check_fits(plan: Plan, gm: GraphModule, train: bool = False) -> None:
-    """Names are those of a graph's parameters, dims exist, blocks sum up and divide; a step with gradients (``train``)
-    has the token slices that its schedule runs. Raises ValueError.
+    """Check that names are those of a graph's parameters, that dims exist, that blocks sum up and divide, and that a
+    step with gradients (``train``) has the token slices that its schedule runs. Raises ValueError.
 
-    Inputs are checked where the graph has them: a plan serves batches with others, too.
+    Only inputs that the graph has are checked: a plan also serves batches with others.
     """
     nodes = {n.name: n for n in placeholders(gm)}
     specs = [s for s in signature_of(gm).inputs if s.node in nodes]
@@ -45,13 +45,13 @@ def check_fits(plan: Plan, gm: GraphModule, train: bool = False) -> None:
     for name in plan.overrides:
         if name not in parameters and name not in plan.inputs and name not in inputs:
             raise ValueError(
-                f"plan: an override of {name!r}, which is no parameter or input of this model; leave it out"
+                f"plan: an override of {name!r}, which is neither a parameter nor an input of this model; leave it out"
             )
     check_dims_exist(plan.batch_dims, inputs)
     check_experts(gm, plan.mesh, plan.experts)
     if plan.loss_gradients not in MAKERS:
         raise ValueError(
-            f"plan: gradients of losses in chunks are made in the {plan.loss_gradients!r}; use 'forward' or 'backward'"
+            f"plan: chunked losses compute gradients in the {plan.loss_gradients!r}; use 'forward' or 'backward'"
         )
     for name, axes in plan.parameters.items():
         _check_cuts(plan, f"parameter {name}", parameters[name], {a: p.stored for a, p in axes.items()})
@@ -65,19 +65,19 @@ def check_fits(plan: Plan, gm: GraphModule, train: bool = False) -> None:
 
 
 def _check_ways(name: str, axes: Mapping[str, ParameterPlan], of_experts: Collection[str]) -> None:
-    """A piece of a weight is used as it is, or the weight is gathered: always, where the batch is cut. ``of_experts``:
-    the axes that cut experts."""
+    """A shard of a weight is used as it is stored, or the weight is gathered; on axes that shard the batch it is always
+    gathered. ``of_experts``: the axes that experts are sharded on."""
     for axis, way in axes.items():
         whole = axis in WHOLE_WEIGHTS and axis not in of_experts
         if isinstance(way.used, Shard) and (whole or way.stored != way.used):
             raise ValueError(
                 f"plan: parameter {name} is stored as {way.stored} and used as {way.used} on axis {axis!r}; use it as "
-                "it is stored, which only tp and ep can, or whole (R)"
+                "it is stored, which only tp and ep can, or replicated (R)"
             )
 
 
 def _check_cuts(plan: Plan, name: str, shape: tuple[int, ...], placements: Mapping[str, Placement]) -> None:
-    """Each axis cuts what the axes before it left."""
+    """Each axis shards the local shape that the axes before it leave. Raises ValueError."""
     mesh, left = plan.mesh.with_microbatches(plan.options.microbatches), shape
     for axis, pieces in mesh.cut_order.items():
         p = placements.get(axis)
@@ -85,14 +85,14 @@ def _check_cuts(plan: Plan, name: str, shape: tuple[int, ...], placements: Mappi
             continue
         if not 0 <= p.dim < len(shape):
             raise ValueError(
-                f"plan: {name} is cut as {p} on axis {axis!r}, it has shape {tuple(shape)}; use an existing dim"
+                f"plan: {name} is sharded as {p} on axis {axis!r}, it has shape {tuple(shape)}; use an existing dim"
             )
         try:
             check_shard(left[p.dim], p, pieces)
         except ValueError as error:
             why = str(error).removeprefix("placement: ")
             raise ValueError(
-                f"plan: {name} of shape {tuple(shape)} on axis {axis!r}: {why}; cut it otherwise, or leave it whole (I)"
+                f"plan: {name} of shape {tuple(shape)} on axis {axis!r}: {why}; shard another dim, or replicate it (I)"
             ) from None
         left = local_shape(left, p, pieces)
 
@@ -101,16 +101,16 @@ def _check_cuts(plan: Plan, name: str, shape: tuple[int, ...], placements: Mappi
 
 
 def check_names(options: Options) -> None:
-    """Names of things that are registered: a misspelled one is an error on any mesh. Raises ValueError."""
+    """Names in registries: a misspelled one is an error on any mesh. Raises ValueError."""
     AC_POLICIES[options.ac_policy]
     if options.activation_checkpoint == AUTO and not options.memory_limit:
         raise ValueError(
-            "activation_checkpoint: auto keeps what a rank holds under a limit, found no memory_limit; set one, such "
-            'as memory_limit="80GB", or activation_checkpoint="selective" or "full"'
+            "activation_checkpoint: auto keeps the memory of a rank under a limit, found no memory_limit; set one, "
+            'such as memory_limit="80GB", or activation_checkpoint="selective" or "full"'
         )
     if options.activation_offload and not options.memory_limit and not options.activation_checkpoint:
         raise ValueError(
-            "activation_offload: holds what a memory_limit does not let a rank keep, found "
+            "activation_offload: offloads activations that do not fit a memory_limit, found "
             f'{options.activation_offload:,} bytes and no memory_limit; set one, such as memory_limit="80GB", or '
             'activation_checkpoint="offload"'
         )
@@ -121,23 +121,23 @@ def check_names(options: Options) -> None:
     Topologies.parse(options.topology)
     for name in options.replicate_ops:
         if not _is_operator(name):
-            raise ValueError(f"replicate_ops: no operator {name!r}; their names are such as 'aten.cumsum.default'")
+            raise ValueError(f"replicate_ops: no operator {name!r}; use a name such as 'aten.cumsum.default'")
 
 
 def check_used(options: Options, mesh: Mesh) -> None:
-    """Options without an axis that they are about: whoever sets one expects that it does something. An axis of one rank
-    will do, so that a script runs on meshes of all sizes. Raises ValueError."""
+    """Refuse options that have no effect because the mesh lacks their axis. An axis of one rank is enough, so that a
+    script runs on meshes of all sizes. Raises ValueError."""
     for name, option in DECLARED.items():
         value, axes = getattr(options, name), option.axes
         if axes and value != option.default and not any(axis in mesh.sizes for axis in axes):
             raise ValueError(
-                f"{name}: counts with an axis {' or '.join(axes)} only, found {name}={value!r} on the mesh {mesh}; "
+                f"{name}: needs a mesh axis {' or '.join(axes)}, found {name}={value!r} on the mesh {mesh}; "
                 f"leave it out, or add such an axis"
             )
     _check_experts(options, mesh)
     if options.reshard_after_forward != DECLARED["reshard_after_forward"].default and not options.shards_parameters:
         raise ValueError(
-            f"reshard_after_forward: says when parameters that ZeRO cuts are gathered, found "
+            f"reshard_after_forward: says when parameters that ZeRO shards are gathered, found "
             f"reshard_after_forward={options.reshard_after_forward!r} with zero=0; leave it out, or set zero=3"
         )
     wiring = Topologies.parse(options.topology)
@@ -154,20 +154,20 @@ def _check_experts(options: Options, mesh: Mesh) -> None:
     axis = options.expert_axis
     if axis in EXPERT_AXES[1:] and axis not in mesh.sizes:
         raise ValueError(
-            f"expert_axis: expected an axis of the mesh {mesh} over which to cut experts, found expert_axis={axis!r}; "
-            'add that axis, or an axis "ep" that is for experts alone'
+            f"expert_axis: expected an axis of the mesh {mesh} to shard experts on, found expert_axis={axis!r}; "
+            'add that axis, or an axis "ep" for experts alone'
         )
     if axis in EXPERT_AXES[1:] and mesh.size("ep") > 1:
         raise ValueError(
-            f"expert_axis: an axis 'ep' is for experts, found expert_axis={axis!r} beside ep={mesh.size('ep')}; leave "
-            f"one of them out (what others call {axis} with ep inside of it is, without expert_axis=, {axis}/ep "
-            "times ep)"
+            f"expert_axis: an axis 'ep' shards experts, found expert_axis={axis!r} beside ep={mesh.size('ep')}; leave "
+            f"one of them out (for ep within {axis}, as in Megatron, use axes of {axis}/ep and ep ranks without "
+            "expert_axis=)"
         )
     if axis == "ep" and "ep" not in mesh.sizes and options.token_dispatcher != DECLARED["token_dispatcher"].default:
         raise ValueError(
-            f"token_dispatcher: counts with experts that are cut over an axis, found "
+            f"token_dispatcher: needs experts that are sharded on an axis, found "
             f"token_dispatcher={options.token_dispatcher!r} on the mesh {mesh} without an axis ep; leave it out, add "
-            'such an axis, or say expert_axis="dp" (or "cp", "tp", "auto")'
+            'such an axis, or set expert_axis="dp" (or "cp", "tp", "auto")'
         )
 
 

@@ -1,4 +1,4 @@
-"""Which weights are columns and which are rows: the closures worth cutting, chosen by traffic per product cut."""
+"""Column- and row-parallel weights: which closures to shard, chosen by traffic per sharded product."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from autopar.plan import ParameterPlan, Stream
 from autopar.planner.factor_propagation import Analysis, Closure, Rejected, close_with_blocks
 from autopar.rules.sequence_parallel import spread_label
 
-# A table that only is looked up is worth an exchange of activations when it holds this share of all parameters.
+# A lookup table (embedding) is worth an exchange of activations if it holds at least this share of all parameters.
 LOOKUP_SHARE = 0.01
 
 
 @dataclass
 class TensorParallel:
-    """The decisions on one axis: parameter plans, the Partial results they leave, what was refused."""
+    """The decisions on one axis: parameter plans, the Partial results that they leave, and what was rejected, why."""
 
     parameters: dict[str, ParameterPlan] = field(default_factory=dict)
     contractions: list[Node] = field(default_factory=list)
@@ -35,10 +35,10 @@ class TensorParallel:
 def plan_tensor_parallel(
     analysis: Analysis, names: dict[Node, str], fixed: dict[Node, Shard], by_expert: dict[Node, Shard]
 ) -> TensorParallel:
-    """Choose closures greedily, cheapest traffic per product first; each weight is cut along one dim only.
+    """Choose closures greedily, least traffic per product first; each weight is sharded on one dim only.
 
-    ``fixed``: the user's choices, whose closures come first. ``by_expert``: weights of experts that the axis cuts so,
-    through their dispatch. Raises ValueError where the heads of no attention divide.
+    ``fixed``: placements of an earlier plan, which are kept. ``by_expert``: weights of experts that the axis shards by
+    expert. Raises ValueError if no attention has heads that divide.
     """
     out = TensorParallel()
     candidates = _candidates(analysis, names, out)
@@ -49,7 +49,7 @@ def plan_tensor_parallel(
             continue
         if not closure.products and _size(closure) < LOOKUP_SHARE * total:
             for p, s in closure.parameters.items():
-                out.refused[names[p], s.dim] = "a table too small to be worth an exchange of activations"
+                out.refused[names[p], s.dim] = "a lookup table too small to be worth an exchange of activations"
             continue
         taken |= closure.parameters
         _accept(analysis, closure, names, out)
@@ -59,8 +59,8 @@ def plan_tensor_parallel(
 
 
 def _ordered(candidates: list[Closure]) -> list[Closure]:
-    """By what they cost; before all others those that gather, and cut more weights than all that they exclude: of the
-    weights of a recurrence others can cut one, along the other dim."""
+    """Cheapest first. A gathering closure comes before all others if it shards more weights than all closures that it
+    excludes: without gathering, only one weight of a recurrence can be sharded, on its other dim."""
 
     def first(closure: Closure) -> bool:
         others = (c for c in candidates if not c.gathered and _exclude(c, closure))
@@ -80,7 +80,7 @@ def _size(closure: Closure) -> int:
 
 
 def _candidates(analysis: Analysis, names: dict[Node, str], out: TensorParallel) -> list[Closure]:
-    """One closure for every class of dims; (parameter, dim) pairs of a class met before are not searched again."""
+    """One closure for every class of dims; (parameter, dim) pairs of an earlier closure are skipped."""
     seen: set[tuple[Node, int]] = set()
     found = []
     for parameter in analysis.gm.graph.nodes:
@@ -109,7 +109,7 @@ def _accept(analysis: Analysis, closure: Closure, names: dict[Node, str], out: T
     for boundary in closure.boundaries:
         for weight in _weights_behind(analysis, boundary):
             if weight not in closure.parameters:
-                why = "feeds values that every rank slices (fewer kv heads than ranks); its gradient is summed instead"
+                why = "replicated: each rank slices its result (fewer kv heads than ranks); its gradient is summed"
                 out.parameters.setdefault(names[weight], ParameterPlan(used=REPLICATE, reason=why))
 
 
@@ -117,17 +117,18 @@ def _reason(parameter: Node, shard: Shard, closure: Closure) -> str:
     users = [u for u in parameter.users for u in (u, *u.users)]
     contracted = next((u for u in users if u in closure.contractions), None)
     absorbed = next((u for u in users if u in closure.absorbed), None)
-    ends = f"{len(closure.contractions)} pending sum(s)" if closure.contractions else "the loss"
+    count = len(closure.contractions)
+    ends = f"{count} partial result{'s' * (count > 1)}" if count else "the loss"
     if contracted is not None:
-        return f"row: contracted at {contracted.name}, leaves a pending sum"
+        return f"row: contracted at {contracted.name}, its result is partial"
     if absorbed is not None or closure.absorbed:
-        return "vocabulary: cut classes end in the loss"
+        return "vocabulary: sharded classes end in the loss"
     if closure.gathered:
         uses = len(closure.gathered)
         fused = f", fused blocks {shard.blocks}" if shard.blocks else ""
-        return f"column{fused}: what it makes comes back to it, and is gathered before products, {uses} times a step"
+        return f"column{fused}: multiplies its own result, which is gathered before products, {uses} times a step"
     heads = next((f for f in closure.facts if is_call(f, torch.ops.autopar.attention.default)), None)
-    kept = "heads kept whole" if heads is not None or _meets_attention(closure) else f"column: ends in {ends}"
+    kept = "column: by heads" if heads is not None or _meets_attention(closure) else f"column: ends in {ends}"
     fused = f", fused blocks {shard.blocks}" if shard.blocks else ""
     return f"{kept}{fused}"
 
@@ -137,7 +138,7 @@ def _meets_attention(closure: Closure) -> bool:
 
 
 def _weights_behind(analysis: Analysis, node: Node) -> list[Node]:
-    """Parameters between a value and the products that made it, the products' weights included."""
+    """Parameters between a value and the products that compute it, the products' weights included."""
 
     def onward(x: Node) -> list[Node]:
         operands = tensor_operands(x) if x in analysis.from_parameter else []
@@ -147,14 +148,14 @@ def _weights_behind(analysis: Analysis, node: Node) -> list[Node]:
 
 
 def _is_activation(analysis: Analysis, node: Node) -> bool:
-    """Made of more than parameters: somewhere behind it is an input."""
+    """Whether a value depends on an input, not on parameters alone."""
     return any(x.op == "placeholder" and x not in analysis.parameters for x in reach([node]))
 
 
 def _check_heads(analysis: Analysis, out: TensorParallel) -> None:
-    """An attention whose heads do not divide stays whole, and a note says so. If that is so of all that have several
-    heads, it is the user's mistake in sizes. Other reasons (one fused projection of many query heads and one key head)
-    are in the plan's notes."""
+    """An attention whose heads do not divide is replicated, with a note. If that holds for all attentions with several
+    heads, the size of the axis is the user's mistake. Other reasons (one fused projection of many query heads and one
+    key head) are in the plan's notes."""
     axis, ranks = analysis.axis, analysis.ranks
     mistake, divided = "", False
     for node in analysis.gm.graph.nodes:
@@ -169,7 +170,7 @@ def _check_heads(analysis: Analysis, out: TensorParallel) -> None:
             divided = True
             continue
         found = f"{heads} heads ({kv_heads} kv heads) in {module_path(node) or 'the model'}"
-        out.notes.append((node.name, f"whole on {axis}: {found} do not divide over {ranks} ranks"))
+        out.notes.append((node.name, f"replicated on {axis}: {found} do not divide over {ranks} ranks"))
         if heads > 1:
             mistake = mistake or (
                 f"tensor_parallel: attention heads must divide over axis {axis!r} of size {ranks}, found {found}; "
@@ -187,11 +188,11 @@ SOURCES = (torch.ops.aten.linear.default, torch.ops.aten.embedding.default, torc
 def find_streams(
     gm: GraphModule, contractions: list[Node], mesh: Mesh, axis: str, chunks: Mapping[Node, int]
 ) -> tuple[Stream, ...]:
-    """One stream per residual stream: each pending sum (..., sequence, width) that no earlier stream reaches.
+    """One stream per residual stream: each partial result (..., sequence, width) that no earlier stream reaches.
 
-    ``chunks``: into how many pieces another axis cuts the sequence of a value; each of them is cut.
+    ``chunks``: value -> the number of chunks into which another axis splits its sequence; each chunk is sharded.
 
-    Raises ValueError when a stream's sequence does not divide over the axis.
+    Raises ValueError if a stream's sequence does not divide over the axis.
     """
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     labels: dict[Node, Shard] = {}

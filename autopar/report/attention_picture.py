@@ -102,7 +102,7 @@ def _panel(panel: _AttentionPanel, scale: float, top: float) -> Iterator[str]:
     timeline, lanes = panel.timeline, top + _HEAD
     ranks = len(timeline.busy)
     left_out = f"; the first {panel.ranks} of {ranks} ranks" if panel.ranks < ranks else ""
-    times = f"{_ms(timeline.seconds)}, of them {_ms(timeline.exposed)} exposed; ideal {_ms(timeline.ideal)}"
+    times = f"{_ms(timeline.seconds)}, of which {_ms(timeline.exposed)} exposed; ideal {_ms(timeline.ideal)}"
     yield (
         f'<text x="{_PAD}" y="{px(top + 14)}"><tspan class="name">{html.escape(panel.name)}</tspan>'
         f'<tspan class="faint" dx="10">{times}{left_out}</tspan></text>'

@@ -31,8 +31,8 @@ from autopar.steps.graphs import Compiled
 
 @dataclass(frozen=True)
 class Attention:
-    """Attentions of a model that are the same. where: their modules. plan: of the first of them. passes: those that
-    the compiled step runs."""
+    """Equal attentions of a model. where: their modules. plan: that of the first. passes: those that the compiled step
+    runs."""
 
     where: tuple[str, ...]
     problem: Problem
@@ -43,12 +43,12 @@ class Attention:
 
     @cached_property
     def chosen(self) -> list[AttentionCost]:
-        """What each pass costs."""
+        """The cost of each pass."""
         return [self._estimate(getattr(self.plan, way), way) for way in self.passes]
 
     @cached_property
     def candidates(self) -> list[AttentionCost]:
-        """What the plan looked at."""
+        """The candidates that the plan considered."""
         return [self._estimate(name, way) for name, way, _ in self.plan.candidates if way in self.passes]
 
     def _estimate(self, algorithm: str, way: str) -> AttentionCost:
@@ -64,7 +64,7 @@ class Attention:
 
     @property
     def layout(self) -> str:
-        """'zigzag', or of queries and of keys, 'contiguous, zigzag'."""
+        """'zigzag', or, if queries and keys differ, 'contiguous, zigzag'."""
         p = self.problem
         return ", ".join(dict.fromkeys(map(_layout, (p.query_blocks, p.key_blocks))))
 
@@ -119,7 +119,7 @@ def attention_summary(compiled: Compiled) -> list[dict[str, Any]]:
 
 
 def plain_cost(c: AttentionCost) -> dict[str, Any]:
-    """What one algorithm costs, as plain JSON values."""
+    """The cost of one algorithm, as plain JSON values."""
     found: dict[str, Any] = {"pass": c.direction, "algorithm": c.algorithm}
     if c.refusal:
         return {**found, "refusal": c.refusal}

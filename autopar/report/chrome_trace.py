@@ -1,4 +1,4 @@
-"""A run of a schedule, simulated or measured, for chrome://tracing and https://ui.perfetto.dev.
+"""Traces of a schedule, simulated or measured, for chrome://tracing and https://ui.perfetto.dev.
 
     write_trace("step.json", {"simulated": events_of(timeline)}, unit=1e-3)
 

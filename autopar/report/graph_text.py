@@ -1,4 +1,4 @@
-"""A graph as text: one line per node, Python-like, with dtype, shape, placements, module path and bytes on the wire.
+"""A graph as text: one Python-like line per node, with dtype, shape, placements, module path and bytes on the wire.
 
 linear_3: f32[4,16,32] dp:S(0) tp:P   = linear(view_4, o_proj_weight)      # model.layers.0.self_attn.o_proj
 convert_3: f32[4,16,32] dp:S(0)       = convert(linear_3, tp, P -> I)      # all_reduce over tp, 8.0 KiB; model...
@@ -39,7 +39,7 @@ DTYPES = {
 
 _OPERATOR = type(torch.ops.aten.add.Tensor)
 
-# Fixed columns, not columns as wide as the longest line: a change then shows in the diff only where it happened.
+# Columns have fixed widths, so that a diff shows only lines that changed.
 _TYPE_WIDTH, _CALL_WIDTH = 48, 96
 
 
@@ -82,7 +82,7 @@ def format_type(value: Any) -> str:
 
 
 def format_placements(placements: Any) -> str:
-    """'dp:S(0) tp:P'; Invariant is what an absent axis means, so it is not shown. Several results stand in (...)."""
+    """'dp:S(0) tp:P'. Invariant axes are not shown. Several results are in (...)."""
     if isinstance(placements, (tuple, list)):
         return f"({', '.join(format_placements(p) or 'I' for p in placements)})" if any(placements) else ""
     return " ".join(f"{axis}:{p}" for axis, p in placements.items() if p != INVARIANT)
@@ -101,7 +101,7 @@ def _call(node: Node) -> str:
 
 def _target_name(node: Node) -> str:
     if isinstance(node.target, _OPERATOR):
-        # aten is the language, default and Tensor are its plain forms: only what is special is spelled out
+        # the namespace aten and the overloads default and Tensor are the usual case, so they are left out
         text = str(node.target).removeprefix("aten.")
         return text.removesuffix(".default").removesuffix(".Tensor")
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
@@ -137,7 +137,7 @@ def _note(node: Node, mesh: Mesh | None) -> str:
     if "early" in node.meta:
         notes.append("for a loss's gradient of 1")
     if "again" in node.meta:
-        notes.append("made again")
+        notes.append("recomputed")
     if module_path(node):
         notes.append(module_path(node))
     return "; ".join(notes)

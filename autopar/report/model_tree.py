@@ -1,10 +1,10 @@
-"""A compiled model as the tree of its modules: what each holds, how that is cut, what it computes and exchanges.
+"""A compiled model as the tree of its modules: weights, how they are sharded, computation and communication of each.
 
     layers.{0..31}   LlamaDecoderLayer x32
       self_attn        LlamaAttention
         q_proj           Linear   weight: output features over tp
 
-Layers that are alike are one entry with the sum of all.
+Equal layers are one entry with the sum of all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LIKE = 0.2  # by how much of what they keep layers that are alike may differ: th
 
 @dataclass(frozen=True)
 class WeightRow:
-    """A parameter: its shape as a whole, how it is cut, why, and the bytes of one rank's piece."""
+    """A parameter: its global shape, how it is sharded and why, and the bytes of one rank's shard."""
 
     name: str
     spec: ParameterSpec
@@ -39,7 +39,7 @@ class WeightRow:
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """What weights of layers that are alike have in common."""
+        """What weights of equal layers have in common."""
         return self.name, self.spec.shape, self.spec.dtype, self.spec.requires_grad, self.cuts, self.bytes
 
 
@@ -57,33 +57,33 @@ class ModuleRow:
 
     @property
     def count(self) -> int:
-        """How many modules this is."""
+        """The number of modules in this entry."""
         return len(self.paths)
 
     def all(self) -> Iterator[ModuleRow]:
-        """This one and all within it, depth first."""
+        """This module and all within it, depth first."""
         yield self
         for child in self.children:
             yield from child.all()
 
     @property
     def total(self) -> ModuleCost:
-        """With all that is within it."""
+        """Its cost, submodules included."""
         return added([row.own for row in self.all()])
 
     @property
     def bytes(self) -> int:
-        """Of parameters on one rank that has them all, with all that is within it."""
+        """Bytes of parameters on one rank that has them all, submodules included."""
         return sum(w.bytes for row in self.all() for w in row.weights)
 
     @property
     def elements(self) -> int:
-        """Of whole parameters."""
+        """Elements of the global parameters."""
         return sum(math.prod(w.spec.shape) * row.count for row in self.all() for w in row.weights)
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """What modules that are one entry have in common. Times may differ by waits, calls by how buckets fall."""
+        """What modules of one entry have in common. Times may differ by waits, calls by the contents of buckets."""
         moved = tuple(sorted((way, f"{x.bytes:.3g}") for way, x in self.own.exchanged.items()))
         within = tuple((child.name, child.alike) for child in self.children)
         return self.kind, tuple(w.alike for w in self.weights), moved, within
@@ -113,7 +113,7 @@ def by_kind(cost: ModuleCost) -> dict[tuple[str, str], Exchanged]:
 
 
 def model_tree(compiled: Compiled, times: TimesOfGraphs) -> ModuleRow:
-    """The whole model, layers that are alike joined."""
+    """The tree of the whole model, in which equal layers are joined."""
     costs, kinds = module_costs(compiled, times), _kinds(compiled)
     root = ModuleRow("", ("",), kinds.get("", ""))
     rows = {"": root}
@@ -178,7 +178,7 @@ def _folded(row: ModuleRow) -> ModuleRow:
 
 
 def _runs(rows: Sequence[ModuleRow]) -> list[list[ModuleRow]]:
-    """Neighbours that are alike, and keep about as much for the backward: checkpoints may differ between layers."""
+    """Join equal neighbours that keep about as much for the backward: recomputation may differ between layers."""
     runs: list[list[ModuleRow]] = []
     for row in rows:
         first = runs[-1][0] if runs else None
@@ -221,7 +221,7 @@ _FEATURES = ("output features", "input features")
 _CHANNELS = ("output channels", "input channels")
 DIMS: Mapping[str, tuple[str, ...]] = {
     "Linear": _FEATURES,
-    "Conv1D": (_FEATURES[1], _FEATURES[0]),  # transformers' own: its weight lies the other way round
+    "Conv1D": (_FEATURES[1], _FEATURES[0]),  # a class of transformers, whose weight is transposed
     "Embedding": ("rows of the table (the vocabulary)", "columns of the table"),
     "EmbeddingBag": ("rows of the table (the vocabulary)", "columns of the table"),
     **{f"Conv{n}d": _CHANNELS for n in (1, 2, 3)},
@@ -230,7 +230,7 @@ DIMS: Mapping[str, tuple[str, ...]] = {
 
 
 def cuts_in_words(spec: ParameterSpec, plan: Plan, kind: str) -> list[str]:
-    """One text per axis that cuts a parameter of a module of class ``kind``; none: it is whole on every rank."""
+    """One text per axis that shards a parameter of a module of class ``kind``; none: every rank has all of it."""
     decisions = plan.parameters.get(spec.name, {})
     words = [_words(spec, plan, axis, decision, kind) for axis, decision in decisions.items() if axis != "mb"]
     return [text for text in words if text]
@@ -243,11 +243,11 @@ def _words(spec: ParameterSpec, plan: Plan, axis: str, decision: ParameterPlan, 
     if decision.used == stored:
         return f"{dim_in_words(spec, stored, kind, axis == axis_of_experts(plan.experts))} over {axis}"
     when = "once per step" if plan.options.gathers_once else "for each use"
-    return f"in {plan.mesh.size(axis)} pieces over {axis}, gathered {when}"
+    return f"in {plan.mesh.size(axis)} shards over {axis}, gathered {when}"
 
 
 def dim_in_words(spec: ParameterSpec, cut: Shard, kind: str, by_expert: bool) -> str:
-    """What lies along the dim that is cut. ``by_expert``: by an axis that cuts experts."""
+    """The meaning of the sharded dim. ``by_expert``: on an axis that experts are sharded on."""
     names = DIMS.get(kind, ())
     if cut.dim < len(names) and len(spec.shape) > 1:
         found = names[cut.dim]

@@ -1,8 +1,8 @@
-"""What the compiler is doing, for whoever waits, from the first rank.
+"""Progress of the compiler, shown by the first rank.
 
-on a terminal     one line that changes, after a second
+on a terminal     one line that is updated, after a second
 without one       a line every 30 seconds: autopar: compiling Llama: 60 s, after place_conversions
-at the end        if it took that long, where the time went: 75 s: capture 40 s, differentiate 20 s, all else 15 s
+at the end        if it took that long, the longest phases: 75 s: capture 40 s, differentiate 20 s, all else 15 s
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.fx import GraphModule
 from autopar.rewrite.compilation import Compilation
 
 PATIENCE = 1.0  # seconds before the line of a terminal appears
-EVERY = 30.0  # seconds between the lines elsewhere; what takes as long says at the end where the time went
+EVERY = 30.0  # seconds between the lines elsewhere; a compilation that takes as long ends with its longest phases
 _MOST_PHASES = 5
 
 
 class Progress:
-    """An observer. It does not need every rank: the first one compiles as the others do."""
+    """An observer. Only the first rank needs it: all ranks compile the same graphs."""
 
     glances = True
 
@@ -37,7 +37,7 @@ class Progress:
         self._teller: threading.Thread | None = None
 
     def begin(self) -> Progress:
-        """Say something from time to time, whatever takes long. Ends with `close`."""
+        """Start printing a line from time to time. `close` ends it."""
         if not self.shown:
             self._teller = threading.Thread(target=self._tell, daemon=True)
             self._teller.start()
@@ -61,10 +61,10 @@ class Progress:
             _say(f"{self.title}: {self._elapsed():.0f} s, after {self._last}")
 
     def close(self) -> None:
-        """Take the line away; of a long compilation say which phases took how long."""
+        """Remove the line; after a long compilation, print how long its phases took."""
         self._over.set()
         if self._teller is not None:
-            self._teller.join()  # nothing is said after the last line
+            self._teller.join()  # so that nothing is printed after the last line
         if self.status is not None:
             self.status.stop()
         if self._elapsed() >= self._every and self._timings:

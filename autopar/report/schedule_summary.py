@@ -1,4 +1,4 @@
-"""What a schedule comes to: numbers of one, all schedules side by side, and the part of the report that shows one."""
+"""Results of schedules: numbers of one, a comparison of all, and a grid of actions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def summary(timeline: Timeline) -> dict[str, Any]:
 
 
 def timeline_facts(timeline: Timeline, unit: str = "") -> list[tuple[str, str]]:
-    """(what, value) for people."""
+    """(what, value) pairs to print."""
     unit = f" {unit}" if unit else ""
     rows = [("makespan", f"{timeline.makespan:,.6g}{unit}")]
     if timeline.cost < timeline.makespan * (1 - 1e-9):
@@ -44,7 +44,7 @@ def timeline_facts(timeline: Timeline, unit: str = "") -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One row of a comparison: a timeline, or why there is none."""
+    """One row of a comparison: a timeline, or the refusal."""
 
     name: str
     timeline: Timeline | None = None
@@ -54,8 +54,9 @@ class Outcome:
 def run_schedule(name: str, request: Request, costs: Costs) -> Timeline:
     """Make a schedule and simulate it.
 
-    ``costs`` are of a rank's whole share of the model for one microbatch (parts are equal shares of it), so schedules
-    with more parts per rank compare. Raises ValueError for unknown names, and for what a schedule cannot do.
+    ``costs`` are of a rank's whole share of the model for one microbatch (its stages are equal shares of it), so that
+    schedules with more stages per rank compare. Raises ValueError for unknown names, and for requests that a schedule
+    does not support.
     """
     entry = SCHEDULES[name]
     assert isinstance(costs.activations, (int, float))
@@ -73,12 +74,12 @@ def _check_memory(timeline: Timeline, limit: float) -> None:
     if most > limit * (1 + 1e-9):
         raise ValueError(
             f"schedule: {timeline.order.name} needs a memory limit of {most:.4g} (rank {timeline.memory.index(most)}), "
-            f"found {limit:.4g}; take one that holds less, such as 1f1b, or seq1f1b with token slices"
+            f"found {limit:.4g}; use one that needs less, such as 1f1b, or seq1f1b with token slices"
         )
 
 
 def compare(request: Request, costs: Costs, chunks: int | None = None) -> list[Outcome]:
-    """Every schedule on the same work, with its own number of parts per rank unless ``chunks`` is given."""
+    """Every schedule on the same work, with its own number of stages per rank unless ``chunks`` is given."""
     out = []
     for name, entry in SCHEDULES.items():
         try:
@@ -131,13 +132,13 @@ def grid(timeline: Timeline, width: int = 120) -> Text:
     span = timeline.makespan
     if span * scale > MOST_BLOCKS * columns:
         return Text(sequence(timeline.order, width))
-    if span * scale <= columns:  # whole columns per unit of time look even
+    if span * scale <= columns:  # a whole number of columns per unit of time looks even
         scale = max(scale, math.floor(columns / span)) if scale <= math.floor(columns / span) < 2 * scale else scale
     origin = min(start for start, _ in timeline.window)
     cells = [[_cell(origin, scale, *facts) for facts in row] for row in rows]
     total = max((cell.last for row in cells for cell in row), default=0)
     out = Text()
-    # A block shows the cells that begin in it as a whole, so it keeps room for the widest at its end.
+    # A block shows all of the cells that begin in it, so it leaves room for the widest one at its end.
     widest = max((cell.last - cell.first for row in cells for cell in row), default=0)
     step = columns if total <= columns else max(columns - widest, columns // 2)
     step = math.ceil(total / math.ceil(total / step)) if total else 1  # blocks of one length

@@ -1,8 +1,8 @@
-"""What a plan comes to, as one object and as tables: decisions with reasons, bytes per rank, communication per step.
+"""A plan as one object and as tables: decisions with reasons, bytes per rank, communication per step.
 
-    model.layers.{0..31}.self_attn.q_proj.weight    32   [4096, 4096]   tp S(0)   heads kept whole
+    model.layers.{0..31}.self_attn.q_proj.weight    32   [4096, 4096]   tp S(0)   column: by heads
 
-Decisions of repeated layers that are the same but for the layer's number are one row.
+Equal decisions of repeated layers are one row.
 """
 
 from __future__ import annotations
@@ -32,39 +32,39 @@ from autopar.schedule.simulate import Timeline, per_part
 from autopar.steps.graphs import Compiled
 from autopar.steps.of_rank import hop_bytes, parts_of
 
-AXIS_SHARES = "What each axis cuts, of bytes of parameters and FLOPs of the forward, and what it leaves whole"
-CHECKPOINT_ROWS = "What the backward makes again: values per layer, what each keeps, on the host, time of all layers"
+AXIS_SHARES = "What each axis shards of parameter bytes and forward FLOPs, and what is replicated"
+CHECKPOINT_ROWS = "Activation checkpointing: values recomputed per layer, bytes kept and offloaded, time of all layers"
 MEMORY_NOTES = {
-    "parameters": "stored pieces",
+    "parameters": "stored shards",
     "buffers": "buffers and constants",
-    "inputs": "its part of the batch of a step",
-    "gradients": "one per parameter, placed and typed like it",
+    "inputs": "its shard of the batch of a step",
+    "gradients": "one per parameter, with its placement and dtype",
     "optimizer": "AdamW: two moments, in the dtype of the parameters",
-    "accumulated": "gradient sums of microbatches, before they are reduced",
+    "accumulated": "accumulated gradients of microbatches, before they are reduced",
     "saved": "activations that F keeps for B: of one microbatch, or of all in flight in a pipeline",
-    "received": "of these, what other stages have sent",
-    "gathered": "parameters that stay whole for all microbatches",
-    "forward_peak": "live values in F, saved ones and gradient sums included",
-    "backward_peak": "live values in B, saved ones, gradients and gradient sums included",
-    "steady": "parameters + buffers + inputs + optimizer, but for states on the host",
+    "received": "of these, activations received from other stages",
+    "gathered": "parameters that stay unsharded for all microbatches",
+    "forward_peak": "live values in F, with saved activations and accumulated gradients",
+    "backward_peak": "live values in B, with saved activations, gradients and accumulated gradients",
+    "steady": "parameters + buffers + inputs + optimizer, without states in host memory",
     "peak": "steady + the greater peak",
-    "peak_at_worst": "the same if routing sends a rank all tokens that it can get; a bound",
+    "peak_at_worst": "upper bound: peak if routing sends this rank every token that it can get",
     "host": "in host memory: activations",
-    "states": "in host memory: states of the optimizer; on the device are those of three buckets in a row",
+    "states": "in host memory: optimizer states; three buckets of them are on the device at a time",
 }
 STEP_NAMES = {"seconds": "a step", "utilization": "MFU"}
 STEP_NOTES = {
-    "seconds": "without that of the optimizer, and without time in which the host is late",
-    "computing": "of the rank that computes longest; products reach half of the chip's peak",
+    "seconds": "without the optimizer step and the overhead of the host",
+    "computing": "of the rank that computes longest, with matrix products at half of the chip's peak",
     "moving": "transfers within its graphs, one after another",
-    "exposed": "of these, what computing waits for",
-    "utilization": "FLOPs of the model, nothing made again counted, of what all chips could do at their peak",
+    "exposed": "of these, the time that computation waits",
+    "utilization": "FLOPs of the model, without recomputation, relative to the peak of all chips",
 }
 
 
 def summarize(compiled: Compiled, model: str = "") -> dict[str, Any]:
-    """Everything about a compiled plan as plain JSON values, which `show_summary` prints. Bytes are those of one rank;
-    with pipeline stages, memory is that of the fullest rank and communication that of the rank that sends most."""
+    """A compiled plan as plain JSON values, which `show_summary` prints. Bytes are those of one rank; with pipeline
+    stages, memory is that of the fullest rank, and communication that of the rank that sends most."""
     plan = compiled.plan
     every, sent, worst = memories(compiled), volumes(compiled), memory_at_worst(compiled)
     fullest = max(every, key=lambda m: m.peak)
@@ -112,12 +112,12 @@ def volumes(compiled: Compiled) -> list[dict[tuple[str, str], Volume]]:
 
 
 def memory_row(found: Memory) -> dict[str, int]:
-    """Memory as plain values."""
+    """Memory as plain JSON values."""
     return {**dataclasses.asdict(found), "steady": found.steady, "peak": found.peak}
 
 
 def _runs(compiled: Compiled) -> dict[str, dict[str, int]]:
-    """Graph -> how often a rank that has it runs it, and its size."""
+    """Graph -> how often a rank that has it runs it in a step, and its number of nodes."""
     found: dict[str, dict[str, int]] = {}
     for rank in range(compiled.plan.mesh.size("pp")):
         for name, (gm, n) in graph_runs(compiled, rank).items():
@@ -130,7 +130,7 @@ def _runs(compiled: Compiled) -> dict[str, dict[str, int]]:
 
 
 def parameter_rows(plan: Plan, parameters: Iterable[ParameterSpec]) -> list[dict[str, Any]]:
-    """Decisions per group of parameters that differ in numbers of their names only, in the order of the model."""
+    """Decisions per group of parameters whose names differ only in numbers, in the order of the model."""
     groups: dict[Any, list[ParameterSpec]] = {}
     for spec in parameters:
         decisions = plan.parameters.get(spec.name, {})
@@ -157,7 +157,7 @@ def parameter_rows(plan: Plan, parameters: Iterable[ParameterSpec]) -> list[dict
 
 
 def note_rows(plan: Plan) -> list[dict[str, str]]:
-    """What was left whole and why, repeated layers joined."""
+    """The notes of a plan; those of repeated layers are one row."""
     groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for subject, reason in plan.notes:
         groups.setdefault((without_indices(subject), without_numbers(reason)), []).append((subject, reason))
@@ -165,7 +165,7 @@ def note_rows(plan: Plan) -> list[dict[str, str]]:
 
 
 def checkpoint_rows(plan: Plan) -> list[dict[str, Any]]:
-    """What the backward makes again, layers that are alike joined."""
+    """What the backward recomputes; equal layers are one row."""
     groups: dict[Any, list[LayerCheckpoint]] = {}
     for layer in plan.checkpoints:
         key = layer.part, without_indices(layer.layer), len(layer.again), layer.saved, layer.hosted, layer.reason
@@ -243,13 +243,13 @@ def _placement(decision: dict[str, str]) -> str:
 
 
 def _shares(summary: dict[str, Any]) -> Table:
-    table = table_of(AXIS_SHARES, "axis", "of", "share", "cut, or what is whole", "why", right=("share",))
+    table = table_of(AXIS_SHARES, "axis", "of", "share", "sharded, or what is replicated", "why", right=("share",))
     for row in summary["shares"]:
         for kind in ("parameters", "FLOPs"):
             share = row["parameters" if kind == "parameters" else "flops"]
             if share is None:
                 continue
-            table.add_row(row["axis"], kind, f"{share:.1%}", "cut", "")
+            table.add_row(row["axis"], kind, f"{share:.1%}", "sharded", "")
             for part in (part for part in row["whole"] if part["kind"] == kind):
                 table.add_row("", "", f"{part['share']:.1%}", escaped(part["subject"]), escaped(part["reason"]))
     return table
@@ -258,7 +258,7 @@ def _shares(summary: dict[str, Any]) -> Table:
 def _others(summary: dict[str, Any]) -> Table:
     table = table_of("Inputs, streams, notes", "what", "placement", "why")
     for name, axes in summary["inputs"].items():
-        table.add_row(f"input {name}", " ".join(f"{a}:{p}" for a, p in axes.items()) or "whole", "")
+        table.add_row(f"input {name}", " ".join(f"{a}:{p}" for a, p in axes.items()) or "replicated", "")
     for stream in summary["streams"]:
         table.add_row(f"stream {stream['node']}", stream["placement"], escaped(stream["reason"]))
     for attention in summary.get("attention", ()):
@@ -274,8 +274,8 @@ def _others(summary: dict[str, Any]) -> Table:
 
 
 def _memory(summary: dict[str, Any]) -> Table:
-    full = f", the fullest: {summary['pipeline']['fullest']} of pp" if "pipeline" in summary else ""
-    table = table_of(f"Memory of a rank{full}", "what", "bytes", "counted", right=("bytes",))
+    whose = f"the fullest rank, {summary['pipeline']['fullest']} of pp" if "pipeline" in summary else "a rank"
+    table = table_of(f"Memory of {whose}", "what", "bytes", "counted", right=("bytes",))
     for name, note in MEMORY_NOTES.items():
         size = summary["memory"].get(name, 0)
         if size or name not in ("accumulated", "received", "gathered", "host", "states", "peak_at_worst"):
@@ -306,8 +306,8 @@ def _step(summary: dict[str, Any]) -> Table:
 
 
 def _axis(name: str) -> str:
-    """A level of an axis in words: 'cp%2' -> 'cp, 2 neighbours', 'cp/2' -> 'cp, ranks 2 apart'. Several axes that are
-    one group, 'dp,ep', as they are."""
+    """A level of an axis in words: 'cp%2' -> 'cp, 2 neighbours', 'cp/2' -> 'cp, ranks 2 apart'. Several axes in one
+    group, such as 'dp,ep', are unchanged."""
     axis, level, count = re.fullmatch(r"([\w,]+)([%/]?)(\d*)", name).groups()  # type: ignore[union-attr]
     return {"%": f"{axis}, {count} neighbours", "/": f"{axis}, ranks {count} apart"}.get(level, axis)
 

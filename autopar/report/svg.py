@@ -1,4 +1,4 @@
-"""What pictures share: the frame, numbers of pixels, ticks of an axis."""
+"""Shared by pictures: the frame, coordinates, ticks of an axis."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Tables for people, on a terminal of any width.
+"""Tables on a terminal of any width.
 
 wide     a table; columns of sentences wrap, names and numbers do not
 narrow   a paragraph per row:   model.layers.{0..3}.self_attn.q_proj.weight
                                     shape bf16[64,64] · tp S(0) · bytes 8.0 KiB
-                                    why: tp: heads kept whole
+                                    why: tp: column: by heads
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def table_of(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
 
 
 def escaped(value: str) -> str:
-    """Brackets are no markup."""
+    """Escape brackets, which rich would read as markup."""
     return value.replace("[", "\\[")
 
 

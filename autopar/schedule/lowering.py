@@ -1,4 +1,4 @@
-"""Adds to an order of F, B, W and BW what moves between ranks: `lower`.
+"""Adds the transfers, gathers and reductions to an order of F, B, W and BW: `lower`.
 
 rank 0    0F0              0F1                        0BW0            0BW1
 rank 1            1F0             1BW0    1F1                 1BW1
@@ -28,12 +28,12 @@ def lower(
     """The order with transfers for ``hops``, and with G and R of the parts in ``gathers`` and ``reductions``; the last
     BW of the parts in ``joined`` becomes BWR.
 
-    One transfer moves all values of a pair of stages for a microbatch (and slice), gradients only where some hop has
-    one; stages of one rank need none. A send comes right behind the action that makes its values, also inside a cell.
-    A receive comes one compute action ahead of its use, so that it overlaps, or earlier: on every channel (ordered
-    pair of ranks) receives have the order of the sends, because NCCL has no tags. G comes right ahead of the first F
-    of a stage, R right behind its last W or BW (outside of a cell).
-    Raises ScheduleError for an order that is not complete.
+    One transfer moves all values of a pair of stages for a microbatch (and slice), gradients only if some hop has one;
+    stages of one rank need none. A send comes right after the action that computes its values, also inside a cell. A
+    receive comes one compute action before its use, so that it overlaps, or earlier: on every channel (ordered pair of
+    ranks) receives have the order of the sends, because NCCL has no tags. G comes right before the first F of a stage,
+    R right after its last W or BW (outside a cell).
+    Raises ScheduleError for an incomplete order.
     """
     assert not order.lowered, f"{order.name} is lowered already"
     validate(order)
@@ -76,7 +76,7 @@ def _ways(order: Order, hops: Iterable[P2PEdge]) -> dict[tuple[str, int], list[i
 
 
 def _sends(order: Order, action: Action, ways: dict[tuple[str, int], list[int]]) -> list[Action]:
-    """What goes out when an action has run."""
+    """The sends after an action."""
     way = "B" if action.kind == "BW" else action.kind
     peers = ways.get((way, action.stage), [])
     return [Action(action.stage, f"S{way}", action.microbatch, action.slice, peer) for peer in peers]

@@ -10,14 +10,14 @@
     2BWR3    2BW3 and 2R in one, so that the reductions overlap
 
 A schedule is a pure function that gives an `Order` of F, B, W and BW. `autopar.schedule.lowering.lower` adds the
-transfers, gathers and reductions; `autopar.schedule.simulate.simulate` runs either on given costs and proves that
-nothing waits for ever; `autopar.schedule.order_checks.validate` checks that every action is there once. The executor
-runs the lowered Order, and pictures show the same. The schedules themselves are in `autopar.runtime.schedules`, whose
-import fills `SCHEDULES`.
+transfers, gathers and reductions; `autopar.schedule.simulate.simulate` runs either on given costs and proves that it
+does not deadlock; `autopar.schedule.order_checks.validate` checks that every action occurs once. The executor runs the
+lowered Order, and pictures show the same. The schedules themselves are in `autopar.runtime.schedules`, whose import
+fills `SCHEDULES`.
 
 A *stage* runs one *part* of the model on one rank. Parts follow each other along a *chain* of stages. All schedules
-have one chain, but for dual_pipe: there every part has two stages, on mirrored ranks, and each microbatch takes one
-of two chains.
+have one chain except dual_pipe, where every part has two stages, on mirrored ranks, and each microbatch takes one of
+two chains.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ PARAMETERS = ("G", "R")
 
 @dataclass(frozen=True)
 class Action:
-    """One step of one rank. ``peer``: the other stage of a transfer. ``paired``: runs as one cell with the next
-    compute action of the rank (DualPipe's overlapped forward and backward); only transfers may lie between."""
+    """One action of one rank. ``peer``: the other stage of a transfer. ``paired``: runs as one cell with the next
+    compute action of the rank (DualPipe's overlapped forward and backward); only transfers may be between them."""
 
     stage: int
     kind: str
@@ -83,7 +83,7 @@ class Order:
 
     @property
     def parts(self) -> int:
-        """Number of parts that the model is cut into."""
+        """Number of parts that the model is split into."""
         return len(self.chains[0])
 
     def part_of(self, stage: int) -> int:
@@ -104,10 +104,10 @@ class Order:
         return "\n".join(row_text(actions) for actions in self.ranks)
 
     def show(self, marks: Mapping[int, int] | None = None, around: int | None = None) -> str:
-        """The grid for people: one labelled line per rank, in columns.
+        """A grid to print: one labelled line per rank, in columns.
 
-        marks: rank -> index of an action to put in [brackets]. around: leave out what is further than so many actions
-        from the marked one (without a mark: from the end).
+        marks: rank -> index of an action to put in [brackets]. around: show only so many actions before and after the
+        marked one (without a mark: the last ones).
         """
         marks = marks or {}
         rows = [_window(actions, marks.get(rank), around) for rank, actions in enumerate(self.ranks)]
@@ -130,7 +130,7 @@ def _window(actions: Sequence[Action], mark: int | None, around: int | None) -> 
 
 
 class ScheduleError(ValueError):
-    """An order that cannot run. The message shows the grid with the failing steps in [brackets]."""
+    """An order that cannot run. The message shows the grid with the failing actions in [brackets]."""
 
     def __init__(self, order: Order, message: str, marks: Mapping[int, int] | None = None) -> None:
         """``marks``: rank -> index of the action at fault."""

@@ -1,4 +1,4 @@
-"""Whether an order does every action once, in its place, and moves everything that it says it moves."""
+"""Whether an order runs every action once, on the right rank, with both ends of every transfer, without deadlocks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Place = tuple[int, int]  # rank, index
 
 def validate(order: Order) -> None:
     """Check an order, lowered or not: every unit (stage of its microbatch's chain, microbatch, slice) has one F and
-    one BW, or one F, one B and one W, in this order and on the rank of its stage; or F alone, when there is no backward
-    at all. Raises ScheduleError."""
+    one BW, or one F, one B and one W, in this order and on the rank of its stage; or F alone, if the order has no
+    backward. Raises ScheduleError."""
     _check_chains(order)
     units: dict[Unit, dict[str, Place]] = {}
     for rank, actions in enumerate(order.ranks):
@@ -26,7 +26,7 @@ def validate(order: Order) -> None:
                 unit = units.setdefault((action.stage, action.microbatch, action.slice), {})
                 kind = "BW" if action.kind == "BWR" else action.kind
                 if kind in unit:
-                    raise ScheduleError(order, f"{action} is there twice", {rank: index})
+                    raise ScheduleError(order, f"{action} occurs twice", {rank: index})
                 unit[kind] = (rank, index)
     complete = [["BW", "F"], ["B", "F", "W"]] if any(unit.keys() != {"F"} for unit in units.values()) else [["F"]]
     for microbatch, chain in enumerate(order.chain_of):
@@ -41,7 +41,7 @@ def validate(order: Order) -> None:
 
 
 def _check_chains(order: Order) -> None:
-    """Every stage is in one chain, and all chains have the same parts."""
+    """Check that every stage is in one chain, and that all chains have the same parts."""
     if not order.chains or not order.chain_of:
         raise ScheduleError(order, "needs at least one chain of stages and one microbatch")
     stages = sorted(stage for chain in order.chains for stage in chain)
@@ -56,7 +56,7 @@ def _check_chains(order: Order) -> None:
 
 
 def _check_action(order: Order, rank: int, index: int) -> None:
-    """It names what exists, on the right rank; a cell has a second half."""
+    """Check that it names existing stages, on the right rank, and that a cell has a second half."""
     action, here = order.ranks[rank][index], {rank: index}
     for stage in (action.stage, action.peer) if action.kind in TRANSFERS else (action.stage,):
         if not 0 <= stage < len(order.rank_of):
@@ -71,7 +71,7 @@ def _check_action(order: Order, rank: int, index: int) -> None:
     if action.paired:
         behind = next((a for a in order.ranks[rank][index + 1 :] if a.kind not in TRANSFERS), None)
         if action.kind not in COMPUTE or behind is None or behind.kind not in COMPUTE or behind.paired:
-            raise ScheduleError(order, f"{action} needs a compute action behind it to run as one cell with", here)
+            raise ScheduleError(order, f"{action} needs a compute action after it to run as one cell with", here)
 
 
 def _raise_incomplete(order: Order, forward: Action, found: dict[str, Place]) -> None:
@@ -81,7 +81,7 @@ def _raise_incomplete(order: Order, forward: Action, found: dict[str, Place]) ->
 
 
 def _check_sequence(order: Order, found: dict[str, Place]) -> None:
-    """F, B, W of a unit are in this order."""
+    """Check that F, B, W of a unit are in this order."""
     kinds = sorted(found, key=["F", "B", "BW", "W"].index)
     for first, second in pairwise(kinds):
         if found[first] > found[second]:
@@ -124,10 +124,10 @@ def counterpart(transfer: Action) -> Action:
 
 
 def acknowledged(order: Order, rank: int) -> dict[Action, list[Action]]:
-    """Receive of a rank -> sends of it that have arrived by then.
+    """Receive of a rank -> its sends that are known to have arrived by then.
 
-    A message of a peer tells that the peer has run what is ahead of it in its list, and so has received what that took.
-    A gradient that comes back is the common case.
+    A message of a peer shows that the peer has run the actions before it, and so has received what these read. The
+    common case is a gradient that comes back.
     """
     found: dict[Action, list[Action]] = {}
     for peer in {order.rank_of[a.peer] for a in order.ranks[rank] if a.kind in TRANSFERS}:
@@ -148,7 +148,7 @@ def acknowledged(order: Order, rank: int) -> dict[Action, list[Action]]:
 
 # --- streams -------------------------------------------------------------------------------------------
 
-COMPUTATION = "computation"  # the stream that is no transfer's
+COMPUTATION = "computation"  # the stream without transfers
 Link = tuple[int, int]  # sending rank, receiving rank
 Groups = Callable[[Link], Hashable]  # the process group that a link's transfers go through
 
@@ -159,18 +159,18 @@ def links(order: Order) -> list[Link]:
 
 
 def check_streams(order: Order, group: Groups = lambda link: link) -> None:
-    """That a lowered order ends where a transfer keeps its stream until the other end has come. Raises ScheduleError
+    """Check that a lowered order ends if a transfer blocks its stream until the other end arrives. Raises ScheduleError
     with every rank's place. ``group``: by default one of two ranks for every link, as the runtime makes them.
 
-    On NCCL the host waits for nothing: every action of a rank goes to a stream, and runs once all that is ahead of it
-    there has ended.
+    On NCCL the host does not wait: every action of a rank is enqueued on a stream, and runs after all actions before it
+    on that stream.
 
-        compute     F, B, W, G, R of a rank run one after the other; those that take a received value wait for it
-        transfers   wait for the computation that was started ahead of them, for what is ahead of them in their stream,
-                    and for the other end: a send and its receive run as one
+        compute     F, B, W, G, R of a rank run one after the other; those that read a received value wait for it
+        transfers   wait for the computation that was started before them, for the transfers before them on their
+                    stream, and for the other end: a send and its receive run as one
 
-    A process group whose communicators are made at first use (lazily) has one stream per pair of its ranks; one that is
-    made with ``device_id=`` has a single one, in which unbatched transfers stand in the order in which they were
+    A process group whose communicators are created at first use (lazily) has one stream per pair of its ranks; one that
+    is created with ``device_id=`` has a single stream, on which unbatched transfers run in the order in which they were
     started. In a group of two ranks for one direction both are the same.
     """
     pairs: dict[Hashable, set[frozenset[int]]] = {}

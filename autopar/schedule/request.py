@@ -1,4 +1,4 @@
-"""What a schedule is asked for and made with: sizes, costs, and the table of all schedules."""
+"""The inputs of a schedule (sizes and costs), and the table of all schedules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.schedule.order import Order
 
 @dataclass(frozen=True)
 class Request:
-    """What a schedule is asked for.
+    """The sizes for which a schedule is made.
 
     ranks: size of the pp axis. virtual_stages: parts per rank. token_slices: per microbatch. costs, memory_limit: for
     schedules that search (limit in units of one microbatch's activations on one rank).
@@ -69,7 +69,7 @@ class Costs:
     stash: float | tuple[float, ...] = 0.0
 
     def divided(self, chunks: int) -> Costs:
-        """Costs of a part when what these cost is cut into ``chunks`` equal parts. Tuples are of parts already."""
+        """Costs of one of ``chunks`` equal parts. Tuples, which have one value per part, are unchanged."""
         changed: dict[str, Any] = {}
         for name in ("F", "B", "W", "FB", "G", "R", "activations", "stash"):
             value = getattr(self, name)

@@ -1,8 +1,8 @@
-"""When every action of an order runs, on given costs, and the proof that none waits for ever.
+"""When every action of an order runs, on given costs, and the proof that there is no deadlock.
 
 Each rank runs its list in order. An action starts when its rank is free and its inputs have arrived: at once from the
-same rank, ``costs.comm`` after the end of the action (or after the send) from another one. Transfers are pure latency;
-they keep nobody busy (the model of Zero Bubble, Qi et al. 2024, with which its Table 5 comes out to four decimals).
+same rank, ``costs.comm`` after the end of the action (or after the send) from another one. Transfers are pure latency
+and keep no rank busy. This is the model of Zero Bubble (Qi et al. 2024); it reproduces Table 5 to four decimals.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Timeline:
 
     @property
     def cost(self) -> float:
-        """The longest that one rank is at work, from its own first start (Zero Bubble, appendix G): the time of a step
-        when the next one may start on each rank as soon as that rank is done."""
+        """The longest time that one rank takes, from its own first start (Zero Bubble, appendix G): the time of a step
+        if the next one may start on each rank as soon as that rank is done."""
         return max(last - first for first, last in self.window)
 
     @property
     def bubble(self) -> float:
-        """Idle share of ``cost``, over the mean rank; for equal stages 1 - m (F + B + W) / cost, as in Table 5."""
+        """Idle share of ``cost``, averaged over ranks; for equal stages 1 - m (F + B + W) / cost, as in Table 5."""
         return 1 - sum(self.busy) / len(self.busy) / self.cost if self.cost else 0.0
 
     @property
@@ -87,7 +87,7 @@ def check_costs(order: Order, costs: Costs) -> None:
         if isinstance(value, tuple) and len(value) != order.parts:
             raise ValueError(f"costs: {name} needs one value per part ({order.parts}), found {len(value)}")
     if isinstance(costs.FB, tuple) and {len(costs.FB), *map(len, costs.FB)} != {order.parts}:
-        raise ValueError(f"costs: FB needs a value for each two of {order.parts} parts, found {costs.FB}")
+        raise ValueError(f"costs: FB needs a value for each pair of {order.parts} parts, found {costs.FB}")
     for name in ("scale", "tokens"):
         value = getattr(costs, name)
         if value and len(value) != order.slices:
@@ -118,7 +118,7 @@ def _window(order: Order, rank: int, starts: Sequence[float], ends: Sequence[flo
 
 
 class _Simulation:
-    """Every rank goes as far as it can; what it then waits for wakes it up."""
+    """Every rank runs until it has to wait, and continues when its input arrives."""
 
     def __init__(self, order: Order, costs: Costs, fused: bool) -> None:
         self.order, self.costs, self.fused = order, costs, fused
@@ -165,7 +165,7 @@ class _Simulation:
         return index, next(i for i in range(index + 1, len(actions)) if actions[i].kind in COMPUTE)
 
     def arrival(self, rank: int, needs: list[Key]) -> tuple[float, Key | None]:
-        """When the rank is free and has all inputs; or an input that nobody has made yet."""
+        """(the time at which the rank is free and has all inputs, or an input that is not there yet)."""
         start = self.clock[rank]
         for key in needs:
             time = self.done.get(key)
@@ -178,7 +178,7 @@ class _Simulation:
         return start, None
 
     def execute(self, rank: int, cell: tuple[int, ...], start: float) -> list[int]:
-        """Write down when a cell runs; returns the ranks that waited for it."""
+        """Record when a cell runs; returns the ranks that waited for it."""
         actions = self.order.ranks[rank]
         time = 0.0
         for i in cell:
@@ -210,7 +210,7 @@ class _Simulation:
         return self.durations[unit]
 
     def deadlock(self) -> ScheduleError:
-        """Where every rank stands, and what it waits for."""
+        """The error, with the position of every rank and what it waits for."""
         marks = {rank: at for rank, at in enumerate(self.position) if at < len(self.order.ranks[rank])}
         known = {key_of(action): action for actions in self.order.ranks for action in actions}
         stuck = []
@@ -270,22 +270,22 @@ Key = tuple[str, int, int, int, int]
 
 
 def key_of(action: Action) -> Key:
-    """What others wait for when they wait for this action."""
+    """The key that other actions wait for when they wait for this one."""
     kind = "B" if action.kind in BACKWARD else action.kind
     return kind, action.stage, action.microbatch, action.slice, action.peer
 
 
 class Dependencies:
-    """``dependencies(action)`` lists the keys that the action waits for: what a runtime must keep as well.
+    """``dependencies(action)`` lists the keys that the action waits for, in a simulation and in a runtime.
 
         F(part)    F(part-1) of the same microbatch and slice; F of the slice before on the same stage
         B, BW, BWR own F; B(part+1); B of the slice behind on the same stage (backward runs slices in reverse)
         W          own B
         SF, SB     own F, own B
-        RF, RB     nothing: they are posted, and what uses the value waits for the send at the other end
+        RF, RB     nothing: they are posted, and the action that uses the value waits for the send at the other end
 
-    In a lowered order, what comes from other ranks comes only through transfers; between stages of one rank F and B
-    wait for the nearest stage of the same chain.
+    In a lowered order, values from other ranks come only through transfers; between stages of one rank, F and B wait
+    for the nearest stage of the same chain.
     """
 
     def __init__(self, order: Order) -> None:
@@ -311,7 +311,7 @@ class Dependencies:
                     self.receives.setdefault(unit, []).append(key_of(action))
 
     def __call__(self, action: Action) -> list[Key]:
-        """Keys in the order in which it is best to look at them: what is latest first."""
+        """The keys, the one that is usually last to be available first."""
         kind, stage, microbatch, piece = action.kind, action.stage, action.microbatch, action.slice
         if kind in ("W", "SB"):
             return [("B", stage, microbatch, piece, -1)]

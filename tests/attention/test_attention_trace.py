@@ -152,7 +152,7 @@ def test_ranks_that_wait_for_one_another_are_named() -> None:
         ]
         for rank in range(2)
     ]
-    with pytest.raises(RuntimeError, match=r"wait for ever: rank 0 for Exchange.*; rank 1 for"):
+    with pytest.raises(RuntimeError, match=r"deadlock: rank 0 for Exchange.*; rank 1 for"):
         seconds(Topology(), *programs)
 
 

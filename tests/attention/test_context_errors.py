@@ -90,9 +90,7 @@ def test_layouts_are_known() -> None:
 @pytest.mark.parametrize("schedule", ["tera_pipe", "seq1f1b"])
 def test_a_sequence_is_not_cut_in_time_and_over_ranks(schedule: str) -> None:
     options = Options(schedule=schedule, microbatches=2)
-    message = (
-        f'^pipeline: the schedule {schedule} cuts the sequence in time.* the axis "cp" cuts it over ranks; .*; use a'
-    )
+    message = f'^pipeline: the schedule {schedule} slices the sequence in time, and the axis "cp" shards .*; use a'
     with pytest.raises(ValueError, match=message):
         compile_graph(copy_graph(graph_of("small", 16)), Mesh.of(pp=2, cp=2), options, outputs=())
 
@@ -165,6 +163,6 @@ def test_a_shorter_sequence_that_does_not_divide_stays_whole() -> None:
     batch = {n: torch.randn(2, m, 8, dtype=torch.float64) for n, m in (("image", 5), ("x", 8))}
     made = check_model(Captioned().double(), batch, Mesh.of(cp=2))
     assert made.worst < 1e-10
-    assert "whole on cp: 5 tokens do not divide over 2 ranks" in [reason for _, reason in made.compiled.plan.notes]
+    assert "replicated on cp: 5 tokens do not divide over 2 ranks" in [reason for _, reason in made.compiled.plan.notes]
     with pytest.raises(ValueError, match=r"sequence length 9 of .* does not divide .* pad to 10"):
         check_model(Captioned().double(), batch | {"image": torch.randn(2, 9, 8).double()}, Mesh.of(cp=2))

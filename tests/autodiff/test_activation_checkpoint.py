@@ -243,14 +243,14 @@ def test_the_dump_says_what_is_saved_and_what_is_made_again() -> None:
     assert stage.backward_reduce is not None
     forward, backward = (format_graph(step.graph) for step in (stage.forward, stage.backward_reduce))
     kept = re.findall(r"# saved, ([\d.]+ \w+)", forward)
-    assert kept and "made again" not in forward
-    again = [line for line in backward.splitlines() if "# made again" in line]
+    assert kept and "recomputed" not in forward
+    again = [line for line in backward.splitlines() if "# recomputed" in line]
     assert any("silu" in line and "model.layers.0.mlp" in line for line in again)
     assert any("attention" in line for line in again)
     none = made("llama", activation_checkpoint="none").stage
     assert none.backward_reduce is not None
     texts = [format_graph(step.graph) for step in (none.forward, none.backward_reduce)]
-    assert not any("made again" in text or "# saved" in text for text in texts)
+    assert not any("recomputed" in text or "# saved" in text for text in texts)
 
 
 def test_gathers_are_made_again_and_sums_are_not() -> None:
@@ -345,7 +345,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"activation_checkpoint": "auto"},
-        "activation_checkpoint: auto keeps what a rank holds under a limit, found no memory_limit; set one",
+        "activation_checkpoint: auto keeps the memory of a rank under a limit, found no memory_limit; set one",
     ),
     (
         {"memory_limit": 5},

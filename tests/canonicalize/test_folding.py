@@ -177,7 +177,7 @@ def test_auto_takes_what_costs_less() -> None:
     """Exchanged tokens against summed gradients; what was estimated is in the plan."""
     assert {e.axis for e in plan_of(Wide(), Mesh.of(dp=4)).experts.values()} == {"dp"}
     many = plan_of(Layer(8), Mesh.of(dp=4), tokens=1024)
-    assert not many.experts and "over axes by estimate of all layers: whole" in str(many)
+    assert not many.experts and "axis by estimated time of all layers: replicated" in str(many)
     assert {e.axis for e in plan_of(Layer(8), Mesh.of(ep=2, dp=2), topology="").experts.values()} == {"ep"}
     assert not plan_of(Wide(), Mesh.of(dp=3), tokens=12).experts  # 8 experts do not divide
     assert not plan_of(Wide(), Mesh.of(dp=4), expert_axis="ep", topology="").experts  # nobody asked
@@ -193,7 +193,9 @@ def test_plans_keep_the_axis() -> None:
     assert {e.axis for e in later.plan.experts.values()} == {"dp"}
     changed = json.loads(first.to_json())
     changed["experts"] = {name: {**e, "axis": "tp"} for name, e in changed["experts"].items()}
-    with pytest.raises(ValueError, match="cut over 'tp', which must be the same one of ep, dp, cp, tp for all layers"):
+    with pytest.raises(
+        ValueError, match="sharded on 'tp', which must be the same one of ep, dp, cp, tp for all layers"
+    ):
         compile_model(Wide(), routed(16, 8, 2, "any"), Mesh.of(dp=4), plan=Plan.from_json(json.dumps(changed)))
 
 
@@ -201,12 +203,10 @@ def test_a_plan_and_an_option_that_differ() -> None:
     """No option loses without a word against a plan that was made by hand."""
     mesh, batch = Mesh.of(dp=2, tp=2), routed(16, 8, 2, "any")
     made, _ = plan_model(Wide(), batch, mesh, DP)
-    with pytest.raises(
-        ValueError, match="expert_axis: a plan was given that cuts experts over 'dp', found expert_axis='tp'"
-    ):
+    with pytest.raises(ValueError, match="expert_axis: the given plan shards experts on 'dp', found expert_axis='tp'"):
         plan_model(Wide(), batch, mesh, TP, made)
     whole = plan_of(Layer(8), Mesh.of(dp=4), tokens=1024)
-    with pytest.raises(ValueError, match="cuts experts over no axis, found expert_axis='dp'; leave the option out"):
+    with pytest.raises(ValueError, match="shards experts on no axis, found expert_axis='dp'; leave the option out"):
         compile_model(Layer(8), batch, Mesh.of(dp=4), DP, plan=whole)
 
 
@@ -214,13 +214,13 @@ BAD = [
     (
         {"dp": 2},
         {"expert_axis": "tp"},
-        "expert_axis: expected an axis of the mesh dp=2 over which to cut experts, found",
+        "expert_axis: expected an axis of the mesh dp=2 to shard experts on, found",
     ),
-    ({"dp": 4, "ep": 2}, {"expert_axis": "dp"}, "an axis 'ep' is for experts, found expert_axis='dp' beside ep=2"),
+    ({"dp": 4, "ep": 2}, {"expert_axis": "dp"}, "an axis 'ep' shards experts, found expert_axis='dp' beside ep=2"),
     (
         {"dp": 2},
         {"token_dispatcher": "alltoall_dedup"},
-        "token_dispatcher: counts with experts that are cut over an axis, found",
+        "token_dispatcher: needs experts that are sharded on an axis, found",
     ),
     (
         {"tp": 2},
@@ -233,7 +233,7 @@ BAD = [
         "8 experts do not divide over axis 'dp' of size 16; .*: dp=2,ep=8 for this dp=16",
     ),
     ({"dp": 2}, {"expert_axis": "dp", "token_dispatcher": "hierarchical"}, "needs an axis 'dp' over several nodes"),
-    ({"pp": 2}, {"expert_axis": "auto"}, "expert_axis: counts with an axis ep or dp or cp or tp only"),
+    ({"pp": 2}, {"expert_axis": "auto"}, "expert_axis: needs a mesh axis ep or dp or cp or tp, found"),
     (
         {"dp": 2},
         {"expert_axis": "dp_replicate"},
@@ -249,7 +249,7 @@ def test_bad_input(sizes: dict[str, int], options: dict[str, Any], error: str) -
 
 
 def test_models_without_experts_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"experts: nothing to cut over axis 'dp' of size 2: .*leave the option"):
+    with pytest.raises(ValueError, match=r"experts: nothing to shard on axis 'dp' of size 2: .*leave the option"):
         compile_model(nn.Linear(4, 4), {"input": torch.randn(4, 4)}, Mesh.of(dp=2), DP)
 
 

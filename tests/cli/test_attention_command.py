@@ -56,7 +56,7 @@ def test_the_table_and_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
     refused = row(out, "zigzag", "ulysses", "forward")
     assert refused[3:7] == [""] * 4 and refused[7].startswith("context_parallel:")
     assert "query heads do not divide over 4 ranks" in " ".join(out.replace("│", " ").split())
-    assert re.search(r"^choice: \w+(\+\w+)? \(.* ms by estimate, of them .* waiting; ", out, re.MULTILINE)
+    assert re.search(r"^choice: \w+(\+\w+)? \(.* ms by estimate, of which .* waiting; ", out, re.MULTILINE)
     assert re.search(r"^cp_load_balance: (zigzag|contiguous) \(\w+ takes .* ms; \w+ takes .* ms\)$", out, re.MULTILINE)
     assert re.search(r"^ideal: forward [\d.]+ ms, backward [\d.]+ ms", out, re.MULTILINE)
 
@@ -80,7 +80,7 @@ def test_cross_attention_is_full(capsys: pytest.CaptureFixture[str]) -> None:
         (["--topology", "star"], "topology: expected one of ring, mesh, switch, found 'star'"),
         (["--attention", "rings"], "--attention: expected one of all_gather, ring"),
         (["--attention", "ulysses"], "6 query heads do not divide over 4 ranks"),
-        (["--kv-heads", 4], "--kv-heads: 6 query heads are no multiple of 4 key heads"),
+        (["--kv-heads", 4], "--kv-heads: 6 query heads are not a multiple of 4 key heads"),
         (["--seq", 4098], "--seq: 4098 tokens do not divide over 4 ranks; use 4100"),
         (["--kv-seq", 66], "--kv-seq: 66 tokens do not divide over 4 ranks; use 68"),
         (["--kv-seq", 64, "--causal"], "--causal: needs as many keys as queries, found 64 and 4096; use --full"),

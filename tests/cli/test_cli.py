@@ -68,7 +68,7 @@ def test_plan_as_json_says_everything(capsys: pytest.CaptureFixture[str], config
     query = rows["model.layers.{0,1}.self_attn.q_proj.weight"]
     assert (query["count"], query["shape"], query["dtype"]) == (2, [32, 32], "bf16")
     assert query["bytes"] == 2 * 2 * 32 * 32 // 4
-    assert query["axes"]["tp"] == {"stored": "S(0)", "used": "S(0)", "reason": "heads kept whole"}
+    assert query["axes"]["tp"] == {"stored": "S(0)", "used": "S(0)", "reason": "column: by heads"}
     assert (query["axes"]["dp"]["stored"], query["axes"]["dp"]["used"]) == ("S(0)", "R")
     assert sum(row["bytes"] for row in rows.values()) == found["memory"]["parameters"]
     assert found["memory"]["inputs"] == 2 * 8 * 4 * 16  # the whole batch is 8: 4 for each dp rank, in 2 microbatches
@@ -93,7 +93,7 @@ def test_plan_as_tables_shows_the_same_numbers(
     found, text = json.loads(plan(capsys, config, "--json")), plan(capsys, config)
     for row in found["parameters"]:
         assert row["name"] in text
-    for line in ("S(0)", "heads kept whole", "pending sum", "input input_ids"):
+    for line in ("S(0)", "column: by heads", "its result is partial", "input input_ids"):
         assert line in text
     for name in ("parameters", "gradients", "optimizer", "saved", "peak"):
         assert human_bytes(found["memory"][name]) in text
@@ -162,7 +162,7 @@ def test_show_prints_a_graph_of_a_part(capsys: pytest.CaptureFixture[str], confi
     code, out, _ = run(capsys, "show", "--config", config, *PIPELINE, "--part", 1, "--level", "gather")
     assert code == 0 and "all_gather over dp" in out and "p_lm_head_weight" in out and "p_embed" not in out
     code, out, err = run(capsys, "show", "--config", config, *PIPELINE[:-2], "--level", "gather")
-    assert code == 2 and not out and "show: there is no part0.gather graph; this part uses its parameters as" in err
+    assert code == 2 and not out and "show: there is no part0.gather graph; this stage uses its parameters as" in err
     for options, message in (
         (["--mesh", "pp=2", "--part", 1, "--level", "local"], "--part: needs one of the levels part, gather"),
         (["--mesh", "tp=2", "--part", 1, "--level", "forward"], "--part: needs a mesh with an axis pp, found tp=2"),
@@ -215,9 +215,9 @@ BAD: list[tuple[str, list[object], str]] = [
     ("axis", ["--mesh", "dq=2"], "unknown axis 'dq'; the axes are"),
     ("mesh", ["--mesh", "two"], "expected name=size pairs"),
     ("unplanned axis", ["--mesh", "mb=2,tp=2"], "nothing is sharded on axis 'mb', found mb=2; the axes are pp"),
-    ("no experts", ["--mesh", "ep=2"], "experts: nothing to cut over axis 'ep' of size 2: the model has no experts"),
+    ("no experts", ["--mesh", "ep=2"], "experts: nothing to shard on axis 'ep' of size 2: the model has no experts"),
     ("schedule", ["--mesh", "pp=2", "--schedule", "1f2b"], "--schedule: expected one of gpipe, 1f1b"),
-    ("schedule without pp", ["--mesh", "tp=2", "--schedule", "1f1b"], "schedule: counts with an axis pp only, found"),
+    ("schedule without pp", ["--mesh", "tp=2", "--schedule", "1f1b"], "schedule: needs a mesh axis pp, found"),
     (
         "split_points",
         ["--mesh", "pp=2", "--schedule", "1f1b", "--split-points", "model.layers.9"],
@@ -310,7 +310,7 @@ def test_it_runs_as_a_module() -> None:
         [sys.executable, "-m", "autopar", "plan", "--help"], capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0
-    assert "examples of a step, over all ranks" in " ".join(done.stdout.split())
+    assert "examples per step, over all ranks" in " ".join(done.stdout.split())
 
 
 # --- schedules ----------------------------------------------------------------------------------------------

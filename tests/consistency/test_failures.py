@@ -122,7 +122,7 @@ def test_a_sequence_that_does_not_divide() -> None:
 
 def test_weights_of_which_none_divides() -> None:
     """8 x 10 and 10 x 4 over 3 ranks."""
-    refused(3, r"tensor_parallel: no weight can be cut over axis 'tp' of size 3: .*10.*choose another size",
+    refused(3, r"tensor_parallel: no weight can be sharded on axis 'tp' of size 3: .*10.*choose another size",
             step_named, "Net", 2, {"tp": 3}, {}, 10)  # fmt: skip
 
 

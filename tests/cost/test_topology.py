@@ -60,7 +60,7 @@ def test_axes() -> None:
     ("text", "message"),
     [
         ("star", "expected one of ring, mesh, switch, found 'star'; such as ring:50e9:5e-6"),
-        ("ring:fast", "expected numbers behind the kind, found 'ring:fast'"),
+        ("ring:fast", "expected numbers after the kind, found 'ring:fast'"),
         ("ring:0", "bandwidth needs bytes per second above 0, found 0"),
         ("ring:inf", "bandwidth needs bytes per second above 0, found inf"),
         ("ring:1e9:-1", "latency needs 0 or more seconds, found -1"),

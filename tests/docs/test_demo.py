@@ -20,7 +20,7 @@ def test_both_runs_agree_and_the_files_are_there(
     serve()
     assert main(["demo", "--steps", "3", "--mesh", "dp=2", "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    for words in ("largest difference: ", "Memory that a process holds", "Sent by a rank, per step"):
+    for words in ("largest difference: ", "Memory of a process", "Sent by a rank, per step"):
         assert words in shown
     assert {"loss.png", "losses.csv", "graphs"} <= {f.name for f in tmp_path.iterdir()}
     assert (tmp_path / demo.REPORT).stat().st_size > 10_000

@@ -225,7 +225,7 @@ def test_the_choice() -> None:
     ):
         plan = compile_model(model, batch, Mesh.of(ep=4), Options(topology=topology), lift_to_float64=True).plan
         (found,) = plan.experts.values()
-        assert found.token_dispatcher == chosen and "by estimate of a layer" in found.reason, topology
+        assert found.token_dispatcher == chosen and "by estimated time of a layer" in found.reason, topology
         assert ("on nodes of 2 ranks" in found.reason) == (found.per_node == 2) == (topology == near)
     with pytest.raises(
         ValueError,
@@ -239,7 +239,7 @@ def test_the_choice() -> None:
 @pytest.mark.parametrize(
     ("ranks", "options", "said"),
     [
-        (4, {"token_dispatcher": "hierarchical"}, "found 4 ranks in nodes of 4; say how many are a node"),
+        (4, {"token_dispatcher": "hierarchical"}, "found 4 ranks in nodes of 4; give the ranks per node"),
         (4, {"token_dispatcher": "hierarchical", "topology": "ep%4=switch"}, "found 4 ranks in nodes of 4"),
         (4, {"token_dispatcher": "hierarchical", "topology": "ep%1=switch"}, "found 4 ranks in nodes of 1"),
         (4, {"topology": "ep%3=switch"}, "4 ranks of axis 'ep' do not divide into nodes of 3; use one of 1, 2, 4"),
@@ -258,9 +258,7 @@ def test_a_plan_with_nodes_that_are_none() -> None:
     plan = compile_cell(cell).plan
     assert Plan.from_json(plan.to_json()) == plan
     experts = {name: replace(found, per_node=3) for name, found in plan.experts.items()}
-    with pytest.raises(
-        ValueError, match="by 'hierarchical' with 3 ranks per node, which must be several, and divide 4"
-    ):
+    with pytest.raises(ValueError, match="'hierarchical' needs several nodes of several ranks, found 3 ranks per node"):
         check_experts(subject("mixtral").graph(), cell.mesh, experts)
 
 

@@ -164,7 +164,7 @@ def test_bad_input() -> None:
     ):
         with pytest.raises(ValueError, match=error):
             compile_model(Layer(6), batch, Mesh.of(ep=2), options)
-    with pytest.raises(ValueError, match="capacity_factor: is one of experts, found"):
+    with pytest.raises(ValueError, match="capacity_factor: needs experts, found"):
         compile_model(nn.Linear(4, 4), {"input": torch.randn(4, 4)}, Mesh.of(dp=2), Options(capacity_factor=1.0))
     with pytest.raises(ValueError, match="capacity_factor: expected a number of at least 0"):
         Options(capacity_factor=-1.0)

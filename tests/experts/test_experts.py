@@ -248,7 +248,9 @@ def test_the_plan_says_so() -> None:
     plan = compile_cell(Cell("mixtral", Mesh.of(ep=2), ALLGATHER)).plan
     assert "experts of moe_dispatch " in str(plan) and "ep: allgather" in str(plan)
     rows = subject("mixtral").batch["input_ids"].numel()  # of two ranks, and of two experts each
-    note = f"a rank's experts get {rows} rows if routing is even, which memory and times are estimated for, and at most"
+    note = (
+        f"a rank's experts get {rows} rows if routing is even, which estimates of memory and time assume, and at most"
+    )
     assert "experts of moe_dispatch and 1 more" in str(plan) and f"{note} {2 * rows} (" in str(plan)
     assert Plan.from_json(plan.to_json()) == plan
 
@@ -337,16 +339,16 @@ def test_bad_input() -> None:
         compile_model(Layer(6), batch, Mesh.of(ep=12))
     with pytest.raises(ValueError, match=r"placements: .* needs unsqueeze as S\(0;routed\) on 'ep', it is I"):
         compile_model(Counted(6), batch, Mesh.of(ep=2), lift_to_float64=True)
-    with pytest.raises(ValueError, match="experts: nothing to cut over axis 'ep' of size 2: the model has no experts"):
+    with pytest.raises(ValueError, match="experts: nothing to shard on axis 'ep' of size 2: the model has no experts"):
         compile_model(nn.Linear(4, 4), {"input": torch.randn(4, 4)}, Mesh.of(ep=2))
     with pytest.raises(ValueError, match="does not divide into 4 pieces"):
         compile_model(Layer(8), routed(6, 8, 2, "any"), Mesh.of(ep=4))
 
 
 PLANS = {
-    "an axis that the mesh lacks": ({"axis": "dp"}, "cut over 'dp', which must be 'ep' and an axis of the mesh"),
-    "a dispatcher that nobody wrote": ({"token_dispatcher": "post"}, "by 'post'; use one of allgather"),
-    "a layer without": (None, "nothing is said of the experts of moe_dispatch"),
+    "an axis that the mesh lacks": ({"axis": "dp"}, "sharded on 'dp', which must be 'ep' and an axis of the mesh"),
+    "a dispatcher that nobody wrote": ({"token_dispatcher": "post"}, "unknown token dispatcher .post."),
+    "a layer without": (None, "no entry for the experts of moe_dispatch"),
 }
 
 

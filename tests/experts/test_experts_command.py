@@ -167,18 +167,18 @@ def test_limits_of_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "8 per token, from 4 of 8 groups" in out and "at most 4\n" in out and "warning" not in out
     assert float(row(out, "hierarchical")[2]) <= 4 * 7 / 8
     out = experts(capsys, "--groups", 4, "--limit", 2, "--between", "switch:1e9:0")
-    assert "warning: 4 groups of experts do not fall on 8 nodes" in out and "switch:1e9:0 between nodes" in out
+    assert "warning: 4 groups of experts do not divide over 8 nodes" in out and "switch:1e9:0 between nodes" in out
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--ranks", 48], "experts: 256 experts do not divide over 48 ranks; use one of 1, 2, 4,"),
-        (["--per-node", 24], "experts: 64 ranks are no whole number of nodes of 24; use a multiple of 24 ranks, or"),
+        (["--per-node", 24], "experts: 64 ranks do not divide into nodes of 24; use a multiple of 24 ranks, or"),
         (["--groups", 7], "experts: 256 experts do not divide into 7 groups; use a divisor of 256"),
         (["--groups", 8, "--limit", 9], "experts: a token may use 1 to 8 groups, found a limit of 9"),
-        (["--top-k", 257], "experts: a token chooses 1 to 256 of 256 experts that it may use, found 257"),
-        (["--groups", 64, "--limit", 1], "experts: a token chooses 1 to 4 of 4 experts that it may use, found 8"),
+        (["--top-k", 257], "experts: top_k must be from 1 to 256, the experts in the groups"),
+        (["--groups", 64, "--limit", 1], "experts: top_k must be from 1 to 4, the experts in the groups"),
         (["--inside", "star"], "topology: expected one of ring, mesh, switch, found 'star'"),
     ],
 )

@@ -107,4 +107,4 @@ bailing_hybrid bamba cpmant falcon_mamba granitemoehybrid jamba lfm3 mamba mamba
 rwkv
 """.split()  # noqa: SIM905
 # In a row whose keys the added mask takes away, GPT-Neo attends to those that its triangle has filled.
-REFUSED_OVER_CP = {"gpt_neo": r'context_parallel: axis "cp" cuts the sequence of attention, found none'}
+REFUSED_OVER_CP = {"gpt_neo": r'context_parallel: axis "cp" shards the sequence of attention, found none'}

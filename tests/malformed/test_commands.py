@@ -99,11 +99,11 @@ def test_who_reads_nothing_or_interrupts(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_all_ranks_refuse_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused() -> None:
-        words = "tensor_parallel: no weight can be cut over axis 'tp' of size 3\nchoose another size"
+        words = "tensor_parallel: no weight can be sharded on axis 'tp' of size 3\nchoose another size"
         raise LaunchError("launch: rank 0 failed: ...\ntraceback of rank 0: ...", words)
 
     monkeypatch.setattr("autopar.cli.cache_command.entry_folder", refused)
-    expected = "autopar: tensor_parallel: no weight can be cut over axis 'tp' of size 3 choose another size\n"
+    expected = "autopar: tensor_parallel: no weight can be sharded on axis 'tp' of size 3 choose another size\n"
     assert run(["cache"]) == (2, "", expected)
 
 

@@ -55,8 +55,8 @@ def test_options_without_the_axis_that_they_are_about() -> None:
             if {axis, "dp"} & set(DECLARED[name].axes):
                 assert problem == "", (name, mesh)
             else:
-                assert problem.startswith(f"{name}: counts with an axis ") and judge.unclear(problem) == "", problem
-    assert _refusal(autopar.Options(zero=3), Mesh.of(tp=2)).startswith("zero: counts with an axis dp or ep or cp only")
+                assert problem.startswith(f"{name}: needs a mesh axis ") and judge.unclear(problem) == "", problem
+    assert _refusal(autopar.Options(zero=3), Mesh.of(tp=2)).startswith("zero: needs a mesh axis dp or ep or cp, found")
     told = _refusal(autopar.Options(reshard_after_forward=True), Mesh.of(dp=2))
     assert told.startswith("reshard_after_forward: says when parameters that ")
     assert _refusal(autopar.Options(topology="tp=ring"), Mesh.of(cp=2)).startswith("topology: names links of the axis")

@@ -90,8 +90,9 @@ def test_cuts_move_where_weights_allow() -> None:
         assert found == [""] * len(FITS)
     for found in run_ranks(2, all_taken, REFUSED, OPTIONS):
         for text in found:
-            assert text.startswith("pipeline: aten.linear.default (linear") and "make such a change before it" in text
-        assert "computes with blocks.0.weight (rank 0), which no part that can come here holds" in found[1]
+            assert text.startswith("pipeline: aten.linear.default (linear")
+            assert "make such a change before parallelize" in text
+        assert "computes with blocks.0.weight (rank 0), which no stage at this point holds" in found[1]
 
 
 def test_both_ranks_hold_all_under_dual_pipe() -> None:
@@ -102,7 +103,7 @@ def test_both_ranks_hold_all_under_dual_pipe() -> None:
 
 def test_a_part_without_an_operation_is_refused() -> None:
     for found in run_ranks(2, all_taken, [["0123", "23"]], OPTIONS):
-        assert "leaves a part without an operation; make such a change before parallelize" in found[0]
+        assert "so a stage has no operation; make such a change before parallelize" in found[0]
 
 
 def test_starts_are_as_late_as_weights_allow() -> None:

@@ -25,17 +25,17 @@ BATCH = TINY["llama"].batch(8, 16)
 
 PLANNING: list[tuple[dict[str, Any], str]] = [
     ({"schedule": "2f2b"}, "unknown name '2f2b'; known are gpipe, 1f1b"),
-    ({"split_points": ("model.layers.7",)}, "no operation belongs to 'model.layers.7'"),
-    ({"split_points": ("model.layers.1", "model.norm")}, "2 split points make 3 parts"),
+    ({"split_points": ("model.layers.7",)}, "no operation belongs to the split point 'model.layers.7'"),
+    ({"split_points": ("model.layers.1", "model.norm")}, "2 split points make 3 stages"),
     (
         {"split_points": ("model.norm", "model.layers.1"), "schedule": "interleaved"},
-        "4 parts need 3 split points, found 2",
+        "4 stages need 3 split points, found 2",
     ),
     (
         {"split_points": ("model.norm", "model.layers.1", "lm_head"), "schedule": "interleaved"},
         "in the order of the model",
     ),
-    ({"split_points": ("model.embed_tokens",)}, "leave something in every part"),
+    ({"split_points": ("model.embed_tokens",)}, "leave a layer in every stage"),
     ({"schedule": "dual_pipe", "microbatches": 2}, "dual_pipe needs"),
     ({"schedule": "1f1b", "virtual_stages": 2}, "1f1b runs 1 parts per rank, found 2"),
     (
@@ -56,7 +56,9 @@ def test_refused_when_planning(options: dict[str, Any], message: str) -> None:
 def test_slices_and_a_sequence_cut_over_ranks_exclude_each_other() -> None:
     """By name, and where slices alone choose the schedule."""
     for options in ({"schedule": "seq1f1b"}, {"token_slices": 2}):
-        with pytest.raises(ValueError, match='schedule seq1f1b cuts the sequence in time, the axis "cp" cuts it over'):
+        with pytest.raises(
+            ValueError, match='schedule seq1f1b slices the sequence in time, and the axis "cp" shards it over'
+        ):
             plan_model(LLAMA, BATCH, Mesh.of(pp=2, cp=2), Options(**options))
 
 
@@ -65,7 +67,7 @@ def test_a_plan_holds_every_decision() -> None:
     gm, mesh = normalized(LLAMA, BATCH), Mesh.of(pp=2)
     plan = make_plan(gm, mesh, Options(token_slices=3))
     assert plan.pipeline is not None and (plan.pipeline.schedule, plan.pipeline.token_slices) == ("seq1f1b", (6, 5, 5))
-    assert plan.notes[-1] == ("pipeline", "token slices 6, 5, 5: 3 equal slices, as asked")
+    assert plan.notes[-1] == ("pipeline", "token slices 6, 5, 5: 3 equal slices, as requested")
     evaluation = make_plan(gm, mesh, Options(token_slices=3), plan, train=False)
     assert evaluation.pipeline == plan.pipeline and not evaluation.notes
     example = make_plan(gm, mesh, Options(token_slices=3, microbatches=2, sequence_parallel=False), example=True)
@@ -77,12 +79,12 @@ def test_a_plan_holds_every_decision() -> None:
 
 
 def test_more_parts_than_operations() -> None:
-    with pytest.raises(ValueError, match="512 parts need at least as many layers, found a model of"):
+    with pytest.raises(ValueError, match="512 stages need at least as many layers, found a model of"):
         plan_model(LLAMA, BATCH, Mesh.of(pp=512), Options(schedule="1f1b"))
 
 
 def test_a_schedule_needs_the_axis() -> None:
-    with pytest.raises(ValueError, match="counts with an axis pp only, found schedule='1f1b' on the mesh dp=2"):
+    with pytest.raises(ValueError, match="needs a mesh axis pp, found schedule='1f1b' on the mesh dp=2"):
         plan_model(LLAMA, BATCH, Mesh.of(dp=2), Options(schedule="1f1b"))
 
 
@@ -111,7 +113,7 @@ class Attention(nn.Module):
 
 def test_a_cut_through_an_operation_is_refused() -> None:
     batch = {"x": torch.randn(4, 8, 16), "y": torch.randn(4, 8, 16)}
-    with pytest.raises(ValueError, match="no operation belongs to 'scores', where a cut was asked for"):
+    with pytest.raises(ValueError, match="no operation belongs to the split point 'scores'"):
         plan_model(Attention(), batch, Mesh.of(pp=2), Options(split_points=("scores",)))
     plan, _ = plan_model(Attention(), batch, Mesh.of(pp=2), Options(split_points=("mix",)))
     assert plan.pipeline is not None and plan.pipeline.split_points == ("mix#1",)

@@ -81,7 +81,7 @@ def test_grid() -> None:
 # --- what is no order ---------------------------------------------------------------------------------
 
 BAD = {
-    "there twice": ("0F0 0F1 0BW0 0BW0", "1F0 1BW0 1F1 1BW1"),
+    "occurs twice": ("0F0 0F1 0BW0 0BW0", "1F0 1BW0 1F1 1BW1"),
     "needs F and BW, or F, B and W; found F": ("0F0 0F1 0BW0", "1F0 1BW0 1F1 1BW1"),
     "found F, B": ("0F0 0F1 0B0 0BW1", "1F0 1BW0 1F1 1BW1"),
     "1BW0 comes before its F": ("0F0 0F1 0BW0 0BW1", "1BW0 1F0 1F1 1BW1"),
@@ -89,7 +89,7 @@ BAD = {
     "its rank is 1": ("0F0 0F1 0BW0 0BW1 1F0", "1BW0 1F1 1BW1"),
     "names stage 2": ("0F0 0F1 0BW0 0BW1 2F0", "1F0 1BW0 1F1 1BW1"),
     "beyond the": ("0F0 0F1 0BW0 0BW1 0F0.1", "1F0 1BW0 1F1 1BW1"),
-    "needs a compute action behind it": ("0F0 0F1 0BW0 0BW1&", "1F0 1BW0 1F1 1BW1"),
+    "needs a compute action after it": ("0F0 0F1 0BW0 0BW1&", "1F0 1BW0 1F1 1BW1"),
 }
 
 

@@ -248,7 +248,7 @@ def test_when_a_ring_is_hidden(kv_heads: int, tokens: int) -> None:
 def test_a_choice_says_why() -> None:
     found = choose_algorithms(problem(4, mask=CAUSAL), "auto", SWITCH)
     assert isinstance(found, AttentionChoice)
-    assert "ms by estimate, of them" in found.reason and "would take" in found.reason
+    assert "ms by estimate, of which" in found.reason and "would take" in found.reason
     assert [row[:2] for row in found.candidates[:2]] == [("all_gather", "forward"), ("all_gather", "backward")]
     refused = choose_algorithms(problem(4, 31, tokens=64), "auto", SWITCH)
     assert any("31 query heads do not divide" in cost for name, _, cost in refused.candidates if name == "ulysses")
@@ -279,7 +279,7 @@ def test_layouts() -> None:
     causal, full = problem(4, 31, tokens=4096, mask=CAUSAL), problem(4)
     layout, why = choose_layout([causal], "auto", "auto", RING)
     assert layout == "zigzag" and "zigzag takes" in why and "contiguous takes" in why
-    why = "no query of it waits for earlier tokens"
+    why = "no query waits for earlier tokens"
     assert choose_layout([full, full], "auto", "auto", RING) == ("contiguous", why)
     assert choose_layout([causal], "auto", "contiguous", RING) == ("contiguous", "asked for")
 

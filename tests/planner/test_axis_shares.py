@@ -67,13 +67,13 @@ def test_what_tp_cannot_cut_has_its_share_and_its_reason() -> None:
         (pytest.approx(ODD_FLOPS / FLOPS), "odd: aten.linear"),
         (pytest.approx(RELU / FLOPS), "the model: aten.relu"),
     ]
-    assert tp.whole[1].reason == "odd.weight is whole"
+    assert tp.whole[1].reason == "odd.weight is replicated"
 
 
 def test_dp_cuts_the_batch_and_parameters_with_zero_alone() -> None:
     whole, cut = (share(planned(Mesh.of(dp=2), zero=zero), "dp") for zero in (0, 3))
     assert (whole.parameters, whole.flops, cut.parameters, cut.flops) == (0.0, 1.0, 1.0, 1.0)
-    assert [part.reason for part in whole.whole] == ["whole; gradients are summed"] and not cut.whole
+    assert [part.reason for part in whole.whole] == ["replicated; gradients are summed"] and not cut.whole
 
 
 def test_microbatches_and_sequence_parallelism_change_the_shares_of_no_one_else() -> None:
@@ -93,7 +93,7 @@ def test_a_weight_of_two_parts_is_not_cut_over_pp() -> None:
     plan = compiled(Cell("llama_tied", Mesh.of(pp=2), Options(microbatches=2))).plan
     (pp,) = plan.shares
     (tied,) = pp.whole
-    assert tied.subject == "model.embed_tokens.weight" and tied.reason == "used by parts 0, 1"
+    assert tied.subject == "model.embed_tokens.weight" and tied.reason == "used by stages 0, 1"
     assert pp.parameters == pytest.approx(1 - tied.share) and pp.flops is None
 
 

@@ -176,7 +176,7 @@ def test_a_shared_rank_evens_out_a_heavy_head() -> None:
 
 
 def test_more_parts_than_layers() -> None:
-    with pytest.raises(ValueError, match=r"8 parts need at least 8 layers .* found 6; use at most 6 parts"):
+    with pytest.raises(ValueError, match=r"8 stages need at least 8 layers .* found 6; use at most 6 stages"):
         balance([UnitCosts(1.0)] * 6, 8)
     with pytest.raises(ValueError, match="found 2"):
         balance([UnitCosts(1.0)] * 6, 3, sent=[None, None, 1, None, None])

@@ -125,7 +125,7 @@ def test_the_graph_tells_the_batch_from_other_dims(what: str) -> None:
 def test_what_is_given_counts_and_what_is_not_clear_is_asked_for() -> None:
     part = {"x": torch.zeros(4, D), "other": torch.zeros(6, D)}
     with pytest.raises(
-        ValueError, match=r"^batch_dims: which dim of which input is the batch is not clear: dim 0 of x may"
+        ValueError, match=r"^batch_dims: cannot tell which dim of which input is the batch: it may be dim 0 of x"
     ):
         planned(Pair(), part)
     given = {"x": None, "other": 0}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.planner.test_planner import plan
 
-PLAIN = "on GPUs in plain products, all scores at once"
+PLAIN = "unfused on GPUs, with all scores in memory at once"
 OWN = "on GPUs fused in autopar's own kernel"
 
 
@@ -42,10 +42,10 @@ class Attending(nn.Module):
 NOTES = {
     "causal": None,
     "odd width": None,
-    "dropout": f"{PLAIN}: no fused kernel draws dropout of probabilities from positions; without it they are fused",
+    "dropout": f"{PLAIN}: no fused kernel has position-based dropout of probabilities; without dropout they are fused",
     "bias": None,
     "softcap": f"{OWN}, or in that of the package flash-attn where it is installed (extra flash)",
-    "wide softcap": f"{PLAIN}: no fused kernel takes them together: softcap, bfloat16, widths 264 and 264",
+    "wide softcap": f"{PLAIN}: no fused kernel supports the combination of softcap, bfloat16, widths 264 and 264",
 }
 
 

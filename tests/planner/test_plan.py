@@ -30,7 +30,7 @@ PLAN = Plan(
     },
     {"x": {"dp": Shard(0)}},
     (Stream("embedding", 1, "residual stream"),),
-    (("v", "whole on tp: odd"),),
+    (("v", "replicated on tp: odd"),),
 )
 
 
@@ -120,15 +120,15 @@ def test_plans_are_held_against_the_model() -> None:
     for plan, why in (
         (read(parameters={"b.weight": {"tp": ["I", "I", ""]}}), "no parameter 'b.weight' in this model; it has a"),
         (read(parameters={"a.weight": {"tp": ["S(2)", "S(2)", ""]}}),
-         r"a.weight is cut as S\(2\) on axis 'tp', it has shape \(8, 8\)"),
-        (read(parameters={"a.bias": {"tp": ["I", "S(1)", ""]}}), r"a.bias, as it is used, is cut as S\(1\) on"),
+         r"a.weight is sharded as S\(2\) on axis 'tp', it has shape \(8, 8\)"),
+        (read(parameters={"a.bias": {"tp": ["I", "S(1)", ""]}}), r"a.bias, as it is used, is sharded as S\(1\) on"),
         (read(parameters={"a.weight": {"tp": ["S(0)", "S(1)", ""]}}), r"stored as S\(0\) and used as S\(1\) on"),
         (read(parameters={"a.weight": {"dp": ["I", "S(0)", ""]}}), r"used as S\(0\) on axis 'dp'; use it as it"),
         (read(parameters={"a.weight": {"tp": ["S(0;4,2)", "I", ""]}}),
          r"blocks of S\(0;4,2\) sum to 6, the dim has size 8"),
         (read(parameters={"a.weight": {"tp": ["S(0;5,3)", "I", ""]}}), "block of 5 does not divide over 2 ranks"),
-        (read(overrides={"c": {"tp": "I"}}), "an override of 'c', which is no parameter or input"),
-        (dataclasses.replace(made, loss_gradients="sideways"), "made in the 'sideways'; use 'forward' or 'backward'"),
+        (read(overrides={"c": {"tp": "I"}}), "an override of 'c', which is neither a parameter nor an input"),
+        (dataclasses.replace(made, loss_gradients="sideways"), "gradients in the 'sideways'; use 'forward' or"),
         (made.override({"x": {"dp": "S(3)"}}), r"the batch is dim 3 of input x, found a tensor of shape \[4, 8\]"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="^(plan|batch_dims): .*" + why):
@@ -160,7 +160,7 @@ def test_text_shows_every_decision() -> None:
         "gathered",
         "input x",
         "stream from embedding",
-        "note v: whole on tp: odd",
+        "note v: replicated on tp: odd",
     ):
         assert part in text
 

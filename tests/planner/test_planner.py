@@ -102,9 +102,9 @@ def test_fewer_kv_heads_than_ranks() -> None:
 
 def test_reasons_are_shown() -> None:
     text = str(tiny("gpt2", "tp=2"))
-    assert "heads kept whole, fused blocks (32, 32, 32)" in text
+    assert "column: by heads, fused blocks (32, 32, 32)" in text
     assert "row: contracted at" in text
-    assert "vocabulary: cut classes end in the loss" in str(tiny("llama", "tp=2"))
+    assert "vocabulary: sharded classes end in the loss" in str(tiny("llama", "tp=2"))
 
 
 def test_data_parallel_plans() -> None:
@@ -183,7 +183,9 @@ def test_one_attention_whose_heads_do_not_divide_stays_whole(heads: int) -> None
     assert made.compiled.plan.parameter("towers.0.q.weight", "tp").stored == Shard(0)
     assert made.compiled.plan.parameter("towers.1.q.weight", "tp").stored == INVARIANT
     whole = [reason for _, reason in made.compiled.plan.notes if "heads" in reason]
-    assert whole == [f"whole on tp: {heads} heads ({heads} kv heads) in the model do not divide over 2 ranks"], whole
+    assert whole == [f"replicated on tp: {heads} heads ({heads} kv heads) in the model do not divide over 2 ranks"], (
+        whole
+    )
 
 
 def test_sequence_that_does_not_divide() -> None:
@@ -241,5 +243,5 @@ def test_odd_vocabulary_stays_whole_with_a_note() -> None:
 
 
 def test_nothing_to_cut() -> None:
-    with pytest.raises(ValueError, match=r"no weight can be cut over axis 'tp' of size 2: .*; choose another size"):
+    with pytest.raises(ValueError, match=r"no weight can be sharded on axis 'tp' of size 2: .*; choose another size"):
         plan(nn.Sequential(nn.Linear(3, 5)), {"input": torch.zeros(2, 3)}, "tp=2")

@@ -36,8 +36,8 @@ def test_groups_are_found_by_dataflow() -> None:
 @pytest.mark.parametrize(
     ("nodes", "said"),
     [
-        ("ep%4=switch", "uses 2 of 4 groups of experts, and 2 are on each of 2 nodes: it reaches at most 2 of them"),
-        ("ep%1=switch", "warning: .* which do not fall on 8 nodes: it reaches up to 4 of them; .* such as 4"),
+        ("ep%4=switch", "uses 2 of 4 groups of experts, and each of 2 nodes has 2: it reaches at most 2 of them"),
+        ("ep%1=switch", "warning: .* which do not divide over 8 nodes: it reaches up to 4 of them; .* such as 4"),
         ("", ""),
     ],
 )

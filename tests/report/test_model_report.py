@@ -91,7 +91,7 @@ def test_layers_that_are_alike_are_one_row_with_the_sum_of_both() -> None:
     layers = row(root, "layers.{0,1}")
     assert (layers.kind, layers.count) == ("LlamaDecoderLayer", 2) and layers.paths[1] == "model.layers.1"
     (weight,) = row(root, "q_proj").weights
-    assert weight.cuts == ("output features over tp", "in 2 pieces over dp, gathered for each use")
+    assert weight.cuts == ("output features over tp", "in 2 shards over dp, gathered for each use")
     assert row(root, "o_proj").weights[0].cuts[0] == "input features over tp"
     assert row(root, "embed_tokens").weights[0].cuts[0] == "rows of the table (the vocabulary) over tp"
     made = compiled(ZERO3)
@@ -201,7 +201,7 @@ def test_the_report_begins_with_the_model(tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text()
     places = [page.index(f'id="{name}"') for name in ("summary", "model", "one-layer", "memory", "plan", "graphs")]
     assert places == sorted(places)
-    for text in ("layers.{0,1}", "output features over tp", "in 2 pieces over dp", "optimizer states", "MFU"):
+    for text in ("layers.{0,1}", "output features over tp", "in 2 shards over dp", "optimizer states", "MFU"):
         assert text in page, text
 
 
@@ -277,7 +277,7 @@ def test_what_to_try_follows_from_the_numbers() -> None:
     step = StepEstimate("A100", "", 10.0, 4.0, 3.0, 3.0, 1.0, 0.1)
     memory = Memory(10, 0, 0, 0, 0, 0, saved=90, forward_peak=90, backward_peak=90)
     found = [words for words, _ in advice(plan, cost, step, memory)]
-    assert "computing waits 3 s for transfers over tp, 30% of the step" in found
+    assert "computation waits 3 s for transfers over tp, 30% of the step" in found
     assert "90 B of 100 B are activations kept for the backward" in found
     fewer = advice(plan, ModuleCost(), step, dataclasses.replace(memory, saved=0))
     assert len(fewer) == len(found) - 2

@@ -290,7 +290,7 @@ def _float() -> dict[str, Tensor]:
 
 def test_the_plan_says_what_was_derived() -> None:
     assert "note rules: aten.sinc.default: derived: [(a b)] -> (a b)" in plan_of("pointwise")
-    assert "note rules: aten.nanmedian.default: made of parameters alone, computed whole" in plan_of("a table summed")
+    assert "note rules: aten.nanmedian.default: computed from parameters alone, replicated" in plan_of("a table summed")
     assert "note rules" not in plan_of("same")
 
 

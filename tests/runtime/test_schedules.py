@@ -306,7 +306,7 @@ def test_choice_follows_the_costs() -> None:
     unit = Costs(stash=0.5)
     name, reason = chosen(4, 16, {1: unit, 2: unit.divided(2)})
     assert name == "zb_v" and "zb_v takes 49.5" in reason and "1f1b 57" in reason
-    assert "more memory than 1f1b's 4 need interleaved 5.5" in reason
+    assert "excluded, more memory than 1f1b's 4: interleaved 5.5" in reason
     assert chosen(4, 16, {1: unit})[0] == "zb_h1", "one part per rank is all there is"
     assert chosen(1, 16, {1: unit, 2: unit.divided(2)})[0] == "1f1b", "one rank has no bubble to fill"
     assert chosen(4, 16, {1: Costs(stash=8.0)})[0] == "1f1b", "a stash that large does not fit"

@@ -382,7 +382,7 @@ def test_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             {"activation_offload": "1GB"},
-            "activation_offload: holds what a memory_limit does not let a rank keep, found 1,000,000,000",
+            "activation_offload: offloads activations that do not fit a memory_limit, found 1,000,000,000",
         ),
         (
             {"activation_offload": 5, "activation_checkpoint": "everything"},

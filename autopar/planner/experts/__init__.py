@@ -1,7 +1,7 @@
 """Expert parallelism in the plan.
 
 expert_plan         which experts are sharded on which axis, and how tokens reach them; notes of the plan
-expert_axis         the axis, when the user names none; node-limited routing (DeepSeek-V3, 2.1.2)
+expert_axis         the axis, if the user names none; node-limited routing (DeepSeek-V3, 2.1.2)
 
 Stands on cost; used by `planner.make_plan`.
 """

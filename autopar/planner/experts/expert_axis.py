@@ -1,7 +1,8 @@
-"""Over which axis experts are cut: one of their own, one that cuts batch, sequence or weights anyway, or none.
+"""The axis that experts are sharded on: a dedicated one (ep), one shared with batch, sequence or weights, or none.
 
-What others call folding: with experts over dp, ranks of dp have other samples, and each some of the experts, whose
-gradients nobody sums over dp then. Ranks that all have every expert exchange no tokens, but gradients of all experts.
+Sharing an axis is what Megatron calls parallel folding: with experts over dp, each rank of dp has different samples and
+some of the experts, whose gradients are then not summed over dp. If every rank has all experts, no tokens are
+exchanged, but the gradients of all experts are.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from autopar.options import DECLARED, EXPERT_AXES, Options
 from autopar.plan import Plan
 from autopar.token_dispatchers import TOKEN_DISPATCHERS, Routing
 
-WHOLE = "whole"  # every rank has all experts
-_SUMS = ("dp", "cp")  # over which gradients of weights are summed, or under ZeRO gathered and scattered
+WHOLE = "replicated"  # every rank has all experts
+_SUMS = ("dp", "cp")  # axes over which gradients of weights are summed, or under ZeRO gathered and scattered
 
 
 def expert_axis(gm: GraphModule, mesh: Mesh, options: Options) -> tuple[str, str]:
-    """(axis, why): as asked for, or what takes least time by estimate; "" where experts are not cut."""
+    """(axis, why): as requested, or the fastest by estimate; "" if experts are not sharded."""
     if options.expert_axis != "auto":
         return (options.expert_axis if mesh.size(options.expert_axis) > 1 else ""), ""
     if mesh.size("ep") > 1:
@@ -39,28 +40,29 @@ def expert_axis(gm: GraphModule, mesh: Mesh, options: Options) -> tuple[str, str
     seconds = {axis: sum(_seconds(node, mesh, options, axis) for node in layers) for axis in (WHOLE, *axes)}
     chosen = min(seconds, key=seconds.__getitem__)
     times = ", ".join(f"{name} {took * 1e3:.3g} ms" for name, took in seconds.items())
-    return ("" if chosen == WHOLE else chosen), f"over axes by estimate of all layers: {times}"
+    return ("" if chosen == WHOLE else chosen), f"axis by estimated time of all layers: {times}"
 
 
 def kept_axis(asked: Options, plan: Plan) -> str:
-    """The axis of an earlier plan, which parameters are cut by. Raises ValueError where the options ask for another."""
+    """The expert axis of an earlier plan, by which parameters are sharded. Raises ValueError if the options name
+    another."""
     axis = "ep" if plan.mesh.size("ep") > 1 else axis_of_experts(plan.experts)
     if asked.expert_axis not in ("auto", DECLARED["expert_axis"].default, axis):
-        found = f"over {axis!r}" if axis else "over no axis"
+        found = f"on {axis!r}" if axis else "on no axis"
         raise ValueError(
-            f"expert_axis: a plan was given that cuts experts {found}, found expert_axis={asked.expert_axis!r}; leave "
+            f"expert_axis: the given plan shards experts {found}, found expert_axis={asked.expert_axis!r}; leave "
             "the option out, or make a plan with it"
         )
     return axis
 
 
 def cuts_tokens(axis: str, options: Options) -> bool:
-    """Whether ranks of an axis have other tokens where experts are asked."""
+    """Whether ranks of an axis have different tokens at the inputs of experts."""
     return axis != "tp" or options.sequence_parallel
 
 
 def routing_of(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> tuple[Routing, int]:
-    """How tokens choose, and how many of them a rank has at a time."""
+    """(routing, tokens that a rank has per microbatch)."""
     args, ranks = arguments(dispatch), mesh.size(axis)
     top = global_shape(args["expert"])[1]
     per_node = Topologies.parse(options.topology).per_node(axis) or ranks
@@ -73,13 +75,13 @@ def routing_of(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> tuple
 
 
 def _tokens(dispatch: Node, mesh: Mesh, options: Options) -> float:
-    """Of a rank at a time, where tp does not cut them."""
+    """Tokens of a rank per microbatch, if tp does not shard them."""
     parts = mesh.data_size * mesh.size("cp") * options.microbatches
     return global_shape(arguments(dispatch)["expert"])[0] / parts
 
 
 def exchange_costs(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> dict[str, float]:
-    """Seconds of a layer and step, by way to bring tokens to experts, where ranks of the axis have other tokens."""
+    """Token dispatcher -> seconds per layer and step, where ranks of the axis have different tokens."""
     x, (routing, own) = arguments(dispatch)["x"], routing_of(dispatch, mesh, options, axis)
     wiring = links_of(options)
     wires = wiring.of(f"{axis}%{routing.per_node}"), wiring.of(f"{axis}/{routing.per_node}")
@@ -93,7 +95,7 @@ def _divides(dispatch: Node, ranks: int) -> bool:
 
 
 def _seconds(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> float:
-    """Of a layer's exchanges in a step: of tokens, of pending sums over tp, and of the weights' gradients."""
+    """Seconds of a layer's exchanges in a step: tokens, sums of partial results over tp, and gradients of weights."""
     wiring, x = links_of(options), arguments(dispatch)["x"]
     tokens = _tokens(dispatch, mesh, options) * options.microbatches
     rows = tokens * global_shape(x)[1] * x.meta["val"].dtype.itemsize
@@ -123,9 +125,9 @@ _PRODUCTS = (aten.linear.default, aten.matmul.default, aten.mm.default, aten.add
 
 
 def router_groups(dispatch: Node) -> tuple[int, int]:
-    """(groups of equally many consecutive experts, of how many a token may use some); (1, 1) without. Node-limited
-    routing (DeepSeek-V3, 2.1.2), found by dataflow: before its experts, such a router chooses among scores of
-    groups.
+    """(number of groups of consecutive experts, number of groups that a token may use); (1, 1) without. Node-limited
+    routing (DeepSeek-V3, 2.1.2), found by dataflow: such a router chooses among scores of groups before it chooses
+    experts.
 
         grouped = scores.view(T, 8, 32); best = grouped.topk(2)[0].sum(-1)
         allowed = best.topk(4)[1]  -->  ...  -->  expert = masked.topk(8)[1]         # 4 of 8 groups
@@ -146,18 +148,18 @@ def router_groups(dispatch: Node) -> tuple[int, int]:
 
 
 def groups_on_nodes(routing: Routing) -> str:
-    """What a plan says of a router's groups; "" where there is one node, or no limit."""
+    """The plan's note on a router's groups; "" for one node, or without a limit."""
     groups, nodes = routing.groups, routing.nodes
     if groups == 1 or nodes == 1:
         return ""
     said = f"a token uses {routing.limit} of {groups} groups of experts"
     if groups % nodes == 0:
         return (
-            f"{said}, and {groups // nodes} are on each of {nodes} nodes: it reaches at most {routing.most_nodes} of "
-            "them, which bytes and times are estimated with"
+            f"{said}, and each of {nodes} nodes has {groups // nodes}: it reaches at most {routing.most_nodes} of "
+            "them, which estimates of bytes and times assume"
         )
     fits = max(n for n in range(1, min(groups, routing.ranks) + 1) if groups % n == 0 and routing.ranks % n == 0)
     return (
-        f"warning: {said}, which do not fall on {nodes} nodes: it reaches up to {routing.most_nodes} of them; use a "
-        f"number of nodes that divides {groups}, such as {fits} of {routing.ranks // fits} ranks"
+        f"warning: {said}, which do not divide over {nodes} nodes: it reaches up to {routing.most_nodes} of them; use "
+        f"a number of nodes that divides {groups}, such as {fits} of {routing.ranks // fits} ranks"
     )

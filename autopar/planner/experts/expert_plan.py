@@ -1,4 +1,4 @@
-"""Which experts are cut over which axis, and how tokens get to them."""
+"""Which experts are sharded on which axis, and how tokens reach them."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ DRAWS = (ours.dropout.default, ours.random.default)
 
 
 def plan_experts(gm: GraphModule, mesh: Mesh, options: Options, axis: str) -> dict[str, ExpertPlan]:
-    """By dispatch: as was asked for, or what takes least time by estimate, with experts over an axis ("": not cut).
-    Raises ValueError for a model without experts, and for experts that do not divide."""
+    """Name of a dispatch -> its plan: the token dispatcher that was asked for, or the fastest by estimate, with experts
+    sharded on ``axis`` ("": not sharded). Raises ValueError for a model without experts, and for experts that do not
+    divide."""
     if not axis:
         return {}
     ranks, found = mesh.size(axis), dispatches(gm)
     if not found:
-        others = "use dp for what is not cut by expert" if axis == "ep" else "leave the option experts out"
+        others = "use dp instead" if axis == "ep" else "leave the option expert_axis out"
         raise ValueError(
-            f"experts: nothing to cut over axis {axis!r} of size {ranks}: the model has no experts that autopar knows "
+            f"experts: nothing to shard on axis {axis!r} of size {ranks}: the model has no experts that autopar knows "
             f"(autopar::moe_dispatch); {others}"
         )
     for node in found:
@@ -70,7 +71,7 @@ def _chosen(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> ExpertPl
     times = ", ".join(f"{name} {took * 1e3:.3g} ms" for name, took in seconds.items())
     nodes = f" on nodes of {per_node} ranks" if several else ""
     chosen = min(seconds, key=seconds.__getitem__)
-    return ExpertPlan(axis, chosen, f"by estimate of a layer{nodes}: {times}", per_node if several else 0)
+    return ExpertPlan(axis, chosen, f"by estimated time of a layer{nodes}: {times}", per_node if several else 0)
 
 
 def _check_divides(dispatch: Node, axis: str, mesh: Mesh) -> None:
@@ -87,8 +88,8 @@ def _check_divides(dispatch: Node, axis: str, mesh: Mesh) -> None:
 
 
 def check_draws(gm: GraphModule, mesh: Mesh, microbatches: int) -> None:
-    """Raises ValueError for random numbers drawn row by row in the order of experts, which no cut of the tokens
-    keeps: a rank's rows have other numbers then than those of one process, or as many as nobody knows."""
+    """Raises ValueError for random numbers that are drawn for each row in the order of experts. Sharding tokens changes
+    that order, so a rank could not draw the numbers that one process draws for the same tokens."""
     if mesh.data_size * mesh.size("cp") * microbatches == 1:
         return
     for node in dispatches(gm):
@@ -98,27 +99,27 @@ def check_draws(gm: GraphModule, mesh: Mesh, microbatches: int) -> None:
         if drawn is not None:
             raise ValueError(
                 f"experts: {describe(drawn)} draws a random number for each row in the order of experts, and that "
-                "order changes with the cut of the batch; set dropout inside of experts to 0, or draw for the tokens "
+                "order changes when the batch is sharded; set dropout inside experts to 0, or draw for the tokens "
                 "before they are dispatched"
             )
 
 
 def check_experts(gm: GraphModule, mesh: Mesh, plans: Mapping[str, ExpertPlan]) -> None:
-    """Whether a plan that was read says of each layer how its experts are cut, in words that exist. Raises
+    """Check that a plan that was read has a valid axis and token dispatcher for each layer of experts. Raises
     ValueError."""
-    alone = mesh.size("ep") > 1  # an axis for them
+    alone = mesh.size("ep") > 1  # a dedicated axis
     axis = "ep" if alone else axis_of_experts(plans)
     ranks = mesh.size(axis) if axis in EXPERT_AXES else 1
     for name, chosen in plans.items():
         if chosen.axis != axis or ranks == 1:
             which = "'ep'" if alone else f"the same one of {', '.join(EXPERT_AXES)} for all layers"
             raise ValueError(
-                f"plan: experts of {name} are cut over {chosen.axis!r}, which must be {which} and an axis of the mesh "
-                f"{mesh}; make a plan for this mesh"
+                f"plan: experts of {name} are sharded on {chosen.axis!r}, which must be {which} and an axis of the "
+                f"mesh {mesh}; make a plan for this mesh"
             )
         if chosen.token_dispatcher not in TOKEN_DISPATCHERS:
             raise ValueError(
-                f"plan: tokens get to the experts of {name} by {chosen.token_dispatcher!r}; use one of "
+                f"plan: unknown token dispatcher {chosen.token_dispatcher!r} for the experts of {name}; use one of "
                 f"{', '.join(TOKEN_DISPATCHERS)}"
             )
         several = 1 < chosen.per_node < ranks and ranks % chosen.per_node == 0
@@ -130,13 +131,13 @@ def check_experts(gm: GraphModule, mesh: Mesh, plans: Mapping[str, ExpertPlan]) 
     for node in dispatches(gm) if ranks > 1 else ():
         if node.name not in plans:
             raise ValueError(
-                f"plan: nothing is said of the experts of {node.name} over axis {axis!r}; make a plan for this model"
+                f"plan: no entry for the experts of {node.name} on axis {axis!r}; make a plan for this model"
             )
         _check_divides(node, axis, mesh)
 
 
 def expert_parameters(gm: GraphModule, names: Mapping[Node, str], plans: Mapping[str, ExpertPlan]) -> dict[str, str]:
-    """Name of a parameter -> the axis over which its experts are cut."""
+    """Name of a parameter -> the axis that its experts are sharded on."""
     return {
         names[x]: plans[node.name].axis
         for node in dispatches(gm)
@@ -150,21 +151,21 @@ def expert_parameters(gm: GraphModule, names: Mapping[Node, str], plans: Mapping
 
 
 def capacity_notes(gm: GraphModule, options: Options) -> list[tuple[str, str]]:
-    """How many tokens an expert takes. Raises ValueError for a capacity that no step can keep."""
+    """Notes on how many tokens an expert takes. Raises ValueError for a capacity factor without experts."""
     if not options.capacity_factor:
         return []
     found = dispatches(gm)
     if not found:
         raise ValueError(
-            f"capacity_factor: is one of experts, found capacity_factor={options.capacity_factor} and a model without "
+            f"capacity_factor: needs experts, found capacity_factor={options.capacity_factor} and a model without "
             "any that autopar knows (autopar::moe_dispatch); leave it out"
         )
     limits = {pairs_per_expert(node, options.capacity_factor): node for node in reversed(found)}
     return [
         (
             f"experts of {node.name}",
-            f"each expert takes at most {limit} of {math.prod(global_shape(arguments(node)['expert']))} pairs of a "
-            "token and an expert, the first ones of the whole batch; a pair that is dropped adds nothing",
+            f"each expert takes at most {limit} of {math.prod(global_shape(arguments(node)['expert']))} pairs (token, "
+            "expert), the first ones of the global batch; a dropped pair adds nothing",
         )
         for limit, node in limits.items()
     ]
@@ -173,7 +174,7 @@ def capacity_notes(gm: GraphModule, options: Options) -> list[tuple[str, str]]:
 def expert_notes(
     gm: GraphModule, mesh: Mesh, options: Options, plans: Mapping[str, ExpertPlan]
 ) -> list[tuple[str, str]]:
-    """How many rows a rank's experts get, and which weights stay whole."""
+    """Notes on how many rows a rank's experts get, and which weights are replicated."""
     found: dict[str, list[str]] = {}
     for node in dispatches(gm):
         if node.name in plans:
@@ -185,7 +186,7 @@ def expert_notes(
 
 
 def _groups(gm: GraphModule, mesh: Mesh, options: Options, plans: Mapping[str, ExpertPlan]) -> list[tuple[str, str]]:
-    """Whether the groups of experts to which routers limit a token fall on nodes."""
+    """Notes on whether the groups of experts to which routers limit a token divide over nodes."""
     routings = {n.name: routing_of(n, mesh, options, plans[n.name].axis)[0] for n in dispatches(gm) if n.name in plans}
     said = {n: groups_on_nodes(r) for n, r in routings.items()}
     firsts = {text: name for name, text in reversed(said.items()) if text}
@@ -197,15 +198,15 @@ def _rows_of(dispatch: Node, mesh: Mesh, options: Options, chosen: ExpertPlan) -
     row = global_shape(args["x"])[1] * args["x"].meta["val"].dtype.itemsize
     apart = cuts_tokens(chosen.axis, options)
     even, worst = (n // (1 if apart else routing.ranks) for n in (own * routing.top_k, routing.worst_rows(own)))
-    moved = f"; it sends {_moved(dispatch, own, routing, options, chosen)}, in a layer and step" if apart else ""
+    moved = f"; it sends {_moved(dispatch, own, routing, options, chosen)}, per layer and step" if apart else ""
     return (
-        f"a rank's experts get {even} rows if routing is even, which memory and times are estimated for, and at most "
+        f"a rank's experts get {even} rows if routing is even, which estimates of memory and time assume, and at most "
         f"{worst} ({row * even / 1e6:.3g} and {row * worst / 1e6:.3g} MB for each value of that width){moved}"
     )
 
 
 def _moved(dispatch: Node, own: int, routing: Routing, options: Options, chosen: ExpertPlan) -> str:
-    """Bytes that a rank sends on each level, evenly and at most."""
+    """Bytes that a rank sends on each level, with even routing and at most."""
     x, way = arguments(dispatch)["x"], chosen.token_dispatcher
     width, itemsize = global_shape(x)[1], x.meta["val"].dtype.itemsize
     copy = copy_bytes(routing, way, own * options.microbatches, width, itemsize) / 1e6
@@ -216,14 +217,14 @@ def _moved(dispatch: Node, own: int, routing: Routing, options: Options, chosen:
 
 
 def _whole_weights(gm: GraphModule, plans: Mapping[str, ExpertPlan]) -> list[tuple[str, str]]:
-    """Notes on layers whose weights the forward makes, such as by a stack: stored whole, computed with in parts."""
+    """Notes on layers whose weights the forward computes, such as by a stack: stored replicated, used sharded."""
     found = ((node, [x for x in expert_weights(node) if x.op != "placeholder"]) for node in dispatches(gm))
     return [
         (
             f"experts of {node.name}",
-            f"{len(made)} weights are made in the forward ({', '.join(sorted({str(x.target) for x in made}))}): every "
-            f"rank of {plans[node.name].axis} stores and makes them whole, and computes with its own; zero=3 cuts "
-            "what is stored",
+            f"{len(made)} weights are computed in the forward ({', '.join(sorted({str(x.target) for x in made}))}): "
+            f"every rank of {plans[node.name].axis} stores and computes all of them, and uses its own experts'; zero=3 "
+            "shards what is stored",
         )
         for node, made in found
         if made and node.name in plans

@@ -1,4 +1,4 @@
-"""The plan of a pipeline: schedule, cuts, token slices, and who holds which parameter; and the order of its actions."""
+"""The plan of a pipeline: schedule, split points, and which stages hold which parameter."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from autopar.planner.pipeline.step_order import layout, owners_of
 from autopar.schedule.request import SCHEDULES, Costs, Request, Schedule
 from autopar.schedule.simulate import Timeline, simulate
 
-MOST_CHUNKS = 2  # parts per rank that the plan considers when it chooses the schedule
+MOST_CHUNKS = 2  # virtual stages per rank that the plan considers when it chooses the schedule
 
 
 def plan_pipeline(
@@ -47,9 +47,9 @@ def plan_pipeline(
     placed: bool = False,
 ) -> tuple[PipelinePlan, list[tuple[str, str]]]:
     """(plan, notes) for a normalised global graph on a mesh with pp. ``fixed``: an earlier plan of the same model; its
-    cuts and schedule are kept. ``placed``: ranks hold parameters as it says, and go on to.
+    split points and schedule are kept. ``placed``: ranks already hold parameters as ``fixed`` says; none may move.
 
-    Raises ValueError for unknown schedules and cuts, more parts than layers, and parameters that would have to move.
+    Raises ValueError for unknown schedules and split points, more stages than layers, and parameters that would move.
     """
     planner = _Planner(gm, mesh, options, specs)
     if fixed is not None:
@@ -60,8 +60,8 @@ def plan_pipeline(
     entry = SCHEDULES[name]
     if entry.sliced and mesh.size("cp") > 1:
         raise ValueError(
-            f'pipeline: the schedule {name} cuts the sequence in time, the axis "cp" cuts it over ranks; '
-            "keys of earlier slices would lie on all ranks; use a schedule without token slices, or no axis cp"
+            f'pipeline: the schedule {name} slices the sequence in time, and the axis "cp" shards it over ranks, so '
+            "keys of earlier slices would be on other ranks; use a schedule without token slices, or no axis cp"
         )
     chunks = options.virtual_stages or entry.virtual_stages
     cuts, costs, _ = planner.cut(mesh.size("pp") * chunks, entry)
@@ -70,7 +70,7 @@ def plan_pipeline(
     else:
         times = " ".join(f"{t / max(costs):.2f}" for t in costs)
         notes.append(
-            ("pipeline", f"split points {', '.join(cuts)}: times of the parts relative to the largest {times}")
+            ("pipeline", f"split points {', '.join(cuts)}: times of the stages relative to the largest {times}")
         )
     return PipelinePlan(name, cuts, chunks, (), planner.holders(cuts)), notes
 
@@ -83,26 +83,26 @@ class _Planner:
         self.names = names_of_parameters(gm)
         self.main = [n for n in self.flow.main if not is_conversion(n)]
         self.weights = functools.cache(self._parameters_behind)
-        # Of a node: it is asked for each number of parts.
+        # Seconds of a node. Cached, because each number of stages asks for them.
         self.seconds = functools.cache(functools.partial(node_seconds, device=device_of(options)))
 
     def schedule(self) -> tuple[str, list[tuple[str, str]]]:
-        """The user's schedule, or the fastest by simulation."""
+        """(the user's schedule, or the fastest by simulation; notes)."""
         ranks = self.mesh.size("pp")
         if self.options.schedule:
             self._check_schedule(SCHEDULES[self.options.schedule])
             return self.options.schedule, []
         if self.options.token_slices:
-            return "seq1f1b", [("pipeline", "schedule seq1f1b: token slices were asked for")]
+            return "seq1f1b", [("pipeline", "schedule seq1f1b: token slices were requested")]
         if self.options.virtual_stages > 1:
             return "interleaved", [
-                ("pipeline", f"schedule interleaved: {self.options.virtual_stages} virtual stages were asked for")
+                ("pipeline", f"schedule interleaved: {self.options.virtual_stages} virtual stages were requested")
             ]
         if len(self.options.split_points) + 1 != ranks and self.options.split_points:
             raise ValueError(
                 f"pipeline: {len(self.options.split_points)} split points make {len(self.options.split_points) + 1} "
-                f"parts, axis 'pp' has size {ranks}; name the schedule that runs so many parts (interleaved, zb_v, "
-                f"...), or give {ranks - 1} split points"
+                f"stages, axis 'pp' has size {ranks}; name a schedule with virtual stages (interleaved, zb_v, ...), or "
+                f"give {ranks - 1} split points"
             )
         costs: dict[int, Costs] = {}
         for chunks in range(1, 1 if self.options.split_points else MOST_CHUNKS + 1):
@@ -123,7 +123,7 @@ class _Planner:
         return name, [("pipeline", f"schedule {name}: {reason}")]
 
     def _check_schedule(self, entry: Schedule) -> None:
-        """Numbers that the schedule does not take are refused before anything is compiled."""
+        """Refuse numbers that the schedule does not support before anything is compiled. Raises ValueError."""
         if self.options.token_slices and not entry.sliced:
             sliced = " or ".join(name for name, other in SCHEDULES.items() if other.sliced)
             raise ValueError(
@@ -135,12 +135,12 @@ class _Planner:
             entry.make(Request(self.mesh.size("pp"), self.options.microbatches, chunks))
 
     def cut(self, parts: int, entry: Schedule) -> tuple[tuple[str, ...], list[float], int]:
-        """Names of the units that begin further parts, the time of each part, and the most bytes between two."""
+        """(split points: the unit with which each later part begins; time of each part; most bytes between two)."""
         if self.options.split_points:
             if len(self.options.split_points) != parts - 1:
                 raise ValueError(
-                    f"pipeline: {parts} parts need {parts - 1} split points, found {len(self.options.split_points)}; "
-                    "name the module with which each part but the first begins"
+                    f"pipeline: {parts} stages need {parts - 1} split points, found {len(self.options.split_points)}; "
+                    "name the module with which each stage but the first begins"
                 )
             units, starts = resolve(self.main, self.options.split_points)
         else:
@@ -152,7 +152,7 @@ class _Planner:
         return tuple(units[s].name for s in starts[1:]), times, max(crossing[s - 1] for s in starts[1:])
 
     def _balanced(self, units: Sequence[Unit], parts: int, entry: Schedule) -> list[int]:
-        """First unit of each part: the least time of the slowest part, within the memory limit."""
+        """First unit of each part, such that the slowest part is as fast as possible within the memory limit."""
         costs = self._costs(units)
         facts: dict[str, Any] = {
             "sent": self._crossing(units),
@@ -161,17 +161,17 @@ class _Planner:
             "rank_of_part": mirrored(entry, self.mesh.size("pp"), parts),
         }
         tries = [(costs, facts)]
-        if self.options.ac_policy == AUTO:  # of a unit what goes into it is kept, the rest can be made again
+        if self.options.ac_policy == AUTO:  # a unit's input is kept, the rest can be recomputed
             shares = self.mesh.data_size * self.options.microbatches
             given = [0, *(size // shares for size in facts["sent"])]
             tries = [([replace(c, activations=size) for c, size in zip(costs, given, strict=True)], facts)]
-            tries.append((costs, {**facts, "limit": None}))  # who cannot fit is told of all that counts
+            tries.append((costs, {**facts, "limit": None}))  # if nothing fits, the error counts all activations
         counts = _first_that_works([partial(balance, units, parts, **how) for units, how in tries])
         return [0, *accumulate(counts)][:-1]
 
     def _costs(self, units: Sequence[Unit]) -> list[UnitCosts]:
-        """Time of the forward (the backward takes a multiple of it), parameters where they are first used, and what
-        every operation makes as activations: an estimate from above."""
+        """Per unit: time of the forward (the backward takes a multiple of it), bytes of the parameters first used in
+        it, and as activations the results of all operations, which is an upper bound."""
         seen: set[str] = set()
         out = []
         shares = self.mesh.data_size * self.options.microbatches
@@ -187,7 +187,7 @@ class _Planner:
         return math.fsum(map(self.seconds, unit.nodes))
 
     def _crossing(self, units: Sequence[Unit]) -> list[int]:
-        """Bytes of main values that pass each boundary between units."""
+        """Bytes of main values that cross each boundary between units."""
         at = {n: i for i, unit in enumerate(units) for n in unit.nodes}
         changes = [0] * (len(units) + 1)
         for node, first in at.items():
@@ -197,7 +197,7 @@ class _Planner:
         return list(accumulate(changes))[: len(units) - 1]
 
     def holders(self, cuts: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
-        """Parameter -> the parts that use it; () for one that no part uses."""
+        """Parameter -> the parts that use it; () if none does."""
         part_of = parts_by_node(*resolve(self.main, cuts))
         found: dict[str, set[int]] = {name: set() for name in self.names.values()}
         for node, part in part_of.items():
@@ -206,7 +206,7 @@ class _Planner:
         return {name: tuple(sorted(parts)) for name, parts in found.items()}
 
     def _parameters_behind(self, node: Node) -> list[str]:
-        """Parameters that a main node takes, directly or through values that depend on parameters alone."""
+        """Parameters that a main node reads, directly or through values that depend on parameters alone."""
         sources = [x for x in node.all_input_nodes if x in self.flow.parameter_only]
         return [self.names[x.name] for x in ancestors(sources) if x.name in self.names]
 
@@ -218,21 +218,21 @@ def main_parts(gm: GraphModule, cuts: tuple[str, ...]) -> list[list[Node]]:
 
 
 def in_flight(entry: Schedule, ranks: int, parts: int, microbatches: int) -> list[int]:
-    """Microbatches that every part holds at once, as 1F1B does: fewer towards the end; all of them under AFAB."""
+    """Microbatches in flight per part, as under 1F1B: fewer towards the end; all of them under GPipe and TeraPipe."""
     if entry.name in ("gpipe", "tera_pipe"):
         return [microbatches] * parts
     return [max(1, min(microbatches, ranks - k * ranks // parts)) for k in range(parts)]
 
 
 def mirrored(entry: Schedule, ranks: int, parts: int) -> list[int]:
-    """The rank of each part; one number for the two ranks that hold both of two mirrored parts."""
+    """The rank of each part; the two ranks that both hold two mirrored parts share one number."""
     order = entry.make(Request(ranks, 2 * parts, parts // ranks))
     by_part = [sorted(order.rank_of[chain[k]] for chain in order.chains) for k in range(parts)]
     return [ranks_of[0] for ranks_of in by_part]
 
 
 def _first_that_works(tries: Sequence[Callable[[], list[int]]]) -> list[int]:
-    """Raises the ValueError of the last."""
+    """The first result without a ValueError. Raises that of the last."""
     for attempt in tries[:-1]:
         with contextlib.suppress(ValueError):
             return attempt()
@@ -248,8 +248,8 @@ def chosen(ranks: int, microbatches: int, costs: Mapping[int, Costs]) -> tuple[s
     """(name in SCHEDULES, reason): simulate the candidates and take the shortest step; within 1 % the first in the
     table, which has simple ones first.
 
-    costs: parts per rank -> the costs of those parts, such as {1: costs, 2: costs.divided(2)}. 1 must be there; a
-    number that is absent is not possible.
+    costs: virtual stages per rank -> costs of their parts, such as {1: costs, 2: costs.divided(2)}. 1 is required; a
+    missing number is not possible.
     """
     assert 1 in costs, "1f1b has one part per rank"
     runs = {
@@ -271,10 +271,10 @@ def _reason(name: str, runs: Mapping[str, Timeline], fit: list[str]) -> str:
     if others:
         text += f", {', '.join(others)}"
         if any(runs[other].makespan < runs[name].makespan for other in fit):
-            text += " (within 1 % the simpler one is taken)"
+            text += " (within 1 % the simpler schedule is taken)"
     large = [f"{other} {max(run.memory):.4g}" for other, run in runs.items() if other not in fit]
     if large:
-        text += f"; more memory than 1f1b's {max(runs['1f1b'].memory):.4g} need {', '.join(large)}"
+        text += f"; excluded, more memory than 1f1b's {max(runs['1f1b'].memory):.4g}: {', '.join(large)}"
     return text
 
 
@@ -284,10 +284,11 @@ def _reason(name: str, runs: Mapping[str, Timeline], fit: list[str]) -> str:
 def kept_cuts(
     main: Sequence[Node], weights: Callable[[Node], Iterable[str]], pipeline: PipelinePlan, mesh: Mesh
 ) -> tuple[str, ...]:
-    """The cuts of an earlier plan if they leave every weight in parts of its ranks; else the coarsest others that do.
+    """The split points of an earlier plan if every weight is then used only by ranks that hold it; else the coarsest
+    others for which that is so.
 
-    main: the main nodes of a graph, in order. weights: names of the parameters that one takes.
-    Raises ValueError where there are no such cuts.
+    main: the main nodes of a graph, in order. weights: names of the parameters that a node reads.
+    Raises ValueError if there are no such split points.
     """
     order, owners = layout(pipeline, mesh), owners_of(pipeline, mesh)
     ranks = [{order.rank_of[chain[k]] for chain in order.chains} for k in range(pipeline.parts)]
@@ -307,8 +308,8 @@ def kept_cuts(
 
 
 def _starts(allowed: Sequence[Collection[int]], parts: int) -> list[int]:
-    """The first unit of each part, as late as the others allow; none where they do not fit. ``allowed``: the parts that
-    each unit may be in."""
+    """The first unit of each part, as late as the others allow; [] if there is no way. ``allowed``: the parts that each
+    unit may be in."""
     fits = [[False] * (parts + 1) for _ in range(len(allowed) + 1)]  # [i][k]: units from i on, where i is in part k
     fits[-1][parts - 1] = True
     for i in reversed(range(len(allowed))):
@@ -335,12 +336,12 @@ def _refusal(
         if not later:
             held = " and ".join(f"{name} (rank {', '.join(map(str, owners[name]))})" for name in weights(node))
             return (
-                f"pipeline: {described_at(node)} computes with {held}, which no part that can come here holds; the "
-                "forward uses weights in another order than when parallelize dealt them over the axis pp: make such a "
-                "change before it"
+                f"pipeline: {described_at(node)} computes with {held}, which no stage at this point holds; the forward "
+                "now uses weights in another order than when parallelize placed them on the axis pp: make such a "
+                "change before parallelize"
             )
         part = min(later)
     return (
-        "pipeline: the forward has fewer layers than when parallelize placed its weights, and leaves a part without an "
-        "operation; make such a change before parallelize"
+        "pipeline: the forward has fewer layers than when parallelize placed its weights, so a stage has no operation; "
+        "make such a change before parallelize"
     )

@@ -19,7 +19,7 @@ from autopar.ir.storages import shares_storage
 from autopar.options import Options
 from autopar.planner.pipeline.terapipe import best_slices
 
-# A kernel takes microseconds to start, however short its slice is: this is what keeps slices from becoming tiny.
+# A kernel launch takes microseconds however short the slice is, which keeps slices from becoming tiny.
 LAUNCH = 3e-6
 BACKWARD = 2.0  # backward time relative to forward
 ATTENTION = torch.ops.autopar.attention.default
@@ -27,7 +27,7 @@ GRID = 8  # tokens; slices begin at multiples of it where the sequence is long e
 
 
 def token_count(gm: GraphModule) -> int:
-    """How many tokens the sequence has: the queries of causal attention. Raises ValueError without any."""
+    """The tokens of the sequence: the queries of causal attention. Raises ValueError unless there is one sequence."""
     attentions = calls_of(gm.graph, ATTENTION)
     causal = {shape(arguments(n)["q"])[2] for n in attentions if arguments(n)["causal"]}
     if len(causal) != 1:
@@ -42,24 +42,24 @@ def token_count(gm: GraphModule) -> int:
 
 
 def slice_unit(options: Options, mesh: Mesh) -> int:
-    """Of what the length of a slice is a multiple: sequence parallelism cuts it again."""
+    """The length of a slice is a multiple of this, because sequence parallelism shards each slice."""
     return mesh.size("tp") if options.sequence_parallel else 1
 
 
 def slice_lengths(
     asked: int | tuple[int, ...], total: int, unit: int, time: Callable[[], tuple[tuple[int, ...], str]]
 ) -> tuple[tuple[int, ...], str]:
-    """(lengths, reason) for ``total`` tokens. asked: a number of slices, their lengths, or 0: ``time()`` decides. unit:
-    lengths are multiples of it.
+    """(lengths, reason) for ``total`` tokens. asked: a number of slices, their lengths, or 0 for those of ``time()``.
+    unit: lengths are multiples of it.
 
-    Raises ValueError for lengths that do not sum to the tokens, that are not multiples of the unit, or too many slices.
+    Raises ValueError for lengths that do not sum to ``total`` or are not multiples of ``unit``, and too many slices.
     """
     if isinstance(asked, tuple):
         lengths, reason = asked, "the user's choice"
     elif asked:
         base, more = divmod(total // unit, asked)
         lengths = tuple((base + (i < more)) * unit for i in range(asked))
-        reason = f"{asked} equal slices, as asked"
+        reason = f"{asked} equal slices, as requested"
     else:
         lengths, reason = time()
     check_lengths(lengths, total, unit)
@@ -76,7 +76,7 @@ def check_lengths(lengths: Sequence[int], total: int, unit: int) -> None:
         )
     if any(n % unit for n in lengths):
         raise ValueError(
-            f"token_slices: sequence parallelism cuts each slice over {unit} ranks, found slices "
+            f"token_slices: sequence parallelism shards each slice over {unit} ranks, found slices "
             f"{', '.join(map(str, lengths))}; use multiples of {unit}"
         )
 
@@ -89,9 +89,9 @@ def best_lengths(
     links: Topology | None = None,
     device: Device = DEFAULT,
 ) -> tuple[tuple[int, ...], str]:
-    """The dynamic program (TeraPipe, Eq. 6 to 8) on the estimated times of the slowest part.
+    """(lengths, reason): the dynamic program (TeraPipe, Eq. 6 to 8) on the estimated times of the slowest stage.
 
-    parts: main nodes of each part of a global graph, all microbatches together. links: those of the axis pp, if the
+    parts: main nodes of each stage of a global graph, all microbatches together. links: those of the axis pp, if the
     user names them.
     """
     grid = max(GRID, unit) if total >= 8 * GRID else unit
@@ -108,9 +108,9 @@ def best_lengths(
 
 
 class SliceEstimate:
-    """t(batch, length, context) of a part, a roofline per node: products and bytes of tokens grow with the length,
-    weights are read once per slice, attention reads the context as well. What leaves the part is sent over ``links``,
-    and its gradient comes back."""
+    """t(batch, length, context) of a stage, a roofline per node: products and bytes of tokens grow with the length,
+    weights are read once per slice, and attention also reads the context. The stage's outputs are sent over ``links``,
+    and their gradients come back."""
 
     def __init__(
         self, nodes: Sequence[Node], total: int, microbatches: int, links: Topology | None, device: Device

@@ -1,7 +1,7 @@
-"""Where a pipeline may be cut: the layers of a local graph, in order.
+"""Where a model may be split into stages: the layers of a graph, in order.
 
-A *unit* is a run of main nodes of one repeated block (``model.layers.3``), or of what stands between blocks (embedding,
-final norm, head). Where a model has fewer units than parts are wanted, units are its modules, then single nodes.
+A *unit* is a run of main nodes of one repeated block (``model.layers.3``), or of what is between blocks (embedding,
+final norm, head). If a model has fewer units than stages, units are its modules, then single nodes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.spelling import did_you_mean
 
 @dataclass
 class Unit:
-    """Consecutive main nodes that no cut separates."""
+    """Consecutive main nodes that stay in one stage."""
 
     name: str
     nodes: list[Node] = field(default_factory=list)
@@ -30,9 +30,9 @@ LEVELS: tuple[Callable[[Node], str], ...] = (layer_of, module_path, lambda node:
 
 
 def units_of(main: Sequence[Node], least: int = 1) -> list[Unit]:
-    """The units of a graph's main nodes, at least as many as ``least`` if there are so many.
+    """The units of a graph's main nodes: the coarsest level with at least ``least`` of them.
 
-    Raises ValueError where not even single nodes are enough.
+    Raises ValueError if even single nodes are too few.
     """
     found: list[Unit] = []
     for level in LEVELS:
@@ -40,7 +40,7 @@ def units_of(main: Sequence[Node], least: int = 1) -> list[Unit]:
         if len(found) >= least:
             return found
     raise ValueError(
-        f"pipeline: {least} parts need at least as many layers, found a model of {len(found)} operations; use a "
+        f"pipeline: {least} stages need at least as many layers, found a model of {len(found)} operations; use a "
         "smaller pp axis or fewer virtual stages"
     )
 
@@ -58,7 +58,7 @@ def units_at(main: Sequence[Node], label: Callable[[Node], str]) -> list[Unit]:
             units.append(Unit(name, [node]))
             last = name
     counts: dict[str, int] = {}
-    for unit in units:  # the names of units are unique, so that a plan can say where a part begins
+    for unit in units:  # names of units are unique, so that a plan can say where a stage begins
         name = unit.name or module_path(unit.nodes[0]) or unit.nodes[0].name
         counts[name] = counts.get(name, 0) + 1
         repeated = label is not layer_of or counts[name] > 1
@@ -67,16 +67,16 @@ def units_at(main: Sequence[Node], label: Callable[[Node], str]) -> list[Unit]:
 
 
 def _is_scalar(node: Node) -> bool:
-    """Sums and quotients of a loss stay with what they are made of."""
+    """Scalars, such as sums and quotients of a loss, stay in the unit of the node before them."""
     val = node.meta["val"]
     return isinstance(val, torch.Tensor) and not val.dim()
 
 
 def resolve(main: Sequence[Node], cuts: Sequence[str]) -> tuple[list[Unit], list[int]]:
-    """(units, first unit of each part) for cuts that a user or a plan names: the unit, or the module, with which each
-    part but the first begins. Units are as coarse as the cuts allow.
+    """(units, first unit of each part) for split points of a user or a plan: the unit, or the module, with which each
+    part but the first begins. Units are as coarse as the split points allow.
 
-    Raises ValueError for modules that no node belongs to, cuts inside of an operation, and cuts that are not in order.
+    Raises ValueError for modules without a node, split points inside an operation, and split points out of order.
     """
     _check_known(main, cuts)
     for level in LEVELS:
@@ -98,8 +98,8 @@ def _check_known(main: Sequence[Node], cuts: Sequence[str]) -> None:
         if cut in unknown and not any(_inside(n, cut) for n in main):
             known = ", ".join(unit.name for unit in units_at(main, layer_of))
             raise ValueError(
-                f"pipeline: no operation belongs to {cut!r}, where a cut was asked for (several modules may "
-                f"share one operation); layers are {known}{did_you_mean(cut, known.split(', '))}"
+                f"pipeline: no operation belongs to the split point {cut!r} (several modules may share one operation); "
+                f"layers are {known}{did_you_mean(cut, known.split(', '))}"
             )
 
 
@@ -113,12 +113,12 @@ def _starts(units: Sequence[Unit], cuts: Sequence[str]) -> list[int]:
         first = units[at[0]].nodes[0]
         if cut not in names and not _inside(first, cut):
             raise ValueError(
-                f"pipeline: a cut at {cut!r} goes through an operation: {describe(first)} comes before it and "
-                f"cannot be cut off; cut at {module_path(first)!r}"
+                f"pipeline: the split point {cut!r} is inside an operation: {describe(first)} comes before it and "
+                f"cannot be separated; split at {module_path(first)!r}"
             )
         if at[0] <= starts[-1]:
             raise ValueError(
-                "pipeline: split_points must be in the order of the model and leave something in every part, found "
+                "pipeline: split_points must be in the order of the model and leave a layer in every stage, found "
                 f"{', '.join(cuts)}"
             )
         starts.append(at[0])

@@ -1,18 +1,18 @@
-"""Where to cut a model's units (layers, and what is between them) into parts, so that the slowest part is fastest.
+"""Where to split a model's units (layers, and what is between them) into parts, so that the slowest part is fastest.
 
-A pipeline runs at the speed of its slowest part, so the first aim is the least maximal time of a part, under a memory
+A pipeline runs at the speed of its slowest part, so the first goal is the least maximal time of a part, under a memory
 limit. It is the classic linear partition problem, solved exactly by dynamic programming over (parts, units):
 
     T(k, j) = min over i < j of max(T(k - 1, i), time of units i..j as part k),   parts above the limit left out
 
-A second program of the same form minimises, among the cuts that reach that time, first the bytes sent over the
-boundaries, then the sum of squared times; what is still equal gives more units to later parts, which hold fewer
-microbatches under 1F1B. Both work on integer times, of a billionth of their sum, so that equal sums compare equal.
+A second program of the same form minimises, among the splits that reach that time, first the bytes sent over the
+boundaries, then the sum of squared times. Ties give more units to later parts, which hold fewer microbatches under
+1F1B. Both programs use integer times, in billionths of their sum, so that equal sums compare equal.
 
-Where a rank runs several parts (interleaved, V), its parts share the limit, and its time is their sum. Parts that
-share a rank are far apart, which no dynamic program over contiguous parts sees. So a descent starts from the exact cut
-for time, another from the one for memory, and the better end is taken: each step shifts the run of boundaries that
-helps most by one unit.
+If a rank runs several parts (interleaved, V), its parts share the limit, and its time is their sum. Parts that share a
+rank are not adjacent, so a dynamic program over contiguous parts cannot see them. Instead, one local search starts from
+the exact split for time, another from that for memory, and the better result is taken. Each step shifts the run of
+boundaries that helps most by one unit.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _GREATEST = np.iinfo(np.int64).max
 class UnitCosts:
     """What one unit costs a rank.
 
-    time: of one microbatch, forward and backward, any unit. static: bytes whatever the schedule: parameters,
-    gradients, optimizer states. activations: bytes kept per microbatch in flight.
+    time: of one microbatch, forward and backward, in any unit. static: bytes that do not depend on the schedule:
+    parameters, gradients, optimizer states. activations: bytes kept per microbatch in flight.
     """
 
     time: float
@@ -55,33 +55,34 @@ def balance(
 ) -> list[int]:
     """Number of units in each of ``parts`` contiguous, non-empty parts.
 
-    sent: bytes over the boundary behind each unit but the last; None forbids a cut there (default: no bytes).
+    sent: bytes over the boundary after each unit but the last; None forbids a split there (default: no bytes).
     in_flight: microbatches that each part holds at once, such as min(m, p - i) for 1F1B (default 1).
     limit: bytes of a rank. rank_of_part: the rank of each part (default: one part per rank); for parts with a copy on a
     mirrored rank, a number that the mirrored ranks share.
 
     One part per rank: exact, see the module. Several: every part within the least possible time of a part, unless the
     limit forbids it, and a local optimum of the ranks' summed times.
-    Raises ValueError when there are fewer units than parts, too many forbidden boundaries, or no cut that fits.
+    Raises ValueError for fewer units than parts, too many forbidden boundaries, or if no split fits.
     """
     problem = _Balancing(units, parts, sent, in_flight, rank_of_part)
     if problem.pieces < parts:
         raise ValueError(
-            f"pipeline: {parts} parts need at least {parts} layers that can be cut apart, found {problem.pieces}; use "
-            f"at most {problem.pieces} parts (a smaller pp axis, or fewer virtual stages)"
+            f"pipeline: {parts} stages need at least {parts} layers that can be separated, found {problem.pieces}; use "
+            f"at most {problem.pieces} stages (a smaller pp axis, or fewer virtual stages)"
         )
     found = problem.solve(limit)
     if found is None:
         raise ValueError(
-            f"pipeline: no cut of {len(units)} layers into {parts} parts fits a memory limit of {limit:,} bytes; the "
-            f"least that would do is {problem.least_limit():,} bytes; use more ranks, fewer microbatches in "
-            "flight, ZeRO or activation checkpoints"
+            f"pipeline: no split of {len(units)} layers into {parts} stages fits a memory limit of {limit:,} bytes; "
+            f"the least that would do is {problem.least_limit():,} bytes; use more ranks, fewer microbatches in "
+            "flight, ZeRO or activation checkpointing"
         )
     return problem.counts(found)
 
 
 class _Balancing:
-    """Matrices over pieces (units that may not be cut apart), and the searches. ``time``: integers, 2^scale a unit."""
+    """Matrices over pieces (runs of units that must not be separated), and the searches. ``time``: integers, of
+    2^-scale units."""
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class _Balancing:
         return np.asarray(self.static + self.in_flight[part] * self.activations)
 
     def solve(self, limit: int | None) -> Cut | None:
-        """The best cut that was found; None if none fits."""
+        """The best split that was found; None if none fits."""
         first = self.program(self.allowed(None, limit), lambda k: [self.time], np.maximum)
         if first is None:
             return None
@@ -136,14 +137,14 @@ class _Balancing:
         return None if above[choice] else found[choice]
 
     def allowed(self, bound: int | None, limit: int | None) -> Callable[[int], Matrix]:
-        """Part -> which ranges it may take."""
+        """Part -> the ranges of pieces that it may be."""
         base = self.valid if bound is None else self.valid & (self.time <= bound)
         return lambda part: base if limit is None else base & (self.memory(part) <= limit)
 
     def program(
         self, allowed: Callable[[int], Matrix], costs: Callable[[int], list[Matrix]], combine: Callable[..., Matrix]
     ) -> Cut | None:
-        """The cut with the least combined costs, compared in order; None if no cut is allowed."""
+        """The split with the least combined costs, compared in order; None if no split is allowed."""
         places = np.arange(self.pieces + 1)
         values = [np.zeros(self.pieces + 1, dtype=np.int64) for _ in costs(0)]
         reached = places == 0
@@ -164,11 +165,11 @@ class _Balancing:
         return np.array(cut[::-1])
 
     def least_limit(self) -> int:
-        """The least limit that `solve` takes."""
+        """The least limit for which `solve` finds a split."""
         return int(self.of_ranks(self.evenest())[1].max())
 
     def evenest(self) -> Cut:
-        """The cut with the least greatest memory of a rank."""
+        """The split whose fullest rank needs least memory."""
         cut = self.program(self.allowed(None, None), lambda k: [self.memory(k)], np.maximum)
         assert cut is not None
         return self.descend(cut, self._too_large) if self.shared else cut
@@ -176,7 +177,7 @@ class _Balancing:
     # --- several parts per rank ------------------------------------------------------------------------------
 
     def of_ranks(self, cuts: Cut) -> tuple[Matrix, Matrix]:
-        """(time, bytes) of every rank, [..., ranks] for cuts [..., parts + 1]. Exact: below 2^53."""
+        """(time, bytes) of every rank, [..., ranks] for splits [..., parts + 1]. Exact: below 2^53."""
         a, b = cuts[..., :-1], cuts[..., 1:]
         memory = self.static[a, b] + self.in_flight * self.activations[a, b]
         return self.time[a, b] @ self.runs, memory @ self.runs
@@ -196,7 +197,7 @@ class _Balancing:
 
     def descend(self, cut: Cut, keys: Callable[[Cut], list[Matrix]]) -> Cut:
         """Shift runs of boundaries by one piece, the most helpful first, while that lowers the keys (compared in
-        order). A run that shifts takes a piece from the part at its one end and gives one to that at its other."""
+        order). Shifting a run moves one piece out of the part at one end and one into the part at the other."""
         a, b = np.triu_indices(self.parts - 1)
         places = np.arange(self.parts + 1)
         run = ((places > a[:, None]) & (places <= b[:, None] + 1)).astype(np.int64)
@@ -222,7 +223,7 @@ def _check(
     assert not in_flight or len(in_flight) == parts, "one number in flight per part"
     assert not rank_of_part or len(rank_of_part) == parts, "one rank per part"
     if parts < 1:
-        raise ValueError(f"pipeline: a model is cut into at least 1 part, found {parts}")
+        raise ValueError(f"pipeline: a model has at least 1 stage, found {parts}")
     for i, unit in enumerate(units):
         if not (math.isfinite(unit.time) and unit.time >= 0 and unit.static >= 0 and unit.activations >= 0):
             raise ValueError(f"pipeline: costs need to be finite and not negative, found {unit} of layer {i}")

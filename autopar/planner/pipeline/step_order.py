@@ -1,4 +1,4 @@
-"""The order of a step's actions, and which rank holds what of which parameter."""
+"""The order of a step's actions, and which ranks hold which parameter."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from autopar.steps.graphs import Stage
 def make_order(
     plan: Plan, parts: Sequence[Stage], hops: Sequence[P2PEdge], train: bool = True, static: int = 0
 ) -> Order:
-    """The compute actions of a step. ``static``: bytes of the rank with most parameters and states, of which the
-    memory limit leaves the rest to activations.
+    """The compute actions of a step. ``static``: bytes of parameters, gradients and optimizer states on the fullest
+    rank; the rest of the memory limit is for activations.
 
-    Raises ValueError where the schedule does not take the number of microbatches.
+    Raises ValueError if the schedule does not support the number of microbatches.
     """
     pipeline = plan.pipeline
     if pipeline is None:
@@ -40,7 +40,7 @@ def make_order(
 
 
 def planned_order(plan: Plan) -> Order:
-    """The order of a step whose parts all take as long."""
+    """The order of a step whose stages all take equally long."""
     pipeline, microbatches = plan.pipeline, plan.options.microbatches
     if pipeline is None:
         return one_after_another(microbatches, True)
@@ -51,7 +51,7 @@ def planned_order(plan: Plan) -> Order:
 
 
 def most_waiting(order: Order) -> int:
-    """Of how many microbatches the last part has run F, and neither BW nor W yet, at most."""
+    """The most microbatches at once for which the last part has run F, but neither BW nor W yet."""
     most, last = 0, order.parts - 1
     for row in order.ranks:
         waiting = 0
@@ -63,7 +63,7 @@ def most_waiting(order: Order) -> int:
 
 
 def one_after_another(microbatches: int, train: bool) -> Order:
-    """The order of a model that is not cut into parts: F and BW of each microbatch."""
+    """The order of a model without pipeline stages: F and BW of each microbatch."""
     kinds = ("F", "BW") if train else ("F",)
     row = tuple(Action(0, kind, i) for i in range(microbatches) for kind in kinds)
     return Order("one part", (row,), ((0,),), (0,), (0,) * microbatches)
@@ -78,7 +78,7 @@ def forward_order(order: Order) -> Order:
 
 
 def layout(pipeline: PipelinePlan, mesh: Mesh) -> Order:
-    """Chains and ranks of a schedule's stages, on as few microbatches as it takes."""
+    """Chains and ranks of a schedule's stages, for a number of microbatches that it supports."""
     ranks = mesh.size("pp")
     slices = max(len(pipeline.token_slices), 1)
     request = Request(ranks, least_microbatches(pipeline, mesh), pipeline.virtual_stages, slices)
@@ -86,17 +86,17 @@ def layout(pipeline: PipelinePlan, mesh: Mesh) -> Order:
 
 
 def least_microbatches(pipeline: PipelinePlan, mesh: Mesh) -> int:
-    """A number of microbatches that any schedule takes."""
+    """A number of microbatches that every schedule supports."""
     return 2 * mesh.size("pp") * pipeline.virtual_stages
 
 
 def owners(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Parameter -> the coordinates on pp that hold it, its owner first. One that no part uses lives on the first."""
+    """Parameter -> the coordinates on pp that hold it, its owner first. The first one holds what nothing uses."""
     return owners_of(plan.pipeline, plan.mesh) if plan.pipeline is not None else {}
 
 
 def owners_of(pipeline: PipelinePlan, mesh: Mesh) -> dict[str, tuple[int, ...]]:
-    """As `owners`, of the stages of a plan."""
+    """As `owners`, for a plan's pipeline."""
     order = layout(pipeline, mesh)
     found = {}
     for name, parts in pipeline.holders.items():
@@ -106,7 +106,7 @@ def owners_of(pipeline: PipelinePlan, mesh: Mesh) -> dict[str, tuple[int, ...]]:
 
 
 def parameter_specs(gm: GraphModule, plan: Plan) -> tuple[ParameterSpec, ...]:
-    """What the runtime must hold, from the signature and the plan."""
+    """The parameters that the runtime holds, from the signature and the plan."""
     ranks = owners(plan)
     nodes = {n.name: n for n in placeholders(gm)}
     return tuple(

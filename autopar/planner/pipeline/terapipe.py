@@ -1,7 +1,7 @@
-"""Where to cut a sequence so that slices of tokens fill a pipeline: TeraPipe's dynamic program (Li et al., ICML 2021).
+"""Where to slice a sequence so that token slices fill a pipeline: TeraPipe's dynamic program (Li et al., ICML 2021).
 
-Causal attention lets a stage start on tokens l1.. of a sequence while the next one works on tokens 0..l1. A slice of l
-tokens behind c earlier ones takes t(l, c), so that slices s_1..s_M on K equal stages take
+With causal attention, a stage can start on tokens l1.. of a sequence while the next stage works on tokens 0..l1. A
+slice of l tokens after c earlier ones takes t(l, c), so that slices s_1..s_M on K equal stages take
 
     T = Σ t_i + (K - 1) max t_i                                                                  (Eq. 5)
 
@@ -11,8 +11,8 @@ For a bound t_max on every slice, the least sum over slicings of the first i tok
     T*           = min over t_max of  S*(L; t_max) + (K - 1) t_max                               (Eq. 6)
 
 All microbatches are sliced alike. The t_max that can matter are the values of t on the grid.
-S* never grows with t_max, so S*(b) + (K - 1) a bounds all candidates in [a, b] from below: the outer minimum is taken
-by branch and bound, best bound first, which is exact and solves a few dozen of some 10⁴ inner programs.
+S* never grows with t_max, so S*(b) + (K - 1) a is a lower bound for all candidates in [a, b]. Branch and bound, best
+bound first, finds the outer minimum; it is exact and solves a few dozen of some 10⁴ inner programs.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def pipeline_time(slice_times: Iterable[float], stages: int) -> float:
 def best_slices(length: int, stages: int, time: Time, batch: int = 1, microbatch: int = 1, grid: int = 8) -> Slicing:
     """The slicing of ``batch`` sequences of ``length`` tokens that takes the least time on ``stages`` equal stages.
 
-    time: seconds of a slice on one stage, see `Time`. microbatch: sequences per microbatch. grid: slices are cut at
-    multiples of it; where it does not divide the length, the last slice takes the odd tokens.
-    Raises ValueError for sizes below 1, a microbatch that does not divide the batch, and times that are not numbers.
+    time: seconds of a slice on one stage, see `Time`. microbatch: sequences per microbatch. grid: slices begin at
+    multiples of it; if it does not divide the length, the last slice has the remaining tokens.
+    Raises ValueError for sizes below 1, a microbatch that does not divide the batch, and times that are not finite.
     """
     for name, value in (("length", length), ("stages", stages), ("batch", batch), ("grid", grid)):
         if value < 1:

@@ -1,12 +1,15 @@
-"""Which way each layer takes, so that the least is made again under a limit of bytes.
+"""What each layer saves and recomputes, such that recomputation takes least time under a memory limit.
 
 Layers run forward one after another, and backward in the opposite order. In layer i a rank holds what the layers before
-it have saved, and what is alive within it (`RecomputeOption`); of other microbatches in flight, all that a part saves:
+it have saved, what is alive within it (`RecomputeOption`), and all that the stage saves for each other microbatch in
+flight:
 
     copies * saved(all) + saved(< i) + alive in F or B of i   <=   limit          for every i
 
-A dynamic program over the layers in order keeps, for each number of bytes saved so far, the least time. With copies,
-it runs once for each of several shares of the limit that other microbatches may take.
+A dynamic program over the layers keeps the least time for each number of bytes saved so far. With copies, it runs once
+for each of several shares of the limit that other microbatches may take.
+
+A *way* of a layer is one `RecomputeOption`: a set of values to recompute.
 """
 
 from __future__ import annotations
@@ -19,16 +22,17 @@ from typing import Any
 
 import numpy as np
 
-STATES = 1024  # numbers of bytes that are told apart
+STATES = 1024  # numbers of bytes that the program distinguishes
 SHARES = 24  # of the limit, for other microbatches
 NEAR = 1e-3  # of the least bytes
 
 
 @dataclass(frozen=True)
 class RecomputeOption:
-    """One way for a layer. saved: bytes kept from its F to its B. seconds: of what B makes again, and that it waits for
-    copies. forward, backward: most bytes alive in its F and B, with its own saved ones, without what the layers before
-    it have saved. left: where the backward comes in two, bytes that B leaves for W. host: bytes kept in host memory."""
+    """One way for a layer. saved: bytes kept from its F to its B. seconds: of recomputation in B, and of waiting for
+    copies from the host. forward, backward: peak bytes in its F and B, including what it saves itself, without what the
+    layers before it have saved. left: bytes that B leaves for W, if the backward is split. host: bytes kept in host
+    memory."""
 
     saved: int
     seconds: float
@@ -38,38 +42,38 @@ class RecomputeOption:
     host: int = 0
 
     def within(self, forward: int, backward: int) -> RecomputeOption:
-        """Where further bytes live across its F and its B."""
+        """The same with further bytes alive during its F and its B."""
         return replace(self, forward=self.forward + forward, backward=self.backward + backward)
 
     @property
     def alive(self) -> int:
-        """In the worse of the two."""
+        """Peak bytes: the greater of the two."""
         return max(self.forward, self.backward)
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """What a part may hold at a moment: ``bytes``, less ``copies`` of all that it saves, for ``share`` of a microbatch
-    that runs."""
+    """What a stage may hold at a moment: ``bytes``, of which other microbatches take ``copies`` times all that it
+    saves; the rest is for the microbatch that runs, or a ``share`` of it (a token slice)."""
 
     bytes: float
     copies: float = 0.0
     share: float = 1.0
 
     def beside(self, total: float) -> float:
-        """For the microbatch that runs, if each saves ``total``."""
+        """Bytes for the microbatch that runs, if every microbatch saves ``total``."""
         return (self.bytes - self.copies * total) / self.share
 
     def taken(self, total: float, alive: float) -> float:
-        """Of all saved and of what is alive."""
+        """Bytes in use, for bytes that each microbatch saves and peak bytes of the one that runs."""
         return self.copies * total + self.share * alive
 
 
 def least_time(
     layers: Sequence[Sequence[RecomputeOption]], rooms: Sequence[MemoryBudget], most: float = math.inf
 ) -> list[int] | None:
-    """Number of a way for each layer, with the least seconds in all; None where no choice fits all of ``rooms``.
-    ``most``: bytes that all layers may save together."""
+    """Number of the way of each layer, with the least total seconds; None if no choice fits all of ``rooms``. ``most``:
+    bytes that all layers may save together."""
     if not any(room.copies for room in rooms):
         room = min((room.beside(0.0) for room in rooms), default=math.inf)
         return _program(layers, room, min(most, room))[1]
@@ -85,8 +89,8 @@ def least_time(
 
 
 def least_bytes(layers: Sequence[Sequence[RecomputeOption]], rooms: Sequence[MemoryBudget]) -> list[int]:
-    """The way for each layer with which the fullest of the moments, whose ``bytes`` do not count, is as small as can
-    be: where this does not fit, nothing does."""
+    """The way for each layer that minimises the bytes at the fullest moment (the ``bytes`` of ``rooms`` are ignored).
+    If this does not fit, nothing does."""
 
     def fullest(choice: Sequence[int]) -> float:
         total, alive = saved_by(layers, choice), alive_by(layers, choice)
@@ -106,9 +110,9 @@ def least_bytes(layers: Sequence[Sequence[RecomputeOption]], rooms: Sequence[Mem
 
 
 def alive_by(layers: Sequence[Sequence[RecomputeOption]], choice: Sequence[int]) -> int:
-    """Most bytes of the microbatch that runs: in F and B with what the layers before have saved, in B with what those
-    behind leave for W. What the layer before one has in host memory is still there in its F, and there again in its
-    B: copies are made beside one layer."""
+    """Peak bytes of the microbatch that runs: in F and B with what earlier layers have saved, in B also with what later
+    layers leave for W. Copies to and from the host overlap with the next layer, so what a layer offloads is still on
+    the device in the F of the next layer, and back there in its B."""
     before = most = moving = 0
     behind = left_by(layers, choice)
     for ways, k in zip(layers, choice, strict=True):
@@ -140,7 +144,7 @@ def _program(layers: Sequence[Sequence[RecomputeOption]], room: float, most: flo
     steps: list[tuple[Any, Any]] = []
     for ways in layers:
         own, time, alive = (np.array([getattr(w, f) for w in ways]) for f in ("saved", "seconds", "alive"))
-        if steps:  # as much as the layer before has there, if it is equal
+        if steps:  # what the layer before offloads, if it takes an equal way
             alive = alive + np.array([w.host for w in ways])
         total, spent = saved[:, None] + own, seconds[:, None] + time
         state, way = np.nonzero((saved[:, None] + alive <= room) & (total <= most))
@@ -159,7 +163,7 @@ def _program(layers: Sequence[Sequence[RecomputeOption]], room: float, most: flo
 
 
 def _least_of_each(saved: Any, seconds: Any, room: float) -> Any:
-    """Numbers of the states that none beats in both; of those with nearly the same bytes the fastest."""
+    """Indices of the Pareto-optimal states; of those with nearly the same bytes the fastest."""
     order = np.lexsort((seconds, saved))
     best = np.minimum.accumulate(seconds[order])
     first = np.concatenate([[True], best[1:] < best[:-1]])
@@ -182,8 +186,8 @@ BRANCHES = 300  # of an integer program, and no seconds: all ranks must find the
 
 @dataclass(frozen=True)
 class RecomputableValue:
-    """seconds: to make it. bytes: of its storage; 0: it cannot be saved (several results). pinned: it is not made
-    again. operands: numbers of values."""
+    """seconds: to compute it. bytes: of its storage; 0: it cannot be saved (several results). pinned: it is not
+    recomputed. operands: indices of values."""
 
     seconds: float
     bytes: int
@@ -192,20 +196,20 @@ class RecomputableValue:
 
 
 def ways(values: Sequence[RecomputableValue], wanted: Sequence[int]) -> list[frozenset[int]]:
-    """Sets of values to make again, from none to all that may be; each is one that no other beats in both (bytes,
-    time), as far as they were looked for.
+    """Sets of values to recompute, from none to all that may be, Pareto-optimal in (bytes, time) among those that the
+    search has found.
 
-    x is a forward value with time t_x to make it and b_x bytes; W what the backward takes. s_x: it is saved, r_x: the
-    backward makes it again.
+    x is a forward value that takes t_x to compute and has b_x bytes; W are the values that the backward reads. s_x: x
+    is saved; r_x: the backward recomputes x.
 
         min  sum t_x r_x + price * sum b_x (s_x + weight * r_x)
         s_x + r_x >= 1            x in W
         s_u + r_u >= r_x          u an operand of x
 
     Every constraint is a difference of the two unknowns a_x = s_x + r_x and r_x, so the linear program is a minimum cut
-    and its solutions are whole numbers. Raising the price walks along the lower hull of (bytes, time). ``weight``
-    counts values that are made again, which live together for a while. Between far vertices of the hull integer
-    programs with a bound on the bytes find more (HiGHS, by scipy).
+    and its solutions are integers. Raising the price walks along the lower hull of (bytes, time). ``weight`` counts the
+    memory of recomputed values, which are alive at the same time for a while. Between distant vertices of the hull,
+    integer programs with a bound on the bytes find more (HiGHS, by scipy).
     """
     if not wanted:
         return [frozenset()]
@@ -220,7 +224,7 @@ def ways(values: Sequence[RecomputableValue], wanted: Sequence[int]) -> list[fro
 
 
 class _CutProgram:
-    """The program of one layer, in shares of all its bytes and of all its time."""
+    """The program of one layer, with bytes and times relative to their totals."""
 
     def __init__(self, values: Sequence[RecomputableValue], wanted: Sequence[int]) -> None:
         self.values, self.wanted = values, wanted
@@ -231,7 +235,7 @@ class _CutProgram:
         self.most = np.concatenate([self.size > 0, [not v.pinned for v in values]]).astype(float)
 
     def _constraints(self) -> tuple[Any, Any]:
-        """Rows over (s, r), and what each is at least."""
+        """(rows over (s, r), lower bound of each)."""
         from scipy.sparse import csr_array
 
         n = len(self.values)
@@ -245,7 +249,7 @@ class _CutProgram:
         return csr_array((factor, (at, column)), shape=(count, 2 * n)), least
 
     def solve(self, costs: Any, bytes_at_most: float | None = None) -> frozenset[int] | None:
-        """What is made again in the cheapest way; None where there is none."""
+        """The values that the cheapest way recomputes; None if there is no way."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         rules = [LinearConstraint(self.rows, lb=self.least)]
@@ -270,7 +274,7 @@ class _CutProgram:
         return found
 
     def costs(self, way: frozenset[int]) -> tuple[float, float]:
-        """(bytes that are saved, time of what is made again), with what no one asks for left out."""
+        """(bytes saved, time of recomputation), without values that the backward does not need."""
         seen: set[int] = set()
         queue, size, time = list(self.wanted), 0.0, 0.0
         while queue:
@@ -286,7 +290,7 @@ class _CutProgram:
         return float(size), float(time)
 
     def hull(self, weight: float) -> Iterator[frozenset[int]]:
-        """Vertices of the lower hull: of the two ends, then of what lies farthest below the line between two."""
+        """Vertices of the lower hull: the two ends, then the point farthest below the line between two vertices."""
         ends = [self.at(SAME, weight), self.at(1.0, weight, SAME)]
         yield from ends
         queue = [tuple(map(self.costs, ends))]
@@ -304,7 +308,7 @@ class _CutProgram:
                 queue += [(left, new), (new, right)]
 
     def between(self, points: Sequence[tuple[float, float]]) -> Iterator[frozenset[int]]:
-        """The least time for bytes in the middle of the widest gaps."""
+        """Ways with the least time for a number of bytes in the middle of the widest gaps."""
         gaps = sorted(pairwise(points), key=lambda pair: (pair[0][0] - pair[1][0]) * abs(pair[0][1] - pair[1][1]))
         for (low, _), (high, _) in gaps[:BETWEEN]:
             if high - low < SAME:

@@ -1,10 +1,10 @@
-"""Which way the layers of all parts of a pipeline take, so that every rank keeps its limit at every moment.
+"""What the layers of all pipeline stages recompute, so that every rank stays below its memory limit at every moment.
 
-At an action of a part a rank holds what the parts on it have saved for the microbatches in flight, and what is alive
-in the part that runs. Early stages of 1F1B hold more microbatches than late ones, so more is made again there.
+While a rank runs an action of a part, it holds what its parts have saved for the microbatches in flight, and what is
+alive in the part that runs. Early stages of 1F1B hold more microbatches than late ones, so they recompute more.
 
-A price of bytes that all parts share gives a first choice; then each part in turn takes the best that the others leave
-it (`autopar.planner.recompute.layer_solver`). For one part the second is exact.
+One price per byte for all parts gives a first choice; then each part in turn takes the best choice that the others
+leave room for (`autopar.planner.recompute.layer_solver`). For a single part, this second step is exact.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ ROUNDS, BISECTIONS = 2, 24
 
 @dataclass(frozen=True)
 class ScheduleSlot:
-    """When a rank runs F or a backward of a part. held: microbatches of each part that wait for their backward,
-    without the one that runs; split: those that have had B and wait for W. share: of a microbatch that runs (less than
-    1 for a token slice)."""
+    """A moment at which a rank runs F or a backward of a part. held: microbatches of each part that wait for their
+    backward, without the one that runs; split: those after B that wait for W. share: of a microbatch that runs (less
+    than 1 for a token slice)."""
 
     rank: int
     part: int
@@ -43,18 +43,18 @@ class ScheduleSlot:
     share: float = 1.0
 
     def copies(self, part: int) -> float:
-        """Held of a part."""
+        """Microbatches of a part that are held."""
         return dict(self.held).get(part, 0.0)
 
     def outdoes(self, other: ScheduleSlot) -> bool:
-        """Whether the same runs, and no less is held."""
+        """Whether the same part runs, and no less is held."""
         pairs = ((self.held, other.held), (self.split, other.split))
         more = all(n <= dict(mine).get(p, 0.0) for mine, its in pairs for p, n in its)
         return self.part == other.part and self.share >= other.share and more
 
 
 def moments(order: Order, shares: Sequence[float] = (1.0,)) -> list[ScheduleSlot]:
-    """Those of an order that no other one of the same rank and part outdoes. shares: of the token slices."""
+    """The moments of an order that no other one of the same rank and part outdoes. shares: of the token slices."""
     found: list[ScheduleSlot] = []
     for rank, actions in enumerate(order.ranks):
         seen: dict[ScheduleSlot, None] = {}
@@ -81,24 +81,24 @@ def _counts(of_parts: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
 
 
 def bytes_at(moment: ScheduleSlot, ways: Sequence[Layers], choice: Choice) -> float:
-    """What a rank holds at a moment."""
+    """Bytes that a rank holds at a moment."""
     alive = moment.share * alive_by(ways[moment.part], choice[moment.part])
     return alive + held_beside(moment, ways, choice)
 
 
 def held_beside(moment: ScheduleSlot, ways: Sequence[Layers], choice: Choice, but: int = -1) -> float:
-    """What waits for a backward; without what waits for that of a part, and with all that waits for W."""
+    """Bytes held for later actions: for backwards of all parts except ``but``, and for W of all parts."""
     held = sum(n * saved_by(ways[p], choice[p]) for p, n in moment.held if p != but)
     return held + sum(n * left_by(ways[p], choice[p]) for p, n in moment.split)
 
 
 def fullest(ways: Sequence[Layers], choice: Choice, events: Sequence[ScheduleSlot], rank: int) -> float:
-    """The most that a rank holds."""
+    """The most bytes that a rank holds."""
     return max((bytes_at(e, ways, choice) for e in events if e.rank == rank), default=0.0)
 
 
 def best_choice(ways: Sequence[Layers], events: Sequence[ScheduleSlot], limits: Sequence[float]) -> Choice | None:
-    """The least time in all under the limit of each rank; None where none was found."""
+    """The choice with the least total time under the limit of each rank; None if none was found."""
     choice = _by_price(ways, events, limits) or smallest_choice(ways, events)
     split = any(e.split for e in events)
     for _ in range(0 if split else ROUNDS if len(ways) > 1 else 1):
@@ -116,8 +116,8 @@ def best_choice(ways: Sequence[Layers], events: Sequence[ScheduleSlot], limits: 
 
 
 def most_hosted(ways: Sequence[Layers], choice: Choice, events: Sequence[ScheduleSlot]) -> dict[int, float]:
-    """Rank -> most bytes that it holds in host memory: of microbatches that wait for their backward, or for W, and of
-    the one that runs."""
+    """Rank -> the most bytes that it holds in host memory: for microbatches that wait for their backward or for W, and
+    for the one that runs."""
     found: dict[int, float] = {}
     for e in events:
         waiting = sum(n * hosted_by(ways[p], choice[p]) for p, n in (*e.held, *e.split))
@@ -129,8 +129,8 @@ def most_hosted(ways: Sequence[Layers], choice: Choice, events: Sequence[Schedul
 def within_host(
     ways: Sequence[Layers], events: Sequence[ScheduleSlot], limits: Sequence[float], host: float
 ) -> Choice | None:
-    """As `best_choice`, with at most ``host`` bytes of a rank in host memory. Where that is too few for all layers of a
-    part, its first ones have them: what they keep waits longest."""
+    """As `best_choice`, with at most ``host`` bytes of a rank in host memory. If that is too little for all layers of a
+    part, its first layers use it: what they keep waits longest."""
     first = [len(layers) for layers in ways]  # layers of each part that may use host memory
     while True:
         kept = [
@@ -138,7 +138,7 @@ def within_host(
             for part, layers in enumerate(ways)
         ]
         found = _chosen_of(ways, kept, lambda fewer: best_choice(fewer, events, limits))
-        if found is None and any(first):  # for few layers none was found: there may be one for none
+        if found is None and any(first):  # no choice with few layers: there may be one with none
             first = [0] * len(ways)
             continue
         if found is None:
@@ -154,14 +154,14 @@ def within_host(
 def _chosen_of(
     ways: Sequence[Layers], kept: Sequence[Sequence[Sequence[int]]], choose: Callable[[Sequence[Layers]], Choice | None]
 ) -> Choice | None:
-    """A choice among some of the ways, by their numbers among all."""
+    """A choice among some of the ways, as indices into all ways."""
     fewer = [[[ws[k] for k in ks] for ws, ks in zip(*pair, strict=True)] for pair in zip(ways, kept, strict=True)]
     found = choose(fewer)
     return found and [[ks[k] for ks, k in zip(*pair, strict=True)] for pair in zip(kept, found, strict=True)]
 
 
 def smallest_within_host(ways: Sequence[Layers], events: Sequence[ScheduleSlot], host: float) -> Choice:
-    """As `smallest_choice`, of ways with which every layer takes no more than an equal share of host memory."""
+    """As `smallest_choice`, with at most an equal share of host memory for every layer."""
     copies = max((sum(n for _, n in (*e.held, *e.split)) + e.share for e in events), default=1.0)
     share = host / (copies * max((len(layers) for layers in ways), default=1))
     kept = [[[k for k, w in enumerate(layer) if w.host <= share] for layer in layers] for layers in ways]
@@ -171,7 +171,7 @@ def smallest_within_host(ways: Sequence[Layers], events: Sequence[ScheduleSlot],
 
 
 def _filled(ways: Sequence[Layers], choice: Choice, events: Sequence[ScheduleSlot], limits: Sequence[float]) -> Choice:
-    """Layer by layer the fastest way that still fits, first where most time is to be won."""
+    """For each layer the fastest way that still fits, starting with the layers that recompute longest."""
     places = [(part, i) for part, layers in enumerate(ways) for i in range(len(layers))]
     places.sort(key=lambda at: -ways[at[0]][at[1]][choice[at[0]][at[1]]].seconds)
     for part, i in places:
@@ -191,7 +191,7 @@ def _fits(ways: Sequence[Layers], choice: Choice, events: Sequence[ScheduleSlot]
 
 
 def _by_price(ways: Sequence[Layers], events: Sequence[ScheduleSlot], limits: Sequence[float]) -> Choice | None:
-    """The ways that are best at the lowest price of bytes with which every rank keeps its limit."""
+    """The best ways at the lowest price per byte for which every rank stays below its limit."""
     weights = [_weights(p, events) for p in range(len(ways))]
     seconds = sum(max(w.seconds for w in layer) for layers in ways for layer in layers)
     size = max((max(w.saved for w in layer) for layers in ways for layer in layers), default=0)
@@ -217,7 +217,7 @@ def _by_price(ways: Sequence[Layers], events: Sequence[ScheduleSlot], limits: Se
 
 
 def _weights(part: int, events: Sequence[ScheduleSlot]) -> tuple[float, float]:
-    """How often a rank holds what a part saves, and what its B leaves for W, at the most."""
+    """(most microbatches for which a rank holds what a part saves, most for which it holds what its B leaves for W)."""
     mine = [e for e in events if e.part == part]
     return (
         max((e.copies(part) + e.share for e in mine), default=1.0),
@@ -228,7 +228,7 @@ def _weights(part: int, events: Sequence[ScheduleSlot]) -> tuple[float, float]:
 def _best_of_part(
     part: int, ways: Sequence[Layers], choice: Choice, events: Sequence[ScheduleSlot], limits: Sequence[float]
 ) -> list[int] | None:
-    """With the other parts as they are."""
+    """The best ways of a part, given the choices of the others; None if none fits."""
     rooms, most = [], math.inf
     for e in events:
         others, copies = held_beside(e, ways, choice, but=part), e.copies(part)
@@ -241,7 +241,7 @@ def _best_of_part(
 
 
 def smallest_choice(ways: Sequence[Layers], events: Sequence[ScheduleSlot]) -> Choice:
-    """With which each part holds as little as it can at its fullest moment."""
+    """The choice with which each part holds least at its fullest moment."""
     return [_smallest_of_part(part, layers, events) for part, layers in enumerate(ways)]
 
 

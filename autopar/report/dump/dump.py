@@ -1,4 +1,4 @@
-"""Every graph can be seen: a folder with each level's text, the diff to the one before, the plan, times and bytes.
+"""A dump: a folder with the text of each level's graph, the diff to the one before, the plan, times and bytes.
 
 AUTOPAR_DUMP=dump python train.py
 
@@ -53,10 +53,10 @@ STEP_GRAPHS = re.compile(
 
 
 def dumper_for(folder: str | Path | None) -> Dumper | None:
-    """The dumper for a folder that the user named, or that AUTOPAR_DUMP names, or None.
+    """The dumper for a folder that the user or AUTOPAR_DUMP names, or None.
 
-    A folder that holds a report already keeps it: further compiled steps (other shapes, eval mode) go to step-1,
-    step-2, ... of it, as long as one process writes them.
+    A report in the folder is kept: further compiled steps of the process (other shapes, eval mode) go to step-1,
+    step-2, ... within it.
     """
     root = _root(folder)
     if root is None:
@@ -75,7 +75,7 @@ def _root(folder: str | Path | None) -> Path | None:
 
 
 def check_writable(folder: str | Path | None) -> None:
-    """Before anything is compiled: the folder of `dumper_for` can be made and written. Raises ValueError."""
+    """Check, before anything is compiled, that the folder of `dumper_for` can be written. Raises ValueError."""
     root = _root(folder)
     if root is not None and is_first_rank():
         with writing(root):
@@ -103,9 +103,9 @@ def is_first_rank() -> bool:
 
 @dataclass
 class Dumper:
-    """An observer of the pass manager that writes what it sees into ``folder``; see the module.
+    """An observer of the pass manager that writes every graph into ``folder``; see the module.
 
-    Give graphs that no pass made to `record`, and call `finish` once at the end.
+    Pass graphs that no pass has made to `record`, and call `finish` once at the end.
     """
 
     folder: Path
@@ -178,7 +178,7 @@ class Dumper:
         self._ranks = {f"a step, pp {rank}": step_communication(compiled, rank) for rank in ranks}
 
     def add_model(self, compiled: Compiled) -> None:
-        """What the report begins with: the modules, a layer, memory, how long a step takes."""
+        """Add the first sections of the report: modules, one layer, memory, step time."""
         if self.enabled:
             self.model, self.facts = model_sections(compiled)
 
@@ -191,7 +191,7 @@ class Dumper:
         load: Load | None = None,
         sent: Sent | None = None,
     ) -> None:
-        """All that there is to say of a compiled model, and `finish`. load, sent: of its experts, as measured."""
+        """Write everything about a compiled model, and `finish`. load, sent: measured expert load and traffic."""
         self.add_model(compiled)
         self.sections += attention_sections(compiled) if self.enabled else []
         self.add_pipeline(compiled, recorded, modules)
@@ -266,7 +266,7 @@ def _summary(ctx: Compilation, parameters: list[ParameterSpec]) -> list[tuple[st
 
 
 def plan_rows(plan: Plan) -> list[tuple[str, str, str]]:
-    """(what, placement, reason) for each decision of a plan; what repeated layers have alike is one row."""
+    """(what, placement, reason) for each decision of a plan; equal decisions of repeated layers are one row."""
     rows = []
     for name, axes in plan.parameters.items():
         how = [f"{axis}:{p.stored}{f', used {p.used}' if p.used != p.stored else ''}" for axis, p in axes.items()]

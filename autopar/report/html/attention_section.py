@@ -1,4 +1,4 @@
-"""The section of the report about attention over sharded sequences: what runs, why, what else there was, timelines."""
+"""The section of the report about attention over sharded sequences: algorithms, reasons, candidates, timelines."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SECTION = f"Attention over {AXIS}"
 
 
 def attention_sections(compiled: Compiled) -> list[Section]:
-    """The section of the report, if attention runs over cp: what runs, and for each attention why, what else there was,
-    and the timelines."""
+    """The section of the report, if attention runs over cp: what runs, and for each attention the reason, the
+    candidates and the timelines."""
     found = attentions_of(compiled)
     if not found:
         return []
@@ -48,7 +48,7 @@ def _overview(found: Sequence[Attention]) -> str:
 
 
 def _details(a: Attention) -> str:
-    """What an attention could choose from, and its picture."""
+    """The candidates of an attention, and its timelines."""
     rows = [_candidate_row(c, c in a.chosen) for c in a.candidates]
     head = ("algorithm", "pass", "bytes", "steps", "time", "exposed", "")
     looked_at = (
@@ -68,8 +68,8 @@ def _candidate_row(c: AttentionCost, chosen: bool) -> list[str]:
 
 
 def _timeline(a: Attention, way: str) -> AttentionTimeline:
-    """All ranks up to as many as estimates take together; of more, those that are drawn, as the cost of the whole grows
-    with the square."""
+    """All ranks, up to the number that is simulated together. Above it, only the ranks that are drawn, because the cost
+    of simulating all grows with the square."""
     algorithm = ALGORITHMS[getattr(a.plan, way)]
     if a.problem.size <= WHOLE:
         return pass_timeline(algorithm, a.problem, way, a.topology, a.device)

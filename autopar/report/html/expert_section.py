@@ -1,4 +1,4 @@
-"""Who got the tokens, in the report of a traced step: a heat map of experts by layer, and what left a rank on the way.
+"""Expert load in the report of a traced step: a heat map of experts by layer, and the bytes that left each rank.
 
     layer                     experts 0 ... E-1               most / mean
     model.layers.0.mlp        [][][][][][][][]                       1.42
@@ -32,7 +32,7 @@ Sent = Mapping[str, Sequence[int]]  # axis, or level of it -> bytes of rows that
 
 
 def expert_sections(compiled: Compiled, load: Load, sent: Sent) -> list[Section]:
-    """The section, of a model with experts that have been counted."""
+    """The section, for a model whose expert load has been counted."""
     return [Section(SECTION, heat_map(load) + _exchanged(compiled, sent))] if load else []
 
 
@@ -74,7 +74,7 @@ def _short(layer: str, most: int = 36) -> str:
 
 
 def _exchanged(compiled: Compiled, sent: Sent) -> str:
-    """Rows of experts that left a rank in the step, beside those of even routing; "" where none are exchanged."""
+    """Rows for experts that left a rank in the step, compared with even routing; "" if none are exchanged."""
     even = step_communication(compiled)
     rows = []
     for axis, found in sent.items():

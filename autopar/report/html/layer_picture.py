@@ -1,4 +1,4 @@
-"""One layer as a picture: its modules in the order in which they run, how weights are cut, what is exchanged there.
+"""One layer as a picture: its modules in the order in which they run, how weights are sharded, what is exchanged.
 
     forward              |  q_proj  Linear            |  backward
                          |  output features over tp   |  tp all-reduce 112 MiB
@@ -46,7 +46,7 @@ _STYLE = """
 
 @dataclass(frozen=True)
 class _Step:
-    """A module of the layer: what it exchanges in each direction, of one layer."""
+    """A module of the layer, with its exchanges in each direction, for one layer."""
 
     row: ModuleRow
     name: str
@@ -72,7 +72,7 @@ class _Step:
 
     @property
     def words(self) -> list[str]:
-        """How the weights are cut, a line for each axis that does; before that the class, if the first line is full."""
+        """How the weights are sharded, one line per axis; before that the class, if the first line is full."""
         kind = [] if self._has_room else [self.row.kind]
         return kind + [
             f"{weight.name + ': ' if not i else ''}{cut}"
@@ -96,7 +96,7 @@ def layer_picture(root: ModuleRow, compiled: Compiled, times: TimesOfGraphs) -> 
 
 
 def _places(compiled: Compiled, times: TimesOfGraphs) -> dict[str, int]:
-    """Path -> where in the forward what takes longest of the module's own calls stands."""
+    """Path -> position in the forward of the longest of the module's own calls."""
     found: dict[str, tuple[float, int]] = {}
     graphs = [part.forward.graph for part in compiled.pipeline.parts]
     nodes = [(node, times(gm).computing) for gm in graphs for node in gm.graph.nodes]
@@ -131,7 +131,7 @@ def _drawn(steps: Sequence[_Step], title: str, mesh: Mesh) -> tuple[float, list[
     left, width = _BOX
     parts = [
         f'<text class="title" x="20" y="28">{html.escape(title)}</text>',
-        '<text class="faint" x="20" y="50">What a rank sends for one layer in a step; filled: its piece of a '
+        '<text class="faint" x="20" y="50">What a rank sends for one layer in a step; filled: its shard of a '
         "weight</text>",
         f'<text class="faint end" x="{px(left - 24)}" y="72">forward ↓</text>',
         f'<text class="faint" x="{px(left + width + 24)}" y="72">↑ backward</text>',
@@ -164,7 +164,7 @@ def _box(step: _Step, top: float, mesh: Mesh) -> Iterator[str]:
 
 
 def _icon(weight: WeightRow, x: float, y: float, mesh: Mesh) -> Iterator[str]:
-    """The matrix, cut as it is stored: lines between pieces, one of them filled."""
+    """The matrix as it is stored: lines between shards, one of which is filled."""
     width, height = 40.0, 30.0
     cuts = {p.dim: mesh.size(a) for a, p in weight.spec.placements.items() if isinstance(p, Shard) and p.dim < 2}
     rows, columns = (min(cuts.get(dim, 1), _MOST_PIECES) for dim in (0, 1))

@@ -1,4 +1,4 @@
-"""What the report says of the model, before it speaks of the compiler: step time, modules, one layer, memory."""
+"""The model in the report, before the compiler: step time, modules, one layer, memory."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def model_sections(compiled: Compiled) -> tuple[list[Section], list[tuple[str, s
     sections.append(model_section(root, _basis(estimate, compiled)))
     if picture := layer_picture(root, compiled, times):
         sections.append(Section("One layer", picture))
-    where = f" of the fullest rank, {held.index(fullest)} of pp" if len(held) > 1 else " of a rank"
+    where = f" on the fullest rank, {held.index(fullest)} of pp" if len(held) > 1 else " on a rank"
     sections.append(Section("Memory", memory_bar(memory_causes(fullest), f"At the peak of a step,{where}")))
     shown = [
         (f"a step, estimated for {estimate.device}", human_seconds(estimate.seconds)),
-        ("of it in wait for transfers", human_seconds(estimate.exposed)),
-        ("MFU at that", f"{estimate.utilization:.1%}"),
-        ("memory of a rank, peak", human_bytes(fullest.peak)),
+        ("of it, exposed transfers", human_seconds(estimate.exposed)),
+        ("estimated MFU", f"{estimate.utilization:.1%}"),
+        ("peak memory of a rank", human_bytes(fullest.peak)),
     ]
     return sections, shown
 
@@ -44,7 +44,7 @@ def _basis(found: StepEstimate, compiled: Compiled) -> str:
     ranks = ", on the ranks that have it" if pp > 1 else ""
     return (
         f"Of a whole step on one rank{ranks}. Times are estimated for {found.device}, over links {found.links}; "
-        "point at a number for its parts."
+        "hover over a number for details."
     )
 
 
@@ -58,24 +58,24 @@ def memory_causes(found: Memory) -> list[tuple[str, int]]:
         ("optimizer states", optimizer),
         ("buffers and batch", found.buffers + found.inputs),
         ("activations kept for the backward", kept),
-        ("gradients, sums and working values", found.peak - found.steady - kept),
+        ("gradients and temporaries", found.peak - found.steady - kept),
     ]
 
 
 TITLE = "Model"
 MOST_OPEN = 60  # rows of a tree that is shown whole; of a larger one the first levels are
-COLUMNS = ("module", "how it is cut", "weights on a rank", "kept for the backward", "exchanged in a step", "computes")
+COLUMNS = ("module", "sharding", "weights on a rank", "kept for the backward", "exchanged in a step", "computes")
 LEGEND = (
     ("over tp, ep", "each rank has its columns, rows or experts of the weight, and computes with these alone"),
-    ("in pieces over dp", "ZeRO: a rank stores a piece; the whole is gathered where it is used"),
+    ("in shards over dp", "ZeRO: a rank stores a shard; the weight is gathered for use"),
     (
         "whole",
-        "every rank has all of it; where the batch is cut, gradients are summed over dp, dp_replicate, cp and ep",
+        "every rank has all of it; gradients are summed over axes that shard the batch: dp, dp_replicate, cp and ep",
     ),
-    ("exposed", "of a transfer, what computing has to wait for; the rest runs beside computing"),
-    ("exchanged", "a blue line: hidden beside computing for the most part; an orange one: computing waits for it"),
+    ("exposed", "the time that computation waits for a transfer; the rest overlaps with computation"),
+    ("exchanged", "blue line: mostly overlaps with computation; orange line: mostly exposed"),
     ("computes", "blue: the forward, green: the backward, to the scale of the longest row"),
-    ("×4", "so many modules that are alike, added up; point at a number for its parts"),
+    ("×4", "the sum of as many equal modules; hover over a number for details"),
 )
 
 
@@ -114,7 +114,7 @@ def _cells(row: ModuleRow, longest: float) -> Iterator[str]:
 def _weight(weight: WeightRow) -> str:
     spec = weight.spec
     shape = f"{DTYPES.get(spec.dtype, spec.dtype)}[{', '.join(map(str, spec.shape))}]"
-    how = "; ".join(weight.cuts) or "whole"
+    how = "; ".join(weight.cuts) or "replicated"
     more = [] if spec.requires_grad else ["frozen"]
     more += [f"also {name}" for name in spec.aliases]
     note = f" <i>{html.escape(', '.join(more))}</i>" if more else ""
@@ -125,7 +125,7 @@ def _weight(weight: WeightRow) -> str:
 def _exchanged(axis: str, kind: str, x: Exchanged, cost: ModuleCost) -> str:
     ways = [f"{way}: {human_bytes(e.bytes)}" for (a, k, way), e in cost.exchanged.items() if (a, k) == (axis, kind)]
     hidden = 1 - x.exposed / x.seconds if x.seconds else 1.0
-    late = f"{human_seconds(x.exposed)} exposed" if hidden < 0.995 else "beside computing"
+    late = f"{human_seconds(x.exposed)} exposed" if hidden < 0.995 else "overlapped"
     title = f"{x.calls:,.4g} calls, {human_seconds(x.seconds)} of transfers, {late}\n" + "\n".join(ways)
     return (
         f"<span class='sent{' late' if hidden < 0.5 else ''}' title='{html.escape(title)}'>"
@@ -144,7 +144,7 @@ def _seconds(cost: ModuleCost, longest: float) -> str:
 
 
 def memory_bar(causes: Iterable[tuple[str, int]], title: str) -> str:
-    """What is held at the peak, one piece of a bar for each (cause, bytes), with its numbers below."""
+    """Memory at the peak: a bar with a segment for each (cause, bytes), and the numbers below."""
     found = [(name, size) for name, size in causes if size > 0]
     whole = sum(size for _, size in found) or 1
     bars = "".join(
@@ -160,11 +160,11 @@ def memory_bar(causes: Iterable[tuple[str, int]], title: str) -> str:
 
 LATE, IDLE, LARGE = 0.15, 0.1, 0.4  # of the step's time, of it without work, of the memory at the peak: worth a line
 _FASTER = {
-    "tp": "keep tp within the ranks of a node, or take a smaller tp and more dp; longer batches hide more",
-    "dp": "more examples per rank; with zero below 3 a step gathers once, whatever its microbatches",
+    "tp": "keep tp within a node, or use a smaller tp and more dp; larger batches overlap more",
+    "dp": "use more examples per rank; with zero below 3 a step gathers once for all its microbatches",
     "ep": "token_dispatcher= by name, see autopar experts; keep ep within a node",
-    "cp": "attention= by name, see autopar attention; cp pays for long sequences only",
-    "pp": "more microbatches, so that sending stands beside computing",
+    "cp": "attention= by name, see autopar attention; cp pays off for long sequences only",
+    "pp": "use more microbatches, so that transfers overlap with computation",
 }
 
 
@@ -176,7 +176,7 @@ def advice(plan: Plan, cost: ModuleCost, step: StepEstimate, memory: Memory) -> 
 
 
 def _late(cost: ModuleCost, step: StepEstimate) -> Iterator[tuple[str, str]]:
-    """What computing waits for, by axis."""
+    """Exposed transfers, by axis."""
     axes: dict[str, float] = {}
     for (axis, _, _), x in cost.exchanged.items():
         name = axis.partition(",")[0].partition("%")[0].partition("/")[0]
@@ -184,15 +184,16 @@ def _late(cost: ModuleCost, step: StepEstimate) -> Iterator[tuple[str, str]]:
     for axis, seconds in sorted(axes.items(), key=lambda item: -item[1]):
         if seconds > LATE * step.seconds:
             share = f"{min(seconds / step.seconds, 1):.0%} of the step"
-            yield f"computing waits {human_seconds(seconds)} for transfers over {axis}, {share}", _FASTER.get(axis, "")
+            found = f"computation waits {human_seconds(seconds)} for transfers over {axis}, {share}"
+            yield found, _FASTER.get(axis, "")
 
 
 def _idle(plan: Plan, step: StepEstimate) -> Iterator[tuple[str, str]]:
-    """Time of a pipeline in which a rank has nothing to do."""
+    """The bubble of a pipeline."""
     idle = 1 - (step.computing + step.exposed) / step.seconds if step.seconds else 0.0
     if plan.pipeline is not None and idle > IDLE:
         more = f"microbatches above {plan.options.microbatches}, or a schedule with a smaller bubble"
-        found = f"ranks of the pipeline have no work for {idle:.0%} of the step"
+        found = f"the pipeline's bubble is {idle:.0%} of the step"
         yield found, f"{more}: autopar schedule --name all"
 
 
@@ -213,4 +214,4 @@ def _full(plan: Plan, memory: Memory) -> Iterator[tuple[str, str]]:
     states = memory.optimizer if not memory.states else 0
     if dp > 1 and not options.zero and states + memory.parameters > LARGE * memory.peak:
         found = f"{human_bytes(states + memory.parameters)} of {human_bytes(memory.peak)} are weights and states of the"
-        yield f"{found} optimizer, whole on each of {dp} ranks", "zero=1, which stores a piece on each; or zero=3"
+        yield f"{found} optimizer, replicated on {dp} ranks", "zero=1, which stores a shard on each; or zero=3"

@@ -1,7 +1,7 @@
 """One self-contained HTML page that shows a compilation: plan, passes, every graph with its diff, communication.
 
-It takes plain data, so it knows nothing of graphs, and needs nothing from the network. What others want to show (a
-schedule's timeline, a memory curve) goes into ``Page.sections`` as HTML.
+It takes plain data, so it knows nothing of graphs, and needs nothing from the network. Further content (a schedule's
+timeline, a memory curve) goes into ``Page.sections`` as HTML.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ def facts(rows: Iterable[tuple[str, str]], kind: str = "") -> str:
 
 
 PLACEMENTS = (
-    ("S(d)", "a rank stores a piece, cut along dim d"),
-    ("I", "whole: every rank of the axis has the same"),
-    ("used R", "a rank computes with the whole; its gradient is summed over the axis"),
-    ("used S(d)", "a rank computes with its piece alone"),
+    ("S(d)", "sharded on dim d: a rank stores one shard"),
+    ("I", "replicated: every rank of the axis has the same"),
+    ("used R", "a rank computes with the unsharded value; the gradient is summed over the axis"),
+    ("used S(d)", "a rank computes with its shard alone"),
 )
 
 
@@ -129,7 +129,7 @@ ROOM = 450_000  # characters of all
 @dataclass(frozen=True)
 class Level:
     """One graph: its text, the diff to the graph before, and how long the pass that made it took (0: unknown). file:
-    beside the page, that holds all of the text. same: nothing differs from the graph before."""
+    next to the page, with the full text. same: equal to the graph before."""
 
     name: str
     text: str
@@ -152,7 +152,7 @@ def graph_levels(levels: Sequence[Level]) -> str:
 
 
 def _shown(levels: Sequence[Level]) -> list[tuple[str, str]]:
-    """(diff, graph) of each level, as far as there is room: what shows most for its length first."""
+    """(diff, graph) of each level, as far as there is room: diffs first, then graphs."""
     room, texts = ROOM, [["", ""] for _ in levels]
     first = [(i, 0, level.diff, MOST_DIFF) for i, level in enumerate(levels) if level.diff]
     first += [(i, 1, level.text, MOST_GRAPH) for i, level in enumerate(levels) if not level.diff and not level.same]
@@ -172,7 +172,7 @@ def _level(number: int, level: Level, diff: str, graph: str) -> str:
     numbers += [f"<ins>+{added:,}</ins> <del>−{len(changed) - added:,}</del>"] if changed else []
     numbers += [f"{level.seconds * 1e3:,.1f} ms"] if level.seconds else []
     name = f"<b>{number:02d}</b> {html.escape(level.name)}<span class=muted>{' · '.join(numbers)}</span>"
-    whole = f"<p class=muted>whole: <a href='{html.escape(level.file)}'>{html.escape(level.file)}</a></p>"
+    whole = f"<p class=muted>full text: <a href='{html.escape(level.file)}'>{html.escape(level.file)}</a></p>"
     whole = whole if level.file else ""
     tabs = f"<details class=inner open><summary>diff</summary><pre>{_diff_lines(diff)}</pre></details>" if diff else ""
     tabs += f"<details class=inner><summary>graph</summary><pre>{_graph_lines(graph)}</pre></details>" if graph else ""
@@ -215,7 +215,7 @@ _NAME = re.compile(r"^[-+ ]?((?:[a-z]\w*?)_)(\d+)_\w+: .*= (?:input|parameter|bu
 
 
 def folded(text: str, most: int) -> str:
-    """The text without the lines of further layers, cut behind ``most`` characters; it says what is left out."""
+    """The text without the lines of further layers, cut off after ``most`` characters; it says what is left out."""
     lines = text.splitlines()
     layers = [_layer(line) for line in lines]
     first: dict[str, int] = {}
@@ -257,7 +257,7 @@ def _cut(lines: list[str], most: int) -> list[str]:
 
 
 def _without_empty_hunks(lines: list[str]) -> Iterator[str]:
-    """Of a diff: no heads of parts of which no line is left."""
+    """A diff without the heads of hunks that have no line left."""
     for line, after in zip(lines, [*lines[1:], "@@"], strict=True):
         if not (line.startswith("@@") and after.startswith("@@")):
             yield line

@@ -1,4 +1,4 @@
-"""A schedule as a picture: one row per rank, one box per action, time to scale. One SVG text that needs nothing else.
+"""A schedule as a picture: one row per rank, one box per action, time to scale. The SVG text is self-contained.
 
     Path("1f1b.svg").write_text(svg(timeline, title="1f1b"))
 
@@ -78,7 +78,7 @@ def svg(
     return framed("schedule", title or "pipeline schedule", style, top, [*head, *parts])
 
 
-# --- what is drawn -------------------------------------------------------------------------------------------
+# --- contents -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def _boxes(events: Iterable[Event], tone: Mapping[Action, int]) -> list[_ActionB
     return out
 
 
-# --- how it is drawn -----------------------------------------------------------------------------------------
+# --- drawing -------------------------------------------------------------------------------------------
 
 
 def _panel(panel: _SchedulePanel, look: _Look, top: float, rows: int) -> Iterator[str]:
