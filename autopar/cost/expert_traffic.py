@@ -73,7 +73,7 @@ class Routing:
         return sum(self._chosen(part * self.experts // parts, self.experts // parts) for part in range(parts))
 
     def _chosen(self, first: int, count: int) -> float:
-        """How probably one of experts [first, first + count) is chosen."""
+        """The probability that at least one of experts [first, first + count) is chosen."""
         size = self.experts // self.groups
         shared = [max(min(first + count, g + size) - max(first, g), 0) for g in range(0, self.experts, size)]
         ways = Counter({(0, 0): 1})  # (groups chosen, experts counted in these) -> number of ways to choose them
