@@ -1,4 +1,4 @@
-"""What `autopar attention` runs: every algorithm, on tensors without data."""
+"""`autopar attention`: runs every algorithm on tensors without data, and compares their costs."""
 
 from __future__ import annotations
 

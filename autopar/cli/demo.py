@@ -51,7 +51,7 @@ ROWS = 12  # of the table of losses
 
 @dataclass
 class Settings:
-    """What the user chose."""
+    """The arguments of the demo."""
 
     steps: int
     mesh: dict[str, int]

@@ -43,7 +43,7 @@ def verify_config(
 def _command_rank(
     config: Any, sizes: dict[str, int], options: Options, seq: int, batch: int, dtype: torch.dtype, timeout: float
 ) -> Report:
-    """What each rank of the command runs."""
+    """Runs on each rank."""
     torch.manual_seed(0)
     model = hf.build(config, dtype, device="cpu")
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What each algorithm costs for one attention over ranks: seconds, bytes, steps, or why it cannot run."""
+"""The cost of each algorithm for one attention over ranks: seconds, bytes, steps, or why it cannot run."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ class _RankWalk:
         self.leave(action)
 
     def takes_turns(self, action: Action) -> bool:
-        """Whether the two halves of a cell, of which this is the first, take turns."""
+        """Whether the two halves of a cell, the first of which is this action, take turns."""
         row = self.order.ranks[self.rank]
         back = next(a for a in row[row.index(action) + 1 :] if a.kind in COMPUTE)
         return any(exchanges_tokens(self.part(a.stage).part) for a in (action, back))
@@ -343,7 +343,7 @@ class P2PBuffers:
         self._sizes.pop(key, None)
 
     def after(self, action: Action) -> None:
-        """What an F or a backward hands on to stages of the same rank."""
+        """Add the values that an F or a backward hands on to stages of the same rank."""
         if action.kind != "F" and action.kind not in BACKWARD:
             return
         part = self._order.part_of(action.stage)

@@ -166,7 +166,7 @@ def _calls(gm: GraphModule) -> Iterator[tuple[str, str]]:
 
 
 def _folded(row: ModuleRow) -> ModuleRow:
-    """With equal neighbours among its numbered children joined, and a list of nothing but those in their names."""
+    """Join equal neighbours among its numbered children, and move the name of a plain list into theirs."""
     row.children = [_folded(child) for child in row.children]
     children: list[ModuleRow] = []
     for numbered, group in itertools.groupby(row.children, lambda child: child.name.isdigit()):
@@ -178,7 +178,7 @@ def _folded(row: ModuleRow) -> ModuleRow:
 
 
 def _runs(rows: Sequence[ModuleRow]) -> list[list[ModuleRow]]:
-    """Join equal neighbours that keep about as much for the backward: recomputation may differ between layers."""
+    """Runs of equal neighbours that keep about as much for the backward: recomputation may differ between layers."""
     runs: list[list[ModuleRow]] = []
     for row in rows:
         first = runs[-1][0] if runs else None

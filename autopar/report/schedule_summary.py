@@ -114,7 +114,7 @@ _PAPER = {
 
 @dataclass(frozen=True)
 class _Cell:
-    """What a rank does from column ``first`` up to column ``last``."""
+    """An action, or a cell, of a rank, from column ``first`` up to column ``last``."""
 
     first: int
     last: int

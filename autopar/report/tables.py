@@ -43,7 +43,7 @@ def show_table(console: Console, table: Table) -> None:
 
 
 def fits(console: Console, table: Table, between: int = 3) -> bool:
-    """Whether names and numbers have room, beside sentences that wrap. between: characters between columns."""
+    """Whether names and numbers fit next to sentences that wrap. between: characters between columns."""
     narrow = between < 3
     widths = [min(_width(c), _LEAST) if _is_of_sentences(c) else _width(c, narrow) for c in table.columns]
     return sum(widths) + between * len(widths) + 1 <= console.width

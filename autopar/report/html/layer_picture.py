@@ -56,7 +56,7 @@ class _Step:
 
     @property
     def height(self) -> float:
-        """Of its box."""
+        """Height of its box."""
         lanes = max(len(self.forward), len(self.backward))
         return max(_ROW, 32 + _LINE * len(self.words), 12 + _PILL * lanes)
 

@@ -18,7 +18,7 @@ from autopar.steps.graphs import Compiled
 
 
 def model_sections(compiled: Compiled) -> tuple[list[Section], list[tuple[str, str]]]:
-    """Of a compiled model, on any mesh: sections, and (what, value) pairs for the summary."""
+    """(sections, (what, value) pairs of the summary) for a compiled model on any mesh."""
     times = times_of_graphs(compiled)
     root, estimate = model_tree(compiled, times), step_estimate(compiled, times)
     held = memories(compiled)
