@@ -1,6 +1,6 @@
 """Files that are there whole or not at all, whenever a process dies: written beside, on the disk, then renamed.
 
-And plain files of a folder: whoever may write there must not have another one read in their place.
+And plain files of a folder: somebody who may write there must not make us read another file instead.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class _KeyEncoder(GraphEncoder):
 
     def _target(self, target: Any) -> Json:
         if isinstance(target, OpOverload):
-            if name_of(target).partition("::")[0] not in SPACES:  # operators of others may change under the same name
+            if name_of(target).partition("::")[0] not in SPACES:  # a user's operator may change under the same name
                 raise Unstorable(f"the operator {target}, which is not torch's")
             return str(target)
         if not isinstance(target, (types.FunctionType, types.BuiltinFunctionType)) or is_foreign(target):

@@ -3,7 +3,7 @@
 A few ranks do what each rank does, with the code that they run anyway: they make their groups (over torch's fake
 backend, which connects to nobody), agree on what `parallelize` agrees on, and make a call over and over. What one of
 them asks of the store, a real TCPStore, a crowd asks for all others. So the seconds are those of all ranks together
-through one store, on this machine; connections between ranks, imports and compiling are no part of them.
+through one store, on this machine; they do not include connections between ranks, imports and compiling.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def test_over_microbatches_it_is_refused_and_a_derivative_is_not() -> None:
 
 
 def test_what_cannot_be_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.rules.infer_rule.MOST", 16)
+    monkeypatch.setattr("autopar.rules.infer_rule.MOST_ELEMENTS", 16)
     with pytest.warns(
         UserWarning, match=r"backward of autopar_tests.doubled.default cannot be tried out .*64 elements"
     ):

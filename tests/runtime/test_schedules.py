@@ -192,7 +192,7 @@ def test_bubbles_of_the_table(ranks: int, microbatches: int) -> None:
 
     assert bubble("gpipe") == bubble("1f1b") == (ranks - 1) * 3.0
     for chunks in (2, 3, 4):
-        found = bubble("interleaved", TIMES.divided(chunks), virtual_stages=chunks)
+        found = bubble("interleaved", TIMES.divided(chunks), chunks=chunks)
         assert found == pytest.approx((ranks - 1) * 3.0 / chunks)
     assert bubble("zb_h1") == (ranks - 1) * (1.0 + 1.25 - 0.75)
     assert run("zb_h2", ranks, microbatches, Costs()).cost == microbatches * 3.0, "none for F = B = W"
@@ -293,7 +293,7 @@ def test_peak_memory_of_the_table(ranks: int, microbatches: int) -> None:
         assert memory("zb_h2") == tuple((2 * p - 2 * i - 1) * M_B + 2 * i * M_W for i in places)
         assert run("zb_v", p, m, costs).live == (2 * p,) * p, "halves: p microbatches, on all ranks"
         for chunks in (2, 3):
-            held = run("interleaved", p, m, costs, virtual_stages=chunks).memory[0] / chunks
+            held = run("interleaved", p, m, costs, chunks=chunks).memory[0] / chunks
             assert held == pytest.approx((1 + (p - 1) / (p * chunks)) * p)
         assert run("dual_pipe", p, m, costs).live == (p + 1,) * p
         assert max(run("dual_pipe_v", p, m, costs).live) <= 2 * p + 1
