@@ -201,7 +201,7 @@ def test_a_table_of_as_many_rows_as_the_batch_is_asked_about() -> None:
     for refused, warned in run_ranks(2, table_of_as_many_rows, timeout=200):
         assert refused.startswith("batch: input table has as many rows as the batch, and nothing in the graph tells")
         assert "found the same on all ranks; set batch_dims={'table': None} if" in refused
-        assert "found check_replica_inputs=False; say" in warned
+        assert "found check_replica_inputs=False; set" in warned
 
 
 def sequence_first(tp: int) -> list[str]:

@@ -109,7 +109,7 @@ def changed() -> list[str]:
 def test_changes_within_are_refused_and_seen_behind() -> None:
     for said in run_ranks(2, changed):
         for refused, seen in zip(said[:6:2], said[1:6:2], strict=True):
-            assert "was written to, or replaced, within `with model.keep_unsharded()`" in refused and seen == "True"
+            assert "was written to, or replaced, inside `with model.keep_unsharded()`" in refused and seen == "True"
         assert said[6] == "True"
 
 

@@ -260,7 +260,7 @@ def all_to_all(
 
 def all_to_all_rows(groups: Groups, node: str, back: bool, axis: str, count: Callable[[str, str, int], None]) -> Start:
     """Rows for each rank -> rows from each; ``splits`` [2, ranks] on the host has their numbers, there and here.
-    ``count``: is told (axis, kind, bytes that left this rank)."""
+    ``count`` is called with (axis, kind, bytes sent by this rank)."""
     collective, me = Collective(groups, "all_to_all_rows", axis, node), groups.index(axis)
 
     def start_all_to_all_rows(x: Tensor, splits: Tensor) -> PendingCollective:

@@ -1,7 +1,7 @@
-"""Attention over cut sequences on a running mesh: the Comm of its algorithms, made of process groups.
+"""Context-parallel attention on a running mesh: the Comm of its algorithms, on top of process groups.
 
-An algorithm starts exchanges, computes, and waits for them: they overlap within the node, which runs where it stands.
-What it sends is known once it has run, so an AxisComm counts for itself.
+An algorithm starts exchanges, computes, and waits for them, so communication overlaps within the attention node.
+Its traffic is known only after it has run, so an AxisComm counts its own.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Runs a compiled step on this rank: the actions of its lowered order, then what stages exchange.
+"""Runs a compiled step on this rank: the actions of its lowered order, then the exchange between stages.
 
-    for each action:    wait for what it takes; run it                    (see `step_program`)
-    at the end:         gradients of parameters that several ranks of pp hold are summed over these
-                        losses are summed over pp; new buffers and outputs go to all ranks; sends have arrived
+    for each action:    wait for its inputs; run it                       (see `program`)
+    at the end:         gradients of parameters that several ranks of pp hold are summed over these ranks
+                        losses are summed over pp; new buffers and outputs go to all ranks; sends complete
 
-A model that is not cut into stages is one part on one rank of pp: nothing is sent, and nothing exchanged at the end.
+A model without pipeline stages is one stage on one rank of pp: nothing is sent or exchanged.
 
-On a GPU the actions are run once ahead of the first step, without the other stages, on zeros for what they send. CUDA
-loads a kernel when it is launched for the first time, and may wait for all that runs before it does (CUDA Programming
-Guide, Lazy Loading): for a receive, say, whose sender is about to load a kernel itself, and waits for a receive of its
-own. DualPipe, in which both ends receive before they compute, hung so in its first step on an H100.
+On a GPU the actions are run once before the first step, without the other stages, on zeros in place of received values.
+CUDA loads a kernel at its first launch, and may wait for all running work before it does (CUDA Programming Guide, Lazy
+Loading): for instance for a receive, whose sender is about to load a kernel itself and waits for its own receive.
+DualPipe, in which both ends receive before they compute, deadlocked this way in its first step on an H100.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from autopar.schedule.order_checks import links
 from autopar.steps.graphs import Compiled, StepGraph, output
 from autopar.steps.of_rank import graphs_of_rank, lowered_order
 
-GIVEN = ("input", "seed")  # kinds of values that are others in every step
-MADE = ("microbatch", "total")  # by the step itself
+GIVEN = ("input", "seed")  # kinds of values that change in every step
+MADE = ("microbatch", "total")  # kinds of values computed by the step itself
 
 
 @dataclass
 class Paused:
-    """A step between its forward and its backward. ``saved``: what the backward will read of the forward, by name.
-    ``kept``: buffers as the forward found them, of those that it has new values for."""
+    """A step between its forward and its backward. ``saved``: values of the forward that the backward reads, by name.
+    ``kept``: old values of the buffers that the forward has updated."""
 
     slots: list[Any]
     saved: list[tuple[str, Tensor]]
@@ -79,9 +79,9 @@ class Executor:
         pipeline = compiled.pipeline
         if backend != "eager" and compiled.plan.experts:
             raise ValueError(
-                f"backend: {backend!r} makes code for sizes that stay, found experts that are cut over axis "
-                f"{next(iter(compiled.plan.experts.values())).axis!r}: how many rows a rank's experts get is known "
-                "when they are there; use backend='eager'"
+                f"backend: {backend!r} needs static shapes, found experts sharded on axis "
+                f"{next(iter(compiled.plan.experts.values())).axis!r}, whose numbers of tokens change at every step; "
+                "use backend='eager'"
             )
         self.compiled, self.groups = compiled, groups
         self._backend, records = BACKENDS[backend]
@@ -95,13 +95,13 @@ class Executor:
         self.timeline: list[tuple[Action, float, float]] = []
         self.modules: list[Span] = []
         self.load: ExpertLoad | None = None  # of the module, that it counts for
-        self._experts: dict[int, list[str]] = {}  # by part: names of layers
-        self._known: dict[str, Any] = {}  # by name, what compiled code returns
+        self._experts: dict[int, list[str]] = {}  # stage -> names of layers
+        self._known: dict[str, Any] = {}  # by name, fake values returned by compiled code
         self.record = False
-        self._pauses = axis_of_experts(compiled.plan.experts)  # where graphs of cells take turns
+        self._pauses = axis_of_experts(compiled.plan.experts)  # where overlapped graphs take turns
         self.order = Routes(pipeline).drop_empty(lowered_order(pipeline))
         assert self.order.microbatches == self.microbatches, f"{self.order.name} is for other microbatches"
-        axes, along = axes_of_step(compiled)  # of all ranks: all make the same groups
+        axes, along = axes_of_step(compiled)  # of all ranks, which all create the same groups
         groups.make(axes)
         groups.make_channels(along)
         self.channels = Channels(groups)
@@ -125,7 +125,7 @@ class Executor:
         self._forward, self._backward = entries[:first], entries[first:]
         self._runs = with_cells(self._forward), with_cells(self._backward)
         read = {i for entry in self._backward for x in (*entry.waits, *entry.does) for i in x.reads}
-        self._left = [i for i in self.program.results.values() if i not in read]  # outputs that no backward takes
+        self._left = [i for i in self.program.results.values() if i not in read]  # outputs that no backward reads
         self.buffers = BufferUpdates(compiled, sorted(read), set(self.program.tangents))
         does = [one for entry in self._forward for one in entry.does]
         self.held = UnshardedCache(does)
@@ -136,7 +136,7 @@ class Executor:
         ]
         self._traffic: Ledger = {}
         self._rehearses, self._rehearsed = groups.device.type != "cpu" and bool(links(self.order)), dict[Any, Traffic]()
-        self._alone = not axes and not self._exchange.axes  # no other rank waits for this one within a step
+        self._alone = not axes and not self._exchange.axes  # no communication with other ranks within a step
         self._recorded = self._recorder() if records else None
 
     def _recorder(self) -> RecordedStep:
@@ -175,11 +175,10 @@ class Executor:
 
     @torch.no_grad()
     def run_step(self, values: Mapping[str, Tensor]) -> Result:
-        """All microbatches, forward and backward, or forward alone of what was compiled without gradients.
+        """Run forward and backward of all microbatches, or only the forward of a step compiled without gradients.
 
         ``values``: stored parameters of this rank's stages and all buffers by original name, inputs by path (all
-        microbatches of this rank). Raises CollectiveError that names the action and the rank it waited for when
-        another rank fails.
+        microbatches of this rank). If another rank fails, raises CollectiveError that names the action and this rank.
         """
         with self._whole():
             records = self._recorded is not None and not self.record and not self.held.on
@@ -195,8 +194,8 @@ class Executor:
 
     @torch.no_grad()
     def run_forward(self, values: Mapping[str, Tensor], shared: Collection[str] = ()) -> tuple[list[Any], Paused]:
-        """(outputs, the step up to there), of a model without stages that was compiled with gradients. ``shared``:
-        buffers in memory that somebody else holds, too."""
+        """(outputs, the paused step), for a model without stages that was compiled with gradients. ``shared``: buffers
+        whose memory user code holds, too."""
         assert self.compiled.train and len(self.order.ranks) == 1, "stages run forward and backward in one"
         with self._whole():
             slots = self._start(values)
@@ -204,14 +203,14 @@ class Executor:
         kept = [(name, slots[i]) for i, name in self.program.saved.items()]
         saved = [(name, x) for name, x in kept if isinstance(x, Tensor)]
         made = self._outputs(self._kept(slots))
-        for i in self._left:  # they die with whoever called the model: logits are large
+        for i in self._left:  # only the caller keeps them alive: logits are large
             slots[i] = None
         return made, Paused(slots, saved, before)
 
     @torch.no_grad()
     def run_backward(self, paused: Paused, tangents: Mapping[str, Tensor], keep: bool = False) -> dict[str, Tensor]:
-        """The rest of a step of one microbatch: gradients by placeholder of the stored parameter. ``tangents``: by
-        name of the output. ``keep``: the step can be gone on with once more."""
+        """Run the backward of a paused step: gradients by placeholder of the stored parameter. ``tangents``: by name of
+        the output. ``keep``: the backward can run once more."""
         slots = list(paused.slots) if keep else paused.slots
         if not keep:
             paused.slots, paused.saved = [], []
@@ -224,7 +223,7 @@ class Executor:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """What breaks off in the midst of exchanges leaves ranks at different places: the next call is agreed on."""
+        """Context manager: an error amid exchanges leaves ranks at different places, so the next call is agreed on."""
         try:
             yield
         except BaseException:
@@ -233,7 +232,7 @@ class Executor:
             raise
 
     def _gradients(self, slots: list[Any]) -> dict[str, Tensor]:
-        """In the dtypes of their parameters, whatever they were summed in."""
+        """Gradients in the dtypes of their parameters, whatever dtype they were accumulated in."""
         found = {}
         for name, i in self.program.gradients.items():
             x = slots[i]
@@ -249,7 +248,7 @@ class Executor:
         return [found.get(output(i)) for i in range(len(self.compiled.signature.outputs))]
 
     def _start(self, values: Mapping[str, Tensor]) -> list[Any]:
-        """New slots with what comes from outside, after all that is ahead of the first backward."""
+        """Fill new slots with inputs, and run all entries before the first backward."""
         if self._rehearses:
             self._rehearses = False
             self._rehearse(values)
@@ -259,7 +258,7 @@ class Executor:
         return slots
 
     def _rehearse(self, values: Mapping[str, Tensor]) -> None:
-        """All actions once, without the other stages: see above. What it sends within a stage does not count."""
+        """Run all actions once, without the other stages: see above. Its traffic is not counted."""
         before, slots = self._sent(), self._fed(values)
         self.channels.rehearses = True
         try:
@@ -268,7 +267,7 @@ class Executor:
             self.channels.flush()
         finally:
             self.channels.rehearses = False
-            take_notes()  # of values that nobody sent
+            take_notes()  # discard: values were not received
         self._rehearsed = ledger_between(self._sent(), before)  # is taken off
 
     def _fed(self, values: Mapping[str, Tensor]) -> list[Any]:
@@ -296,7 +295,7 @@ class Executor:
 
     @contextmanager
     def _looked_at(self, entry: Entry | OverlappedEntries, profiled: bool) -> Iterator[None]:
-        """For torch's profiler, and for ``modules``."""
+        """Context manager: records for torch's profiler, and for ``modules``."""
         spans = ModuleProfile(named=profiled)
         with record_function(f"autopar {entry}") if profiled else nullcontext(), watched_modules(spans):
             yield
@@ -304,7 +303,7 @@ class Executor:
             self.modules += spans.found
 
     def _counted(self, entry: Entry | OverlappedEntries, slots: list[Any]) -> float:
-        """Run an entry; of a forward of training, count which experts were chosen."""
+        """Run an entry; in training forwards, count the tokens per expert."""
         action = next(iter(entry.actions), None)
         if self.load is None or action is None or action.kind != "F" or not self.compiled.train:
             return entry.run(slots)
@@ -320,7 +319,7 @@ class Executor:
 
 @contextmanager
 def _told(found: list[Tensor]) -> Iterator[None]:
-    """Within: `ends_of_rows`, added to what was found."""
+    """Context manager: adds the `ends_of_rows` seen inside to ``found``."""
     with ends_of_rows() as more:
         yield
     found += more
@@ -330,6 +329,6 @@ T = TypeVar("T")
 
 
 def per_rank(recorded: Iterable[tuple[Mapping[str, int], T]]) -> list[T]:
-    """What the first rank of each stage recorded, of (coordinate on the mesh, what) pairs of all ranks."""
+    """The records of the first rank of each stage, from pairs (coordinate on the mesh, record) of all ranks."""
     first = {at.get(AXIS, 0): what for at, what in recorded if not any(i for axis, i in at.items() if axis != AXIS)}
     return [first[i] for i in sorted(first)]

@@ -1,16 +1,16 @@
-"""Bind a step graph to a running mesh: axis names become process groups, the graph becomes a function.
+"""Lower a step graph onto a running mesh: axis names become process groups, the graph becomes a function.
 
     x = autopar.all_reduce(h, "tp", "sum")        pending = start_all_reduce(h); h = None
     y = mm(a, b)                            -->   y = mm(a, b)
     z = add(x, y)                                 x = finish(pending); z = add(x, y)
 
-A collective starts where its node stands and is waited for right before its first user, so independent work in between
-overlaps with it; reduce-scatters of gradients, whose user is the end of the graph, earlier (`autopar.ir.waits`).
-Attention over cut sequences runs its exchanges within its node (`autopar.runtime.comm.context_parallel_comm`).
-The function takes ONE list of inputs and empties it: a saved activation dies after its last use.
+A collective starts at its node and is waited for right before its first user, so it overlaps with independent work in
+between. Reduce-scatters of gradients, whose user is the end of the graph, are waited for earlier (`autopar.ir.waits`).
+Context-parallel attention communicates inside its node (`autopar.runtime.comm.context_parallel_comm`). The function
+takes ONE list of inputs and empties it, so a saved activation is freed after its last use.
 
-Graphs with exchanges of tokens may pause where they would wait for one (`autopar.ir.waits.pauses_at`), so that another
-one may compute meanwhile: their code is a generator, which yields there.
+Graphs with token exchanges may pause where they would wait for one (`autopar.ir.waits.pauses_at`), so that another
+graph computes meanwhile: their code is a generator that yields there.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from autopar.runtime.mesh.process_groups import Groups
 
 aten = torch.ops.aten
 
-# Arguments are given as in the schema: only functions that take them in the same order and by the same names are here.
+# Only functions that take the schema's arguments in the same order and by the same names.
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.add.Tensor: torch.add, aten.add.Scalar: torch.add, aten.sub.Tensor: torch.sub,
     aten.mul.Tensor: torch.mul, aten.mul.Scalar: torch.mul, aten.div.Tensor: torch.div, aten.div.Scalar: torch.div,
@@ -57,7 +57,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.embedding.default: torch.embedding, aten.clone.default: torch.clone, aten.reshape.default: torch.reshape,
 }  # fmt: skip
 METHODS: dict[Any, str] = {
-    # reshape, for tracing does not know all strides: softplus_backward's fake is contiguous, its result is as its input
+    # reshape, not view: a fake may have other strides (softplus_backward: contiguous fake, result strided as its input)
     aten.view.default: "reshape",
     aten._unsafe_view.default: "reshape",
     aten.expand.default: "expand",
@@ -68,8 +68,8 @@ IN_PLACE = {aten.add.Tensor: "add_", aten.addmm.default: "addmm_"}
 
 
 def shorten(node: Node, overwritten: int | None = None) -> None:
-    """Let a node of a lowered graph call its operator by the shorter way, where there is one. ``overwritten``: which
-    operand its result may be written over (of two that are added, either)."""
+    """Let a node of a lowered graph call its operator with less dispatch overhead, if possible. ``overwritten``: the
+    operand that its result may overwrite (of two that are added, either)."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return
     if overwritten is not None and node.target in IN_PLACE:
@@ -90,7 +90,7 @@ _MARK = re.compile(r"^\s*\w+ = \w*pause_here\(\);?.*$", re.MULTILINE)
 
 
 def pause_here() -> None:
-    """Stands in a lowered graph where its code pauses."""
+    """Marks a place in a lowered graph where its code pauses."""
 
 
 def drained(steps: Callable[[list[Any]], Steps]) -> Callable[[list[Any]], Any]:
@@ -112,7 +112,7 @@ if TYPE_CHECKING:
 
 ours = torch.ops.autopar
 
-_SIZED = tuple(x for x in COLLECTIVES if x is not ours.all_to_all_rows.default)  # whose traffic a graph says
+_SIZED = tuple(x for x in COLLECTIVES if x is not ours.all_to_all_rows.default)  # their traffic is known from the graph
 
 # name -> (how graphs are run, whether steps are recorded as CUDA graphs)
 BACKENDS = {
@@ -127,11 +127,10 @@ BACKENDS = {
 class Lowered:
     """A runnable step graph: ``bound([inputs]) -> tuple``, the list is emptied.
 
-    traffic: of the collectives in one run, but for rows of experts. comms: what attention over cut sequences exchanges
-    with; they count what has been sent in all runs so far, rows of experts included. made: fake values of what it
-    returns, if it is compiled code. paused: the same as code that pauses (`autopar.runtime.exec.lowering`), if it
-        does.
-    lowered: the graph that runs operator by operator.
+    traffic: of the collectives in one run, except tokens of experts. comms: those of context-parallel attention; they
+    count what all runs so far have sent, tokens of experts included. made: fake values of the results of compiled code.
+    paused: the code with pauses (`autopar.runtime.exec.lowering`), if it has some. lowered: the graph that runs
+    operator by operator.
     """
 
     run: Callable[[list[Any]], tuple[Any, ...]]
@@ -143,7 +142,7 @@ class Lowered:
     paused: Callable[[list[Any]], Steps] | None = field(default=None, repr=False)
 
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
-        """Raises ValueError that names the model's line for an operator that refuses its inputs."""
+        """Run the graph. If an operator refuses its inputs, raises ValueError that names the model's line."""
         with self._explained():
             if is_watched() and self.lowered is not None and self.paused is None:
                 return left_after(self._watched.forward, inputs)
@@ -155,7 +154,7 @@ class Lowered:
         return watched_code(self.lowered, _BoxedCode())
 
     def steps(self, inputs: list[Any]) -> Steps:
-        """The same with pauses, of a graph that has some."""
+        """Run the graph with pauses, if it has some."""
         assert self.paused is not None
         with self._explained():
             return (yield from self.paused(inputs))
@@ -174,11 +173,11 @@ class Lowered:
 def bind(
     gm: GraphModule, groups: Groups, backend: str = "eager", given: Sequence[Any] = (), pauses: str = ""
 ) -> Lowered:
-    """Lower the raw collectives of a step graph onto the mesh. ``gm`` is left as it is. ``pauses``: the axis at whose
-    exchanges it may pause, run operator by operator.
+    """Lower the raw collectives of a step graph onto the mesh. ``gm`` is not changed. ``pauses``: the axis at whose
+    exchanges it may pause, if it runs operator by operator.
 
-    backend "eager" runs the graph's operators one by one; "inductor" compiles it, for inputs that are like ``given``
-    (None: like the graph's own). Raises ValueError for a backend that is neither.
+    backend "eager" runs the graph's operators one by one; "inductor" compiles it, for inputs like ``given`` (None: like
+    the graph's own). Raises ValueError for another backend.
     """
     if backend not in ("eager", "inductor"):
         raise ValueError(f"bind: expected a backend out of eager, inductor, found {backend!r}")
@@ -196,7 +195,7 @@ def bind(
 
 
 def traffic_of_graph(gm: GraphModule, groups: Groups) -> Ledger:
-    """What one run of the graph sends, read from its nodes; rows of experts are counted when they are sent."""
+    """Traffic of one run of the graph, read from its nodes; tokens of experts are counted when they are sent."""
     ledger: dict[tuple[str, str], Traffic] = {}
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.target in _SIZED:
@@ -208,7 +207,7 @@ def traffic_of_graph(gm: GraphModule, groups: Groups) -> Ledger:
 
 
 def axes_of(graphs: Iterable[GraphModule]) -> tuple[set[str], set[str]]:
-    """The axes over which step graphs communicate; those among them along which attention exchanges pieces."""
+    """The axes over which step graphs communicate; those along which context-parallel attention communicates."""
     axes, along = set[str](), set[str]()
     for node in (node for gm in graphs for node in gm.graph.nodes):
         if node.target in COLLECTIVES:

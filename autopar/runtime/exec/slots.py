@@ -86,7 +86,7 @@ class Values:
     """Slots by what they hold.
 
     loads: (slot, placeholder, microbatch) to fill from outside. constants: slot -> value. each, once, totals: the
-    prologue's graphs, without what this rank does not need. learned: names of totals that rounds ahead make.
+    prologue's graphs, without what this rank does not need. learned: names of totals that the pre-pass computes.
     """
 
     def __init__(

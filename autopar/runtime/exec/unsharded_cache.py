@@ -1,8 +1,8 @@
-"""Gathered weights that outlive a step, while nobody changes the weights: `ParallelModule.keep_unsharded`.
+"""Gathered weights that are kept across steps while weights do not change: `ParallelModule.keep_unsharded`.
 
-The first F of a step is an instruction with two forms: with the gathers within, and without. Nothing tells every change
-of a weight: writes through ``.data``, and those of kernels that torch knows nothing of, leave no trace in a tensor's
-version. So a step skips nothing by itself; what can be seen is an error.
+The first F of a step is an instruction with two forms: with and without the gathers. Not every change of a weight can
+be detected: writes through ``.data``, and those of kernels outside torch, do not change a tensor's version. So a step
+never skips gathers by itself; a change that is detected is an error.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class UnshardedCache:
             facts = piece.data_ptr(), version_of(piece), version_of(parameters[name])
             if self._seen.setdefault(name, facts) != facts:
                 raise RuntimeError(
-                    f"keep_unsharded: parameter {name} was written to, or replaced, within "
-                    "`with model.keep_unsharded()`, whose steps compute with what the first one gathered; leave it "
+                    f"keep_unsharded: parameter {name} was written to, or replaced, inside "
+                    "`with model.keep_unsharded()`, whose steps use the weights that the first one gathered; leave it "
                     "before weights change (optimizer.step)"
                 )
 

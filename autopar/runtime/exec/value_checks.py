@@ -1,11 +1,11 @@
-"""What is said of values: an operator that fails in a step, with the model's own line, and what kernels noted
-(`autopar.ops.value_checks`), without waiting for an accelerator.
+"""Errors about values: an operator that fails in a step is reported with the model's own line, and values noted by
+kernels (`autopar.ops.value_checks`) are checked without waiting for an accelerator.
 
     step: ids of "tokens" must lie in 0 .. 15, the rows of its embedding, found 16 (aten.embedding.default at
     model.py:9 in forward, `self.embed(tokens)`); correct the batch
 
-What kernels noted is said at once on the CPU. Else the ranges start for the host, and the first call that finds them
-there says it, with the number of their step: the next step's, as a rule.
+On the CPU, notes of kernels are reported at once. Otherwise the ranges are copied to the host asynchronously, and the
+first call that finds them there raises, with the number of their step: usually the next step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GENERATED = "<eval_with_key>"
 
 
 class OpError(ValueError):
-    """An operator has refused its inputs. ``said``: the message without the step, which who runs steps knows."""
+    """An operator has refused its inputs. ``said``: the message without the number of the step."""
 
     def __init__(self, said: str) -> None:
         super().__init__(f"step: {said}")
@@ -41,12 +41,12 @@ class OpError(ValueError):
 
 
 def operator_explained(error: BaseException, graph: Graph) -> Exception | None:
-    """The error of an operator in the generated code of ``graph``, in words; None for what was raised elsewhere. What
-    torch.linalg says of a matrix stays a LinAlgError: callers try again with another matrix."""
+    """The error of an operator in the generated code of ``graph``, explained; None if it was raised elsewhere. A
+    LinAlgError of torch.linalg stays one: callers retry with another matrix."""
     frames = [f for f in _frames(error) if f[0].filename.startswith(GENERATED)]
     singular = isinstance(error, torch.linalg.LinAlgError)
     if not frames or (type(error).__module__ != "builtins" and not singular):
-        return None  # a collective that failed, or memory that is out: it has its own words
+        return None  # a failed collective or out of memory: the error explains itself
     summary, values = frames[-1]
     name = (summary.line or "").partition(" ")[0].rstrip(";")
     node = next((n for n in graph.nodes if n.name == name), None)
@@ -111,7 +111,7 @@ class Arriving:
 
 @dataclass
 class ValueChecks:
-    """What one model's steps noted. What is no error is said once, by one rank of those that compute the same."""
+    """Checks of values noted in one model's steps. A warning is issued once, by one of the ranks with the same data."""
 
     groups: Groups
     _arriving: list[Arriving] = field(default_factory=list)

@@ -86,10 +86,10 @@ def _own_gpu() -> int:
 
 
 def check_devices(device: torch.device, limit: float) -> None:
-    """Every rank has a GPU of its own, unless NCCL was told to connect ranks on one GPU. Collective over the world; the
-    ranks talk once.
+    """Check that every rank has its own GPU, unless NCCL is configured to connect ranks on one GPU. Collective over the
+    world, in one exchange.
 
-    Raises ValueError, the same on all ranks, that names ranks on one GPU; CollectiveError for ranks that do not come.
+    Raises ValueError, the same on all ranks, that names ranks on one GPU; CollectiveError for missing ranks.
     """
     world, store = dist.get_world_size(), default_store()
     if device.type != "cuda" or world == 1 or os.environ.get(RANKS_SHARE_GPUS, "0") == "1":

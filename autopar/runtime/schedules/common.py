@@ -29,12 +29,12 @@ def check(request: Request, name: str, virtual_stages: int | None = 1, sliced: b
 
 
 def loop(ranks: int, chunks: int = 1) -> tuple[int, ...]:
-    """stage -> rank when the chain goes round all ranks ``chunks`` times: 0 1 2 0 1 2."""
+    """stage -> rank if the chain visits all ranks in order, ``chunks`` times: 0 1 2 0 1 2."""
     return tuple(stage % ranks for stage in range(ranks * chunks))
 
 
 def vee(ranks: int) -> tuple[int, ...]:
-    """stage -> rank when the chain goes there and back: 0 1 2 2 1 0."""
+    """stage -> rank if the chain visits all ranks forward, then backward: 0 1 2 2 1 0."""
     return tuple(range(ranks)) + tuple(reversed(range(ranks)))
 
 

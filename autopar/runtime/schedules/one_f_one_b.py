@@ -1,4 +1,4 @@
-"""1F1B: as few forwards ahead as keep the last rank busy (PipeDream-Flush, Narayanan et al. 2021).
+"""1F1B: the fewest warm-up forwards that keep the last rank busy (PipeDream-Flush, Narayanan et al. 2021).
 
     p = 2, m = 4:
     rank 0  0F0  0F1  --   0BW0 0F2  0BW1 0F3  0BW2 --   0BW3

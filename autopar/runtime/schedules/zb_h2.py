@@ -36,4 +36,4 @@ def _row(request: Request, rank: int) -> list[Action]:
     return row + [Action(rank, "W", k) for k in range(max(0, m - 2 * rank), m)]
 
 
-SCHEDULES.add("zb_h2", Schedule("zb_h2", zb_h2, "W apart and more forwards ahead: almost no bubble"))
+SCHEDULES.add("zb_h2", Schedule("zb_h2", zb_h2, "W apart and more warm-up forwards: almost no bubble"))
