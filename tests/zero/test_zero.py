@@ -209,7 +209,7 @@ def test_zero_cuts_nothing_that_does_not_divide() -> None:
     for zero in (1, 2, 3):
         made = compile_model(Net(), {"x": torch.rand(8, 7).double()}, Mesh.of(dp=2), Options(zero=zero))
         assert cut_and_whole(made)[1] >= 5 * 3 * 8
-        assert "whole" in made.plan.parameter("layers.2.weight", "dp").reason
+        assert "replicated" in made.plan.parameter("layers.2.weight", "dp").reason
 
 
 # --- what is held -------------------------------------------------------------------------------------------
