@@ -282,7 +282,7 @@ def bad_input(kind: str) -> str:
 @pytest.mark.parametrize("kind, pattern", [
     ("rows", "the batch of 7 .*does not divide into 2 pieces .*; use a batch of 8"),
     ("meta", "verify: needs the weights of the model"),
-    ("loss", "found no scalar output with a gradient"),
+    ("loss", "needs a scalar output with a gradient, found none"),
     ("option", "unknown option 'zeroo'"),
     ("auxiliary", 'verify: needs aux_loss_scope="global_batch", found "microbatch", .*; remove the option'),
 ])  # fmt: skip
