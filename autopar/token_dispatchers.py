@@ -44,7 +44,7 @@ class Routing:
             raise ValueError(f"experts: {e} experts do not divide over {r} ranks; use one of {fits}")
         if r % self.per_node:
             raise ValueError(
-                f"experts: {r} ranks are no whole number of nodes of {self.per_node}; use a multiple of "
+                f"experts: {r} ranks do not divide into nodes of {self.per_node}; use a multiple of "
                 f"{self.per_node} ranks, or nodes of {math.gcd(r, self.per_node)}"
             )
         if e % self.groups:
@@ -53,8 +53,8 @@ class Routing:
             raise ValueError(f"experts: a token may use 1 to {self.groups} groups, found a limit of {self.limit}")
         if not 1 <= self.top_k <= self.reach:
             raise ValueError(
-                f"experts: a token chooses 1 to {self.reach} of {self.reach} experts that it may use, found "
-                f"{self.top_k}; choose fewer experts, or let it use more groups"
+                f"experts: top_k must be from 1 to {self.reach}, the experts in the groups that a token may use, found "
+                f"{self.top_k}; use a smaller top_k, or a higher limit of groups"
             )
 
     @property

@@ -172,7 +172,7 @@ class OnANode:
 @pytest.mark.parametrize(
     "register, message",
     [
-        (OnANode, "hooks: parameter first.weight has a hook on its AccumulateGrad node, .*parallelize ret"),
+        (OnANode, "hooks: parameter first.weight has a hook on its AccumulateGrad node, .*of the parallelized model"),
         (on_a_module, r"hooks: module first has a backward hook \(on_a_module"),
         (before_a_module, "hooks: module first has a backward hook"),
         (on_all_modules, "backward hook for all modules"),

@@ -134,7 +134,7 @@ def test_different_weights_are_refused_on_every_rank() -> None:
     )
     assert "torch.manual_seed" in seeds and "broadcast_weights=True" in seeds and "load_pretrained" in seeds
     assert "same options, found seed: rank 3: 1; against rank 0, 1, 2: 0" in seed
-    assert re.search(r"same weights, found head.bias: rank 1: \w+; against rank 0, 2, 3: \w+; seed", bias)
+    assert re.search(r"same weights, found head.bias: rank 1: \w+; against rank 0, 2, 3: \w+; set the same seed", bias)
     assert "found norm.running_mean: rank 1: " in buffer
     assert "first.weight: rank 3: no values; against" in meta
     assert (

@@ -54,7 +54,7 @@ def _chosen(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> ExpertPl
     if asked != "auto" and TOKEN_DISPATCHERS[asked].over_nodes and not several:
         raise ValueError(
             f"experts: token_dispatcher={asked!r} needs an axis {axis!r} over several nodes of several ranks, "
-            f"found {ranks} ranks in nodes of {per_node}; say how many are a node, such as "
+            f"found {ranks} ranks in nodes of {per_node}; give the ranks per node, such as "
             f'topology="{axis}%8=switch", or use token_dispatcher="alltoall_dedup"'
         )
     if not cuts_tokens(axis, options):
@@ -125,8 +125,9 @@ def check_experts(gm: GraphModule, mesh: Mesh, plans: Mapping[str, ExpertPlan]) 
         several = 1 < chosen.per_node < ranks and ranks % chosen.per_node == 0
         if TOKEN_DISPATCHERS[chosen.token_dispatcher].over_nodes and not several:
             raise ValueError(
-                f"plan: tokens get to the experts of {name} by {chosen.token_dispatcher!r} with {chosen.per_node} "
-                f"ranks per node, which must be several, and divide {ranks} ranks of axis {axis!r} into several nodes"
+                f"plan: the token dispatcher {chosen.token_dispatcher!r} needs several nodes of several ranks, found "
+                f"{chosen.per_node} ranks per node for the experts of {name} and {ranks} ranks of axis {axis!r}; make "
+                "a plan for this mesh"
             )
     for node in dispatches(gm) if ranks > 1 else ():
         if node.name not in plans:
