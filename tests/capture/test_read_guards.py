@@ -266,7 +266,9 @@ def a_change_before_the_first_step_counts() -> None:
 
 def a_change_at_every_step_is_told_by_name() -> None:
     _, parallel = put(lambda m: GAIN)
-    with pytest.warns(UserWarning, match=f"compiled for the {STATES + 1}th time .* GAIN of test_read_guards.py; move what"):
+    with pytest.warns(
+        UserWarning, match=f"compiled for the {STATES + 1}th time .* GAIN of test_read_guards.py; move what"
+    ):
         for step in range(STATES + 1):
             globals().update(GAIN=float(step))
             parallel.train_step(**BATCH)
