@@ -278,8 +278,8 @@ def test_a_package_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     package.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     for version, interface, why in (
-        (None, True, "AttributeError"), ("2.8.3", False, "halted"), ("2.6.3", True, "version 2.6.3, needs 2.7 or later"),
-        ("2.8.3+cu12", True, ""),
+        (None, True, "AttributeError"), ("2.8.3", False, "halted"),
+        ("2.6.3", True, "version 2.6.3, needs 2.7 or later"), ("2.8.3+cu12", True, ""),
     ):  # fmt: skip
         flash_attn.installed.cache_clear()
         flash_attn._interface.cache_clear()

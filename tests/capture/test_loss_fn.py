@@ -193,7 +193,8 @@ def said_of_stages() -> str:
 def test_refusals() -> None:
     words = [
         "which pads the batch of each rank", "needs a function of (out", "found another signature",
-        "needs the name 'own_loss' in the model", "needs to return one scalar, found a tensor of shape", "pass example_batch={...}",
+        "needs the name 'own_loss' in the model", "needs to return one scalar, found a tensor of shape",
+        "pass example_batch={...}",
     ]  # fmt: skip
     for text, word in zip(run_ranks(1, said, timeout=100)[0], words, strict=True):
         assert word in text, text
