@@ -15,14 +15,21 @@ from typing import Any
 import numpy
 import torch
 
-from autopar.capture.reads.code_owners import OURS, TRUSTED, USER, owner_of_function
+from autopar.capture.reads.code_owners import OURS, TRUSTED, USER, owner_of_function, owner_of_module
 
 _LOADED = time.time()  # about when the files of autopar were loaded
 
 
-def is_foreign(value: object) -> bool:
-    """Whether the code of a function is not identified by a version: not in torch, numpy, autopar or Python."""
-    return isinstance(value, types.FunctionType) and owner_of_function(value) != TRUSTED
+def is_foreign(value: Any) -> bool:
+    """Whether a function, or the class of a callable, is not identified by a version: not in torch, numpy, autopar or
+    Python."""
+    while isinstance(value, (functools.partial, types.MethodType)):
+        value = value.func if isinstance(value, functools.partial) else value.__func__
+    if isinstance(value, types.FunctionType):
+        return owner_of_function(value) != TRUSTED
+    if isinstance(value, type) or callable(value):
+        return owner_of_module((value if isinstance(value, type) else type(value)).__module__) != TRUSTED
+    return False
 
 
 @functools.cache

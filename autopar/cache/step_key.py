@@ -15,7 +15,7 @@ import functools
 import hashlib
 import json
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -33,11 +33,15 @@ from autopar.cache.stored_operators import SPACES
 from autopar.cache.value_codec import Encoder, Json, Unstorable
 from autopar.chips import CHIPS
 from autopar.ir.mesh import Mesh
+from autopar.ops.kernels import KERNELS
+from autopar.passes.canonicalize.normalize import REWRITES
+from autopar.passes.pipelines import GLOBAL_PASSES, PLACEMENT_PASSES, STEP_PASSES
 from autopar.plan import Plan
 from autopar.rules.core import CORE
 from autopar.rules.table import RULES
 from autopar.schedule.request import SCHEDULES
 from autopar.token_dispatchers import TOKEN_DISPATCHERS
+from autopar.zero_stages import ZERO_STAGES
 
 _PURE = ("autopar.", "_operator", "math", "builtins")  # modules whose functions a captured graph calls
 
@@ -92,20 +96,21 @@ class _KeyEncoder(GraphEncoder):
 
 
 def _tables() -> list[str]:
-    """What users may add to: rules, schedules, policies, algorithms, dispatchers, chips. Ours are sources."""
+    """The entries of all tables to which a script may add its own. Raises Unstorable for one that is not autopar's: its
+    code may be another one tomorrow."""
     rules = [f"{_op_name(op)} {_rule_name(rule)}" for table in (RULES, CORE) for op, rule in table.items()]
-    for policy in (AC_POLICIES._entries[name] for name in AC_POLICIES):
-        if is_foreign(policy):
-            raise Unstorable("a user-defined activation checkpointing policy")
-    entries = [(name, table._entries[name]) for table in (SCHEDULES, ALGORITHMS) for name in table]
-    for name, entry in entries:
-        if not type(entry).__module__.startswith("autopar."):
-            raise Unstorable(f"{name}, which is not autopar's, in a table of autopar")
-    for name, row in TOKEN_DISPATCHERS.items():
-        if not row.module.startswith("autopar."):
-            raise Unstorable(f"{name}, which is not autopar's, in a table of autopar")
-    chips = (f"{name} {chip}" for name, chip in CHIPS.items())
-    return [*rules, *AC_POLICIES, *TOKEN_DISPATCHERS, *chips, *(name for name, _ in entries)]
+    tables: list[Mapping[Any, Any]] = [REWRITES, ZERO_STAGES]
+    tables += [x._entries for x in (AC_POLICIES, SCHEDULES, ALGORITHMS, TOKEN_DISPATCHERS, CHIPS, KERNELS)]
+    tables += [{p.name: p for p in passes} for passes in (GLOBAL_PASSES, PLACEMENT_PASSES, STEP_PASSES)]
+    return [*rules, *(_entry(name, entry) for table in tables for name, entry in table.items())]
+
+
+def _entry(name: Any, entry: Any) -> str:
+    """A row by its name and plain values. ``module``: where its functions are, if it names a module."""
+    values = [entry, type(entry), *getattr(entry, "__dict__", {}).values()]
+    if any(map(is_foreign, values)) or not getattr(entry, "module", "autopar.").startswith("autopar."):
+        raise Unstorable(f"the user-defined registry entry {name}")
+    return f"{name} {[x for x in values if isinstance(x, (str, int, float, tuple, type(None)))]}"
 
 
 @functools.lru_cache(4096)

@@ -3,7 +3,9 @@ of it, and none where that is unknown."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import sys
 import types
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autopar.ac_policies import AC_POLICIES
 from autopar.cache import own_sources
 from autopar.cache.own_sources import changed_autopar
 from autopar.cache.step_key import step_key
@@ -22,10 +25,16 @@ from autopar.capture.front_end import capture
 from autopar.chips import CHIPS
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
+from autopar.passes import pipelines
 from autopar.passes.autodiff import differentiate
-from autopar.schedule.request import SCHEDULES
+from autopar.passes.canonicalize.normalize import REWRITES
+from autopar.rules.table import RULES
+from autopar.schedule.request import SCHEDULES, Schedule
 from autopar.token_dispatchers import TOKEN_DISPATCHERS
+from autopar.zero_stages import ZERO_STAGES, ZeroStage
 from tests.support.subjects import make, tiny
+
+step_key_module = sys.modules[step_key.__module__]
 
 
 class Net(nn.Module):
@@ -206,6 +215,52 @@ def test_functions_in_the_place_of_autopars(monkeypatch: pytest.MonkeyPatch) -> 
     finally:
         CHIPS.remove("MINE")
     assert step_key("step", gm, Mesh.of(dp=2)) == before
+
+
+def rewrite_of_the_users(node: Any, build: Any) -> None:
+    return None
+
+
+class PassOfTheUsers:
+    name = "users"
+
+
+ADDED: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
+    "a canonicalization": lambda p: p.setitem(REWRITES, torch.ops.aten.glu.default, rewrite_of_the_users),
+    "a partial": lambda p: p.setitem(REWRITES, torch.ops.aten.glu.default, functools.partial(rewrite_of_the_users)),
+    "a pass": lambda p: p.setattr(step_key_module, "STEP_PASSES", (*pipelines.STEP_PASSES, PassOfTheUsers())),
+    "a policy": lambda p: p.setitem(AC_POLICIES._entries, "users", rewrite_of_the_users),
+    "a schedule": lambda p: p.setitem(
+        SCHEDULES._entries,
+        "users",
+        Schedule("users", rewrite_of_the_users, "a function of the user's"),  # type: ignore[arg-type]
+    ),
+    "a dispatcher": lambda p: p.setitem(
+        TOKEN_DISPATCHERS._entries, "users", dataclasses.replace(TOKEN_DISPATCHERS["alltoall"], copies=lambda r: (1.0,))
+    ),
+    "a rule": lambda p: p.setitem(RULES, torch.ops.aten.glu.default, rewrite_of_the_users),
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_what_a_script_adds_to_tables_is_not_stored(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gm = capture(*make("mlp"))
+    assert step_key("step", gm, Mesh.of(dp=2))
+    ADDED[name](monkeypatch)
+    with pytest.raises(Unstorable):
+        step_key("step", gm, Mesh.of(dp=2))
+
+
+def test_rows_of_numbers_are_a_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    gm = capture(*make("mlp"))
+    found = {step_key("step", gm, Mesh.of(dp=2))}
+    for stage in (ZeroStage(True, False, True), ZeroStage(True, True, True)):
+        monkeypatch.setitem(ZERO_STAGES, 4, stage)
+        found.add(step_key("step", gm, Mesh.of(dp=2)))
+    for flops in (1e12, 2e12):
+        monkeypatch.setitem(CHIPS._entries, "users", dataclasses.replace(CHIPS["A100"], flops=flops))
+        found.add(step_key("step", gm, Mesh.of(dp=2)))
+    assert len(found) == 5
 
 
 def test_what_is_put_into_autopar(monkeypatch: pytest.MonkeyPatch) -> None:

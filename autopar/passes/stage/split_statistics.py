@@ -101,7 +101,7 @@ class _RoundCutter:
         results = [(self.totals[x], x) for x in self.own[place] if x in self.totals]
         results += [(x.name, x) for x in self.own[place] if x in self.taken_by]
         graph.output(tuple(copies[x] for _, x in results))
-        made = lowered(graph_module(graph, "BackgroundCompile"))
+        made = lowered(graph_module(graph, "PrePass"))
         return StepGraph(made, [names[x.name] for x in placeholders(made)], [name for name, _ in results])
 
 

@@ -187,9 +187,7 @@ class ParallelModule(ModuleFacade):
             kind = Kind(True, None, self._tangents)
             executor, values = self._prepare(args, batch, kind, surroundings)
             with self._watch.step(self.training_steps):
-                outputs, paused = executor.run_forward(
-                    values, self._origin.shared_buffers() if self._origin is not None else ()
-                )
+                outputs, paused = executor.run_forward(values, self._shared_buffers())
             executor.buffers.store(self._tree, outputs, torch.is_grad_enabled())
             run = None
             if torch.is_grad_enabled():
