@@ -37,11 +37,16 @@ MOST_RANKS = 2**31 - 1  # torch counts them in 32 bits
 
 @dataclass(frozen=True)
 class TokenSlice:
-    """Tokens [start, start + length) of ``total``."""
+    """Tokens [start, start + length) of ``total``.
+
+    ``tokens``: the name of the input with the ids, if the ``length`` tokens are of any requests, not of one row; then
+    ``start`` is the number of tokens whose logits are wanted (`autopar.passes.stage.pack_tokens`).
+    """
 
     length: int
     start: int
     total: int
+    tokens: str = ""
 
     def __post_init__(self) -> None:
         if not (self.length > 0 and self.start >= 0 and self.start + self.length <= self.total):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from torch.fx import GraphModule, Node
@@ -38,7 +38,7 @@ class Compilation:
 
     def of_slice(self, part: TokenSlice, watched: bool) -> Compilation:
         """The compilation of one slice of the tokens. ``watched``: for the same observers."""
-        mesh = self.mesh.with_slice(part.length, part.start, part.total)
+        mesh = replace(self.mesh, slice=part)
         return Compilation(mesh, self.plan, self.observers if watched else [], self.timings)
 
     @contextmanager

@@ -80,6 +80,7 @@ class _SliceSweep:
     def __init__(self, gm: GraphModule, ctx: Compilation) -> None:
         self.gm, self.mesh = gm, ctx.mesh
         self.pieces = ctx.mesh.pieces(AXIS)
+        self.tokens = ctx.mesh.slice.tokens if ctx.mesh.slice is not None else ""
         self.replicate_ops = ctx.plan.options.replicate_ops if ctx.plan is not None else ()
         self.specs = input_specs(gm)
         self.made: set[Node] = set()  # parameters, and all that depends on them
@@ -105,6 +106,9 @@ class _SliceSweep:
                     set_placement(node, AXIS, REPLICATE)
                 elif kind == "input":
                     self.of_batch.add(node)
+                    if self.specs[node.name].name == self.tokens:  # each id is of a token, wherever its row begins
+                        self.made.add(node)
+                        set_placement(node, AXIS, Shard(1))
             elif node.op == "call_function":
                 operands = tensor_operands(node)
                 if any(x in self.of_batch for x in operands):
@@ -170,6 +174,8 @@ class _SliceSweep:
                 why = why or str(error)
                 continue
             bad = [x for x, need in zip(operands, needs, strict=True) if not self._can_be(x, need, node)]
+            if entry and not any(isinstance(need, Shard) for need in needs):
+                break  # an expansion of a parameter: all tokens get the same
             if not bad:
                 return needs, results
             why = why or self._reason(bad[0])

@@ -1,0 +1,193 @@
+"""From a model to the graphs that serve it: one that runs the tokens of any requests, per pipeline stage.
+
+    packed = compile_packed(model, batch, "input_ids", mesh, options, fixed=plan)
+    packed.stages[k].graph        tokens, positions, pages of the cache -> what the next stage receives, or logits
+    packed.stages[k].tables       parameters, buffers -> tables by position
+
+The model is captured for one row of all positions per data rank. Four local graphs are built, for four pairs of sizes
+(T tokens, of which N have their logits computed), and merged into one that computes its sizes (`slice_sizes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+
+from autopar.adapters.fx.lazy import lazy_code
+from autopar.capture.front_end import capture
+from autopar.capture.trace.frame_stack import roomy
+from autopar.capture.trace.gc_pause import paused_collector
+from autopar.compile.model import keep_outputs
+from autopar.compile.parameters import normalized
+from autopar.compile.stages import place
+from autopar.ir.flow import flow_of
+from autopar.ir.graph import copy_graph, extracted, outputs, placeholders, shape
+from autopar.ir.mesh import Mesh, TokenSlice
+from autopar.ir.meta import input_specs, signature_of
+from autopar.ir.placement import Shard
+from autopar.options import Options
+from autopar.passes.pipelines import PLACEMENT_PASSES, STEP_PASSES
+from autopar.passes.stage.forward_only import forward_only
+from autopar.passes.stage.pack_tokens import PackedGraph, pack_tokens
+from autopar.passes.stage.slice_sizes import sample_slices, symbolic
+from autopar.passes.stage.split_packed import PackedPart, split_packed
+from autopar.plan import Plan
+from autopar.planner import make_plan
+from autopar.planner.pipeline.step_order import layout, parameter_specs
+from autopar.rewrite.compilation import Compilation, Observer, timed
+from autopar.rewrite.pass_manager import PassManager
+from autopar.rewrite.step_checks import promise
+from autopar.rules import result_placements
+from autopar.steps.graphs import StepGraph
+from autopar.steps.packed import ROWS, TOKENS, Packed, PackedStage, SizedValue, sized_value
+
+
+@roomy
+@paused_collector()
+@lazy_code()
+def compile_packed(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    tokens: str,
+    mesh: Mesh,
+    options: Options | None = None,
+    fixed: Plan | None = None,
+    *,
+    lift_to_float64: bool = False,
+    split_kv: bool = True,
+    observers: Sequence[Observer] = (),
+) -> Packed:
+    """Compile a model to serve requests.
+
+    Args:
+        batch: one row of all positions [data ranks, S] of every input: the ids, and the positions of one document.
+        tokens: the name of the ids; all other tensors of the batch number positions.
+        fixed: keep the placements of parameters of this plan.
+        split_kv: whether attention may split a request's keys over threads, so that its bits depend on its neighbours.
+    Raises ValueError, with the operator, for a model whose tokens depend on others in another way than by causal
+    attention, and for sizes that do not divide.
+    """
+    timings: dict[str, float] = {}
+    options = options or (fixed.options if fixed is not None else Options())
+    if mesh.size("cp") > 1:
+        raise ValueError(
+            f"serve: requests are not sharded on their tokens, found axis cp={mesh.size('cp')} in the mesh; use tp, dp, ep "
+            "or pp"
+        )
+    ctx = Compilation(mesh, observers=list(observers), timings=timings)
+    gm = timed(timings, "capture", lambda: _captured(model, batch, lift_to_float64, options))
+    ctx.observe("capture", gm)
+    gm = normalized(gm, ctx)
+    keep_outputs(gm, [_logits_of(gm)])
+    ctx.plan = plan = timed(timings, "plan", lambda: make_plan(gm, mesh, options, fixed, train=False))
+    parameters, total = parameter_specs(gm, plan), batch[tokens].shape[1]
+    samples = [TokenSlice(s.length, s.start, total, tokens) for s in _samples(total)]
+    made = [_local(copy_graph(gm), ctx.of_slice(s, s is samples[0]), split_kv) for s in samples]
+    first, vocabulary_axes = made[0][0], made[0][2]
+    stages = timed(timings, "merge", lambda: _stages([(p, parts) for p, parts, _ in made], samples, ctx))
+    for stage, rank in zip(stages, _ranks(plan), strict=True):
+        stage.rank = rank
+    specs = input_specs(gm)
+    return Packed(
+        signature_of(gm), plan, stages, parameters, tokens,
+        tuple(s.node for s in specs.values() if s.kind == "input" and s.name != tokens), total, first.windows,
+        shape(outputs(gm)[0])[-1], vocabulary_axes, dict(gm.meta.get("constants", {})), timings,
+    )  # fmt: skip
+
+
+def _captured(model: nn.Module, batch: Mapping[str, Any], lift_to_float64: bool, options: Options) -> GraphModule:
+    return capture(
+        model, batch, train=False, grad_mode="no_grad", lift_to_float64=lift_to_float64, precision=options.precision
+    )
+
+
+def _samples(total: int) -> tuple[TokenSlice, ...]:
+    try:
+        return sample_slices(total)
+    except ValueError:
+        raise ValueError(f"serve: needs a max_length of at least 9 tokens, found {total}") from None
+
+
+def _logits_of(gm: GraphModule) -> str:
+    """The output that is the logits: "logits", or the only one."""
+    found = {s.name: x for s, x in zip(signature_of(gm).outputs, outputs(gm), strict=True) if s.kind == "output"}
+    written = [s.name for s in signature_of(gm).outputs if s.kind == "mutation"]
+    if written:
+        raise ValueError(f"serve: the forward writes buffer {written[0]} in eval mode, which requests would share")
+    named = [name for name in found if name == "logits" or name.endswith(".logits")]
+    if len(named or found) != 1:
+        raise ValueError(f"serve: needs one output with logits, found {', '.join(found)}; return it as 'logits'")
+    (name,) = named or found
+    if len(shape(found[name])) != 3:
+        raise ValueError(f"serve: needs logits [rows, tokens, vocabulary], found {list(shape(found[name]))}")
+    return name
+
+
+def _local(gm: GraphModule, ctx: Compilation, split_kv: bool) -> tuple[PackedGraph, list[PackedPart], tuple[str, ...]]:
+    """The packed graph of one pair of sizes, its stages, and the axes that shard the vocabulary."""
+    plan, part = ctx.plan, ctx.mesh.slice
+    assert plan is not None and part is not None
+    gm = PassManager(PLACEMENT_PASSES).run(gm, ctx, facts=("functional",))
+    flow = flow_of(gm, plan.inputs)
+    cuts = plan.pipeline.split_points if plan.pipeline is not None else ()
+    where = place(flow, cuts) if cuts else dict.fromkeys(flow.main, 0)
+    axes = _vocabulary_axes(gm, ctx.mesh)
+    packed = timed(ctx.timings, "pack_tokens", lambda: pack_tokens(gm, part, split_kv))
+    ctx.observe("pack_tokens", packed.main)
+    if packed.tables is not None:
+        ctx.observe("tables", packed.tables)
+    where |= {new: where[old] for old, new in packed.replaced.items() if old in where}
+    parts = split_packed(packed.main, where, len(cuts) + 1)
+    for i, one in enumerate(parts):
+        with ctx.within(f"part{i}." if len(parts) > 1 else ""):
+            graph = promise(forward_only(one.graph))
+            one.graph = PassManager(STEP_PASSES).run(graph, ctx, facts=("step",))
+    return packed, parts, axes
+
+
+def _vocabulary_axes(gm: GraphModule, mesh: Mesh) -> tuple[str, ...]:
+    (logits,) = outputs(gm)
+    found = {axis: result_placements(logits, axis)[0] for axis in mesh.cut_order if axis != "sl"}
+    return tuple(axis for axis, p in found.items() if isinstance(p, Shard) and p.dim == 2)
+
+
+def _stages(
+    made: Sequence[tuple[PackedGraph, list[PackedPart]]], samples: Sequence[TokenSlice], ctx: Compilation
+) -> list[PackedStage]:
+    first, stages = made[0][0], list[PackedStage]()
+    layers = {layer.keys: layer for layer in first.layers}
+    sent: list[SizedValue] = []
+    for k, part in enumerate(made[0][1]):
+        graphs = [parts[k].graph for _, parts in made]
+        graph = symbolic(graphs, samples)
+        received, ends = sent, [outputs(g) for g in graphs]
+        known = {value.name: value for value in received}
+        for i, (name, x) in enumerate(zip(part.outputs, ends[0], strict=True)):
+            known[name] = sized_value(name, x.meta["val"].dtype, [shape(end[i]) for end in ends], samples)
+        sent = [known[name] for name in part.sent]
+        step = StepGraph(graph, [*part.inputs, TOKENS, ROWS], list(part.outputs))
+        mine = [layers[name] for name in part.inputs if name in layers]
+        stages.append(PackedStage(step, received, sent, mine, _tables(first, part.inputs)))
+        ctx.observe(f"part{k}.packed" if len(made[0][1]) > 1 else "packed", graph)
+    return stages
+
+
+def _tables(packed: PackedGraph, inputs: Sequence[str]) -> StepGraph | None:
+    """The graph of the tables that a stage uses."""
+    wanted = [name for name in packed.table_names if name in inputs]
+    if packed.tables is None or not wanted:
+        return None
+    values = dict(zip(packed.table_names, outputs(packed.tables), strict=True))
+    gm = extracted(packed.tables, [values[name] for name in wanted], "Tables")
+    return StepGraph(forward_only(gm), [n.name for n in placeholders(gm)], wanted)
+
+
+def _ranks(plan: Plan) -> list[int]:
+    """The coordinates on pp of the stages."""
+    if plan.pipeline is None:
+        return [0]
+    order = layout(plan.pipeline, plan.mesh)
+    return [order.rank_of[stage] for stage in order.chains[0]]
