@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ops.attention import rows_first
 from autopar.ops.declare import operator
 from autopar.ops.kernels import paged
 
@@ -56,11 +55,10 @@ def cached_attention(
         None if bias is None else bias.shape, None if sinks is None else sinks.shape,
         (q.dtype, k.dtype, v.dtype, keys.dtype, values.dtype), keys.is_contiguous() and values.is_contiguous(),
     )  # fmt: skip
-    kv_heads, width, value = k.shape[1], k.shape[3], v.shape[3]
-    keys.view(-1, kv_heads, width).index_copy_(0, slots, k[0].transpose(0, 1))
-    values.view(-1, kv_heads, value).index_copy_(0, slots, v[0].transpose(0, 1))
+    keys.view(-1, *keys.shape[2:], 1).index_copy_(0, slots, k.permute(2, 1, 3, 0))
+    values.view(-1, *values.shape[2:], 1).index_copy_(0, slots, v.permute(2, 1, 3, 0))
     given = paged.Paged(keys, values, table, starts, lengths, bias, sinks, window, chunk, scale, softcap, split_kv)
-    return rows_first(paged.forward(q, given))
+    return paged.forward(q, given)
 
 
 Shape = Sequence[int]

@@ -56,7 +56,7 @@ class PagedKernel(ABC):
 
     @abstractmethod
     def forward(self, q: Tensor, given: Paged) -> Tensor:
-        """q [1, Hq, T, D] -> out [1, Hq, T, Dv] of q's dtype."""
+        """q [1, Hq, T, D] -> out [1, Hq, T, Dv] of q's dtype, stored as [1, T, Hq, Dv]."""
 
 
 PAGED: Registry[PagedKernel] = Registry("kernel of paged attention")  # in the order of preference
@@ -76,7 +76,7 @@ def using(name: str) -> Iterator[None]:
 
 def forward(q: Tensor, given: Paged) -> Tensor:
     """out of the first kernel that applies."""
-    for kernel in _forced[-1:] or (kernel for _, kernel in PAGED.items()):
+    for kernel in _forced[-1:] or map(PAGED.__getitem__, PAGED):
         if kernel.applies(q, given):
             return kernel.forward(q, given)
     raise ValueError(
@@ -137,24 +137,24 @@ class Rows(PagedKernel):
 
     def forward(self, q: Tensor, given: Paged) -> Tensor:
         _, heads, tokens, width = q.shape
-        pages, page, kv_heads, value = *given.keys.shape[:3], given.values.shape[-1]
+        pages, page, _, value = given.values.shape
         fused = not given.softcap and width == value
         layout = Layout(
             given.window, given.chunk, page, pages * page, given.split_kv, fused,
             0 if fused and given.bias is None else BLOCK, heads * (width + value), heads, given.bias is not None,
         )  # fmt: skip
         known = _plan(given, layout)
-        keys, values = given.keys.view(-1, kv_heads, width), given.values.view(-1, kv_heads, value)
         plan = known.plan
-        if len(plan.calls) == 1 and plan.calls[0].rows == tokens and plan.calls[0].in_order:
-            return _attend_rows(q, keys, values, plan.calls[0], given, known).permute(2, 1, 0, 3)
+        if plan.one_call and plan.calls[0].rows == tokens:
+            out = _attend_rows(q, plan.calls[0], given, known).permute(2, 1, 0, 3)
+            return out if out.stride(1) == value else out.transpose(1, 2).contiguous().transpose(1, 2)
         out = q.new_empty(1, tokens, heads, value).transpose(1, 2)
         for begin, end in plan.idle:
             out[:, :, begin:end] = 0
         for call in plan.calls:
-            _put(out, _attend_rows(q, keys, values, call, given, known), call)
+            _put(out, _attend_rows(q, call, given, known), call)
         for segment in plan.segments:
-            out[:, :, segment.begin : segment.end] = _attend_segment(q, keys, values, segment, given)
+            out[:, :, segment.begin : segment.end] = _attend_segment(q, segment, given)
         return out
 
 
@@ -178,19 +178,12 @@ def _queries(q: Tensor, call: Call) -> Tensor:
     return mine.permute(2, 1, 0, 3)
 
 
-def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, call: Call, given: Paged, known: _Known) -> Tensor:
+def _attend_rows(q: Tensor, call: Call, given: Paged, known: _Known) -> Tensor:
     """out [rows, Hq, 1, Dv] of a call. Masked keys can be those of other requests: where one of them is not a finite
     number, it would reach the rows of all, so they are computed one by one."""
     queries = _queries(q, call)
     mask = _mask(q, call, given, known)
-    k, v = (
-        x.as_strided(
-            (call.rows, x.shape[1], call.keys, x.shape[2]),
-            (call.distance * x.stride(0), x.stride(1), x.stride(0), 1),
-            x.storage_offset() + call.slot * x.stride(0),
-        )
-        for x in (keys, values)
-    )
+    k, v = _of_call(given.keys, call), _of_call(given.values, call)
     out, lse = _flash(queries, k, v, 0.0, False, attn_mask=mask, scale=given.scale)
     if call.masked and not math.isfinite(out.sum().item()):
         mask = mask if given.bias is not None else None
@@ -204,6 +197,14 @@ def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, call: Call, given: Pag
         )  # fmt: skip
         out, lse = map(torch.cat, zip(*each))
     return out if given.sinks is None else kernels.with_sinks(out, lse, given.sinks)[0]
+
+
+def _of_call(x: Tensor, call: Call) -> Tensor:
+    """A view [rows, Hk, keys, D] of a pool."""
+    _, _, heads, width = x.shape
+    key = heads * width
+    strides = (call.distance * key, width, key, 1)
+    return x.as_strided((call.rows, heads, call.keys, width), strides, x.storage_offset() + call.slot * key)
 
 
 def _mask(q: Tensor, call: Call, given: Paged, known: _Known) -> Tensor | None:
@@ -224,9 +225,10 @@ def _mask(q: Tensor, call: Call, given: Paged, known: _Known) -> Tensor | None:
     return bias if mask is None else bias + mask
 
 
-def _attend_segment(q: Tensor, keys: Tensor, values: Tensor, segment: Segment, given: Paged) -> Tensor:
+def _attend_segment(q: Tensor, segment: Segment, given: Paged) -> Tensor:
     """out [1, Hq, tokens, Dv] of a segment: the results of its pieces, merged by their log-sum-exps."""
     q = q[:, :, segment.begin : segment.end]
+    keys, values = _flat(given)
     if segment.gathered:
         keys, values = (torch.cat([_of_run(x, run) for run in segment.gathered]) for x in (keys, values))
     whole: tuple[Tensor, Tensor] | None = None
@@ -236,6 +238,11 @@ def _attend_segment(q: Tensor, keys: Tensor, values: Tensor, segment: Segment, g
         whole = part if whole is None else merged(*whole, *part)
     assert whole is not None
     return kernels.with_sinks(*whole, given.sinks)[0]
+
+
+def _flat(given: Paged) -> list[Tensor]:
+    """Keys [slots, Hk, D] and values [slots, Hk, Dv]."""
+    return [x.view(-1, *x.shape[2:]) for x in (given.keys, given.values)]
 
 
 def _of_run(x: Tensor, run: Run) -> Tensor:
@@ -291,7 +298,7 @@ class Gathered(PagedKernel):
         return out
 
     def _one(self, q: Tensor, given: Paged, segment: Segment) -> Tensor:
-        keys, values = (x.view(-1, *x.shape[2:]) for x in (given.keys, given.values))
+        keys, values = _flat(given)
         pieces = segment.pieces
         runs = segment.gathered or [pieces[0]._replace(size=sum(piece.size for piece in pieces))]
         k, v = (torch.cat([_of_run(x, run) for run in runs]).transpose(0, 1).unsqueeze(0) for x in (keys, values))

@@ -80,6 +80,11 @@ class StepPlan:
     segments: tuple[Segment, ...]
     idle: tuple[tuple[int, int], ...]
 
+    @functools.cached_property
+    def one_call(self) -> bool:
+        """Whether a call is all of it."""
+        return len(self.calls) == 1 and self.calls[0].in_order and not self.segments and not self.idle
+
 
 class Layout(NamedTuple):
     """What the plan of a step depends on, apart from the tables' contents.
