@@ -34,6 +34,7 @@ from autopar.cache.value_codec import Encoder, Json, Unstorable
 from autopar.chips import CHIPS
 from autopar.ir.mesh import Mesh
 from autopar.ops.kernels import KERNELS
+from autopar.ops.kernels.paged import PAGED
 from autopar.passes.canonicalize.normalize import REWRITES
 from autopar.passes.pipelines import GLOBAL_PASSES, PLACEMENT_PASSES, STEP_PASSES
 from autopar.plan import Plan
@@ -100,7 +101,7 @@ def _tables() -> list[str]:
     code may be another one tomorrow."""
     rules = [f"{_op_name(op)} {_rule_name(rule)}" for table in (RULES, CORE) for op, rule in table.items()]
     tables: list[Mapping[Any, Any]] = [REWRITES, ZERO_STAGES]
-    tables += [x._entries for x in (AC_POLICIES, SCHEDULES, ALGORITHMS, TOKEN_DISPATCHERS, CHIPS, KERNELS)]
+    tables += [x._entries for x in (AC_POLICIES, SCHEDULES, ALGORITHMS, TOKEN_DISPATCHERS, CHIPS, KERNELS, PAGED)]
     tables += [{p.name: p for p in passes} for passes in (GLOBAL_PASSES, PLACEMENT_PASSES, STEP_PASSES)]
     return [*rules, *(_entry(name, entry) for table in tables for name, entry in table.items())]
 

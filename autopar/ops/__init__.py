@@ -2,6 +2,7 @@
 that is itself an `autopar::` operator, so that joint graphs keep single nodes.
 
 attention, mask_spec, kernels     softmax attention whose mask is given by arguments, and its kernels
+cached_attention                  of a step's tokens of several requests to keys in pages; writes to them
 cross_entropy, vocab_parallel     losses per row, and with embeddings over a sharded vocabulary
 ctc                               a loss per example
 dropout                           masks that depend on a seed and positions alone; on GPUs one Triton kernel
@@ -19,6 +20,7 @@ from __future__ import annotations
 from autopar.ops import (
     attention,
     cache,
+    cached_attention,
     collectives,
     cross_entropy,
     ctc,
@@ -33,6 +35,7 @@ from autopar.ops import (
 __all__ = [
     "attention",
     "cache",
+    "cached_attention",
     "collectives",
     "cross_entropy",
     "ctc",

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def operator(schema: str | None = None, fake: Callable[..., Any] | None = None) -> Callable[[Callable[..., Any]], Any]:
-    """Registers a function as the kernel of the operator ``autopar::`` of its name, which mutates no argument.
+def operator(
+    schema: str | None = None, fake: Callable[..., Any] | None = None, writes: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], Any]:
+    """Registers a function as the kernel of the operator ``autopar::`` of its name.
 
     ``schema``: by default that of the annotations. ``fake``: computes fake results from fake arguments, unless it is
-    registered later.
+    registered later. ``writes``: the arguments that it writes to.
     """
 
     def made(kernel: Callable[..., Any]) -> Any:
-        found = torch.library.custom_op(f"autopar::{kernel.__name__}", mutates_args=(), schema=schema)(kernel)
+        found = torch.library.custom_op(f"autopar::{kernel.__name__}", mutates_args=writes, schema=schema)(kernel)
         if fake is not None:
             found.register_fake(fake)
         return found

@@ -1,0 +1,242 @@
+"""How the tokens of a step attend to paged keys: pure Python numbers, computed once per step and kind of pages.
+
+A request's keys [low, high) lie in runs of consecutive pages; a run is one view of the pool. The mask is never a tensor
+of all tokens and keys:
+
+    Call      requests with one token each, whose keys are one run: one call on a strided view [rows, Hk, keys, D]. All
+              keys are visible; a mask is needed only where numbers of keys differ
+    Segment   tokens of one request that see the same keys, up to the triangle and the window. Chunks are segments of
+              their own. Its pieces are (run, part before or from the first token on): the first part is unmasked, the
+              second begins at the first token, so that kernels express it by their causal flag
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+SHORTEST_CUT = 256  # tokens: those of a window are cut so that the mask of a piece stays small
+CALL = 40_000  # of one more call of a kernel, in the time of a product of a number of a key by one of a query
+ROW = 1_500  # of one more row and head in a call
+
+
+class Run(NamedTuple):
+    """Keys that lie one after another: ``slot`` of the first in the pool, its position ``first``, their number."""
+
+    slot: int
+    first: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens [begin, end) of a step, the first at position ``first``, attend to the pieces in turn. ``gathered``: the
+    runs of all pages, if they are copied into one; the pieces are of the copy."""
+
+    begin: int
+    end: int
+    first: int
+    pieces: tuple[Run, ...]
+    gathered: tuple[Run, ...] = ()
+
+
+@dataclass(frozen=True)
+class Call:
+    """Row i of ``rows`` has its keys at [slot + i * distance, .. + keys). tokens: of each row; -1: of none. sizes:
+    numbers of visible keys of each row. first: position of the first key, where all rows have the same, else -1."""
+
+    slot: int
+    distance: int
+    keys: int
+    tokens: tuple[int, ...]
+    sizes: tuple[int, ...]
+    first: int
+
+    @functools.cached_property
+    def rows(self) -> int:
+        return len(self.tokens)
+
+    @functools.cached_property
+    def in_order(self) -> bool:
+        """Whether the rows are of tokens one after another."""
+        return self.tokens == tuple(range(self.tokens[0], self.tokens[0] + self.rows))
+
+    @functools.cached_property
+    def masked(self) -> bool:
+        """Whether a row does not see all of its keys."""
+        return any(size != self.keys for size in self.sizes)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """idle: token ranges of pseudo-requests, whose results are zero."""
+
+    calls: tuple[Call, ...]
+    segments: tuple[Segment, ...]
+    idle: tuple[tuple[int, int], ...]
+
+    @functools.cached_property
+    def one_call(self) -> bool:
+        """Whether a call is all of it."""
+        return len(self.calls) == 1 and self.calls[0].in_order and not self.segments and not self.idle
+
+
+class Layout(NamedTuple):
+    """What the plan of a step depends on, apart from the tables' contents.
+
+    page, slots: size of a page, size of the pool. joined: requests may share a call, and attend run by run; else each
+    is computed on its own, from one run. fused: there is a kernel for one call of many rows. block: 0, or the most keys
+    of a piece. work: numbers that a key is multiplied by, of all query heads. heads: query heads.
+    """
+
+    window: int
+    chunk: int
+    page: int
+    slots: int
+    joined: bool
+    fused: bool
+    block: int
+    work: int
+    heads: int
+    by_position: bool = False  # a bias: rows of a call have the same positions
+
+
+def plan_step(table: np.ndarray, starts: Sequence[int], lengths: Sequence[int], layout: Layout) -> StepPlan:
+    """The plan of a step. Raises ValueError for numbers that do not fit each other."""
+    alone: list[tuple[Run, int]] = []
+    segments: list[Segment] = []
+    idle: list[tuple[int, int]] = []
+    for request, keys in enumerate(lengths):
+        begin, end = starts[request], starts[request + 1]
+        first = keys - (end - begin)
+        if keys <= 0 or not _page(table, request, (keys - 1) // layout.page):
+            idle.append((begin, end))
+            continue
+        if first < 0 or end <= begin:
+            raise ValueError(
+                f"cached_attention: a request needs tokens, and a length that counts them, found {end - begin} tokens "
+                f"and length {keys} of request {request}; lengths include the tokens of this step"
+            )
+        for a, b, low in _cuts(first, keys, layout):
+            runs = list(_runs(table[request], request, low, b, layout))
+            tokens = begin + a - first, begin + b - first
+            if layout.fused and b - a == 1 and len(runs) == 1:
+                alone.append((runs[0], tokens[0]))
+                continue
+            copied = () if layout.joined or len(runs) == 1 else tuple(runs)
+            if copied:
+                runs = [Run(0, low, b - low)]
+            segments.append(Segment(*tokens, a, tuple(_pieces(runs, a, b, layout.block)), copied))
+    return StepPlan(tuple(_calls(alone, layout)), tuple(segments), tuple(idle))
+
+
+def _page(table: np.ndarray, request: int, column: int) -> int:
+    if column >= table.shape[1]:
+        raise ValueError(
+            f"cached_attention: request {request} needs {column + 1} pages, found a table of {table.shape[1]} columns"
+        )
+    return int(table[request, column])
+
+
+def _cuts(first: int, end: int, layout: Layout) -> Iterator[tuple[int, int, int]]:
+    """(first position, position behind the last, first visible key) of the parts of a request's tokens."""
+    a = first
+    while a < end:
+        b, low = end, 0
+        if layout.chunk:
+            low = a // layout.chunk * layout.chunk
+            b = min(b, low + layout.chunk)
+        if layout.window:
+            low = max(low, a - layout.window + 1)
+            b = min(b, a + max(layout.window, SHORTEST_CUT))
+        yield a, b, low
+        a = b
+
+
+def _runs(row: np.ndarray, request: int, low: int, high: int, layout: Layout) -> Iterator[Run]:
+    """The runs of the keys at positions [low, high)."""
+    page = layout.page
+    column, last = low // page, (high - 1) // page
+    pages = row[column : last + 1]
+    if not (pages.min() > 0 and (int(pages.max()) + 1) * page <= layout.slots):
+        raise ValueError(
+            f"cached_attention: keys {low} to {high - 1} of request {request} need pages out of 1 to "
+            f"{layout.slots // page - 1}, found {int(pages.min())} to {int(pages.max())}; page 0 is given to no request"
+        )
+    ends = [*(np.flatnonzero(pages[1:] != pages[:-1] + 1) + 1).tolist(), len(pages)]
+    begin = 0
+    for end in ends:
+        first = max(low, (column + begin) * page)
+        slot = int(pages[begin]) * page + first - (column + begin) * page
+        yield Run(slot, first, min(high, (column + end) * page) - first)
+        begin = end
+
+
+def _pieces(runs: list[Run], first: int, end: int, block: int) -> Iterator[Run]:
+    """Runs, cut at the first of several tokens, and into blocks of at most ``block`` keys."""
+    for run in runs:
+        cut = first - run.first
+        halves = [run]
+        if end - first > 1 and 0 < cut < run.size:
+            halves = [Run(run.slot, run.first, cut), Run(run.slot + cut, first, run.size - cut)]
+        for slot, position, count in halves:
+            size = block or count
+            for at in range(0, count, size):
+                yield Run(slot + at, position + at, min(size, count - at))
+
+
+class _Group:
+    """A call that is being put together: rows with increasing slots, at multiples of a distance."""
+
+    def __init__(self, run: Run, token: int, layout: Layout) -> None:
+        self.items = [(run, token)]
+        self.distance, self.keys, self.layout = 0, run.size, layout
+
+    def cost(self, rows: int, keys: int) -> int:
+        return CALL + rows * (keys * self.layout.work + self.layout.heads * ROW)
+
+    @property
+    def rows(self) -> int:
+        return 1 + (self.items[-1][0].slot - self.items[0][0].slot) // self.distance if self.distance else 1
+
+    def add(self, run: Run, token: int) -> bool:
+        """Whether it becomes a row: if that costs less than a call of its own, and every row stays within the pool."""
+        far = run.slot - self.items[0][0].slot
+        distance, keys = math.gcd(self.distance, far), max(self.keys, run.size)
+        if run.slot == self.items[-1][0].slot or run.slot + keys > self.layout.slots:
+            return False
+        if self.layout.by_position and run.first != self.items[0][0].first:
+            return False
+        if self.cost(1 + far // distance, keys) > self.cost(self.rows, self.keys) + self.cost(1, run.size):
+            return False
+        self.items.append((run, token))
+        self.distance, self.keys = distance, keys
+        return True
+
+    def call(self) -> Call:
+        slot = self.items[0][0].slot
+        tokens, sizes = [-1] * self.rows, [self.keys] * self.rows
+        for run, token in self.items:
+            row = (run.slot - slot) // self.distance if self.distance else 0
+            tokens[row], sizes[row] = token, run.size
+        firsts = {run.first for run, _ in self.items}
+        first = firsts.pop() if len(firsts) == 1 else -1
+        return Call(slot, self.distance, self.keys, tuple(tokens), tuple(sizes), first)
+
+
+def _calls(alone: list[tuple[Run, int]], layout: Layout) -> Iterator[Call]:
+    """Few calls: runs in the order of their slots, each joined to the call before if that is the cheaper way."""
+    group: _Group | None = None
+    for run, token in sorted(alone):
+        if group is not None and layout.joined and group.add(run, token):
+            continue
+        if group is not None:
+            yield group.call()
+        group = _Group(run, token, layout)
+    if group is not None:
+        yield group.call()
