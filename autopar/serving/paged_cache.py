@@ -142,7 +142,7 @@ class PagedCache:
         request.computed = len(nodes) * self.page_size
         grown = self._grow(request, 0, count)
         assert grown, "pages were counted"
-        request.tables = tuple(map(tuple, request.pages))
+        self._written(request)
         return True
 
     def _shared(self, kind: int, nodes: list[Node]) -> list[int]:
@@ -160,8 +160,12 @@ class PagedCache:
                 self.pools[kind].release([pages[index]])
                 pages[index] = 0
         enough = all(self._grow(request, kind, count) for kind in range(len(self.pools)))
-        request.tables = tuple(map(tuple, request.pages))
+        self._written(request)
         return enough
+
+    def _written(self, request: Request) -> None:
+        request.tables = tuple(map(tuple, request.pages))
+        request.room = min(map(len, request.pages)) * self.page_size
 
     def _grow(self, request: Request, kind: int, count: int) -> bool:
         pages = request.pages[kind]
@@ -177,5 +181,5 @@ class PagedCache:
         for pool, pages in zip(self.pools, request.pages):
             pool.release(reversed(pages))
         request.pages, request.tables = [], ()
-        request.computed = request.shared = request.remembered = 0
+        request.computed = request.room = request.shared = request.remembered = 0
         request.prefix = _ROOT

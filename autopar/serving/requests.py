@@ -42,6 +42,7 @@ class Request:
     computed: int = 0  # tokens whose keys are in the cache once the planned steps have run
     pages: list[list[int]] = field(default_factory=list)  # per window kind; 0: given back
     tables: tuple[tuple[int, ...], ...] = ()  # the same, for rows
+    room: int = 0  # tokens for which the pages of each kind suffice
     shared: int = 0  # pages at the beginning that it found
     prefix: int = 0  # the node of the prefix tree that stands for its first ``remembered`` pages
     remembered: int = 0

@@ -109,7 +109,7 @@ class Scheduler:
             return 0  # preempted by one before it
         start, length = request.computed, len(request.tokens)
         end = min(length, start + most)
-        if not self._has_pages(request, end) and not self._find_pages(request, start, end):
+        if end > request.room and not self._find_pages(request, start, end):
             return 0
         choice = None
         if end == length:
@@ -124,9 +124,6 @@ class Scheduler:
         self._rows[request.id] = Row(request.id, tokens, start, request.tables, choice)
         request.computed = end
         return end - start
-
-    def _has_pages(self, request: Request, end: int) -> bool:
-        return all(len(table) * self.cache.page_size >= end for table in request.tables)
 
     def _find_pages(self, request: Request, start: int, end: int) -> bool:
         """Pages for its tokens, from the youngest requests if there are too few; False if that is itself."""
