@@ -1,0 +1,318 @@
+"""`PackedRunner`: the packed graph of a model on this rank of the mesh, with its pools of pages.
+
+    runner.run(rows) -> tokens        build inputs -> [receive] -> graph -> [send], or logits -> choose
+
+It implements `autopar.serving.step.Runner`. A rank without tokens runs one padding token where other replicas need it:
+where the graph communicates over data axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.ir.graph import set_device
+from autopar.ir.mesh import DATA
+from autopar.runtime.comm.p2p import AXIS, Channels, PendingTransfer
+from autopar.runtime.exec.lowering import Lowered, axes_of, bind
+from autopar.runtime.mesh.process_groups import Groups
+from autopar.schedule.order import Action
+from autopar.serving.choice import choose
+from autopar.serving.step import Chosen, Row
+from autopar.steps.graphs import StepGraph
+from autopar.steps.packed import (
+    LAST,
+    LENGTHS,
+    LOGITS,
+    POSITIONS,
+    ROWS,
+    STARTS,
+    TOKENS,
+    CachedLayer,
+    Packed,
+    PackedStage,
+    SizedValue,
+    pages,
+    slots,
+)
+
+SCRATCH = 0  # the page that padding tokens write to
+Values = Callable[[], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class PageCounts:
+    """How many pages of ``page_size`` tokens the pools of each window kind have, page 0 included, and the bytes of a
+    page over all layers of the kind on the fullest rank."""
+
+    page_size: int
+    pages: tuple[int, ...]
+    page_bytes: tuple[int, ...]
+
+
+def page_counts(packed: Packed, page_size: int, cache: int, step_tokens: int) -> PageCounts:
+    """How many pages fit into ``cache`` bytes per rank: as many requests of ``max_length`` as possible, each of which
+    needs pages of every window kind."""
+    ranks: dict[int, list[CachedLayer]] = {}
+    for stage in packed.stages:
+        ranks.setdefault(stage.rank, []).extend(stage.layers)
+    longest = -(-packed.max_length // page_size)
+    needed = [
+        min(longest, -(-(window - 1 + step_tokens) // page_size) + 1) if window else longest for window in packed.windows
+    ]
+
+    def bytes_of(layers: list[CachedLayer], kind: int) -> int:
+        return page_size * sum(layer.bytes_per_token for layer in layers if layer.kind == kind)
+
+    per_rank = [[bytes_of(layers, kind) for kind in range(len(packed.windows))] for layers in ranks.values()]
+    largest = tuple(max(of_rank[kind] for of_rank in per_rank) for kind in range(len(packed.windows)))
+    requests = min(
+        (cache - sum(of_rank)) / max(1, sum(n * size for n, size in zip(needed, of_rank))) for of_rank in per_rank
+    )
+    return PageCounts(page_size, tuple(1 + max(0, math.floor(requests * n)) for n in needed), largest)
+
+
+class VocabExchange:
+    """How the ranks that hold shards of the vocabulary exchange numbers; see `autopar.serving.choice.choose`."""
+
+    def __init__(self, packed: Packed, groups: Groups) -> None:
+        axes = [axis for axis in groups.mesh.sizes if axis in packed.vocabulary_axes and groups.mesh.size(axis) > 1]
+        self.vocab = packed.vocabulary
+        self._group = groups.group(",".join(axes)) if axes else None
+        self.size = groups.size(",".join(axes)) if axes else 1
+        self.rank = groups.index(",".join(axes)) if axes else 0
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, in the order of their shards."""
+        if self._group is None:
+            return [x]
+        x = x.contiguous()
+        found = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(found, x, group=self._group)
+        return found
+
+
+class _BoundStage:
+    """One stage of the model that this rank runs."""
+
+    def __init__(
+        self, packed: Packed, k: int, groups: Groups, counts: PageCounts, backend: str, names: Mapping[str, str]
+    ) -> None:
+        self.stage: PackedStage = packed.stages[k]
+        self.number = k
+        device = groups.device
+        for graph in (self.stage.graph, self.stage.tables):
+            if graph is not None and device.type != "cpu":
+                set_device(graph.graph, device)
+        self.bound: Lowered = bind(self.stage.graph.graph, groups, backend)
+        self.tables = bind(self.stage.tables.graph, groups) if self.stage.tables is not None else None
+        self.names = names
+        self.pools: dict[str, Tensor] = {}
+        for layer in self.stage.layers:
+            shape = (counts.pages[layer.kind], counts.page_size)
+            for name, of_token in ((layer.keys, layer.key_shape), (layer.values, layer.value_shape)):
+                self.pools[name] = torch.zeros(*shape, *of_token, dtype=layer.dtype, device=device)
+        self._inputs = list(self.stage.graph.inputs)
+        self._held: list[Any] = []
+        self._changing: list[tuple[int, str]] = []
+
+    def hold(self, values: Mapping[str, Tensor]) -> None:
+        """Take parameters and buffers, and make the tables."""
+        held = {node: values[name] for node, name in self.names.items() if name in values}
+        known = {**held, **self.pools}
+        if self.tables is not None and self.stage.tables is not None:
+            given = [held[name] for name in self.stage.tables.inputs]
+            known |= dict(zip(self.stage.tables.outputs, self.tables(given), strict=True))
+        self._held = [known.get(name) for name in self._inputs]
+        self._changing = [(i, name) for i, name in enumerate(self._inputs) if name not in known]
+
+    def run(self, values: Mapping[str, Any]) -> list[Tensor]:
+        given = list(self._held)
+        for i, name in self._changing:
+            given[i] = values[name]
+        return list(self.bound(given))
+
+
+class PackedRunner:
+    """See the module's docstring.
+
+    values: gives this rank's parameters and buffers by name. counts: of pages. backend: "eager" or "inductor".
+    step_sizes: numbers of tokens to which steps are padded, in ascending order; empty: none are. Pools take their
+    memory here. All ranks of the mesh make theirs at the same time.
+    """
+
+    def __init__(
+        self,
+        packed: Packed,
+        groups: Groups,
+        values: Values,
+        counts: PageCounts,
+        backend: str = "eager",
+        step_sizes: Sequence[int] = (),
+    ) -> None:
+        self.packed, self.groups, self._values, self._sizes = packed, groups, values, tuple(step_sizes)
+        self.page_size, self.windows, self.pages = counts.page_size, packed.windows, counts.pages
+        graphs = [s.graph.graph for s in packed.stages]
+        axes, along = axes_of(graphs + [s.tables.graph for s in packed.stages if s.tables is not None])
+        groups.make(axes)
+        groups.make_channels(along)
+        mesh = groups.mesh
+        self.replicas, self.stages = mesh.data_size, mesh.size(AXIS)
+        self.replica = mesh.dp_rank_and_size(groups.coordinate)
+        self.needs_all = any(axis in DATA for name in axes for axis in name.replace("%", "/").split("/")[0].split(","))
+        here = groups.coordinate.get(AXIS, 0)
+        names = {spec.node: spec.name for spec in packed.signature.inputs}
+        self._channels = Channels(groups)
+        last = packed.stages[-1].rank
+        links = {(a.rank, b.rank) for a, b in zip(packed.stages, packed.stages[1:]) if a.rank != b.rank}
+        self._channels.connect(links)
+        self._exchange = VocabExchange(packed, groups)
+        groups.warm_up(axes)
+        self.reporters = tuple(
+            next(
+                rank for rank, at in enumerate(mesh.coordinates())
+                if mesh.dp_rank_and_size(at) == replica and at.get(AXIS, 0) == last
+            )
+            for replica in range(self.replicas)
+        )  # fmt: skip
+        self._stages = [
+            _BoundStage(packed, k, groups, counts, backend, names) for k, s in enumerate(packed.stages) if s.rank == here
+        ]
+        self._inputs = StepInputs(packed, counts.page_size, groups.device)
+        self._steps = 0
+        self._versions: tuple[Any, ...] = ()
+        self.refresh()
+
+    @property
+    def traffic(self) -> Any:
+        """Bytes sent to other stages so far."""
+        return self._channels.traffic
+
+    def refresh(self) -> bool:
+        """Take the present values of parameters and buffers; whether they have changed. Tables are made anew, and what
+        the cache holds is of the old values."""
+        values = self._values()
+        versions = tuple((name, x.data_ptr(), x._version) for name, x in values.items())
+        if versions == self._versions:
+            return False
+        self._versions = versions
+        positions = torch.arange(self.packed.max_length, device=self.groups.device).unsqueeze(0)
+        given = {name: x.detach() for name, x in values.items()}
+        given |= {name: x.to(self.groups.device) for name, x in self.packed.constants.items()}
+        given |= dict.fromkeys(self.packed.positions, positions)
+        with torch.no_grad():
+            for stage in self._stages:
+                stage.hold(given)
+        return True
+
+    # --- a step -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def run(self, rows: Sequence[Row]) -> list[Chosen] | None:
+        """Run the rows of this rank's replica. On ranks of the last stage, one `Chosen` per row with a choice; None
+        elsewhere."""
+        if not rows and not self.needs_all:
+            return [] if self._is_last else None
+        values = self._inputs.of(rows, self._padded(sum(len(row.tokens) for row in rows)))
+        self._steps += 1
+        for stage in self._stages:
+            self._run_stage(stage, values)
+        self._channels.flush()
+        if not self._is_last:
+            return None
+        choices = [row.choice for row in rows if row.choice is not None]
+        return choose(values[LOGITS][0, : len(choices)], choices, self._exchange) if choices else []
+
+    @property
+    def _is_last(self) -> bool:
+        return bool(self._stages) and self._stages[-1].number == len(self.packed.stages) - 1
+
+    def _padded(self, tokens: int) -> int:
+        return next((size for size in self._sizes if size >= tokens), max(tokens, 1))
+
+    def _run_stage(self, stage: _BoundStage, values: dict[str, Any]) -> None:
+        k, all_stages = stage.number, self.packed.stages
+        if k and all_stages[k - 1].rank != stage.stage.rank:
+            pending = self._receive(k, values)
+            values |= zip((x.name for x in stage.stage.received), self._channels.wait(pending), strict=True)
+        values |= zip(stage.stage.graph.outputs, stage.run(values), strict=True)  # type: ignore[arg-type]
+        if k + 1 < len(all_stages) and all_stages[k + 1].rank != stage.stage.rank:
+            action = Action(k, "SF", self._steps, peer=k + 1)
+            self._channels.send(action, all_stages[k + 1].rank, [values[x.name] for x in stage.stage.sent])
+
+    def _receive(self, k: int, values: Mapping[str, Any]) -> PendingTransfer:
+        received: Sequence[SizedValue] = self.packed.stages[k].received
+        tensors = [
+            torch.empty(x.shape(values[TOKENS], values[ROWS]), dtype=x.dtype, device=self.groups.device)
+            for x in received
+        ]
+        return self._channels.post(Action(k, "RF", self._steps, peer=k - 1), self.packed.stages[k - 1].rank, tensors)
+
+
+class StepInputs:
+    """The inputs of a packed graph for the rows of a step."""
+
+    def __init__(self, packed: Packed, page_size: int, device: torch.device) -> None:
+        self._kinds, self._size, self._device = len(packed.windows), page_size, device
+        self._tokens = next(s.node for s in packed.signature.inputs if s.name == packed.tokens)
+
+    def of(self, rows: Sequence[Row], count: int) -> dict[str, Any]:
+        """``count``: of tokens with padding, at least one; the padding is one more request, on the scratch page."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        starts, lengths, last = [0], [], []
+        for row in rows:
+            tokens += row.tokens
+            end = row.start + len(row.tokens)
+            positions += range(row.start, end)
+            starts.append(len(tokens))
+            lengths.append(end)
+            if row.choice is not None:
+                last.append(len(tokens) - 1)
+        padding = count - len(tokens)
+        if padding:
+            tokens += [0] * padding
+            positions += [0] * padding
+            starts.append(count)
+            lengths.append(padding)
+        last = last or [0]
+        values: dict[str, Any] = {
+            self._tokens: self._put([tokens], torch.int64),
+            POSITIONS: self._put(positions, torch.int64),
+            STARTS: self._put(starts, torch.int32),
+            LENGTHS: self._put(lengths, torch.int32),
+            LAST: self._put(last, torch.int64),
+            TOKENS: count,
+            ROWS: len(last),
+        }
+        for kind in range(self._kinds):
+            values[slots(kind)], values[pages(kind)] = self._of_kind(rows, kind, padding)
+        return values
+
+    def _of_kind(self, rows: Sequence[Row], kind: int, padding: int) -> tuple[Tensor, Tensor]:
+        """The slots of the tokens, and the page tables."""
+        size, places = self._size, list[int]()
+        width = max([1, -(-padding // size), *(len(row.pages[kind]) for row in rows)])
+        table = np.zeros((len(rows) + bool(padding), width), np.int32)
+        for i, row in enumerate(rows):
+            held = row.pages[kind]
+            table[i, : len(held)] = held
+            if len(row.tokens) == 1:
+                places.append(held[row.start // size] * size + row.start % size)
+            else:
+                places += [held[p // size] * size + p % size for p in range(row.start, row.start + len(row.tokens))]
+        places += [SCRATCH * size + i % size for i in range(padding)]
+        return self._put(places, torch.int64), torch.from_numpy(table).to(self._device)
+
+    def _put(self, numbers: Sequence[Any], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(numbers, dtype=dtype, device=self._device)
+
+
+__all__ = ["PackedRunner", "PageCounts", "StepGraph", "page_counts"]
