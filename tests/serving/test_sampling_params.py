@@ -96,6 +96,16 @@ def test_history_is_sent_only_where_a_choice_needs_it(fields: dict[str, Any], ne
     assert Sampling(**fields).needs_history is needed
 
 
+@pytest.mark.parametrize(("name", "ids"), [("logit_bias", {9: 1.0, 10: 1.0}), ("bad_words", [[1, 10]])])
+def test_ids_beyond_the_vocabulary_are_refused(name: str, ids: Any) -> None:
+    sampling = Sampling(**{name: ids})
+    sampling.check_ids(11)
+    with pytest.raises(
+        ValueError, match=f"sampling.{name}: expected token ids below 10, the size of the vocab.*found 10"
+    ):
+        sampling.check_ids(10)
+
+
 def test_it_travels_between_ranks_without_its_grammar() -> None:
     sampling = Sampling(grammar=AnyGrammar(), seed=3)
     choice = RowChoice(sampling.sent, position=4, seed=3, prompt_length=4)
