@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from autopar.runtime.training.load import load
     from autopar.runtime.training.sampler import sampler
     from autopar.runtime.training.save import save
+    from autopar.serving.sampling_params import Sampling
     from autopar.verification import verify
 
 __version__ = VERSION
@@ -42,6 +43,7 @@ __all__ = [
     "ParallelModule",
     "Plan",
     "Precision",
+    "Sampling",
     "balance_experts",
     "dp_rank_and_size",
     "ema",
@@ -63,6 +65,7 @@ _HOME = {
     "ParallelModule": "autopar.runtime.module.parallel_module",
     "Plan": "autopar.plan",
     "Precision": "autopar.precision",
+    "Sampling": "autopar.serving.sampling_params",
     "balance_experts": "autopar.runtime.training.expert_bias",
     "dp_rank_and_size": "autopar.runtime.mesh.process_groups",
     "ema": "autopar.runtime.training.ema",

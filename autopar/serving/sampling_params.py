@@ -117,6 +117,13 @@ class Sampling:
         """The ids that end the request; `min_tokens` forbids them until then."""
         return self.stop_token_ids + (() if self.ignore_eos else self.eos_token_ids or ())
 
+    def check_ids(self, vocab: int) -> None:
+        """Raise ValueError for a bias or a bad word beyond the ids of a model, of which there are ``vocab``."""
+        used = {"logit_bias": list(self.logit_bias), "bad_words": [token for word in self.bad_words for token in word]}
+        for name, ids in used.items():
+            if beyond := [token for token in ids if token >= vocab]:
+                raise refuse(f"sampling.{name}", f"token ids below {vocab}, the size of the vocabulary", beyond[0])
+
     @property
     def sent(self) -> Sampling:
         """What other ranks need: without the grammar, of which they receive masks."""
