@@ -11,9 +11,11 @@ The model is captured for one row of all positions per data rank. Four local gra
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from autopar.adapters.fx.lazy import lazy_code
@@ -24,8 +26,8 @@ from autopar.compile.model import keep_outputs
 from autopar.compile.parameters import normalized
 from autopar.compile.stages import place
 from autopar.ir.flow import flow_of
-from autopar.ir.graph import copy_graph, extracted, outputs, placeholders, shape
-from autopar.ir.mesh import Mesh, TokenSlice
+from autopar.ir.graph import arguments, calls_of, copy_graph, extracted, outputs, placeholders, shape
+from autopar.ir.mesh import DATA, Mesh, TokenSlice
 from autopar.ir.meta import input_specs, signature_of
 from autopar.ir.placement import Shard
 from autopar.options import Options
@@ -42,7 +44,10 @@ from autopar.rewrite.pass_manager import PassManager
 from autopar.rewrite.step_checks import promise
 from autopar.rules import result_placements
 from autopar.steps.graphs import StepGraph
+from autopar.ops.traits import COLLECTIVES
 from autopar.steps.packed import ROWS, TOKENS, Packed, PackedStage, SizedValue, sized_value
+
+_SIZED_ALIKE = tuple(x for x in COLLECTIVES if x is not torch.ops.autopar.all_to_all_rows.default)
 
 
 @roomy
@@ -58,6 +63,7 @@ def compile_packed(
     *,
     lift_to_float64: bool = False,
     split_kv: bool = True,
+    masks: Mapping[str, Tensor] | None = None,
     observers: Sequence[Observer] = (),
 ) -> Packed:
     """Compile a model to serve requests.
@@ -66,6 +72,7 @@ def compile_packed(
         batch: one row of all positions [data ranks, S] of every input: the ids, and the positions of one document.
         tokens: the name of the ids; all other tensors of the batch number positions.
         fixed: keep the placements of parameters of this plan.
+        masks: values of bool buffers, which become constants: a triangle among them says that attention is causal.
         split_kv: whether attention may split a request's keys over threads, so that its bits depend on its neighbours.
     Raises ValueError, with the operator, for a model whose tokens depend on others in another way than by causal
     attention, and for sizes that do not divide.
@@ -80,6 +87,7 @@ def compile_packed(
     ctx = Compilation(mesh, observers=list(observers), timings=timings)
     gm = timed(timings, "capture", lambda: _captured(model, batch, lift_to_float64, options))
     ctx.observe("capture", gm)
+    _with_known_masks(gm, masks or {})
     gm = normalized(gm, ctx)
     keep_outputs(gm, [_logits_of(gm)])
     ctx.plan = plan = timed(timings, "plan", lambda: make_plan(gm, mesh, options, fixed, train=False))
@@ -94,7 +102,7 @@ def compile_packed(
     return Packed(
         signature_of(gm), plan, stages, parameters, tokens,
         tuple(s.node for s in specs.values() if s.kind == "input" and s.name != tokens), total, first.windows,
-        shape(outputs(gm)[0])[-1], vocabulary_axes, dict(gm.meta.get("constants", {})), timings,
+        shape(outputs(gm)[0])[-1], vocabulary_axes, _equal_sizes([parts for _, parts, _ in made]), dict(gm.meta.get("constants", {})), timings,
     )  # fmt: skip
 
 
@@ -102,6 +110,15 @@ def _captured(model: nn.Module, batch: Mapping[str, Any], lift_to_float64: bool,
     return capture(
         model, batch, train=False, grad_mode="no_grad", lift_to_float64=lift_to_float64, precision=options.precision
     )
+
+
+def _with_known_masks(gm: GraphModule, masks: Mapping[str, Tensor]) -> None:
+    """Bool buffers become constants of the graph."""
+    signature = signature_of(gm)
+    known = {s.name for s in signature.inputs if s.kind == "buffer" and s.name in masks}
+    inputs = [replace(s, kind="constant") if s.name in known else s for s in signature.inputs]
+    gm.meta["signature"] = replace(signature, inputs=tuple(inputs))
+    gm.meta["constants"] = {**gm.meta.get("constants", {}), **{name: masks[name].detach() for name in known}}
 
 
 def _samples(total: int) -> tuple[TokenSlice, ...]:
@@ -173,6 +190,16 @@ def _stages(
         stages.append(PackedStage(step, received, sent, mine, _tables(first, part.inputs)))
         ctx.observe(f"part{k}.packed" if len(made[0][1]) > 1 else "packed", graph)
     return stages
+
+
+def _equal_sizes(made: Sequence[list[PackedPart]]) -> bool:
+    """Whether ranks with different tokens exchange values whose sizes depend on the number of these."""
+    for parts in zip(*made, strict=True):
+        for nodes in zip(*(calls_of(part.graph.graph, *_SIZED_ALIKE) for part in parts), strict=True):
+            known = arguments(nodes[0])
+            if set(known["axis"].split(",")) & set(DATA) and len({shape(arguments(n)["x"]) for n in nodes}) > 1:
+                return True
+    return False
 
 
 def _tables(packed: PackedGraph, inputs: Sequence[str]) -> StepGraph | None:

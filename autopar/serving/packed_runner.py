@@ -25,7 +25,7 @@ from autopar.runtime.exec.lowering import Lowered, axes_of, bind
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.schedule.order import Action
 from autopar.serving.choice import choose
-from autopar.serving.step import Chosen, Row
+from autopar.serving.step import Chosen, Row, Step
 from autopar.steps.graphs import StepGraph
 from autopar.steps.packed import (
     LAST,
@@ -215,12 +215,16 @@ class PackedRunner:
     # --- a step -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def run(self, rows: Sequence[Row]) -> list[Chosen] | None:
-        """Run the rows of this rank's replica. On ranks of the last stage, one `Chosen` per row with a choice; None
+    def run(self, step: Step) -> list[Chosen] | None:
+        """Run a replica's part of a step. On ranks of the last stage, one `Chosen` per row with a choice; None
         elsewhere."""
-        if not rows and not self.needs_all:
+        rows = step.rows[self.replica]
+        if not (any(step.rows) if self.needs_all else rows):
             return [] if self._is_last else None
-        values = self._inputs.of(rows, self._padded(sum(len(row.tokens) for row in rows)))
+        alike = step.rows if self.packed.equal_sizes else (rows,)
+        tokens = max(sum(len(row.tokens) for row in of_replica) for of_replica in alike)
+        chosen = max(sum(row.choice is not None for row in of_replica) for of_replica in alike)
+        values = self._inputs.of(rows, self._padded(tokens), max(chosen, 1))
         self._steps += 1
         for stage in self._stages:
             self._run_stage(stage, values)
@@ -263,8 +267,9 @@ class StepInputs:
         self._kinds, self._size, self._device = len(packed.windows), page_size, device
         self._tokens = next(s.node for s in packed.signature.inputs if s.name == packed.tokens)
 
-    def of(self, rows: Sequence[Row], count: int) -> dict[str, Any]:
-        """``count``: of tokens with padding, at least one; the padding is one more request, on the scratch page."""
+    def of(self, rows: Sequence[Row], count: int, chosen: int) -> dict[str, Any]:
+        """``count``: of tokens with padding, at least one; the padding is one more request, on the scratch page.
+        ``chosen``: of rows of logits with padding, at least one."""
         tokens: list[int] = []
         positions: list[int] = []
         starts, lengths, last = [0], [], []
@@ -282,7 +287,7 @@ class StepInputs:
             positions += [0] * padding
             starts.append(count)
             lengths.append(padding)
-        last = last or [0]
+        last += [0] * (chosen - len(last))
         values: dict[str, Any] = {
             self._tokens: self._put([tokens], torch.int64),
             POSITIONS: self._put(positions, torch.int64),

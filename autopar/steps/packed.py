@@ -91,7 +91,8 @@ class Packed:
 
     tokens: the input that is the ids. positions: inputs of ``tables`` that number the positions of one document.
     max_length: positions that the tables have. windows: how far the layers of each kind look back, 0 for all tokens
-    (kind 0). vocabulary: size of the logits. vocabulary_axes: mesh axes that shard it, outer first. parameters: as the
+    (kind 0). equal_sizes: whether replicas must run equally many tokens and rows in a step, since they exchange them.
+    vocabulary: size of the logits. vocabulary_axes: mesh axes that shard it, outer first. parameters: as the
     graphs expect them stored.
     """
 
@@ -105,6 +106,7 @@ class Packed:
     windows: tuple[int, ...]
     vocabulary: int
     vocabulary_axes: tuple[str, ...]
+    equal_sizes: bool
     constants: dict[str, Tensor]
     timings: dict[str, float] = field(default_factory=dict)
 

@@ -58,6 +58,7 @@ from autopar.rules.sequence_parallel import spread_label
 
 ATTENTION = torch.ops.autopar.attention.default
 AXIS = "sl"
+_WAY_OUT = "use a schedule without token slices"
 
 
 class PlaceTokenSlices(Pass):
@@ -126,7 +127,7 @@ class _SliceSweep:
             if spec.kind == "mutation":
                 raise ValueError(
                     f"token_slices: {describe(value)} writes the buffer {spec.name}, once per slice instead of once "
-                    "per batch; use a schedule without token slices"
+                    f"per batch; {_WAY_OUT}"
                 )
             if has_gradient(value) and not shape(value) and not isinstance(placement(value, AXIS), Partial):
                 replace_operand(out, value, self._converted(value, PARTIAL, out))  # depends on parameters alone
@@ -140,7 +141,7 @@ class _SliceSweep:
         if node.target is HOLE:
             raise ValueError(
                 f"token_slices: the autograd function {function_of(node)} has a custom backward, which would see the "
-                "gradients of one slice at a time; use a schedule without token slices"
+                f"gradients of one slice at a time; {_WAY_OUT}"
             )
         if not has_rule(node):
             raise ValueError(missing_rule(node, AXIS))
@@ -242,5 +243,5 @@ def _keys_of(node: Node, x: Node) -> bool:
 def _refusal(node: Node, x: Node, why: str) -> str:
     return (
         f"token_slices: {describe(node)} needs all tokens of {x.name} at once ({why}), so this model cannot run slice "
-        "by slice; use a schedule without token slices"
+        f"by slice; {_WAY_OUT}"
     )

@@ -48,6 +48,8 @@ from autopar.ir.mesh import TokenSlice
 from autopar.ir.meta import ORIGIN, TYPES, inherit, input_specs
 from autopar.ir.placement import Partial, Shard, parse_placement
 from autopar.ops.token_dispatch import combine_tokens
+from autopar.passes.canonicalize.constant_masks import constant
+from autopar.rewrite.build import Build
 from autopar.steps.packed import LAST, LENGTHS, POSITIONS, STARTS, CachedLayer, pages, slots
 
 aten = torch.ops.aten
@@ -226,9 +228,9 @@ class _Packer:
             return  # keys that no token has a part in
         if k not in self.joined or v not in self.joined or not args["causal"]:
             raise ValueError(_refusal(node, "only one of its keys and values is of tokens"))
-        for name, why in (("key_mask", "masks keys"), ("segments", "separates documents"), ("seed", "drops out")):
+        for name, why in (("segments", "separates documents"), ("seed", "drops out")):
             if args[name] is not None:
-                raise ValueError(_refusal(node, f"it {why} by values, which a capture of one whole row has none of"))
+                raise ValueError(_refusal(node, f"it {why}, which a request has none of"))
         i, window = len(self.layers), args["window"] if args["window"] < self.part.total else 0
         kind = self.windows.index(window)
         pools = []
@@ -244,7 +246,7 @@ class _Packer:
             CachedLayer(pools[0].name, pools[1].name, (heads, width), (value_heads, value_width), dtype, kind)
         )
         described = [self.inputs[n] for n in (slots(kind), pages(kind), STARTS, LENGTHS)]
-        mask = (args["bias"], args["sinks"], window, args["chunk"], args["scale"], args["softcap"], self.split_kv)
+        mask = (self._bias(node, args), args["sinks"], window, args["chunk"], args["scale"], args["softcap"], self.split_kv)
         new = insert_call(node, _CACHED, (args["q"], k, v, *pools, *described, *mask))
         self.replaced[node] = new
         for user in list(node.users):
@@ -254,6 +256,19 @@ class _Packer:
             user.replace_all_uses_with(new)
             self.gm.graph.erase_node(user)
         self.gm.graph.erase_node(node)
+
+    def _bias(self, node: Node, args: dict[str, Any]) -> Node | None:
+        """The bias of an attention; a mask of keys, the same for all requests, is added to it."""
+        bias, keep = args["bias"], args["key_mask"]
+        if keep is None or ((found := constant(keep)) is not None and bool(found.all())):
+            return bias  # type: ignore[no-any-return]
+        if isinstance(placement(keep, AXIS), Shard):
+            raise ValueError(_refusal(node, "it masks keys by values of tokens"))
+        build, dtype = Build(node), args["q"].meta["val"].dtype
+        apart = build(aten.reshape.default, self._table(keep), [1, 1, 1, self.part.total])
+        zero, never = (build(aten.full.default, [], x, dtype=dtype) for x in (0.0, float("-inf")))
+        added = build(aten.where.self, apart, zero, never)
+        return added if bias is None else build(aten.add.Tensor, bias, added)
 
     # --- logits -------------------------------------------------------------------------------------------
 
