@@ -24,7 +24,9 @@ class Gathered(PagedKernel):
     def forward(self, q: Tensor, given: Paged) -> Tensor:
         _, heads, tokens, width = q.shape
         pages, page, value = *given.keys.shape[:2], given.values.shape[-1]
-        layout = Layout(given.window, given.chunk, page, pages * page, False, False, 0, heads * (width + value), heads)
+        layout = Layout(
+            tokens, given.window, given.chunk, page, pages * page, False, False, 0, heads * (width + value), heads
+        )
         known = plan_of(given, layout)
         out = q.new_zeros(1, tokens, heads, value).transpose(1, 2)
         for segment in known.plan.segments:

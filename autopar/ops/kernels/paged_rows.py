@@ -32,8 +32,8 @@ class Rows(PagedKernel):
         fused = not given.softcap and width == value
         biased = given.bias is not None
         layout = Layout(
-            given.window, given.chunk, page, pages * page, given.split_kv, fused, BLOCK if biased or not fused else 0,
-            heads * (width + value), given.keys.shape[2], biased,
+            tokens, given.window, given.chunk, page, pages * page, given.split_kv, fused,
+            BLOCK if biased or not fused else 0, heads * (width + value), given.keys.shape[2], biased,
         )  # fmt: skip
         known = plan_of(given, layout)
         plan = known.plan
