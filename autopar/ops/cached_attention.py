@@ -45,8 +45,8 @@ def cached_attention(
     window, chunk  0, or key j of query i only if i - j < window; i // chunk == j // chunk
     split_kv       False: the bits of a request's rows do not depend on the other requests of the step
 
-    Tokens of a request whose last page is 0 are padding: their rows mean nothing. Raises ValueError for shapes and
-    numbers that do not fit.
+    Tokens of a request whose last page is 0 are padding: its length can be any, and its rows mean nothing. Raises
+    ValueError for shapes and numbers that do not fit.
     """
     if q.is_meta:
         return _result(q, k, v, keys, values, slots, table, starts, lengths, bias, sinks)
@@ -90,8 +90,8 @@ def _check(
          "table [R, P], starts [R + 1] and lengths [R] for R requests",
          f"table {list(table)}, starts {list(starts)} and lengths {list(lengths)}")  # fmt: skip
     need(bias is None or (len(bias) == 4 and bias[0] == 1 and bias[1] in (1, q[1]) and bias[2] in (1, q[2])),
-         f"a bias [1, {q[1]}, {q[2]}, S], or 1 for heads or tokens", f"{bias}")  # fmt: skip
-    need(sinks is None or tuple(sinks) == (q[1],), f"sinks [{q[1]}]", f"{sinks}")
+         f"a bias [1, {q[1]}, {q[2]}, S], or 1 for heads or tokens", f"{list(bias or ())}")  # fmt: skip
+    need(sinks is None or tuple(sinks) == (q[1],), f"sinks [{q[1]}]", f"{list(sinks or ())}")
 
 
 _checked = functools.lru_cache(maxsize=256)(_check)  # each layer asks again

@@ -21,8 +21,9 @@ from typing import NamedTuple
 import numpy as np
 
 SHORTEST_CUT = 256  # tokens: those of a window are cut so that the mask of a piece stays small
-CALL = 40_000  # of one more call of a kernel, in the time of a product of a number of a key by one of a query
-ROW = 1_500  # of one more row and head in a call
+# Costs on a CPU, in units of the product of one number of a key by one of a query (0.1 ns):
+CALL = 140_000  # one more call of a kernel
+ROW = 7_000  # one more row and key head in a call
 
 
 class Run(NamedTuple):
@@ -89,11 +90,13 @@ class StepPlan:
 class Layout(NamedTuple):
     """What the plan of a step depends on, apart from the tables' contents.
 
-    page, slots: size of a page, size of the pool. joined: requests may share a call, and attend run by run; else each
-    is computed on its own, from one run. fused: there is a kernel for one call of many rows. block: 0, or the most keys
-    of a piece. work: numbers that a key is multiplied by, of all query heads. heads: query heads.
+    tokens: of the step. page, slots: size of a page, size of the pool. joined: requests may share a call, and attend
+    run by run; else each is computed on its own, from one run. fused: there is a kernel for one call of many rows.
+    block: 0, or the most keys of a piece. work: numbers that a key is multiplied by, of all query heads. heads: key
+    heads. by_position: the rows of a call need the same positions.
     """
 
+    tokens: int
     window: int
     chunk: int
     page: int
@@ -103,18 +106,23 @@ class Layout(NamedTuple):
     block: int
     work: int
     heads: int
-    by_position: bool = False  # a bias: rows of a call have the same positions
+    by_position: bool = False
 
 
 def plan_step(table: np.ndarray, starts: Sequence[int], lengths: Sequence[int], layout: Layout) -> StepPlan:
     """The plan of a step. Raises ValueError for numbers that do not fit each other."""
+    if starts[0] != 0 or starts[-1] != layout.tokens:
+        raise ValueError(
+            f"cached_attention: needs starts that end at the number of tokens, {layout.tokens}, found {starts[-1]}; "
+            "starts[r] is where the tokens of request r begin"
+        )
     alone: list[tuple[Run, int]] = []
     segments: list[Segment] = []
     idle: list[tuple[int, int]] = []
     for request, keys in enumerate(lengths):
         begin, end = starts[request], starts[request + 1]
         first = keys - (end - begin)
-        if keys <= 0 or not _page(table, request, (keys - 1) // layout.page):
+        if _is_padding(table, request, keys, layout.page):
             idle.append((begin, end))
             continue
         if first < 0 or end <= begin:
@@ -135,12 +143,16 @@ def plan_step(table: np.ndarray, starts: Sequence[int], lengths: Sequence[int], 
     return StepPlan(tuple(_calls(alone, layout)), tuple(segments), tuple(idle))
 
 
-def _page(table: np.ndarray, request: int, column: int) -> int:
-    if column >= table.shape[1]:
+def _is_padding(table: np.ndarray, request: int, keys: int, page: int) -> bool:
+    """Whether the last page is 0. Raises ValueError if there is none."""
+    column, columns = (keys - 1) // page, table.shape[1]
+    if keys <= 0 or table[request, min(column, columns - 1)] == 0:
+        return True
+    if column >= columns:
         raise ValueError(
-            f"cached_attention: request {request} needs {column + 1} pages, found a table of {table.shape[1]} columns"
+            f"cached_attention: request {request} needs {column + 1} pages, found a table of {columns} columns"
         )
-    return int(table[request, column])
+    return False
 
 
 def _cuts(first: int, end: int, layout: Layout) -> Iterator[tuple[int, int, int]]:

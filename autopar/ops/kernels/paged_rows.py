@@ -1,0 +1,157 @@
+"""Attention to paged keys on CPUs, by views of the pools: keys are copied only where the pages of a request are several
+runs, and it is to be computed as if they were one (``split_kv=False``)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from autopar.ops import kernels
+from autopar.ops.kernels.kernel import NEVER, wide
+from autopar.ops.kernels.paged_kernel import Known, Paged, PagedKernel, facts_of, flat, of_run, plan_of
+from autopar.ops.kernels.paged_plan import Call, Layout, Run, Segment
+from autopar.ops.mask_spec import MaskSpec
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+BLOCK = 1024  # keys of a piece where a kernel's memory grows with them
+
+
+class Rows(PagedKernel):
+    """Views of the pools: torch's flash kernel for CPUs where it applies, else that of `kernels.forward`."""
+
+    name = "rows"
+
+    def applies(self, q: Tensor, given: Paged) -> bool:
+        return q.device.type == "cpu"
+
+    def forward(self, q: Tensor, given: Paged) -> Tensor:
+        _, heads, tokens, width = q.shape
+        pages, page, _, value = given.values.shape
+        fused = not given.softcap and width == value
+        biased = given.bias is not None
+        layout = Layout(
+            tokens, given.window, given.chunk, page, pages * page, given.split_kv, fused,
+            BLOCK if biased or not fused else 0, heads * (width + value), given.keys.shape[2], biased,
+        )  # fmt: skip
+        known = plan_of(given, layout)
+        plan = known.plan
+        if plan.one_call and plan.calls[0].rows == tokens:
+            out = _attend_rows(q, plan.calls[0], given, known)
+            return out if out.stride(1) == value else out.transpose(1, 2).contiguous().transpose(1, 2)
+        out = q.new_empty(1, tokens, heads, value).transpose(1, 2)
+        for begin, end in plan.idle:
+            out[:, :, begin:end] = 0
+        for call in plan.calls:
+            _put(out, _attend_rows(q, call, given, known), call)
+        for segment in plan.segments:
+            out[:, :, segment.begin : segment.end] = _attend_segment(q, segment, given)
+        return out
+
+
+def _put(out: Tensor, rows: Tensor, call: Call) -> None:
+    """rows [1, Hq, rows, Dv] into the places of their tokens."""
+    if call.in_order:
+        out[:, :, call.tokens[0] : call.tokens[0] + call.rows] = rows
+        return
+    own = [row for row, token in enumerate(call.tokens) if token >= 0]
+    out.index_copy_(2, torch.tensor([call.tokens[row] for row in own]), rows[:, :, own])
+
+
+def _queries(q: Tensor, call: Call) -> Tensor:
+    """q of the rows of a call [1, Hq, rows, D]; rows without a token have that of the first."""
+    if not call.in_order:
+        return q.index_select(2, torch.tensor([max(token, 0) for token in call.tokens]))
+    return q if call.rows == q.shape[2] else q[:, :, call.tokens[0] : call.tokens[0] + call.rows]
+
+
+def _attend_rows(q: Tensor, call: Call, given: Paged, known: Known) -> Tensor:
+    """out [1, Hq, rows, Dv] of a call.
+
+    The query heads of a key head are queries of one attention, which reads its keys once; unless that leaves threads
+    without work. Masked keys can be those of other requests: where one of them is not a finite number, it would reach
+    the rows of all, so they are computed one by one.
+    """
+    k, v = _of_call(given.keys, call), _of_call(given.values, call)
+    rows, heads, width = call.rows, q.shape[1], q.shape[3]
+    units = k.shape[1] if rows * k.shape[1] >= torch.get_num_threads() else heads
+    queries = _queries(q, call).view(units, heads // units, rows, width).permute(2, 0, 1, 3)
+    mask = _mask(q, call, given, known)
+    if mask is not None and mask.shape[1] > 1:
+        mask = mask.view(-1, units, heads // units, call.keys)
+    out, lse = _flash(queries, k, v, 0.0, False, attn_mask=mask, scale=given.scale)
+    if call.masked and not math.isfinite(out.sum().item()):
+        mask = mask if given.bias is not None else None
+        slices = [(slice(i, i + 1), slice(size)) for i, size in enumerate(call.sizes)]
+        each = (
+            _flash(
+                queries[i], k[i, :, size], v[i, :, size], 0.0, False, scale=given.scale,
+                attn_mask=None if mask is None else mask[i, ..., size],
+            )
+            for i, size in slices
+        )  # fmt: skip
+        out, lse = map(torch.cat, zip(*each))
+    out = out.permute(1, 2, 0, 3).reshape(1, heads, rows, -1)
+    if given.sinks is None:
+        return out
+    return kernels.with_sinks(out, lse.permute(1, 2, 0).reshape(1, heads, rows), given.sinks)[0]
+
+
+def _of_call(x: Tensor, call: Call) -> Tensor:
+    """A view [rows, Hk, keys, D] of a pool."""
+    _, _, heads, width = x.shape
+    key = heads * width
+    strides = (call.distance * key, width, key, 1)
+    return x.as_strided((call.rows, heads, call.keys, width), strides, x.storage_offset() + call.slot * key)
+
+
+def _mask(q: Tensor, call: Call, given: Paged, known: Known) -> Tensor | None:
+    """[rows|1, Hq|1, 1, keys] or None, if every row sees all of its keys."""
+    mask = None
+    if call.masked:
+        mask = known.masks.get((id(call), q.dtype))
+        if mask is None:
+            sizes = torch.tensor(call.sizes)[:, None, None, None]
+            mask = q.new_zeros(call.rows, 1, 1, call.keys).masked_fill_(torch.arange(call.keys) >= sizes, NEVER)
+            known.masks[id(call), q.dtype] = mask
+    if given.bias is None:
+        return mask
+    bias = given.bias[0, ..., call.first : call.first + call.keys]  # [H|1, T|1, keys]
+    if bias.shape[1] > 1:
+        bias = bias[:, [max(token, 0) for token in call.tokens]]
+    bias = bias.transpose(0, 1).unsqueeze(2).to(q.dtype)
+    return bias if mask is None else bias + mask
+
+
+def _attend_segment(q: Tensor, segment: Segment, given: Paged) -> Tensor:
+    """out [1, Hq, tokens, Dv] of a segment: the results of its pieces, merged by their log-sum-exps."""
+    q = q[:, :, segment.begin : segment.end]
+    keys, values = flat(given)
+    if segment.gathered:
+        keys, values = (torch.cat([of_run(x, run) for run in segment.gathered]) for x in (keys, values))
+    whole: tuple[Tensor, Tensor] | None = None
+    for piece in segment.pieces:
+        k, v = (of_run(x, piece).transpose(0, 1).unsqueeze(0) for x in (keys, values))
+        part = kernels.forward(q, k, v, _facts(segment, piece, given))
+        whole = part if whole is None else merged(*whole, *part)
+    assert whole is not None
+    return kernels.with_sinks(*whole, given.sinks)[0]
+
+
+def _facts(segment: Segment, piece: Run, given: Paged) -> MaskSpec:
+    """The mask of a piece: only what it does not satisfy anyway."""
+    last = segment.first + segment.end - segment.begin - 1
+    causal = piece.first + piece.size - 1 > segment.first
+    window = given.window if given.window and last - piece.first >= given.window else 0
+    return facts_of(given, segment.begin, segment.end, piece, causal, window, segment.first - piece.first)
+
+
+def merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Two results over different keys as the result over all of them, in the dtype of partial results."""
+    whole = torch.logaddexp(lse, other_lse)
+    finite = whole.masked_fill(whole == NEVER, 0.0)
+    dtype = wide(out.dtype)
+    weights = (torch.exp(x - finite).unsqueeze(-1) for x in (lse, other_lse))
+    first, second = (x.to(dtype) * weight.to(dtype) for x, weight in zip((out, other), weights))
+    return first + second, whole
