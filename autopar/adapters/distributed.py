@@ -79,8 +79,11 @@ def group_name(group: dist.ProcessGroup) -> str:
     return str(group.group_name)
 
 
-def group_of_members(ranks: list[int], name: str, timeout: timedelta, description: str) -> dist.ProcessGroup:
-    """Create a process group by its members ``ranks`` alone, this process among them, with a unique name.
+def group_of_members(
+    ranks: list[int], name: str, timeout: timedelta, description: str, kind: str | None = None
+) -> dist.ProcessGroup:
+    """Create a process group by its members ``ranks`` alone, this process among them, with a unique name. ``kind``: its
+    backend, such as "gloo"; None: that of the default group.
 
     torch's `new_group` must be called by all ranks for every group, or, with only the members, derives the name from
     the number of groups that a rank has created. The group always gets a new communicator, even if the default group is
@@ -95,11 +98,11 @@ def group_of_members(ranks: list[int], name: str, timeout: timedelta, descriptio
             len(ranks),
             ranks.index(default.rank()),
             ranks,
-            distributed_c10d.Backend(backend),
+            distributed_c10d.Backend(kind or backend),
             store,
             distributed_c10d.GroupName(name),
             timeout=timeout,
-            device_id=device,
+            device_id=None if kind else device,
             group_desc=description,
         )
     finally:

@@ -2,8 +2,8 @@
 
 A prefix is shared by whole pages. `Node` is one page's tokens after a known prefix; the nodes form a tree, found by
 (parent, tokens), so that equal tokens alone are equal prefixes. A node has a page of each window kind, or 0 where that
-was overwritten; without its page of kind 0, which is unlimited, nobody can use it. A prefix is usable if, for each kind,
-the pages that later tokens see are there.
+was overwritten; without its page of kind 0, which is unlimited, nobody can use it. A prefix is usable if, for each
+kind, the pages that later tokens see are there.
 """
 
 from __future__ import annotations

@@ -28,7 +28,9 @@ class PagePool:
         self._reused = reused
         self._references = [1] + [0] * (pages - 1)
         regions = -(-(pages - 1) // width)
-        self._of_region = [dict.fromkeys(self._pages_of(region)) for region in range(regions)]  # free ones, oldest first
+        self._of_region = [
+            dict.fromkeys(self._pages_of(region)) for region in range(regions)
+        ]  # free ones, oldest first
         # Regions by their number of free pages, those that have had it longest first; the last may be shorter.
         self._with_free: list[dict[int, None]] = [{} for _ in range(width + 1)]
         for region, free in enumerate(self._of_region):

@@ -23,7 +23,8 @@ from autopar.serving.step import Chosen, Row
 class Scheduler:
     """Requests of one replica.
 
-    step_tokens: most tokens of a step. max_running: most requests that run at a time. groups: number of pipeline stages.
+    step_tokens: most tokens of a step. max_running: most requests that run at a time. groups: number of pipeline
+    stages.
     """
 
     def __init__(self, cache: PagedCache, step_tokens: int, max_running: int, groups: int = 1) -> None:
@@ -54,6 +55,11 @@ class Scheduler:
         """End a request, wherever it is; one that has ended is left alone. A step in flight is not stopped."""
         if request in self._requests:
             self._end(self._requests[request], "abort")
+
+    def abort_all(self) -> None:
+        """End all requests."""
+        for request in list(self._requests):
+            self.abort(request)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         if request.state == "running":

@@ -71,6 +71,7 @@ class Runner(Protocol):
     page_size: int  # tokens
     windows: tuple[int, ...]  # per window kind, in tokens; 0: unlimited, which is kind 0
     pages: tuple[int, ...]  # per window kind: pages of its pools, page 0 among them, which is scratch
+    page_bytes: tuple[int, ...]  # per window kind: of one page, of all layers on this rank
     replica: int  # of this rank
     reporters: tuple[int, ...]  # per replica: the global rank that returns its tokens, one of the last stage
 

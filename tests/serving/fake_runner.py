@@ -61,9 +61,7 @@ class FakeRunner:
             raise RuntimeError("the device is gone")
         found = [self._row(row) for row in rows]
         # Pages of one step: only requests that share a prefix have pages in common, and none of them writes these.
-        written = [
-            page for row in rows for page in row.pages[0][row.start // self.page_size :]
-        ]
+        written = [page for row in rows for page in row.pages[0][row.start // self.page_size :]]
         assert len(written) == len(set(written)), "two requests write one page"
         return [one for one in found if one is not None] if self.last else None
 
@@ -86,7 +84,7 @@ class FakeRunner:
         allowed = row.choice.allowed
         if allowed is not None:
             token = next(i for i in range(8 * len(allowed)) if allowed[i // 8] >> i % 8 & 1)
-        return Chosen(token, -float(position))
+        return Chosen(token, 1.0 - row.choice.position)
 
     def _slot(self, row: Row, kind: int, position: int) -> tuple[int, int]:
         page = row.pages[kind][position // self.page_size]

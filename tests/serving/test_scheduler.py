@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -54,7 +55,7 @@ def test_requests_lie_at_equal_distances() -> None:
         scheduler.add(request(number, prompt(9, number), most=30))
     last = drive(scheduler, runner, 20)[-1]
     firsts = [row.pages[0][0] for row in last]
-    assert {b - a for a, b in zip(firsts, firsts[1:])} == {16}
+    assert {b - a for a, b in pairwise(firsts)} == {16}
     assert all(row.pages[0] == tuple(range(first, first + len(row.pages[0]))) for row, first in zip(last, firsts))
 
 

@@ -128,7 +128,7 @@ def _make_mesh(mesh: Mesh, kind: str, timeout: timedelta) -> DeviceMesh:
 
 
 def _group_along(
-    mesh: Mesh, axes: Sequence[str], members: Sequence[int], timeout: timedelta, name: str
+    mesh: Mesh, axes: Sequence[str], members: Sequence[int], timeout: timedelta, name: str, kind: str | None = None
 ) -> dist.ProcessGroup | None:
     """A new group of the coordinates ``members`` of joined axes, if this rank is at one of them; only they take part.
     Ranks make all their groups in the same order, so none waits in a circle."""
@@ -140,7 +140,7 @@ def _group_along(
     # Nobody else may have the name; each of its ranks finds the same one, whatever other groups it is in.
     full = f"autopar/{mesh}/{name}/{min(ranks)}/{timeout.total_seconds():g}"
     _named[full] = count = _named.get(full, 0) + 1  # a store may outlive a default group, and serve the next
-    make = functools.partial(group_of_members, ranks, f"{full}/{count}", timeout, name)
+    make = functools.partial(group_of_members, ranks, f"{full}/{count}", timeout, name, kind)
     with aborts.recorded():
         return waited_for(board(), timeout.total_seconds(), make, f"making the group {name}", ranks)
 
@@ -302,6 +302,12 @@ class Groups:
         if not takes_host_tensors(self._groups["pp"]):
             return None
         return self._further("pp", "pp_votes", range(self.size("pp")))
+
+    def control(self, timeout: timedelta) -> dist.ProcessGroup:
+        """A new group of all ranks for messages between hosts (gloo). All ranks call it at the same point."""
+        made = _group_along(self.mesh, [*self.mesh.sizes], range(self.mesh.world_size), timeout, "control", "gloo")
+        assert made is not None, "every rank is in it"
+        return made
 
     def link(self, source: int, target: int) -> tuple[dist.ProcessGroup, int]:
         """The group for what ``source`` on pp sends to ``target``, and the place in it of the one that is not here."""

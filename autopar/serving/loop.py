@@ -1,0 +1,272 @@
+"""`Loop`: what drives the steps of a rank.
+
+The leader (world rank 0) plans a step, sends it to all ranks in one message, and runs its own part; the others run what
+they receive, and keep no state of requests. A message also has what became of requests in the steps before (`Event`)
+and which calls the leader made (`Announcement`), for ranks that made them, too.
+
+With S pipeline stages, S steps are in flight: step i is of the requests of group i % S; its tokens come back from the
+last stage before step i + S is planned. Tokens of other replicas come back in the same way. The leader is ready for
+them before it runs its own part. A replica without rows runs the step all the same.
+
+A loop does not run by itself: `run` drives it until a condition holds, in whichever thread. Ranks may stop at any
+message, as long as all stop at the same one: a condition depends on delivered events alone. An idle leader sends an
+empty message every second as long as it is driven.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from autopar.serving.calls import Announcement, Calls, Event
+from autopar.serving.control import LEADER, Control, Expected
+from autopar.serving.requests import Request
+from autopar.serving.scheduler import Scheduler
+from autopar.serving.step import Chosen, Row, Runner, Step, packed_step, unpacked_step
+
+IDLE = 1.0  # seconds between messages of a leader that has nothing to do
+Rows = tuple[tuple[Row, ...], ...]
+
+
+class Message(NamedTuple):
+    """What the leader sends."""
+
+    step: Any = None  # of `packed_step`
+    events: Sequence[Any] = ()
+    calls: Sequence[Announcement] = ()
+    vote: tuple[int, bytes] | None = None  # a call and the hash of its arguments: do you make the same one?
+    end: str | None = None  # there are no more messages; why, if an error was it
+
+
+@dataclass
+class _Flight:
+    """A step that was started."""
+
+    rows: Rows
+    chosen: dict[int, list[Chosen] | Expected]  # by replica; of those with a choice
+
+
+class Leader:
+    """The loop of world rank 0.
+
+    deliver: called with the events of each message, before its step runs.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        control: Control,
+        schedulers: Sequence[Scheduler],
+        deliver: Callable[[Sequence[Event]], None],
+    ) -> None:
+        self._runner, self._control, self._schedulers, self._deliver = runner, control, schedulers, deliver
+        self._flights: list[_Flight | None] = [None] * runner.stages
+        self._group = 0
+        self._inbox: deque[tuple[Announcement, Sequence[Request]] | int] = deque()  # calls, and requests to abort
+        self._woken = threading.Event()
+        self.steps = 0
+        self.over = False
+
+    # --- from any thread ------------------------------------------------------------------------------------------
+
+    def add(self, call: Announcement, requests: Sequence[Request] = ()) -> None:
+        """A call and its requests, for the next step."""
+        self._inbox.append((call, requests))
+        self._woken.set()
+
+    def abort(self, request: int) -> None:
+        """End a request at the next step."""
+        self._inbox.append(request)
+        self._woken.set()
+
+    def wake(self) -> None:
+        """Look at the condition of `run` again."""
+        self._woken.set()
+
+    @property
+    def told(self) -> bool:
+        """Whether the others know of all calls."""
+        return not self._inbox
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that have not begun."""
+        new = sum(len(item[1]) for item in tuple(self._inbox) if not isinstance(item, int))
+        return new + sum(len(scheduler.waiting) for scheduler in self._schedulers)
+
+    # --- driving --------------------------------------------------------------------------------------------------
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Drive steps until the condition holds."""
+        while not until():
+            if not self._turn():
+                self._woken.wait(IDLE)
+                if not self._inbox:
+                    self._send(Message())
+                self._woken.clear()
+
+    def _turn(self) -> bool:
+        """Collect the tokens of a group's last step and start its next one. False: there is nothing to do."""
+        group, self._group = self._group, (self._group + 1) % len(self._flights)
+        events = self._collected(group)
+        calls = self._taken()
+        rows = tuple(scheduler.next_step(group) for scheduler in self._schedulers)
+        events += self._ends()
+        if any(rows) or events or calls:
+            step = packed_step(Step(rows)) if any(rows) and self._control.world > 1 else None
+            self._send(Message(step, _packed_events(events), calls), events)
+        if any(rows):
+            self._flights[group] = self._started(rows)
+        return bool(events or calls or any(self._flights) or any(s.unfinished for s in self._schedulers))
+
+    def _send(self, message: Message, events: Sequence[Event] = ()) -> None:
+        if self._control.world > 1:
+            self._control.broadcast(message)
+        self._deliver(events)
+
+    def _taken(self) -> list[Announcement]:
+        calls = []
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, int):
+                for scheduler in self._schedulers:
+                    scheduler.abort(item)
+            else:
+                calls.append(item[0])
+                for request in item[1]:
+                    min(self._schedulers, key=lambda scheduler: scheduler.unfinished).add(request)
+        return calls
+
+    def _started(self, rows: Rows) -> _Flight:
+        flight = _Flight(rows, {})
+        for replica, reporter in enumerate(self._runner.reporters):
+            if reporter != LEADER and _has_choice(rows[replica]):
+                flight.chosen[replica] = self._control.expect(reporter)
+        self.steps += 1
+        mine = self._runner.replica
+        chosen = self._runner.run(rows[mine])
+        if self._runner.reporters[mine] == LEADER and _has_choice(rows[mine]):
+            assert chosen is not None, "a rank of the last stage returns tokens"
+            flight.chosen[mine] = chosen
+        return flight
+
+    def _collected(self, group: int) -> list[Event]:
+        flight, self._flights[group] = self._flights[group], None
+        events = list[Event]()
+        for replica, chosen in sorted(flight.chosen.items()) if flight else ():
+            assert flight is not None
+            if isinstance(chosen, Expected):
+                chosen = self._report(chosen)
+            given = self._schedulers[replica].collect(flight.rows[replica], chosen)
+            events += [Event(request.id, one) for request, one in given]
+        return events
+
+    def _report(self, expected: Expected) -> list[Chosen]:
+        told: list[Chosen] | str = self._control.received(expected)
+        if isinstance(told, str):
+            raise RuntimeError(f"serve: rank {expected.rank} failed in a step: {told}")
+        return told
+
+    def _ends(self) -> list[Event]:
+        """Of requests that have ended since the last message."""
+        events = []
+        for scheduler in self._schedulers:
+            events += [Event(r.id, None, r.finish_reason, r.error) for r in scheduler.ended]
+            scheduler.ended.clear()
+        return events
+
+    def votes(self, number: int, digest: bytes) -> list[int]:
+        """The ranks that make a call of this number with other arguments."""
+        expected = [self._control.expect(rank) for rank in range(self._control.world) if rank != LEADER]
+        self._control.broadcast(Message(vote=(number, digest)))
+        answers = [(one.rank, self._control.received(one)) for one in expected]
+        return [rank for rank, answer in answers if answer is False]
+
+    def end(self) -> None:
+        """Abort all requests and tell the others that there are no more messages."""
+        events = [event for group in range(len(self._flights)) for event in self._collected(group)]
+        calls = self._taken()
+        for scheduler in self._schedulers:
+            scheduler.abort_all()
+        events += self._ends()
+        self.over = True
+        self._send(Message(None, _packed_events(events), calls, end=""), events)
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell the others, if they are there, that this rank has failed."""
+        self.over = True
+        self._control.try_to_broadcast(Message(end=f"rank {LEADER} failed: {_in_words(error)}"))
+
+
+class Follower:
+    """The loop of another rank."""
+
+    def __init__(self, runner: Runner, control: Control, calls: Calls) -> None:
+        self._runner, self._control, self._calls = runner, control, calls
+        self.over = False
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Do what the leader says until the condition holds, or there are no more messages. Raises RuntimeError if the
+        leader failed."""
+        while not self.over and not until():
+            message: Message = self._control.receive()
+            for call in message.calls:
+                self._calls.announced(call)
+            self._calls.deliver(_unpacked_events(message.events))
+            if message.vote is not None:
+                self._control.tell_leader(self._calls.agrees(*message.vote))
+            if message.step is not None:
+                self._run(unpacked_step(message.step))
+            if message.end is not None:
+                self.over = True
+                if message.end:
+                    raise RuntimeError(f"serve: {message.end}")
+                self._calls.fail(ValueError("serve: rank 0 has closed the server; close it after its last call"))
+
+    def _run(self, step: Step) -> None:
+        mine = self._runner.replica
+        reports = self._runner.reporters[mine] == self._control.rank and _has_choice(step.rows[mine])
+        try:
+            chosen = self._runner.run(step.rows[mine])
+        except Exception as error:
+            if reports:
+                self._control.tell_leader(_in_words(error))
+            raise
+        if reports:
+            assert chosen is not None, "a rank of the last stage returns tokens"
+            self._control.tell_leader(chosen)
+
+    def give_up(self, error: BaseException) -> None:
+        """This rank has failed."""
+        self.over = True
+
+
+def _has_choice(rows: Sequence[Row]) -> bool:
+    return any(row.choice is not None for row in rows)
+
+
+def _packed_events(events: Sequence[Event]) -> list[Any]:
+    """As plain tuples, which are quicker to pickle; errors in words, since others may not have their classes."""
+    packed: list[Any] = []
+    for event in events:
+        one = event.chosen
+        if one is not None:
+            packed.append((event.request, (one.token, one.logprob, one.top, one.logits, one.scores), None, None))
+        else:
+            text = None if event.error is None else str(event.error)
+            packed.append((event.request, None, event.reason, text))
+    return packed
+
+
+def _unpacked_events(packed: Sequence[Any]) -> list[Event]:
+    return [
+        Event(request, None if one is None else Chosen(*one), reason, None if text is None else ValueError(text))
+        for request, one, reason, text in packed
+    ]
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
