@@ -109,7 +109,7 @@ def _seconds(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> float:
     held = _bytes(expert_weights(dispatch)) / tp / (mesh.size(axis) if axis in _SUMS else 1)
     for other in _SUMS:
         if other != axis and (ranks := mesh.size(other)) > 1:
-            # for each use: gathered in forward and backward, then scattered; else gathered once, then scattered, or summed
+            # gathered in forward and backward, and scattered; or gathered once and scattered, which is as much as a sum
             passes = 3 if options.shards_parameters and not options.gathers_once else 2
             found += wiring.of(other).seconds("all_reduce", passes * held * (ranks - 1) / ranks, ranks, 1)
     return found
