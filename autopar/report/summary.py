@@ -28,6 +28,8 @@ from autopar.plan import Plan
 from autopar.report.attention_summary import attention_summary, attention_table
 from autopar.report.graph_text import DTYPES
 from autopar.report.tables import escaped, fits, human_bytes, human_count, human_seconds, show_table, table_of
+from autopar.schedule.formulas import of_equal_stages
+from autopar.schedule.request import SCHEDULES
 from autopar.schedule.simulate import Timeline, per_part
 from autopar.steps.graphs import Compiled
 from autopar.steps.of_rank import hop_bytes, parts_of
@@ -322,12 +324,13 @@ def pipeline_summary(
 ) -> dict[str, Any]:
     """Plain JSON values. memories, volumes: of a rank for every coordinate on pp.
 
-    Times are seconds on the device that the options name; ``time`` of a part is its share of all compute.
+    Times are seconds on the device that the options name; ``time`` of a part is its share of all compute. idle: of a
+    rank; idle_if_equal: by the schedule's ``formula``, if all stages took the same time (None: it has none).
     """
     pipeline, plan = compiled.pipeline, compiled.plan.pipeline
     assert plan is not None
     timeline = step_timeline(compiled)
-    order = pipeline.order
+    order, formula = pipeline.order, SCHEDULES[plan.schedule].bubble
     sent = [sum(v.bytes for v in volume.values()) for volume in volumes]
     peaks = [memory["peak"] for memory in memories]
     return {
@@ -341,6 +344,9 @@ def pipeline_summary(
         "makespan": timeline.makespan,
         "step": timeline.cost,
         "bubble": timeline.bubble,
+        "idle": timeline.bubble * timeline.cost,
+        "formula": formula,
+        "idle_if_equal": of_equal_stages(formula, timeline) if formula else None,
         "fullest": peaks.index(max(peaks)),
         "busiest": sent.index(max(sent)),
         "ranks": [
@@ -394,7 +400,9 @@ def _facts(summary: Mapping[str, Any]) -> Table:
     if summary["token_slices"]:
         table.add_row("token slices", ", ".join(map(str, summary["token_slices"])))
     table.add_row(f"step, simulated for {summary['target_hardware']}", human_seconds(summary["step"]))
-    table.add_row("bubble", f"{summary['bubble']:.1%}")
+    table.add_row("bubble", f"{summary['bubble']:.1%}, {human_seconds(summary['idle'])}")
+    if summary["formula"]:
+        table.add_row("of equal stages", f"{summary['formula']} = {human_seconds(summary['idle_if_equal'])}")
     return table
 
 
