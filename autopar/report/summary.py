@@ -20,10 +20,11 @@ from autopar.ac_policies import LayerCheckpoint
 from autopar.cost.memory import Memory, memories, memory_at_worst
 from autopar.cost.stage_costs import step_timeline
 from autopar.cost.step_estimate import step_estimate
-from autopar.cost.traffic import Volume, graph_runs, step_communication, transfer_seconds
+from autopar.cost.traffic import graph_runs, step_communication, transfer_seconds
 from autopar.ir.graph import compressed, modules_of, without_indices, without_numbers
 from autopar.ir.placement import Shard
 from autopar.ir.signature import ParameterSpec
+from autopar.ir.traffic import Ledger
 from autopar.plan import Plan
 from autopar.report.attention_summary import attention_summary, attention_table
 from autopar.report.graph_text import DTYPES
@@ -108,7 +109,7 @@ def summarize(compiled: Compiled, model: str = "") -> dict[str, Any]:
     return found
 
 
-def volumes(compiled: Compiled) -> list[dict[tuple[str, str], Volume]]:
+def volumes(compiled: Compiled) -> list[Ledger]:
     """`step_communication` of a rank for every coordinate on pp."""
     return [step_communication(compiled, rank) for rank in range(compiled.plan.mesh.size("pp"))]
 
@@ -316,11 +317,9 @@ def _axis(name: str) -> str:
 
 # --- pipelines -----------------------------------------------------------------------------------------
 
-Volumes = Mapping[tuple[str, str], Volume]
-
 
 def pipeline_summary(
-    compiled: Compiled, memories: Sequence[Mapping[str, int]], volumes: Sequence[Volumes]
+    compiled: Compiled, memories: Sequence[Mapping[str, int]], volumes: Sequence[Ledger]
 ) -> dict[str, Any]:
     """Plain JSON values. memories, volumes: of a rank for every coordinate on pp.
 

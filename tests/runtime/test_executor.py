@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autopar.ir.signature import InputSpec, OutputSpec
-from autopar.runtime.comm.collectives import Traffic
+from autopar.ir.traffic import Traffic
 from autopar.runtime.exec.executor import Executor
 from autopar.runtime.exec.lowering import Lowered
 from autopar.runtime.exec.slots import Values

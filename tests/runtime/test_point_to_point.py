@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.comm.collectives import Traffic
+from autopar.ir.traffic import Traffic
 from autopar.runtime.comm.p2p import Channels, side_by_side
 from autopar.runtime.exec.executor import Executor
 from autopar.runtime.exec.instructions import Instruction

@@ -31,9 +31,9 @@ from autopar.ir.batch import part_of_batch, without_static_inputs
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import nested_piece
 from autopar.ir.signature import ParameterSpec
+from autopar.ir.traffic import Ledger
 from autopar.options import Options
 from autopar.planner.pipeline.step_order import make_order, owners
-from autopar.runtime.comm.collectives import Ledger
 from autopar.runtime.comm.context_parallel_comm import OPERATORS
 from autopar.runtime.exec import executor as executors
 from autopar.runtime.exec.executor import Executor

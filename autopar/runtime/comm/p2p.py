@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.runtime.comm.collectives import Ledger, Traffic
+from autopar.ir.traffic import Ledger, Traffic
 from autopar.runtime.fault.aborts import started
 from autopar.runtime.fault.errors import explained
 from autopar.runtime.mesh.process_groups import Groups

@@ -12,16 +12,8 @@ import torch
 from torch import Tensor
 
 from autopar.ir.signature import ParameterSpec, in_buckets
-from autopar.runtime.comm.collectives import (
-    Ledger,
-    PendingCollective,
-    Traffic,
-    add_ledgers,
-    all_reduce,
-    broadcast,
-    finish,
-    traffic_of,
-)
+from autopar.ir.traffic import Ledger, Traffic, add_ledgers, traffic_of
+from autopar.runtime.comm.collectives import PendingCollective, all_reduce, broadcast, finish
 from autopar.runtime.comm.p2p import AXIS
 from autopar.runtime.exec.slots import Routes
 from autopar.runtime.mesh.process_groups import Groups

@@ -28,9 +28,9 @@ from torch.profiler import record_function
 from autopar.adapters.profiling import is_profiled
 from autopar.ir.expert_layers import axis_of_experts
 from autopar.ir.graph import set_device
+from autopar.ir.traffic import Ledger, Traffic, add_ledgers, ledger_between
 from autopar.ops.grouped_experts import ends_of_rows
 from autopar.ops.value_checks import take_notes
-from autopar.runtime.comm.collectives import Ledger, Traffic, add_ledgers, ledger_between
 from autopar.runtime.comm.p2p import AXIS, Channels
 from autopar.runtime.exec.buffer_updates import BufferUpdates
 from autopar.runtime.exec.cross_stage import StageExchange

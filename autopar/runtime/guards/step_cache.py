@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from autopar.ir.batch import facts_of
+from autopar.ir.traffic import Ledger, add_ledgers
 from autopar.plan import Plan
-from autopar.runtime.comm.collectives import Ledger, add_ledgers
 from autopar.runtime.consistency.batch_checks import BatchContents, check_unclear, claim_shapes, shapes_of
 from autopar.runtime.consistency.rank_checks import (
     RankCheck,
