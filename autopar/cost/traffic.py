@@ -109,7 +109,7 @@ def communication(gm: GraphModule, mesh: Mesh) -> dict[tuple[str, str], Traffic]
 
 # --- communication of a step ---------------------------------------------------------------------------
 
-ONCE = ("prologue", "once", "each", "ahead", "gather", "reduce")  # graphs that do not run for every token slice
+ONCE = ("prologue", "once", "each", "pre_pass", "gather", "reduce")  # graphs that do not run for every token slice
 
 
 def graph_runs(compiled: Compiled, rank: int = 0) -> dict[str, tuple[GraphModule, int]]:

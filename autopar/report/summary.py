@@ -33,7 +33,7 @@ from autopar.schedule.formulas import of_equal_stages
 from autopar.schedule.request import SCHEDULES
 from autopar.schedule.simulate import Timeline, per_part
 from autopar.steps.graphs import Compiled
-from autopar.steps.of_rank import hop_bytes, parts_of
+from autopar.steps.of_rank import edge_bytes, parts_of
 
 AXIS_SHARES = "What each axis shards of parameter bytes and forward FLOPs, and what is replicated"
 CHECKPOINT_ROWS = "Activation checkpointing: values recomputed per layer, bytes kept and offloaded, time of all layers"
@@ -381,7 +381,7 @@ def part_rows(compiled: Compiled, timeline: Timeline) -> list[dict[str, Any]]:
                 "parameters": sum(math.prod(specs[name].shape) for name in part.parameters),
                 "time": times[k] / (sum(times) or 1.0),
                 "activations": round(per_part(costs.activations, k)),
-                "sent": sum(hop_bytes(h, i) for h in pipeline.hops if h.source == k for i in range(len(h.shapes))),
+                "sent": sum(edge_bytes(h, i) for h in pipeline.edges if h.source == k for i in range(len(h.shapes))),
             }
         )
     return rows

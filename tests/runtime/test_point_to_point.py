@@ -123,7 +123,7 @@ def step_that_fails(how: str) -> tuple[str, float]:
     executor.run_step(values)
     if groups.rank == 2:
         middle = next(e for e in executor.program.entries if str(e.action) == "2BW1")
-        middle.does.insert(0, Instruction(STOPS[how], []))
+        middle.instructions.insert(0, Instruction(STOPS[how], []))
     start = time.monotonic()
     try:
         with error_context():

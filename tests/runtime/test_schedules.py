@@ -87,9 +87,9 @@ def test_odd_sizes(name: str) -> None:
                 simulate(order)
 
 
-def forwards_ahead(hop: tuple[int, int, bool], parts: int) -> P2PEdge | None:
-    source, target = sorted((hop[0] % parts, hop[1] % parts))
-    return P2PEdge("x", source, target, hop[2]) if source < target else None
+def forwards_ahead(edge: tuple[int, int, bool], parts: int) -> P2PEdge | None:
+    source, target = sorted((edge[0] % parts, edge[1] % parts))
+    return P2PEdge("x", source, target, edge[2]) if source < target else None
 
 
 @settings(max_examples=150, deadline=None)
@@ -104,13 +104,13 @@ def forwards_ahead(hop: tuple[int, int, bool], parts: int) -> P2PEdge | None:
 def test_lowered_orders_never_deadlock(
     name: str, ranks: int, microbatches: int, slices: int, skips: list[tuple[int, int, bool]], chain: bool
 ) -> None:
-    """Whatever the hops: every hop of every microbatch is moved, each channel in one order at both ends."""
+    """Whatever the edges: every edge of every microbatch is moved, each channel in one order at both ends."""
     if not can(name, ranks, microbatches):
         return
     order = make(name, ranks, microbatches, slices=slices if SCHEDULES[name].sliced else 1)
-    hops = [hop for skip in skips if (hop := forwards_ahead(skip, order.parts))]
-    hops += neighbours(order) if chain else []
-    lowered = lower(order, hops)
+    edges = [edge for skip in skips if (edge := forwards_ahead(skip, order.parts))]
+    edges += neighbours(order) if chain else []
+    lowered = lower(order, edges)
     simulate(lowered)
     check_streams(lowered)
     for (source, target), (sends, receives) in channels(lowered).items():
@@ -118,21 +118,21 @@ def test_lowered_orders_never_deadlock(
         received = [lowered.ranks[rank][index] for rank, index in receives]
         assert [counterpart(action) for action in sent] == received and source != target
     moved = [a for row in lowered.ranks for a in row if a.kind in TRANSFERS]
-    assert len(moved) == len(set(moved)) == 2 * len(expected_sends(order, hops))
+    assert len(moved) == len(set(moved)) == 2 * len(expected_sends(order, edges))
     assert {(a.kind, a.stage, a.peer, a.microbatch, a.slice) for a in moved if a.kind[0] == "S"} == expected_sends(
-        order, hops
+        order, edges
     )
 
 
-def expected_sends(order: Order, hops: list[P2PEdge]) -> set[tuple[str, int, int, int, int]]:
+def expected_sends(order: Order, edges: list[P2PEdge]) -> set[tuple[str, int, int, int, int]]:
     out = set()
     for microbatch, index in enumerate(order.chain_of):
-        for hop in hops:
-            source, target = order.chains[index][hop.source], order.chains[index][hop.target]
+        for edge in edges:
+            source, target = order.chains[index][edge.source], order.chains[index][edge.target]
             if order.rank_of[source] != order.rank_of[target]:
                 for piece in range(order.slices):
                     out.add(("SF", source, target, microbatch, piece))
-                    out |= {("SB", target, source, microbatch, piece)} if hop.gradient else set()
+                    out |= {("SB", target, source, microbatch, piece)} if edge.gradient else set()
     return out
 
 

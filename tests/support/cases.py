@@ -258,7 +258,7 @@ def with_schedule(made: Compiled, name: str) -> Compiled:
     """The same parts in the order of another schedule."""
     assert made.plan.pipeline is not None
     plan = dataclasses.replace(made.plan, pipeline=dataclasses.replace(made.plan.pipeline, schedule=name))
-    order, ranks = make_order(plan, made.pipeline.parts, made.pipeline.hops), owners(plan)
+    order, ranks = make_order(plan, made.pipeline.parts, made.pipeline.edges), owners(plan)
     specs = tuple(dataclasses.replace(spec, ranks=ranks[spec.name]) for spec in made.parameters)
     pipeline = dataclasses.replace(made.pipeline, order=order)
     return dataclasses.replace(made, plan=plan, pipeline=pipeline, parameters=specs)

@@ -49,7 +49,7 @@ from autopar.steps.of_rank import parts_of
 VARIABLE = "AUTOPAR_DUMP"
 # Graphs that run as they are, such as forward or part1.backward_input.
 STEP_GRAPHS = re.compile(
-    r"prologue|once|each|(part\d+\.)?(ahead\d+|forward|backward(_input|_weight|_reduce)?|gather|reduce)"
+    r"prologue|once|each|(part\d+\.)?(pre_pass\d+|forward|backward(_input|_weight|_reduce)?|gather|reduce)"
 )
 
 
