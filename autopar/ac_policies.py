@@ -46,7 +46,7 @@ class ForwardValue:
 
 
 @dataclass(frozen=True)
-class PartCheckpoints:
+class StageCheckpoints:
     """Names of the activations that a stage does not keep on the device from its forward to its backward. again: those
     that the backward recomputes; host: those that are offloaded."""
 
@@ -54,7 +54,7 @@ class PartCheckpoints:
     host: frozenset[str] = frozenset()
 
 
-NOTHING = PartCheckpoints()
+NOTHING = StageCheckpoints()
 Policy = Callable[[ForwardValue], bool | str]
 AC_POLICIES: Registry[Policy] = Registry("activation_checkpoint")
 

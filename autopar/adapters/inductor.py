@@ -12,7 +12,6 @@ with their neighbours.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
@@ -53,28 +52,15 @@ class KeepOrder(_scheduler_pass()):  # type: ignore[misc]
     runs next. So no wait moves ahead of earlier nodes."""
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
+        import networkx as nx  # slow to import
+
         made_by = {name: node for node in nodes for name in node.get_buffer_names()}
-        takes = {
-            node: {made_by[dep.name] for dep in node.unmet_dependencies if dep.name in made_by} - {node}
-            for node in nodes
-        }
-        users: dict[Any, list[Any]] = {}
-        for node, needed in takes.items():
-            for other in needed:
-                users.setdefault(other, []).append(node)
-        place = {node: (node.min_order, i) for i, node in enumerate(nodes)}
-        ready = [(place[node], node) for node, needed in takes.items() if not needed]
-        heapq.heapify(ready)
-        out: list[Any] = []
-        while ready:
-            _, node = heapq.heappop(ready)
-            out.append(node)
-            for user in users.get(node, ()):
-                takes[user].discard(node)
-                if not takes[user]:
-                    heapq.heappush(ready, (place[user], user))
-        assert len(out) == len(nodes), "dependencies of kernels have a cycle"
-        return out
+        takes = nx.DiGraph()
+        takes.add_nodes_from((node, {"place": (node.min_order, i)}) for i, node in enumerate(nodes))
+        for node in nodes:
+            given = {made_by[dep.name] for dep in node.unmet_dependencies if dep.name in made_by} - {node}
+            takes.add_edges_from((maker, node) for maker in given)
+        return list(nx.lexicographical_topological_sort(takes, lambda node: takes.nodes[node]["place"]))
 
     def uuid(self) -> str:
         """For Inductor's cache of compiled graphs."""

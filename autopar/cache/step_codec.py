@@ -23,8 +23,8 @@ from autopar.cache.value_codec import Damaged, Decoder, Encoder, Json, Unstorabl
 from autopar.capture.trace.gc_pause import paused_collector
 from autopar.ir.signature import ParameterSpec
 from autopar.plan import Plan
-from autopar.runtime.exec.step_fingerprint import known_facts
-from autopar.steps.graphs import Compiled, CopiedStepGraph, KnownFacts, MadeLater, Prologue, StepGraph
+from autopar.runtime.exec.step_fingerprint import known_digests
+from autopar.steps.graphs import Compiled, CopiedStepGraph, LazyGraph, Prologue, StepDigests, StepGraph
 
 Sections = Mapping[str, bytes]
 _MAIN = "main"
@@ -52,7 +52,7 @@ class _StepEncoder(Encoder):
     def step(self, compiled: Compiled) -> Json:
         """All fields except for timings, and the index of the local graph."""
         kept = {f.name: getattr(compiled, f.name) for f in fields(Compiled) if f.name not in _APART}
-        known = compiled.known or known_facts(compiled)
+        known = compiled.known or known_digests(compiled)
         return [self.encode(kept), self._place(compiled.local), [*compiled.constants], self.encode(known)]
 
 
@@ -82,11 +82,11 @@ def _json(tree: Json) -> bytes:
 # --- reading ----------------------------------------------------------------------------------------------
 
 
-class StoredStepGraph(MadeLater, StepGraph):
+class StoredStepGraph(LazyGraph, StepGraph):
     """A step graph from the cache, decoded at first use."""
 
 
-class StoredPrologue(MadeLater, Prologue):
+class StoredPrologue(LazyGraph, Prologue):
     """A prologue from the cache, decoded at first use."""
 
 
@@ -147,7 +147,7 @@ class _StepDecoder(Decoder):
         made.__dict__.update(kept)
         made._make, made._constants, made.timings = self.maker(place), {name: constants[name] for name in names}, {}
         made.known = self.decode(known)
-        if not isinstance(made.known, KnownFacts) or not isinstance(made.plan, Plan):
+        if not isinstance(made.known, StepDigests) or not isinstance(made.plan, Plan):
             raise Damaged("a step without a plan or known facts")
         return made
 

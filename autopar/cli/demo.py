@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from autopar.api import parallelize
 from autopar.cost.memory import memory
 from autopar.ir.mesh import DATA, Mesh
+from autopar.ir.traffic import Ledger
 from autopar.models.tiny import TINY
 from autopar.report.tables import human_bytes
-from autopar.runtime.comm.collectives import Ledger
 from autopar.runtime.mesh.process_groups import dp_rank_and_size, init_mesh
 from autopar.runtime.params.parameters import local_tensor
 from autopar.runtime.training.launch import launch

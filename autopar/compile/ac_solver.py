@@ -19,7 +19,7 @@ from functools import cached_property
 
 from torch.fx import Node
 
-from autopar.ac_policies import AC_POLICIES, AUTO, NOTHING, LayerCheckpoint, PartCheckpoints
+from autopar.ac_policies import AC_POLICIES, AUTO, NOTHING, LayerCheckpoint, StageCheckpoints
 from autopar.compile.layer_options import Known, cost_of, find_ways
 from autopar.compile.layer_tensors import ChosenValues, JointInfo, chosen_by, layers_of
 from autopar.compile.stages import StageBuilder
@@ -68,11 +68,11 @@ def with_checkpoints(maker: StageBuilder, finished: Callable[[Plan, Pipeline], C
     return finished(made.plan, replace(shown, order=made.pipeline.order))
 
 
-def _by_part(layers: Sequence[LayerCheckpoint]) -> dict[int, PartCheckpoints]:
-    found: dict[int, PartCheckpoints] = {}
+def _by_part(layers: Sequence[LayerCheckpoint]) -> dict[int, StageCheckpoints]:
+    found: dict[int, StageCheckpoints] = {}
     for layer in layers:
         before = found.get(layer.part, NOTHING)
-        found[layer.part] = PartCheckpoints(before.again | set(layer.again), before.host | set(layer.host))
+        found[layer.part] = StageCheckpoints(before.again | set(layer.again), before.host | set(layer.host))
     return found
 
 
@@ -240,7 +240,7 @@ class _Fitting:
         pairs = [(facts, facts.needed(values)) for facts, values in zip(self.facts, chosen, strict=True)]
         pipeline = self.maker.make(
             {
-                k: PartCheckpoints(frozenset(_names(values.again)), frozenset(_names(needed.host)))
+                k: StageCheckpoints(frozenset(_names(values.again)), frozenset(_names(needed.host)))
                 for k, (values, (_, needed)) in enumerate(zip(chosen, pairs, strict=True))
             }
         )

@@ -191,12 +191,12 @@ def _compiled(
     ctx.plan = plan = dataclasses.replace(plan, shares=axis_shares(local[0], plan))
     made = [_of_microbatch(*pair) for pair in zip(local, contexts, strict=True)]
     gm, prologue = made[0][0], made[0][2]
-    ahead = made[0][3]
+    pre_pass = made[0][3]
     if prologue is not None:
         prologue.graph = lowered(prologue.graph)
         ctx.observe("prologue", prologue.graph)
-    if ahead is not None:
-        ctx.plan = plan = _with_forward_ahead(plan, ahead)
+    if pre_pass is not None:
+        ctx.plan = plan = _with_pre_pass(plan, pre_pass)
     parameters = parameter_specs(gm, plan)
     graphs, static = [(graph, caches) for graph, caches, _, _ in made], most_static(parameters, mesh, options)
 
@@ -204,7 +204,7 @@ def _compiled(
         def finished(plan: Plan, pipeline: Pipeline) -> Compiled:
             return Compiled(gm.meta["signature"], plan, graphs[0][0], pipeline, prologue, parameters, train, timings)
 
-        return with_checkpoints(StageBuilder(graphs, ctx, train, static, tangents, slices, ahead), finished)
+        return with_checkpoints(StageBuilder(graphs, ctx, train, static, tangents, slices, pre_pass), finished)
 
     return in_chunks(graphs, ctx, train, attempt)
 
@@ -220,11 +220,11 @@ def _settled_cuts(gm: GraphModule, mesh: Mesh, options: Options, estimated: Plan
         return None
 
 
-def _with_forward_ahead(plan: Plan, ahead: GraphModule) -> Plan:
+def _with_pre_pass(plan: Plan, pre_pass: GraphModule) -> Plan:
     """The plan with a note of the pre-pass, whose cost matters."""
     note = (
-        f"{len(ahead.meta['results'])} values of all microbatches depend on weights: a forward of each runs before the "
-        'step, without gradients; aux_loss_scope="microbatch" avoids this for auxiliary losses'
+        f"{len(pre_pass.meta['results'])} values of all microbatches depend on weights: a forward of each runs before "
+        'the step, without gradients; aux_loss_scope="microbatch" avoids this for auxiliary losses'
     )
     return dataclasses.replace(plan, notes=(*plan.notes, ("prologue", note)))
 
@@ -234,11 +234,11 @@ def _of_microbatch(
 ) -> tuple[GraphModule, list[Cache], Prologue | None, GraphModule | None]:
     """The graph of a microbatch, or of a slice of its tokens, on one rank, before stages are split and differentiated,
     and the graph of the pre-pass."""
-    gm, prologue, ahead = split_prologue(gm, ctx)
+    gm, prologue, pre_pass = split_prologue(gm, ctx)
     gm, caches = slice_tokens(gm, ctx)
     if ctx.mesh.slice is not None:
         ctx.observe("slice_tokens", gm)
-    return gm, caches, prologue, ahead
+    return gm, caches, prologue, pre_pass
 
 
 def keep_outputs(gm: GraphModule, names: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """Token slices: local graphs of four sample slices become one set of graphs for slices of any length.
 
 stages of samples   --`merged`-->       one stage, whose graphs take a length and a start
-hops of samples     --`sliced_hop`-->   one hop, with a shape per slice
+edges of samples     --`sliced_edge`-->   one edge, with a shape per slice
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def merged(stages: Sequence[Stage], slices: Sequence[TokenSlice], caches: Sequen
     return replace(first, **made, caches=own)
 
 
-def sliced_hop(hops: Sequence[P2PEdge], slices: Sequence[TokenSlice], lengths: Sequence[int]) -> P2PEdge:
-    """The hop with one shape per slice: sizes are affine in the length, so two samples determine them."""
-    (first,), (longer,), (later,) = (h.shapes for h in hops[:3])
+def sliced_edge(edges: Sequence[P2PEdge], slices: Sequence[TokenSlice], lengths: Sequence[int]) -> P2PEdge:
+    """The edge with one shape per slice: sizes are affine in the length, so two samples determine them."""
+    (first,), (longer,), (later,) = (h.shapes for h in edges[:3])
     if later != first:
         raise ValueError(
-            f"token_slices: {hops[0].value} goes from stage {hops[0].source} to stage {hops[0].target} and grows "
+            f"token_slices: {edges[0].value} goes from stage {edges[0].source} to stage {edges[0].target} and grows "
             "with the tokens before the slice; split the model elsewhere with split_points=[...]"
         )
     a, b = slices[0].length, slices[1].length
@@ -54,4 +54,4 @@ def sliced_hop(hops: Sequence[P2PEdge], slices: Sequence[TokenSlice], lengths: S
     def shape(length: int) -> tuple[int, ...]:
         return tuple(x + (y - x) * (length - a) // (b - a) for x, y in zip(first, longer, strict=True))
 
-    return replace(hops[0], shapes=tuple(map(shape, lengths)))
+    return replace(edges[0], shapes=tuple(map(shape, lengths)))

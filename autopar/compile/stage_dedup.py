@@ -24,7 +24,7 @@ from autopar.adapters.fx.lazy import graph_module
 from autopar.adapters.keys import told_apart
 from autopar.ir.graph import frozen
 from autopar.ir.meta import NODES
-from autopar.passes.stage.split_stages import PartGraph
+from autopar.passes.stage.split_stages import StageGraph
 from autopar.steps.graphs import CopiedStepGraph, Stage, StepGraph
 
 _NOTED = NODES.keys() - {"nn_module_stack", "stack_trace", "original_aten", "asked"}
@@ -35,13 +35,13 @@ class KnownStages:
 
     def __init__(self) -> None:
         self._stages: dict[Hashable, tuple[list[Node], Stage]] = {}
-        self._seen: dict[int, tuple[PartGraph, Hashable, list[Node]]] = {}
+        self._seen: dict[int, tuple[StageGraph, Hashable, list[Node]]] = {}
 
-    def like(self, part: PartGraph) -> Hashable:
+    def like(self, part: StageGraph) -> Hashable:
         """Equal for equal stages. Describes a stage as it is at the first call."""
         return self._known(part)[0]
 
-    def stage(self, part: PartGraph, make: Callable[[], Stage], how: Hashable = ()) -> Stage:
+    def stage(self, part: StageGraph, make: Callable[[], Stage], how: Hashable = ()) -> Stage:
         """The result of ``make`` for the stage, or a copy of that for an equal one made in the same way."""
         key, nodes = self._known(part)
         known = self._stages.get((key, how))
@@ -53,7 +53,7 @@ class KnownStages:
         self._stages[key, how] = nodes, stage
         return stage
 
-    def _known(self, part: PartGraph) -> tuple[Hashable, list[Node]]:
+    def _known(self, part: StageGraph) -> tuple[Hashable, list[Node]]:
         if id(part) not in self._seen:
             nodes = list(_nodes(part))
             try:
@@ -66,7 +66,7 @@ class KnownStages:
         return key, nodes
 
 
-def _nodes(part: PartGraph) -> Iterator[Node]:
+def _nodes(part: StageGraph) -> Iterator[Node]:
     """The nodes of the stage's graph, and those between stored and used parameters."""
     yield from part.graph.graph.nodes
     seen: set[Node] = set()
@@ -79,7 +79,7 @@ def _nodes(part: PartGraph) -> Iterator[Node]:
                 path += [] if node is parameter else node.all_input_nodes
 
 
-def _key(part: PartGraph, nodes: Sequence[Node]) -> Hashable:
+def _key(part: StageGraph, nodes: Sequence[Node]) -> Hashable:
     place = {node: i for i, node in enumerate(nodes)}
     named = {node.name: i for i, node in enumerate(part.graph.graph.nodes)}
 
@@ -140,7 +140,7 @@ class _Names:
         return {self.paths.get(key, key): (self.paths.get(path, path), cls) for key, (path, cls) in stack.items()}
 
 
-def _copied(stage: Stage, part: PartGraph, names: _Names) -> Stage:
+def _copied(stage: Stage, part: StageGraph, names: _Names) -> Stage:
     value = names.value
     made = replace(
         stage,

@@ -1,7 +1,7 @@
 """From a local graph to a pipeline: split it into stages, differentiate each, order the actions. Pure, as all of
 compiling.
 
-local graph -> cut_stages -> per stage: F, BW, B, W, G, R -> check_step_types -> schedule -> Order
+local graph -> split_stages -> per stage: F, BW, B, W, G, R -> check_step_types -> schedule -> Order
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.ac_policies import AUTO, NOTHING, PartCheckpoints
-from autopar.compile.slices import COMPUTE_GRAPHS, merged, sliced_hop
+from autopar.ac_policies import AUTO, NOTHING, StageCheckpoints
+from autopar.compile.slices import COMPUTE_GRAPHS, merged, sliced_edge
 from autopar.compile.stage_dedup import KnownStages
 from autopar.ir.compute_dtypes import summed_in
 from autopar.ir.conversions import is_conversion
@@ -35,8 +35,8 @@ from autopar.passes.stage.parameter_graphs import (
     reduce_graph,
     with_gathers,
 )
-from autopar.passes.stage.split_stages import Cut, PartGraph, cut_stages, uncut
-from autopar.passes.stage.split_statistics import split_rounds
+from autopar.passes.stage.split_stages import StageGraph, StageSplit, as_one_stage, split_stages
+from autopar.passes.stage.split_statistics import split_pre_pass
 from autopar.plan import Plan
 from autopar.planner.pipeline.split_candidates import parts_by_node, resolve
 from autopar.planner.pipeline.step_order import make_order
@@ -65,18 +65,17 @@ class StageBuilder:
         static: int = 0,
         tangents: Sequence[str] = (),
         slices: Sequence[TokenSlice] = (),
-        ahead: GraphModule | None = None,
+        pre_pass: GraphModule | None = None,
     ) -> None:
         """``graphs``: it and its caches, or those of the sample ``slices``. ``static``: see `make_order`. ``tangents``:
-        names of outputs that receive gradients, besides the losses, if there is one stage. ``ahead``: the graph of the
-        pre-pass.
+        names of outputs that receive gradients, besides the losses, if there is one stage. ``pre_pass``: its graph.
 
         Raises ValueError where the graph has no such layers."""
         self.graphs, self.ctx, self.train, self.static, self.slices = graphs, ctx, train, static, slices
-        self._ahead = ahead
+        self._pre_pass = pre_pass
         plan = self.plan
-        self.cuts = timed(ctx.timings, "cut_stages", lambda: [_cut(gm, plan, tangents) for gm, _ in graphs])
-        self.parts = [same[0] for same in zip(*(cut.parts for cut in self.cuts), strict=True)]
+        self.splits = timed(ctx.timings, "split_stages", lambda: [_split(gm, plan, tangents) for gm, _ in graphs])
+        self.parts = [same[0] for same in zip(*(split.parts for split in self.splits), strict=True)]
         self._known = KnownStages()
         self._derived: dict[tuple[int, int], Differentiated] = {}
 
@@ -114,13 +113,13 @@ class StageBuilder:
         if (k, sample) not in self._derived:
             if self._shares_parts:
                 self._known.like(self.parts[k])  # as it is before this
-            part = self.cuts[sample].parts[k]
+            part = self.splits[sample].parts[k]
             results = part.results if self.train else dict.fromkeys(part.results, "output")
             sums, early = _sums(part, self.plan.options.precision), self.plan.loss_gradients == "forward"
             self._derived[k, sample] = Differentiated(part.graph, results, part.fixed, sums, early)
         return self._derived[k, sample]
 
-    def make(self, checkpoints: Mapping[int, PartCheckpoints] | None = None) -> Pipeline:
+    def make(self, checkpoints: Mapping[int, StageCheckpoints] | None = None) -> Pipeline:
         """The pipeline; ``checkpoints``: of its stages.
 
         Raises ValueError where the schedule does not take the number of microbatches."""
@@ -139,18 +138,19 @@ class StageBuilder:
             parts.append(self._known.stage(part, make, own) if self._shares_parts else make())
         timed(ctx.timings, "checks", lambda: check_step_types(checked or parts, self.graphs[0][0], ctx.mesh))
         lengths = self.plan.pipeline.token_slices if self.plan.pipeline is not None else ()
-        hops = self.cuts[0].hops
+        edges = self.splits[0].edges
         if self.slices:
-            hops = [sliced_hop(x, self.slices, lengths) for x in zip(*(cut.hops for cut in self.cuts), strict=True)]
-        order = timed(ctx.timings, "order", lambda: proven(self._order(parts, hops), hops))
+            alike = zip(*(split.edges for split in self.splits), strict=True)
+            edges = [sliced_edge(samples, self.slices, lengths) for samples in alike]
+        order = timed(ctx.timings, "order", lambda: proven(self._order(parts, edges), edges))
         for name, step in zip(("once", "each"), self.prologues, strict=True):
             if step is not None:
                 ctx.observe(name, step.graph)
         for r, one in enumerate(self.rounds):
             for k, step in enumerate(one.graphs):
                 if step is not None:
-                    ctx.observe(graph_name(len(parts), k, f"ahead{r}"), step.graph)
-        return Pipeline(parts, hops, order, *self.prologues, lengths, ahead=self.rounds)
+                    ctx.observe(graph_name(len(parts), k, f"pre_pass{r}"), step.graph)
+        return Pipeline(parts, edges, order, *self.prologues, lengths, pre_pass=self.rounds)
 
     def further_ahead(self, made: Pipeline) -> Pipeline | None:
         """The same graphs in an order that uses the memory limit for more microbatches in flight; None where the
@@ -159,21 +159,21 @@ class StageBuilder:
         if pipeline is None or not SCHEDULES[pipeline.schedule].searches:
             return None
         try:
-            order = make_order(self.plan, made.parts, made.hops, self.train, self.static)
+            order = make_order(self.plan, made.parts, made.edges, self.train, self.static)
         except ValueError:
             return None
-        return replace(made, order=proven(order, made.hops))
+        return replace(made, order=proven(order, made.edges))
 
-    def _order(self, parts: Sequence[Stage], hops: Sequence[P2PEdge]) -> Order:
+    def _order(self, parts: Sequence[Stage], edges: Sequence[P2PEdge]) -> Order:
         """With recomputation under a limit, a schedule that searches must not use the memory saved for more
         microbatches in flight: that would need more recomputation."""
         options = self.plan.options
         if options.ac_policy != AUTO:
-            return make_order(self.plan, parts, hops, self.train, self.static)
+            return make_order(self.plan, parts, edges, self.train, self.static)
         free = replace(self.plan, options=replace(options, memory_limit=0, activation_checkpoint="none"))
-        return make_order(free, parts, hops, self.train)
+        return make_order(free, parts, edges, self.train)
 
-    def _compile_part(self, k: int, checkpoints: PartCheckpoints) -> Stage:
+    def _compile_part(self, k: int, checkpoints: StageCheckpoints) -> Stage:
         part, ctx, plan = self.parts[k], self.ctx, self.plan
         prefix = graph_name(len(self.parts), k, "")
         if prefix:
@@ -184,9 +184,9 @@ class StageBuilder:
         place_exchanges(stage, part.used, plan)
         return _finish(prefix, stage, ctx, (*FIXED_GRAPHS, *COMPUTE_GRAPHS))
 
-    def _differentiated(self, k: int, sample: int, checkpoints: PartCheckpoints, split: bool) -> Stage:
+    def _differentiated(self, k: int, sample: int, checkpoints: StageCheckpoints, split: bool) -> Stage:
         """The step graphs of a stage; ``split``: B and W, too."""
-        part, precision = self.cuts[sample].parts[k], self.plan.options.precision
+        part, precision = self.splits[sample].parts[k], self.plan.options.precision
         stage = self.derived(k, sample).stage(split, checkpoints)
         for step in backwards(stage):
             check_gradients(step, part.graph, _sums(part, precision))
@@ -202,35 +202,35 @@ class StageBuilder:
     @cached_property
     def rounds(self) -> list[GlobalStatistics]:
         """The rounds of the pre-pass, split into stages as the model is."""
-        if self._ahead is None:
+        if self._pre_pass is None:
             return []
-        flow, pipeline, gm = flow_of(self._ahead, self.plan.inputs), self.plan.pipeline, self.graphs[0][0]
+        flow, pipeline, gm = flow_of(self._pre_pass, self.plan.inputs), self.plan.pipeline, self.graphs[0][0]
         cuts = pipeline.split_points if pipeline is not None else ()
         where = place(flow_of(gm, self.plan.inputs), cuts) if cuts else {}
-        return split_rounds(self._ahead, flow, {node.name: k for node, k in where.items()}, len(self.parts))
+        return split_pre_pass(self._pre_pass, flow, {node.name: k for node, k in where.items()}, len(self.parts))
 
     @cached_property
     def prologues(self) -> tuple[StepGraph | None, StepGraph | None]:
         """What all microbatches share, and what each has of its own (`Pipeline.once`, `Pipeline.each`)."""
-        return _prologues(self.cuts[0])
+        return _prologues(self.splits[0])
 
 
 def _as_is(stage: Stage) -> Stage:
     return stage
 
 
-def _cut(gm: GraphModule, plan: Plan, tangents: Sequence[str]) -> Cut:
+def _split(gm: GraphModule, plan: Plan, tangents: Sequence[str]) -> StageSplit:
     """With a single stage, gathers for each use stay within the graph, and its backward repeats them."""
     if plan.pipeline is not None:
         flow = flow_of(gm, plan.inputs)
-        return cut_stages(gm, flow, place(flow, plan.pipeline.split_points), plan.pipeline.parts)
+        return split_stages(gm, flow, place(flow, plan.pipeline.split_points), plan.pipeline.parts)
     once = plan.options.shards_parameters and plan.options.gathers_once
-    return uncut(gm, tangents, flow_of(gm, plan.inputs).used if once else None)
+    return as_one_stage(gm, tangents, flow_of(gm, plan.inputs).used if once else None)
 
 
-def proven(order: Order, hops: Sequence[P2PEdge]) -> Order:
+def proven(order: Order, edges: Sequence[P2PEdge]) -> Order:
     """The order, once it is known to terminate. Raises ScheduleError with the grid of one that deadlocks."""
-    lowered = lower(order, hops)
+    lowered = lower(order, edges)
     simulate(lowered)
     check_streams(lowered)
     return order
@@ -249,7 +249,7 @@ def place(flow: Flow, cuts: tuple[str, ...]) -> dict[Node, int]:
     return part_of
 
 
-def _sums(part: PartGraph, precision: Precision) -> dict[str, torch.dtype]:
+def _sums(part: StageGraph, precision: Precision) -> dict[str, torch.dtype]:
     """Parameter -> the dtype in which its gradient is reduced over ranks, where that is part of the backward."""
     if part.used is not None:
         return {}
@@ -280,9 +280,9 @@ def _finished(name: str, step: StepGraph, ctx: Compilation, simplified: bool) ->
     return StepGraph(graph, step.inputs, step.outputs)
 
 
-def _prologues(cut: Cut) -> tuple[StepGraph | None, StepGraph | None]:
+def _prologues(split: StageSplit) -> tuple[StepGraph | None, StepGraph | None]:
     found: list[StepGraph | None] = []
-    for graph in (cut.once, cut.each):
+    for graph in (split.once, split.each):
         if graph is None:
             found.append(None)
             continue

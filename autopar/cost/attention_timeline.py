@@ -43,7 +43,7 @@ _CLOSE = 1e-9  # relative: moments that count as equal
 
 
 @dataclass(frozen=True)
-class Played:
+class TimedEvent:
     """An event with its times: of a kernel call, of an exchange or of a collective (from when it moves until it is
     over). what: "compute", a way, or the kind of a collective."""
 
@@ -59,7 +59,7 @@ class AttentionTimeline:
     """One pass of an attention. seconds: until the last rank is done. busy: per rank, the time in which it computes.
     ideal: the allowed pairs split evenly, at full speed, nothing exposed."""
 
-    spans: tuple[Played, ...] = field(repr=False)
+    spans: tuple[TimedEvent, ...] = field(repr=False)
     seconds: float
     busy: tuple[float, ...]
     ideal: float
@@ -100,7 +100,7 @@ def play(
     """
     whole = len(programs) == problem.size
     groups = [programs] if whole else [[program] for program in programs]
-    spans: list[Played] = []
+    spans: list[TimedEvent] = []
     busy: list[float] = []
     for group in groups:
         run = _Playing(group, problem.size, topology, lambda event: compute_seconds(event, device, problem.dtype))
@@ -171,7 +171,7 @@ class _Playing:
         self.counts: defaultdict[tuple[int, str, tuple[int, ...]], int] = defaultdict(int)
         self.transfers: dict[Key, _Message] = {}
         self.flows: list[_Flowing] = []
-        self.spans: list[Played] = []
+        self.spans: list[TimedEvent] = []
         self.now = 0.0
         self.later: list[tuple[float, int, Callable[[], None]]] = []
         self.numbers = itertools.count()  # ties in time go to the event that was scheduled first
@@ -224,7 +224,7 @@ class _Playing:
             if isinstance(event, ComputeEvent):
                 time = self.seconds(event)
                 self.busy[rank] += time
-                self.spans.append(Played(rank, "compute", self.now, self.now + time, event))
+                self.spans.append(TimedEvent(rank, "compute", self.now, self.now + time, event))
                 self.at(self.now + time, partial(self.step, rank))
                 return
             self.start(_Started(rank, event))
@@ -247,7 +247,7 @@ class _Playing:
         while queue and queue[0].over:
             old = queue.popleft()
             if old.transfers:
-                self.spans.append(Played(rank, way, min(old.start, self.now), self.now, old.event))
+                self.spans.append(TimedEvent(rank, way, min(old.start, self.now), self.now, old.event))
         if queue:
             for transfer in queue[0].transfers:
                 self.come(transfer, rank)

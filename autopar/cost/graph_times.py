@@ -98,11 +98,11 @@ class _GraphRun:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Segment:
     """Computes for ``computes`` seconds, then starts exchanges, (which, seconds) each, or waits for some.
 
         F    compute, start 1, compute, wait 1, ...    each half runs until it waits for an exchange of tokens, then
-        BW   compute, start 2, wait 2, compute, ...    the other one runs (`autopar.runtime.exec.overlapped_fb`)
+        BW   compute, start 2, wait 2, compute, ...    the other one runs (`autopar.runtime.exec.overlap_f_b`)
 
     Exchanges share one link. Everything else, other collectives included, does not overlap, as in `autopar.cost.flops`.
     """
@@ -112,18 +112,18 @@ class Stretch:
     waits: tuple[int, ...] = ()
 
 
-Stretches = tuple[Stretch, ...]
+Segments = tuple[Segment, ...]
 
 
-def stretches_of(gm: GraphModule, axis: str, device: Device, links: Links) -> Stretches:
-    """The stretches of a step graph whose experts are sharded on an axis."""
-    places, found, computes = WaitPlaces(gm), list[Stretch](), 0.0
+def segments_of(gm: GraphModule, axis: str, device: Device, links: Links) -> Segments:
+    """The segments of a step graph whose experts are sharded on an axis."""
+    places, found, computes = WaitPlaces(gm), list[Segment](), 0.0
     numbers: dict[Node, int] = {}
 
     def wait(collectives: list[Node]) -> None:
         nonlocal computes
         if ours := tuple(numbers[node] for node in collectives if node in numbers):
-            found.append(Stretch(computes, waits=ours))
+            found.append(Segment(computes, waits=ours))
             computes = 0.0
 
     for node in gm.graph.nodes:
@@ -134,15 +134,15 @@ def stretches_of(gm: GraphModule, axis: str, device: Device, links: Links) -> St
             continue
         if pauses_at([node], axis):
             numbers[node] = len(numbers)
-            found.append(Stretch(computes, ((numbers[node], took),)))
+            found.append(Segment(computes, ((numbers[node], took),)))
             computes = 0.0
         else:
             computes += took
         wait(places.started(node))
-    return (*found, Stretch(computes))
+    return (*found, Segment(computes))
 
 
-def seconds_by_turns(*halves: Stretches) -> float:
+def seconds_by_turns(*halves: Segments) -> float:
     """Seconds of one graph, or of two that take turns."""
     now = link = 0.0
     ends: list[dict[int, float]] = [{} for _ in halves]
@@ -150,16 +150,16 @@ def seconds_by_turns(*halves: Stretches) -> float:
     while any(i < len(half) for i, half in zip(at, halves, strict=True)):
         for k, half in enumerate(halves):
             while at[k] < len(half):
-                stretch = half[at[k]]
+                segment = half[at[k]]
                 if not paused[k]:
-                    now += stretch.computes
-                    for number, took in stretch.started:
+                    now += segment.computes
+                    for number, took in segment.started:
                         link = ends[k][number] = max(now, link) + took
-                    paused[k] = bool(stretch.waits)
+                    paused[k] = bool(segment.waits)
                     if paused[k]:
                         break
                 else:
                     paused[k] = False
-                    now = max([now, *(ends[k][number] for number in stretch.waits)])
+                    now = max([now, *(ends[k][number] for number in segment.waits)])
                 at[k] += 1
     return now

@@ -11,7 +11,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from autopar.cost.flops import seconds_of
-from autopar.cost.graph_times import Stretches, seconds_by_turns, stretches_of
+from autopar.cost.graph_times import Segments, seconds_by_turns, segments_of
 from autopar.cost.hardware import device_of, links_of
 from autopar.cost.topology import Topology
 from autopar.cost.traffic import Links
@@ -23,10 +23,10 @@ from autopar.schedule.order import P2PEdge
 from autopar.schedule.request import Costs
 from autopar.schedule.simulate import Timeline, simulate
 from autopar.steps.graphs import Compiled, Pipeline, Stage, StepGraph, is_a
-from autopar.steps.of_rank import hop_bytes, lowered_order, slice_shares
+from autopar.steps.of_rank import edge_bytes, lowered_order, slice_shares
 
 
-def stage_costs(parts: Sequence[Stage], hops: Sequence[P2PEdge], plan: Plan) -> Costs:
+def stage_costs(parts: Sequence[Stage], edges: Sequence[P2PEdge], plan: Plan) -> Costs:
     """Seconds and bytes of every part's actions, estimated from its step graphs.
 
     Gathers, reductions and values between parts take the time of their transfers, over the links that the plan's
@@ -42,19 +42,19 @@ def stage_costs(parts: Sequence[Stage], hops: Sequence[P2PEdge], plan: Plan) -> 
     exchanged = inside is not None and bool(axis) and wiring.given(axis) is not None
 
     @cache
-    def stretches(gm: GraphModule) -> Stretches:
+    def segments(gm: GraphModule) -> Segments:
         assert inside is not None
-        return stretches_of(gm, axis, device, inside)
+        return segments_of(gm, axis, device, inside)
 
     @cache  # equal parts take equal times
     def seconds(gm: GraphModule, outside: bool) -> float:
         if exchanged and not outside:
-            return seconds_by_turns(stretches(gm))
+            return seconds_by_turns(segments(gm))
         return seconds_of(gm.graph.nodes, device, between if outside else inside)
 
     @cache
     def together(forward: GraphModule, backward: GraphModule) -> float:
-        return seconds_by_turns(stretches(forward), stretches(backward))
+        return seconds_by_turns(segments(forward), segments(backward))
 
     def cells() -> tuple[tuple[float, ...], ...] | None:
         backs = [p.backward for p in parts]
@@ -65,9 +65,9 @@ def stage_costs(parts: Sequence[Stage], hops: Sequence[P2PEdge], plan: Plan) -> 
     def time(graph: StepGraph | None, outside: bool = False) -> float:
         return seconds(graph.unnamed, outside) if graph is not None else 0.0
 
-    received = [sum(_hop_bytes(h) for h in hops if h.target == k) for k in range(len(parts))]
+    received = [sum(_edge_bytes(h) for h in edges if h.target == k) for k in range(len(parts))]
     pp = wiring.of("pp")
-    comm = max((pp.seconds("send", _hop_bytes(h), plan.mesh.size("pp")) for h in hops), default=0.0)
+    comm = max((pp.seconds("send", _edge_bytes(h), plan.mesh.size("pp")) for h in edges), default=0.0)
     return Costs(
         F=tuple(time(p.forward) for p in parts),
         B=tuple(time(p.backward_input or p.backward_reduce) for p in parts),
@@ -95,8 +95,8 @@ def _taken(step: StepGraph | None) -> int:
     return sum(nbytes(n) for name, n in nodes.items() if is_a(name, "saved", "stash"))
 
 
-def _hop_bytes(hop: P2PEdge) -> int:
-    return sum(math.prod(shape) for shape in hop.shapes) * hop.dtype.itemsize
+def _edge_bytes(edge: P2PEdge) -> int:
+    return sum(math.prod(shape) for shape in edge.shapes) * edge.dtype.itemsize
 
 
 # --- a step, simulated on these costs ------------------------------------------------------------------
@@ -106,7 +106,7 @@ def step_timeline(compiled: Compiled, unit: float = 1.0) -> Timeline:
     """The step of a compiled model, as its ranks run it, with times estimated from its graphs, in units of ``unit``
     seconds; memory in bytes."""
     pipeline = compiled.pipeline
-    return timeline_of(compiled, stage_costs(pipeline.parts, pipeline.hops, compiled.plan), unit)
+    return timeline_of(compiled, stage_costs(pipeline.parts, pipeline.edges, compiled.plan), unit)
 
 
 def timeline_of(compiled: Compiled, costs: Costs, unit: float = 1.0) -> Timeline:
@@ -128,7 +128,7 @@ def _of_slices(costs: Costs, pipeline: Pipeline, links: Topology) -> Costs:
         changed[name] = tuple(v * whole for v in value) if isinstance(value, tuple) else value * whole
 
     def received(part: int) -> int:
-        return sum(hop_bytes(h, i) for h in pipeline.hops if h.target == part for i in range(len(shares)))
+        return sum(edge_bytes(h, i) for h in pipeline.edges if h.target == part for i in range(len(shares)))
 
     changed["activations"] = tuple(kept(part) * whole + received(k) for k, part in enumerate(pipeline.parts))
     changed["comm"] = links.latency + (costs.comm - links.latency) / len(shares)  # a transfer is of one slice

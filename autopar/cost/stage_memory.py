@@ -25,9 +25,9 @@ from autopar.steps.graphs import Pipeline, StepGraph, is_a, of
 from autopar.steps.of_rank import (
     backwards,
     comes_back,
+    edge_bytes,
     exchanges_tokens,
     graph_of,
-    hop_bytes,
     lowered_order,
     slice_shares,
     sum_dtypes,
@@ -55,9 +55,9 @@ def walk_rank(pipeline: Pipeline, rank: int, precision: Precision = PRECISIONS["
     """Run the actions of one coordinate on pp. ``precision``: has the dtype in which gradients are accumulated."""
     order = lowered_order(pipeline)
     run = _RankWalk(pipeline, order, rank, precision)
-    totals, ahead = memory_ahead(pipeline, order, rank)
+    totals, pre_pass = pre_pass_memory(pipeline, order, rank)
     run.once += totals
-    run.peak("F", ahead)
+    run.peak("F", pre_pass)
     for action in order.ranks[rank]:
         run.act(action)
     run.found.gradients = round(run.there)
@@ -69,7 +69,7 @@ class _Part:
 
     def __init__(self, pipeline: Pipeline, index: int) -> None:
         self.part = part = pipeline.parts[index]
-        self.received = {h.value for h in pipeline.hops if h.target == index}
+        self.received = {h.value for h in pipeline.edges if h.target == index}
         self.backwards = backwards(part)
         self.sizes = {n: bytes_of([x]) for g in self.backwards for n, x in zip(g.inputs, placeholders(g.graph))}
         saved = [i for i, n in enumerate(part.forward.outputs) if is_a(n, "saved")]
@@ -361,12 +361,12 @@ class P2PBuffers:
         way = "back" if "B" in action.kind else "received" if action.kind == "RF" else "sent"
         key = (source, target, way, action.slice)
         if key not in self._known:
-            hops = [h for h in self._pipeline.hops if (h.source, h.target) == (source, target)]
+            edges = [h for h in self._pipeline.edges if (h.source, h.target) == (source, target)]
             if way == "back":
-                hops = [h for h in hops if comes_back(self._pipeline, h)]
+                edges = [h for h in edges if comes_back(self._pipeline, h)]
             elif way == "sent":
-                hops = [h for h in hops if not self._is_saved(source, h.value)]
-            self._known[key] = sum(hop_bytes(h, action.slice) for h in hops)
+                edges = [h for h in edges if not self._is_saved(source, h.value)]
+            self._known[key] = sum(edge_bytes(h, action.slice) for h in edges)
         return self._known[key]
 
     def _is_saved(self, part: int, value: str) -> bool:
@@ -386,19 +386,19 @@ def _key(action: Action, kind: str) -> Key:
 # --- rounds before a step ------------------------------------------------------------------------------
 
 
-def memory_ahead(pipeline: Pipeline, order: Order, rank: int) -> tuple[int, int]:
+def pre_pass_memory(pipeline: Pipeline, order: Order, rank: int) -> tuple[int, int]:
     """(bytes of all totals, most bytes at once in any round) of the ranks at a coordinate of pp."""
     here = [order.rank_of[stage] == rank for stage in order.chains[0]]
     sizes: dict[str, int] = {}  # of everything that graphs of rounds make
     totals, most = 0, 0
-    for one in pipeline.ahead:
+    for one in pipeline.pre_pass:
         for graph in (g for g in one.graphs if g is not None):
             sizes |= {str(n): bytes_of([x]) for n, x in zip(graph.outputs, outputs(graph.graph), strict=True)}
         totals += sum(sizes.pop(name) for name in one.totals)
         mine = [g for k, g in enumerate(one.graphs) if g is not None and here[k]]
         live = max((peak_of_values(g.graph, {x.name for x in placeholders(g.graph)}) for g in mine), default=0)
         most = max(most, live)
-    kept = max((_kept(pipeline, here, sizes, r) for r in range(len(pipeline.ahead))), default=0)
+    kept = max((_kept(pipeline, here, sizes, r) for r in range(len(pipeline.pre_pass))), default=0)
     return totals, totals + order.microbatches * kept + most
 
 
@@ -406,10 +406,10 @@ def _kept(pipeline: Pipeline, here: list[bool], sizes: dict[str, int], number: i
     """Bytes of the values of a microbatch that are made or received by a round, or before it, and taken in it or
     later."""
     there, later = set[str](), set[str]()
-    for r, one in enumerate(pipeline.ahead):
+    for r, one in enumerate(pipeline.pre_pass):
         mine = [g for k, g in enumerate(one.graphs) if g is not None and here[k]]
         if r <= number:
-            there |= {str(n) for g in mine for n in g.outputs} | {h.value for h in one.hops if here[h.target]}
+            there |= {str(n) for g in mine for n in g.outputs} | {h.value for h in one.edges if here[h.target]}
         if r >= number:
-            later |= {n for g in mine for n in g.inputs} | {h.value for h in one.hops if here[h.source]}
+            later |= {n for g in mine for n in g.inputs} | {h.value for h in one.edges if here[h.source]}
     return sum(sizes[name] for name in there & later & sizes.keys())

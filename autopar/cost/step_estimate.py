@@ -79,7 +79,7 @@ def _seconds(compiled: Compiled, times: TimesOfGraphs) -> float:
         return tuple(times(g.unnamed).seconds if g is not None else 0.0 for g in graphs)
 
     costs = replace(
-        stage_costs(pipeline.parts, pipeline.hops, compiled.plan),
+        stage_costs(pipeline.parts, pipeline.edges, compiled.plan),
         F=of(p.forward for p in pipeline.parts),
         B=of(p.backward_input or p.backward_reduce or p.backward for p in pipeline.parts),
         W=of(p.backward_weight for p in pipeline.parts),

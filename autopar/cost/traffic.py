@@ -1,19 +1,8 @@
-"""Bytes on the wire: per conversion and per collective, per graph and per step.
-
-Bytes are those that one rank sends under the ring algorithms, which are optimal in volume (Patarasuk and Yuan,
-2009), for a value of b bytes (unsharded) on an axis of n ranks:
-
-    all_reduce       2 (n-1)/n b
-    all_gather         (n-1)/n b       b is what every rank has afterwards
-    reduce_scatter     (n-1)/n b       b is what every rank had before
-    all_to_all         (n-1)/n b/n     a rank keeps one n-th of its shard of b/n
-    all_to_all_rows    (n-1)/n b/n     rows for experts, with even routing
-"""
+"""Bytes on the wire: per conversion and per collective, per graph and per step. Formulas: `autopar.ir.traffic`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -26,22 +15,13 @@ from autopar.ir.conversions import conversion_of, exchange, is_conversion
 from autopar.ir.graph import arguments, global_shape, is_call, nbytes, placement
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard, conversion
+from autopar.ir.traffic import KINDS, Traffic, add_ledgers, collective_bytes
 from autopar.ops import collectives as collectives  # registers the raw collectives
 from autopar.plan import Plan
 from autopar.steps.graphs import Compiled, Pipeline
 from autopar.steps.of_rank import broadcasts, graphs_of_rank, sends, shared_gradients, slice_shares
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_rows")
 _RAW = {getattr(torch.ops.autopar, kind).default: kind for kind in KINDS}
-
-
-def collective_bytes(kind: str, nbytes_whole: int, n: int) -> int:
-    """Bytes that one of ``n`` ranks sends, rounded up; 0 for what stays local (none, slice, pad, divide)."""
-    if kind not in KINDS or n == 1:
-        return 0
-    if kind.startswith("all_to_all"):
-        return math.ceil((n - 1) * nbytes_whole / n**2)
-    return math.ceil((2 if kind == "all_reduce" else 1) * (n - 1) * nbytes_whole / n)
 
 
 @dataclass(frozen=True)
@@ -51,21 +31,6 @@ class Transfer:
     axis: str
     kind: str
     bytes: int
-
-
-@dataclass(frozen=True)
-class Volume:
-    """Number of collectives, and bytes that each rank sends in all of them."""
-
-    calls: int = 0
-    bytes: int = 0
-
-    def __add__(self, other: Volume) -> Volume:
-        return Volume(self.calls + other.calls, self.bytes + other.bytes)
-
-    def times(self, count: int, share: float = 1.0) -> Volume:
-        """The volume of ``count`` runs, each on a share of the data."""
-        return Volume(self.calls * count, round(self.bytes * count * share))
 
 
 @dataclass(frozen=True)
@@ -126,34 +91,25 @@ def _whole_of_conversion(node: Node, axis: str, mesh: Mesh) -> int:
     return whole // math.prod(mesh.size(a) for a in others)
 
 
-def communication(gm: GraphModule, mesh: Mesh) -> dict[tuple[str, str], Volume]:
+def communication(gm: GraphModule, mesh: Mesh) -> dict[tuple[str, str], Traffic]:
     """(axis, kind) -> volume of a graph's collectives and of its attention over sharded sequences ("send up", "send
     down", "send home": of the rank that sends most), in the order in which they first appear."""
-    out: dict[tuple[str, str], Volume] = {}
+    out: dict[tuple[str, str], Traffic] = {}
     for node in gm.graph.nodes:
         found = transfer(node, mesh)
         if found and found.kind in KINDS and mesh.size(found.axis) > 1:
             key = (found.axis, found.kind)
-            out[key] = out.get(key, Volume()) + Volume(1, found.bytes)
+            out[key] = out.get(key, Traffic()) + Traffic(1, found.bytes)
         if is_context_attention(node):
             for kind, (calls, size) in sent_by(node).items():
                 key = (str(arguments(node)["axis"]), kind)
-                out[key] = out.get(key, Volume()) + Volume(calls, size)
-    return out
-
-
-def total_volume(volumes: Iterable[dict[tuple[str, str], Volume]]) -> dict[tuple[str, str], Volume]:
-    """The sum of several graphs' communication."""
-    out: dict[tuple[str, str], Volume] = {}
-    for volume in volumes:
-        for key, value in volume.items():
-            out[key] = out.get(key, Volume()) + value
+                out[key] = out.get(key, Traffic()) + Traffic(calls, size)
     return out
 
 
 # --- communication of a step ---------------------------------------------------------------------------
 
-ONCE = ("prologue", "once", "each", "ahead", "gather", "reduce")  # graphs that do not run for every token slice
+ONCE = ("prologue", "once", "each", "pre_pass", "gather", "reduce")  # graphs that do not run for every token slice
 
 
 def graph_runs(compiled: Compiled, rank: int = 0) -> dict[str, tuple[GraphModule, int]]:
@@ -162,7 +118,7 @@ def graph_runs(compiled: Compiled, rank: int = 0) -> dict[str, tuple[GraphModule
     return graphs_of_rank(compiled.pipeline, compiled.prologue, rank)
 
 
-def step_communication(compiled: Compiled, rank: int | None = None) -> dict[tuple[str, str], Volume]:
+def step_communication(compiled: Compiled, rank: int | None = None) -> dict[tuple[str, str], Traffic]:
     """(axis, kind) -> volume of one whole step: forward and backward of all microbatches, and the prologue; of the
     ranks at coordinate ``rank`` of pp, by default of those that send most.
 
@@ -182,17 +138,17 @@ def step_communication(compiled: Compiled, rank: int | None = None) -> dict[tupl
         volumes.append({k: v.times(n, 1.0 if once else share) for k, v in communication(gm, mesh).items()})
     if mesh.size("pp") > 1:
         volumes.append(_between_stages(compiled, pipeline, rank))
-    return total_volume(volumes)
+    return add_ledgers(*volumes)
 
 
-def transfer_seconds(plan: Plan, axis: str, kind: str, volume: Volume) -> float:
+def transfer_seconds(plan: Plan, axis: str, kind: str, volume: Traffic) -> float:
     """Seconds of a step's transfers over an axis, one after another, over the links that the options name, or else the
     device's. Overlap with computation is not considered."""
     wires = links_of(plan.options).of(axis)
     return wires.seconds(kind, volume.bytes, plan.mesh.size(axis), volume.calls) if volume.bytes else 0.0
 
 
-def _between_stages(compiled: Compiled, pipeline: Pipeline, rank: int) -> dict[tuple[str, str], Volume]:
+def _between_stages(compiled: Compiled, pipeline: Pipeline, rank: int) -> dict[tuple[str, str], Traffic]:
     """The volume over pp."""
     mesh, bucket = compiled.plan.mesh, compiled.plan.options.bucket_bytes
     nodes = {s.name: s.node for s in compiled.signature.inputs if s.kind == "parameter"}
@@ -204,4 +160,4 @@ def _between_stages(compiled: Compiled, pipeline: Pipeline, rank: int) -> dict[t
         "all_reduce": [collective_bytes("all_reduce", size, n) for size, n, _ in sums],
         "broadcast": broadcasts(pipeline, rank, compiled.train),
     }
-    return {("pp", kind): Volume(len(sizes), sum(sizes)) for kind, sizes in moved.items() if sizes}
+    return {("pp", kind): Traffic(len(sizes), sum(sizes)) for kind, sizes in moved.items() if sizes}

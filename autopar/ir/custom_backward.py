@@ -44,7 +44,7 @@ class CustomBackward:
         return list(dict.fromkeys(x for x in used if x not in made))
 
 
-def parts_of_token(token: Node) -> tuple[list[Node], list[Node], list[Node], str, bool]:
+def own_backward_arguments(token: Node) -> tuple[list[Node], list[Node], list[Node], str, bool]:
     """The arguments of a call of `own_backward`."""
     inputs, gradients, holes, name, zeros = token.args
     return list(inputs), list(gradients), list(holes), str(name), bool(zeros)  # type: ignore[arg-type]
@@ -57,7 +57,7 @@ def own_backwards(graph: Graph) -> list[CustomBackward]:
     found = []
     for token in graph.nodes:
         if is_call(token, OWN_BACKWARD):
-            own = CustomBackward(token, *parts_of_token(token))
+            own = CustomBackward(token, *own_backward_arguments(token))
             needed = reach(own.gradients, lambda n: n.all_input_nodes if n in inside else ())
             own.inside = sorted((n for n in needed if n in inside and not is_call(n, HOLE)), key=order.__getitem__)
             found.append(own)

@@ -89,7 +89,7 @@ class Made:
                 new.append((OutputSpec("mutation", next(assigned), assigned=True), node))
             elif isinstance(node, Node):
                 made.leaves.append(len(made.values))
-                made.outputs.append(OutputSpec("output", leaf[1], lying=buffers.outputs.get(leaf[0])))
+                made.outputs.append(OutputSpec("output", leaf[1], alias=buffers.outputs.get(leaf[0])))
                 made.values.append(node)
             else:
                 made.leaves.append(ConstantLeaf(node))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autopar import ops as ops  # registers the operators that adapters put into models
-from autopar.capture.module_state.assigned import Assignment, Lying
+from autopar.capture.module_state.assigned import Assignment, BufferAlias
 from autopar.capture.trace.export import unflatten
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement, nested_shape
@@ -34,12 +34,12 @@ class InputSpec:
 class OutputSpec:
     """One output: ``kind`` "output" with the path in the user's structure ("loss", "hidden_states.1"), or "mutation"
     with the name of the buffer whose new value this is: to be copied into its tensor, or, if it was ``assigned``, to
-    replace its tensor. ``lying``: where an output is a view of a buffer, which it may be without being written to."""
+    replace its tensor. ``alias``: where an output is a view of a buffer, which it may be without being written to."""
 
     kind: str
     name: str
     assigned: bool = False
-    lying: Lying | None = None
+    alias: BufferAlias | None = None
 
 
 @dataclass(frozen=True)

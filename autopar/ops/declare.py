@@ -8,20 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+CHOICES = set[Any]()  # operators (packets) declared with ``choice``
 
 def operator(
-    schema: str | None = None, fake: Callable[..., Any] | None = None, writes: Sequence[str] = ()
+    schema: str | None = None,
+    fake: Callable[..., Any] | None = None,
+    choice: bool = False,
+    writes: Sequence[str] = (),
 ) -> Callable[[Callable[..., Any]], Any]:
     """Registers a function as the kernel of the operator ``autopar::`` of its name.
 
     ``schema``: by default that of the annotations. ``fake``: computes fake results from fake arguments, unless it is
-    registered later. ``writes``: the arguments that it writes to.
+    registered later. ``choice``: it returns positions or counts of elements, such as the experts of a token, which a
+    recomputation must not choose again (`autopar.ops.traits.is_choice`). ``writes``: the arguments that it writes to.
     """
 
     def made(kernel: Callable[..., Any]) -> Any:
         found = torch.library.custom_op(f"autopar::{kernel.__name__}", mutates_args=writes, schema=schema)(kernel)
         if fake is not None:
             found.register_fake(fake)
+        if choice:
+            CHOICES.add(getattr(torch.ops.autopar, kernel.__name__))
         return found
 
     return made

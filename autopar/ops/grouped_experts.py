@@ -350,7 +350,7 @@ class Tiles:
         return (slice(start, start + few) for start in range(0, self.count, few))
 
 
-@operator("(Tensor expert, int experts, int capacity) -> Tensor", dense)
+@operator("(Tensor expert, int experts, int capacity) -> Tensor", dense, choice=True)
 def within_capacity(expert: Tensor, experts: int, capacity: int) -> Tensor:
     """expert [T, K] int, of all tokens -> the same, with ``experts``, an invalid number, for choices beyond an expert's
     ``capacity``, counted in the order of tokens and of a token's choices."""

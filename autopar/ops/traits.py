@@ -29,6 +29,7 @@ from autopar.ops import (  # noqa: F401  (registers what is named here)
     grouped_experts,
     host,
 )
+from autopar.ops.declare import CHOICES
 from autopar.ops.gradient import HOLE
 from autopar.ops.token_dispatch import alltoall, alltoall_dedup  # noqa: F401
 
@@ -136,10 +137,10 @@ def is_random(target: Any) -> bool:
 
 _CHOICES = {
     aten.topk, aten.sort, aten.argsort, aten.argmax, aten.argmin, aten.kthvalue, aten.median, aten.mode,
-    ours.within_capacity, ours.moe_copies, ours.moe_pairs, ours.row_splits, ours.experts_of_rows,
 }  # fmt: skip
 
 
 def is_choice(target: Any) -> bool:
     """Whether it returns which elements come first: a tie, or rounding, could change the answer in a recomputation."""
-    return getattr(target, "overloadpacket", None) in _CHOICES
+    packet = getattr(target, "overloadpacket", None)
+    return packet in _CHOICES or packet in CHOICES

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.attention.program import CollectiveEvent, ComputeEvent, ExchangeEvent
-from autopar.cost.attention_timeline import AttentionTimeline, Played
+from autopar.cost.attention_timeline import AttentionTimeline, TimedEvent
 from autopar.report.svg import WIDTH, framed, px, ticks
 
 # Lanes below the computation, in this order, and the words for them.
@@ -126,7 +126,7 @@ def _panel(panel: _AttentionPanel, scale: float, top: float) -> Iterator[str]:
             yield _box(span, _LEFT + span.start * scale, (span.end - span.start) * scale, lanes + y, height)
 
 
-def _box(span: Played, x: float, width: float, y: float, height: int) -> str:
+def _box(span: TimedEvent, x: float, width: float, y: float, height: int) -> str:
     labels, says, kind = _texts(span)
     gap, size = min(1.0, width / 8), 10.5 if height == _BOX else 8.5
     label = next((text for text in labels if 0.62 * size * len(text) <= width - gap - 2), "")
@@ -140,7 +140,7 @@ def _box(span: Played, x: float, width: float, y: float, height: int) -> str:
     )
 
 
-def _texts(span: Played) -> tuple[Sequence[str], str, str]:
+def _texts(span: TimedEvent) -> tuple[Sequence[str], str, str]:
     """(labels, longest first; what the mouse finds; class) of a box."""
     event = span.event
     if isinstance(event, ComputeEvent):

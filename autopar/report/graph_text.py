@@ -14,11 +14,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autopar.cost.attention_costs import is_context_attention, sent_by
-from autopar.cost.traffic import KINDS, transfer
+from autopar.cost.traffic import transfer
 from autopar.ir.conversions import conversion_of, is_conversion
 from autopar.ir.graph import arguments, getitem_index, module_path, nbytes
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import INVARIANT
+from autopar.ir.traffic import KINDS
 from autopar.ops.traits import COPIES
 from autopar.report.tables import human_bytes
 

@@ -92,11 +92,11 @@ def compare(request: Request, costs: Costs, chunks: int | None = None) -> list[O
 
 def sent(order: Order) -> int:
     """Activations that go from rank to rank in a step; as many gradients come back."""
-    hops = [
+    edges = [
         sum(order.rank_of[a] != order.rank_of[b] for a, b in pairwise(chain)) * order.chain_of.count(i)
         for i, chain in enumerate(order.chains)
     ]
-    return sum(hops) * order.slices
+    return sum(edges) * order.slices
 
 
 MOST_BLOCKS = 8

@@ -20,17 +20,20 @@ from autopar.ac_policies import LayerCheckpoint
 from autopar.cost.memory import Memory, memories, memory_at_worst
 from autopar.cost.stage_costs import step_timeline
 from autopar.cost.step_estimate import step_estimate
-from autopar.cost.traffic import Volume, graph_runs, step_communication, transfer_seconds
+from autopar.cost.traffic import graph_runs, step_communication, transfer_seconds
 from autopar.ir.graph import compressed, modules_of, without_indices, without_numbers
 from autopar.ir.placement import Shard
 from autopar.ir.signature import ParameterSpec
+from autopar.ir.traffic import Ledger
 from autopar.plan import Plan
 from autopar.report.attention_summary import attention_summary, attention_table
 from autopar.report.graph_text import DTYPES
 from autopar.report.tables import escaped, fits, human_bytes, human_count, human_seconds, show_table, table_of
+from autopar.schedule.formulas import of_equal_stages
+from autopar.schedule.request import SCHEDULES
 from autopar.schedule.simulate import Timeline, per_part
 from autopar.steps.graphs import Compiled
-from autopar.steps.of_rank import hop_bytes, parts_of
+from autopar.steps.of_rank import edge_bytes, parts_of
 
 AXIS_SHARES = "What each axis shards of parameter bytes and forward FLOPs, and what is replicated"
 CHECKPOINT_ROWS = "Activation checkpointing: values recomputed per layer, bytes kept and offloaded, time of all layers"
@@ -106,7 +109,7 @@ def summarize(compiled: Compiled, model: str = "") -> dict[str, Any]:
     return found
 
 
-def volumes(compiled: Compiled) -> list[dict[tuple[str, str], Volume]]:
+def volumes(compiled: Compiled) -> list[Ledger]:
     """`step_communication` of a rank for every coordinate on pp."""
     return [step_communication(compiled, rank) for rank in range(compiled.plan.mesh.size("pp"))]
 
@@ -314,20 +317,19 @@ def _axis(name: str) -> str:
 
 # --- pipelines -----------------------------------------------------------------------------------------
 
-Volumes = Mapping[tuple[str, str], Volume]
-
 
 def pipeline_summary(
-    compiled: Compiled, memories: Sequence[Mapping[str, int]], volumes: Sequence[Volumes]
+    compiled: Compiled, memories: Sequence[Mapping[str, int]], volumes: Sequence[Ledger]
 ) -> dict[str, Any]:
     """Plain JSON values. memories, volumes: of a rank for every coordinate on pp.
 
-    Times are seconds on the device that the options name; ``time`` of a part is its share of all compute.
+    Times are seconds on the device that the options name; ``time`` of a part is its share of all compute. idle: of a
+    rank; idle_if_equal: by the schedule's ``formula``, if all stages took the same time (None: it has none).
     """
     pipeline, plan = compiled.pipeline, compiled.plan.pipeline
     assert plan is not None
     timeline = step_timeline(compiled)
-    order = pipeline.order
+    order, formula = pipeline.order, SCHEDULES[plan.schedule].bubble
     sent = [sum(v.bytes for v in volume.values()) for volume in volumes]
     peaks = [memory["peak"] for memory in memories]
     return {
@@ -341,6 +343,9 @@ def pipeline_summary(
         "makespan": timeline.makespan,
         "step": timeline.cost,
         "bubble": timeline.bubble,
+        "idle": timeline.bubble * timeline.cost,
+        "formula": formula,
+        "idle_if_equal": of_equal_stages(formula, timeline) if formula else None,
         "fullest": peaks.index(max(peaks)),
         "busiest": sent.index(max(sent)),
         "ranks": [
@@ -376,7 +381,7 @@ def part_rows(compiled: Compiled, timeline: Timeline) -> list[dict[str, Any]]:
                 "parameters": sum(math.prod(specs[name].shape) for name in part.parameters),
                 "time": times[k] / (sum(times) or 1.0),
                 "activations": round(per_part(costs.activations, k)),
-                "sent": sum(hop_bytes(h, i) for h in pipeline.hops if h.source == k for i in range(len(h.shapes))),
+                "sent": sum(edge_bytes(h, i) for h in pipeline.edges if h.source == k for i in range(len(h.shapes))),
             }
         )
     return rows
@@ -394,7 +399,9 @@ def _facts(summary: Mapping[str, Any]) -> Table:
     if summary["token_slices"]:
         table.add_row("token slices", ", ".join(map(str, summary["token_slices"])))
     table.add_row(f"step, simulated for {summary['target_hardware']}", human_seconds(summary["step"]))
-    table.add_row("bubble", f"{summary['bubble']:.1%}")
+    table.add_row("bubble", f"{summary['bubble']:.1%}, {human_seconds(summary['idle'])}")
+    if summary["formula"]:
+        table.add_row("of equal stages", f"{summary['formula']} = {human_seconds(summary['idle_if_equal'])}")
     return table
 
 

@@ -35,7 +35,7 @@ from autopar.ir.placement import Shard, dual
 from autopar.ops.traits import COLLECTIVES
 from autopar.rewrite.compilation import Compilation
 from autopar.rules.local_type_rules import held_results
-from autopar.rules.local_types import UNKNOWN, LocalType, held_as, may_be, shown
+from autopar.rules.local_types import UNKNOWN, LocalType, local_type_of, may_be, shown
 from autopar.steps.graphs import Stage, StepGraph, earlier_sum, grad, is_a, of, output
 from autopar.steps.of_rank import GRAPHS, graph_of
 
@@ -173,7 +173,7 @@ def _held(node: Node, axis: str, gradient: bool) -> LocalType:
     others = [
         p.dim for a, p in node.meta.get("placements", {}).items() if isinstance(p, Shard) and a not in (axis, "mb")
     ]
-    return held_as(own, tuple(node.meta["val"].shape), alone=not isinstance(own, Shard) or own.dim not in others)
+    return local_type_of(own, tuple(node.meta["val"].shape), alone=not isinstance(own, Shard) or own.dim not in others)
 
 
 def _check_promise(

@@ -55,7 +55,7 @@ class LocalCall(Call):
         return () if size == 1 != known else (name,)
 
 
-def held_as(placement: Placement, shape: Shape, alone: bool = True) -> LocalType:
+def local_type_of(placement: Placement, shape: Shape, alone: bool = True) -> LocalType:
     """The local type of a value of this local shape; ``alone``: no other axis shards the same dim."""
     if isinstance(placement, Shard):
         if placement.blocks and not alone:

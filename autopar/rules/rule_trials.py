@@ -114,8 +114,8 @@ class Trial:
                     sums[i] = _plus(sums[i], g)
                 elif not self._same_gradient(g, None if w is None else _taken(w, p, rows), p):
                     return False
-        uncut = zip(sums, whole.gradients, dim.operands, strict=True)
-        return all(p is not None or self._same_gradient(s, w, None) for s, w, p in uncut)
+        pairs = zip(sums, whole.gradients, dim.operands, strict=True)
+        return all(p is not None or self._same_gradient(s, w, None) for s, w, p in pairs)
 
     def _isolates(self, split: Sequence[Rows]) -> bool:
         """Whether a row of NaN leaves the others alone. An operator may refuse such a row."""

@@ -20,15 +20,15 @@ Channel = tuple[int, int]  # sending rank, receiving rank
 
 def lower(
     order: Order,
-    hops: Iterable[P2PEdge],
+    edges: Iterable[P2PEdge],
     gathers: Set[int] = frozenset(),
     reductions: Set[int] = frozenset(),
     joined: Set[int] = frozenset(),
 ) -> Order:
-    """The order with transfers for ``hops``, and with G and R of the parts in ``gathers`` and ``reductions``; the last
+    """The order with transfers for ``edges``, and with G and R of the parts in ``gathers`` and ``reductions``; the last
     BW of the parts in ``joined`` becomes BWR.
 
-    One transfer moves all values of a pair of stages for a microbatch (and slice), gradients only if some hop has one;
+    One transfer moves all values of a pair of stages for a microbatch (and slice), gradients only if some edge has one;
     stages of one rank need none. A send comes right after the action that computes its values, also inside a cell. A
     receive comes one compute action before its use, so that it overlaps, or earlier: on every channel (ordered pair of
     ranks) receives have the order of the sends, because NCCL has no tags. G comes right before the first F of a stage,
@@ -37,7 +37,7 @@ def lower(
     """
     assert not order.lowered, f"{order.name} is lowered already"
     validate(order)
-    ways = _ways(order, hops)
+    ways = _ways(order, edges)
     cells = [_cells(actions) for actions in order.ranks]
     sends = [[_sends(order, action, ways) for action in actions] for actions in order.ranks]
     posted = [_receives(order, rank, rows, sends) for rank, rows in enumerate(cells)]
@@ -61,16 +61,16 @@ def _joined(order: Order, actions: list[Action], parts: Set[int]) -> list[Action
     return [replace(a, kind="BWR") if last.get(a.stage) == i else a for i, a in enumerate(actions)]
 
 
-def _ways(order: Order, hops: Iterable[P2PEdge]) -> dict[tuple[str, int], list[int]]:
+def _ways(order: Order, edges: Iterable[P2PEdge]) -> dict[tuple[str, int], list[int]]:
     """(F or B, stage that makes values) -> stages on other ranks that they go to, nearest part first."""
     ways: dict[tuple[str, int], set[int]] = {}
-    for hop in hops:
-        assert 0 <= hop.source < hop.target < order.parts, f"{hop} does not fit {order.parts} parts"
+    for edge in edges:
+        assert 0 <= edge.source < edge.target < order.parts, f"{edge} does not fit {order.parts} parts"
         for chain in order.chains:
-            source, target = chain[hop.source], chain[hop.target]
+            source, target = chain[edge.source], chain[edge.target]
             if order.rank_of[source] != order.rank_of[target]:
                 ways.setdefault(("F", source), set()).add(target)
-                if hop.gradient:
+                if edge.gradient:
                     ways.setdefault(("B", target), set()).add(source)
     return {(way, stage): sorted(peers, key=order.part_of, reverse=way == "B") for (way, stage), peers in ways.items()}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
 from autopar.schedule.order import BACKWARD, COMPUTE, TRANSFERS, Action, Order, ScheduleError
@@ -177,16 +176,18 @@ def check_streams(order: Order, group: Groups = lambda link: link) -> None:
     for link in links(order):
         pairs.setdefault(group(link), set()).add(frozenset(link))
     for eager in (False, True) if any(len(found) > 1 for found in pairs.values()) else (True,):
-        left = _stuck(order, group, eager)
-        if left:
-            stuck = ", ".join(str(order.ranks[rank][index]) for rank, index in left.items())
+        cycle, stuck = _stuck(order, group, eager)
+        if stuck:
             how = "one communicator per process group" if eager else "one communicator per pair of ranks"
-            raise ScheduleError(order, f"with {how}, transfers wait for each other: {stuck}", left)
+            raise ScheduleError(order, f"with {how}, transfers wait for each other: {' waits for '.join(cycle)}", stuck)
 
 
-def _stuck(order: Order, group: Groups, eager: bool) -> dict[int, int]:
-    """Rank -> index of its first action that never ends. Both ends of a transfer are one node."""
-    waits, rows = TopologicalSorter[Hashable](), list[list[Hashable]]()
+def _stuck(order: Order, group: Groups, eager: bool) -> tuple[list[str], dict[int, int]]:
+    """(actions that wait for each other, from one back to it; rank -> index of its first action that never ends). Both
+    ends of a transfer are one node."""
+    import networkx as nx  # not for commands that check no streams
+
+    waits, rows = nx.DiGraph(), list[list[Hashable]]()
     for rank, actions in enumerate(order.ranks):
         last: dict[Hashable, Hashable] = {}  # stream -> what was started on it last
         arriving: dict[Hashable, list[Hashable]] = {}  # what computes a unit takes these receives
@@ -205,14 +206,17 @@ def _stuck(order: Order, group: Groups, eager: bool) -> dict[int, int]:
             ahead = [last[stream] for stream in streams if stream in last]
             if kind not in TRANSFERS:
                 ahead += arriving.get(("B" if kind in BACKWARD else kind, *unit), ())
-            waits.add(node, *ahead)
+            waits.add_node(node, action=action)
+            waits.add_edges_from((before, node) for before in ahead)
             last[streams[-1]] = node
             rows[-1].append(node)
-    with suppress(CycleError):  # what does not wait for it is still found
-        waits.prepare()
     ended: set[Hashable] = set()
-    while ready := waits.get_ready():
-        ended.update(ready)
-        waits.done(*ready)
+    with suppress(nx.NetworkXUnfeasible):  # a cycle, once all that does not wait for it is found
+        for ready in nx.topological_generations(waits):
+            ended.update(ready)
+    if len(ended) == len(waits):
+        return [], {}
     stuck = {rank: next((i for i, node in enumerate(row) if node not in ended), -1) for rank, row in enumerate(rows)}
-    return {rank: index for rank, index in stuck.items() if index >= 0}
+    cycle = nx.find_cycle(waits.reverse(copy=False))
+    names = [str(waits.nodes[node]["action"]) for node, _ in (*cycle, cycle[0])]
+    return names, {rank: index for rank, index in stuck.items() if index >= 0}

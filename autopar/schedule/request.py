@@ -32,7 +32,7 @@ class Schedule:
 
     make: the pure function. virtual_stages: parts per rank (of the default request). sliced: whether it runs token
     slices. copies: how many ranks hold each part. searches: it asks for costs and a memory limit. candidate: it is
-    simulated where the user names no schedule.
+    simulated where the user names no schedule. bubble, memory: formulas of `autopar.schedule.formulas`; "": not known.
     """
 
     name: str
@@ -43,6 +43,8 @@ class Schedule:
     copies: int = 1
     searches: bool = False
     candidate: bool = False
+    bubble: str = ""
+    memory: str = ""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class StepGraph:
         return self.graph
 
 
-class MadeLater:
+class LazyGraph:
     """A mixin for graphs that are built on first access to ``graph``."""
 
     _make: Callable[[], GraphModule]
@@ -54,7 +54,7 @@ class MadeLater:
         return made
 
 
-class CopiedStepGraph(MadeLater, StepGraph):
+class CopiedStepGraph(LazyGraph, StepGraph):
     """A graph that equals another except for names. A rank builds only those of its own stages."""
 
     def __init__(
@@ -123,10 +123,10 @@ class Stage:
 class GlobalStatistics:
     """The pre-pass that a step runs before its first F, on every microbatch, without gradients: a graph for each stage
     that has one. It takes stored parameters, totals of earlier rounds and values by name; it returns values, and
-    addends to the ``totals`` of this round, summed over microbatches. hops: values sent to later stages."""
+    addends to the ``totals`` of this round, summed over microbatches. edges: values sent to later stages."""
 
     graphs: list[StepGraph | None]
-    hops: list[P2PEdge]
+    edges: list[P2PEdge]
     totals: list[str]
 
 
@@ -134,24 +134,24 @@ class GlobalStatistics:
 class Pipeline:
     """A model split into stages; one stage without pipeline parallelism.
 
-    hops: values sent between stages. once: graph of the values that are the same for all microbatches and depend on no
+    edges: values sent between stages. once: graph of the values that are the same for all microbatches and depend on no
     parameter; each: the same per microbatch. A rank runs what its stages need of them. order: compute actions.
-    token_slices: their lengths (empty: none). notes: (subject, reason) of every decision. ahead: rounds of the
+    token_slices: their lengths (empty: none). notes: (subject, reason) of every decision. pre_pass: rounds of the
     pre-pass that runs before the first action, for totals that depend on weights.
     """
 
     parts: list[Stage]
-    hops: list[P2PEdge]
+    edges: list[P2PEdge]
     order: Order
     once: StepGraph | None = None
     each: StepGraph | None = None
     token_slices: tuple[int, ...] = ()
     notes: tuple[tuple[str, str], ...] = ()
-    ahead: list[GlobalStatistics] = field(default_factory=list)
+    pre_pass: list[GlobalStatistics] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class KnownFacts:
+class StepDigests:
     """Metadata of a model that was compiled before, which would otherwise need all graphs of a step. ``digests``: by
     name of a stage; axes: over which its graphs communicate; along: those on which attention exchanges shards."""
 
@@ -177,7 +177,7 @@ class Compiled:
     parameters: tuple[ParameterSpec, ...]
     train: bool
     timings: dict[str, float]
-    known: KnownFacts | None = None
+    known: StepDigests | None = None
 
     @property
     def constants(self) -> dict[str, Tensor]:

@@ -78,17 +78,17 @@ def lowered_order(pipeline: Pipeline) -> Order:
         return pipeline.order
     parts = list(enumerate(pipeline.parts))
     gathers, reductions = {i for i, p in parts if p.gather}, {i for i, p in parts if p.reduce}
-    hops = [replace(hop, gradient=comes_back(pipeline, hop)) for hop in pipeline.hops]
-    return lower(pipeline.order, hops, gathers, reductions, {i for i, p in parts if p.backward_reduce})
+    edges = [replace(edge, gradient=comes_back(pipeline, edge)) for edge in pipeline.edges]
+    return lower(pipeline.order, edges, gathers, reductions, {i for i, p in parts if p.backward_reduce})
 
 
 def slice_shares(pipeline: Pipeline) -> list[float]:
     """Tokens of each slice relative to the step graphs' static shapes; 1 where there are no slices."""
-    for hop in pipeline.hops:
-        if len(hop.shapes) > 1:
-            forward = pipeline.parts[hop.source].forward
-            sample = dict(zip(forward.outputs, outputs(forward.graph), strict=True))[hop.value].meta["val"]
-            return [math.prod(shape) / math.prod(sample.shape) for shape in hop.shapes]
+    for edge in pipeline.edges:
+        if len(edge.shapes) > 1:
+            forward = pipeline.parts[edge.source].forward
+            sample = dict(zip(forward.outputs, outputs(forward.graph), strict=True))[edge.value].meta["val"]
+            return [math.prod(shape) / math.prod(sample.shape) for shape in edge.shapes]
     return [1.0] * pipeline.order.slices
 
 
@@ -118,10 +118,10 @@ def graphs_of_rank(pipeline: Pipeline, prologue: Prologue | None, rank: int) -> 
         if needed is not None:
             found[name] = needed.graph, times
             taken.update(needed.inputs)
-    for r, one in enumerate(pipeline.ahead):
+    for r, one in enumerate(pipeline.pre_pass):
         for k, step in enumerate(one.graphs):
             if step is not None and order.rank_of[order.chains[0][k]] == rank:
-                found[graph_name(len(pipeline.parts), k, f"ahead{r}")] = step.graph, order.microbatches
+                found[graph_name(len(pipeline.parts), k, f"pre_pass{r}")] = step.graph, order.microbatches
     for (k, kind), times in sorted(Counter((order.part_of(a.stage), a.kind) for a in mine).items()):
         graph = graph_of(pipeline.parts[k], kind)
         if graph is not None:
@@ -132,8 +132,8 @@ def graphs_of_rank(pipeline: Pipeline, prologue: Prologue | None, rank: int) -> 
 def graphs_of_all(pipeline: Pipeline, prologue: Prologue | None) -> Iterator[GraphModule]:
     """The step graphs of every rank; of equal stages one."""
     steps = [getattr(part, name) for part in pipeline.parts for name in dict.fromkeys(GRAPHS.values())]
-    ahead = [step for one in pipeline.ahead for step in one.graphs]
-    for step in (pipeline.each, pipeline.once, prologue, *ahead, *steps):
+    pre_pass = [step for one in pipeline.pre_pass for step in one.graphs]
+    for step in (pipeline.each, pipeline.once, prologue, *pre_pass, *steps):
         if step is not None:
             yield step.graph if isinstance(step, Prologue) else step.unnamed
 
@@ -167,24 +167,24 @@ def sends(pipeline: Pipeline, rank: int) -> Iterator[int]:
     order, of = pipeline.order, pipeline.order.rank_of
     for action in order.ranks[rank]:
         part, chain = order.part_of(action.stage), order.chains[order.chain_of[action.microbatch]]
-        for hop in pipeline.hops:
-            forward = action.kind == "F" and hop.source == part and of[chain[hop.target]] != rank
-            backward = action.kind in BACKWARD and hop.target == part and of[chain[hop.source]] != rank
-            if forward or (backward and comes_back(pipeline, hop)):
-                yield hop_bytes(hop, action.slice)
+        for edge in pipeline.edges:
+            forward = action.kind == "F" and edge.source == part and of[chain[edge.target]] != rank
+            backward = action.kind in BACKWARD and edge.target == part and of[chain[edge.source]] != rank
+            if forward or (backward and comes_back(pipeline, edge)):
+                yield edge_bytes(edge, action.slice)
 
 
-def hop_bytes(hop: P2PEdge, piece: int = 0) -> int:
-    """Bytes of a hop's value for a microbatch, or for one of its token slices."""
-    return math.prod(hop.shapes[piece if len(hop.shapes) > 1 else 0]) * hop.dtype.itemsize
+def edge_bytes(edge: P2PEdge, piece: int = 0) -> int:
+    """Bytes of a edge's value for a microbatch, or for one of its token slices."""
+    return math.prod(edge.shapes[piece if len(edge.shapes) > 1 else 0]) * edge.dtype.itemsize
 
 
-def comes_back(pipeline: Pipeline, hop: P2PEdge) -> bool:
-    """Whether a gradient is sent against a hop: the target computes one, or forwards that of a later stage."""
-    part = pipeline.parts[hop.target]
-    made = any(grad(hop.value) in _outputs(graph_of(part, kind)) for kind in BACKWARDS)
-    onward = (h for h in pipeline.hops if h.source == hop.target and h.value == hop.value)
-    return hop.gradient and (made or any(comes_back(pipeline, h) for h in onward))
+def comes_back(pipeline: Pipeline, edge: P2PEdge) -> bool:
+    """Whether a gradient is sent against a edge: the target computes one, or forwards that of a later stage."""
+    part = pipeline.parts[edge.target]
+    made = any(grad(edge.value) in _outputs(graph_of(part, kind)) for kind in BACKWARDS)
+    onward = (h for h in pipeline.edges if h.source == edge.target and h.value == edge.value)
+    return edge.gradient and (made or any(comes_back(pipeline, h) for h in onward))
 
 
 def _outputs(step: StepGraph | None) -> Sequence[str | None]:
@@ -208,7 +208,7 @@ def shared_gradients(
 ) -> list[tuple[int, int, int]]:
     """(bytes, ranks, gradients) of every all-reduce of gradients over the stages that share parameters, in buckets of
     at most ``bucket`` bytes. ``nodes``: parameter -> placeholder."""
-    received = [{h.value for h in pipeline.hops if h.target == k} for k in range(len(pipeline.parts))]
+    received = [{h.value for h in pipeline.edges if h.target == k} for k in range(len(pipeline.parts))]
     made = {name for part, names in zip(pipeline.parts, received, strict=True) for name in trained(part, names)}
     sums: list[tuple[int, int, int]] = []
     open_buckets: dict[tuple[tuple[int, ...], torch.dtype], tuple[int, int]] = {}  # -> (index in sums, room)
@@ -225,7 +225,7 @@ def shared_gradients(
     return sums
 
 
-def recorded_facts(part: Stage, names: Collection[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def output_types(part: Stage, names: Collection[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of some outputs of a stage's F."""
     made = zip(part.forward.outputs, outputs(part.forward.unnamed), strict=True)
     values = {name: node.meta["val"] for name, node in made if name is not None and name in names}
@@ -239,7 +239,7 @@ def results_of(pipeline: Pipeline, order: Order, train: bool) -> dict[str, tuple
     found = {}
     for index, part in enumerate(pipeline.parts):
         names = [n for n in part.forward.outputs if n in part.mutations or (not train and is_a(n, "output"))]
-        for name, facts in recorded_facts(part, [n for n in names if n]).items():
+        for name, facts in output_types(part, [n for n in names if n]).items():
             found[name] = (order.rank_of[last[index]], *facts)
     return found
 

@@ -139,7 +139,7 @@ class MeshRun:
         if prologue is not None:
             self._add_up(StepGraph(prologue.graph, prologue.inputs, list(prologue.totals)), prologue.totals, known)
         kept = [[dict[str, Any]() for _ in known] for _ in range(self.count)]
-        for one in self.compiled.pipeline.ahead:
+        for one in self.compiled.pipeline.pre_pass:
             (graph,) = one.graphs
             assert graph is not None
             self._add_up(graph, one.totals, known, kept)

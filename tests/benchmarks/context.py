@@ -20,7 +20,8 @@ from autopar.attention import operator
 from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.attention.layouts import CONTIGUOUS, LAYOUTS, Blocks
 from autopar.attention.problem import Mask, Problem, kv_repeats, spans_of
-from autopar.runtime.comm.collectives import all_to_all, finish, traffic_of
+from autopar.ir.traffic import traffic_of
+from autopar.runtime.comm.collectives import all_to_all, finish
 from autopar.runtime.comm.context_parallel_comm import AxisComm
 from autopar.runtime.mesh.process_groups import Groups
 

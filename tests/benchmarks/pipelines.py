@@ -148,7 +148,7 @@ def ours(case: Case, compiled: Compiled, schedule: str) -> Side:
     """autopar, from the graphs that were compiled before the fork."""
     assert compiled.pipeline is not None and compiled.plan.pipeline is not None
     plan = replace(compiled.plan, pipeline=replace(compiled.plan.pipeline, schedule=schedule))
-    order = make_order(plan, compiled.pipeline.parts, compiled.pipeline.hops)
+    order = make_order(plan, compiled.pipeline.parts, compiled.pipeline.edges)
     ready = replace(compiled, plan=plan, pipeline=replace(compiled.pipeline, order=order))
     whole, groups = case.work.model(), Groups(init_mesh(pp=case.ranks))
     specs = tuple(replace(s, ranks=holders(order, plan.pipeline.holders[s.name])) for s in compiled.parameters)
@@ -207,7 +207,7 @@ def _watch_ours(executor: Executor) -> Iterator[Watch]:
     """Computing: all but transfers, as autograd's accumulation of gradients is inside its backward."""
     watch, changed = Watch(), []
     for entry in executor.program.entries:
-        for instruction in (*entry.waits, *entry.does):
+        for instruction in (*entry.waits, *entry.instructions):
             name = getattr(instruction.apply, "__qualname__", "")  # a bound graph has none
             if ".receive." in name or ".send." in name:
                 continue

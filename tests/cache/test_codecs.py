@@ -174,7 +174,7 @@ def test_steps_come_back(name: str, mesh: str, options: dict[str, Any], train: b
     assert isinstance(found, StoredStep) and "local" not in vars(found)
     assert found.plan == made.plan and found.signature == made.signature and found.parameters == made.parameters
     assert found.signature.leaves == made.signature.leaves and found.signature.spec == made.signature.spec
-    assert found.pipeline.order == made.pipeline.order and found.pipeline.hops == made.pipeline.hops
+    assert found.pipeline.order == made.pipeline.order and found.pipeline.edges == made.pipeline.edges
     assert not any("graph" in vars(step) for part in found.pipeline.parts for step in steps_of(part))
     pairs = zip(graphs_of_all(made.pipeline, made.prologue), graphs_of_all(found.pipeline, found.prologue), strict=True)
     for old, new in [(made.local, found.local), *pairs]:

@@ -184,6 +184,18 @@ def test_auto_takes_what_costs_less() -> None:
     assert not compile_cell(Cell("mlp", Mesh.of(dp=2), Options(expert_axis="auto"))).plan.experts
 
 
+def test_estimates_count_gathers_for_each_use() -> None:
+    """Whichever option asks for them: zero=3 is only their default."""
+
+    def estimated(zero: int, again: bool | str = "auto") -> str:
+        plan = plan_of(Wide(), Mesh.of(dp=4), zero=zero, reshard_after_forward=again)
+        return next(line for line in str(plan).splitlines() if "estimated time of all layers" in line)
+
+    each, once = estimated(3), estimated(2)
+    assert each != once and estimated(2, True) == each and estimated(3, False) == once
+    assert estimated(0) == once  # nothing is gathered
+
+
 def test_plans_keep_the_axis() -> None:
     """Whatever would be chosen for another batch: parameters are cut so."""
     first = plan_of(Wide(), Mesh.of(dp=4))

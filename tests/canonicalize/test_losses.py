@@ -147,10 +147,10 @@ def test_notes_of_an_accelerator_are_told_when_they_have_arrived(monkeypatch: py
 
 
 def _later(watch: ValueChecks, notes: list[ValueNote], step: int, there: list[bool]) -> Any:
-    from autopar.runtime.exec.value_checks import Arriving
+    from autopar.runtime.exec.value_checks import PendingRanges
 
     class Event:
         def query(self) -> bool:
             return bool(there)
 
-    return Arriving(notes, torch.stack([n.extremes.double() for n in notes]), Event(), step)  # type: ignore[arg-type]
+    return PendingRanges(notes, torch.stack([n.extremes.double() for n in notes]), Event(), step)  # type: ignore[arg-type]

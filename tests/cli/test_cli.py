@@ -21,7 +21,7 @@ from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.report.schedule_summary import grid
 from autopar.report.summary import show_summary
-from autopar.report.tables import human_bytes
+from autopar.report.tables import human_bytes, human_seconds
 from autopar.schedule.request import SCHEDULES, Request
 from autopar.schedule.simulate import simulate
 
@@ -138,6 +138,8 @@ def test_plan_of_a_pipeline(capsys: pytest.CaptureFixture[str], config: Path, tm
     ranks = pipeline["ranks"]
     assert [rank["live"] for rank in ranks] == [2, 1] and [rank["parts"] for rank in ranks] == [[0], [1]]
     assert all(rank["busy"] + rank["idle"] == pytest.approx(pipeline["makespan"]) for rank in ranks)
+    assert pipeline["idle"] == pytest.approx(pipeline["bubble"] * pipeline["step"])
+    assert 0 < pipeline["idle_if_equal"] < pipeline["idle"]  # of stages that are not equal, with transfers
     assert sum(rank["parameters"] for rank in ranks) == sum(row["bytes"] for row in found["parameters"])
     assert found["memory"]["peak"] == max(rank["peak"] for rank in ranks) == ranks[pipeline["fullest"]]["peak"]
     kinds = {(row["axis"], row["kind"]): row["calls"] for row in found["communication"]}
@@ -153,6 +155,7 @@ def test_plan_of_a_pipeline(capsys: pytest.CaptureFixture[str], config: Path, tm
         "split points model.layers.1: the user's choice",
         "model.layers.1, model.norm, lm_head",
         "Ranks of pp",
+        f"(p - 1)*(F + B + W) = {human_seconds(pipeline['idle_if_equal'])}",
     ):
         assert line in text.get()
     assert f"rank {pipeline['busiest']} of pp" in text.get()

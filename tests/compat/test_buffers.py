@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import autopar
 from autopar.capture.front_end import capture
 from autopar.capture.layer_dedup.layer_signature import _reads_of
-from autopar.capture.module_state.assigned import Assignment, Lying
+from autopar.capture.module_state.assigned import Assignment, BufferAlias
 from autopar.capture.trace.op_decomposition import TensorMeta, record
 from tests.compat import habit_kept
 from tests.compat.habit_buffers import Body, assigned, made, written
@@ -35,7 +35,7 @@ def test_signatures_tell_writes_from_assignments() -> None:
     assert [(s.name, s.assigned) for s in bound.outputs if s.kind == "mutation"] == [("c", True)]
     assert wrote.assigned == () and bound.assigned == (Assignment("c", None, True, False, False),)
     (output,) = [s for s in bound.outputs if s.name == "buffer"]
-    assert output.lying == Lying("c", True, None)
+    assert output.alias == BufferAlias("c", True, None)
 
 
 def test_views_and_exchanges_are_told_by_memory() -> None:
@@ -44,8 +44,8 @@ def test_views_and_exchanges_are_told_by_memory() -> None:
         m.c, m.d = m.d[:4], m.c
         return out * 1.0
 
-    found = {a.name: a.lying for a in captured(body).assigned}
-    assert found == {"c": Lying("d", False, ((4,), (1,), 0)), "d": Lying("c", False, None)}
+    found = {a.name: a.alias for a in captured(body).assigned}
+    assert found == {"c": BufferAlias("d", False, ((4,), (1,), 0)), "d": BufferAlias("c", False, None)}
 
 
 @pytest.mark.parametrize(

@@ -274,7 +274,7 @@ def fail_in_step(how: str, victim: int) -> str:
     for _ in range(2):
         parallel.train_step(**batch_of(4))
     executor = parallel._cache.runners[0]
-    instruction = executor.program.entries[-1].does[0]
+    instruction = executor.program.entries[-1].instructions[0]
     backward = instruction.apply
 
     def failing(inputs: list[Any]) -> Any:

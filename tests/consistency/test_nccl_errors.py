@@ -56,7 +56,7 @@ def step(rank: int) -> str:
     assert losses == pytest.approx([hand_made.expected(case)[0]] * 2, abs=1e-10)
     if rank == 1:
         entry = next(e for e in executor.program.entries if str(e.action) == "1F1")
-        entry.does[0].apply = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+        entry.instructions[0].apply = lambda _: os.kill(os.getpid(), signal.SIGKILL)
     return outcome(lambda: executor.run_step(values))
 
 

@@ -347,7 +347,7 @@ PLANTED: dict[str, Callable[[Any], Any]] = {
 }
 IN_PIPELINES: dict[str, Callable[[Any], Any]] = {
     "order": swap_last_actions,
-    "hops": lambda c: c.pipeline.hops.pop(),
+    "edges": lambda c: c.pipeline.edges.pop(),
     "prologue": lambda c: bent(c.prologue.graph),
     "part 0 backward_weight": lambda c: bent(c.pipeline.parts[0].backward_weight.graph),
     "part 1 backward_input": lambda c: bent(c.pipeline.parts[1].backward_input.graph),

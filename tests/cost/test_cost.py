@@ -13,12 +13,13 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.compile.model import compile_model
 from autopar.cost.memory import memory, optimizer_bytes
-from autopar.cost.traffic import Volume, communication, graph_runs, step_communication
+from autopar.cost.traffic import communication, graph_runs, step_communication
 from autopar.ir.live_values import peak_of_values
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
 from autopar.ir.signature import ParameterSpec
 from autopar.ir.storages import storage_bytes, storages
+from autopar.ir.traffic import Traffic
 from autopar.models import hf as hf
 from autopar.options import Options
 from autopar.steps.graphs import Compiled
@@ -194,6 +195,6 @@ def test_a_step_counts_each_graph_as_often_as_it_runs() -> None:
     }
     one = {name: communication(gm, two.plan.mesh) for name, (gm, _) in graph_runs(two).items()}
     key = ("dp", "all_gather")
-    sums = [one[name].get(key, Volume()) for name in ("forward", "forward", "backward", "backward_reduce")]
+    sums = [one[name].get(key, Traffic()) for name in ("forward", "forward", "backward", "backward_reduce")]
     assert step_communication(two)[key] == functools.reduce(operator.add, sums)
-    assert Volume(2, 3).times(2) == Volume(4, 6)
+    assert Traffic(2, 3).times(2) == Traffic(4, 6)

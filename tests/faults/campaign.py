@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.runtime.checkpoint.checkpoint_dir import checkpoint_at, read_mark
+from autopar.runtime.checkpoint.checkpoint_dir import checkpoint_at, read_manifest
 from autopar.runtime.checkpoint.hf_atomic_write import AtomicFolder
 from autopar.runtime.checkpoint.tensor_storage import SavedTensors
 from autopar.runtime.fault import errors as failures
@@ -145,10 +145,10 @@ class World:
         return result
 
     def _not_saved(self) -> list[str]:
-        """Whether the run has a checkpoint whose files are as its mark says."""
+        """Whether the run has a checkpoint whose files are as its manifest says."""
         try:
             checkpoint, _ = checkpoint_at(self.folder / "run")
-            saved = SavedTensors(checkpoint, read_mark(checkpoint))
+            saved = SavedTensors(checkpoint, read_manifest(checkpoint))
             saved.check(saved.under(""))
         except ValueError as error:
             return [str(error)]

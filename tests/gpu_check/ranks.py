@@ -50,7 +50,7 @@ class Cell:
 
 
 def cells() -> list[Cell]:
-    """Every way to cut a model, every attention algorithm, every schedule; T5 is the one whose hops skip stages."""
+    """Every way to cut a model, every attention algorithm, every schedule; T5 is the one whose edges skip stages."""
     plain: list[tuple[str, dict[str, Any]]] = [
         ("dp=2", {}), ("dp=2", {"zero": 3}), ("dp=2", {"zero": 3, "microbatches": 2}), ("tp=2", {}),
         ("tp=2", {"sequence_parallel": True}), ("dp=2,tp=2", {"zero": 3, "sequence_parallel": True}),

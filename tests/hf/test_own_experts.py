@@ -133,7 +133,7 @@ def test_what_the_forward_makes_is_said_in_the_plan() -> None:
 def test_a_capacity_of_the_whole_batch() -> None:
     """Places are counted over all microbatches, ahead of the step, for the encoder's experts before the decoder's."""
     result = check_model(*own("nllb moe"), Mesh.of(dp=2), Options(microbatches=2))
-    assert result.worst < 1e-10 and len(result.compiled.pipeline.ahead) == 2
+    assert result.worst < 1e-10 and len(result.compiled.pipeline.pre_pass) == 2
 
 
 class _Louder(SwitchTransformersExperts):

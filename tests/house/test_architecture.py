@@ -68,7 +68,9 @@ FLOORS: tuple[set[str], ...] = (
 # What runs step graphs knows nothing of how they were made.
 UNKNOWN_TO = {"runtime": {"compile", "planner", "passes", "report"}}
 
-SMALL_LIBRARIES = {"cloudpickle", "torch", "numpy", "safetensors", "rich", "scipy", "tqdm", "autopar"}
+SMALL_LIBRARIES = {
+    "cloudpickle", "torch", "networkx", "numpy", "safetensors", "rich", "scipy", "sympy", "tqdm", "autopar",
+}  # fmt: skip
 EXTRA_LIBRARIES = {
     "models": {"transformers", "accelerate"},
     "passes": set(),

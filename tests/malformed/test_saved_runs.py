@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import autopar
-from autopar.runtime.checkpoint.checkpoint_dir import MARK
+from autopar.runtime.checkpoint.checkpoint_dir import MANIFEST
 from autopar.runtime.checkpoint.tensor_storage import SavedTensors
 from autopar.runtime.fault.error_propagation import CheckpointError
 from tests.malformed.judge import JSON, broken, unclear
@@ -47,28 +47,28 @@ class Loader:
             raise ValueError("load: the loader has no such position")
 
 
-def _pieces(mark: dict[str, Any], key: str = KEY) -> list[Any]:
-    return mark["tensors"][key]["pieces"]  # type: ignore[no-any-return]
+def _pieces(manifest: dict[str, Any], key: str = KEY) -> list[Any]:
+    return manifest["tensors"][key]["pieces"]  # type: ignore[no-any-return]
 
 
-def _shape(mark: dict[str, Any], shape: list[Any]) -> None:
-    mark["tensors"][KEY]["shape"] = shape
+def _shape(manifest: dict[str, Any], shape: list[Any]) -> None:
+    manifest["tensors"][KEY]["shape"] = shape
 
 
 def _told(key: str, value: Any) -> Change:
-    return lambda mark: mark.__setitem__(key, value)
+    return lambda manifest: manifest.__setitem__(key, value)
 
 
 def _piece(number: int, place: int, value: Any) -> Change:
-    return lambda mark: _pieces(mark)[number].__setitem__(place, value)
+    return lambda manifest: _pieces(manifest)[number].__setitem__(place, value)
 
 
 def _of(path: str, value: Any) -> Change:
     """Sets what lies at a path such as 'optimizers/0/options/0'."""
     *parents, last = [int(part) if part.isdigit() else part for part in path.split("/")]
 
-    def change(mark: dict[str, Any]) -> None:
-        here: Any = mark
+    def change(manifest: dict[str, Any]) -> None:
+        here: Any = manifest
         for part in parents:
             here = here[part]
         here[last] = value
@@ -76,8 +76,8 @@ def _of(path: str, value: Any) -> Change:
     return change
 
 
-def _moved(mark: dict[str, Any], by: int) -> None:
-    for piece in _pieces(mark):
+def _moved(manifest: dict[str, Any], by: int) -> None:
+    for piece in _pieces(manifest):
         piece[1] += by
 
 
@@ -86,9 +86,9 @@ WRONG: dict[str, Change] = {  # what every rank refuses
        for value in (1.0, True, "3", None, [1], {}, 1e400)},
     **{f"training steps {n}": _told("training_steps", n) for n in (-1, 2**41, 2**70)},
     "steps -1": _told("step", -1), "seed 2**63": _told("seed", 2**63),
-    "a piece less": lambda mark: _pieces(mark).pop(), "no piece": lambda mark: _pieces(mark).clear(),
-    "a piece twice": lambda mark: _pieces(mark).append(_pieces(mark)[0]),
-    "one for another": lambda mark: _pieces(mark).__setitem__(1, _pieces(mark)[0]),
+    "a piece less": lambda manifest: _pieces(manifest).pop(), "no piece": lambda manifest: _pieces(manifest).clear(),
+    "a piece twice": lambda manifest: _pieces(manifest).append(_pieces(manifest)[0]),
+    "one for another": lambda manifest: _pieces(manifest).__setitem__(1, _pieces(manifest)[0]),
     "pieces overlap": _piece(1, 2, [7, 0]), "a piece elsewhere": _piece(0, 2, [8, 0]),
     "a negative start": _piece(0, 2, [-8, 0]), "negative sizes": _piece(0, 3, [-8, -8]),
     "sizes that are fewer": _piece(0, 3, [4, 8]), "sizes that are more": _piece(0, 3, [80, 8]),
@@ -96,20 +96,22 @@ WRONG: dict[str, Change] = {  # what every rank refuses
     "a size that is a bool": _piece(0, 3, [True, 8]), "a size that is a float": _piece(0, 3, [8.0, 8]),
     "huge sizes": _piece(0, 3, [2**70, 8]), "in the head": _piece(0, 1, 8), "before the file": _piece(0, 1, -8),
     "behind the file": _piece(0, 1, 2**40), "a place of text": _piece(0, 1, "100"),
-    "elsewhere in the file": lambda mark: _moved(mark, 8), "the next tensor's bytes": lambda mark: _moved(mark, 512),
+    "elsewhere in the file": lambda manifest: _moved(manifest, 8),
+    "the next tensor's bytes": lambda manifest: _moved(manifest, 512),
     **{f"the file {name[:12]!r}": _piece(0, 0, name) for name in ("../x", "/etc/passwd", "", ".", "..", "a\0", "gone",
-       "latest", MARK)},
-    "a file of a number": _piece(0, 0, 3), "a piece of three": lambda mark: _pieces(mark)[0].pop(),
-    "a shape of more": lambda mark: _shape(mark, [32, 8]), "a shape of floats": lambda mark: _shape(mark, [16.0, 8]),
-    "a negative shape": lambda mark: _shape(mark, [-16, -8]), "no shape": lambda mark: _shape(mark, []),
+       "latest", MANIFEST)},
+    "a file of a number": _piece(0, 0, 3), "a piece of three": lambda manifest: _pieces(manifest)[0].pop(),
+    "a shape of more": lambda manifest: _shape(manifest, [32, 8]),
+    "a shape of floats": lambda manifest: _shape(manifest, [16.0, 8]),
+    "a negative shape": lambda manifest: _shape(manifest, [-16, -8]), "no shape": lambda manifest: _shape(manifest, []),
     "another dtype": _of(f"tensors/{KEY}/dtype", "float32"), "an integer's": _of(f"tensors/{KEY}/dtype", "int64"),
     "no dtype": _of(f"tensors/{KEY}/dtype", "nn"), "a dtype that is a list": _of(f"tensors/{KEY}/dtype", ["float64"]),
     "a tensor that is text": _of(f"tensors/{KEY}", "x"), "no files": _told("files", {}),
-    "a file's size": lambda mark: mark["files"].update(dict.fromkeys(mark["files"], 100)),
-    "a negative file": lambda mark: mark["files"].update(dict.fromkeys(mark["files"], -1)),
+    "a file's size": lambda manifest: manifest["files"].update(dict.fromkeys(manifest["files"], 100)),
+    "a negative file": lambda manifest: manifest["files"].update(dict.fromkeys(manifest["files"], -1)),
     "no parameters": _told("parameters", {}), "buffers of text": _told("buffers", "abc"),
     "states of text": _of("optimizers/0/states", {KEY.removeprefix("model."): {"tuple": [1]}}),
-    "fewer options": lambda mark: mark["optimizers"][0]["options"].pop(),
+    "fewer options": lambda manifest: manifest["optimizers"][0]["options"].pop(),
     "options of parameters": _of("optimizers/0/options/0", {"dict": {"params": []}}),
     "options that are a list": _of("optimizers/0/options/0", [1]),
     "an unknown value": _of("optimizers/0/options/0", {"pickle": "gASV"}),
@@ -123,7 +125,7 @@ WRONG: dict[str, Change] = {  # what every rank refuses
     "a state of nothing": _of(f"optimizers/0/states/{KEY.removeprefix('model.')}/dict/exp_avg/tensor", 3),
     "updates": _of("averages/0/updates", -1), "updates of text": _of("averages/0/updates", "many"),
     "a scale of text": _of("scaler/scale", "big"), "a scale that is none": _of("scaler/scale", math.nan),
-    "a scaler without": lambda mark: mark["scaler"].pop("growth_factor"),
+    "a scaler without": lambda manifest: manifest["scaler"].pop("growth_factor"),
     "a growth of -1": _of("scaler/growth_interval", -1), "extra that is a dict": _told("extra", {"part": 1}),
     "an extra less": _of("extra/0/tree/dict", {}), "a run of code": _told("run", '"; import os'),
     "a position below zero": _of("extra/0/tree/dict/loader/dict/position", -1), "no plan": _told("plan", None),
@@ -166,7 +168,7 @@ def attacked(folder: str) -> list[str]:
     found: list[str] = []
     run.step()
     good = run.save(str(base / "good"), extra={"loader": loader, "number": 1}).folder
-    mark = json.loads((good / MARK).read_text())
+    manifest = json.loads((good / MANIFEST).read_text())
     run.step()
     loader.position = 5
     run.model.train_step(**run.batch(2))  # gradients, which a load would take away
@@ -213,11 +215,11 @@ def attacked(folder: str) -> list[str]:
 
     def with_mark(change: Change) -> Callable[[Path], None]:
         def write(path: Path) -> None:
-            new = copy.deepcopy(mark)
+            new = copy.deepcopy(manifest)
             change(new)
             new.pop("sum")
             text = json.dumps(new)[:-1]
-            (path / MARK).write_text(f'{text}, "sum": {zlib.crc32(text.encode())}}}')
+            (path / MANIFEST).write_text(f'{text}, "sum": {zlib.crc32(text.encode())}}}')
 
         return write
 
@@ -227,7 +229,7 @@ def attacked(folder: str) -> list[str]:
         judge(name, prepared(name, with_mark(change)))
     rng = random.Random(0)
     for i in range(40):
-        seen = {name: value for name, value in mark.items() if name != "sum"}
+        seen = {name: value for name, value in manifest.items() if name != "sum"}
         what, other = broken(seen, rng, (*JSON, "rank-00001.safetensors", [[8, 0]], -8))
         judge(
             f"{i} {what[:80]}",
@@ -239,7 +241,7 @@ def attacked(folder: str) -> list[str]:
     outside = base / "outside"
     if rank == 0:
         outside.mkdir()
-        for file in (first, MARK):
+        for file in (first, MANIFEST):
             shutil.copy(good / file, outside / file)
 
     def link(path: Path, name: str) -> None:
@@ -255,7 +257,7 @@ def attacked(folder: str) -> list[str]:
         (path / first).write_bytes(data[:8] + json.dumps(head).encode().ljust(length)[:length] + data[8 + length :])
 
     faults: dict[str, Callable[[Path], Any]] = {
-        "a link": lambda path: link(path, first), "a mark that is a link": lambda path: link(path, MARK),
+        "a link": lambda path: link(path, first), "a manifest that is a link": lambda path: link(path, MANIFEST),
         "a folder": lambda path: ((path / first).unlink(), (path / first).mkdir()),
         "a pipe": lambda path: ((path / first).unlink(), os.mkfifo(path / first)),
         "another dtype in the head": lambda path: headed(path, lambda h: h[f"{KEY}@0,0"].update(dtype="I64")),
@@ -265,7 +267,9 @@ def attacked(folder: str) -> list[str]:
     for name, fault in faults.items():
         judge(name, prepared(name, fault))
     deep = "[" * 100000
-    judge("deep", prepared("deep", lambda path: (path / MARK).write_text(f'{{"format": 1, "order": 1, "a": {deep}')))
+    judge(
+        "deep", prepared("deep", lambda path: (path / MANIFEST).write_text(f'{{"format": 1, "order": 1, "a": {deep}'))
+    )
 
     def linked(path: Path) -> None:
         (path.parent / "of links").mkdir()

@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.cost.graph_times import Stretch, seconds_by_turns
+from autopar.cost.graph_times import Segment, seconds_by_turns
 from autopar.cost.memory import memories
 from autopar.cost.stage_costs import step_timeline
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.runtime.comm import collectives
 from autopar.runtime.exec.executor import Executor
-from autopar.runtime.exec.instructions import Entry, Instruction
-from autopar.runtime.exec.overlapped_fb import OverlappedEntries, with_cells
+from autopar.runtime.exec.instructions import BoundAction, Instruction
+from autopar.runtime.exec.overlap_f_b import OverlappedActions, with_overlaps
 from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from autopar.schedule.order import Order
 from autopar.schedule.request import SCHEDULES, Request
@@ -77,7 +77,7 @@ def both_ways(cell: Cell) -> tuple[list[str], list[list[str]], int]:
     groups, bits, order, cells = Groups(init_mesh("cpu", 30.0, **cell.mesh.sizes)), [], [], 0
     for made in (inherited(cell), unpaired(inherited(cell))):
         executor = Executor(made, groups)
-        cells += sum(isinstance(one, OverlappedEntries) for runs in executor._runs for one in runs)
+        cells += sum(isinstance(one, OverlappedActions) for runs in executor._runs for one in runs)
         with noted() as found:
             result = executor.run_step(values_of(made, cell.name, groups))
         values = [*result.losses, *(result.gradients[name] for name in sorted(result.gradients))]
@@ -161,7 +161,7 @@ def dies(cell: Cell, victim: int, turn: int) -> str:
     executor, turns = Executor(made, groups), itertools.count(1)
     values = values_of(made, cell.name, groups)
     executor.run_step(values)
-    run, exchange = OverlappedEntries.run, dist.all_to_all_single
+    run, exchange = OverlappedActions.run, dist.all_to_all_single
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         if next(turns) == turn:
@@ -176,7 +176,7 @@ def dies(cell: Cell, victim: int, turn: int) -> str:
             dist.all_to_all_single = exchange
 
     if dist.get_rank() == victim:
-        OverlappedEntries.run = within  # type: ignore[method-assign]
+        OverlappedActions.run = within  # type: ignore[method-assign]
     try:
         executor.run_step(values)
     except RuntimeError as error:
@@ -197,13 +197,13 @@ def test_a_rank_that_dies_in_a_cell_is_named(turn: int) -> None:
 
 def test_seconds_of_turns() -> None:
     """F: 1, exchange of 3, 1. BW: 2, exchange of 1, 2. One link."""
-    first = (Stretch(1.0, ((0, 3.0),)), Stretch(0.0, waits=(0,)), Stretch(1.0))
-    second = (Stretch(2.0, ((0, 1.0),)), Stretch(0.0, waits=(0,)), Stretch(2.0))
+    first = (Segment(1.0, ((0, 3.0),)), Segment(0.0, waits=(0,)), Segment(1.0))
+    second = (Segment(2.0, ((0, 1.0),)), Segment(0.0, waits=(0,)), Segment(2.0))
     assert seconds_by_turns(first) == 5.0 and seconds_by_turns(second) == 5.0
     # F to 1, its exchange to 4; BW to 3, its exchange from 4 to 5; F waits to 4 and ends at 5; BW ends at 7
     assert seconds_by_turns(first, second) == 7.0
-    assert seconds_by_turns((Stretch(1.0),), (Stretch(2.0),)) == 3.0
-    early = (Stretch(1.0, ((0, 3.0),)), Stretch(2.0, waits=(0,)), Stretch(1.0))  # computes beside its own exchange
+    assert seconds_by_turns((Segment(1.0),), (Segment(2.0),)) == 3.0
+    early = (Segment(1.0, ((0, 3.0),)), Segment(2.0, waits=(0,)), Segment(1.0))  # computes beside its own exchange
     assert seconds_by_turns(early) == 5.0
 
 
@@ -228,25 +228,27 @@ def test_both_halves_are_in_memory() -> None:
     assert all(a >= b for a, b in zip(*peaks, strict=True)) and peaks[0] != peaks[1]
 
 
-def entry(text: str, reads: list[int], writes: list[int], made: Any = None) -> Entry:
+def entry(text: str, reads: list[int], writes: list[int], made: Any = None) -> BoundAction:
     """An action of one instruction, whose graph pauses if it is ``made`` of one that does."""
-    return Entry(parse_action(text), does=[Instruction(lambda x: x, reads, writes)], runs=[made] if made else [])
+    return BoundAction(
+        parse_action(text), instructions=[Instruction(lambda x: x, reads, writes)], graphs=[made] if made else []
+    )
 
 
 def test_what_takes_from_each_other_does_not_take_turns() -> None:
-    (bound,) = [type("Paused", (), {"paused": print})()]
+    (bound,) = [type("PausedStep", (), {"paused": print})()]
     for back, turns in (([3], True), ([1], False), ([0], True)):  # of nobody; of the first half; what both are given
-        found = with_cells([entry("0F1&", [0], [1], bound), entry("0BW0", back, [2])])
-        assert [isinstance(one, OverlappedEntries) for one in found] == ([True] if turns else [False, False])
-    assert len(with_cells([entry("0F1&", [0], [1]), entry("0BW0", [3], [2])])) == 2  # nobody pauses
+        found = with_overlaps([entry("0F1&", [0], [1], bound), entry("0BW0", back, [2])])
+        assert [isinstance(one, OverlappedActions) for one in found] == ([True] if turns else [False, False])
+    assert len(with_overlaps([entry("0F1&", [0], [1]), entry("0BW0", [3], [2])])) == 2  # nobody pauses
 
 
 def test_what_both_read_stays_until_the_end() -> None:
-    first, second = Entry(parse_action("0F1&")), Entry(parse_action("0BW0"))
-    first.does = [Instruction(lambda x: x, [0], [1]), Instruction(lambda x: x, [0], [2], dead=[0])]
-    second.does = [Instruction(lambda x: x, [0], [3], dead=[0])]
-    cell, slots = OverlappedEntries([first], second), [torch.ones(1), None, None, None]
-    for one in (*first.does, *second.does):
+    first, second = BoundAction(parse_action("0F1&")), BoundAction(parse_action("0BW0"))
+    first.instructions = [Instruction(lambda x: x, [0], [1]), Instruction(lambda x: x, [0], [2], dead=[0])]
+    second.instructions = [Instruction(lambda x: x, [0], [3], dead=[0])]
+    cell, slots = OverlappedActions([first], second), [torch.ones(1), None, None, None]
+    for one in (*first.instructions, *second.instructions):
         one.stores = [(0, one.writes[0])]
     cell.run(slots)
     assert slots[0] is None and all(isinstance(x, Tensor) for x in slots[1:])

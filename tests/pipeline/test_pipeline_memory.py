@@ -53,25 +53,25 @@ def test_bytes_over_every_boundary_follow_the_formula(cell: Cell) -> None:
         order = order_of(cell, name)
         expected = [0] * len(order.ranks)
         for chain in (order.chains[i] for i in order.chain_of):
-            for hop in pipeline.hops:
-                source, target = order.rank_of[chain[hop.source]], order.rank_of[chain[hop.target]]
+            for edge in pipeline.edges:
+                source, target = order.rank_of[chain[edge.source]], order.rank_of[chain[edge.target]]
                 if source != target:
-                    expected[source] += size(hop)
-                    expected[target] += size(hop)  # the gradient, on its way back
+                    expected[source] += size(edge)
+                    expected[target] += size(edge)  # the gradient, on its way back
         assert [found.traffic["pp", "send"].bytes for found in ranks] == expected, name
 
 
-def size(hop: P2PEdge) -> int:
-    assert hop.gradient, f"{hop.value} has no gradient, which the formula counts"
-    return sum(math.prod(shape) for shape in hop.shapes) * hop.dtype.itemsize
+def size(edge: P2PEdge) -> int:
+    assert edge.gradient, f"{edge.value} has no gradient, which the formula counts"
+    return sum(math.prod(shape) for shape in edge.shapes) * edge.dtype.itemsize
 
 
 @pytest.mark.parametrize("cell", [cell_of(2, 1), cell_of(2, 2), FOUR[0]], ids=str)
 def test_between_layers_only_the_hidden_states_pass(cell: Cell) -> None:
     """One value per boundary: rows of a microbatch x tokens x hidden size, in float64."""
     pipeline, rows = compiled(cell).pipeline, ROWS // cell.options.microbatches
-    assert [(h.source, h.target) for h in pipeline.hops] == [(k, k + 1) for k in range(len(pipeline.parts) - 1)]
-    assert {size(h) for h in pipeline.hops} == {rows * TOKENS * TINY[MODEL].sizes["hidden_size"] * 8}
+    assert [(h.source, h.target) for h in pipeline.edges] == [(k, k + 1) for k in range(len(pipeline.parts) - 1)]
+    assert {size(h) for h in pipeline.edges} == {rows * TOKENS * TINY[MODEL].sizes["hidden_size"] * 8}
 
 
 @of_single

@@ -19,7 +19,7 @@ from autopar.report.chrome_trace import events_of, measured_events
 from autopar.report.dump.dump import STEP_GRAPHS, Dumper, dump_pipeline, measured_costs
 from autopar.rewrite.compilation import Compilation
 from autopar.runtime.exec.executor import per_rank
-from autopar.runtime.exec.slots import Routes
+from autopar.runtime.exec.value_slots import Routes
 from autopar.schedule.lowering import lower
 from autopar.schedule.order import Order
 from autopar.schedule.request import SCHEDULES, Costs, Request
@@ -92,7 +92,7 @@ def test_the_lowered_order_is_the_executors() -> None:
         pipeline = compiled(cell).pipeline
         parts = [(i, p) for i, p in enumerate(pipeline.parts)]
         whole = lower(
-            pipeline.order, pipeline.hops, {i for i, p in parts if p.gather}, {i for i, p in parts if p.reduce}
+            pipeline.order, pipeline.edges, {i for i, p in parts if p.gather}, {i for i, p in parts if p.reduce}
         )
         assert lowered_order(pipeline) == Routes(pipeline).drop_empty(whole)
 

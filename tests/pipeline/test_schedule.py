@@ -239,12 +239,12 @@ def test_without_gradient_nothing_comes_back() -> None:
 def test_skips_go_straight_and_one_rank_needs_no_transfer() -> None:
     """Parts 0 and 3 are on rank 0: the skip 0 -> 3 stays there; 0 -> 2 passes rank 1's part 1 by."""
     order = order_of(["0F0 3F0 3BW0 0BW0", "1F0 2F0 2BW0 1BW0"], rank_of=(0, 1, 1, 0))
-    hops = [P2PEdge("x", 0, 1), P2PEdge("x", 0, 2), P2PEdge("z", 0, 3), P2PEdge("y", 2, 3), P2PEdge("w", 1, 2)]
-    assert rows_of(lower(order, hops)) == [
+    edges = [P2PEdge("x", 0, 1), P2PEdge("x", 0, 2), P2PEdge("z", 0, 3), P2PEdge("y", 2, 3), P2PEdge("w", 1, 2)]
+    assert rows_of(lower(order, edges)) == [
         "3RF0<2 0F0 0SF0>1 0SF0>2 3F0 0RB0<2 0RB0<1 3BW0 3SB0>2 0BW0",
         "1RF0<0 2RF0<0 1F0 2RB0<3 2F0 2SF0>3 2BW0 2SB0>0 1BW0 1SB0>0",
     ]
-    assert simulate(lower(order, hops)).makespan == simulate(order).makespan
+    assert simulate(lower(order, edges)).makespan == simulate(order).makespan
 
 
 def test_receives_follow_the_sends_of_their_channel() -> None:

@@ -19,7 +19,7 @@ from autopar.ir.graph import copy_graph
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.report.progress import Progress
-from autopar.runtime.exec.step_fingerprint import step_facts
+from autopar.runtime.exec.step_fingerprint import step_digests
 from autopar.steps.graphs import Compiled, Stage, StepGraph, is_a
 from autopar.steps.of_rank import graphs_of_all
 from tests.capture.test_decompose import text
@@ -98,7 +98,7 @@ def test_copies(cell: str, monkeypatch: pytest.MonkeyPatch, layers: int = 0) -> 
     assert all(step.unnamed in graphs_of_all(found.pipeline, None) and step.unnamed is not step.graph for step in made)
     for mine, other in zip(found.pipeline.parts, each.pipeline.parts, strict=True):
         Compared().parts(mine, other)
-    assert found.pipeline.order == each.pipeline.order and found.pipeline.hops == each.pipeline.hops
+    assert found.pipeline.order == each.pipeline.order and found.pipeline.edges == each.pipeline.edges
 
 
 def steps_of(part: Stage) -> list[StepGraph]:
@@ -191,7 +191,7 @@ def test_who_watches_changes_nothing_and_sees_each_part(monkeypatch: pytest.Monk
     options = Options(microbatches=2, schedule="interleaved")
 
     def facts(*observers: Any) -> dict[str, Any]:
-        return step_facts(compile_graph(copy_graph(captured), Mesh.of(pp=2), options, observers=observers))
+        return step_digests(compile_graph(copy_graph(captured), Mesh.of(pp=2), options, observers=observers))
 
     plain = facts()
     assert copied

@@ -14,6 +14,7 @@ from autopar.ir.conversions import convert
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import PARTIAL, Placement, Shard
 from autopar.ir.signature import InputSpec, OutputSpec, ParameterSpec, Signature
+from autopar.ir.traffic import Traffic, add_ledgers, collective_bytes
 from autopar.options import Options
 from autopar.plan import ParameterPlan, Plan
 from autopar.report.dump.dump import Dumper, dumper_for
@@ -96,20 +97,20 @@ def test_step_graph_shows_the_bytes_of_each_collective() -> None:
     [("all_reduce", 96), ("all_gather", 48), ("reduce_scatter", 48), ("all_to_all", 12), ("slice", 0), ("none", 0)],
 )
 def test_ring_formulas(kind: str, expected: int) -> None:
-    assert traffic.collective_bytes(kind, 64, 4) == expected
-    assert traffic.collective_bytes(kind, 64, 1) == 0
+    assert collective_bytes(kind, 64, 4) == expected
+    assert collective_bytes(kind, 64, 1) == 0
 
 
 def test_communication_counts_per_axis_and_kind() -> None:
     assert traffic.communication(step_graph(), MESH) == {
-        ("tp", "all_reduce"): traffic.Volume(1, 96),
-        ("tp", "all_gather"): traffic.Volume(1, 192),
-        ("tp", "reduce_scatter"): traffic.Volume(1, 48),
-        ("tp", "all_to_all"): traffic.Volume(1, 48),
+        ("tp", "all_reduce"): Traffic(1, 96),
+        ("tp", "all_gather"): Traffic(1, 192),
+        ("tp", "reduce_scatter"): Traffic(1, 48),
+        ("tp", "all_to_all"): Traffic(1, 48),
     }
     assert traffic.communication(step_graph(), Mesh.of(dp=2)) == {}
     typed = traffic.communication(typed_graph(), MESH)
-    assert traffic.total_volume([typed, typed]) == {("tp", "all_reduce"): traffic.Volume(2, 3072)}
+    assert add_ledgers(typed, typed) == {("tp", "all_reduce"): Traffic(2, 3072)}
 
 
 def test_types_of_values() -> None:

@@ -16,11 +16,12 @@ from autopar.cost.hardware import DEFAULT, Device
 from autopar.cost.memory import Memory
 from autopar.cost.step_estimate import Exchanged, ModuleCost, StepEstimate, module_costs, step_estimate, times_of_graphs
 from autopar.cost.topology import Topologies, Topology
-from autopar.cost.traffic import Links, graph_runs, step_communication, total_volume
+from autopar.cost.traffic import Links, graph_runs, step_communication
 from autopar.ir.expert_layers import ExpertPlan
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
 from autopar.ir.signature import ParameterSpec
+from autopar.ir.traffic import add_ledgers
 from autopar.options import Options
 from autopar.plan import ParameterPlan, Plan
 from autopar.report.dump.dump import Dumper, plan_rows
@@ -55,7 +56,7 @@ def test_modules_exchange_what_the_step_does(cell: Cell) -> None:
     """Buckets are dealt to their modules, nothing is lost and nothing counted twice."""
     made = compiled(cell)
     ranks = range(cell.mesh.size("pp"))
-    step = total_volume(step_communication(made, rank) for rank in ranks)
+    step = add_ledgers(*(step_communication(made, rank) for rank in ranks))
     found: dict[tuple[str, str], tuple[float, float]] = {}
     for cost in module_costs(made, times_of_graphs(made)).values():
         for (axis, kind, _), x in cost.exchanged.items():

@@ -224,8 +224,8 @@ def test_a_simulated_trace(name: str) -> None:
 
 def test_a_measured_trace_shows_its_transfers() -> None:
     """Events of a lowered order, with transfers that take time and threads of their own."""
-    hops = [P2PEdge("x", part, part + 1) for part in range(3)]
-    order = lower(made("1f1b").order, hops)
+    edges = [P2PEdge("x", part, part + 1) for part in range(3)]
+    order = lower(made("1f1b").order, edges)
     timeline = simulate(order, MS)
     all_of_it = [
         (rank, action, start, end)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from autopar.ops import traits
+from autopar.ops.declare import alike, operator
 from autopar.testing.soundness import Sample, SampleCall, call, whole_results
 from tests.support.pointwise_samples import complex_, normal, real
 from tests.support.rule_samples import SAMPLES
@@ -111,3 +112,18 @@ def test_what_is_random_draws_numbers() -> None:
             whole_results(Sample([step]), [x.clone() for x in Sample([step]).tensors])
             seen.append(not torch.equal(state, torch.get_rng_state()))
         assert not any(seen) or traits.is_random(step.target), step.target
+
+
+def test_choices_are_declared_where_the_operator_is() -> None:
+    """Also by an operator that is not one of ours."""
+
+    def declared(name: str, choice: bool) -> Any:
+        def kernel(expert: torch.Tensor) -> torch.Tensor:
+            return expert.argsort()
+
+        kernel.__name__ = name
+        operator(fake=alike, choice=choice)(kernel)
+        return getattr(torch.ops.autopar, name).default
+
+    assert traits.is_choice(declared("chooses", True)) and not traits.is_choice(declared("computes", False))
+    assert all(traits.is_choice(getattr(torch.ops.autopar, name).default) for name in ("moe_pairs", "row_splits"))

@@ -138,7 +138,7 @@ def _fixed(run: Callable[..., Any], count: int) -> Callable[..., Any]:
     }[count]
 
 
-def hops_of(case: Case) -> list[P2PEdge]:
+def edges_of(case: Case) -> list[P2PEdge]:
     shape = ((case.rows, WIDTH),)
     found = [P2PEdge(f"h{k}", k, k + 1, True, shape, torch.float64) for k in range(case.parts - 1)]
     at = 1 if case.way == "relay" else 0
@@ -158,7 +158,7 @@ def compiled_of(case: Case, order: Order, bucket_bytes: int = 2**20) -> Any:
     prologue = graph(lambda target: (target.sum() * 0 + target.shape[0],), ["target"], ["total_0"])
     pipeline = Pipeline(
         [part_of(case, k) for k in range(case.parts)],
-        hops_of(case),
+        edges_of(case),
         order,
         each=graph(lambda target, x: (target * 2, x * 3), ["target", "x"], ["doubled", "junk"]),
         token_slices=case.slices,
@@ -232,6 +232,6 @@ def order_of(case: Case, schedule: str, ranks: int) -> Order:
 
 def lowered(case: Case, order: Order) -> Order:
     everybody = set(range(case.parts))
-    found = lower(order, hops_of(case), everybody, everybody)
+    found = lower(order, edges_of(case), everybody, everybody)
     simulate(found)
     return found

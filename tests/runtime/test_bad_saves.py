@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
-from autopar.runtime.checkpoint.checkpoint_dir import MARK
+from autopar.runtime.checkpoint.checkpoint_dir import MANIFEST
 from tests.support.ranks import run_ranks
 from tests.support.runs import Run, Tied, adamw
 
@@ -71,7 +71,7 @@ def damaged(folder: str) -> Said:
     good = run.save(str(base / "good")).folder
     kept = run.model.full_state_dict()
     said: Said = {}
-    mark = json.loads((good / MARK).read_text())
+    manifest = json.loads((good / MANIFEST).read_text())
 
     def change(name: str, fault: Callable[[Path], Any]) -> None:
         copy = base / name.replace(" ", "_")
@@ -79,33 +79,38 @@ def damaged(folder: str) -> Said:
         said[name] = told(lambda: run.load(str(copy)))
 
     def write(copy: Path, **new: Any) -> None:
-        (copy / MARK).write_text(json.dumps({k: v for k, v in mark.items() if k != "sum"} | new))
+        (copy / MANIFEST).write_text(json.dumps({k: v for k, v in manifest.items() if k != "sum"} | new))
 
     change("missing file", lambda copy: (copy / "rank-00001.safetensors").unlink())
     change("truncated file", lambda copy: os.truncate(copy / "rank-00001.safetensors", 1000))
     change("flipped bit", lambda copy: flip(copy / "rank-00001.safetensors", -1))
     change("flipped in the head", lambda copy: flip(copy / "rank-00000.safetensors", 20))
-    change("flipped in the mark", lambda copy: flip(copy / MARK, (good / MARK).read_text().index('"seed": ') + 8))
-    change("no sums", lambda copy: write(copy, sums={name: [] for name in mark["sums"]}))
+    change(
+        "flipped in the manifest",
+        lambda copy: flip(copy / MANIFEST, (good / MANIFEST).read_text().index('"seed": ') + 8),
+    )
+    change("no sums", lambda copy: write(copy, sums={name: [] for name in manifest["sums"]}))
     change("text for sums", lambda copy: write(copy, sums="many"))
-    change("half a mark", lambda copy: os.truncate(copy / MARK, 500))
-    change("empty mark", lambda copy: (copy / MARK).write_text(""))
-    change("list as a mark", lambda copy: (copy / MARK).write_text("[]"))
+    change("half a manifest", lambda copy: os.truncate(copy / MANIFEST, 500))
+    change("empty manifest", lambda copy: (copy / MANIFEST).write_text(""))
+    change("list as a manifest", lambda copy: (copy / MANIFEST).write_text("[]"))
     change("newer format", lambda copy: write(copy, format=99))
     change("no tensors", lambda copy: write(copy, tensors=None))
     change("no optimizers", lambda copy: write(copy, optimizers=3))
     change("text for a count", lambda copy: write(copy, training_steps="many"))
-    tensors = {k: v for k, v in mark["tensors"].items() if k != "optimizer.0.state.blocks.0.up.weight.exp_avg"}
+    tensors = {k: v for k, v in manifest["tensors"].items() if k != "optimizer.0.state.blocks.0.up.weight.exp_avg"}
     change("lost moment", lambda copy: write(copy, tensors=tensors))
-    outside = {k: {**v, "pieces": [[f"../{f}", *rest] for f, *rest in v["pieces"]]} for k, v in mark["tensors"].items()}
+    outside = {
+        k: {**v, "pieces": [[f"../{f}", *rest] for f, *rest in v["pieces"]]} for k, v in manifest["tensors"].items()
+    }
     change("files elsewhere", lambda copy: write(copy, tensors=outside))
     beyond = {
-        k: {**v, "pieces": [[f, 10**9, *rest] for f, _, *rest in v["pieces"]]} for k, v in mark["tensors"].items()
+        k: {**v, "pieces": [[f, 10**9, *rest] for f, _, *rest in v["pieces"]]} for k, v in manifest["tensors"].items()
     }
     change("beyond its file", lambda copy: write(copy, tensors=beyond))
     said["trains after that"] = told(lambda: run.step())
     run.load(str(good))
-    said["no mark"] = told(lambda: run.load(str(base / "good" / "step-00000001" / "nothing")))
+    said["no manifest"] = told(lambda: run.load(str(base / "good" / "step-00000001" / "nothing")))
     now = run.model.full_state_dict()
     assert all(torch.equal(now[n], x) for n, x in kept.items())
     return said
@@ -120,21 +125,21 @@ def test_damaged_checkpoints_are_named(tmp_path: Path) -> None:
         "flipped bit": r"CheckpointError: load: .*rank-00001.safetensors has other bytes than were saved, after byte 0"
         r".*load an older one \(on rank [01]\)",
         "flipped in the head": "rank-00000.safetensors has other bytes than were saved",
-        "flipped in the mark": "ValueError: load: .*checkpoint.json has other bytes than were saved",
+        "flipped in the manifest": "ValueError: load: .*checkpoint.json has other bytes than were saved",
         "no sums": "rank-0000[01].safetensors has other bytes than were saved",
         "text for sums": "has no entries of tensors",
-        "half a mark": "checkpoint.json cannot be read: no JSON at line 1",
-        "empty mark": "cannot be read",
-        "list as a mark": "is not the mark of a checkpoint",
+        "half a manifest": "checkpoint.json cannot be read: no JSON at line 1",
+        "empty manifest": "cannot be read",
+        "list as a manifest": "is not the manifest of a checkpoint",
         "newer format": "has format 99, this version of autopar reads up to 1; install",
         "no tensors": "has no entries of tensors",
         "no optimizers": "is damaged",
         "text for a count": "is damaged",
         "lost moment": "optimizer.0.state.blocks.0.up.weight.exp_avg",
         "files elsewhere": "not one of its files",
-        "beyond its file": "has another .* than the mark",
+        "beyond its file": "has another .* than the manifest",
         "trains after that": "no error",
-        "no mark": "found no folder",
+        "no manifest": "found no folder",
     }
     wrong = {n: said[n] for n, text in expected.items() if not re.search(text, said[n])}
     assert not wrong and said.keys() == expected.keys(), wrong

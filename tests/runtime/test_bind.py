@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autopar.ops.collectives  # noqa: F401 - defines the operators
 from autopar.adapters.distributed import ALL_GATHER, REDUCE_SCATTER
 from autopar.ir.placement import PARTIAL, Shard, join, piece
-from autopar.runtime.comm.collectives import Traffic
+from autopar.ir.traffic import Traffic
 from autopar.runtime.exec.lowering import bind
 from autopar.runtime.fault.errors import error_context
 from autopar.runtime.mesh.process_groups import Groups, init_mesh

@@ -20,9 +20,10 @@ from autopar.attention.operator import attention_of_piece
 from autopar.attention.problem import Mask, Problem
 from autopar.ir.graph import outputs
 from autopar.ir.placement import Shard, piece, scaled_blocks
+from autopar.ir.traffic import Traffic
 from autopar.runtime.comm import collectives as comm
 from autopar.runtime.comm import functional_collectives
-from autopar.runtime.comm.collectives import Traffic, to_rows
+from autopar.runtime.comm.collectives import to_rows
 from autopar.runtime.comm.context_parallel_comm import AxisComm
 from autopar.runtime.exec.lowering import bind
 from autopar.runtime.fault.errors import error_context

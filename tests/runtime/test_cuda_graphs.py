@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.adapters.dtensor import local_of
+from autopar.ir.traffic import Ledger, add_ledgers, ledger_between
 from autopar.models.tiny import TINY
 from autopar.ops import value_checks
-from autopar.runtime.comm.collectives import Ledger, add_ledgers, ledger_between
 from autopar.runtime.exec import cuda_graphs, executor
 from autopar.runtime.exec.cuda_graphs import MOVES, WARM_UP, Result, why_not
 from autopar.runtime.exec.value_checks import ValueChecks

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from autopar.ir.signature import InputSpec, OutputSpec
-from autopar.runtime.comm.collectives import Traffic
+from autopar.ir.traffic import Traffic
 from autopar.runtime.exec.executor import Executor
 from autopar.runtime.exec.lowering import Lowered
-from autopar.runtime.exec.slots import Values
+from autopar.runtime.exec.value_slots import ValueSlots
 from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from autopar.schedule.request import SCHEDULES, Request
 from autopar.schedule.simulate import simulate
@@ -102,14 +102,14 @@ def test_tied_weights(schedule: str, ranks: int, parts: int) -> None:
     check(Case(parts, 8, tied=(0, parts - 1)), schedule, ranks)
 
 
-def train_rehearsed(case: Case, schedule: str) -> dict[str, Any]:
-    """A step as on a GPU; what was started on links until the rehearsal was over, and how often each graph ran."""
+def train_warmed_up(case: Case, schedule: str) -> dict[str, Any]:
+    """A step as on a GPU; what was started on links until the warm-up was over, and how often each graph ran."""
     groups = Groups(init_mesh("cpu", 20.0, pp=2))
     order = hand_made.order_of(case, schedule, 2)
     executor = Executor(hand_made.compiled_of(case, order), groups)
-    executor._rehearses = True
+    executor._needs_warm_up = True
     begun: list[str] = []
-    ran = dict.fromkeys((id(b) for entry in executor.program.entries for b in entry.runs), 0)
+    ran = dict.fromkeys((id(b) for entry in executor.program.entries for b in entry.graphs), 0)
     with pytest.MonkeyPatch.context() as patched:
         link, run = groups.link, Lowered.__call__
         patched.setattr(groups, "link", lambda *ends: (begun.append(str(ends)), link(*ends))[1])
@@ -125,18 +125,18 @@ def train_rehearsed(case: Case, schedule: str) -> dict[str, Any]:
         "losses": [float(x) for x in result.losses],
         "gradients": result.gradients,
         "traffic": dict(executor.traffic),
-        "ahead": list(ran.values()),
+        "warm_up": list(ran.values()),
     }
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "dual_pipe"])
 def test_every_kernel_is_loaded_before_a_stage_waits_for_another(schedule: str) -> None:
-    """No transfer is begun before all graphs have run; the step, and what it counts, are those without a rehearsal."""
+    """No transfer is begun before all graphs have run; the step, and what it counts, are those without a warm-up."""
     case = Case(2, 4)
     loss, gradients = hand_made.expected(case)
     plain = run_ranks(2, train, case, schedule, 2)
-    for one, other in zip(run_ranks(2, train_rehearsed, case, schedule), plain, strict=True):
-        assert one["ahead"] and min(one["ahead"]) > 0
+    for one, other in zip(run_ranks(2, train_warmed_up, case, schedule), plain, strict=True):
+        assert one["warm_up"] and min(one["warm_up"]) > 0
         assert abs(one["losses"][0] - loss) < EXACT
         for name, gradient in one["gradients"].items():
             assert (gradient - gradients[name]).abs().max() < EXACT, name
@@ -168,7 +168,7 @@ def freeze(compiled: Any) -> None:
     part = compiled.pipeline.parts[0]
     part.backward = part.backward_input = part.backward_weight = part.reduce = None
     cut_gradient(compiled)
-    compiled.pipeline.hops = [dataclasses.replace(hop, gradient=False) for hop in compiled.pipeline.hops]
+    compiled.pipeline.edges = [dataclasses.replace(edge, gradient=False) for edge in compiled.pipeline.edges]
 
 
 CHANGES = {"cut": cut_gradient, "freeze": freeze}
@@ -243,7 +243,7 @@ def prologue_graphs() -> list[Any]:
     case = Case(2, 2)
     compiled = hand_made.compiled_of(case, SCHEDULES["gpipe"].make(Request(2, 2)))
     executor = Executor(compiled, groups)
-    values = Values(compiled.pipeline, executor.order, groups.rank, executor.feed, compiled.prologue)
+    values = ValueSlots(compiled.pipeline, executor.order, groups.rank, executor.inputs, compiled.prologue)
     found = [graph for graph in (values.once, values.each, values.totals) if graph is not None]
     assert all(set(graph.inputs) == {"target"} for graph in found)
     return [graph.outputs for graph in found]

@@ -110,10 +110,10 @@ def train(schedule: str) -> tuple[float, dict[str, Tensor], int, int]:
     groups = Groups(init_mesh("cpu", 20.0, pp=2))
     order = SCHEDULES[schedule].make(Request(2, MICROBATCHES, 1, len(LENGTHS)))
     shapes = tuple((ROWS, n, WIDTH) for n in LENGTHS)
-    hops = [P2PEdge("h0", 0, 1, True, shapes, torch.float64)]
+    edges = [P2PEdge("h0", 0, 1, True, shapes, torch.float64)]
     inputs = [InputSpec(n, "parameter", n, requires_grad=True) for n in NAMES] + [InputSpec("x", "input", "x")]
     compiled: Any = SimpleNamespace(
-        pipeline=Pipeline([part(0), part(1)], hops, order, token_slices=LENGTHS),
+        pipeline=Pipeline([part(0), part(1)], edges, order, token_slices=LENGTHS),
         train=True,
         prologue=None,
         plan=SimpleNamespace(experts={}, options=Options(microbatches=MICROBATCHES), inputs={"x": {"mb": Shard(0)}}),

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.comm.collectives import Traffic
+from autopar.ir.traffic import Traffic
 from autopar.runtime.comm.p2p import Channels, side_by_side
 from autopar.runtime.exec.executor import Executor
 from autopar.runtime.exec.instructions import Instruction
@@ -123,7 +123,7 @@ def step_that_fails(how: str) -> tuple[str, float]:
     executor.run_step(values)
     if groups.rank == 2:
         middle = next(e for e in executor.program.entries if str(e.action) == "2BW1")
-        middle.does.insert(0, Instruction(STOPS[how], []))
+        middle.instructions.insert(0, Instruction(STOPS[how], []))
     start = time.monotonic()
     try:
         with error_context():

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 import autopar
-from autopar.runtime.training.sampler import PartSampler
+from autopar.runtime.training.sampler import ShardSampler
 from tests.support.ranks import refusal, run_ranks
 from tests.support.subject_models import Mlp
 
@@ -94,7 +94,7 @@ def test_a_run_goes_on_with_the_next_batch_on_another_mesh(tmp_path: Path) -> No
 
 
 def test_workers_that_have_read_ahead_count_for_nothing() -> None:
-    data = PartSampler(Rows(), (0, 1), 8, shuffle=True, seed=1, drop_last=True)
+    data = ShardSampler(Rows(), (0, 1), 8, shuffle=True, seed=1, drop_last=True)
     epochs = [[batch["number"].tolist() for batch in data.loader()] for _ in range(2)]
     data.resume(0)
     first = next(iter(data.loader(num_workers=1, prefetch_factor=3)))["number"].tolist()

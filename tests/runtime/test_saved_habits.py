@@ -54,8 +54,8 @@ def gradients_that_were_used(folder: str) -> list[bool]:
     run.model.train_step(**run.batch(0))
     run.optimizer.step()
     for name in ("stepped", "pending"):
-        mark = (run.save(f"{folder}/{name}").folder / "checkpoint.json").read_text()
-        found.append('"gradients.' in mark)
+        manifest = (run.save(f"{folder}/{name}").folder / "checkpoint.json").read_text()
+        found.append('"gradients.' in manifest)
         run.model.train_step(**run.batch(1))
     run.load(f"{folder}/stepped")
     found.append(any(p.grad is not None for p in run.model.parameters()))

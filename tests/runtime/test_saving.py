@@ -61,10 +61,10 @@ def test_a_run_moves_over_meshes(tmp_path: Path) -> None:
 
 
 def written(checkpoint: Path) -> dict[str, Any]:
-    """All of a checkpoint: bytes of its files, and what its mark says of the run."""
-    mark = json.loads((checkpoint / "checkpoint.json").read_text())
-    del mark["order"]
-    return {**{p.name: p.read_bytes() for p in sorted(checkpoint.glob("*.safetensors"))}, "mark": mark}
+    """All of a checkpoint: bytes of its files, and what its manifest says of the run."""
+    manifest = json.loads((checkpoint / "checkpoint.json").read_text())
+    del manifest["order"]
+    return {**{p.name: p.read_bytes() for p in sorted(checkpoint.glob("*.safetensors"))}, "manifest": manifest}
 
 
 def beside(folder: str, wave: int, slow: float) -> tuple[bool, float, list[float]]:

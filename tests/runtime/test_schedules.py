@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 
 import autopar.runtime.schedules  # noqa: F401  (fills the registry)
 from autopar.planner.pipeline.pipeline_plan import chosen
+from autopar.report.schedule_summary import run_schedule
+from autopar.schedule.formulas import evaluated, expression, of_equal_stages
 from autopar.schedule.lowering import lower
 from autopar.schedule.order import TRANSFERS, Order, P2PEdge
 from autopar.schedule.order_checks import channels, check_streams, counterpart, validate
@@ -84,9 +87,9 @@ def test_odd_sizes(name: str) -> None:
                 simulate(order)
 
 
-def forwards_ahead(hop: tuple[int, int, bool], parts: int) -> P2PEdge | None:
-    source, target = sorted((hop[0] % parts, hop[1] % parts))
-    return P2PEdge("x", source, target, hop[2]) if source < target else None
+def forwards_ahead(edge: tuple[int, int, bool], parts: int) -> P2PEdge | None:
+    source, target = sorted((edge[0] % parts, edge[1] % parts))
+    return P2PEdge("x", source, target, edge[2]) if source < target else None
 
 
 @settings(max_examples=150, deadline=None)
@@ -101,13 +104,13 @@ def forwards_ahead(hop: tuple[int, int, bool], parts: int) -> P2PEdge | None:
 def test_lowered_orders_never_deadlock(
     name: str, ranks: int, microbatches: int, slices: int, skips: list[tuple[int, int, bool]], chain: bool
 ) -> None:
-    """Whatever the hops: every hop of every microbatch is moved, each channel in one order at both ends."""
+    """Whatever the edges: every edge of every microbatch is moved, each channel in one order at both ends."""
     if not can(name, ranks, microbatches):
         return
     order = make(name, ranks, microbatches, slices=slices if SCHEDULES[name].sliced else 1)
-    hops = [hop for skip in skips if (hop := forwards_ahead(skip, order.parts))]
-    hops += neighbours(order) if chain else []
-    lowered = lower(order, hops)
+    edges = [edge for skip in skips if (edge := forwards_ahead(skip, order.parts))]
+    edges += neighbours(order) if chain else []
+    lowered = lower(order, edges)
     simulate(lowered)
     check_streams(lowered)
     for (source, target), (sends, receives) in channels(lowered).items():
@@ -115,21 +118,21 @@ def test_lowered_orders_never_deadlock(
         received = [lowered.ranks[rank][index] for rank, index in receives]
         assert [counterpart(action) for action in sent] == received and source != target
     moved = [a for row in lowered.ranks for a in row if a.kind in TRANSFERS]
-    assert len(moved) == len(set(moved)) == 2 * len(expected_sends(order, hops))
+    assert len(moved) == len(set(moved)) == 2 * len(expected_sends(order, edges))
     assert {(a.kind, a.stage, a.peer, a.microbatch, a.slice) for a in moved if a.kind[0] == "S"} == expected_sends(
-        order, hops
+        order, edges
     )
 
 
-def expected_sends(order: Order, hops: list[P2PEdge]) -> set[tuple[str, int, int, int, int]]:
+def expected_sends(order: Order, edges: list[P2PEdge]) -> set[tuple[str, int, int, int, int]]:
     out = set()
     for microbatch, index in enumerate(order.chain_of):
-        for hop in hops:
-            source, target = order.chains[index][hop.source], order.chains[index][hop.target]
+        for edge in edges:
+            source, target = order.chains[index][edge.source], order.chains[index][edge.target]
             if order.rank_of[source] != order.rank_of[target]:
                 for piece in range(order.slices):
                     out.add(("SF", source, target, microbatch, piece))
-                    out |= {("SB", target, source, microbatch, piece)} if hop.gradient else set()
+                    out |= {("SB", target, source, microbatch, piece)} if edge.gradient else set()
     return out
 
 
@@ -183,21 +186,28 @@ def test_bubbles_of_zero_bubble_table_5(row: Row) -> None:
 TIMES = Costs(F=1.0, B=1.25, W=0.75)  # together 3
 
 
+ONLY_EQUAL = ("zb_v", "dual_pipe", "dual_pipe_v")  # formulas for F = B = W alone
+
+
 @pytest.mark.parametrize("ranks, microbatches", [(p, m) for p, m in SETTINGS if m >= 2 * p])
-def test_bubbles_of_the_table(ranks: int, microbatches: int) -> None:
-    """Idle time in closed form."""
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_formulas(name: str, ranks: int, microbatches: int) -> None:
+    """Idle time, averaged over ranks, and memory of the fullest one, in closed form."""
+    entry = SCHEDULES[name]
+    for chunks in (2, 3, 4) if name == "interleaved" else (entry.virtual_stages,):
+        sizes = Request(ranks, microbatches, chunks, 3 if entry.sliced else 1)
+        for times in (Costs(stash=0.5), *([] if name in ONLY_EQUAL else [replace(TIMES, stash=0.5)])):
+            timeline = run_schedule(name, sizes, times)
+            idle, peak = timeline.cost * timeline.bubble, max(timeline.memory)
+            assert idle == pytest.approx(evaluated(entry.bubble, sizes, times), abs=1e-9), times
+            assert peak == pytest.approx(evaluated(entry.memory, sizes, times)), times
+            assert of_equal_stages(entry.bubble, timeline) == pytest.approx(evaluated(entry.bubble, sizes, times))
 
-    def bubble(name: str, costs: Costs = TIMES, **options: int) -> float:
-        return run(name, ranks, microbatches, costs, **options).cost - microbatches * 3.0
 
-    assert bubble("gpipe") == bubble("1f1b") == (ranks - 1) * 3.0
-    for chunks in (2, 3, 4):
-        found = bubble("interleaved", TIMES.divided(chunks), chunks=chunks)
-        assert found == pytest.approx((ranks - 1) * 3.0 / chunks)
-    assert bubble("zb_h1") == (ranks - 1) * (1.0 + 1.25 - 0.75)
-    assert run("zb_h2", ranks, microbatches, Costs()).cost == microbatches * 3.0, "none for F = B = W"
-    if microbatches >= 2 * ranks - 1:
-        assert run("zb_v", ranks, microbatches, Costs().divided(2)).cost == pytest.approx(microbatches * 3.0)
+def test_formulas_know_their_symbols() -> None:
+    assert str(expression("(p - 1)*(F + B + W)").subs({"F": 1})) == "(p - 1)*(B + W + 1)"
+    with pytest.raises(ValueError, match=r"have the symbols p, m, v, n, F, B, W, FB, found q in 'q \+ p'"):
+        expression("q + p")
 
 
 @pytest.mark.parametrize("ranks, microbatches", [(4, 2), (4, 4), (8, 5)])

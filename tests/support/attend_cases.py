@@ -44,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass
 class Whole:
-    """One attention with everything it needs, uncut."""
+    """One attention with everything it needs, unsharded."""
 
     problem: Problem
     facts: MaskSpec

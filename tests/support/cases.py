@@ -31,9 +31,9 @@ from autopar.ir.batch import part_of_batch, without_static_inputs
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import nested_piece
 from autopar.ir.signature import ParameterSpec
+from autopar.ir.traffic import Ledger
 from autopar.options import Options
 from autopar.planner.pipeline.step_order import make_order, owners
-from autopar.runtime.comm.collectives import Ledger
 from autopar.runtime.comm.context_parallel_comm import OPERATORS
 from autopar.runtime.exec import executor as executors
 from autopar.runtime.exec.executor import Executor
@@ -258,7 +258,7 @@ def with_schedule(made: Compiled, name: str) -> Compiled:
     """The same parts in the order of another schedule."""
     assert made.plan.pipeline is not None
     plan = dataclasses.replace(made.plan, pipeline=dataclasses.replace(made.plan.pipeline, schedule=name))
-    order, ranks = make_order(plan, made.pipeline.parts, made.pipeline.hops), owners(plan)
+    order, ranks = make_order(plan, made.pipeline.parts, made.pipeline.edges), owners(plan)
     specs = tuple(dataclasses.replace(spec, ranks=ranks[spec.name]) for spec in made.parameters)
     pipeline = dataclasses.replace(made.pipeline, order=order)
     return dataclasses.replace(made, plan=plan, pipeline=pipeline, parameters=specs)

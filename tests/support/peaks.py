@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from autopar.runtime.exec.executor import Executor
-from autopar.runtime.exec.slots import unit_of
+from autopar.runtime.exec.value_slots import unit_of
 from autopar.schedule.order import BACKWARD
 
 

@@ -26,11 +26,14 @@ from tests.support.launched import ROOT
 TORCH = ("2.12", "2.13", "2.13+cuda", "2.14", "2.15")
 CUDA = {"2.13+cuda": "===2.13.0"}  # the build with CUDA, which alone has no ending
 TRANSFORMERS = ("5.10", "5.17", "5.24")
-OLDEST = ("cloudpickle==3.0.*", "numpy==1.26.4", "rich==13.7.*", "safetensors==0.4.3", "scipy==1.15.0", "tqdm==4.66.*")
+OLDEST = (
+    "cloudpickle==3.0.*", "networkx==3.0", "numpy==1.26.4", "rich==13.7.*", "safetensors==0.4.3", "scipy==1.15.0",
+    "sympy==1.13.3", "tqdm==4.66.*",
+)  # fmt: skip
 FOLDER = ROOT / "build" / "versions"
 RESULTS = Path(__file__).parent / "results.json"
 PAGE = ROOT / "docs" / "versions.md"
-TOOLS = ("hypothesis", "networkx", "psutil", "pytest", "pytest-timeout", "pytest-xdist")
+TOOLS = ("hypothesis", "psutil", "pytest", "pytest-timeout", "pytest-xdist")
 CPU_INDEX = ("--timeout", "15", "--retries", "1", "--extra-index-url", "https://download.pytorch.org/whl/cpu")
 FACTS = (
     "import json, sys, torch, transformers, numpy; print(json.dumps([sys.version.split()[0], torch.__version__, "

@@ -16,9 +16,9 @@ from autopar.cost.memory import memory
 from autopar.ir.graph import copy_graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
+from autopar.ir.traffic import traffic_of
 from autopar.ops.traits import COLLECTIVES
 from autopar.options import Options
-from autopar.runtime.comm.collectives import traffic_of
 from autopar.runtime.exec.lowering import kind_of
 from autopar.steps.graphs import Compiled
 from autopar.steps.of_rank import graphs_of_rank

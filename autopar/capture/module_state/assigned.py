@@ -24,7 +24,7 @@ from autopar.adapters.copying.fake import extent_of
 from autopar.capture.layer_dedup.layer_signature import memory_of
 
 
-class Lying(NamedTuple):
+class BufferAlias(NamedTuple):
     """A tensor that aliases a buffer: the tensor that the forward assigned to it (``new``), or the one from before.
     ``view``: (sizes, strides, offset from the first element of the buffer), or None for the buffer itself."""
 
@@ -34,11 +34,11 @@ class Lying(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """A buffer to which the forward assigned another tensor: an alias of a buffer (``lying``), a new value (``value``),
+    """A buffer to which the forward assigned another tensor: an alias of a buffer (``alias``), a new value (``value``),
     or None. ``given``: the value aliases an input; ``differentiable``: it requires grad."""
 
     name: str
-    lying: Lying | None = None
+    alias: BufferAlias | None = None
     value: bool = False
     given: bool = False
     differentiable: bool = False
@@ -54,7 +54,7 @@ class BufferWatch:
 
     def __init__(self, replica: nn.Module) -> None:
         self.assigned: list[Assignment] = []
-        self.outputs: dict[int, Lying] = {}
+        self.outputs: dict[int, BufferAlias] = {}
         self.written_with_graph: list[str] = []
         self.refused = ""
         self._replica = replica
@@ -98,14 +98,14 @@ class BufferWatch:
                 module._buffers[key] = before
             leaves = enumerate(pytree.tree_leaves(made))
             found = {i: known.find(x) for i, x in leaves if isinstance(x, Tensor) and not x.requires_grad}
-            self.outputs = {i: lying for i, lying in found.items() if lying is not None}
+            self.outputs = {i: alias for i, alias in found.items() if alias is not None}
         return (made, values) if self.assigned else None
 
     def _assignment(self, name: str, now: Tensor | None, known: _Memories) -> Assignment:
         if now is None:
             return Assignment(name)
-        if (lying := known.find(now)) is not None:
-            return Assignment(name, lying)
+        if (alias := known.find(now)) is not None:
+            return Assignment(name, alias)
         self.refused = self.refused or known.why_not(name, now)
         return Assignment(name, None, True, known.is_given(now), now.requires_grad)
 
@@ -152,17 +152,17 @@ class _Memories:
         """Whether a tensor aliases an input."""
         return x.layout == torch.strided and memory_of(x) in self._given
 
-    def find(self, x: Tensor) -> Lying | None:
+    def find(self, x: Tensor) -> BufferAlias | None:
         """The buffer that a tensor aliases, if it lies within the extent of that buffer."""
         if id(x) in self._same:
-            return Lying(*self._same[id(x)], None)
+            return BufferAlias(*self._same[id(x)], None)
         if x.layout != torch.strided or (found := self._known.get(memory_of(x))) is None:
             return None
         name, new, base = found
         start = int(x.storage_offset()) - int(base.storage_offset())
         if base.dtype != x.dtype or start < 0 or start + extent_of(x) > extent_of(base):
             return None
-        return Lying(name, new, (tuple(x.shape), tuple(x.stride()), start))
+        return BufferAlias(name, new, (tuple(x.shape), tuple(x.stride()), start))
 
     def why_not(self, name: str, x: Tensor) -> str:
         """Why a tensor cannot be assigned to a buffer: compiled steps cannot keep this alias."""

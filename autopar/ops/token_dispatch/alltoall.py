@@ -23,7 +23,7 @@ from autopar.ops.token_dispatch.alltoall_dedup import exchange_rows
 ours = torch.ops.autopar
 
 
-@operator("(Tensor expert, int experts, int ranks) -> (Tensor pairs, Tensor counts)")
+@operator("(Tensor expert, int experts, int ranks) -> (Tensor pairs, Tensor counts)", choice=True)
 def moe_pairs(expert: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor]:
     """expert [T, K] -> pairs [m] int64, t * K + k of those in [0, experts), by expert and in their order; counts
     [ranks, experts / ranks] int64, how many each expert has."""
@@ -46,6 +46,7 @@ def take_pairs(x: Tensor, pairs: Tensor, k: int) -> Tensor:
 @operator(
     "(Tensor came, Tensor splits, SymInt rows) -> Tensor",
     lambda came, splits, rows: came.new_empty(rows, 1, dtype=torch.int32),
+    choice=True,
 )
 def experts_of_rows(came: Tensor, splits: Tensor, rows: int) -> Tensor:
     """came [1, R*E]: how many rows each rank has sent for each of E experts, in this order -> [n, 1] int32, the expert

@@ -29,7 +29,9 @@ from autopar.ops.vocab_parallel import first_row
 ours = torch.ops.autopar
 
 
-@operator("(Tensor expert, Tensor? first, int experts, int ranks, int every) -> (Tensor sent, Tensor counts)")
+@operator(
+    "(Tensor expert, Tensor? first, int experts, int ranks, int every) -> (Tensor sent, Tensor counts)", choice=True
+)
 def moe_copies(expert: Tensor, first: Tensor | None, experts: int, ranks: int, every: int) -> tuple[Tensor, Tensor]:
     """expert [T, K] of which [first, first + ``experts``) are dealt to ``ranks`` -> sent [m] int64, tokens by rank and
     in their order, one entry per rank that has an expert of it; counts [ranks, 1] int64 of these entries. ``first``:
@@ -68,6 +70,7 @@ def _(expert: Tensor, first: Tensor | None, experts: int, ranks: int, every: int
 @operator(
     "(Tensor counts, Tensor came) -> Tensor",
     lambda counts, *_: torch.empty(2, counts.shape[0], dtype=torch.int64, device="cpu"),
+    choice=True,
 )
 def row_splits(counts: Tensor, came: Tensor) -> Tensor:
     """counts [R, n] of rows for each rank, came [1, R*n] of rows from each -> both, [2, R] int64 on the host, which

@@ -198,7 +198,7 @@ def zero_bias(attend: Attend) -> Tensor | None:
 
 
 @dataclass
-class Coming:
+class PendingPacket:
     """A packet that is being received, and the packet sent at the same time, kept alive until it has left."""
 
     spans: Spans
@@ -211,7 +211,7 @@ class Coming:
         return Packet(self.spans, tuple(received) or tuple(x[:0] for x in self.sent.tensors))
 
 
-class Wheel:
+class RingRank:
     """One rank's end of a circulation. After hop h this rank has what rank - direction * h owns."""
 
     def __init__(self, circulation: Circulation, problem: Problem, comm: Comm) -> None:
@@ -231,20 +231,20 @@ class Wheel:
         """The journey of what this rank has after a hop."""
         return self.journeys[self._rank(-hop)]
 
-    def onward(self, what: str, packet: Packet, hop: int, choice: Choice) -> Coming:
+    def onward(self, what: str, packet: Packet, hop: int, choice: Choice) -> PendingPacket:
         """Start hop ``hop``: send the chosen spans of a packet that this rank had before the hop."""
         sent, spans = packet.take(choice(self.at(hop - 1), hop)), choice(self.at(hop), hop)
         return self._exchange("up" if self.direction > 0 else "down", what, self._rank(1), sent, self._rank(-1), spans)
 
-    def homeward(self, what: str, packet: Packet, hop: int, choice: Choice) -> Coming:
+    def homeward(self, what: str, packet: Packet, hop: int, choice: Choice) -> PendingPacket:
         """Start sending the chosen spans of a packet, which this rank has after ``hop``, to their owner, and receiving
         this rank's own spans from as far away."""
         sent, spans = packet.take(choice(self.at(hop), hop)), choice(self.own, hop)
         return self._exchange("home", what, self._rank(-hop), sent, self._rank(hop), spans)
 
-    def _exchange(self, way: str, what: str, target: int, sent: Packet, source: int, spans: Spans) -> Coming:
+    def _exchange(self, way: str, what: str, target: int, sent: Packet, source: int, spans: Spans) -> PendingPacket:
         tokens = sum(map(len, spans))
         likes = [Like((tokens, *x.shape[1:]), x.dtype) for x in sent.tensors]
         send = (target, sent.tensors) if sent.spans else None
         receive = (source, likes) if spans else None
-        return Coming(spans, sent, self.comm.exchange(way, what, send, receive) if send or receive else None)
+        return PendingPacket(spans, sent, self.comm.exchange(way, what, send, receive) if send or receive else None)

@@ -25,7 +25,7 @@ from autopar.passes.attention.circulate import (
     Circulation,
     Journey,
     Packet,
-    Wheel,
+    RingRank,
     apart,
     shorter,
     tokens_first,
@@ -44,19 +44,19 @@ class Ring(AttentionAlgorithm):
         """Circulations of columns; together they carry each column once."""
         return (Circulation("columns", 1),)
 
-    def _start(self, k: Tensor, v: Tensor, problem: Problem, comm: Comm) -> tuple[list[Wheel], list[Packet]]:
+    def _start(self, k: Tensor, v: Tensor, problem: Problem, comm: Comm) -> tuple[list[RingRank], list[Packet]]:
         """The circulations, and the packet that this rank sends into each."""
         home, fused = problem.columns(comm.rank), tokens_first(k, v)
-        wheels = [Wheel(c, problem, comm) for c in self.circulations(problem)]
-        return wheels, [Packet.of(home, wheel.own.travelling(1), fused) for wheel in wheels]
+        rings = [RingRank(c, problem, comm) for c in self.circulations(problem)]
+        return rings, [Packet.of(home, ring.own.travelling(1), fused) for ring in rings]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend, comm: Comm) -> tuple[Tensor, Tensor]:
         """See `AttentionAlgorithm.forward`."""
         problem, width = attend.problem, k.shape[-1]
         rows, into = problem.rows(comm.rank), Partials.empty(q, v.shape[-1])
-        wheels, held = self._start(k, v, problem, comm)
+        rings, held = self._start(k, v, problem, comm)
         for hop in range(comm.size):
-            coming = [w.onward("k, v", p, hop + 1, Journey.travelling) for w, p in zip(wheels, held)]
+            coming = [w.onward("k, v", p, hop + 1, Journey.travelling) for w, p in zip(rings, held)]
             if hop == 0:
                 attend.forward(q, k, v, rows, problem.columns(comm.rank), into)
             else:
@@ -72,7 +72,7 @@ class Ring(AttentionAlgorithm):
         """See `AttentionAlgorithm.backward`."""
         problem, width = attend.problem, k.shape[-1]
         rows, columns = problem.rows(comm.rank), problem.columns(comm.rank)
-        wheels, held = self._start(k, v, problem, comm)
+        rings, held = self._start(k, v, problem, comm)
         own = Packet(columns, (tokens_first(k, v),)).zeros(wide(k.dtype))
         to_k, to_v = apart(own.tensors[0], width)
         into = Gradients(q.new_zeros(q.shape, dtype=wide(q.dtype)), to_k, to_v, zero_bias(attend))
@@ -86,11 +86,11 @@ class Ring(AttentionAlgorithm):
             attend.backward(grad, q, their_k, their_v, out, lse, rows, packet.spans, here)
             return found
 
-        sums = [own.take(()) for _ in wheels]
+        sums = [own.take(()) for _ in rings]
         for hop in range(comm.size + 1):
-            coming = [w.onward("k, v", p, hop + 1, Journey.travelling) for w, p in zip(wheels, held)]
-            behind = [w.onward("dk, dv", s, hop, Journey.summed) for w, s in zip(wheels, sums)]
-            ended = [w.homeward("dk, dv", s, hop - 1, Journey.ended) for w, s in zip(wheels, sums)]
+            coming = [w.onward("k, v", p, hop + 1, Journey.travelling) for w, p in zip(rings, held)]
+            behind = [w.onward("dk, dv", s, hop, Journey.summed) for w, s in zip(rings, sums)]
+            ended = [w.homeward("dk, dv", s, hop - 1, Journey.ended) for w, s in zip(rings, sums)]
             if hop == 0:
                 attend.backward(grad, q, k, v, out, lse, rows, columns, into)
             else:

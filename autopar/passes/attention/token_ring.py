@@ -25,7 +25,7 @@ from autopar.ops.kernels import wide
 from autopar.passes.attention.circulate import (
     Journey,
     Packet,
-    Wheel,
+    RingRank,
     apart,
     heads_first,
     runs,
@@ -55,8 +55,8 @@ class TokenRing(AttentionAlgorithm):
         """See `AttentionAlgorithm.forward`."""
         problem, width = attend.problem, v.shape[-1]
         rows, columns = problem.rows(comm.rank), problem.columns(comm.rank)
-        wheel = Wheel(shorter(problem, "rows"), problem, comm)
-        held = Packet.of(rows, wheel.own.travelling(1), tokens_first(q))
+        ring = RingRank(shorter(problem, "rows"), problem, comm)
+        held = Packet.of(rows, ring.own.travelling(1), tokens_first(q))
         into = Partials.empty(q, width)
 
         def result(packet: Packet) -> Packet:
@@ -70,12 +70,12 @@ class TokenRing(AttentionAlgorithm):
 
         found = result(held.take(()))
         for hop in range(comm.size + 1):
-            coming = wheel.onward("q", held, hop + 1, Journey.travelling)
-            results = wheel.homeward("out, lse", found, hop - 1, Journey.used)
+            coming = ring.onward("q", held, hop + 1, Journey.travelling)
+            results = ring.homeward("out, lse", found, hop - 1, Journey.used)
             if hop == 0:
                 attend.forward(q, k, v, rows, columns, into)
             else:
-                found = result(held.take(wheel.at(hop).used(hop)))
+                found = result(held.take(ring.at(hop).used(hop)))
             _merge(into, rows, results.wait())
             held = coming.wait()
         return into.out, into.lse
@@ -86,11 +86,11 @@ class TokenRing(AttentionAlgorithm):
         """See `AttentionAlgorithm.backward`."""
         problem, width = attend.problem, q.shape[-1]
         rows, columns = problem.rows(comm.rank), problem.columns(comm.rank)
-        wheel = Wheel(shorter(problem, "rows"), problem, comm)
+        ring = RingRank(shorter(problem, "rows"), problem, comm)
         dtype = wide(q.dtype)
         delta = (grad.to(dtype) * out.to(dtype)).sum(-1)
         sums = tokens_first(lse.to(dtype).unsqueeze(-1), delta.unsqueeze(-1))
-        held = Packet.of(rows, wheel.own.travelling(1), tokens_first(q, grad), sums)
+        held = Packet.of(rows, ring.own.travelling(1), tokens_first(q, grad), sums)
         own = Packet(rows, (tokens_first(q),)).zeros(dtype)
         into = Gradients(
             heads_first(own.tensors[0]),
@@ -112,12 +112,12 @@ class TokenRing(AttentionAlgorithm):
 
         found = gradients(held.take(()))
         for hop in range(comm.size + 1):
-            coming = wheel.onward("q, dout", held, hop + 1, Journey.travelling)
-            returned = wheel.homeward("dq", found, hop - 1, Journey.used)
+            coming = ring.onward("q, dout", held, hop + 1, Journey.travelling)
+            returned = ring.homeward("dq", found, hop - 1, Journey.used)
             if hop == 0:
                 attend.backward(grad, q, k, v, out, lse, rows, columns, into)
             else:
-                found = gradients(held.take(wheel.at(hop).used(hop)))
+                found = gradients(held.take(ring.at(hop).used(hop)))
             own.add(returned.wait())
             held = coming.wait()
         return into

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.ac_policies import NOTHING, PartCheckpoints
+from autopar.ac_policies import NOTHING, StageCheckpoints
 from autopar.ir.conversions import is_conversion
 from autopar.ir.graph import ancestors, has_gradient, insert_call, output_node, outputs, placeholders
 from autopar.ir.meta import TYPES, inherit
@@ -58,7 +58,7 @@ class Differentiated:
         self.calls = forward_calls(gm)
         self.joint = _joint(gm, self.active, self.fixed, sums or {}, early)
 
-    def stage(self, split: bool = False, checkpoints: PartCheckpoints = NOTHING) -> Stage:
+    def stage(self, split: bool = False, checkpoints: StageCheckpoints = NOTHING) -> Stage:
         """split: build B and W as well. checkpoints: which values of the joint graph are recomputed or offloaded."""
         joint, names = self.joint, self.names
         joint.keep(checkpoints)

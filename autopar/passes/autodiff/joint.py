@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from autopar.ac_policies import PartCheckpoints
+from autopar.ac_policies import StageCheckpoints
 from autopar.adapters.fx.graph_nodes import copied_node
 from autopar.adapters.fx.lazy import graph_module
 from autopar.ir.graph import (
@@ -136,7 +136,7 @@ class Joint:
                 found[x] = None
         return list(found)
 
-    def keep(self, checkpoints: PartCheckpoints) -> None:
+    def keep(self, checkpoints: StageCheckpoints) -> None:
         """Set what the backward recomputes and what is offloaded to host memory. Raises ValueError for names that the
         graph does not have, and for values that cannot be offloaded."""
         self.remade = self._named(checkpoints.again) | self.always

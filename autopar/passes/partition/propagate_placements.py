@@ -21,7 +21,14 @@ from dataclasses import dataclass
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.ir.conversions import convert, is_cast_input, is_conversion, is_zeros, uncast
-from autopar.ir.custom_backward import CustomBackward, function_of, inside_of, is_linear, own_backwards, parts_of_token
+from autopar.ir.custom_backward import (
+    CustomBackward,
+    function_of,
+    inside_of,
+    is_linear,
+    own_backward_arguments,
+    own_backwards,
+)
 from autopar.ir.expert_layers import mark_experts
 from autopar.ir.graph import (
     describe,
@@ -210,7 +217,7 @@ class _PlacementSweep:
             value: Node = node.args[0]  # type: ignore[assignment]
             set_placement(node, self.axis, self.backwards.hole(node, placement(value, self.axis), self._effective))
         elif node.target is OWN_BACKWARD:
-            inputs, gradients, holes, name, zeros = parts_of_token(node)
+            inputs, gradients, holes, name, zeros = own_backward_arguments(node)
             pairs = [self._with_gradient(x, g, node) for x, g in zip(inputs, gradients, strict=True)]
             node.args = ([x for x, _ in pairs], [g for _, g in pairs], holes, name, zeros)
         set_results(node, self.axis, type_of(node, self.axis, self.mesh))

@@ -86,13 +86,13 @@ def split_prologue(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, Prol
     addends = dict(_as_total(gm, cut, i) for i, cut in enumerate(cuts))
     later = [total for total, cut in zip(addends, cuts, strict=True) if cut in learned]
     prologue = _extract(gm, {total: x for total, x in addends.items() if total not in later}, "Prologue")
-    ahead = _extract(gm, {total: addends[total] for total in later}, "PrePass")
+    pre_pass = _extract(gm, {total: addends[total] for total in later}, "PrePass")
     remove_dead_code(gm)
     gm.recompile()
     if prologue is None:
-        return gm, None, ahead
+        return gm, None, pre_pass
     inputs = [n.name for n in placeholders(prologue)]
-    return gm, Prologue(prologue, inputs, prologue.meta["results"]), ahead
+    return gm, Prologue(prologue, inputs, prologue.meta["results"]), pre_pass
 
 
 def _bypass(node: Node) -> None:

@@ -3,7 +3,7 @@
 Consumes    a local graph without microbatch conversions, and the stage of each main node.
 Guarantees  every stage is a graph of its own. Its inputs: parameters as they are used, buffers, values that depend on
             no parameter, and values received from earlier stages. Its outputs: values for later stages, losses, new
-            buffer values. A value that several later stages use is forwarded from user to user (hops); a stage that
+            buffer values. A value that several later stages use is forwarded from user to user (edges); a stage that
             uses and forwards a value does not return a copy of it, whose gradient would be lost.
 Leaves      one computation of each main value. Values that depend on parameters alone (a position bias) are recomputed
             by every stage that uses them, so that their gradients are summed as those of tied weights are. Values that
@@ -12,7 +12,7 @@ Leaves      one computation of each main value. Values that depend on parameters
 
     h0 = layer0(embed(ids)); h1 = layer1(h0, cos); loss = head(h1)
         -->
-    once: cos       stage 0: (ids) -> h0      stage 1: (h0, cos, labels) -> loss       hop h0: 0 -> 1
+    once: cos       stage 0: (ids) -> h0      stage 1: (h0, cos, labels) -> loss       edge h0: 0 -> 1
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.fx.lazy import graph_module
-from autopar.ir.custom_backward import parts_of_token
+from autopar.ir.custom_backward import own_backward_arguments
 from autopar.ir.flow import Flow
 from autopar.ir.graph import (
     add_placeholder,
@@ -47,7 +47,7 @@ from autopar.steps.graphs import output, output_place
 
 
 @dataclass
-class PartGraph:
+class StageGraph:
     """One stage: its graph, the kind of each result (see `differentiate`), the names of its placeholders that are
     parameters, buffers or constants. parameters: original names of its parameters. used: used node -> its parameter,
     where the conversions between stored and used parameters are split off; None where they are in the graph."""
@@ -61,26 +61,26 @@ class PartGraph:
 
 
 @dataclass
-class Cut:
-    """The stages of a model, the hops between them, and the prologue's graphs with the names of their results."""
+class StageSplit:
+    """The stages of a model, the edges between them, and the prologue's graphs with the names of their results."""
 
-    parts: list[PartGraph]
-    hops: list[P2PEdge] = field(default_factory=list)
+    parts: list[StageGraph]
+    edges: list[P2PEdge] = field(default_factory=list)
     once: GraphModule | None = None
     each: GraphModule | None = None
 
 
-def cut_stages(gm: GraphModule, flow: Flow, part_of: Mapping[Node, int], count: int) -> Cut:
+def split_stages(gm: GraphModule, flow: Flow, part_of: Mapping[Node, int], count: int) -> StageSplit:
     """Split a local graph into ``count`` stages; ``part_of``: main node -> stage. ``gm`` is not changed."""
     cutter = _Cutter(gm, flow, part_of, count)
     parts = [cutter.part(k) for k in range(count)]
     cutter.refuse_split_backwards()
     once = cutter.prologue([n for n in cutter.frontier if n not in flow.repeated], "Once")
     each = cutter.prologue([n for n in cutter.frontier if n in flow.repeated], "Each")
-    return Cut(parts, cutter.hops, once, each)
+    return StageSplit(parts, cutter.edges, once, each)
 
 
-def uncut(gm: GraphModule, tangents: Sequence[str] = (), used: Mapping[Node, Node] | None = None) -> Cut:
+def as_one_stage(gm: GraphModule, tangents: Sequence[str] = (), used: Mapping[Node, Node] | None = None) -> StageSplit:
     """A local graph as a single stage. ``tangents``: names of outputs that receive gradients, besides the losses.
     ``used``: used node -> its parameter, to split off the conversions between them; then the graph is a new one."""
     signature = gm.meta["signature"]
@@ -93,7 +93,9 @@ def uncut(gm: GraphModule, tangents: Sequence[str] = (), used: Mapping[Node, Nod
     if used is not None:
         stored = {p.name for p in used.values()}
         gm, fixed = _behind_conversions(gm, used), [*(u.name for u in used), *(n for n in fixed if n not in stored)]
-    return Cut([PartGraph(gm, results, fixed, _mutations(signature, results), held, dict(used) if used else None)])
+    return StageSplit(
+        [StageGraph(gm, results, fixed, _mutations(signature, results), held, dict(used) if used else None)]
+    )
 
 
 def _behind_conversions(gm: GraphModule, used: Mapping[Node, Node]) -> GraphModule:
@@ -129,7 +131,7 @@ class _Cutter:
         self.order = {n: i for i, n in enumerate(gm.graph.nodes)}
         self.frontier: dict[Node, None] = {}  # values of the prologue
         self.kept = self._outputs()
-        self.hops, self.sent, self.received = self._hops()
+        self.edges, self.sent, self.received = self._edges()
         self.backwards: dict[Node, list[int]] = {}  # tokens -> the stages that have them
 
     def _outputs(self) -> list[list[tuple[str, str, Node]]]:
@@ -155,9 +157,9 @@ class _Cutter:
         users = reach(sources, lambda node: node.users)
         return min((self.part_of[n] for n in users if n in self.part_of), default=self.count - 1)
 
-    def _hops(self) -> tuple[list[P2PEdge], list[list[Node]], list[list[Node]]]:
+    def _edges(self) -> tuple[list[P2PEdge], list[list[Node]], list[list[Node]]]:
         """Main values that later stages use travel from user to user."""
-        hops: list[P2PEdge] = []
+        edges: list[P2PEdge] = []
         sent: list[list[Node]] = [[] for _ in range(self.count)]
         received: list[list[Node]] = [[] for _ in range(self.count)]
         for node in self.flow.main:
@@ -167,15 +169,15 @@ class _Cutter:
             for source, target in zip([home, *users], users, strict=False):
                 val = node.meta["val"]
                 assert isinstance(val, torch.Tensor), f"split_stages: the tuple {node.name} crosses a stage boundary"
-                hops.append(P2PEdge(node.name, source, target, has_gradient(node), (tuple(val.shape),), val.dtype))
+                edges.append(P2PEdge(node.name, source, target, has_gradient(node), (tuple(val.shape),), val.dtype))
                 received[target].append(node)
             if users:
                 sent[home].append(node)
-        return hops, sent, received
+        return edges, sent, received
 
     # --- stages -------------------------------------------------------------------------------------------
 
-    def part(self, k: int) -> PartGraph:
+    def part(self, k: int) -> StageGraph:
         """The graph of one stage."""
         graph, copies = Graph(), dict[Node, Node]()
         results = [*self.kept[k], *((n.name, "sent", n) for n in self.sent[k])]
@@ -199,7 +201,7 @@ class _Cutter:
         used = {n: self.flow.used[n] for n in inputs if n in self.flow.used}
         names = {s.node: s.name for s in signature.inputs}
         held = list(dict.fromkeys(names[p.name] for p in used.values()))
-        return PartGraph(gm, kinds, fixed, _mutations(signature, kinds), held, used)
+        return StageGraph(gm, kinds, fixed, _mutations(signature, kinds), held, used)
 
     def _inputs(self, k: int, wanted: Iterable[Node]) -> list[Node]:
         """Where the stage begins: used parameters, received values, and values that depend on no parameter."""
@@ -232,9 +234,9 @@ class _Cutter:
         for token, parts in self.backwards.items():
             if len(parts) > 1:
                 raise ValueError(
-                    f"pipeline: the result of the autograd function {parts_of_token(token)[3]} is used by stages "
-                    f"{', '.join(map(str, parts))}, and its backward needs their gradients together; call the function "
-                    "in each stage that uses it, or choose split points such that one stage has all uses"
+                    f"pipeline: the result of the autograd function {own_backward_arguments(token)[3]} is used by "
+                    f"stages {', '.join(map(str, parts))}, and its backward needs their gradients together; call the "
+                    "function in each stage that uses it, or choose split points such that one stage has all uses"
                 )
 
     # --- prologue -----------------------------------------------------------------------------------------

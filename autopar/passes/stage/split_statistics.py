@@ -30,15 +30,15 @@ from autopar.steps.graphs import GlobalStatistics, StepGraph
 Place = tuple[int, int]  # round, stage
 
 
-def split_rounds(gm: GraphModule, flow: Flow, part_of: Mapping[str, int], parts: int) -> list[GlobalStatistics]:
+def split_pre_pass(gm: GraphModule, flow: Flow, part_of: Mapping[str, int], parts: int) -> list[GlobalStatistics]:
     """``flow``: of ``gm``. ``part_of``: name of a value of the model -> its stage; other values belong to the stage
     that has all of their operands."""
-    cutter = _RoundCutter(gm, flow, part_of)
+    cutter = _PrePassSplitter(gm, flow, part_of)
     count = 1 + max(cutter.round_of[x] for x in cutter.totals)
     return [cutter.round(r, parts) for r in range(count)]
 
 
-class _RoundCutter:
+class _PrePassSplitter:
     def __init__(self, gm: GraphModule, flow: Flow, part_of: Mapping[str, int]) -> None:
         self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
         self.totals: dict[Node, str] = dict(zip(outputs(gm), gm.meta["results"], strict=True))
@@ -78,16 +78,16 @@ class _RoundCutter:
         return sorted(filter(given, met), key=self.order.__getitem__)
 
     def round(self, number: int, parts: int) -> GlobalStatistics:
-        """The graphs of all stages, and the hops between them."""
+        """The graphs of all stages, and the edges between them."""
         graphs = [self._graph((number, k)) if (number, k) in self.own else None for k in range(parts)]
-        hops = [
+        edges = [
             P2PEdge(x.name, k, to, False, (tuple(x.meta["val"].shape),), x.meta["val"].dtype)
             for k in range(parts)
             for x in self.own.get((number, k), ())
             for to in sorted({part for _, part in self.taken_by.get(x, ())} - {k})
         ]
-        assert all(hop.source < hop.target for hop in hops), "split_statistics: a value is used before it exists"
-        return GlobalStatistics(graphs, hops, [name for x, name in self.totals.items() if self.round_of[x] == number])
+        assert all(edge.source < edge.target for edge in edges), "split_statistics: a value is used before it exists"
+        return GlobalStatistics(graphs, edges, [name for x, name in self.totals.items() if self.round_of[x] == number])
 
     def _graph(self, place: Place) -> StepGraph:
         graph, copies = Graph(), dict[Node, Node]()

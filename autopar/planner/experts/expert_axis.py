@@ -109,7 +109,8 @@ def _seconds(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> float:
     held = _bytes(expert_weights(dispatch)) / tp / (mesh.size(axis) if axis in _SUMS else 1)
     for other in _SUMS:
         if other != axis and (ranks := mesh.size(other)) > 1:
-            passes = 3 if options.zero == 3 else 2  # gathered twice and scattered; or summed
+            # gathered in forward and backward, and scattered; or gathered once and scattered, which is as much as a sum
+            passes = 3 if options.shards_parameters and not options.gathers_once else 2
             found += wiring.of(other).seconds("all_reduce", passes * held * (ranks - 1) / ranks, ranks, 1)
     return found
 

@@ -19,7 +19,7 @@ from autopar.steps.graphs import Stage
 
 
 def make_order(
-    plan: Plan, parts: Sequence[Stage], hops: Sequence[P2PEdge], train: bool = True, static: int = 0
+    plan: Plan, parts: Sequence[Stage], edges: Sequence[P2PEdge], train: bool = True, static: int = 0
 ) -> Order:
     """The compute actions of a step. ``static``: bytes of parameters, gradients and optimizer states on the fullest
     rank; the rest of the memory limit is for activations.
@@ -30,7 +30,7 @@ def make_order(
     if pipeline is None:
         return one_after_another(plan.options.microbatches, train)
     entry = SCHEDULES[pipeline.schedule]
-    costs = stage_costs(parts, hops, plan)
+    costs = stage_costs(parts, edges, plan)
     limit = float(plan.options.memory_limit - static) if plan.options.memory_limit else None
     slices = max(len(pipeline.token_slices), 1)
     request = Request(plan.mesh.size("pp"), plan.options.microbatches, pipeline.virtual_stages, slices, costs, limit)

@@ -22,11 +22,12 @@ from torch.fx import GraphModule
 
 from autopar.cost.memory import memories
 from autopar.cost.stage_costs import step_timeline
-from autopar.cost.traffic import Volume, communication, step_communication, total_volume
+from autopar.cost.traffic import communication, step_communication
 from autopar.ir.graph import compressed, without_indices, without_numbers
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
 from autopar.ir.signature import ParameterSpec
+from autopar.ir.traffic import Ledger, Traffic, add_ledgers
 from autopar.plan import Plan
 from autopar.report.chrome_trace import Event, Span, events_of, measured_events, transfers, write_trace
 from autopar.report.graph_text import diff, format_graph
@@ -48,7 +49,7 @@ from autopar.steps.of_rank import parts_of
 VARIABLE = "AUTOPAR_DUMP"
 # Graphs that run as they are, such as forward or part1.backward_input.
 STEP_GRAPHS = re.compile(
-    r"prologue|once|each|(part\d+\.)?(ahead\d+|forward|backward(_input|_weight|_reduce)?|gather|reduce)"
+    r"prologue|once|each|(part\d+\.)?(pre_pass\d+|forward|backward(_input|_weight|_reduce)?|gather|reduce)"
 )
 
 
@@ -114,9 +115,9 @@ class Dumper:
     model: list[Section] = field(default_factory=list, init=False)
     facts: list[tuple[str, str]] = field(default_factory=list, init=False)
     levels: list[Level] = field(default_factory=list, init=False)
-    _volumes: dict[str, dict[tuple[str, str], Volume]] = field(default_factory=dict, init=False)
+    _volumes: dict[str, Ledger] = field(default_factory=dict, init=False)
     _steps: list[str] = field(default_factory=list, init=False)
-    _ranks: dict[str, dict[tuple[str, str], Volume]] = field(default_factory=dict, init=False)
+    _ranks: dict[str, Ledger] = field(default_factory=dict, init=False)
     _last: tuple[str, GraphModule | None] = field(default=("", None), init=False)
 
     def __post_init__(self) -> None:
@@ -240,11 +241,11 @@ class Dumper:
         if self._ranks:
             every = [sum(v.bytes for v in volumes.values()) for volumes in self._ranks.values()]
             return [("sent in a step", f"{human_bytes(max(every))} by the busiest rank")]
-        sums = total_volume(self._volumes[name] for name in self._shown())
-        axes: dict[str, Volume] = {}
+        sums = add_ledgers(*(self._volumes[name] for name in self._shown()))
+        axes: dict[str, Traffic] = {}
         for (axis, _), volume in sums.items():
             name = re.split("[%/]", axis)[0]  # levels of an axis ("cp%2") count as the axis
-            axes[name] = axes.get(name, Volume()) + volume
+            axes[name] = axes.get(name, Traffic()) + volume
         return [(f"sent over {axis}", f"{human_bytes(v.bytes)} in {v.calls} calls") for axis, v in axes.items()]
 
     def _write(self, name: str, text: str) -> None:

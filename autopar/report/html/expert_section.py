@@ -12,7 +12,8 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 
-from autopar.cost.traffic import Volume, step_communication
+from autopar.cost.traffic import step_communication
+from autopar.ir.traffic import Traffic
 from autopar.report.html.page import Section, table
 from autopar.report.svg import WIDTH, framed, px
 from autopar.report.tables import human_bytes
@@ -78,7 +79,7 @@ def _exchanged(compiled: Compiled, sent: Sent) -> str:
     even = step_communication(compiled)
     rows = []
     for axis, found in sent.items():
-        volume = even.get((axis, "all_to_all_rows"), Volume())
+        volume = even.get((axis, "all_to_all_rows"), Traffic())
         sizes = (volume.bytes, min(found), sum(found) / len(found), max(found))
         rows.append((axis, str(volume.calls), *(human_bytes(round(size)) for size in sizes)))
     if not rows:

@@ -1,6 +1,6 @@
 """The folder of a run: complete checkpoints, the name of the latest one, and a checkpoint that is being written.
 
-    run/step-00000100/            a checkpoint: files of tensors, and `checkpoint.json`, its manifest ("mark")
+    run/step-00000100/            a checkpoint: files of tensors, and `checkpoint.json`, its manifest
     run/step-00000200/
     run/latest                    "step-00000200": the one to load
     run/.saving-step-00000300/    being written, or left by an interrupted save
@@ -9,7 +9,7 @@ A checkpoint is written in this order, each line synced before the next begins, 
 two of them:
 
     .saving-NAME/*.tensors        written by all ranks
-    .saving-NAME/checkpoint.json  the mark: a folder without it is not a checkpoint
+    .saving-NAME/checkpoint.json  the manifest: a folder without it is not a checkpoint
     .saving-NAME -> NAME          one rename
     latest.next -> latest         atomic: from now on this checkpoint is loaded
     older ones                    removed, if only some are kept: renamed to .saving-NAME first
@@ -38,10 +38,10 @@ from autopar.files import sync_path, write_synced
 from autopar.runtime.checkpoint.storage_layout import opened_inside
 from autopar.values import parse
 
-MARK, LATEST, BESIDE = "checkpoint.json", "latest", ".saving-"
+MANIFEST, LATEST, BESIDE = "checkpoint.json", "latest", ".saving-"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})(-\d+)?", re.ASCII)
-_BEGIN = re.compile(rb'\{"format": \d+, "order": (\d+)(?:, "run": "(\w*)")?')  # the beginning of a mark
+_BEGIN = re.compile(rb'\{"format": \d+, "order": (\d+)(?:, "run": "(\w*)")?')  # the beginning of a manifest
 _END = re.compile(rb', "sum": (\d+)\}$')  # the CRC of everything before
 _LOCK = ".lock"
 _busy: set[Path] = set()  # folders that this process is saving into: file locks do not exclude the same process
@@ -96,12 +96,12 @@ class CheckpointDir:
     def target(self) -> Path:
         return self.folder / self._name
 
-    def publish(self, mark: Mapping[str, Any], keep: int | None) -> None:
+    def publish(self, manifest: Mapping[str, Any], keep: int | None) -> None:
         """Make the draft the latest checkpoint; remove older ones of this run beyond ``keep``, or of the same step."""
         name, newest, line = self._name, newest_in(self.folder), self._line
         made = SavedStep(newest.order + 1 if newest is not None else 1, name, line.name)
-        text = json.dumps({"format": FORMAT, "order": made.order, "run": made.run, **mark})[:-1]
-        write_synced(self.draft / MARK, f'{text}, "sum": {zlib.crc32(text.encode())}}}')
+        text = json.dumps({"format": FORMAT, "order": made.order, "run": made.run, **manifest})[:-1]
+        write_synced(self.draft / MANIFEST, f'{text}, "sum": {zlib.crc32(text.encode())}}}')
         sync_path(self.draft)
         line.seen[self.folder] = made
         os.rename(self.draft, self.target)
@@ -136,7 +136,7 @@ class CheckpointDir:
         if newest is None or newest == known:
             return
         if known is None:
-            since, others = "began", (self.folder / newest.name / MARK).stat().st_mtime > line.began
+            since, others = "began", (self.folder / newest.name / MANIFEST).stat().st_mtime > line.began
         else:
             since, others = f"saved or loaded {known.name}", newest.order >= known.order
         if others:
@@ -183,20 +183,22 @@ def checkpoints_in(folder: Path) -> list[SavedStep]:
     found = []
     for path in folder.iterdir():
         if _NAME.fullmatch(path.name) and _is_complete(path):
-            with contextlib.suppress(OSError), opened_inside(path, MARK) as mark:  # a mark may be large
-                if said := _BEGIN.match(mark.read(200)):
+            with contextlib.suppress(OSError), opened_inside(path, MANIFEST) as manifest:  # a manifest may be large
+                if said := _BEGIN.match(manifest.read(200)):
                     found.append(SavedStep(int(said[1]), path.name, (said[2] or b"").decode()))
     return sorted(found)
 
 
 def _is_complete(checkpoint: Path) -> bool:
-    """Whether a folder has a mark; neither may be a symbolic link."""
-    return not checkpoint.is_symlink() and (checkpoint / MARK).is_file() and not (checkpoint / MARK).is_symlink()
+    """Whether a folder has a manifest; neither may be a symbolic link."""
+    return (
+        not checkpoint.is_symlink() and (checkpoint / MANIFEST).is_file() and not (checkpoint / MANIFEST).is_symlink()
+    )
 
 
 def checkpoint_at(folder: Path) -> tuple[Path, str]:
     """(the folder if it is a checkpoint, else its latest one; a warning or ""). Raises ValueError if there is none."""
-    if (folder / MARK).is_file():
+    if (folder / MANIFEST).is_file():
         return folder, ""
     if not folder.is_dir():
         raise ValueError(f"load: needs a folder that autopar.save has written, found no folder {folder}")
@@ -214,17 +216,17 @@ def checkpoint_at(folder: Path) -> tuple[Path, str]:
     return folder / name, f"{folder / LATEST} names no checkpoint ({said!r}), the last complete one is {name}"
 
 
-def read_mark(checkpoint: Path) -> dict[str, Any]:
-    """The mark of a checkpoint. Raises ValueError if it is damaged, or of a newer format."""
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint. Raises ValueError if it is damaged, or of a newer format."""
     try:
-        with opened_inside(checkpoint, MARK) as file:
+        with opened_inside(checkpoint, MANIFEST) as file:
             written = file.read()
         found = parse(written.decode())
     except (OSError, ValueError) as error:
-        raise ValueError(f"load: {checkpoint / MARK} cannot be read: {error}; load an older checkpoint") from error
+        raise ValueError(f"load: {checkpoint / MANIFEST} cannot be read: {error}; load an older checkpoint") from error
     number = found.get("format") if isinstance(found, dict) else None
     if not isinstance(number, int) or number < 1:
-        raise ValueError(f"load: {checkpoint / MARK} is not the mark of a checkpoint; load an older one")
+        raise ValueError(f"load: {checkpoint / MANIFEST} is not the manifest of a checkpoint; load an older one")
     if number > FORMAT:
         raise ValueError(
             f"load: {checkpoint} has format {number}, this version of autopar reads up to {FORMAT}; install the "
@@ -233,7 +235,7 @@ def read_mark(checkpoint: Path) -> dict[str, Any]:
     assert isinstance(found, dict)
     end = _END.search(written)
     if end is not None and int(end[1]) != zlib.crc32(written[: end.start()]):
-        raise ValueError(f"load: {checkpoint / MARK} has other bytes than were saved; load an older checkpoint")
+        raise ValueError(f"load: {checkpoint / MANIFEST} has other bytes than were saved; load an older checkpoint")
     return found
 
 

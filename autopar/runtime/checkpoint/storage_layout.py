@@ -1,8 +1,8 @@
-"""The storage layout of a checkpoint's tensors, checked before anything is read: the mark, the heads of the files, and
-checksums of the blocks of a file, which detect a flipped bit when it is read.
+"""The storage layout of a checkpoint's tensors, checked before anything is read: the manifest, the heads of the files,
+and checksums of the blocks of a file, which detect a flipped bit when it is read.
 
-A mark is untrusted input, so all of it is checked; errors are ValueErrors in the style of `load`. CRC-32 (ISO 3309, as
-in gzip) of a block of 4 MiB misses one change in 2**32, and none that spans 32 bits or less.
+A manifest is untrusted input, so all of it is checked; errors are ValueErrors in the style of `load`. CRC-32 (ISO 3309,
+as in gzip) of a block of 4 MiB misses one change in 2**32, and none that spans 32 bits or less.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def check_blocks(data: memoryview, start: int, stop: int, sums: Sequence[int], k
     return None
 
 
-# --- the mark ----------------------------------------------------------------------------------------------------
+# --- the manifest ----------------------------------------------------------------------------------------------------
 
 
 SAFETENSORS = {
@@ -80,7 +80,7 @@ class SavedPiece:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """The entry of a tensor in the mark."""
+    """The entry of a tensor in the manifest."""
 
     key: str
     dtype: torch.dtype
@@ -172,5 +172,5 @@ def check_head(file: IO[bytes], size: int, pieces: Iterable[tuple[SavedTensor, S
         needed = {"dtype": SAFETENSORS.get(tensor.dtype, "U8"), "shape": shape, "data_offsets": [begin, begin + nbytes]}
         found = head.get(name) if isinstance(head, dict) else None
         if found != needed or begin < 0 or piece.at + nbytes > size:
-            return f"its head has another {name} than the mark"
+            return f"its head has another {name} than the manifest"
     return ""

@@ -1,8 +1,8 @@
 """The tensors of a checkpoint: which rank writes which pieces, the layout of its file, and reading pieces back.
 
 Each file is a safetensors file: a head in JSON, then plain bytes. Ranks that replicate a piece share the writing, by
-bytes. The mark of the checkpoint lists where the pieces of each tensor are, so a rank of any mesh reads only the parts
-that it needs.
+bytes. The manifest of the checkpoint lists where the pieces of each tensor are, so a rank of any mesh reads only the
+parts that it needs.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _boxes_of(x: Tensor) -> list[ShardRange]:
 
 
 def file_layout(pieces: Sequence[Piece], file: str) -> tuple[bytes, dict[str, Any]]:
-    """(the head of a file with these pieces, its entries in the mark)."""
+    """(the head of a file with these pieces, its entries in the manifest)."""
     entries: dict[str, Any] = {}
     ends, at = [], 0
     for piece in pieces:
@@ -132,7 +132,7 @@ def file_layout(pieces: Sequence[Piece], file: str) -> tuple[bytes, dict[str, An
 
 
 def whole_index(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The entries of all files in the mark. Raises CheckpointError if pieces do not cover a tensor."""
+    """The entries of all files in the manifest. Raises CheckpointError if pieces do not cover a tensor."""
     files: dict[str, int] = {}
     tensors: dict[str, Any] = {}
     for part in parts:
@@ -153,20 +153,20 @@ def whole_index(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class SavedTensors:
-    """The tensors of a checkpoint that a rank needs, by key. Raises ValueError for an invalid mark; the entry of a
+    """The tensors of a checkpoint that a rank needs, by key. Raises ValueError for an invalid manifest; the entry of a
     tensor is checked before any of its data is read."""
 
-    def __init__(self, checkpoint: Path, mark: Mapping[str, Any]) -> None:
+    def __init__(self, checkpoint: Path, manifest: Mapping[str, Any]) -> None:
         self.folder, self._right = checkpoint, dict[str, set[int]]()
         self._pieces: dict[str, list[SavedPiece]] = {}  # of checked tensors
         self._files: dict[str, tuple[int, ...]] = {}  # checked files
         try:
-            self.files = {name: _number(size) for name, size in mark["files"].items()}
-            self._told = {key: SavedTensor.of(key, told) for key, told in mark["tensors"].items()}
-            sums: Mapping[str, Sequence[int]] = mark.get("sums", {})  # older checkpoints have none
+            self.files = {name: _number(size) for name, size in manifest["files"].items()}
+            self._told = {key: SavedTensor.of(key, told) for key, told in manifest["tensors"].items()}
+            sums: Mapping[str, Sequence[int]] = manifest.get("sums", {})  # older checkpoints have none
             self._sums = {str(name): list(map(_number, found)) for name, found in sums.items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"load: the mark of {checkpoint} has no entries of tensors: {error!r}") from error
+            raise ValueError(f"load: the manifest of {checkpoint} has no entries of tensors: {error!r}") from error
         self.dtypes = {key: told.dtype for key, told in self._told.items()}
         self.shapes = {key: told.shape for key, told in self._told.items()}
 
@@ -178,7 +178,7 @@ class SavedTensors:
 
     def check(self, keys: Iterable[str]) -> None:
         """Raises ValueError if the pieces of these tensors do not cover them, or files are missing or have another
-        length; CheckpointError if the head of a file differs from the mark."""
+        length; CheckpointError if the head of a file differs from the manifest."""
         by_file: dict[str, list[tuple[SavedTensor, SavedPiece]]] = {}
         for key in dict.fromkeys(keys):
             if key not in self._pieces:
@@ -187,7 +187,7 @@ class SavedTensors:
                     self._pieces[key] = told.pieces()
                 except ValueError as error:
                     raise ValueError(
-                        f"load: the mark of {self.folder} is damaged: {error}; load an older one"
+                        f"load: the manifest of {self.folder} is damaged: {error}; load an older one"
                     ) from error
                 for piece in self._pieces[key]:
                     by_file.setdefault(piece.file, []).append((told, piece))
@@ -196,7 +196,7 @@ class SavedTensors:
 
     def _check_file(self, name: str, pieces: list[tuple[SavedTensor, SavedPiece]]) -> None:
         if Path(name).name != name or name not in self.files:
-            raise ValueError(f"load: the mark of {self.folder} names {name!r}, which is not one of its files")
+            raise ValueError(f"load: the manifest of {self.folder} names {name!r}, which is not one of its files")
         path, needed = self.folder / name, self.files[name]
         try:
             with opened_inside(self.folder, name) as file:

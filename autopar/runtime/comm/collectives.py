@@ -14,7 +14,7 @@ only dims of size 1 come before it) and has one block.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,50 +83,7 @@ def in_order(pieces: Tensor, block: int) -> Tensor:
     return pieces if block > 0 else pieces.flip(0)
 
 
-# --- bytes -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Calls, and bytes that one rank sends in them: all_reduce 2(n-1)/n of the tensor, all_gather and reduce_scatter
-    (n-1)/n of the whole tensor, all_to_all what leaves the rank: (n-1)/n of its own piece (ring algorithms). broadcast:
-    the tensor, on its source. send: the tensor."""
-
-    calls: int = 0
-    bytes: int = 0
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.calls + other.calls, self.bytes + other.bytes)
-
-
-Ledger = Mapping[tuple[str, str], Traffic]  # (axis, kind) -> traffic
-
-
-def add_ledgers(*ledgers: Ledger) -> dict[tuple[str, str], Traffic]:
-    """Sum of several ledgers."""
-    total: dict[tuple[str, str], Traffic] = {}
-    for ledger in ledgers:
-        for key, traffic in ledger.items():
-            total[key] = total.get(key, Traffic()) + traffic
-    return total
-
-
-def ledger_between(before: Ledger, after: Ledger) -> dict[tuple[str, str], Traffic]:
-    """What was sent in between."""
-    pairs = {key: (before.get(key, Traffic()), after.get(key, Traffic())) for key in {**before, **after}}
-    return {key: Traffic(b.calls - a.calls, b.bytes - a.bytes) for key, (a, b) in pairs.items() if a != b}
-
-
-def rows_sent(ledger: Ledger) -> dict[str, int]:
-    """Axis, or level of it -> bytes of rows for experts."""
-    return {axis: traffic.bytes for (axis, kind), traffic in ledger.items() if kind == "all_to_all_rows"}
-
-
-def traffic_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> int:
-    """Bytes that one rank sends in a collective whose input on this rank has this shape."""
-    local = torch.Size(shape).numel() * dtype.itemsize
-    factor = {"all_reduce": 2, "all_gather": ranks, "reduce_scatter": 1, "all_to_all": 1, "all_to_all_rows": 1}[kind]
-    return factor * local * (ranks - 1) // ranks
+# --- collectives -----------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -22,9 +22,10 @@ from autopar.attention import operator as context
 from autopar.attention.exchanges import Expected, Sent
 from autopar.attention.operator import HOW
 from autopar.ir.graph import copy_graph
+from autopar.ir.traffic import Ledger, Traffic, add_ledgers, traffic_of
 from autopar.ops.mask_spec import FACTS
 from autopar.runtime.comm import collectives
-from autopar.runtime.comm.collectives import Ledger, Traffic, add_ledgers, finish, traffic_of
+from autopar.runtime.comm.collectives import finish
 from autopar.runtime.fault.aborts import started
 from autopar.runtime.fault.errors import explained
 from autopar.runtime.mesh.process_groups import Groups

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.runtime.comm.collectives import Ledger, Traffic
+from autopar.ir.traffic import Ledger, Traffic
 from autopar.runtime.fault.aborts import started
 from autopar.runtime.fault.errors import explained
 from autopar.runtime.mesh.process_groups import Groups
@@ -41,7 +41,7 @@ class PendingTransfer:
 
 
 class Channels:
-    """The transfers of one rank. ``traffic``: sent so far. ``rehearses``: nothing is sent, zeros are received."""
+    """The transfers of one rank. ``traffic``: sent so far. ``warms_up``: nothing is sent, zeros are received."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
@@ -49,7 +49,7 @@ class Channels:
         self._me = groups.coordinate.get(AXIS, 0)
         self._sends: dict[Action, PendingTransfer] = {}
         self._calls = self._bytes = 0
-        self.rehearses = False
+        self.warms_up = False
 
     @property
     def traffic(self) -> Ledger:
@@ -94,7 +94,7 @@ class Channels:
 
     def send(self, action: Action, peer: int, tensors: Sequence[Tensor]) -> None:
         """Start to send; the tensors must not change until it has arrived."""
-        if self.rehearses:
+        if self.warms_up:
             self._sends[action] = PendingTransfer(action, peer, [], [])
             return
         started(self._words, action, peer)
@@ -109,7 +109,7 @@ class Channels:
         self._sends[action] = pending
 
     def post(self, action: Action, peer: int, buffers: list[Tensor]) -> PendingTransfer:
-        if self.rehearses:
+        if self.warms_up:
             return PendingTransfer(action, peer, [], [x.zero_() for x in buffers])
         started(self._words, action, peer)
         group, place = self._groups.link(peer, self._me)

@@ -101,12 +101,12 @@ class BatchContents:
         """
         tensors = {name: x for name, x in tensors_of(batch).items() if name in inputs}
         cutting = [axis for axis in DATA if self.groups.mesh.size(axis) > 1]
-        uncut = [n for n in tensors if cutting and not isinstance(inputs[n].get(cutting[0]), Shard)]
-        shared = [n for n in tensors if n not in uncut] if self._others() else []
-        later = [n for n in (*shared, *uncut) if _arrives(tensors[n]) and not at_once]
-        words = words_of({n: tensors[n] for n in (*shared, *uncut) if n not in later}) | dict.fromkeys(later, LATER)
-        found = self._claims(shared, uncut, words) + self._of_last()
-        of_shared, of_all = ([n for n in names if n in later] for names in (shared, uncut))
+        unsharded = [n for n in tensors if cutting and not isinstance(inputs[n].get(cutting[0]), Shard)]
+        shared = [n for n in tensors if n not in unsharded] if self._others() else []
+        later = [n for n in (*shared, *unsharded) if _arrives(tensors[n]) and not at_once]
+        words = words_of({n: tensors[n] for n in (*shared, *unsharded) if n not in later}) | dict.fromkeys(later, LATER)
+        found = self._claims(shared, unsharded, words) + self._of_last()
+        of_shared, of_all = ([n for n in names if n in later] for names in (shared, unsharded))
         arrived = start_words({n: tensors[n] for n in later})
         self._next = bool(later), lambda: self._claims(of_shared, of_all, arrived(), ", in the step before")
         return found
@@ -144,7 +144,9 @@ class BatchContents:
     def _others(self) -> tuple[str, ...]:
         return tuple(axis for axis, size in self.groups.mesh.axes if axis not in DATA and size > 1)
 
-    def _claims(self, shared: list[str], uncut: list[str], words: Mapping[str, str], when: str = "") -> list[RankCheck]:
+    def _claims(
+        self, shared: list[str], unsharded: list[str], words: Mapping[str, str], when: str = ""
+    ) -> list[RankCheck]:
         others = self._others()
         return [
             RankCheck(
@@ -156,7 +158,7 @@ class BatchContents:
             ),
             RankCheck(
                 everywhere(self.groups),
-                {n: words[n] for n in uncut},
+                {n: words[n] for n in unsharded},
                 f"batch: inputs without a batch dim must be the same on all ranks{when}",
                 "feed the same values, or set batch_dims={...} if each rank of 'dp' gets its own shard; " + SKIP,
             ),

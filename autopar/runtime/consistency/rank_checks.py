@@ -35,7 +35,7 @@ from autopar.runtime.comm.p2p import AXIS
 from autopar.runtime.consistency.tensor_hash import words_of
 from autopar.runtime.fault.error_propagation import CheckpointError
 from autopar.runtime.fault.errors import CollectiveError, board, explained
-from autopar.runtime.fault.store_barrier import GoneOn, Round, Rounds, differences, meet, show
+from autopar.runtime.fault.store_barrier import RankMovedOn, Round, Rounds, differences, meet, show
 from autopar.runtime.fault.store_client import StoreError
 from autopar.runtime.mesh.process_groups import Groups
 
@@ -132,7 +132,7 @@ class OtherSteps(ValueError):
 
 def _alike(groups: Groups, what: str, digest: str = "", votes: Mapping[int, str] = MappingProxyType({})) -> bool:
     """Whether all ranks meet for ``what`` with the same digest, and those that vote under the same number with the same
-    text. Raises GoneOn if a rank makes another call meanwhile."""
+    text. Raises RankMovedOn if a rank makes another call meanwhile."""
     number, name, ranks = groups.order.meets(), groups.name, range(groups.mesh.world_size)
     scope = f"autopar/{name}/agree"
     rounds, held = groups.rounds.setdefault(scope, Rounds()), _digest((what, digest))
@@ -185,7 +185,7 @@ def _all_come(groups: Groups, what: str, found: Callable[[int], str] = lambda _:
     """Raises ValueError if a rank makes another call, which waits for this rank, too. ``found``: describes it."""
     try:
         yield
-    except GoneOn as gone:
+    except RankMovedOn as gone:
         text = found(gone.rank) or (
             f"agree: all ranks must take the same steps, found {what} on rank {groups.rank}, while rank {gone.rank} "
             "went on with the calls that were expected; run the same program on every rank"

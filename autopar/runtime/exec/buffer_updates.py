@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from autopar.adapters.foreach import copy_all
-from autopar.capture.module_state.assigned import Assignment, Lying
+from autopar.capture.module_state.assigned import Assignment, BufferAlias
 from autopar.ir.graph import ancestors, outputs, placeholders
 from autopar.ir.storages import shared_outputs, storages
 from autopar.runtime.params.sharded_modules import ShardedModules
@@ -59,8 +59,8 @@ class BufferUpdates:
         self._unkept = signature.unkept
         self._keeps_dtypes = bool(compiled.plan.options.precision.compute)
         dependent = {output_place(name) for part in compiled.pipeline.parts for name in part.dependent}
-        lying = ((i, spec.lying) for i, spec in enumerate(signature.outputs) if i not in dependent)
-        self._lying = {i: place for i, place in lying if place is not None}
+        aliases = ((i, spec.alias) for i, spec in enumerate(signature.outputs) if i not in dependent)
+        self._aliases = {i: place for i, place in aliases if place is not None}
         self._copied = {i for part in compiled.pipeline.parts for i in self._shared(part)} if new else set[int]()
         self._reads, self._in_written = reads, list[int]() if not self.written else None
         self._again: list[str] = []
@@ -102,7 +102,7 @@ class BufferUpdates:
         by views of it. ``differentiated``: the forward was recorded by autograd."""
         if self._unkept:
             tree.leave_out(self._unkept)
-        if self.written or self.bound or self._lying:
+        if self.written or self.bound or self._aliases:
             self._store(tree, made, differentiated)
 
     @torch.no_grad()
@@ -112,8 +112,8 @@ class BufferUpdates:
         copy_all([before[name] for name in self.written.values()], [values[i] for i in self.written])
         after: dict[str, Tensor | None] = {}
         for name, assigned in self.bound.items():
-            if assigned.lying is not None:
-                after[name] = _placed(assigned.lying, before, after)
+            if assigned.alias is not None:
+                after[name] = _placed(assigned.alias, before, after)
             elif assigned.value:
                 value = values[self._places[name]]
                 if self._keeps_dtypes and name in before and value.is_floating_point():
@@ -123,10 +123,10 @@ class BufferUpdates:
                 after[name] = None
         for name, tensor in after.items():
             tree.bind(name, tensor)
-        for i, lying in self._lying.items():
-            found = _placed(lying, before, after)
+        for i, alias in self._aliases.items():
+            found = _placed(alias, before, after)
             if isinstance(made[i], Tensor) and found.shape == made[i].shape:
-                made[i] = found if lying.view is None and not found.requires_grad else found.detach()
+                made[i] = found if alias.view is None and not found.requires_grad else found.detach()
 
 
 def plain_buffers(tree: ShardedModules, compiled: Compiled, train: bool) -> dict[str, Tensor]:
@@ -157,12 +157,12 @@ def _memory(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def _placed(lying: Lying, before: Mapping[str, Tensor], after: Mapping[str, Tensor | None]) -> Tensor:
-    base = (after if lying.new else before)[lying.buffer]
+def _placed(alias: BufferAlias, before: Mapping[str, Tensor], after: Mapping[str, Tensor | None]) -> Tensor:
+    base = (after if alias.new else before)[alias.buffer]
     assert base is not None
-    if lying.view is None:
+    if alias.view is None:
         return base
-    sizes, strides, start = lying.view
+    sizes, strides, start = alias.view
     return base.detach().as_strided(sizes, strides, base.storage_offset() + start)
 
 

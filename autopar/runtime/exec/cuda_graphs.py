@@ -31,9 +31,9 @@ from torch.fx import GraphModule
 
 from autopar.adapters.foreach import copy_all
 from autopar.adapters.operators import OpOverload, name_of
+from autopar.ir.traffic import Ledger, Traffic, ledger_between
 from autopar.ops.traits import COPIES
 from autopar.ops.value_checks import ValueNote, put_notes, take_notes
-from autopar.runtime.comm.collectives import Ledger, Traffic, ledger_between
 from autopar.runtime.fault.aborts import started
 from autopar.runtime.fault.errors import CollectiveError
 

@@ -28,24 +28,24 @@ from torch.profiler import record_function
 from autopar.adapters.profiling import is_profiled
 from autopar.ir.expert_layers import axis_of_experts
 from autopar.ir.graph import set_device
+from autopar.ir.traffic import Ledger, add_ledgers, ledger_between
 from autopar.ops.grouped_experts import ends_of_rows
 from autopar.ops.value_checks import take_notes
-from autopar.runtime.comm.collectives import Ledger, Traffic, add_ledgers, ledger_between
 from autopar.runtime.comm.p2p import AXIS, Channels
 from autopar.runtime.exec.buffer_updates import BufferUpdates
-from autopar.runtime.exec.cross_stage import StageExchange
 from autopar.runtime.exec.cuda_graphs import RecordedStep, Result, why_not
 from autopar.runtime.exec.expert_stats import ExpertLoad, layers_of_experts
-from autopar.runtime.exec.global_statistics import links_ahead
-from autopar.runtime.exec.instructions import Entry, Program
+from autopar.runtime.exec.finalize_step import StepFinalizer
+from autopar.runtime.exec.global_statistics import pre_pass_links
+from autopar.runtime.exec.instructions import BoundAction, Program
 from autopar.runtime.exec.lowering import BACKENDS, Lowered, bind
 from autopar.runtime.exec.module_profiling import ModuleProfile, Span, watched_modules
-from autopar.runtime.exec.overlapped_fb import OverlappedEntries, with_cells
-from autopar.runtime.exec.program import ProgramBuilder
-from autopar.runtime.exec.slots import Routes
+from autopar.runtime.exec.overlap_f_b import OverlappedActions, with_overlaps
+from autopar.runtime.exec.program_builder import ProgramBuilder
 from autopar.runtime.exec.step_fingerprint import axes_of_step
 from autopar.runtime.exec.step_inputs import SCALE, StepInputs
 from autopar.runtime.exec.unsharded_cache import UnshardedCache
+from autopar.runtime.exec.value_slots import Routes
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.schedule.order import BACKWARD, COMPUTE, Action
 from autopar.schedule.order_checks import links
@@ -57,7 +57,7 @@ MADE = ("microbatch", "total")  # kinds of values computed by the step itself
 
 
 @dataclass
-class Paused:
+class PausedStep:
     """A step between its forward and its backward. ``saved``: values of the forward that the backward reads, by name.
     ``kept``: old values of the buffers that the forward has updated."""
 
@@ -71,7 +71,7 @@ class Executor:
 
     All ranks of the world must make theirs at the same time: it makes process groups. record: if it is set, a step
     leaves in ``timeline`` (action, start, end) in seconds of every action, waiting for other ranks left out, and in
-    ``modules`` what of it the host was in which module, but of cells that take turns. held: gathered weights that
+    ``modules`` what of it the host was in which module, but of pairs that take turns. unsharded: gathered weights that
     outlive a step.
     """
 
@@ -85,8 +85,8 @@ class Executor:
             )
         self.compiled, self.groups = compiled, groups
         self._backend, records = BACKENDS[backend]
-        self.feed = StepInputs(compiled, groups.device)
-        self.specs, self.microbatches = self.feed.specs, self.feed.microbatches
+        self.inputs = StepInputs(compiled, groups.device)
+        self.specs, self.microbatches = self.inputs.specs, self.inputs.microbatches
         held = compiled.constants
         by_name = {spec.name: spec.dtype for spec in compiled.parameters}
         self._stored = {node: by_name[s.name] for node, s in self.specs.items() if s.name in by_name}
@@ -105,15 +105,15 @@ class Executor:
         groups.make(axes)
         groups.make_channels(along)
         self.channels = Channels(groups)
-        self.channels.connect({*links(self.order), *links_ahead(pipeline, self.order)})
-        self._exchange = StageExchange(compiled, self.order, groups)
+        self.channels.connect({*links(self.order), *pre_pass_links(pipeline, self.order)})
+        self._exchange = StepFinalizer(compiled, self.order, groups)
         self.trained = self._exchange.trained
         groups.warm_up({*axes, *self._exchange.axes})
         self.program: Program = ProgramBuilder(
-            pipeline, self.order, groups.coordinate.get(AXIS, 0), self._bind, self.feed, self.channels, groups.device,
+            pipeline, self.order, groups.coordinate.get(AXIS, 0), self._bind, self.inputs, self.channels, groups.device,
             compiled.prologue, self._exchange.results, compiled.plan.options.precision, self._exchange.totals,
         ).program()  # fmt: skip
-        whole = {name: self.feed.taken_whole(name) for _, name, _ in self.program.loads}
+        whole = {name: self.inputs.taken_whole(name) for _, name, _ in self.program.loads}
         self._whole_loads = [(slot, whole[name]) for slot, name, _ in self.program.loads if whole[name]]
         self._made_loads = [load for load in self.program.loads if not whole[load[1]]]
         entries = self.program.entries
@@ -123,19 +123,19 @@ class Executor:
         if ahead and (action := entries[ahead[-1]].action) is not None and action.paired:
             first = ahead[-1]  # of one cell with it
         self._forward, self._backward = entries[:first], entries[first:]
-        self._runs = with_cells(self._forward), with_cells(self._backward)
-        read = {i for entry in self._backward for x in (*entry.waits, *entry.does) for i in x.reads}
+        self._runs = with_overlaps(self._forward), with_overlaps(self._backward)
+        read = {i for entry in self._backward for x in (*entry.waits, *entry.instructions) for i in x.reads}
         self._left = [i for i in self.program.results.values() if i not in read]  # outputs that no backward reads
         self.buffers = BufferUpdates(compiled, sorted(read), set(self.program.tangents))
-        does = [one for entry in self._forward for one in entry.does]
-        self.held = UnshardedCache(does)
-        self._comms = {bound.comms for entry in entries for bound in entry.runs}
+        self.unsharded = UnshardedCache([one for entry in self._forward for one in entry.instructions])
+        self._comms = {bound.comms for entry in entries for bound in entry.graphs}
         self._traffic_of = [
-            add_ledgers(*(bound.traffic for entry in of_phase for bound in entry.runs))
+            add_ledgers(*(bound.traffic for entry in of_phase for bound in entry.graphs))
             for of_phase in (self._forward, self._backward)
         ]
         self._traffic: Ledger = {}
-        self._rehearses, self._rehearsed = groups.device.type != "cpu" and bool(links(self.order)), dict[Any, Traffic]()
+        self._needs_warm_up = groups.device.type != "cpu" and bool(links(self.order))
+        self._warm_up_traffic: Ledger = {}
         self._alone = not axes and not self._exchange.axes  # no communication with other ranks within a step
         self._recorded = self._recorder() if records else None
 
@@ -168,8 +168,9 @@ class Executor:
         return add_ledgers(self._sent(), self._recorded.traffic if self._recorded else {})
 
     def _sent(self) -> Ledger:
-        attention = (comms.traffic for comms in self._comms | self.held.comms)
-        return add_ledgers(self._traffic, self._exchange.traffic, self.channels.traffic, *attention, self._rehearsed)
+        attention = (comms.traffic for comms in self._comms | self.unsharded.comms)
+        own = self._traffic, self._exchange.traffic, self.channels.traffic, self._warm_up_traffic
+        return add_ledgers(*own, *attention)
 
     # --- a step -------------------------------------------------------------------------------------------
 
@@ -181,7 +182,7 @@ class Executor:
         microbatches of this rank). If another rank fails, raises CollectiveError that names the action and this rank.
         """
         with self._whole():
-            records = self._recorded is not None and not self.record and not self.held.on
+            records = self._recorded is not None and not self.record and not self.unsharded.on
             return self._recorded(values) if records and self._recorded else self._step(values)
 
     def _step(self, values: Mapping[str, Tensor]) -> Result:
@@ -193,7 +194,7 @@ class Executor:
         return Result(self._outputs({**self._kept(slots), **losses}), gradients, list(losses.values()))
 
     @torch.no_grad()
-    def run_forward(self, values: Mapping[str, Tensor], shared: Collection[str] = ()) -> tuple[list[Any], Paused]:
+    def run_forward(self, values: Mapping[str, Tensor], shared: Collection[str] = ()) -> tuple[list[Any], PausedStep]:
         """(outputs, the paused step), for a model without stages that was compiled with gradients. ``shared``: buffers
         whose memory user code holds, too."""
         assert self.compiled.train and len(self.order.ranks) == 1, "stages run forward and backward in one"
@@ -205,10 +206,10 @@ class Executor:
         made = self._outputs(self._kept(slots))
         for i in self._left:  # only the caller keeps them alive: logits are large
             slots[i] = None
-        return made, Paused(slots, saved, before)
+        return made, PausedStep(slots, saved, before)
 
     @torch.no_grad()
-    def run_backward(self, paused: Paused, tangents: Mapping[str, Tensor], keep: bool = False) -> dict[str, Tensor]:
+    def run_backward(self, paused: PausedStep, tangents: Mapping[str, Tensor], keep: bool = False) -> dict[str, Tensor]:
         """Run the backward of a paused step: gradients by placeholder of the stored parameter. ``tangents``: by name of
         the output. ``keep``: the backward can run once more."""
         slots = list(paused.slots) if keep else paused.slots
@@ -249,26 +250,26 @@ class Executor:
 
     def _start(self, values: Mapping[str, Tensor]) -> list[Any]:
         """Fill new slots with inputs, and run all entries before the first backward."""
-        if self._rehearses:
-            self._rehearses = False
-            self._rehearse(values)
+        if self._needs_warm_up:
+            self._needs_warm_up = False
+            self._warm_up(values)
         slots = self._fed(values)
         self.timeline, self.modules = [], []
         self._run(self._forward, slots)
         return slots
 
-    def _rehearse(self, values: Mapping[str, Tensor]) -> None:
+    def _warm_up(self, values: Mapping[str, Tensor]) -> None:
         """Run all actions once, without the other stages: see above. Its traffic is not counted."""
         before, slots = self._sent(), self._fed(values)
-        self.channels.rehearses = True
+        self.channels.warms_up = True
         try:
             for entry in (*self._forward, *self._backward):
                 entry.run(slots)
             self.channels.flush()
         finally:
-            self.channels.rehearses = False
+            self.channels.warms_up = False
             take_notes()  # discard: values were not received
-        self._rehearsed = ledger_between(self._sent(), before)  # is taken off
+        self._warm_up_traffic = ledger_between(self._sent(), before)  # is taken off
 
     def _fed(self, values: Mapping[str, Tensor]) -> list[Any]:
         slots: list[Any] = [None] * self.program.size
@@ -277,11 +278,11 @@ class Executor:
         for slot, name in self._whole_loads:
             slots[slot] = values[name]
         for slot, name, microbatch in self._made_loads:
-            slots[slot] = self.feed.value(name, values, microbatch)
+            slots[slot] = self.inputs.value(name, values, microbatch)
         self.channels.clear()
         return slots
 
-    def _run(self, entries: list[Entry], slots: list[Any]) -> None:
+    def _run(self, entries: list[BoundAction], slots: list[Any]) -> None:
         profiled = is_profiled()
         for entry in self._runs[entries is self._backward]:
             with self._looked_at(entry, profiled) if profiled or self.record else nullcontext():
@@ -290,11 +291,11 @@ class Executor:
                 end = time.perf_counter()
                 self.timeline += [(action, start, end) for action in entry.actions]
         self._traffic = add_ledgers(self._traffic, self._traffic_of[entries is self._backward])
-        if entries is self._forward and self.held.on:
-            self._traffic = add_ledgers(self._traffic, self.held.saved())
+        if entries is self._forward and self.unsharded.on:
+            self._traffic = add_ledgers(self._traffic, self.unsharded.saved())
 
     @contextmanager
-    def _looked_at(self, entry: Entry | OverlappedEntries, profiled: bool) -> Iterator[None]:
+    def _looked_at(self, entry: BoundAction | OverlappedActions, profiled: bool) -> Iterator[None]:
         """Context manager: records for torch's profiler, and for ``modules``."""
         spans = ModuleProfile(named=profiled)
         with record_function(f"autopar {entry}") if profiled else nullcontext(), watched_modules(spans):
@@ -302,7 +303,7 @@ class Executor:
         if self.record:
             self.modules += spans.found
 
-    def _counted(self, entry: Entry | OverlappedEntries, slots: list[Any]) -> float:
+    def _counted(self, entry: BoundAction | OverlappedActions, slots: list[Any]) -> float:
         """Run an entry; in training forwards, count the tokens per expert."""
         action = next(iter(entry.actions), None)
         if self.load is None or action is None or action.kind != "F" or not self.compiled.train:

@@ -1,6 +1,6 @@
 """A step as a flat list of instructions over slots: values have numbers, so that running one costs next to nothing.
 
-The list is made once, when a pipeline is bound. `finish_sums` then finds out after which instruction nobody reads a
+The list is made once, when a pipeline is bound. `set_lifetimes` then finds out after which instruction nobody reads a
 slot any more: it is emptied before the instruction runs, so a graph that empties its list of inputs frees them in
 between.
 """
@@ -30,7 +30,7 @@ class Instruction:
     """``apply`` takes the values of ``reads`` as one list and returns those of ``writes``.
 
     dead: slots of ``reads`` that nobody reads later. stores: (index of the result, slot) of what somebody reads. Both
-    are set by `finish_sums`, and those of ``others``: what may run in its place.
+    are set by `set_lifetimes`, and those of ``others``: what may run in its place.
     """
 
     apply: Callable[[list[Any]], Sequence[Any]]
@@ -65,7 +65,7 @@ class Instruction:
             slots[i] = found[k]
 
 
-def finish_sums(instructions: Sequence[Instruction], kept: Collection[int]) -> None:
+def set_lifetimes(instructions: Sequence[Instruction], kept: Collection[int]) -> None:
     """Set ``dead`` and ``stores``; slots in ``kept`` are read at the end."""
     later = set(kept)
     for instruction in reversed(instructions):
@@ -76,13 +76,14 @@ def finish_sums(instructions: Sequence[Instruction], kept: Collection[int]) -> N
 
 
 @dataclass
-class Entry:
-    """One action (None: ahead of all): what it waits for, then what it does. runs: the bound graphs among it."""
+class BoundAction:
+    """One action (None: before all of them) with this rank's instructions. waits: those that wait for received values,
+    which run first. graphs: the lowered graphs that it runs."""
 
     action: Action | None
     waits: list[Instruction] = field(default_factory=list)
-    does: list[Instruction] = field(default_factory=list)
-    runs: list[Lowered] = field(default_factory=list)
+    instructions: list[Instruction] = field(default_factory=list)
+    graphs: list[Lowered] = field(default_factory=list)
 
     def run(self, slots: list[Any], within: Within = nullcontext) -> float:
         """Returns when (`time.perf_counter`) it no longer waited. ``within``: entered around what it does."""
@@ -90,7 +91,7 @@ class Entry:
             instruction.run(slots)
         start = time.perf_counter()
         with within():
-            for instruction in self.does:
+            for instruction in self.instructions:
                 instruction.run(slots)
         return start
 
@@ -103,7 +104,7 @@ class Entry:
 
     @property
     def pauses(self) -> bool:
-        return any(bound.paused is not None for bound in self.runs)
+        return any(graph.paused is not None for graph in self.graphs)
 
 
 @dataclass
@@ -117,7 +118,7 @@ class Program:
     """
 
     size: int
-    entries: list[Entry]
+    entries: list[BoundAction]
     loads: list[tuple[int, str, int]]
     constants: dict[int, Any]
     tangents: dict[str, list[int]]

@@ -29,11 +29,12 @@ from torch.fx.graph import CodeGen
 from autopar.adapters.fx.graph_nodes import copied_node
 from autopar.adapters.operators import OpOverload, argument_defaults, kernel_of, name_of
 from autopar.ir.meta import TRACE, inherit
+from autopar.ir.traffic import Ledger, Traffic, traffic_of
 from autopar.ir.waits import WaitPlaces, is_started, overwritten, pauses_at
 from autopar.ops.traits import COLLECTIVES, COPIES, LOCAL
 from autopar.runtime.comm import collectives as comm
 from autopar.runtime.comm import functional_collectives
-from autopar.runtime.comm.collectives import Ledger, Traffic, finish, traffic_of
+from autopar.runtime.comm.collectives import finish
 from autopar.runtime.comm.context_parallel_comm import OPERATORS, Comms
 from autopar.runtime.exec.module_profiling import is_watched, left_after, watched_code
 from autopar.runtime.exec.value_checks import operator_explained

@@ -19,11 +19,11 @@ from autopar.adapters.operators import OpOverload
 from autopar.ir.graph import placeholders
 from autopar.runtime.consistency.tensor_hash import words_of
 from autopar.runtime.exec.lowering import axes_of
-from autopar.steps.graphs import Compiled, GlobalStatistics, KnownFacts, StepGraph
+from autopar.steps.graphs import Compiled, GlobalStatistics, StepDigests, StepGraph
 from autopar.steps.of_rank import graphs_of_all
 
 
-def step_facts(compiled: Compiled) -> dict[str, str]:
+def step_digests(compiled: Compiled) -> dict[str, str]:
     """Name of a part -> digest: two ranks run the same step exactly if all are equal."""
     if compiled.known is not None:
         return compiled.known.digests
@@ -40,10 +40,10 @@ def axes_of_step(compiled: Compiled) -> tuple[set[str], set[str]]:
     return axes_of(graphs_of_all(compiled.pipeline, compiled.prologue))
 
 
-def known_facts(compiled: Compiled) -> KnownFacts:
+def known_digests(compiled: Compiled) -> StepDigests:
     """What others need not find out again."""
     axes, along = axes_of_step(compiled)
-    return KnownFacts(step_facts(compiled), tuple(sorted(axes)), tuple(sorted(along)))
+    return StepDigests(step_digests(compiled), tuple(sorted(axes)), tuple(sorted(along)))
 
 
 def _parts(compiled: Compiled) -> Iterator[tuple[str, Any]]:
@@ -70,7 +70,7 @@ def _text(part: Any) -> str:
     if isinstance(part, (list, tuple)):
         return "\n".join(map(_text, part))
     if isinstance(part, GlobalStatistics):
-        return f"{_text(part.graphs)} {part.hops} {part.totals}"
+        return f"{_text(part.graphs)} {part.edges} {part.totals}"
     if isinstance(part, GraphModule):
         values = [node.meta.get("val") for node in placeholders(part)]
         shapes = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in values]

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from autopar.adapters.autograd import version_of
-from autopar.runtime.comm.collectives import Ledger, add_ledgers, ledger_between
+from autopar.ir.traffic import Ledger, add_ledgers, ledger_between
 from autopar.runtime.comm.context_parallel_comm import Comms
 from autopar.runtime.exec.instructions import Instruction, Slots
 from autopar.runtime.exec.lowering import Lowered

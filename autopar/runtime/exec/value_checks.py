@@ -100,7 +100,7 @@ def _range(x: Node, ids: Tensor, size: int, ignored: int | None, what: str, rest
 
 
 @dataclass
-class Arriving:
+class PendingRanges:
     """Ranges on their way to the host."""
 
     notes: list[ValueNote]
@@ -114,7 +114,7 @@ class ValueChecks:
     """Checks of values noted in one model's steps. A warning is issued once, by one of the ranks with the same data."""
 
     groups: Groups
-    _arriving: list[Arriving] = field(default_factory=list)
+    _arriving: list[PendingRanges] = field(default_factory=list)
     _said: set[str] = field(default_factory=set)
 
     @contextmanager
@@ -133,9 +133,9 @@ class ValueChecks:
             self._arriving.append(self._send(notes, step))
         self.look()
 
-    def _send(self, notes: list[ValueNote], step: int) -> Arriving:
+    def _send(self, notes: list[ValueNote], step: int) -> PendingRanges:
         extremes = torch.stack([note.extremes.to(torch.float64) for note in notes])
-        return Arriving(notes, *to_host(extremes), step)
+        return PendingRanges(notes, *to_host(extremes), step)
 
     def check_size(self, tensors: Mapping[str, Tensor], step: int) -> None:
         """Warn of a batch without examples, the first time."""

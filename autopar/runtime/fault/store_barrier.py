@@ -101,7 +101,7 @@ class Rounds:
 Event = Callable[[], int | None]  # a rank that has gone on with something else
 
 
-class GoneOn(Exception):
+class RankMovedOn(Exception):
     """While this rank waits for all others, ``rank`` has gone on with another call."""
 
     def __init__(self, rank: int) -> None:
@@ -175,7 +175,8 @@ class Round:
 def meet(round_: Round, ranks: Sequence[int], what: str, limit: float, event: Callable[[], Event] | None) -> bool:
     """Wait until all ``ranks`` are in this round; returns whether they hold the same values.
 
-    Raises CollectiveError as `show` does, and GoneOn if ``event``, called before each look, reports a rank after it.
+    Raises CollectiveError as `show` does, and RankMovedOn if ``event``, called before each look, reports a rank after
+    it.
     """
     found = _waited_for(ranks, f"agreeing on {what}", limit, round_.come, round_.look, round_.absent, event)
     if round_.leaves:
@@ -266,7 +267,7 @@ def _waited_for(
                 gone_on = event() if event is not None else lambda: None
                 found = mine.line.ask(poll)
                 if found is None and (rank := gone_on()) is not None:
-                    raise GoneOn(rank)
+                    raise RankMovedOn(rank)
     except StoreError as error:
         raise mine.failed(what, ranks, error) from error
     return found

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from autopar.ir.batch import facts_of
+from autopar.ir.traffic import Ledger, add_ledgers
 from autopar.plan import Plan
-from autopar.runtime.comm.collectives import Ledger, add_ledgers
 from autopar.runtime.consistency.batch_checks import BatchContents, check_unclear, claim_shapes, shapes_of
 from autopar.runtime.consistency.rank_checks import (
     RankCheck,
@@ -28,7 +28,7 @@ from autopar.runtime.consistency.rank_checks import (
 )
 from autopar.runtime.exec.executor import Executor
 from autopar.runtime.exec.expert_stats import ExpertLoad
-from autopar.runtime.exec.step_fingerprint import step_facts
+from autopar.runtime.exec.step_fingerprint import step_digests
 from autopar.runtime.guards.global_state import GlobalTorchState
 from autopar.runtime.guards.module_guards import ModuleGuards
 from autopar.runtime.mesh.process_groups import Groups
@@ -157,9 +157,9 @@ class StepCache:
         if self._last_facts is None or self._last_facts[1] != key or self._last_facts[3] != self.keep_unsharded:
             self._last_facts = facts, key, shapes_of(batch), self.keep_unsharded
         self.last = self._steps[key].runner
-        self.last.held.keep(self.keep_unsharded)
+        self.last.unsharded.keep(self.keep_unsharded)
         if self.keep_unsharded:
-            self.last.held.check(self._tree.own, self._tree.pieces())
+            self.last.unsharded.check(self._tree.own, self._tree.pieces())
         return self.last
 
     def _checked(self, step: _CachedStep, key: tuple[Any, ...]) -> _CachedStep:
@@ -182,7 +182,7 @@ class StepCache:
         self.keep_unsharded = on
         if not on:
             for runner in self.runners:
-                runner.held.keep(False)
+                runner.unsharded.keep(False)
 
     def _claim(
         self,
@@ -241,7 +241,7 @@ class StepCache:
             compiled = self._compiler(structure, batch, unchanged=unchanged, **how)
         same = RankCheck(
             everywhere(self._groups),
-            step_facts(compiled),
+            step_digests(compiled),
             "agree: the compiled step must be the same on all ranks",
             "give every rank the same model, mesh, options and batch shapes",
         )

@@ -30,7 +30,7 @@ from autopar.errors import refusal_like
 from autopar.ir.graph import ancestors, outputs
 from autopar.ir.placement import Replicate
 from autopar.runtime.exec.buffer_updates import with_refusal
-from autopar.runtime.exec.executor import Executor, Paused
+from autopar.runtime.exec.executor import Executor, PausedStep
 from autopar.runtime.inputs.outputs import placements_of
 from autopar.steps.graphs import grad, of, output, output_place
 from autopar.steps.of_rank import backwards
@@ -50,7 +50,7 @@ class Forward:
 
     executor: Executor
     values: Mapping[str, Tensor]
-    paused: Paused
+    paused: PausedStep
     parameters: Mapping[str, nn.Parameter]
     again: Again
     unlike: Callable[[], str]
@@ -133,7 +133,7 @@ class Forward:
         return self._run_backward(executor, paused, tangents)
 
     def _run_backward(
-        self, executor: Executor, paused: Paused, tangents: Mapping[int, Tensor], keep: bool = False
+        self, executor: Executor, paused: PausedStep, tangents: Mapping[int, Tensor], keep: bool = False
     ) -> dict[str, Tensor]:
         places = [output_place(name) for name in executor.program.tangents]
         given = {

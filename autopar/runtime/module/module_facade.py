@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.ir.signature import ParameterSpec
-from autopar.runtime.comm.collectives import Ledger
+from autopar.ir.traffic import Ledger
 from autopar.runtime.module.module_repr import module_text
 from autopar.runtime.module.state_dict import Stateful
 from autopar.steps.graphs import Compiled

@@ -20,9 +20,9 @@ from autopar.adapters.hooks import Observers, has_forward_hooks
 from autopar.errors import refusal_like
 from autopar.ir.batch import tensors_of, with_static_inputs
 from autopar.ir.signature import ParameterSpec
+from autopar.ir.traffic import ledger_between, rows_sent
 from autopar.plan import Plan
 from autopar.runtime.checkpoint.checkpoint_dir import RunLineage
-from autopar.runtime.comm.collectives import ledger_between, rows_sent
 from autopar.runtime.exec.buffer_updates import plain_buffers
 from autopar.runtime.exec.executor import Executor, per_rank
 from autopar.runtime.exec.step_inputs import SCALE

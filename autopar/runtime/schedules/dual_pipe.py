@@ -9,7 +9,7 @@ other (DeepSeek-V3 report, 2024, figure 5).
 
 Every rank i holds two parts: part i for the microbatches that go down (stage i), and part p-1-i for those that go up
 (stage 2p-1-i). So each part has two copies, whose gradients must be summed. The first half of the microbatches goes
-down. Bubble (p/2-1)(F&B + B_full - 3W), with F&B the time of a cell; every rank holds at most p+1 microbatches.
+down.
 """
 
 from __future__ import annotations
@@ -44,5 +44,12 @@ def _row(p: int, m: int, rank: int) -> tuple[Action, ...]:
 
 SCHEDULES.add(
     "dual_pipe",
-    Schedule("dual_pipe", dual_pipe, "from both ends at once, two copies of every part", copies=2),
+    Schedule(
+        "dual_pipe",
+        dual_pipe,
+        "from both ends at once, two copies of every part",
+        copies=2,
+        bubble="(p/2 - 1)*(FB + B - 2*W)",
+        memory="p + 1",
+    ),
 )

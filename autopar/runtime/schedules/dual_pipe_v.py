@@ -6,8 +6,7 @@ deepseek-ai/DualPipe).
     rank 1  --       1F0      2F0      1F1      2F1      1F2      2BW0     ..       2F2&1BW0 ..       .. ...
 
 Rank i has stages i and 2p-1-i. A forward on the way down runs in one cell with a backward of the way up, and the other
-way round. Bubble (p-1)(F&B + B_full - 3W), of one stage, with F&B the time of a cell; every rank holds 2p+1 parts'
-microbatches at most, as much as DualPipe on 2p ranks.
+way round. Every rank holds as much as DualPipe on 2p ranks.
 """
 
 from __future__ import annotations
@@ -36,5 +35,12 @@ def dual_pipe_v(request: Request) -> Order:
 
 SCHEDULES.add(
     "dual_pipe_v",
-    Schedule("dual_pipe_v", dual_pipe_v, "cells of a forward and a backward along a V", virtual_stages=2),
+    Schedule(
+        "dual_pipe_v",
+        dual_pipe_v,
+        "cells of a forward and a backward along a V",
+        virtual_stages=2,
+        bubble="(p - 1)*(FB + B - 2*W)/v",
+        memory="p + 1/v",
+    ),
 )

@@ -4,7 +4,7 @@
     rank 0  0F0  0F1  0F2  0F3  --   --   0BW0 0BW1 0BW2 0BW3
     rank 1  --   1F0  1F1  1F2  1F3  1BW0 1BW1 1BW2 1BW3 --
 
-Bubble (p-1)(F+B+W); every rank holds the activations of all m microbatches.
+Every rank holds the activations of all m microbatches.
 """
 
 from __future__ import annotations
@@ -25,4 +25,6 @@ def gpipe(request: Request) -> Order:
     return one_chain("gpipe", request, rows)
 
 
-SCHEDULES.add("gpipe", Schedule("gpipe", gpipe, "all forwards, then all backwards"))
+SCHEDULES.add(
+    "gpipe", Schedule("gpipe", gpipe, "all forwards, then all backwards", bubble="(p - 1)*(F + B + W)", memory="m")
+)

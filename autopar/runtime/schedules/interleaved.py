@@ -6,8 +6,7 @@
 
 Microbatches go in groups of p: a rank runs a group through one of its parts, then through the next part; backward the
 parts come in reverse. When p does not divide m, some groups are larger than p; the bubble stays the same.
-Bubble (p-1)(F+B+W)/v, of whole stages; rank 0 holds (1 + (p-1)/(pv)) p microbatches (a group of g > p adds
-(g-p)(v-1)/v); v times as many transfers.
+Rank 0 holds the most; a group of g > p adds (g-p)(v-1)/v microbatches. v times as many transfers.
 """
 
 from __future__ import annotations
@@ -61,5 +60,7 @@ SCHEDULES.add(
         "1F1B with several parts per rank: a smaller bubble",
         virtual_stages=2,
         candidate=True,
+        bubble="(p - 1)*(F + B + W)/v",
+        memory="p*(1 + (p - 1)/(p*v))",
     ),
 )

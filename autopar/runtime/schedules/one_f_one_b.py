@@ -4,7 +4,7 @@
     rank 0  0F0  0F1  --   0BW0 0F2  0BW1 0F3  0BW2 --   0BW3
     rank 1  --   1F0  1BW0 1F1  1BW1 1F2  1BW2 1F3  1BW3 --
 
-Bubble (p-1)(F+B+W), as in GPipe; rank i holds the activations of min(m, p-i) microbatches.
+The bubble of GPipe; rank i holds the activations of min(m, p-i) microbatches.
 """
 
 from __future__ import annotations
@@ -30,5 +30,13 @@ def _row(request: Request, rank: int) -> list[Action]:
 
 
 SCHEDULES.add(
-    "1f1b", Schedule("1f1b", one_f_one_b, "forward and backward in turn, few microbatches alive", candidate=True)
+    "1f1b",
+    Schedule(
+        "1f1b",
+        one_f_one_b,
+        "forward and backward in turn, few microbatches alive",
+        candidate=True,
+        bubble="(p - 1)*(F + B + W)",
+        memory="Min(m, p)",
+    ),
 )

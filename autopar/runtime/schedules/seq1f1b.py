@@ -32,4 +32,14 @@ def _row(request: Request, rank: int) -> list[Action]:
     return row + backward[len(forward) - warm_up :]
 
 
-SCHEDULES.add("seq1f1b", Schedule("seq1f1b", seq1f1b, "1F1B over slices of tokens: a smaller bubble", sliced=True))
+SCHEDULES.add(
+    "seq1f1b",
+    Schedule(
+        "seq1f1b",
+        seq1f1b,
+        "1F1B over slices of tokens: a smaller bubble",
+        sliced=True,
+        bubble="(p - 1)*(F + B + W)/n",
+        memory="(p - 1 + n)/n",
+    ),
+)

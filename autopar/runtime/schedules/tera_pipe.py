@@ -29,4 +29,9 @@ def tera_pipe(request: Request) -> Order:
     return one_chain("tera_pipe", request, rows)
 
 
-SCHEDULES.add("tera_pipe", Schedule("tera_pipe", tera_pipe, "GPipe over slices of tokens", sliced=True))
+SCHEDULES.add(
+    "tera_pipe",
+    Schedule(
+        "tera_pipe", tera_pipe, "GPipe over slices of tokens", sliced=True, bubble="(p - 1)*(F + B + W)/n", memory="m"
+    ),
+)

@@ -116,5 +116,12 @@ def _actions(rank: int, row: str) -> list[Action]:
 
 SCHEDULES.add(
     "zb_auto",
-    Schedule("zb_auto", zb_auto, "W apart, order searched for given costs and memory limit", searches=True),
+    Schedule(
+        "zb_auto",
+        zb_auto,
+        "W apart, order searched for given costs and memory limit",
+        searches=True,
+        bubble="(p - 1)*(F + B - W)",
+        memory="p",
+    ),
 )

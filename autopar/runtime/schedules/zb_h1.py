@@ -5,7 +5,7 @@
     rank 1  --  1F0 1F1 --  1B0 1F2 1B1 1W0 1F3 1B2 1W1 1B3 1W2 1W3
     rank 2  --  --  2F0 2B0 2F1 2B1 2F2 2B2 2W0 2F3 2B3 2W1 2W2 2W3
 
-F and B come as in 1F1B; rank i keeps i of W waiting. Bubble (p-1)(F+B-W), a third of 1F1B's for F = B = W; rank i holds
+F and B come as in 1F1B; rank i keeps i of W waiting. A third of 1F1B's bubble for F = B = W; rank i holds
 (p-i) M_B + i M_W, no more than 1F1B's p M_B.
 """
 
@@ -35,4 +35,14 @@ def _row(request: Request, rank: int) -> list[Action]:
     return row + [Action(rank, "W", k) for k in range(max(0, m - rank), m)]
 
 
-SCHEDULES.add("zb_h1", Schedule("zb_h1", zb_h1, "1F1B with W apart: a third of its bubble, its memory", candidate=True))
+SCHEDULES.add(
+    "zb_h1",
+    Schedule(
+        "zb_h1",
+        zb_h1,
+        "1F1B with W apart: a third of its bubble, its memory",
+        candidate=True,
+        bubble="(p - 1)*(F + B - W)",
+        memory="p",
+    ),
+)

@@ -6,8 +6,8 @@
     rank 2  --  --  2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2W0 2W1 2W2 2W3
 
 Enough forwards fill the time until the first backward comes; rank i keeps 2i of W waiting for the time when no more
-comes, so ranks end as late as they started late. Bubble (p-1)(F+B-2W) (0 where that is negative), if every rank may
-start its next step when it is done; rank i holds (2p-2i-1) M_B + 2i M_W.
+comes, so ranks end as late as they started late: every rank may start its next step when it is done. Rank i holds
+(2p-2i-1) M_B + 2i M_W.
 """
 
 from __future__ import annotations
@@ -36,4 +36,13 @@ def _row(request: Request, rank: int) -> list[Action]:
     return row + [Action(rank, "W", k) for k in range(max(0, m - 2 * rank), m)]
 
 
-SCHEDULES.add("zb_h2", Schedule("zb_h2", zb_h2, "W apart and more warm-up forwards: almost no bubble"))
+SCHEDULES.add(
+    "zb_h2",
+    Schedule(
+        "zb_h2",
+        zb_h2,
+        "W apart and more warm-up forwards: almost no bubble",
+        bubble="Max(0, (p - 1)*(F + B - 2*W))",
+        memory="2*p - 1",
+    ),
+)

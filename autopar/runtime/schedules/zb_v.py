@@ -63,5 +63,13 @@ def _row(request: Request, rank: int) -> list[Action]:
 
 SCHEDULES.add(
     "zb_v",
-    Schedule("zb_v", zb_v, "two parts per rank along a V: almost no bubble", virtual_stages=2, candidate=True),
+    Schedule(
+        "zb_v",
+        zb_v,
+        "two parts per rank along a V: almost no bubble",
+        virtual_stages=2,
+        candidate=True,
+        bubble="0",
+        memory="p",
+    ),
 )

@@ -191,11 +191,11 @@ class AsyncSave:
         try:
             names = [f"rank-{r:05d}.json" for r in range(self._groups.mesh.world_size)]
             told = [read_shown(self._draft / name) for name in names]
-            mark = {**_joined(told, self._common), **whole_index(part["index"] for part in told)}
-            mark["sums"] = {file: part["sums"] for part in told for file in part["index"]["files"]}
+            manifest = {**_joined(told, self._common), **whole_index(part["index"] for part in told)}
+            manifest["sums"] = {file: part["sums"] for part in told for file in part["index"]["files"]}
             for name in names:
                 (self._draft / name).unlink()
-            self._run.publish(mark, self._keep)
+            self._run.publish(manifest, self._keep)
         except Exception as error:
             return f"rank 0 could not complete {self.folder.name}: {type(error).__name__}: {error}"
         return ""

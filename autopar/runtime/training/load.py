@@ -26,11 +26,11 @@ from torch.optim import Optimizer
 
 from autopar.errors import is_refusal
 from autopar.runtime.checkpoint.checkpoint_dir import (
-    MARK,
+    MANIFEST,
     SavedStep,
     checkpoint_at,
     newest_in,
-    read_mark,
+    read_manifest,
 )
 from autopar.runtime.checkpoint.json_tree import decoded, names_with_values
 from autopar.runtime.checkpoint.optimizer_state import Restored, class_of
@@ -122,7 +122,7 @@ def load(
 
 def _chosen(folder: Path, newest: list[SavedStep | None]) -> str:
     with contextlib.suppress(OSError):  # raised for a folder that this run cannot save into either
-        newest.append(newest_in(folder.parent if (folder / MARK).is_file() else folder))
+        newest.append(newest_in(folder.parent if (folder / MANIFEST).is_file() else folder))
     found, warning = checkpoint_at(folder)
     if warning:
         warnings.warn(f"load: {warning}", stacklevel=2)
@@ -140,13 +140,13 @@ class _Loading:
         schedulers: Sequence[Any],
         stateful: Mapping[str, Any],
     ) -> None:
-        self.mark = read_mark(checkpoint)
-        self._saved, self._held = SavedTensors(checkpoint, self.mark), held
+        self.manifest = read_manifest(checkpoint)
+        self._saved, self._held = SavedTensors(checkpoint, self.manifest), held
         self._schedulers, self._stateful = schedulers, stateful
         self._before: list[tuple[Callable[[Any], Any], Any]] = []
-        with _in_words(f"the mark of {checkpoint} is damaged"):
-            self.counts = {name: _whole(self.mark[name], name, *bounds) for name, bounds in _COUNTS.items()}
-            self.run = self.mark.get("run", "")
+        with _in_words(f"the manifest of {checkpoint} is damaged"):
+            self.counts = {name: _whole(self.manifest[name], name, *bounds) for name, bounds in _COUNTS.items()}
+            self.run = self.manifest.get("run", "")
             if re.fullmatch(r"\w*", self.run, re.ASCII) is None:
                 raise ValueError(f"run is {self.run!r:.40}, needs a name")
             self._where = self._names()
@@ -154,14 +154,14 @@ class _Loading:
             self._restored = self._of_optimizers(optimizers)
             self._scheduler_states = self._of_schedulers()
             self.gradients = self._of_gradients()
-            self._parts = {told["part"]: told["tree"] for told in self.mark["extra"]}
+            self._parts = {told["part"]: told["tree"] for told in self.manifest["extra"]}
             self._check_extra()
             self._extra_prefix = "extra" if None in self._parts else f"part.{self._part}"
             self._options = [f"optimizer.{i}.group." for i in range(len(optimizers))]
-            self.of_run = dict(self.mark["mesh"]), dict(self.mark["plan"])
-            self._updates = [_whole(told["updates"], "updates") for told in self.mark["averages"]]
-            if held.scaler is not None and self.mark["scaler"]:
-                held.scaler.check_state(self.mark["scaler"])
+            self.of_run = dict(self.manifest["mesh"]), dict(self.manifest["plan"])
+            self._updates = [_whole(told["updates"], "updates") for told in self.manifest["averages"]]
+            if held.scaler is not None and self.manifest["scaler"]:
+                held.scaler.check_state(self.manifest["scaler"])
         used = {key for key, _ in self._all_targets()}
         missing = [key for key in used if key not in self._saved]
         if missing:
@@ -181,7 +181,7 @@ class _Loading:
     def _names(self) -> dict[str, str]:
         """Own name of each parameter -> its name in the checkpoint: a tied parameter may have any of its names. Raises
         ValueError for a checkpoint of another model."""
-        told: dict[str, list[str]] = self.mark["parameters"]
+        told: dict[str, list[str]] = self.manifest["parameters"]
         known = {name: first for first, aliases in told.items() for name in (first, *aliases)}
         where, problems, used = {}, [], set()
         for spec in self._held.specs:
@@ -193,7 +193,7 @@ class _Loading:
             used.add(name)
             problems += self._unlike(f"model.{name}", tuple(spec.shape), spec.dtype)
         problems += [f"unexpected {name}" for name in told if name not in used]
-        buffers = set(self.mark["buffers"])
+        buffers = set(self.manifest["buffers"])
         for name, buffer in self._held.buffers.items():
             if name not in buffers:
                 problems.append(f"missing {name}")
@@ -222,7 +222,7 @@ class _Loading:
         return parameters + [(f"model.{name}", buffer) for name, buffer in held.buffers.items()]
 
     def _of_averages(self) -> list[tuple[str, Tensor]]:
-        told, averages = self.mark["averages"], self._held.averages
+        told, averages = self.manifest["averages"], self._held.averages
         if len(averages) > len(told):
             raise ValueError(
                 f"load: the model has {len(averages)} moving averages, the checkpoint {len(told)}; create further ones "
@@ -236,7 +236,7 @@ class _Loading:
         ]
 
     def _of_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Restored]:
-        told = self.mark["optimizers"]
+        told = self.manifest["optimizers"]
         if optimizers and len(optimizers) != len(told):
             raise ValueError(f"load: the checkpoint has {len(told)} optimizers, found {len(optimizers)}; pass as many")
         device = self._held.groups.device
@@ -246,7 +246,7 @@ class _Loading:
         ]
 
     def _of_schedulers(self) -> list[Any]:
-        told = self.mark["schedulers"]
+        told = self.manifest["schedulers"]
         if self._schedulers and len(self._schedulers) != len(told):
             raise ValueError(
                 f"load: the checkpoint has {len(told)} schedulers, found {len(self._schedulers)}; pass as many"
@@ -298,7 +298,7 @@ class _Loading:
                 restored.read_options()
             self.extra = decoded(self._tree_of_extra(), lambda key: saved.tensor(f"{self._extra_prefix}.{key}"))
             self._states = [names_with_values(decoded(tree, saved.tensor)) for tree in self._scheduler_states]
-            states: Mapping[str, Any] = self.mark.get("extra_states", {})
+            states: Mapping[str, Any] = self.manifest.get("extra_states", {})
             self._extra_states = {path: decoded(tree, saved.tensor) for path, tree in states.items()}
             saved.check_data(self._targets)
 
@@ -335,8 +335,8 @@ class _Loading:
             p.grad = gradients.get(f"gradients.{self._where[name]}")
         for restored in self._restored:
             restored.put()
-        if held.scaler is not None and self.mark["scaler"]:
-            held.scaler.load_state_dict(self.mark["scaler"])
+        if held.scaler is not None and self.manifest["scaler"]:
+            held.scaler.load_state_dict(self.manifest["scaler"])
         for average, updates in zip(held.averages, self._updates):
             average.updates = updates
 

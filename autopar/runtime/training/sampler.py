@@ -25,7 +25,7 @@ from autopar.values import whole_number, yes_or_no
 _OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
 
 
-class PartSampler:
+class ShardSampler:
     """A batch sampler for `torch.utils.data.DataLoader`: yields lists of indices, this rank's shard of each batch.
 
     An iteration is an epoch, or the rest of one. epoch, batch: the position of the next batch. The `loader` counts the
@@ -94,7 +94,7 @@ class PartSampler:
 class Loader:
     """Epochs of a DataLoader; its sampler counts the batches that the loop has received."""
 
-    def __init__(self, sampler: PartSampler, loader: DataLoader[Any]) -> None:
+    def __init__(self, sampler: ShardSampler, loader: DataLoader[Any]) -> None:
         self.sampler, self.dataloader = sampler, loader
 
     def __len__(self) -> int:
@@ -109,7 +109,7 @@ class Loader:
 
 def sampler(
     dataset: Any, mesh: DeviceMesh, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = True
-) -> PartSampler:
+) -> ShardSampler:
     """Create a batch sampler for a data set with a length, of torch or of Hugging Face's datasets.
 
     Args:
@@ -141,6 +141,6 @@ def sampler(
         )
     if rows < (size if drop_last else 1):
         raise ValueError(f"sampler: the data set has {rows} rows, fewer than batch_size {size}; choose a smaller one")
-    return PartSampler(
+    return ShardSampler(
         dataset, (part, parts), size, yes_or_no("shuffle", shuffle), whole_number("seed", seed), drop_last
     )

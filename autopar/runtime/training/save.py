@@ -4,7 +4,7 @@
     agree      check that step, options and replicated states are equal on all ranks
     rank 0     create a folder beside the checkpoints, under a lock
     each rank  write its share of the pieces into one file and sync it  on a thread: asynchronous=True
-    rank 0     when all have written: the mark, the rename, `latest`    on a thread: asynchronous=True
+    rank 0     when all have written: the manifest, the rename, `latest`    on a thread: asynchronous=True
 
 A background save first copies the tensors, before the next optimizer step changes them. Tensors are named
 

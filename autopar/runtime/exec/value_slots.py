@@ -31,17 +31,17 @@ class Routes:
     """Which values go from part to part, and which gradients come back."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline, self.parts, self.hops = pipeline, pipeline.parts, pipeline.hops
-        self.source = {(h.target, h.value): h for h in self.hops}
-        assert len(self.source) == len(self.hops), "a part receives a value once"
+        self.pipeline, self.parts, self.edges = pipeline, pipeline.parts, pipeline.edges
+        self.source = {(h.target, h.value): h for h in self.edges}
+        assert len(self.source) == len(self.edges), "a part receives a value once"
 
     def between(self, source: int, target: int, gradient: bool = False) -> list[P2PEdge]:
-        found = [h for h in self.hops if (h.source, h.target) == (source, target)]
+        found = [h for h in self.edges if (h.source, h.target) == (source, target)]
         return [h for h in found if comes_back(self.pipeline, h)] if gradient else found
 
     def users(self, part: int, value: str) -> list[P2PEdge]:
-        """Hops that take a value on from a part and bring a gradient back."""
-        return [h for h in self.hops if h.source == part and h.value == value and comes_back(self.pipeline, h)]
+        """Edges that take a value on from a part and bring a gradient back."""
+        return [h for h in self.edges if h.source == part and h.value == value and comes_back(self.pipeline, h)]
 
     def differentiates(self, part: int, value: str) -> bool:
         """Whether a part makes a gradient of a value itself."""
@@ -82,7 +82,7 @@ class Routes:
         return found
 
 
-class Values:
+class ValueSlots:
     """Slots by what they hold.
 
     loads: (slot, placeholder, microbatch) to fill from outside. constants: slot -> value. each, once, totals: the
@@ -90,14 +90,14 @@ class Values:
     """
 
     def __init__(
-        self, pipeline: Pipeline, order: Order, rank: int, feed: StepInputs, prologue: Prologue | None
+        self, pipeline: Pipeline, order: Order, rank: int, inputs: StepInputs, prologue: Prologue | None
     ) -> None:
-        self.pipeline, self.order, self.rank, self.feed = pipeline, order, rank, feed
+        self.pipeline, self.order, self.rank, self.inputs = pipeline, order, rank, inputs
         self.routes = Routes(pipeline)
         self.slots: dict[Hashable, int] = {}
         self.loads: list[tuple[int, str, int]] = []
         self.constants: dict[int, Any] = {}
-        self.learned = {name for one in pipeline.ahead for name in one.totals}
+        self.learned = {name for one in pipeline.pre_pass for name in one.totals}
         self.made = [
             frozenset(name for graph in (part.forward, *backwards(part)) for name in graph.outputs)
             for part in pipeline.parts
@@ -112,7 +112,7 @@ class Values:
         wanted |= set(self.each.inputs if self.each else ())
         self.once = restricted(self.pipeline.once, wanted)
         wanted |= set(self.once.inputs if self.once else ())
-        wanted |= {name for one in self.pipeline.ahead for graph in one.graphs if graph for name in graph.inputs}
+        wanted |= {name for one in self.pipeline.pre_pass for graph in one.graphs if graph for name in graph.inputs}
         totals = StepGraph(prologue.graph, prologue.inputs, list(prologue.totals)) if prologue else None
         self.totals = restricted(totals, wanted)
 
@@ -142,7 +142,7 @@ class Values:
         made = any(graph is not None and name in graph.outputs for graph in (self.once, self.totals))
         if made or name in self.learned:
             return self.slot("step", name)
-        varies = self.feed.varies(name)
+        varies = self.inputs.varies(name)
         key = ("microbatch", microbatch, name) if varies else ("step", name)
         if key not in self.slots:
             self.loads.append((self.slot(*key), name, microbatch if varies else 0))
@@ -152,9 +152,9 @@ class Values:
         """Whatever a graph of a unit takes by name."""
         stage, microbatch, piece = unit
         part, index = self.part(stage), self.order.part_of(stage)
-        hop = self.routes.source.get((index, name))
-        if hop is not None:
-            source = self.stage_at(hop.source, microbatch)
+        edge = self.routes.source.get((index, name))
+        if edge is not None:
+            source = self.stage_at(edge.source, microbatch)
             here = self.is_mine(source)
             return self.value((source, microbatch, piece), name) if here else self.slot("in", *unit, name)
         if name in self.made[index]:
@@ -191,11 +191,11 @@ class Values:
         """Gradients of a value that come to a unit from the parts it went to."""
         stage, microbatch, piece = unit
         found = []
-        for hop in self.routes.users(self.order.part_of(stage), value):
-            target = self.stage_at(hop.target, microbatch)
+        for edge in self.routes.users(self.order.part_of(stage), value):
+            target = self.stage_at(edge.target, microbatch)
             here = self.is_mine(target)
             there = (target, microbatch, piece)
-            found.append(self.upstream(there, value) if here else self.slot("back", *unit, value, hop.target))
+            found.append(self.upstream(there, value) if here else self.slot("back", *unit, value, edge.target))
         return found
 
     def upstream(self, unit: Unit, value: str) -> int:

@@ -80,7 +80,7 @@ def test_gathers_and_reductions_stay_inside() -> None:
 def test_values_go_from_user_to_user() -> None:
     """The second and the last of four parts use the first one's result; the third does not handle it."""
     made, _ = compiled(Skip(), Mesh.of(pp=4), split_points=("blocks.1", "blocks.2", "blocks.3"))
-    ways = [(h.source, h.target, h.gradient) for h in made.pipeline.hops]
+    ways = [(h.source, h.target, h.gradient) for h in made.pipeline.edges]
     assert ways == [(0, 1, True), (1, 3, True), (0, 1, False), (1, 2, True), (2, 3, True)]
 
 
@@ -111,7 +111,7 @@ def test_the_first_part_has_a_backward_to_inputs() -> None:
 def test_a_part_without_anything_to_train_has_no_backward() -> None:
     made, _ = compiled(Frozen(), Mesh.of(pp=4), split_points=("blocks.1", "blocks.2", "blocks.3"))
     assert made.pipeline.parts[0].backward is None
-    assert [h.gradient for h in made.pipeline.hops] == [False, True, True]
+    assert [h.gradient for h in made.pipeline.edges] == [False, True, True]
     ranks = {p.name: p.ranks for p in made.parameters}
     assert ranks["extra.weight"] == (0,) and ranks["blocks.2.weight"] == (2,)  # one that nobody uses lives on rank 0
 
@@ -131,8 +131,8 @@ def test_encoder_and_decoder() -> None:
     pipeline = made.pipeline
     assert pipeline is not None and pipeline.once is not None and pipeline.each is not None
     ways: dict[str, list[tuple[int, int]]] = {}
-    for h in pipeline.hops:
+    for h in pipeline.edges:
         ways.setdefault(h.value, []).append((h.source, h.target))
-    assert [(1, 2), (2, 3)] in ways.values() and all(h.shapes == ((2, 16, 32),) for h in pipeline.hops)
+    assert [(1, 2), (2, 3)] in ways.values() and all(h.shapes == ((2, 16, 32),) for h in pipeline.edges)
     holders = {p.name: p.ranks for p in made.parameters}
     assert all(len(r) > 1 for name, r in holders.items() if "relative_attention_bias" in name and "encoder" in name)

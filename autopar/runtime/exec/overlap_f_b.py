@@ -16,20 +16,20 @@ from collections.abc import Generator, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-from autopar.runtime.exec.instructions import Entry, Instruction, Slots, Within
+from autopar.runtime.exec.instructions import BoundAction, Instruction, Slots, Within
 from autopar.schedule.order import COMPUTE, Action
 
 
 @dataclass
-class OverlappedEntries:
+class OverlappedActions:
     """``ahead``: the first half, with its sends. ``back``: the second. dead: slots read by both, then by none."""
 
-    ahead: list[Entry]
-    back: Entry
+    ahead: list[BoundAction]
+    back: BoundAction
     dead: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        halves = [one for entry in self.ahead for one in entry.does], self.back.does
+        halves = [one for entry in self.ahead for one in entry.instructions], self.back.instructions
         for mine, others in (halves, halves[::-1]):
             read = {i for one in others for i in one.reads}
             for one in mine:
@@ -49,8 +49,8 @@ class OverlappedEntries:
             for instruction in entry.waits:
                 instruction.run(slots)
         start = time.perf_counter()
-        first = _steps((one for entry in self.ahead for one in entry.does), slots)
-        second, going = _steps(self.back.does, slots), [True, True]
+        first = _steps((one for entry in self.ahead for one in entry.instructions), slots)
+        second, going = _steps(self.back.instructions, slots), [True, True]
         while any(going):
             with within():
                 going[0] = going[0] and _goes_on(first)
@@ -70,9 +70,9 @@ def _goes_on(steps: Generator[None, None, None]) -> bool:
     return next(steps, False) is None
 
 
-def with_cells(entries: list[Entry]) -> list[Entry | OverlappedEntries]:
+def with_overlaps(entries: list[BoundAction]) -> list[BoundAction | OverlappedActions]:
     """The entries of a rank, of which those of a cell that can run by turns are one."""
-    out: list[Entry | OverlappedEntries] = []
+    out: list[BoundAction | OverlappedActions] = []
     left = list(reversed(entries))
     while left:
         entry = left.pop()
@@ -83,19 +83,20 @@ def with_cells(entries: list[Entry]) -> list[Entry | OverlappedEntries]:
         while left[-1].action is None or left[-1].action.kind not in COMPUTE:
             ahead.append(left.pop())
         back = left.pop()
-        out += [OverlappedEntries(ahead, back)] if _can_take_turns(ahead, back) else [*ahead, back]
+        out += [OverlappedActions(ahead, back)] if _can_take_turns(ahead, back) else [*ahead, back]
     return out
 
 
-def _can_take_turns(ahead: list[Entry], back: Entry) -> bool:
+def _can_take_turns(ahead: list[BoundAction], back: BoundAction) -> bool:
     """One of them pauses, and neither takes what the other makes."""
-    does = [one for entry in ahead for one in entry.does]
-    if not any(entry.pauses for entry in (*ahead, back)) or any(one.others for one in (*does, *back.does)):
+    halves = [[one for entry in ahead for one in entry.instructions], back.instructions]
+    if not any(entry.pauses for entry in (*ahead, back)) or any(one.others for half in halves for one in half):
         return False
-    made = [{i for one in half for i in one.writes if i >= 0} for half in (does, back.does)]
-    read = [{i for one in half for i in one.reads} for half in ([*does, *_waits(ahead)], [*back.does, *back.waits])]
+    made = [{i for one in half for i in one.writes if i >= 0} for half in halves]
+    takes = [*halves[0], *_waits(ahead)], [*halves[1], *back.waits]
+    read = [{i for one in half for i in one.reads} for half in takes]
     return not (made[0] & (read[1] | made[1]) or made[1] & read[0])
 
 
-def _waits(entries: list[Entry]) -> list[Instruction]:
+def _waits(entries: list[BoundAction]) -> list[Instruction]:
     return [one for entry in entries for one in entry.waits]

@@ -21,21 +21,21 @@ from autopar.runtime.comm.p2p import Channels
 from autopar.runtime.exec.global_statistics import StatisticsProgram
 from autopar.runtime.exec.instructions import (
     NOWHERE,
-    Entry,
+    BoundAction,
     Instruction,
     Program,
     accumulate,
     cast_rows,
     change_rows,
     filled,
-    finish_sums,
     rows,
+    set_lifetimes,
     total,
 )
 from autopar.runtime.exec.lowering import Lowered
-from autopar.runtime.exec.slots import Unit, Values, unit_of
 from autopar.runtime.exec.step_inputs import StepInputs
 from autopar.runtime.exec.unsharded_cache import gathering
+from autopar.runtime.exec.value_slots import Unit, ValueSlots, unit_of
 from autopar.schedule.order import Action, Order, P2PEdge
 from autopar.schedule.order_checks import acknowledged
 from autopar.steps.graphs import Cache, Pipeline, Prologue, StepGraph, grad, is_a, of
@@ -55,7 +55,7 @@ class ProgramBuilder:
         order: Order,
         rank: int,
         bind: Bind,
-        feed: StepInputs,
+        inputs: StepInputs,
         channels: Channels,
         device: torch.device,
         prologue: Prologue | None,
@@ -63,8 +63,8 @@ class ProgramBuilder:
         precision: Precision,
         share: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None,
     ) -> None:
-        self.values = values = Values(pipeline, order, rank, feed, prologue)
-        self.ahead = StatisticsProgram(values, channels, device, self.run, share)
+        self.values = values = ValueSlots(pipeline, order, rank, inputs, prologue)
+        self.pre_pass = StatisticsProgram(values, channels, device, self.run, share)
         self.channels, self.device, self.precision = channels, device, precision
         self.slot, self.part, self.routes, self.order = values.slot, values.part, values.routes, values.order
         self._bind = bind
@@ -81,7 +81,7 @@ class ProgramBuilder:
         for action in self.order.ranks[values.rank]:
             if action.kind in ("RF", "RB"):
                 self.receives.setdefault((action.kind, *unit_of(action)), []).append(action)
-        self.handlers: dict[str, Callable[[Action, Entry], None]] = {
+        self.handlers: dict[str, Callable[[Action, BoundAction], None]] = {
             "F": self.forward, "B": self.backward, "BW": self.backward, "W": self.weights, "BWR": self.backward,
             "SF": self.send, "SB": self.send, "RF": self.receive, "RB": self.receive,
             "G": self.gather, "R": self.reduce,
@@ -89,15 +89,15 @@ class ProgramBuilder:
 
     def program(self) -> Program:
         values = self.values
-        entries = [Entry(None)]
+        entries = [BoundAction(None)]
         self._before_all(entries[0])
         for action in self.order.ranks[values.rank]:
-            entries.append(Entry(action))
+            entries.append(BoundAction(action))
             self.handlers[action.kind](action, entries[-1])
         for stage in values.stages():
             self._store(stage, entries[-1])
         kept = {*self.stored.values(), *self.losses.values(), *self.results.values()}
-        finish_sums([i for entry in entries for i in (*entry.waits, *entry.does)], kept)
+        set_lifetimes([i for entry in entries for i in (*entry.waits, *entry.instructions)], kept)
         saved = {
             i: key[-1] for key, i in values.slots.items() if isinstance(key, tuple) and is_a(key[-1], "saved", "stash")
         }
@@ -114,11 +114,11 @@ class ProgramBuilder:
             bound = self.bound[id(graph)] = self._bind(graph)
         return bound
 
-    def run(self, entry: Entry, graph: StepGraph, reads: list[int], writes: list[int]) -> None:
-        entry.runs.append(self.bind(graph))
-        entry.does.append(Instruction(entry.runs[-1], reads, writes))
+    def run(self, entry: BoundAction, graph: StepGraph, reads: list[int], writes: list[int]) -> None:
+        entry.graphs.append(self.bind(graph))
+        entry.instructions.append(Instruction(entry.graphs[-1], reads, writes))
 
-    def run_unit(self, entry: Entry, graph: StepGraph, unit: Unit) -> None:
+    def run_unit(self, entry: BoundAction, graph: StepGraph, unit: Unit) -> None:
         self.run(entry, graph, *self._unit_slots(graph, unit))
 
     def _unit_slots(self, graph: StepGraph, unit: Unit) -> tuple[list[int], list[int]]:
@@ -130,15 +130,16 @@ class ProgramBuilder:
 
     def _add(
         self,
-        entry: Entry,
+        entry: BoundAction,
         addends: list[int],
         sums: list[int],
         owned: list[bool] | None = None,
         dtypes: Sequence[torch.dtype | None] = (),
     ) -> None:
-        entry.does.append(Instruction(accumulate(owned or [False] * len(sums), dtypes), [*sums, *addends], sums))
+        add_up = accumulate(owned or [False] * len(sums), dtypes)
+        entry.instructions.append(Instruction(add_up, [*sums, *addends], sums))
 
-    def _before_all(self, entry: Entry) -> None:
+    def _before_all(self, entry: BoundAction) -> None:
         """Totals over all microbatches, and what is the same for all of them."""
         shared, totals, once = self.values.shared, self.values.totals, self.values.once
         if totals is not None:
@@ -147,12 +148,12 @@ class ProgramBuilder:
             for i in range(self.order.microbatches):
                 self.run(entry, totals, [shared(name, i) for name in totals.inputs], addends)
                 self._add(entry, addends, sums)
-        self.ahead.add(entry)
+        self.pre_pass.add(entry)
         if once is not None:
             reads = [shared(name, 0) for name in once.inputs]
             self.run(entry, once, reads, [self.slot("step", name) for name in once.outputs])
 
-    def _start_microbatch(self, entry: Entry, i: int) -> None:
+    def _start_microbatch(self, entry: BoundAction, i: int) -> None:
         each, key = self.values.each, ("microbatch", i)
         if each is not None and key not in self.started:
             self.started.add(key)
@@ -161,26 +162,28 @@ class ProgramBuilder:
 
     # --- F ------------------------------------------------------------------------------------------------
 
-    def forward(self, action: Action, entry: Entry) -> None:
+    def forward(self, action: Action, entry: BoundAction) -> None:
         unit, part = unit_of(action), self.part(action.stage)
         self._wait(entry, "RF", unit)
         self._start_microbatch(entry, action.microbatch)
         for cache in part.caches:
             buffer, start = self._buffer(entry, unit, cache), self.values.slice(action.slice)[0]
             past = self.values.value(unit, cache.past)
-            entry.does.append(Instruction(rows(cache.dim, 0, start), [buffer], [past]))
+            entry.instructions.append(Instruction(rows(cache.dim, 0, start), [buffer], [past]))
         if action.stage in self.gathers and part.gather_forward is not None:
             self.gathers.remove(action.stage)
             both, alone = (self._unit_slots(graph, unit) for graph in (part.gather_forward, part.forward))
-            entry.runs.append(self.bind(part.gather_forward))
+            entry.graphs.append(self.bind(part.gather_forward))
             later = functools.partial(self.bind, part.forward)
-            entry.does.append(gathering(entry.runs[-1], both, alone, part.gather_forward.outputs, part.gathered, later))
+            entry.instructions.append(
+                gathering(entry.graphs[-1], both, alone, part.gather_forward.outputs, part.gathered, later)
+            )
         else:
             self.run_unit(entry, part.forward, unit)
         for cache in part.caches:
             write = change_rows("copy_", cache.dim, *self.values.slice(action.slice))
             buffer, own = self._buffer(entry, unit, cache), self.slot("unit", *unit, cache.own)
-            entry.does.append(Instruction(write, [buffer, own]))
+            entry.instructions.append(Instruction(write, [buffer, own]))
         for name in part.losses:
             loss = self.losses.setdefault(name, self.slot("loss", name))
             self._add(entry, [self.slot("unit", *unit, name)], [loss])
@@ -188,7 +191,7 @@ class ProgramBuilder:
             made = [name for name in part.forward.outputs if name in self.wanted]
             self.results |= {name: self.slot("unit", *unit, name) for name in made if name is not None}
 
-    def _buffer(self, entry: Entry, unit: Unit, cache: Cache, gradient: bool = False) -> int:
+    def _buffer(self, entry: BoundAction, unit: Unit, cache: Cache, gradient: bool = False) -> int:
         """Slot of a cache for the whole sequence, or of its gradient in float32 or wider; zeros at the first use."""
         buffer = self.slot("cache gradient" if gradient else "cache", unit[0], unit[1], cache.own)
         if buffer not in self.started:
@@ -197,7 +200,7 @@ class ProgramBuilder:
             whole = sum(self.values.pipeline.token_slices)
             shape = [whole if d == cache.dim % like.dim() else int(size) for d, size in enumerate(like.shape)]
             dtype = torch.promote_types(like.dtype, torch.float32) if gradient else like.dtype
-            entry.does.append(Instruction(filled(shape, dtype, self.device), [], [buffer]))
+            entry.instructions.append(Instruction(filled(shape, dtype, self.device), [], [buffer]))
         return buffer
 
     def _past(self, unit: Unit, cache: Cache) -> torch.Tensor:
@@ -208,7 +211,7 @@ class ProgramBuilder:
 
     # --- B, BW, W -----------------------------------------------------------------------------------------
 
-    def backward(self, action: Action, entry: Entry) -> None:
+    def backward(self, action: Action, entry: BoundAction) -> None:
         unit, part, index = unit_of(action), self.part(action.stage), self.order.part_of(action.stage)
         self._wait(entry, "RB", unit)
         graph, weights = graph_of(part, action.kind), part.backward_weight if action.kind == "B" else None
@@ -223,27 +226,27 @@ class ProgramBuilder:
         elif graph is not None:
             self.run_unit(entry, graph, unit)
             self._add_gradients(entry, unit, graph)
-        for value in (h.value for h in self.routes.hops if h.target == index):
+        for value in (h.value for h in self.routes.edges if h.target == index):
             sources = self.values.upstream_sources(unit, value)
             if len(sources) > 1:
-                entry.does.append(Instruction(total, sources, [self.values.upstream(unit, value)]))
+                entry.instructions.append(Instruction(total, sources, [self.values.upstream(unit, value)]))
 
-    def weights(self, action: Action, entry: Entry) -> None:
+    def weights(self, action: Action, entry: BoundAction) -> None:
         graph = self.part(action.stage).backward_weight
         if graph is not None:
             self.run_unit(entry, graph, unit_of(action))
             self._add_gradients(entry, unit_of(action), graph)
 
-    def _make_tangent(self, entry: Entry, unit: Unit, value: str) -> None:
+    def _make_tangent(self, entry: BoundAction, unit: Unit, value: str) -> None:
         """The gradient of a value that was sent, or kept for later slices."""
         tangent, sources = self.values.tangent(unit, value), self.values.arrivals(unit, value)
         cache = next((c for c in self.part(unit[0]).caches if c.own == value), None)
         if cache is not None:
             assert not sources, f"{value} is kept for later slices and cannot be sent as well"
             cut = cast_rows(cache.dim, *self.values.slice(unit[2]), self._past(unit, cache).dtype)
-            entry.does.append(Instruction(cut, [self._buffer(entry, unit, cache, gradient=True)], [tangent]))
+            entry.instructions.append(Instruction(cut, [self._buffer(entry, unit, cache, gradient=True)], [tangent]))
         elif len(sources) > 1:
-            entry.does.append(Instruction(total, sources, [tangent]))
+            entry.instructions.append(Instruction(total, sources, [tangent]))
         elif is_a(value, "output"):
             self.tangents.setdefault(value, []).append(tangent)
             like = self._like(unit, value)
@@ -252,21 +255,21 @@ class ProgramBuilder:
             else:
                 self.values.loads.append((tangent, StepInputs.scale(like.dtype), 0))
         elif not sources:
-            hop = next(h for h in self.routes.hops if h.value == value)
-            entry.does.append(Instruction(filled(_shape(hop, unit), hop.dtype, self.device), [], [tangent]))
+            edge = next(h for h in self.routes.edges if h.value == value)
+            entry.instructions.append(Instruction(filled(_shape(edge, unit), edge.dtype, self.device), [], [tangent]))
 
     def _like(self, unit: Unit, value: str) -> torch.Tensor:
         forward = self.part(unit[0]).forward
         made: torch.Tensor = outputs(forward.graph)[forward.outputs.index(value)].meta["val"]
         return made
 
-    def _add_gradients(self, entry: Entry, unit: Unit, graph: StepGraph) -> None:
+    def _add_gradients(self, entry: BoundAction, unit: Unit, graph: StepGraph) -> None:
         """Gradients of parameters and of earlier slices add up."""
         for cache in self.part(unit[0]).caches:
             name, start = grad(cache.past), self.values.slice(unit[2])[0]
             if name in graph.outputs and start:
                 reads = [self._buffer(entry, unit, cache, gradient=True), self.slot("unit", *unit, name)]
-                entry.does.append(Instruction(change_rows("add_", cache.dim, 0, start), reads))
+                entry.instructions.append(Instruction(change_rows("add_", cache.dim, 0, start), reads))
         names = [n for n in self.routes.parameter_gradients(self.order.part_of(unit[0])) if n in graph.outputs]
         if names:
             alone = {graph.outputs[i] for i in graph.graph.meta.get("owned", ())}
@@ -278,7 +281,7 @@ class ProgramBuilder:
     # --- transfers ----------------------------------------------------------------------------------------
 
     def _moved(self, action: Action) -> list[tuple[P2PEdge, int]]:
-        """(hop, slot at this end) of what a transfer moves."""
+        """(edge, slot at this end) of what a transfer moves."""
         unit, here, there = unit_of(action), self.order.part_of(action.stage), self.order.part_of(action.peer)
         between, values = self.routes.between, self.values
         if action.kind == "SF":
@@ -289,17 +292,17 @@ class ProgramBuilder:
             return [(h, values.upstream(unit, h.value)) for h in between(there, here, gradient=True)]
         return [(h, self.slot("back", *unit, h.value, h.target)) for h in between(here, there, gradient=True)]
 
-    def send(self, action: Action, entry: Entry) -> None:
+    def send(self, action: Action, entry: BoundAction) -> None:
         start = self.channels.sending(action, self.order.rank_of[action.peer])
-        entry.does.append(Instruction(start, [slot for _, slot in self._moved(action)]))
+        entry.instructions.append(Instruction(start, [slot for _, slot in self._moved(action)]))
 
-    def receive(self, action: Action, entry: Entry) -> None:
+    def receive(self, action: Action, entry: BoundAction) -> None:
         """Only posts it: what uses the values waits."""
-        kinds = [(_shape(hop, unit_of(action)), hop.dtype) for hop, _ in self._moved(action)]
+        kinds = [(_shape(edge, unit_of(action)), edge.dtype) for edge, _ in self._moved(action)]
         post = self.channels.receiving(action, self.order.rank_of[action.peer], kinds)
-        entry.does.append(Instruction(post, [], [self.slot("pending", action)]))
+        entry.instructions.append(Instruction(post, [], [self.slot("pending", action)]))
 
-    def _wait(self, entry: Entry, kind: str, unit: Unit) -> None:
+    def _wait(self, entry: BoundAction, kind: str, unit: Unit) -> None:
         channels = self.channels
         for action in self.receives.get((kind, *unit), []):
 
@@ -312,7 +315,7 @@ class ProgramBuilder:
 
     # --- parameters ---------------------------------------------------------------------------------------
 
-    def gather(self, action: Action, entry: Entry) -> None:
+    def gather(self, action: Action, entry: BoundAction) -> None:
         graph = self.part(action.stage).gather
         if self.part(action.stage).gather_forward is not None:
             self.gathers.add(action.stage)  # within the F that follows
@@ -320,7 +323,7 @@ class ProgramBuilder:
             reads = [self.values.shared(name, 0) for name in graph.inputs]
             self.run(entry, graph, reads, [self.slot("used", action.stage, name) for name in graph.outputs])
 
-    def reduce(self, action: Action, entry: Entry) -> None:
+    def reduce(self, action: Action, entry: BoundAction) -> None:
         graph = self.part(action.stage).reduce
         if graph is not None:
             reads = [self.slot("sum", action.stage, name) for name in graph.inputs]
@@ -329,7 +332,7 @@ class ProgramBuilder:
     def _reduced(self, stage: int, graph: StepGraph) -> list[int]:
         return [NOWHERE if name is None else self.slot("reduced", stage, name) for name in graph.outputs]
 
-    def _store(self, stage: int, entry: Entry) -> None:
+    def _store(self, stage: int, entry: BoundAction) -> None:
         """Gradients of stored parameters, summed over the stages of this rank."""
         for name, kind, gradient in self.routes.stored_gradients(self.order.part_of(stage)):
             slot = self.slot(kind, stage, gradient)
@@ -339,5 +342,5 @@ class ProgramBuilder:
                 self.stored[name] = slot
 
 
-def _shape(hop: P2PEdge, unit: Unit) -> tuple[int, ...]:
-    return hop.shapes[unit[2] if len(hop.shapes) > 1 else 0]
+def _shape(edge: P2PEdge, unit: Unit) -> tuple[int, ...]:
+    return edge.shapes[unit[2] if len(edge.shapes) > 1 else 0]

@@ -1,4 +1,4 @@
-"""What stages exchange at the end of a step: gradients of parameters that several hold, losses, new buffers, outputs.
+"""The end of a step: stages exchange gradients of parameters that several hold, losses, new buffers and outputs.
 
 All ranks of the pp axis call it at the same point. A rank that is alone on it has everything already.
 """
@@ -12,26 +12,18 @@ import torch
 from torch import Tensor
 
 from autopar.ir.signature import ParameterSpec, in_buckets
-from autopar.runtime.comm.collectives import (
-    Ledger,
-    PendingCollective,
-    Traffic,
-    add_ledgers,
-    all_reduce,
-    broadcast,
-    finish,
-    traffic_of,
-)
+from autopar.ir.traffic import Ledger, Traffic, add_ledgers, traffic_of
+from autopar.runtime.comm.collectives import PendingCollective, all_reduce, broadcast, finish
 from autopar.runtime.comm.p2p import AXIS
-from autopar.runtime.exec.slots import Routes
+from autopar.runtime.exec.value_slots import Routes
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.schedule.order import Order
 from autopar.steps.graphs import Compiled
-from autopar.steps.of_rank import recorded_facts, results_of
+from autopar.steps.of_rank import output_types, results_of
 
 
-class StageExchange:
-    """The exchange of one compiled step. ``results``: names of the outputs of F that a rank keeps for it. ``traffic``:
+class StepFinalizer:
+    """The end of one compiled step. ``results``: names of the outputs of F that a rank keeps for it. ``traffic``:
     what this rank has sent so far. ``axes``: over which it exchanges. ``trained``: placeholders of the stored
     parameters of which some stage makes gradients, in the order of the model."""
 
@@ -41,7 +33,7 @@ class StageExchange:
         self._results = results_of(pipeline, order, compiled.train and not self._alone)
         self._gradients = SharedGradients(compiled, groups)
         self._losses = {
-            name: kind for part in pipeline.parts for name, (_, kind) in recorded_facts(part, part.losses).items()
+            name: kind for part in pipeline.parts for name, (_, kind) in output_types(part, part.losses).items()
         }
         self.results: Collection[str] = self._results
         self.trained = self._gradients.trained
