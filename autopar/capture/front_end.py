@@ -16,6 +16,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -66,7 +67,20 @@ from autopar.ops.ctc import functional_ctc_loss
 from autopar.ops.value_free import VALUE_FREE
 from autopar.precision import Precision
 
-__all__ = ["ADAPTERS", "Adapter", "InputSpec", "LiftFloat32", "OutputSpec", "Signature", "adapter_for", "capture"]
+__all__ = ["ADAPTERS", "Adapter", "GenerationFacts", "InputSpec", "LiftFloat32", "OutputSpec", "Signature", "adapter_for", "capture"]
+
+
+@dataclass(frozen=True)
+class GenerationFacts:
+    """What a library knows of a model that generates. tokens: the input that is the ids. positions: the input that
+    numbers them, "" if there is none. max_length: the longest sequence, 0 if there is no limit. eos_token_ids: ends of
+    text. config: the library's own description of how the model generates."""
+
+    tokens: str
+    positions: str = ""
+    max_length: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    config: Any = None
 
 
 class OwnFolder(Protocol):
@@ -114,6 +128,14 @@ class Adapter(Protocol):
 
     def batch_dims(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, int | None]:
         """Path of an input tensor -> its batch dim, or None for an input without one."""
+        ...
+
+    def generation(self, model: nn.Module) -> GenerationFacts:
+        """How the model generates tokens. Raises ValueError for one that does not."""
+        ...
+
+    def one_document(self) -> contextlib.AbstractContextManager[None]:
+        """A context manager around a capture whose positions number the tokens of one document."""
         ...
 
     def in_float32(self, model: nn.Module) -> list[str]:

@@ -30,6 +30,7 @@ from autopar.ir.graph import arguments, calls_of, copy_graph, extracted, outputs
 from autopar.ir.mesh import DATA, Mesh, TokenSlice
 from autopar.ir.meta import input_specs, signature_of
 from autopar.ir.placement import Shard
+from autopar.ops.traits import COLLECTIVES
 from autopar.options import Options
 from autopar.passes.pipelines import PLACEMENT_PASSES, STEP_PASSES
 from autopar.passes.stage.forward_only import forward_only
@@ -44,7 +45,6 @@ from autopar.rewrite.pass_manager import PassManager
 from autopar.rewrite.step_checks import promise
 from autopar.rules import result_placements
 from autopar.steps.graphs import StepGraph
-from autopar.ops.traits import COLLECTIVES
 from autopar.steps.packed import ROWS, TOKENS, Packed, PackedStage, SizedValue, sized_value
 
 _SIZED_ALIKE = tuple(x for x in COLLECTIVES if x is not torch.ops.autopar.all_to_all_rows.default)

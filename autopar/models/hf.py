@@ -23,19 +23,21 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.moe import ExpertsInterface
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
-from autopar.capture.front_end import ADAPTERS
+from autopar.capture.front_end import ADAPTERS, GenerationFacts
 from autopar.ir.weight_conversion import WeightConversion, as_they_are
 from autopar.models.hf_batches import batch_dims
 from autopar.models.hf_capacity import capped_experts
 from autopar.models.hf_checkpoints import recipes_to_load, recipes_to_save
 from autopar.models.hf_examples import example_batches
 from autopar.models.hf_experts import dispatch_own_experts
+from autopar.models.hf_generation import generation_facts
 from autopar.models.hf_masks import (
     OWN_MASKS,
     MaskFacts,
     facts_handed_inward,
     mask_facts,
     masks_made_when_traced,
+    one_document,
     positions_from_user,
 )
 from autopar.models.hf_peft import AdapterFolder, is_peft
@@ -157,6 +159,12 @@ class TransformersAdapter:
     def reference(self, model: nn.Module, capacity: float = 0.0) -> Iterator[None]:
         with exact_experts(model), capped_experts(model, capacity):
             yield
+
+    def generation(self, model: nn.Module) -> GenerationFacts:
+        return generation_facts(model.get_base_model() if is_peft(model) else model)  # type: ignore[operator]
+
+    def one_document(self) -> contextlib.AbstractContextManager[None]:
+        return one_document()
 
     def example_batches(self, model: nn.Module) -> list[dict[str, Any]]:
         return example_batches(model.get_base_model() if is_peft(model) else model)  # type: ignore[operator]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 CHOICES = set[Any]()  # operators (packets) declared with ``choice``
 
+
 def operator(
     schema: str | None = None,
     fake: Callable[..., Any] | None = None,

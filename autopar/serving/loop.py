@@ -147,7 +147,7 @@ class Leader:
                 flight.chosen[replica] = self._control.expect(reporter)
         self.steps += 1
         mine = self._runner.replica
-        chosen = self._runner.run(rows[mine])
+        chosen = self._runner.run(Step(rows))
         if self._runner.reporters[mine] == LEADER and _has_choice(rows[mine]):
             assert chosen is not None, "a rank of the last stage returns tokens"
             flight.chosen[mine] = chosen
@@ -230,7 +230,7 @@ class Follower:
         mine = self._runner.replica
         reports = self._runner.reporters[mine] == self._control.rank and _has_choice(step.rows[mine])
         try:
-            chosen = self._runner.run(step.rows[mine])
+            chosen = self._runner.run(step)
         except Exception as error:
             if reports:
                 self._control.tell_leader(_in_words(error))

@@ -65,7 +65,8 @@ def page_counts(packed: Packed, page_size: int, cache: int, step_tokens: int) ->
         ranks.setdefault(stage.rank, []).extend(stage.layers)
     longest = -(-packed.max_length // page_size)
     needed = [
-        min(longest, -(-(window - 1 + step_tokens) // page_size) + 1) if window else longest for window in packed.windows
+        min(longest, -(-(window - 1 + step_tokens) // page_size) + 1) if window else longest
+        for window in packed.windows
     ]
 
     def bytes_of(layers: list[CachedLayer], kind: int) -> int:
@@ -158,7 +159,8 @@ class PackedRunner:
         step_sizes: Sequence[int] = (),
     ) -> None:
         self.packed, self.groups, self._values, self._sizes = packed, groups, values, tuple(step_sizes)
-        self.page_size, self.windows, self.pages = counts.page_size, packed.windows, counts.pages
+        self.page_size, self.windows = counts.page_size, packed.windows
+        self.pages, self.page_bytes = counts.pages, counts.page_bytes
         graphs = [s.graph.graph for s in packed.stages]
         axes, along = axes_of(graphs + [s.tables.graph for s in packed.stages if s.tables is not None])
         groups.make(axes)
@@ -183,7 +185,9 @@ class PackedRunner:
             for replica in range(self.replicas)
         )  # fmt: skip
         self._stages = [
-            _BoundStage(packed, k, groups, counts, backend, names) for k, s in enumerate(packed.stages) if s.rank == here
+            _BoundStage(packed, k, groups, counts, backend, names)
+            for k, s in enumerate(packed.stages)
+            if s.rank == here
         ]
         self._inputs = StepInputs(packed, counts.page_size, groups.device)
         self._steps = 0

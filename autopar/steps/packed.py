@@ -61,7 +61,9 @@ class SizedValue:
         return tuple(a + b * tokens + d * rows for a, b, d in self.sizes)
 
 
-def sized_value(name: str, dtype: torch.dtype, shapes: Sequence[Sequence[int]], samples: Sequence[TokenSlice]) -> SizedValue:
+def sized_value(
+    name: str, dtype: torch.dtype, shapes: Sequence[Sequence[int]], samples: Sequence[TokenSlice]
+) -> SizedValue:
     """From the shapes in the graphs of the first three sample slices."""
     sizes = []
     (l1, c1), (l2, _), (_, c2) = ((s.length, s.start) for s in samples[:3])

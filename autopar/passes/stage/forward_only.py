@@ -28,7 +28,11 @@ def forward_only(gm: GraphModule) -> GraphModule:
     """Write out the functions of a local graph, in place."""
     mode = fake_mode(gm.graph)
     for node in list(gm.graph.nodes):
-        if node.op == "call_function" and not isinstance(node.target, OpOverload) and node.target is not operator.getitem:
+        if (
+            node.op == "call_function"
+            and not isinstance(node.target, OpOverload)
+            and node.target is not operator.getitem
+        ):
             _write_out(node, mode)
     gm.recompile()
     return gm

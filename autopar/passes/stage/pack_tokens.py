@@ -38,14 +38,14 @@ from autopar.ir.graph import (
     is_call,
     output_node,
     outputs,
-    placement,
     placeholders,
+    placement,
     remove_dead_code,
     run_fake,
     tensor_operands,
 )
 from autopar.ir.mesh import TokenSlice
-from autopar.ir.meta import ORIGIN, TYPES, inherit, input_specs
+from autopar.ir.meta import ORIGIN, TYPES, inherit
 from autopar.ir.placement import Partial, Shard, parse_placement
 from autopar.ops.token_dispatch import combine_tokens
 from autopar.passes.canonicalize.constant_masks import constant
@@ -246,7 +246,15 @@ class _Packer:
             CachedLayer(pools[0].name, pools[1].name, (heads, width), (value_heads, value_width), dtype, kind)
         )
         described = [self.inputs[n] for n in (slots(kind), pages(kind), STARTS, LENGTHS)]
-        mask = (self._bias(node, args), args["sinks"], window, args["chunk"], args["scale"], args["softcap"], self.split_kv)
+        mask = (
+            self._bias(node, args),
+            args["sinks"],
+            window,
+            args["chunk"],
+            args["scale"],
+            args["softcap"],
+            self.split_kv,
+        )
         new = insert_call(node, _CACHED, (args["q"], k, v, *pools, *described, *mask))
         self.replaced[node] = new
         for user in list(node.users):
@@ -347,4 +355,3 @@ def _refusal(node: Node, why: str) -> str:
     return (
         f"serve: {describe(node)} cannot run tokens of several requests together: {why}; generate with the model itself"
     )
-

@@ -86,7 +86,5 @@ def _inputs_of(nodes: list[Node], received: list[Node], stage_of: Mapping[Node, 
     """The inputs of the packed graph, and the received values, that a stage uses."""
     ends = set(received)
     return {
-        x
-        for x in reach(nodes, lambda x: () if x in ends else x.all_input_nodes)
-        if x in ends or x.op == "placeholder"
+        x for x in reach(nodes, lambda x: () if x in ends else x.all_input_nodes) if x in ends or x.op == "placeholder"
     }

@@ -48,6 +48,11 @@ from autopar.runtime.params.sharded_modules import ShardedModules
 from autopar.runtime.params.shards import STAGES
 from autopar.values import a_path, number
 
+_NO_WEIGHTS = (
+    "parallelize: needs weights, found a model that was built without them (meta device); load them with "
+    "load_pretrained(folder), load_state_dict(state) or autopar.load(folder, model) before the first step"
+)
+
 
 class ParallelModule(ModuleFacade):
     """A model on a mesh, returned by `autopar.parallelize`.
@@ -127,6 +132,28 @@ class ParallelModule(ModuleFacade):
             return {s.name for s in outputs if s.kind == "mutation"}
 
         self._origin = Origin(models, self._tree, self._groups, held, written)
+
+    # --- for serving --------------------------------------------------------------------------------------
+
+    @property
+    def groups(self) -> Groups:
+        """The process groups of its mesh."""
+        return self._groups
+
+    def structure(self) -> nn.Module:
+        """A copy of the present modules with unsharded parameters on the meta device."""
+        self._tree.refresh()
+        return self._tree.structure()
+
+    def values(self) -> dict[str, Tensor]:
+        """This rank's parts of parameters, and buffers, by name."""
+        if not self._loaded:
+            raise ValueError(_NO_WEIGHTS)
+        return {**self._tree.pieces(), **{name: b.detach() for name, b in self._tree.buffers().items()}}
+
+    def parameter_plan(self) -> Plan:
+        """The decisions about its parameters, which further graphs keep."""
+        return self._cache.plan.of_parameters({spec.name for spec in self._tree.specs})
 
     def pad_batches(self, buckets: PaddingBuckets, ahead: Callable[..., None] | None = None) -> None:
         """Pad batches from now on: see `autopar.PaddingBuckets`. ``ahead`` compiles the step of the next longer batch
@@ -287,10 +314,7 @@ class ParallelModule(ModuleFacade):
         self, args: tuple[Any, ...], batch: dict[str, Any], kind: Kind, surroundings: GlobalTorchState
     ) -> tuple[Executor, dict[str, Tensor]]:
         if not self._loaded:
-            raise ValueError(
-                "parallelize: needs weights, found a model that was built without them (meta device); load them with "
-                "load_pretrained(folder), load_state_dict(state) or autopar.load(folder, model) before the first step"
-            )
+            raise ValueError(_NO_WEIGHTS)
         self._take_entries()
         refused = self._origin.refusal(kind) if self._origin is not None else ""
         named = parts_of_outputs(by_name(self._tree.root, args, batch), self._groups.device_mesh)

@@ -1,0 +1,137 @@
+"""`make_server`: from a `ParallelModule` to a `Server` of its weights.
+
+    structure -> compile_packed -> page_counts -> PackedRunner -> Server
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.capture.front_end import GenerationFacts, adapter_for
+from autopar.compile.serving import compile_packed
+from autopar.ir.batch import tensors_of
+from autopar.report.dump.dump import dumper_for
+from autopar.runtime.consistency.rank_checks import agree_on_call
+from autopar.runtime.fault.errors import error_context
+from autopar.runtime.mesh.process_groups import Groups
+from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.serving.packed_runner import PackedRunner, page_counts
+from autopar.serving.server import Server
+from autopar.steps.packed import Packed
+from autopar.values import byte_count, refuse, whole_number
+
+PAGE_SIZES = {"cpu": 64, "cuda": 256}  # tokens; torch's kernel for CUDA takes multiples of 256
+DEFAULT_REQUESTS = 8  # of max_length, on a CPU
+
+
+def make_server(
+    model: ParallelModule,
+    *,
+    max_length: int,
+    cache: int | float | str | None = None,
+    page_size: int | None = None,
+    step_tokens: int = 512,
+    max_running: int = 64,
+    max_waiting: int = 1024,
+    step_sizes: Sequence[int] = (),
+    split_kv: bool = True,
+    backend: str = "eager",
+    example_batch: Mapping[str, Any] | None = None,
+    lift_to_float64: bool = False,
+    dump: str | Path | None = None,
+) -> Server:
+    """See `autopar.serve`, which documents the arguments. Collective."""
+    groups = model.groups
+    with error_context("serve"):
+        max_length = whole_number("max_length", max_length, least=1)
+        step_tokens = whole_number("step_tokens", step_tokens, least=1)
+        size = whole_number("page_size", page_size or PAGE_SIZES[groups.device.type], least=1)
+        sizes = _step_sizes(step_sizes, step_tokens)
+        asked = {
+            "max_length": max_length, "cache": cache, "page_size": size, "step_tokens": step_tokens,
+            "max_running": max_running, "max_waiting": max_waiting, "step_sizes": sizes, "split_kv": split_kv,
+            "backend": backend,
+        }  # fmt: skip
+        agree_on_call(groups, asked)
+        root = model.structure()
+        facts = generation_facts(root, example_batch)
+        if facts.max_length and max_length > facts.max_length:
+            raise ValueError(
+                f"serve: max_length {max_length} is beyond the {facts.max_length} positions of {type(root).__name__}; "
+                f"lower it to {facts.max_length}"
+            )
+        packed = _packed(model, root, facts, max_length, split_kv, lift_to_float64, dump)
+        counts = page_counts(packed, size, _cache_bytes(cache, model, packed), max(step_tokens, max_running))
+        runner = PackedRunner(packed, groups, model.values, counts, backend, sizes)
+        return Server(
+            runner, groups, max_length=max_length, vocabulary=packed.vocabulary, step_tokens=step_tokens,
+            max_running=max_running, max_waiting=max_waiting, eos_token_ids=facts.eos_token_ids,
+        )  # fmt: skip
+
+
+def generation_facts(model: nn.Module, example_batch: Mapping[str, Any] | None) -> GenerationFacts:
+    """How a model generates: its adapter knows, or it has one input of whole numbers."""
+    adapter = adapter_for(model)
+    if adapter is not None:
+        return adapter.generation(model)
+    given = {name: x for name, x in tensors_of(dict(example_batch or {})).items() if x.dtype in (torch.int64, torch.int32)}
+    given = {name: x for name, x in given.items() if name not in ("labels", "targets", "position_ids")}
+    if len(given) != 1:
+        raise ValueError(
+            f"serve: needs to know which input of {type(model).__name__} is the token ids, found "
+            f"{', '.join(given) or 'none'}; pass example_batch={{name: ids}}"
+        )
+    return GenerationFacts(next(iter(given)))
+
+
+def _packed(
+    model: ParallelModule,
+    root: nn.Module,
+    facts: GenerationFacts,
+    max_length: int,
+    split_kv: bool,
+    lift_to_float64: bool,
+    dump: str | Path | None,
+) -> Packed:
+    """The model captured for one row of all positions per data rank."""
+    root.eval()
+    root.requires_grad_(False)
+    mesh, adapter, folder = model.groups.mesh, adapter_for(root), dumper_for(dump)
+    row = torch.empty(mesh.data_size, max_length, dtype=torch.int64, device="meta")
+    batch = {facts.tokens: row} | ({facts.positions: row.clone()} if facts.positions else {})
+    masks = {name: x for name, x in model.values().items() if x.dtype == torch.bool}
+    with adapter.one_document() if adapter is not None else contextlib.nullcontext():
+        return compile_packed(
+            root, batch, facts.tokens, mesh, fixed=model.parameter_plan(), lift_to_float64=lift_to_float64,
+            split_kv=split_kv, masks=masks, observers=[folder] if folder is not None else [],
+        )  # fmt: skip
+
+
+def _step_sizes(sizes: Sequence[int], step_tokens: int) -> tuple[int, ...]:
+    found = tuple(sorted(whole_number("step_sizes", size, least=1) for size in sizes))
+    if found and found[-1] < step_tokens:
+        raise refuse("step_sizes", f"a largest size of at least step_tokens, {step_tokens}", sizes)
+    return found
+
+
+def _cache_bytes(asked: Any, model: ParallelModule, packed: Packed) -> int:
+    """Bytes of the cache per rank."""
+    if asked is not None:
+        return byte_count("cache", asked)
+    groups, limit = model.groups, packed.plan.options.memory_limit
+    per_token = sum(layer.bytes_per_token for layer in packed.layers)
+    if limit:
+        left = limit - sum(x.nbytes for x in model.values().values())
+        if left <= 0:
+            raise ValueError(f"serve: a memory limit of {limit} bytes leaves nothing for a cache; raise it or pass cache=")
+        return left
+    if groups.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(groups.device)
+        return int(0.9 * free)
+    return DEFAULT_REQUESTS * (packed.max_length + 2 * PAGE_SIZES["cpu"]) * per_token
