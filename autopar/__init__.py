@@ -16,7 +16,7 @@ from autopar.version import VERSION
 
 if TYPE_CHECKING:
     from autopar.ac_policies import AC_POLICIES
-    from autopar.api import parallelize
+    from autopar.api import parallelize, serve
     from autopar.options import Options
     from autopar.plan import Plan
     from autopar.precision import Precision
@@ -54,6 +54,7 @@ __all__ = [
     "error_context",
     "sampler",
     "save",
+    "serve",
     "verify",
 ]
 
@@ -76,6 +77,7 @@ _HOME = {
     "error_context": "autopar.runtime.fault.errors",
     "sampler": "autopar.runtime.training.sampler",
     "save": "autopar.runtime.training.save",
+    "serve": "autopar.api",
     "verify": "autopar.verification",
 }
 

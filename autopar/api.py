@@ -47,6 +47,8 @@ from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.module.argument_checks import check_arguments, check_module, check_no_gradients
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.optim.step_hooks import note_parameters
+from autopar.serve_model import make_server
+from autopar.serving.server import Server
 from autopar.spelling import did_you_mean
 from autopar.steps.graphs import Compiled
 
@@ -132,12 +134,72 @@ def parallelize(
         note_parameters(p for _, p in model.named_parameters())
         parallel = ParallelModule(
             skeleton, compiler, groups, found, specs, values, buffers, backend, seed, broadcast_weights,
-            check_replica_inputs, chosen.microbatches, outputs_with_grad,
+            check_replica_inputs, chosen.microbatches, outputs_with_grad, lift_to_float64,
         )  # fmt: skip
         parallel.watch_originals(originals, shared_memory)
         if buckets is not None:
             parallel.pad_batches(buckets, _ahead(groups, chosen, lift_to_float64, dump) if buckets.ahead else None)
         return parallel
+
+
+def serve(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    max_length: int,
+    cache: int | float | str | None = None,
+    page_size: int | None = None,
+    step_tokens: int = 512,
+    max_running: int = 64,
+    max_waiting: int = 1024,
+    step_sizes: Sequence[int] = (),
+    split_kv: bool = True,
+    backend: str = "eager",
+    example_batch: Mapping[str, Any] | None = None,
+    dump: str | Path | None = None,
+    **options: Any,
+) -> Server:
+    """Serve a causal language model on a mesh: requests join and leave, each with its own sampling. Collective.
+
+    Args:
+        model: a model as for `parallelize`, or one that is parallelized already, which is served with its weights as
+            they are placed for training. What it caches is found in its graph: every causal attention, on any mesh but
+            cp. A model with recurrent or convolution states is refused.
+        mesh: as for `parallelize`; not for a model that has one. Ranks along dp, dp_replicate and ep have requests of
+            their own, those along tp and pp work on the same ones.
+        max_length: most tokens of a request, prompt included.
+        cache: bytes of keys and values per rank, "8GB"; by default what ``memory_limit`` leaves, 0.9 of a GPU's free
+            memory, or on a CPU eight requests of ``max_length``.
+        page_size: tokens of a page of the cache; 64 on CPUs, 256 on GPUs. Prefixes are shared by whole pages.
+        step_tokens: most tokens of a step; longer prompts are computed in chunks.
+        max_running, max_waiting: most requests that run at a time, per replica, and that wait.
+        step_sizes: numbers of tokens to which steps are padded, such as (8, 64, 512); by default none are.
+        split_kv: False: the bits of a request's logits depend on no other request of the same step.
+        backend: "eager" or "inductor".
+        example_batch: as for `parallelize`.
+        dump: folder to write the graphs after each pass to.
+        options: of `parallelize`.
+
+    Returns a `Server`, on all ranks: see its docstring for who calls what. Raises ValueError, on all ranks, for a
+    model whose tokens depend on others in another way than by causal attention, a ``max_length`` beyond its positions,
+    a cache that does not hold one request.
+    """
+    if not isinstance(model, ParallelModule):
+        if mesh is None:
+            raise ValueError("serve: needs a mesh for a model that is not parallelized; pass autopar.init_mesh(...)")
+        model = parallelize(model, mesh, example_batch=example_batch, **options)
+    elif options:
+        raise ValueError(
+            f"serve: the model is parallelized already, found option {next(iter(options))!r}; leave it out"
+        )
+    weights = model.for_serving()
+    if mesh is not None and mesh is not weights.groups.device_mesh:
+        raise ValueError("serve: the model is on a mesh already, found another one; leave it out")
+    return make_server(
+        weights, max_length=max_length, cache=cache, page_size=page_size, step_tokens=step_tokens,
+        max_running=max_running, max_waiting=max_waiting, step_sizes=step_sizes, split_kv=split_kv, backend=backend,
+        example_batch=example_batch, dump=dump,
+    )  # fmt: skip
 
 
 def _planned(

@@ -1,6 +1,6 @@
-"""`make_server`: from a `ParallelModule` to a `Server` of its weights.
+"""`make_server`: from the weights of a `ParallelModule` to a `Server`.
 
-    structure -> compile_packed -> page_counts -> PackedRunner -> Server
+structure -> compile_packed -> page_counts -> PackedRunner -> Server
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.report.dump.dump import dumper_for
 from autopar.runtime.consistency.rank_checks import agree_on_call
 from autopar.runtime.fault.errors import error_context
 from autopar.runtime.mesh.process_groups import Groups
-from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.module.served_weights import ServedWeights
 from autopar.serving.packed_runner import PackedRunner, page_counts
 from autopar.serving.server import Server
 from autopar.steps.packed import Packed
@@ -31,7 +31,7 @@ DEFAULT_REQUESTS = 8  # of max_length, on a CPU
 
 
 def make_server(
-    model: ParallelModule,
+    model: ServedWeights,
     *,
     max_length: int,
     cache: int | float | str | None = None,
@@ -43,7 +43,6 @@ def make_server(
     split_kv: bool = True,
     backend: str = "eager",
     example_batch: Mapping[str, Any] | None = None,
-    lift_to_float64: bool = False,
     dump: str | Path | None = None,
 ) -> Server:
     """See `autopar.serve`, which documents the arguments. Collective."""
@@ -66,7 +65,7 @@ def make_server(
                 f"serve: max_length {max_length} is beyond the {facts.max_length} positions of {type(root).__name__}; "
                 f"lower it to {facts.max_length}"
             )
-        packed = _packed(model, root, facts, max_length, split_kv, lift_to_float64, dump)
+        packed = _packed(model, root, facts, max_length, split_kv, dump)
         counts = page_counts(packed, size, _cache_bytes(cache, model, packed), max(step_tokens, max_running))
         runner = PackedRunner(packed, groups, model.values, counts, backend, sizes)
         return Server(
@@ -80,7 +79,9 @@ def generation_facts(model: nn.Module, example_batch: Mapping[str, Any] | None) 
     adapter = adapter_for(model)
     if adapter is not None:
         return adapter.generation(model)
-    given = {name: x for name, x in tensors_of(dict(example_batch or {})).items() if x.dtype in (torch.int64, torch.int32)}
+    given = {
+        name: x for name, x in tensors_of(dict(example_batch or {})).items() if x.dtype in (torch.int64, torch.int32)
+    }
     given = {name: x for name, x in given.items() if name not in ("labels", "targets", "position_ids")}
     if len(given) != 1:
         raise ValueError(
@@ -91,24 +92,21 @@ def generation_facts(model: nn.Module, example_batch: Mapping[str, Any] | None) 
 
 
 def _packed(
-    model: ParallelModule,
+    model: ServedWeights,
     root: nn.Module,
     facts: GenerationFacts,
     max_length: int,
     split_kv: bool,
-    lift_to_float64: bool,
     dump: str | Path | None,
 ) -> Packed:
     """The model captured for one row of all positions per data rank."""
-    root.eval()
-    root.requires_grad_(False)
     mesh, adapter, folder = model.groups.mesh, adapter_for(root), dumper_for(dump)
     row = torch.empty(mesh.data_size, max_length, dtype=torch.int64, device="meta")
     batch = {facts.tokens: row} | ({facts.positions: row.clone()} if facts.positions else {})
     masks = {name: x for name, x in model.values().items() if x.dtype == torch.bool}
     with adapter.one_document() if adapter is not None else contextlib.nullcontext():
         return compile_packed(
-            root, batch, facts.tokens, mesh, fixed=model.parameter_plan(), lift_to_float64=lift_to_float64,
+            root, batch, facts.tokens, mesh, fixed=model.parameter_plan(), lift_to_float64=model.lift_to_float64,
             split_kv=split_kv, masks=masks, observers=[folder] if folder is not None else [],
         )  # fmt: skip
 
@@ -120,7 +118,7 @@ def _step_sizes(sizes: Sequence[int], step_tokens: int) -> tuple[int, ...]:
     return found
 
 
-def _cache_bytes(asked: Any, model: ParallelModule, packed: Packed) -> int:
+def _cache_bytes(asked: Any, model: ServedWeights, packed: Packed) -> int:
     """Bytes of the cache per rank."""
     if asked is not None:
         return byte_count("cache", asked)
@@ -129,7 +127,9 @@ def _cache_bytes(asked: Any, model: ParallelModule, packed: Packed) -> int:
     if limit:
         left = limit - sum(x.nbytes for x in model.values().values())
         if left <= 0:
-            raise ValueError(f"serve: a memory limit of {limit} bytes leaves nothing for a cache; raise it or pass cache=")
+            raise ValueError(
+                f"serve: a memory limit of {limit} bytes leaves nothing for a cache; raise it or pass cache="
+            )
         return left
     if groups.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(groups.device)

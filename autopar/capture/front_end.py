@@ -67,7 +67,17 @@ from autopar.ops.ctc import functional_ctc_loss
 from autopar.ops.value_free import VALUE_FREE
 from autopar.precision import Precision
 
-__all__ = ["ADAPTERS", "Adapter", "GenerationFacts", "InputSpec", "LiftFloat32", "OutputSpec", "Signature", "adapter_for", "capture"]
+__all__ = [
+    "ADAPTERS",
+    "Adapter",
+    "GenerationFacts",
+    "InputSpec",
+    "LiftFloat32",
+    "OutputSpec",
+    "Signature",
+    "adapter_for",
+    "capture",
+]
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.module.autograd_bridge import Forward, attach, refuse_gradients
 from autopar.runtime.module.module_facade import SHARED, ModuleFacade
 from autopar.runtime.module.overridden_methods import face_of
+from autopar.runtime.module.served_weights import ServedWeights
 from autopar.runtime.optim.cpu_offload import keep_on_host
 from autopar.runtime.optim.grad_clipping import clip_gradients
 from autopar.runtime.optim.grad_scaler import GradScaler
@@ -88,8 +89,10 @@ class ParallelModule(ModuleFacade):
         check_replica_inputs: bool = True,
         microbatches: int = 1,
         outputs_with_grad: bool = False,
+        lift_to_float64: bool = False,
     ) -> None:
         super().__init__()
+        self._lift_to_float64 = lift_to_float64
         self._whole_outputs = outputs_with_grad
         self._groups, self._seed = groups, seed
         self._steps = 0
@@ -133,27 +136,11 @@ class ParallelModule(ModuleFacade):
 
         self._origin = Origin(models, self._tree, self._groups, held, written)
 
-    # --- for serving --------------------------------------------------------------------------------------
-
-    @property
-    def groups(self) -> Groups:
-        """The process groups of its mesh."""
-        return self._groups
-
-    def structure(self) -> nn.Module:
-        """A copy of the present modules with unsharded parameters on the meta device."""
-        self._tree.refresh()
-        return self._tree.structure()
-
-    def values(self) -> dict[str, Tensor]:
-        """This rank's parts of parameters, and buffers, by name."""
+    def for_serving(self) -> ServedWeights:
+        """What a server needs of it. Raises ValueError where it has no weights yet."""
         if not self._loaded:
             raise ValueError(_NO_WEIGHTS)
-        return {**self._tree.pieces(), **{name: b.detach() for name, b in self._tree.buffers().items()}}
-
-    def parameter_plan(self) -> Plan:
-        """The decisions about its parameters, which further graphs keep."""
-        return self._cache.plan.of_parameters({spec.name for spec in self._tree.specs})
+        return ServedWeights(self._groups, self._tree, self._cache.plan, self._lift_to_float64)
 
     def pad_batches(self, buckets: PaddingBuckets, ahead: Callable[..., None] | None = None) -> None:
         """Pad batches from now on: see `autopar.PaddingBuckets`. ``ahead`` compiles the step of the next longer batch
