@@ -93,7 +93,10 @@ def compile_packed(
     ctx.plan = plan = timed(timings, "plan", lambda: make_plan(gm, mesh, options, fixed, train=False))
     parameters, total = parameter_specs(gm, plan), batch[tokens].shape[1]
     samples = [TokenSlice(s.length, s.start, total, tokens) for s in _samples(total)]
-    made = [_local(copy_graph(gm), ctx.of_slice(s, s is samples[0]), split_kv) for s in samples]
+    contexts = [ctx.of_slice(s, s is samples[0]) for s in samples]
+    # Placements do not depend on the sizes, so they are found and checked once.
+    placed = PassManager(PLACEMENT_PASSES[:-1]).run(copy_graph(gm), contexts[0], facts=("functional",))
+    made = [_local(copy_graph(placed), c, split_kv, c is contexts[0]) for c in contexts]
     first, vocabulary_axes = made[0][0], made[0][2]
     stages = timed(timings, "merge", lambda: _stages([(p, parts) for p, parts, _ in made], samples, ctx))
     for stage, rank in zip(stages, _ranks(plan), strict=True):
@@ -143,11 +146,17 @@ def _logits_of(gm: GraphModule) -> str:
     return name
 
 
-def _local(gm: GraphModule, ctx: Compilation, split_kv: bool) -> tuple[PackedGraph, list[PackedPart], tuple[str, ...]]:
+def _local(
+    gm: GraphModule, ctx: Compilation, split_kv: bool, checked: bool
+) -> tuple[PackedGraph, list[PackedPart], tuple[str, ...]]:
     """The packed graph of one pair of sizes, its stages, and the axes that shard the vocabulary."""
     plan, part = ctx.plan, ctx.mesh.slice
     assert plan is not None and part is not None
-    gm = PassManager(PLACEMENT_PASSES).run(gm, ctx, facts=("functional",))
+    lower = PLACEMENT_PASSES[-1]
+    if checked:
+        gm = PassManager((lower,)).run(gm, ctx, facts=("functional", "placements"))
+    else:
+        gm = timed(ctx.timings, lower.name, lambda: lower.apply(gm, ctx))
     flow = flow_of(gm, plan.inputs)
     cuts = plan.pipeline.split_points if plan.pipeline is not None else ()
     where = place(flow, cuts) if cuts else dict.fromkeys(flow.main, 0)
