@@ -151,7 +151,7 @@ def test_memory_does_not_depend_on_old_keys(
 def test_blocks_bound_what_plain_products_allocate(feature: dict[str, Any], dtype: torch.dtype) -> None:
     step = Step(requests((32, 3000)), "rows", 16, **feature)
     longer = dataclasses.replace(step, requests=requests((32, 9000)))
-    assert calls(longer, dtype).most <= calls(step, dtype).most * 1.01
+    assert calls(longer, dtype).most <= calls(step, dtype).most * 1.05
 
 
 def test_fragments_are_not_copied() -> None:
@@ -160,14 +160,17 @@ def test_fragments_are_not_copied() -> None:
 
 
 def test_decoding_requests_share_a_call() -> None:
-    assert calls(Step(requests(*[(1, 40)] * 64), "rows", 16)).flash == 1
-    assert calls(Step(requests(*[(1, 40 + i % 9) for i in range(64)]), "rows", 16)).flash == 1
-    assert calls(Step(requests(*[(1, 40)] * 8), "close", 16)).flash == 1
-    assert calls(Step(requests(*[(1, 40)] * 6), "gaps", 16, heads=(2, 1))).flash <= 2
-    assert calls(Step(requests((20, 0), *[(1, 40)] * 8), "rows", 16)).flash == 2
-    # far longer than the others: padding them would cost more than a call
-    assert calls(Step(requests((1, 40), (1, 40), (1, 9000), (1, 41), (1, 40)), "rows", 16)).flash == 3
-    assert calls(Step(requests(*[(1, 40)] * 5), "rows", 16, split_kv=False)).flash == 5
+    def flash(*sizes: tuple[int, int], layout: str = "rows", split_kv: bool = True) -> int:
+        return calls(Step(requests(*sizes), layout, 16, filler=0.5, split_kv=split_kv)).flash
+
+    assert flash(*[(1, 40)] * 64) == 1
+    assert flash(*[(1, 40 + i % 9) for i in range(64)]) == 1
+    assert flash(*[(1, 40)] * 8, layout="close") == 1
+    assert flash(*[(1, 40)] * 6, layout="gaps") == 1
+    assert flash((20, 0), *[(1, 40)] * 8) == 2
+    # far longer than the others: to pad them would cost more than calls of their own
+    assert flash((1, 40), (1, 40), (1, 9000), (1, 41), (1, 40)) == 3
+    assert flash(*[(1, 40)] * 5, split_kv=False) == 5
 
 
 def test_views_stay_within_the_pool() -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 
-import torch
 from torch import Tensor
 
 from autopar.ops import kernels
-from autopar.ops.kernels.paged_kernel import Paged, PagedKernel, facts_of, flat, of_run, plan_of
+from autopar.ops.kernels.paged_kernel import Paged, PagedKernel, facts_of, flat, gathered, plan_of
 from autopar.ops.kernels.paged_plan import Layout, Run, Segment
 
 
@@ -37,7 +36,7 @@ class Gathered(PagedKernel):
         keys, values = flat(given)
         pieces = segment.pieces
         runs = segment.gathered or [pieces[0]._replace(size=sum(piece.size for piece in pieces))]
-        k, v = (torch.cat([of_run(x, run) for run in runs]).transpose(0, 1).unsqueeze(0) for x in (keys, values))
+        k, v = (gathered(x, runs).transpose(0, 1).unsqueeze(0) for x in (keys, values))
         every = Run(0, runs[0].first, k.shape[2])
         first = segment.first - every.first
         facts = facts_of(given, segment.begin, segment.end, every, True, given.window, first)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -96,6 +97,11 @@ def flat(given: Paged) -> list[Tensor]:
 def of_run(x: Tensor, run: Run) -> Tensor:
     """A view [size, Hk, width] of a flat pool."""
     return x[run.slot : run.slot + run.size]
+
+
+def gathered(x: Tensor, runs: Sequence[Run]) -> Tensor:
+    """Copies of runs, one after another: [keys, Hk, width]."""
+    return torch.cat([of_run(x, run) for run in runs])
 
 
 def facts_of(given: Paged, begin: int, end: int, piece: Run, causal: bool, window: int, offset: int) -> MaskSpec:

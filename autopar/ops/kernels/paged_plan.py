@@ -48,8 +48,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class Call:
-    """Row i of ``rows`` has its keys at [slot + i * distance, .. + keys). tokens: of each row; -1: of none. sizes:
-    numbers of visible keys of each row. first: position of the first key, where all rows have the same, else -1."""
+    """Row i has its keys at [slot + i * distance, .. + keys).
+
+    tokens: of each row; -1: of none. sizes: numbers of visible keys of each row. first: position of the first key,
+    where all rows have the same, else -1. gathered: as in `Segment`.
+    """
 
     slot: int
     distance: int
@@ -57,6 +60,7 @@ class Call:
     tokens: tuple[int, ...]
     sizes: tuple[int, ...]
     first: int
+    gathered: tuple[Run, ...] = ()
 
     @functools.cached_property
     def rows(self) -> int:
@@ -117,6 +121,7 @@ def plan_step(table: np.ndarray, starts: Sequence[int], lengths: Sequence[int], 
             "starts[r] is where the tokens of request r begin"
         )
     alone: list[tuple[Run, int]] = []
+    calls: list[Call] = []
     segments: list[Segment] = []
     idle: list[tuple[int, int]] = []
     for request, keys in enumerate(lengths):
@@ -133,14 +138,17 @@ def plan_step(table: np.ndarray, starts: Sequence[int], lengths: Sequence[int], 
         for a, b, low in _cuts(first, keys, layout):
             runs = list(_runs(table[request], request, low, b, layout))
             tokens = begin + a - first, begin + b - first
-            if layout.fused and b - a == 1 and len(runs) == 1:
-                alone.append((runs[0], tokens[0]))
-                continue
             copied = () if layout.joined or len(runs) == 1 else tuple(runs)
             if copied:
                 runs = [Run(0, low, b - low)]
+            if layout.fused and b - a == 1 and copied:
+                calls.append(Call(0, 0, b - low, tokens[:1], (b - low,), low, copied))
+                continue
+            if layout.fused and b - a == 1 and len(runs) == 1:
+                alone.append((runs[0], tokens[0]))
+                continue
             segments.append(Segment(*tokens, a, tuple(_pieces(runs, a, b, layout.block)), copied))
-    return StepPlan(tuple(_calls(alone, layout)), tuple(segments), tuple(idle))
+    return StepPlan((*calls, *_calls(alone, layout)), tuple(segments), tuple(idle))
 
 
 def _is_padding(table: np.ndarray, request: int, keys: int, page: int) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autopar.ops import kernels
 from autopar.ops.kernels.kernel import NEVER, wide
-from autopar.ops.kernels.paged_kernel import Known, Paged, PagedKernel, facts_of, flat, of_run, plan_of
+from autopar.ops.kernels.paged_kernel import Known, Paged, PagedKernel, facts_of, flat, gathered, of_run, plan_of
 from autopar.ops.kernels.paged_plan import Call, Layout, Run, Segment
 from autopar.ops.mask_spec import MaskSpec
 
@@ -73,7 +73,10 @@ def _attend_rows(q: Tensor, call: Call, given: Paged, known: Known) -> Tensor:
     without work. Masked keys can be those of other requests: where one of them is not a finite number, it would reach
     the rows of all, so they are computed one by one.
     """
-    k, v = _of_call(given.keys, call), _of_call(given.values, call)
+    keys, values = given.keys, given.values
+    if call.gathered:
+        keys, values = (gathered(x, call.gathered).unsqueeze(0) for x in flat(given))
+    k, v = _of_call(keys, call), _of_call(values, call)
     rows, heads, width = call.rows, q.shape[1], q.shape[3]
     units = k.shape[1] if rows * k.shape[1] >= torch.get_num_threads() else heads
     queries = _queries(q, call).view(units, heads // units, rows, width).permute(2, 0, 1, 3)
@@ -129,7 +132,7 @@ def _attend_segment(q: Tensor, segment: Segment, given: Paged) -> Tensor:
     q = q[:, :, segment.begin : segment.end]
     keys, values = flat(given)
     if segment.gathered:
-        keys, values = (torch.cat([of_run(x, run) for run in segment.gathered]) for x in (keys, values))
+        keys, values = (gathered(x, segment.gathered) for x in (keys, values))
     whole: tuple[Tensor, Tensor] | None = None
     for piece in segment.pieces:
         k, v = (of_run(x, piece).transpose(0, 1).unsqueeze(0) for x in (keys, values))
