@@ -97,6 +97,20 @@ def test_long_chunks_and_windows() -> None:
     assert_right(Step(requests((700, 900)), "pages", 16, chunk=300))
 
 
+def test_strides() -> None:
+    """Queries, keys and values as views of something larger; a bias that is repeated."""
+    step = Step(requests((1, 9), (1, 12), (5, 3)), bias=(1, 1))
+    given, right = arguments(step), expected(step)
+    for name in ("q", "k", "v"):
+        x = given[name]
+        given[name] = torch.stack([x, x], -1)[..., 0]
+        assert given[name].stride(-1) == 2
+    given["bias"] = given["bias"].expand(1, 4, 7, -1)
+    torch.testing.assert_close(FUNCTION(*given.values()), right, rtol=0, atol=1e-12)
+    given["bias"] = torch.stack([given["bias"]] * 2, -1)[..., 0]
+    torch.testing.assert_close(FUNCTION(*given.values()), right, rtol=0, atol=1e-12)
+
+
 # --- calls and copies ------------------------------------------------------------------------------------------------
 
 

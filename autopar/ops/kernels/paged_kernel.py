@@ -78,7 +78,7 @@ _known: deque[Known] = deque(maxlen=_KEPT)
 
 def plan_of(given: Paged, layout: Layout) -> Known:
     """The plan for these tables: one that is known, if they are the same tensors, unchanged."""
-    for known in _known:
+    for known in tuple(_known):  # another thread may add to it
         if known.is_of(given, layout):
             return known
     known = Known(given, layout)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-SHORTEST_CUT = 256  # tokens: those of a window are cut so that the mask of a piece stays small
+SHORTEST_CUT = 256  # tokens of a segment where the memory of a piece grows with its tokens and keys: masks, scores
 # Costs on a CPU, in units of the product of one number of a key by one of a query (0.1 ns):
 CALL = 140_000  # one more call of a kernel
 ROW = 7_000  # one more row and key head in a call
@@ -174,6 +174,8 @@ def _cuts(first: int, end: int, layout: Layout) -> Iterator[tuple[int, int, int]
         if layout.window:
             low = max(low, a - layout.window + 1)
             b = min(b, a + max(layout.window, SHORTEST_CUT))
+        if layout.block:
+            b = min(b, a + SHORTEST_CUT)
         yield a, b, low
         a = b
 

@@ -36,7 +36,7 @@ class Rows(PagedKernel):
             BLOCK if biased or not fused else 0, heads * (width + value), given.keys.shape[2], biased,
         )  # fmt: skip
         known = plan_of(given, layout)
-        plan = known.plan
+        plan, q = known.plan, q if q.stride(-1) == 1 else q.contiguous()  # the kernel assumes it
         if plan.one_call and plan.calls[0].rows == tokens:
             out = _attend_rows(q, plan.calls[0], given, known)
             return out if out.stride(1) == value else out.transpose(1, 2).contiguous().transpose(1, 2)
