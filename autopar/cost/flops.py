@@ -3,6 +3,7 @@
     products       2 per multiply-add: m·k·n of a matrix product, O·(I/g)·kernel·positions of a convolution
     attention      2·(D + Dv) per allowed (query, key) pair and head; its backward 2·(3 D + 2 Dv), as it recomputes
                    the scores. Causal counts the triangle, a window its band, chunks their blocks
+    cached         as attention, over the requests of a step: ``requests``, or full tables of pages
     all else       1 per element
     views          nothing
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -147,6 +148,30 @@ def _attention(of_query: int, of_value: int) -> Count:
     return count
 
 
+CACHED = torch.ops.autopar.cached_attention.default
+Requests = Sequence[tuple[int, int]]  # of a step that serves: (tokens, keys with these) of each request
+
+
+def _cached_attention(node: Node, requests: Requests | None) -> tuple[int, int]:
+    """Operations, and bytes: each request's visible keys are read once, the step's own are written, too."""
+    args = arguments(node)
+    (_, heads, tokens, width), value = _size(args["q"]), _size(args["v"])[-1]
+    window, chunk = args["window"], args["chunk"]
+    if requests is None:
+        rows, columns = _size(args["table"])
+        requests = [(max(tokens // rows, 1), columns * _size(args["keys"])[1])] * rows
+    allowed = sum(pairs(new, keys, True, window, chunk, keys - new) for new, keys in requests)
+    read = 0
+    for new, keys in requests:
+        first = keys - new
+        behind = max(first - window + 1 if window else 0, first // chunk * chunk if chunk else 0, 0)
+        read += keys - behind
+    of_key = _size(args["k"])[1] * (width + value) * args["keys"].meta["val"].dtype.itemsize
+    own = _nbytes(args["k"]) + _nbytes(args["v"])
+    moved = _nbytes(args["q"]) + 2 * own + read * of_key + _nbytes(node)
+    return 2 * allowed * heads * (width + value), moved
+
+
 # --- the table -----------------------------------------------------------------------------------------------
 
 COUNTS: dict[str, Count] = {
@@ -203,13 +228,16 @@ def _is_lookup(node: Node) -> bool:
     return _name(node) in _LOOKUPS or is_call(node, embedding_of_piece)
 
 
-def flops(node: Node) -> int:
+def flops(node: Node, requests: Requests | None = None) -> int:
     """Floating-point operations of one run of a node, from the shapes in ``meta['val']``; 0 for views and transfers.
 
-    On local and step graphs they are one rank's, on global graphs those of the global batch.
+    On local and step graphs they are one rank's, on global graphs those of the global batch. ``requests``: (tokens,
+    keys with these) of each request of a step that serves, for ``cached_attention``.
     """
     if _is_free(node):
         return 0
+    if is_call(node, CACHED):
+        return _cached_attention(node, requests)[0]
     count = _attention(1, 1) if is_call(node, attention_of_piece) else COUNTS.get(_name(node))
     if count is not None:
         return count(node, arguments(node))
@@ -217,10 +245,12 @@ def flops(node: Node) -> int:
     return max([_numel(node), *map(_numel, operands)])
 
 
-def memory_bytes(node: Node) -> int:
-    """Bytes that a node reads and writes when every operand comes from memory."""
+def memory_bytes(node: Node, requests: Requests | None = None) -> int:
+    """Bytes that a node reads and writes when every operand comes from memory. ``requests``: as in `flops`."""
     if _is_free(node):
         return 0
+    if is_call(node, CACHED):
+        return _cached_attention(node, requests)[1]
     if _is_lookup(node):
         return 2 * _nbytes(node)
     return _nbytes(node) + sum(map(_nbytes, dict.fromkeys(tensor_operands(node))))
@@ -229,8 +259,11 @@ def memory_bytes(node: Node) -> int:
 # --- seconds -------------------------------------------------------------------------------------------------
 
 
-def node_seconds(node: Node, device: Device = DEFAULT, links: Links | None = None) -> float:
-    """Seconds of one run of a node on a device; with links, conversions and collectives take their transfers' time."""
+def node_seconds(
+    node: Node, device: Device = DEFAULT, links: Links | None = None, requests: Requests | None = None
+) -> float:
+    """Seconds of one run of a node on a device; with links, conversions and collectives take their transfers' time.
+    ``requests``: as in `flops`."""
     moved = links.seconds(node) if links is not None else None
     if moved is not None and not is_context_attention(node):
         return moved
@@ -238,9 +271,15 @@ def node_seconds(node: Node, device: Device = DEFAULT, links: Links | None = Non
         return 0.0
     operands = tensor_operands(node) or [node]
     speed = device.speed(next((v.dtype for v in _tensors(operands[0])), None) or torch.float32)
-    return max(flops(node) / speed, memory_bytes(node) / device.memory, device.launch, moved or 0.0)
+    return max(flops(node, requests) / speed, memory_bytes(node, requests) / device.memory, device.launch, moved or 0.0)
 
 
-def seconds_of(nodes: Iterable[Node], device: Device = DEFAULT, links: Links | None = None) -> float:
-    """Seconds of nodes that run one after another, such as a layer's, or a graph's: ``seconds_of(gm.graph.nodes)``."""
-    return math.fsum(node_seconds(node, device, links) for node in nodes)
+def seconds_of(
+    nodes: Iterable[Node], device: Device = DEFAULT, links: Links | None = None, requests: Requests | None = None
+) -> float:
+    """Seconds of nodes that run one after another, such as a layer's, or a graph's: ``seconds_of(gm.graph.nodes)``.
+
+    A step of 64 requests that have 1000 keys each and decode: ``seconds_of(nodes, requests=[(1, 1000)] * 64)``, with
+    the nodes of a graph of 64 tokens.
+    """
+    return math.fsum(node_seconds(node, device, links, requests) for node in nodes)

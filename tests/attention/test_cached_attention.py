@@ -97,6 +97,20 @@ def test_long_chunks_and_windows() -> None:
     assert_right(Step(requests((700, 900)), "pages", 16, chunk=300))
 
 
+def test_strides() -> None:
+    """Queries, keys and values as views of something larger; a bias that is repeated."""
+    step = Step(requests((1, 9), (1, 12), (5, 3)), bias=(1, 1))
+    given, right = arguments(step), expected(step)
+    for name in ("q", "k", "v"):
+        x = given[name]
+        given[name] = torch.stack([x, x], -1)[..., 0]
+        assert given[name].stride(-1) == 2
+    given["bias"] = given["bias"].expand(1, 4, 7, -1)
+    torch.testing.assert_close(FUNCTION(*given.values()), right, rtol=0, atol=1e-12)
+    given["bias"] = torch.stack([given["bias"]] * 2, -1)[..., 0]
+    torch.testing.assert_close(FUNCTION(*given.values()), right, rtol=0, atol=1e-12)
+
+
 # --- calls and copies ------------------------------------------------------------------------------------------------
 
 
@@ -151,23 +165,28 @@ def test_memory_does_not_depend_on_old_keys(
 def test_blocks_bound_what_plain_products_allocate(feature: dict[str, Any], dtype: torch.dtype) -> None:
     step = Step(requests((32, 3000)), "rows", 16, **feature)
     longer = dataclasses.replace(step, requests=requests((32, 9000)))
-    assert calls(longer, dtype).most <= calls(step, dtype).most * 1.01
+    assert calls(longer, dtype).most <= calls(step, dtype).most * 1.05
 
 
-def test_fragments_are_not_copied() -> None:
-    few, many = (calls(Step(requests((1, old), (8, old)), "fragments", 16)).most for old in (400, 6000))
-    assert many <= few * 1.01
+@pytest.mark.parametrize("layout", ["fragments", "pages"])
+def test_copies_of_fragments_are_bounded(layout: str) -> None:
+    """Runs of pages are views, and short ones copied a block at a time."""
+    few, many = (calls(Step(requests((1, old), (8, old)), layout, 16)).most for old in (4000, 12000))
+    assert many <= few * 1.05
 
 
 def test_decoding_requests_share_a_call() -> None:
-    assert calls(Step(requests(*[(1, 40)] * 64), "rows", 16)).flash == 1
-    assert calls(Step(requests(*[(1, 40 + i % 9) for i in range(64)]), "rows", 16)).flash == 1
-    assert calls(Step(requests(*[(1, 40)] * 8), "close", 16)).flash == 1
-    assert calls(Step(requests(*[(1, 40)] * 6), "gaps", 16, heads=(2, 1))).flash <= 2
-    assert calls(Step(requests((20, 0), *[(1, 40)] * 8), "rows", 16)).flash == 2
-    # far longer than the others: padding them would cost more than a call
-    assert calls(Step(requests((1, 40), (1, 40), (1, 9000), (1, 41), (1, 40)), "rows", 16)).flash == 3
-    assert calls(Step(requests(*[(1, 40)] * 5), "rows", 16, split_kv=False)).flash == 5
+    def flash(*sizes: tuple[int, int], layout: str = "rows", split_kv: bool = True) -> int:
+        return calls(Step(requests(*sizes), layout, 16, filler=0.5, split_kv=split_kv)).flash
+
+    assert flash(*[(1, 40)] * 64) == 1
+    assert flash(*[(1, 40 + i % 9) for i in range(64)]) == 1
+    assert flash(*[(1, 40)] * 8, layout="close") == 1
+    assert flash(*[(1, 40)] * 6, layout="gaps") == 1
+    assert flash((20, 0), *[(1, 40)] * 8) == 2
+    # far longer than the others: to pad them would cost more than calls of their own
+    assert flash((1, 40), (1, 40), (1, 9000), (1, 41), (1, 40)) == 3
+    assert flash(*[(1, 40)] * 5, split_kv=False) == 5
 
 
 def test_views_stay_within_the_pool() -> None:

@@ -178,6 +178,38 @@ def test_attention_of_any_token_slice() -> None:
     assert flops(node) == fixed == 2 * (7 + 8 + 9 + 10) * (8 + 8)
 
 
+@pytest.mark.parametrize(
+    ("requests", "window", "chunk", "allowed", "read"),
+    [
+        ([(1, 100)], 0, 0, 100, 100),
+        ([(1, 100)] * 4, 0, 0, 400, 400),
+        ([(1, 100)] * 4, 30, 0, 120, 120),
+        ([(4, 10)], 0, 0, 7 + 8 + 9 + 10, 10),
+        ([(4, 10)], 3, 0, 4 * 3, 6),  # the first of the four looks back at two
+        ([(3, 9), (1, 20)], 0, 8, 7 + 8 + 1 + 4, 9 + 4),
+        (None, 0, 0, 4 * 2 * 16, 4 * 2 * 16),  # four requests with full tables
+    ],
+)
+def test_attention_to_pages_of_requests(
+    requests: list[tuple[int, int]] | None, window: int, chunk: int, allowed: int, read: int
+) -> None:
+    """Query heads of one key head read its keys once; pools are not read as a whole."""
+
+    def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        ints = (torch.arange(4), *(torch.zeros(shape, dtype=torch.int32) for shape in ((4, 2), (5,), (4,))))
+        return torch.ops.autopar.cached_attention(
+            q, k, v, keys, values, *ints, None, None, window, chunk, 0.5, 0.0, True
+        )
+
+    gm = traced(step, (1, 6, 4, 8), (1, 2, 4, 8), (1, 2, 4, 5), (9, 16, 2, 8), (9, 16, 2, 5))
+    node = next(n for n in calls(gm) if op_name(n) == "cached_attention")
+    assert flops(node, requests) == 2 * 6 * (8 + 5) * allowed
+    own = 2 * 4 * (8 + 5)
+    assert memory_bytes(node, requests) == (6 * 4 * (8 + 5) + 2 * own + 2 * read * (8 + 5)) * 4
+    expected = max(flops(node, requests) / 50 / 0.5, memory_bytes(node, requests) / 10)
+    assert node_seconds(node, DEVICE, requests=requests) == pytest.approx(expected)
+
+
 def test_torchs_attention_counts_like_ours() -> None:
     shape = (2, 4, 16, 8)
     with FlopCounterMode(display=False) as counter:

@@ -14,13 +14,14 @@ import torch
 import autopar.api  # what is imported before the fork, no check has to import
 import autopar.models.tiny
 from autopar.runtime.mesh.devices import RANKS_SHARE_GPUS
-from tests.gpu_check import attention, compiled, dropout, experts, facts, offload, ranks, step
+from tests.gpu_check import attention, compiled, dropout, experts, facts, offload, paged, ranks, step
 from tests.gpu_check.processes import Check, Machine, answer, run_checks
 from tests.gpu_check.rows import FAILED, Row, table, write_json
 
 SECTIONS: dict[str, Callable[[Machine], Sequence[Check]]] = {
     "facts": facts.checks,
     "kernels": attention.checks,
+    "paged": paged.checks,
     "experts": experts.checks,
     "dropout": dropout.checks,
     "step": step.checks,
@@ -32,6 +33,7 @@ SECTIONS: dict[str, Callable[[Machine], Sequence[Check]]] = {
 
 TOGETHER = {
     "kernels": 6,
+    "paged": 4,
     "step": 4,
     "offload": 3,
     "ranks": 4,

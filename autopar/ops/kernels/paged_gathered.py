@@ -1,20 +1,19 @@
-"""Attention to paged keys on any device: the pages of each request, copied into one tensor."""
+"""Attention to paged keys on any device: the pages of a request, copied into one tensor if they are several runs."""
 
 from __future__ import annotations
 
 import contextlib
 
-import torch
 from torch import Tensor
 
 from autopar.ops import kernels
-from autopar.ops.kernels.paged_kernel import Paged, PagedKernel, facts_of, flat, of_run, plan_of
-from autopar.ops.kernels.paged_plan import Layout, Run, Segment
+from autopar.ops.kernels.paged_kernel import Paged, PagedKernel, attend_segment, plan_of
+from autopar.ops.kernels.paged_plan import Layout
 
 
 class Gathered(PagedKernel):
-    """The keys of each request, copied from its pages into one tensor, and a kernel of `kernels.forward`. With
-    ``split_kv=False`` that is ``math``, whose sums depend on a request's own shapes alone."""
+    """Request by request, with the kernels of `kernels.forward`; with ``split_kv=False`` with ``math``, whose sums
+    depend on a request's own shapes alone."""
 
     name = "gathered"
 
@@ -22,25 +21,11 @@ class Gathered(PagedKernel):
         return True
 
     def forward(self, q: Tensor, given: Paged) -> Tensor:
-        _, heads, tokens, width = q.shape
-        pages, page, value = *given.keys.shape[:2], given.values.shape[-1]
-        layout = Layout(
-            tokens, given.window, given.chunk, page, pages * page, False, False, 0, heads * (width + value), heads
-        )
+        pages, page, _, value = given.values.shape
+        layout = Layout(q.shape[2], given.window, given.chunk, page, pages * page, False, False, 0)
         known = plan_of(given, layout)
-        out = q.new_zeros(1, tokens, heads, value).transpose(1, 2)
-        for segment in known.plan.segments:
-            out[:, :, segment.begin : segment.end] = self._one(q, given, segment)
-        return out
-
-    def _one(self, q: Tensor, given: Paged, segment: Segment) -> Tensor:
-        keys, values = flat(given)
-        pieces = segment.pieces
-        runs = segment.gathered or [pieces[0]._replace(size=sum(piece.size for piece in pieces))]
-        k, v = (torch.cat([of_run(x, run) for run in runs]).transpose(0, 1).unsqueeze(0) for x in (keys, values))
-        every = Run(0, runs[0].first, k.shape[2])
-        first = segment.first - every.first
-        facts = facts_of(given, segment.begin, segment.end, every, True, given.window, first)
+        out = q.new_zeros(1, q.shape[2], q.shape[1], value).transpose(1, 2)
         with contextlib.nullcontext() if given.split_kv else kernels.using("math"):
-            out, lse = kernels.forward(q[:, :, segment.begin : segment.end], k, v, facts)
-        return kernels.with_sinks(out, lse, given.sinks)[0]
+            for segment in known.plan.segments:
+                out[:, :, segment.begin : segment.end] = attend_segment(q, segment, given, known)
+        return out

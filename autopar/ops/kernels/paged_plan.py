@@ -6,13 +6,14 @@ of all tokens and keys:
     Call      requests with one token each, whose keys are one run: one call on a strided view [rows, Hk, keys, D]. All
               keys are visible; a mask is needed only where numbers of keys differ
     Segment   tokens of one request that see the same keys, up to the triangle and the window. Chunks are segments of
-              their own. Its pieces are (run, part before or from the first token on): the first part is unmasked, the
-              second begins at the first token, so that kernels express it by their causal flag
+              their own. Its pieces are the keys before its first token, which are not masked, and those from there on,
+              which kernels mask by their causal flag; each in runs
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-SHORTEST_CUT = 256  # tokens: those of a window are cut so that the mask of a piece stays small
+SHORTEST_CUT = 256  # tokens of a segment where the memory of a piece grows with its tokens and keys: masks, scores
+BLOCK = 1024  # keys of a piece where a kernel's memory grows with them, and of copies
+
 # Costs on a CPU, in units of the product of one number of a key by one of a query (0.1 ns):
 CALL = 140_000  # one more call of a kernel
 ROW = 7_000  # one more row and key head in a call
@@ -34,22 +37,31 @@ class Run(NamedTuple):
     size: int
 
 
+class Piece(NamedTuple):
+    """Keys at positions [first, first + size): a view of one run, or copies of several."""
+
+    first: int
+    size: int
+    runs: tuple[Run, ...]
+
+
 @dataclass(frozen=True)
 class Segment:
-    """Tokens [begin, end) of a step, the first at position ``first``, attend to the pieces in turn. ``gathered``: the
-    runs of all pages, if they are copied into one; the pieces are of the copy."""
+    """Tokens [begin, end) of a step, the first at position ``first``, attend to the pieces in turn."""
 
     begin: int
     end: int
     first: int
-    pieces: tuple[Run, ...]
-    gathered: tuple[Run, ...] = ()
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
 class Call:
-    """Row i of ``rows`` has its keys at [slot + i * distance, .. + keys). tokens: of each row; -1: of none. sizes:
-    numbers of visible keys of each row. first: position of the first key, where all rows have the same, else -1."""
+    """Row i has its keys at [slot + i * distance, .. + keys).
+
+    tokens: of each row; -1: of none. sizes: numbers of visible keys of each row. first: position of the first key,
+    where all rows have the same, else -1. copied: the keys of one row, if they are several runs.
+    """
 
     slot: int
     distance: int
@@ -57,6 +69,7 @@ class Call:
     tokens: tuple[int, ...]
     sizes: tuple[int, ...]
     first: int
+    copied: Piece | None = None
 
     @functools.cached_property
     def rows(self) -> int:
@@ -90,10 +103,11 @@ class StepPlan:
 class Layout(NamedTuple):
     """What the plan of a step depends on, apart from the tables' contents.
 
-    tokens: of the step. page, slots: size of a page, size of the pool. joined: requests may share a call, and attend
-    run by run; else each is computed on its own, from one run. fused: there is a kernel for one call of many rows.
-    block: 0, or the most keys of a piece. work: numbers that a key is multiplied by, of all query heads. heads: key
-    heads. by_position: the rows of a call need the same positions.
+    tokens: of the step. page, slots: size of a page, size of the pool. joined: requests may share a call, and pieces
+    may depend on pages; else each is computed on its own, as if its keys were one run. fused: there is a kernel for one
+    call of many rows. block: 0, or the most keys of a piece. short: runs of fewer keys are cheaper to copy than to
+    attend to. work: numbers that a key is multiplied by, of all query heads. heads: key heads. by_position: the rows of
+    a call need the same positions.
     """
 
     tokens: int
@@ -104,8 +118,9 @@ class Layout(NamedTuple):
     joined: bool
     fused: bool
     block: int
-    work: int
-    heads: int
+    short: int = 0
+    work: int = 0
+    heads: int = 0
     by_position: bool = False
 
 
@@ -117,6 +132,7 @@ def plan_step(table: np.ndarray, starts: Sequence[int], lengths: Sequence[int], 
             "starts[r] is where the tokens of request r begin"
         )
     alone: list[tuple[Run, int]] = []
+    calls: list[Call] = []
     segments: list[Segment] = []
     idle: list[tuple[int, int]] = []
     for request, keys in enumerate(lengths):
@@ -136,11 +152,13 @@ def plan_step(table: np.ndarray, starts: Sequence[int], lengths: Sequence[int], 
             if layout.fused and b - a == 1 and len(runs) == 1:
                 alone.append((runs[0], tokens[0]))
                 continue
-            copied = () if layout.joined or len(runs) == 1 else tuple(runs)
-            if copied:
-                runs = [Run(0, low, b - low)]
-            segments.append(Segment(*tokens, a, tuple(_pieces(runs, a, b, layout.block)), copied))
-    return StepPlan(tuple(_calls(alone, layout)), tuple(segments), tuple(idle))
+            pieces = tuple(_pieces(runs, a, b, layout))
+            if layout.fused and b - a == 1 and (len(pieces) == 1 or not layout.joined):
+                whole = Piece(low, b - low, tuple(runs))
+                calls.append(Call(0, 0, b - low, tokens[:1], (b - low,), low, whole))
+            else:
+                segments.append(Segment(*tokens, a, pieces))
+    return StepPlan((*calls, *_calls(alone, layout)), tuple(segments), tuple(idle))
 
 
 def _is_padding(table: np.ndarray, request: int, keys: int, page: int) -> bool:
@@ -166,6 +184,8 @@ def _cuts(first: int, end: int, layout: Layout) -> Iterator[tuple[int, int, int]
         if layout.window:
             low = max(low, a - layout.window + 1)
             b = min(b, a + max(layout.window, SHORTEST_CUT))
+        if layout.block:
+            b = min(b, a + SHORTEST_CUT)
         yield a, b, low
         a = b
 
@@ -189,17 +209,41 @@ def _runs(row: np.ndarray, request: int, low: int, high: int, layout: Layout) ->
         begin = end
 
 
-def _pieces(runs: list[Run], first: int, end: int, block: int) -> Iterator[Run]:
-    """Runs, cut at the first of several tokens, and into blocks of at most ``block`` keys."""
+def _pieces(runs: list[Run], first: int, end: int, layout: Layout) -> Iterator[Piece]:
+    """Keys, cut at the first of several tokens, and into blocks."""
+    low = runs[0].first
+    bounds = [low, first, end] if end - first > 1 and low < first else [low, end]
+    for begin, behind in itertools.pairwise(bounds):
+        size = layout.block or behind - begin
+        for at in range(begin, behind, size):
+            inside = list(_clipped(runs, at, min(at + size, behind)))
+            yield from _few(inside, layout) if layout.joined else [_piece(inside)]
+
+
+def _clipped(runs: list[Run], begin: int, end: int) -> Iterator[Run]:
+    """The parts of runs at positions [begin, end)."""
+    for slot, first, size in runs:
+        a, b = max(first, begin), min(first + size, end)
+        if a < b:
+            yield Run(slot + a - first, a, b - a)
+
+
+def _few(runs: list[Run], layout: Layout) -> Iterator[Piece]:
+    """Long runs as they are; neighbouring short ones together, at most `BLOCK` keys."""
+    short: list[Run] = []
     for run in runs:
-        cut = first - run.first
-        halves = [run]
-        if end - first > 1 and 0 < cut < run.size:
-            halves = [Run(run.slot, run.first, cut), Run(run.slot + cut, first, run.size - cut)]
-        for slot, position, count in halves:
-            size = block or count
-            for at in range(0, count, size):
-                yield Run(slot + at, position + at, min(size, count - at))
+        if run.size >= layout.short or sum(r.size for r in short) + run.size > BLOCK:
+            yield from [_piece(short)] if short else []
+            short = []
+        if run.size >= layout.short:
+            yield _piece([run])
+        else:
+            short.append(run)
+    yield from [_piece(short)] if short else []
+
+
+def _piece(runs: list[Run]) -> Piece:
+    return Piece(runs[0].first, sum(run.size for run in runs), tuple(runs))
 
 
 class _Group:

@@ -1,5 +1,8 @@
-"""Attention to paged keys on CPUs, by views of the pools: keys are copied only where the pages of a request are several
-runs, and it is to be computed as if they were one (``split_kv=False``)."""
+"""Attention to paged keys on CPUs, by views of the pools.
+
+No key is copied where the pages of a request are one run. Where they are several, short ones are copied, at most a
+block at a time; with ``split_kv=False`` all of them, so that the bits are those of one run.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,12 @@ import torch
 from torch import Tensor
 
 from autopar.ops import kernels
-from autopar.ops.kernels.kernel import NEVER, wide
-from autopar.ops.kernels.paged_kernel import Known, Paged, PagedKernel, facts_of, flat, of_run, plan_of
-from autopar.ops.kernels.paged_plan import Call, Layout, Run, Segment
-from autopar.ops.mask_spec import MaskSpec
+from autopar.ops.kernels.kernel import NEVER
+from autopar.ops.kernels.paged_kernel import Known, Paged, PagedKernel, attend_segment, plan_of, taken
+from autopar.ops.kernels.paged_plan import BLOCK, Call, Layout
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-BLOCK = 1024  # keys of a piece where a kernel's memory grows with them
+COPIED = 400_000  # bytes that are copied in the time in which one more piece is computed and merged
 
 
 class Rows(PagedKernel):
@@ -30,13 +32,14 @@ class Rows(PagedKernel):
         _, heads, tokens, width = q.shape
         pages, page, _, value = given.values.shape
         fused = not given.softcap and width == value
-        biased = given.bias is not None
+        biased, of_key = given.bias is not None, given.keys.shape[2] * (width + value) * q.element_size()
         layout = Layout(
             tokens, given.window, given.chunk, page, pages * page, given.split_kv, fused,
-            BLOCK if biased or not fused else 0, heads * (width + value), given.keys.shape[2], biased,
+            BLOCK if biased or not fused else 0, min(COPIED // of_key, BLOCK), heads * (width + value),
+            given.keys.shape[2], biased,
         )  # fmt: skip
         known = plan_of(given, layout)
-        plan = known.plan
+        plan, q = known.plan, q if q.stride(-1) == 1 else q.contiguous()  # the kernel assumes it
         if plan.one_call and plan.calls[0].rows == tokens:
             out = _attend_rows(q, plan.calls[0], given, known)
             return out if out.stride(1) == value else out.transpose(1, 2).contiguous().transpose(1, 2)
@@ -46,7 +49,7 @@ class Rows(PagedKernel):
         for call in plan.calls:
             _put(out, _attend_rows(q, call, given, known), call)
         for segment in plan.segments:
-            out[:, :, segment.begin : segment.end] = _attend_segment(q, segment, given)
+            out[:, :, segment.begin : segment.end] = attend_segment(q, segment, given, known)
         return out
 
 
@@ -73,7 +76,10 @@ def _attend_rows(q: Tensor, call: Call, given: Paged, known: Known) -> Tensor:
     without work. Masked keys can be those of other requests: where one of them is not a finite number, it would reach
     the rows of all, so they are computed one by one.
     """
-    k, v = _of_call(given.keys, call), _of_call(given.values, call)
+    keys, values = given.keys, given.values
+    if call.copied:
+        keys, values = (taken(x, call.copied, known).unsqueeze(0) for x in (keys, values))
+    k, v = _of_call(keys, call), _of_call(values, call)
     rows, heads, width = call.rows, q.shape[1], q.shape[3]
     units = k.shape[1] if rows * k.shape[1] >= torch.get_num_threads() else heads
     queries = _queries(q, call).view(units, heads // units, rows, width).permute(2, 0, 1, 3)
@@ -122,36 +128,3 @@ def _mask(q: Tensor, call: Call, given: Paged, known: Known) -> Tensor | None:
         bias = bias[:, [max(token, 0) for token in call.tokens]]
     bias = bias.transpose(0, 1).unsqueeze(2).to(q.dtype)
     return bias if mask is None else bias + mask
-
-
-def _attend_segment(q: Tensor, segment: Segment, given: Paged) -> Tensor:
-    """out [1, Hq, tokens, Dv] of a segment: the results of its pieces, merged by their log-sum-exps."""
-    q = q[:, :, segment.begin : segment.end]
-    keys, values = flat(given)
-    if segment.gathered:
-        keys, values = (torch.cat([of_run(x, run) for run in segment.gathered]) for x in (keys, values))
-    whole: tuple[Tensor, Tensor] | None = None
-    for piece in segment.pieces:
-        k, v = (of_run(x, piece).transpose(0, 1).unsqueeze(0) for x in (keys, values))
-        part = kernels.forward(q, k, v, _facts(segment, piece, given))
-        whole = part if whole is None else merged(*whole, *part)
-    assert whole is not None
-    return kernels.with_sinks(*whole, given.sinks)[0]
-
-
-def _facts(segment: Segment, piece: Run, given: Paged) -> MaskSpec:
-    """The mask of a piece: only what it does not satisfy anyway."""
-    last = segment.first + segment.end - segment.begin - 1
-    causal = piece.first + piece.size - 1 > segment.first
-    window = given.window if given.window and last - piece.first >= given.window else 0
-    return facts_of(given, segment.begin, segment.end, piece, causal, window, segment.first - piece.first)
-
-
-def merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two results over different keys as the result over all of them, in the dtype of partial results."""
-    whole = torch.logaddexp(lse, other_lse)
-    finite = whole.masked_fill(whole == NEVER, 0.0)
-    dtype = wide(out.dtype)
-    weights = (torch.exp(x - finite).unsqueeze(-1) for x in (lse, other_lse))
-    first, second = (x.to(dtype) * weight.to(dtype) for x, weight in zip((out, other), weights))
-    return first + second, whole

@@ -26,10 +26,12 @@ class Varlen(PagedKernel):
     name = "varlen"
 
     def applies(self, q: Tensor, given: Paged) -> bool:
+        if not _on_cuda(q):
+            return False
         width, value = q.shape[-1], given.values.shape[-1]
         plain = not given.softcap and not given.chunk and given.bias is None and given.sinks is None
         fits = q.dtype in HALF and width == value <= 256 and width % 8 == 0 and given.keys.shape[1] % PAGE == 0
-        return _on_cuda(q) and plain and fits and varlen_attention.works(q.device)
+        return plain and fits and varlen_attention.works(q.device)
 
     def forward(self, q: Tensor, given: Paged) -> Tensor:
         tokens, requests = q.shape[2], given.table.shape[0]
