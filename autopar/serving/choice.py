@@ -334,15 +334,17 @@ def _of_whole_rows(rows: Tensor, choices: Sequence[RowChoice]) -> list[Chosen]:
         if choice.want_scores:
             chosen.scores = scores[i].clone()
         if choice.sampling.logprobs is not None and chosen.error is None:
-            _add_logprobs(chosen, rows[i].log_softmax(-1), choice.sampling.logprobs)
+            source = scores if choice.sampling.processed_logprobs else rows
+            _add_logprobs(chosen, source[i].log_softmax(-1), choice.sampling.logprobs)
     return found
 
 
 def _own_processors(row: Tensor, choice: RowChoice) -> Tensor:
-    scores, ids = row.clone().unsqueeze(0), torch.tensor([choice.history], device=row.device)
+    """On the CPU, where the tensors that processors hold are on every rank."""
+    scores, ids = row.clone().cpu().unsqueeze(0), torch.tensor([choice.history])
     for processor in choice.sampling.processors:
         scores = processor(ids, scores)
-    return scores[0]
+    return scores[0].to(row.device)
 
 
 def _add_logprobs(chosen: Chosen, logprobs: Tensor, number: int) -> None:

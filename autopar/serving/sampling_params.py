@@ -61,9 +61,10 @@ class Sampling:
     eos_token_ids: the model's end of text; None: as the server knows it. ignore_eos: it does not end the request.
     logprobs: None: none; 0: of the chosen tokens; n: of the n most likely ones too. They are of the model's own
     distribution, before temperature, penalties, biases and masks (as in vLLM and OpenAI's API).
+    processed_logprobs: they are of the distribution that tokens are drawn from.
     grammar: a `Grammar`, whose masks restrict the tokens. processors: functions (ids [1, length] int64, scores
-    [1, vocabulary]) -> scores, such as transformers' LogitsProcessors; they see one request alone, run on every rank
-    ahead of temperature, and must be picklable and keep no state.
+    [1, vocabulary]) -> scores on the CPU, such as transformers' LogitsProcessors; they see one request alone, run on
+    every rank ahead of temperature, and must be picklable and keep no state.
 
     Raises ValueError for an unknown name or a wrong value.
     """
@@ -85,6 +86,7 @@ class Sampling:
     eos_token_ids: tuple[int, ...] | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
+    processed_logprobs: bool = False
     grammar: Grammar | None = field(default=None, hash=False)
     processors: tuple[Callable[..., Any], ...] = ()
 
@@ -209,6 +211,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "eos_token_ids": _or_none(_ids),
     "ignore_eos": yes_or_no,
     "logprobs": _or_none(_whole(0)),
+    "processed_logprobs": yes_or_no,
     "grammar": _or_none(_grammar),
     "processors": _processors,
 }

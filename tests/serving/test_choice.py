@@ -322,6 +322,15 @@ def test_log_probabilities_are_of_the_models_own_distribution() -> None:
     assert [value for _, value in found.top] == pytest.approx(best.values[:3].tolist(), abs=1e-12)
 
 
+def test_log_probabilities_of_the_distribution_that_is_drawn_from() -> None:
+    sampling = Sampling(temperature=0.5, top_k=2, logprobs=3, processed_logprobs=True)
+    found = choose(some_logits(1), [a_choice(sampling, want_scores=True)], OneRank(V))[0]
+    assert found.scores is not None and found.top is not None
+    assert found.logprob == pytest.approx(found.scores.log_softmax(-1)[found.token].item(), abs=1e-12)
+    assert math.exp(found.top[0][1]) + math.exp(found.top[1][1]) == pytest.approx(1.0)
+    assert found.top[2][1] == -math.inf
+
+
 def test_only_the_chosen_log_probability() -> None:
     found = choose(some_logits(1), [a_choice(Sampling(logprobs=0))], OneRank(V))[0]
     assert found.logprob is not None and found.top == ()
