@@ -104,7 +104,8 @@ class _Shard:
     """The columns of this rank: ids ``first``, ``first`` + 1, ... The others have up to ``width`` columns.
 
     autopar shards a dim only if it divides, after padding perhaps; `torch.chunk` gives a last, shorter shard. In both
-    the shard of rank r begins at r times the width of the first. A head that is not sharded gives whole rows.
+    the shard of rank r begins at r times the width of the first. A head that is not sharded gives whole rows, and
+    nothing is exchanged.
     """
 
     logits: Tensor
@@ -115,8 +116,10 @@ class _Shard:
     @staticmethod
     def of(logits: Tensor, exchange: VocabExchange) -> _Shard:
         columns, vocab = logits.shape[1], exchange.vocab
-        if columns >= vocab:
+        if exchange.size == 1 or columns == vocab:
+            assert columns >= vocab, f"one rank has {columns} columns of {vocab}"
             return _Shard(logits[:, :vocab] if columns > vocab else logits, 0, vocab, OneRank(vocab))
+        assert columns < vocab, f"rank {exchange.rank} has {columns} columns of {vocab}: give whole rows with OneRank"
         width = max(columns, -(-vocab // exchange.size))
         first = exchange.rank * width
         own = max(0, min(first + width, vocab) - first)
@@ -247,8 +250,8 @@ def _filtered(scores: Tensor, choices: Sequence[RowChoice]) -> Tensor:
             0, torch.tensor(rows, device=scores.device), scores[rows].masked_fill(removed, -math.inf)
         )
     if any(ps := [s.min_p if s else 0.0 for s in drawn_from]):
-        likely = scores.softmax(-1)
-        scores = scores.masked_fill(likely < likely.amax(-1, keepdim=True) * _column(ps, scores), -math.inf)
+        least = scores.amax(-1, keepdim=True) + _column(ps, scores).log()  # of probabilities: max * min_p
+        scores = scores.masked_fill(scores < least, -math.inf)
     return scores
 
 

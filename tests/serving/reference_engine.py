@@ -89,8 +89,11 @@ class ReferenceEngine:
     def step(self) -> None:
         """One token of every request."""
         running = [ticket for ticket in self.tickets if ticket.finish_reason is None]
-        rows = [self.model(torch.tensor([[*t.prompt, *t.tokens]])).logits[0, -1] for t in running]
-        found = choose(torch.stack(rows), [ticket.choice() for ticket in running], OneRank(self.vocab))
+        texts = [(*ticket.prompt, *ticket.tokens) for ticket in running]
+        rows = {text: self.model(torch.tensor([text])).logits[0, -1] for text in set(texts)}
+        found = choose(
+            torch.stack([rows[text] for text in texts]), [ticket.choice() for ticket in running], OneRank(self.vocab)
+        )
         for ticket, chosen in zip(running, found, strict=True):
             if chosen.error is not None:
                 ticket.error, ticket.finish_reason = chosen.error, "error"

@@ -283,6 +283,12 @@ def test_a_head_that_is_not_sharded_exchanges_nothing() -> None:
     assert tokens(choose(logits, choices, Refusing())) == tokens(choose(logits, choices, OneRank(V)))
 
 
+def test_padding_of_whole_rows_is_no_token() -> None:
+    logits = torch.nn.functional.pad(some_logits(2), (0, 3), value=1e9)
+    choices = [a_choice(Sampling(temperature=0)), a_choice(Sampling(top_k=3))]
+    assert tokens(choose(logits, choices, OneRank(V))) == tokens(choose(logits[:, :V], choices, OneRank(V)))
+
+
 @pytest.mark.parametrize("kind", [{"temperature": 0}, {}, {"logit_bias": {5: 2.0}}], ids=str)
 def test_simple_rows_exchange_two_numbers_per_rank(kind: dict[str, Any]) -> None:
     _, meeting = choose_sharded(some_logits(8), [a_choice(Sampling(**kind), seed=i) for i in range(8)], 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import string
 from collections.abc import Sequence
 from typing import Any
@@ -114,6 +115,14 @@ def test_greedy_results_are_those_of_transformers(model: LlamaForCausalLM, argum
     for row, prompt, expected in zip(together.tolist(), PROMPTS, alone, strict=True):
         behind = row[ids.shape[1] + expected.shape[1] - len(prompt) :]
         assert behind == [eos[0]] * len(behind) if behind else True
+
+
+def test_requests_travel_between_ranks(model: LlamaForCausalLM) -> None:
+    for arguments in GREEDY:
+        sampling = requests_of(model.generation_config, torch.tensor(PROMPTS[:1]), **arguments).samplings[0]
+        sent = pickle.loads(pickle.dumps(sampling.sent))
+        assert sent.grammar is None
+        assert [type(one) for one in sent.processors] == [type(one) for one in sampling.processors]
 
 
 def test_the_arguments_matter(model: LlamaForCausalLM) -> None:
