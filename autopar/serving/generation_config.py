@@ -27,7 +27,7 @@ HARMLESS = {
     *("prefill_chunk_size", "continuous_batching_config", "early_stopping", "length_penalty"),
     *("decoder_start_token_id", "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule"),
     *("assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight"),
-    *("max_matching_ngram_size", "transformers_version", "_from_model_config"),
+    *("max_matching_ngram_size", "transformers_version"),
 }
 
 # name -> values without effect, beside None. Any other value is refused.

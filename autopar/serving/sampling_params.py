@@ -12,6 +12,7 @@ from autopar.errors import refusal_like
 from autopar.spelling import did_you_mean
 from autopar.values import a_text, number, refuse, whole_number, yes_or_no
 
+_LEAST_TEMPERATURE = 1e-5  # logits divided by less overflow
 _OTHER_WORDS = {
     "max_new_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
@@ -47,7 +48,8 @@ class Grammar(Protocol):
 class Sampling:
     """How the tokens of a request are chosen and when it ends. Fields are given by name.
 
-    temperature: divides the logits; 0: the most likely token (greedy), and top_k, top_p and min_p have no effect.
+    temperature: divides the logits; 0 (or below 1e-5, as in vLLM): the most likely token (greedy), and top_k, top_p and
+    min_p have no effect.
     top_k: only the k most likely tokens; 0: all. top_p: only the most likely tokens that have this probability
     together. min_p: only tokens of at least this fraction of the highest probability.
     repetition_penalty: divides positive logits, and multiplies negative ones, of the tokens of prompt and generation.
@@ -106,7 +108,7 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is chosen."""
-        return self.temperature == 0.0
+        return self.temperature < _LEAST_TEMPERATURE
 
     @property
     def needs_history(self) -> bool:

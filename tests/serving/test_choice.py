@@ -210,8 +210,15 @@ def test_draws_of_neighbours_are_independent() -> None:
         assert scipy.stats.chisquare(counts.numpy()).pvalue > 1e-4
 
 
-def test_rare_tokens_are_drawn() -> None:
-    """A probability of 1e-4, of which single precision would be enough, and that of 2e5 tokens of 5e-6 each."""
+@pytest.mark.parametrize("temperature", [1e-4, 1e-6, 1e-300])
+def test_low_temperatures_choose_the_most_likely(temperature: float) -> None:
+    logits = some_logits(50, dtype=torch.float32)
+    found = tokens(choose(logits, [a_choice(Sampling(temperature=temperature))] * 50, OneRank(V)))
+    assert found == logits.argmax(-1).tolist()
+
+
+def test_each_of_many_tokens_can_be_drawn() -> None:
+    """With 2e5 tokens of 5e-6 each, noise of few digits would favour the first."""
     vocab = 200_000
     logits = torch.zeros(20, vocab)
     found = tokens(choose(logits, [RowChoice(Sampling(), i, 0, 1) for i in range(20)], OneRank(vocab)))
