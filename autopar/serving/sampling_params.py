@@ -59,7 +59,7 @@ class Sampling:
     bad_words: sequences of token ids that are never generated.
     min_tokens, max_tokens: numbers of tokens to generate; max_tokens None: up to the server's max_length.
     seed: of the random numbers; equal seeds give equal tokens, whatever else is generated. None: the server draws one.
-    stop: texts that end the request and are no part of the result. stop_token_ids: ids that end it.
+    stop: texts that end the request, and are left out of the result. stop_token_ids: ids that end it.
     eos_token_ids: the model's end of text; None: as the server knows it. ignore_eos: it does not end the request.
     logprobs: None: none; 0: of the chosen tokens; n: of the n most likely ones too. They are of the model's own
     distribution, before temperature, penalties, biases and masks (as in vLLM and OpenAI's API).
