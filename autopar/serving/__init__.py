@@ -3,6 +3,7 @@
 sampling_params     what a request asks for: `autopar.Sampling`
 step                what a step computes, and what it chose
 choice              from rows of logits to tokens
+generation_config   transformers' GenerationConfig as `Sampling`
 generate            transformers' `generate` and `generate_batch` on requests
 text                tokens to text as they come, and stop strings
 """

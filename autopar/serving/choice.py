@@ -7,7 +7,7 @@ penalty as in vLLM:
     the request's own processors, temperature, top k, top p, min p
 
 A token is drawn as the largest of score + Gumbel noise. The noise is a function of the request's seed, the position
-and the token id alone, by the counter-based random numbers of `autopar.ops.random_numbers`. So a request has the same
+and the token id alone, by the counter-based random numbers of `autopar.ops.dropout`. So a request has the same
 tokens in every batch, on every mesh, after it was interrupted, and on CPU and CUDA.
 
 What acts on single ids runs on each rank's own columns; then two numbers per row and rank, the largest score and its
@@ -26,7 +26,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from autopar.ops.random_numbers import drawn
+from autopar.ops.dropout import random_words
 from autopar.serving.step import Chosen, RowChoice
 
 _SITE = 0x5E2E  # keeps the noise apart from the random numbers of other operators
@@ -104,7 +104,8 @@ class _Shard:
     """The columns of this rank: ids ``first``, ``first`` + 1, ... The others have up to ``width`` columns.
 
     autopar shards a dim only if it divides, after padding perhaps; `torch.chunk` gives a last, shorter shard. In both
-    the shard of rank r begins at r times the width of the first. A head that is not sharded gives whole rows.
+    the shard of rank r begins at r times the width of the first. A head that is not sharded gives whole rows, and
+    nothing is exchanged.
     """
 
     logits: Tensor
@@ -115,8 +116,10 @@ class _Shard:
     @staticmethod
     def of(logits: Tensor, exchange: VocabExchange) -> _Shard:
         columns, vocab = logits.shape[1], exchange.vocab
-        if columns >= vocab:
+        if exchange.size == 1 or columns == vocab:
+            assert columns >= vocab, f"one rank has {columns} columns of {vocab}"
             return _Shard(logits[:, :vocab] if columns > vocab else logits, 0, vocab, OneRank(vocab))
+        assert columns < vocab, f"rank {exchange.rank} has {columns} columns of {vocab}: give whole rows with OneRank"
         width = max(columns, -(-vocab // exchange.size))
         first = exchange.rank * width
         own = max(0, min(first + width, vocab) - first)
@@ -225,7 +228,7 @@ def _column(numbers: Sequence[float], scores: Tensor) -> Tensor:
 
 
 def _at_temperature(scores: Tensor, choices: Sequence[RowChoice]) -> Tensor:
-    temperatures = [choice.sampling.temperature or 1.0 for choice in choices]
+    temperatures = [1.0 if choice.sampling.greedy else choice.sampling.temperature for choice in choices]
     if all(t == 1.0 for t in temperatures):
         return scores
     scores = scores if scores.dtype in (torch.float32, torch.float64) else scores.float()
@@ -247,8 +250,8 @@ def _filtered(scores: Tensor, choices: Sequence[RowChoice]) -> Tensor:
             0, torch.tensor(rows, device=scores.device), scores[rows].masked_fill(removed, -math.inf)
         )
     if any(ps := [s.min_p if s else 0.0 for s in drawn_from]):
-        likely = scores.softmax(-1)
-        scores = scores.masked_fill(likely < likely.amax(-1, keepdim=True) * _column(ps, scores), -math.inf)
+        least = scores.amax(-1, keepdim=True) + _column(ps, scores).log()  # of probabilities: max * min_p
+        scores = scores.masked_fill(scores < least, -math.inf)
     return scores
 
 
@@ -300,15 +303,16 @@ def _largest(scores: Tensor, first: int) -> Tensor:
 
 
 def _best_with_noise(scores: Tensor, choices: Sequence[RowChoice], first: int) -> Tensor:
-    """Gumbel noise is added in double precision: float32 has too few digits for rare tokens."""
+    """Gumbel noise is added: 32 random bits in double precision, so probabilities are exact to 2e-10 and equal noise is
+    no matter; float32 has too few digits for rare tokens."""
     ids = (scores != -math.inf).any(0).nonzero().squeeze(1)  # after top k they are few
     if not len(ids):
         return _largest(scores, first)
     keys = torch.tensor([_signed(choice.seed * _GOLDEN + choice.position) for choice in choices], device=scores.device)
     seed = torch.zeros((), dtype=torch.int64, device=scores.device)
-    shape = len(keys), len(ids)
-    waits = drawn(shape, seed, "exponential", 1.0, 0.0, _SITE, [keys, ids + first], [1 << 62, 1 << 32], torch.float64)
-    best = _largest((scores if len(ids) == scores.shape[1] else scores[:, ids]) - waits.log_(), 0)
+    words = random_words((len(keys), len(ids)), seed, _SITE, [keys, ids + first], [1 << 62, 1 << 32])
+    between = words.to(torch.float64).add_(2**31 + 0.5).mul_(2**-32)  # uniform, above 0 and below 1
+    best = _largest((scores if len(ids) == scores.shape[1] else scores[:, ids]) - between.log_().neg_().log_(), 0)
     best[1] = ids[best[1].long()] + first
     return best
 
@@ -334,15 +338,17 @@ def _of_whole_rows(rows: Tensor, choices: Sequence[RowChoice]) -> list[Chosen]:
         if choice.want_scores:
             chosen.scores = scores[i].clone()
         if choice.sampling.logprobs is not None and chosen.error is None:
-            _add_logprobs(chosen, rows[i].log_softmax(-1), choice.sampling.logprobs)
+            source = scores if choice.sampling.processed_logprobs else rows
+            _add_logprobs(chosen, source[i].log_softmax(-1), choice.sampling.logprobs)
     return found
 
 
 def _own_processors(row: Tensor, choice: RowChoice) -> Tensor:
-    scores, ids = row.clone().unsqueeze(0), torch.tensor([choice.history], device=row.device)
+    """On the CPU, where the tensors that processors hold are on every rank."""
+    scores, ids = row.clone().cpu().unsqueeze(0), torch.tensor([choice.history])
     for processor in choice.sampling.processors:
         scores = processor(ids, scores)
-    return scores[0]
+    return scores[0].to(row.device)
 
 
 def _add_logprobs(chosen: Chosen, logprobs: Tensor, number: int) -> None:

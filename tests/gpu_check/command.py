@@ -14,7 +14,7 @@ import torch
 import autopar.api  # what is imported before the fork, no check has to import
 import autopar.models.tiny
 from autopar.runtime.mesh.devices import RANKS_SHARE_GPUS
-from tests.gpu_check import attention, compiled, dropout, experts, facts, offload, paged, ranks, step
+from tests.gpu_check import attention, compiled, dropout, experts, facts, offload, paged, ranks, sampling, step
 from tests.gpu_check.processes import Check, Machine, answer, run_checks
 from tests.gpu_check.rows import FAILED, Row, table, write_json
 
@@ -24,6 +24,7 @@ SECTIONS: dict[str, Callable[[Machine], Sequence[Check]]] = {
     "paged": paged.checks,
     "experts": experts.checks,
     "dropout": dropout.checks,
+    "sampling": sampling.checks,
     "step": step.checks,
     "offload": offload.checks,
     "ranks": ranks.checks,

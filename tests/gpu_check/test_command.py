@@ -43,10 +43,10 @@ def only(monkeypatch: pytest.MonkeyPatch, *chosen: Check) -> None:
 
 
 def test_what_is_right(ran: Ran) -> None:
-    status, found, printed = ran("facts,kernels,paged,experts,dropout")
+    status, found, printed = ran("facts,kernels,paged,experts,dropout,sampling")
     assert status == 0 and not found["failed"] and found["device"] == "cpu", printed
     counted = {(row["section"], row["verdict"]) for row in found["rows"]}
-    assert counted >= {(name, "ok") for name in ("facts", "kernels", "paged", "experts", "dropout")}
+    assert counted >= {(name, "ok") for name in ("facts", "kernels", "paged", "experts", "dropout", "sampling")}
     assert {row["what"] for row in found["rows"] if row["section"] == "kernels"} >= {
         "cpu_flash float64",
         "math bfloat16",

@@ -210,8 +210,15 @@ def test_draws_of_neighbours_are_independent() -> None:
         assert scipy.stats.chisquare(counts.numpy()).pvalue > 1e-4
 
 
-def test_rare_tokens_are_drawn() -> None:
-    """A probability of 1e-4, of which single precision would be enough, and that of 2e5 tokens of 5e-6 each."""
+@pytest.mark.parametrize("temperature", [1e-4, 1e-6, 1e-300])
+def test_low_temperatures_choose_the_most_likely(temperature: float) -> None:
+    logits = some_logits(50, dtype=torch.float32)
+    found = tokens(choose(logits, [a_choice(Sampling(temperature=temperature))] * 50, OneRank(V)))
+    assert found == logits.argmax(-1).tolist()
+
+
+def test_each_of_many_tokens_can_be_drawn() -> None:
+    """With 2e5 tokens of 5e-6 each, noise of few digits would favour the first."""
     vocab = 200_000
     logits = torch.zeros(20, vocab)
     found = tokens(choose(logits, [RowChoice(Sampling(), i, 0, 1) for i in range(20)], OneRank(vocab)))
@@ -283,6 +290,12 @@ def test_a_head_that_is_not_sharded_exchanges_nothing() -> None:
     assert tokens(choose(logits, choices, Refusing())) == tokens(choose(logits, choices, OneRank(V)))
 
 
+def test_padding_of_whole_rows_is_no_token() -> None:
+    logits = torch.nn.functional.pad(some_logits(2), (0, 3), value=1e9)
+    choices = [a_choice(Sampling(temperature=0)), a_choice(Sampling(top_k=3))]
+    assert tokens(choose(logits, choices, OneRank(V))) == tokens(choose(logits[:, :V], choices, OneRank(V)))
+
+
 @pytest.mark.parametrize("kind", [{"temperature": 0}, {}, {"logit_bias": {5: 2.0}}], ids=str)
 def test_simple_rows_exchange_two_numbers_per_rank(kind: dict[str, Any]) -> None:
     _, meeting = choose_sharded(some_logits(8), [a_choice(Sampling(**kind), seed=i) for i in range(8)], 2)
@@ -320,6 +333,15 @@ def test_log_probabilities_are_of_the_models_own_distribution() -> None:
     best = expected.sort(descending=True)
     assert found.top is not None and [token for token, _ in found.top] == best.indices[:3].tolist()
     assert [value for _, value in found.top] == pytest.approx(best.values[:3].tolist(), abs=1e-12)
+
+
+def test_log_probabilities_of_the_distribution_that_is_drawn_from() -> None:
+    sampling = Sampling(temperature=0.5, top_k=2, logprobs=3, processed_logprobs=True)
+    found = choose(some_logits(1), [a_choice(sampling, want_scores=True)], OneRank(V))[0]
+    assert found.scores is not None and found.top is not None
+    assert found.logprob == pytest.approx(found.scores.log_softmax(-1)[found.token].item(), abs=1e-12)
+    assert math.exp(found.top[0][1]) + math.exp(found.top[1][1]) == pytest.approx(1.0)
+    assert found.top[2][1] == -math.inf
 
 
 def test_only_the_chosen_log_probability() -> None:
