@@ -88,7 +88,7 @@ class Server:
         self._leader = Leader(runner, self._control, self._schedulers, self._delivered) if self._control.leads else None
         self._follower = None if self._leader else Follower(runner, self._control, self._calls)
         self._metrics, self._times = Metrics(), dict[int, tuple[float, bool]]()  # id -> (last event, it had a token)
-        self._numbers, self._ids = itertools.count(1), itertools.count(1)
+        self._ids, self._made = itertools.count(1), 0  # of requests, number of calls
         self._lock = threading.RLock()  # of calls
         self._driving = threading.Lock()  # of the thread that drives
         self._thread: threading.Thread | None = None
@@ -240,7 +240,7 @@ class Server:
         """Make a call: its tickets. ``most``: how many requests may wait."""
         with self._lock:
             self._refuse_if_over()
-            number = next(self._numbers)
+            self._made = number = self._made + 1
             digest = _digest(requests) if self._control.world > 1 else b""
             if self._leader is None:
                 return self._calls.make(number, digest, [Ticket(request.prompt) for request in requests])
@@ -329,7 +329,7 @@ class Server:
         if self._error is not None:
             words = f"{type(self._error).__name__}: {self._error}"
             raise ValueError(f"serve: the server ended by an error ({words}); make a new one")
-        if self._closed or self._loop.over:
+        if self._closed or (self._loop.over and not self._calls.knows(self._made + 1)):
             raise ValueError("serve: the server is closed; make a new one")
 
     def close(self) -> None:
