@@ -23,6 +23,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import pickle
 import random
 import threading
 import time
@@ -73,15 +74,11 @@ class Server:
     ) -> None:
         self.max_length, self.max_waiting, self.vocabulary = max_length, max_waiting, vocabulary
         self.eos_token_ids = tuple(eos_token_ids)
-        self._schedulers = [
-            Scheduler(
-                PagedCache(runner.pages, runner.windows, runner.page_size, max_length, step_tokens, runner.page_bytes),
-                max(step_tokens, max_running),
-                max_running,
-                runner.stages,
-            )
-            for _ in range(runner.replicas)
-        ]
+        step_tokens = max(step_tokens, max_running)  # all that run may decode in one step
+        cache = functools.partial(
+            PagedCache, runner.pages, runner.windows, runner.page_size, max_length, step_tokens, runner.page_bytes
+        )
+        self._schedulers = [Scheduler(cache(), step_tokens, max_running, runner.stages) for _ in range(runner.replicas)]
         self._control = Control(groups)
         self._device = None if groups is None or groups.device.type == "cpu" else groups.device
         self._calls = Calls(self._control.rank)
@@ -226,6 +223,14 @@ class Server:
         if sampling.eos_token_ids is None:
             sampling = dataclasses.replace(sampling, eos_token_ids=self.eos_token_ids)
         self._check_ids("sampling.stop_token_ids", sampling.end_ids)
+        if sampling.processors and self._control.world > 1:
+            try:
+                pickle.dumps(sampling.processors)
+            except Exception as error:
+                raise ValueError(
+                    f"serve: sampling.processors are sent to all ranks and must be picklable, found {error}; use "
+                    "functions or classes of a module"
+                ) from error
         return sampling
 
     def _check_ids(self, what: str, ids: Any) -> None:
@@ -313,9 +318,9 @@ class Server:
 
     def _drive(self) -> None:
         """Until the server is closed."""
-        with self._driving:
-            self._refuse_if_over()
-            with self._breaking():
+        self._refuse_if_over()
+        with self._driving, self._breaking():
+            if self._error is None and not self._loop.over:
                 self._loop.run(lambda: self._ending)
                 if self._leader is not None:
                     self._leader.end()
@@ -331,6 +336,12 @@ class Server:
             raise ValueError(f"serve: the server ended by an error ({words}); make a new one")
         if self._closed or (self._loop.over and not self._calls.knows(self._made + 1)):
             raise ValueError("serve: the server is closed; make a new one")
+
+    def forget_prefixes(self) -> None:
+        """To be called when weights have changed, before the next call: keys and values of earlier requests are not
+        used again. It does nothing on ranks other than 0."""
+        if self._leader is not None:
+            self._leader.forget()
 
     def close(self) -> None:
         """Abort what runs and end the server, on all ranks: those other than 0 wait until rank 0 does."""

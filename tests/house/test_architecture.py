@@ -58,6 +58,7 @@ FLOORS: tuple[set[str], ...] = (
     {"runtime.module"},
     {"runtime.training"},
     {"runtime"},
+    {"serving"},
     {"cache"},
     {"api"},
     {"verification", "models"},
@@ -74,6 +75,7 @@ EXTRA_LIBRARIES = {
     "runtime": set(),
     "core": {"flash_attn", "triton"},
     "integrations": {"transformers", "accelerate"},
+    "serving": {"transformers"},  # in functions of `generate`, for its arguments and results
 }
 
 # Only here process groups are made.

@@ -12,13 +12,13 @@ from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from autopar.serving.sampling_params import Sampling
 from autopar.serving.server import Server
 from tests.serving.fake_runner import VOCAB, FakeRunner, expected, prompt
-from tests.support.ranks import RankError, close_pools, refusal, run_ranks
+from tests.support.ranks import close_pools, refusal, run_ranks
 
 MESHES = [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 2, "pp": 2}, {"pp": 4}, {"pp": 2, "tp": 2}, {"dp": 4}]
 
 
 def make(sizes: dict[str, int], **options: Any) -> tuple[Server, FakeRunner]:
-    """A server of a fake runner: each rank computes all of its replica's step, and ranks of the last stage return it."""
+    """A server of a fake runner: each rank computes its replica's whole step; those of the last stage return it."""
     groups = Groups(init_mesh("cpu", **sizes))
     dp, pp, tp = (sizes.get(axis, 1) for axis in ("dp", "pp", "tp"))
     # The default order of axes, from slow to fast: pp, dp, tp.
