@@ -74,8 +74,7 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         """A running request no longer runs: its pages are free."""
         self.running[request.group].remove(request)
-        if self._rows.pop(request.id, None):
-            request.in_flight = False
+        assert request.id not in self._rows, "the youngest request is planned last"
         self._no_longer_coming(request)
         self.cache.free(request)
 

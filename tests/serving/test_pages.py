@@ -114,7 +114,10 @@ class Pools(RuleBasedStateMachine):
 
     @invariant()
     def counts(self) -> None:
-        for kind, pool in enumerate(self.cache.pools if hasattr(self, "cache") else ()):
+        if not hasattr(self, "cache"):
+            return
+        assert len(self.cache._nodes) < self.cache.pools[0].pages, "a node for each page at most"
+        for kind, pool in enumerate(self.cache.pools):
             held = Counter(page for one in self.requests for page in one.pages[kind] if page)
             assert all(pool.references(page) == held[page] for page in range(1, pool.pages))
             assert pool.free == pool.pages - 1 - len(held)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import random
+import threading
 import time
 from typing import Any
 
@@ -12,7 +16,7 @@ from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from autopar.serving.sampling_params import Sampling
 from autopar.serving.server import Server
 from tests.serving.fake_runner import VOCAB, FakeRunner, expected, prompt
-from tests.support.ranks import close_pools, refusal, run_ranks
+from tests.support.ranks import close_pools, rank_outcomes, refusal, run_ranks
 
 MESHES = [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 2, "pp": 2}, {"pp": 4}, {"pp": 2, "tp": 2}, {"dp": 4}]
 
@@ -173,6 +177,61 @@ def long_messages() -> Any:
 
 def test_long_messages() -> None:
     assert run_ranks(2, long_messages) == [[expected(p, 3, 3) for p in (prompt(20_000), prompt(15_000, 2))]] * 2
+
+
+def aborts(sizes: dict[str, int]) -> Any:
+    """Random requests and aborts from several threads of rank 0."""
+    server, _ = make(sizes)
+    if dist.get_rank():
+        return server.run()
+
+    def client(number: int) -> None:
+        drawn = random.Random(number)
+        for _ in range(40):
+            tokens, seed = prompt(drawn.randrange(1, 30), drawn.randrange(3)), drawn.randrange(100)
+            ticket = server.submit(tokens, Sampling(max_tokens=20, seed=seed))
+            if drawn.random() < 0.5:
+                for _ in zip(range(drawn.randrange(4)), ticket):
+                    pass
+                ticket.abort()
+            found = ticket.result(60)
+            right.append(found == expected(tokens, seed, 20)[: len(found)])
+            reasons.add(ticket.finish_reason)
+
+    right, reasons = list[bool](), set[Any]()
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    metrics = server.metrics()
+    server.close()
+    return len(right), all(right), reasons, metrics.pages_used, metrics.running
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"pp": 2}], ids=str)
+def test_random_requests_and_aborts(sizes: dict[str, int]) -> None:
+    assert run_ranks(2, aborts, sizes)[0] == (240, True, {"length", "abort"}, 0, 0)
+
+
+def dies(dying: int) -> Any:
+    server, runner = make({"dp": 2})
+    if dist.get_rank() == dying:
+        run, steps = runner.run, itertools.count()
+        runner.run = lambda rows: os._exit(7) if next(steps) == 3 else run(rows)  # type: ignore[method-assign]
+    start = time.monotonic()
+    try:
+        server.generate(PROMPTS, EIGHT)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_rank_that_dies(dying: int) -> None:
+    outcomes = rank_outcomes(2, dies, dying, grace=30)
+    close_pools()
+    words, seconds = outcomes[1 - dying].value
+    assert f"rank {dying}" in words and seconds < 30, words
 
 
 def fails(sizes: dict[str, int], failing: int, way: str) -> Any:

@@ -157,7 +157,30 @@ def test_changed_weights_forget_prefixes() -> None:
     scheduler.add(new)
     drive(scheduler, runner, 100)
     assert scheduler.cached_tokens == 0 and new.tokens[30:] == expected(new.prompt, 2, 20)
-    assert all_free(scheduler)
+    short = request(3, prompt(3, 3), most=20)  # of which no page was known
+    scheduler.add(short)
+    drive(scheduler, runner, 1)
+    scheduler.cache.forget()
+    drive(scheduler, runner, 100)
+    scheduler.add(request(4, short.tokens))
+    drive(scheduler, runner, 100)
+    assert scheduler.cached_tokens == 0 and all_free(scheduler)
+
+
+def test_what_is_overwritten_is_not_waited_for() -> None:
+    """A running request has computed a prefix, but its pages behind the window are gone."""
+    scheduler, runner = make(pages=(65, 21), windows=(0, 8), step_tokens=8)
+    old, new = request(1, prompt(16), most=40), request(2, prompt(17), most=2)
+    scheduler.add(old)
+    drive(scheduler, runner, 20)
+    scheduler.add(new)
+    drive(scheduler, runner, 6)
+    assert scheduler.cached_tokens == 0 and new.finish_reason and not old.finish_reason
+    drive(scheduler, runner, 100)
+    assert [one.tokens[len(one.prompt) :] for one in (old, new)] == [
+        expected(old.prompt, 1, 40),
+        expected(new.prompt, 2, 2),
+    ]
 
 
 def test_groups_get_equally_many() -> None:
