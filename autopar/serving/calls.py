@@ -93,6 +93,11 @@ class Calls:
             else:
                 self._tickets.update(zip(call.requests, tickets))
 
+    def knows(self, number: int) -> bool:
+        """Whether rank 0 has announced a call that this rank has not made yet."""
+        with self._lock:
+            return number in self._announced
+
     def agrees(self, number: int, digest: bytes) -> bool | None:
         """Whether this rank has made a call with these arguments; None: it has made none of that number."""
         with self._lock:

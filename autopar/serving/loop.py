@@ -15,12 +15,15 @@ empty message every second as long as it is driven.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from autopar.runtime.fault.errors import CollectiveError
 from autopar.serving.calls import Announcement, Calls, Event
 from autopar.serving.control import LEADER, Control, Expected
 from autopar.serving.requests import Request
@@ -65,7 +68,7 @@ class Leader:
         self._runner, self._control, self._schedulers, self._deliver = runner, control, schedulers, deliver
         self._flights: list[_Flight | None] = [None] * runner.stages
         self._group = 0
-        self._inbox: deque[tuple[Announcement, Sequence[Request]] | int] = deque()  # calls, and requests to abort
+        self._inbox: deque[tuple[Announcement, Sequence[Request]] | Callable[[], None]] = deque()
         self._woken = threading.Event()
         self.steps = 0
         self.over = False
@@ -79,7 +82,14 @@ class Leader:
 
     def abort(self, request: int) -> None:
         """End a request at the next step."""
-        self._inbox.append(request)
+        self._on_each(lambda scheduler: scheduler.abort(request))
+
+    def forget(self) -> None:
+        """Forget known prefixes before the next step."""
+        self._on_each(lambda scheduler: scheduler.cache.forget())
+
+    def _on_each(self, change: Callable[[Scheduler], None]) -> None:
+        self._inbox.extend(functools.partial(change, scheduler) for scheduler in self._schedulers)
         self._woken.set()
 
     def wake(self) -> None:
@@ -94,7 +104,7 @@ class Leader:
     @property
     def waiting(self) -> int:
         """Number of requests that have not begun."""
-        new = sum(len(item[1]) for item in tuple(self._inbox) if not isinstance(item, int))
+        new = sum(len(item[1]) for item in tuple(self._inbox) if isinstance(item, tuple))
         return new + sum(len(scheduler.waiting) for scheduler in self._schedulers)
 
     # --- driving --------------------------------------------------------------------------------------------------
@@ -131,13 +141,12 @@ class Leader:
         calls = []
         while self._inbox:
             item = self._inbox.popleft()
-            if isinstance(item, int):
-                for scheduler in self._schedulers:
-                    scheduler.abort(item)
-            else:
+            if isinstance(item, tuple):
                 calls.append(item[0])
                 for request in item[1]:
                     min(self._schedulers, key=lambda scheduler: scheduler.unfinished).add(request)
+            else:
+                item()
         return calls
 
     def _started(self, rows: Rows) -> _Flight:
@@ -193,7 +202,9 @@ class Leader:
             scheduler.abort_all()
         events += self._ends()
         self.over = True
-        self._send(Message(None, _packed_events(events), calls, end=""), events)
+        with contextlib.suppress(CollectiveError):  # a rank has left without closing the server
+            self._send(Message(None, _packed_events(events), calls, end=""))
+        self._deliver(events)
 
     def give_up(self, error: BaseException) -> None:
         """Tell the others, if they are there, that this rank has failed."""

@@ -25,9 +25,6 @@ class Node:
     pages: list[int]  # per window kind; 0: overwritten
 
 
-_ROOT = 0
-
-
 class PagedCache:
     """The page pools of a replica.
 
@@ -57,7 +54,7 @@ class PagedCache:
         ]
         self._nodes: dict[tuple[int, tuple[int, ...]], Node] = {}
         self._owner: list[dict[int, Node]] = [{} for _ in windows]  # page -> node, per kind
-        self._serial = _ROOT
+        self._serial = self._root = 0
 
     def _check(self, pages: Sequence[int], max_length: int, page_bytes: Sequence[int]) -> None:
         for kind, (count, most) in enumerate(zip(pages, self.most)):
@@ -78,7 +75,7 @@ class PagedCache:
         """The pages of the longest usable prefix, never with the last token: something must be computed."""
         size, found = self.page_size, list[Node]()
         missing = [-1] * len(self.windows)  # per kind: the last page that is not there
-        parent = usable = 0
+        parent, usable = self._root, 0
         for index in range((len(tokens) - 1) // size):
             node = self._nodes.get((parent, tuple(tokens[index * size : (index + 1) * size])))
             if node is None:
@@ -121,6 +118,14 @@ class PagedCache:
                     self._owner[kind][pages[index]] = node
             request.prefix, request.remembered = node.serial, index + 1
 
+    def forget(self) -> None:
+        """Weights have changed: no prefix is known any more, nor will those be that running requests began."""
+        self._serial += 1
+        self._root = self._serial
+        self._nodes.clear()
+        for owner in self._owner:
+            owner.clear()
+
     # --- the pages of a request -----------------------------------------------------------------------------------
 
     def admit(self, request: Request, nodes: list[Node], margin: int) -> bool:
@@ -138,7 +143,7 @@ class PagedCache:
                     pool.hold(page)
         request.pages = held
         request.shared = request.remembered = len(nodes)
-        request.prefix = nodes[-1].serial if nodes else _ROOT
+        request.prefix = nodes[-1].serial if nodes else self._root
         request.computed = len(nodes) * self.page_size
         grown = self._grow(request, 0, count)
         assert grown, "pages were counted"
@@ -182,4 +187,3 @@ class PagedCache:
             pool.release(reversed(pages))
         request.pages, request.tables = [], ()
         request.computed = request.room = request.shared = request.remembered = 0
-        request.prefix = _ROOT

@@ -74,8 +74,7 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         """A running request no longer runs: its pages are free."""
         self.running[request.group].remove(request)
-        if self._rows.pop(request.id, None):
-            request.in_flight = False
+        assert request.id not in self._rows, "the youngest request is planned last"
         self._no_longer_coming(request)
         self.cache.free(request)
 
@@ -143,7 +142,9 @@ class Scheduler:
     def _join(self, group: int) -> bool:
         """Whether the first waiting request can join; then it runs."""
         counts = [len(running) for running in self.running]
-        if not self.waiting or sum(counts) >= self.max_running or counts[group] > min(counts):
+        wanted = min(sum(counts) + len(self.waiting), self.max_running)
+        share = (wanted + len(counts) - 1 - group) // len(counts)
+        if not self.waiting or sum(counts) >= self.max_running or counts[group] >= share:
             return False
         request = self.waiting[0]
         if request.in_flight:
@@ -190,6 +191,6 @@ class Scheduler:
         return given
 
 
-def _place(row: Row) -> int:
-    """Rows in the order of their places in the pool: so requests that decode lie at equal distances."""
-    return row.pages[0][-1]
+def _place(row: Row) -> tuple[bool, int]:
+    """Requests that decode come first, and rows in the order of their places in the pool."""
+    return len(row.tokens) > 1, row.pages[0][-1]

@@ -23,6 +23,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import pickle
 import random
 import threading
 import time
@@ -73,22 +74,18 @@ class Server:
     ) -> None:
         self.max_length, self.max_waiting, self.vocabulary = max_length, max_waiting, vocabulary
         self.eos_token_ids = tuple(eos_token_ids)
-        self._schedulers = [
-            Scheduler(
-                PagedCache(runner.pages, runner.windows, runner.page_size, max_length, step_tokens, runner.page_bytes),
-                max(step_tokens, max_running),
-                max_running,
-                runner.stages,
-            )
-            for _ in range(runner.replicas)
-        ]
+        step_tokens = max(step_tokens, max_running)  # all that run may decode in one step
+        cache = functools.partial(
+            PagedCache, runner.pages, runner.windows, runner.page_size, max_length, step_tokens, runner.page_bytes
+        )
+        self._schedulers = [Scheduler(cache(), step_tokens, max_running, runner.stages) for _ in range(runner.replicas)]
         self._control = Control(groups)
         self._device = None if groups is None or groups.device.type == "cpu" else groups.device
         self._calls = Calls(self._control.rank)
         self._leader = Leader(runner, self._control, self._schedulers, self._delivered) if self._control.leads else None
         self._follower = None if self._leader else Follower(runner, self._control, self._calls)
         self._metrics, self._times = Metrics(), dict[int, tuple[float, bool]]()  # id -> (last event, it had a token)
-        self._numbers, self._ids = itertools.count(1), itertools.count(1)
+        self._ids, self._made = itertools.count(1), 0  # of requests, number of calls
         self._lock = threading.RLock()  # of calls
         self._driving = threading.Lock()  # of the thread that drives
         self._thread: threading.Thread | None = None
@@ -226,6 +223,14 @@ class Server:
         if sampling.eos_token_ids is None:
             sampling = dataclasses.replace(sampling, eos_token_ids=self.eos_token_ids)
         self._check_ids("sampling.stop_token_ids", sampling.end_ids)
+        if sampling.processors and self._control.world > 1:
+            try:
+                pickle.dumps(sampling.processors)
+            except Exception as error:
+                raise ValueError(
+                    f"serve: sampling.processors are sent to all ranks and must be picklable, found {error}; use "
+                    "functions or classes of a module"
+                ) from error
         return sampling
 
     def _check_ids(self, what: str, ids: Any) -> None:
@@ -240,7 +245,7 @@ class Server:
         """Make a call: its tickets. ``most``: how many requests may wait."""
         with self._lock:
             self._refuse_if_over()
-            number = next(self._numbers)
+            self._made = number = self._made + 1
             digest = _digest(requests) if self._control.world > 1 else b""
             if self._leader is None:
                 return self._calls.make(number, digest, [Ticket(request.prompt) for request in requests])
@@ -313,9 +318,9 @@ class Server:
 
     def _drive(self) -> None:
         """Until the server is closed."""
-        with self._driving:
-            self._refuse_if_over()
-            with self._breaking():
+        self._refuse_if_over()
+        with self._driving, self._breaking():
+            if self._error is None and not self._loop.over:
                 self._loop.run(lambda: self._ending)
                 if self._leader is not None:
                     self._leader.end()
@@ -329,8 +334,14 @@ class Server:
         if self._error is not None:
             words = f"{type(self._error).__name__}: {self._error}"
             raise ValueError(f"serve: the server ended by an error ({words}); make a new one")
-        if self._closed or self._loop.over:
+        if self._closed or (self._loop.over and not self._calls.knows(self._made + 1)):
             raise ValueError("serve: the server is closed; make a new one")
+
+    def forget_prefixes(self) -> None:
+        """To be called when weights have changed, before the next call: keys and values of earlier requests are not
+        used again. It does nothing on ranks other than 0."""
+        if self._leader is not None:
+            self._leader.forget()
 
     def close(self) -> None:
         """Abort what runs and end the server, on all ranks: those other than 0 wait until rank 0 does."""

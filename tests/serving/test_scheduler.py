@@ -145,6 +145,51 @@ def test_max_length_and_stops() -> None:
     assert long.finish_reason == "length" and len(long.tokens) == 64
 
 
+def test_changed_weights_forget_prefixes() -> None:
+    """Also those that a running request had begun."""
+    scheduler, runner = make()
+    old, new = request(1, prompt(30), most=20), request(2, prompt(30), most=20)
+    scheduler.add(old)
+    drive(scheduler, runner, 1)
+    assert 0 < old.remembered < 30 // 4
+    scheduler.cache.forget()
+    drive(scheduler, runner, 1)
+    scheduler.add(new)
+    drive(scheduler, runner, 100)
+    assert scheduler.cached_tokens == 0 and new.tokens[30:] == expected(new.prompt, 2, 20)
+    short = request(3, prompt(3, 3), most=20)  # of which no page was known
+    scheduler.add(short)
+    drive(scheduler, runner, 1)
+    scheduler.cache.forget()
+    drive(scheduler, runner, 100)
+    scheduler.add(request(4, short.tokens))
+    drive(scheduler, runner, 100)
+    assert scheduler.cached_tokens == 0 and all_free(scheduler)
+
+
+def test_what_is_overwritten_is_not_waited_for() -> None:
+    """A running request has computed a prefix, but its pages behind the window are gone."""
+    scheduler, runner = make(pages=(65, 21), windows=(0, 8), step_tokens=8)
+    old, new = request(1, prompt(16), most=40), request(2, prompt(17), most=2)
+    scheduler.add(old)
+    drive(scheduler, runner, 20)
+    scheduler.add(new)
+    drive(scheduler, runner, 6)
+    assert scheduler.cached_tokens == 0 and new.finish_reason and not old.finish_reason
+    drive(scheduler, runner, 100)
+    assert [one.tokens[len(one.prompt) :] for one in (old, new)] == [
+        expected(old.prompt, 1, 40),
+        expected(new.prompt, 2, 2),
+    ]
+
+
+def test_groups_get_equally_many() -> None:
+    scheduler = Scheduler(PagedCache((200,), (0,), 4, 64, 64), 64, 16, 4)
+    for number in range(1, 11):
+        scheduler.add(request(number, prompt(5, number)))
+    assert [len(scheduler.next_step(group)) for group in range(4)] == [3, 3, 2, 2]
+
+
 def test_a_failing_request_ends_alone() -> None:
     class Broken:
         finished = False
