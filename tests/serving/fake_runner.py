@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from autopar.serving.requests import Request
 from autopar.serving.sampling_params import Sampling
 from autopar.serving.scheduler import Scheduler
-from autopar.serving.step import Chosen, Row
+from autopar.serving.step import Chosen, Row, Step
 
 VOCAB = 50
 
@@ -55,7 +55,8 @@ class FakeRunner:
         self.computed = self.steps = 0
         self.fails_at: int | None = None
 
-    def run(self, rows: Sequence[Row]) -> list[Chosen] | None:
+    def run(self, step: Step) -> list[Chosen] | None:
+        rows = step.rows[self.replica]
         self.steps += 1
         if self.steps == self.fails_at:
             raise RuntimeError("the device is gone")
@@ -102,7 +103,7 @@ def drive(scheduler: Scheduler, runner: FakeRunner, steps: int = 1) -> list[tupl
         rows = scheduler.next_step()
         if not rows:
             break
-        chosen = runner.run(rows)
+        chosen = runner.run(Step((rows,)))
         assert chosen is not None
         scheduler.collect(rows, chosen)
         found.append(rows)

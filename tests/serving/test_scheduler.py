@@ -92,7 +92,7 @@ def test_window_gives_pages_back() -> None:
     used = []
     while rows := scheduler.next_step():
         used.append(11 - scheduler.cache.pools[1].free)
-        scheduler.collect(rows, runner.run(rows) or [])
+        scheduler.collect(rows, runner.run(Step((rows,))) or [])
     assert max(used) <= scheduler.cache.most[1] == 5 and one.tokens[40:] == expected(one.prompt, 1, 20)
     assert all_free(scheduler)
 
@@ -240,7 +240,7 @@ def test_many_random_requests(pages: tuple[int, ...], windows: tuple[int, ...], 
         scheduler.collect(*flights[group])
         rows = scheduler.next_step(group)
         assert sum(len(row.tokens) for row in rows) <= 16
-        flights[group] = rows, runner.run(rows) or []
+        flights[group] = rows, runner.run(Step((rows,))) or []
         group = (group + 1) % groups
     assert all_free(scheduler) and len(scheduler.ended) == 2000 and not scheduler._coming and not scheduler._hashes
     assert {one.finish_reason for one in requests} == {"length", "abort"}
@@ -262,6 +262,6 @@ def test_planning_is_quick() -> None:
         rows = scheduler.next_step()
         times.append(time.perf_counter() - start)
         assert len(rows) == 64
-        scheduler.collect(rows, runner.run(rows) or [])
+        scheduler.collect(rows, runner.run(Step((rows,))) or [])
     print(f"planning: best {1e3 * min(times):.3f} ms, median {1e3 * sorted(times)[50]:.3f} ms")
     assert min(times) < 1e-3

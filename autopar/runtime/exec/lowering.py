@@ -55,6 +55,8 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.unsqueeze.default: torch.unsqueeze, aten.squeeze.dim: torch.squeeze, aten.permute.default: torch.permute,
     aten.cat.default: torch.cat, aten.sum.dim_IntList: torch.sum, aten.mean.dim: torch.mean,
     aten.split_with_sizes.default: torch.split_with_sizes, aten.where.self: torch.where,
+    aten.linear.default: torch.nn.functional.linear, aten.gelu.default: torch.nn.functional.gelu,
+    aten.layer_norm.default: torch.layer_norm, aten.index_select.default: torch.index_select,
     aten.embedding.default: torch.embedding, aten.clone.default: torch.clone, aten.reshape.default: torch.reshape,
 }  # fmt: skip
 METHODS: dict[Any, str] = {
