@@ -10,6 +10,7 @@ import pytest
 
 from autopar.serving.paged_cache import PagedCache
 from autopar.serving.scheduler import Scheduler
+from autopar.serving.step import Step
 from tests.serving.fake_runner import FakeRunner, drive, expected, prompt, request
 
 
