@@ -20,11 +20,11 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from autopar.runtime.fault.errors import CollectiveError
-from autopar.serving.calls import Announcement, Calls, Event
+from autopar.serving.calls import Announcement, CallRefused, Calls, Event, differing
 from autopar.serving.control import LEADER, Control, Expected
 from autopar.serving.requests import Request
 from autopar.serving.scheduler import Scheduler
@@ -40,7 +40,7 @@ class Message(NamedTuple):
     step: Any = None  # of `packed_step`
     events: Sequence[Any] = ()
     calls: Sequence[Announcement] = ()
-    vote: tuple[int, bytes] | None = None  # a call and the hash of its arguments: do you make the same one?
+    ask: Sequence[tuple[int, bytes]] = ()  # calls and the hashes of their arguments: do you make the same ones?
     end: str | None = None  # there are no more messages; why, if an error was it
 
 
@@ -97,11 +97,6 @@ class Leader:
         self._woken.set()
 
     @property
-    def told(self) -> bool:
-        """Whether the others know of all calls."""
-        return not self._inbox
-
-    @property
     def waiting(self) -> int:
         """Number of requests that have not begun."""
         new = sum(len(item[1]) for item in tuple(self._inbox) if isinstance(item, tuple))
@@ -122,7 +117,7 @@ class Leader:
         """Collect the tokens of a group's last step and start its next one. False: there is nothing to do."""
         group, self._group = self._group, (self._group + 1) % len(self._flights)
         events = self._collected(group)
-        calls = self._taken()
+        calls = self._taken(events)
         rows = tuple(scheduler.next_step(group) for scheduler in self._schedulers)
         events += self._ends()
         if any(rows) or events or calls:
@@ -137,17 +132,30 @@ class Leader:
             self._control.broadcast(message)
         self._deliver(events)
 
-    def _taken(self) -> list[Announcement]:
-        calls = []
-        while self._inbox:
-            item = self._inbox.popleft()
-            if isinstance(item, tuple):
-                calls.append(item[0])
+    def _taken(self, events: list[Event]) -> list[Announcement]:
+        """Calls since the last message, their requests handed to schedulers; ``events`` gets those of refused ones."""
+        items = [self._inbox.popleft() for _ in range(len(self._inbox))]
+        calls = [item[0] for item in items if isinstance(item, tuple)]
+        errors = self._differing([call for call in calls if call.asks])
+        for item in items:
+            if not isinstance(item, tuple):
+                item()
+            elif error := errors.get(item[0].number):
+                events += [Event(request.id, None, "error", error) for request in item[1]]
+            else:
                 for request in item[1]:
                     min(self._schedulers, key=lambda scheduler: scheduler.unfinished).add(request)
-            else:
-                item()
-        return calls
+        return [replace(call, error=errors.get(call.number, call.error)) for call in calls]
+
+    def _differing(self, calls: Sequence[Announcement]) -> dict[int, CallRefused]:
+        """Errors of calls that other ranks make with other arguments, by number."""
+        if not calls or self._control.world == 1:
+            return {}
+        expected = [self._control.expect(rank) for rank in range(self._control.world) if rank != LEADER]
+        self._control.broadcast(Message(ask=[(call.number, call.digest) for call in calls]))
+        answers = [(one.rank, self._control.received(one)) for one in expected]
+        ranks = {call.number: [r for r, said in answers if said[i] is False] for i, call in enumerate(calls)}
+        return {number: differing(number, found) for number, found in ranks.items() if found}
 
     def _started(self, rows: Rows) -> _Flight:
         flight = _Flight(rows, {})
@@ -187,17 +195,10 @@ class Leader:
             scheduler.ended.clear()
         return events
 
-    def votes(self, number: int, digest: bytes) -> list[int]:
-        """The ranks that make a call of this number with other arguments."""
-        expected = [self._control.expect(rank) for rank in range(self._control.world) if rank != LEADER]
-        self._control.broadcast(Message(vote=(number, digest)))
-        answers = [(one.rank, self._control.received(one)) for one in expected]
-        return [rank for rank, answer in answers if answer is False]
-
     def end(self) -> None:
         """Abort all requests and tell the others that there are no more messages."""
         events = [event for group in range(len(self._flights)) for event in self._collected(group)]
-        calls = self._taken()
+        calls = self._taken(events)
         for scheduler in self._schedulers:
             scheduler.abort_all()
         events += self._ends()
@@ -227,8 +228,8 @@ class Follower:
             for call in message.calls:
                 self._calls.announced(call)
             self._calls.deliver(_unpacked_events(message.events))
-            if message.vote is not None:
-                self._control.tell_leader(self._calls.agrees(*message.vote))
+            if message.ask:
+                self._control.tell_leader([self._calls.agrees(*call) for call in message.ask])
             if message.step is not None:
                 self._run(unpacked_step(message.step))
             if message.end is not None:

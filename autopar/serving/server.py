@@ -1,11 +1,11 @@
 """`Server`: requests in, tokens out.
 
-Two ways of driving it, which may be mixed:
+Who drives the steps, one at a time:
 
-    server.generate(prompts, sampling)      on all ranks, with equal arguments: each rank drives steps until its tickets
-                                            are done, in the calling thread
-    ticket = server.submit(prompt)          starts a thread that drives steps until `close`; returns at once
-    server.run()                            drives steps until rank 0 closes the server, in the calling thread
+    ticket = server.submit(prompt)                      a thread from now on, until `close`
+    ticket = server.submit(prompt, background=False)    the thread that waits for the ticket, while it waits
+    server.generate(prompts, sampling)                  the calling thread; the same, for several requests
+    server.run()                                        the calling thread, until rank 0 closes the server
 
 On several ranks, rank 0 alone decides. The others are in `run`, or make the same calls in the same order, with equal
 arguments, and get tickets with the same results: hashes of arguments are compared (`calls`), and nobody can end a
@@ -35,7 +35,7 @@ import torch
 
 from autopar.runtime.fault.errors import error_context
 from autopar.runtime.mesh.process_groups import Groups
-from autopar.serving.calls import Announcement, CallRefused, Calls, Event, QueueFull, differing
+from autopar.serving.calls import Announcement, CallRefused, Calls, Event, QueueFull
 from autopar.serving.control import Control
 from autopar.serving.loop import Follower, Leader
 from autopar.serving.metrics import Metrics
@@ -81,7 +81,7 @@ class Server:
         self._schedulers = [Scheduler(cache(), step_tokens, max_running, runner.stages) for _ in range(runner.replicas)]
         self._control = Control(groups)
         self._device = None if groups is None or groups.device.type == "cpu" else groups.device
-        self._calls = Calls(self._control.rank)
+        self._calls = Calls(self._control.rank, self)
         self._leader = Leader(runner, self._control, self._schedulers, self._delivered) if self._control.leads else None
         self._follower = None if self._leader else Follower(runner, self._control, self._calls)
         self._metrics, self._times = Metrics(), dict[int, tuple[float, bool]]()  # id -> (last event, it had a token)
@@ -102,18 +102,19 @@ class Server:
         on_token: OnToken | None = None,
         want_logits: bool = False,
         want_scores: bool = False,
+        background: bool = True,
     ) -> Ticket:
         """Start a request; its tokens come as they are generated.
 
         prompt: token ids, at least one. on_token: called on rank 0 with each token, in the thread that drives; True:
         the request ends with "stop". want_logits, want_scores: keep the rows of logits, as the model and as the choice
-        sees them.
+        sees them. background: False: start no thread; steps are driven while somebody waits for a ticket, however many
+        requests there are.
 
         Raises QueueFull, and ValueError for a prompt that cannot be served or a server that has ended.
         """
-        return self.submit_all(
-            [prompt], sampling, on_token=[on_token], want_logits=want_logits, want_scores=want_scores
-        )[0]
+        more: Any = {"want_logits": want_logits, "want_scores": want_scores, "background": background}
+        return self.submit_all([prompt], sampling, on_token=[on_token], **more)[0]
 
     def submit_n(self, prompt: Sequence[int], n: int, sampling: Sampling | None = None, **more: Any) -> list[Ticket]:
         """``n`` requests of one prompt, which is computed once. Their seeds are successive if ``sampling`` has one;
@@ -130,58 +131,32 @@ class Server:
         on_token: Sequence[OnToken | None] | None = None,
         want_logits: bool = False,
         want_scores: bool = False,
+        background: bool = True,
     ) -> list[Ticket]:
         """Start a request for each prompt, all or none. ``sampling``, ``on_token``: for all, or one for each; other
         arguments and errors as of `submit`."""
         requests = self._requests(prompts, sampling, on_token, want_logits, want_scores)
         with self._lock:
-            tickets = self._call(requests, self.max_waiting)
-            self._start()
+            tickets = self._call(requests, background)
+            if background:
+                self.start()
         return tickets
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling | Sequence[Sampling] | None = None,
-        *,
-        on_token: Sequence[OnToken | None] | None = None,
-        want_logits: bool = False,
-        want_scores: bool = False,
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling] | None = None, **more: Any
     ) -> list[Ticket]:
         """Requests of all prompts, however many, when they have finished; arguments as of `submit_all`.
 
-        Raises ValueError as `submit` does, or if other ranks make a call with other arguments, and the error of a step.
-        A request that failed on its own does not raise: see its ``error``.
+        Raises ValueError as `submit` does, or if other ranks make the call with other arguments, and the error of a
+        step. A request that failed on its own does not raise: see its ``error``.
         """
-        requests = self._requests(prompts, sampling, on_token, want_logits, want_scores)
-        with self._lock:
-            drives = self._thread is None and self._driving.acquire(blocking=False)
-            if not drives:
-                tickets = self._call(requests, None)
-                self._start()
-        if drives:
-            try:
-                tickets = self._driven(requests)
-            finally:
-                self._driving.release()
+        tickets = self.submit_all(prompts, sampling, background=False, **more)
         for ticket in tickets:
             ticket.wait()
             if isinstance(ticket.error, CallRefused):
                 raise ticket.error
         if self._error is not None:
             raise self._error
-        return tickets
-
-    def _driven(self, requests: list[Request]) -> list[Ticket]:
-        """Make a call and drive steps until its requests have finished, or the server is closed."""
-        try:
-            tickets = self._call(requests, None, votes=True)
-        except CallRefused:
-            with self._breaking():
-                self._loop.run(lambda: self._leader is None or self._leader.told)
-            raise
-        with self._breaking():
-            self._loop.run(lambda: self._ending or all(ticket.done for ticket in tickets))
         return tickets
 
     def _requests(
@@ -241,43 +216,30 @@ class Server:
                 "this model"
             )
 
-    def _call(self, requests: list[Request], most: int | None, votes: bool = False) -> list[Ticket]:
-        """Make a call: its tickets. ``most``: how many requests may wait."""
+    def _call(self, requests: list[Request], background: bool) -> list[Ticket]:
+        """Make a call: its tickets."""
         with self._lock:
             self._refuse_if_over()
             self._made = number = self._made + 1
             digest = _digest(requests) if self._control.world > 1 else b""
             if self._leader is None:
-                return self._calls.make(number, digest, [Ticket(request.prompt) for request in requests])
-            error = self._refusal(number, digest, len(requests), most, votes)
-            if error is not None:
-                self._leader.add(Announcement(number, digest, (), error))
+                return self._calls.make(number, digest, [request.prompt for request in requests])
+            waiting = self._leader.waiting
+            if background and waiting + len(requests) > self.max_waiting:
+                error = QueueFull(
+                    f"serve: {waiting} of at most {self.max_waiting} requests wait, no room for {len(requests)} more; "
+                    "try again later, or raise max_waiting"
+                )
+                self._leader.add(Announcement(number, digest, (), error=error))
                 raise error
-            tickets = [self._held(request) for request in requests]
-            self._leader.add(Announcement(number, digest, tuple(request.id for request in requests)), requests)
+            for request in requests:
+                request.id = next(self._ids)
+                self._times[request.id] = time.monotonic(), False
+            tickets = [self._calls.hold(request.id, request.prompt) for request in requests]
+            # Ranks whose threads drive may make the call later.
+            asks = not background and self._thread is None
+            self._leader.add(Announcement(number, digest, tuple(one.id for one in requests), asks), requests)
             return tickets
-
-    def _refusal(self, number: int, digest: bytes, count: int, most: int | None, votes: bool) -> CallRefused | None:
-        leader = self._leader
-        assert leader is not None
-        if most is not None and leader.waiting + count > most:
-            return QueueFull(
-                f"serve: {leader.waiting} of at most {most} requests wait, no room for {count} more; try again later, "
-                "or raise max_waiting"
-            )
-        if votes and self._control.world > 1:
-            with self._breaking():
-                ranks = leader.votes(number, digest)
-            return differing(number, ranks) if ranks else None
-        return None
-
-    def _held(self, request: Request) -> Ticket:
-        request.id = number = next(self._ids)
-        assert self._leader is not None
-        ticket = Ticket(request.prompt, functools.partial(self._leader.abort, number))
-        self._calls.hold(number, ticket)
-        self._times[number] = time.monotonic(), False
-        return ticket
 
     # --- driving --------------------------------------------------------------------------------------------------
 
@@ -304,11 +266,33 @@ class Server:
             self._calls.fail(error)
             raise
 
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._in_background, name="autopar-serve", daemon=True)
-            self._thread.start()
-            atexit.register(self.close)  # or the interpreter would go while it runs
+    def drive(self, until: Callable[[], bool], timeout: float | None) -> None:
+        """Drive steps in this thread until the condition holds, if no other thread does; else a thread goes on when
+        that one stops. A ``timeout`` has no effect on several ranks, which must stop at the same message."""
+        end = None if timeout is None or self._control.world > 1 else time.monotonic() + timeout
+        with self._lock:
+            if until() or self._error is not None or self._loop.over:
+                return
+            if self._thread is not None or not self._driving.acquire(blocking=False):
+                return self.start()
+        try:
+            with self._breaking():
+                self._loop.run(lambda: until() or self._ending or (end is not None and time.monotonic() > end))
+        finally:
+            self._driving.release()
+
+    def start(self) -> None:
+        """Drive steps in a thread from now on."""
+        with self._lock:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._in_background, name="autopar-serve", daemon=True)
+                self._thread.start()
+                atexit.register(self.close)  # or the interpreter would go while it runs
+
+    def abort(self, request: int) -> None:
+        """End a request of rank 0."""
+        if self._leader is not None:
+            self._leader.abort(request)
 
     def _in_background(self) -> None:
         if self._device is not None:
@@ -331,11 +315,15 @@ class Server:
         self._drive()
 
     def _refuse_if_over(self) -> None:
-        if self._error is not None:
-            words = f"{type(self._error).__name__}: {self._error}"
-            raise ValueError(f"serve: the server ended by an error ({words}); make a new one")
+        if self.failure:
+            raise ValueError(f"serve: the server ended by an error ({self.failure}); make a new one")
         if self._closed or (self._loop.over and not self._calls.knows(self._made + 1)):
             raise ValueError("serve: the server is closed; make a new one")
+
+    @property
+    def failure(self) -> str | None:
+        """The error that ended the server; None while it can generate."""
+        return None if self._error is None else f"{type(self._error).__name__}: {self._error}"
 
     def forget_prefixes(self) -> None:
         """To be called when weights have changed, before the next call: keys and values of earlier requests are not

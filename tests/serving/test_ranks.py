@@ -119,6 +119,23 @@ def test_all_ranks_submit(late: int) -> None:
     assert run_ranks(2, submits, {"dp": 2}, late) == [(EXPECTED, PROMPTS[5])] * 2
 
 
+def waits(sizes: dict[str, int]) -> Any:
+    """All ranks make calls without a thread; rank 0 takes one ticket's tokens as they come."""
+    server, _ = make(sizes)
+    before = threading.active_count()
+    tickets = [server.submit(tokens, EIGHT, background=False) for tokens in PROMPTS[:6]]
+    found = [list(tickets[0]) if dist.get_rank() == 0 else tickets[0].result()]
+    found += [ticket.result() for ticket in tickets[1:]]
+    threads = threading.active_count() - before
+    server.close()
+    return found, threads
+
+
+@pytest.mark.parametrize("sizes", MESHES[:4], ids=str)
+def test_waiting_drives_on_all_ranks(sizes: dict[str, int]) -> None:
+    assert run_ranks(size(sizes), waits, sizes) == [(EXPECTED[:6], 0)] * size(sizes)
+
+
 def others(threaded: bool) -> Any:
     server, _ = make({"dp": 2, "tp": 2})
     rank = dist.get_rank()

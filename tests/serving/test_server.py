@@ -47,6 +47,26 @@ def test_submit_drives_in_a_thread(server: Server) -> None:
     assert [t.tokens for t in server.generate([prompt(5)], EIGHT)] == [expected(prompt(5), 3, 8)]
 
 
+def test_waiting_drives(server: Server) -> None:
+    """Without a thread: iterating drives as far as the next token."""
+    before = threading.active_count()
+    first, second = server.submit_all([prompt(9), prompt(5)], EIGHT, background=False)
+    aborted = server.submit(prompt(7), EIGHT, background=False)
+    aborted.abort()
+    assert not first.tokens and first.finish_reason is None
+    tokens = iter(first)
+    assert [next(tokens), next(tokens)] == expected(prompt(9), 3, 8)[:2] and len(first.tokens) == 2
+    assert not second.wait(0.0) and second.result() == expected(prompt(5), 3, 8)
+    assert [*tokens] == expected(prompt(9), 3, 8)[2:]
+    assert aborted.result() == [] and aborted.finish_reason == "abort"
+    assert threading.active_count() == before
+
+    async def rest() -> list[int]:
+        return [token async for token in server.submit(prompt(4), EIGHT, background=False)]
+
+    assert asyncio.run(rest()) == expected(prompt(4), 3, 8)
+
+
 def test_drawn_seeds_differ(server: Server) -> None:
     first, second = server.generate([prompt(9)] * 2, Sampling(max_tokens=20))
     assert first.tokens != second.tokens
