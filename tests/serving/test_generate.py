@@ -359,6 +359,32 @@ def test_a_request_without_a_possible_token_ends_the_call(model: LlamaForCausalL
         ours(model, torch.tensor([[1]]), suppress_tokens=list(range(V)))
 
 
+@pytest.mark.parametrize("call", [generate, generate_batch])
+def test_an_error_ends_the_requests_of_the_call(model: LlamaForCausalLM, call: Any) -> None:
+    class Interrupted(ReferenceEngine):
+        def step(self) -> None:
+            raise KeyboardInterrupt
+
+    engine = Interrupted(model, V)
+    with pytest.raises(KeyboardInterrupt):
+        call(engine.submit, model.generation_config, torch.tensor([[1], [2]]) if call is generate else [[1], [2]])
+    assert [ticket.finish_reason for ticket in engine.tickets] == ["abort", "abort"]
+
+
+def test_what_a_server_refuses_ends_the_call(model: LlamaForCausalLM) -> None:
+    engine = ReferenceEngine(model, V)
+    submit = engine.submit
+
+    def full(*given: Any, **named: Any) -> Any:
+        if engine.tickets:
+            raise ValueError("serve: the queue is full")
+        return submit(*given, **named)
+
+    with pytest.raises(ValueError, match="the queue is full"):
+        generate(full, model.generation_config, torch.tensor([[1], [2]]))
+    assert [ticket.finish_reason for ticket in engine.tickets] == ["abort"]
+
+
 # --- generate_batch -------------------------------------------------------------------------------------------------
 
 
