@@ -34,6 +34,7 @@ from autopar.serving.sampling_params import Sampling
 from autopar.serving.text import StopStrings
 from autopar.values import refuse
 
+Seeds = Callable[[int], list[int]]
 _WITHOUT_EFFECT = "trust_remote_code", "logits_to_keep"
 _TOP_K = 50  # transformers' default of `generate`
 
@@ -110,10 +111,12 @@ def requests_of(
     custom_generate: Any = None,
     *,
     max_positions: int | None = None,
+    seeds: Seeds | None = None,
     **arguments: Any,
 ) -> Requests:
     """The requests of a call with the arguments of transformers' `generate`. ``defaults``: the model's
-    GenerationConfig; ``max_positions``: its ``max_position_embeddings``.
+    GenerationConfig; ``max_positions``: its ``max_position_embeddings``; ``seeds``: draws so many seeds, as
+    `seeds_of_torch` does (which needs equal generators where several ranks make the call).
 
     Raises ValueError that names the argument which is wrong or not served.
     """
@@ -145,7 +148,7 @@ def requests_of(
         raise refuse("generate: streamer", "one prompt and one sequence with it", len(prompts) * copies)
     prompts = [prompt for prompt in prompts for _ in range(copies)]
     samplings = [sampling_of(config, len(prompt), limits, _TOP_K, own) for prompt in prompts]
-    samplings = _with_seeds(samplings)
+    samplings = _with_seeds(samplings, seeds or seeds_of_torch)
     if prefix_allowed_tokens_fn is not None:
         samplings = [
             replace(sampling, grammar=_AllowedByFunction(prefix_allowed_tokens_fn, row, list(prompt)))
@@ -187,12 +190,17 @@ def _without_padding(input_ids: Tensor, mask: Any, config: Any) -> list[list[int
     return prompts
 
 
-def _with_seeds(samplings: list[Sampling]) -> list[Sampling]:
-    """Seeds from torch's default generator, which greedy requests leave as it is."""
-    if all(sampling.greedy for sampling in samplings):
-        return [replace(sampling, seed=0) for sampling in samplings]
-    seeds = torch.randint(2**63 - 1, (len(samplings),)).tolist()
-    return [replace(sampling, seed=seed) for sampling, seed in zip(samplings, seeds, strict=True)]
+def seeds_of_torch(number: int) -> list[int]:
+    """Seeds from torch's default generator."""
+    found: list[int] = torch.randint(2**63 - 1, (number,)).tolist()
+    return found
+
+
+def _with_seeds(samplings: list[Sampling], seeds: Seeds) -> list[Sampling]:
+    """Greedy requests draw none."""
+    greedy = all(sampling.greedy for sampling in samplings)
+    drawn = [0] * len(samplings) if greedy else seeds(len(samplings))
+    return [replace(sampling, seed=seed) for sampling, seed in zip(samplings, drawn, strict=True)]
 
 
 @dataclass
@@ -317,13 +325,15 @@ def generate_batch(
     progress_bar: bool = False,
     persistent_manager: bool = False,
     warmup: bool = True,
+    *,
+    seeds: Seeds | None = None,
     **arguments: Any,
 ) -> dict[str, GenerationOutput]:
     """transformers' `generate_batch`: the results of prompts without padding, by request id ("req_0", ...; further
     sequences of a prompt are "req_0__child#0", ...). A request that fails has ``error`` and ends no other.
 
     ``generation_config`` stands alone: the model's is taken only without one. How the cache, the batches and the
-    progress are set up has no effect.
+    progress are set up has no effect. ``seeds``: as of `requests_of`.
     """
     config, unused = merged(type(defaults)(), defaults if generation_config is None else generation_config, arguments)
     check_unused(unused, ("inputs", "generation_config", "continuous_batching_config"))
@@ -344,7 +354,7 @@ def generate_batch(
     running = [_Running(GenerationOutput(name, prompt), record_timestamps) for name, prompt in names]
     tickets: list[Ticket] = []
     with _aborted_on_error(tickets):
-        for one, sampling in zip(running, _with_seeds(samplings), strict=True):
+        for one, sampling in zip(running, _with_seeds(samplings, seeds or seeds_of_torch), strict=True):
             tickets += one.submitted(submit, sampling)
         return {one.output.request_id: one.finished() for one in running}
 

@@ -256,6 +256,22 @@ def test_draws_are_repeatable_by_manual_seed(model: LlamaForCausalLM) -> None:
     assert torch.equal(before, torch.get_rng_state()), "greedy calls draw nothing"
 
 
+def test_seeds_may_come_from_elsewhere(model: LlamaForCausalLM) -> None:
+    """From rank 0, where each rank has a generator of its own."""
+    asked: list[int] = []
+
+    def seeds(number: int) -> list[int]:
+        asked.append(number)
+        return list(range(number))
+
+    before = torch.get_rng_state()
+    requests = requests_of(model.generation_config, torch.tensor([[1], [2]]), do_sample=True, seeds=seeds)
+    assert [sampling.seed for sampling in requests.samplings] == [0, 1]
+    in_batch(model, PROMPTS, GenerationConfig(do_sample=True, max_new_tokens=2), seeds=seeds)
+    ours(model, torch.tensor([[1]]), seeds=seeds)
+    assert asked == [2, 4] and torch.equal(before, torch.get_rng_state())
+
+
 class Listening(BaseStreamer):
     def __init__(self) -> None:
         self.heard: list[Any] = []
