@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -33,6 +34,7 @@ from autopar.serving.sampling_params import Sampling
 from autopar.serving.text import StopStrings
 from autopar.values import refuse
 
+Seeds = Callable[[int], list[int]]
 _WITHOUT_EFFECT = "trust_remote_code", "logits_to_keep"
 _TOP_K = 50  # transformers' default of `generate`
 
@@ -109,10 +111,12 @@ def requests_of(
     custom_generate: Any = None,
     *,
     max_positions: int | None = None,
+    seeds: Seeds | None = None,
     **arguments: Any,
 ) -> Requests:
     """The requests of a call with the arguments of transformers' `generate`. ``defaults``: the model's
-    GenerationConfig; ``max_positions``: its ``max_position_embeddings``.
+    GenerationConfig; ``max_positions``: its ``max_position_embeddings``; ``seeds``: draws so many seeds, as
+    `seeds_of_torch` does (which needs equal generators where several ranks make the call).
 
     Raises ValueError that names the argument which is wrong or not served.
     """
@@ -144,7 +148,7 @@ def requests_of(
         raise refuse("generate: streamer", "one prompt and one sequence with it", len(prompts) * copies)
     prompts = [prompt for prompt in prompts for _ in range(copies)]
     samplings = [sampling_of(config, len(prompt), limits, _TOP_K, own) for prompt in prompts]
-    samplings = _with_seeds(samplings)
+    samplings = _with_seeds(samplings, seeds or seeds_of_torch)
     if prefix_allowed_tokens_fn is not None:
         samplings = [
             replace(sampling, grammar=_AllowedByFunction(prefix_allowed_tokens_fn, row, list(prompt)))
@@ -186,12 +190,17 @@ def _without_padding(input_ids: Tensor, mask: Any, config: Any) -> list[list[int
     return prompts
 
 
-def _with_seeds(samplings: list[Sampling]) -> list[Sampling]:
-    """Seeds from torch's default generator, which greedy requests leave as it is."""
-    if all(sampling.greedy for sampling in samplings):
-        return [replace(sampling, seed=0) for sampling in samplings]
-    seeds = torch.randint(2**63 - 1, (len(samplings),)).tolist()
-    return [replace(sampling, seed=seed) for sampling, seed in zip(samplings, seeds, strict=True)]
+def seeds_of_torch(number: int) -> list[int]:
+    """Seeds from torch's default generator."""
+    found: list[int] = torch.randint(2**63 - 1, (number,)).tolist()
+    return found
+
+
+def _with_seeds(samplings: list[Sampling], seeds: Seeds) -> list[Sampling]:
+    """Greedy requests draw none."""
+    greedy = all(sampling.greedy for sampling in samplings)
+    drawn = [0] * len(samplings) if greedy else seeds(len(samplings))
+    return [replace(sampling, seed=seed) for sampling, seed in zip(samplings, drawn, strict=True)]
 
 
 @dataclass
@@ -250,25 +259,26 @@ def _steps(rows: Sequence[Sequence[Tensor]], most: int) -> Any:
 def generate(submit: Submit, defaults: Any, /, *given: Any, **arguments: Any) -> Any:
     """transformers' `generate`: arguments of `requests_of`, result of `outputs_of`."""
     requests = requests_of(defaults, *given, **arguments)
-    tickets = [
-        submit(
-            prompt,
-            sampling,
-            on_token=requests.on_token(row),
-            want_logits=requests.want_logits,
-            want_scores=requests.want_scores,
-        )
-        for row, (prompt, sampling) in enumerate(zip(requests.prompts, requests.samplings, strict=True))
-    ]
-    try:
+    tickets: list[Ticket] = []
+    with _aborted_on_error(tickets):
+        for row, (prompt, sampling) in enumerate(zip(requests.prompts, requests.samplings, strict=True)):
+            wanted = {"want_logits": requests.want_logits, "want_scores": requests.want_scores}
+            tickets.append(submit(prompt, sampling, on_token=requests.on_token(row), **wanted))
         if requests.streamer is not None:
             _stream(requests, tickets[0])
         tokens = [ticket.result() for ticket in tickets]
+    return outputs_of(requests, tokens, [ticket.logits for ticket in tickets], [ticket.scores for ticket in tickets])
+
+
+@contextmanager
+def _aborted_on_error(tickets: list[Ticket]) -> Iterator[None]:
+    """Nobody would read what the others generate."""
+    try:
+        yield
     except BaseException:
         for ticket in tickets:
             ticket.abort()
         raise
-    return outputs_of(requests, tokens, [ticket.logits for ticket in tickets], [ticket.scores for ticket in tickets])
 
 
 def _stream(requests: Requests, tokens: Iterable[int]) -> None:
@@ -315,13 +325,15 @@ def generate_batch(
     progress_bar: bool = False,
     persistent_manager: bool = False,
     warmup: bool = True,
+    *,
+    seeds: Seeds | None = None,
     **arguments: Any,
 ) -> dict[str, GenerationOutput]:
     """transformers' `generate_batch`: the results of prompts without padding, by request id ("req_0", ...; further
     sequences of a prompt are "req_0__child#0", ...). A request that fails has ``error`` and ends no other.
 
     ``generation_config`` stands alone: the model's is taken only without one. How the cache, the batches and the
-    progress are set up has no effect.
+    progress are set up has no effect. ``seeds``: as of `requests_of`.
     """
     config, unused = merged(type(defaults)(), defaults if generation_config is None else generation_config, arguments)
     check_unused(unused, ("inputs", "generation_config", "continuous_batching_config"))
@@ -339,33 +351,39 @@ def generate_batch(
     ]
     samplings = [sampling_of(config, len(prompt), limits) for _, prompt in names]
     samplings = [replace(sampling, logprobs=logprobs, processed_logprobs=True) for sampling in samplings]
-    running = [
-        _Running(submit, GenerationOutput(name, prompt), sampling)
-        for (name, prompt), sampling in zip(names, _with_seeds(samplings), strict=True)
-    ]
-    return {one.output.request_id: one.finished(record_timestamps) for one in running}
+    running = [_Running(GenerationOutput(name, prompt), record_timestamps) for name, prompt in names]
+    tickets: list[Ticket] = []
+    with _aborted_on_error(tickets):
+        for one, sampling in zip(running, _with_seeds(samplings, seeds or seeds_of_torch), strict=True):
+            tickets += one.submitted(submit, sampling)
+        return {one.output.request_id: one.finished() for one in running}
 
 
 class _Running:
-    """A submitted request and when its tokens came."""
+    """A request, its ticket, and when its tokens came."""
 
-    def __init__(self, submit: Submit, output: GenerationOutput, sampling: Sampling) -> None:
-        self.output, self._times = output, list[float]()
-        self._ticket: Ticket | None = None
+    def __init__(self, output: GenerationOutput, record_timestamps: bool) -> None:
+        self.output, self._record, self._times = output, record_timestamps, list[float]()
+        self._tickets: list[Ticket] = []
+
+    def submitted(self, submit: Submit, sampling: Sampling) -> list[Ticket]:
+        """Its ticket; none if it is refused."""
         try:
-            self._ticket = submit(output.prompt_ids, sampling, on_token=self._on_token)
+            self._tickets = [submit(self.output.prompt_ids, sampling, on_token=self._on_token)]
         except ValueError as error:
-            output.error = str(error)
+            self.output.error = str(error)
+        return self._tickets
 
     def _on_token(self, token: int) -> bool:
         self._times.append(time.perf_counter())
         return False
 
-    def finished(self, record_timestamps: bool) -> GenerationOutput:
+    def finished(self) -> GenerationOutput:
+        """The result, when it has ended."""
         from transformers.generation.continuous_batching import RequestStatus
 
-        output, ticket = self.output, self._ticket
-        if ticket is not None:
+        output = self.output
+        for ticket in self._tickets:
             try:
                 ticket.result()
             except Exception as error:
@@ -375,5 +393,5 @@ class _Running:
         output.status = RequestStatus.FINISHED if output.error is None else RequestStatus.FAILED
         if self._times:
             output.lifespan = self._times[0], self._times[-1]
-        output.timestamps = list(self._times) if record_timestamps else None
+        output.timestamps = list(self._times) if self._record else None
         return output

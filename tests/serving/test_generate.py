@@ -256,6 +256,22 @@ def test_draws_are_repeatable_by_manual_seed(model: LlamaForCausalLM) -> None:
     assert torch.equal(before, torch.get_rng_state()), "greedy calls draw nothing"
 
 
+def test_seeds_may_come_from_elsewhere(model: LlamaForCausalLM) -> None:
+    """From rank 0, where each rank has a generator of its own."""
+    asked: list[int] = []
+
+    def seeds(number: int) -> list[int]:
+        asked.append(number)
+        return list(range(number))
+
+    before = torch.get_rng_state()
+    requests = requests_of(model.generation_config, torch.tensor([[1], [2]]), do_sample=True, seeds=seeds)
+    assert [sampling.seed for sampling in requests.samplings] == [0, 1]
+    in_batch(model, PROMPTS, GenerationConfig(do_sample=True, max_new_tokens=2), seeds=seeds)
+    ours(model, torch.tensor([[1]]), seeds=seeds)
+    assert asked == [2, 4] and torch.equal(before, torch.get_rng_state())
+
+
 class Listening(BaseStreamer):
     def __init__(self) -> None:
         self.heard: list[Any] = []
@@ -357,6 +373,32 @@ def test_prompts_are_a_tensor_of_ids(model: LlamaForCausalLM, ids: Any) -> None:
 def test_a_request_without_a_possible_token_ends_the_call(model: LlamaForCausalLM) -> None:
     with pytest.raises(ValueError, match="expected a possible token, found none"):
         ours(model, torch.tensor([[1]]), suppress_tokens=list(range(V)))
+
+
+@pytest.mark.parametrize("call", [generate, generate_batch])
+def test_an_error_ends_the_requests_of_the_call(model: LlamaForCausalLM, call: Any) -> None:
+    class Interrupted(ReferenceEngine):
+        def step(self) -> None:
+            raise KeyboardInterrupt
+
+    engine = Interrupted(model, V)
+    with pytest.raises(KeyboardInterrupt):
+        call(engine.submit, model.generation_config, torch.tensor([[1], [2]]) if call is generate else [[1], [2]])
+    assert [ticket.finish_reason for ticket in engine.tickets] == ["abort", "abort"]
+
+
+def test_what_a_server_refuses_ends_the_call(model: LlamaForCausalLM) -> None:
+    engine = ReferenceEngine(model, V)
+    submit = engine.submit
+
+    def full(*given: Any, **named: Any) -> Any:
+        if engine.tickets:
+            raise ValueError("serve: the queue is full")
+        return submit(*given, **named)
+
+    with pytest.raises(ValueError, match="the queue is full"):
+        generate(full, model.generation_config, torch.tensor([[1], [2]]))
+    assert [ticket.finish_reason for ticket in engine.tickets] == ["abort"]
 
 
 # --- generate_batch -------------------------------------------------------------------------------------------------
