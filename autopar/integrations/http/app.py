@@ -1,0 +1,186 @@
+"""The routes of the server.
+
+    /v1/completions, /v1/chat/completions     generate, whole or as a stream of server-sent events
+    /v1/models, /v1/models/{name}             the model that is served
+    /health                                   200, or 503 with the name of the rank that has failed
+    /metrics                                  numbers for Prometheus
+
+A client that leaves ends its request, and nothing else: its work is a task that watches the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from openai.types import Model
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from autopar.integrations.http.asked import Asked, read_chat, read_completion, unknown_model
+from autopar.integrations.http.engine import Served
+from autopar.integrations.http.errors import ApiError
+from autopar.integrations.http.generation import Generation
+from autopar.integrations.http.metrics import CONTENT_TYPE, Metrics
+from autopar.integrations.http.responses import Body, ChatShape, CompletionShape, Shape, joined, usage_of
+from autopar.values import parse
+from autopar.version import VERSION
+
+_LOG = logging.getLogger("uvicorn.error")
+_EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+def make_app(served: Served) -> FastAPI:
+    """The ASGI application that serves one model."""
+    app = FastAPI(title="autopar", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
+    metrics = Metrics(served.engine)
+    created = int(time.time())
+
+    async def completions(request: Request) -> Response:
+        return _Answer(await _body(request), read_completion, CompletionShape, served, metrics)
+
+    async def chat(request: Request) -> Response:
+        return _Answer(await _body(request), read_chat, ChatShape, served, metrics)
+
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [_model(served, created)]})
+
+    async def model(name: str) -> Response:
+        if name != served.name:
+            raise unknown_model(name, served)
+        return JSONResponse(_model(served, created))
+
+    async def health() -> Response:
+        served.ready()
+        return JSONResponse({"status": "ok"})
+
+    async def numbers() -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
+
+    app.add_api_route("/v1/completions", completions, methods=["POST"])
+    app.add_api_route("/v1/chat/completions", chat, methods=["POST"])
+    app.add_api_route("/v1/models", models)
+    app.add_api_route("/v1/models/{name:path}", model)
+    app.add_api_route("/health", health)
+    app.add_api_route("/metrics", numbers)
+
+    async def told(_: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        metrics.refused(error.status)
+        return _error_response(error)
+
+    async def no_route(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return _error_response(ApiError(str(error.detail), error.status_code))
+
+    app.add_exception_handler(ApiError, told)
+    app.add_exception_handler(HTTPException, no_route)
+    return app
+
+
+def _model(served: Served, created: int) -> dict[str, Any]:
+    found = Model(id=served.name, created=created, object="model", owned_by="autopar")
+    return found.model_dump() | {"max_model_len": served.max_length}
+
+
+def _error_response(error: ApiError) -> Response:
+    return JSONResponse(error.body(), error.status)
+
+
+async def _body(request: Request) -> Any:
+    try:
+        return parse((await request.body()).decode())
+    except ValueError as error:
+        raise ApiError(f"body: expected a JSON object, found {error}") from None
+    except ClientDisconnect:
+        raise ApiError("body: the client left before it was complete") from None
+
+
+class _Answer(Response):
+    """The answer to a request, generated while the client stays."""
+
+    def __init__(
+        self,
+        body: Any,
+        read: Callable[[Any, Served], Asked],
+        shape: Callable[[Asked, Served], Shape],
+        served: Served,
+        metrics: Metrics,
+    ) -> None:
+        super().__init__()
+        self._body, self._read, self._shape, self._served, self._metrics = body, read, shape, served, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self._work(scope, receive, send))
+        left = asyncio.create_task(_until_left(receive))
+        try:
+            await asyncio.wait((work, left), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (work, left):
+                task.cancel()
+            await asyncio.gather(work, left, return_exceptions=True)
+
+    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._respond(scope, receive, send)
+        except ApiError as error:
+            self._metrics.refused(error.status)
+            await _error_response(error)(scope, receive, send)
+        except OSError:  # of a client that has left
+            pass
+        except Exception:
+            _LOG.exception("a request failed")
+            self._metrics.refused(500)
+            with contextlib.suppress(Exception):  # a response may have begun
+                await _error_response(ApiError("an error of the server", 500))(scope, receive, send)
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        in_thread = asyncio.get_running_loop().run_in_executor
+        asked = await in_thread(self._served.thread, self._read, self._body, self._served)
+        shape = self._shape(asked, self._served)
+        async with Generation(asked, self._served, self._metrics) as generation:
+            if asked.stream:
+                await self._stream(generation, shape, send)
+                return
+            pieces = [piece async for piece in generation.pieces()]
+            choices = joined(pieces, len(asked.choices))
+            text = _json(shape.whole(choices, usage_of(generation)))
+        await Response(text, media_type="application/json")(scope, receive, send)
+
+    async def _stream(self, generation: Generation, shape: Shape, send: Send) -> None:
+        async def event(text: str) -> None:
+            data = f"data: {text}\n\n".encode()
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
+        asked = generation.asked
+        await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+        try:
+            for choice in range(len(asked.choices)):
+                if opening := shape.opening(choice):
+                    await event(_json(opening))
+            async for piece in generation.pieces():
+                await event(_json(shape.chunk(piece)))
+            if asked.include_usage:
+                await event(_json(shape.usage(usage_of(generation))))
+            await event("[DONE]")
+        except ApiError as error:  # the status is sent already
+            self._metrics.refused(error.status)
+            await event(json.dumps(error.body()))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _json(body: Body) -> str:
+    return body.model_dump_json(exclude_unset=True)
+
+
+async def _until_left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,207 @@
+"""An engine without a model: each request gets tokens that follow from its prompt and seed, one per step of a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import openai
+import tokenizers
+import uvicorn
+from transformers import PreTrainedTokenizerFast
+
+from autopar.integrations.http.app import make_app
+from autopar.integrations.http.engine import Served
+from autopar.serving.sampling_params import Sampling
+
+EOS = 256
+VOCABULARY = 260  # 256 bytes, <eos>, <user>, <assistant>, and one id that stands for nothing
+TEXT = "Ein Käse für 3 €: ☃ und 🧀. "
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def tokenizer(template: str | None = TEMPLATE) -> Any:
+    """A token for each byte: id i stands for byte i."""
+    alphabet = _byte_characters()
+    model = tokenizers.models.BPE({alphabet[i]: i for i in range(256)}, [])
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(["<eos>", "<user>", "<assistant>"])
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", chat_template=template)
+
+
+def _byte_characters() -> list[str]:
+    """How byte-level tokenizers write the bytes 0 to 255."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = itertools.count(256)
+    return [chr(i if i in printable else next(others)) for i in range(256)]
+
+
+class QueueFull(RuntimeError):
+    """As the engine's."""
+
+
+@dataclass
+class FakeTicket:
+    """A request of the fake engine."""
+
+    prompt: Sequence[int]
+    sampling: Sampling
+    tokens: list[int]  # what it will generate
+    finish_reason: str | None = None
+    error: Exception | None = None
+    cached_tokens: int = 3
+    logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
+    aborted: bool = False
+    given: int = 0
+    _queue: asyncio.Queue[int | None] = field(default_factory=asyncio.Queue)
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        while (token := await self._queue.get()) is not None:
+            yield token
+        if self.error is not None:
+            raise self.error
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def give(self, token: int | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, token)
+
+
+@dataclass
+class FakeEngine:
+    """``delay``: seconds per step. ``most``: requests that it takes at once. ``fails_at``: a prompt of this many tokens
+    fails after three of its own."""
+
+    delay: float = 0.0
+    most: int = 1000
+    fails_at: int = -1
+    failure: str | None = None
+    text: str = TEXT
+    tickets: list[FakeTicket] = field(default_factory=list)
+    running: list[FakeTicket] = field(default_factory=list)
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self._lock, self._closed = threading.Lock(), False
+        self._thread = threading.Thread(target=self._loop, daemon=True)
+        self._thread.start()
+
+    def submit(self, prompt_ids: Sequence[int], sampling: Sampling) -> FakeTicket:
+        if len(prompt_ids) == 13:
+            raise ValueError("prompt: 13 tokens bring bad luck; use another number")
+        with self._lock:
+            if len(self.running) >= self.most:
+                raise QueueFull(f"queue: at most {self.most} requests, found another; try again later")
+            ticket = FakeTicket(prompt_ids, sampling, self._answer(sampling))
+            self.tickets.append(ticket)
+            self.running.append(ticket)
+        return ticket
+
+    def _answer(self, sampling: Sampling) -> list[int]:
+        text = [*self.text.encode()]
+        shift = 0 if sampling.temperature == 0 or sampling.seed is None else sampling.seed
+        whole = [*text[shift:], *itertools.islice(itertools.cycle(text), 10_000)]
+        return whole if sampling.ignore_eos or sampling.max_tokens is not None else [*text, EOS]
+
+    def metrics(self) -> Mapping[str, float]:
+        return {"running": len(self.running), "steps_total": self.steps}
+
+    def close(self) -> None:
+        self._closed = True
+        self._thread.join(10)
+
+    def _loop(self) -> None:
+        while not self._closed:
+            time.sleep(self.delay or 1e-4)
+            self.steps += 1
+            with self._lock:
+                self.running = [ticket for ticket in self.running if self._step(ticket)]
+
+    def _step(self, ticket: FakeTicket) -> bool:
+        """Whether the request goes on."""
+        sampling = ticket.sampling
+        if ticket.aborted:
+            return self._end(ticket, "abort")
+        if len(ticket.prompt) == self.fails_at and ticket.given == 3:
+            ticket.error = RuntimeError("the kernel of this request broke")
+            return self._end(ticket, "error")
+        if self.failure:
+            ticket.error = RuntimeError(self.failure)
+            return self._end(ticket, "error")
+        if sampling.grammar is None:
+            token = ticket.tokens[ticket.given]
+        else:
+            if sampling.grammar.finished:
+                return self._end(ticket, "stop")
+            mask = int.from_bytes(sampling.grammar.bitmask() or b"", "little")
+            token = next(i for i in (*b"}]\"0ab:,{[", *range(VOCABULARY)) if mask >> i & 1)
+            sampling.grammar.accept(token)
+        if sampling.logprobs is not None:
+            ticket.logprobs.append((-0.5, [(token, -0.5), (65, -1.5)][: sampling.logprobs]))
+        ticket.given += 1
+        ticket.give(token)
+        if token in (EOS, *sampling.stop_token_ids):
+            return self._end(ticket, "stop")
+        return ticket.given != sampling.max_tokens or self._end(ticket, "length")
+
+    def _end(self, ticket: FakeTicket, reason: str) -> bool:
+        ticket.finish_reason = reason
+        ticket.give(None)
+        return False
+
+
+@contextlib.contextmanager
+def serving(engine: FakeEngine, **changes: Any) -> Iterator[str]:
+    """The address of a server in a thread."""
+    given: dict[str, Any] = {"tokenizer": tokenizer(), "vocabulary": VOCABULARY, "max_length": 200, "eos": (EOS,)}
+    served = Served("tiny", engine, **given | changes)
+    server = uvicorn.Server(uvicorn.Config(make_app(served), port=0, log_level="warning", lifespan="off"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    _until(lambda: server.started)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive(), "the server did not end"
+        engine.close()
+        served.thread.shutdown()
+
+
+def _until(true: Callable[[], Any], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+def until_idle(engine: FakeEngine) -> None:
+    """Wait until every request has ended."""
+    _until(lambda: not engine.running)
+    assert all(ticket.finish_reason for ticket in engine.tickets)
+
+
+def client_of(address: str) -> openai.OpenAI:
+    """openai's own client."""
+    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=20)
+
+
+def post(address: str, path: str, **body: Any) -> httpx.Response:
+    """A request that openai's client would not make."""
+    return httpx.post(f"{address}/v1/{path}", json=body, timeout=20)
