@@ -1,4 +1,4 @@
-"""An engine without a model: each request gets tokens that follow from its prompt and seed, one per step of a thread."""
+"""An engine without a model: each request gets a token of a fixed text per step of a thread. And a server of it."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class FakeEngine:
             if sampling.grammar.finished:
                 return self._end(ticket, "stop")
             mask = int.from_bytes(sampling.grammar.bitmask() or b"", "little")
-            token = next(i for i in (*b"}]\"0ab:,{[", *range(VOCABULARY)) if mask >> i & 1)
+            token = next(i for i in (*b'"}]0ab:,{[', *range(VOCABULARY)) if mask >> i & 1)
             sampling.grammar.accept(token)
         if sampling.logprobs is not None:
             ticket.logprobs.append((-0.5, [(token, -0.5), (65, -1.5)][: sampling.logprobs]))
@@ -170,7 +170,8 @@ def serving(engine: FakeEngine, **changes: Any) -> Iterator[str]:
     """The address of a server in a thread."""
     given: dict[str, Any] = {"tokenizer": tokenizer(), "vocabulary": VOCABULARY, "max_length": 200, "eos": (EOS,)}
     served = Served("tiny", engine, **given | changes)
-    server = uvicorn.Server(uvicorn.Config(make_app(served), port=0, log_level="warning", lifespan="off"))
+    config = uvicorn.Config(make_app(served), port=0, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     _until(lambda: server.started)

@@ -95,9 +95,7 @@ def _asked(fields: dict[str, Any], own: dict[str, Any], prompts: list[list[int]]
     usage = fields.get("stream_options")
     if usage is not None and not fields.get("stream"):
         raise ApiError("stream_options: needs stream=true", param="stream_options")
-    return Asked(
-        prompts, samplings, n, first.stop, fields.get("stream", False), bool(usage), fields.get("echo", False)
-    )
+    return Asked(prompts, samplings, n, first.stop, fields.get("stream", False), bool(usage), fields.get("echo", False))
 
 
 def _check_ids(name: str, ids: Any, served: Served) -> None:

@@ -71,7 +71,8 @@ def _response_format(name: str, value: Any) -> Any:
 
 # Fields that are those of `Sampling`; the last six are not OpenAI's, but vLLM's.
 SAMPLING: dict[str, Check] = {
-    **dict.fromkeys(("stop", "max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed"), _any),
+    **dict.fromkeys(("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop"), _any),
+    "max_tokens": _any,
     "logit_bias": _bias,
     "top_k": _top_k,
     **dict.fromkeys(("min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"), _any),

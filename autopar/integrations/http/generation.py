@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 
 from autopar.integrations.http.asked import Asked
@@ -57,7 +57,7 @@ class Generation:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for _ in range(len(self.tickets) - len(self._ended)):
+        for _choice in range(len(self.tickets) - len(self._ended)):
             self._metrics.ended("error" if kind is ApiError else "abort")
         self._abort()
         for task in self._tasks:
@@ -103,7 +103,7 @@ class Generation:
                 error = self._as_api_error(error)
             queue.put_nowait(error if isinstance(error, ApiError) else ApiError(str(error), status=503))
 
-    async def _pieces_of(self, choice: int) -> AsyncIterator[Piece]:
+    async def _pieces_of(self, choice: int) -> AsyncGenerator[Piece]:
         ticket, sampling = self.tickets[choice], self.asked.samplings[choice]
         text = TextStream(self._served.tokenizer, self.asked.stop, sampling.min_tokens)
         pending: list[TokenLogprob] = []

@@ -15,6 +15,7 @@ class SchemaGrammar:
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
+        self.finished: bool = matcher.is_stopped()  # the text is complete and nothing may follow
 
     @classmethod
     def of_schema(cls, schema: Any, tokenizer: Any) -> SchemaGrammar:
@@ -31,11 +32,6 @@ class SchemaGrammar:
         """For another choice of the same request."""
         return SchemaGrammar(self._matcher.deep_copy())
 
-    @property
-    def finished(self) -> bool:
-        """Whether the text is complete and nothing may follow."""
-        return bool(self._matcher.is_stopped())
-
     def bitmask(self) -> bytes:
         """A bit for each token id that may follow: bit i of the little-endian bytes is id i."""
         mask: bytes = self._matcher.compute_bitmask()
@@ -45,6 +41,7 @@ class SchemaGrammar:
         """A token was chosen. Raises ValueError for one that was not allowed."""
         if not self._matcher.consume_token(token):
             raise ValueError(f"grammar: token {token} is not allowed here: {self._matcher.get_error()}")
+        self.finished = self._matcher.is_stopped()
 
 
 def _refused(why: object) -> ApiError:

@@ -46,8 +46,8 @@ def chat_prompt(messages: Any, tokenizer: Any) -> list[int]:
     given = checked_messages(messages)
     if not getattr(tokenizer, "chat_template", None):
         raise ApiError(
-            "messages: need a tokenizer with a chat template, found none in the model's folder; use /v1/completions, or "
-            "put a chat_template.jinja into the folder",
+            "messages: need a tokenizer with a chat template, found none in the model's folder; use /v1/completions, "
+            "or put a chat_template.jinja into the folder",
             param="messages",
         )
     try:
