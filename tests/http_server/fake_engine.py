@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ import uvicorn
 from transformers import PreTrainedTokenizerFast
 
 from autopar.integrations.http.app import make_app
-from autopar.integrations.http.engine import Served
+from autopar.integrations.http.engine import EngineNumbers, Served
 from autopar.serving.sampling_params import Sampling
 
 EOS = 256
@@ -61,8 +62,8 @@ class FakeTicket:
     tokens: list[int]  # what it will generate
     finish_reason: str | None = None
     error: Exception | None = None
-    cached_tokens: int = 3
-    logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    top_logprobs: list[tuple[tuple[int, float], ...] | None] = field(default_factory=list)
     aborted: bool = False
     given: int = 0
     _queue: asyncio.Queue[int | None] = field(default_factory=asyncio.Queue)
@@ -80,6 +81,28 @@ class FakeTicket:
     def give(self, token: int | None) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._queue.put_nowait, token)
+
+
+@dataclass
+class _Durations:
+    bounds: tuple[float, ...] = (0.1, 0.2)
+    counts: list[int] = field(default_factory=lambda: [3, 2, 1])
+    sum: float = 1.5
+
+
+@dataclass
+class _Numbers:
+    running: int
+    waiting: int
+    pages_used: int
+    pages_free: int
+    generated_tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    steps: int
+    finished: Mapping[str, int]
+    first_token: _Durations = field(default_factory=_Durations)
+    next_token: _Durations = field(default_factory=_Durations)
 
 
 @dataclass
@@ -118,8 +141,10 @@ class FakeEngine:
         whole = [*text[shift:], *itertools.islice(itertools.cycle(text), 10_000)]
         return whole if sampling.ignore_eos or sampling.max_tokens is not None else [*text, EOS]
 
-    def metrics(self) -> Mapping[str, float]:
-        return {"running": len(self.running), "steps_total": self.steps}
+    def metrics(self) -> EngineNumbers:
+        generated, prompt = sum(t.given for t in self.tickets), sum(len(t.prompt) for t in self.tickets)
+        finished = Counter(t.finish_reason for t in self.tickets if t.finish_reason)
+        return _Numbers(len(self.running), 0, 5, 6, generated, prompt, 2, self.steps, finished)
 
     def close(self) -> None:
         self._closed = True
@@ -151,8 +176,9 @@ class FakeEngine:
             mask = int.from_bytes(sampling.grammar.bitmask() or b"", "little")
             token = next(i for i in (*b'"}]0ab:,{[', *range(VOCABULARY)) if mask >> i & 1)
             sampling.grammar.accept(token)
-        if sampling.logprobs is not None:
-            ticket.logprobs.append((-0.5, [(token, -0.5), (65, -1.5)][: sampling.logprobs]))
+        top, wanted = ((token, -0.5), (65, -1.5)), sampling.logprobs
+        ticket.logprobs.append(None if wanted is None else -0.5)
+        ticket.top_logprobs.append(None if wanted is None else top[:wanted])
         ticket.given += 1
         ticket.give(token)
         if token in (EOS, *sampling.stop_token_ids):

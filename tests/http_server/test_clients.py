@@ -28,7 +28,7 @@ def test_a_client_that_leaves_ends_its_request() -> None:
         until_idle(engine)
         assert [ticket.aborted for ticket in engine.tickets] == [True] * 3
         assert all(ticket.given < 200 for ticket in engine.tickets)
-        assert 'autopar_choices_total{finish_reason="abort"} 3.0' in httpx.get(f"{address}/metrics").text
+        assert 'autopar_requests_total{finish_reason="abort"} 3.0' in httpx.get(f"{address}/metrics").text
 
 
 def test_a_server_that_ends_ends_its_requests() -> None:
@@ -47,9 +47,10 @@ def test_metrics() -> None:
         text = httpx.get(f"{address}/metrics").text
     found = dict(re.findall(r"^(autopar_\S+) (\S+)$", text, re.MULTILINE))
     expected = {
-        "autopar_running": 0, "autopar_generated_tokens_total": 10, "autopar_prompt_tokens_total": 6,
-        "autopar_time_to_first_token_seconds_count": 2, "autopar_time_between_tokens_seconds_count": 8,
-        "autopar_request_seconds_count": 2, 'autopar_choices_total{finish_reason="length"}': 2,
+        "autopar_running": 0, "autopar_waiting": 0, "autopar_pages_used": 5, "autopar_pages_free": 6,
+        "autopar_generated_tokens_total": 10, "autopar_prompt_tokens_total": 6, "autopar_cached_tokens_total": 2,
+        "autopar_first_token_seconds_count": 6, 'autopar_next_token_seconds_bucket{le="0.2"}': 5,
+        "autopar_next_token_seconds_sum": 1.5, 'autopar_requests_total{finish_reason="length"}': 2,
         'autopar_errors_total{status="400"}': 1,
     }  # fmt: skip
     assert {name: float(found[name]) for name in expected} == expected and float(found["autopar_steps_total"]) > 0
@@ -67,7 +68,8 @@ def test_many_clients_of_which_half_leave(seconds: int) -> None:
         assert httpx.get(f"{address}/metrics").text.count("autopar_errors_total{") == 0
     stayed, left = sum(stay for stay, _ in results), sum(leave for _, leave in results)
     assert stayed >= 64 and left >= 64, (stayed, left)
-    assert sum(ticket.finish_reason == "abort" for ticket in engine.tickets) == left
+    aborted = sum(ticket.finish_reason == "abort" for ticket in engine.tickets)
+    assert 32 <= aborted <= left  # some left before their request was read
     assert all(ticket.finish_reason in ("abort", "length") for ticket in engine.tickets)
 
 

@@ -29,7 +29,7 @@ from autopar.integrations.http.asked import Asked, read_chat, read_completion, u
 from autopar.integrations.http.engine import Served
 from autopar.integrations.http.errors import ApiError
 from autopar.integrations.http.generation import Generation
-from autopar.integrations.http.metrics import CONTENT_TYPE, Metrics
+from autopar.integrations.http.metrics import CONTENT_TYPE, Numbers
 from autopar.integrations.http.responses import Body, ChatShape, CompletionShape, Shape, joined, usage_of
 from autopar.values import parse
 from autopar.version import VERSION
@@ -41,14 +41,14 @@ _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 def make_app(served: Served) -> FastAPI:
     """The ASGI application that serves one model."""
     app = FastAPI(title="autopar", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
-    metrics = Metrics(served.engine)
+    numbers = Numbers(served.engine)
     created = int(time.time())
 
     async def completions(request: Request) -> Response:
-        return _Answer(await _body(request), read_completion, CompletionShape, served, metrics)
+        return _Answer(await _body(request), read_completion, CompletionShape, served, numbers)
 
     async def chat(request: Request) -> Response:
-        return _Answer(await _body(request), read_chat, ChatShape, served, metrics)
+        return _Answer(await _body(request), read_chat, ChatShape, served, numbers)
 
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [_model(served, created)]})
@@ -62,26 +62,30 @@ def make_app(served: Served) -> FastAPI:
         served.ready()
         return JSONResponse({"status": "ok"})
 
-    async def numbers() -> Response:
-        return Response(metrics.text(), media_type=CONTENT_TYPE)
+    async def metrics() -> Response:
+        return Response(numbers.text(), media_type=CONTENT_TYPE)
 
     app.add_api_route("/v1/completions", completions, methods=["POST"])
     app.add_api_route("/v1/chat/completions", chat, methods=["POST"])
     app.add_api_route("/v1/models", models)
     app.add_api_route("/v1/models/{name:path}", model)
     app.add_api_route("/health", health)
-    app.add_api_route("/metrics", numbers)
+    app.add_api_route("/metrics", metrics)
 
     async def told(_: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        metrics.refused(error.status)
+        numbers.error(error.status)
         return _error_response(error)
 
     async def no_route(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         return _error_response(ApiError(str(error.detail), error.status_code))
 
+    async def gone(_: Request, __: Exception) -> Response:
+        return Response()  # nobody reads it
+
     app.add_exception_handler(ApiError, told)
+    app.add_exception_handler(ClientDisconnect, gone)
     app.add_exception_handler(HTTPException, no_route)
     return app
 
@@ -100,8 +104,6 @@ async def _body(request: Request) -> Any:
         return parse((await request.body()).decode())
     except ValueError as error:
         raise ApiError(f"body: expected a JSON object, found {error}") from None
-    except ClientDisconnect:
-        raise ApiError("body: the client left before it was complete") from None
 
 
 class _Answer(Response):
@@ -113,10 +115,10 @@ class _Answer(Response):
         read: Callable[[Any, Served], Asked],
         shape: Callable[[Asked, Served], Shape],
         served: Served,
-        metrics: Metrics,
+        numbers: Numbers,
     ) -> None:
         super().__init__()
-        self._body, self._read, self._shape, self._served, self._metrics = body, read, shape, served, metrics
+        self._body, self._read, self._shape, self._served, self._numbers = body, read, shape, served, numbers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.create_task(self._work(scope, receive, send))
@@ -132,13 +134,13 @@ class _Answer(Response):
         try:
             await self._respond(scope, receive, send)
         except ApiError as error:
-            self._metrics.refused(error.status)
+            self._numbers.error(error.status)
             await _error_response(error)(scope, receive, send)
         except OSError:  # of a client that has left
             pass
         except Exception:
             _LOG.exception("a request failed")
-            self._metrics.refused(500)
+            self._numbers.error(500)
             with contextlib.suppress(Exception):  # a response may have begun
                 await _error_response(ApiError("an error of the server", 500))(scope, receive, send)
 
@@ -146,7 +148,7 @@ class _Answer(Response):
         in_thread = asyncio.get_running_loop().run_in_executor
         asked = await in_thread(self._served.thread, self._read, self._body, self._served)
         shape = self._shape(asked, self._served)
-        async with Generation(asked, self._served, self._metrics) as generation:
+        async with Generation(asked, self._served) as generation:
             if asked.stream:
                 await self._stream(generation, shape, send)
                 return
@@ -172,7 +174,7 @@ class _Answer(Response):
                 await event(_json(shape.usage(usage_of(generation))))
             await event("[DONE]")
         except ApiError as error:  # the status is sent already
-            self._metrics.refused(error.status)
+            self._numbers.error(error.status)
             await event(json.dumps(error.body()))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -13,25 +13,58 @@ from autopar.serving.sampling_params import Sampling
 
 
 class Ticket(Protocol):
-    """A request that the engine has taken. Iterating gives its token ids as they are generated, and raises what made
-    the engine fail."""
+    """A request that the engine has taken. Iterating gives its token ids as they come, and raises the error that ended
+    it."""
 
     def __aiter__(self) -> AsyncIterator[int]: ...
 
     def abort(self) -> None:
-        """End it; without effect on one that has ended."""
+        """End it; without effect on one that has finished."""
 
     @property
     def finish_reason(self) -> str | None:
         """ "stop", "length", "abort" or "error"; None while it runs."""
 
     @property
-    def logprobs(self) -> Sequence[tuple[float, Sequence[tuple[int, float]]]]:
-        """Of each token so far, if they were asked for: its own, and (id, logprob) of the most likely ones."""
+    def logprobs(self) -> Sequence[float | None]:
+        """Of each token, if asked for."""
 
     @property
-    def cached_tokens(self) -> int:
-        """Tokens of the prompt whose keys were in the cache."""
+    def top_logprobs(self) -> Sequence[tuple[tuple[int, float], ...] | None]:
+        """(id, logprob) of the most likely tokens at each place, if asked for."""
+
+
+class Durations(Protocol):
+    """counts[i]: those up to bounds[i] seconds and above the bound before; the last: above all."""
+
+    bounds: tuple[float, ...]
+    counts: list[int]
+    sum: float
+
+
+class EngineNumbers(Protocol):
+    """What the engine counts and measures."""
+
+    running: int
+    waiting: int
+    pages_used: int
+    pages_free: int
+    generated_tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    steps: int
+
+    @property
+    def finished(self) -> Mapping[str, int]:
+        """Requests by finish_reason."""
+
+    @property
+    def first_token(self) -> Durations:
+        """From a request to its first token."""
+
+    @property
+    def next_token(self) -> Durations:
+        """Between two tokens of a request."""
 
 
 class Engine(Protocol):
@@ -40,8 +73,8 @@ class Engine(Protocol):
     def submit(self, prompt_ids: Sequence[int], sampling: Sampling) -> Ticket:
         """Raises QueueFull, or ValueError for a request that can never run."""
 
-    def metrics(self) -> Mapping[str, float]:
-        """Numbers by name; those that only grow end in "_total"."""
+    def metrics(self) -> EngineNumbers:
+        """As they are now."""
 
     @property
     def failure(self) -> str | None:

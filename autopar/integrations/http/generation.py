@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 
 from autopar.integrations.http.asked import Asked
 from autopar.integrations.http.engine import Served, Ticket
 from autopar.integrations.http.errors import ApiError
-from autopar.integrations.http.metrics import Metrics
 from autopar.integrations.http.text import TextStream
 
 
@@ -37,12 +35,11 @@ class Piece:
 class Generation:
     """The choices of a request, handed to the engine. To be closed: it then ends whatever is still generated."""
 
-    def __init__(self, asked: Asked, served: Served, metrics: Metrics) -> None:
+    def __init__(self, asked: Asked, served: Served) -> None:
         self.asked = asked
-        self._served, self._metrics, self._start = served, metrics, time.monotonic()
+        self._served = served
         self.tickets: list[Ticket] = []
         self.generated = [0] * len(asked.choices)  # tokens of each choice
-        self._ended: set[int] = set()  # choices
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Generation:
@@ -56,9 +53,7 @@ class Generation:
             raise self._as_api_error(error) from error
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for _choice in range(len(self.tickets) - len(self._ended)):
-            self._metrics.ended("error" if kind is ApiError else "abort")
+    async def __aexit__(self, *_: object) -> None:
         self._abort()
         for task in self._tasks:
             task.cancel()
@@ -75,11 +70,6 @@ class Generation:
             return ApiError(str(error), status=429, code="queue_full")
         self._served.ready()
         return ApiError(str(error), status=400 if isinstance(error, ValueError) else 500)
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens of the prompts that were in the cache."""
-        return sum(self.tickets[i].cached_tokens for i in range(0, len(self.tickets), self.asked.n))
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Pieces of all choices as they come. Raises ApiError when one cannot be generated."""
@@ -107,19 +97,15 @@ class Generation:
         ticket, sampling = self.tickets[choice], self.asked.samplings[choice]
         text = TextStream(self._served.tokenizer, self.asked.stop, sampling.min_tokens)
         pending: list[TokenLogprob] = []
-        before = self._start
         async for token in ticket:
-            now = time.monotonic()
-            self._metrics.token(now - before, first=self.generated[choice] == 0)
-            before = now
-            if sampling.logprobs is not None:
-                logprob, top = ticket.logprobs[self.generated[choice]]
-                pending.append(TokenLogprob(token, logprob, tuple(top)))
+            at = self.generated[choice]
             self.generated[choice] += 1
+            if (logprob := ticket.logprobs[at]) is not None:
+                pending.append(TokenLogprob(token, logprob, ticket.top_logprobs[at] or ()))
             new = text.push(token)
             if text.stopped:
                 ticket.abort()
-                yield self._last(choice, new, pending, "stop")
+                yield Piece(choice, new, tuple(pending), "stop")
                 return
             if new:
                 yield Piece(choice, new, tuple(pending))
@@ -128,10 +114,4 @@ class Generation:
             self._served.ready()
             raise ApiError(f"the request ended with {ticket.finish_reason!r}", status=500)
         rest = text.finish()
-        yield self._last(choice, rest, pending, "stop" if text.stopped else ticket.finish_reason)
-
-    def _last(self, choice: int, text: str, pending: list[TokenLogprob], reason: str) -> Piece:
-        prompt, _ = self.asked.choices[choice]
-        self._ended.add(choice)
-        self._metrics.finished(reason, len(prompt), self.generated[choice], time.monotonic() - self._start)
-        return Piece(choice, text, tuple(pending), reason)
+        yield Piece(choice, rest, tuple(pending), "stop" if text.stopped else ticket.finish_reason)

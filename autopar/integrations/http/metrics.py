@@ -1,73 +1,75 @@
-"""Numbers for Prometheus: the engine's, read when they are asked for, and the times of requests."""
+"""The numbers of the engine in the format of Prometheus, read whenever they are asked for, and errors of requests."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from autopar.integrations.http.engine import Engine
+from autopar.integrations.http.engine import Durations, Engine
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+_GAUGES = {
+    "running": "Requests that run",
+    "waiting": "Requests that wait",
+    "pages_used": "Pages of the cache in use",
+    "pages_free": "Pages of the cache that are free",
+}
+_COUNTERS = {
+    "prompt_tokens": "Tokens of prompts",
+    "cached_tokens": "Tokens of prompts that were in the cache",
+    "generated_tokens": "Generated tokens",
+    "steps": "Steps of the model",
+}
+_DURATIONS = {
+    "first_token": "From a request to its first token",
+    "next_token": "Between two tokens of a request",
+}
 
 
-class Metrics:
+class Numbers:
     """The numbers of one server."""
 
     def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineNumbers(engine))
-        made: dict[str, Any] = {"registry": self._registry}
-        self._first = Histogram(
-            "autopar_time_to_first_token_seconds", "From a request to its first token", buckets=_SECONDS, **made
+        self._errors = Counter(
+            "autopar_errors", "Requests that ended with an error", ["status"], registry=self._registry
         )
-        self._between = Histogram(
-            "autopar_time_between_tokens_seconds", "Between two tokens of a choice", buckets=_SECONDS, **made
-        )
-        self._whole = Histogram(
-            "autopar_request_seconds", "From a request to the end of a choice", buckets=_SECONDS, **made
-        )
-        self._prompt = Counter("autopar_prompt_tokens", "Tokens of prompts of finished choices", **made)
-        self._generated = Counter("autopar_generated_tokens", "Generated tokens", **made)
-        self._finished = Counter("autopar_choices", "Ended choices", ["finish_reason"], **made)
-        self._refused = Counter("autopar_errors", "Requests that ended with an error", ["status"], **made)
+        self._registry.register(self)
 
-    def token(self, seconds: float, first: bool) -> None:
-        """A token came, this long after the one before it, or after its request."""
-        (self._first if first else self._between).observe(seconds)
-        self._generated.inc()
-
-    def finished(self, reason: str, prompt: int, generated: int, seconds: float) -> None:
-        """A choice is complete."""
-        self.ended(reason)
-        self._prompt.inc(prompt)
-        self._whole.observe(seconds)
-
-    def ended(self, reason: str) -> None:
-        """A choice has ended; "abort": its client has left."""
-        self._finished.labels(reason).inc()
-
-    def refused(self, status: int) -> None:
+    def error(self, status: int) -> None:
         """A request ended with an error."""
-        self._refused.labels(str(status)).inc()
+        self._errors.labels(str(status)).inc()
 
     def text(self) -> bytes:
-        """All numbers in the format of Prometheus."""
+        """All numbers."""
         return generate_latest(self._registry)
 
-
-class _EngineNumbers:
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
     def describe(self) -> list[Any]:
+        """Of a collector of prometheus_client: nothing is asked for ahead."""
         return []
 
     def collect(self) -> Iterator[Any]:
-        for name, value in self._engine.metrics().items():
-            total = name.endswith("_total")
-            made: Any = CounterMetricFamily if total else GaugeMetricFamily
-            yield made(f"autopar_{name.removesuffix('_total')}", name.replace("_", " "), value=value)
+        """Of a collector of prometheus_client: the numbers as they are now."""
+        now = self._engine.metrics()
+        for name, words in _GAUGES.items():
+            yield GaugeMetricFamily(f"autopar_{name}", words, getattr(now, name))
+        for name, words in _COUNTERS.items():
+            yield CounterMetricFamily(f"autopar_{name}", words, getattr(now, name))
+        finished = CounterMetricFamily("autopar_requests", "Finished requests", labels=["finish_reason"])
+        for reason, count in sorted(now.finished.items()):
+            finished.add_metric([reason], count)
+        yield finished
+        for name, words in _DURATIONS.items():
+            yield _histogram(f"autopar_{name}_seconds", words, getattr(now, name))
+
+
+def _histogram(name: str, words: str, durations: Durations) -> HistogramMetricFamily:
+    totals = itertools.accumulate(durations.counts)
+    bounds = [*map(str, durations.bounds), "+Inf"]
+    return HistogramMetricFamily(name, words, buckets=[*zip(bounds, totals)], sum_value=durations.sum)

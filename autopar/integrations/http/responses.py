@@ -18,7 +18,6 @@ from openai.types.chat import (
 )
 from openai.types.chat.chat_completion_token_logprob import TopLogprob
 from openai.types.completion_choice import Logprobs
-from openai.types.completion_usage import PromptTokensDetails
 
 from autopar.integrations.http.asked import Asked
 from autopar.integrations.http.engine import Served
@@ -30,12 +29,7 @@ Body = Completion | ChatCompletion | ChatCompletionChunk
 def usage_of(generation: Generation) -> CompletionUsage:
     """Tokens of prompts, each counted once, and of all choices."""
     prompt, completion = sum(map(len, generation.asked.prompts)), sum(generation.generated)
-    return CompletionUsage(
-        prompt_tokens=prompt,
-        completion_tokens=completion,
-        total_tokens=prompt + completion,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=generation.cached_tokens),
-    )
+    return CompletionUsage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
 
 
 class Shape(Protocol):
