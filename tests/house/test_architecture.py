@@ -58,9 +58,11 @@ FLOORS: tuple[set[str], ...] = (
     {"runtime.module"},
     {"runtime.training"},
     {"runtime"},
+    {"serving"},
     {"cache"},
     {"api"},
     {"verification", "models"},
+    {"integrations.http"},
     {"cli", "integrations", "testing"},
     {"autopar", "__main__"},
 )
@@ -73,7 +75,16 @@ EXTRA_LIBRARIES = {
     "passes": set(),
     "runtime": set(),
     "core": {"flash_attn", "triton"},
-    "integrations": {"transformers", "accelerate"},
+    "integrations": {
+        "transformers",
+        "accelerate",
+        "fastapi",
+        "starlette",
+        "uvicorn",
+        "openai",
+        "prometheus_client",
+        "llguidance",
+    },
 }
 
 # Only here process groups are made.

@@ -60,6 +60,7 @@ class FakeTicket:
     prompt: Sequence[int]
     sampling: Sampling
     tokens: list[int]  # what it will generate
+    on_token: Callable[[int], bool] | None = None
     finish_reason: str | None = None
     error: Exception | None = None
     logprobs: list[float | None] = field(default_factory=list)
@@ -115,6 +116,9 @@ class FakeEngine:
     fails_at: int = -1
     failure: str | None = None
     text: str = TEXT
+    vocabulary: int = VOCABULARY
+    max_length: int = 200
+    eos_token_ids: tuple[int, ...] = (EOS,)
     tickets: list[FakeTicket] = field(default_factory=list)
     running: list[FakeTicket] = field(default_factory=list)
     steps: int = 0
@@ -124,16 +128,22 @@ class FakeEngine:
         self._thread = threading.Thread(target=self._loop, daemon=True)
         self._thread.start()
 
-    def submit(self, prompt_ids: Sequence[int], sampling: Sampling) -> FakeTicket:
-        if len(prompt_ids) == 13:
+    def submit_all(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[Sampling],
+        *,
+        on_token: Sequence[Callable[[int], bool] | None],
+    ) -> Sequence[FakeTicket]:
+        if any(len(prompt) == 13 for prompt in prompts):
             raise ValueError("prompt: 13 tokens bring bad luck; use another number")
         with self._lock:
-            if len(self.running) >= self.most:
+            if len(self.running) + len(prompts) > self.most:
                 raise QueueFull(f"queue: at most {self.most} requests, found another; try again later")
-            ticket = FakeTicket(prompt_ids, sampling, self._answer(sampling))
-            self.tickets.append(ticket)
-            self.running.append(ticket)
-        return ticket
+            new = [FakeTicket(p, s, self._answer(s), on) for p, s, on in zip(prompts, sampling, on_token)]
+            self.tickets += new
+            self.running += new
+        return new
 
     def _answer(self, sampling: Sampling) -> list[int]:
         text = [*self.text.encode()]
@@ -179,9 +189,10 @@ class FakeEngine:
         top, wanted = ((token, -0.5), (65, -1.5)), sampling.logprobs
         ticket.logprobs.append(None if wanted is None else -0.5)
         ticket.top_logprobs.append(None if wanted is None else top[:wanted])
+        stops = ticket.on_token is not None and ticket.on_token(token)
         ticket.given += 1
         ticket.give(token)
-        if token in (EOS, *sampling.stop_token_ids):
+        if stops or token in (EOS, *sampling.stop_token_ids):
             return self._end(ticket, "stop")
         return ticket.given != sampling.max_tokens or self._end(ticket, "length")
 
@@ -194,7 +205,7 @@ class FakeEngine:
 @contextlib.contextmanager
 def serving(engine: FakeEngine, **changes: Any) -> Iterator[str]:
     """The address of a server in a thread."""
-    given: dict[str, Any] = {"tokenizer": tokenizer(), "vocabulary": VOCABULARY, "max_length": 200, "eos": (EOS,)}
+    given: dict[str, Any] = {"tokenizer": tokenizer()}
     served = Served("tiny", engine, **given | changes)
     config = uvicorn.Config(make_app(served), port=0, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)

@@ -18,8 +18,8 @@ from tests.http_server.fake_engine import TEXT, FakeEngine, client_of, post, ser
 
 
 def test_a_client_that_leaves_ends_its_request() -> None:
-    engine = FakeEngine(delay=0.02)
-    with serving(engine, max_length=5000) as address:
+    engine = FakeEngine(delay=0.02, max_length=5000)
+    with serving(engine) as address:
         stream = client_of(address).completions.create(model="tiny", prompt="a", n=2, max_tokens=4000, stream=True)
         next(stream)
         stream.close()
@@ -32,8 +32,8 @@ def test_a_client_that_leaves_ends_its_request() -> None:
 
 
 def test_a_server_that_ends_ends_its_requests() -> None:
-    engine = FakeEngine(delay=0.02)
-    with serving(engine, max_length=5000) as address:
+    engine = FakeEngine(delay=0.02, max_length=5000)
+    with serving(engine) as address:
         stream = client_of(address).completions.create(model="tiny", prompt="a", max_tokens=4000, stream=True)
         next(stream)
     assert engine.tickets[0].aborted
@@ -58,8 +58,8 @@ def test_metrics() -> None:
 
 @pytest.mark.parametrize("seconds", [3, pytest.param(60, marks=pytest.mark.full)])
 def test_many_clients_of_which_half_leave(seconds: int) -> None:
-    engine = FakeEngine(delay=0.005)
-    with serving(engine, max_length=5000) as address:
+    engine = FakeEngine(delay=0.005, max_length=5000)
+    with serving(engine) as address:
         results = asyncio.run(_clients(address, seconds))
         until_idle(engine)
         before = threading.active_count()

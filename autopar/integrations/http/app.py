@@ -92,7 +92,7 @@ def make_app(served: Served) -> FastAPI:
 
 def _model(served: Served, created: int) -> dict[str, Any]:
     found = Model(id=served.name, created=created, object="model", owned_by="autopar")
-    return found.model_dump() | {"max_model_len": served.max_length}
+    return found.model_dump() | {"max_model_len": served.engine.max_length}
 
 
 def _error_response(error: ApiError) -> Response:
@@ -153,7 +153,7 @@ class _Answer(Response):
                 await self._stream(generation, shape, send)
                 return
             pieces = [piece async for piece in generation.pieces()]
-            choices = joined(pieces, len(asked.choices))
+            choices = joined(pieces, asked.choices)
             text = _json(shape.whole(choices, usage_of(generation)))
         await Response(text, media_type="application/json")(scope, receive, send)
 
@@ -165,7 +165,7 @@ class _Answer(Response):
         asked = generation.asked
         await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
         try:
-            for choice in range(len(asked.choices)):
+            for choice in range(asked.choices):
                 if opening := shape.opening(choice):
                     await event(_json(opening))
             async for piece in generation.pieces():

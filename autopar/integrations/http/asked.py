@@ -31,9 +31,9 @@ class Asked:
     echo: bool = False
 
     @property
-    def choices(self) -> list[tuple[list[int], Sampling]]:
-        """(prompt, sampling) of each choice."""
-        return [(self.prompts[i // self.n], sampling) for i, sampling in enumerate(self.samplings)]
+    def choices(self) -> int:
+        """Their number."""
+        return len(self.samplings)
 
 
 def read_completion(body: Any, served: Served) -> Asked:
@@ -42,14 +42,14 @@ def read_completion(body: Any, served: Served) -> Asked:
     _check_model(fields, served)
     if "prompt" not in fields:
         raise ApiError("prompt: needed, found none", param="prompt")
-    prompts = completion_prompts(fields["prompt"], served.tokenizer, served.vocabulary)
+    prompts = completion_prompts(fields["prompt"], served.tokenizer, served.engine.vocabulary)
     if fields.get("echo") and fields.get("logprobs") is not None:
         raise ApiError(
             "echo: not supported with logprobs, since none are computed for the prompt; leave one of them out",
             param="echo",
             code="unsupported_parameter",
         )
-    longest = served.max_length - max(map(len, prompts))
+    longest = served.engine.max_length - max(map(len, prompts))
     most = min(COMPLETION_TOKENS, max(longest, 1))
     return _asked(fields, {"max_tokens": most, "logprobs": fields.get("logprobs")}, prompts, served)
 
@@ -82,10 +82,10 @@ def unknown_model(name: str, served: Served) -> ApiError:
 def _asked(fields: dict[str, Any], own: dict[str, Any], prompts: list[list[int]], served: Served) -> Asked:
     given = dict(served.defaults) | own | {name: fields[name] for name in SAMPLING if name in fields}
     first = make_sampling(given)
-    _check_ids("logit_bias", first.logit_bias, served)
-    _check_ids("stop_token_ids", first.stop_token_ids, served)
+    _check_ids("logit_bias", first.logit_bias, served.engine.vocabulary)
+    _check_ids("stop_token_ids", first.stop_token_ids, served.engine.vocabulary)
     for prompt in prompts:
-        _check_length(len(prompt), fields.get("max_tokens"), first, served)
+        _check_length(len(prompt), fields.get("max_tokens"), served.engine.max_length)
     n = fields.get("n", 1)
     grammars = _grammars(fields.get("response_format"), n * len(prompts), served)
     samplings = [
@@ -98,18 +98,17 @@ def _asked(fields: dict[str, Any], own: dict[str, Any], prompts: list[list[int]]
     return Asked(prompts, samplings, n, first.stop, fields.get("stream", False), bool(usage), fields.get("echo", False))
 
 
-def _check_ids(name: str, ids: Any, served: Served) -> None:
-    if wrong := [token for token in ids if token >= served.vocabulary]:
-        raise ApiError(f"{name}: expected token ids below {served.vocabulary}, found {wrong[0]}", param=name)
+def _check_ids(name: str, ids: Any, vocabulary: int) -> None:
+    if wrong := [token for token in ids if token >= vocabulary]:
+        raise ApiError(f"{name}: expected token ids below {vocabulary}, found {wrong[0]}", param=name)
 
 
-def _check_length(prompt: int, asked: int | None, sampling: Sampling, served: Served) -> None:
-    needed = prompt + (asked or 1)
-    if needed > served.max_length:
+def _check_length(prompt: int, asked: int | None, most: int) -> None:
+    if prompt + (asked or 1) > most:
         raise ApiError(
-            f"prompt and max_tokens: at most {served.max_length} tokens together, found {prompt} of the prompt and "
+            f"prompt and max_tokens: at most {most} tokens together, found {prompt} of the prompt and "
             f"{asked or 1} to generate; shorten the prompt, lower max_tokens, or serve with a larger --max-length",
-            param="max_tokens" if prompt < served.max_length else "prompt",
+            param="max_tokens" if prompt < most else "prompt",
             code="context_length_exceeded",
         )
 

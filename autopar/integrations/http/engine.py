@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -70,31 +70,43 @@ class EngineNumbers(Protocol):
 class Engine(Protocol):
     """The part of `Server` that is used here."""
 
-    def submit(self, prompt_ids: Sequence[int], sampling: Sampling) -> Ticket:
-        """Raises QueueFull, or ValueError for a request that can never run."""
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
 
-    def metrics(self) -> EngineNumbers:
-        """As they are now."""
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a request, prompt included."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a text."""
 
     @property
     def failure(self) -> str | None:
         """Why it can generate no more, with the name of the rank that has failed; None while it can."""
 
+    def submit_all(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[Sampling],
+        *,
+        on_token: Sequence[Callable[[int], bool] | None],
+    ) -> Sequence[Ticket]:
+        """A request for each prompt, all or none. ``on_token``: called with each token, in a thread of the engine; True
+        ends the request with "stop". Raises QueueFull, or ValueError for a request that can never run."""
+
+    def metrics(self) -> EngineNumbers:
+        """As they are now."""
+
 
 @dataclass(frozen=True)
 class Served:
-    """The model that a server serves.
-
-    ``vocabulary``: number of token ids. ``defaults``: fields of `Sampling` that a request leaves out. ``eos``: ids that
-    end a text.
-    """
+    """The model that a server serves. ``defaults``: fields of `Sampling` that a request leaves out."""
 
     name: str
     engine: Engine
     tokenizer: Any
-    vocabulary: int
-    max_length: int
-    eos: tuple[int, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     # One thread: a fast tokenizer may not be used by two at once.
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tokenizer"))
@@ -105,7 +117,8 @@ class Served:
         from llguidance.hf import from_tokenizer
 
         try:
-            return from_tokenizer(self.tokenizer, n_vocab=self.vocabulary, eos_token=list(self.eos) or None)
+            eos = list(self.engine.eos_token_ids)
+            return from_tokenizer(self.tokenizer, n_vocab=self.engine.vocabulary, eos_token=eos or None)
         except ValueError as error:
             raise ApiError(
                 f"response_format: needs a tokenizer with a tokenizer.json: {error}", param="response_format"

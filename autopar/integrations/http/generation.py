@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from autopar.integrations.http.asked import Asked
 from autopar.integrations.http.engine import Served, Ticket
 from autopar.integrations.http.errors import ApiError
-from autopar.integrations.http.text import TextStream
+from autopar.serving.text import TextStream
 
 
 @dataclass(frozen=True)
@@ -32,86 +32,88 @@ class Piece:
     finish_reason: str | None = None
 
 
+class _StopStrings:
+    """Reads the tokens of a choice in the engine's thread, and so ends it at a stop string."""
+
+    def __init__(self, text: TextStream) -> None:
+        self._text = text
+        self.texts: list[str] = []  # what each token adds
+
+    def __call__(self, token: int) -> bool:
+        self.texts.append(self._text.push(token))
+        return self._text.stopped
+
+
 class Generation:
-    """The choices of a request, handed to the engine. To be closed: it then ends whatever is still generated."""
+    """The choices of a request, handed to the engine. A context manager: what still runs at its end is aborted."""
 
     def __init__(self, asked: Asked, served: Served) -> None:
-        self.asked = asked
-        self._served = served
-        self.tickets: list[Ticket] = []
-        self.generated = [0] * len(asked.choices)  # tokens of each choice
+        self.asked, self._served = asked, served
+        self.generated = [0] * asked.choices  # tokens of each choice
+        self._texts = [
+            TextStream(served.tokenizer, asked.stop, sampling.min_tokens, asked.prompts[i // asked.n])
+            for i, sampling in enumerate(asked.samplings)
+        ]
+        self._stops = [_StopStrings(text) if asked.stop else None for text in self._texts]
+        self._tickets: Sequence[Ticket] = ()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Generation:
-        """Raises ApiError if the engine does not take a choice."""
+        """Raises ApiError if the engine does not take the request."""
         self._served.ready()
+        prompts = [self.asked.prompts[i // self.asked.n] for i in range(self.asked.choices)]
         try:
-            for prompt, sampling in self.asked.choices:
-                self.tickets.append(self._served.engine.submit(prompt, sampling))
-        except BaseException as error:
-            self._abort()
-            raise self._as_api_error(error) from error
+            self._tickets = self._served.engine.submit_all(prompts, self.asked.samplings, on_token=self._stops)
+        except Exception as error:
+            raise self._told(error) from error
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._abort()
+        for ticket in self._tickets:
+            ticket.abort()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _abort(self) -> None:
-        for ticket in self.tickets:
-            ticket.abort()
-
-    def _as_api_error(self, error: BaseException) -> ApiError:
-        if isinstance(error, ApiError):
-            return error
+    def _told(self, error: Exception) -> ApiError:
+        """What the client is told of an error of the engine."""
         if type(error).__name__ == "QueueFull":
-            return ApiError(str(error), status=429, code="queue_full")
-        self._served.ready()
-        return ApiError(str(error), status=400 if isinstance(error, ValueError) else 500)
+            return ApiError(str(error), 429, code="queue_full")
+        if failure := self._served.engine.failure:
+            return ApiError(failure, 503, code="engine_failed")
+        return ApiError(str(error), 400 if isinstance(error, ValueError) else 500)
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Pieces of all choices as they come. Raises ApiError when one cannot be generated."""
-        queue: asyncio.Queue[Piece | ApiError] = asyncio.Queue()
-        self._tasks += [asyncio.create_task(self._follow(i, queue)) for i in range(len(self.tickets))]
+        queue: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+        self._tasks += [asyncio.create_task(self._follow(i, queue)) for i in range(self.asked.choices)]
         running = len(self._tasks)
         while running:
             piece = await queue.get()
-            if isinstance(piece, ApiError):
-                raise piece
+            if isinstance(piece, Exception):
+                raise self._told(piece) from piece
             running -= piece.finish_reason is not None
             yield piece
 
-    async def _follow(self, choice: int, queue: asyncio.Queue[Piece | ApiError]) -> None:
+    async def _follow(self, choice: int, queue: asyncio.Queue[Piece | Exception]) -> None:
         try:
             async with contextlib.aclosing(self._pieces_of(choice)) as pieces:
                 async for piece in pieces:
                     queue.put_nowait(piece)
         except Exception as error:
-            with contextlib.suppress(ApiError):
-                error = self._as_api_error(error)
-            queue.put_nowait(error if isinstance(error, ApiError) else ApiError(str(error), status=503))
+            queue.put_nowait(error)
 
     async def _pieces_of(self, choice: int) -> AsyncGenerator[Piece]:
-        ticket, sampling = self.tickets[choice], self.asked.samplings[choice]
-        text = TextStream(self._served.tokenizer, self.asked.stop, sampling.min_tokens)
+        ticket, text, stops = self._tickets[choice], self._texts[choice], self._stops[choice]
         pending: list[TokenLogprob] = []
         async for token in ticket:
             at = self.generated[choice]
             self.generated[choice] += 1
             if (logprob := ticket.logprobs[at]) is not None:
                 pending.append(TokenLogprob(token, logprob, ticket.top_logprobs[at] or ()))
-            new = text.push(token)
-            if text.stopped:
-                ticket.abort()
-                yield Piece(choice, new, tuple(pending), "stop")
-                return
-            if new:
+            if new := text.push(token) if stops is None else stops.texts[at]:
                 yield Piece(choice, new, tuple(pending))
                 pending.clear()
         if ticket.finish_reason not in ("stop", "length"):
-            self._served.ready()
-            raise ApiError(f"the request ended with {ticket.finish_reason!r}", status=500)
-        rest = text.finish()
-        yield Piece(choice, rest, tuple(pending), "stop" if text.stopped else ticket.finish_reason)
+            raise RuntimeError(f"the request ended with {ticket.finish_reason!r}")
+        yield Piece(choice, text.finish(), tuple(pending), ticket.finish_reason)

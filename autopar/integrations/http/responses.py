@@ -70,7 +70,7 @@ class CompletionShape:
     def __init__(self, asked: Asked, served: Served) -> None:
         self._asked, self._served, self._tokens = asked, served, _Tokens(served)
         self._id, self._created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
-        self._written = [0] * len(asked.choices)  # characters of each choice
+        self._written = [0] * asked.choices  # characters of each choice
         self._echoed = [
             served.tokenizer.decode(prompt, skip_special_tokens=True) if asked.echo else "" for prompt in asked.prompts
         ]
