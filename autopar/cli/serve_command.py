@@ -15,7 +15,7 @@ from autopar.cli.command import Command
 from autopar.cli.shared_arguments import dtype_of, mesh, positive
 from autopar.values import byte_count
 
-# What `pip install 'autopar[serve,hf]'` installs: module -> name of its project.
+# What `pip install 'autopar[serve]'` installs: module -> name of its project.
 NEEDED = {
     "fastapi": "fastapi",
     "uvicorn": "uvicorn",
@@ -82,7 +82,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     if missing := [project for module, project in NEEDED.items() if importlib.util.find_spec(module) is None]:
         raise ValueError(
-            f"serve: needs the extras autopar[serve,hf], found no {', '.join(missing)}; pip install 'autopar[serve,hf]'"
+            f"serve: needs the extra autopar[serve], found no {', '.join(missing)}; pip install 'autopar[serve]'"
         )
     from autopar.integrations.http.serve import Settings, serve_folder  # loads torch, transformers and the extra
 

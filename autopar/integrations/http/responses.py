@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from openai.types import Completion, CompletionChoice, CompletionUsage
 from openai.types.chat import (
@@ -23,7 +23,7 @@ from autopar.integrations.http.asked import Asked
 from autopar.integrations.http.engine import Served
 from autopar.integrations.http.generation import Generation, Piece, TokenLogprob
 
-Body = Completion | ChatCompletion | ChatCompletionChunk
+Body: TypeAlias = Completion | ChatCompletion | ChatCompletionChunk
 
 
 def usage_of(generation: Generation) -> CompletionUsage:
