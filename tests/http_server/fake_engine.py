@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +18,13 @@ import uvicorn
 from transformers import PreTrainedTokenizerFast
 
 from autopar.integrations.http.app import make_app
-from autopar.integrations.http.engine import EngineNumbers, Served
-from autopar.serving.sampling_params import Sampling
+from autopar.integrations.http.engine import Served
+from autopar.serving.calls import QueueFull
+from autopar.serving.metrics import Histogram, Metrics
+from autopar.serving.requests import FinishReason
+from autopar.serving.sampling_params import Grammar, Sampling
+from autopar.serving.step import Chosen
+from autopar.serving.ticket import Ticket
 
 EOS = 256
 VOCABULARY = 260  # 256 bytes, <eos>, <user>, <assistant>, and one id that stands for nothing
@@ -49,61 +53,14 @@ def _byte_characters() -> list[str]:
     return [chr(i if i in printable else next(others)) for i in range(256)]
 
 
-class QueueFull(RuntimeError):
-    """As the engine's."""
+class FakeTicket(Ticket):
+    """A request of the fake engine. ``script``: what it will generate."""
 
-
-@dataclass
-class FakeTicket:
-    """A request of the fake engine."""
-
-    prompt: Sequence[int]
-    sampling: Sampling
-    tokens: list[int]  # what it will generate
-    on_token: Callable[[int], bool] | None = None
-    finish_reason: str | None = None
-    error: Exception | None = None
-    logprobs: list[float | None] = field(default_factory=list)
-    top_logprobs: list[tuple[tuple[int, float], ...] | None] = field(default_factory=list)
-    aborted: bool = False
-    given: int = 0
-    _queue: asyncio.Queue[int | None] = field(default_factory=asyncio.Queue)
-    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-
-    async def __aiter__(self) -> AsyncIterator[int]:
-        while (token := await self._queue.get()) is not None:
-            yield token
-        if self.error is not None:
-            raise self.error
-
-    def abort(self) -> None:
-        self.aborted = True
-
-    def give(self, token: int | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, token)
-
-
-@dataclass
-class _Durations:
-    bounds: tuple[float, ...] = (0.1, 0.2)
-    counts: list[int] = field(default_factory=lambda: [3, 2, 1])
-    sum: float = 1.5
-
-
-@dataclass
-class _Numbers:
-    running: int
-    waiting: int
-    pages_used: int
-    pages_free: int
-    generated_tokens: int
-    prompt_tokens: int
-    cached_tokens: int
-    steps: int
-    finished: Mapping[str, int]
-    first_token: _Durations = field(default_factory=_Durations)
-    next_token: _Durations = field(default_factory=_Durations)
+    def __init__(
+        self, prompt: Sequence[int], sampling: Sampling, script: list[int], on_token: Callable[[int], bool] | None
+    ) -> None:
+        super().__init__(prompt, lambda: setattr(self, "aborted", True))
+        self.sampling, self.script, self.on_token, self.aborted = sampling, script, on_token, False
 
 
 @dataclass
@@ -151,10 +108,11 @@ class FakeEngine:
         whole = [*text[shift:], *itertools.islice(itertools.cycle(text), 10_000)]
         return whole if sampling.ignore_eos or sampling.max_tokens is not None else [*text, EOS]
 
-    def metrics(self) -> EngineNumbers:
-        generated, prompt = sum(t.given for t in self.tickets), sum(len(t.prompt) for t in self.tickets)
-        finished = Counter(t.finish_reason for t in self.tickets if t.finish_reason)
-        return _Numbers(len(self.running), 0, 5, 6, generated, prompt, 2, self.steps, finished)
+    def metrics(self) -> Metrics:
+        generated, prompt = sum(len(t.tokens) for t in self.tickets), sum(len(t.prompt) for t in self.tickets)
+        finished = Counter(str(t.finish_reason) for t in self.tickets if t.finish_reason)
+        durations = Histogram((0.1, 0.2), [3, 2, 1], 1.5)
+        return Metrics(len(self.running), 0, 5, 6, generated, prompt, 2, self.steps, finished, durations, durations)
 
     def close(self) -> None:
         self._closed = True
@@ -172,34 +130,28 @@ class FakeEngine:
         sampling = ticket.sampling
         if ticket.aborted:
             return self._end(ticket, "abort")
-        if len(ticket.prompt) == self.fails_at and ticket.given == 3:
-            ticket.error = RuntimeError("the kernel of this request broke")
-            return self._end(ticket, "error")
         if self.failure:
-            ticket.error = RuntimeError(self.failure)
-            return self._end(ticket, "error")
-        if sampling.grammar is None:
-            token = ticket.tokens[ticket.given]
-        else:
-            if sampling.grammar.finished:
-                return self._end(ticket, "stop")
-            mask = int.from_bytes(sampling.grammar.bitmask() or b"", "little")
-            token = next(i for i in (*b'"}]0ab:,{[', *range(VOCABULARY)) if mask >> i & 1)
-            sampling.grammar.accept(token)
+            return self._end(ticket, "error", RuntimeError(self.failure))
+        if len(ticket.prompt) == self.fails_at and len(ticket.tokens) == 3:
+            return self._end(ticket, "error", RuntimeError("the kernel of this request broke"))
+        token = ticket.script[len(ticket.tokens)] if sampling.grammar is None else _allowed(sampling.grammar)
         top, wanted = ((token, -0.5), (65, -1.5)), sampling.logprobs
-        ticket.logprobs.append(None if wanted is None else -0.5)
-        ticket.top_logprobs.append(None if wanted is None else top[:wanted])
         stops = ticket.on_token is not None and ticket.on_token(token)
-        ticket.given += 1
-        ticket.give(token)
-        if stops or token in (EOS, *sampling.stop_token_ids):
+        ticket.add(Chosen(token) if wanted is None else Chosen(token, -0.5, top[:wanted]))
+        if stops or token in (EOS, *sampling.stop_token_ids) or (sampling.grammar and sampling.grammar.finished):
             return self._end(ticket, "stop")
-        return ticket.given != sampling.max_tokens or self._end(ticket, "length")
+        return len(ticket.tokens) != sampling.max_tokens or self._end(ticket, "length")
 
-    def _end(self, ticket: FakeTicket, reason: str) -> bool:
-        ticket.finish_reason = reason
-        ticket.give(None)
+    def _end(self, ticket: FakeTicket, reason: FinishReason, error: Exception | None = None) -> bool:
+        ticket.finish(reason, error)
         return False
+
+
+def _allowed(grammar: Grammar) -> int:
+    mask = int.from_bytes(grammar.bitmask() or b"", "little")
+    token = next(i for i in (*b'"}]0ab:,{[', *range(VOCABULARY)) if mask >> i & 1)
+    grammar.accept(token)
+    return token
 
 
 @contextlib.contextmanager

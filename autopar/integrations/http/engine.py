@@ -1,70 +1,17 @@
-"""What the HTTP server needs of the engine that generates, and the model that it serves."""
+"""The model that the HTTP server serves, and what it needs of the engine that generates: a part of `Server`."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from autopar.integrations.http.errors import ApiError
+from autopar.serving.metrics import Metrics
 from autopar.serving.sampling_params import Sampling
-
-
-class Ticket(Protocol):
-    """A request that the engine has taken. Iterating gives its token ids as they come, and raises the error that ended
-    it."""
-
-    def __aiter__(self) -> AsyncIterator[int]: ...
-
-    def abort(self) -> None:
-        """End it; without effect on one that has finished."""
-
-    @property
-    def finish_reason(self) -> str | None:
-        """ "stop", "length", "abort" or "error"; None while it runs."""
-
-    @property
-    def logprobs(self) -> Sequence[float | None]:
-        """Of each token, if asked for."""
-
-    @property
-    def top_logprobs(self) -> Sequence[tuple[tuple[int, float], ...] | None]:
-        """(id, logprob) of the most likely tokens at each place, if asked for."""
-
-
-class Durations(Protocol):
-    """counts[i]: those up to bounds[i] seconds and above the bound before; the last: above all."""
-
-    bounds: tuple[float, ...]
-    counts: list[int]
-    sum: float
-
-
-class EngineNumbers(Protocol):
-    """What the engine counts and measures."""
-
-    running: int
-    waiting: int
-    pages_used: int
-    pages_free: int
-    generated_tokens: int
-    prompt_tokens: int
-    cached_tokens: int
-    steps: int
-
-    @property
-    def finished(self) -> Mapping[str, int]:
-        """Requests by finish_reason."""
-
-    @property
-    def first_token(self) -> Durations:
-        """From a request to its first token."""
-
-    @property
-    def next_token(self) -> Durations:
-        """Between two tokens of a request."""
+from autopar.serving.ticket import Ticket
 
 
 class Engine(Protocol):
@@ -96,7 +43,7 @@ class Engine(Protocol):
         """A request for each prompt, all or none. ``on_token``: called with each token, in a thread of the engine; True
         ends the request with "stop". Raises QueueFull, or ValueError for a request that can never run."""
 
-    def metrics(self) -> EngineNumbers:
+    def metrics(self) -> Metrics:
         """As they are now."""
 
 

@@ -8,9 +8,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from autopar.integrations.http.asked import Asked
-from autopar.integrations.http.engine import Served, Ticket
+from autopar.integrations.http.engine import Served
 from autopar.integrations.http.errors import ApiError
+from autopar.serving.calls import QueueFull
 from autopar.serving.text import TextStream
+from autopar.serving.ticket import Ticket
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Generation:
 
     def _told(self, error: Exception) -> ApiError:
         """What the client is told of an error of the engine."""
-        if type(error).__name__ == "QueueFull":
+        if isinstance(error, QueueFull):
             return ApiError(str(error), 429, code="queue_full")
         if failure := self._served.engine.failure:
             return ApiError(failure, 503, code="engine_failed")

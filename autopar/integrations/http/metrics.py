@@ -9,7 +9,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from autopar.integrations.http.engine import Durations, Engine
+from autopar.integrations.http.engine import Engine
+from autopar.serving.metrics import Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -69,7 +70,7 @@ class Numbers:
             yield _histogram(f"autopar_{name}_seconds", words, getattr(now, name))
 
 
-def _histogram(name: str, words: str, durations: Durations) -> HistogramMetricFamily:
+def _histogram(name: str, words: str, durations: Histogram) -> HistogramMetricFamily:
     totals = itertools.accumulate(durations.counts)
     bounds = [*map(str, durations.bounds), "+Inf"]
     return HistogramMetricFamily(name, words, buckets=[*zip(bounds, totals)], sum_value=durations.sum)
