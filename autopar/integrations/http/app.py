@@ -15,7 +15,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -152,31 +152,28 @@ class _Answer(Response):
             if asked.stream:
                 await self._stream(generation, shape, send)
                 return
-            pieces = [piece async for piece in generation.pieces()]
+            pieces = [piece async for some in generation.pieces() for piece in some]
             choices = joined(pieces, asked.choices)
             text = _json(shape.whole(choices, usage_of(generation)))
         await Response(text, media_type="application/json")(scope, receive, send)
 
     async def _stream(self, generation: Generation, shape: Shape, send: Send) -> None:
-        async def event(text: str) -> None:
-            data = f"data: {text}\n\n".encode()
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+        async def events(texts: Iterable[str], more: bool = True) -> None:
+            data = "".join(f"data: {text}\n\n" for text in texts).encode()
+            await send({"type": "http.response.body", "body": data, "more_body": more})
 
         asked = generation.asked
         await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
         try:
-            for choice in range(asked.choices):
-                if opening := shape.opening(choice):
-                    await event(_json(opening))
-            async for piece in generation.pieces():
-                await event(_json(shape.chunk(piece)))
-            if asked.include_usage:
-                await event(_json(shape.usage(usage_of(generation))))
-            await event("[DONE]")
+            openings = [shape.opening(choice) for choice in range(asked.choices)]
+            await events(_json(opening) for opening in openings if opening)
+            async for pieces in generation.pieces():
+                await events(_json(shape.chunk(piece)) for piece in pieces)
+            usage = [_json(shape.usage(usage_of(generation)))] if asked.include_usage else []
+            await events([*usage, "[DONE]"], more=False)
         except ApiError as error:  # the status is sent already
             self._numbers.error(error.status)
-            await event(json.dumps(error.body()))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await events([json.dumps(error.body())], more=False)
 
 
 def _json(body: Body) -> str:

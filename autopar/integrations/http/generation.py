@@ -85,17 +85,18 @@ class Generation:
             return ApiError(failure, 503, code="engine_failed")
         return ApiError(str(error), 400 if isinstance(error, ValueError) else 500)
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """Pieces of all choices as they come. Raises ApiError when one cannot be generated."""
+    async def pieces(self) -> AsyncIterator[list[Piece]]:
+        """Pieces of all choices as they come: those that are there. Raises ApiError when one cannot be generated."""
         queue: asyncio.Queue[Piece | Exception] = asyncio.Queue()
         self._tasks += [asyncio.create_task(self._follow(i, queue)) for i in range(self.asked.choices)]
         running = len(self._tasks)
         while running:
-            piece = await queue.get()
-            if isinstance(piece, Exception):
-                raise self._told(piece) from piece
-            running -= piece.finish_reason is not None
-            yield piece
+            came = [await queue.get(), *(queue.get_nowait() for _ in range(queue.qsize()))]
+            pieces = [piece for piece in came if isinstance(piece, Piece)]
+            running -= sum(piece.finish_reason is not None for piece in pieces)
+            yield pieces
+            if error := next((one for one in came if isinstance(one, Exception)), None):
+                raise self._told(error) from error
 
     async def _follow(self, choice: int, queue: asyncio.Queue[Piece | Exception]) -> None:
         try:
