@@ -157,8 +157,7 @@ def _allowed(grammar: Grammar) -> int:
 @contextlib.contextmanager
 def serving(engine: FakeEngine, **changes: Any) -> Iterator[str]:
     """The address of a server in a thread."""
-    given: dict[str, Any] = {"tokenizer": tokenizer()}
-    served = Served("tiny", engine, **given | changes)
+    served = Served(**{"name": "tiny", "engine": engine, "tokenizer": tokenizer()} | changes)
     config = uvicorn.Config(make_app(served), port=0, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
