@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
     def show_first(self, often: Sequence[str]) -> None:
         """Show only these options in --help, and all in --help-all."""
         needed = [a for a in self._actions if a.required]
-        words = " ".join(f"{a.option_strings[0]} {a.metavar or a.dest.upper()}" for a in needed)
+        words = " ".join(" ".join([*a.option_strings[:1], str(a.metavar or a.dest.upper())]) for a in needed)
         self.usage = f"%(prog)s {words} [options]" if words else "%(prog)s [options]"
         self.often = often
         if often:

@@ -8,6 +8,7 @@
     autopar schedule --name zb_h1 --stages 8 --microbatches 24 --times F=18.5,B=18.1,W=9.3,comm=0.6
     autopar attention --ranks 8 --seq 131072 --heads 32 --kv-heads 8 --topology ring
     autopar experts --ranks 64 --per-node 8 --experts 256 --top-k 8 --hidden 7168 --tokens 4096
+    autopar serve FOLDER --mesh tp=2 --port 8000 --max-length 8192 --cache 20GB
     autopar cache --clear
     autopar env
     autopar demo
@@ -33,6 +34,7 @@ from autopar.cli.command import Command, Parser
 from autopar.cli.experts_command import EXPERTS
 from autopar.cli.plan_command import PLAN
 from autopar.cli.schedule_command import SCHEDULE
+from autopar.cli.serve_command import SERVE
 from autopar.cli.shared_arguments import OFTEN, add_model, add_option, mesh
 from autopar.cli.show_command import SHOW
 from autopar.options import DECLARED
@@ -95,7 +97,7 @@ VERIFY = Command(
 
 
 INTERRUPTED, UNREAD = 130, 141  # exit codes, as of a program that SIGINT or SIGPIPE ends
-COMMANDS = (PLAN, SHOW, VERIFY, SCHEDULE, ATTENTION, EXPERTS, CACHE, ENV, DEMO)
+COMMANDS = (PLAN, SHOW, VERIFY, SERVE, SCHEDULE, ATTENTION, EXPERTS, CACHE, ENV, DEMO)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

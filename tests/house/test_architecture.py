@@ -62,6 +62,7 @@ FLOORS: tuple[set[str], ...] = (
     {"cache"},
     {"api"},
     {"verification", "models"},
+    {"integrations.http"},
     {"cli", "integrations", "testing"},
     {"autopar", "__main__"},
 )
@@ -76,7 +77,16 @@ EXTRA_LIBRARIES = {
     "passes": set(),
     "runtime": set(),
     "core": {"flash_attn", "triton"},
-    "integrations": {"transformers", "accelerate"},
+    "integrations": {
+        "transformers",
+        "accelerate",
+        "fastapi",
+        "starlette",
+        "uvicorn",
+        "openai",
+        "prometheus_client",
+        "llguidance",
+    },
     "serving": {"transformers"},  # in functions of `generate`, for its arguments and results
 }
 

@@ -1,0 +1,194 @@
+"""From a model's folder to a server on a mesh: what `python -m autopar serve` runs.
+
+Rank 0 listens; the others follow it. SIGINT or SIGTERM ends all: rank 0 stops listening, gives running requests
+`GRACE` seconds, and closes the engine, which ends the other ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import uvicorn
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from autopar.integrations.http.app import make_app
+from autopar.integrations.http.engine import Served
+from autopar.ir.mesh import Mesh
+from autopar.models import hf_configs as hf
+from autopar.runtime.mesh.process_groups import init_mesh
+from autopar.runtime.training.launch import LaunchError, launch
+
+GRACE = 5  # seconds that running requests get when the server ends
+_ENDING = (signal.SIGINT, signal.SIGTERM)
+# Fields of generation_config.json that requests start from, as in vLLM; do_sample is not read.
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of the command. ``dtype``: None for the config's."""
+
+    folder: Path
+    mesh: str
+    host: str
+    port: int
+    name: str | None
+    max_length: int
+    cache: int
+    max_waiting: int
+    dtype: str | None
+    device: str | None
+
+
+# Collective: the engine of a rank, from settings, mesh and the model's config.
+Load = Callable[[Settings, Any, Any], Any]
+
+
+def serve_folder(settings: Settings, load: Load | None = None) -> int:
+    """Serve until a signal ends it; returns the exit code. ``load``: `load_engine`, or another.
+
+    Raises ValueError for what does not fit, as far as possible before any process starts."""
+    mesh = Mesh.parse(settings.mesh).planned()
+    hf.load_config(settings.folder)
+    task = (settings, load or load_engine)
+    if mesh.world_size == 1 or "RANK" in os.environ:
+        _run_rank(*task)
+        return 0
+    listening(settings).close()
+    with _forwarded_signals() as got:
+        try:
+            launch(_run_rank, mesh.world_size, task, device=settings.device)
+        except LaunchError as error:
+            if error.refusal:
+                raise
+            if not got:
+                print(f"autopar: {str(error).partition('traceback of')[0].rstrip()}", file=sys.stderr)
+                return 1
+    return 0
+
+
+def listening(settings: Settings) -> socket.socket:
+    """A socket at the address. Raises ValueError if it is taken."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    found = socket.socket(family)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((settings.host, settings.port))
+    except OSError as error:
+        found.close()
+        raise ValueError(
+            f"serve: cannot listen at {settings.host} port {settings.port}: {error.strerror}; choose another --port"
+        ) from error
+    return found
+
+
+@contextlib.contextmanager
+def _forwarded_signals() -> Iterator[list[int]]:
+    """Pass the first signal on to the ranks, which end by themselves; a second one ends them at once. Gives the list of
+    signals so far."""
+    got: list[int] = []
+
+    def forward(number: int, _: FrameType | None) -> None:
+        got.append(number)
+        ranks = multiprocessing.active_children()
+        if len(got) > 1 or not ranks:
+            raise KeyboardInterrupt
+        for rank in ranks:
+            rank.terminate()
+
+    before = {number: signal.signal(number, forward) for number in _ENDING}
+    try:
+        yield got
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run_rank(settings: Settings, load: Load) -> None:
+    """What each rank runs."""
+    config = hf.load_config(settings.folder)
+    mesh = init_mesh(settings.device, **dict(Mesh.parse(settings.mesh).planned().axes))
+    leads = not dist.is_initialized() or dist.get_rank() == 0
+    address = listening(settings) if leads else None  # before the weights are read, which may take minutes
+    engine = load(settings, mesh, config)
+    if address is None:
+        for number in _ENDING:  # rank 0 tells when it ends
+            signal.signal(number, signal.SIG_IGN)
+        engine.run()
+        return
+    tokenizer = AutoTokenizer.from_pretrained(settings.folder)
+    name = settings.name or settings.folder.resolve().name
+    try:
+        _listen(Served(name, engine, tokenizer, sampling_defaults(settings.folder)), address)
+    finally:
+        engine.close()
+
+
+def load_engine(settings: Settings, mesh: Any, config: Any) -> Any:
+    """The server of the model in the folder. Each rank reads only its shards of the weights."""
+    dtype = hf.dtype_named(settings.dtype) if settings.dtype else config.dtype or torch.float32
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except ValueError as error:
+        raise ValueError(
+            f"serve: needs a causal language model, found model_type {config.model_type!r} in {settings.folder}"
+        ) from error
+    serve = importlib.import_module("autopar.api").serve
+    return serve(
+        model.eval(),
+        mesh,
+        weights=settings.folder,
+        max_length=settings.max_length,
+        cache=settings.cache,
+        max_waiting=settings.max_waiting,
+        eos_token_ids=eos_token_ids(settings.folder, config),
+    )
+
+
+def _generation_config(folder: Path) -> Mapping[str, Any]:
+    """What generation_config.json sets."""
+    there = (folder / "generation_config.json").is_file()
+    return GenerationConfig.from_pretrained(folder).to_diff_dict() if there else {}
+
+
+def eos_token_ids(folder: Path, config: Any) -> tuple[int, ...]:
+    """Ids that end a text: of generation_config.json, else of the model's config."""
+    found = _generation_config(folder).get("eos_token_id", getattr(config.get_text_config(), "eos_token_id", None))
+    return () if found is None else tuple(found) if isinstance(found, (list, tuple)) else (found,)
+
+
+def sampling_defaults(folder: Path) -> dict[str, Any]:
+    """Fields of `Sampling` that generation_config.json sets."""
+    given = _generation_config(folder)
+    return {name: given[name] for name in _DEFAULTS if given.get(name) is not None}
+
+
+def _listen(model: Served, address: socket.socket) -> None:
+    """Serve until a signal comes."""
+    host, port = address.getsockname()[:2]
+    config = uvicorn.Config(
+        make_app(model), lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE
+    )
+    print(f"autopar: serving {model.name} at http://{host}:{port}/v1", file=sys.stderr, flush=True)
+    _Listener(config).run([address])
+
+
+class _Listener(uvicorn.Server):
+    """Ends when a signal comes, without raising it again: the engine is to be closed then."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.should_exit = True
