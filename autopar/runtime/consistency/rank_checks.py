@@ -32,7 +32,7 @@ from autopar.ir.placement import Shard
 from autopar.ir.signature import ParameterSpec
 from autopar.plan import Plan
 from autopar.runtime.comm.p2p import AXIS
-from autopar.runtime.consistency.tensor_hash import words_of
+from autopar.runtime.consistency.tensor_hash import hashes_of
 from autopar.runtime.fault.error_propagation import CheckpointError
 from autopar.runtime.fault.errors import CollectiveError, board, explained
 from autopar.runtime.fault.store_barrier import RankMovedOn, Round, Rounds, differences, meet, show
@@ -346,8 +346,8 @@ def agree_on_model(groups: Groups, tensors: Mapping[str, Tensor], given: Mapping
     need, way_out = "parallelize: every rank must be given the same model", "build it alike on every rank"
     claims = [RankCheck(everywhere(groups), shapes, need, way_out)]
     if given is not None:
-        words = words_of({name: x for name, x in given.items() if x is not None})
-        told = {name: words.get(name, "no values") for name in given}
+        hashes = hashes_of({name: x for name, x in given.items() if x is not None})
+        told = {name: hashes.get(name, "no values") for name in given}
         need = "parallelize: every rank must be given the same weights"
         way_out = (
             "set the same seed before building the model (torch.manual_seed), load the same checkpoint with "
@@ -370,14 +370,14 @@ def agree_on_pieces(
     """
     if groups.mesh.world_size == 1:
         return
-    words = words_of({**pieces, **buffers})
+    hashes = hashes_of({**pieces, **buffers})
     by_axes: dict[tuple[str, ...], dict[str, str]] = {
         axes: {} for axes in sorted({_copied_over(groups, s) for s in specs} | {everywhere(groups)}) if axes
     }
     for spec in specs:
         if spec.name in pieces and (axes := _copied_over(groups, spec)):
-            by_axes[axes][spec.name] = words[spec.name]
-    by_axes[everywhere(groups)] |= {name: words[name] for name in buffers}
+            by_axes[axes][spec.name] = hashes[spec.name]
+    by_axes[everywhere(groups)] |= {name: hashes[name] for name in buffers}
     need = f"{who}: every rank must be given the same values"
     way_out = "read the same checkpoint on every rank"
     agree_on(groups, [RankCheck(axes, facts, need, way_out) for axes, facts in by_axes.items()], WEIGHTS)

@@ -42,7 +42,7 @@ from autopar.runtime.consistency.rank_checks import (
     everywhere,
     together,
 )
-from autopar.runtime.consistency.tensor_hash import words_of
+from autopar.runtime.consistency.tensor_hash import hashes_of
 from autopar.runtime.fault.errors import error_context
 from autopar.runtime.mesh.host_copies import host_copies_arrived
 from autopar.runtime.mesh.process_groups import Groups
@@ -178,7 +178,7 @@ def digest(told: Any, tensors: Mapping[str, Tensor]) -> str:
         elif x.numel():
             large[key] = x.detach()
     if large:
-        found.update(json.dumps(words_of(large)).encode())
+        found.update(json.dumps(hashes_of(large)).encode())
     return found.hexdigest()[:16]
 
 
