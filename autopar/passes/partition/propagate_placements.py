@@ -418,7 +418,8 @@ class Backwards:
     A grad_output gets the placement of the gradient that it stands for; what is computed from it is then placed like
     any other value without gradient. Two choices remain. The gradient of a replicated value is either replicated, which
     makes the result Invariant, or partial, which makes the result Replicate and requires Replicate inputs and a
-    backward that is linear in the gradient. And each input gets the placement for which its gradient is cheapest to convert.
+    backward that is linear in the gradient. And each input gets the placement for which its gradient is cheapest to
+    convert.
 
     Over microbatches nothing in a backward is converted, since the other microbatches' gradients do not exist yet. A
     custom operator whose registered backward is not linear runs on Invariant values: then the gradient is replicated.
