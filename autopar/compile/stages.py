@@ -152,7 +152,7 @@ class StageBuilder:
                     ctx.observe(graph_name(len(parts), k, f"pre_pass{r}"), step.graph)
         return Pipeline(parts, edges, order, *self.prologues, lengths, pre_pass=self.rounds)
 
-    def further_ahead(self, made: Pipeline) -> Pipeline | None:
+    def more_in_flight(self, made: Pipeline) -> Pipeline | None:
         """The same graphs in an order that uses the memory limit for more microbatches in flight; None where the
         schedule has only one order, or no limit is low enough."""
         pipeline = self.plan.pipeline

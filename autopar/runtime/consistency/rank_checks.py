@@ -1,7 +1,7 @@
 """Checks that values are equal on several ranks, made before they are used; and calls that must succeed on all ranks.
 
     agree_on(groups, [RankCheck(("cp", "tp"), {"x": hash, "mask": hash}, need, way_out), ...], "the batch")
-    plan = together(groups, "load", lambda: read(folder))     an error of one rank is raised on all
+    plan = raise_on_all_ranks(groups, "load", lambda: read(folder))     an error of one rank is raised on all
 
 Ranks vote on a digest of each check at once, through the store, with a number of requests that does not depend on the
 number of ranks. Only if digests differ do they exchange the values, to name the difference. A call that all ranks
@@ -66,12 +66,12 @@ def _all_do(groups: Groups, expected: bool) -> bool:
     return bool(said.item())
 
 
-def can_vote(groups: Groups) -> bool:
+def can_reduce(groups: Groups) -> bool:
     """Whether the groups of all axes accept tensors on the host."""
     return all(takes_host_tensors(groups.group(axis)) for axis, size in groups.mesh.axes if size > 1)
 
 
-def hold(groups: Groups, claims: Sequence[tuple[tuple[str, ...], str]]) -> bool:
+def all_hold(groups: Groups, claims: Sequence[tuple[tuple[str, ...], str]]) -> bool:
     """Whether for each claim (axes, digest) the digests are equal on ranks that differ only on these axes. All ranks
     make the same claims, up to the digests. Collective over all ranks, except for claims that a rank shares with none.
     """
@@ -126,7 +126,7 @@ def _digest(x: Any) -> str:
 # --- through the store -----------------------------------------------------------------------------------------
 
 
-class OtherSteps(ValueError):
+class CallsDiffer(ValueError):
     """Ranks that are in different calls have met."""
 
 
@@ -151,7 +151,7 @@ def _texts(groups: Groups, what: str, text: str, reply: Callable[[list[str]], st
     rounds = groups.rounds.setdefault(scope, Rounds())
     found = show(scope, rounds, groups.rank, ranks, f"{what}\n{text}", groups.timeout.total_seconds(), answer)
     if found.startswith(_OTHER_STEPS):
-        raise OtherSteps(
+        raise CallsDiffer(
             f"agree: all ranks must take the same steps, found {found.removeprefix(_OTHER_STEPS)}; run the same "
             "program on every rank"
         )
@@ -247,10 +247,10 @@ def _gone_on(groups: Groups, rank: int, claim: RankCheck, expected: RankCheck | 
     return f"{claim.need}, found {', and '.join(shown[:MOST_SHOWN])}; {claim.way_out}" if shown else ""
 
 
-def compare_claims(groups: Groups, claims: Sequence[RankCheck], what: str) -> None:
+def compare_on_ranks(groups: Groups, claims: Sequence[RankCheck], what: str) -> None:
     """`agree_on` for a call that all ranks expect: uses the store only if checks fail, or hosts have no collectives."""
     told = [claim for claim in claims if claim.facts]
-    if told and not (can_vote(groups) and hold(groups, [(claim.axes, claim.digest) for claim in told])):
+    if told and not (can_reduce(groups) and all_hold(groups, [(claim.axes, claim.digest) for claim in told])):
         agree_on(groups, claims, what)
 
 
@@ -269,7 +269,7 @@ def agree_on_arguments(
     facts, names = {"the call": who, **{k: repr(v) for k, v in arguments.items()}}, tuple(names)
     call = (who, *facts.values())
     if as_expected(groups, call, names):
-        compare_claims(groups, owed, who)
+        compare_on_ranks(groups, owed, who)
         return
     stage = tuple(axis for axis in groups.mesh.sizes if axis != "pp")
     need, way_out = f"{who}: every rank must be given the same", "call it alike on every rank"
@@ -395,7 +395,7 @@ def _copied_over(groups: Groups, spec: ParameterSpec) -> tuple[str, ...]:
 T = TypeVar("T")
 
 
-def together(groups: Groups, what: str, call: Callable[[], T]) -> T:
+def raise_on_all_ranks(groups: Groups, what: str, call: Callable[[], T]) -> T:
     """Run ``call`` and return its result once it has returned on all ranks. The error of the first rank that has one is
     raised on all: ValueError for a user's mistake, else CheckpointError. Collective."""
     found, said, cause = attempted(what, call)
@@ -409,7 +409,7 @@ def together(groups: Groups, what: str, call: Callable[[], T]) -> T:
     return found[0]
 
 
-def by_first(groups: Groups, what: str, call: Callable[[], str]) -> str:
+def on_first_rank(groups: Groups, what: str, call: Callable[[], str]) -> str:
     """Run ``call`` on rank 0 only and return its text on all ranks; its error is raised on all ranks."""
     text, cause = "", None
     if groups.rank == 0:
