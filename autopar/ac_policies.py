@@ -28,8 +28,8 @@ class ForwardValue:
     target: the operator that computes it ("aten.mm.default"). module: path of the module that calls the operator;
     layer: path of the repeated block around it ("model.layers.3"), "" outside of any. bytes: size of its storage.
     seconds: estimated time to compute it. product: whether it is a matrix product or a convolution; attention: whether
-    it is attention. exchange: whether it is the result of a collective; sums: of one that reduces. asked: whether the
-    model computes it within `torch.utils.checkpoint`. remakable: whether the backward can recompute it.
+    it is attention. exchange: whether it is the result of a collective; sums: of one that reduces. checkpointed:
+    whether the model computes it within `torch.utils.checkpoint`. recomputable: whether the backward can recompute it.
     """
 
     target: str
@@ -41,8 +41,8 @@ class ForwardValue:
     attention: bool = False
     exchange: bool = False
     sums: bool = False
-    asked: bool = False
-    remakable: bool = True
+    checkpointed: bool = False
+    recomputable: bool = True
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def all_but_products(value: ForwardValue) -> bool:
 @AC_POLICIES.register("model")
 def as_the_model_asks(value: ForwardValue) -> bool:
     """Recompute what the model runs within `torch.utils.checkpoint`, as with ``gradient_checkpointing_enable()``."""
-    return value.asked and not value.sums
+    return value.checkpointed and not value.sums
 
 
 @AC_POLICIES.register("offload")

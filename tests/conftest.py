@@ -15,7 +15,7 @@ import torch
 
 import tests.support.clean_environment  # isort: skip  (before torch and autopar read it)
 import tests.support.no_device_threads  # noqa: F401
-from autopar.capture.trace.frame_stack import roomy
+from autopar.capture.trace.frame_stack import with_large_stack
 from tests.support.capture_cache import FOLDER, folder_of_run, share_captures
 from tests.support.cpu_slots import LONG, set_turn
 from tests.support.derived_once import share_derivatives
@@ -123,7 +123,7 @@ def pytest_collection() -> Iterator[Any]:
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
     """As pytest does, with room on the stack; what the test forks has it, too."""
     names = pyfuncitem._fixtureinfo.argnames
-    roomy(pyfuncitem.obj)(**{name: pyfuncitem.funcargs[name] for name in names})
+    with_large_stack(pyfuncitem.obj)(**{name: pyfuncitem.funcargs[name] for name in names})
     return True
 
 
@@ -140,7 +140,7 @@ def _ranks_inherit_cells_of_their_file(request: pytest.FixtureRequest) -> None:
     run on other workers, each of which would compile it again."""
     if "tests.support.cases" in sys.modules:
         cells = cells_of(request.path, request.session.items)
-        roomy(sys.modules["tests.support.cases"].expect)(cells)
+        with_large_stack(sys.modules["tests.support.cases"].expect)(cells)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,4 +1,4 @@
-"""Regions of `torch.utils.checkpoint`, recorded in ``meta["asked"]`` of the nodes of a capture.
+"""Regions of `torch.utils.checkpoint`, recorded in ``meta["ac_region"]`` of the nodes of a capture.
 
     y = checkpoint(block, x)        the nodes that block(x) adds to the graph
 
@@ -57,15 +57,15 @@ def decomposed(program: ExportedProgram, table: Mapping[Any, Callable[..., Any]]
     regions = {name: m for name, m in root.named_children() if isinstance(m, GraphModule)}
     for node in root.graph.nodes:  # a grad-mode region belongs to the checkpoint of its nodes
         inner = [regions[x.target] for x in node.all_input_nodes if x.op == "get_attr" and x.target in regions]
-        asked = node.meta.get("asked") or next(
-            (n.meta["asked"] for gm in inner for n in gm.graph.nodes if "asked" in n.meta), 0
+        region = node.meta.get("ac_region") or next(
+            (n.meta["ac_region"] for gm in inner for n in gm.graph.nodes if "ac_region" in n.meta), 0
         )
-        if asked:
-            node.meta["custom"] = {**node.meta.get("custom", {}), "asked": asked}
+        if region:
+            node.meta["custom"] = {**node.meta.get("custom", {}), "ac_region": region}
     flat = program.run_decompositions(dict(table))
     for node in flat.graph.nodes:
-        if "asked" in (custom := node.meta.get("custom", {})):
-            node.meta["asked"] = custom["asked"]
+        if "ac_region" in (custom := node.meta.get("custom", {})):
+            node.meta["ac_region"] = custom["ac_region"]
     return flat
 
 
@@ -82,7 +82,7 @@ def asked_for() -> Iterator[None]:
     yield
     for node in graph.nodes if graph is not None else ():
         if node not in before:
-            node.meta["asked"] = number
+            node.meta["ac_region"] = number
 
 
 def _graph() -> Graph | None:

@@ -26,7 +26,7 @@ UNKNOWN = 1  # the bit of a path whose end is not known
 _CONTINUATIONS: ContextVar[Continuations | None] = ContextVar("continuations", default=None)
 _LOST = "lost"
 _LEAF = "torch::autograd::AccumulateGrad"
-_HOLE = "autopar_gradient_of"
+_GRAD_OUTPUT = "autopar_gradient_of"
 _SCRIPTED = "torch::jit::(anonymous namespace)::DifferentiableGraphBackward"
 
 
@@ -98,7 +98,7 @@ class GradFnPaths:
         if isinstance(place, Same):  # another leaf
             return 0, []
         self._nodes.append(place)
-        if _HOLE in place.name():  # a gradient placeholder: paths end there
+        if _GRAD_OUTPUT in place.name():  # a grad_output: paths end there
             return 0, []
         nodes = (x for x, _ in place.next_functions if x is not None)
         return 0, [Same(x.variable) if x.name() == _LEAF else x for x in nodes]

@@ -46,7 +46,7 @@ from autopar.capture.side_effects.unusual import warn_of
 from autopar.capture.trace.decompositions import fill_diagonal_
 from autopar.capture.trace.deterministic_sets import sets_in_order
 from autopar.capture.trace.export import export, flatten, paths, unflatten
-from autopar.capture.trace.frame_stack import roomy
+from autopar.capture.trace.frame_stack import with_large_stack
 from autopar.capture.trace.gc_pause import paused_collector
 from autopar.capture.trace.program_checks import refuse_overlaps, refuse_running_values
 from autopar.ir.batch import static_inputs_of
@@ -183,7 +183,7 @@ def model_dtypes(model: nn.Module, precision: Precision) -> Dtypes:
     return dtypes_of(model, precision, adapter.in_float32(model) if adapter is not None else ())
 
 
-@roomy
+@with_large_stack
 @paused_collector()
 @lazy_code()
 def capture(

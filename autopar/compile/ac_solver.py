@@ -51,20 +51,20 @@ class LimitError(ValueError):
         self.least, self.plan = least, plan
 
 
-def with_checkpoints(maker: StageBuilder, finished: Callable[[Plan, Pipeline], Compiled]) -> Compiled:
+def with_checkpoints(builder: StageBuilder, finished: Callable[[Plan, Pipeline], Compiled]) -> Compiled:
     """The compiled model. Raises ValueError where no choice fits the limit, with the least limit that would do."""
-    plan = maker.plan
+    plan = builder.plan
     name = plan.options.ac_policy
-    if not maker.train:
-        return finished(replace(plan, checkpoints=()), maker.make())
+    if not builder.train:
+        return finished(replace(plan, checkpoints=()), builder.make())
     if plan.checkpoints:
-        return finished(plan, maker.make(_by_part(plan.checkpoints)))
-    fitting = _Fitting(maker, finished)
-    with maker.ctx.unobserved() as watched:
-        made = fitting.under_limit(plan.options.memory_limit) if name == AUTO else fitting.by_policy(name)
+        return finished(plan, builder.make(_by_part(plan.checkpoints)))
+    search = _PolicySearch(builder, finished)
+    with builder.ctx.unobserved() as watched:
+        made = search.under_limit(plan.options.memory_limit) if name == AUTO else search.by_policy(name)
     if not watched:
         return made
-    shown = maker.make(_by_part(made.plan.checkpoints))
+    shown = builder.make(_by_part(made.plan.checkpoints))
     return finished(made.plan, replace(shown, order=made.pipeline.order))
 
 
@@ -77,7 +77,7 @@ def _by_part(layers: Sequence[LayerCheckpoint]) -> dict[int, StageCheckpoints]:
 
 
 @dataclass(frozen=True)
-class _Tried:
+class _Candidate:
     """A compiled model and the choice that it was compiled with: none (nothing is recomputed)."""
 
     made: Compiled
@@ -99,12 +99,12 @@ class _Tried:
         return sum(layer.seconds for layer in self.made.plan.checkpoints)
 
 
-class _Fitting:
+class _PolicySearch:
     """The search of one compilation."""
 
-    def __init__(self, maker: StageBuilder, finished: Callable[[Plan, Pipeline], Compiled]) -> None:
-        self.maker, self.finished, self.first = maker, finished, maker.first_like()
-        plan, self.splits = maker.plan, False  # whether the backward is split into B and W
+    def __init__(self, builder: StageBuilder, finished: Callable[[Plan, Pipeline], Compiled]) -> None:
+        self.builder, self.finished, self.first = builder, finished, builder.first_like()
+        plan, self.splits = builder.plan, False  # whether the backward is split into B and W
         topologies, self.device = links_of(plan.options), device_of(plan.options)
         self.links = Links(plan.mesh, topologies)
         self.host = host_link(topologies, self.device)
@@ -112,16 +112,16 @@ class _Fitting:
     @property
     def host_limit(self) -> int:
         """Bytes of host memory that a rank may use."""
-        return self.maker.plan.options.activation_offload
+        return self.builder.plan.options.activation_offload
 
     @cached_property
     def facts(self) -> list[JointInfo]:
         """The joint graph's layers of each stage; equal stages share them."""
         found: dict[int, JointInfo] = {}
         for k in dict.fromkeys(self.first):
-            derived = self.maker.derived(k)
+            derived = self.builder.derived(k)
             first = derived.first if self.splits else None
-            units = layers_of(derived.calls, asked=self.maker.plan.options.ac_policy == "model")
+            units = layers_of(derived.calls, asked=self.builder.plan.options.ac_policy == "model")
             found[k] = JointInfo(derived.joint, units, self.links, first, self.device, self.host, self.host_limit > 0)
         return [found[k] for k in self.first]
 
@@ -136,8 +136,8 @@ class _Fitting:
 
     def by_policy(self, name: str) -> Compiled:
         policy = AC_POLICIES[name]
-        if not self.maker.asks(name):
-            return self.finished(self.maker.plan, self.maker.make())
+        if not self.builder.asks(name):
+            return self.finished(self.builder.plan, self.builder.make())
         chosen = {facts: chosen_by(policy, name, facts) for facts in dict.fromkeys(self.facts)}
         made = self.compiled([chosen[facts] for facts in self.facts], f"activation_checkpoint={name}")
         hosted = max(found.host for found in memories(made)) if self.host_limit else 0
@@ -152,12 +152,12 @@ class _Fitting:
 
     def under_limit(self, limit: int) -> Compiled:
         """Raises ValueError where nothing fits."""
-        nothing = _Tried(self.by_policy("none"))
+        nothing = _Candidate(self.by_policy("none"))
         self.splits = any(action.kind == "W" for row in nothing.made.pipeline.order.ranks for action in row)
-        if (pipeline := self.maker.further_ahead(nothing.made.pipeline)) is not None:
-            ahead = _Tried(self.finished(nothing.made.plan, pipeline))
-            if self.fits(ahead, limit):
-                return ahead.made
+        if (pipeline := self.builder.more_in_flight(nothing.made.pipeline)) is not None:
+            more = _Candidate(self.finished(nothing.made.plan, pipeline))
+            if self.fits(more, limit):
+                return more.made
         if self.fits(nothing, limit):
             return nothing.made
         tried = [self.search(nothing, limit, host) for host in dict.fromkeys((self.host_limit, 0))]
@@ -170,7 +170,7 @@ class _Fitting:
         return found.made
 
     def refused(self, limit: int, least: int) -> LimitError:
-        plan = self.maker.plan
+        plan = self.builder.plan
         more = ["more ranks"] + ["zero=3"] * (plan.options.zero < 3) + ["smaller microbatches"]
         more += ["an example_batch of these sizes, for which stages are split"] * (plan.pipeline is not None)
         return LimitError(
@@ -180,10 +180,10 @@ class _Fitting:
             plan,
         )
 
-    def fits(self, tried: _Tried, limit: float) -> bool:
+    def fits(self, tried: _Candidate, limit: float) -> bool:
         return tried.peak <= limit and max(found.host for found in tried.held) <= self.host_limit
 
-    def search(self, start: _Tried, limit: float, host: int) -> _Tried | None:
+    def search(self, start: _Candidate, limit: float, host: int) -> _Candidate | None:
         """A choice that fits, judged by the memory of the compiled graphs. ``host``: bytes of host memory."""
         tried = start
         for _ in range(ATTEMPTS):
@@ -202,7 +202,7 @@ class _Fitting:
                 return tried
         return None
 
-    def smallest(self, nothing: _Tried) -> _Tried:
+    def smallest(self, nothing: _Candidate) -> _Candidate:
         """The choice with the least memory. Recomputing can take more than saving, where W runs late; and what the
         choice does not see may leave room below the smallest choice that it sees."""
         events = self.events(nothing.made.pipeline)
@@ -214,7 +214,7 @@ class _Fitting:
             found = less
         return found
 
-    def _below(self, start: _Tried, found: _Tried) -> _Tried | None:
+    def _below(self, start: _Candidate, found: _Candidate) -> _Candidate | None:
         """A choice with less memory than the one found."""
         hosts = dict.fromkeys((self.host_limit, 0))
         return next((x for host in hosts if (x := self.search(start, LESS * found.peak, host)) is not None), None)
@@ -223,33 +223,33 @@ class _Fitting:
         """The slots of the schedule at which memory is counted. A sample of a token slice stands for all of them."""
         if not pipeline.token_slices:
             return moments(pipeline.order)
-        return moments(pipeline.order, [length / self.maker.slices[0].length for length in pipeline.token_slices])
+        return moments(pipeline.order, [length / self.builder.slices[0].length for length in pipeline.token_slices])
 
-    def by_choice(self, choice: Choice, limit: float) -> _Tried:
+    def by_choice(self, choice: Choice, limit: float) -> _Candidate:
         chosen = []
         for facts, ways in zip(self.facts, choice, strict=True):
             of_layers = (layer.way(k) for layer, k in zip(facts.layers, ways, strict=True))
             chosen.append(functools.reduce(operator.or_, of_layers, ChosenValues(facts.joint.always)))
         reason = f"the least time under {limit:,.0f} bytes" if limit else "the least bytes"
-        return _Tried(self.compiled(chosen, reason), choice)
+        return _Candidate(self.compiled(chosen, reason), choice)
 
     # --- graphs --------------------------------------------------------------------------------------------
 
     def compiled(self, chosen: Sequence[ChosenValues], reason: str) -> Compiled:
         """``chosen``: per stage, nodes of its joint graph, or of that of an equal stage."""
         pairs = [(facts, facts.needed(values)) for facts, values in zip(self.facts, chosen, strict=True)]
-        pipeline = self.maker.make(
+        pipeline = self.builder.make(
             {
                 k: StageCheckpoints(frozenset(_names(values.again)), frozenset(_names(needed.host)))
                 for k, (values, (_, needed)) in enumerate(zip(chosen, pairs, strict=True))
             }
         )
         layers = tuple(found for k, (_, needed) in enumerate(pairs) for found in self._layers(k, needed, reason))
-        return self.finished(replace(self.maker.plan, checkpoints=layers), pipeline)
+        return self.finished(replace(self.builder.plan, checkpoints=layers), pipeline)
 
     def _layers(self, k: int, chosen: ChosenValues, reason: str) -> list[LayerCheckpoint]:
         facts, found = self.facts[k], []
-        names = self.maker.names_at(k, [layer.forward[0].meta["call"] for layer in facts.layers])
+        names = self.builder.names_at(k, [layer.forward[0].meta["call"] for layer in facts.layers])
         for layer, name in zip(facts.layers, names, strict=True):
             again, host = ([n for n in layer.forward if n in nodes] for nodes in (chosen.again, chosen.host))
             if again or host:

@@ -96,7 +96,7 @@ class _Ways:
         all."""
         if not self.facts.offloads:
             return [frozenset()]
-        kept = [x for x in self._saved(layer, again)[0] if self.joint.may_wait_on_host(x) and x not in layer.taken]
+        kept = [x for x in self._saved(layer, again)[0] if self.joint.can_offload(x) and x not in layer.taken]
         chosen: list[Node] = []
         for x in sorted(kept, key=lambda x: (-self.facts.size(x), self.joint.order[x])):
             if not self.facts.exposed(layer, [self.facts.size(y) for y in (*chosen, x)]):

@@ -69,7 +69,7 @@ def layers_of(calls: Sequence[Node], asked: bool = False) -> list[list[Node]]:
     one torch.utils.checkpoint, or between two."""
     if not asked:
         return [unit.nodes for unit in units_of(calls)] if calls else []
-    runs = itertools.groupby(calls, lambda node: node.meta.get("asked") or (layer_of(node),))
+    runs = itertools.groupby(calls, lambda node: node.meta.get("ac_region") or (layer_of(node),))
     return [list(nodes) for _, nodes in runs]
 
 
@@ -198,14 +198,14 @@ class JointInfo:
         made = node in joint.made and node not in joint.early
         return made and not joint.is_free(node) and not is_call(node, operator.getitem)
 
-    def may_be_remade(self, node: Node) -> bool:
+    def may_recompute(self, node: Node) -> bool:
         """Whether the backward can recompute it."""
         return self.may_be_asked(node) and not is_pinned(node) and node not in self.crossing
 
     def needed(self, chosen: ChosenValues) -> ChosenValues:
         """The chosen values that B needs, and those that can be offloaded to host memory."""
         kept, again = self.joint.closure(self.joint.wanted, chosen.again)
-        hosts = (x for x in kept if x in chosen.host and self.joint.may_wait_on_host(x))
+        hosts = (x for x in kept if x in chosen.host and self.joint.can_offload(x))
         return ChosenValues(frozenset(again) & chosen.again, frozenset(hosts))
 
     def seen(self, node: Node) -> ForwardValue:
@@ -220,8 +220,8 @@ class JointInfo:
             attention="attention" in str(node.target),
             exchange=node.target in COLLECTIVES,
             sums=node.target in SUMS,
-            asked=bool(node.meta.get("asked")),
-            remakable=self.may_be_remade(node),
+            checkpointed=bool(node.meta.get("ac_region")),
+            recomputable=self.may_recompute(node),
         )
 
 
@@ -241,6 +241,6 @@ def chosen_by(policy: Policy, name: str, facts: JointInfo) -> ChosenValues:
             values = {node, *(u for u in node.users if is_call(u, operator.getitem))}
             if answer == HOST:
                 host |= values
-            elif answer and facts.may_be_remade(node):
+            elif answer and facts.may_recompute(node):
                 again |= values - facts.crossing
     return ChosenValues(frozenset(again) | facts.joint.always, frozenset(host))

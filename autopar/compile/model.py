@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from autopar.ac_policies import AUTO
 from autopar.adapters.fx.lazy import lazy_code
-from autopar.capture.trace.frame_stack import roomy
+from autopar.capture.trace.frame_stack import with_large_stack
 from autopar.capture.trace.gc_pause import paused_collector
 from autopar.compile.ac_solver import LimitError, with_checkpoints
 from autopar.compile.loss_chunks import Made, in_chunks
@@ -145,7 +145,7 @@ def plan_graph(
     return plan, parameter_specs(gm, plan)
 
 
-@roomy
+@with_large_stack
 @paused_collector()
 @lazy_code()
 def compile_graph(gm: GraphModule, mesh: Mesh, options: Options | None = None, **how: Any) -> Compiled:

@@ -27,7 +27,7 @@ from autopar.ir.meta import NODES
 from autopar.passes.stage.split_stages import StageGraph
 from autopar.steps.graphs import CopiedStepGraph, Stage, StepGraph
 
-_NOTED = NODES.keys() - {"nn_module_stack", "stack_trace", "original_aten", "asked"}
+_NOTED = NODES.keys() - {"nn_module_stack", "stack_trace", "original_aten", "ac_region"}
 
 
 class KnownStages:
@@ -90,11 +90,11 @@ def _key(part: StageGraph, nodes: Sequence[Node]) -> Hashable:
             return x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, x.requires_grad
         return told_apart(x)
 
-    asked: dict[Any, int] = {}
+    regions: dict[Any, int] = {}
     calls = tuple(
         (
             node.op,
-            asked.setdefault(node.meta.get("asked"), len(asked)),
+            regions.setdefault(node.meta.get("ac_region"), len(regions)),
             None if node.op == "placeholder" else node.target,
             frozen(node.args, leaf),
             frozen(node.kwargs, leaf),

@@ -93,7 +93,7 @@ class StageBuilder:
         """Whether a policy may recompute something: "model" only what is called within `torch.utils.checkpoint`, "none"
         nothing; but chunked logits are recomputed in any case."""
         nodes = [node for gm, _ in self.graphs for node in gm.graph.nodes]
-        asked = policy == "model" and any("asked" in node.meta for node in nodes)
+        asked = policy == "model" and any("ac_region" in node.meta for node in nodes)
         return policy not in ("none", "model") or asked or any("chunk" in node.meta for node in nodes)
 
     def names_at(self, k: int, calls: Sequence[int]) -> list[str]:
@@ -152,7 +152,7 @@ class StageBuilder:
                     ctx.observe(graph_name(len(parts), k, f"pre_pass{r}"), step.graph)
         return Pipeline(parts, edges, order, *self.prologues, lengths, pre_pass=self.rounds)
 
-    def further_ahead(self, made: Pipeline) -> Pipeline | None:
+    def more_in_flight(self, made: Pipeline) -> Pipeline | None:
         """The same graphs in an order that uses the memory limit for more microbatches in flight; None where the
         schedule has only one order, or no limit is low enough."""
         pipeline = self.plan.pipeline

@@ -114,11 +114,11 @@ def buffers_differentiated(graph: Graph, inputs: Iterable[InputSpec], outputs: S
 
 def read_again(graph: Graph, inputs: Iterable[InputSpec]) -> tuple[str, ...] | None:
     """State that the model's own `torch.utils.checkpoint` reads, or views of it; None where there are none."""
-    asked = [node for node in graph.nodes if "asked" in node.meta]
-    read = {_viewed(x) for node in asked for x in node.all_input_nodes}
+    checkpointed = [node for node in graph.nodes if "ac_region" in node.meta]
+    read = {_viewed(x) for node in checkpointed for x in node.all_input_nodes}
     kinds = ("parameter", "buffer", "constant")
     found = tuple(s.name for s in inputs if s.kind in kinds and any(x.name == s.node for x in read))
-    return found if asked else None
+    return found if checkpointed else None
 
 
 def _viewed(x: Node) -> Node:
@@ -139,8 +139,8 @@ def refuse_writes_again(gm: GraphModule) -> None:
     signature = gm.meta["signature"]
     written = {spec.name for spec in signature.outputs if spec.kind == "mutation"}
     buffers = {spec.node: spec.name for spec in signature.inputs if spec.kind == "buffer" and spec.name in written}
-    asked = (node for node in gm.graph.nodes if "asked" in node.meta) if buffers else ()
-    if buffer := next((buffers[x.name] for node in asked for x in _read(node) if x.name in buffers), None):
+    checkpointed = (node for node in gm.graph.nodes if "ac_region" in node.meta) if buffers else ()
+    if buffer := next((buffers[x.name] for node in checkpointed for x in _read(node) if x.name in buffers), None):
         raise ValueError(
             f"capture: the forward writes to buffer {buffer} and reads it within torch.utils.checkpoint, which torch "
             "recomputes in the backward from the written value; turn the model's checkpoints off, and use "

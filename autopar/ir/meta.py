@@ -28,7 +28,7 @@ NODES = {
     "original_aten": "OpOverload: the operator that this one was decomposed from",
     "partitioner_tag": "str: 'is_backward' for what AOTAutograd traced after the forward",
     "call": "int: which of the `forward_calls` of a local graph a node of its joint graph belongs to (-1: none)",
-    "asked": "int: number of the torch.utils.checkpoint in which the model calls it",
+    "ac_region": "int: number of the torch.utils.checkpoint in which the model calls it",
     "custom": "dict[str, Any]: annotations, which torch's decompositions propagate",
     # placements
     "placements": "dict[str, Placement]: of the result, by axis; Invariant where an axis is missing",
@@ -72,7 +72,7 @@ GRAPHS = {
     "promise": "Promise: results and communication of a step graph (`autopar.rewrite.step_checks`)",
 }
 
-ORIGIN = ("nn_module_stack", "stack_trace", "asked", "chunk")
+ORIGIN = ("nn_module_stack", "stack_trace", "ac_region", "chunk")
 TRACE = ("nn_module_stack", "stack_trace")
 TYPES = ("placements", "global_shape")
 

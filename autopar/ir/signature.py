@@ -49,7 +49,7 @@ class Signature:
     asks_grad_mode: whether the forward has asked if gradients are enabled, and may behave differently if not.
     assigned: the buffers to which the forward binds other tensors. differentiated: those that would get a gradient if
     they required one. unkept: (path of a module, attribute) that the forward sets besides buffers, which steps do not
-    set. remade: parameters, buffers and constants that the forward reads within `torch.utils.checkpoint`, whose
+    set. recomputed: parameters, buffers and constants that the forward reads within `torch.utils.checkpoint`, whose
     backward reads them a second time; None: there is no checkpoint. memos: (where, value as text) that the forward
     stores where nothing was, and may use in its next call."""
 
@@ -62,7 +62,7 @@ class Signature:
     assigned: tuple[Assignment, ...] = ()
     differentiated: tuple[str, ...] = ()
     unkept: tuple[tuple[str, str], ...] = ()
-    remade: tuple[str, ...] | None = None
+    recomputed: tuple[str, ...] | None = None
     memos: tuple[tuple[str, str], ...] = ()
 
     def rebuild(self, values: Sequence[Any]) -> Any:

@@ -30,7 +30,7 @@ from autopar.ops import (  # noqa: F401  (registers what is named here)
     host,
 )
 from autopar.ops.declare import CHOICES
-from autopar.ops.gradient import HOLE
+from autopar.ops.gradient import GRAD_OUTPUT
 from autopar.ops.token_dispatch import alltoall, alltoall_dedup  # noqa: F401
 
 aten, ours = torch.ops.aten, torch.ops.autopar
@@ -124,7 +124,7 @@ LOCAL = (ours.shard_slice.default, ours.shard_pad.default)  # conversions withou
 COPIES = (ours.to_host.default, ours.from_host.default)
 
 DROPOUTS = (aten.dropout.default, aten.native_dropout.default)
-STOPS_GRADIENT = (aten.detach.default, HOLE)
+STOPS_GRADIENT = (aten.detach.default, GRAD_OUTPUT)
 
 
 _UNTAGGED = {aten._sample_dirichlet.default}

@@ -7,7 +7,7 @@ infer_rule, derived         rules derived for calls that the table does not have
 rule_trials                 the trials from which rules are derived
 core                        rules of operators that only differentiation creates
 local_types, local_type_rules    types of step graphs: what each rank has of a value
-special, picks, views, matrices, space, grad_placeholder      rules of particular operators
+special, picks, views, matrices, space, custom_backward      rules of particular operators
 sequence_parallel           one dim along the dataflow
 
 Imports ir, attention and plan. Rewrites, costs, the planner and passes import it.
@@ -24,8 +24,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import INVARIANT, Invariant, Pieces, Placement, nested_shape
 from autopar.rules.builders import opaque
 from autopar.rules.call import Call
+from autopar.rules.custom_backward import TARGETS, type_of_part
 from autopar.rules.derived import DerivedRule, NoRule, text_of
-from autopar.rules.grad_placeholder import TARGETS, type_of_part
 from autopar.rules.known_rules import known_results, known_rule
 from autopar.rules.rule import Cat, Cut, Rule, RuleError, apply, matches
 from autopar.rules.table import RULES

@@ -13,7 +13,7 @@ from autopar.attention.operator import attention_of_piece
 from autopar.ir.conversions import convert, exchange, exchange_slice
 from autopar.ops.token_dispatch import combine_tokens, dispatch_tokens
 from autopar.ops.vocab_parallel import cross_entropy_of_piece, embedding_of_piece
-from autopar.rules import grad_placeholder as own
+from autopar.rules import custom_backward as own
 from autopar.rules import picks as pick
 from autopar.rules import space
 from autopar.rules import special as sp
@@ -102,7 +102,7 @@ add("where.self where.ScalarOther where.ScalarSelf where.Scalar", sp.where_rule)
 add("masked_fill", sp.masked_fill_rule)
 add("masked_scatter", sp.masked_scatter_rule)
 add("autopar::dropout autopar::random", sp.dropout_rule)
-add("autopar::gradient_of", own.hole)
+add("autopar::gradient_of", own.grad_output)
 add("autopar::own_backward", own.token)
 add("autopar::with_backward", own.result)
 add("autopar::watch autopar::watch_count", pointwise())

@@ -128,7 +128,7 @@ class Subject:
     def split(self, again: frozenset[Node]) -> Split:
         """Ours, for recomputation."""
         joint = self.joint
-        joint.remade = again
+        joint.recomputed = again
         forward = joint.forward()
         known = {**joint.primals, **{n: saved(n.name) for n in joint.saved}}
         known |= {t: grad(t.name) for t in joint.tangents}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from autopar.capture.trace.frame_stack import roomy
+from autopar.capture.trace.frame_stack import with_large_stack
 
 TURNS, DEPTHS = 200, range(20, 320)
 
@@ -33,7 +33,7 @@ def _worst() -> int:
 
 
 def test_no_loop_maps_memory_in_each_turn() -> None:
-    assert roomy(_worst)() < TURNS // 2
+    assert with_large_stack(_worst)() < TURNS // 2
 
 
 def test_it_is_the_same_function() -> None:
@@ -41,7 +41,7 @@ def test_it_is_the_same_function() -> None:
         """Two numbers."""
         return a, b
 
-    same: Callable[..., tuple[int, int]] = roomy(some)
+    same: Callable[..., tuple[int, int]] = with_large_stack(some)
     assert same(1) == (1, 2) and same(3, b=4) == (3, 4)
     assert same.__name__ == "some" and same.__doc__ == some.__doc__
     assert inspect.signature(same) == inspect.signature(some)
@@ -52,4 +52,4 @@ def test_errors_pass() -> None:
         raise ValueError("it is said")
 
     with pytest.raises(ValueError, match="it is said"):
-        roomy(fails)()
+        with_large_stack(fails)()

@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 import autopar
 from autopar.runtime.consistency import batch_checks
 from autopar.runtime.consistency.exit_checks import found_at_end
-from autopar.runtime.consistency.tensor_hash import CHUNK, word_of, words_of
+from autopar.runtime.consistency.tensor_hash import CHUNK, hash_of, hashes_of
 from autopar.runtime.fault.store_barrier import differences
 from autopar.steps.graphs import Compiled
 from tests.support.compile_cache import compiled_by_each
@@ -47,7 +47,7 @@ from tests.support.ranks import refusal, run_ranks
 def test_words_depend_on_bits_and_places_alone() -> None:
     x = torch.randn(6, 10, dtype=torch.float64)
     same = [x, x.clone(), x.t().contiguous().t(), x.expand(2, 6, 10)[1], torch.cat([x[:1], x])[1:], nn.Parameter(x)]
-    assert len(set(words_of({str(i): y for i, y in enumerate(same)}).values())) == 1
+    assert len(set(hashes_of({str(i): y for i, y in enumerate(same)}).values())) == 1
     changed = [x]
     for i in (0, 7, 59):
         changed.append(x.clone())
@@ -61,7 +61,7 @@ def test_words_depend_on_bits_and_places_alone() -> None:
         0 * x,
         -0.0 * x,
     ]
-    assert len(set(words_of({str(i): y for i, y in enumerate(changed)}).values())) == len(changed)
+    assert len(set(hashes_of({str(i): y for i, y in enumerate(changed)}).values())) == len(changed)
 
 
 def test_words_of_every_dtype_and_size() -> None:
@@ -73,10 +73,10 @@ def test_words_of_every_dtype_and_size() -> None:
             for i in {0, n // 2, n - 1}:
                 other = x.clone()
                 other[i] = 1 - int(x[i].real if x.is_complex() else x[i])
-                assert word_of(other) != word_of(x), (dtype, n, i)
-    assert int(word_of(torch.zeros(0))) == 0 == int(word_of(torch.zeros(5)))
+                assert hash_of(other) != hash_of(x), (dtype, n, i)
+    assert int(hash_of(torch.zeros(0))) == 0 == int(hash_of(torch.zeros(5)))
     conjugate = torch.tensor([1 + 2j]).conj()
-    assert word_of(conjugate) == word_of(conjugate.resolve_conj()) != word_of(conjugate.conj())
+    assert hash_of(conjugate) == hash_of(conjugate.resolve_conj()) != hash_of(conjugate.conj())
 
 
 def test_long_texts_are_cut_to_where_they_differ() -> None:

@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule
 from torch.utils._pytree import tree_leaves
 
 from autopar import ops as ops  # registers autopar::
-from autopar.runtime.exec.lowering import FUNCTIONS, IN_PLACE, METHODS, shorten
+from autopar.runtime.exec.lowering import FUNCTIONS, IN_PLACE, METHODS, bypass_dispatch
 
 aten = torch.ops.aten
 A = torch.linspace(0.1, 2.0, 12).view(3, 4)
@@ -52,7 +52,7 @@ def test_the_same_values_strides_and_dtypes(op: Any) -> None:
     args, kwargs = SAMPLES.get(op, ((A,), {}))
     graph = Graph()
     node = graph.call_function(op, args, kwargs)
-    shorten(node)
+    bypass_dispatch(node)
     assert node.target is not op
     call = getattr(args[0], node.target) if node.op == "call_method" else None
     found = call(*args[1:], **kwargs) if call else node.target(*args, **kwargs)  # type: ignore[operator]
@@ -65,7 +65,7 @@ def test_our_operators_become_their_kernels() -> None:
     logits, target = graph.placeholder("logits"), graph.placeholder("target")
     loss = graph.call_function(torch.ops.autopar.cross_entropy.default, (logits, target, -100, 0.0))
     graph.output(loss)
-    shorten(loss)
+    bypass_dispatch(loss)
     assert loss.target is not torch.ops.autopar.cross_entropy.default
     inputs = torch.randn(5, 7), torch.tensor([1, 2, -100, 0, 6])
     found = GraphModule(torch.nn.Module(), graph)(*inputs)
@@ -76,13 +76,13 @@ def test_our_operators_become_their_kernels() -> None:
 def test_other_operators_stay() -> None:
     graph = Graph()
     node = graph.call_function(aten.silu.default, (A,))
-    shorten(node)
+    bypass_dispatch(node)
     assert node.target is aten.silu.default
 
 
 def test_a_view_of_what_is_stored_otherwise_than_tracing_thought_is_a_copy() -> None:
     node = Graph().call_function(aten.view.default, (A, [12]))
-    shorten(node)
+    bypass_dispatch(node)
     assert torch.equal(getattr(A.t(), str(node.target))([12]), A.t().reshape(12))
 
 
@@ -98,7 +98,7 @@ def test_a_view_of_what_is_stored_otherwise_than_tracing_thought_is_a_copy() -> 
 def test_a_sum_is_written_over_an_operand(op: Any, over: int, args: tuple[Tensor, ...]) -> None:
     expected, given = op(*args), [x.clone() for x in args]
     node = Graph().call_function(op, tuple(range(len(args))))  # type: ignore[arg-type]
-    shorten(node, over)
+    bypass_dispatch(node, over)
     assert node.op == "call_method" and node.target == IN_PLACE[op]
     found = getattr(given[node.args[0]], node.target)(*(given[i] for i in node.args[1:]))  # type: ignore
     assert found.data_ptr() == given[over].data_ptr() and torch.equal(found, expected)

@@ -33,15 +33,15 @@ class OwnBackwards(Interpreter):
         return self._result(n) if n.target is RESULT else super().run_node(n)
 
     def _own_backward(self, own: CustomBackward) -> dict[Node, Tensor]:
-        """Sources of the results' gradients, by hole."""
+        """Sources of the results' gradients, by grad_output."""
         inputs, saved = [self.env[x] for x in own.inputs], [self.env[x].detach() for x in own.saved]
-        shapes = [hole.meta["val"] for hole in own.holes]
+        shapes = [grad_output.meta["val"] for grad_output in own.grad_outputs]
         sources = _DeferredBackward.apply(own, shapes, len(inputs), *inputs, *saved)
-        return dict(zip(own.holes, sources, strict=True))
+        return dict(zip(own.grad_outputs, sources, strict=True))
 
     def _result(self, n: Node) -> Tensor:
-        value, hole, token = n.all_input_nodes
-        made: Tensor = _GradientOf.apply(self.env[value], self.env[token][hole])  # type: ignore[no-untyped-call]
+        value, grad_output, token = n.all_input_nodes
+        made: Tensor = _GradientOf.apply(self.env[value], self.env[token][grad_output])  # type: ignore[no-untyped-call]
         return made
 
 
@@ -76,7 +76,7 @@ class _DeferredBackward(torch.autograd.Function):
                 "and one of its results has no gradient here; let its backward take zeros"
             )
         grads = tuple(_zeros(x) if g is None else g for g, x in zip(grads, ctx.like, strict=True))
-        known: dict[Node, Any] = dict(zip(own.holes, grads, strict=True))
+        known: dict[Node, Any] = dict(zip(own.grad_outputs, grads, strict=True))
         known |= zip(own.saved, ctx.saved_tensors, strict=True)
         for node in own.inside:
             args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)

@@ -49,7 +49,7 @@ def layers(value: ForwardValue) -> bool | str:
 
 def mixed(value: ForwardValue) -> bool | str:
     """Some wait on the host, some are recomputed, also from the others."""
-    return HOST if len(value.target) % 2 else every_second(value) and value.remakable
+    return HOST if len(value.target) % 2 else every_second(value) and value.recomputable
 
 
 POLICIES = {"everything": everything, "layers": layers, "mixed": mixed}

@@ -84,8 +84,8 @@ class Template:
             made.meta = {**node.meta, "nn_module_stack": around | self._below(node, path_of_call(tracer))}
             if "val" in node.meta:
                 made.meta["val"] = _detached(node.meta["val"])
-            if (number := made.meta.pop("asked", 0)) >= self.since:
-                made.meta["asked"] = regions[number]
+            if (number := made.meta.pop("ac_region", 0)) >= self.since:
+                made.meta["ac_region"] = regions[number]
         for i, node in self.rebound:
             set_node(given[i], new[node], tracer)
         if not self.followed:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 SLOTS = 70_000  # of 8 bytes: half a megabyte, of a chunk of one
 
 
-def roomy(function: Callable[P, T]) -> Callable[P, T]:
+def with_large_stack(function: Callable[P, T]) -> Callable[P, T]:
     """Decorator: call a function in a frame with a large chunk."""
 
     @functools.wraps(function)

@@ -36,9 +36,9 @@ def result_key(node: Node) -> ResultKey:
 
 
 def parts_of_result(node: Node) -> tuple[Node, Node, Node]:
-    """(value, hole, token) of a result of the model's autograd function."""
-    value, hole, token = node.args
-    return value, hole, token  # type: ignore[return-value]
+    """(value, grad_output, token) of a result of the model's autograd function."""
+    value, grad_output, token = node.args
+    return value, grad_output, token  # type: ignore[return-value]
 
 
 def forward_calls(gm: GraphModule) -> list[Node]:
@@ -136,10 +136,11 @@ class Backward(Generic[T]):
 
     def _own_backward(self, own: CustomBackward) -> None:
         """The backward of the model's autograd function, which is a subgraph."""
-        gradients = [self.arrived.pop((hole, 0), None) for hole in own.holes]
+        gradients = [self.arrived.pop((grad_output, 0), None) for grad_output in own.grad_outputs]
         if all(g is None for g in gradients):
             return
-        known = {(h, 0): self._zeros(h) if g is None else g for h, g in zip(own.holes, self._checked(own, gradients))}
+        pairs = zip(own.grad_outputs, self._checked(own, gradients))
+        known = {(x, 0): self._zeros(x) if g is None else g for x, g in pairs}
         known |= {result_key(x): self.make.value(result_key(x)) for x in own.saved}
         for node in own.inside:
             if not is_entry(node):

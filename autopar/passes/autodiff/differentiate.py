@@ -63,7 +63,7 @@ class Differentiated:
         joint, names = self.joint, self.names
         joint.keep(checkpoints)
         graph = joint.forward(keep=())
-        kept = {n: on_host(n.name) if n in joint.hosted else saved(n.name) for n in joint.saved}
+        kept = {n: on_host(n.name) if n in joint.offloaded else saved(n.name) for n in joint.saved}
         forward = StepGraph(graph, graph.meta["takes"], [*names, *kept.values()])
         stage = Stage(forward, losses=[n for n, kind in self.results.items() if kind == "loss"])
         stage.dependent = [
@@ -128,7 +128,7 @@ def _split_backward(
 def _made_by_both(joint: Joint, early: Iterable[Node], late: Iterable[Node]) -> list[Node]:
     """What B recomputes and W needs too, or would recompute."""
     taken = [joint.sources(x for node in run for x in node.all_input_nodes) for run in (early, late)]
-    made = set(joint.closure(taken[0], joint.remade)[1])
+    made = set(joint.closure(taken[0], joint.recomputed)[1])
     found: dict[Node, None] = {}
     again: set[Node] = set()
     queue = list(taken[1])
@@ -136,7 +136,7 @@ def _made_by_both(joint: Joint, early: Iterable[Node], late: Iterable[Node]) -> 
         x = queue.pop()
         if x in made and isinstance(x.meta["val"], torch.Tensor):
             found[x] = None
-        elif x in joint.remade and x not in again:
+        elif x in joint.recomputed and x not in again:
             again.add(x)
             queue += joint.sources(x.all_input_nodes)
     return sorted(found, key=joint.order.__getitem__)

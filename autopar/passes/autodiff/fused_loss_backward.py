@@ -35,7 +35,7 @@ _JOINS = (aten.add.Tensor, aten.addmm.default, aten.cat.default)
 _AXIS = "gradient"  # not an axis of the mesh: values that are linear in the gradient are partial on it
 
 
-def early_gradients(gm: GraphModule, tangents: Sequence[Node]) -> None:
+def fuse_loss_backward(gm: GraphModule, tangents: Sequence[Node]) -> None:
     """See the module's docstring. The nodes that F computes this way are marked ``early``."""
     chunks = {n for n in gm.graph.nodes if "chunk" in n.meta and n not in tangents}
     found: list[Node] = []

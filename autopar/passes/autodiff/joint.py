@@ -37,7 +37,7 @@ from autopar.ir.meta import ORIGIN, inherit
 from autopar.ir.storages import is_dense
 from autopar.ops.traits import aliases, is_cheap, is_random, is_view
 from autopar.passes.autodiff.clone_aliased_grads import clone_aliased_grads
-from autopar.passes.autodiff.fused_loss_backward import early_gradients
+from autopar.passes.autodiff.fused_loss_backward import fuse_loss_backward
 from autopar.passes.autodiff.routed_sizes import most_rows, routed_sizes
 from autopar.passes.autodiff.trace_joint import joint_graph
 from autopar.passes.autodiff.widen_reductions import widen_reductions
@@ -51,8 +51,8 @@ class Joint:
 
     primals: placeholder -> its name in the local graph. tangents: one per output with a gradient, in order. outs: the
     outputs of the local graph. gradients: name of a placeholder that wants one -> its gradient (None: it has none).
-    wanted: the values of the forward that the backward uses. remade: values, of these and their ancestors, that it
-    recomputes; always: those of them that no policy decides about. early: gradients that F computes. hosted: values
+    wanted: the values of the forward that the backward uses. recomputed: values, of these and their ancestors, that it
+    recomputes; always: those of them that no policy decides about. early: gradients that F computes. offloaded: values
     saved by F that are offloaded to host memory.
     """
 
@@ -80,7 +80,7 @@ class Joint:
         routed_sizes(joint)
         most_rows(joint)
         if early:
-            early_gradients(joint, self.tangents)
+            fuse_loss_backward(joint, self.tangents)
         results = list(output_node(joint).args[0])  # type: ignore[arg-type]
         self.outs: list[Node | None] = results[:count]
         self.gradients = {n: g for n, g, w in zip(names, results[count:], wanted, strict=False) if w}
@@ -92,15 +92,15 @@ class Joint:
         grads = [g for g in self.gradients.values() if g is not None]
         self.dependent = self._dependent(ancestors(grads))
         self.always = frozenset(n for n in self.made if n.op == "call_function" and "chunk" in n.meta)
-        self.remade = self.always
-        self.hosted = frozenset[Node]()
+        self.recomputed = self.always
+        self.offloaded = frozenset[Node]()
         self._taken = [x for node in self.dependent for x in node.all_input_nodes] + grads
         self.wanted = self.sources(self._taken)
 
     @property
     def saved(self) -> list[Node]:
         """The values that F saves for the backward, in order."""
-        return sorted(self.closure(self.wanted, self.remade)[0], key=self.order.__getitem__)
+        return sorted(self.closure(self.wanted, self.recomputed)[0], key=self.order.__getitem__)
 
     def _dependent(self, needed: set[Node]) -> dict[Node, None]:
         """The nodes that depend on a tangent, in order."""
@@ -139,10 +139,10 @@ class Joint:
     def keep(self, checkpoints: StageCheckpoints) -> None:
         """Set what the backward recomputes and what is offloaded to host memory. Raises ValueError for names that the
         graph does not have, and for values that cannot be offloaded."""
-        self.remade = self._named(checkpoints.again) | self.always
-        self.hosted = self._named(checkpoints.host) & set(self.saved)
-        for node in self.hosted:
-            if not self.may_wait_on_host(node):
+        self.recomputed = self._named(checkpoints.again) | self.always
+        self.offloaded = self._named(checkpoints.host) & set(self.saved)
+        for node in self.offloaded:
+            if not self.can_offload(node):
                 raise ValueError(
                     f"activation_checkpoint: a plan offloads {node.name} to host memory, which is an output of the "
                     "model or not dense; leave its checkpoints out, or make a new plan"
@@ -158,7 +158,7 @@ class Joint:
             )
         return named
 
-    def may_wait_on_host(self, x: Node) -> bool:
+    def can_offload(self, x: Node) -> bool:
         """Whether offloading frees its bytes once F has used it: it is not returned from the model, and it fills its
         storage alone."""
         val = x.meta["val"]
@@ -172,8 +172,8 @@ class Joint:
         made = [n for n in self.outs if isinstance(n, Node)]
         return set(reach(made, lambda x: x.all_input_nodes if aliases(x.target) or part_of_view(x) else ()))
 
-    def closure(self, wanted: Iterable[Node], remade: Collection[Node]) -> tuple[list[Node], list[Node]]:
-        """(saved, recomputed) such that ``wanted`` can be computed if the values in ``remade`` are recomputed."""
+    def closure(self, wanted: Iterable[Node], recomputed: Collection[Node]) -> tuple[list[Node], list[Node]]:
+        """(saved, recomputed) such that ``wanted`` can be computed if the values in ``recomputed`` are recomputed."""
         kept: dict[Node, None] = {}
         again: dict[Node, None] = {}
         queue = list(wanted)
@@ -181,7 +181,7 @@ class Joint:
             x = queue.pop()
             if x in kept or x in again:
                 continue
-            if x in remade or not isinstance(x.meta["val"], torch.Tensor):  # tuples are not saved
+            if x in recomputed or not isinstance(x.meta["val"], torch.Tensor):  # tuples are not saved
                 again[x] = None
                 queue += self.sources(x.all_input_nodes)
             else:
@@ -212,10 +212,10 @@ class Joint:
         for node in self.order:
             if node.op == "call_function" and node in needed:
                 copies[node] = copied_node(graph, node, copies.__getitem__)
-                if node in self.hosted:
+                if node in self.offloaded:
                     hosts[node] = _copy_between(graph, ours.to_host.default, copies[node])
         kept = [n for n in self.saved if n not in hosts]
-        for node in kept if self.remade or hosts else ():
+        for node in kept if self.recomputed or hosts else ():
             copies[node].meta["kept"] = True
         made = [copies[n] if isinstance(n, Node) else n for n in self.outs]
         graph.output((*made, *(hosts.get(n, copies[n]) for n in self.saved)))
@@ -238,7 +238,7 @@ class Joint:
         given = [n for n in known if n in needed]
         for node in given:
             copies[node] = add_placeholder(graph, self.primals.get(node, node.name), like=node)
-        back = {n: _copy_between(graph, ours.from_host.default, copies[n]) for n in given if n in self.hosted}
+        back = {n: _copy_between(graph, ours.from_host.default, copies[n]) for n in given if n in self.offloaded}
         copies |= back
         for node in run:
             copy_node(graph, node, copies)
@@ -247,7 +247,7 @@ class Joint:
             min(node.users, key=place.__getitem__).prepend(node)
         graph.output(tuple(copy_node(graph, n, copies) if n is not None else None for _, n in results))
         gm = graph_module(graph, title)
-        for node in self.remade & copies.keys() - known.keys():
+        for node in self.recomputed & copies.keys() - known.keys():
             copies[node].meta["again"] = True
         gm.meta["owned"] = [i for i, (name, _) in enumerate(results) if not is_a(name, "stash")]
         clone_aliased_grads(gm)

@@ -61,7 +61,7 @@ class _WrittenScores:
         return dataclasses.replace(self, at=at, lead=lead, **changes)
 
 
-def written_out(node: Node, build: Build) -> Node | None:
+def match_sdpa(node: Node, build: Build) -> Node | None:
     """See the module's docstring."""
     weights, v = operand(node), operand(node, 1)
     if len(shape_of(node)) not in (3, 4) or shape_of(weights)[:-2] != shape_of(v)[:-2]:

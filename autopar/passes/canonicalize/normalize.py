@@ -36,7 +36,7 @@ from autopar.passes.canonicalize import (
 )
 from autopar.passes.canonicalize.canonical_ops import take_apart
 from autopar.passes.canonicalize.functionalize_rng import hold_unused_draws, number_draws, release_draws
-from autopar.passes.canonicalize.match_sdpa import written_out
+from autopar.passes.canonicalize.match_sdpa import match_sdpa
 from autopar.rewrite.build import Build, Rewrite
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import Pass
@@ -72,7 +72,7 @@ class Normalize(Pass):
         _to_fixpoint(gm, trainable, canonical_ops.STRIDED)  # while strides are those of the model
         take_apart(gm, REWRITES)
         _to_fixpoint(gm, trainable, REWRITES)
-        _to_fixpoint(gm, trainable, {torch.ops.aten.matmul.default: written_out})
+        _to_fixpoint(gm, trainable, {torch.ops.aten.matmul.default: match_sdpa})
         shapes.slices_to_split(gm.graph)
         number_draws(gm)
         release_draws(gm, unused)

@@ -39,7 +39,7 @@ class _Rows:
     rest: tuple[int, ...]  # the dims that are not indexed
 
 
-def picked_rows(node: Node, build: Build) -> Node | None:
+def per_example_index(node: Node, build: Build) -> Node | None:
     """index(x, [arange(4), i]) --> gather(x, 1, i)"""
     indices = list(arguments(node)["indices"])
     indexed = [d for d, i in enumerate(indices) if i is not None]
@@ -148,4 +148,4 @@ def _expanded(build: Build, x: Node, shape: tuple[int, ...]) -> Node:
     return x if shape_of(x) == tuple(shape) else build(aten.expand.default, x, list(shape))
 
 
-TABLE: dict[Any, Rewrite] = {aten.index.Tensor: picked_rows, aten.index_put.default: written_rows}
+TABLE: dict[Any, Rewrite] = {aten.index.Tensor: per_example_index, aten.index_put.default: written_rows}

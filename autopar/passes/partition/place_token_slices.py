@@ -40,7 +40,7 @@ from autopar.ir.graph import (
 )
 from autopar.ir.meta import input_specs, signature_of
 from autopar.ir.placement import INVARIANT, PARTIAL, REPLICATE, Invariant, Partial, Placement, Shard
-from autopar.ops.gradient import HOLE
+from autopar.ops.gradient import GRAD_OUTPUT
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import Pass
 from autopar.rules import (
@@ -138,7 +138,7 @@ class _SliceSweep:
         if node.target is operator.getitem:
             set_results(node, AXIS, operand_placements(node, AXIS))
             return
-        if node.target is HOLE:
+        if node.target is GRAD_OUTPUT:
             raise ValueError(
                 f"token_slices: the autograd function {function_of(node)} has a custom backward, which would see the "
                 f"gradients of one slice at a time; {_WAY_OUT}"

@@ -55,7 +55,7 @@ from autopar.ir.placement import (
     Shard,
     conversion,
 )
-from autopar.ops.gradient import HOLE, OWN_BACKWARD, RESULT
+from autopar.ops.gradient import GRAD_OUTPUT, OWN_BACKWARD, RESULT
 from autopar.plan import Plan
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import Pass
@@ -177,7 +177,7 @@ class _PlacementSweep:
         if node.target is operator.getitem or (is_cast_input(node) and operands[0] in self.weights):
             set_results(node, self.axis, operand_placements(node, self.axis))  # a weight is cast as it is stored
             return
-        if node.target in (HOLE, OWN_BACKWARD, RESULT):
+        if node.target in (GRAD_OUTPUT, OWN_BACKWARD, RESULT):
             self._visit_backward(node)
             return
         if self.backwards.needs_whole_gradient(node):
@@ -213,13 +213,14 @@ class _PlacementSweep:
 
     def _visit_backward(self, node: Node) -> None:
         """A call of a custom backward: see `Backwards`."""
-        if node.target is HOLE:
+        if node.target is GRAD_OUTPUT:
             value: Node = node.args[0]  # type: ignore[assignment]
-            set_placement(node, self.axis, self.backwards.hole(node, placement(value, self.axis), self._effective))
+            found = self.backwards.grad_output(node, placement(value, self.axis), self._effective)
+            set_placement(node, self.axis, found)
         elif node.target is OWN_BACKWARD:
-            inputs, gradients, holes, name, zeros = own_backward_arguments(node)
+            inputs, gradients, grad_outputs, name, zeros = own_backward_arguments(node)
             pairs = [self._with_gradient(x, g, node) for x, g in zip(inputs, gradients, strict=True)]
-            node.args = ([x for x, _ in pairs], [g for _, g in pairs], holes, name, zeros)
+            node.args = ([x for x, _ in pairs], [g for _, g in pairs], grad_outputs, name, zeros)
         set_results(node, self.axis, type_of(node, self.axis, self.mesh))
 
     def _with_gradient(self, x: Node, gradient: Node, token: Node) -> tuple[Node, Node]:
@@ -414,10 +415,11 @@ def _suffix(p: Placement) -> str:
 class Backwards:
     """Placements of custom backwards (`autopar.ops.gradient`) on one axis.
 
-    A hole gets the placement of the gradient that it stands for; what is computed from it is then placed like any other
-    value without gradient. Two choices remain. The gradient of a replicated value is either replicated, which makes the
-    result Invariant, or partial, which makes the result Replicate and requires Replicate inputs and a backward that is
-    linear in the gradient. And each input gets the placement for which its gradient is cheapest to convert.
+    A grad_output gets the placement of the gradient that it stands for; what is computed from it is then placed like
+    any other value without gradient. Two choices remain. The gradient of a replicated value is either replicated, which
+    makes the result Invariant, or partial, which makes the result Replicate and requires Replicate inputs and a
+    backward that is linear in the gradient. And each input gets the placement for which its gradient is cheapest to
+    convert.
 
     Over microbatches nothing in a backward is converted, since the other microbatches' gradients do not exist yet. A
     custom operator whose registered backward is not linear runs on Invariant values: then the gradient is replicated.
@@ -426,20 +428,20 @@ class Backwards:
     def __init__(self, graph: Graph, axis: str, rule_of: Callable[[Node], Rule]) -> None:
         self.axis, self.rule_of = axis, rule_of
         self.inside = inside_of(graph)
-        self.of_hole: dict[Node, CustomBackward] = {}
+        self.of_grad_output: dict[Node, CustomBackward] = {}
         for own in own_backwards(graph):
-            self.of_hole |= dict.fromkeys(own.holes, own)
+            self.of_grad_output |= dict.fromkeys(own.grad_outputs, own)
         self.summed: dict[int, bool] = {}
 
-    def hole(self, node: Node, value: Placement, of: Callable[[Node], Placement]) -> Placement:
-        """The placement of a hole. value: that of its value. of: the placement that counts for an input."""
+    def grad_output(self, node: Node, value: Placement, of: Callable[[Node], Placement]) -> Placement:
+        """The placement of a grad_output. value: that of its value. of: the placement that counts for an input."""
         if isinstance(value, (Shard, Partial)):
             return value if isinstance(value, Shard) else INVARIANT
-        own = self.of_hole.get(node)
+        own = self.of_grad_output.get(node)
         if own is None:
             return INVARIANT
         if id(own) not in self.summed:
-            whole = all(not isinstance(of(hole.args[0]), (Shard, Partial)) for hole in own.holes)  # type: ignore[arg-type]
+            whole = all(not isinstance(of(grad_output.args[0]), (Shard, Partial)) for grad_output in own.grad_outputs)  # type: ignore[arg-type]
             replicate = whole and all(isinstance(of(x), Replicate) for x in own.inputs)
             self.summed[id(own)] = self.axis == "mb" or (replicate and is_linear(own, self.rule_of))
         return PARTIAL if self.summed[id(own)] else INVARIANT

@@ -28,7 +28,7 @@ def make_order(
     """
     pipeline = plan.pipeline
     if pipeline is None:
-        return one_after_another(plan.options.microbatches, train)
+        return sequential_order(plan.options.microbatches, train)
     entry = SCHEDULES[pipeline.schedule]
     costs = stage_costs(parts, edges, plan)
     limit = float(plan.options.memory_limit - static) if plan.options.memory_limit else None
@@ -43,7 +43,7 @@ def planned_order(plan: Plan) -> Order:
     """The order of a step whose stages all take equally long."""
     pipeline, microbatches = plan.pipeline, plan.options.microbatches
     if pipeline is None:
-        return one_after_another(microbatches, True)
+        return sequential_order(microbatches, True)
     slices = max(len(pipeline.token_slices), 1)
     return SCHEDULES[pipeline.schedule].make(
         Request(plan.mesh.size("pp"), microbatches, pipeline.virtual_stages, slices)
@@ -62,7 +62,7 @@ def most_waiting(order: Order) -> int:
     return most
 
 
-def one_after_another(microbatches: int, train: bool) -> Order:
+def sequential_order(microbatches: int, train: bool) -> Order:
     """The order of a model without pipeline stages: F and BW of each microbatch."""
     kinds = ("F", "BW") if train else ("F",)
     row = tuple(Action(0, kind, i) for i in range(microbatches) for kind in kinds)

@@ -24,7 +24,7 @@ from autopar.ir.placement import Placements, Shard
 from autopar.plan import UNCLEAR, Plan
 from autopar.runtime.consistency.exit_checks import ask_at_end, difference_at_end, no_longer_ask
 from autopar.runtime.consistency.rank_checks import RankCheck, all_alike, everywhere
-from autopar.runtime.consistency.tensor_hash import start_words, words_of
+from autopar.runtime.consistency.tensor_hash import hashes_of, start_hashes
 from autopar.runtime.mesh.process_groups import Groups
 
 
@@ -64,8 +64,8 @@ def check_unclear(groups: Groups, batch: Mapping[str, Any], plan: Plan, contents
     if not contents:
         warnings.warn(_unclear(list(tensors), "check_replica_inputs=False"), stacklevel=2)
         return
-    words = words_of(tensors)
-    if same := [name for name, word in words.items() if all_alike(groups, f"the contents of {name}", word)]:
+    hashes = hashes_of(tensors)
+    if same := [name for name, x in hashes.items() if all_alike(groups, f"the contents of {name}", x)]:
         raise ValueError(_unclear(same, "the same on all ranks"))
 
 
@@ -104,10 +104,11 @@ class BatchContents:
         unsharded = [n for n in tensors if cutting and not isinstance(inputs[n].get(cutting[0]), Shard)]
         shared = [n for n in tensors if n not in unsharded] if self._others() else []
         later = [n for n in (*shared, *unsharded) if _arrives(tensors[n]) and not at_once]
-        words = words_of({n: tensors[n] for n in (*shared, *unsharded) if n not in later}) | dict.fromkeys(later, LATER)
-        found = self._claims(shared, unsharded, words) + self._of_last()
+        now = {n: tensors[n] for n in (*shared, *unsharded) if n not in later}
+        hashes = hashes_of(now) | dict.fromkeys(later, LATER)
+        found = self._claims(shared, unsharded, hashes) + self._of_last()
         of_shared, of_all = ([n for n in names if n in later] for names in (shared, unsharded))
-        arrived = start_words({n: tensors[n] for n in later})
+        arrived = start_hashes({n: tensors[n] for n in later})
         self._next = bool(later), lambda: self._claims(of_shared, of_all, arrived(), ", in the step before")
         return found
 
@@ -120,7 +121,7 @@ class BatchContents:
     def _of_last(self) -> list[RankCheck]:
         return self._last[1]() if self._last is not None else []
 
-    def last_words(self) -> str:
+    def exit_errors(self) -> str:
         """How the batch of the last step differs from those of ranks that have already ended; "" if it does not."""
         found = (difference_at_end(self.groups, claim) for claim in self.owed())
         return next(filter(None, found), "")
@@ -145,20 +146,20 @@ class BatchContents:
         return tuple(axis for axis, size in self.groups.mesh.axes if axis not in DATA and size > 1)
 
     def _claims(
-        self, shared: list[str], unsharded: list[str], words: Mapping[str, str], when: str = ""
+        self, shared: list[str], unsharded: list[str], hashes: Mapping[str, str], when: str = ""
     ) -> list[RankCheck]:
         others = self._others()
         return [
             RankCheck(
                 others,
-                {n: words[n] for n in shared},
+                {n: hashes[n] for n in shared},
                 f"batch: the ranks of {' and '.join(map(repr, others))} must be given the same batch{when}",
                 "feed every rank the batch of its dp coordinate (seed shuffling and augmentation by that, not by the "
                 "rank); " + SKIP,
             ),
             RankCheck(
                 everywhere(self.groups),
-                {n: words[n] for n in unsharded},
+                {n: hashes[n] for n in unsharded},
                 f"batch: inputs without a batch dim must be the same on all ranks{when}",
                 "feed the same values, or set batch_dims={...} if each rank of 'dp' gets its own shard; " + SKIP,
             ),

@@ -29,7 +29,7 @@ def no_longer_ask(watch: Any) -> None:
 
 def found_at_end() -> str:
     """The first failed check; "" if there is none, or if this rank ends with an error, which explains more."""
-    return next(filter(None, (watch.last_words() for watch in list(_asked.values()))), "")
+    return next(filter(None, (watch.exit_errors() for watch in list(_asked.values()))), "")
 
 
 def _say() -> None:

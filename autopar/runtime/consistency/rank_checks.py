@@ -1,7 +1,7 @@
 """Checks that values are equal on several ranks, made before they are used; and calls that must succeed on all ranks.
 
     agree_on(groups, [RankCheck(("cp", "tp"), {"x": hash, "mask": hash}, need, way_out), ...], "the batch")
-    plan = together(groups, "load", lambda: read(folder))     an error of one rank is raised on all
+    plan = raise_on_all_ranks(groups, "load", lambda: read(folder))     an error of one rank is raised on all
 
 Ranks vote on a digest of each check at once, through the store, with a number of requests that does not depend on the
 number of ranks. Only if digests differ do they exchange the values, to name the difference. A call that all ranks
@@ -32,7 +32,7 @@ from autopar.ir.placement import Shard
 from autopar.ir.signature import ParameterSpec
 from autopar.plan import Plan
 from autopar.runtime.comm.p2p import AXIS
-from autopar.runtime.consistency.tensor_hash import words_of
+from autopar.runtime.consistency.tensor_hash import hashes_of
 from autopar.runtime.fault.error_propagation import CheckpointError
 from autopar.runtime.fault.errors import CollectiveError, board, explained
 from autopar.runtime.fault.store_barrier import RankMovedOn, Round, Rounds, differences, meet, show
@@ -66,12 +66,12 @@ def _all_do(groups: Groups, expected: bool) -> bool:
     return bool(said.item())
 
 
-def can_vote(groups: Groups) -> bool:
+def can_reduce(groups: Groups) -> bool:
     """Whether the groups of all axes accept tensors on the host."""
     return all(takes_host_tensors(groups.group(axis)) for axis, size in groups.mesh.axes if size > 1)
 
 
-def hold(groups: Groups, claims: Sequence[tuple[tuple[str, ...], str]]) -> bool:
+def all_hold(groups: Groups, claims: Sequence[tuple[tuple[str, ...], str]]) -> bool:
     """Whether for each claim (axes, digest) the digests are equal on ranks that differ only on these axes. All ranks
     make the same claims, up to the digests. Collective over all ranks, except for claims that a rank shares with none.
     """
@@ -126,7 +126,7 @@ def _digest(x: Any) -> str:
 # --- through the store -----------------------------------------------------------------------------------------
 
 
-class OtherSteps(ValueError):
+class CallsDiffer(ValueError):
     """Ranks that are in different calls have met."""
 
 
@@ -151,7 +151,7 @@ def _texts(groups: Groups, what: str, text: str, reply: Callable[[list[str]], st
     rounds = groups.rounds.setdefault(scope, Rounds())
     found = show(scope, rounds, groups.rank, ranks, f"{what}\n{text}", groups.timeout.total_seconds(), answer)
     if found.startswith(_OTHER_STEPS):
-        raise OtherSteps(
+        raise CallsDiffer(
             f"agree: all ranks must take the same steps, found {found.removeprefix(_OTHER_STEPS)}; run the same "
             "program on every rank"
         )
@@ -247,10 +247,10 @@ def _gone_on(groups: Groups, rank: int, claim: RankCheck, expected: RankCheck | 
     return f"{claim.need}, found {', and '.join(shown[:MOST_SHOWN])}; {claim.way_out}" if shown else ""
 
 
-def compare_claims(groups: Groups, claims: Sequence[RankCheck], what: str) -> None:
+def compare_on_ranks(groups: Groups, claims: Sequence[RankCheck], what: str) -> None:
     """`agree_on` for a call that all ranks expect: uses the store only if checks fail, or hosts have no collectives."""
     told = [claim for claim in claims if claim.facts]
-    if told and not (can_vote(groups) and hold(groups, [(claim.axes, claim.digest) for claim in told])):
+    if told and not (can_reduce(groups) and all_hold(groups, [(claim.axes, claim.digest) for claim in told])):
         agree_on(groups, claims, what)
 
 
@@ -269,7 +269,7 @@ def agree_on_arguments(
     facts, names = {"the call": who, **{k: repr(v) for k, v in arguments.items()}}, tuple(names)
     call = (who, *facts.values())
     if as_expected(groups, call, names):
-        compare_claims(groups, owed, who)
+        compare_on_ranks(groups, owed, who)
         return
     stage = tuple(axis for axis in groups.mesh.sizes if axis != "pp")
     need, way_out = f"{who}: every rank must be given the same", "call it alike on every rank"
@@ -346,8 +346,8 @@ def agree_on_model(groups: Groups, tensors: Mapping[str, Tensor], given: Mapping
     need, way_out = "parallelize: every rank must be given the same model", "build it alike on every rank"
     claims = [RankCheck(everywhere(groups), shapes, need, way_out)]
     if given is not None:
-        words = words_of({name: x for name, x in given.items() if x is not None})
-        told = {name: words.get(name, "no values") for name in given}
+        hashes = hashes_of({name: x for name, x in given.items() if x is not None})
+        told = {name: hashes.get(name, "no values") for name in given}
         need = "parallelize: every rank must be given the same weights"
         way_out = (
             "set the same seed before building the model (torch.manual_seed), load the same checkpoint with "
@@ -370,14 +370,14 @@ def agree_on_pieces(
     """
     if groups.mesh.world_size == 1:
         return
-    words = words_of({**pieces, **buffers})
+    hashes = hashes_of({**pieces, **buffers})
     by_axes: dict[tuple[str, ...], dict[str, str]] = {
         axes: {} for axes in sorted({_copied_over(groups, s) for s in specs} | {everywhere(groups)}) if axes
     }
     for spec in specs:
         if spec.name in pieces and (axes := _copied_over(groups, spec)):
-            by_axes[axes][spec.name] = words[spec.name]
-    by_axes[everywhere(groups)] |= {name: words[name] for name in buffers}
+            by_axes[axes][spec.name] = hashes[spec.name]
+    by_axes[everywhere(groups)] |= {name: hashes[name] for name in buffers}
     need = f"{who}: every rank must be given the same values"
     way_out = "read the same checkpoint on every rank"
     agree_on(groups, [RankCheck(axes, facts, need, way_out) for axes, facts in by_axes.items()], WEIGHTS)
@@ -395,7 +395,7 @@ def _copied_over(groups: Groups, spec: ParameterSpec) -> tuple[str, ...]:
 T = TypeVar("T")
 
 
-def together(groups: Groups, what: str, call: Callable[[], T]) -> T:
+def raise_on_all_ranks(groups: Groups, what: str, call: Callable[[], T]) -> T:
     """Run ``call`` and return its result once it has returned on all ranks. The error of the first rank that has one is
     raised on all: ValueError for a user's mistake, else CheckpointError. Collective."""
     found, said, cause = attempted(what, call)
@@ -409,7 +409,7 @@ def together(groups: Groups, what: str, call: Callable[[], T]) -> T:
     return found[0]
 
 
-def by_first(groups: Groups, what: str, call: Callable[[], str]) -> str:
+def on_first_rank(groups: Groups, what: str, call: Callable[[], str]) -> str:
     """Run ``call`` on rank 0 only and return its text on all ranks; its error is raised on all ranks."""
     text, cause = "", None
     if groups.rank == 0:

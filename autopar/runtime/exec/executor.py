@@ -113,7 +113,7 @@ class Executor:
             pipeline, self.order, groups.coordinate.get(AXIS, 0), self._bind, self.inputs, self.channels, groups.device,
             compiled.prologue, self._exchange.results, compiled.plan.options.precision, self._exchange.totals,
         ).program()  # fmt: skip
-        whole = {name: self.inputs.taken_whole(name) for _, name, _ in self.program.loads}
+        whole = {name: self.inputs.unsplit_name(name) for _, name, _ in self.program.loads}
         self._whole_loads = [(slot, whole[name]) for slot, name, _ in self.program.loads if whole[name]]
         self._made_loads = [load for load in self.program.loads if not whole[load[1]]]
         entries = self.program.entries

@@ -70,7 +70,7 @@ METHODS: dict[Any, str] = {
 IN_PLACE = {aten.add.Tensor: "add_", aten.addmm.default: "addmm_"}
 
 
-def shorten(node: Node, overwritten: int | None = None) -> None:
+def bypass_dispatch(node: Node, overwritten: int | None = None) -> None:
     """Let a node of a lowered graph call its operator with less dispatch overhead, if possible. ``overwritten``: the
     operand that its result may overwrite (of two that are added, either)."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
@@ -96,7 +96,7 @@ def pause_here() -> None:
     """Marks a place in a lowered graph where its code pauses."""
 
 
-def drained(steps: Callable[[list[Any]], Steps]) -> Callable[[list[Any]], Any]:
+def run_to_end(steps: Callable[[list[Any]], Steps]) -> Callable[[list[Any]], Any]:
     """Runs through."""
 
     def run(inputs: list[Any]) -> Any:
@@ -194,7 +194,7 @@ def bind(
     lowered = _lower(gm, _Eager(groups, comms), pauses)
     if all(node.target is not pause_here for node in lowered.graph.nodes):
         return Lowered(lowered.forward, traffic, lowered.code, comms, lowered)
-    return Lowered(drained(lowered.forward), traffic, lowered.code, comms, lowered, paused=lowered.forward)
+    return Lowered(run_to_end(lowered.forward), traffic, lowered.code, comms, lowered, paused=lowered.forward)
 
 
 def traffic_of_graph(gm: GraphModule, groups: Groups) -> Ledger:
@@ -342,7 +342,7 @@ class _Eager:
         if node.target in OPERATORS:
             new.target = self._comms.function_of(node.target, node.args, node.name)
         given = overwritten(node)
-        shorten(new, None if given is None else node.args.index(given))
+        bypass_dispatch(new, None if given is None else node.args.index(given))
 
 
 def _given(node: Node) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from autopar.adapters.operators import OpOverload
 from autopar.ir.graph import placeholders
-from autopar.runtime.consistency.tensor_hash import words_of
+from autopar.runtime.consistency.tensor_hash import hashes_of
 from autopar.runtime.exec.lowering import axes_of
 from autopar.steps.graphs import Compiled, GlobalStatistics, StepDigests, StepGraph
 from autopar.steps.of_rank import graphs_of_all
@@ -28,8 +28,8 @@ def step_digests(compiled: Compiled) -> dict[str, str]:
     if compiled.known is not None:
         return compiled.known.digests
     found = {name: _digest(_text(part)) for name, part in _parts(compiled)}
-    words = words_of({name: x for name, x in compiled.constants.items() if not x.is_meta})
-    return found | {f"the contents of the constant {name}": word for name, word in words.items()}
+    hashes = hashes_of({name: x for name, x in compiled.constants.items() if not x.is_meta})
+    return found | {f"the contents of the constant {name}": digest for name, digest in hashes.items()}
 
 
 def axes_of_step(compiled: Compiled) -> tuple[set[str], set[str]]:

@@ -44,7 +44,7 @@ class StepInputs:
     def _cut(self, name: str) -> Placement | None:
         return self._inputs.get(name, {}).get("mb")
 
-    def taken_whole(self, name: str) -> str:
+    def unsplit_name(self, name: str) -> str:
         """The name under which a placeholder's value is among ``values``; "" if it is made of them, or of none."""
         spec = self.specs.get(name)
         made = spec is None or spec.kind in ("total", "microbatch") or isinstance(self._cut(spec.name), Shard)

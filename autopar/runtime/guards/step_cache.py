@@ -23,7 +23,7 @@ from autopar.runtime.consistency.rank_checks import (
     agree_on,
     all_alike,
     as_expected,
-    compare_claims,
+    compare_on_ranks,
     everywhere,
 )
 from autopar.runtime.exec.executor import Executor
@@ -141,7 +141,7 @@ class StepCache:
         expected = self._alone or as_expected(self._groups, call)  # on all ranks, whatever each has cached
         if known is not None and expected and not refused:
             if not self._alone:
-                compare_claims(self._groups, self._contents(batch, known.runner.compiled), "the batch")
+                compare_on_ranks(self._groups, self._contents(batch, known.runner.compiled), "the batch")
         else:
             # otherwise a rank with another batch would hang
             claims = [self._claim(facts, key, batch, number, self.keep_unsharded, refused)]

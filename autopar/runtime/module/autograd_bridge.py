@@ -62,7 +62,7 @@ class Forward:
         taken = {stage.aliases.get(name, name) for step in backwards(stage) for name in step.inputs}
         taken |= {stage.gathered[name] for name in taken & stage.gathered.keys()}  # torch would read the parameter
         read = {specs[n].name for n in taken if n in specs and specs[n].kind != "seed"}
-        read |= {*(self.executor.compiled.signature.remade or ())}
+        read |= {*(self.executor.compiled.signature.recomputed or ())}
         self.trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
         # Operators on a DTensor bump the version of the DTensor, those on its local tensor that of the local tensor.
         past = {n for n in self.executor.buffers.written.values() if n not in self.paused.kept}  # never read
@@ -118,7 +118,7 @@ class Forward:
 
     def _check_remade(self) -> None:
         """Raises ValueError where `torch.utils.checkpoint` would recompute from values that have changed by now."""
-        if self.executor.compiled.signature.remade is not None and (changed := self.unlike()):
+        if self.executor.compiled.signature.recomputed is not None and (changed := self.unlike()):
             raise ValueError(
                 "backward: torch.utils.checkpoint would recompute the forward with the values of now, a compiled step "
                 f"uses those of the forward, found that {changed} has changed since; change it after the backward"

@@ -230,7 +230,7 @@ class ParallelModule(ModuleFacade):
         if changed := self._cache.changed_since(executor):
             return changed
         now = {**self._tree.pieces(), **self._tree.buffers()}
-        read = (name for name in executor.compiled.signature.remade or () if name in now)
+        read = (name for name in executor.compiled.signature.recomputed or () if name in now)
         return next((name for name in read if now[name].data_ptr() != values[name].data_ptr()), "")
 
     def _with_tangents(

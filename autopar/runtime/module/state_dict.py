@@ -29,7 +29,7 @@ from autopar.runtime.checkpoint.hf_io import (
     save_pretrained,
     saved_steps,
 )
-from autopar.runtime.consistency.rank_checks import RankCheck, agree_on_arguments, agree_on_pieces, together
+from autopar.runtime.consistency.rank_checks import RankCheck, agree_on_arguments, agree_on_pieces, raise_on_all_ranks
 from autopar.runtime.fault.errors import error_context
 from autopar.runtime.guards.step_cache import StepCache
 from autopar.runtime.inputs.loss_fn import of_the_model
@@ -236,7 +236,7 @@ class Stateful(nn.Module):
         with error_context("load_pretrained"):
             folder = a_path("folder", folder)
             if (of_library := self._own_folder()) is not None:
-                given = together(self._groups, "load_pretrained", lambda: of_library.read(folder))
+                given = raise_on_all_ranks(self._groups, "load_pretrained", lambda: of_library.read(folder))
                 self.load_state_dict(given, strict=False)
                 return
             about_to_write()
@@ -249,9 +249,9 @@ class Stateful(nn.Module):
                     given = files, folder, specs, self._groups, buffers, prefix, tuple(ignore), into, recipes
                     return checked_pretrained(*given), saved_steps(folder)
 
-                fill, steps = together(self._groups, "load_pretrained", check)
+                fill, steps = raise_on_all_ranks(self._groups, "load_pretrained", check)
                 self.begin_loading()
-                together(self._groups, "load_pretrained", fill)
+                raise_on_all_ranks(self._groups, "load_pretrained", fill)
             if steps is not None:
                 self.training_steps = steps
             self._finish_loading("load_pretrained")
@@ -267,12 +267,14 @@ class Stateful(nn.Module):
             same = {"folder": str(folder), "max_shard_size": max_shard_size, "further": sorted(how)}
             agree_on_arguments(self._groups, "save_pretrained", same, owed=self._cache.owed())
             if how:
-                together(self._groups, "save_pretrained", lambda: check_habits(how, own, specs))
+                raise_on_all_ranks(self._groups, "save_pretrained", lambda: check_habits(how, own, specs))
             if (of_library := self._own_folder()) is not None:
                 mine = [s for s in specs if of_library.names & {s.name, *s.aliases}]
                 held = {n: x for n, x in self._persistent().items() if n in of_library.names}
                 whole = state.full_state_dict(own, mine, self._groups, held, rank0_only=True)
-                together(self._groups, "save_pretrained", lambda: of_library.write(folder, whole) if whole else None)
+                raise_on_all_ranks(
+                    self._groups, "save_pretrained", lambda: of_library.write(folder, whole) if whole else None
+                )
                 return
             save_pretrained(
                 folder,

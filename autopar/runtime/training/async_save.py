@@ -123,7 +123,7 @@ class AsyncSave:
         if self._outcome != "done":
             raise CheckpointError(f"save: {self._outcome}; the previous checkpoint is unchanged")
 
-    def last_words(self) -> str:
+    def exit_errors(self) -> str:
         """The error to report at process exit, if the save failed."""
         try:
             self.wait()

@@ -35,7 +35,7 @@ from autopar.runtime.checkpoint.checkpoint_dir import (
 from autopar.runtime.checkpoint.json_tree import decoded, names_with_values
 from autopar.runtime.checkpoint.optimizer_state import Restored, class_of
 from autopar.runtime.checkpoint.tensor_storage import SavedTensors
-from autopar.runtime.consistency.rank_checks import agree_on_arguments, by_first, together
+from autopar.runtime.consistency.rank_checks import agree_on_arguments, on_first_rank, raise_on_all_ranks
 from autopar.runtime.fault.error_propagation import CheckpointError
 from autopar.runtime.fault.errors import error_context
 from autopar.runtime.mesh.host_copies import host_copies_arrived
@@ -98,17 +98,17 @@ def load(
         wait_for_save()
         host_copies_arrived()
         newest: list[SavedStep | None] = []  # on rank 0 only, which needs it to save
-        checkpoint = Path(by_first(groups, "load", functools.partial(_chosen, path, newest)))
+        checkpoint = Path(on_first_rank(groups, "load", functools.partial(_chosen, path, newest)))
         make = functools.partial(_Loading, checkpoint, held, optimizers, schedulers, extra or {})
-        loading = together(groups, "load", make)
-        together(groups, "load", loading.read)
+        loading = raise_on_all_ranks(groups, "load", make)
+        raise_on_all_ranks(groups, "load", loading.read)
         try:
-            together(groups, "load", loading.give_states)
+            raise_on_all_ranks(groups, "load", loading.give_states)
         except Exception:
             loading.take_states_back()
             raise
         model.begin_loading()
-        together(groups, "load", loading.fill)
+        raise_on_all_ranks(groups, "load", loading.fill)
         loading.put()
         held.line.name = loading.run or held.line.name
         held.line.seen[checkpoint.parent.resolve()] = newest[0] if newest else None

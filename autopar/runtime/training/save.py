@@ -38,11 +38,11 @@ from autopar.runtime.consistency.rank_checks import (
     agree_on,
     agree_on_arguments,
     all_alike,
-    by_first,
     everywhere,
-    together,
+    on_first_rank,
+    raise_on_all_ranks,
 )
-from autopar.runtime.consistency.tensor_hash import words_of
+from autopar.runtime.consistency.tensor_hash import hashes_of
 from autopar.runtime.fault.errors import error_context
 from autopar.runtime.mesh.host_copies import host_copies_arrived
 from autopar.runtime.mesh.process_groups import Groups
@@ -178,7 +178,7 @@ def digest(told: Any, tensors: Mapping[str, Tensor]) -> str:
         elif x.numel():
             large[key] = x.detach()
     if large:
-        found.update(json.dumps(words_of(large)).encode())
+        found.update(json.dumps(hashes_of(large)).encode())
     return found.hexdigest()[:16]
 
 
@@ -232,17 +232,19 @@ def save(
         agree_on_arguments(groups, "save", options, owed=held.owed)
         wait_for_save()
         host_copies_arrived()
-        parts = together(groups, "save", lambda: _checked_parts(held, optimizers, schedulers, chosen, extra or {}))
+        parts = raise_on_all_ranks(
+            groups, "save", lambda: _checked_parts(held, optimizers, schedulers, chosen, extra or {})
+        )
         _agree(groups, parts, str(path))
         run = CheckpointDir(path, held.line)
         file = f"rank-{groups.rank:05d}.safetensors"
         try:
-            draft = Path(by_first(groups, "save", lambda: str(run.begin(chosen))))
+            draft = Path(on_first_rank(groups, "save", lambda: str(run.begin(chosen))))
             copies = asynchronous or groups.device.type != "cpu"
             pieces = pieces_of(written_here(parts.entries, groups))
             head, index = file_layout(pieces, file)
             slots = slots_of(limit, groups.device.type == "cuda") if copies else None
-            staged = together(groups, "save", lambda: StagedFile(draft / file, head, pieces, slots))
+            staged = raise_on_all_ranks(groups, "save", lambda: StagedFile(draft / file, head, pieces, slots))
         except BaseException:
             _give_up(run, groups)
             raise
