@@ -154,6 +154,7 @@ def serve(
     max_waiting: int = 1024,
     step_sizes: Sequence[int] = (),
     split_kv: bool = True,
+    keep_unsharded: bool | None = None,
     backend: str = "eager",
     example_batch: Mapping[str, Any] | None = None,
     dump: str | Path | None = None,
@@ -175,6 +176,8 @@ def serve(
         max_running, max_waiting: most requests that run at a time, per replica, and that wait.
         step_sizes: numbers of tokens to which steps are padded, such as (8, 64, 512); by default none are.
         split_kv: False: the bits of a request's logits depend on no other request of the same step.
+        keep_unsharded: gather and cast parameters once for all steps, which takes their memory, or in every step; by
+            default the latter for a model that is parallelized already.
         backend: "eager" or "inductor".
         example_batch: as for `parallelize`.
         dump: folder to write the graphs after each pass to.
@@ -184,6 +187,7 @@ def serve(
     model whose tokens depend on others in another way than by causal attention, a ``max_length`` beyond its positions,
     a cache that does not hold one request.
     """
+    keeps = not isinstance(model, ParallelModule) if keep_unsharded is None else keep_unsharded
     if not isinstance(model, ParallelModule):
         if mesh is None:
             raise ValueError("serve: needs a mesh for a model that is not parallelized; pass autopar.init_mesh(...)")
@@ -197,8 +201,8 @@ def serve(
         raise ValueError("serve: the model is on a mesh already, found another one; leave it out")
     return make_server(
         weights, max_length=max_length, cache=cache, page_size=page_size, step_tokens=step_tokens,
-        max_running=max_running, max_waiting=max_waiting, step_sizes=step_sizes, split_kv=split_kv, backend=backend,
-        example_batch=example_batch, dump=dump,
+        max_running=max_running, max_waiting=max_waiting, step_sizes=step_sizes, split_kv=split_kv,
+        keep_unsharded=keeps, backend=backend,        example_batch=example_batch, dump=dump,
     )  # fmt: skip
 
 

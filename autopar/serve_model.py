@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autopar.capture.front_end import GenerationFacts, adapter_for
 from autopar.compile.serving import compile_packed
@@ -19,7 +19,6 @@ from autopar.ir.batch import tensors_of
 from autopar.report.dump.dump import dumper_for
 from autopar.runtime.consistency.rank_checks import agree_on_call
 from autopar.runtime.fault.errors import error_context
-from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.module.served_weights import ServedWeights
 from autopar.serving.packed_runner import PackedRunner, page_counts
 from autopar.serving.server import Server
@@ -41,6 +40,7 @@ def make_server(
     max_waiting: int = 1024,
     step_sizes: Sequence[int] = (),
     split_kv: bool = True,
+    keep_unsharded: bool = False,
     backend: str = "eager",
     example_batch: Mapping[str, Any] | None = None,
     dump: str | Path | None = None,
@@ -54,7 +54,7 @@ def make_server(
         sizes = _step_sizes(step_sizes, step_tokens)
         asked = {
             "max_length": max_length, "cache": cache, "page_size": size, "step_tokens": step_tokens,
-            "max_running": max_running, "max_waiting": max_waiting, "step_sizes": sizes, "split_kv": split_kv,
+            "max_running": max_running, "max_waiting": max_waiting, "step_sizes": sizes, "split_kv": split_kv, "keep_unsharded": keep_unsharded,
             "backend": backend,
         }  # fmt: skip
         agree_on_call(groups, asked)
@@ -65,7 +65,7 @@ def make_server(
                 f"serve: max_length {max_length} is beyond the {facts.max_length} positions of {type(root).__name__}; "
                 f"lower it to {facts.max_length}"
             )
-        packed = _packed(model, root, facts, max_length, split_kv, dump)
+        packed = _packed(model, root, facts, max_length, split_kv, keep_unsharded, dump)
         counts = page_counts(packed, size, _cache_bytes(cache, model, packed), max(step_tokens, max_running))
         runner = PackedRunner(packed, groups, model.values, counts, backend, sizes)
         return Server(
@@ -97,6 +97,7 @@ def _packed(
     facts: GenerationFacts,
     max_length: int,
     split_kv: bool,
+    keep_unsharded: bool,
     dump: str | Path | None,
 ) -> Packed:
     """The model captured for one row of all positions per data rank."""
@@ -107,7 +108,7 @@ def _packed(
     with adapter.one_document() if adapter is not None else contextlib.nullcontext():
         return compile_packed(
             root, batch, facts.tokens, mesh, fixed=model.parameter_plan(), lift_to_float64=model.lift_to_float64,
-            split_kv=split_kv, masks=masks, observers=[folder] if folder is not None else [],
+            split_kv=split_kv, gathers_ahead=keep_unsharded, masks=masks, observers=[folder] if folder is not None else [],
         )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 
 from autopar.adapters.fx.lazy import lazy_code
 from autopar.capture.front_end import capture
-from autopar.capture.trace.frame_stack import roomy
+from autopar.capture.trace.frame_stack import with_large_stack
 from autopar.capture.trace.gc_pause import paused_collector
 from autopar.compile.model import keep_outputs
 from autopar.compile.parameters import normalized
@@ -28,7 +28,7 @@ from autopar.compile.stages import place
 from autopar.ir.flow import flow_of
 from autopar.ir.graph import arguments, calls_of, copy_graph, extracted, outputs, placeholders, shape
 from autopar.ir.mesh import DATA, Mesh, TokenSlice
-from autopar.ir.meta import input_specs, signature_of
+from autopar.ir.meta import signature_of
 from autopar.ir.placement import Shard
 from autopar.ops.traits import COLLECTIVES
 from autopar.options import Options
@@ -50,7 +50,7 @@ from autopar.steps.packed import ROWS, TOKENS, Packed, PackedStage, SizedValue, 
 _SIZED_ALIKE = tuple(x for x in COLLECTIVES if x is not torch.ops.autopar.all_to_all_rows.default)
 
 
-@roomy
+@with_large_stack
 @paused_collector()
 @lazy_code()
 def compile_packed(
@@ -63,6 +63,7 @@ def compile_packed(
     *,
     lift_to_float64: bool = False,
     split_kv: bool = True,
+    gathers_ahead: bool = False,
     masks: Mapping[str, Tensor] | None = None,
     observers: Sequence[Observer] = (),
 ) -> Packed:
@@ -72,6 +73,7 @@ def compile_packed(
         batch: one row of all positions [data ranks, S] of every input: the ids, and the positions of one document.
         tokens: the name of the ids; all other tensors of the batch number positions.
         fixed: keep the placements of parameters of this plan.
+        gathers_ahead: whether parameters are gathered, and cast, ahead of all steps instead of in each.
         masks: values of bool buffers, which become constants: a triangle among them says that attention is causal.
         split_kv: whether attention may split a request's keys over threads, so that its bits depend on its neighbours.
     Raises ValueError, with the operator, for a model whose tokens depend on others in another way than by causal
@@ -81,8 +83,8 @@ def compile_packed(
     options = options or (fixed.options if fixed is not None else Options())
     if mesh.size("cp") > 1:
         raise ValueError(
-            f"serve: requests are not sharded on their tokens, found axis cp={mesh.size('cp')} in the mesh; use tp, dp, ep "
-            "or pp"
+            f"serve: requests are not sharded on their tokens, found axis cp={mesh.size('cp')} in the mesh; use tp, "
+            "dp, ep or pp"
         )
     ctx = Compilation(mesh, observers=list(observers), timings=timings)
     gm = timed(timings, "capture", lambda: _captured(model, batch, lift_to_float64, options))
@@ -96,16 +98,22 @@ def compile_packed(
     contexts = [ctx.of_slice(s, s is samples[0]) for s in samples]
     # Placements do not depend on the sizes, so they are found and checked once.
     placed = PassManager(PLACEMENT_PASSES[:-1]).run(copy_graph(gm), contexts[0], facts=("functional",))
-    made = [_local(copy_graph(placed), c, split_kv, c is contexts[0]) for c in contexts]
+    made = [_local(copy_graph(placed), c, split_kv, gathers_ahead, c is contexts[0]) for c in contexts]
     first, vocabulary_axes = made[0][0], made[0][2]
     stages = timed(timings, "merge", lambda: _stages([(p, parts) for p, parts, _ in made], samples, ctx))
     for stage, rank in zip(stages, _ranks(plan), strict=True):
         stage.rank = rank
-    specs = input_specs(gm)
+    inputs = [s for s in signature_of(gm).inputs if s.kind == "input"]
     return Packed(
         signature_of(gm), plan, stages, parameters, tokens,
-        tuple(s.node for s in specs.values() if s.kind == "input" and s.name != tokens), total, first.windows,
-        shape(outputs(gm)[0])[-1], vocabulary_axes, _equal_sizes([parts for _, parts, _ in made]), dict(gm.meta.get("constants", {})), timings,
+        positions=tuple(s.node for s in inputs if s.name != tokens),
+        max_length=total,
+        windows=first.windows,
+        vocabulary=shape(outputs(gm)[0])[-1],
+        vocabulary_axes=vocabulary_axes,
+        equal_sizes=_equal_sizes([parts for _, parts, _ in made]),
+        constants=dict(gm.meta.get("constants", {})),
+        timings=timings,
     )  # fmt: skip
 
 
@@ -147,7 +155,7 @@ def _logits_of(gm: GraphModule) -> str:
 
 
 def _local(
-    gm: GraphModule, ctx: Compilation, split_kv: bool, checked: bool
+    gm: GraphModule, ctx: Compilation, split_kv: bool, gathers_ahead: bool, checked: bool
 ) -> tuple[PackedGraph, list[PackedPart], tuple[str, ...]]:
     """The packed graph of one pair of sizes, its stages, and the axes that shard the vocabulary."""
     plan, part = ctx.plan, ctx.mesh.slice
@@ -161,7 +169,7 @@ def _local(
     cuts = plan.pipeline.split_points if plan.pipeline is not None else ()
     where = place(flow, cuts) if cuts else dict.fromkeys(flow.main, 0)
     axes = _vocabulary_axes(gm, ctx.mesh)
-    packed = timed(ctx.timings, "pack_tokens", lambda: pack_tokens(gm, part, split_kv))
+    packed = timed(ctx.timings, "pack_tokens", lambda: pack_tokens(gm, part, split_kv, gathers_ahead))
     ctx.observe("pack_tokens", packed.main)
     if packed.tables is not None:
         ctx.observe("tables", packed.tables)
@@ -218,7 +226,7 @@ def _tables(packed: PackedGraph, inputs: Sequence[str]) -> StepGraph | None:
         return None
     values = dict(zip(packed.table_names, outputs(packed.tables), strict=True))
     gm = extracted(packed.tables, [values[name] for name in wanted], "Tables")
-    return StepGraph(forward_only(gm), [n.name for n in placeholders(gm)], wanted)
+    return StepGraph(forward_only(gm), [n.name for n in placeholders(gm)], list[str | None](wanted))
 
 
 def _ranks(plan: Plan) -> list[int]:

@@ -130,7 +130,8 @@ class _BoundStage:
         known = {**held, **self.pools}
         if self.tables is not None and self.stage.tables is not None:
             given = [held[name] for name in self.stage.tables.inputs]
-            known |= dict(zip(self.stage.tables.outputs, self.tables(given), strict=True))
+            names = [str(name) for name in self.stage.tables.outputs]
+            known |= dict(zip(names, self.tables(given), strict=True))
         self._held = [known.get(name) for name in self._inputs]
         self._changing = [(i, name) for i, name in enumerate(self._inputs) if name not in known]
 

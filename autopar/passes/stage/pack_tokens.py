@@ -6,14 +6,14 @@ Consumes    a local graph with placements of a capture of one row of S tokens pe
 Guarantees  no conversion over "sl" is left. The ids are the T tokens of a step. What no token has a part in (rotary
             tables, embeddings of positions, biases) is computed by a graph of its own, for all S positions; the main
             graph takes its rows at ``positions`` [T]. Attention reads and writes the pages of a cache
-            (`autopar::cached_attention`). Logits are made of the rows ``last`` [N] alone, selected as early as possible.
+            (`autopar::cached_attention`). Logits are made of the rows ``last`` [N] alone, selected as early as can be.
 Leaves      the operators in between, and their order.
 
-    ids_s = exchange_slice(ids, ..., "I", "S(1)")      -->  tokens [1, T]
-    cos_s = exchange_slice(cos, ..., "I", "S(2)")      -->  table_0 = cos [S, D]; cos_s = index_select(table_0, 2, positions)
-    k_r = exchange_slice(k, ..., "S(2)", "R")          -->  y = cached_attention(q, k, v, keys_0, values_0, slots_0, ...)
-    y = attention(q, k_r, v_r, ...)
-    logits = linear(norm(h), w)                        -->  h_n = index_select(h, 1, last); logits = linear(norm(h_n), w)
+    ids_s = exchange_slice(ids, "I", "S(1)")        -->    tokens [1, T]
+    cos_s = exchange_slice(cos, "I", "S(2)")        -->    cos_s = index_select(table_0, 2, positions)
+    k_r = exchange_slice(k, "S(2)", "R")            -->
+    y = attention(q, k_r, v_r, ...)                 -->    y = cached_attention(q, k, v, keys_0, values_0, slots_0, ...)
+    logits = linear(norm(h), w)                     -->    logits = linear(norm(index_select(h, 1, last)), w)
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from autopar.ir.graph import (
     tensor_operands,
 )
 from autopar.ir.mesh import TokenSlice
-from autopar.ir.meta import ORIGIN, TYPES, inherit
+from autopar.ir.meta import ORIGIN, TYPES, inherit, signature_of
 from autopar.ir.placement import Partial, Shard, parse_placement
 from autopar.ops.token_dispatch import combine_tokens
 from autopar.passes.canonicalize.constant_masks import constant
@@ -86,11 +86,14 @@ class PackedGraph:
     replaced: dict[Node, Node] = field(default_factory=dict)  # attention -> cached attention
 
 
-def pack_tokens(gm: GraphModule, part: TokenSlice, split_kv: bool = True) -> PackedGraph:
-    """Remove the axis "sl" from a local graph whose only output is the logits [1, S, V]. Raises ValueError, with the
-    operator, for attention that is not causal or masks tokens by values."""
+def pack_tokens(gm: GraphModule, part: TokenSlice, split_kv: bool = True, gathers_ahead: bool = False) -> PackedGraph:
+    """Remove the axis "sl" from a local graph whose only output is the logits [1, S, V]. ``gathers_ahead``: what
+    depends on parameters alone, such as gathered and cast ones, is a table, too. Raises ValueError, with the operator,
+    for attention that is not causal or masks tokens by values."""
     packer = _Packer(gm, part, split_kv)
     packer.run()
+    if gathers_ahead:
+        packer.gather_ahead()
     tables = extracted(gm, list(packer.made_by.values()), "Tables") if packer.tables else None
     remove_dead_code(gm)
     packer.select_last()
@@ -135,10 +138,27 @@ class _Packer:
             if is_call(node, exchange_slice):
                 self._convert(node)
             elif is_conversion(node) and node.args[0] in self.joined:
-                node.meta["val"] = run_fake(node.graph, node.target, node.args)  # type: ignore[arg-type]
+                node.meta["val"] = run_fake(node.graph, node.target, node.args)
                 self.joined.add(node)
             elif is_call(node, _ATTENTION):
                 self._attend(node)
+
+    def gather_ahead(self) -> None:
+        """Values of parameters alone become tables where others use them."""
+        kinds = {spec.node: spec.kind for spec in signature_of(self.gm).inputs}
+        alone = {n for n in placeholders(self.gm) if kinds.get(n.name) in ("parameter", "buffer", "constant")}
+        made = list[Node]()
+        for node in self.gm.graph.nodes:
+            operands = tensor_operands(node)
+            if node.op == "call_function" and operands and all(x in alone for x in operands):
+                alone.add(node)
+                made.append(node)
+        for node in made:
+            others = [user for user in node.users if user not in alone]
+            if others and isinstance(node.meta["val"], torch.Tensor):
+                table = self._table(node)
+                for user in others:
+                    user.replace_input_with(node, table)
 
     # --- conversions --------------------------------------------------------------------------------------
 
@@ -184,7 +204,7 @@ class _Packer:
 
     def _factory(self, node: Node, x: Node, dim: int) -> Node:
         """A value that is the same for every token, made for those of the step."""
-        target, has_operand = _FACTORIES[x.target]
+        target, has_operand = _FACTORIES[x.target]  # type: ignore[index]
         shape = list(x.meta["val"].shape)
         if shape[dim] % self.part.total:
             raise ValueError(_refusal(x, f"its dim {dim} of size {shape[dim]} is not of {self.part.total} positions"))
@@ -269,7 +289,7 @@ class _Packer:
         """The bias of an attention; a mask of keys, the same for all requests, is added to it."""
         bias, keep = args["bias"], args["key_mask"]
         if keep is None or ((found := constant(keep)) is not None and bool(found.all())):
-            return bias  # type: ignore[no-any-return]
+            return bias
         if isinstance(placement(keep, AXIS), Shard):
             raise ValueError(_refusal(node, "it masks keys by values of tokens"))
         build, dtype = Build(node), args["q"].meta["val"].dtype

@@ -21,7 +21,7 @@ from autopar.steps.packed import LOGITS
 @dataclass
 class PackedPart:
     """One stage. inputs: names of its inputs, those that the stage before sends included. outputs: of what it computes.
-    sent: of what the next stage receives, which may be received values that it passes on; the logits of the last one."""
+    sent: of what the next stage receives, which may be values that it passes on; the logits of the last one."""
 
     graph: GraphModule
     inputs: list[str]
