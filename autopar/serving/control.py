@@ -1,8 +1,8 @@
 """`Control`: messages between the hosts of all ranks, from the leader (world rank 0) to all and back.
 
-A message to all is one broadcast of a fixed number of bytes, a header and a pickle; a longer one takes a second
-broadcast. A message to the leader is a send of a fixed number of bytes, for which the leader is ready before the sender
-has it.
+A message is a header and a pickle. A message to all is one broadcast of as many bytes as the last one had, and some
+more; a longer one takes a second broadcast. A message to the leader is a send of a fixed number of bytes, for which the
+leader is ready before the sender has it; a longer one takes a second send.
 """
 
 from __future__ import annotations
@@ -22,24 +22,29 @@ from autopar.runtime.mesh.process_groups import Groups
 
 LEADER = 0
 _HEADER = 8  # bytes that say how long the pickle is
-_SLOT = 16 * 1024  # bytes of a message that needs no second one
+_SLOT = 16 * 1024  # bytes of a message that needs no second one: at first, and of those to the leader
+_ROOM = 4096  # bytes by which the next message may be longer
 _PATIENCE = timedelta(days=7)  # of ranks that wait for the leader, who may have nothing to say for long
 _LOOK = timedelta(seconds=5)  # after which waiting ranks look whether the leader lives
 _SLOT_TAG, _REST_TAG = 1, 2
 
 
-def _packed(message: Any) -> tuple[Tensor, Tensor | None]:
-    """The first slot of a message, and the rest."""
+def _packed(message: Any, first: int) -> list[Tensor]:
+    """A message as ``first`` bytes, and the rest if there is one."""
     text = pickle.dumps(message)
-    slot = torch.zeros(_SLOT, dtype=torch.uint8)
-    whole = torch.frombuffer(bytearray(len(text).to_bytes(_HEADER, "little") + text), dtype=torch.uint8)
-    slot[: min(len(whole), _SLOT)] = whole[:_SLOT]
-    return slot, whole[_SLOT:].clone() if len(whole) > _SLOT else None
+    whole = bytearray(len(text).to_bytes(_HEADER, "little") + text)
+    whole.extend(bytes(max(0, first - len(whole))))
+    return [part for part in torch.frombuffer(whole, dtype=torch.uint8).tensor_split([first]) if len(part)]
 
 
-def _length_of_rest(slot: Tensor) -> int:
-    length = int.from_bytes(slot[:_HEADER].numpy().tobytes(), "little")
-    return max(0, _HEADER + length - _SLOT)
+def _length(slot: Tensor) -> int:
+    """Of the whole message, from its beginning."""
+    return _HEADER + int.from_bytes(slot[:_HEADER].numpy().tobytes(), "little")
+
+
+def _next_slot(length: int) -> int:
+    """Bytes of the first part of the message behind one of this length; sender and receivers compute it alike."""
+    return -(-length // _ROOM) * _ROOM + _ROOM
 
 
 def _unpacked(slot: Tensor, rest: Tensor | None) -> Any:
@@ -64,6 +69,7 @@ class Control:
         self.world = 1 if groups is None else groups.mesh.world_size
         self.limit = timedelta(0) if groups is None else groups.timeout
         self._group = None if groups is None or self.world == 1 else groups.control(_PATIENCE)
+        self._slot = _SLOT  # bytes of the next message to all
         self._sending: deque[tuple[Any, Tensor]] = deque()  # kept until they have arrived
 
     @property
@@ -77,9 +83,10 @@ class Control:
         """Send a message to all other ranks."""
         if self._group is not None:
             with explained("sending a step of serving", range(self.world)):
-                for part in _packed(message):
-                    if part is not None:
-                        self._wait(dist.broadcast(part, LEADER, group=self._group, async_op=True))
+                parts = _packed(message, self._slot)
+                for part in parts:
+                    self._wait(dist.broadcast(part, LEADER, group=self._group, async_op=True))
+                self._slot = _next_slot(_length(parts[0]))
 
     def try_to_broadcast(self, message: Any) -> None:
         """The same when this rank gives up: nobody may be there."""
@@ -87,8 +94,7 @@ class Control:
             try:
                 self._sending += [
                     (dist.broadcast(part, LEADER, group=self._group, async_op=True), part)
-                    for part in _packed(message)
-                    if part is not None
+                    for part in _packed(message, self._slot)
                 ]
             except RuntimeError:  # its own error explains more
                 return
@@ -96,10 +102,11 @@ class Control:
     def receive(self) -> Any:
         """The leader's next message."""
         with explained("waiting for a step of serving", range(self.world)):
-            slot, rest = torch.empty(_SLOT, dtype=torch.uint8), None
+            slot, rest = torch.empty(self._slot, dtype=torch.uint8), None
             self._wait(dist.broadcast(slot, LEADER, group=self._group, async_op=True))
-            if length := _length_of_rest(slot):
-                rest = torch.empty(length, dtype=torch.uint8)
+            self._slot = _next_slot(_length(slot))
+            if (more := _length(slot) - len(slot)) > 0:
+                rest = torch.empty(more, dtype=torch.uint8)
                 self._wait(dist.broadcast(rest, LEADER, group=self._group, async_op=True))
         return _unpacked(slot, rest)
 
@@ -121,10 +128,8 @@ class Control:
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
         with explained("sending tokens to rank 0", [LEADER]):
-            slot, rest = _packed(message)
-            for part, tag in ((slot, _SLOT_TAG), (rest, _REST_TAG)):
-                if part is not None:
-                    self._sending.append((dist.isend(part, LEADER, group=self._group, tag=tag), part))
+            for part, tag in zip(_packed(message, _SLOT), (_SLOT_TAG, _REST_TAG)):
+                self._sending.append((dist.isend(part, LEADER, group=self._group, tag=tag), part))
 
     def expect(self, rank: int) -> Expected:
         """The leader is ready for one more message of a rank. Messages come in the order in which they are expected."""
@@ -137,8 +142,8 @@ class Control:
         with explained(f"waiting for tokens of rank {expected.rank}", [expected.rank]):
             expected.work.wait(self.limit)
             rest = None
-            if length := _length_of_rest(expected.slot):
-                rest = torch.empty(length, dtype=torch.uint8)
+            if (more := _length(expected.slot) - _SLOT) > 0:
+                rest = torch.empty(more, dtype=torch.uint8)
                 work: Any = dist.irecv(rest, expected.rank, group=self._group, tag=_REST_TAG)
                 work.wait(self.limit)
         return _unpacked(expected.slot, rest)
