@@ -71,6 +71,7 @@ def make_server(
         return Server(
             runner, groups, max_length=max_length, vocabulary=packed.vocabulary, step_tokens=step_tokens,
             max_running=max_running, max_waiting=max_waiting, eos_token_ids=facts.eos_token_ids,
+            generation_config=facts.config,
         )  # fmt: skip
 
 

@@ -115,11 +115,7 @@ class _BoundStage:
         self.bound: Lowered = bind(self.stage.graph.graph, groups, backend)
         self.tables = bind(self.stage.tables.graph, groups) if self.stage.tables is not None else None
         self.names = names
-        self.pools: dict[str, Tensor] = {}
-        for layer in self.stage.layers:
-            shape = (counts.pages[layer.kind], counts.page_size)
-            for name, of_token in ((layer.keys, layer.key_shape), (layer.values, layer.value_shape)):
-                self.pools[name] = torch.zeros(*shape, *of_token, dtype=layer.dtype, device=device)
+        self._counts, self._device = counts, device
         self._inputs = list(self.stage.graph.inputs)
         self._held: list[Any] = []
         self._changing: list[tuple[int, str]] = []
@@ -127,13 +123,26 @@ class _BoundStage:
     def hold(self, values: Mapping[str, Tensor]) -> None:
         """Take parameters and buffers, and make the tables."""
         held = {node: values[name] for node, name in self.names.items() if name in values}
-        known = {**held, **self.pools}
+        known = {**held, **self._pools()}
         if self.tables is not None and self.stage.tables is not None:
             given = [held[name] for name in self.stage.tables.inputs]
             names = [str(name) for name in self.stage.tables.outputs]
             known |= dict(zip(names, self.tables(given), strict=True))
         self._held = [known.get(name) for name in self._inputs]
         self._changing = [(i, name) for i, name in enumerate(self._inputs) if name not in known]
+
+    def _pools(self) -> dict[str, Tensor]:
+        """New pools of pages, by input."""
+        pools: dict[str, Tensor] = {}
+        for layer in self.stage.layers:
+            shape = (self._counts.pages[layer.kind], self._counts.page_size)
+            for name, of_token in ((layer.keys, layer.key_shape), (layer.values, layer.value_shape)):
+                pools[name] = torch.zeros(*shape, *of_token, dtype=layer.dtype, device=self._device)
+        return pools
+
+    def release(self) -> None:
+        """Free pools and tables."""
+        self._held, self._changing = [], []
 
     def run(self, values: Mapping[str, Any]) -> list[Tensor]:
         given = list(self._held)
@@ -201,8 +210,8 @@ class PackedRunner:
         return self._channels.traffic
 
     def refresh(self) -> bool:
-        """Take the present values of parameters and buffers; whether they have changed. Tables are made anew, and what
-        the cache holds is of the old values."""
+        """Take the present values of parameters and buffers; whether they have changed. Tables are made anew, and so
+        are the pools: what they held was of the old values."""
         values = self._values()
         versions = tuple((name, x.data_ptr(), x._version) for name, x in values.items())
         if versions == self._versions:
@@ -216,6 +225,12 @@ class PackedRunner:
             for stage in self._stages:
                 stage.hold(given)
         return True
+
+    def release(self) -> None:
+        """Free the pools, the tables and the parameters that were gathered ahead, until `refresh`."""
+        self._versions = ()
+        for stage in self._stages:
+            stage.release()
 
     # --- a step -------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ Who drives the steps, one at a time:
 
     ticket = server.submit(prompt)                      a thread from now on, until `close`
     ticket = server.submit(prompt, background=False)    the thread that waits for the ticket, while it waits
-    server.generate(prompts, sampling)                  the calling thread; the same, for several requests
+    server.complete(prompts, sampling)                  the calling thread; the same, for several requests
     server.run()                                        the calling thread, until rank 0 closes the server
 
 On several ranks, rank 0 alone decides. The others are in `run`, or make the same calls in the same order, with equal
@@ -35,6 +35,7 @@ import torch
 
 from autopar.runtime.fault.errors import error_context
 from autopar.runtime.mesh.process_groups import Groups
+from autopar.serving import generate
 from autopar.serving.calls import Announcement, CallRefused, Calls, Event, QueueFull
 from autopar.serving.control import Control
 from autopar.serving.loop import Follower, Leader
@@ -55,7 +56,7 @@ class Server:
     groups: of the mesh; None: this process is alone. max_length: most tokens of a request, prompt included. vocabulary:
     number of token ids. step_tokens: most tokens of a step. max_running: most requests that run at a time, per replica.
     max_waiting: most that wait, beyond which `submit` raises QueueFull. eos_token_ids: end of text, for requests that
-    do not say.
+    do not say. generation_config: transformers' defaults of the model, for `generate`.
 
     Raises ValueError if the cache does not hold one request of ``max_length``.
     """
@@ -71,7 +72,9 @@ class Server:
         max_running: int = 64,
         max_waiting: int = 1024,
         eos_token_ids: Sequence[int] = (),
+        generation_config: Any = None,
     ) -> None:
+        self._generation_config = generation_config
         self.max_length, self.max_waiting, self.vocabulary = max_length, max_waiting, vocabulary
         self.eos_token_ids = tuple(eos_token_ids)
         step_tokens = max(step_tokens, max_running)  # all that run may decode in one step
@@ -142,7 +145,7 @@ class Server:
                 self.start()
         return tickets
 
-    def generate(
+    def complete(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling] | None = None, **more: Any
     ) -> list[Ticket]:
         """Requests of all prompts, however many, when they have finished; arguments as of `submit_all`.
@@ -158,6 +161,27 @@ class Server:
         if self._error is not None:
             raise self._error
         return tickets
+
+    def generate(self, *given: Any, **arguments: Any) -> Any:
+        """transformers' `generate`, with its arguments and results, for prompts of one or several rows
+        (`autopar.serving.generate`). All ranks call it alike. Raises ValueError that names an argument which is wrong
+        or not served."""
+        submit = functools.partial(self.submit, background=False)
+        return generate.generate(submit, self.generation_config, *given, max_positions=self.max_length, **arguments)
+
+    def generate_batch(self, inputs: Sequence[Sequence[int]], *given: Any, **arguments: Any) -> Any:
+        """transformers' `generate_batch`: the results of prompts of any lengths by request id."""
+        submit = functools.partial(self.submit, background=False)
+        return generate.generate_batch(submit, self.generation_config, inputs, *given, **arguments)
+
+    @property
+    def generation_config(self) -> Any:
+        """The defaults of `generate`: the model's, or transformers'."""
+        if self._generation_config is None:
+            from transformers import GenerationConfig
+
+            self._generation_config = GenerationConfig()
+        return self._generation_config
 
     def _requests(
         self,

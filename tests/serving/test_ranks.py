@@ -56,8 +56,8 @@ def size(sizes: dict[str, int]) -> int:
 
 def generates(sizes: dict[str, int]) -> Any:
     server, runner = make(sizes)
-    first = server.generate(PROMPTS, EIGHT)
-    second = server.generate(PROMPTS[:3], EIGHT)
+    first = server.complete(PROMPTS, EIGHT)
+    second = server.complete(PROMPTS[:3], EIGHT)
     server.close()
     return [t.tokens for t in first], [t.tokens for t in second], first[3].logprobs, runner.steps
 
@@ -77,7 +77,7 @@ def serves(sizes: dict[str, int]) -> Any:
     tickets = server.submit_all(PROMPTS, EIGHT)
     found = [list(ticket) for ticket in tickets]
     time.sleep(1.5)  # the others get empty messages
-    found += [ticket.tokens for ticket in server.generate(PROMPTS, EIGHT)]
+    found += [ticket.tokens for ticket in server.complete(PROMPTS, EIGHT)]
     server.close()
     return found
 
@@ -87,7 +87,7 @@ def drives_alone(sizes: dict[str, int]) -> Any:
     server, _ = make(sizes)
     if dist.get_rank():
         return server.run()
-    found = [ticket.tokens for _ in range(2) for ticket in server.generate(PROMPTS, EIGHT)]
+    found = [ticket.tokens for _ in range(2) for ticket in server.complete(PROMPTS, EIGHT)]
     server.close()
     return found
 
@@ -109,7 +109,7 @@ def submits(sizes: dict[str, int], late: int) -> Any:
         time.sleep(0.5)
     more = server.submit(PROMPTS[5], EIGHT)
     found = [list(ticket) for ticket in (*tickets, more)]
-    found += [ticket.tokens for ticket in server.generate(PROMPTS[6:], EIGHT)]
+    found += [ticket.tokens for ticket in server.complete(PROMPTS[6:], EIGHT)]
     server.close()
     return found, more.prompt
 
@@ -139,14 +139,14 @@ def test_waiting_drives_on_all_ranks(sizes: dict[str, int]) -> None:
 def others(threaded: bool) -> Any:
     server, _ = make({"dp": 2, "tp": 2})
     rank = dist.get_rank()
-    server.generate(PROMPTS[:1], EIGHT)
+    server.complete(PROMPTS[:1], EIGHT)
     words = ""
     if threaded:
         ticket = server.submit([1, 2, 3 + rank % 3], EIGHT)
         words = refusal(ticket.result, 20)
     else:
         words = refusal(server.generate, [[1, 2, 3 + rank % 3]], EIGHT)
-    again = server.generate(PROMPTS[:2], EIGHT)  # nobody was ended by that
+    again = server.complete(PROMPTS[:2], EIGHT)  # nobody was ended by that
     server.close()
     return words, [ticket.tokens for ticket in again]
 
@@ -189,7 +189,7 @@ def long_messages() -> Any:
     runner = FakeRunner((8001,), (0,), 4, 2, 1, groups.coordinate["dp"], True, (0, 1))
     with Server(runner, groups, max_length=30_000, vocabulary=VOCAB, step_tokens=30_000) as server:
         words = Sampling(max_tokens=3, seed=3, logprobs=1)
-        return [ticket.tokens for ticket in server.generate([prompt(20_000), prompt(15_000, 2)], words)]
+        return [ticket.tokens for ticket in server.complete([prompt(20_000), prompt(15_000, 2)], words)]
 
 
 def test_long_messages() -> None:
@@ -238,7 +238,7 @@ def dies(dying: int) -> Any:
         runner.run = lambda rows: os._exit(7) if next(steps) == 3 else run(rows)  # type: ignore[method-assign]
     start = time.monotonic()
     try:
-        server.generate(PROMPTS, EIGHT)
+        server.complete(PROMPTS, EIGHT)
     except RuntimeError as error:
         return str(error), time.monotonic() - start
 
@@ -258,7 +258,7 @@ def fails(sizes: dict[str, int], failing: int, way: str) -> Any:
     start, words = time.monotonic(), ""
     try:
         if way == "generate":
-            server.generate(PROMPTS, EIGHT)
+            server.complete(PROMPTS, EIGHT)
         elif dist.get_rank():
             server.run()
         else:

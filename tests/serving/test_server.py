@@ -34,7 +34,7 @@ EIGHT = Sampling(max_tokens=8, seed=3, logprobs=0)
 def test_generate_drives_in_the_calling_thread(server: Server) -> None:
     before = threading.active_count()
     prompts = [prompt(n) for n in range(1, 30)]
-    tickets = server.generate(prompts, EIGHT)
+    tickets = server.complete(prompts, EIGHT)
     assert threading.active_count() == before
     assert [t.tokens for t in tickets] == [expected(p, 3, 8) for p in prompts]
     assert {t.finish_reason for t in tickets} == {"length"}
@@ -44,7 +44,7 @@ def test_generate_drives_in_the_calling_thread(server: Server) -> None:
 def test_submit_drives_in_a_thread(server: Server) -> None:
     ticket = server.submit(prompt(9), EIGHT)
     assert list(ticket) == list(ticket) == ticket.result(5) == expected(prompt(9), 3, 8)
-    assert [t.tokens for t in server.generate([prompt(5)], EIGHT)] == [expected(prompt(5), 3, 8)]
+    assert [t.tokens for t in server.complete([prompt(5)], EIGHT)] == [expected(prompt(5), 3, 8)]
 
 
 def test_waiting_drives(server: Server) -> None:
@@ -68,7 +68,7 @@ def test_waiting_drives(server: Server) -> None:
 
 
 def test_drawn_seeds_differ(server: Server) -> None:
-    first, second = server.generate([prompt(9)] * 2, Sampling(max_tokens=20))
+    first, second = server.complete([prompt(9)] * 2, Sampling(max_tokens=20))
     assert first.tokens != second.tokens
 
 
@@ -137,8 +137,8 @@ def test_abort_at_every_stage() -> None:
 def test_metrics() -> None:
     server, _ = make()
     with server:
-        server.generate([prompt(9)], EIGHT)
-        server.generate([prompt(9)], EIGHT)
+        server.complete([prompt(9)], EIGHT)
+        server.complete([prompt(9)], EIGHT)
         found = server.metrics()
     assert (found.generated_tokens, found.prompt_tokens, found.cached_tokens, found.steps) == (16, 18, 8, 16)
     assert (found.pages_used, found.pages_free) == (0, 64)
@@ -161,7 +161,7 @@ def test_full_queue() -> None:
             "serve: 3 of at most 3 requests wait, no room for 1 more; try again later, or raise max_waiting"
         )
         assert all(ticket.result(5) == expected(prompt(9), 3, 8) for ticket in (first, *tickets))
-        assert len(server.generate([prompt(3)] * 10, EIGHT)) == 10  # a call that waits itself may be longer
+        assert len(server.complete([prompt(3)] * 10, EIGHT)) == 10  # a call that waits itself may be longer
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_eos_of_the_server() -> None:
     tokens = expected(prompt(6), 3, 20)
     server, _ = make(eos_token_ids=[tokens[5]])
     with server:
-        plain, ignoring, own = server.generate(
+        plain, ignoring, own = server.complete(
             [prompt(6)] * 3,
             [
                 Sampling(max_tokens=20, seed=3),
@@ -207,7 +207,7 @@ def test_close_aborts() -> None:
     server.close()
     assert ticket.finish_reason == "abort" and thread is not None and not thread.is_alive()
     assert refusal(server.submit, prompt(3)) == "serve: the server is closed; make a new one"
-    assert refusal(server.generate, [prompt(3)]) == "serve: the server is closed; make a new one"
+    assert refusal(server.complete, [prompt(3)]) == "serve: the server is closed; make a new one"
 
 
 @pytest.mark.parametrize("threaded", [False, True])
@@ -224,7 +224,7 @@ def test_a_failing_step_breaks_the_server(threaded: bool) -> None:
                 list(ticket)
     else:
         with pytest.raises(RuntimeError, match="the device is gone"):
-            server.generate([prompt(9), prompt(8)], EIGHT)
+            server.complete([prompt(9), prompt(8)], EIGHT)
     assert refusal(server.submit, prompt(3)) == (
         "serve: the server ended by an error (RuntimeError: the device is gone); make a new one"
     )
@@ -232,7 +232,7 @@ def test_a_failing_step_breaks_the_server(threaded: bool) -> None:
 
 
 def test_an_error_of_one_request_is_its_own(server: Server) -> None:
-    bad, good = server.generate([prompt(9)] * 2, EIGHT, on_token=[lambda token: 1 // 0 > 0, None])
+    bad, good = server.complete([prompt(9)] * 2, EIGHT, on_token=[lambda token: 1 // 0 > 0, None])
     assert bad.finish_reason == "error" and good.tokens == expected(prompt(9), 3, 8)
     with pytest.raises(ZeroDivisionError):
         bad.result()
@@ -242,7 +242,7 @@ def test_generate_in_several_threads(server: Server) -> None:
     found: dict[int, list[int]] = {}
 
     def run(seed: int) -> None:
-        for ticket in server.generate([prompt(9)], Sampling(max_tokens=40, seed=seed)):
+        for ticket in server.complete([prompt(9)], Sampling(max_tokens=40, seed=seed)):
             found[seed] = ticket.tokens
 
     threads = [threading.Thread(target=run, args=(seed,)) for seed in range(6)]
