@@ -189,6 +189,15 @@ def test_decoding_requests_share_a_call() -> None:
     assert flash(*[(1, 40)] * 5, split_kv=False) == 5
 
 
+def test_windows_share_a_call_on_pages_of_whole_rows() -> None:
+    """The first visible keys lie at different places of the rows."""
+    step = Step(requests((1, 40), (1, 44), (1, 59), (1, 20)), "rows", 64, window=16, filler=0.5)
+    assert calls(step).flash == 1
+    assert_right(step)
+    assert_right(dataclasses.replace(step, filler=NAN))
+    assert_right(dataclasses.replace(step, bias=(0, 1)))
+
+
 def test_views_stay_within_the_pool() -> None:
     """The last region is shorter than the longest request's view of it would be."""
     step = Step(requests((1, 30), (1, 2)), "close", 4, filler=0.5)

@@ -59,15 +59,15 @@ class Segment:
 class Call:
     """Row i has its keys at [slot + i * distance, .. + keys).
 
-    tokens: of each row; -1: of none. sizes: numbers of visible keys of each row. first: position of the first key,
-    where all rows have the same, else -1. copied: the keys of one row, if they are several runs.
+    tokens: of each row; -1: of none. visible: (first, behind the last) of the keys that a row sees. first: position of
+    the first key, where all rows have the same, else -1. copied: the keys of one row, if they are several runs.
     """
 
     slot: int
     distance: int
     keys: int
     tokens: tuple[int, ...]
-    sizes: tuple[int, ...]
+    visible: tuple[tuple[int, int], ...]
     first: int
     copied: Piece | None = None
 
@@ -83,7 +83,7 @@ class Call:
     @functools.cached_property
     def masked(self) -> bool:
         """Whether a row does not see all of its keys."""
-        return any(size != self.keys for size in self.sizes)
+        return any(keys != (0, self.keys) for keys in self.visible)
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def plan_step(table: np.ndarray, starts: Sequence[int], lengths: Sequence[int], 
             pieces = tuple(_pieces(runs, a, b, layout))
             if layout.fused and b - a == 1 and (len(pieces) == 1 or not layout.joined):
                 whole = Piece(low, b - low, tuple(runs))
-                calls.append(Call(0, 0, b - low, tokens[:1], (b - low,), low, whole))
+                calls.append(Call(0, 0, b - low, tokens[:1], ((0, b - low),), low, whole))
             else:
                 segments.append(Segment(*tokens, a, pieces))
     return StepPlan((*calls, *_calls(alone, layout)), tuple(segments), tuple(idle))
@@ -246,53 +246,67 @@ def _piece(runs: list[Run]) -> Piece:
     return Piece(runs[0].first, sum(run.size for run in runs), tuple(runs))
 
 
-class _Group:
-    """A call that is being put together: rows with increasing slots, at multiples of a distance."""
+class _Row(NamedTuple):
+    """A run, seen from the start of its first page: ``slot`` and ``position`` of that, and its keys [begin, end)."""
 
-    def __init__(self, run: Run, token: int, layout: Layout) -> None:
-        self.items = [(run, token)]
-        self.distance, self.keys, self.layout = 0, run.size, layout
+    slot: int
+    begin: int
+    end: int
+    position: int
+    token: int
+
+
+class _Group:
+    """A call that is being put together: rows whose first pages lie at multiples of a distance."""
+
+    def __init__(self, row: _Row, layout: Layout) -> None:
+        self.rows, self.layout = [row], layout
+        self.distance, self.begin, self.end = 0, row.begin, row.end
 
     def cost(self, rows: int, keys: int) -> int:
         return CALL + rows * (keys * self.layout.work + self.layout.heads * ROW)
 
-    @property
-    def rows(self) -> int:
-        return 1 + (self.items[-1][0].slot - self.items[0][0].slot) // self.distance if self.distance else 1
+    def place(self, row: _Row, distance: int) -> int:
+        """The number of a row."""
+        return (row.slot - self.rows[0].slot) // distance if distance else 0
 
-    def add(self, run: Run, token: int) -> bool:
+    def add(self, row: _Row) -> bool:
         """Whether it becomes a row: if that costs less than a call of its own, and every row stays within the pool."""
-        far = run.slot - self.items[0][0].slot
-        distance, keys = math.gcd(self.distance, far), max(self.keys, run.size)
-        if run.slot == self.items[-1][0].slot or run.slot + keys > self.layout.slots:
+        distance = math.gcd(self.distance, row.slot - self.rows[0].slot)
+        begin, end = min(self.begin, row.begin), max(self.end, row.end)
+        if row.slot == self.rows[-1].slot or row.slot + end > self.layout.slots:
             return False
-        if self.layout.by_position and run.first != self.items[0][0].first:
+        if self.layout.by_position and row.position != self.rows[0].position:
             return False
-        if self.cost(1 + far // distance, keys) > self.cost(self.rows, self.keys) + self.cost(1, run.size):
+        apart = self.cost(1 + self.place(self.rows[-1], self.distance), self.end - self.begin)
+        if self.cost(1 + self.place(row, distance), end - begin) > apart + self.cost(1, row.end - row.begin):
             return False
-        self.items.append((run, token))
-        self.distance, self.keys = distance, keys
+        self.rows.append(row)
+        self.distance, self.begin, self.end = distance, begin, end
         return True
 
     def call(self) -> Call:
-        slot = self.items[0][0].slot
-        tokens, sizes = [-1] * self.rows, [self.keys] * self.rows
-        for run, token in self.items:
-            row = (run.slot - slot) // self.distance if self.distance else 0
-            tokens[row], sizes[row] = token, run.size
-        firsts = {run.first for run, _ in self.items}
-        first = firsts.pop() if len(firsts) == 1 else -1
-        return Call(slot, self.distance, self.keys, tuple(tokens), tuple(sizes), first)
+        keys, places = self.end - self.begin, {self.place(row, self.distance): row for row in self.rows}
+        every = range(max(places) + 1)
+        tokens = tuple(places[i].token if i in places else -1 for i in every)
+        visible = [
+            (places[i].begin - self.begin, places[i].end - self.begin) if i in places else (0, keys) for i in every
+        ]
+        positions = {row.position for row in self.rows}
+        first = positions.pop() + self.begin if len(positions) == 1 else -1
+        return Call(self.rows[0].slot + self.begin, self.distance, keys, tokens, tuple(visible), first)
 
 
 def _calls(alone: list[tuple[Run, int]], layout: Layout) -> Iterator[Call]:
     """Few calls: runs in the order of their slots, each joined to the call before if that is the cheaper way."""
     group: _Group | None = None
     for run, token in sorted(alone):
-        if group is not None and layout.joined and group.add(run, token):
+        before = run.slot % layout.page
+        row = _Row(run.slot - before, before, before + run.size, run.first - before, token)
+        if group is not None and layout.joined and group.add(row):
             continue
         if group is not None:
             yield group.call()
-        group = _Group(run, token, layout)
+        group = _Group(row, layout)
     if group is not None:
         yield group.call()
