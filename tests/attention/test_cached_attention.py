@@ -53,7 +53,7 @@ def assert_right(step: Step, kernel: str = "rows", dtype: torch.dtype = torch.fl
 SIZES = st.lists(st.tuples(st.sampled_from([1, 1, 1, 2, 5, 9]), st.integers(0, 30)), min_size=1, max_size=6)
 
 
-@settings(max_examples=250)
+@settings(max_examples=250, deadline=None)
 @given(
     sizes=SIZES,
     layout=st.sampled_from(LAYOUTS),

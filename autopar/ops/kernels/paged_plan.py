@@ -200,13 +200,11 @@ def _runs(row: np.ndarray, request: int, low: int, high: int, layout: Layout) ->
             f"cached_attention: keys {low} to {high - 1} of request {request} need pages out of 1 to "
             f"{layout.slots // page - 1}, found {int(pages.min())} to {int(pages.max())}; page 0 is given to no request"
         )
-    ends = [*(np.flatnonzero(pages[1:] != pages[:-1] + 1) + 1).tolist(), len(pages)]
-    begin = 0
-    for end in ends:
-        first = max(low, (column + begin) * page)
-        slot = int(pages[begin]) * page + first - (column + begin) * page
-        yield Run(slot, first, min(high, (column + end) * page) - first)
-        begin = end
+    begins = [0, *(np.flatnonzero(pages[1:] != pages[:-1] + 1) + 1).tolist(), last + 1 - column]
+    for number, (begin, end) in zip(pages[begins[:-1]].tolist(), itertools.pairwise(begins)):
+        start = (column + begin) * page
+        first = max(low, start)
+        yield Run(number * page + first - start, first, min(high, (column + end) * page) - first)
 
 
 def _pieces(runs: list[Run], first: int, end: int, layout: Layout) -> Iterator[Piece]:
@@ -230,20 +228,23 @@ def _clipped(runs: list[Run], begin: int, end: int) -> Iterator[Run]:
 
 def _few(runs: list[Run], layout: Layout) -> Iterator[Piece]:
     """Long runs as they are; neighbouring short ones together, at most `BLOCK` keys."""
-    short: list[Run] = []
+    short, copied = list[Run](), 0
     for run in runs:
-        if run.size >= layout.short or sum(r.size for r in short) + run.size > BLOCK:
-            yield from [_piece(short)] if short else []
-            short = []
-        if run.size >= layout.short:
+        long = run.size >= layout.short
+        if short and (long or copied + run.size > BLOCK):
+            yield _piece(short)
+            short, copied = [], 0
+        if long:
             yield _piece([run])
         else:
             short.append(run)
-    yield from [_piece(short)] if short else []
+            copied += run.size
+    if short:
+        yield _piece(short)
 
 
 def _piece(runs: list[Run]) -> Piece:
-    return Piece(runs[0].first, sum(run.size for run in runs), tuple(runs))
+    return Piece(runs[0].first, runs[-1].first + runs[-1].size - runs[0].first, tuple(runs))
 
 
 class _Row(NamedTuple):
