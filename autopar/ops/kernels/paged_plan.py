@@ -131,6 +131,7 @@ def plan_step(table: np.ndarray, starts: Sequence[int], lengths: Sequence[int], 
             f"cached_attention: needs starts that end at the number of tokens, {layout.tokens}, found {starts[-1]}; "
             "starts[r] is where the tokens of request r begin"
         )
+    jumps = _jumps(table)
     alone: list[tuple[Run, int]] = []
     calls: list[Call] = []
     segments: list[Segment] = []
@@ -147,7 +148,7 @@ def plan_step(table: np.ndarray, starts: Sequence[int], lengths: Sequence[int], 
                 f"and length {keys} of request {request}; lengths include the tokens of this step"
             )
         for a, b, low in _cuts(first, keys, layout):
-            runs = list(_runs(table[request], request, low, b, layout))
+            runs = list(_runs(table[request], jumps[request], request, low, b, layout))
             tokens = begin + a - first, begin + b - first
             if layout.fused and b - a == 1 and len(runs) == 1:
                 alone.append((runs[0], tokens[0]))
@@ -190,21 +191,32 @@ def _cuts(first: int, end: int, layout: Layout) -> Iterator[tuple[int, int, int]
         a = b
 
 
-def _runs(row: np.ndarray, request: int, low: int, high: int, layout: Layout) -> Iterator[Run]:
+def _jumps(table: np.ndarray) -> np.ndarray:
+    """[R, P]: how many pages up to this one do not follow the page before."""
+    found = np.zeros(table.shape, dtype=np.int32)
+    np.cumsum(table[:, 1:] != table[:, :-1] + 1, axis=1, out=found[:, 1:])
+    return found
+
+
+def _runs(row: np.ndarray, jumps: np.ndarray, request: int, low: int, high: int, layout: Layout) -> Iterator[Run]:
     """The runs of the keys at positions [low, high)."""
     page = layout.page
-    column, last = low // page, (high - 1) // page
-    pages = row[column : last + 1]
-    if not (pages.min() > 0 and (int(pages.max()) + 1) * page <= layout.slots):
+    column, behind = low // page, (high - 1) // page + 1
+    begins = [0, behind - column]
+    if jumps[behind - 1] != jumps[column]:
+        begins[1:1] = (np.flatnonzero(np.diff(jumps[column:behind])) + 1).tolist()
+    numbers = row[[column + begin for begin in begins[:-1]]].tolist()
+    lengths = [end - begin for begin, end in itertools.pairwise(begins)]
+    least, most = min(numbers), max(number + length for number, length in zip(numbers, lengths)) - 1
+    if least < 1 or (most + 1) * page > layout.slots:
         raise ValueError(
             f"cached_attention: keys {low} to {high - 1} of request {request} need pages out of 1 to "
-            f"{layout.slots // page - 1}, found {int(pages.min())} to {int(pages.max())}; page 0 is given to no request"
+            f"{layout.slots // page - 1}, found {least} to {most}; page 0 is given to no request"
         )
-    begins = [0, *(np.flatnonzero(pages[1:] != pages[:-1] + 1) + 1).tolist(), last + 1 - column]
-    for number, (begin, end) in zip(pages[begins[:-1]].tolist(), itertools.pairwise(begins)):
+    for number, begin, length in zip(numbers, begins, lengths):
         start = (column + begin) * page
         first = max(low, start)
-        yield Run(number * page + first - start, first, min(high, (column + end) * page) - first)
+        yield Run(number * page + first - start, first, min(high, start + length * page) - first)
 
 
 def _pieces(runs: list[Run], first: int, end: int, layout: Layout) -> Iterator[Piece]:
