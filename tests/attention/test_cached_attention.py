@@ -53,7 +53,7 @@ def assert_right(step: Step, kernel: str = "rows", dtype: torch.dtype = torch.fl
 SIZES = st.lists(st.tuples(st.sampled_from([1, 1, 1, 2, 5, 9]), st.integers(0, 30)), min_size=1, max_size=6)
 
 
-@settings(max_examples=250)
+@settings(max_examples=250, deadline=None)
 @given(
     sizes=SIZES,
     layout=st.sampled_from(LAYOUTS),
@@ -187,6 +187,15 @@ def test_decoding_requests_share_a_call() -> None:
     # far longer than the others: to pad them would cost more than calls of their own
     assert flash((1, 40), (1, 40), (1, 9000), (1, 41), (1, 40)) == 3
     assert flash(*[(1, 40)] * 5, split_kv=False) == 5
+
+
+def test_windows_share_a_call_on_pages_of_whole_rows() -> None:
+    """The first visible keys lie at different places of the rows."""
+    step = Step(requests((1, 40), (1, 44), (1, 59), (1, 20)), "rows", 64, window=16, filler=0.5)
+    assert calls(step).flash == 1
+    assert_right(step)
+    assert_right(dataclasses.replace(step, filler=NAN))
+    assert_right(dataclasses.replace(step, bias=(0, 1)))
 
 
 def test_views_stay_within_the_pool() -> None:

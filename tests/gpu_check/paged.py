@@ -77,7 +77,7 @@ def right(what: str, label: str, name: str, step: Step, dtype: torch.dtype, devi
 
 
 def bits(what: str, name: str, feature: dict[str, Any], dtype: torch.dtype, device: str) -> Row | None:
-    """A request alone, first, in the middle and last, on other pages, with split_kv=False: the same bits."""
+    """A request alone, first, in the middle and last, on other pages, with split_kv=False: bitwise equal."""
     others, wrong = requests((1, 300), (5, 3), (70, 600)), 0
     for subject in (Request(1, 299, 50), Request(9, 0, 51), Request(33, 300, 52)):
         results = list[Tensor]()

@@ -59,15 +59,15 @@ class Segment:
 class Call:
     """Row i has its keys at [slot + i * distance, .. + keys).
 
-    tokens: of each row; -1: of none. sizes: numbers of visible keys of each row. first: position of the first key,
-    where all rows have the same, else -1. copied: the keys of one row, if they are several runs.
+    tokens: of each row; -1: of none. visible: (first, behind the last) of the keys that a row sees. first: position of
+    the first key, where all rows have the same, else -1. copied: the keys of one row, if they are several runs.
     """
 
     slot: int
     distance: int
     keys: int
     tokens: tuple[int, ...]
-    sizes: tuple[int, ...]
+    visible: tuple[tuple[int, int], ...]
     first: int
     copied: Piece | None = None
 
@@ -83,7 +83,7 @@ class Call:
     @functools.cached_property
     def masked(self) -> bool:
         """Whether a row does not see all of its keys."""
-        return any(size != self.keys for size in self.sizes)
+        return any(keys != (0, self.keys) for keys in self.visible)
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,7 @@ def plan_step(table: np.ndarray, starts: Sequence[int], lengths: Sequence[int], 
             f"cached_attention: needs starts that end at the number of tokens, {layout.tokens}, found {starts[-1]}; "
             "starts[r] is where the tokens of request r begin"
         )
+    jumps = _jumps(table)
     alone: list[tuple[Run, int]] = []
     calls: list[Call] = []
     segments: list[Segment] = []
@@ -147,7 +148,7 @@ def plan_step(table: np.ndarray, starts: Sequence[int], lengths: Sequence[int], 
                 f"and length {keys} of request {request}; lengths include the tokens of this step"
             )
         for a, b, low in _cuts(first, keys, layout):
-            runs = list(_runs(table[request], request, low, b, layout))
+            runs = list(_runs(table[request], jumps[request], request, low, b, layout))
             tokens = begin + a - first, begin + b - first
             if layout.fused and b - a == 1 and len(runs) == 1:
                 alone.append((runs[0], tokens[0]))
@@ -155,7 +156,7 @@ def plan_step(table: np.ndarray, starts: Sequence[int], lengths: Sequence[int], 
             pieces = tuple(_pieces(runs, a, b, layout))
             if layout.fused and b - a == 1 and (len(pieces) == 1 or not layout.joined):
                 whole = Piece(low, b - low, tuple(runs))
-                calls.append(Call(0, 0, b - low, tokens[:1], (b - low,), low, whole))
+                calls.append(Call(0, 0, b - low, tokens[:1], ((0, b - low),), low, whole))
             else:
                 segments.append(Segment(*tokens, a, pieces))
     return StepPlan((*calls, *_calls(alone, layout)), tuple(segments), tuple(idle))
@@ -190,23 +191,32 @@ def _cuts(first: int, end: int, layout: Layout) -> Iterator[tuple[int, int, int]
         a = b
 
 
-def _runs(row: np.ndarray, request: int, low: int, high: int, layout: Layout) -> Iterator[Run]:
+def _jumps(table: np.ndarray) -> np.ndarray:
+    """[R, P]: how many pages up to this one do not follow the page before."""
+    found = np.zeros(table.shape, dtype=np.int32)
+    np.cumsum(table[:, 1:] != table[:, :-1] + 1, axis=1, out=found[:, 1:])
+    return found
+
+
+def _runs(row: np.ndarray, jumps: np.ndarray, request: int, low: int, high: int, layout: Layout) -> Iterator[Run]:
     """The runs of the keys at positions [low, high)."""
     page = layout.page
-    column, last = low // page, (high - 1) // page
-    pages = row[column : last + 1]
-    if not (pages.min() > 0 and (int(pages.max()) + 1) * page <= layout.slots):
+    column, behind = low // page, (high - 1) // page + 1
+    begins = [0, behind - column]
+    if jumps[behind - 1] != jumps[column]:
+        begins[1:1] = (np.flatnonzero(np.diff(jumps[column:behind])) + 1).tolist()
+    numbers = row[[column + begin for begin in begins[:-1]]].tolist()
+    lengths = [end - begin for begin, end in itertools.pairwise(begins)]
+    least, most = min(numbers), max(number + length for number, length in zip(numbers, lengths)) - 1
+    if least < 1 or (most + 1) * page > layout.slots:
         raise ValueError(
             f"cached_attention: keys {low} to {high - 1} of request {request} need pages out of 1 to "
-            f"{layout.slots // page - 1}, found {int(pages.min())} to {int(pages.max())}; page 0 is given to no request"
+            f"{layout.slots // page - 1}, found {least} to {most}; page 0 is given to no request"
         )
-    ends = [*(np.flatnonzero(pages[1:] != pages[:-1] + 1) + 1).tolist(), len(pages)]
-    begin = 0
-    for end in ends:
-        first = max(low, (column + begin) * page)
-        slot = int(pages[begin]) * page + first - (column + begin) * page
-        yield Run(slot, first, min(high, (column + end) * page) - first)
-        begin = end
+    for number, begin, length in zip(numbers, begins, lengths):
+        start = (column + begin) * page
+        first = max(low, start)
+        yield Run(number * page + first - start, first, min(high, start + length * page) - first)
 
 
 def _pieces(runs: list[Run], first: int, end: int, layout: Layout) -> Iterator[Piece]:
@@ -230,69 +240,86 @@ def _clipped(runs: list[Run], begin: int, end: int) -> Iterator[Run]:
 
 def _few(runs: list[Run], layout: Layout) -> Iterator[Piece]:
     """Long runs as they are; neighbouring short ones together, at most `BLOCK` keys."""
-    short: list[Run] = []
+    short, copied = list[Run](), 0
     for run in runs:
-        if run.size >= layout.short or sum(r.size for r in short) + run.size > BLOCK:
-            yield from [_piece(short)] if short else []
-            short = []
-        if run.size >= layout.short:
+        long = run.size >= layout.short
+        if short and (long or copied + run.size > BLOCK):
+            yield _piece(short)
+            short, copied = [], 0
+        if long:
             yield _piece([run])
         else:
             short.append(run)
-    yield from [_piece(short)] if short else []
+            copied += run.size
+    if short:
+        yield _piece(short)
 
 
 def _piece(runs: list[Run]) -> Piece:
-    return Piece(runs[0].first, sum(run.size for run in runs), tuple(runs))
+    return Piece(runs[0].first, runs[-1].first + runs[-1].size - runs[0].first, tuple(runs))
+
+
+class _Row(NamedTuple):
+    """A run, seen from the start of its first page: ``slot`` and ``position`` of that, and its keys [begin, end)."""
+
+    slot: int
+    begin: int
+    end: int
+    position: int
+    token: int
 
 
 class _Group:
-    """A call that is being put together: rows with increasing slots, at multiples of a distance."""
+    """A call that is being put together: rows whose first pages lie at multiples of a distance."""
 
-    def __init__(self, run: Run, token: int, layout: Layout) -> None:
-        self.items = [(run, token)]
-        self.distance, self.keys, self.layout = 0, run.size, layout
+    def __init__(self, row: _Row, layout: Layout) -> None:
+        self.rows, self.layout = [row], layout
+        self.distance, self.begin, self.end = 0, row.begin, row.end
 
     def cost(self, rows: int, keys: int) -> int:
         return CALL + rows * (keys * self.layout.work + self.layout.heads * ROW)
 
-    @property
-    def rows(self) -> int:
-        return 1 + (self.items[-1][0].slot - self.items[0][0].slot) // self.distance if self.distance else 1
+    def place(self, row: _Row, distance: int) -> int:
+        """The number of a row."""
+        return (row.slot - self.rows[0].slot) // distance if distance else 0
 
-    def add(self, run: Run, token: int) -> bool:
+    def add(self, row: _Row) -> bool:
         """Whether it becomes a row: if that costs less than a call of its own, and every row stays within the pool."""
-        far = run.slot - self.items[0][0].slot
-        distance, keys = math.gcd(self.distance, far), max(self.keys, run.size)
-        if run.slot == self.items[-1][0].slot or run.slot + keys > self.layout.slots:
+        distance = math.gcd(self.distance, row.slot - self.rows[0].slot)
+        begin, end = min(self.begin, row.begin), max(self.end, row.end)
+        if row.slot == self.rows[-1].slot or row.slot + end > self.layout.slots:
             return False
-        if self.layout.by_position and run.first != self.items[0][0].first:
+        if self.layout.by_position and row.position != self.rows[0].position:
             return False
-        if self.cost(1 + far // distance, keys) > self.cost(self.rows, self.keys) + self.cost(1, run.size):
+        apart = self.cost(1 + self.place(self.rows[-1], self.distance), self.end - self.begin)
+        if self.cost(1 + self.place(row, distance), end - begin) > apart + self.cost(1, row.end - row.begin):
             return False
-        self.items.append((run, token))
-        self.distance, self.keys = distance, keys
+        self.rows.append(row)
+        self.distance, self.begin, self.end = distance, begin, end
         return True
 
     def call(self) -> Call:
-        slot = self.items[0][0].slot
-        tokens, sizes = [-1] * self.rows, [self.keys] * self.rows
-        for run, token in self.items:
-            row = (run.slot - slot) // self.distance if self.distance else 0
-            tokens[row], sizes[row] = token, run.size
-        firsts = {run.first for run, _ in self.items}
-        first = firsts.pop() if len(firsts) == 1 else -1
-        return Call(slot, self.distance, self.keys, tuple(tokens), tuple(sizes), first)
+        keys, places = self.end - self.begin, {self.place(row, self.distance): row for row in self.rows}
+        every = range(max(places) + 1)
+        tokens = tuple(places[i].token if i in places else -1 for i in every)
+        visible = [
+            (places[i].begin - self.begin, places[i].end - self.begin) if i in places else (0, keys) for i in every
+        ]
+        positions = {row.position for row in self.rows}
+        first = positions.pop() + self.begin if len(positions) == 1 else -1
+        return Call(self.rows[0].slot + self.begin, self.distance, keys, tokens, tuple(visible), first)
 
 
 def _calls(alone: list[tuple[Run, int]], layout: Layout) -> Iterator[Call]:
     """Few calls: runs in the order of their slots, each joined to the call before if that is the cheaper way."""
     group: _Group | None = None
     for run, token in sorted(alone):
-        if group is not None and layout.joined and group.add(run, token):
+        before = run.slot % layout.page
+        row = _Row(run.slot - before, before, before + run.size, run.first - before, token)
+        if group is not None and layout.joined and group.add(row):
             continue
         if group is not None:
             yield group.call()
-        group = _Group(run, token, layout)
+        group = _Group(row, layout)
     if group is not None:
         yield group.call()

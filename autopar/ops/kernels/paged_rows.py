@@ -89,13 +89,13 @@ def _attend_rows(q: Tensor, call: Call, given: Paged, known: Known) -> Tensor:
     out, lse = _flash(queries, k, v, 0.0, False, attn_mask=mask, scale=given.scale)
     if call.masked and not math.isfinite(out.sum().item()):
         mask = mask if given.bias is not None else None
-        slices = [(slice(i, i + 1), slice(size)) for i, size in enumerate(call.sizes)]
+        slices = [(slice(i, i + 1), slice(*keys)) for i, keys in enumerate(call.visible)]
         each = (
             _flash(
-                queries[i], k[i, :, size], v[i, :, size], 0.0, False, scale=given.scale,
-                attn_mask=None if mask is None else mask[i, ..., size],
+                queries[i], k[i, :, keys], v[i, :, keys], 0.0, False, scale=given.scale,
+                attn_mask=None if mask is None else mask[i, ..., keys],
             )
-            for i, size in slices
+            for i, keys in slices
         )  # fmt: skip
         out, lse = map(torch.cat, zip(*each))
     out = out.permute(1, 2, 0, 3).reshape(1, heads, rows, -1)
@@ -118,8 +118,9 @@ def _mask(q: Tensor, call: Call, given: Paged, known: Known) -> Tensor | None:
     if call.masked:
         mask = known.masks.get((id(call), q.dtype))
         if mask is None:
-            sizes = torch.tensor(call.sizes)[:, None, None, None]
-            mask = q.new_zeros(call.rows, 1, 1, call.keys).masked_fill_(torch.arange(call.keys) >= sizes, NEVER)
+            begin, end = (x[:, None, None, None] for x in torch.tensor(call.visible).unbind(1))
+            at = torch.arange(call.keys)
+            mask = q.new_zeros(call.rows, 1, 1, call.keys).masked_fill_((at < begin) | (at >= end), NEVER)
             known.masks[id(call), q.dtype] = mask
     if given.bias is None:
         return mask
