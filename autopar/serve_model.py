@@ -5,13 +5,12 @@ structure -> compile_packed -> page_counts -> PackedRunner -> Server
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autopar.capture.front_end import GenerationFacts, adapter_for
 from autopar.compile.serving import compile_packed
@@ -19,7 +18,6 @@ from autopar.ir.batch import tensors_of
 from autopar.report.dump.dump import dumper_for
 from autopar.runtime.consistency.rank_checks import agree_on_call
 from autopar.runtime.fault.errors import error_context
-from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.module.served_weights import ServedWeights
 from autopar.serving.packed_runner import PackedRunner, page_counts
 from autopar.serving.server import Server
@@ -100,15 +98,14 @@ def _packed(
     dump: str | Path | None,
 ) -> Packed:
     """The model captured for one row of all positions per data rank."""
-    mesh, adapter, folder = model.groups.mesh, adapter_for(root), dumper_for(dump)
+    mesh, folder = model.groups.mesh, dumper_for(dump)
     row = torch.empty(mesh.data_size, max_length, dtype=torch.int64, device="meta")
-    batch = {facts.tokens: row} | ({facts.positions: row.clone()} if facts.positions else {})
     masks = {name: x for name, x in model.values().items() if x.dtype == torch.bool}
-    with adapter.one_document() if adapter is not None else contextlib.nullcontext():
-        return compile_packed(
-            root, batch, facts.tokens, mesh, fixed=model.parameter_plan(), lift_to_float64=model.lift_to_float64,
-            split_kv=split_kv, masks=masks, observers=[folder] if folder is not None else [],
-        )  # fmt: skip
+    return compile_packed(
+        root, {facts.tokens: row}, facts.tokens, mesh, fixed=model.parameter_plan(),
+        lift_to_float64=model.lift_to_float64, split_kv=split_kv, masks=masks,
+        observers=[folder] if folder is not None else [],
+    )  # fmt: skip
 
 
 def _step_sizes(sizes: Sequence[int], step_tokens: int) -> tuple[int, ...]:
