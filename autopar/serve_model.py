@@ -5,7 +5,6 @@ structure -> compile_packed -> page_counts -> PackedRunner -> Server
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,8 +53,8 @@ def make_server(
         sizes = _step_sizes(step_sizes, step_tokens)
         asked = {
             "max_length": max_length, "cache": cache, "page_size": size, "step_tokens": step_tokens,
-            "max_running": max_running, "max_waiting": max_waiting, "step_sizes": sizes, "split_kv": split_kv, "keep_unsharded": keep_unsharded,
-            "backend": backend,
+            "max_running": max_running, "max_waiting": max_waiting, "step_sizes": sizes, "split_kv": split_kv,
+            "keep_unsharded": keep_unsharded, "backend": backend,
         }  # fmt: skip
         agree_on_call(groups, asked)
         root = model.structure()
@@ -102,15 +101,14 @@ def _packed(
     dump: str | Path | None,
 ) -> Packed:
     """The model captured for one row of all positions per data rank."""
-    mesh, adapter, folder = model.groups.mesh, adapter_for(root), dumper_for(dump)
+    mesh, folder = model.groups.mesh, dumper_for(dump)
     row = torch.empty(mesh.data_size, max_length, dtype=torch.int64, device="meta")
-    batch = {facts.tokens: row} | ({facts.positions: row.clone()} if facts.positions else {})
     masks = {name: x for name, x in model.values().items() if x.dtype == torch.bool}
-    with adapter.one_document() if adapter is not None else contextlib.nullcontext():
-        return compile_packed(
-            root, batch, facts.tokens, mesh, fixed=model.parameter_plan(), lift_to_float64=model.lift_to_float64,
-            split_kv=split_kv, gathers_ahead=keep_unsharded, masks=masks, observers=[folder] if folder is not None else [],
-        )  # fmt: skip
+    return compile_packed(
+        root, {facts.tokens: row}, facts.tokens, mesh, fixed=model.parameter_plan(),
+        lift_to_float64=model.lift_to_float64, split_kv=split_kv, gathers_ahead=keep_unsharded, masks=masks,
+        observers=[folder] if folder is not None else [],
+    )  # fmt: skip
 
 
 def _step_sizes(sizes: Sequence[int], step_tokens: int) -> tuple[int, ...]:

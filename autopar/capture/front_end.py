@@ -82,12 +82,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class GenerationFacts:
-    """What a library knows of a model that generates. tokens: the input that is the ids. positions: the input that
-    numbers them, "" if there is none. max_length: the longest sequence, 0 if there is no limit. eos_token_ids: ends of
-    text. config: the library's own description of how the model generates."""
+    """What a library knows of a model that generates. tokens: the input that is the ids. max_length: the
+    longest sequence, 0 if there is no limit. eos_token_ids: ends of text. config: the library's own description of how
+    the model generates."""
 
     tokens: str
-    positions: str = ""
     max_length: int = 0
     eos_token_ids: tuple[int, ...] = ()
     config: Any = None
@@ -142,10 +141,6 @@ class Adapter(Protocol):
 
     def generation(self, model: nn.Module) -> GenerationFacts:
         """How the model generates tokens. Raises ValueError for one that does not."""
-        ...
-
-    def one_document(self) -> contextlib.AbstractContextManager[None]:
-        """A context manager around a capture whose positions number the tokens of one document."""
         ...
 
     def in_float32(self, model: nn.Module) -> list[str]:

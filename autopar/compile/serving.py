@@ -10,7 +10,8 @@ The model is captured for one row of all positions per data rank. Four local gra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -70,8 +71,9 @@ def compile_packed(
     """Compile a model to serve requests.
 
     Args:
-        batch: one row of all positions [data ranks, S] of every input: the ids, and the positions of one document.
-        tokens: the name of the ids; all other tensors of the batch number positions.
+        batch: the ids of one row of all positions per data rank, [data ranks, S]. Whatever numbers the tokens is
+            computed in the forward: the positions of one document.
+        tokens: the name of the ids.
         fixed: keep the placements of parameters of this plan.
         gathers_ahead: whether parameters are gathered, and cast, ahead of all steps instead of in each.
         masks: values of bool buffers, which become constants: a triangle among them says that attention is causal.
@@ -97,16 +99,16 @@ def compile_packed(
     samples = [TokenSlice(s.length, s.start, total, tokens) for s in _samples(total)]
     contexts = [ctx.of_slice(s, s is samples[0]) for s in samples]
     # Placements do not depend on the sizes, so they are found and checked once.
-    placed = PassManager(PLACEMENT_PASSES[:-1]).run(copy_graph(gm), contexts[0], facts=("functional",))
+    with _of_requests():
+        placed = PassManager(PLACEMENT_PASSES[:-1]).run(copy_graph(gm), contexts[0], facts=("functional",))
     made = [_local(copy_graph(placed), c, split_kv, gathers_ahead, c is contexts[0]) for c in contexts]
     first, vocabulary_axes = made[0][0], made[0][2]
-    stages = timed(timings, "merge", lambda: _stages([(p, parts) for p, parts, _ in made], samples, ctx))
+    with _of_requests():
+        stages = timed(timings, "merge", lambda: _stages([(p, parts) for p, parts, _ in made], samples, ctx))
     for stage, rank in zip(stages, _ranks(plan), strict=True):
         stage.rank = rank
-    inputs = [s for s in signature_of(gm).inputs if s.kind == "input"]
     return Packed(
         signature_of(gm), plan, stages, parameters, tokens,
-        positions=tuple(s.node for s in inputs if s.name != tokens),
         max_length=total,
         windows=first.windows,
         vocabulary=shape(outputs(gm)[0])[-1],
@@ -115,6 +117,22 @@ def compile_packed(
         constants=dict(gm.meta.get("constants", {})),
         timings=timings,
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _of_requests() -> Iterator[None]:
+    """Context manager: what cannot run token slice by token slice cannot run tokens of several requests either."""
+    try:
+        yield
+    except ValueError as error:
+        text, _, found = str(error).partition(": ")
+        if text != "token_slices":
+            raise
+        why = found.partition("; ")[0].removesuffix(", so this model cannot run slice by slice")
+        raise ValueError(
+            f"serve: {why.replace('slices of', 'steps of')}, so requests cannot be generated from its graph; generate "
+            "with the model itself"
+        ) from error
 
 
 def _captured(model: nn.Module, batch: Mapping[str, Any], lift_to_float64: bool, options: Options) -> GraphModule:
@@ -144,7 +162,10 @@ def _logits_of(gm: GraphModule) -> str:
     found = {s.name: x for s, x in zip(signature_of(gm).outputs, outputs(gm), strict=True) if s.kind == "output"}
     written = [s.name for s in signature_of(gm).outputs if s.kind == "mutation"]
     if written:
-        raise ValueError(f"serve: the forward writes buffer {written[0]} in eval mode, which requests would share")
+        raise ValueError(
+            f"serve: the forward writes buffer {written[0]} in eval mode, which requests would share; generate with the "
+            "model itself"
+        )
     named = [name for name in found if name == "logits" or name.endswith(".logits")]
     if len(named or found) != 1:
         raise ValueError(f"serve: needs one output with logits, found {', '.join(found)}; return it as 'logits'")

@@ -37,7 +37,6 @@ from autopar.models.hf_masks import (
     facts_handed_inward,
     mask_facts,
     masks_made_when_traced,
-    one_document,
     positions_from_user,
 )
 from autopar.models.hf_peft import AdapterFolder, is_peft
@@ -162,9 +161,6 @@ class TransformersAdapter:
 
     def generation(self, model: nn.Module) -> GenerationFacts:
         return generation_facts(model.get_base_model() if is_peft(model) else model)  # type: ignore[operator]
-
-    def one_document(self) -> contextlib.AbstractContextManager[None]:
-        return one_document()
 
     def example_batches(self, model: nn.Module) -> list[dict[str, Any]]:
         return example_batches(model.get_base_model() if is_peft(model) else model)  # type: ignore[operator]

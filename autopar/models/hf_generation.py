@@ -27,7 +27,7 @@ def generation_facts(model: nn.Module) -> GenerationFacts:
     ends = getattr(own, "eos_token_id", None)
     ends = getattr(config, "eos_token_id", None) if ends is None else ends
     ids = tuple(ends) if isinstance(ends, (list, tuple)) else () if ends is None else (int(ends),)
-    return GenerationFacts("input_ids", "position_ids" if "position_ids" in takes else "", _limit(config), ids, own)
+    return GenerationFacts("input_ids", _limit(config), ids, own)
 
 
 def _limit(config: Any) -> int:

@@ -39,23 +39,10 @@ OWN_MASKS = "attention_before_autopar"  # attribute of a config: the attention t
 _POSITIONS_FROM_USER: contextvars.ContextVar[bool] = contextvars.ContextVar("positions_from_user", default=False)
 
 
-_ONE_DOCUMENT: contextvars.ContextVar[bool] = contextvars.ContextVar("one_document", default=False)
-
-
-@contextlib.contextmanager
-def one_document() -> Iterator[None]:
-    """Context manager: position_ids number the tokens of one document, whoever passes them."""
-    token = _ONE_DOCUMENT.set(True)
-    try:
-        yield
-    finally:
-        _ONE_DOCUMENT.reset(token)
-
-
 @contextlib.contextmanager
 def positions_from_user(given: bool) -> Iterator[None]:
     """Context manager: whether the user passed position_ids, which may then describe packed documents."""
-    token = _POSITIONS_FROM_USER.set(given and not _ONE_DOCUMENT.get())
+    token = _POSITIONS_FROM_USER.set(given)
     try:
         yield
     finally:

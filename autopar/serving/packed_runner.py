@@ -217,10 +217,8 @@ class PackedRunner:
         if versions == self._versions:
             return False
         self._versions = versions
-        positions = torch.arange(self.packed.max_length, device=self.groups.device).unsqueeze(0)
         given = {name: x.detach() for name, x in values.items()}
         given |= {name: x.to(self.groups.device) for name, x in self.packed.constants.items()}
-        given |= dict.fromkeys(self.packed.positions, positions)
         with torch.no_grad():
             for stage in self._stages:
                 stage.hold(given)

@@ -91,11 +91,10 @@ class PackedStage:
 class Packed:
     """A model that can be served, the same on all ranks.
 
-    tokens: the input that is the ids. positions: inputs of ``tables`` that number the positions of one document.
-    max_length: positions that the tables have. windows: how far the layers of each kind look back, 0 for all tokens
-    (kind 0). equal_sizes: whether replicas must run equally many tokens and rows in a step, since they exchange them.
-    vocabulary: size of the logits. vocabulary_axes: mesh axes that shard it, outer first. parameters: as the
-    graphs expect them stored.
+    tokens: the input that is the ids. max_length: positions that the tables have. windows: how far the layers of each
+    kind look back, 0 for all tokens (kind 0). equal_sizes: whether replicas must run equally many tokens and rows in a
+    step, since they exchange them. vocabulary: size of the logits. vocabulary_axes: mesh axes that shard it, outer
+    first. parameters: as the graphs expect them stored.
     """
 
     signature: Signature
@@ -103,7 +102,6 @@ class Packed:
     stages: list[PackedStage]
     parameters: tuple[ParameterSpec, ...]
     tokens: str
-    positions: tuple[str, ...]
     max_length: int
     windows: tuple[int, ...]
     vocabulary: int
