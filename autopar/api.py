@@ -31,6 +31,7 @@ from autopar.compile.parameters import for_whole_batch
 from autopar.compile.shared_capture import SharedCapture
 from autopar.cost.axis_shares import repeated
 from autopar.errors import refusal_like
+from autopar.generation import Generation
 from autopar.ir.batch import facts_of, with_static_inputs
 from autopar.ir.mesh import Mesh
 from autopar.ir.signature import ParameterSpec
@@ -137,6 +138,7 @@ def parallelize(
             check_replica_inputs, chosen.microbatches, outputs_with_grad, lift_to_float64,
         )  # fmt: skip
         parallel.watch_originals(originals, shared_memory)
+        parallel.generate_with(Generation(parallel.for_serving, parallel.keeps_unsharded, example_batch))
         if buckets is not None:
             parallel.pad_batches(buckets, _ahead(groups, chosen, lift_to_float64, dump) if buckets.ahead else None)
         return parallel

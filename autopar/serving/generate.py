@@ -258,7 +258,11 @@ def _steps(rows: Sequence[Sequence[Tensor]], most: int) -> Any:
 
 def generate(submit: Submit, defaults: Any, /, *given: Any, **arguments: Any) -> Any:
     """transformers' `generate`: arguments of `requests_of`, result of `outputs_of`."""
-    requests = requests_of(defaults, *given, **arguments)
+    return finished(submit, requests_of(defaults, *given, **arguments))
+
+
+def finished(submit: Submit, requests: Requests) -> Any:
+    """The result of `generate`."""
     tickets: list[Ticket] = []
     with _aborted_on_error(tickets):
         for row, (prompt, sampling) in enumerate(zip(requests.prompts, requests.samplings, strict=True)):
@@ -315,8 +319,16 @@ class GenerationOutput:
         return bool(self.status.value >= 3)
 
 
-def generate_batch(
-    submit: Submit,
+@dataclass
+class Batch:
+    """What a call of `generate_batch` asks for: requests by id."""
+
+    prompts: dict[str, list[int]]
+    samplings: list[Sampling]
+    record_timestamps: bool = False
+
+
+def batch_of(
     defaults: Any,
     inputs: Sequence[Sequence[int]],
     generation_config: Any = None,
@@ -328,33 +340,46 @@ def generate_batch(
     *,
     seeds: Seeds | None = None,
     **arguments: Any,
-) -> dict[str, GenerationOutput]:
-    """transformers' `generate_batch`: the results of prompts without padding, by request id ("req_0", ...; further
-    sequences of a prompt are "req_0__child#0", ...). A request that fails has ``error`` and ends no other.
+) -> Batch:
+    """The requests of a call with the arguments of transformers' `generate_batch`: "req_0", ...; further sequences of
+    a prompt are "req_0__child#0", ...
 
     ``generation_config`` stands alone: the model's is taken only without one. How the cache, the batches and the
-    progress are set up has no effect. ``seeds``: as of `requests_of`.
+    progress are set up has no effect. ``seeds``: as of `requests_of`. Raises ValueError that names the argument which
+    is wrong or not served.
     """
     config, unused = merged(type(defaults)(), defaults if generation_config is None else generation_config, arguments)
     check_unused(unused, ("inputs", "generation_config", "continuous_batching_config"))
     check(config)
     if config.stop_strings:
         raise ValueError("generate_batch: expected no stop_strings, for want of a tokenizer, found some; use generate")
-    prompts = [list(prompt) for prompt in inputs]
     limits = config.min_new_tokens or 0, config.max_new_tokens
     logprobs = 0 if getattr(continuous_batching_config, "return_logprobs", False) else None
     copies = config.num_return_sequences or 1
-    names = [
-        (name, prompt)
-        for i, prompt in enumerate(prompts)
+    prompts = {
+        name: list(prompt)
+        for i, prompt in enumerate(inputs)
         for name in [*(f"req_{i}__child#{n}" for n in range(copies - 1)), f"req_{i}"]
-    ]
-    samplings = [sampling_of(config, len(prompt), limits) for _, prompt in names]
+    }
+    samplings = [sampling_of(config, len(prompt), limits) for prompt in prompts.values()]
     samplings = [replace(sampling, logprobs=logprobs, processed_logprobs=True) for sampling in samplings]
-    running = [_Running(GenerationOutput(name, prompt), record_timestamps) for name, prompt in names]
+    return Batch(prompts, _with_seeds(samplings, seeds or seeds_of_torch), record_timestamps)
+
+
+def generate_batch(submit: Submit, defaults: Any, /, *given: Any, **arguments: Any) -> dict[str, GenerationOutput]:
+    """transformers' `generate_batch`: the results of prompts without padding, by request id, with the arguments of
+    `batch_of`. A request that fails has ``error`` and ends no other."""
+    return finished_batch(submit, batch_of(defaults, *given, **arguments))
+
+
+def finished_batch(submit: Submit, batch: Batch) -> dict[str, GenerationOutput]:
+    """The result of `generate_batch`."""
+    running = [
+        _Running(GenerationOutput(name, prompt), batch.record_timestamps) for name, prompt in batch.prompts.items()
+    ]
     tickets: list[Ticket] = []
     with _aborted_on_error(tickets):
-        for one, sampling in zip(running, _with_seeds(samplings, seeds or seeds_of_torch), strict=True):
+        for one, sampling in zip(running, batch.samplings, strict=True):
             tickets += one.submitted(submit, sampling)
         return {one.output.request_id: one.finished() for one in running}
 

@@ -225,7 +225,7 @@ class PackedRunner:
         return True
 
     def release(self) -> None:
-        """Free the pools, the tables and the parameters that were gathered ahead, until `refresh`."""
+        """Free the pools, the tables and the parameters that were gathered ahead, until the next step."""
         self._versions = ()
         for stage in self._stages:
             stage.release()
@@ -239,6 +239,8 @@ class PackedRunner:
         rows = step.rows[self.replica]
         if not (any(step.rows) if self.needs_all else rows):
             return [] if self._is_last else None
+        if not self._versions:
+            self.refresh()
         alike = step.rows if self.packed.equal_sizes else (rows,)
         tokens = max(sum(len(row.tokens) for row in of_replica) for of_replica in alike)
         chosen = max(sum(row.choice is not None for row in of_replica) for of_replica in alike)

@@ -74,7 +74,7 @@ class Server:
         eos_token_ids: Sequence[int] = (),
         generation_config: Any = None,
     ) -> None:
-        self._generation_config = generation_config
+        self._runner, self._generation_config = runner, generation_config
         self.max_length, self.max_waiting, self.vocabulary = max_length, max_waiting, vocabulary
         self.eos_token_ids = tuple(eos_token_ids)
         step_tokens = max(step_tokens, max_running)  # all that run may decode in one step
@@ -348,6 +348,13 @@ class Server:
     def failure(self) -> str | None:
         """The error that ended the server; None while it can generate."""
         return None if self._error is None else f"{type(self._error).__name__}: {self._error}"
+
+    def release(self) -> None:
+        """Free the memory of the cache until the next request, and forget what it holds. Nothing may run. All ranks
+        call it."""
+        if self._leader is not None:
+            self._leader.forget()
+        self._runner.release()
 
     def forget_prefixes(self) -> None:
         """To be called when weights have changed, before the next call: keys and values of earlier requests are not

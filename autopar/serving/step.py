@@ -79,6 +79,9 @@ class Runner(Protocol):
         """Run the rows of this rank's replica, maybe none: other replicas may need this rank. On ranks of the last
         stage, one `Chosen` per row with a choice; None elsewhere."""
 
+    def release(self) -> None:
+        """Free the memory of the pools until the next step."""
+
 
 def packed_step(step: Step) -> Any:
     """A step as plain tuples, to be pickled."""

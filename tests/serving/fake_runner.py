@@ -66,6 +66,9 @@ class FakeRunner:
         assert len(written) == len(set(written)), "two requests write one page"
         return [one for one in found if one is not None] if self.last else None
 
+    def release(self) -> None:
+        self.pools = [{} for _ in self.pages]
+
     def _row(self, row: Row) -> Chosen | None:
         assert row.tokens and len(row.pages) == len(self.windows)
         for i, token in enumerate(row.tokens):

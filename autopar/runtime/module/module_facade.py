@@ -1,7 +1,8 @@
 """The module interface of a ParallelModule: it looks like the user's model to torch and to the model's library.
 
-Its submodules, attributes and methods are those of the model, with this rank's shards as parameters. Methods that need
-unsharded weights (generating, resizing the vocabulary) raise an error that says what to do instead.
+Its submodules, attributes and methods are those of the model, with this rank's shards as parameters. Methods of a
+library's models that need unsharded weights (resizing the vocabulary) raise an error that says what to do instead;
+those that generate are served on the mesh.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from autopar.steps.graphs import Compiled
 _IN_ONE_PROCESS = "call save_pretrained(folder) and load the folder with from_pretrained in one process"
 # methods of a library's models that need unsharded weights -> why, and what to do instead
 _INSTEAD = {
-    "generate": f"needs unsharded layers; {_IN_ONE_PROCESS}",
     "resize_token_embeddings": "needs unsharded parameters; call it on the model before parallelize",
     "push_to_hub": "would upload shards; call save_pretrained(folder) and upload the folder",
     "merge_and_unload": f"needs unsharded weights; {_IN_ONE_PROCESS}",
     "merge_adapter": f"needs unsharded weights; {_IN_ONE_PROCESS}",
 }
+_GENERATING = ("generate", "generate_batch")  # methods of a library's models that are served instead
 # attributes that the parallel model shares with the outermost module: its state, and hooks on it
 SHARED = (
     "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks",
@@ -115,8 +116,11 @@ class ModuleFacade(Stateful):
                 ) from None
             if tree is None or name.startswith("__"):
                 raise
-            if name in _INSTEAD and hasattr(tree.root, name) and hasattr(tree.root, "save_pretrained"):
-                return functools.partial(_refuse, name)
+            if hasattr(tree.root, name) and hasattr(tree.root, "save_pretrained"):
+                if name in _INSTEAD:
+                    return functools.partial(_refuse, name)
+                if name in _GENERATING:
+                    return getattr(self.__dict__["_generation"], name)
             return getattr(tree.root, name)  # config, main_input_name, methods of the model, ...
 
     def __setattr__(self, name: str, value: Any) -> None:

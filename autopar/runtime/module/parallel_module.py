@@ -92,7 +92,7 @@ class ParallelModule(ModuleFacade):
         lift_to_float64: bool = False,
     ) -> None:
         super().__init__()
-        self._lift_to_float64 = lift_to_float64
+        self._lift_to_float64, self._generation = lift_to_float64, None
         self._whole_outputs = outputs_with_grad
         self._groups, self._seed = groups, seed
         self._steps = 0
@@ -135,6 +135,14 @@ class ParallelModule(ModuleFacade):
             return {s.name for s in outputs if s.kind == "mutation"}
 
         self._origin = Origin(models, self._tree, self._groups, held, written)
+
+    def generate_with(self, generation: Any) -> None:
+        """Take what ``generate`` and ``generate_batch`` of a library's models are replaced by."""
+        self._generation = generation
+
+    def keeps_unsharded(self) -> bool:
+        """Whether gathered parameters outlive a step now: within `keep_unsharded`."""
+        return self._cache.keep_unsharded
 
     def for_serving(self) -> ServedWeights:
         """What a server needs of it. Raises ValueError where it has no weights yet."""
