@@ -63,6 +63,7 @@ class Known:
         table = given.table.cpu().numpy()
         self.plan: StepPlan = plan_step(table, given.starts.tolist(), given.lengths.tolist(), layout)
         self.masks: dict[tuple[int, torch.dtype], Tensor] = {}  # of calls, by their id
+        self.orders: dict[int, tuple[Tensor, Tensor]] = {}  # of tokens in calls, likewise
         self.pages: dict[int, Tensor] = {}  # of pieces that are copied, by their id
 
     def is_of(self, given: Paged, layout: Layout) -> bool:

@@ -47,25 +47,35 @@ class Rows(PagedKernel):
         for begin, end in plan.idle:
             out[:, :, begin:end] = 0
         for call in plan.calls:
-            _put(out, _attend_rows(q, call, given, known), call)
+            _put(out, _attend_rows(q, call, given, known), call, known)
         for segment in plan.segments:
             out[:, :, segment.begin : segment.end] = attend_segment(q, segment, given, known)
         return out
 
 
-def _put(out: Tensor, rows: Tensor, call: Call) -> None:
+def _order(call: Call, known: Known) -> tuple[Tensor, Tensor]:
+    """(tokens of the rows, where rows without a token have that of another; the rows with a token of their own)."""
+    if id(call) not in known.orders:
+        own = [row for row, token in enumerate(call.tokens) if token >= 0]
+        known.orders[id(call)] = torch.tensor([max(token, 0) for token in call.tokens]), torch.tensor(own)
+    return known.orders[id(call)]
+
+
+def _put(out: Tensor, rows: Tensor, call: Call, known: Known) -> None:
     """rows [1, Hq, rows, Dv] into the places of their tokens."""
     if call.in_order:
         out[:, :, call.tokens[0] : call.tokens[0] + call.rows] = rows
         return
-    own = [row for row, token in enumerate(call.tokens) if token >= 0]
-    out.index_copy_(2, torch.tensor([call.tokens[row] for row in own]), rows[:, :, own])
+    tokens, own = _order(call, known)
+    if len(own) < call.rows:
+        tokens, rows = tokens[own], rows.index_select(2, own)
+    out.index_copy_(2, tokens, rows)
 
 
-def _queries(q: Tensor, call: Call) -> Tensor:
-    """q of the rows of a call [1, Hq, rows, D]; rows without a token have that of the first."""
+def _queries(q: Tensor, call: Call, known: Known) -> Tensor:
+    """q of the rows of a call [1, Hq, rows, D]."""
     if not call.in_order:
-        return q.index_select(2, torch.tensor([max(token, 0) for token in call.tokens]))
+        return q.index_select(2, _order(call, known)[0])
     return q if call.rows == q.shape[2] else q[:, :, call.tokens[0] : call.tokens[0] + call.rows]
 
 
@@ -82,7 +92,7 @@ def _attend_rows(q: Tensor, call: Call, given: Paged, known: Known) -> Tensor:
     k, v = _of_call(keys, call), _of_call(values, call)
     rows, heads, width = call.rows, q.shape[1], q.shape[3]
     units = k.shape[1] if rows * k.shape[1] >= torch.get_num_threads() else heads
-    queries = _queries(q, call).view(units, heads // units, rows, width).permute(2, 0, 1, 3)
+    queries = _queries(q, call, known).view(units, heads // units, rows, width).permute(2, 0, 1, 3)
     mask = _mask(q, call, given, known)
     if mask is not None and mask.shape[1] > 1:
         mask = mask.view(-1, units, heads // units, call.keys)
@@ -126,6 +136,6 @@ def _mask(q: Tensor, call: Call, given: Paged, known: Known) -> Tensor | None:
         return mask
     bias = given.bias[0, ..., call.first : call.first + call.keys]  # [H|1, T|1, keys]
     if bias.shape[1] > 1:
-        bias = bias[:, [max(token, 0) for token in call.tokens]]
+        bias = bias.index_select(1, _order(call, known)[0])
     bias = bias.transpose(0, 1).unsqueeze(2).to(q.dtype)
     return bias if mask is None else bias + mask
