@@ -424,12 +424,13 @@ def _seed(sampling: Sampling) -> int:
 
 
 def _digest(requests: Sequence[Request]) -> bytes:
-    """Of what must be the same on all ranks: all that can be compared, so no functions and grammars."""
+    """Of what must be the same on all ranks: all that can be compared, so no functions and grammars. Seeds are those of
+    rank 0."""
     found = hashlib.blake2b(digest_size=16)
     for request in requests:
         sampling = request.sampling
         fields = [(f.name, getattr(sampling, f.name)) for f in dataclasses.fields(sampling)]
-        compared = [field for field in fields if field[0] not in ("grammar", "processors")]
+        compared = [field for field in fields if field[0] not in ("grammar", "processors", "seed")]
         found.update(array("q", request.prompt).tobytes())
         found.update(repr((compared, request.want_logits, request.want_scores)).encode())
     return found.digest()
