@@ -196,7 +196,7 @@ def _count_ours(executor: Executor, step: Callable[[], Any]) -> Counter[tuple[in
 def _kept_ours(executor: Any, step: Callable[[], Any]) -> int:
     from tests.support.peaks import measure  # found once the benchmark has said where
 
-    with patch.multiple(executor, _start=executor._start, _counted=executor._counted):
+    with patch.multiple(executor, _start=executor._start, _run_action=executor._run_action):
         peaks = measure(executor)
         step()
     return peaks.saved

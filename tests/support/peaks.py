@@ -24,7 +24,7 @@ class Peaks:
 def measure(executor: Executor) -> Peaks:
     """Those of an executor's last step, from now on."""
     peaks, live = Peaks(), set[Any]()
-    start, counted = executor._start, executor._counted
+    start, counted = executor._start, executor._run_action
 
     def started(values: Mapping[str, Tensor]) -> list[Any]:
         peaks.live = peaks.saved = 0
@@ -44,5 +44,5 @@ def measure(executor: Executor) -> Peaks:
             peaks.saved = max(peaks.saved, sum(storages.values()))
         return begun
 
-    executor._start, executor._counted = started, measured  # type: ignore[method-assign]
+    executor._start, executor._run_action = started, measured  # type: ignore[method-assign]
     return peaks

@@ -77,8 +77,8 @@ def all_hold(groups: Groups, claims: Sequence[tuple[tuple[str, ...], str]]) -> b
     """
     sizes = groups.mesh.sizes
     spread = [tuple(axis for axis in axes if sizes[axis] > 1) for axes, _ in claims]
-    words = [int(digest, 16) >> 1 for _, digest in claims]
-    bounds = torch.tensor([[word, -word] for word in words])  # maximum, and negated minimum
+    digests = [int(digest, 16) >> 1 for _, digest in claims]
+    bounds = torch.tensor([[digest, -digest] for digest in digests])  # maximum, and negated minimum
     if not any(spread):
         return True
     for axis in sizes:

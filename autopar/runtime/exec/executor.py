@@ -52,8 +52,8 @@ from autopar.schedule.order_checks import links
 from autopar.steps.graphs import Compiled, StepGraph, output
 from autopar.steps.of_rank import graphs_of_rank, lowered_order
 
-GIVEN = ("input", "seed")  # kinds of values that change in every step
-MADE = ("microbatch", "total")  # kinds of values computed by the step itself
+PER_STEP = ("input", "seed")  # kinds of values that change in every step
+COMPUTED = ("microbatch", "total")  # kinds of values computed by the step itself
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Executor:
         self._experts: dict[int, list[str]] = {}  # stage -> names of layers
         self._known: dict[str, Any] = {}  # by name, fake values returned by compiled code
         self.record = False
-        self._pauses = axis_of_experts(compiled.plan.experts)  # where overlapped graphs take turns
+        self._pause_axis = axis_of_experts(compiled.plan.experts)  # where overlapped graphs take turns
         self.order = Routes(pipeline).drop_empty(lowered_order(pipeline))
         assert self.order.microbatches == self.microbatches, f"{self.order.name} is for other microbatches"
         axes, along = axes_of_step(compiled)  # of all ranks, which all create the same groups
@@ -114,8 +114,8 @@ class Executor:
             compiled.prologue, self._exchange.results, compiled.plan.options.precision, self._exchange.totals,
         ).program()  # fmt: skip
         whole = {name: self.inputs.unsplit_name(name) for _, name, _ in self.program.loads}
-        self._whole_loads = [(slot, whole[name]) for slot, name, _ in self.program.loads if whole[name]]
-        self._made_loads = [load for load in self.program.loads if not whole[load[1]]]
+        self._stored_loads = [(slot, whole[name]) for slot, name, _ in self.program.loads if whole[name]]
+        self._computed_loads = [load for load in self.program.loads if not whole[load[1]]]
         entries = self.program.entries
         kinds = [entry.action.kind if entry.action is not None else "" for entry in entries]
         first = next((i for i, kind in enumerate(kinds) if kind in BACKWARD), len(entries))
@@ -125,7 +125,7 @@ class Executor:
         self._forward, self._backward = entries[:first], entries[first:]
         self._runs = with_overlaps(self._forward), with_overlaps(self._backward)
         read = {i for entry in self._backward for x in (*entry.waits, *entry.instructions) for i in x.reads}
-        self._left = [i for i in self.program.results.values() if i not in read]  # outputs that no backward reads
+        self._unread = [i for i in self.program.results.values() if i not in read]  # outputs that no backward reads
         self.buffers = BufferUpdates(compiled, sorted(read), set(self.program.tangents))
         self.unsharded = UnshardedCache([one for entry in self._forward for one in entry.instructions])
         self._comms = {bound.comms for entry in entries for bound in entry.graphs}
@@ -143,8 +143,8 @@ class Executor:
         mine = graphs_of_rank(self.compiled.pipeline, self.compiled.prologue, self.groups.coordinate.get(AXIS, 0))
         scales = [SCALE] if any(name.startswith(SCALE) for _, name, _ in self.program.loads) else []
         loaded = (self.specs.get(name) for _, name, _ in self.program.loads)
-        kinds = {spec.name: spec.kind for spec in loaded if spec is not None and spec.kind not in MADE}
-        moving = {name for name, kind in kinds.items() if kind in GIVEN} | self.buffers.bound.keys() & kinds.keys()
+        kinds = {spec.name: spec.kind for spec in loaded if spec is not None and spec.kind not in COMPUTED}
+        moving = {name for name, kind in kinds.items() if kind in PER_STEP} | self.buffers.bound.keys() & kinds.keys()
         return RecordedStep(
             self._step,
             [name for name in kinds if name not in moving],
@@ -158,7 +158,7 @@ class Executor:
         if self.groups.device.type != "cpu":
             set_device(graph.graph, self.groups.device)
         given = [self._known.get(name) for name in graph.inputs]
-        bound = bind(graph.graph, self.groups, self._backend, given, self._pauses)
+        bound = bind(graph.graph, self.groups, self._backend, given, self._pause_axis)
         self._known |= {name: x for name, x in zip(graph.outputs, bound.made or ()) if name is not None}
         return bound
 
@@ -181,7 +181,7 @@ class Executor:
         ``values``: stored parameters of this rank's stages and all buffers by original name, inputs by path (all
         microbatches of this rank). If another rank fails, raises CollectiveError that names the action and this rank.
         """
-        with self._whole():
+        with self._resyncing():
             records = self._recorded is not None and not self.record and not self.unsharded.on
             return self._recorded(values) if records and self._recorded else self._step(values)
 
@@ -198,13 +198,13 @@ class Executor:
         """(outputs, the paused step), for a model without stages that was compiled with gradients. ``shared``: buffers
         whose memory user code holds, too."""
         assert self.compiled.train and len(self.order.ranks) == 1, "stages run forward and backward in one"
-        with self._whole():
+        with self._resyncing():
             slots = self._start(values)
         before = self.buffers.keep(slots, values, shared)
         kept = [(name, slots[i]) for i, name in self.program.saved.items()]
         saved = [(name, x) for name, x in kept if isinstance(x, Tensor)]
         made = self._outputs(self._kept(slots))
-        for i in self._left:  # only the caller keeps them alive: logits are large
+        for i in self._unread:  # only the caller keeps them alive: logits are large
             slots[i] = None
         return made, PausedStep(slots, saved, before)
 
@@ -218,13 +218,13 @@ class Executor:
         for name, given in tangents.items():
             for i in self.program.tangents.get(name, ()):
                 slots[i] = given
-        with self._whole():
+        with self._resyncing():
             self._run(self._backward, slots)
         return self._gradients(slots)
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Context manager: an error amid exchanges leaves ranks at different places, so the next call is agreed on."""
+    def _resyncing(self) -> Iterator[None]:
+        """Context manager: an error amid exchanges leaves ranks at different places, so they agree on the next call."""
         try:
             yield
         except BaseException:
@@ -253,14 +253,14 @@ class Executor:
         if self._needs_warm_up:
             self._needs_warm_up = False
             self._warm_up(values)
-        slots = self._fed(values)
+        slots = self._loaded(values)
         self.timeline, self.modules = [], []
         self._run(self._forward, slots)
         return slots
 
     def _warm_up(self, values: Mapping[str, Tensor]) -> None:
         """Run all actions once, without the other stages: see above. Its traffic is not counted."""
-        before, slots = self._sent(), self._fed(values)
+        before, slots = self._sent(), self._loaded(values)
         self.channels.warms_up = True
         try:
             for entry in (*self._forward, *self._backward):
@@ -271,13 +271,13 @@ class Executor:
             take_notes()  # discard: values were not received
         self._warm_up_traffic = ledger_between(self._sent(), before)  # is taken off
 
-    def _fed(self, values: Mapping[str, Tensor]) -> list[Any]:
+    def _loaded(self, values: Mapping[str, Tensor]) -> list[Any]:
         slots: list[Any] = [None] * self.program.size
         for slot, constant in self.program.constants.items():
             slots[slot] = constant
-        for slot, name in self._whole_loads:
+        for slot, name in self._stored_loads:
             slots[slot] = values[name]
-        for slot, name, microbatch in self._made_loads:
+        for slot, name, microbatch in self._computed_loads:
             slots[slot] = self.inputs.value(name, values, microbatch)
         self.channels.clear()
         return slots
@@ -285,8 +285,8 @@ class Executor:
     def _run(self, entries: list[BoundAction], slots: list[Any]) -> None:
         profiled = is_profiled()
         for entry in self._runs[entries is self._backward]:
-            with self._looked_at(entry, profiled) if profiled or self.record else nullcontext():
-                start = self._counted(entry, slots)
+            with self._profiled(entry, profiled) if profiled or self.record else nullcontext():
+                start = self._run_action(entry, slots)
             if self.record:
                 end = time.perf_counter()
                 self.timeline += [(action, start, end) for action in entry.actions]
@@ -295,7 +295,7 @@ class Executor:
             self._traffic = add_ledgers(self._traffic, self.unsharded.saved())
 
     @contextmanager
-    def _looked_at(self, entry: BoundAction | OverlappedActions, profiled: bool) -> Iterator[None]:
+    def _profiled(self, entry: BoundAction | OverlappedActions, profiled: bool) -> Iterator[None]:
         """Context manager: records for torch's profiler, and for ``modules``."""
         spans = ModuleProfile(named=profiled)
         with record_function(f"autopar {entry}") if profiled else nullcontext(), watched_modules(spans):
@@ -303,13 +303,13 @@ class Executor:
         if self.record:
             self.modules += spans.found
 
-    def _counted(self, entry: BoundAction | OverlappedActions, slots: list[Any]) -> float:
+    def _run_action(self, entry: BoundAction | OverlappedActions, slots: list[Any]) -> float:
         """Run an entry; in training forwards, count the tokens per expert."""
         action = next(iter(entry.actions), None)
         if self.load is None or action is None or action.kind != "F" or not self.compiled.train:
             return entry.run(slots)
         found: list[Tensor] = []
-        start = entry.run(slots, functools.partial(_told, found))
+        start = entry.run(slots, functools.partial(_collecting_ends, found))
         if found:
             part = self.order.part_of(action.stage)
             if part not in self._experts:
@@ -319,7 +319,7 @@ class Executor:
 
 
 @contextmanager
-def _told(found: list[Tensor]) -> Iterator[None]:
+def _collecting_ends(found: list[Tensor]) -> Iterator[None]:
     """Context manager: adds the `ends_of_rows` seen inside to ``found``."""
     with ends_of_rows() as more:
         yield
