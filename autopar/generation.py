@@ -35,13 +35,13 @@ class Generation:
     def generate(self, *given: Any, **arguments: Any) -> Any:
         """transformers' `generate`, on all ranks alike: see `autopar.serving.server.Server.generate`."""
         facts = generation_facts(self._weights().tree.root, self._example)
-        requests = requests_of(facts.defaults, *given, max_positions=facts.max_length or None, **arguments)
+        requests = requests_of(facts.config, *given, max_positions=facts.max_length or None, **arguments)
         return self._served(requests.prompts, requests.samplings, lambda submit: finished(submit, requests))
 
     def generate_batch(self, *given: Any, **arguments: Any) -> Any:
         """transformers' `generate_batch`, on all ranks alike."""
         facts = generation_facts(self._weights().tree.root, self._example)
-        batch = batch_of(facts.defaults, *given, **arguments)
+        batch = batch_of(facts.config, *given, **arguments)
         prompts = list(batch.prompts.values())
         return self._served(prompts, batch.samplings, lambda submit: finished_batch(submit, batch))
 

@@ -91,15 +91,6 @@ class GenerationFacts:
     eos_token_ids: tuple[int, ...] = ()
     config: Any = None
 
-    @property
-    def defaults(self) -> Any:
-        """The defaults of `generate`: the model's own, or transformers'."""
-        if self.config is not None:
-            return self.config
-        from transformers import GenerationConfig
-
-        return GenerationConfig()
-
 
 class OwnFolder(Protocol):
     """A checkpoint folder in a library's own format. names: the tensors in it."""
