@@ -384,6 +384,7 @@ class Server:
             pages_free=free,
             prompt_tokens=sum(scheduler.prompt_tokens for scheduler in self._schedulers),
             cached_tokens=sum(scheduler.cached_tokens for scheduler in self._schedulers),
+            preempted=sum(scheduler.preempted for scheduler in self._schedulers),
             steps=self._leader.steps,
         )
 
