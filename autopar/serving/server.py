@@ -193,8 +193,7 @@ class Server:
         return tokens
 
     def _checked(self, sampling: Sampling) -> Sampling:
-        self._check_ids("sampling.logit_bias", sampling.logit_bias)
-        self._check_ids("sampling.bad_words", tuple(itertools.chain(*sampling.bad_words)))
+        sampling.check_ids(self.vocabulary)
         if sampling.eos_token_ids is None:
             sampling = dataclasses.replace(sampling, eos_token_ids=self.eos_token_ids)
         self._check_ids("sampling.stop_token_ids", sampling.end_ids)

@@ -173,7 +173,7 @@ def test_full_queue() -> None:
         (
             [1],
             {"logit_bias": {60: 1.0}},
-            "serve: sampling.logit_bias needs token ids from 0 to 49, found 60; use the tokenizer of this model",
+            "sampling.logit_bias: expected token ids below 50, the size of the vocabulary, found 60",
         ),
     ],
 )
