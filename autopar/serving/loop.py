@@ -207,6 +207,11 @@ class Leader:
             self._send(Message(None, _packed_events(events), calls, end=""))
         self._deliver(events)
 
+    def restart(self) -> None:
+        """Drop what was begun; the schedulers are new."""
+        self._flights = [None] * len(self._flights)
+        self._inbox.clear()
+
     def give_up(self, error: BaseException) -> None:
         """Tell the others, if they are there, that this rank has failed."""
         self.over = True
@@ -236,7 +241,8 @@ class Follower:
                 self.over = True
                 if message.end:
                     raise RuntimeError(f"serve: {message.end}")
-                self._calls.fail(ValueError("serve: rank 0 has closed the server; close it after its last call"))
+                error = ValueError("serve: rank 0 has closed the server; close it after its last call")
+                self._calls.finish("error", error)
 
     def _run(self, step: Step) -> None:
         mine = self._runner.replica

@@ -78,7 +78,10 @@ class Server:
         cache = functools.partial(
             PagedCache, runner.pages, runner.windows, runner.page_size, max_length, step_tokens, runner.page_bytes
         )
-        self._schedulers = [Scheduler(cache(), step_tokens, max_running, runner.stages) for _ in range(runner.replicas)]
+        self._empty = lambda: [
+            Scheduler(cache(), step_tokens, max_running, runner.stages) for _ in range(runner.replicas)
+        ]
+        self._schedulers = self._empty()  # per replica
         self._control = Control(groups)
         self._device = None if groups is None or groups.device.type == "cpu" else groups.device
         self._calls = Calls(self._control.rank, self)
@@ -255,14 +258,21 @@ class Server:
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:
-        """Context manager: an error in it breaks the server."""
+        """Context manager: an error in it breaks the server, except that Ctrl-C aborts all requests where no other rank
+        is in the midst of a step."""
         try:
             with error_context("serving") if self._control.world > 1 else contextlib.nullcontext():
                 yield
         except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and self._leader is not None and self._control.world == 1:
+                self._schedulers[:] = self._empty()  # it may have come anywhere
+                self._leader.restart()
+                self._times.clear()
+                self._calls.finish("abort")
+                raise
             self._error = error
             self._loop.give_up(error)
-            self._calls.fail(error)
+            self._calls.finish("error", error)
             raise
 
     def drive(self, until: Callable[[], bool], timeout: float | None) -> None:

@@ -231,6 +231,27 @@ def test_a_failing_step_breaks_the_server(threaded: bool) -> None:
     server.close()
 
 
+def test_an_interrupt_aborts_requests() -> None:
+    """A server takes long to make; Ctrl-C in a notebook does not cost it."""
+    server, runner = make()
+    run = runner.run
+
+    def interrupted(rows: Any) -> Any:
+        if runner.steps == 3:
+            runner.steps += 1
+            raise KeyboardInterrupt
+        return run(rows)
+
+    runner.run = interrupted  # type: ignore[method-assign]
+    with server:
+        first, second = server.submit_all([prompt(20), prompt(9)], EIGHT, background=False)
+        with pytest.raises(KeyboardInterrupt):
+            first.result()
+        assert first.finish_reason == second.finish_reason == "abort"
+        assert server.metrics().pages_used == server.metrics().running == 0
+        assert [t.tokens for t in server.generate([prompt(20)] * 2, EIGHT)] == [expected(prompt(20), 3, 8)] * 2
+
+
 def test_an_error_of_one_request_is_its_own(server: Server) -> None:
     bad, good = server.generate([prompt(9)] * 2, EIGHT, on_token=[lambda token: 1 // 0 > 0, None])
     assert bad.finish_reason == "error" and good.tokens == expected(prompt(9), 3, 8)
