@@ -27,6 +27,7 @@ _ROOM = 4096  # bytes by which the next message may be longer
 _PATIENCE = timedelta(days=7)  # of ranks that wait for the leader, who may have nothing to say for long
 _LOOK = timedelta(seconds=5)  # after which waiting ranks look whether the leader lives
 _SLOT_TAG, _REST_TAG = 1, 2
+_MOST_SENT = 64  # messages to the leader that may be on their way, more than steps in flight
 
 
 def _packed(message: Any, first: int) -> list[Tensor]:
@@ -118,16 +119,19 @@ class Control:
                 return
             except RuntimeError as error:
                 # Of a broadcast, unlike a receive, waiting goes on after its time is over.
-                if work.is_completed() or board().trouble(range(self.world)):
+                if work.is_completed():
+                    work.wait()  # raises its own error, if it has one
+                    return
+                if board().trouble(range(self.world)):
                     raise board().failed("a step of serving", range(self.world), error) from error
 
     # --- to the leader --------------------------------------------------------------------------------------------
 
     def tell_leader(self, message: Any) -> None:
         """Send a message to the leader, who expects it."""
-        while self._sending and self._sending[0][0].is_completed():
-            self._sending.popleft()
         with explained("sending tokens to rank 0", [LEADER]):
+            while len(self._sending) >= _MOST_SENT:
+                self._sending.popleft()[0].wait()  # gloo does not say whether a send is done
             for part, tag in zip(_packed(message, _SLOT), (_SLOT_TAG, _REST_TAG)):
                 self._sending.append((dist.isend(part, LEADER, group=self._group, tag=tag), part))
 

@@ -1,4 +1,4 @@
-"""`Loop`: what drives the steps of a rank.
+"""`Leader` and `Follower`: what drives the steps of a rank.
 
 The leader (world rank 0) plans a step, sends it to all ranks in one message, and runs its own part; the others run what
 they receive, and keep no state of requests. A message also has what became of requests in the steps before (`Event`)
@@ -8,9 +8,9 @@ With S pipeline stages, S steps are in flight: step i is of the requests of grou
 last stage before step i + S is planned. Tokens of other replicas come back in the same way. The leader is ready for
 them before it runs its own part. A replica without rows runs the step all the same.
 
-A loop does not run by itself: `run` drives it until a condition holds, in whichever thread. Ranks may stop at any
-message, as long as all stop at the same one: a condition depends on delivered events alone. An idle leader sends an
-empty message every second as long as it is driven.
+Neither has a thread: `run` drives it until a condition holds, in whichever thread. Ranks may stop at any message, as
+long as all stop at the same one: a condition depends on delivered events alone. An idle leader sends an empty message
+every second as long as it is driven.
 """
 
 from __future__ import annotations
@@ -207,6 +207,11 @@ class Leader:
             self._send(Message(None, _packed_events(events), calls, end=""))
         self._deliver(events)
 
+    def restart(self) -> None:
+        """Drop what was begun; the schedulers are new."""
+        self._flights = [None] * len(self._flights)
+        self._inbox.clear()
+
     def give_up(self, error: BaseException) -> None:
         """Tell the others, if they are there, that this rank has failed."""
         self.over = True
@@ -236,7 +241,8 @@ class Follower:
                 self.over = True
                 if message.end:
                     raise RuntimeError(f"serve: {message.end}")
-                self._calls.fail(ValueError("serve: rank 0 has closed the server; close it after its last call"))
+                error = ValueError("serve: rank 0 has closed the server; close it after its last call")
+                self._calls.finish("error", error)
 
     def _run(self, step: Step) -> None:
         mine = self._runner.replica

@@ -34,6 +34,7 @@ class Scheduler:
         self.running: list[list[Request]] = [[] for _ in range(groups)]  # in order of joining
         self.ended: list[Request] = []  # since the caller last took them
         self.prompt_tokens = self.cached_tokens = 0  # of requests that have joined
+        self.preempted = 0  # how often a request went back to waiting
         self._requests: dict[int, Request] = {}
         self._rows: dict[int, Row] = {}  # of the step that is planned
         self._coming: dict[int, Request] = {}  # hash of a prefix of whole pages -> the running request that computes it
@@ -80,6 +81,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._leave(request)
+        self.preempted += 1
         request.state = "waiting"
         self.waiting.appendleft(request)
 

@@ -81,7 +81,10 @@ class Server:
         cache = functools.partial(
             PagedCache, runner.pages, runner.windows, runner.page_size, max_length, step_tokens, runner.page_bytes
         )
-        self._schedulers = [Scheduler(cache(), step_tokens, max_running, runner.stages) for _ in range(runner.replicas)]
+        self._empty = lambda: [
+            Scheduler(cache(), step_tokens, max_running, runner.stages) for _ in range(runner.replicas)
+        ]
+        self._schedulers = self._empty()  # per replica
         self._control = Control(groups)
         self._device = None if groups is None or groups.device.type == "cpu" else groups.device
         self._calls = Calls(self._control.rank, self)
@@ -217,8 +220,7 @@ class Server:
         return tokens
 
     def _checked(self, sampling: Sampling) -> Sampling:
-        self._check_ids("sampling.logit_bias", sampling.logit_bias)
-        self._check_ids("sampling.bad_words", tuple(itertools.chain(*sampling.bad_words)))
+        sampling.check_ids(self.vocabulary)
         if sampling.eos_token_ids is None:
             sampling = dataclasses.replace(sampling, eos_token_ids=self.eos_token_ids)
         self._check_ids("sampling.stop_token_ids", sampling.end_ids)
@@ -280,14 +282,21 @@ class Server:
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:
-        """Context manager: an error in it breaks the server."""
+        """Context manager: an error in it breaks the server, except that Ctrl-C aborts all requests where no other rank
+        is in the midst of a step."""
         try:
             with error_context("serving") if self._control.world > 1 else contextlib.nullcontext():
                 yield
         except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and self._leader is not None and self._control.world == 1:
+                self._schedulers[:] = self._empty()  # it may have come anywhere
+                self._leader.restart()
+                self._times.clear()
+                self._calls.finish("abort")
+                raise
             self._error = error
             self._loop.give_up(error)
-            self._calls.fail(error)
+            self._calls.finish("error", error)
             raise
 
     def drive(self, until: Callable[[], bool], timeout: float | None) -> None:
@@ -415,6 +424,7 @@ class Server:
             pages_free=free,
             prompt_tokens=sum(scheduler.prompt_tokens for scheduler in self._schedulers),
             cached_tokens=sum(scheduler.cached_tokens for scheduler in self._schedulers),
+            preempted=sum(scheduler.preempted for scheduler in self._schedulers),
             steps=self._leader.steps,
         )
 

@@ -59,6 +59,8 @@ FLOORS: tuple[set[str], ...] = (
     {"runtime.training"},
     {"runtime"},
     {"serving"},
+    {"serve_model"},
+    {"generation"},
     {"cache"},
     {"api"},
     {"verification", "models"},

@@ -58,6 +58,7 @@ def generates(sizes: dict[str, int]) -> Any:
     server, runner = make(sizes)
     first = server.complete(PROMPTS, EIGHT)
     second = server.complete(PROMPTS[:3], EIGHT)
+    assert len(server._control._sending) <= 64
     server.close()
     return [t.tokens for t in first], [t.tokens for t in second], first[3].logprobs, runner.steps
 

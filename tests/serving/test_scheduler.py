@@ -121,8 +121,8 @@ def test_preemption_gives_the_same_tokens() -> None:
     requests = [request(number, prompt(10, number), most=40) for number in (1, 2, 3)]
     for one in requests:
         scheduler.add(one)
-    counts = {len(rows) for rows in drive(scheduler, runner, 1000)}
-    assert runner.computed > 3 * 49 and 3 in counts, "somebody was preempted"
+    drive(scheduler, runner, 1000)
+    assert runner.computed > 3 * 49 and scheduler.preempted > 0
     assert all(one.tokens[10:] == expected(one.prompt, one.id, 40) for one in requests)
     assert all_free(scheduler)
 
@@ -249,11 +249,11 @@ def test_many_random_requests(pages: tuple[int, ...], windows: tuple[int, ...], 
     assert {one.finish_reason for one in requests} == {"length", "abort"}
     for one in requests:
         assert list(one.tokens[len(one.prompt) :]) == expected(one.prompt, one.id, one.generated)
-    assert scheduler.cached_tokens > 500
+    assert scheduler.cached_tokens > 500 and scheduler.preempted >= 50 * (pages[0] < 50)
 
 
 def test_planning_is_quick() -> None:
-    """A step of 64 requests that decode takes less than 0.3 ms; the best of many, as others use the machine."""
+    """A step of 64 requests that decode: 0.2 ms on an idle machine; the best of many, and a limit for a busy one."""
     cache = PagedCache((64 * 256 + 1,), (0,), 16, 4096, 512)
     scheduler, runner = Scheduler(cache, 512, 64), FakeRunner((64 * 256 + 1,), page_size=16)
     for number in range(64):

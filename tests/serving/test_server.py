@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -173,7 +174,7 @@ def test_full_queue() -> None:
         (
             [1],
             {"logit_bias": {60: 1.0}},
-            "serve: sampling.logit_bias needs token ids from 0 to 49, found 60; use the tokenizer of this model",
+            "sampling.logit_bias: expected token ids below 50, the size of the vocabulary, found 60",
         ),
     ],
 )
@@ -231,6 +232,27 @@ def test_a_failing_step_breaks_the_server(threaded: bool) -> None:
     server.close()
 
 
+def test_an_interrupt_aborts_requests() -> None:
+    """A server takes long to make; Ctrl-C in a notebook does not cost it."""
+    server, runner = make()
+    run = runner.run
+
+    def interrupted(rows: Any) -> Any:
+        if runner.steps == 3:
+            runner.steps += 1
+            raise KeyboardInterrupt
+        return run(rows)
+
+    runner.run = interrupted  # type: ignore[method-assign]
+    with server:
+        first, second = server.submit_all([prompt(20), prompt(9)], EIGHT, background=False)
+        with pytest.raises(KeyboardInterrupt):
+            first.result()
+        assert first.finish_reason == second.finish_reason == "abort"
+        assert server.metrics().pages_used == server.metrics().running == 0
+        assert [t.tokens for t in server.generate([prompt(20)] * 2, EIGHT)] == [expected(prompt(20), 3, 8)] * 2
+
+
 def test_an_error_of_one_request_is_its_own(server: Server) -> None:
     bad, good = server.complete([prompt(9)] * 2, EIGHT, on_token=[lambda token: 1 // 0 > 0, None])
     assert bad.finish_reason == "error" and good.tokens == expected(prompt(9), 3, 8)
@@ -251,3 +273,42 @@ def test_generate_in_several_threads(server: Server) -> None:
     for thread in threads:
         thread.join(20)
     assert found == {seed: expected(prompt(9), seed, 40) for seed in range(6)}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_close_while_others_make_calls(seed: int) -> None:
+    """All threads get what they asked for, or that the server is closed; nobody waits for ever, no page is lost."""
+    server, _ = make()
+    wrong: list[object] = []
+
+    def client(number: int) -> None:
+        drawn = random.Random(10 * seed + number)
+        while True:
+            tokens, own = prompt(drawn.randrange(1, 30), drawn.randrange(3)), drawn.randrange(9)
+            try:
+                tickets = server.submit_n(
+                    tokens, drawn.randrange(1, 4), Sampling(max_tokens=9, seed=own), background=drawn.random() < 0.5
+                )
+            except ValueError as error:
+                if str(error) != "serve: the server is closed; make a new one":
+                    wrong.append(error)
+                return
+            for i, ticket in enumerate(tickets):
+                if drawn.random() < 0.2:
+                    ticket.abort()
+                found = ticket.result(20)
+                if found != expected(tokens, own + i, 9)[: len(found)] or (
+                    len(found) < 9 and ticket.finish_reason != "abort"
+                ):
+                    wrong.append((tokens, found))
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(5)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05 * seed)
+    server.close()
+    for thread in threads:
+        thread.join(30)
+    assert not wrong and not any(thread.is_alive() for thread in threads)
+    metrics = server.metrics()
+    assert metrics.pages_used == metrics.running == metrics.waiting == 0
