@@ -331,9 +331,9 @@ def _of_whole_rows(rows: Tensor, choices: Sequence[RowChoice]) -> list[Chosen]:
     found = _tokens(_best(scores, choices, 0))
     for i, (choice, chosen) in enumerate(zip(choices, found, strict=True)):
         if choice.want_logits:
-            chosen.logits = rows[i].clone()
+            chosen.logits = rows[i].to("cpu", copy=True)  # it is sent to other ranks
         if choice.want_scores:
-            chosen.scores = scores[i].clone()
+            chosen.scores = scores[i].to("cpu", copy=True)
         if choice.sampling.logprobs is not None and chosen.error is None:
             source = scores if choice.sampling.processed_logprobs else rows
             _add_logprobs(chosen, source[i].log_softmax(-1), choice.sampling.logprobs)
