@@ -121,7 +121,7 @@ def _of_requests() -> Iterator[None]:
         text, _, found = str(error).partition(": ")
         if text != "token_slices":
             raise
-        why = found.partition("; ")[0].removesuffix(", so this model cannot run slice by slice")
+        why = found.rpartition("; ")[0].removesuffix(", so this model cannot run slice by slice")
         raise ValueError(
             f"serve: {why.replace('slices of', 'steps of')}, so requests cannot be generated from its graph; generate "
             "with the model itself"

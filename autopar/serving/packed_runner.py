@@ -199,12 +199,12 @@ class PackedRunner:
         """Bytes sent to other stages so far."""
         return self._channels.traffic
 
-    def refresh(self) -> bool:
-        """Take the present values of parameters and buffers; whether they have changed. Tables are made anew, and what
-        the cache holds is of the old values."""
+    def refresh(self, changed: bool = False) -> bool:
+        """Take the present values of parameters and buffers; whether they have changed, which ``changed`` knows
+        already. Tables are made anew; what the cache holds is of the old values."""
         values = self._values()
         versions = tuple((name, x.data_ptr(), x._version) for name, x in values.items())
-        if versions == self._versions:
+        if versions == self._versions and not changed:
             return False
         self._versions = versions
         given = {name: x.detach() for name, x in values.items()}
