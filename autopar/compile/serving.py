@@ -156,8 +156,8 @@ def _logits_of(gm: GraphModule) -> str:
     written = [s.name for s in signature_of(gm).outputs if s.kind == "mutation"]
     if written:
         raise ValueError(
-            f"serve: the forward writes buffer {written[0]} in eval mode, which requests would share; generate with the "
-            "model itself"
+            f"serve: the forward writes buffer {written[0]} in eval mode, which requests would share; generate with "
+            "the model itself"
         )
     named = [name for name in found if name == "logits" or name.endswith(".logits")]
     if len(named or found) != 1:

@@ -34,10 +34,8 @@ class ServedWeights:
 
     def versions(self) -> list[tuple[int, ...]]:
         """Equal to those of another moment if nothing was written since, as far as tensors record it."""
-        own = self.tree.own  # what is written through a shard's own operators changes the version of the shard alone
-        return [(x.data_ptr(), version_of(x)) for x in self.values().values()] + [
-            (version_of(p),) for p in own.values()
-        ]
+        values = [(x.data_ptr(), version_of(x)) for x in self.values().values()]
+        return [*values, *((version_of(p),) for p in self.tree.own.values())]  # operators on shards change theirs alone
 
     def parameter_plan(self) -> Plan:
         """The decisions about the parameters, which the graphs of a server keep."""
