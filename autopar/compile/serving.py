@@ -164,7 +164,9 @@ def _logits_of(gm: GraphModule) -> str:
         raise ValueError(f"serve: needs one output with logits, found {', '.join(found)}; return it as 'logits'")
     (name,) = named or found
     if len(shape(found[name])) != 3:
-        raise ValueError(f"serve: needs logits [rows, tokens, vocabulary], found {list(shape(found[name]))}")
+        raise ValueError(
+            f"serve: needs logits [rows, tokens, vocabulary], found {list(shape(found[name]))}; return those of all tokens"
+        )
     return name
 
 
