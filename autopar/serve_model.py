@@ -66,7 +66,7 @@ def make_server(
             )
         packed = _packed(model, root, facts, max_length, split_kv, keep_unsharded, dump)
         counts = page_counts(packed, size, _cache_bytes(cache, model, packed), max(step_tokens, max_running))
-        runner = PackedRunner(packed, groups, model.values, counts, backend, sizes)
+        runner = PackedRunner(packed, groups, model, counts, backend, sizes)
         return Server(
             runner, groups, max_length=max_length, vocabulary=packed.vocabulary, step_tokens=step_tokens,
             max_running=max_running, max_waiting=max_waiting, eos_token_ids=facts.eos_token_ids,

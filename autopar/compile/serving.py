@@ -128,7 +128,7 @@ def _of_requests() -> Iterator[None]:
         text, _, found = str(error).partition(": ")
         if text != "token_slices":
             raise
-        why = found.partition("; ")[0].removesuffix(", so this model cannot run slice by slice")
+        why = found.rpartition("; ")[0].removesuffix(", so this model cannot run slice by slice")
         raise ValueError(
             f"serve: {why.replace('slices of', 'steps of')}, so requests cannot be generated from its graph; generate "
             "with the model itself"
@@ -171,7 +171,10 @@ def _logits_of(gm: GraphModule) -> str:
         raise ValueError(f"serve: needs one output with logits, found {', '.join(found)}; return it as 'logits'")
     (name,) = named or found
     if len(shape(found[name])) != 3:
-        raise ValueError(f"serve: needs logits [rows, tokens, vocabulary], found {list(shape(found[name]))}")
+        raise ValueError(
+            f"serve: needs logits [rows, tokens, vocabulary], found {list(shape(found[name]))}; return those of all "
+            "tokens"
+        )
     return name
 
 

@@ -8,6 +8,8 @@ With S pipeline stages, S steps are in flight: step i is of the requests of grou
 last stage before step i + S is planned. Tokens of other replicas come back in the same way. The leader is ready for
 them before it runs its own part. A replica without rows runs the step all the same.
 
+Weights may change while no request runs: before the first step of the next one, all ranks take the present weights.
+
 Neither has a thread: `run` drives it until a condition holds, in whichever thread. Ranks may stop at any message, as
 long as all stop at the same one: a condition depends on delivered events alone. An idle leader sends an empty message
 every second as long as it is driven.
@@ -21,7 +23,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from autopar.runtime.fault.errors import CollectiveError
 from autopar.serving.calls import Announcement, CallRefused, Calls, Event, differing
@@ -30,7 +32,10 @@ from autopar.serving.requests import Request
 from autopar.serving.scheduler import Scheduler
 from autopar.serving.step import Chosen, Row, Runner, Step, packed_step, unpacked_step
 
+X = TypeVar("X")
+Y = TypeVar("Y")
 IDLE = 1.0  # seconds between messages of a leader that has nothing to do
+X, Y = TypeVar("X"), TypeVar("Y")
 Rows = tuple[tuple[Row, ...], ...]
 
 
@@ -41,6 +46,7 @@ class Message(NamedTuple):
     events: Sequence[Any] = ()
     calls: Sequence[Announcement] = ()
     ask: Sequence[tuple[int, bytes]] = ()  # calls and the hashes of their arguments: do you make the same ones?
+    refresh: bool | None = None  # take the present weights; True: they have changed
     end: str | None = None  # there are no more messages; why, if an error was it
 
 
@@ -70,6 +76,7 @@ class Leader:
         self._group = 0
         self._inbox: deque[tuple[Announcement, Sequence[Request]] | Callable[[], None]] = deque()
         self._woken = threading.Event()
+        self._changed = False  # whether the caller knows that weights have changed
         self.steps = 0
         self.over = False
 
@@ -84,9 +91,9 @@ class Leader:
         """End a request at the next step."""
         self._on_each(lambda scheduler: scheduler.abort(request))
 
-    def forget(self) -> None:
-        """Forget known prefixes before the next step."""
-        self._on_each(lambda scheduler: scheduler.cache.forget())
+    def weights_changed(self) -> None:
+        """Weights have changed, though they do not look like it."""
+        self._changed = True
 
     def _on_each(self, change: Callable[[Scheduler], None]) -> None:
         self._inbox.extend(functools.partial(change, scheduler) for scheduler in self._schedulers)
@@ -118,6 +125,8 @@ class Leader:
         group, self._group = self._group, (self._group + 1) % len(self._flights)
         events = self._collected(group)
         calls = self._taken(events)
+        if any(s.waiting for s in self._schedulers) and self._is_idle:
+            self._refresh()
         rows = tuple(scheduler.next_step(group) for scheduler in self._schedulers)
         events += self._ends()
         if any(rows) or events or calls:
@@ -126,6 +135,26 @@ class Leader:
         if any(rows):
             self._flights[group] = self._started(rows)
         return bool(events or calls or any(self._flights) or any(s.unfinished for s in self._schedulers))
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether no request runs."""
+        return not any(self._flights) and not any(any(scheduler.running) for scheduler in self._schedulers)
+
+    def _refresh(self) -> None:
+        """All ranks take the present weights. Prefixes of other weights are forgotten."""
+        expected = self._expect_all()
+        if expected:
+            self._control.broadcast(Message(refresh=self._changed))
+        changes = [self._runner.refresh(self._changed), *map(self._report, expected)]
+        self._changed = False
+        if any(changes):
+            for scheduler in self._schedulers:
+                scheduler.cache.forget()
+
+    def _expect_all(self) -> list[Expected]:
+        """A message of each other rank."""
+        return [self._control.expect(rank) for rank in range(self._control.world) if rank != LEADER]
 
     def _send(self, message: Message, events: Sequence[Event] = ()) -> None:
         if self._control.world > 1:
@@ -181,8 +210,9 @@ class Leader:
             events += [Event(request.id, one) for request, one in given]
         return events
 
-    def _report(self, expected: Expected) -> list[Chosen]:
-        told: list[Chosen] | str = self._control.received(expected)
+    def _report(self, expected: Expected) -> Any:
+        """What a rank tells. Raises RuntimeError if it has failed."""
+        told = self._control.received(expected)
         if isinstance(told, str):
             raise RuntimeError(f"serve: rank {expected.rank} failed in a step: {told}")
         return told
@@ -235,6 +265,8 @@ class Follower:
             self._calls.deliver(_unpacked_events(message.events))
             if message.ask:
                 self._control.tell_leader([self._calls.agrees(*call) for call in message.ask])
+            if message.refresh is not None:
+                self._control.tell_leader(self._or_tell_error(self._runner.refresh, message.refresh))
             if message.step is not None:
                 self._run(unpacked_step(message.step))
             if message.end is not None:
@@ -247,15 +279,20 @@ class Follower:
     def _run(self, step: Step) -> None:
         mine = self._runner.replica
         reports = self._runner.reporters[mine] == self._control.rank and _has_choice(step.rows[mine])
+        if not reports:
+            self._runner.run(step)
+            return
+        chosen = self._or_tell_error(self._runner.run, step)
+        assert chosen is not None, "a rank of the last stage returns tokens"
+        self._control.tell_leader(chosen)
+
+    def _or_tell_error(self, act: Callable[[X], Y], given: X) -> Y:
+        """What the leader waits for: if there is an error, it is told that."""
         try:
-            chosen = self._runner.run(step)
+            return act(given)
         except Exception as error:
-            if reports:
-                self._control.tell_leader(_in_words(error))
+            self._control.tell_leader(_in_words(error))
             raise
-        if reports:
-            assert chosen is not None, "a rank of the last stage returns tokens"
-            self._control.tell_leader(chosen)
 
     def give_up(self, error: BaseException) -> None:
         """This rank has failed."""

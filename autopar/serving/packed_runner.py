@@ -9,7 +9,7 @@ where the graph communicates over data axes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from autopar.ir.mesh import DATA
 from autopar.runtime.comm.p2p import AXIS, Channels, PendingTransfer
 from autopar.runtime.exec.lowering import Lowered, axes_of, bind
 from autopar.runtime.mesh.process_groups import Groups
+from autopar.runtime.module.served_weights import ServedWeights
 from autopar.schedule.order import Action
 from autopar.serving.choice import choose
 from autopar.serving.step import Chosen, Row, Step
@@ -44,7 +45,6 @@ from autopar.steps.packed import (
 )
 
 SCRATCH = 0  # the page that padding tokens write to
-Values = Callable[[], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class _BoundStage:
 class PackedRunner:
     """See the module's docstring.
 
-    values: gives this rank's parameters and buffers by name. counts: of pages. backend: "eager" or "inductor".
+    weights: of the model. counts: of pages. backend: "eager" or "inductor".
     step_sizes: numbers of tokens to which steps are padded, in ascending order; empty: none are. Pools take their
     memory here. All ranks of the mesh make theirs at the same time.
     """
@@ -163,12 +163,12 @@ class PackedRunner:
         self,
         packed: Packed,
         groups: Groups,
-        values: Values,
+        weights: ServedWeights,
         counts: PageCounts,
         backend: str = "eager",
         step_sizes: Sequence[int] = (),
     ) -> None:
-        self.packed, self.groups, self._values, self._sizes = packed, groups, values, tuple(step_sizes)
+        self.packed, self.groups, self._weights, self._sizes = packed, groups, weights, tuple(step_sizes)
         self.page_size, self.windows = counts.page_size, packed.windows
         self.pages, self.page_bytes = counts.pages, counts.page_bytes
         graphs = [s.graph.graph for s in packed.stages]
@@ -201,7 +201,7 @@ class PackedRunner:
         ]
         self._inputs = StepInputs(packed, counts.page_size, groups.device)
         self._steps = 0
-        self._versions: tuple[Any, ...] = ()
+        self._versions: list[Any] = []
         self.refresh()
 
     @property
@@ -209,15 +209,14 @@ class PackedRunner:
         """Bytes sent to other stages so far."""
         return self._channels.traffic
 
-    def refresh(self) -> bool:
-        """Take the present values of parameters and buffers; whether they have changed. Tables are made anew, and so
-        are the pools: what they held was of the old values."""
-        values = self._values()
-        versions = tuple((name, x.data_ptr(), x._version) for name, x in values.items())
-        if versions == self._versions:
+    def refresh(self, changed: bool = False) -> bool:
+        """Take the present values of parameters and buffers; whether they have changed, which ``changed`` knows
+        already. Tables are made anew, and so are the pools: what they held was of the old values."""
+        versions = self._weights.versions()
+        if versions == self._versions and not changed:
             return False
         self._versions = versions
-        given = {name: x.detach() for name, x in values.items()}
+        given = {name: x.detach() for name, x in self._weights.values().items()}
         given |= {name: x.to(self.groups.device) for name, x in self.packed.constants.items()}
         with torch.no_grad():
             for stage in self._stages:
@@ -226,7 +225,7 @@ class PackedRunner:
 
     def release(self) -> None:
         """Free the pools, the tables and the parameters that were gathered ahead, until the next step."""
-        self._versions = ()
+        self._versions = []
         for stage in self._stages:
             stage.release()
 
@@ -239,8 +238,6 @@ class PackedRunner:
         rows = step.rows[self.replica]
         if not (any(step.rows) if self.needs_all else rows):
             return [] if self._is_last else None
-        if not self._versions:
-            self.refresh()
         alike = step.rows if self.packed.equal_sizes else (rows,)
         tokens = max(sum(len(row.tokens) for row in of_replica) for of_replica in alike)
         chosen = max(sum(row.choice is not None for row in of_replica) for of_replica in alike)

@@ -11,6 +11,8 @@ On several ranks, rank 0 alone decides. The others are in `run`, or make the sam
 arguments, and get tickets with the same results: hashes of arguments are compared (`calls`), and nobody can end a
 request but rank 0. All ranks close the server.
 
+Weights may change while no request runs, as in an optimizer's step: the next requests are computed with the new ones.
+
 A rank that fails in a step breaks the server: all tickets end with its error, and later calls are refused. What
 concerns one request (a grammar, a function of the user's) ends that one alone.
 """
@@ -359,17 +361,16 @@ class Server:
         return None if self._error is None else f"{type(self._error).__name__}: {self._error}"
 
     def release(self) -> None:
-        """Free the memory of the cache until the next request, and forget what it holds. Nothing may run. All ranks
-        call it."""
-        if self._leader is not None:
-            self._leader.forget()
+        """Free the memory of the cache until the next request. Nothing may run. All ranks call it."""
         self._runner.release()
 
-    def forget_prefixes(self) -> None:
-        """To be called when weights have changed, before the next call: keys and values of earlier requests are not
-        used again. It does nothing on ranks other than 0."""
+    def weights_changed(self) -> None:
+        """To be called when weights have changed in a way that tensors do not record, such as ``p.data.copy_``, before
+        the next call: keys and values of earlier requests are not used again. Changes of optimizers and
+        ``load_state_dict`` are noticed without it. It does nothing on ranks other
+        than 0."""
         if self._leader is not None:
-            self._leader.forget()
+            self._leader.weights_changed()
 
     def close(self) -> None:
         """Abort what runs and end the server, on all ranks: those other than 0 wait until rank 0 does."""

@@ -55,6 +55,9 @@ class FakeRunner:
         self.computed = self.steps = 0
         self.fails_at: int | None = None
 
+    def refresh(self, changed: bool = False) -> bool:
+        return changed
+
     def run(self, step: Step) -> list[Chosen] | None:
         rows = step.rows[self.replica]
         self.steps += 1

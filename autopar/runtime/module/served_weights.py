@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from autopar.adapters.autograd import version_of
 from autopar.plan import Plan
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.params.sharded_modules import ShardedModules
@@ -30,6 +31,11 @@ class ServedWeights:
         """This rank's parts of parameters, and buffers, by name."""
         pieces = self.tree.pieces()  # first: modules may have changed
         return {**pieces, **{name: b.detach() for name, b in self.tree.buffers().items()}}
+
+    def versions(self) -> list[tuple[int, ...]]:
+        """Equal to those of another moment if nothing was written since, as far as tensors record it."""
+        values = [(x.data_ptr(), version_of(x)) for x in self.values().values()]
+        return [*values, *((version_of(p),) for p in self.tree.own.values())]  # operators on shards change theirs alone
 
     def parameter_plan(self) -> Plan:
         """The decisions about the parameters, which the graphs of a server keep."""

@@ -1,0 +1,313 @@
+"""The graph that runs tokens of any requests: its text, what it selects and shares, and what is refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from autopar.compile.serving import compile_packed
+from autopar.ir.graph import calls_of, placeholders, shape
+from autopar.ir.mesh import Mesh
+from autopar.report.graph_text import format_graph
+from autopar.steps.packed import Packed
+from tests.serving.served import tiny
+from tests.support.ranks import refusal
+
+S, H, HEADS, V = 24, 16, 4, 20
+CACHED, SELECT = torch.ops.autopar.cached_attention.default, torch.ops.aten.index_select.default
+
+
+class Causal(nn.Module):
+    """One decoder layer with learned positions; subclasses change a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.position = nn.Embedding(V, H), nn.Embedding(S, H)
+        self.qkv, self.out, self.head = nn.Linear(H, 3 * H), nn.Linear(H, H), nn.Linear(H, V, bias=False)
+        self.double().eval()
+
+    def forward(self, tokens: Tensor) -> Any:
+        h = self.stem(self.embed(tokens) + self.positions(tokens), tokens)
+        return self.logits(h + self.attend(h))
+
+    def positions(self, tokens: Tensor) -> Tensor:
+        return self.position(torch.arange(tokens.shape[1]))
+
+    def stem(self, h: Tensor, tokens: Tensor) -> Tensor:
+        return h
+
+    def attend(self, h: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(-1, (HEADS, -1)).transpose(1, 2) for x in self.qkv(h).chunk(3, -1))
+        return self.out(self.attention(q, k, v, h).transpose(1, 2).flatten(2))
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, h: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def logits(self, h: Tensor) -> Any:
+        return self.head(h)
+
+
+class Seen:
+    """Keeps the graphs after the passes of these names."""
+
+    def __init__(self) -> None:
+        self.graphs: dict[str, str] = {}
+
+    def __call__(self, name: str, gm: GraphModule, *_: Any, **__: Any) -> None:
+        self.graphs[name] = format_graph(gm)
+
+
+def packed(model: nn.Module, tokens: str = "tokens", observers: Any = (), **sizes: int) -> Packed:
+    mesh = Mesh.of(**(sizes or {"dp": 1}))
+    ids = torch.zeros(mesh.data_size, S, dtype=torch.int64)
+    masks = {name: b for name, b in model.named_buffers() if b.dtype == torch.bool}
+    model = model.requires_grad_(False)
+    return compile_packed(model, {tokens: ids}, tokens, mesh, masks=masks, observers=observers, lift_to_float64=True)
+
+
+def main(model: nn.Module, *args: Any, **sizes: int) -> GraphModule:
+    (stage,) = packed(model, *args, **sizes).stages
+    return stage.graph.graph
+
+
+BEFORE = """
+embedding = embedding(p_embed_weight, tokens)
+arange = arange(24, device=cpu, pin_memory=False, dtype=i64)
+arange_sl = exchange_slice(arange, sl, I -> S(0))
+embedding_1 = embedding(p_position_weight, arange_sl)
+add = add(embedding, embedding_1)
+linear = linear(add, p_qkv_weight, p_qkv_bias)
+split_with_sizes_default = split_with_sizes(linear, [16, 16, 16], 2)
+getitem = split_with_sizes_default[0]
+getitem_1 = split_with_sizes_default[1]
+getitem_2 = split_with_sizes_default[2]
+reshape_default = reshape(getitem, [1, 5, 4, 4])
+transpose = transpose.int(reshape_default, 1, 2)
+reshape_default_1 = reshape(getitem_1, [1, 5, 4, 4])
+transpose_1 = transpose.int(reshape_default_1, 1, 2)
+reshape_default_2 = reshape(getitem_2, [1, 5, 4, 4])
+transpose_2 = transpose.int(reshape_default_2, 1, 2)
+transpose_1_sl = exchange_slice(transpose_1, sl, S(2) -> R)
+transpose_2_sl = exchange_slice(transpose_2, sl, S(2) -> R)
+attention_default = autopar.attention(transpose, transpose_1_sl, transpose_2_sl, None, None, None, None, None, \
+True, 0, 0, 4, 0.5, 0.0, 0.0, 0, [], [])
+getitem_3 = attention_default[0]
+transpose_3 = transpose.int(getitem_3, 1, 2)
+reshape_default_3 = reshape(transpose_3, [1, 5, 16])
+linear_1 = linear(reshape_default_3, p_out_weight, p_out_bias)
+add_1 = add(add, linear_1)
+linear_2 = linear(add_1, p_head_weight)
+return (linear_2,)
+"""
+AFTER = """
+embedding = embedding(p_embed_weight, tokens)
+index_select_default = index_select(table_0, 0, positions)
+embedding_1 = embedding(p_position_weight, index_select_default)
+add = add(embedding, embedding_1)
+linear = linear(add, p_qkv_weight, p_qkv_bias)
+split_with_sizes_default = split_with_sizes(linear, [16, 16, 16], 2)
+getitem = split_with_sizes_default[0]
+getitem_1 = split_with_sizes_default[1]
+getitem_2 = split_with_sizes_default[2]
+reshape_default = reshape(getitem, [1, slice_length, 4, 4])
+transpose = transpose.int(reshape_default, 1, 2)
+reshape_default_1 = reshape(getitem_1, [1, slice_length, 4, 4])
+transpose_1 = transpose.int(reshape_default_1, 1, 2)
+reshape_default_2 = reshape(getitem_2, [1, slice_length, 4, 4])
+transpose_2 = transpose.int(reshape_default_2, 1, 2)
+cached_attention_default = autopar.cached_attention(transpose, transpose_1, transpose_2, keys_0, values_0, slots_0, \
+pages_0, starts, lengths, None, None, 0, 0, 0.5, 0.0, True)
+index_select_default_1 = index_select(cached_attention_default, 2, last)
+transpose_3 = transpose.int(index_select_default_1, 1, 2)
+reshape_default_3 = reshape(transpose_3, [1, slice_start, 16])
+linear_1 = linear(reshape_default_3, p_out_weight, p_out_bias)
+index_select_default_2 = index_select(add, 1, last)
+add_1 = add(index_select_default_2, linear_1)
+linear_2 = linear(add_1, p_head_weight)
+return (linear_2,)
+"""
+
+
+def operators(text: str) -> str:
+    """The lines of a graph's text without inputs, types and modules."""
+    lines = (line.partition("  #")[0].rstrip() for line in text.splitlines())
+    lines = (re.sub(r"^(\w+): .*?\s+= ", r"\1 = ", line) for line in lines)
+    return "\n".join(x for x in lines if not x.endswith((" = parameter", " = input", " = constant", " = buffer")))
+
+
+def test_text_before_and_after() -> None:
+    seen = Seen()
+    packed(Causal(), observers=[seen])
+    assert operators(seen.graphs["lower_to_local"]).strip() == BEFORE.strip()
+    assert operators(seen.graphs["packed"]).strip() == AFTER.strip()
+    assert operators(seen.graphs["tables"]).strip() == (
+        "arange = arange(24, device=cpu, pin_memory=False, dtype=i64)\nreturn (arange,)"
+    )
+
+
+def independent_of_length(gm: GraphModule) -> None:
+    """No value of the step's tokens has a dim of all positions."""
+    for node in gm.graph.nodes:
+        for x in node.meta["val"] if isinstance(node.meta.get("val"), (list, tuple)) else [node.meta.get("val")]:
+            if node.op == "call_function" and isinstance(x, Tensor):
+                assert S not in x.shape, f"{node.name} {list(x.shape)}"
+
+
+def selected(gm: GraphModule) -> set[str]:
+    """Values of which only the rows `last` are used."""
+    return {str(n.args[0]) for n in calls_of(gm.graph, SELECT) if str(n.args[2]) == "last"}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3", "falcon"])
+def test_tables_are_shared_and_rows_selected_right_behind_the_last_attention(kind: str) -> None:
+    gm = main(tiny(kind), "input_ids")
+    independent_of_length(gm)
+    attentions = calls_of(gm.graph, CACHED)
+    pools = [str(x) for n in attentions for x in n.args[3:5]]
+    assert len(attentions) == 2 and len(set(pools)) == 4
+    tables = [n for n in placeholders(gm) if n.name.startswith("table_")]
+    taken = [n.args[0] for n in calls_of(gm.graph, SELECT) if str(n.args[2]) == "positions"]
+    assert sorted(map(str, taken)) == sorted(map(str, tables)), "each table is read once"
+    assert attentions[-1].name in selected(gm)
+    names = [n.name for n in gm.graph.nodes]
+    late = [n for n in gm.graph.nodes if names.index(n.name) > names.index(attentions[-1].name)]
+    whole = [n for n in late if n.op == "call_function" and n.target is torch.ops.aten.linear.default and 5 in shape(n)]
+    assert not whole, "no product behind the last attention has rows of other tokens"
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_rows_are_not_selected_through_routing(kind: str) -> None:
+    gm = main(tiny(kind), "input_ids")
+    independent_of_length(gm)
+    attention = calls_of(gm.graph, CACHED)[-1]
+    assert selected(gm) and attention.name not in selected(gm)
+
+
+class Triangle(Causal):
+    """A mask that is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("keep", torch.ones(S, S, dtype=torch.bool).tril())
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, h: Tensor) -> Tensor:
+        t = q.shape[2]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.keep[:t, :t])
+
+
+class Factories(Causal):
+    def stem(self, h: Tensor, tokens: Tensor) -> Tensor:
+        return h * torch.ones_like(h[..., :1]) + torch.zeros(1, h.shape[1], 1, dtype=h.dtype)
+
+
+@pytest.mark.parametrize("model", [Triangle, Factories])
+def test_runs(model: type[Causal]) -> None:
+    assert len(calls_of(main(model()).graph, CACHED)) == 1
+
+
+# --- refusals -------------------------------------------------------------------------------------------------
+
+
+class Bidirectional(Causal):
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, h: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class MaskOfValues(Causal):
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, h: Tensor) -> Tensor:
+        keep = torch.ones(S, S, dtype=torch.bool).tril() & (h[:, None, None, :, 0] > 0)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+
+
+class Stem(Causal):
+    """``change``: of the values behind the embeddings, with the ids."""
+
+    def __init__(self, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+        self.conv = nn.Conv1d(H, H, 3, padding=2, groups=H).double()
+        self.rnn = nn.GRU(H, H, batch_first=True).double()
+
+    def stem(self, h: Tensor, tokens: Tensor) -> Tensor:
+        return self.change(h, tokens)
+
+
+class Convolution(Stem):
+    def stem(self, h: Tensor, tokens: Tensor) -> Tensor:
+        return self.conv(h.transpose(1, 2))[..., : h.shape[1]].transpose(1, 2)
+
+
+class Counter(Causal):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def stem(self, h: Tensor, tokens: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return h
+
+
+class Pooled(Causal):
+    def logits(self, h: Tensor) -> Any:
+        return self.head(h[:, -1])
+
+
+class Several(Causal):
+    def logits(self, h: Tensor) -> Any:
+        return {"first": self.head(h), "second": self.head(h * 2)}
+
+
+WAY_OUT = "generate with the model itself"
+REFUSED = {
+    "bidirectional": (Bidirectional, "attention"),
+    "mask": (MaskOfValues, "attention"),
+    "convolution": (lambda: Convolution(lambda h, t: h), "conv1d"),
+    "cumsum": (lambda: Stem(lambda h, t: h + torch.cumsum(h, 1)), "cumsum"),
+    "positions": (lambda: Stem(lambda h, t: h + torch.cumsum(t != 0, 1)[..., None]), "cumsum"),
+    "mean": (lambda: Stem(lambda h, t: h - h.mean(1, keepdim=True)), "mean|add|sub"),
+    "shift": (lambda: Stem(lambda h, t: h + F.pad(h, (0, 0, 1, 0))[:, :-1]), "pad|slice"),
+    "roll": (lambda: Stem(lambda h, t: h + torch.roll(h, 1, 1)), "roll"),
+    "ids": (lambda: Stem(lambda h, t: h * (t == t[:, :1])[..., None]), "slice|eq"),
+    "softmax": (lambda: Stem(lambda h, t: torch.softmax(h, 1)), "softmax"),
+    "flip": (lambda: Stem(lambda h, t: h.flip(1)), "flip"),
+    "sort": (lambda: Stem(lambda h, t: h.sort(1)[0]), "sort"),
+    "any": (lambda: Stem(lambda h, t: h * (t == 3).any()), "any|mul"),
+}
+
+
+def words(call: Callable[[], Any]) -> str:
+    found = refusal(call)
+    assert found.startswith("serve: ") and "\n" not in found and found.count(". ") == 0, found
+    assert "slice by slice" not in found and "token slices" not in found
+    return found
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_operator(name: str) -> None:
+    made, operator = REFUSED[name]
+    found = words(lambda: packed(made()))
+    assert re.search(rf"(aten|autopar)\.\w*({operator})\w*", found), found
+    assert found.endswith(WAY_OUT)
+
+
+def test_refused() -> None:
+    assert words(lambda: packed(Counter())) == (
+        f"serve: the forward writes buffer calls in eval mode, which requests would share; {WAY_OUT}"
+    )
+    assert words(lambda: packed(Causal(), cp=2)) == (
+        "serve: requests are not sharded on their tokens, found axis cp=2 in the mesh; use tp, dp, ep or pp"
+    )
+    assert words(lambda: packed(Pooled())) == (
+        f"serve: needs logits [rows, tokens, vocabulary], found [1, {V}]; return those of all tokens"
+    )
+    assert words(lambda: packed(Several())) == (
+        "serve: needs one output with logits, found first, second; return it as 'logits'"
+    )
