@@ -70,11 +70,7 @@ def _run_serving(args: argparse.Namespace) -> int:
     from autopar.cli.serving_plan import serving_summary
     from autopar.report.serving_summary import show_serving
 
-    meshes, found, console = (
-        [asked_mesh(text) for text in args.mesh],
-        list[dict[str, Any]](),
-        console_of_results(_WIDTH),
-    )
+    meshes, found = [asked_mesh(text) for text in args.mesh], list[dict[str, Any]]()
     if len(meshes) == 1:
         found.append(serving_summary(args, meshes[0], asked_options(args), args.dump))
     for mesh in meshes if len(meshes) > 1 else ():
@@ -86,7 +82,7 @@ def _run_serving(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(found if len(found) > 1 else found[0], indent=1))
     else:
-        show_serving(found, console)
+        show_serving(found, console_of_results(_WIDTH))
     return 2 if all("refused" in row for row in found) else 0
 
 

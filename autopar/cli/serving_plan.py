@@ -77,10 +77,10 @@ def _summary(packed: Packed, model: str, asked: str | None, step_tokens: int) ->
     of_request = sum(n * size * by_window[w] for n, w in zip(needed, packed.windows, strict=True))
     requests = (counts.pages[0] - 1) // needed[0]
     if requests < 1:
+        least = of_request + sum(size * x for x in by_window.values())  # with a page for padding
         raise ValueError(
-            f"cache: a request of {packed.max_length} tokens needs {of_request} bytes per rank, and a page of each kind "
-            f"{sum(size * x for x in by_window.values())} more, found {cache}; raise it, lower max_length or use more "
-            "ranks"
+            f"cache: a request of {packed.max_length} tokens needs {least} bytes per rank, found {cache}; raise it, "
+            "lower max_length or use more ranks"
         )
     return {
         "model": model,

@@ -60,6 +60,7 @@ FLOORS: tuple[set[str], ...] = (
     {"runtime"},
     {"serving"},
     {"cache"},
+    {"serve_model"},
     {"api"},
     {"verification", "models"},
     {"cli", "integrations", "testing"},

@@ -216,7 +216,10 @@ class Dumper:
             name = f"{f'part{k}.' if len(packed.stages) > 1 else ''}packed, {STEP_TOKENS} tokens"
             self._volumes[name] = communication(with_sizes(packed, stage, STEP_TOKENS, STEP_TOKENS), packed.plan.mesh)
             self._steps.append(name)
-        self.sections.append(Section("Cache of keys and values", table(*cache_table(packed), numeric=range(1, 7))))
+        self.sections.append(
+            Section("Cache of keys and values", table(*cache_table(packed), numeric=(1, 2, 3, 4, 5, 7)))
+        )
+        self.facts = [("a step", f"{STEP_TOKENS} requests that decode")]
         ctx = Compilation(packed.plan.mesh, packed.plan, timings=packed.timings)
         self.finish(ctx, parameters=packed.parameters, summary=summary)
 
