@@ -15,7 +15,10 @@ from torch import nn
 from autopar.capture.front_end import GenerationFacts, adapter_for
 from autopar.compile.serving import compile_packed
 from autopar.ir.batch import tensors_of
+from autopar.ir.mesh import Mesh
+from autopar.plan import Plan
 from autopar.report.dump.dump import dumper_for
+from autopar.rewrite.compilation import Observer
 from autopar.runtime.consistency.rank_checks import agree_on_call
 from autopar.runtime.fault.errors import error_context
 from autopar.runtime.module.served_weights import ServedWeights
@@ -59,12 +62,15 @@ def make_server(
         agree_on_call(groups, asked)
         root = model.structure()
         facts = generation_facts(root, example_batch)
-        if facts.max_length and max_length > facts.max_length:
-            raise ValueError(
-                f"serve: max_length {max_length} is beyond the {facts.max_length} positions of {type(root).__name__}; "
-                f"lower it to {facts.max_length}"
-            )
-        packed = _packed(model, root, facts, max_length, split_kv, keep_unsharded, dump)
+        check_positions(root, facts, max_length)
+        folder = dumper_for(dump)
+        packed = packed_model(
+            root, facts, groups.mesh, model.parameter_plan(), max_length, lift_to_float64=model.lift_to_float64,
+            split_kv=split_kv, gathers_ahead=keep_unsharded, masks=model.values(),
+            observers=[folder] if folder is not None else [],
+        )  # fmt: skip
+        if folder is not None:
+            folder.add_packed(packed)
         counts = page_counts(packed, size, _cache_bytes(cache, model, packed), max(step_tokens, max_running))
         runner = PackedRunner(packed, groups, model, counts, backend, sizes)
         return Server(
@@ -91,23 +97,35 @@ def generation_facts(model: nn.Module, example_batch: Mapping[str, Any] | None) 
     return GenerationFacts(next(iter(given)))
 
 
-def _packed(
-    model: ServedWeights,
+def check_positions(model: nn.Module, facts: GenerationFacts, max_length: int) -> None:
+    """Raises ValueError for a ``max_length`` beyond the model's positions."""
+    if facts.max_length and max_length > facts.max_length:
+        raise ValueError(
+            f"serve: max_length {max_length} is beyond the {facts.max_length} positions of {type(model).__name__}; "
+            f"lower it to {facts.max_length}"
+        )
+
+
+def packed_model(
     root: nn.Module,
     facts: GenerationFacts,
+    mesh: Mesh,
+    fixed: Plan,
     max_length: int,
-    split_kv: bool,
-    keep_unsharded: bool,
-    dump: str | Path | None,
+    *,
+    lift_to_float64: bool = False,
+    split_kv: bool = True,
+    gathers_ahead: bool = False,
+    masks: Mapping[str, Tensor] | None = None,
+    observers: Sequence[Observer] = (),
 ) -> Packed:
-    """The model captured for one row of all positions per data rank."""
-    mesh, folder = model.groups.mesh, dumper_for(dump)
+    """The model captured for one row of all positions per data rank. ``fixed``: the plan of the parameters. ``masks``:
+    values of buffers by name, of which the bool ones are known to the compiler."""
     row = torch.empty(mesh.data_size, max_length, dtype=torch.int64, device="meta")
-    masks = {name: x for name, x in model.values().items() if x.dtype == torch.bool}
+    known = {name: x for name, x in (masks or {}).items() if x.dtype == torch.bool}
     return compile_packed(
-        root, {facts.tokens: row}, facts.tokens, mesh, fixed=model.parameter_plan(),
-        lift_to_float64=model.lift_to_float64, split_kv=split_kv, gathers_ahead=keep_unsharded, masks=masks,
-        observers=[folder] if folder is not None else [],
+        root, {facts.tokens: row}, facts.tokens, mesh, fixed=fixed, lift_to_float64=lift_to_float64,
+        split_kv=split_kv, gathers_ahead=gathers_ahead, masks=known, observers=observers,
     )  # fmt: skip
 
 

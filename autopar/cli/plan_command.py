@@ -1,5 +1,9 @@
 """`autopar plan`: plan placements and pipeline stages; print them with memory, communication and time of a step.
-Several meshes are compared side by side."""
+Several meshes are compared side by side.
+
+    autopar plan --config CONFIG.json --mesh dp=8,tp=8 --seq 8192 --batch 8
+    autopar plan --config CONFIG.json --mesh tp=8 --serve --max-length 8192 --target-hardware h100
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli.command import Command, console_of_results
-from autopar.cli.shared_arguments import OFTEN, add_model
+from autopar.cli.shared_arguments import OFTEN, add_model, positive
 
 if TYPE_CHECKING:
     from autopar.ir.mesh import Mesh
 
+_OF_SERVING = ("max_length", "cache", "step_tokens")
 _WIDTH = 160  # of tables when stdout is no terminal
 
 
@@ -24,12 +29,21 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dump", type=Path, metavar="DIR", help="write every graph and an HTML report into this folder"
     )
+    parser.add_argument("--serve", action="store_true", help="plan autopar.serve: cache, requests that fit, times")
+    group = parser.add_argument_group("serving (--serve)")
+    add = group.add_argument
+    add("--max-length", type=positive, metavar="N", help="most tokens of a request (default: 4096)")
+    add("--cache", metavar="BYTES", help="of keys and values per rank, 40GB (default: what the weights leave)")
+    add("--step-tokens", type=positive, metavar="N", help="most tokens of a step (default: 512)")
 
 
 def _run(args: argparse.Namespace) -> int:
     from autopar.cli.compiling import asked_mesh, asked_options
     from autopar.report.summary import show_summary
 
+    _check_serving(args)
+    if args.serve:
+        return _run_serving(args)
     if len(args.mesh) > 1:
         return _run_several(args, [asked_mesh(text) for text in args.mesh])
     summary = _summary(args, asked_mesh(args.mesh[0]), asked_options(args), args.dump)
@@ -39,6 +53,41 @@ def _run(args: argparse.Namespace) -> int:
     else:
         show_summary(summary, console_of_results(_WIDTH))
     return 0
+
+
+def _check_serving(args: argparse.Namespace) -> None:
+    """Raises ValueError for options of serving without --serve, and for those of training with it."""
+    given = next((name for name in _OF_SERVING if getattr(args, name) is not None), "")
+    if given and not args.serve:
+        raise ValueError(f"--{given.replace('_', '-')} is of plans to serve a model, found none; add --serve")
+    if args.serve and args.batch is not None:
+        raise ValueError(f"--serve needs no batch, found --batch {args.batch}; leave it out")
+
+
+def _run_serving(args: argparse.Namespace) -> int:
+    """Plan to serve on each mesh."""
+    from autopar.cli.compiling import asked_mesh, asked_options, options_for
+    from autopar.cli.serving_plan import serving_summary
+    from autopar.report.serving_summary import show_serving
+
+    meshes, found = [asked_mesh(text) for text in args.mesh], list[dict[str, Any]]()
+    if len(meshes) == 1:
+        found.append(serving_summary(args, meshes[0], asked_options(args), args.dump))
+    for mesh in meshes if len(meshes) > 1 else ():
+        folder = args.dump / str(mesh).replace(",", "-") if args.dump else None
+        try:
+            found.append(serving_summary(args, mesh, options_for(args, mesh), folder))
+        except ValueError as error:
+            found.append(_refused(args, mesh, error))
+    if args.json:
+        print(json.dumps(found if len(found) > 1 else found[0], indent=1))
+    else:
+        show_serving(found, console_of_results(_WIDTH))
+    return 2 if all("refused" in row for row in found) else 0
+
+
+def _refused(args: argparse.Namespace, mesh: Mesh, error: ValueError) -> dict[str, Any]:
+    return {"model": str(args.config), "mesh": mesh.sizes, "refused": " ".join(str(error).split())}
 
 
 def _summary(args: argparse.Namespace, mesh: Mesh, options: Any, folder: Path | None) -> dict[str, Any]:
@@ -74,7 +123,7 @@ def _run_several(args: argparse.Namespace, meshes: list[Mesh]) -> int:
         try:
             found.append(_summary(args, mesh, options_for(args, mesh), folder))
         except ValueError as error:
-            found.append({"model": str(args.config), "mesh": mesh.sizes, "refused": " ".join(str(error).split())})
+            found.append(_refused(args, mesh, error))
     _remark(args)
     if args.json:
         print(json.dumps(found, indent=1))
@@ -88,5 +137,5 @@ PLAN = Command(
     "plan placements and pipeline stages; print them with memory, communication and time of a step",
     _add_arguments,
     _run,
-    (*OFTEN, "--json", "--dump"),
+    (*OFTEN, "--json", "--dump", "--serve"),
 )

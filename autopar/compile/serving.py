@@ -195,8 +195,6 @@ def _local(
     axes = _vocabulary_axes(gm, ctx.mesh)
     packed = timed(ctx.timings, "pack_tokens", lambda: pack_tokens(gm, part, split_kv, gathers_ahead))
     ctx.observe("pack_tokens", packed.main)
-    if packed.tables is not None:
-        ctx.observe("tables", packed.tables)
     where |= {new: where[old] for old, new in packed.replaced.items() if old in where}
     parts = split_packed(packed.main, where, len(cuts) + 1)
     for i, one in enumerate(parts):
@@ -228,8 +226,12 @@ def _stages(
         sent = [known[name] for name in part.sent]
         step = StepGraph(graph, [*part.inputs, TOKENS, ROWS], list(part.outputs))
         mine = [layers[name] for name in part.inputs if name in layers]
-        stages.append(PackedStage(step, received, sent, mine, _tables(first, part.inputs)))
-        ctx.observe(f"part{k}.packed" if len(made[0][1]) > 1 else "packed", graph)
+        tables = _tables(first, part.inputs)
+        stages.append(PackedStage(step, received, sent, mine, tables))
+        with ctx.within(f"part{k}." if len(made[0][1]) > 1 else ""):
+            if tables is not None:
+                ctx.observe("tables", tables.graph)
+            ctx.observe("packed", graph)
     return stages
 
 

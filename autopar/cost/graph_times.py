@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from autopar.cost.attention_costs import is_context_attention
-from autopar.cost.flops import node_seconds
+from autopar.cost.flops import Requests, node_seconds
 from autopar.cost.hardware import Device, host_link
 from autopar.cost.traffic import Links, transfer
 from autopar.ir.graph import nbytes
@@ -37,17 +37,18 @@ class GraphTimes:
     exposed: Mapping[Node, float]
 
 
-def graph_times(gm: GraphModule, device: Device, links: Links) -> GraphTimes:
-    """Estimated times of a step graph."""
-    run = _GraphRun(gm, device, links)
+def graph_times(gm: GraphModule, device: Device, links: Links, requests: Requests | None = None) -> GraphTimes:
+    """Estimated times of a step graph. ``requests``: as in `autopar.cost.flops.flops`."""
+    run = _GraphRun(gm, device, links, requests)
     for node in gm.graph.nodes:
         run.reach(node)
     return GraphTimes(run.now, run.computing, run.moving, run.exposed)
 
 
 class _GraphRun:
-    def __init__(self, gm: GraphModule, device: Device, links: Links) -> None:
+    def __init__(self, gm: GraphModule, device: Device, links: Links, requests: Requests | None) -> None:
         self.places, self.device, self.links, self.now = WaitPlaces(gm), device, links, 0.0
+        self.requests = requests
         self.free: dict[str, float] = {}  # axis -> when its links are
         self.done: dict[Node, float] = {}
         self.computing: dict[Node, float] = {}
@@ -61,7 +62,7 @@ class _GraphRun:
             self._start(node)
         elif is_context_attention(node):
             self._attend(node)
-        elif seconds := node_seconds(node, self.device):
+        elif seconds := node_seconds(node, self.device, requests=self.requests):
             self.computing[node] = seconds
             self.now += seconds
 

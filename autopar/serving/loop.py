@@ -32,8 +32,6 @@ from autopar.serving.requests import Request
 from autopar.serving.scheduler import Scheduler
 from autopar.serving.step import Chosen, Row, Runner, Step, packed_step, unpacked_step
 
-X = TypeVar("X")
-Y = TypeVar("Y")
 IDLE = 1.0  # seconds between messages of a leader that has nothing to do
 X, Y = TypeVar("X"), TypeVar("Y")
 Rows = tuple[tuple[Row, ...], ...]

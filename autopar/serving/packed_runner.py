@@ -57,17 +57,23 @@ class PageCounts:
     page_bytes: tuple[int, ...]
 
 
+def pages_of_request(packed: Packed, page_size: int, step_tokens: int) -> tuple[int, ...]:
+    """How many pages of each window kind a request of ``max_length`` holds at most: pages behind a window are given
+    back."""
+    longest = -(-packed.max_length // page_size)
+    return tuple(
+        min(longest, -(-(window - 1 + step_tokens) // page_size) + 1) if window else longest
+        for window in packed.windows
+    )
+
+
 def page_counts(packed: Packed, page_size: int, cache: int, step_tokens: int) -> PageCounts:
     """How many pages fit into ``cache`` bytes per rank: as many requests of ``max_length`` as possible, each of which
     needs pages of every window kind."""
     ranks: dict[int, list[CachedLayer]] = {}
     for stage in packed.stages:
         ranks.setdefault(stage.rank, []).extend(stage.layers)
-    longest = -(-packed.max_length // page_size)
-    needed = [
-        min(longest, -(-(window - 1 + step_tokens) // page_size) + 1) if window else longest
-        for window in packed.windows
-    ]
+    needed = pages_of_request(packed, page_size, step_tokens)
 
     def bytes_of(layers: list[CachedLayer], kind: int) -> int:
         return page_size * sum(layer.bytes_per_token for layer in layers if layer.kind == kind)
@@ -337,4 +343,4 @@ class StepInputs:
         return torch.tensor(numbers, dtype=dtype, device=self._device)
 
 
-__all__ = ["PackedRunner", "PageCounts", "StepGraph", "page_counts"]
+__all__ = ["PackedRunner", "PageCounts", "StepGraph", "page_counts", "pages_of_request"]

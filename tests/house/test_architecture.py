@@ -62,6 +62,7 @@ FLOORS: tuple[set[str], ...] = (
     {"serve_model"},
     {"generation"},
     {"cache"},
+    {"serve_model"},
     {"api"},
     {"verification", "models"},
     {"integrations.http"},

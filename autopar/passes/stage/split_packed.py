@@ -9,12 +9,14 @@ Leaves      values that depend on no parameter, or on parameters alone: every st
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.fx.lazy import graph_module
 from autopar.ir.graph import add_placeholder, copy_node, outputs, placeholders, reach
+from autopar.ir.meta import signature_of
+from autopar.ir.signature import OutputSpec
 from autopar.steps.packed import LOGITS
 
 
@@ -76,9 +78,10 @@ def _part(gm: GraphModule, stage_of: Mapping[Node, int], k: int, through: list[l
         copy_node(graph, node, copies)
     graph.output(tuple(copy_node(graph, x, copies) for x in made))
     part = graph_module(graph, "Packed", gm)
-    part.meta = dict(gm.meta)
     ends = [LOGITS] if k == len(through) else [n.name for n in sent]
     names = [LOGITS] if k == len(through) else [n.name for n in made]
+    signature = replace(signature_of(gm), outputs=tuple(OutputSpec("output", name) for name in names))
+    part.meta = {**gm.meta, "signature": signature}
     return PackedPart(part, [n.name for n in placeholders(part)], names, ends)
 
 

@@ -21,6 +21,7 @@ import torch.distributed
 from torch.fx import GraphModule
 
 from autopar.cost.memory import memories
+from autopar.cost.serving_step import with_sizes
 from autopar.cost.stage_costs import step_timeline
 from autopar.cost.traffic import communication, step_communication
 from autopar.ir.graph import compressed, without_indices, without_numbers
@@ -36,6 +37,7 @@ from autopar.report.html.expert_section import Load, Sent, expert_sections
 from autopar.report.html.model_pages import model_sections
 from autopar.report.html.page import Level, Page, Section, render, table
 from autopar.report.html.schedule_picture import pipeline_section
+from autopar.report.serving_summary import cache_table
 from autopar.report.summary import part_rows
 from autopar.report.tables import human_bytes
 from autopar.rewrite.compilation import Compilation
@@ -45,11 +47,14 @@ from autopar.schedule.request import Costs
 from autopar.schedule.simulate import Timeline, per_part, simulate
 from autopar.steps.graphs import Compiled
 from autopar.steps.of_rank import parts_of
+from autopar.steps.packed import Packed
 
 VARIABLE = "AUTOPAR_DUMP"
+STEP_TOKENS = 64  # of the step of a served model whose communication is shown: as many requests that decode
 # Graphs that run as they are, such as forward or part1.backward_input.
 STEP_GRAPHS = re.compile(
-    r"prologue|once|each|(part\d+\.)?(pre_pass\d+|forward|backward(_input|_weight|_reduce)?|gather|reduce)"
+    r"prologue|once|each|(part\d+\.)?(pre_pass\d+|forward|backward(_input|_weight|_reduce)?|gather|reduce|"
+    r"packed|tables)"
 )
 
 
@@ -199,6 +204,24 @@ class Dumper:
         self.sections += expert_sections(compiled, load or {}, sent or {})
         ctx = Compilation(compiled.plan.mesh, compiled.plan, timings=compiled.timings)
         self.finish(ctx, parameters=compiled.parameters, summary=summary)
+
+    def add_packed(self, packed: Packed, summary: Iterable[tuple[str, str]] = ()) -> None:
+        """Write everything about a model that is served, and `finish`. The communication is that of a step."""
+        if not self.enabled:
+            return
+        for name in self._steps:
+            del self._volumes[name]
+        self._steps = []
+        for k, stage in enumerate(packed.stages):
+            name = f"{f'part{k}.' if len(packed.stages) > 1 else ''}packed, {STEP_TOKENS} tokens"
+            self._volumes[name] = communication(with_sizes(packed, stage, STEP_TOKENS, STEP_TOKENS), packed.plan.mesh)
+            self._steps.append(name)
+        self.sections.append(
+            Section("Cache of keys and values", table(*cache_table(packed), numeric=(1, 2, 3, 4, 5, 7)))
+        )
+        self.facts = [("a step", f"{STEP_TOKENS} requests that decode")]
+        ctx = Compilation(packed.plan.mesh, packed.plan, timings=packed.timings)
+        self.finish(ctx, parameters=packed.parameters, summary=summary)
 
     def finish(
         self, ctx: Compilation, *, parameters: Iterable[ParameterSpec] = (), summary: Iterable[tuple[str, str]] = ()
