@@ -1,4 +1,4 @@
-"""`autopar serve`: what is told before anything is loaded, and what is handed over."""
+"""`autopar serve`: mistakes are reported before anything is loaded, and arguments are handed over."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_mistakes(folder: Path, capsys: pytest.CaptureFixture[str], line: str, m
     assert caught.value.code == 2 and message in said and said.count("\n") == 1
 
 
-def test_mistakes_are_told_before_torch_is_loaded(folder: Path) -> None:
+def test_mistakes_are_reported_before_torch_is_loaded(folder: Path) -> None:
     lines = [["serve", *(str(folder) if word == "F" else word for word in line.split())] for line, _ in BAD]
     code = f"""
 import contextlib, sys

@@ -18,7 +18,7 @@ import uvicorn
 from transformers import PreTrainedTokenizerFast
 
 from autopar.integrations.http.app import make_app
-from autopar.integrations.http.engine import Served
+from autopar.integrations.http.engine import ServedModel
 from autopar.serving.calls import QueueFull
 from autopar.serving.metrics import Histogram, Metrics
 from autopar.serving.requests import FinishReason
@@ -157,7 +157,7 @@ def _allowed(grammar: Grammar) -> int:
 @contextlib.contextmanager
 def serving(engine: FakeEngine, **changes: Any) -> Iterator[str]:
     """The address of a server in a thread."""
-    served = Served(**{"name": "tiny", "engine": engine, "tokenizer": tokenizer()} | changes)
+    served = ServedModel(**{"name": "tiny", "engine": engine, "tokenizer": tokenizer()} | changes)
     config = uvicorn.Config(make_app(served), port=0, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

@@ -48,7 +48,7 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """The model that a server serves. ``defaults``: fields of `Sampling` that a request leaves out."""
 
     name: str
@@ -60,18 +60,13 @@ class Served:
 
     @functools.cached_property
     def token_bytes(self) -> Any:
-        """llguidance's tokenizer, made on first use, which takes a second. Raises ApiError for a slow tokenizer."""
+        """llguidance's tokenizer, made on first use, which takes a second. Raises ValueError for a slow tokenizer."""
         from llguidance.hf import from_tokenizer
 
-        try:
-            eos = list(self.engine.eos_token_ids)
-            return from_tokenizer(self.tokenizer, n_vocab=self.engine.vocabulary, eos_token=eos or None)
-        except ValueError as error:
-            raise ApiError(
-                f"response_format: needs a tokenizer with a tokenizer.json: {error}", param="response_format"
-            ) from error
+        eos = list(self.engine.eos_token_ids)
+        return from_tokenizer(self.tokenizer, n_vocab=self.engine.vocabulary, eos_token=eos or None)
 
-    def ready(self) -> None:
+    def check_ready(self) -> None:
         """Raises ApiError if the engine has failed."""
         if self.engine.failure:
             raise ApiError(self.engine.failure, status=503, code="engine_failed")

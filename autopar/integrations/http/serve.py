@@ -25,7 +25,7 @@ import uvicorn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from autopar.integrations.http.app import make_app
-from autopar.integrations.http.engine import Served
+from autopar.integrations.http.engine import ServedModel
 from autopar.ir.mesh import Mesh
 from autopar.models import hf_configs as hf
 from autopar.runtime.mesh.process_groups import init_mesh
@@ -132,7 +132,7 @@ def _run_rank(settings: Settings, load: Load) -> None:
     tokenizer = AutoTokenizer.from_pretrained(settings.folder)
     name = settings.name or settings.folder.resolve().name
     try:
-        _listen(Served(name, engine, tokenizer, sampling_defaults(settings.folder)), address)
+        _listen(ServedModel(name, engine, tokenizer, sampling_defaults(settings.folder)), address)
     finally:
         engine.close()
 
@@ -177,7 +177,7 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
     return {name: given[name] for name in _DEFAULTS if given.get(name) is not None}
 
 
-def _listen(model: Served, address: socket.socket) -> None:
+def _listen(model: ServedModel, address: socket.socket) -> None:
     """Serve until a signal comes."""
     host, port = address.getsockname()[:2]
     config = uvicorn.Config(
