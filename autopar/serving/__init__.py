@@ -9,6 +9,7 @@ control, loop       messages between ranks, and what drives their steps
 calls, ticket       calls of ranks, and what a caller holds of a request
 server, metrics     `Server`
 choice              from rows of logits to tokens
+generation_config   transformers' GenerationConfig as `Sampling`
 generate            transformers' `generate` and `generate_batch` on requests
 text                tokens to text as they come, and stop strings
 """

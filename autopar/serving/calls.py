@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from autopar.serving.requests import FinishReason
 from autopar.serving.step import Chosen
-from autopar.serving.ticket import Ticket
+from autopar.serving.ticket import Driver, Ticket
 
 
 class CallRefused(ValueError):
@@ -32,6 +32,7 @@ class Announcement:
     number: int  # of the call, from 1
     digest: bytes  # of its arguments
     requests: tuple[int, ...]  # ids
+    asks: bool = False  # whether other ranks have made the same call, before it is served
     error: CallRefused | None = None
 
 
@@ -48,21 +49,25 @@ class Event:
 class Calls:
     """Calls and tickets of one rank. All methods may be called by any thread."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, driver: Driver) -> None:
+        self.rank, self._driver = rank, driver
         self.ignores = False  # announcements of calls that this rank has not made
         self._lock = threading.Lock()
         self._made: dict[int, tuple[bytes, list[Ticket]]] = {}  # not announced yet
         self._announced: dict[int, tuple[Announcement, list[Ticket]]] = {}  # not made yet
         self._tickets: dict[int, Ticket] = {}  # by id of the request
 
-    def hold(self, request: int, ticket: Ticket) -> None:
-        """On rank 0: the ticket of a request."""
+    def hold(self, request: int, prompt: Sequence[int]) -> Ticket:
+        """On rank 0: a ticket for a request."""
+        ticket = Ticket(prompt, self._driver)
+        ticket.request = request
         with self._lock:
             self._tickets[request] = ticket
+        return ticket
 
-    def make(self, number: int, digest: bytes, tickets: list[Ticket]) -> list[Ticket]:
-        """On other ranks: a call; its tickets, which are others if it was announced before."""
+    def make(self, number: int, digest: bytes, prompts: Sequence[Sequence[int]]) -> list[Ticket]:
+        """On other ranks: a call; its tickets, which may be there already."""
+        tickets = [Ticket(prompt, self._driver) for prompt in prompts]
         with self._lock:
             announced = self._announced.pop(number, None)
             if announced is None:
@@ -83,7 +88,7 @@ class Calls:
             if tickets is None:
                 if self.ignores:
                     return
-                tickets = [Ticket(()) for _ in call.requests]
+                tickets = [Ticket((), self._driver) for _ in call.requests]
                 self._announced[call.number] = call, tickets
             if call.error is not None:
                 for ticket in tickets:

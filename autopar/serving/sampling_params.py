@@ -12,6 +12,7 @@ from autopar.errors import refusal_like
 from autopar.spelling import did_you_mean
 from autopar.values import a_text, number, refuse, whole_number, yes_or_no
 
+_LEAST_TEMPERATURE = 1e-5  # logits divided by less overflow
 _OTHER_WORDS = {
     "max_new_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
@@ -47,7 +48,8 @@ class Grammar(Protocol):
 class Sampling:
     """How the tokens of a request are chosen and when it ends. Fields are given by name.
 
-    temperature: divides the logits; 0: the most likely token (greedy), and top_k, top_p and min_p have no effect.
+    temperature: divides the logits; 0 (or below 1e-5, as in vLLM): the most likely token (greedy), and top_k, top_p and
+    min_p have no effect.
     top_k: only the k most likely tokens; 0: all. top_p: only the most likely tokens that have this probability
     together. min_p: only tokens of at least this fraction of the highest probability.
     repetition_penalty: divides positive logits, and multiplies negative ones, of the tokens of prompt and generation.
@@ -57,13 +59,14 @@ class Sampling:
     bad_words: sequences of token ids that are never generated.
     min_tokens, max_tokens: numbers of tokens to generate; max_tokens None: up to the server's max_length.
     seed: of the random numbers; equal seeds give equal tokens, whatever else is generated. None: the server draws one.
-    stop: texts that end the request and are no part of the result. stop_token_ids: ids that end it.
+    stop: texts that end the request, and are left out of the result. stop_token_ids: ids that end it.
     eos_token_ids: the model's end of text; None: as the server knows it. ignore_eos: it does not end the request.
     logprobs: None: none; 0: of the chosen tokens; n: of the n most likely ones too. They are of the model's own
     distribution, before temperature, penalties, biases and masks (as in vLLM and OpenAI's API).
+    processed_logprobs: they are of the distribution that tokens are drawn from.
     grammar: a `Grammar`, whose masks restrict the tokens. processors: functions (ids [1, length] int64, scores
-    [1, vocabulary]) -> scores, such as transformers' LogitsProcessors; they see one request alone, run on every rank
-    ahead of temperature, and must be picklable and keep no state.
+    [1, vocabulary]) -> scores on the CPU, such as transformers' LogitsProcessors; they see one request alone, run on
+    every rank ahead of temperature, and must be picklable and keep no state.
 
     Raises ValueError for an unknown name or a wrong value.
     """
@@ -85,6 +88,7 @@ class Sampling:
     eos_token_ids: tuple[int, ...] | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
+    processed_logprobs: bool = False
     grammar: Grammar | None = field(default=None, hash=False)
     processors: tuple[Callable[..., Any], ...] = ()
 
@@ -104,7 +108,7 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is chosen."""
-        return self.temperature == 0.0
+        return self.temperature < _LEAST_TEMPERATURE
 
     @property
     def needs_history(self) -> bool:
@@ -116,6 +120,13 @@ class Sampling:
     def end_ids(self) -> tuple[int, ...]:
         """The ids that end the request; `min_tokens` forbids them until then."""
         return self.stop_token_ids + (() if self.ignore_eos else self.eos_token_ids or ())
+
+    def check_ids(self, vocab: int) -> None:
+        """Raise ValueError for a bias or a bad word beyond the ids of a model, of which there are ``vocab``."""
+        used = {"logit_bias": list(self.logit_bias), "bad_words": [token for word in self.bad_words for token in word]}
+        for name, ids in used.items():
+            if beyond := [token for token in ids if token >= vocab]:
+                raise refuse(f"sampling.{name}", f"token ids below {vocab}, the size of the vocabulary", beyond[0])
 
     @property
     def sent(self) -> Sampling:
@@ -202,6 +213,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "eos_token_ids": _or_none(_ids),
     "ignore_eos": yes_or_no,
     "logprobs": _or_none(_whole(0)),
+    "processed_logprobs": yes_or_no,
     "grammar": _or_none(_grammar),
     "processors": _processors,
 }

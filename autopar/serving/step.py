@@ -75,7 +75,7 @@ class Runner(Protocol):
     replica: int  # of this rank
     reporters: tuple[int, ...]  # per replica: the global rank that returns its tokens, one of the last stage
 
-    def run(self, rows: Sequence[Row]) -> list[Chosen] | None:
+    def run(self, step: Step) -> list[Chosen] | None:
         """Run the rows of this rank's replica, maybe none: other replicas may need this rank. On ranks of the last
         stage, one `Chosen` per row with a choice; None elsewhere."""
 

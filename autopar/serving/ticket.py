@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 from torch import Tensor
 
 from autopar.serving.requests import FinishReason
 from autopar.serving.step import Chosen
+
+
+class Driver(Protocol):
+    """What generates the tokens of a ticket: a `Server`."""
+
+    def drive(self, until: Callable[[], bool], timeout: float | None) -> None:
+        """Generate in this thread until the condition holds, if no other thread does so."""
+
+    def start(self) -> None:
+        """Generate in a thread from now on."""
+
+    def abort(self, request: int) -> None:
+        """End a request."""
 
 
 class Ticket:
@@ -22,8 +37,9 @@ class Ticket:
     "length", "abort" or "error", after which iterating and `result` raise ``error``.
     """
 
-    def __init__(self, prompt: Sequence[int], abort: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, prompt: Sequence[int], driver: Driver) -> None:
         self.prompt = tuple(prompt)
+        self.request: int | None = None  # its id, on rank 0
         self.tokens: list[int] = []
         self.logprobs: list[float | None] = []
         self.top_logprobs: list[tuple[tuple[int, float], ...] | None] = []
@@ -31,7 +47,7 @@ class Ticket:
         self.scores: list[Tensor] = []
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None
-        self._abort = abort
+        self._driver = driver
         self._changed = threading.Condition()
         self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
@@ -73,12 +89,16 @@ class Ticket:
     def abort(self) -> None:
         """End the request with "abort", soon; what it has generated stays. Without effect once it has finished, and on
         ranks other than 0, which alone decides."""
-        self._abort()
+        if self.request is not None:
+            self._driver.abort(self.request)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it has finished, for at most ``timeout`` seconds; whether it has."""
+        """Wait until it has finished, for at most ``timeout`` seconds; whether it has. Where this thread drives steps
+        with other ranks, there is no time limit."""
+        end = None if timeout is None else time.monotonic() + timeout
+        self._driver.drive(lambda: self.done, timeout)
         with self._changed:
-            return self._changed.wait_for(lambda: self.done, timeout)
+            return self._changed.wait_for(lambda: self.done, None if end is None else max(0.0, end - time.monotonic()))
 
     def result(self, timeout: float | None = None) -> list[int]:
         """All its tokens, when it has finished. Raises its error if that ended it, and TimeoutError after ``timeout``
@@ -90,18 +110,24 @@ class Ticket:
 
     def __iter__(self) -> Iterator[int]:
         given = 0
-        while True:
-            with self._changed:
-                while len(self.tokens) == given and not self.done:
-                    self._changed.wait()
-                new = self.tokens[given:]
-            if not new:
-                break
+        while new := self._behind(given):
             yield from new
             given += len(new)
         self._raise_error()
 
+    def _behind(self, given: int) -> list[int]:
+        """The tokens behind so many, when there are any; none: it has finished."""
+
+        def there() -> bool:
+            return len(self.tokens) > given or self.done
+
+        self._driver.drive(there, None)
+        with self._changed:
+            self._changed.wait_for(there)
+            return self.tokens[given:]
+
     async def __aiter__(self) -> AsyncIterator[int]:
+        self._driver.start()
         loop, given = asyncio.get_running_loop(), 0
         while True:
             with self._changed:

@@ -61,5 +61,5 @@ def load(settings: Settings, mesh: Any, config: Any) -> Any:
 
 
 if __name__ == "__main__":
-    asked = Settings(Path(sys.argv[1]), sys.argv[2], "127.0.0.1", 0, None, 200, 10**6, 10, None, "cpu")
+    asked = Settings(Path(sys.argv[1]), sys.argv[2], "127.0.0.1", 0, None, 200, None, 10, 10, None, "cpu")
     sys.exit(serve_folder(asked, importlib.import_module("tests.http_server.fake_ranks").load))

@@ -86,7 +86,7 @@ class Generation:
         return ApiError(str(error), 400 if isinstance(error, ValueError) else 500)
 
     async def deltas(self) -> AsyncIterator[list[TextDelta]]:
-        """Deltas of all choices as they come, all that are there at a time. Raises ApiError if one cannot be generated."""
+        """Deltas of all choices as they come, all that are there at a time. Raises ApiError for one that failed."""
         queue: asyncio.Queue[TextDelta | Exception] = asyncio.Queue()
         self._tasks += [asyncio.create_task(self._follow(i, queue)) for i in range(self.request.choices)]
         running = len(self._tasks)
