@@ -71,7 +71,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cache",
         type=_bytes,
         metavar="BYTES",
-        help="keys and values of a rank, such as 8GB (default: 0.9 of the free memory of a GPU, or 8 requests on a CPU)",
+        help="keys and values of a rank, such as 8GB (default: 0.9 of the free memory of a GPU, 8 requests on CPUs)",
     )
     add("--max-running", type=positive, default=64, metavar="N", help="requests that run (default: %(default)s)")
     add("--max-waiting", type=positive, default=1024, metavar="N", help="requests that may wait (default: %(default)s)")
