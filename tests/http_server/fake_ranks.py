@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig
 
 from autopar.integrations.http.serve import Settings, serve_folder
-from autopar.runtime.fault.errors import board, error_context
+from autopar.runtime.fault.errors import error_context
 from tests.http_server.fake_engine import EOS, VOCABULARY, FakeEngine, tokenizer
 
 
@@ -35,14 +35,6 @@ class RankedEngine(FakeEngine):
         super().close()
         if dist.is_initialized():
             dist.barrier()
-
-    @property
-    def failure(self) -> str | None:  # type: ignore[override]
-        return (board().verdict or None) if dist.is_initialized() else None
-
-    @failure.setter
-    def failure(self, value: str | None) -> None:
-        assert value is None
 
 
 class Follower:

@@ -31,7 +31,7 @@ class Engine(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Why it can generate no more, with the name of the rank that has failed; None while it can."""
+        """The error that ended it; None while it can generate."""
 
     def submit_all(
         self,
@@ -49,12 +49,14 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model that a server serves. ``defaults``: fields of `Sampling` that a request leaves out."""
+    """The model that a server serves. ``defaults``: fields of `Sampling` that a request leaves out.
+    ``rank_failure``: which rank has failed, "" for none; an idle engine does not notice it."""
 
     name: str
     engine: Engine
     tokenizer: Any
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    rank_failure: Callable[[], str] = str
     # One thread: a fast tokenizer may not be used by two at once.
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tokenizer"))
 
@@ -66,7 +68,13 @@ class ServedModel:
         eos = list(self.engine.eos_token_ids)
         return from_tokenizer(self.tokenizer, n_vocab=self.engine.vocabulary, eos_token=eos or None)
 
+    @property
+    def failure(self) -> ApiError | None:
+        """The response to all requests, once a rank or the engine has failed."""
+        text = self.rank_failure() or self.engine.failure
+        return ApiError(text, status=503, code="engine_failed") if text else None
+
     def check_ready(self) -> None:
-        """Raises ApiError if the engine has failed."""
-        if self.engine.failure:
-            raise ApiError(self.engine.failure, status=503, code="engine_failed")
+        """Raises ApiError once a rank or the engine has failed."""
+        if failure := self.failure:
+            raise failure

@@ -81,9 +81,7 @@ class Generation:
         """The response to an error of the engine."""
         if isinstance(error, QueueFull):
             return ApiError(str(error), 429, code="queue_full")
-        if failure := self._served.engine.failure:
-            return ApiError(failure, 503, code="engine_failed")
-        return ApiError(str(error), 400 if isinstance(error, ValueError) else 500)
+        return self._served.failure or ApiError(str(error), 400 if isinstance(error, ValueError) else 500)
 
     async def deltas(self) -> AsyncIterator[list[TextDelta]]:
         """Deltas of all choices as they come, all that are there at a time. Raises ApiError for one that failed."""

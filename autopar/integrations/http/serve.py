@@ -29,6 +29,7 @@ from autopar.integrations.http.app import make_app
 from autopar.integrations.http.engine import ServedModel
 from autopar.ir.mesh import Mesh
 from autopar.models import hf_configs as hf
+from autopar.runtime.fault.errors import board
 from autopar.runtime.mesh.process_groups import init_mesh
 from autopar.runtime.training.launch import LaunchError, launch
 
@@ -134,7 +135,9 @@ def _run_rank(settings: Settings, load: Load) -> None:
     tokenizer = AutoTokenizer.from_pretrained(settings.folder)
     name = settings.name or settings.folder.resolve().name
     try:
-        _listen(ServedModel(name, engine, tokenizer, sampling_defaults(settings.folder)), address)
+        defaults, watched = sampling_defaults(settings.folder), mesh.size() > 1
+        model = ServedModel(name, engine, tokenizer, defaults, (lambda: board().verdict) if watched else str)
+        _listen(model, address)
     finally:
         engine.close()
 
