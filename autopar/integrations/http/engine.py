@@ -56,7 +56,7 @@ class ServedModel:
     engine: Engine
     tokenizer: Any
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    rank_failure: Callable[[], str] = str
+    rank_failure: Callable[[], str] = lambda: ""
     # One thread: a fast tokenizer may not be used by two at once.
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tokenizer"))
 

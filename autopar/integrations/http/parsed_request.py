@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -89,6 +90,9 @@ def _parsed(
     _check_ids("stop_token_ids", first.stop_token_ids, served.engine.vocabulary)
     for prompt in prompts:
         _check_length(len(prompt), fields.get("max_tokens"), served.engine.max_length)
+    if first.logprobs is not None:
+        with contextlib.suppress(ValueError):  # of a slow tokenizer
+            _ = served.token_bytes  # made here, in a thread, for the bytes of tokens
     n = fields.get("n", 1)
     if n * len(prompts) > MOST_CHOICES:
         raise ApiError(

@@ -59,6 +59,11 @@ class _Tokens:
         found: str = self._served.tokenizer.decode([token])
         return found
 
+    def name(self, token: int) -> str:
+        """Its text, or as in OpenAI's API "bytes:\\xc3": parts of characters have the same text."""
+        text = self.text(token)
+        return "bytes:" + "".join(f"\\x{b:02x}" for b in self.bytes_of(token)) if "\ufffd" in text else text
+
     def bytes_of(self, token: int) -> list[int]:
         """A token may be a part of a character, which a text cannot show."""
         text = self.text(token)
@@ -122,14 +127,14 @@ class CompletionResponses:
         assert found.tokens is not None and found.token_logprobs is not None
         assert found.top_logprobs is not None and found.text_offset is not None
         for each in delta.logprobs:
-            text = self._tokens.text(each.token)
-            found.tokens.append(text)
+            name = self._tokens.name(each.token)
+            found.tokens.append(name)
             found.token_logprobs.append(each.logprob)
             # OpenAI's API adds the chosen token to the most likely ones.
-            top = {self._tokens.text(token): logprob for token, logprob in each.top}
-            found.top_logprobs.append(top | {text: each.logprob})
+            top = {self._tokens.name(token): logprob for token, logprob in each.top}
+            found.top_logprobs.append(top | {name: each.logprob})
             found.text_offset.append(self._written[delta.choice])
-            self._written[delta.choice] += len(text)
+            self._written[delta.choice] += len(self._tokens.text(each.token))
         return found
 
 

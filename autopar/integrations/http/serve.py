@@ -135,9 +135,8 @@ def _run_rank(settings: Settings, load: Load) -> None:
     tokenizer = AutoTokenizer.from_pretrained(settings.folder)
     name = settings.name or settings.folder.resolve().name
     try:
-        defaults, watched = sampling_defaults(settings.folder), mesh.size() > 1
-        model = ServedModel(name, engine, tokenizer, defaults, (lambda: board().verdict) if watched else str)
-        _listen(model, address)
+        defaults = sampling_defaults(settings.folder)
+        _listen(ServedModel(name, engine, tokenizer, defaults, lambda: board().verdict), address)
     finally:
         engine.close()
 
