@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autopar.capture.front_end import GenerationFacts, adapter_for
 from autopar.compile.serving import compile_packed

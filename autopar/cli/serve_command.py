@@ -71,9 +71,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cache",
         type=_bytes,
         metavar="BYTES",
-        default="1GB",
-        help="keys and values of a rank, such as 8GB (default: 1GB)",
+        help="keys and values of a rank, such as 8GB (default: 0.9 of the free memory of a GPU, 8 requests on CPUs)",
     )
+    add("--max-running", type=positive, default=64, metavar="N", help="requests that run (default: %(default)s)")
     add("--max-waiting", type=positive, default=1024, metavar="N", help="requests that may wait (default: %(default)s)")
     add("--dtype", type=dtype_of, help="of weights: bf16, fp16, fp32, fp64 (default: the config's)")
     add("--device", choices=("cpu", "cuda"), help="of the ranks (default: cuda if there is one)")

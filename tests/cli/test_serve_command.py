@@ -1,4 +1,4 @@
-"""`autopar serve`: what is told before anything is loaded, and what is handed over."""
+"""`autopar serve`: mistakes are reported before anything is loaded, and arguments are handed over."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_mistakes(folder: Path, capsys: pytest.CaptureFixture[str], line: str, m
     assert caught.value.code == 2 and message in said and said.count("\n") == 1
 
 
-def test_mistakes_are_told_before_torch_is_loaded(folder: Path) -> None:
+def test_mistakes_are_reported_before_torch_is_loaded(folder: Path) -> None:
     lines = [["serve", *(str(folder) if word == "F" else word for word in line.split())] for line, _ in BAD]
     code = f"""
 import contextlib, sys
@@ -74,7 +74,7 @@ def test_arguments_are_handed_over(folder: Path, monkeypatch: pytest.MonkeyPatch
     vars(module).update(Settings=Settings, serve_folder=lambda settings: given.append(settings) or 0)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     assert main(["serve", str(folder), "--mesh", "tp=2", "--cache", "8GB", "--port", "0", "--dtype", "bf16"]) == 0
-    expected = (folder, "tp=2", "127.0.0.1", 0, None, 4096, 8 * 10**9, 1024, "bfloat16", None)
+    expected = (folder, "tp=2", "127.0.0.1", 0, None, 4096, 8 * 10**9, 64, 1024, "bfloat16", None)
     assert given == [Settings(*expected)]
 
 
@@ -91,15 +91,13 @@ def test_a_port_that_is_taken(folder: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_what_a_folder_sets(folder: Path) -> None:
     pytest.importorskip("fastapi")
-    from autopar.integrations.http.serve import eos_token_ids, sampling_defaults
-    from autopar.models.hf_configs import load_config
+    from autopar.integrations.http.serve import sampling_defaults
 
-    config = load_config(folder)
-    assert (eos_token_ids(folder, config), sampling_defaults(folder)) == ((config.eos_token_id,), {})
+    assert sampling_defaults(folder) == {}
     (folder / "generation_config.json").write_text(
         '{"eos_token_id": [5, 6], "temperature": 0.6, "top_p": 0.9, "do_sample": true, "max_length": 7}'
     )
-    assert (eos_token_ids(folder, config), sampling_defaults(folder)) == ((5, 6), {"temperature": 0.6, "top_p": 0.9})
+    assert sampling_defaults(folder) == {"temperature": 0.6, "top_p": 0.9}
 
 
 def test_what_is_needed_is_what_the_extra_installs() -> None:

@@ -18,13 +18,13 @@ import uvicorn
 from transformers import PreTrainedTokenizerFast
 
 from autopar.integrations.http.app import make_app
-from autopar.integrations.http.engine import Served
+from autopar.integrations.http.engine import ServedModel
 from autopar.serving.calls import QueueFull
 from autopar.serving.metrics import Histogram, Metrics
 from autopar.serving.requests import FinishReason
 from autopar.serving.sampling_params import Grammar, Sampling
 from autopar.serving.step import Chosen
-from autopar.serving.ticket import Ticket
+from autopar.serving.ticket import Driver, Ticket
 
 EOS = 256
 VOCABULARY = 260  # 256 bytes, <eos>, <user>, <assistant>, and one id that stands for nothing
@@ -57,9 +57,14 @@ class FakeTicket(Ticket):
     """A request of the fake engine. ``script``: what it will generate."""
 
     def __init__(
-        self, prompt: Sequence[int], sampling: Sampling, script: list[int], on_token: Callable[[int], bool] | None
+        self,
+        prompt: Sequence[int],
+        engine: Driver,
+        sampling: Sampling,
+        script: list[int],
+        on_token: Callable[[int], bool] | None,
     ) -> None:
-        super().__init__(prompt, lambda: setattr(self, "aborted", True))
+        super().__init__(prompt, engine)
         self.sampling, self.script, self.on_token, self.aborted = sampling, script, on_token, False
 
 
@@ -97,8 +102,10 @@ class FakeEngine:
         with self._lock:
             if len(self.running) + len(prompts) > self.most:
                 raise QueueFull(f"queue: at most {self.most} requests, found another; try again later")
-            new = [FakeTicket(p, s, self._answer(s), on) for p, s, on in zip(prompts, sampling, on_token)]
-            self.tickets += new
+            new = [FakeTicket(p, self, s, self._answer(s), on) for p, s, on in zip(prompts, sampling, on_token)]
+            for ticket in new:
+                ticket.request = len(self.tickets)
+                self.tickets.append(ticket)
             self.running += new
         return new
 
@@ -107,6 +114,15 @@ class FakeEngine:
         shift = 0 if sampling.temperature == 0 or sampling.seed is None else sampling.seed
         whole = [*text[shift:], *itertools.islice(itertools.cycle(text), 10_000)]
         return whole if sampling.ignore_eos or sampling.max_tokens is not None else [*text, EOS]
+
+    def abort(self, request: int) -> None:
+        self.tickets[request].aborted = True
+
+    def start(self) -> None:
+        """The thread runs already."""
+
+    def drive(self, until: Callable[[], bool], timeout: float | None) -> None:
+        """The same."""
 
     def metrics(self) -> Metrics:
         generated, prompt = sum(len(t.tokens) for t in self.tickets), sum(len(t.prompt) for t in self.tickets)
@@ -157,7 +173,7 @@ def _allowed(grammar: Grammar) -> int:
 @contextlib.contextmanager
 def serving(engine: FakeEngine, **changes: Any) -> Iterator[str]:
     """The address of a server in a thread."""
-    served = Served(**{"name": "tiny", "engine": engine, "tokenizer": tokenizer()} | changes)
+    served = ServedModel(**{"name": "tiny", "engine": engine, "tokenizer": tokenizer()} | changes)
     config = uvicorn.Config(make_app(served), port=0, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig
 
 from autopar.integrations.http.serve import Settings, serve_folder
-from autopar.runtime.fault.errors import board, error_context
+from autopar.runtime.fault.errors import error_context
 from tests.http_server.fake_engine import EOS, VOCABULARY, FakeEngine, tokenizer
 
 
@@ -36,14 +36,6 @@ class RankedEngine(FakeEngine):
         if dist.is_initialized():
             dist.barrier()
 
-    @property
-    def failure(self) -> str | None:  # type: ignore[override]
-        return (board().verdict or None) if dist.is_initialized() else None
-
-    @failure.setter
-    def failure(self, value: str | None) -> None:
-        assert value is None
-
 
 class Follower:
     """Another rank."""
@@ -61,5 +53,5 @@ def load(settings: Settings, mesh: Any, config: Any) -> Any:
 
 
 if __name__ == "__main__":
-    asked = Settings(Path(sys.argv[1]), sys.argv[2], "127.0.0.1", 0, None, 200, 10**6, 10, None, "cpu")
+    asked = Settings(Path(sys.argv[1]), sys.argv[2], "127.0.0.1", 0, None, 200, None, 10, 10, None, "cpu")
     sys.exit(serve_folder(asked, importlib.import_module("tests.http_server.fake_ranks").load))

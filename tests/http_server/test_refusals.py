@@ -64,6 +64,8 @@ COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": []}, "prompt", "a text, token ids, or a list"),
     ({"prompt": [1, "a"]}, "prompt", "a list of token ids"),
     ({"prompt": [260]}, "prompt", "from 0 to 259"),
+    ({"prompt": ["a"] * 9, "n": 128}, "n", "at most 1024 choices of all prompts together, found 1152"),
+    ({"seed": 2**63}, "seed", "at most 9223372036854775807"),
     ({"prompt": {"a": 1}}, "prompt", "a text, token ids, or a list"),
     ({"prompt": "x" * 200}, "prompt", "at most 200 tokens together, found 200 of the prompt"),
 ]
@@ -128,9 +130,12 @@ def test_bodies_and_paths(address: str) -> None:
         (b"\xff", "utf-8"),
         (b"[]", "found a list"),
         (b"", "no JSON"),
+        (b'{"prompt": "\\ud83d"}', "surrogates not allowed"),
     ):
         found = httpx.post(f"{address}/v1/completions", content=content)
         assert found.status_code == 400 and message in found.json()["error"]["message"], found.text
+    content = b'{"prompt": "\\ud83e\\uddc0", "echo": true, "max_tokens": 1}'
+    assert httpx.post(f"{address}/v1/completions", content=content).json()["choices"][0]["text"] == "\U0001f9c0E"
     assert "prompt: needed" in post(address, "completions").json()["error"]["message"]
     assert httpx.get(f"{address}/v1/completions").status_code == 405
     assert httpx.get(f"{address}/v2").json()["error"]["message"] == "Not Found"

@@ -3,7 +3,7 @@
     /v1/completions, /v1/chat/completions     generate, whole or as a stream of server-sent events
     /v1/models, /v1/models/{name}             the model that is served
     /health                                   200, or 503 with the name of the rank that has failed
-    /metrics                                  numbers for Prometheus
+    /metrics                                  metrics for Prometheus
 
 A client that leaves ends its request, and nothing else: its work is a task that watches the connection.
 """
@@ -25,12 +25,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from autopar.integrations.http.asked import Asked, read_chat, read_completion, unknown_model
-from autopar.integrations.http.engine import Served
+from autopar.integrations.http.engine import ServedModel
 from autopar.integrations.http.errors import ApiError
 from autopar.integrations.http.generation import Generation
-from autopar.integrations.http.metrics import CONTENT_TYPE, Numbers
-from autopar.integrations.http.responses import Body, ChatShape, CompletionShape, Shape, joined, usage_of
+from autopar.integrations.http.metrics import CONTENT_TYPE, PrometheusMetrics
+from autopar.integrations.http.parsed_request import ParsedRequest, read_chat, read_completion, unknown_model
+from autopar.integrations.http.responses import Body, ChatResponses, CompletionResponses, Responses, joined, usage_of
 from autopar.values import parse
 from autopar.version import VERSION
 
@@ -38,17 +38,17 @@ _LOG = logging.getLogger("uvicorn.error")
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
-def make_app(served: Served) -> FastAPI:
+def make_app(served: ServedModel) -> FastAPI:
     """The ASGI application that serves one model."""
     app = FastAPI(title="autopar", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
-    numbers = Numbers(served.engine)
+    metrics = PrometheusMetrics(served.engine)
     created = int(time.time())
 
     async def completions(request: Request) -> Response:
-        return _Answer(await _body(request), read_completion, CompletionShape, served, numbers)
+        return _GenerationResponse(await _body(request), read_completion, CompletionResponses, served, metrics)
 
     async def chat(request: Request) -> Response:
-        return _Answer(await _body(request), read_chat, ChatShape, served, numbers)
+        return _GenerationResponse(await _body(request), read_chat, ChatResponses, served, metrics)
 
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [_model(served, created)]})
@@ -59,22 +59,22 @@ def make_app(served: Served) -> FastAPI:
         return JSONResponse(_model(served, created))
 
     async def health() -> Response:
-        served.ready()
+        served.check_ready()
         return JSONResponse({"status": "ok"})
 
-    async def metrics() -> Response:
-        return Response(numbers.text(), media_type=CONTENT_TYPE)
+    async def prometheus() -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
 
     app.add_api_route("/v1/completions", completions, methods=["POST"])
     app.add_api_route("/v1/chat/completions", chat, methods=["POST"])
     app.add_api_route("/v1/models", models)
     app.add_api_route("/v1/models/{name:path}", model)
     app.add_api_route("/health", health)
-    app.add_api_route("/metrics", metrics)
+    app.add_api_route("/metrics", prometheus)
 
-    async def told(_: Request, error: Exception) -> Response:
+    async def api_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        numbers.error(error.status)
+        metrics.error(error.status)
         return _error_response(error)
 
     async def no_route(_: Request, error: Exception) -> Response:
@@ -84,13 +84,13 @@ def make_app(served: Served) -> FastAPI:
     async def gone(_: Request, __: Exception) -> Response:
         return Response()  # nobody reads it
 
-    app.add_exception_handler(ApiError, told)
+    app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(ClientDisconnect, gone)
     app.add_exception_handler(HTTPException, no_route)
     return app
 
 
-def _model(served: Served, created: int) -> dict[str, Any]:
+def _model(served: ServedModel, created: int) -> dict[str, Any]:
     found = Model(id=served.name, created=created, object="model", owned_by="autopar")
     return found.model_dump() | {"max_model_len": served.engine.max_length}
 
@@ -101,24 +101,28 @@ def _error_response(error: ApiError) -> Response:
 
 async def _body(request: Request) -> Any:
     try:
-        return parse((await request.body()).decode())
+        text = (await request.body()).decode()
+        body = parse(text)
+        if "\\ud" in text.lower():  # halves of characters, which neither tokenizers nor responses can encode
+            json.dumps(body, ensure_ascii=False).encode()
+        return body
     except ValueError as error:
         raise ApiError(f"body: expected a JSON object, found {error}") from None
 
 
-class _Answer(Response):
+class _GenerationResponse(Response):
     """The answer to a request, generated while the client stays."""
 
     def __init__(
         self,
         body: Any,
-        read: Callable[[Any, Served], Asked],
-        shape: Callable[[Asked, Served], Shape],
-        served: Served,
-        numbers: Numbers,
+        read: Callable[[Any, ServedModel], ParsedRequest],
+        responses: Callable[[ParsedRequest, ServedModel], Responses],
+        served: ServedModel,
+        metrics: PrometheusMetrics,
     ) -> None:
         super().__init__()
-        self._body, self._read, self._shape, self._served, self._numbers = body, read, shape, served, numbers
+        self._body, self._read, self._responses, self._served, self._metrics = body, read, responses, served, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.create_task(self._work(scope, receive, send))
@@ -134,45 +138,45 @@ class _Answer(Response):
         try:
             await self._respond(scope, receive, send)
         except ApiError as error:
-            self._numbers.error(error.status)
+            self._metrics.error(error.status)
             await _error_response(error)(scope, receive, send)
         except OSError:  # of a client that has left
             pass
         except Exception:
             _LOG.exception("a request failed")
-            self._numbers.error(500)
+            self._metrics.error(500)
             with contextlib.suppress(Exception):  # a response may have begun
                 await _error_response(ApiError("an error of the server", 500))(scope, receive, send)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         in_thread = asyncio.get_running_loop().run_in_executor
-        asked = await in_thread(self._served.thread, self._read, self._body, self._served)
-        shape = self._shape(asked, self._served)
-        async with Generation(asked, self._served) as generation:
-            if asked.stream:
-                await self._stream(generation, shape, send)
+        request = await in_thread(self._served.thread, self._read, self._body, self._served)
+        responses = self._responses(request, self._served)
+        async with Generation(request, self._served) as generation:
+            if request.stream:
+                await self._stream(generation, responses, send)
                 return
-            pieces = [piece async for some in generation.pieces() for piece in some]
-            choices = joined(pieces, asked.choices)
-            text = _json(shape.whole(choices, usage_of(generation)))
+            deltas = [delta async for some in generation.deltas() for delta in some]
+            choices = joined(deltas, request.choices)
+            text = _json(responses.whole(choices, usage_of(generation)))
         await Response(text, media_type="application/json")(scope, receive, send)
 
-    async def _stream(self, generation: Generation, shape: Shape, send: Send) -> None:
+    async def _stream(self, generation: Generation, responses: Responses, send: Send) -> None:
         async def events(texts: Iterable[str], more: bool = True) -> None:
             data = "".join(f"data: {text}\n\n" for text in texts).encode()
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
-        asked = generation.asked
+        request = generation.request
         await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
         try:
-            openings = [shape.opening(choice) for choice in range(asked.choices)]
+            openings = [responses.opening(choice) for choice in range(request.choices)]
             await events(_json(opening) for opening in openings if opening)
-            async for pieces in generation.pieces():
-                await events(_json(shape.chunk(piece)) for piece in pieces)
-            usage = [_json(shape.usage(usage_of(generation)))] if asked.include_usage else []
+            async for deltas in generation.deltas():
+                await events(_json(responses.chunk(delta)) for delta in deltas)
+            usage = [_json(responses.usage(usage_of(generation)))] if request.include_usage else []
             await events([*usage, "[DONE]"], more=False)
         except ApiError as error:  # the status is sent already
-            self._numbers.error(error.status)
+            self._metrics.error(error.status)
             await events([json.dumps(error.body())], more=False)
 
 

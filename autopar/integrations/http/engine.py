@@ -31,7 +31,7 @@ class Engine(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Why it can generate no more, with the name of the rank that has failed; None while it can."""
+        """The error that ended it; None while it can generate."""
 
     def submit_all(
         self,
@@ -48,30 +48,33 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True)
-class Served:
-    """The model that a server serves. ``defaults``: fields of `Sampling` that a request leaves out."""
+class ServedModel:
+    """The model that a server serves. ``defaults``: fields of `Sampling` that a request leaves out.
+    ``rank_failure``: which rank has failed, "" for none; an idle engine does not notice it."""
 
     name: str
     engine: Engine
     tokenizer: Any
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    rank_failure: Callable[[], str] = lambda: ""
     # One thread: a fast tokenizer may not be used by two at once.
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tokenizer"))
 
     @functools.cached_property
     def token_bytes(self) -> Any:
-        """llguidance's tokenizer, made on first use, which takes a second. Raises ApiError for a slow tokenizer."""
+        """llguidance's tokenizer, made on first use, which takes a second. Raises ValueError for a slow tokenizer."""
         from llguidance.hf import from_tokenizer
 
-        try:
-            eos = list(self.engine.eos_token_ids)
-            return from_tokenizer(self.tokenizer, n_vocab=self.engine.vocabulary, eos_token=eos or None)
-        except ValueError as error:
-            raise ApiError(
-                f"response_format: needs a tokenizer with a tokenizer.json: {error}", param="response_format"
-            ) from error
+        eos = list(self.engine.eos_token_ids)
+        return from_tokenizer(self.tokenizer, n_vocab=self.engine.vocabulary, eos_token=eos or None)
 
-    def ready(self) -> None:
-        """Raises ApiError if the engine has failed."""
-        if self.engine.failure:
-            raise ApiError(self.engine.failure, status=503, code="engine_failed")
+    @property
+    def failure(self) -> ApiError | None:
+        """The response to all requests, once a rank or the engine has failed."""
+        text = self.rank_failure() or self.engine.failure
+        return ApiError(text, status=503, code="engine_failed") if text else None
+
+    def check_ready(self) -> None:
+        """Raises ApiError once a rank or the engine has failed."""
+        if failure := self.failure:
+            raise failure

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API reports them: a status, and {"error": {"message", "type", "param", "code"}}."""
+"""Error responses of OpenAI's API: a status, and {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS = {
 
 
 class ApiError(Exception):
-    """What a client is told. ``param``: the field of the request that is wrong. ``code``: OpenAI's name of the error,
+    """What a client gets. ``param``: the field of the request that is wrong. ``code``: OpenAI's name of the error,
     which programs compare, such as "context_length_exceeded"."""
 
     def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None) -> None:

@@ -17,7 +17,7 @@ from autopar.serving.sampling_params import Sampling
 from autopar.spelling import did_you_mean
 from autopar.values import a_text, one_of, refuse, whole_number, yes_or_no
 
-MOST_CHOICES = 128  # of one request, as in OpenAI's API
+MOST_N = 128  # choices of a prompt, as in OpenAI's API
 MOST_LOGPROBS = 20
 
 Check = Callable[[str, Any], Any]  # (name, value) -> what is kept; raises ValueError
@@ -71,8 +71,9 @@ def _response_format(name: str, value: Any) -> Any:
 
 # Fields that are those of `Sampling`; the last six are not OpenAI's, but vLLM's.
 SAMPLING: dict[str, Check] = {
-    **dict.fromkeys(("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop"), _any),
+    **dict.fromkeys(("temperature", "top_p", "presence_penalty", "frequency_penalty", "stop"), _any),
     "max_tokens": _any,
+    "seed": _whole(-(2**63), 2**63 - 1),
     "logit_bias": _bias,
     "top_k": _top_k,
     **dict.fromkeys(("min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"), _any),
@@ -81,7 +82,7 @@ _BOTH: dict[str, Check] = SAMPLING | {
     "model": a_text,
     "stream": yes_or_no,
     "stream_options": _stream_options,
-    "n": _whole(1, MOST_CHOICES),
+    "n": _whole(1, MOST_N),
     "response_format": _response_format,
 }
 COMPLETIONS: dict[str, Check] = _BOTH | {"prompt": _any, "echo": yes_or_no, "logprobs": _whole(0, MOST_LOGPROBS)}

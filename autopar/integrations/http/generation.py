@@ -1,4 +1,4 @@
-"""The choices of one request while they are generated: pieces of text as they come, and the end of all that is left."""
+"""The choices of one request while they are generated: deltas of text as they come, and the end of all that is left."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from autopar.integrations.http.asked import Asked
-from autopar.integrations.http.engine import Served
+from autopar.integrations.http.engine import ServedModel
 from autopar.integrations.http.errors import ApiError
+from autopar.integrations.http.parsed_request import ParsedRequest
 from autopar.serving.calls import QueueFull
 from autopar.serving.text import TextStream
 from autopar.serving.ticket import Ticket
@@ -25,7 +25,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextDelta:
     """The next text of a choice. The last one of a choice has a finish_reason, "stop" or "length"."""
 
     choice: int
@@ -49,25 +49,25 @@ class _StopStrings:
 class Generation:
     """The choices of a request, handed to the engine. A context manager: what still runs at its end is aborted."""
 
-    def __init__(self, asked: Asked, served: Served) -> None:
-        self.asked, self._served = asked, served
-        self.generated = [0] * asked.choices  # tokens of each choice
+    def __init__(self, request: ParsedRequest, served: ServedModel) -> None:
+        self.request, self._served = request, served
+        self.generated = [0] * request.choices  # tokens of each choice
         self._texts = [
-            TextStream(served.tokenizer, asked.stop, sampling.min_tokens, asked.prompts[i // asked.n])
-            for i, sampling in enumerate(asked.samplings)
+            TextStream(served.tokenizer, request.stop, sampling.min_tokens, request.prompts[i // request.n])
+            for i, sampling in enumerate(request.samplings)
         ]
-        self._stops = [_StopStrings(text) if asked.stop else None for text in self._texts]
+        self._stops = [_StopStrings(text) if request.stop else None for text in self._texts]
         self._tickets: Sequence[Ticket] = ()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Generation:
         """Raises ApiError if the engine does not take the request."""
-        self._served.ready()
-        prompts = [self.asked.prompts[i // self.asked.n] for i in range(self.asked.choices)]
+        self._served.check_ready()
+        prompts = [self.request.prompts[i // self.request.n] for i in range(self.request.choices)]
         try:
-            self._tickets = self._served.engine.submit_all(prompts, self.asked.samplings, on_token=self._stops)
+            self._tickets = self._served.engine.submit_all(prompts, self.request.samplings, on_token=self._stops)
         except Exception as error:
-            raise self._told(error) from error
+            raise self._api_error(error) from error
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -77,36 +77,34 @@ class Generation:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _told(self, error: Exception) -> ApiError:
-        """What the client is told of an error of the engine."""
+    def _api_error(self, error: Exception) -> ApiError:
+        """The response to an error of the engine."""
         if isinstance(error, QueueFull):
             return ApiError(str(error), 429, code="queue_full")
-        if failure := self._served.engine.failure:
-            return ApiError(failure, 503, code="engine_failed")
-        return ApiError(str(error), 400 if isinstance(error, ValueError) else 500)
+        return self._served.failure or ApiError(str(error), 400 if isinstance(error, ValueError) else 500)
 
-    async def pieces(self) -> AsyncIterator[list[Piece]]:
-        """Pieces of all choices as they come: those that are there. Raises ApiError when one cannot be generated."""
-        queue: asyncio.Queue[Piece | Exception] = asyncio.Queue()
-        self._tasks += [asyncio.create_task(self._follow(i, queue)) for i in range(self.asked.choices)]
+    async def deltas(self) -> AsyncIterator[list[TextDelta]]:
+        """Deltas of all choices as they come, all that are there at a time. Raises ApiError for one that failed."""
+        queue: asyncio.Queue[TextDelta | Exception] = asyncio.Queue()
+        self._tasks += [asyncio.create_task(self._follow(i, queue)) for i in range(self.request.choices)]
         running = len(self._tasks)
         while running:
             came = [await queue.get(), *(queue.get_nowait() for _ in range(queue.qsize()))]
-            pieces = [piece for piece in came if isinstance(piece, Piece)]
-            running -= sum(piece.finish_reason is not None for piece in pieces)
-            yield pieces
+            deltas = [delta for delta in came if isinstance(delta, TextDelta)]
+            running -= sum(delta.finish_reason is not None for delta in deltas)
+            yield deltas
             if error := next((one for one in came if isinstance(one, Exception)), None):
-                raise self._told(error) from error
+                raise self._api_error(error) from error
 
-    async def _follow(self, choice: int, queue: asyncio.Queue[Piece | Exception]) -> None:
+    async def _follow(self, choice: int, queue: asyncio.Queue[TextDelta | Exception]) -> None:
         try:
-            async with contextlib.aclosing(self._pieces_of(choice)) as pieces:
-                async for piece in pieces:
-                    queue.put_nowait(piece)
+            async with contextlib.aclosing(self._deltas_of(choice)) as deltas:
+                async for delta in deltas:
+                    queue.put_nowait(delta)
         except Exception as error:
             queue.put_nowait(error)
 
-    async def _pieces_of(self, choice: int) -> AsyncGenerator[Piece]:
+    async def _deltas_of(self, choice: int) -> AsyncGenerator[TextDelta]:
         ticket, text, stops = self._tickets[choice], self._texts[choice], self._stops[choice]
         pending: list[TokenLogprob] = []
         async for token in ticket:
@@ -115,8 +113,8 @@ class Generation:
             if (logprob := ticket.logprobs[at]) is not None:
                 pending.append(TokenLogprob(token, logprob, ticket.top_logprobs[at] or ()))
             if new := text.push(token) if stops is None else stops.texts[at]:
-                yield Piece(choice, new, tuple(pending))
+                yield TextDelta(choice, new, tuple(pending))
                 pending.clear()
         if ticket.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"the request ended with {ticket.finish_reason!r}")
-        yield Piece(choice, text.finish(), tuple(pending), ticket.finish_reason)
+        yield TextDelta(choice, text.finish(), tuple(pending), ticket.finish_reason)

@@ -7,6 +7,7 @@ from typing import Any
 
 from llguidance import LLMatcher
 
+from autopar.integrations.http.engine import ServedModel
 from autopar.integrations.http.errors import ApiError
 
 
@@ -18,10 +19,16 @@ class SchemaGrammar:
         self.finished: bool = matcher.is_stopped()  # the text is complete and nothing may follow
 
     @classmethod
-    def of_schema(cls, schema: Any, tokenizer: Any) -> SchemaGrammar:
-        """``tokenizer``: `Served.token_bytes`. Raises ApiError for a schema that does not compile."""
+    def of_schema(cls, schema: Any, served: ServedModel) -> SchemaGrammar:
+        """Raises ApiError for a schema that does not compile, and for a slow tokenizer."""
         try:
-            matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema(json.dumps(schema)), log_level=0)
+            tokens = served.token_bytes
+        except ValueError as error:
+            raise ApiError(
+                f"response_format: needs a tokenizer with a tokenizer.json: {error}", param="response_format"
+            ) from error
+        try:
+            matcher = LLMatcher(tokens, LLMatcher.grammar_from_json_schema(json.dumps(schema)), log_level=0)
         except ValueError as error:
             raise _refused(error) from error
         if matcher.is_error():

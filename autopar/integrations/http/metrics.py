@@ -1,4 +1,4 @@
-"""The numbers of the engine in the format of Prometheus, read whenever they are asked for, and errors of requests."""
+"""Metrics in the format of Prometheus: those of the engine, read at each scrape, and counts of error responses."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _DURATIONS = {
 }
 
 
-class Numbers:
-    """The numbers of one server."""
+class PrometheusMetrics:
+    """The metrics of one server."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -48,15 +48,15 @@ class Numbers:
         self._errors.labels(str(status)).inc()
 
     def text(self) -> bytes:
-        """All numbers."""
+        """All metrics."""
         return generate_latest(self._registry)
 
     def describe(self) -> list[Any]:
-        """Of a collector of prometheus_client: nothing is asked for ahead."""
+        """Part of a prometheus_client collector: no metric is declared ahead of a scrape."""
         return []
 
     def collect(self) -> Iterator[Any]:
-        """Of a collector of prometheus_client: the numbers as they are now."""
+        """Part of a prometheus_client collector: the current values."""
         now = self._engine.metrics()
         for name, words in _GAUGES.items():
             yield GaugeMetricFamily(f"autopar_{name}", words, getattr(now, name))

@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -24,10 +24,12 @@ import torch.distributed as dist
 import uvicorn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from autopar.api import parallelize
 from autopar.integrations.http.app import make_app
-from autopar.integrations.http.engine import Served
+from autopar.integrations.http.engine import ServedModel
 from autopar.ir.mesh import Mesh
 from autopar.models import hf_configs as hf
+from autopar.runtime.fault.errors import board
 from autopar.runtime.mesh.process_groups import init_mesh
 from autopar.runtime.training.launch import LaunchError, launch
 
@@ -39,7 +41,7 @@ _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of the command. ``dtype``: None for the config's."""
+    """The arguments of the command. ``cache``: bytes of a rank. ``dtype``: None for the config's."""
 
     folder: Path
     mesh: str
@@ -47,7 +49,8 @@ class Settings:
     port: int
     name: str | None
     max_length: int
-    cache: int
+    cache: int | None
+    max_running: int
     max_waiting: int
     dtype: str | None
     device: str | None
@@ -132,52 +135,45 @@ def _run_rank(settings: Settings, load: Load) -> None:
     tokenizer = AutoTokenizer.from_pretrained(settings.folder)
     name = settings.name or settings.folder.resolve().name
     try:
-        _listen(Served(name, engine, tokenizer, sampling_defaults(settings.folder)), address)
+        defaults = sampling_defaults(settings.folder)
+        _listen(ServedModel(name, engine, tokenizer, defaults, lambda: board().verdict), address)
     finally:
         engine.close()
 
 
 def load_engine(settings: Settings, mesh: Any, config: Any) -> Any:
-    """The server of the model in the folder. Each rank reads only its shards of the weights."""
+    """The `Server` of the model in the folder. Each rank reads only its shards of the weights."""
     dtype = hf.dtype_named(settings.dtype) if settings.dtype else config.dtype or torch.float32
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     except ValueError as error:
         raise ValueError(
             f"serve: needs a causal language model, found model_type {config.model_type!r} in {settings.folder}"
         ) from error
+    if (settings.folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(settings.folder)  # says which ids end a text
+    parallel = parallelize(model, mesh)
+    parallel.load_pretrained(settings.folder)
     serve = importlib.import_module("autopar.api").serve
     return serve(
-        model.eval(),
-        mesh,
-        weights=settings.folder,
+        parallel,
         max_length=settings.max_length,
         cache=settings.cache,
+        max_running=settings.max_running,
         max_waiting=settings.max_waiting,
-        eos_token_ids=eos_token_ids(settings.folder, config),
     )
-
-
-def _generation_config(folder: Path) -> Mapping[str, Any]:
-    """What generation_config.json sets."""
-    there = (folder / "generation_config.json").is_file()
-    return GenerationConfig.from_pretrained(folder).to_diff_dict() if there else {}
-
-
-def eos_token_ids(folder: Path, config: Any) -> tuple[int, ...]:
-    """Ids that end a text: of generation_config.json, else of the model's config."""
-    found = _generation_config(folder).get("eos_token_id", getattr(config.get_text_config(), "eos_token_id", None))
-    return () if found is None else tuple(found) if isinstance(found, (list, tuple)) else (found,)
 
 
 def sampling_defaults(folder: Path) -> dict[str, Any]:
     """Fields of `Sampling` that generation_config.json sets."""
-    given = _generation_config(folder)
+    if not (folder / "generation_config.json").is_file():
+        return {}
+    given = GenerationConfig.from_pretrained(folder).to_diff_dict()
     return {name: given[name] for name in _DEFAULTS if given.get(name) is not None}
 
 
-def _listen(model: Served, address: socket.socket) -> None:
+def _listen(model: ServedModel, address: socket.socket) -> None:
     """Serve until a signal comes."""
     host, port = address.getsockname()[:2]
     config = uvicorn.Config(
