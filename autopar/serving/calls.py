@@ -126,7 +126,7 @@ class Calls:
                 if event.reason is not None:
                     ticket.finish(event.reason, event.error)
 
-    def fail(self, error: BaseException) -> None:
+    def finish(self, reason: FinishReason, error: BaseException | None = None) -> None:
         """End all tickets."""
         with self._lock:
             made = [ticket for _, tickets in self._made.values() for ticket in tickets]
@@ -134,7 +134,7 @@ class Calls:
             self._tickets.clear()
             self._made.clear()
         for ticket in tickets:
-            ticket.finish("error", error)
+            ticket.finish(reason, error)
 
 
 def differing(number: int, ranks: Sequence[int]) -> CallRefused:

@@ -33,6 +33,7 @@ class Metrics:
     generated_tokens: int = 0  # since the start, as all that follows
     prompt_tokens: int = 0  # of requests that have joined, those that join again after preemption included
     cached_tokens: int = 0  # of these: found in the cache
+    preempted: int = 0  # how often a running request went back to waiting, for want of pages
     steps: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # requests by finish_reason
     first_token: Histogram = field(default_factory=Histogram)  # from submission

@@ -75,9 +75,16 @@ class Runner(Protocol):
     replica: int  # of this rank
     reporters: tuple[int, ...]  # per replica: the global rank that returns its tokens, one of the last stage
 
+    def refresh(self, changed: bool = False) -> bool:
+        """Take the present weights; whether they have changed, which ``changed`` knows already. Called on all ranks,
+        between steps, when no request runs."""
+
     def run(self, step: Step) -> list[Chosen] | None:
         """Run the rows of this rank's replica, maybe none: other replicas may need this rank. On ranks of the last
         stage, one `Chosen` per row with a choice; None elsewhere."""
+
+    def release(self) -> None:
+        """Free the memory of the pools until the next step."""
 
 
 def packed_step(step: Step) -> Any:
