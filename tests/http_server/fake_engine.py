@@ -128,7 +128,10 @@ class FakeEngine:
         generated, prompt = sum(len(t.tokens) for t in self.tickets), sum(len(t.prompt) for t in self.tickets)
         finished = Counter(str(t.finish_reason) for t in self.tickets if t.finish_reason)
         durations = Histogram((0.1, 0.2), [3, 2, 1], 1.5)
-        return Metrics(len(self.running), 0, 5, 6, generated, prompt, 2, self.steps, finished, durations, durations)
+        return Metrics(
+            running=len(self.running), pages_used=5, pages_free=6, generated_tokens=generated, prompt_tokens=prompt,
+            cached_tokens=2, steps=self.steps, finished=finished, first_token=durations, next_token=durations,
+        )  # fmt: skip
 
     def close(self) -> None:
         self._closed = True

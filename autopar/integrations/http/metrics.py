@@ -24,6 +24,7 @@ _COUNTERS = {
     "prompt_tokens": "Tokens of prompts",
     "cached_tokens": "Tokens of prompts that were in the cache",
     "generated_tokens": "Generated tokens",
+    "preempted": "Running requests that had to wait again",
     "steps": "Steps of the model",
 }
 _DURATIONS = {
