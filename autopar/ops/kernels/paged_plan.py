@@ -132,6 +132,8 @@ def plan_step(table: np.ndarray, starts: Sequence[int], lengths: Sequence[int], 
             "starts[r] is where the tokens of request r begin"
         )
     jumps = _jumps(table)
+    if (decoding := _decoding(table, jumps, starts, lengths, layout)) is not None:
+        return StepPlan(tuple(_calls(decoding, layout)), (), ())
     alone: list[tuple[Run, int]] = []
     calls: list[Call] = []
     segments: list[Segment] = []
@@ -160,6 +162,30 @@ def plan_step(table: np.ndarray, starts: Sequence[int], lengths: Sequence[int], 
             else:
                 segments.append(Segment(*tokens, a, pieces))
     return StepPlan((*calls, *_calls(alone, layout)), tuple(segments), tuple(idle))
+
+
+def _decoding(
+    table: np.ndarray, jumps: np.ndarray, starts: Sequence[int], lengths: Sequence[int], layout: Layout
+) -> list[tuple[Run, int]] | None:
+    """(run, token) of each request, if all have one token and one run of all their keys, which is what most steps are;
+    else None."""
+    count, page = len(lengths), layout.page
+    if (
+        layout.window
+        or layout.chunk
+        or not layout.fused
+        or layout.tokens != count
+        or list(starts) != [*range(count + 1)]
+    ):
+        return None
+    every, last = np.arange(count), (np.asarray(lengths) - 1) // page
+    if last.min() < 0 or last.max() >= table.shape[1] or jumps[every, last].any():
+        return None
+    first = table[:, 0]
+    if first.min() < 1 or (int(table[every, last].max()) + 1) * page > layout.slots:
+        return None
+    slots = (first.astype(np.int64) * page).tolist()
+    return [(Run(slot, 0, size), token) for token, (slot, size) in enumerate(zip(slots, lengths))]
 
 
 def _is_padding(table: np.ndarray, request: int, keys: int, page: int) -> bool:
@@ -312,8 +338,12 @@ class _Group:
 
 def _calls(alone: list[tuple[Run, int]], layout: Layout) -> Iterator[Call]:
     """Few calls: runs in the order of their slots, each joined to the call before if that is the cheaper way."""
+    alone = sorted(alone)
+    if (call := _even_call(alone, layout)) is not None:
+        yield call
+        return
     group: _Group | None = None
-    for run, token in sorted(alone):
+    for run, token in alone:
         before = run.slot % layout.page
         row = _Row(run.slot - before, before, before + run.size, run.first - before, token)
         if group is not None and layout.joined and group.add(row):
@@ -323,3 +353,18 @@ def _calls(alone: list[tuple[Run, int]], layout: Layout) -> Iterator[Call]:
         group = _Group(row, layout)
     if group is not None:
         yield group.call()
+
+
+def _even_call(alone: list[tuple[Run, int]], layout: Layout) -> Call | None:
+    """One call of runs at equal distances that begin pages and have about as many keys; else None."""
+    slots, sizes = [run.slot for run, _ in alone], [run.size for run, _ in alone]
+    if len(alone) < 2 or not layout.joined or layout.by_position:
+        return None
+    distance, keys = slots[1] - slots[0], max(sizes)
+    even = distance > 0 and slots == [*range(slots[0], slots[-1] + 1, distance)]
+    if not even or keys * len(sizes) > 1.25 * sum(sizes) or slots[-1] + keys > layout.slots:
+        return None
+    if slots[0] % layout.page or distance % layout.page:
+        return None
+    first = alone[0][0].first if len({run.first for run, _ in alone}) == 1 else -1
+    return Call(slots[0], distance, keys, tuple(t for _, t in alone), tuple((0, n) for n in sizes), first)
