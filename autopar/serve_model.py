@@ -25,7 +25,7 @@ from autopar.runtime.module.served_weights import ServedWeights
 from autopar.serving.packed_runner import PackedRunner, page_counts
 from autopar.serving.server import Server
 from autopar.steps.packed import Packed
-from autopar.values import byte_count, refuse, whole_number
+from autopar.values import byte_count, one_of, refuse, whole_number, yes_or_no
 
 PAGE_SIZES = {"cpu": 64, "cuda": 256}  # tokens; torch's kernel for CUDA takes multiples of 256
 DEFAULT_REQUESTS = 8  # of max_length, on a CPU
@@ -51,9 +51,13 @@ def make_server(
     groups = model.groups
     with error_context("serve"):
         max_length = whole_number("max_length", max_length, least=1)
-        step_tokens = whole_number("step_tokens", step_tokens, least=1)
+        max_running = whole_number("max_running", max_running, least=1)
+        max_waiting = whole_number("max_waiting", max_waiting)
+        step_tokens = max(whole_number("step_tokens", step_tokens, least=1), max_running)  # all may decode in one step
+        backend = one_of("backend", backend, ("eager", "inductor"))
+        split_kv, keep_unsharded = yes_or_no("split_kv", split_kv), yes_or_no("keep_unsharded", keep_unsharded)
         size = whole_number("page_size", page_size or PAGE_SIZES[groups.device.type], least=1)
-        sizes = _step_sizes(step_sizes, step_tokens)
+        sizes = _step_sizes(step_sizes, step_tokens, backend)
         asked = {
             "max_length": max_length, "cache": cache, "page_size": size, "step_tokens": step_tokens,
             "max_running": max_running, "max_waiting": max_waiting, "step_sizes": sizes, "split_kv": split_kv,
@@ -71,8 +75,8 @@ def make_server(
         )  # fmt: skip
         if folder is not None:
             folder.add_packed(packed)
-        counts = page_counts(packed, size, _cache_bytes(cache, model, packed), max(step_tokens, max_running))
-        runner = PackedRunner(packed, groups, model, counts, backend, sizes)
+        counts = page_counts(packed, size, _cache_bytes(cache, model, packed), step_tokens)
+        runner = PackedRunner(packed, groups, model, counts, backend, sizes, max_running)
         return Server(
             runner, groups, max_length=max_length, vocabulary=packed.vocabulary, step_tokens=step_tokens,
             max_running=max_running, max_waiting=max_waiting, eos_token_ids=facts.eos_token_ids,
@@ -129,7 +133,9 @@ def packed_model(
     )  # fmt: skip
 
 
-def _step_sizes(sizes: Sequence[int], step_tokens: int) -> tuple[int, ...]:
+def _step_sizes(sizes: Sequence[int], step_tokens: int, backend: str) -> tuple[int, ...]:
+    if not sizes and backend == "inductor":  # which compiles for each size
+        return (*(1 << i for i in range((step_tokens - 1).bit_length())), step_tokens)
     found = tuple(sorted(whole_number("step_sizes", size, least=1) for size in sizes))
     if found and found[-1] < step_tokens:
         raise refuse("step_sizes", f"a largest size of at least step_tokens, {step_tokens}", sizes)

@@ -118,7 +118,8 @@ class _BoundStage:
         for graph in (self.stage.graph, self.stage.tables):
             if graph is not None and device.type != "cpu":
                 set_device(graph.graph, device)
-        self.bound: Lowered = bind(self.stage.graph.graph, groups, backend)
+        self._backend, self._groups = backend, groups
+        self._code: dict[Any, Lowered] = {}  # by the sizes that it is compiled for
         self.tables = bind(self.stage.tables.graph, groups) if self.stage.tables is not None else None
         self.names = names
         self._counts, self._device = counts, device
@@ -154,15 +155,20 @@ class _BoundStage:
         given = list(self._held)
         for i, name in self._changing:
             given[i] = values[name]
-        return list(self.bound(given))
+        sizes = (values[TOKENS], values[ROWS]) if self._backend == "inductor" else ()
+        code = self._code.get(sizes)
+        if code is None:
+            like = given if sizes else ()
+            code = self._code[sizes] = bind(self.stage.graph.graph, self._groups, self._backend, like)
+        return list(code(given))
 
 
 class PackedRunner:
     """See the module's docstring.
 
     weights: of the model. counts: of pages. backend: "eager" or "inductor".
-    step_sizes: numbers of tokens to which steps are padded, in ascending order; empty: none are. Pools take their
-    memory here. All ranks of the mesh make theirs at the same time.
+    step_sizes: numbers of tokens to which steps are padded, in ascending order; empty: none are. most: requests that
+    run at a time. All ranks of the mesh make theirs at the same time.
     """
 
     def __init__(
@@ -173,7 +179,9 @@ class PackedRunner:
         counts: PageCounts,
         backend: str = "eager",
         step_sizes: Sequence[int] = (),
+        most: int = 64,
     ) -> None:
+        self._most = most
         self.packed, self.groups, self._weights, self._sizes = packed, groups, weights, tuple(step_sizes)
         self.page_size, self.windows = counts.page_size, packed.windows
         self.pages, self.page_bytes = counts.pages, counts.page_bytes
@@ -247,11 +255,11 @@ class PackedRunner:
         alike = step.rows if self.packed.equal_sizes else (rows,)
         tokens = max(sum(len(row.tokens) for row in of_replica) for of_replica in alike)
         chosen = max(sum(row.choice is not None for row in of_replica) for of_replica in alike)
-        values = self._inputs.of(rows, self._padded(tokens), max(chosen, 1))
+        values = self._inputs.of(rows, *self._sizes_of(tokens, chosen))
+        self._channels.flush()  # of the step before
         self._steps += 1
         for stage in self._stages:
             self._run_stage(stage, values)
-        self._channels.flush()
         if not self._is_last:
             return None
         choices = [row.choice for row in rows if row.choice is not None]
@@ -261,8 +269,13 @@ class PackedRunner:
     def _is_last(self) -> bool:
         return bool(self._stages) and self._stages[-1].number == len(self.packed.stages) - 1
 
-    def _padded(self, tokens: int) -> int:
-        return next((size for size in self._sizes if size >= tokens), max(tokens, 1))
+    def _sizes_of(self, tokens: int, chosen: int) -> tuple[int, int, int]:
+        """(tokens, rows of logits, requests) of a step with padding. Steps of one number of tokens have all sizes in
+        common, so that code is compiled once, and products round alike."""
+        if not self._sizes:
+            return max(tokens, 1), max(chosen, 1), 0
+        size = next(size for size in self._sizes if size >= tokens)
+        return size, min(size, self._most), min(size, self._most) + 1
 
     def _run_stage(self, stage: _BoundStage, values: dict[str, Any]) -> None:
         k, all_stages = stage.number, self.packed.stages
@@ -288,11 +301,13 @@ class StepInputs:
 
     def __init__(self, packed: Packed, page_size: int, device: torch.device) -> None:
         self._kinds, self._size, self._device = len(packed.windows), page_size, device
+        self._longest = -(-packed.max_length // page_size) + 1
         self._tokens = next(s.node for s in packed.signature.inputs if s.name == packed.tokens)
 
-    def of(self, rows: Sequence[Row], count: int, chosen: int) -> dict[str, Any]:
+    def of(self, rows: Sequence[Row], count: int, chosen: int, requests: int = 0) -> dict[str, Any]:
         """``count``: of tokens with padding, at least one; the padding is one more request, on the scratch page.
-        ``chosen``: of rows of logits with padding, at least one."""
+        ``chosen``: of rows of logits with padding, at least one. ``requests``: 0, or how many there are with padding;
+        tables then have the pages of the longest request."""
         tokens: list[int] = []
         positions: list[int] = []
         starts, lengths, last = [0], [], []
@@ -310,6 +325,9 @@ class StepInputs:
             positions += [0] * padding
             starts.append(count)
             lengths.append(padding)
+        idle = max(0, requests - len(lengths))
+        starts += [count] * idle
+        lengths += [0] * idle
         last += [0] * (chosen - len(last))
         values: dict[str, Any] = {
             self._tokens: self._put([tokens], torch.int64),
@@ -321,14 +339,15 @@ class StepInputs:
             ROWS: len(last),
         }
         for kind in range(self._kinds):
-            values[slots(kind)], values[pages(kind)] = self._of_kind(rows, kind, padding)
+            values[slots(kind)], values[pages(kind)] = self._of_kind(rows, kind, padding, requests)
         return values
 
-    def _of_kind(self, rows: Sequence[Row], kind: int, padding: int) -> tuple[Tensor, Tensor]:
+    def _of_kind(self, rows: Sequence[Row], kind: int, padding: int, requests: int) -> tuple[Tensor, Tensor]:
         """The slots of the tokens, and the page tables."""
         size, places = self._size, list[int]()
         width = max([1, -(-padding // size), *(len(row.pages[kind]) for row in rows)])
-        table = np.zeros((len(rows) + bool(padding), width), np.int32)
+        width = max(width, self._longest if requests else 0)
+        table = np.zeros((max(requests, len(rows) + bool(padding)), width), np.int32)
         for i, row in enumerate(rows):
             held = row.pages[kind]
             table[i, : len(held)] = held
