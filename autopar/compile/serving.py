@@ -23,6 +23,7 @@ from autopar.adapters.fx.lazy import lazy_code
 from autopar.capture.front_end import capture
 from autopar.capture.trace.frame_stack import with_large_stack
 from autopar.capture.trace.gc_pause import paused_collector
+from autopar.compile.length_check import depends_on_length
 from autopar.compile.model import keep_outputs
 from autopar.compile.parameters import normalized
 from autopar.compile.stages import place
@@ -90,6 +91,7 @@ def compile_packed(
         )
     ctx = Compilation(mesh, observers=list(observers), timings=timings)
     gm = timed(timings, "capture", lambda: _captured(model, batch, lift_to_float64, options))
+    _check_lengths(model, batch, tokens, gm, lift_to_float64, options)
     ctx.observe("capture", gm)
     _with_known_masks(gm, masks or {})
     gm = normalized(gm, ctx)
@@ -139,6 +141,24 @@ def _captured(model: nn.Module, batch: Mapping[str, Any], lift_to_float64: bool,
     return capture(
         model, batch, train=False, grad_mode="no_grad", lift_to_float64=lift_to_float64, precision=options.precision
     )
+
+
+_SHORT = 16  # tokens of the sequence that a forward is compared with
+
+
+def _check_lengths(
+    model: nn.Module, batch: Mapping[str, Any], tokens: str, gm: GraphModule, lift_to_float64: bool, options: Options
+) -> None:
+    """Raises ValueError for a model that computes differently for a short sequence."""
+    total = batch[tokens].shape[1]
+    short = {**batch, tokens: batch[tokens][:, : min(_SHORT, (total + 1) // 2)]}
+    where = depends_on_length(gm, _captured(model, short, lift_to_float64, options))
+    if where:
+        raise ValueError(
+            f"serve: requests of all lengths run together, found that {type(model).__name__} computes otherwise for "
+            f"sequences of {short[tokens].shape[1]} and of {total} tokens ({where}); lower max_length, or generate "
+            "with the model itself"
+        )
 
 
 def _with_known_masks(gm: GraphModule, masks: Mapping[str, Tensor]) -> None:
