@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 
 import pytest
 
@@ -35,3 +36,39 @@ def serves(kind: str) -> float | str:
 def test_equals_the_whole_forward(kind: str) -> None:
     (found,) = run_ranks(1, serves, kind)
     assert isinstance(found, float) and found < 1e-12, found
+
+
+BOTH_SIDES = r"autopar\.attention\.default .* queries attend to later tokens"
+STATE = r"aten\.conv1d\.default .* windows of a convolution overlap"
+COUNTED = r"aten\.cumsum\.default"  # positions are numbers of tokens that are no padding
+REFUSED = {
+    **dict.fromkeys(
+        "bert-generation bert big_bird doge electra ernie megatron-bert rembert roc_bert roformer".split(), BOTH_SIDES
+    ),
+    **dict.fromkeys(
+        "falcon_h1 nemotron_h olmo_hybrid bailing_hybrid bamba falcon_mamba granitemoehybrid jamba lfm3 mamba mamba2 "
+        "qwen3_5_text qwen3_next".split(),
+        STATE,
+    ),
+    **dict.fromkeys("camembert data2vec-text roberta-prelayernorm roberta xlm-roberta-xl xlm-roberta".split(), COUNTED),
+    "deepseek_v4": r"aten\.slice\.Tensor .* compressor",
+    "minimax": r"aten\.matmul\.default",
+    "openai-gpt": r"aten\.matmul\.default",  # a triangle of floats
+    "xlm": r"aten\.lt\.Tensor",
+    "cpmant": "in cpmant needs all tokens",
+    "rwkv": "in rwkv",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [*CAUSAL, *WITHOUT_ATTENTION])
+def test_every_type(kind: str) -> None:
+    (found,) = run_ranks(1, serves, kind)
+    if kind in REFUSED:
+        assert re.fullmatch(rf"serve: .*{REFUSED[kind]}.*; generate with the model itself", str(found)), found
+    else:
+        assert isinstance(found, float) and found < 1e-12, found
+
+
+def test_most_types_are_served() -> None:
+    assert len({*CAUSAL, *WITHOUT_ATTENTION} - {*REFUSED}) >= 95
