@@ -40,7 +40,7 @@ def serving_summary(args: argparse.Namespace, mesh: Mesh, options: Options, fold
     check_positions(model, facts, length)
     with shown_progress() as observer:
         observers: list[Observer] = [observer, *([dumper] if dumper else [])]
-        fixed = _parameter_plan(model, mesh, options)
+        fixed = parameter_plan(model, mesh, options)
         model = model.eval().requires_grad_(False)
         packed = packed_model(model, facts, mesh, fixed, length, observers=observers)
     name = f"{type(model).__name__} ({args.dtype})"
@@ -49,7 +49,7 @@ def serving_summary(args: argparse.Namespace, mesh: Mesh, options: Options, fold
     return _summary(packed, name, args.cache, args.step_tokens or DEFAULT_STEP)
 
 
-def _parameter_plan(model: nn.Module, mesh: Mesh, options: Options) -> Plan:
+def parameter_plan(model: nn.Module, mesh: Mesh, options: Options) -> Plan:
     """As `autopar.parallelize` plans the parameters."""
 
     def plan_of(batch: Mapping[str, Any]) -> Plan:
