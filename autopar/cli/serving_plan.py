@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.api import examples_of, planned_with
+from autopar.api import examples_of, load_adapters, planned_with
 from autopar.chips import CHIPS
 from autopar.cli.compiling import configs, shown_progress
 from autopar.compile.model import plan_model
@@ -58,6 +58,7 @@ def parameter_plan(model: nn.Module, mesh: Mesh, options: Options) -> Plan:
         )
         return found
 
+    load_adapters(model)
     names = {name for name, _ in model.named_parameters()}
     return planned_with(examples_of(model, None), model, True, plan_of).of_parameters(names)
 

@@ -199,7 +199,7 @@ def _small_step(model: Any, server: Server) -> str:
             rows.append([count, name, *(f"{a * 1e3:.2f}" for a, _ in picked), *(f"{a / b:.2f}" for a, b in picked)])
     head = ["requests", "", "ms of a step, best", "median", "autopar is faster by: best", "median"]
     what = (
-        f"One token of each request, from page tables to chosen tokens: {SMALL.layers} layers of width {SMALL.hidden}."
+        f"One token of each request, page tables to chosen tokens: {SMALL.layers} layers of width {SMALL.hidden}."
     )
     return f"{what}\n\n{table(head, rows)}"
 
