@@ -198,9 +198,7 @@ def _small_step(model: Any, server: Server) -> str:
             picked = [(pick(took), pick(first)) for pick in (min, statistics.median)]
             rows.append([count, name, *(f"{a * 1e3:.2f}" for a, _ in picked), *(f"{a / b:.2f}" for a, b in picked)])
     head = ["requests", "", "ms of a step, best", "median", "autopar is faster by: best", "median"]
-    what = (
-        f"One token of each request, page tables to chosen tokens: {SMALL.layers} layers of width {SMALL.hidden}."
-    )
+    what = f"One token of each request, page tables to chosen tokens: {SMALL.layers} layers of width {SMALL.hidden}."
     return f"{what}\n\n{table(head, rows)}"
 
 
@@ -220,11 +218,11 @@ def _memory(model: Any, server: Server) -> str:
     rows = []
     for name, of_token, tokens, peak in (
         ("**autopar**", per_token, pages, peaks[0] - pools),
-        ("dynamic cache", held // (ROWS * cache.get_seq_length()), PROMPT + NEW, peaks[1]),
+        ("dynamic cache", held // (ROWS * cache.get_seq_length()), PROMPT + NEW, peaks[1] - held),
     ):
         rows.append([name, of_token, f"{ROWS * tokens * of_token / 1e6:.1f}", f"{(peak - weights) / 1e6:.2f}"])
     head = ["", "bytes of a token", f"MB of {ROWS} requests of {PROMPT + NEW} tokens", "peak MB of a step that decodes"]
-    return f"{table(head, rows)}\n\nThe peak is without weights and pages; a dynamic cache is copied in each step."
+    return f"{table(head, rows)}\n\nThe peak is without weights and cache."
 
 
 def _compile() -> str:
