@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from pathlib import Path
@@ -23,10 +22,10 @@ def texts(folder: Path, ending: str) -> dict[str, str]:
     return {file.name[4 : -len(ending)]: file.read_text() for file in files}
 
 
-def dumped(folder: str, **sizes: int) -> None:
+def dumped(folder: str, pp: int = 1) -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**LLAMA)).eval()
-    autopar.serve(model, autopar.init_mesh("cpu", **sizes), max_length=64, cache="1MB", dump=folder).close()
+    autopar.serve(model, autopar.init_mesh("cpu", pp=pp), max_length=64, cache="1MB", dump=folder).close()
 
 
 def test_serve_writes_its_graphs_and_a_report(tmp_path: Path) -> None:
@@ -48,7 +47,7 @@ def test_serve_writes_its_graphs_and_a_report(tmp_path: Path) -> None:
 
 
 def test_one_rank_writes_the_graphs_of_all_stages(tmp_path: Path) -> None:
-    run_ranks(2, functools.partial(dumped, pp=2), str(tmp_path / "dump"))
+    run_ranks(2, dumped, str(tmp_path / "dump"), 2)
     assert [p.name for p in tmp_path.iterdir()] == ["dump"]
     assert list(texts(tmp_path / "dump", ".txt"))[-3::2] == ["part0.packed", "part1.packed"]
     assert "part1.packed<" in (tmp_path / "dump" / "report.html").read_text()
