@@ -2,6 +2,7 @@
 
     autopar plan   --config CONFIG.json --mesh dp=8,tp=8 --seq 8192 --batch 8
     autopar plan   --config CONFIG.json --mesh pp=4,dp=2 --microbatches 8 --schedule 1f1b
+    autopar plan   --config CONFIG.json --mesh tp=8 --serve --max-length 8192 --cache 40GB
     autopar show   --config CONFIG.json --mesh dp=2,tp=2 --level typed
     autopar show   --config CONFIG.json --mesh pp=2 --microbatches 4 --part 1 --level backward_input
     autopar verify --config CONFIG.json --mesh dp=2,tp=2 --zero 3

@@ -32,7 +32,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--serve", action="store_true", help="plan autopar.serve: cache, requests that fit, times")
     group = parser.add_argument_group("serving (--serve)")
     add = group.add_argument
-    add("--max-length", type=positive, metavar="N", help="most tokens of a request (default: 4096)")
+    add("--max-length", type=positive, metavar="N", help="most tokens of a request (default: 4096, or all positions)")
     add("--cache", metavar="BYTES", help="of keys and values per rank, 40GB (default: what the weights leave)")
     add("--step-tokens", type=positive, metavar="N", help="most tokens of a step (default: 512)")
 

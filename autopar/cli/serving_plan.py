@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.api import examples_of, planned_with
+from autopar.api import examples_of, load_adapters, planned_with
 from autopar.chips import CHIPS
 from autopar.cli.compiling import configs, shown_progress
 from autopar.compile.model import plan_model
@@ -34,22 +34,23 @@ def serving_summary(args: argparse.Namespace, mesh: Mesh, options: Options, fold
     """Plain JSON values, which `autopar.report.serving_summary.show_serving` prints. Raises ValueError where not one
     request of --max-length fits."""
     dumper = Dumper(folder, title=f"autopar plan --serve: {args.config} on {mesh}") if folder else None
-    hf, length = configs(), args.max_length or DEFAULT_LENGTH
+    cache, hf = byte_count("cache", args.cache) if args.cache is not None else None, configs()
     model = hf.build(hf.load_config(args.config), hf.dtype_named(args.dtype))
     facts = generation_facts(model, None)
+    length = args.max_length or min(DEFAULT_LENGTH, facts.max_length or DEFAULT_LENGTH)
     check_positions(model, facts, length)
     with shown_progress() as observer:
         observers: list[Observer] = [observer, *([dumper] if dumper else [])]
-        fixed = _parameter_plan(model, mesh, options)
+        fixed = parameter_plan(model, mesh, options)
         model = model.eval().requires_grad_(False)
         packed = packed_model(model, facts, mesh, fixed, length, observers=observers)
     name = f"{type(model).__name__} ({args.dtype})"
     if dumper:
         dumper.add_packed(packed, summary=[("model", name)])
-    return _summary(packed, name, args.cache, args.step_tokens or DEFAULT_STEP)
+    return _summary(packed, name, cache, args.step_tokens or DEFAULT_STEP)
 
 
-def _parameter_plan(model: nn.Module, mesh: Mesh, options: Options) -> Plan:
+def parameter_plan(model: nn.Module, mesh: Mesh, options: Options) -> Plan:
     """As `autopar.parallelize` plans the parameters."""
 
     def plan_of(batch: Mapping[str, Any]) -> Plan:
@@ -58,16 +59,17 @@ def _parameter_plan(model: nn.Module, mesh: Mesh, options: Options) -> Plan:
         )
         return found
 
+    load_adapters(model)
     names = {name for name, _ in model.named_parameters()}
     return planned_with(examples_of(model, None), model, True, plan_of).of_parameters(names)
 
 
-def _summary(packed: Packed, model: str, asked: str | None, step_tokens: int) -> dict[str, Any]:
+def _summary(packed: Packed, model: str, asked: int | None, step_tokens: int) -> dict[str, Any]:
     mesh, options = packed.plan.mesh, packed.plan.options
     weights, size = weight_bytes(packed), PAGE_SIZES["cuda"]
     held = weights["parameters"] + weights["others"]
     if asked is not None:
-        cache, source = byte_count("cache", asked), "as asked for"
+        cache, source = asked, "as asked for"
     else:
         cache, source = _left(options, held)
     needed = pages_of_request(packed, size, step_tokens)

@@ -92,11 +92,12 @@ def test_windows_and_stages(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
 
 
 def test_several_meshes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    more = ("--max-length", 64, "--mesh", "tp=2", "--mesh", "cp=2")
+    more = ("--mesh", "tp=2", "--mesh", "cp=2")
     code, out, err = served(capsys, tmp_path, LLAMA, *more, "--json")
     assert code == 0, err
     first, second = json.loads(out)
-    assert first["mesh"] == {"tp": 2} and "found axis cp=2" in second["refused"]
+    assert first["mesh"] == {"tp": 2} and first["max_length"] == 2048, "all positions of the model"
+    assert "found axis cp=2" in second["refused"]
     code, text, _ = served(capsys, tmp_path, LLAMA, *more)
     assert code == 0 and "served on tp=2" in text and "cp=2: serve: " in text
 
@@ -109,7 +110,7 @@ def test_several_meshes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
             ("--cache", "4KB"),
             "cache: a request of 4096 tokens needs 557056 bytes per rank, found 4000;",
         ),
-        (LLAMA, ("--cache", "much"), "cache: "),
+        (LLAMA, ("--cache", "much"), "cache: expected a number of bytes"),
         (LLAMA, ("--batch", 8), "--serve needs no batch, found --batch 8; leave it out"),
         (LLAMA, ("--max-length", 5000), "serve: max_length 5000 is beyond the 2048 positions of LlamaForCausalLM"),
         (LLAMA, ("--memory-limit", "10KB"), "cache: the weights of a rank need"),

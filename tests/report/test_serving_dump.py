@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
@@ -21,9 +22,10 @@ def texts(folder: Path, ending: str) -> dict[str, str]:
     return {file.name[4 : -len(ending)]: file.read_text() for file in files}
 
 
-def dumped(folder: str) -> None:
+def dumped(folder: str, pp: int = 1) -> None:
+    torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**LLAMA)).eval()
-    autopar.serve(model, autopar.init_mesh("cpu"), max_length=64, cache="1MB", dump=folder).close()
+    autopar.serve(model, autopar.init_mesh("cpu", pp=pp), max_length=64, cache="1MB", dump=folder).close()
 
 
 def test_serve_writes_its_graphs_and_a_report(tmp_path: Path) -> None:
@@ -42,6 +44,13 @@ def test_serve_writes_its_graphs_and_a_report(tmp_path: Path) -> None:
         f"{name}<" in page for name in ("pack_tokens", "tables", "packed")
     )
     assert "merge" in (tmp_path / "dump" / "timings.txt").read_text()
+
+
+def test_one_rank_writes_the_graphs_of_all_stages(tmp_path: Path) -> None:
+    run_ranks(2, dumped, str(tmp_path / "dump"), 2)
+    assert [p.name for p in tmp_path.iterdir()] == ["dump"]
+    assert list(texts(tmp_path / "dump", ".txt"))[-3::2] == ["part0.packed", "part1.packed"]
+    assert "part1.packed<" in (tmp_path / "dump" / "report.html").read_text()
 
 
 def test_stages_and_what_a_step_sends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
