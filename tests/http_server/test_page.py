@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,8 @@ def blocks(language: str) -> list[str]:
 
 def test_its_requests_work(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(FakeEngine(vocabulary=20_000), name=NAME) as address:
-        for block in blocks("python"):
-            exec(compile(block.replace(AT, address), "docs/serving.md", "exec"), {})
+        (block,) = [block for block in blocks("python") if "openai" in block]
+        exec(compile(block.replace(AT, address), "docs/serving.md", "exec"), {})
         assert "completion_tokens" in capsys.readouterr().out
         (line,) = [block for block in blocks("sh") if block.startswith("curl")]
         if shutil.which("curl"):
@@ -36,6 +37,13 @@ def test_its_requests_work(capsys: pytest.CaptureFixture[str]) -> None:
         numbers = httpx.get(f"{address}/metrics").text
     named = {*re.findall(r"autopar_\w+", PAGE)}
     assert {*re.findall(r"^# TYPE (autopar_\w+)", numbers, re.MULTILINE)} - {"autopar_errors_created"} == named
+
+
+def test_its_python_runs() -> None:
+    """In a process of its own: it makes a mesh."""
+    code = "\n".join(block for block in blocks("python") if "openai" not in block)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.rstrip().endswith(("length", "stop")), done.stdout + done.stderr
 
 
 def test_it_names_every_field() -> None:

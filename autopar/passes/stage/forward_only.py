@@ -19,7 +19,7 @@ from torch.fx.node import map_aggregate
 from autopar.adapters.fx.graph_nodes import new_node
 from autopar.adapters.operators import OpOverload, name_of
 from autopar.capture.trace.op_decomposition import TensorMeta, Value, fake_of
-from autopar.ir.graph import fake_mode, is_call
+from autopar.ir.graph import fake_mode, is_call, remove_dead_code
 from autopar.ir.meta import TRACE, TYPES, inherit
 from autopar.passes.autodiff.vjp import derivative, marked
 
@@ -34,6 +34,7 @@ def forward_only(gm: GraphModule) -> GraphModule:
             and node.target is not operator.getitem
         ):
             _write_out(node, mode)
+    remove_dead_code(gm)  # results that nobody uses
     gm.recompile()
     return gm
 
