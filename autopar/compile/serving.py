@@ -91,8 +91,8 @@ def compile_packed(
         )
     ctx = Compilation(mesh, observers=list(observers), timings=timings)
     gm = timed(timings, "capture", lambda: _captured(model, batch, lift_to_float64, options))
-    _check_lengths(model, batch, tokens, gm, lift_to_float64, options)
     ctx.observe("capture", gm)
+    as_captured = copy_graph(gm)
     _with_known_masks(gm, masks or {})
     gm = normalized(gm, ctx)
     keep_outputs(gm, [_logits_of(gm)])
@@ -109,6 +109,8 @@ def compile_packed(
         stages = timed(timings, "merge", lambda: _stages([(p, parts) for p, parts, _ in made], samples, ctx))
     for stage, rank in zip(stages, _ranks(plan), strict=True):
         stage.rank = rank
+    # Last, since a refusal of an operator says more.
+    timed(timings, "capture", lambda: _check_lengths(model, batch, tokens, as_captured, lift_to_float64, options))
     return Packed(
         signature_of(gm), plan, stages, parameters, tokens,
         max_length=total,
