@@ -101,6 +101,10 @@ def compile_packed(
         placed = PassManager(PLACEMENT_PASSES[:-1]).run(copy_graph(gm), contexts[0], facts=("functional",))
     made = [_local(copy_graph(placed), c, split_kv, c is contexts[0]) for c in contexts]
     first, vocabulary_axes = made[0][0], made[0][2]
+    if not first.layers:
+        raise ValueError(
+            f"serve: needs causal attention, found none in {type(model).__name__}; generate with the model itself"
+        )
     with _of_requests():
         stages = timed(timings, "merge", lambda: _stages([(p, parts) for p, parts, _ in made], samples, ctx))
     for stage, rank in zip(stages, _ranks(plan), strict=True):
@@ -147,7 +151,7 @@ def _samples(total: int) -> tuple[TokenSlice, ...]:
     try:
         return sample_slices(total)
     except ValueError:
-        raise ValueError(f"serve: needs a max_length of at least 9 tokens, found {total}") from None
+        raise ValueError(f"serve: needs a max_length of at least 9 tokens, found {total}; raise it") from None
 
 
 def _logits_of(gm: GraphModule) -> str:

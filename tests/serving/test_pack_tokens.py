@@ -298,7 +298,13 @@ def test_refused_with_the_operator(name: str) -> None:
     assert found.endswith(WAY_OUT)
 
 
+class Bigram(Causal):
+    def attend(self, h: Tensor) -> Tensor:
+        return h
+
+
 def test_refused() -> None:
+    assert words(lambda: packed(Bigram())) == f"serve: needs causal attention, found none in Bigram; {WAY_OUT}"
     assert words(lambda: packed(Counter())) == (
         f"serve: the forward writes buffer calls in eval mode, which requests would share; {WAY_OUT}"
     )
