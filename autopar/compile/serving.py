@@ -23,7 +23,11 @@ from autopar.adapters.fx.lazy import lazy_code
 from autopar.capture.front_end import capture
 from autopar.capture.trace.frame_stack import with_large_stack
 from autopar.capture.trace.gc_pause import paused_collector
+<<<<<<< HEAD
 from autopar.compile.length_check import depends_on_length
+=======
+from autopar.compile.any_length import SHORT, check_any_length
+>>>>>>> s_tests
 from autopar.compile.model import keep_outputs
 from autopar.compile.parameters import normalized
 from autopar.compile.stages import place
@@ -92,12 +96,21 @@ def compile_packed(
     ctx = Compilation(mesh, observers=list(observers), timings=timings)
     gm = timed(timings, "capture", lambda: _captured(model, batch, lift_to_float64, options))
     ctx.observe("capture", gm)
+<<<<<<< HEAD
     as_captured = copy_graph(gm)
+=======
+    total = batch[tokens].shape[1]
+    short = min(SHORT, total - 1)
+    fewer = {**batch, tokens: batch[tokens][:, :short]}
+    check_any_length(
+        gm, timed(timings, "capture", lambda: _captured(model, fewer, lift_to_float64, options)), total, short
+    )
+>>>>>>> s_tests
     _with_known_masks(gm, masks or {})
     gm = normalized(gm, ctx)
     keep_outputs(gm, [_logits_of(gm)])
     ctx.plan = plan = timed(timings, "plan", lambda: make_plan(gm, mesh, options, fixed, train=False))
-    parameters, total = parameter_specs(gm, plan), batch[tokens].shape[1]
+    parameters = parameter_specs(gm, plan)
     samples = [TokenSlice(s.length, s.start, total, tokens) for s in _samples(total)]
     contexts = [ctx.of_slice(s, s is samples[0]) for s in samples]
     # Placements do not depend on the sizes, so they are found and checked once.
@@ -105,6 +118,10 @@ def compile_packed(
         placed = PassManager(PLACEMENT_PASSES[:-1]).run(copy_graph(gm), contexts[0], facts=("functional",))
     made = [_local(copy_graph(placed), c, split_kv, gathers_ahead, c is contexts[0]) for c in contexts]
     first, vocabulary_axes = made[0][0], made[0][2]
+    if not first.layers:
+        raise ValueError(
+            f"serve: needs causal attention, found none in {type(model).__name__}; generate with the model itself"
+        )
     with _of_requests():
         stages = timed(timings, "merge", lambda: _stages([(p, parts) for p, parts, _ in made], samples, ctx))
     for stage, rank in zip(stages, _ranks(plan), strict=True):
@@ -176,7 +193,7 @@ def _samples(total: int) -> tuple[TokenSlice, ...]:
     try:
         return sample_slices(total)
     except ValueError:
-        raise ValueError(f"serve: needs a max_length of at least 9 tokens, found {total}") from None
+        raise ValueError(f"serve: needs a max_length of at least 9 tokens, found {total}; raise it") from None
 
 
 def _logits_of(gm: GraphModule) -> str:

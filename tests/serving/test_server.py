@@ -168,7 +168,7 @@ def test_full_queue() -> None:
 @pytest.mark.parametrize(
     ("tokens", "sampling", "words"),
     [
-        ([], {}, "serve: a prompt needs 1 to 63 tokens, found 0; shorten it, or raise max_length"),
+        ([], {}, "serve: a prompt needs 1 to 63 tokens, found 0; begin with the token for the start of text"),
         ([1] * 64, {}, "serve: a prompt needs 1 to 63 tokens, found 64; shorten it, or raise max_length"),
         ([1, 50], {}, "serve: a prompt needs token ids from 0 to 49, found 50; use the tokenizer of this model"),
         (
