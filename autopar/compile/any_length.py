@@ -11,10 +11,13 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from autopar.adapters.operators import OpOverload, name_of
 from autopar.ir.graph import describe
+from autopar.ir.meta import input_specs
 
 SHORT = 16  # tokens of the second graph
 _WAY_OUT = "so short requests would not get what it gives them; generate with the model itself"
@@ -26,8 +29,10 @@ _PARTS = ("alias", "slice")  # the whole of a buffer or a part of it
 def check_any_length(gm: GraphModule, shorter: GraphModule, total: int, short: int) -> None:
     """Raises ValueError, with the operator, if the graphs of these numbers of tokens differ in more than sizes."""
     same: dict[Node, Node] = {}
+    named = [{node: spec.name for node, spec in input_specs(g).items()} for g in (gm, shorter)]
     for a, b in itertools.zip_longest(_nodes(gm), _nodes(shorter)):
-        if a is None or b is None or not _alike(a, b, same):
+        other = a is None or b is None or not _alike(a, b, same)
+        if other or (a.op == "placeholder" and named[0][a.name] != named[1][b.name]):
             raise ValueError(
                 f"serve: the forward runs other operators for {short} tokens than for {total}, from "
                 f"{describe(a or b)} on, {_WAY_OUT}"
@@ -38,6 +43,18 @@ def check_any_length(gm: GraphModule, shorter: GraphModule, total: int, short: i
                 raise ValueError(
                     f"serve: {describe(a)} computes with {x} for {total} tokens and with {y} for {short}, {_WAY_OUT}"
                 )
+
+    for name, x in gm.meta.get("constants", {}).items():
+        if not _begins_alike(x, shorter.meta["constants"].get(name)):
+            raise ValueError(f"serve: {name} has other values for {short} tokens than for {total}, {_WAY_OUT}")
+
+
+def _begins_alike(x: Tensor, y: Tensor | None) -> bool:
+    """Whether constants are equal as far as both go."""
+    if y is None or x.dim() != y.dim():
+        return False
+    common = tuple(slice(0, min(m, n)) for m, n in zip(x.shape, y.shape))
+    return x.is_meta or y.is_meta or torch.equal(x[common], y[common])
 
 
 def _nodes(gm: GraphModule) -> list[Node]:

@@ -23,11 +23,7 @@ from autopar.adapters.fx.lazy import lazy_code
 from autopar.capture.front_end import capture
 from autopar.capture.trace.frame_stack import with_large_stack
 from autopar.capture.trace.gc_pause import paused_collector
-<<<<<<< HEAD
-from autopar.compile.length_check import depends_on_length
-=======
 from autopar.compile.any_length import SHORT, check_any_length
->>>>>>> s_tests
 from autopar.compile.model import keep_outputs
 from autopar.compile.parameters import normalized
 from autopar.compile.stages import place
@@ -96,21 +92,12 @@ def compile_packed(
     ctx = Compilation(mesh, observers=list(observers), timings=timings)
     gm = timed(timings, "capture", lambda: _captured(model, batch, lift_to_float64, options))
     ctx.observe("capture", gm)
-<<<<<<< HEAD
     as_captured = copy_graph(gm)
-=======
-    total = batch[tokens].shape[1]
-    short = min(SHORT, total - 1)
-    fewer = {**batch, tokens: batch[tokens][:, :short]}
-    check_any_length(
-        gm, timed(timings, "capture", lambda: _captured(model, fewer, lift_to_float64, options)), total, short
-    )
->>>>>>> s_tests
     _with_known_masks(gm, masks or {})
     gm = normalized(gm, ctx)
     keep_outputs(gm, [_logits_of(gm)])
     ctx.plan = plan = timed(timings, "plan", lambda: make_plan(gm, mesh, options, fixed, train=False))
-    parameters = parameter_specs(gm, plan)
+    parameters, total = parameter_specs(gm, plan), batch[tokens].shape[1]
     samples = [TokenSlice(s.length, s.start, total, tokens) for s in _samples(total)]
     contexts = [ctx.of_slice(s, s is samples[0]) for s in samples]
     # Placements do not depend on the sizes, so they are found and checked once.
@@ -127,7 +114,7 @@ def compile_packed(
     for stage, rank in zip(stages, _ranks(plan), strict=True):
         stage.rank = rank
     # Last, since a refusal of an operator says more.
-    timed(timings, "capture", lambda: _check_lengths(model, batch, tokens, as_captured, lift_to_float64, options))
+    timed(timings, "capture", lambda: _check_any_length(model, batch, tokens, as_captured, lift_to_float64, options))
     return Packed(
         signature_of(gm), plan, stages, parameters, tokens,
         max_length=total,
@@ -162,22 +149,13 @@ def _captured(model: nn.Module, batch: Mapping[str, Any], lift_to_float64: bool,
     )
 
 
-_SHORT = 16  # tokens of the sequence that a forward is compared with
-
-
-def _check_lengths(
+def _check_any_length(
     model: nn.Module, batch: Mapping[str, Any], tokens: str, gm: GraphModule, lift_to_float64: bool, options: Options
 ) -> None:
-    """Raises ValueError for a model that computes differently for a short sequence."""
     total = batch[tokens].shape[1]
-    short = {**batch, tokens: batch[tokens][:, : min(_SHORT, (total + 1) // 2)]}
-    where = depends_on_length(gm, _captured(model, short, lift_to_float64, options))
-    if where:
-        raise ValueError(
-            f"serve: requests of all lengths run together, found that {type(model).__name__} computes otherwise for "
-            f"sequences of {short[tokens].shape[1]} and of {total} tokens ({where}); lower max_length, or generate "
-            "with the model itself"
-        )
+    short = min(SHORT, total - 1)
+    fewer = {**batch, tokens: batch[tokens][:, :short]}
+    check_any_length(gm, _captured(model, fewer, lift_to_float64, options), total, short)
 
 
 def _with_known_masks(gm: GraphModule, masks: Mapping[str, Tensor]) -> None:

@@ -167,13 +167,8 @@ class PackedRunner:
     """See the module's docstring.
 
     weights: of the model. counts: of pages. backend: "eager" or "inductor".
-<<<<<<< HEAD
     step_sizes: numbers of tokens to which steps are padded, in ascending order; empty: none are. most: requests that
     run at a time. All ranks of the mesh make theirs at the same time.
-=======
-    step_sizes: numbers of tokens, and of rows of logits, to which steps are padded, in ascending order; empty: none are. Pools take their
-    memory here. All ranks of the mesh make theirs at the same time.
->>>>>>> s_tests
     """
 
     def __init__(
@@ -260,12 +255,8 @@ class PackedRunner:
         alike = step.rows if self.packed.equal_sizes else (rows,)
         tokens = max(sum(len(row.tokens) for row in of_replica) for of_replica in alike)
         chosen = max(sum(row.choice is not None for row in of_replica) for of_replica in alike)
-<<<<<<< HEAD
         values = self._inputs.of(rows, *self._sizes_of(tokens, chosen))
         self._channels.flush()  # of the step before
-=======
-        values = self._inputs.of(rows, self._padded(tokens), self._padded(chosen))
->>>>>>> s_tests
         self._steps += 1
         for stage in self._stages:
             self._run_stage(stage, values)
@@ -278,7 +269,6 @@ class PackedRunner:
     def _is_last(self) -> bool:
         return bool(self._stages) and self._stages[-1].number == len(self.packed.stages) - 1
 
-<<<<<<< HEAD
     def _sizes_of(self, tokens: int, chosen: int) -> tuple[int, int, int]:
         """(tokens, rows of logits, requests) of a step with padding. Steps of one number of tokens have all sizes in
         common, so that code is compiled once, and products round alike."""
@@ -286,10 +276,6 @@ class PackedRunner:
             return max(tokens, 1), max(chosen, 1), 0
         size = next(size for size in self._sizes if size >= tokens)
         return size, min(size, self._most), min(size, self._most) + 1
-=======
-    def _padded(self, count: int) -> int:
-        return next((size for size in self._sizes if size >= count), max(count, 1))
->>>>>>> s_tests
 
     def _run_stage(self, stage: _BoundStage, values: dict[str, Any]) -> None:
         k, all_stages = stage.number, self.packed.stages
