@@ -43,8 +43,8 @@ def ends(kind: str) -> Any:
     with serving(model, ONE) as server:
         until = [Sampling(temperature=0.0, eos_token_ids=(tokens[7],)) for tokens in expected]
         some = [until[i] if i % 2 else GREEDY for i in range(len(PROMPTS))]
-        mixed = server.generate(PROMPTS, some, want_logits=True)
-        longest = server.generate(PROMPTS, Sampling(temperature=0.0, ignore_eos=True))
+        mixed = server.complete(PROMPTS, some, want_logits=True)
+        longest = server.complete(PROMPTS, Sampling(temperature=0.0, ignore_eos=True))
         for tokens, ticket, full, sampling in zip(expected, mixed, longest, some):
             assert (full.tokens, full.finish_reason) == (tokens, "length")
             count = tokens.index(tokens[7]) + 1 if sampling is not GREEDY else min(NEW, len(tokens))
@@ -133,7 +133,7 @@ def windows() -> Any:
             used.append([pool.pages - 1 - pool.free for pool in cache.pools])
             return False
 
-        server.generate([PROMPTS[4]], GREEDY, on_token=[heard])
+        server.complete([PROMPTS[4]], GREEDY, on_token=[heard])
         return [max(x) for x in zip(*used)], cache.windows
 
 
@@ -184,7 +184,7 @@ def many() -> Any:
             prompts = [[drawn.randrange(3, 9) for _ in range(drawn.randrange(1, 24))] for _ in range(count)]
             sampling = [Sampling(max_tokens=drawn.randrange(1, 9), seed=drawn.randrange(9)) for _ in range(count)]
             heard = [stopper(server, drawn.randrange(12)) for _ in range(count)]
-            server.generate(prompts, sampling, on_token=heard)
+            server.complete(prompts, sampling, on_token=heard)
             gc.collect()
 
         some(1000)
@@ -246,7 +246,7 @@ def wrong() -> list[str]:
     calls = [[], [64], [-1], [3] * 64]
     found += [refusal(server.submit, prompt) for prompt in calls]
     found += [refusal(server.generate, [[3], prompt]) for prompt in calls[:1]]
-    assert server.generate([[3]], GREEDY)[0].tokens == server.submit([3], GREEDY).result(30)
+    assert server.complete([[3]], GREEDY)[0].tokens == server.submit([3], GREEDY).result(30)
     server.close()
     return [*found, refusal(server.submit, [3]), refusal(server.generate, [[3]])]
 

@@ -250,7 +250,7 @@ def test_an_interrupt_aborts_requests() -> None:
             first.result()
         assert first.finish_reason == second.finish_reason == "abort"
         assert server.metrics().pages_used == server.metrics().running == 0
-        assert [t.tokens for t in server.generate([prompt(20)] * 2, EIGHT)] == [expected(prompt(20), 3, 8)] * 2
+        assert [t.tokens for t in server.complete([prompt(20)] * 2, EIGHT)] == [expected(prompt(20), 3, 8)] * 2
 
 
 def test_an_error_of_one_request_is_its_own(server: Server) -> None:
