@@ -245,10 +245,10 @@ def wrong() -> list[str]:
     server = serve()
     calls = [[], [64], [-1], [3] * 64]
     found += [refusal(server.submit, prompt) for prompt in calls]
-    found += [refusal(server.generate, [[3], prompt]) for prompt in calls[:1]]
+    found += [refusal(server.complete, [[3], prompt]) for prompt in calls[:1]]
     assert server.complete([[3]], GREEDY)[0].tokens == server.submit([3], GREEDY).result(30)
     server.close()
-    return [*found, refusal(server.submit, [3]), refusal(server.generate, [[3]])]
+    return [*found, refusal(server.submit, [3]), refusal(server.complete, [[3]])]
 
 
 def test_wrong_calls() -> None:
