@@ -23,6 +23,7 @@ from autopar.adapters.fx.lazy import lazy_code
 from autopar.capture.front_end import capture
 from autopar.capture.trace.frame_stack import roomy
 from autopar.capture.trace.gc_pause import paused_collector
+from autopar.compile.any_length import SHORT, check_any_length
 from autopar.compile.model import keep_outputs
 from autopar.compile.parameters import normalized
 from autopar.compile.stages import place
@@ -89,11 +90,17 @@ def compile_packed(
     ctx = Compilation(mesh, observers=list(observers), timings=timings)
     gm = timed(timings, "capture", lambda: _captured(model, batch, lift_to_float64, options))
     ctx.observe("capture", gm)
+    total = batch[tokens].shape[1]
+    short = min(SHORT, total - 1)
+    fewer = {**batch, tokens: batch[tokens][:, :short]}
+    check_any_length(
+        gm, timed(timings, "capture", lambda: _captured(model, fewer, lift_to_float64, options)), total, short
+    )
     _with_known_masks(gm, masks or {})
     gm = normalized(gm, ctx)
     keep_outputs(gm, [_logits_of(gm)])
     ctx.plan = plan = timed(timings, "plan", lambda: make_plan(gm, mesh, options, fixed, train=False))
-    parameters, total = parameter_specs(gm, plan), batch[tokens].shape[1]
+    parameters = parameter_specs(gm, plan)
     samples = [TokenSlice(s.length, s.start, total, tokens) for s in _samples(total)]
     contexts = [ctx.of_slice(s, s is samples[0]) for s in samples]
     # Placements do not depend on the sizes, so they are found and checked once.

@@ -33,8 +33,7 @@ from autopar.serving.scheduler import Scheduler
 from autopar.serving.step import Chosen, Row, Runner, Step, packed_step, unpacked_step
 
 IDLE = 1.0  # seconds between messages of a leader that has nothing to do
-X = TypeVar("X")
-Y = TypeVar("Y")
+X, Y = TypeVar("X"), TypeVar("Y")
 Rows = tuple[tuple[Row, ...], ...]
 
 

@@ -145,7 +145,7 @@ class PackedRunner:
     """See the module's docstring.
 
     weights: of the model. counts: of pages. backend: "eager" or "inductor".
-    step_sizes: numbers of tokens to which steps are padded, in ascending order; empty: none are. Pools take their
+    step_sizes: numbers of tokens, and of rows of logits, to which steps are padded, in ascending order; empty: none are. Pools take their
     memory here. All ranks of the mesh make theirs at the same time.
     """
 
@@ -225,7 +225,7 @@ class PackedRunner:
         alike = step.rows if self.packed.equal_sizes else (rows,)
         tokens = max(sum(len(row.tokens) for row in of_replica) for of_replica in alike)
         chosen = max(sum(row.choice is not None for row in of_replica) for of_replica in alike)
-        values = self._inputs.of(rows, self._padded(tokens), max(chosen, 1))
+        values = self._inputs.of(rows, self._padded(tokens), self._padded(chosen))
         self._steps += 1
         for stage in self._stages:
             self._run_stage(stage, values)
@@ -239,8 +239,8 @@ class PackedRunner:
     def _is_last(self) -> bool:
         return bool(self._stages) and self._stages[-1].number == len(self.packed.stages) - 1
 
-    def _padded(self, tokens: int) -> int:
-        return next((size for size in self._sizes if size >= tokens), max(tokens, 1))
+    def _padded(self, count: int) -> int:
+        return next((size for size in self._sizes if size >= count), max(count, 1))
 
     def _run_stage(self, stage: _BoundStage, values: dict[str, Any]) -> None:
         k, all_stages = stage.number, self.packed.stages
