@@ -33,7 +33,8 @@ from autopar.serving.scheduler import Scheduler
 from autopar.serving.step import Chosen, Row, Runner, Step, packed_step, unpacked_step
 
 IDLE = 1.0  # seconds between messages of a leader that has nothing to do
-X, Y = TypeVar("X"), TypeVar("Y")
+X = TypeVar("X")
+Y = TypeVar("Y")
 Rows = tuple[tuple[Row, ...], ...]
 
 
