@@ -54,7 +54,7 @@ def serving(
 def generated(
     server: Server, prompts: Sequence[Sequence[int]] = PROMPTS, sampling: Sampling | Sequence[Sampling] = GREEDY
 ) -> Generated:
-    tickets = server.generate(prompts, sampling, want_logits=True)
+    tickets = server.complete(prompts, sampling, want_logits=True)
     return Generated([ticket.result() for ticket in tickets], [ticket.logits for ticket in tickets])
 
 

@@ -32,7 +32,7 @@ def breaks(sizes: dict[str, int], breaking: int, way: str) -> Any:
             runner.run = broken
         start = time.monotonic()
         try:
-            server.generate(PROMPTS, STEPS)
+            server.complete(PROMPTS, STEPS)
         except RuntimeError as error:
             return str(error), time.monotonic() - start
     return "no error", 0.0

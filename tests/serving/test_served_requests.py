@@ -43,8 +43,8 @@ def ends(kind: str) -> Any:
     with serving(model, ONE) as server:
         until = [Sampling(temperature=0.0, eos_token_ids=(tokens[7],)) for tokens in expected]
         some = [until[i] if i % 2 else GREEDY for i in range(len(PROMPTS))]
-        mixed = server.generate(PROMPTS, some, want_logits=True)
-        longest = server.generate(PROMPTS, Sampling(temperature=0.0, ignore_eos=True))
+        mixed = server.complete(PROMPTS, some, want_logits=True)
+        longest = server.complete(PROMPTS, Sampling(temperature=0.0, ignore_eos=True))
         for tokens, ticket, full, sampling in zip(expected, mixed, longest, some):
             assert (full.tokens, full.finish_reason) == (tokens, "length")
             count = tokens.index(tokens[7]) + 1 if sampling is not GREEDY else min(NEW, len(tokens))
@@ -80,7 +80,7 @@ def test_ends_and_aborts_leave_others_alone(kind: str) -> None:
 
 
 def bits(kind: str) -> Any:
-    """Rows of logits in float32 of one prompt, alone and with neighbours, in steps of one size that hold all prompts."""
+    """Rows of logits in float32 of one prompt, alone and with neighbours, in steps of one size that hold all of them."""
     model, found = tiny(kind).float(), []
     mesh = autopar.init_mesh("cpu", 60.0, dp=1)
     parallel = autopar.parallelize(model, mesh)
@@ -110,7 +110,8 @@ def caches() -> Any:
     for kind in ("llama", "deepseek_v3"):
         with serving(tiny(kind), {"tp": 2}) as server:
             runner: Any = server._leader._runner if server._leader else server._follower._runner  # type: ignore[union-attr]
-            pools = [pool for stage in runner._stages for pool in stage.pools.values()]
+            held = [pair for stage in runner._stages for pair in zip(stage._inputs, stage._held)]
+            pools = [x for name, x in held if name.startswith(("keys_", "values_"))]
             found[kind] = sum(pool.nbytes for pool in pools) / (runner.pages[0] * runner.page_size)
     return found
 
@@ -133,7 +134,7 @@ def windows() -> Any:
             used.append([pool.pages - 1 - pool.free for pool in cache.pools])
             return False
 
-        server.generate([PROMPTS[4]], GREEDY, on_token=[heard])
+        server.complete([PROMPTS[4]], GREEDY, on_token=[heard])
         return [max(x) for x in zip(*used)], cache.windows
 
 
@@ -184,7 +185,7 @@ def many() -> Any:
             prompts = [[drawn.randrange(3, 9) for _ in range(drawn.randrange(1, 24))] for _ in range(count)]
             sampling = [Sampling(max_tokens=drawn.randrange(1, 9), seed=drawn.randrange(9)) for _ in range(count)]
             heard = [stopper(server, drawn.randrange(12)) for _ in range(count)]
-            server.generate(prompts, sampling, on_token=heard)
+            server.complete(prompts, sampling, on_token=heard)
             gc.collect()
 
         some(1000)
@@ -245,10 +246,10 @@ def wrong() -> list[str]:
     server = serve()
     calls = [[], [64], [-1], [3] * 64]
     found += [refusal(server.submit, prompt) for prompt in calls]
-    found += [refusal(server.generate, [[3], prompt]) for prompt in calls[:1]]
-    assert server.generate([[3]], GREEDY)[0].tokens == server.submit([3], GREEDY).result(30)
+    found += [refusal(server.complete, [[3], prompt]) for prompt in calls[:1]]
+    assert server.complete([[3]], GREEDY)[0].tokens == server.submit([3], GREEDY).result(30)
     server.close()
-    return [*found, refusal(server.submit, [3]), refusal(server.generate, [[3]])]
+    return [*found, refusal(server.submit, [3]), refusal(server.complete, [[3]])]
 
 
 def test_wrong_calls() -> None:
