@@ -80,7 +80,7 @@ def test_ends_and_aborts_leave_others_alone(kind: str) -> None:
 
 
 def bits(kind: str) -> Any:
-    """Rows of logits in float32 of one prompt, alone and with neighbours, in steps of one size that hold all of them."""
+    """Rows of logits in float32 of one prompt, alone and with others, in steps of one size that hold all prompts."""
     model, found = tiny(kind).float(), []
     mesh = autopar.init_mesh("cpu", 60.0, dp=1)
     parallel = autopar.parallelize(model, mesh)
