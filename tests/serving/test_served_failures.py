@@ -39,7 +39,8 @@ def breaks(sizes: dict[str, int], breaking: int, way: str) -> Any:
 
 
 CASES = [
-    ({"tp": 2}, 1, "dies"), ({"pp": 2}, 0, "dies"), ({"tp": 2}, 0, "raises"), ({"pp": 2}, 1, "raises"),
+    ({"tp": 2}, 1, "dies"), ({"pp": 2}, 0, "dies"), ({"tp": 2}, 0, "raises"), 
+    pytest.param({"pp": 2}, 1, "raises", marks=pytest.mark.full),
     pytest.param({"tp": 2}, 1, "stops", marks=pytest.mark.full),
 ]  # fmt: skip
 

@@ -80,7 +80,7 @@ def test_ends_and_aborts_leave_others_alone(kind: str) -> None:
 
 
 def bits(kind: str) -> Any:
-    """Rows of logits in float32 of one prompt, alone and with neighbours, in steps of one size that hold all of them."""
+    """Rows of logits in float32 of one prompt, alone and with others, in steps of one size that hold all prompts."""
     model, found = tiny(kind).float(), []
     mesh = autopar.init_mesh("cpu", 60.0, dp=1)
     parallel = autopar.parallelize(model, mesh)
@@ -110,7 +110,8 @@ def caches() -> Any:
     for kind in ("llama", "deepseek_v3"):
         with serving(tiny(kind), {"tp": 2}) as server:
             runner: Any = server._leader._runner if server._leader else server._follower._runner  # type: ignore[union-attr]
-            pools = [pool for stage in runner._stages for pool in stage.pools.values()]
+            held = [pair for stage in runner._stages for pair in zip(stage._inputs, stage._held)]
+            pools = [x for name, x in held if name.startswith(("keys_", "values_"))]
             found[kind] = sum(pool.nbytes for pool in pools) / (runner.pages[0] * runner.page_size)
     return found
 
