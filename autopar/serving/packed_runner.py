@@ -27,7 +27,6 @@ from autopar.runtime.module.served_weights import ServedWeights
 from autopar.schedule.order import Action
 from autopar.serving.choice import choose
 from autopar.serving.step import Chosen, Row, Step
-from autopar.steps.graphs import StepGraph
 from autopar.steps.packed import (
     LAST,
     LENGTHS,
@@ -362,6 +361,3 @@ class StepInputs:
 
     def _put(self, numbers: Sequence[Any], dtype: torch.dtype) -> Tensor:
         return torch.tensor(numbers, dtype=dtype, device=self._device)
-
-
-__all__ = ["PackedRunner", "PageCounts", "StepGraph", "page_counts", "pages_of_request"]
