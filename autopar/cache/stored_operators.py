@@ -30,7 +30,7 @@ _RESULT = re.compile(r"Tensor|List\[Tensor\]")
 @functools.cache
 def may_be_stored(op: OpOverload) -> bool:
     """Whether a stored step may call an operator."""
-    if op in CORE or name_of(op).startswith("autopar::"):
+    if op in CORE or (name_of(op).startswith("autopar::") and not mutates(op)):
         return True
     return name_of(op).startswith("aten::") and _takes_tensors(op) and (_is_known(op) or _is_backward_of_known(op))
 
