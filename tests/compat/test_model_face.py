@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ def shown() -> dict[str, Any]:
     ids = torch.zeros(2, 8, dtype=torch.int64)
     calls = {
         "submodule": lambda: model.model.layers[0](ids), "head": lambda: model.lm_head(ids),
-        "generate": lambda: model.generate(ids), "resize": lambda: model.resize_token_embeddings(70),
+        "generate": lambda: model.generate(ids, max_new_tokens=2), "resize": lambda: model.resize_token_embeddings(70),
         "push": lambda: model.push_to_hub("x"), "deepcopy": lambda: copy.deepcopy(model),
         "averaged": lambda: AveragedModel(model), "wrapped": lambda: DistributedDataParallel(model),
         "missing": lambda: getattr(model, "merge_adapter", None),
@@ -66,7 +65,7 @@ def test_of_a_library() -> None:
         said = found["said"]
         assert "a LlamaDecoderLayer at model.layers.0 holds only this rank's shards" in said["submodule"]
         assert "a Linear at lm_head" in said["head"] and "model(**batch)" in said["head"]
-        assert re.search("generate of a parallel model.*save_pretrained.*from_pretrained", said["generate"])
+        assert said["generate"] == "no error"
         assert "before parallelize" in said["resize"] and "upload the folder" in said["push"]
         assert "autopar.ema(model)" in said["averaged"] and "cannot be copied" in said["deepcopy"]
         assert "DistributedDataParallel" in said["wrapped"] and "train_step" in said["wrapped"]
