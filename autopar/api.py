@@ -176,8 +176,10 @@ def serve(
         page_size: tokens of a page of the cache; 64 on CPUs, 256 on GPUs. Prefixes are shared by whole pages.
         step_tokens: most tokens of a step; longer prompts are computed in chunks.
         max_running, max_waiting: most requests that run at a time, per replica, and that wait.
-        step_sizes: numbers of tokens to which steps are padded, such as (8, 64, 512); by default none are.
-        split_kv: False: the bits of a request's logits depend on no other request of the same step.
+        step_sizes: numbers of tokens, and of rows of logits, to which steps are padded, such as (8, 64, 512); by
+            default none are.
+        split_kv: False: with ``step_sizes`` of one size, the bits of a request's logits depend on no other request,
+            as long as its prompt is computed in the same chunks.
         keep_unsharded: gather and cast parameters once for all steps, which takes their memory, or in every step; by
             default the latter for a model that is parallelized already.
         backend: "eager" or "inductor".

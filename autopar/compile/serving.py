@@ -23,7 +23,7 @@ from autopar.adapters.fx.lazy import lazy_code
 from autopar.capture.front_end import capture
 from autopar.capture.trace.frame_stack import with_large_stack
 from autopar.capture.trace.gc_pause import paused_collector
-from autopar.compile.length_check import depends_on_length
+from autopar.compile.any_length import SHORT, check_any_length
 from autopar.compile.model import keep_outputs
 from autopar.compile.parameters import normalized
 from autopar.compile.stages import place
@@ -105,12 +105,16 @@ def compile_packed(
         placed = PassManager(PLACEMENT_PASSES[:-1]).run(copy_graph(gm), contexts[0], facts=("functional",))
     made = [_local(copy_graph(placed), c, split_kv, gathers_ahead, c is contexts[0]) for c in contexts]
     first, vocabulary_axes = made[0][0], made[0][2]
+    if not first.layers:
+        raise ValueError(
+            f"serve: needs causal attention, found none in {type(model).__name__}; generate with the model itself"
+        )
     with _of_requests():
         stages = timed(timings, "merge", lambda: _stages([(p, parts) for p, parts, _ in made], samples, ctx))
     for stage, rank in zip(stages, _ranks(plan), strict=True):
         stage.rank = rank
     # Last, since a refusal of an operator says more.
-    timed(timings, "capture", lambda: _check_lengths(model, batch, tokens, as_captured, lift_to_float64, options))
+    timed(timings, "capture", lambda: _check_any_length(model, batch, tokens, as_captured, lift_to_float64, options))
     return Packed(
         signature_of(gm), plan, stages, parameters, tokens,
         max_length=total,
@@ -145,22 +149,13 @@ def _captured(model: nn.Module, batch: Mapping[str, Any], lift_to_float64: bool,
     )
 
 
-_SHORT = 16  # tokens of the sequence that a forward is compared with
-
-
-def _check_lengths(
+def _check_any_length(
     model: nn.Module, batch: Mapping[str, Any], tokens: str, gm: GraphModule, lift_to_float64: bool, options: Options
 ) -> None:
-    """Raises ValueError for a model that computes differently for a short sequence."""
     total = batch[tokens].shape[1]
-    short = {**batch, tokens: batch[tokens][:, : min(_SHORT, (total + 1) // 2)]}
-    where = depends_on_length(gm, _captured(model, short, lift_to_float64, options))
-    if where:
-        raise ValueError(
-            f"serve: requests of all lengths run together, found that {type(model).__name__} computes otherwise for "
-            f"sequences of {short[tokens].shape[1]} and of {total} tokens ({where}); lower max_length, or generate "
-            "with the model itself"
-        )
+    short = min(SHORT, total - 1)
+    fewer = {**batch, tokens: batch[tokens][:, :short]}
+    check_any_length(gm, _captured(model, fewer, lift_to_float64, options), total, short)
 
 
 def _with_known_masks(gm: GraphModule, masks: Mapping[str, Tensor]) -> None:
@@ -176,7 +171,7 @@ def _samples(total: int) -> tuple[TokenSlice, ...]:
     try:
         return sample_slices(total)
     except ValueError:
-        raise ValueError(f"serve: needs a max_length of at least 9 tokens, found {total}") from None
+        raise ValueError(f"serve: needs a max_length of at least 9 tokens, found {total}; raise it") from None
 
 
 def _logits_of(gm: GraphModule) -> str:

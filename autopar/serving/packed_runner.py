@@ -27,7 +27,6 @@ from autopar.runtime.module.served_weights import ServedWeights
 from autopar.schedule.order import Action
 from autopar.serving.choice import choose
 from autopar.serving.step import Chosen, Row, Step
-from autopar.steps.graphs import StepGraph
 from autopar.steps.packed import (
     LAST,
     LENGTHS,
@@ -124,13 +123,15 @@ class _BoundStage:
         self.names = names
         self._counts, self._device = counts, device
         self._inputs = list(self.stage.graph.inputs)
+        self.pools: dict[str, Tensor] = {}
         self._held: list[Any] = []
         self._changing: list[tuple[int, str]] = []
 
     def hold(self, values: Mapping[str, Tensor]) -> None:
         """Take parameters and buffers, and make the tables."""
         held = {node: values[name] for node, name in self.names.items() if name in values}
-        known = {**held, **self._pools()}
+        self.pools = self._new_pools()
+        known = {**held, **self.pools}
         if self.tables is not None and self.stage.tables is not None:
             given = [held[name] for name in self.stage.tables.inputs]
             names = [str(name) for name in self.stage.tables.outputs]
@@ -138,8 +139,8 @@ class _BoundStage:
         self._held = [known.get(name) for name in self._inputs]
         self._changing = [(i, name) for i, name in enumerate(self._inputs) if name not in known]
 
-    def _pools(self) -> dict[str, Tensor]:
-        """New pools of pages, by input."""
+    def _new_pools(self) -> dict[str, Tensor]:
+        """Pools of pages, by input."""
         pools: dict[str, Tensor] = {}
         for layer in self.stage.layers:
             shape = (self._counts.pages[layer.kind], self._counts.page_size)
@@ -149,7 +150,7 @@ class _BoundStage:
 
     def release(self) -> None:
         """Free pools and tables."""
-        self._held, self._changing = [], []
+        self.pools, self._held, self._changing = {}, [], []
 
     def run(self, values: Mapping[str, Any]) -> list[Tensor]:
         given = list(self._held)
@@ -360,6 +361,3 @@ class StepInputs:
 
     def _put(self, numbers: Sequence[Any], dtype: torch.dtype) -> Tensor:
         return torch.tensor(numbers, dtype=dtype, device=self._device)
-
-
-__all__ = ["PackedRunner", "PageCounts", "StepGraph", "page_counts", "pages_of_request"]

@@ -214,10 +214,8 @@ class Server:
     def _prompt(self, prompt: Sequence[int]) -> tuple[int, ...]:
         tokens = tuple(map(int, prompt))
         if not 0 < len(tokens) < self.max_length:
-            raise ValueError(
-                f"serve: a prompt needs 1 to {self.max_length - 1} tokens, found {len(tokens)}; shorten it, or raise "
-                "max_length"
-            )
+            way_out = "shorten it, or raise max_length" if tokens else "begin with the token for the start of text"
+            raise ValueError(f"serve: a prompt needs 1 to {self.max_length - 1} tokens, found {len(tokens)}; {way_out}")
         self._check_ids("a prompt", tokens)
         return tokens
 

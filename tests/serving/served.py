@@ -42,10 +42,10 @@ def tiny(kind: str) -> nn.Module:
 
 @contextlib.contextmanager
 def serving(
-    model: nn.Module, sizes: dict[str, int], options: dict[str, Any] | None = None, **more: Any
+    model: nn.Module, sizes: dict[str, int], options: dict[str, Any] | None = None, timeout: float = 60.0, **more: Any
 ) -> Iterator[Server]:
     """A server of a model on all ranks, in float64 throughout."""
-    mesh = autopar.init_mesh("cpu", 60.0, **sizes)
+    mesh = autopar.init_mesh("cpu", timeout, **sizes)
     parallel = autopar.parallelize(model, mesh, lift_to_float64=True, **(options or {}))
     with autopar.serve(parallel, **{**SIZES, **more}) as server:
         yield server
@@ -54,7 +54,7 @@ def serving(
 def generated(
     server: Server, prompts: Sequence[Sequence[int]] = PROMPTS, sampling: Sampling | Sequence[Sampling] = GREEDY
 ) -> Generated:
-    tickets = server.generate(prompts, sampling, want_logits=True)
+    tickets = server.complete(prompts, sampling, want_logits=True)
     return Generated([ticket.result() for ticket in tickets], [ticket.logits for ticket in tickets])
 
 

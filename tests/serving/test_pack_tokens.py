@@ -223,7 +223,7 @@ class Bidirectional(Causal):
 
 class MaskOfValues(Causal):
     def attention(self, q: Tensor, k: Tensor, v: Tensor, h: Tensor) -> Tensor:
-        keep = torch.ones(S, S, dtype=torch.bool).tril() & (h[:, None, None, :, 0] > 0)
+        keep = torch.ones(h.shape[1], h.shape[1], dtype=torch.bool).tril() & (h[:, None, None, :, 0] > 0)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=keep)
 
 
@@ -298,7 +298,31 @@ def test_refused_with_the_operator(name: str) -> None:
     assert found.endswith(WAY_OUT)
 
 
+LENGTHS = {
+    "scale": (lambda h, t: h * h.shape[1], r"aten\.mul\.Tensor .* computes with 24 for 24 tokens and with 16 for 16"),
+    "branch": (
+        lambda h, t: h.relu() if h.shape[1] > 20 else h,
+        r"other operators for 16 tokens than for 24, from aten",
+    ),
+    "more": (lambda h, t: h if h.shape[1] > 20 else h.relu(), r"other operators for 16 tokens than for 24, from aten"),
+    "full": (lambda h, t: h + torch.full((1, h.shape[1], 1), h.shape[1] * 0.5), r"aten\.full"),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_forward_that_depends_on_the_length(name: str) -> None:
+    """Requests have any length, the graph is captured with one."""
+    change, expected = LENGTHS[name]
+    assert re.search(expected, words(lambda: packed(Stem(change))))
+
+
+class Bigram(Causal):
+    def attend(self, h: Tensor) -> Tensor:
+        return h
+
+
 def test_refused() -> None:
+    assert words(lambda: packed(Bigram())) == f"serve: needs causal attention, found none in Bigram; {WAY_OUT}"
     assert words(lambda: packed(Counter())) == (
         f"serve: the forward writes buffer calls in eval mode, which requests would share; {WAY_OUT}"
     )

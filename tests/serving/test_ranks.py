@@ -146,7 +146,7 @@ def others(threaded: bool) -> Any:
         ticket = server.submit([1, 2, 3 + rank % 3], EIGHT)
         words = refusal(ticket.result, 20)
     else:
-        words = refusal(server.generate, [[1, 2, 3 + rank % 3]], EIGHT)
+        words = refusal(server.complete, [[1, 2, 3 + rank % 3]], EIGHT)
     again = server.complete(PROMPTS[:2], EIGHT)  # nobody was ended by that
     server.close()
     return words, [ticket.tokens for ticket in again]

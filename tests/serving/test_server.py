@@ -168,7 +168,7 @@ def test_full_queue() -> None:
 @pytest.mark.parametrize(
     ("tokens", "sampling", "words"),
     [
-        ([], {}, "serve: a prompt needs 1 to 63 tokens, found 0; shorten it, or raise max_length"),
+        ([], {}, "serve: a prompt needs 1 to 63 tokens, found 0; begin with the token for the start of text"),
         ([1] * 64, {}, "serve: a prompt needs 1 to 63 tokens, found 64; shorten it, or raise max_length"),
         ([1, 50], {}, "serve: a prompt needs token ids from 0 to 49, found 50; use the tokenizer of this model"),
         (
@@ -250,7 +250,7 @@ def test_an_interrupt_aborts_requests() -> None:
             first.result()
         assert first.finish_reason == second.finish_reason == "abort"
         assert server.metrics().pages_used == server.metrics().running == 0
-        assert [t.tokens for t in server.generate([prompt(20)] * 2, EIGHT)] == [expected(prompt(20), 3, 8)] * 2
+        assert [t.tokens for t in server.complete([prompt(20)] * 2, EIGHT)] == [expected(prompt(20), 3, 8)] * 2
 
 
 def test_an_error_of_one_request_is_its_own(server: Server) -> None:

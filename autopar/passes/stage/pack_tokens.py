@@ -127,6 +127,10 @@ class _Packer:
 
     def _input(self, name: str, after: Node, size: Any, dtype: torch.dtype) -> Node:
         node = add_placeholder(self.gm.graph, name, after)
+        if node.name != name:
+            raise ValueError(
+                f"serve: {name} is an input of steps, found a value of the model with this name; rename it"
+            )
         with self.mode:
             val = torch.empty(size, dtype=dtype)
         node.meta = {"val": val, "has_gradient": False}
