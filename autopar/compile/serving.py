@@ -23,7 +23,7 @@ from autopar.adapters.fx.lazy import lazy_code
 from autopar.capture.front_end import capture
 from autopar.capture.trace.frame_stack import with_large_stack
 from autopar.capture.trace.gc_pause import paused_collector
-from autopar.compile.any_length import SHORT, check_any_length
+from autopar.compile.any_length import check_any_length, short_of
 from autopar.compile.model import keep_outputs
 from autopar.compile.parameters import normalized
 from autopar.compile.stages import place
@@ -66,7 +66,7 @@ def compile_packed(
     lift_to_float64: bool = False,
     split_kv: bool = True,
     gathers_ahead: bool = False,
-    masks: Mapping[str, Tensor] | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
     observers: Sequence[Observer] = (),
 ) -> Packed:
     """Compile a model to serve requests.
@@ -77,7 +77,7 @@ def compile_packed(
         tokens: the name of the ids.
         fixed: keep the placements of parameters of this plan.
         gathers_ahead: whether parameters are gathered, and cast, ahead of all steps instead of in each.
-        masks: values of bool buffers, which become constants: a triangle among them says that attention is causal.
+        buffers: their values, by name. Bool ones become constants: a triangle among them says that attention is causal.
         split_kv: whether attention may split a request's keys over threads, so that its bits depend on its neighbours.
     Raises ValueError, with the operator, for a model whose tokens depend on others in another way than by causal
     attention, and for sizes that do not divide.
@@ -93,7 +93,7 @@ def compile_packed(
     gm = timed(timings, "capture", lambda: _captured(model, batch, lift_to_float64, options))
     ctx.observe("capture", gm)
     as_captured = copy_graph(gm)
-    _with_known_masks(gm, masks or {})
+    _with_known_masks(gm, buffers or {})
     gm = normalized(gm, ctx)
     keep_outputs(gm, [_logits_of(gm)])
     ctx.plan = plan = timed(timings, "plan", lambda: make_plan(gm, mesh, options, fixed, train=False))
@@ -114,7 +114,12 @@ def compile_packed(
     for stage, rank in zip(stages, _ranks(plan), strict=True):
         stage.rank = rank
     # Last, since a refusal of an operator says more.
-    timed(timings, "capture", lambda: _check_any_length(model, batch, tokens, as_captured, lift_to_float64, options))
+    fewer = {**batch, tokens: batch[tokens][:, : short_of(total)]}
+    shorter = timed(timings, "capture", lambda: _captured(model, fewer, lift_to_float64, options))
+    timed(
+        timings, "lengths",
+        lambda: check_any_length(as_captured, shorter, total, short_of(total), tokens, buffers or {}),
+    )  # fmt: skip
     return Packed(
         signature_of(gm), plan, stages, parameters, tokens,
         max_length=total,
@@ -149,17 +154,9 @@ def _captured(model: nn.Module, batch: Mapping[str, Any], lift_to_float64: bool,
     )
 
 
-def _check_any_length(
-    model: nn.Module, batch: Mapping[str, Any], tokens: str, gm: GraphModule, lift_to_float64: bool, options: Options
-) -> None:
-    total = batch[tokens].shape[1]
-    short = min(SHORT, total - 1)
-    fewer = {**batch, tokens: batch[tokens][:, :short]}
-    check_any_length(gm, _captured(model, fewer, lift_to_float64, options), total, short)
-
-
-def _with_known_masks(gm: GraphModule, masks: Mapping[str, Tensor]) -> None:
+def _with_known_masks(gm: GraphModule, buffers: Mapping[str, Tensor]) -> None:
     """Bool buffers become constants of the graph."""
+    masks = {name: x for name, x in buffers.items() if x.dtype == torch.bool}
     signature = signature_of(gm)
     known = {s.name for s in signature.inputs if s.kind == "buffer" and s.name in masks}
     inputs = [replace(s, kind="constant") if s.name in known else s for s in signature.inputs]

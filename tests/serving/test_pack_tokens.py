@@ -70,7 +70,7 @@ def packed(model: nn.Module, tokens: str = "tokens", observers: Any = (), **size
     ids = torch.zeros(mesh.data_size, S, dtype=torch.int64)
     masks = {name: b for name, b in model.named_buffers() if b.dtype == torch.bool}
     model = model.requires_grad_(False)
-    return compile_packed(model, {tokens: ids}, tokens, mesh, masks=masks, observers=observers, lift_to_float64=True)
+    return compile_packed(model, {tokens: ids}, tokens, mesh, buffers=masks, observers=observers, lift_to_float64=True)
 
 
 def main(model: nn.Module, *args: Any, **sizes: int) -> GraphModule:
