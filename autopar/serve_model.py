@@ -123,8 +123,8 @@ def packed_model(
     buffers: Mapping[str, Tensor] | None = None,
     observers: Sequence[Observer] = (),
 ) -> Packed:
-    """The model captured for one row of all positions per data rank. ``fixed``: the plan of the parameters. ``buffers``:
-    their values by name; those of parameters may be among them."""
+    """The model captured for one row of all positions per data rank. ``fixed``: the plan of the parameters.
+    ``buffers``: their values by name; those of parameters may be among them."""
     row = torch.empty(mesh.data_size, max_length, dtype=torch.int64, device="meta")
     return compile_packed(
         root, {facts.tokens: row}, facts.tokens, mesh, fixed=fixed, lift_to_float64=lift_to_float64,

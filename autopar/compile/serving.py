@@ -24,6 +24,7 @@ from autopar.capture.front_end import capture
 from autopar.capture.trace.frame_stack import with_large_stack
 from autopar.capture.trace.gc_pause import paused_collector
 from autopar.compile.any_length import check_any_length, short_of
+from autopar.compile.known_masks import know_masks, mark_causal
 from autopar.compile.model import keep_outputs
 from autopar.compile.parameters import normalized
 from autopar.compile.stages import place
@@ -77,7 +78,7 @@ def compile_packed(
         tokens: the name of the ids.
         fixed: keep the placements of parameters of this plan.
         gathers_ahead: whether parameters are gathered, and cast, ahead of all steps instead of in each.
-        buffers: their values, by name. Bool ones become constants: a triangle among them says that attention is causal.
+        buffers: their values, by name. Masks among them become constants, which say that attention is causal.
         split_kv: whether attention may split a request's keys over threads, so that its bits depend on its neighbours.
     Raises ValueError, with the operator, for a model whose tokens depend on others in another way than by causal
     attention, and for sizes that do not divide.
@@ -93,8 +94,9 @@ def compile_packed(
     gm = timed(timings, "capture", lambda: _captured(model, batch, lift_to_float64, options))
     ctx.observe("capture", gm)
     as_captured = copy_graph(gm)
-    _with_known_masks(gm, buffers or {})
+    know_masks(gm, buffers or {})
     gm = normalized(gm, ctx)
+    mark_causal(gm)
     keep_outputs(gm, [_logits_of(gm)])
     ctx.plan = plan = timed(timings, "plan", lambda: make_plan(gm, mesh, options, fixed, train=False))
     parameters, total = parameter_specs(gm, plan), batch[tokens].shape[1]
@@ -152,16 +154,6 @@ def _captured(model: nn.Module, batch: Mapping[str, Any], lift_to_float64: bool,
     return capture(
         model, batch, train=False, grad_mode="no_grad", lift_to_float64=lift_to_float64, precision=options.precision
     )
-
-
-def _with_known_masks(gm: GraphModule, buffers: Mapping[str, Tensor]) -> None:
-    """Bool buffers become constants of the graph."""
-    masks = {name: x for name, x in buffers.items() if x.dtype == torch.bool}
-    signature = signature_of(gm)
-    known = {s.name for s in signature.inputs if s.kind == "buffer" and s.name in masks}
-    inputs = [replace(s, kind="constant") if s.name in known else s for s in signature.inputs]
-    gm.meta["signature"] = replace(signature, inputs=tuple(inputs))
-    gm.meta["constants"] = {**gm.meta.get("constants", {}), **{name: masks[name].detach() for name in known}}
 
 
 def _samples(total: int) -> tuple[TokenSlice, ...]:
