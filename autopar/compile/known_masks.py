@@ -1,7 +1,7 @@
 """Masks that a model keeps in buffers, or computes from positions, as a server needs them: known while compiling.
 
-    know_masks(gm, {"attn.bias": tril(ones(1024, 1024))})     the buffer becomes a constant
-    mark_causal(gm)                                           attention whose bias hides all later tokens is causal
+know_masks(gm, {"attn.bias": tril(ones(1024, 1024))})     the buffer becomes a constant
+mark_causal(gm)                                           attention whose bias hides all later tokens is causal
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def _is_mask(x: Tensor) -> bool:
 
 
 def mark_causal(gm: GraphModule) -> None:
-    """In a normalized graph, set the flag of attention whose bias, known now, lets no token see a later one: windows and
-    first tokens that all see, written as masks. The bias stays."""
+    """In a normalized graph, set the flag of attention whose bias, known now, lets no token see a later one: windows
+    written as masks, for example. The bias stays."""
     specs, constants = input_specs(gm), gm.meta.get("constants", {})
     for node in placeholders(gm):
         if specs[node.name].kind == "constant":

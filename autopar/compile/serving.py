@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from autopar.adapters.fx.lazy import lazy_code
 from autopar.capture.front_end import capture
@@ -29,15 +28,25 @@ from autopar.compile.model import keep_outputs
 from autopar.compile.parameters import normalized
 from autopar.compile.stages import place
 from autopar.ir.flow import flow_of
-from autopar.ir.graph import arguments, calls_of, copy_graph, extracted, outputs, placeholders, shape
+from autopar.ir.graph import (
+    arguments,
+    calls_of,
+    copy_graph,
+    describe,
+    extracted,
+    outputs,
+    placeholders,
+    placement,
+    shape,
+)
 from autopar.ir.mesh import DATA, Mesh, TokenSlice
-from autopar.ir.meta import signature_of
+from autopar.ir.meta import input_specs, signature_of
 from autopar.ir.placement import Shard
 from autopar.ops.traits import COLLECTIVES
 from autopar.options import Options
 from autopar.passes.pipelines import PLACEMENT_PASSES, STEP_PASSES
 from autopar.passes.stage.forward_only import forward_only
-from autopar.passes.stage.pack_tokens import PackedGraph, pack_tokens
+from autopar.passes.stage.pack_tokens import AXIS, PackedGraph, pack_tokens
 from autopar.passes.stage.slice_sizes import sample_slices, symbolic
 from autopar.passes.stage.split_packed import PackedPart, split_packed
 from autopar.plan import Plan
@@ -98,6 +107,7 @@ def compile_packed(
     gm = normalized(gm, ctx)
     mark_causal(gm)
     keep_outputs(gm, [_logits_of(gm)])
+    _check_random(gm)
     ctx.plan = plan = timed(timings, "plan", lambda: make_plan(gm, mesh, options, fixed, train=False))
     parameters, total = parameter_specs(gm, plan), batch[tokens].shape[1]
     samples = [TokenSlice(s.length, s.start, total, tokens) for s in _samples(total)]
@@ -184,6 +194,28 @@ def _logits_of(gm: GraphModule) -> str:
     return name
 
 
+def _check_random(gm: GraphModule) -> None:
+    """Raises ValueError for a model that draws numbers in eval mode."""
+    seeds = {node for node in placeholders(gm) if input_specs(gm)[node.name].kind == "seed"}
+    for node in gm.graph.nodes:
+        if any(x in seeds for x in node.all_input_nodes):
+            raise ValueError(
+                f"serve: {describe(node)} draws random numbers in eval mode, so a request's tokens would depend on its "
+                "company; generate with the model itself"
+            )
+
+
+def _check_rows(logits: Node) -> None:
+    """Raises ValueError for logits that are not [rows, tokens, vocabulary]."""
+    where = placement(logits, AXIS)
+    if not (isinstance(where, Shard) and where.dim == 1):
+        found = f"tokens in dim {where.dim}" if isinstance(where, Shard) else "none of tokens"
+        raise ValueError(
+            f"serve: needs logits [rows, tokens, vocabulary], found {found} of {describe(logits)}; return those of all "
+            "tokens"
+        )
+
+
 def _local(
     gm: GraphModule, ctx: Compilation, split_kv: bool, gathers_ahead: bool, checked: bool
 ) -> tuple[PackedGraph, list[PackedPart], tuple[str, ...]]:
@@ -198,6 +230,7 @@ def _local(
     flow = flow_of(gm, plan.inputs)
     cuts = plan.pipeline.split_points if plan.pipeline is not None else ()
     where = place(flow, cuts) if cuts else dict.fromkeys(flow.main, 0)
+    _check_rows(outputs(gm)[0])
     axes = _vocabulary_axes(gm, ctx.mesh)
     packed = timed(ctx.timings, "pack_tokens", lambda: pack_tokens(gm, part, split_kv, gathers_ahead))
     ctx.observe("pack_tokens", packed.main)
