@@ -25,7 +25,7 @@ def know_masks(gm: GraphModule, buffers: Mapping[str, Tensor]) -> None:
     known = {s.name for s in signature.inputs if s.kind == "buffer" and s.name in buffers and _is_mask(buffers[s.name])}
     inputs = [replace(s, kind="constant") if s.name in known else s for s in signature.inputs]
     gm.meta["signature"] = replace(signature, inputs=tuple(inputs))
-    gm.meta["constants"] = {**gm.meta.get("constants", {}), **{name: buffers[name].detach() for name in known}}
+    gm.meta["constants"] = {**gm.meta.get("constants", {}), **{name: buffers[name].detach().clone() for name in known}}
 
 
 def _is_mask(x: Tensor) -> bool:

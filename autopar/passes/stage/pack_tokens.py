@@ -29,6 +29,7 @@ from torch.fx.node import map_arg
 from autopar.ir.conversions import conversion_of, exchange_slice, is_conversion
 from autopar.ir.graph import (
     add_placeholder,
+    ancestors,
     arguments,
     describe,
     extracted,
@@ -157,8 +158,9 @@ class _Packer:
             if node.op == "call_function" and operands and all(x in alone for x in operands):
                 alone.add(node)
                 made.append(node)
+        of_tables = ancestors(self.made_by.values())
         for node in made:
-            others = [user for user in node.users if user not in alone]
+            others = [user for user in node.users if user not in alone and user not in of_tables]
             if others and isinstance(node.meta["val"], torch.Tensor):
                 table = self._table(node)
                 for user in others:
