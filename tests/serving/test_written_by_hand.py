@@ -1,4 +1,4 @@
-"""Modules written by hand: their requests get what the whole forward gives, for idioms of masks, heads and positions."""
+"""Modules written by hand: requests get what the whole forward gives, for idioms of masks, heads and positions."""
 
 from __future__ import annotations
 

@@ -303,11 +303,12 @@ class _Packer:
         if rows == 1:
             return *given, bias
         build = Build(node)
-        of_heads = bias is not None and bias.meta["val"].shape[:2].numel() > 1
-        if args["sinks"] is not None or (of_heads and bias.meta["val"].shape[0] != rows):
+        sizes = torch.Size() if bias is None else bias.meta["val"].shape
+        of_heads = sizes[:2].numel() > 1
+        if args["sinks"] is not None or (of_heads and sizes[0] != rows):
             raise ValueError(_refusal(node, "its heads lie in two dims"))
         if of_heads:
-            bias = build(aten.reshape.default, bias, [1, -1, *bias.meta["val"].shape[2:]])
+            bias = build(aten.reshape.default, bias, [1, -1, *sizes[2:]])
         q, k, v = (build(aten.reshape.default, x, [1, -1, *x.meta["val"].shape[2:]]) for x in given)
         return q, k, v, bias
 
