@@ -70,7 +70,7 @@ def make_server(
         folder = dumper_for(dump)
         packed = packed_model(
             root, facts, groups.mesh, model.parameter_plan(), max_length, lift_to_float64=model.lift_to_float64,
-            split_kv=split_kv, gathers_ahead=keep_unsharded, masks=model.values(),
+            split_kv=split_kv, gathers_ahead=keep_unsharded, buffers=model.values(),
             observers=[folder] if folder is not None else [],
         )  # fmt: skip
         if folder is not None:
@@ -120,16 +120,15 @@ def packed_model(
     lift_to_float64: bool = False,
     split_kv: bool = True,
     gathers_ahead: bool = False,
-    masks: Mapping[str, Tensor] | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
     observers: Sequence[Observer] = (),
 ) -> Packed:
-    """The model captured for one row of all positions per data rank. ``fixed``: the plan of the parameters. ``masks``:
-    values of buffers by name, of which the bool ones are known to the compiler."""
+    """The model captured for one row of all positions per data rank. ``fixed``: the plan of the parameters.
+    ``buffers``: their values by name; those of parameters may be among them."""
     row = torch.empty(mesh.data_size, max_length, dtype=torch.int64, device="meta")
-    known = {name: x for name, x in (masks or {}).items() if x.dtype == torch.bool}
     return compile_packed(
         root, {facts.tokens: row}, facts.tokens, mesh, fixed=fixed, lift_to_float64=lift_to_float64,
-        split_kv=split_kv, gathers_ahead=gathers_ahead, masks=known, observers=observers,
+        split_kv=split_kv, gathers_ahead=gathers_ahead, buffers=buffers, observers=observers,
     )  # fmt: skip
 
 

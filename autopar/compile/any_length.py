@@ -1,14 +1,15 @@
 """Whether a forward computes the same for every number of tokens, as requests of any length need.
 
-    check_any_length(gm, shorter, 4096, 16)      ValueError for ``h * ids.shape[1]``
+    check_any_length(gm, shorter, 4096, 3, "input_ids", buffers)      ValueError for ``h * ids.shape[1]``
 
-The graphs of two lengths must be equal but for sizes. What sizes do, types prove (`place_token_slices`).
+The graphs of two lengths must be equal but for sizes. What sizes do to tokens, types prove (`place_token_slices`); what
+they do to values that depend on no tokens is computed (`length_values`).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,18 +17,26 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from autopar.adapters.operators import OpOverload, name_of
+from autopar.compile.length_values import other_value
 from autopar.ir.graph import describe
 from autopar.ir.meta import input_specs
 
-SHORT = 16  # tokens of the second graph
 _WAY_OUT = "so short requests would not get what it gives them; generate with the model itself"
 _NUMBERS = ("Tensor", "number", "Scalar", "float")  # types of arguments that values are computed with
 _POSITIONS = ("arange",)
 _PARTS = ("alias", "slice")  # the whole of a buffer or a part of it
 
 
-def check_any_length(gm: GraphModule, shorter: GraphModule, total: int, short: int) -> None:
-    """Raises ValueError, with the operator, if the graphs of these numbers of tokens differ in more than sizes."""
+def short_of(total: int) -> int:
+    """A small number of tokens for the second graph, even where ``total`` is odd."""
+    return 3 if total % 2 == 0 else 4
+
+
+def check_any_length(
+    gm: GraphModule, shorter: GraphModule, total: int, short: int, tokens: str, buffers: Mapping[str, Tensor]
+) -> None:
+    """Raises ValueError, with the operator, if the graphs of these numbers of tokens differ in more than sizes.
+    ``tokens``: the name of the ids; ``buffers``: values of buffers by name."""
     same: dict[Node, Node] = {}
     named = [{node: spec.name for node, spec in input_specs(g).items()} for g in (gm, shorter)]
     for a, b in itertools.zip_longest(_nodes(gm), _nodes(shorter)):
@@ -47,6 +56,11 @@ def check_any_length(gm: GraphModule, shorter: GraphModule, total: int, short: i
     for name, x in gm.meta.get("constants", {}).items():
         if not _begins_alike(x, shorter.meta["constants"].get(name)):
             raise ValueError(f"serve: {name} has other values for {short} tokens than for {total}, {_WAY_OUT}")
+    if (found := other_value(list(same.items()), gm, shorter, tokens, buffers)) is not None:
+        raise ValueError(
+            f"serve: {describe(found)} has other values for the first {short} tokens of {total} than for {short} "
+            f"tokens alone, {_WAY_OUT}"
+        )
 
 
 def _begins_alike(x: Tensor, y: Tensor | None) -> bool:

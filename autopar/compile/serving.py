@@ -12,31 +12,41 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from autopar.adapters.fx.lazy import lazy_code
 from autopar.capture.front_end import capture
 from autopar.capture.trace.frame_stack import with_large_stack
 from autopar.capture.trace.gc_pause import paused_collector
-from autopar.compile.any_length import SHORT, check_any_length
+from autopar.compile.any_length import check_any_length, short_of
+from autopar.compile.known_masks import know_masks, mark_causal
 from autopar.compile.model import keep_outputs
 from autopar.compile.parameters import normalized
 from autopar.compile.stages import place
 from autopar.ir.flow import flow_of
-from autopar.ir.graph import arguments, calls_of, copy_graph, extracted, outputs, placeholders, shape
+from autopar.ir.graph import (
+    arguments,
+    calls_of,
+    copy_graph,
+    describe,
+    extracted,
+    outputs,
+    placeholders,
+    placement,
+    shape,
+)
 from autopar.ir.mesh import DATA, Mesh, TokenSlice
-from autopar.ir.meta import signature_of
+from autopar.ir.meta import input_specs, signature_of
 from autopar.ir.placement import Shard
 from autopar.ops.traits import COLLECTIVES
 from autopar.options import Options
 from autopar.passes.pipelines import PLACEMENT_PASSES, STEP_PASSES
 from autopar.passes.stage.forward_only import forward_only
-from autopar.passes.stage.pack_tokens import PackedGraph, pack_tokens
+from autopar.passes.stage.pack_tokens import AXIS, PackedGraph, pack_tokens
 from autopar.passes.stage.slice_sizes import sample_slices, symbolic
 from autopar.passes.stage.split_packed import PackedPart, split_packed
 from autopar.plan import Plan
@@ -66,7 +76,7 @@ def compile_packed(
     lift_to_float64: bool = False,
     split_kv: bool = True,
     gathers_ahead: bool = False,
-    masks: Mapping[str, Tensor] | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
     observers: Sequence[Observer] = (),
 ) -> Packed:
     """Compile a model to serve requests.
@@ -77,7 +87,7 @@ def compile_packed(
         tokens: the name of the ids.
         fixed: keep the placements of parameters of this plan.
         gathers_ahead: whether parameters are gathered, and cast, ahead of all steps instead of in each.
-        masks: values of bool buffers, which become constants: a triangle among them says that attention is causal.
+        buffers: their values, by name. Masks among them become constants, which say that attention is causal.
         split_kv: whether attention may split a request's keys over threads, so that its bits depend on its neighbours.
     Raises ValueError, with the operator, for a model whose tokens depend on others in another way than by causal
     attention, and for sizes that do not divide.
@@ -93,9 +103,11 @@ def compile_packed(
     gm = timed(timings, "capture", lambda: _captured(model, batch, lift_to_float64, options))
     ctx.observe("capture", gm)
     as_captured = copy_graph(gm)
-    _with_known_masks(gm, masks or {})
+    know_masks(gm, buffers or {})
     gm = normalized(gm, ctx)
+    mark_causal(gm)
     keep_outputs(gm, [_logits_of(gm)])
+    _check_random(gm)
     ctx.plan = plan = timed(timings, "plan", lambda: make_plan(gm, mesh, options, fixed, train=False))
     parameters, total = parameter_specs(gm, plan), batch[tokens].shape[1]
     samples = [TokenSlice(s.length, s.start, total, tokens) for s in _samples(total)]
@@ -114,7 +126,12 @@ def compile_packed(
     for stage, rank in zip(stages, _ranks(plan), strict=True):
         stage.rank = rank
     # Last, since a refusal of an operator says more.
-    timed(timings, "capture", lambda: _check_any_length(model, batch, tokens, as_captured, lift_to_float64, options))
+    fewer = {**batch, tokens: batch[tokens][:, : short_of(total)]}
+    shorter = timed(timings, "capture", lambda: _captured(model, fewer, lift_to_float64, options))
+    timed(
+        timings, "lengths",
+        lambda: check_any_length(as_captured, shorter, total, short_of(total), tokens, buffers or {}),
+    )  # fmt: skip
     return Packed(
         signature_of(gm), plan, stages, parameters, tokens,
         max_length=total,
@@ -149,24 +166,6 @@ def _captured(model: nn.Module, batch: Mapping[str, Any], lift_to_float64: bool,
     )
 
 
-def _check_any_length(
-    model: nn.Module, batch: Mapping[str, Any], tokens: str, gm: GraphModule, lift_to_float64: bool, options: Options
-) -> None:
-    total = batch[tokens].shape[1]
-    short = min(SHORT, total - 1)
-    fewer = {**batch, tokens: batch[tokens][:, :short]}
-    check_any_length(gm, _captured(model, fewer, lift_to_float64, options), total, short)
-
-
-def _with_known_masks(gm: GraphModule, masks: Mapping[str, Tensor]) -> None:
-    """Bool buffers become constants of the graph."""
-    signature = signature_of(gm)
-    known = {s.name for s in signature.inputs if s.kind == "buffer" and s.name in masks}
-    inputs = [replace(s, kind="constant") if s.name in known else s for s in signature.inputs]
-    gm.meta["signature"] = replace(signature, inputs=tuple(inputs))
-    gm.meta["constants"] = {**gm.meta.get("constants", {}), **{name: masks[name].detach() for name in known}}
-
-
 def _samples(total: int) -> tuple[TokenSlice, ...]:
     try:
         return sample_slices(total)
@@ -195,6 +194,28 @@ def _logits_of(gm: GraphModule) -> str:
     return name
 
 
+def _check_random(gm: GraphModule) -> None:
+    """Raises ValueError for a model that draws numbers in eval mode."""
+    seeds = {node for node in placeholders(gm) if input_specs(gm)[node.name].kind == "seed"}
+    for node in gm.graph.nodes:
+        if any(x in seeds for x in node.all_input_nodes):
+            raise ValueError(
+                f"serve: {describe(node)} draws random numbers in eval mode, so a request's tokens would depend on its "
+                "company; generate with the model itself"
+            )
+
+
+def _check_rows(logits: Node) -> None:
+    """Raises ValueError for logits that are not [rows, tokens, vocabulary]."""
+    where = placement(logits, AXIS)
+    if not (isinstance(where, Shard) and where.dim == 1):
+        found = f"tokens in dim {where.dim}" if isinstance(where, Shard) else "none of tokens"
+        raise ValueError(
+            f"serve: needs logits [rows, tokens, vocabulary], found {found} of {describe(logits)}; return those of all "
+            "tokens"
+        )
+
+
 def _local(
     gm: GraphModule, ctx: Compilation, split_kv: bool, gathers_ahead: bool, checked: bool
 ) -> tuple[PackedGraph, list[PackedPart], tuple[str, ...]]:
@@ -209,6 +230,7 @@ def _local(
     flow = flow_of(gm, plan.inputs)
     cuts = plan.pipeline.split_points if plan.pipeline is not None else ()
     where = place(flow, cuts) if cuts else dict.fromkeys(flow.main, 0)
+    _check_rows(outputs(gm)[0])
     axes = _vocabulary_axes(gm, ctx.mesh)
     packed = timed(ctx.timings, "pack_tokens", lambda: pack_tokens(gm, part, split_kv, gathers_ahead))
     ctx.observe("pack_tokens", packed.main)

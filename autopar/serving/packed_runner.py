@@ -232,7 +232,10 @@ class PackedRunner:
             return False
         self._versions = versions
         given = {name: x.detach() for name, x in self._weights.values().items()}
-        given |= {name: x.to(self.groups.device) for name, x in self.packed.constants.items()}
+        for name, x in self.packed.constants.items():
+            if name in given and not torch.equal(given[name], x.to(self.groups.device)):
+                raise ValueError(f"serve: the mask {name} has changed since the model was compiled; make a new server")
+            given[name] = x.to(self.groups.device)
         with torch.no_grad():
             for stage in self._stages:
                 stage.hold(given)

@@ -70,7 +70,7 @@ def packed(model: nn.Module, tokens: str = "tokens", observers: Any = (), **size
     ids = torch.zeros(mesh.data_size, S, dtype=torch.int64)
     masks = {name: b for name, b in model.named_buffers() if b.dtype == torch.bool}
     model = model.requires_grad_(False)
-    return compile_packed(model, {tokens: ids}, tokens, mesh, masks=masks, observers=observers, lift_to_float64=True)
+    return compile_packed(model, {tokens: ids}, tokens, mesh, buffers=masks, observers=observers, lift_to_float64=True)
 
 
 def main(model: nn.Module, *args: Any, **sizes: int) -> GraphModule:
@@ -260,6 +260,16 @@ class Pooled(Causal):
         return self.head(h[:, -1])
 
 
+class Transposed(Causal):
+    def logits(self, h: Tensor) -> Any:
+        return self.head(h).transpose(1, 2)
+
+
+class Noise(Causal):
+    def stem(self, h: Tensor, tokens: Tensor) -> Tensor:
+        return h + torch.randn_like(h)
+
+
 class Several(Causal):
     def logits(self, h: Tensor) -> Any:
         return {"first": self.head(h), "second": self.head(h * 2)}
@@ -298,13 +308,21 @@ def test_refused_with_the_operator(name: str) -> None:
     assert found.endswith(WAY_OUT)
 
 
+TABLE = torch.arange(2.0 * S).sin()[:, None].expand(-1, H).double()
+ALONE = "has other values for the first 3 tokens of 24 than for 3 tokens alone"
 LENGTHS = {
-    "scale": (lambda h, t: h * h.shape[1], r"aten\.mul\.Tensor .* computes with 24 for 24 tokens and with 16 for 16"),
+    "scale": (lambda h, t: h * h.shape[1], r"aten\.mul\.Tensor .* computes with 24 for 24 tokens and with 3 for 3"),
     "branch": (
         lambda h, t: h.relu() if h.shape[1] > 20 else h,
-        r"other operators for 16 tokens than for 24, from aten",
+        r"other operators for 3 tokens than for 24, from aten",
     ),
-    "more": (lambda h, t: h if h.shape[1] > 20 else h.relu(), r"other operators for 16 tokens than for 24, from aten"),
+    "more": (lambda h, t: h if h.shape[1] > 20 else h.relu(), r"other operators for 3 tokens than for 24, from aten"),
+    "few": (lambda h, t: h.relu() if h.shape[1] < 8 else h, r"other operators for 3 tokens than for 24, from aten"),
+    "even": (lambda h, t: h if h.shape[1] % 2 else h.relu(), r"other operators for 3 tokens than for 24, from aten"),
+    "from the last": (lambda h, t: h + TABLE[torch.arange(h.shape[1] - 1, -1, -1)], ALONE),
+    "flipped": (lambda h, t: h + torch.arange(h.shape[1]).flip(0)[:, None], ALONE),
+    "last rows": (lambda h, t: h + TABLE[-h.shape[1] :], ALONE),
+    "steps": (lambda h, t: h + torch.linspace(0, 1, h.shape[1])[:, None], ALONE),
     "full": (lambda h, t: h + torch.full((1, h.shape[1], 1), h.shape[1] * 0.5), r"aten\.full"),
 }
 
@@ -322,6 +340,10 @@ class Bigram(Causal):
 
 
 def test_refused() -> None:
+    assert words(lambda: packed(Noise())).endswith(
+        "draws random numbers in eval mode, so a request's tokens would depend on its company; " + WAY_OUT
+    )
+    assert "found tokens in dim 2 of aten.transpose" in words(lambda: packed(Transposed()))
     assert words(lambda: packed(Bigram())) == f"serve: needs causal attention, found none in Bigram; {WAY_OUT}"
     assert words(lambda: packed(Counter())) == (
         f"serve: the forward writes buffer calls in eval mode, which requests would share; {WAY_OUT}"

@@ -29,6 +29,7 @@ from torch.fx.node import map_arg
 from autopar.ir.conversions import conversion_of, exchange_slice, is_conversion
 from autopar.ir.graph import (
     add_placeholder,
+    ancestors,
     arguments,
     describe,
     extracted,
@@ -157,8 +158,9 @@ class _Packer:
             if node.op == "call_function" and operands and all(x in alone for x in operands):
                 alone.add(node)
                 made.append(node)
+        of_tables = ancestors(self.made_by.values())
         for node in made:
-            others = [user for user in node.users if user not in alone]
+            others = [user for user in node.users if user not in alone and user not in of_tables]
             if others and isinstance(node.meta["val"], torch.Tensor):
                 table = self._table(node)
                 for user in others:
@@ -255,6 +257,7 @@ class _Packer:
         for name, why in (("segments", "separates documents"), ("seed", "drops out")):
             if args[name] is not None:
                 raise ValueError(_refusal(node, f"it {why}, which a request has none of"))
+        q, k, v, bias = self._of_one_row(node, args)
         i, window = len(self.layers), args["window"] if args["window"] < self.part.total else 0
         kind = self.windows.index(window)
         pools = []
@@ -271,7 +274,7 @@ class _Packer:
         )
         described = [self.inputs[n] for n in (slots(kind), pages(kind), STARTS, LENGTHS)]
         mask = (
-            self._bias(node, args),
+            bias,
             args["sinks"],
             window,
             args["chunk"],
@@ -279,7 +282,11 @@ class _Packer:
             args["softcap"],
             self.split_kv,
         )
-        new = insert_call(node, _CACHED, (args["q"], k, v, *pools, *described, *mask))
+        new = insert_call(node, _CACHED, (q, k, v, *pools, *described, *mask))
+        if q is not args["q"]:
+            new = insert_call(
+                node, aten.reshape.default, (new, [*args["q"].meta["val"].shape[:-1], v.meta["val"].shape[-1]])
+            )
         self.replaced[node] = new
         for user in list(node.users):
             if not (is_call(user, operator.getitem) and user.args[1] == 0):
@@ -288,6 +295,22 @@ class _Packer:
             user.replace_all_uses_with(new)
             self.gm.graph.erase_node(user)
         self.gm.graph.erase_node(node)
+
+    def _of_one_row(self, node: Node, args: dict[str, Any]) -> tuple[Node, Node, Node, Node | None]:
+        """q, k, v [1, heads, tokens, width] and the bias; heads may lie in the dim of rows, as for torch.bmm."""
+        given = (args["q"], args["k"], args["v"])
+        rows, bias = args["q"].meta["val"].shape[0], self._bias(node, args)
+        if rows == 1:
+            return *given, bias
+        build = Build(node)
+        sizes = torch.Size() if bias is None else bias.meta["val"].shape
+        of_heads = sizes[:2].numel() > 1
+        if args["sinks"] is not None or (of_heads and sizes[0] != rows):
+            raise ValueError(_refusal(node, "its heads lie in two dims"))
+        if of_heads:
+            bias = build(aten.reshape.default, bias, [1, -1, *sizes[2:]])
+        q, k, v = (build(aten.reshape.default, x, [1, -1, *x.meta["val"].shape[2:]]) for x in given)
+        return q, k, v, bias
 
     def _bias(self, node: Node, args: dict[str, Any]) -> Node | None:
         """The bias of an attention; a mask of keys, the same for all requests, is added to it."""

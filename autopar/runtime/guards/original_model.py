@@ -91,7 +91,9 @@ class _Observed:
         for module in modules.values():
             names = [name for name in module.__dict__ if name not in _APART]
             held = [name for name in names if not isinstance(module.__dict__[name], _PLAIN)]
-            plain.append(operator.itemgetter("training", *(name for name in names if name not in held)))
+            mode = ("training",) if "training" in module.__dict__ else ()  # torch.compile's modules have a property
+            same = (*mode, *(name for name in names if name not in held))
+            plain.append(operator.itemgetter(*same) if same else _nothing)
             objects.append(operator.itemgetter(*held, *held[:1]) if held else _nothing)
         self._plain, self._objects = plain, objects
         self._hooked = [get for name, get in _GET_HOOKS.items() if any(m.__dict__.get(name) for m in modules.values())]

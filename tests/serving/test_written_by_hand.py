@@ -1,0 +1,107 @@
+"""Modules written by hand: requests get what the whole forward gives, for idioms of masks, heads and positions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from tests.serving.served import GREEDY, PROMPTS, SIZES, Generated, worst
+from tests.support.ranks import run_ranks
+
+N, V, D, HEADS = 128, 64, 32, 4
+LENGTH: int = SIZES["max_length"]
+LATER = torch.ones(N, N, dtype=torch.bool).triu(1)
+FAR = LATER | LATER.roll(-6, 0).T.tril(-1)
+
+
+class Model(nn.Module):
+    """Two layers of attention; ``mask``: how they hide later tokens."""
+
+    def __init__(self, mask: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mask, self.embed, self.position = mask, nn.Embedding(V, D), nn.Embedding(N, D)
+        self.qkv = nn.ModuleList([nn.Linear(D, 3 * D) for _ in range(2)])
+        self.head = nn.Linear(D, V, bias=False)
+        if mask in BUFFERS:
+            self.register_buffer("hidden", BUFFERS[mask])
+        self.double().eval()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids) + self.position(torch.arange(input_ids.shape[1]))
+        for qkv in self.qkv:
+            q, k, v = qkv(F.layer_norm(x, (D,))).chunk(3, -1)
+            x = x + (self.in_rows(q, k, v) if self.mask == "rows" else self.in_heads(q, k, v))
+        return self.head(x)
+
+    def in_heads(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(-1, (HEADS, -1)).transpose(1, 2) for x in (q, k, v))
+        scores = q @ k.transpose(-1, -2) / math.sqrt(D / HEADS)
+        return (self.masked(scores).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    def in_rows(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As fairseq: [B * heads, T, D / heads]."""
+        rows, n, _ = q.shape
+        q, k, v = (x.unflatten(-1, (HEADS, -1)).transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        scores = torch.bmm(q, k.transpose(1, 2)).masked_fill(LATER[:n, :n], -math.inf)
+        return torch.bmm(scores.softmax(-1), v).unflatten(0, (rows, HEADS)).transpose(1, 2).flatten(2)
+
+    def masked(self, scores: Tensor) -> Tensor:
+        n = scores.shape[-1]
+        i = torch.arange(n)
+        if self.mask == "window":
+            return scores.masked_fill((i > i[:, None]) | (i <= i[:, None] - 6), -math.inf)
+        if self.mask in ("ones", "integers"):
+            return scores.masked_fill(self.hidden[:n, :n] == 0, -math.inf)
+        if self.mask in ("added", "added numbers"):
+            return scores + self.hidden[:n, :n]
+        if self.mask == "alibi from the last":
+            return (scores + 0.1 * torch.arange(1 - n, 1).double()).masked_fill(i > i[:, None], -math.inf)
+        return scores.masked_fill(self.hidden[:n, :n], -math.inf)
+
+
+BUFFERS = {
+    "ones": (~LATER).float(),
+    "integers": (~LATER).to(torch.uint8),
+    "added": torch.zeros(N, N).masked_fill(LATER, -math.inf),
+    "added numbers": torch.zeros(N, N).masked_fill(LATER, -1e9),
+    "far": FAR,
+}
+MASKS = [*BUFFERS, "window", "rows", "alibi from the last"]
+
+
+def serves() -> dict[str, float]:
+    """How far logits are from the whole forward, by mask."""
+    mesh, found = autopar.init_mesh("cpu", 60.0, dp=1), {}
+    for mask in MASKS:
+        model = Model(mask)
+        example = {"input_ids": torch.zeros(2, LENGTH, dtype=torch.int64)}
+        with autopar.serve(model, mesh, example_batch=example, lift_to_float64=True, **SIZES) as server:
+            tickets = server.complete(PROMPTS, GREEDY, want_logits=True)
+            found[mask] = worst(model, Generated([t.result() for t in tickets], [t.logits for t in tickets]))
+    return found
+
+
+def test_equals_the_whole_forward() -> None:
+    (found,) = run_ranks(1, serves)
+    assert max(found.values()) < 1e-12, found
+
+
+def changes_a_mask() -> None:
+    mesh, model = autopar.init_mesh("cpu", 60.0, dp=1), Model("ones")
+    example = {"input_ids": torch.zeros(2, LENGTH, dtype=torch.int64)}
+    parallel = autopar.parallelize(model, mesh, example_batch=example)
+    with autopar.serve(parallel, example_batch=example, **SIZES) as server:
+        server.complete(PROMPTS, GREEDY)
+        dict(parallel.named_buffers())["hidden"].fill_(1.0)
+        server.complete(PROMPTS, GREEDY)
+
+
+def test_a_mask_that_changes_is_noticed() -> None:
+    with pytest.raises(Exception, match="serve: the mask hidden has changed since the model was compiled; make a new"):
+        run_ranks(1, changes_a_mask)
