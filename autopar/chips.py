@@ -34,9 +34,9 @@ class Chip:
 
 CHIPS: Registry[Chip] = Registry("target_hardware")
 
-# A100, H100, H200 (SXM), H20, V100: NVIDIA's data sheets. B200: NVIDIA's Blackwell architecture brief, of HGX B200. L40S:
-# NVIDIA's data sheet; on PCIe 4, without NVLink. MI300X: AMD's data sheet of the Instinct MI300X. Links within a node
-# are half of what the sheets give, which is both directions.
+# A100, H100, H200 (SXM), H20, V100: NVIDIA's data sheets. B200: NVIDIA's Blackwell architecture brief, of HGX B200.
+# L40S: NVIDIA's data sheet; on PCIe 4, without NVLink. MI300X: AMD's data sheet of the Instinct MI300X. Links within a
+# node are half of what the sheets give, which is both directions.
 CHIPS.add("A100", Chip(312e12, 19.5e12, 19.5e12, 2.0e12, inside=300e9))
 CHIPS.add("H100", Chip(989e12, 67e12, 67e12, 3.35e12, PCIE_5, PCIE_5, inside=450e9))
 CHIPS.add("H200", Chip(989e12, 67e12, 67e12, 4.8e12, PCIE_5, PCIE_5, 141e9, 450e9))

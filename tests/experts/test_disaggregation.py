@@ -17,9 +17,18 @@ from autopar.planner.experts.disaggregation import RoleChip, best_apart, best_to
 A100 = RoleChip("A100", Chip(312e12, 19.5e12, 19.5e12, 2039e9, 25e9, inside=300e9))
 LIMIT = 0.15
 SIZES = {
-    "mixtral": dict(layers=56, hidden=6144, intermediate=16384, num_experts=8, top_k=2, query_group=6, vocabulary=32768),
-    "dbrx": dict(layers=40, hidden=6144, intermediate=10752, num_experts=16, top_k=4, query_group=6, vocabulary=100352),
-    "scaled": dict(layers=48, hidden=8192, intermediate=8192, num_experts=32, top_k=4, query_group=8, vocabulary=32768),
+    "mixtral": dict(
+        layers=56, hidden=6144, intermediate=16384, num_experts=8,
+        top_k=2, query_group=6, vocabulary=32768
+    ),
+    "dbrx": dict(
+        layers=40, hidden=6144, intermediate=10752, num_experts=16,
+        top_k=4, query_group=6, vocabulary=100352
+    ),
+    "scaled": dict(
+        layers=48, hidden=8192, intermediate=8192, num_experts=32,
+        top_k=4, query_group=8, vocabulary=32768
+    ),
 }  # fmt: skip
 
 
