@@ -100,22 +100,26 @@ def _run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Raises ValueError for options of the other use of the command, and for missing ones."""
-    if args.apart:
-        foreign, hint = _OF_DISPATCHERS, "is of the comparison without --apart; leave it out"
-        needed = (*_SIZES, "layers", "intermediate")
-        if args.config:
-            foreign, needed = (*foreign, *needed, "query_group", "vocabulary"), ()
-            hint = "is not read beside --apart --config; leave it out"
-    else:
-        foreign, hint, needed = _OF_APART, "is of plans with --apart; add --apart", ("ranks", *_SIZES)
+    foreign, needed = list(_OF_DISPATCHERS), [*_SIZES, "layers", "intermediate"]
+    hint = "is of the comparison without --apart; leave it out"
+    if not args.apart:
+        foreign, needed, hint = list(_OF_APART), ["ranks", *_SIZES], "is of plans with --apart; add --apart"
+    elif args.config:
+        foreign, needed = [*foreign, *needed, "query_group", "vocabulary"], []
+        hint = "is not read beside --apart --config; leave it out"
     for name in foreign:
         if (value := getattr(args, name)) is not None:
             raise ValueError(f"experts: {_flag(name)} {hint}, found {value}")
     if missing := [_flag(name) for name in needed if getattr(args, name) is None]:
         way = "give them, or a model by --config" if args.apart else "give them, or use --apart"
         raise ValueError(f"experts: needs {', '.join(missing)}, found none; {way}")
-    if args.apart and not args.config and args.top_k > args.experts:
-        raise ValueError(f"experts: top_k must be from 1 to {args.experts}, the experts, found {args.top_k}")
+    if args.apart and args.price and args.price[0] != args.price[1] and not args.experts_on:
+        raise ValueError("experts: a second price is of another chip; name it by --experts-on")
+    if args.apart and not args.config and not args.top_k <= args.experts > 1:
+        raise ValueError(
+            f"experts: needs two experts or more, and top_k up to their number, found {args.experts} and "
+            f"top_k={args.top_k}"
+        )
 
 
 def _flag(name: str) -> str:

@@ -46,9 +46,10 @@ def layers_of_graphs(graphs: Mapping[int, Packed], keys: int) -> ExpertLayers:
 def check_experts(packed: Packed) -> None:
     """Raises ValueError for a model without layers of experts, or with several kinds."""
     sizes = {_sizes(node) for stage in packed.stages for node in dispatches(stage.graph.graph)}
-    if not sizes:
+    if not any(experts > 1 for experts, _, _ in sizes):
         raise ValueError(
-            "experts: needs a model with layers of experts, found none; plan to serve it with `autopar plan --serve`"
+            "experts: needs a model with layers of several experts, found none; plan to serve it with `autopar plan "
+            "--serve`"
         )
     if len(sizes) > 1:
         found = " and ".join(f"{experts} experts, {top} per token" for experts, top, _ in sorted(sizes))
@@ -126,7 +127,7 @@ class _PackedParts:
             done, moved, out = (_affine(a, b) for a, b in zip(*counts, strict=True))
             self.measured[node] = _Measured(done, moved, out[1])
         names = {s.node for s in packed.signature.inputs if s.kind in ("parameter", "buffer", "constant")}
-        names |= set(stage.tables.outputs if stage.tables is not None else ())
+        names |= {name for name in (stage.tables.outputs if stage.tables is not None else ()) if name}
         named = zip(stage.graph.inputs, placeholders(small), strict=True)
         self.given = [node for name, node in named if name in names]
         self.part = expert_part(small, self.given)

@@ -32,9 +32,8 @@ def show_deployments(
     for line in notes:
         console.print(line, soft_wrap=True, markup=False)
     show_table(console, _table([apart, *found]))
-    for line in together:
-        if isinstance(line, str):
-            console.print(f"nothing {line}", soft_wrap=True, markup=False)
+    for refusal in (x for x in together if isinstance(x, str)):
+        console.print(f"nothing {refusal}", soft_wrap=True, markup=False)
     console.print(verdict(apart, found), soft_wrap=True, markup=False)
     for line in timeline(apart, layers):
         console.print(line, soft_wrap=True, markup=False)
@@ -74,7 +73,7 @@ def verdict(apart: Deployment, together: Sequence[Deployment]) -> str:
     if not together:
         return "disaggregation pays: nothing else keeps the limit and fits in memory"
     ratios = [_value(apart) / _value(x) for x in together]
-    said = ", ".join(f"{ratio:.2f} of {x.kind} on {x.chips[0]}" for ratio, x in zip(ratios, together, strict=True))
+    said = "; ".join(f"{ratio:.2f} of {x.kind} on {x.chips[0]}" for ratio, x in zip(ratios, together, strict=True))
     least = min(ratios)
     found = "pays" if least > 1 + _SAME else "does not pay" if least < 1 - _SAME else "makes no difference"
     warning = ""

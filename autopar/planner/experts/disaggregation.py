@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -77,14 +78,11 @@ def best_apart(
     found, nodes = _Best(APART, layers, chips, limit), np.arange(1, most_nodes + 1)
     tps = list(itertools.product(layers.attention, layers.experts))
     for tp, m in itertools.product(tps, microbatches):
-        attention, expert = layers.attention[tp[0]], layers.experts[tp[1]]
-        room = np.minimum(_room(attention, chips[0].chip) // m, _unlimited(expert.weights <= chips[1].chip.capacity))
-        found.add(
-            tp, m, nodes, np.full(len(nodes), room),
-            lambda tokens, tp=tp: layers.apart(tokens, nodes, tp, (chips[0].chip, chips[1].chip)),
-            lambda times, m=m: step_seconds(times, layers.layers, m),
-            (nodes * tp[0], np.full(len(nodes), layers.num_experts * tp[1])),
-        )  # fmt: skip
+        fits = layers.experts[tp[1]].weights <= chips[1].chip.capacity
+        room = _room(layers.attention[tp[0]], chips[0].chip) // m if fits else 0
+        times = partial(layers.apart, nodes=nodes, tp=tp, chips=(chips[0].chip, chips[1].chip))
+        seconds = partial(step_seconds, layers=layers.layers, microbatches=m)
+        found.add(tp, m, nodes, room, times, seconds, (nodes * tp[0], layers.num_experts * tp[1] + 0 * nodes))
     return found.deployment()
 
 
@@ -92,17 +90,13 @@ def best_together(layers: ExpertLayers, on: RoleChip, limit: float, overlapped: 
     """Attention and experts on the same GPUs, experts over two nodes or more. Raises ValueError as `best_apart`."""
     m, kind = (2, OVERLAPPED) if overlapped else (1, EXPOSED)
     found = _Best(kind, layers, (on, on), limit)
-    seconds = overlapped_seconds if overlapped else exposed_seconds
+    seconds = partial(overlapped_seconds if overlapped else exposed_seconds, layers=layers.layers)
     tps = [tp for tp in layers.attention if tp in layers.experts]
     for tp, nodes in itertools.product(tps, _divisors(layers.num_experts)):
         others = layers.num_experts / nodes * layers.experts[tp].weights
-        found.add(
-            (tp, tp), m, np.array([nodes]),
-            np.array([_room(layers.attention[tp], on.chip, others) // m]),
-            lambda tokens, nodes=nodes, tp=tp: layers.together(tokens, nodes, tp, on.chip),
-            lambda times: seconds(times, layers.layers),
-            (np.array([nodes * tp]), np.array([0])),
-        )  # fmt: skip
+        room = _room(layers.attention[tp], on.chip, others) // m
+        times, count = partial(layers.together, nodes=nodes, tp=tp, chip=on.chip), np.array([nodes])
+        found.add((tp, tp), m, count, room, times, seconds, (count * tp, 0 * count))
     return found.deployment()
 
 
@@ -117,10 +111,6 @@ def _room(attention: RoleCost, chip: Chip, others: float = 0.0) -> int:
     if left <= 0:
         return 0
     return min(int(left / attention.cache), _MOST_TOKENS) if attention.cache else _MOST_TOKENS
-
-
-def _unlimited(fits: bool) -> int:
-    return _MOST_TOKENS if fits else 0
 
 
 def most_tokens(fits: Callable[[Any], Any], most: Any) -> Any:
@@ -142,14 +132,14 @@ class _Best:
         self.found: Deployment | None = None
 
     def add(
-        self, tp: tuple[int, int], m: int, nodes: Any, room: Any,
+        self, tp: tuple[int, int], m: int, nodes: Any, room: int,
         times: Callable[[Any], LayerTimes], seconds: Callable[[LayerTimes], Any], gpus: tuple[Any, Any],
     ) -> None:  # fmt: skip
         """Deployments on ``nodes``, an array; ``room``: most tokens per node and microbatch."""
-        if not room.any():
+        if not room:
             return
         self.least = min(self.least, seconds(times(np.ones_like(nodes))).min())
-        tokens = most_tokens(lambda count: (count <= room) & (seconds(times(count)) <= self.limit), room)
+        tokens = most_tokens(lambda count: seconds(times(count)) <= self.limit, np.full(nodes.shape, room))
         layer = times(tokens)
         took, price = seconds(layer), gpus[0] * self.chips[0].price + gpus[1] * self.chips[1].price
         paid = price if price.all() else gpus[0] + gpus[1]
