@@ -22,11 +22,16 @@ from autopar.cost.roles import ExpertLayers, RoleCost
 from autopar.cost.serving_step import with_sizes
 from autopar.cost.traffic import transfer
 from autopar.ir.expert_layers import dispatch_of, dispatches
-from autopar.ir.graph import ancestors, arguments, calls_of, placeholders, reach, shape
+from autopar.ir.graph import ancestors, arguments, calls_of, is_call, placeholders, reach, shape
 from autopar.ir.storages import bytes_of
 from autopar.steps.packed import Packed
 
 TOKENS = (512, 1024)  # of two steps, whose difference is what tokens cost
+aten = torch.ops.aten
+_BEFORE_SUMS = (  # index_select: rows of the last layer without logits are dropped
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten._to_copy.default, aten.add.Tensor,
+    aten.index_select.default,
+)  # fmt: skip
 _COMBINE = torch.ops.autopar.moe_combine.default
 
 
@@ -88,11 +93,10 @@ def sums_of_experts(gm: GraphModule, is_sum: Callable[[Node], bool]) -> dict[Nod
     found: dict[Node, bool] = {}
     for combine in calls_of(gm.graph, _COMBINE):
         node, alone = combine, True
-        while not is_sum(node) and len(node.users) == 1:
-            node = next(iter(node.users))
-            alone = alone and len(node.all_input_nodes) == 1
-        if is_sum(node):
-            found[node] = not alone
+        while len(node.users) == 1 and is_call(following := next(iter(node.users)), *_BEFORE_SUMS):
+            node, alone = following, alone and not is_call(following, aten.add.Tensor)
+        for following in filter(is_sum, node.users):
+            found[following] = not alone
     return found
 
 
