@@ -72,7 +72,9 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a time with a unit, such as 150ms, found {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected a time with a unit, such as 150ms, found {text!r} (of groups: --group-limit)"
+        )
     return value
 
 
