@@ -49,7 +49,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--group-limit", type=positive, metavar="N", help="groups that a token may use (default: all)")
     add("--dtype", type=dtype_name, choices=tuple(DTYPES), default="bfloat16", help="of tokens (default: %(default)s)")
     add_target_hardware(parser, "the chip")
-    add("--inside", default="", metavar="KIND[:B/S[:S]]", help=f"links within a node (default: {_INSIDE})")
+    add(
+        "--inside",
+        default="",
+        metavar="KIND[:B/S[:S]]",
+        help=f"links within a node (default: {_INSIDE}; --apart: the chip's)",
+    )
     add("--between", default="", metavar="KIND[:B/S[:S]]", help="links between nodes (default: the chip's)")
     add("--apart", action="store_true", help="plan to serve attention and experts on GPUs of their own")
     add = parser.add_argument_group("with --apart").add_argument

@@ -40,23 +40,27 @@ def show_deployments(
 
 
 def _table(deployments: Sequence[Deployment]) -> Table:
-    priced = any(x.price for x in deployments)
-    columns = (*HEAD, *(["per unit of price"] if priced else []))
+    priced = any(any(x.price) for x in deployments)
+    columns = (*HEAD, *(["price per hour", "per unit of price"] if priced else []))
     table = table_of("", *columns, right=columns[2:])
     best = max(map(_value, deployments))
     for x in deployments:
-        cells = [*_cells(x), *([human_count(x.per_price)] if priced else [])]
+        price = _of_roles(x, [human_digits(p) for p in x.price])
+        cells = [*_cells(x), *([price, human_count(x.per_price)] if priced else [])]
         table.add_row(*cells, style="bold" if _value(x) == best else None)
     return table
 
 
 def _cells(x: Deployment) -> list[str]:
-    both = x.kind == APART
-    gpus, tp = (f"{pair[0]} + {pair[1]}" if both else str(pair[0]) for pair in (x.gpus, x.tp))
+    gpus, tp = (_of_roles(x, pair) for pair in (x.gpus, x.tp))
     times = map(human_seconds, (*x.times, x.seconds))
     batch = f"{x.microbatches} x {x.tokens}"
     rates = map(human_digits, (x.tokens_per_second, x.per_gpu))
     return [x.kind, _chips(x), gpus, tp, str(x.nodes), batch, human_digits(x.rows), *times, *rates]
+
+
+def _of_roles(x: Deployment, pair: Sequence[object]) -> str:
+    return f"{pair[0]} + {pair[1]}" if x.kind == APART else str(pair[0])
 
 
 def _chips(x: Deployment) -> str:
@@ -69,7 +73,7 @@ def _value(x: Deployment) -> float:
 
 def verdict(apart: Deployment, together: Sequence[Deployment]) -> str:
     """Whether GPUs of their own pay, and by how much, against each colocated deployment."""
-    unit = "unit of price" if apart.price else "GPU"
+    unit = "unit of price" if any(apart.price) else "GPU"
     if not together:
         return "disaggregation pays: nothing else keeps the limit and fits in memory"
     ratios = [_value(apart) / _value(x) for x in together]
@@ -77,7 +81,7 @@ def verdict(apart: Deployment, together: Sequence[Deployment]) -> str:
     least = min(ratios)
     found = "pays" if least > 1 + _SAME else "does not pay" if least < 1 - _SAME else "makes no difference"
     warning = ""
-    if len(set(apart.chips)) > 1 and not apart.price:
+    if len(set(apart.chips)) > 1 and not any(apart.price):
         warning = "; chips differ, so pass what they cost by --price"
     return f"disaggregation {found}: tokens per {unit} are {said}{warning}"
 

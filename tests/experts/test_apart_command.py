@@ -26,7 +26,7 @@ def apart(capsys: pytest.CaptureFixture[str], *options: object) -> tuple[int, st
 
 
 def deployment(kind: str, seconds: float, chips: tuple[str, str] = ("A100", "A100")) -> Deployment:
-    return Deployment(kind, chips, (1, 1), 1, 2, 10, 5.0, LayerTimes(1.0, 2.0, 0.25), seconds, (1, 1), 0.0)
+    return Deployment(kind, chips, (1, 1), 1, 2, 10, 5.0, LayerTimes(1.0, 2.0, 0.25), seconds, (1, 1), (0.0, 0.0))
 
 
 def test_sizes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,6 +44,10 @@ def test_a_config_on_two_kinds_of_chips(capsys: pytest.CaptureFixture[str], tmp_
     assert code == 0 and "MixtralForCausalLM (bfloat16): 2 layers of 4 experts" in out
     assert "without tp=8: tensor_parallel: attention heads must divide" in out
     assert len(re.findall("two half batches on (H20|L40S)", out)) == 2 and "tokens per unit of price" in out
+    code, out, _ = apart(capsys, *MIXTRAL, "--target-hardware", "H20", "--experts-on", "L40S", "--price", "2,1")
+    (row,) = (line for line in out.splitlines() if "disaggregated" in line)
+    (gpus, prices), (attention, experts) = re.findall(r"(\d+) \+ (\d+)", row)[::2], (2, 1)
+    assert (int(prices[0]), int(prices[1])) == (attention * int(gpus[0]), experts * int(gpus[1]))
     code, out, err = apart(capsys, *config[:2], "--keys", 10**6)
     assert code == 2 and re.search(r"keys: 1000000 tokens are beyond the \d+ positions of Mixtral.*use at most", err)
 

@@ -37,7 +37,7 @@ class RoleChip:
 class Deployment:
     """How a model is served, and what that gives. nodes: with attention; each has ``tp[0]`` ranks. tokens: per node and
     microbatch. rows: of one expert and microbatch. times: of a layer and microbatch. seconds: of a step, in which each
-    request gets one token. price: of all GPUs per hour."""
+    request gets one token. price: of the GPUs of each role per hour."""
 
     kind: str
     chips: tuple[str, str]
@@ -49,7 +49,7 @@ class Deployment:
     times: LayerTimes
     seconds: float
     gpus: tuple[int, int]  # with attention, with experts alone
-    price: float
+    price: tuple[float, float]
 
     @property
     def tokens_per_second(self) -> float:
@@ -62,7 +62,7 @@ class Deployment:
     @property
     def per_price(self) -> float:
         """Tokens per unit of the price; 0 without prices."""
-        return 3600 * self.tokens_per_second / self.price if self.price else 0.0
+        return 3600 * self.tokens_per_second / sum(self.price) if any(self.price) else 0.0
 
 
 def best_apart(
@@ -141,8 +141,8 @@ class _Best:
         self.least = min(self.least, seconds(times(np.ones_like(nodes))).min())
         tokens = most_tokens(lambda count: seconds(times(count)) <= self.limit, np.full(nodes.shape, room))
         layer = times(tokens)
-        took, price = seconds(layer), gpus[0] * self.chips[0].price + gpus[1] * self.chips[1].price
-        paid = price if price.all() else gpus[0] + gpus[1]
+        took, prices = seconds(layer), [count * chip.price for count, chip in zip(gpus, self.chips, strict=True)]
+        paid = sum(prices if any(chip.price for chip in self.chips) else gpus)
         values = nodes * m * tokens / (took * paid)
         i = int(values.argmax())
         if values[i] > self.value:
@@ -150,7 +150,7 @@ class _Best:
             self.found = Deployment(
                 self.kind, (self.chips[0].name, self.chips[1].name), tp, int(nodes[i]), m, int(tokens[i]),
                 float(self.layers.rows_of_expert(nodes[i] * tokens[i])), LayerTimes(*(float(x[i]) for x in layer)),
-                float(took[i]), (int(gpus[0][i]), int(gpus[1][i])), float(price[i]),
+                float(took[i]), (int(gpus[0][i]), int(gpus[1][i])), (float(prices[0][i]), float(prices[1][i])),
             )  # fmt: skip
 
     def deployment(self) -> Deployment:
