@@ -74,6 +74,7 @@ DTYPES = {
     "float32": ("fp32", "float"),
     "float64": ("fp64", "double"),
 }  # torch's name -> other names
+DTYPE_BYTES = dict(zip(DTYPES, (2, 2, 4, 8), strict=True))
 
 
 def dtype_name(text: str) -> str:

@@ -9,6 +9,7 @@
     autopar schedule --name zb_h1 --stages 8 --microbatches 24 --times F=18.5,B=18.1,W=9.3,comm=0.6
     autopar attention --ranks 8 --seq 131072 --heads 32 --kv-heads 8 --topology ring
     autopar experts --ranks 64 --per-node 8 --experts 256 --top-k 8 --hidden 7168 --tokens 4096
+    autopar experts --apart --config CONFIG.json --target-hardware H20 --experts-on L40S --limit 150ms
     autopar serve FOLDER --mesh tp=2 --port 8000 --max-length 8192 --cache 20GB
     autopar cache --clear
     autopar env

@@ -10,6 +10,8 @@ graph_times, step_estimate            graphs whose transfers overlap with comput
 axis_shares                           how much of a model each axis shards
 attention_costs, attention_timeline   seconds and bytes of attention over ranks
 expert_traffic                        traffic of the token dispatchers, from numbers alone
+roles, packed_roles, ping_pong        attention and experts on GPUs of their own: from sizes, from the graphs that serve
+                                      a model; a step with microbatches that take turns
 
 Stands on ir, attention, rules and steps. The planner, compile and reports import it.
 """

@@ -1,6 +1,6 @@
 """Everything that prints, draws, dumps or shows progress.
 
-graph_text, summary, attention_summary, schedule_summary, tables      text
+graph_text, summary, attention_summary, schedule_summary, disaggregation_summary, tables      text
 model_tree          the model, as people read it
 svg, attention_picture, chrome_trace      pictures and traces
 html                the HTML report

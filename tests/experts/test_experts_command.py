@@ -163,10 +163,10 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_limits_of_nodes(capsys: pytest.CaptureFixture[str]) -> None:
-    out = experts(capsys, "--groups", 8, "--limit", 4)
+    out = experts(capsys, "--groups", 8, "--group-limit", 4)
     assert "8 per token, from 4 of 8 groups" in out and "at most 4\n" in out and "warning" not in out
     assert float(row(out, "hierarchical")[2]) <= 4 * 7 / 8
-    out = experts(capsys, "--groups", 4, "--limit", 2, "--between", "switch:1e9:0")
+    out = experts(capsys, "--groups", 4, "--group-limit", 2, "--between", "switch:1e9:0")
     assert "warning: 4 groups of experts do not divide over 8 nodes" in out and "switch:1e9:0 between nodes" in out
 
 
@@ -176,9 +176,9 @@ def test_limits_of_nodes(capsys: pytest.CaptureFixture[str]) -> None:
         (["--ranks", 48], "experts: 256 experts do not divide over 48 ranks; use one of 1, 2, 4,"),
         (["--per-node", 24], "experts: 64 ranks do not divide into nodes of 24; use a multiple of 24 ranks, or"),
         (["--groups", 7], "experts: 256 experts do not divide into 7 groups; use a divisor of 256"),
-        (["--groups", 8, "--limit", 9], "experts: a token may use 1 to 8 groups, found a limit of 9"),
+        (["--groups", 8, "--group-limit", 9], "experts: a token may use 1 to 8 groups, found a limit of 9"),
         (["--top-k", 257], "experts: top_k must be from 1 to 256, the experts in the groups"),
-        (["--groups", 64, "--limit", 1], "experts: top_k must be from 1 to 4, the experts in the groups"),
+        (["--groups", 64, "--group-limit", 1], "experts: top_k must be from 1 to 4, the experts in the groups"),
         (["--inside", "star"], "topology: expected one of ring, mesh, switch, found 'star'"),
     ],
 )
