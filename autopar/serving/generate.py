@@ -115,7 +115,7 @@ def requests_of(
     **arguments: Any,
 ) -> Requests:
     """The requests of a call with the arguments of transformers' `generate`. ``defaults``: the model's
-    GenerationConfig; ``max_positions``: its ``max_position_embeddings``; ``seeds``: draws so many seeds, as
+    GenerationConfig; ``max_positions``: most tokens of a request; ``seeds``: draws so many seeds, as
     `seeds_of_torch` does (which needs equal generators where several ranks make the call).
 
     Raises ValueError that names the argument which is wrong or not served.
@@ -142,6 +142,12 @@ def requests_of(
     input_ids = _checked_inputs(inputs, config)
     prompts = _without_padding(input_ids, mask, config)
     limits = new_tokens(config, input_ids.shape[1], max_positions)
+    longest = max(map(len, prompts))
+    if max_positions is not None and longest + limits[1] > max_positions:
+        raise ValueError(
+            f"generate: a request has at most {max_positions} tokens, found a prompt of {longest} and up to "
+            f"{limits[1]} new ones; lower max_new_tokens to {max_positions - longest}, or raise the max_length of the server"
+        )
     own = own_processors(logits_processor, config)
     copies = config.num_return_sequences or 1
     if streamer is not None and len(prompts) * copies > 1:

@@ -149,6 +149,8 @@ def test_lengths_count_padding(model: LlamaForCausalLM) -> None:
     ids, mask = padded(PROMPTS)
     found = ours(model, ids, attention_mask=mask, max_length=10, min_length=9)
     assert found.shape == (4, 10)
+    with pytest.raises(ValueError, match="a request has at most 64 tokens, found a prompt of 7 and up to 58 new ones"):
+        ours(model, ids, max_new_tokens=58)
     with pytest.raises(ValueError, match="expected prompts shorter than max_length, found 7 tokens; set max_"):
         ours(model, ids, attention_mask=mask, max_length=7)
 
