@@ -85,7 +85,7 @@ class _Values:
         return node not in self._unknown
 
     def of(self, node: Node) -> Any:
-        """Its value; None if that cannot be told."""
+        """Its value; None if that is not known."""
         if node in self._unknown:
             return None
         if node not in self._found:

@@ -286,7 +286,7 @@ class Follower:
         self._control.tell_leader(chosen)
 
     def _or_tell_error(self, act: Callable[[X], Y], given: X) -> Y:
-        """What the leader waits for: if there is an error, it is told that."""
+        """What the leader waits for: the result, or the error in words."""
         try:
             return act(given)
         except Exception as error:

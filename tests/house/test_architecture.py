@@ -62,7 +62,6 @@ FLOORS: tuple[set[str], ...] = (
     {"serve_model"},
     {"generation"},
     {"cache"},
-    {"serve_model"},
     {"api"},
     {"verification", "models"},
     {"integrations.http"},

@@ -277,7 +277,7 @@ def test_generate_in_several_threads(server: Server) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_close_while_others_make_calls(seed: int) -> None:
-    """All threads get what they asked for, or that the server is closed; nobody waits for ever, no page is lost."""
+    """All threads get what they asked for, or that the server is closed; nobody hangs, no page is lost."""
     server, _ = make()
     wrong: list[object] = []
 
