@@ -146,7 +146,7 @@ def requests_of(
     if max_positions is not None and longest + limits[1] > max_positions:
         raise ValueError(
             f"generate: a request has at most {max_positions} tokens, found a prompt of {longest} and up to "
-            f"{limits[1]} new ones; lower max_new_tokens to {max_positions - longest}, or raise the max_length of the server"
+            f"{limits[1]} new ones; lower max_new_tokens to {max_positions - longest}, or raise the server's max_length"
         )
     own = own_processors(logits_processor, config)
     copies = config.num_return_sequences or 1
