@@ -23,6 +23,10 @@ from autopar.passes.canonicalize.constant_masks import LARGEST
 
 aten = torch.ops.aten
 _PARTS = (aten.slice.Tensor, aten.alias.default)
+_FILLED = (  # the same whatever values their operand has
+    aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, aten.ones_like.default,
+    aten.zeros_like.default, aten.full_like.default,
+)  # fmt: skip
 _KEEPS_SHIFTS = (  # a number that is added to a row of scores stays one
     aten.add.Tensor, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self, aten.where.ScalarOther,
     aten._to_copy.default, aten.alias.default, aten.slice.Tensor, aten.clone.default, aten.view.default,
@@ -47,7 +51,7 @@ def other_value(
     ends = set(outputs(long))
     for a in long.graph.nodes:
         b = partner.get(a)
-        if any(x in changed for x in a.all_input_nodes) or (a.op == "call_function" and _other_sizes(a, b)):
+        if any(x in changed for x in a.all_input_nodes) or _other_sizes(a, b):
             changed.add(a)
         if b is None or (a.op == "call_function" and ones.known(a) and a not in ends):
             continue
@@ -58,7 +62,10 @@ def other_value(
 
 
 def _other_sizes(a: Node, b: Node | None) -> bool:
-    return b is None or _numbers((a.args, a.kwargs)) != _numbers((b.args, b.kwargs))
+    if b is None or _numbers((a.args, a.kwargs)) != _numbers((b.args, b.kwargs)):
+        return True
+    x, y = a.meta.get("val"), b.meta.get("val")
+    return isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape != y.shape
 
 
 def _numbers(x: Any) -> list[Any]:
@@ -97,11 +104,8 @@ class _Values:
         if node.op == "placeholder":
             spec = self._specs[node.name]
             return spec.name != tokens and isinstance(value, Tensor)
-        if (
-            node.op != "call_function"
-            or is_random(node.target)
-            or any(x in self._unknown for x in node.all_input_nodes)
-        ):
+        unknown = node.target not in _FILLED and any(x in self._unknown for x in node.all_input_nodes)
+        if node.op != "call_function" or is_random(node.target) or unknown:
             return False
         return node.target in _PARTS or not isinstance(value, Tensor) or value.numel() <= LARGEST
 
@@ -110,7 +114,8 @@ class _Values:
             name = self._specs[node.name].name
             given = self._constants.get(name, self._buffers.get(name))
             return _numbers_like(name, node.meta["val"], given)
-        args, kwargs = map_arg((node.args, node.kwargs), self.of)
+        operand = _like if node.target in _FILLED else self.of
+        args, kwargs = map_arg((node.args, node.kwargs), operand)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("cpu")}
         try:
@@ -118,6 +123,12 @@ class _Values:
                 return node.target(*args, **kwargs)  # type: ignore[operator]
         except (RuntimeError, IndexError, ValueError, TypeError):  # of numbers that are not the model's
             return None
+
+
+def _like(x: Node) -> Any:
+    """Any value of a node's shape and dtype."""
+    value = x.meta["val"]
+    return torch.zeros((), dtype=value.dtype).expand(value.shape)
 
 
 def _numbers_like(name: str, like: Tensor, given: Tensor | None) -> Tensor | None:

@@ -322,6 +322,7 @@ LENGTHS = {
     "from the last": (lambda h, t: h + TABLE[torch.arange(h.shape[1] - 1, -1, -1)], ALONE),
     "flipped": (lambda h, t: h + torch.arange(h.shape[1]).flip(0)[:, None], ALONE),
     "last rows": (lambda h, t: h + TABLE[-h.shape[1] :], ALONE),
+    "counted": (lambda h, t: h / h.new_ones(h.shape[1]).sum(), "has other values"),
     "steps": (lambda h, t: h + torch.linspace(0, 1, h.shape[1])[:, None], ALONE),
     "full": (lambda h, t: h + torch.full((1, h.shape[1], 1), h.shape[1] * 0.5), r"aten\.full"),
 }
