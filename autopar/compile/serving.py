@@ -24,6 +24,7 @@ from autopar.capture.trace.frame_stack import with_large_stack
 from autopar.capture.trace.gc_pause import paused_collector
 from autopar.compile.any_length import check_any_length, short_of
 from autopar.compile.known_masks import know_masks, mark_causal
+from autopar.compile.last_token import with_all_tokens
 from autopar.compile.model import keep_outputs
 from autopar.compile.parameters import normalized
 from autopar.compile.stages import place
@@ -102,14 +103,20 @@ def compile_packed(
     ctx = Compilation(mesh, observers=list(observers), timings=timings)
     gm = timed(timings, "capture", lambda: _captured(model, batch, lift_to_float64, options))
     ctx.observe("capture", gm)
-    as_captured = copy_graph(gm)
+    as_captured, total = copy_graph(gm), batch[tokens].shape[1]
     know_masks(gm, buffers or {})
+    name, logits = _logits_of(gm)
+    logits = with_all_tokens(gm, logits, total)
+    if len(shape(logits)) != 3:
+        raise ValueError(
+            f"serve: needs logits [rows, tokens, vocabulary], found {list(shape(logits))}; return those of all tokens"
+        )
     gm = normalized(gm, ctx)
     mark_causal(gm)
-    keep_outputs(gm, [_logits_of(gm)])
+    keep_outputs(gm, [name])
     _check_random(gm)
     ctx.plan = plan = timed(timings, "plan", lambda: make_plan(gm, mesh, options, fixed, train=False))
-    parameters, total = parameter_specs(gm, plan), batch[tokens].shape[1]
+    parameters = parameter_specs(gm, plan)
     samples = [TokenSlice(s.length, s.start, total, tokens) for s in _samples(total)]
     contexts = [ctx.of_slice(s, s is samples[0]) for s in samples]
     # Placements do not depend on the sizes, so they are found and checked once.
@@ -173,8 +180,8 @@ def _samples(total: int) -> tuple[TokenSlice, ...]:
         raise ValueError(f"serve: needs a max_length of at least 9 tokens, found {total}; raise it") from None
 
 
-def _logits_of(gm: GraphModule) -> str:
-    """The output that is the logits: "logits", or the only one."""
+def _logits_of(gm: GraphModule) -> tuple[str, Node]:
+    """Name and value of the output that is the logits: "logits", or the only one."""
     found = {s.name: x for s, x in zip(signature_of(gm).outputs, outputs(gm), strict=True) if s.kind == "output"}
     written = [s.name for s in signature_of(gm).outputs if s.kind == "mutation"]
     if written:
@@ -186,12 +193,7 @@ def _logits_of(gm: GraphModule) -> str:
     if len(named or found) != 1:
         raise ValueError(f"serve: needs one output with logits, found {', '.join(found)}; return it as 'logits'")
     (name,) = named or found
-    if len(shape(found[name])) != 3:
-        raise ValueError(
-            f"serve: needs logits [rows, tokens, vocabulary], found {list(shape(found[name]))}; return those of all "
-            "tokens"
-        )
-    return name
+    return name, found[name]
 
 
 def _check_random(gm: GraphModule) -> None:

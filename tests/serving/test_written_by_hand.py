@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from autopar import Sampling
 from tests.serving.served import GREEDY, PROMPTS, SIZES, Generated, worst
 from tests.support.ranks import run_ranks
 
@@ -90,6 +92,51 @@ def serves() -> dict[str, float]:
 def test_equals_the_whole_forward() -> None:
     (found,) = run_ranks(1, serves)
     assert max(found.values()) < 1e-12, found
+
+
+LAST = {  # where a forward takes the last token, as nanoGPT's does without targets
+    "a list": lambda head, x: head(x[:, [-1], :]),
+    "a number": lambda head, x: head(x[:, -1]),
+    "a slice": lambda head, x: head(x[:, -1:]),
+    "of logits": lambda head, x: head(x)[:, -1, :],
+}
+
+
+class Last(Model):
+    """Logits of the last token alone, and of all for a loss."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__("far")
+        self.how, self.norm = how, nn.LayerNorm(D).double()
+
+    def forward(self, input_ids: Tensor, targets: Tensor | None = None) -> Any:
+        head, self.head = self.head, nn.Identity()
+        try:
+            x = self.norm(super().forward(input_ids))
+        finally:
+            self.head = head
+        if targets is not None:
+            logits = head(x)
+            return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return LAST[self.how](head, x), None
+
+
+def takes_the_last() -> dict[str, bool]:
+    mesh, found = autopar.init_mesh("cpu", 60.0, dp=1), {}
+    for how in LAST:
+        model, ids = Last(how), torch.zeros(2, LENGTH, dtype=torch.int64)
+        with autopar.serve(model, mesh, example_batch={"input_ids": ids, "targets": ids}, **SIZES) as server:
+            tokens = [list(prompt) for prompt in PROMPTS]
+            for one in tokens:
+                for _ in range(5):
+                    one.append(int(model(torch.tensor([one]))[0].reshape(-1, V)[-1].argmax()))
+            given = server.complete(PROMPTS, Sampling(temperature=0.0, max_tokens=5))
+            found[how] = [[*p, *t.result()] for p, t in zip(PROMPTS, given, strict=True)] == tokens
+    return found
+
+
+def test_logits_of_the_last_token_alone() -> None:
+    assert run_ranks(1, takes_the_last) == [dict.fromkeys(LAST, True)]
 
 
 def changes_a_mask() -> None:
