@@ -257,7 +257,7 @@ class Counter(Causal):
 
 class Pooled(Causal):
     def logits(self, h: Tensor) -> Any:
-        return self.head(h[:, -1])
+        return self.head(h.mean(1))
 
 
 class Transposed(Causal):
