@@ -22,7 +22,8 @@ from autopar.report.dump.dump import Dumper
 from autopar.report.serving_summary import cached_layers, serving_steps, weight_bytes
 from autopar.rewrite.compilation import Observer
 from autopar.serve_model import PAGE_SIZES, check_positions, generation_facts, packed_model
-from autopar.serving.packed_runner import page_counts, pages_of_request
+from autopar.serving.packed_runner import page_counts
+from autopar.serving.pages import most_pages
 from autopar.steps.packed import Packed
 from autopar.values import byte_count
 
@@ -72,7 +73,7 @@ def _summary(packed: Packed, model: str, asked: int | None, step_tokens: int) ->
         cache, source = asked, "as asked for"
     else:
         cache, source = _left(options, held)
-    needed = pages_of_request(packed, size, step_tokens)
+    needed = most_pages(packed.windows, size, packed.max_length, step_tokens)
     counts = page_counts(packed, size, cache, step_tokens)
     rows = cached_layers(packed)
     by_window = {window: sum(row["bytes"] for row in rows if row["window"] == window) for window in packed.windows}

@@ -165,10 +165,6 @@ class Mesh:
         """This mesh with microbatches as its outermost axis."""
         return dataclasses.replace(self, axes=(("mb", count), *self.axes)) if count > 1 else self
 
-    def with_slice(self, length: int, start: int, total: int) -> Mesh:
-        """This mesh for graphs that run tokens [start, start + length) of ``total``, less than all of them."""
-        return dataclasses.replace(self, slice=TokenSlice(length, start, total))
-
     def coordinate(self, rank: int) -> dict[str, int]:
         """Mesh coordinate of a rank (row major)."""
         out = {}

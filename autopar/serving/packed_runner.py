@@ -26,6 +26,7 @@ from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.module.served_weights import ServedWeights
 from autopar.schedule.order import Action
 from autopar.serving.choice import choose
+from autopar.serving.pages import most_pages
 from autopar.serving.step import Chosen, Row, Step
 from autopar.steps.packed import (
     LAST,
@@ -56,23 +57,13 @@ class PageCounts:
     page_bytes: tuple[int, ...]
 
 
-def pages_of_request(packed: Packed, page_size: int, step_tokens: int) -> tuple[int, ...]:
-    """How many pages of each window kind a request of ``max_length`` holds at most: pages behind a window are given
-    back."""
-    longest = -(-packed.max_length // page_size)
-    return tuple(
-        min(longest, -(-(window - 1 + step_tokens) // page_size) + 1) if window else longest
-        for window in packed.windows
-    )
-
-
 def page_counts(packed: Packed, page_size: int, cache: int, step_tokens: int) -> PageCounts:
     """How many pages fit into ``cache`` bytes per rank: as many requests of ``max_length`` as possible, each of which
     needs pages of every window kind."""
     ranks: dict[int, list[CachedLayer]] = {}
     for stage in packed.stages:
         ranks.setdefault(stage.rank, []).extend(stage.layers)
-    needed = pages_of_request(packed, page_size, step_tokens)
+    needed = most_pages(packed.windows, page_size, packed.max_length, step_tokens)
 
     def bytes_of(layers: list[CachedLayer], kind: int) -> int:
         return page_size * sum(layer.bytes_per_token for layer in layers if layer.kind == kind)

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.serving.pages import PagePool
+from autopar.serving.pages import PagePool, most_pages
 from autopar.serving.requests import Request
 
 
@@ -43,10 +43,7 @@ class PagedCache:
     ) -> None:
         assert windows and windows[0] == 0, "kind 0 is unlimited"
         self.page_size, self.windows = page_size, tuple(windows)
-        longest = -(-max_length // page_size)
-        self.most = tuple(  # pages that one request holds at once; a part of a page at either end of a window
-            min(longest, -(-(window - 1 + step_tokens) // page_size) + 1) if window else longest for window in windows
-        )
+        self.most = most_pages(windows, page_size, max_length, step_tokens)
         self._check(pages, max_length, page_bytes or [0] * len(windows))
         self.pools = [
             PagePool(count, width, functools.partial(self._overwritten, kind))

@@ -11,7 +11,16 @@ order in which they were freed. `PrefixTree` knows the contents.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+
+
+def most_pages(windows: Sequence[int], page_size: int, max_length: int, step_tokens: int) -> tuple[int, ...]:
+    """How many pages of each window kind a request of ``max_length`` tokens holds at once: pages behind a window are
+    given back; a part of a page is at either end of it."""
+    longest = -(-max_length // page_size)
+    return tuple(
+        min(longest, -(-(window - 1 + step_tokens) // page_size) + 1) if window else longest for window in windows
+    )
 
 
 class PagePool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from fractions import Fraction
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import Mesh, TokenSlice
 from autopar.ir.placement import Shard, local_shape, nested_shape, rows_of_slice
 from autopar.testing.lockstep import group_of
 
@@ -81,7 +82,7 @@ def test_coordinates_number_the_ranks(sizes: dict[str, int]) -> None:
 
 def test_a_slice_of_tokens_is_a_fraction() -> None:
     """It cuts first, in time: no axis that a user can name, no ranks."""
-    mesh = Mesh.of(dp=2, tp=2).with_microbatches(3).with_slice(6, 4, 16)
+    mesh = dataclasses.replace(Mesh.of(dp=2, tp=2).with_microbatches(3), slice=TokenSlice(6, 4, 16))
     assert list(mesh.cut_order.items()) == [("sl", Fraction(8, 3)), ("tp", 2), ("dp", 2), ("mb", 3)]
     assert nested_shape((6, 16, 8), {"sl": Shard(1), "tp": Shard(1), "dp": Shard(0)}, mesh.cut_order) == (3, 3, 8)
     assert local_shape((32,), Shard(0, (16, 16)), mesh.pieces("sl")) == (12,)

@@ -7,6 +7,7 @@ loss, gradients = run.step((7, 5, 4))
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ def normalized(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh | None = N
 def sliced(gm: GraphModule, part: TokenSlice, plan: Plan) -> tuple[GraphModule, list[Cache]]:
     """The local graph of one slice of the tokens."""
     mesh = plan.mesh.with_microbatches(plan.options.microbatches)
-    ctx = Compilation(mesh.with_slice(part.length, part.start, part.total), plan=plan)
+    ctx = Compilation(dataclasses.replace(mesh, slice=part), plan=plan)
     gm = PassManager(PLACEMENT_PASSES).run(copy_graph(gm), ctx, facts=("functional",))
     return slice_tokens(split_prologue(gm, ctx)[0], ctx)
 

@@ -7,7 +7,6 @@ Rank 0 listens; the others follow it. SIGINT or SIGTERM ends all: rank 0 stops l
 from __future__ import annotations
 
 import contextlib
-import importlib
 import multiprocessing
 import os
 import signal
@@ -24,7 +23,7 @@ import torch.distributed as dist
 import uvicorn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from autopar.api import parallelize
+from autopar.api import parallelize, serve
 from autopar.integrations.http.app import make_app
 from autopar.integrations.http.engine import ServedModel
 from autopar.ir.mesh import Mesh
@@ -155,7 +154,6 @@ def load_engine(settings: Settings, mesh: Any, config: Any) -> Any:
         model.generation_config = GenerationConfig.from_pretrained(settings.folder)  # says which ids end a text
     parallel = parallelize(model, mesh)
     parallel.load_pretrained(settings.folder)
-    serve = importlib.import_module("autopar.api").serve
     return serve(
         parallel,
         max_length=settings.max_length,
