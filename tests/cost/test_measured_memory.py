@@ -117,6 +117,7 @@ class _Holding:
     def wait(self) -> None:
         with _disable_current_modes():  # in which gloo shows the copy that it has kept meanwhile
             self.work.wait()
+        time.sleep(0.002)  # gloo's thread wakes who waits, and then needs the interpreter to let go of its tensors
 
 
 @contextlib.contextmanager
