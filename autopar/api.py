@@ -48,7 +48,10 @@ from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.module.argument_checks import check_arguments, check_module, check_no_gradients
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.optim.step_hooks import note_parameters
-from autopar.serve_model import make_server
+from autopar.runtime.mesh.roles import Roles
+from autopar.serve_model import ServeArguments, make_server
+from autopar.serve_roles import serve_roles
+from autopar.serving.expert_server import ExpertServer
 from autopar.serving.server import Server
 from autopar.spelling import did_you_mean
 from autopar.steps.graphs import Compiled
@@ -146,7 +149,7 @@ def parallelize(
 
 def serve(
     model: nn.Module,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | Roles | None = None,
     *,
     max_length: int,
     cache: int | float | str | None = None,
@@ -158,10 +161,13 @@ def serve(
     split_kv: bool = True,
     keep_unsharded: bool | None = None,
     backend: str = "eager",
+    weights: str | Path | None = None,
+    microbatches: int | None = None,
+    apart: str | None = None,
     example_batch: Mapping[str, Any] | None = None,
     dump: str | Path | None = None,
     **options: Any,
-) -> Server:
+) -> Server | ExpertServer:
     """Serve a causal language model on a mesh: requests join and leave, each with its own sampling. Collective.
 
     Args:
@@ -169,7 +175,8 @@ def serve(
             they are placed for training. What it caches is found in its graph: every causal attention, on any mesh but
             cp. A model with recurrent or convolution states is refused.
         mesh: as for `parallelize`; not for a model that has one. Ranks along dp, dp_replicate and ep have requests of
-            their own, those along tp and pp work on the same ones.
+            their own, those along tp and pp work on the same ones. Or `autopar.init_roles(...)`: attention and experts
+            on ranks of their own.
         max_length: most tokens of a request, prompt included.
         cache: bytes of keys and values per rank, "8GB"; by default what ``memory_limit`` leaves, 0.9 of a GPU's free
             memory, or on a CPU eight requests of ``max_length``.
@@ -183,31 +190,50 @@ def serve(
         keep_unsharded: gather and cast parameters once for all steps, which takes their memory, or in every step; by
             default the latter for a model that is parallelized already.
         backend: "eager" or "inductor".
+        weights: a folder of safetensors with transformers' names, from which each rank reads its shards; for a model on
+            the meta device.
+        microbatches: of roles: into how many microbatches the requests of a step are dealt, which take turns between
+            attention and experts; 3 by default.
+        apart: of roles: "experts", which is the default, or "mlp": all MLPs of a dense model, of whose width each node
+            of experts has a slice.
         example_batch: as for `parallelize`.
         dump: folder to write the graphs after each pass to.
-        options: of `parallelize`.
+        options: of `parallelize`; of roles lift_to_float64 and precision alone.
 
-    Returns a `Server`, on all ranks: see its docstring for who calls what. Raises ValueError, on all ranks, for a
+    Returns a `Server`, on all ranks but those of experts: see its docstring for who calls what. Ranks of experts get an
+    `ExpertServer`, whose `run` answers until the server is closed. Raises ValueError, on all ranks, for a
     model whose tokens depend on others in another way than by causal attention, a ``max_length`` beyond its positions,
     a cache that does not hold one request.
     """
+    arguments: dict[str, Any] = {
+        "max_length": max_length, "cache": cache, "page_size": page_size, "step_tokens": step_tokens,
+        "max_running": max_running, "max_waiting": max_waiting, "step_sizes": step_sizes, "split_kv": split_kv,
+        "backend": backend,
+    }  # fmt: skip
+    if isinstance(mesh, Roles):
+        how = {"microbatches": microbatches, "apart": apart, "keep_unsharded": keep_unsharded, **options}
+        return serve_roles(model, mesh, arguments, how, weights, example_batch, dump)
+    if given := "microbatches" if microbatches is not None else "apart" if apart is not None else "":
+        raise ValueError(
+            f"serve: {given} is for experts on ranks of their own, found a mesh; pass autopar.init_roles(...)"
+        )
     keeps = not isinstance(model, ParallelModule) if keep_unsharded is None else keep_unsharded
     if not isinstance(model, ParallelModule):
         if mesh is None:
             raise ValueError("serve: needs a mesh for a model that is not parallelized; pass autopar.init_mesh(...)")
         model = parallelize(model, mesh, example_batch=example_batch, **options)
-    elif options:
+        if weights is not None:
+            model.load_pretrained(weights)
+    elif options or weights is not None:
         raise ValueError(
-            f"serve: the model is parallelized already, found option {next(iter(options))!r}; leave it out"
+            f"serve: the model is parallelized already, found {next(iter(options), 'weights')!r}; leave it out"
         )
-    weights = model.for_serving()
-    if mesh is not None and mesh is not weights.groups.device_mesh:
+    found = model.for_serving()
+    if mesh is not None and mesh is not found.groups.device_mesh:
         raise ValueError("serve: the model is on a mesh already, found another one; leave it out")
-    return make_server(
-        weights, max_length=max_length, cache=cache, page_size=page_size, step_tokens=step_tokens,
-        max_running=max_running, max_waiting=max_waiting, step_sizes=step_sizes, split_kv=split_kv,
-        keep_unsharded=keeps, backend=backend,        example_batch=example_batch, dump=dump,
-    )  # fmt: skip
+    with error_context("serve"):
+        asked = ServeArguments.checked(found.groups.device.type, **arguments)
+    return make_server(found, asked, keeps, example_batch, dump)
 
 
 def _planned(

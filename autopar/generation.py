@@ -12,7 +12,7 @@ from typing import Any
 
 from autopar.runtime.guards.module_guards import ModuleGuards
 from autopar.runtime.module.served_weights import ServedWeights
-from autopar.serve_model import generation_facts, make_server
+from autopar.serve_model import ServeArguments, generation_facts, make_server
 from autopar.serving.generate import batch_of, finished, finished_batch, requests_of
 from autopar.serving.sampling_params import Sampling
 from autopar.serving.server import Server
@@ -64,8 +64,7 @@ class Generation:
                 found.close()
             limit = generation_facts(weights.tree.root, self._example).max_length or length
             longest = min(max(SHORTEST, 1 << (length - 1).bit_length()), max(limit, length))
-            self._server = found = make_server(
-                weights, max_length=longest, keep_unsharded=keeps, example_batch=self._example
-            )
+            asked = ServeArguments.checked(weights.groups.device.type, max_length=longest)
+            self._server = found = make_server(weights, asked, keeps, self._example)
             self._guards, self._kept = ModuleGuards(weights.tree.root, modes=False), keeps
         return found

@@ -5,7 +5,9 @@ structure -> compile_packed -> page_counts -> PackedRunner -> Server
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from autopar.rewrite.compilation import Observer
 from autopar.runtime.consistency.rank_checks import agree_on_call
 from autopar.runtime.fault.errors import error_context
 from autopar.runtime.module.served_weights import ServedWeights
-from autopar.serving.packed_runner import PackedRunner, page_counts
+from autopar.serving.packed_runner import PackedRunner, PageCounts, page_counts
 from autopar.serving.server import Server
 from autopar.steps.packed import Packed
 from autopar.values import byte_count, one_of, refuse, whole_number, yes_or_no
@@ -31,57 +33,83 @@ PAGE_SIZES = {"cpu": 64, "cuda": 256}  # tokens; torch's kernel for CUDA takes m
 DEFAULT_REQUESTS = 8  # of max_length, on a CPU
 
 
-def make_server(
-    model: ServedWeights,
-    *,
-    max_length: int,
-    cache: int | float | str | None = None,
-    page_size: int | None = None,
-    step_tokens: int = 512,
-    max_running: int = 64,
-    max_waiting: int = 1024,
-    step_sizes: Sequence[int] = (),
-    split_kv: bool = True,
-    keep_unsharded: bool = False,
-    backend: str = "eager",
-    example_batch: Mapping[str, Any] | None = None,
-    dump: str | Path | None = None,
-) -> Server:
-    """See `autopar.serve`, which documents the arguments. Collective."""
-    groups = model.groups
-    with error_context("serve"):
+@dataclass(frozen=True)
+class ServeArguments:
+    """The arguments of `autopar.serve`, which documents them, as a server uses them."""
+
+    max_length: int
+    cache: int | float | str | None
+    page_size: int
+    step_tokens: int
+    max_running: int
+    max_waiting: int
+    step_sizes: tuple[int, ...]
+    split_kv: bool
+    backend: str
+
+    @classmethod
+    def checked(
+        cls,
+        device: str,
+        *,
+        max_length: int,
+        cache: int | float | str | None = None,
+        page_size: int | None = None,
+        step_tokens: int = 512,
+        max_running: int = 64,
+        max_waiting: int = 1024,
+        step_sizes: Sequence[int] = (),
+        split_kv: bool = True,
+        backend: str = "eager",
+    ) -> ServeArguments:
+        """``device``: kind of the ranks' devices. Raises ValueError for what is no such argument."""
         max_length = whole_number("max_length", max_length, least=1)
         max_running = whole_number("max_running", max_running, least=1)
         max_waiting = whole_number("max_waiting", max_waiting)
         step_tokens = max(whole_number("step_tokens", step_tokens, least=1), max_running)  # all may decode in one step
         backend = one_of("backend", backend, ("eager", "inductor"))
-        split_kv, keep_unsharded = yes_or_no("split_kv", split_kv), yes_or_no("keep_unsharded", keep_unsharded)
-        size = whole_number("page_size", page_size or PAGE_SIZES[groups.device.type], least=1)
+        size = whole_number("page_size", page_size or PAGE_SIZES[device], least=1)
         sizes = _step_sizes(step_sizes, step_tokens, backend)
-        asked = {
-            "max_length": max_length, "cache": cache, "page_size": size, "step_tokens": step_tokens,
-            "max_running": max_running, "max_waiting": max_waiting, "step_sizes": sizes, "split_kv": split_kv,
-            "keep_unsharded": keep_unsharded, "backend": backend,
-        }  # fmt: skip
-        agree_on_call(groups, asked)
+        split_kv = yes_or_no("split_kv", split_kv)
+        return cls(max_length, cache, size, step_tokens, max_running, max_waiting, sizes, split_kv, backend)
+
+
+def make_server(
+    model: ServedWeights,
+    asked: ServeArguments,
+    keep_unsharded: bool,
+    example_batch: Mapping[str, Any] | None,
+    dump: str | Path | None = None,
+) -> Server:
+    """See `autopar.serve`, which documents the arguments. Collective."""
+    groups = model.groups
+    with error_context("serve"):
+        keep_unsharded = yes_or_no("keep_unsharded", keep_unsharded)
+        agree_on_call(groups, {**dataclasses.asdict(asked), "keep_unsharded": keep_unsharded})
         root = model.structure()
         facts = generation_facts(root, example_batch)
-        check_positions(root, facts, max_length)
+        check_positions(root, facts, asked.max_length)
         folder = dumper_for(dump)
         packed = packed_model(
-            root, facts, groups.mesh, model.parameter_plan(), max_length, lift_to_float64=model.lift_to_float64,
-            split_kv=split_kv, gathers_ahead=keep_unsharded, buffers=model.values(),
+            root, facts, groups.mesh, model.parameter_plan(), asked.max_length, lift_to_float64=model.lift_to_float64,
+            split_kv=asked.split_kv, gathers_ahead=keep_unsharded, buffers=model.values(),
             observers=[folder] if folder is not None else [],
         )  # fmt: skip
         if folder is not None:
             folder.add_packed(packed)
-        counts = page_counts(packed, size, _cache_bytes(cache, model, packed), step_tokens)
-        runner = PackedRunner(packed, groups, model, counts, backend, sizes, max_running)
-        return Server(
-            runner, groups, max_length=max_length, vocabulary=packed.vocabulary, step_tokens=step_tokens,
-            max_running=max_running, max_waiting=max_waiting, eos_token_ids=facts.eos_token_ids,
-            generation_config=facts.config,
-        )  # fmt: skip
+        limit = packed.plan.options.memory_limit
+        counts = pages_of(packed, asked, groups.device, limit, model.values())
+        runner = PackedRunner(packed, groups, model, counts, asked.backend, asked.step_sizes, asked.max_running)
+        return server_of(runner, groups, asked, facts)
+
+
+def server_of(runner: PackedRunner, groups: Groups, asked: ServeArguments, facts: GenerationFacts) -> Server:
+    """The server that drives a runner."""
+    return Server(
+        runner, groups, max_length=asked.max_length, vocabulary=runner.packed.vocabulary,
+        step_tokens=asked.step_tokens, max_running=asked.max_running, max_waiting=asked.max_waiting,
+        eos_token_ids=facts.eos_token_ids, generation_config=facts.config,
+    )  # fmt: skip
 
 
 def generation_facts(model: nn.Module, example_batch: Mapping[str, Any] | None) -> GenerationFacts:
@@ -141,20 +169,29 @@ def _step_sizes(sizes: Sequence[int], step_tokens: int, backend: str) -> tuple[i
     return found
 
 
-def _cache_bytes(asked: Any, model: ServedWeights, packed: Packed) -> int:
+def pages_of(
+    packed: Packed, asked: ServeArguments, device: torch.device, limit: int | None, values: Mapping[str, Tensor]
+) -> PageCounts:
+    """How many pages fit. ``limit``: of memory, of which ``values`` have taken some."""
+    size = _cache_bytes(asked.cache, packed, device, limit, values)
+    return page_counts(packed, asked.page_size, size, asked.step_tokens)
+
+
+def _cache_bytes(
+    asked: Any, packed: Packed, device: torch.device, limit: int | None, values: Mapping[str, Tensor]
+) -> int:
     """Bytes of the cache per rank."""
     if asked is not None:
         return byte_count("cache", asked)
-    groups, limit = model.groups, packed.plan.options.memory_limit
     per_token = sum(layer.bytes_per_token for layer in packed.layers)
     if limit:
-        left = limit - sum(x.nbytes for x in model.values().values())
+        left = limit - sum(x.nbytes for x in values.values())
         if left <= 0:
             raise ValueError(
                 f"serve: a memory limit of {limit} bytes leaves nothing for a cache; raise it or pass cache="
             )
         return left
-    if groups.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(groups.device)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
         return int(0.9 * free)
     return DEFAULT_REQUESTS * (packed.max_length + 2 * PAGE_SIZES["cpu"]) * per_token

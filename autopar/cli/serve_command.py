@@ -1,6 +1,7 @@
 """`autopar serve`: an HTTP server with OpenAI's API for a model of transformers, on local ranks or under torchrun.
 
     autopar serve Llama-3-8B --mesh tp=2 --port 8000 --max-length 8192 --cache 20GB
+    autopar serve Mixtral-8x7B --attention dp=2,tp=2 --experts ep=4      experts on ranks of their own
 
 Checks everything that it can before torch is loaded.
 """
@@ -57,6 +58,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", type=_folder, metavar="FOLDER", help="a model of transformers: config, weights, tokenizer")
     add("--mesh", type=mesh, default="tp=1", metavar="tp=2", help="axes and sizes (default: %(default)s)")
+    add("--attention", type=mesh, metavar="dp=2", help="ranks of attention alone, in place of --mesh")
+    add("--experts", type=mesh, metavar="ep=4", help="ranks of experts alone, beside --attention")
+    add("--microbatches", type=positive, metavar="N", help="that take turns between the two (default: 3)")
     add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all (default: %(default)s)")
     add("--port", type=_port, default=8000, help="0 for a free one (default: %(default)s)")
     add("--name", help="of the model in requests (default: the folder's)")
@@ -80,6 +84,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if (args.attention is None) != (args.experts is None):
+        raise ValueError("serve: needs both --attention and --experts, or neither; give the other one, too")
+    if args.microbatches and not args.experts:
+        raise ValueError("serve: --microbatches take turns between --attention and --experts; give these, too")
     if missing := [project for module, project in NEEDED.items() if importlib.util.find_spec(module) is None]:
         raise ValueError(
             f"serve: needs the extra autopar[serve], found no {', '.join(missing)}; pip install 'autopar[serve]'"

@@ -21,7 +21,8 @@ from torch import Tensor
 from autopar.ir.graph import set_device
 from autopar.ir.mesh import DATA
 from autopar.runtime.comm.p2p import AXIS, Channels, PendingTransfer
-from autopar.runtime.exec.lowering import Lowered, axes_of, bind
+from autopar.runtime.comm.experts import Experts
+from autopar.runtime.exec.lowering import Lowered, Steps, axes_of, bind
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.module.served_weights import ServedWeights
 from autopar.schedule.order import Action
@@ -100,7 +101,14 @@ class _BoundStage:
     """One stage of the model that this rank runs."""
 
     def __init__(
-        self, packed: Packed, k: int, groups: Groups, counts: PageCounts, backend: str, names: Mapping[str, str]
+        self,
+        packed: Packed,
+        k: int,
+        groups: Groups,
+        counts: PageCounts,
+        backend: str,
+        names: Mapping[str, str],
+        experts: Experts | None,
     ) -> None:
         self.stage: PackedStage = packed.stages[k]
         self.number = k
@@ -108,7 +116,7 @@ class _BoundStage:
         for graph in (self.stage.graph, self.stage.tables):
             if graph is not None and device.type != "cpu":
                 set_device(graph.graph, device)
-        self._backend, self._groups = backend, groups
+        self._backend, self._groups, self._experts = backend, groups, experts
         self._code: dict[Any, Lowered] = {}  # by the sizes that it is compiled for
         self.tables = bind(self.stage.tables.graph, groups) if self.stage.tables is not None else None
         self.names = names
@@ -144,15 +152,28 @@ class _BoundStage:
         self.pools, self._held, self._changing = {}, [], []
 
     def run(self, values: Mapping[str, Any]) -> list[Tensor]:
+        given = self._given(values)
+        return list(self._bound(values, given)(given))
+
+    def steps(self, values: Mapping[str, Any]) -> Steps:
+        """Run it with a pause wherever it waits for experts."""
+        given = self._given(values)
+        return self._bound(values, given).steps(given)
+
+    def _given(self, values: Mapping[str, Any]) -> list[Any]:
         given = list(self._held)
         for i, name in self._changing:
             given[i] = values[name]
+        return given
+
+    def _bound(self, values: Mapping[str, Any], given: list[Any]) -> Lowered:
         sizes = (values[TOKENS], values[ROWS]) if self._backend == "inductor" else ()
         code = self._code.get(sizes)
         if code is None:
             like = given if sizes else ()
-            code = self._code[sizes] = bind(self.stage.graph.graph, self._groups, self._backend, like)
-        return list(code(given))
+            code = bind(self.stage.graph.graph, self._groups, self._backend, like, experts=self._experts)
+            self._code[sizes] = code
+        return code
 
 
 class PackedRunner:
@@ -160,7 +181,8 @@ class PackedRunner:
 
     weights: of the model. counts: of pages. backend: "eager" or "inductor".
     step_sizes: numbers of tokens to which steps are padded, in ascending order; empty: none are. most: requests that
-    run at a time. All ranks of the mesh make theirs at the same time.
+    run at a time. experts: who answers for experts that are on other ranks. All ranks of the mesh make theirs at the
+    same time.
     """
 
     def __init__(
@@ -172,6 +194,7 @@ class PackedRunner:
         backend: str = "eager",
         step_sizes: Sequence[int] = (),
         most: int = 64,
+        experts: Experts | None = None,
     ) -> None:
         self._most = most
         self.packed, self.groups, self._weights, self._sizes = packed, groups, weights, tuple(step_sizes)
@@ -201,7 +224,7 @@ class PackedRunner:
             for replica in range(self.replicas)
         )  # fmt: skip
         self._stages = [
-            _BoundStage(packed, k, groups, counts, backend, names)
+            _BoundStage(packed, k, groups, counts, backend, names, experts)
             for k, s in enumerate(packed.stages)
             if s.rank == here
         ]
@@ -257,8 +280,12 @@ class PackedRunner:
             self._run_stage(stage, values)
         if not self._is_last:
             return None
+        return self._chosen(rows, values[LOGITS][0])
+
+    def _chosen(self, rows: Sequence[Row], logits: Tensor) -> list[Chosen]:
+        """Of the rows with a choice; ``logits`` [N, V]: of these, in their order, and maybe of padding."""
         choices = [row.choice for row in rows if row.choice is not None]
-        return choose(values[LOGITS][0, : len(choices)], choices, self._exchange) if choices else []
+        return choose(logits[: len(choices)], choices, self._exchange) if choices else []
 
     @property
     def _is_last(self) -> bool:

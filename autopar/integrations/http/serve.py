@@ -23,13 +23,14 @@ import torch.distributed as dist
 import uvicorn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from autopar.api import parallelize, serve
+from autopar.api import serve
 from autopar.integrations.http.app import make_app
 from autopar.integrations.http.engine import ServedModel
 from autopar.ir.mesh import Mesh
 from autopar.models import hf_configs as hf
 from autopar.runtime.fault.errors import board
 from autopar.runtime.mesh.process_groups import init_mesh
+from autopar.runtime.mesh.roles import Roles, init_roles
 from autopar.runtime.training.launch import LaunchError, launch
 
 GRACE = 5  # seconds that running requests get when the server ends
@@ -40,7 +41,8 @@ _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of the command. ``cache``: bytes of a rank. ``dtype``: None for the config's."""
+    """The arguments of the command. ``attention``, ``experts``: meshes in place of ``mesh``, or None. ``cache``: bytes
+    of a rank. ``dtype``: None for the config's."""
 
     folder: Path
     mesh: str
@@ -53,6 +55,22 @@ class Settings:
     max_waiting: int
     dtype: str | None
     device: str | None
+    attention: str | None = None
+    experts: str | None = None
+    microbatches: int | None = None
+
+    @property
+    def meshes(self) -> list[Mesh]:
+        """Of all ranks, or of those of attention and those of experts."""
+        names = [self.attention, self.experts] if self.attention and self.experts else [self.mesh]
+        return [Mesh.parse(name).planned() for name in names]
+
+    def start(self) -> Any:
+        """The `DeviceMesh`, or the `Roles`. Collective."""
+        sizes = [dict(mesh.axes) for mesh in self.meshes]
+        if len(sizes) == 1:
+            return init_mesh(self.device, **sizes[0])
+        return init_roles(self.device, attention=sizes[0], experts=sizes[1])
 
 
 # Collective: the engine of a rank, from settings, mesh and the model's config.
@@ -63,16 +81,16 @@ def serve_folder(settings: Settings, load: Load | None = None) -> int:
     """Serve until a signal ends it; returns the exit code. ``load``: `load_engine`, or another.
 
     Raises ValueError for what does not fit, as far as possible before any process starts."""
-    mesh = Mesh.parse(settings.mesh).planned()
+    world = sum(mesh.world_size for mesh in settings.meshes)
     hf.load_config(settings.folder)
     task = (settings, load or load_engine)
-    if mesh.world_size == 1 or "RANK" in os.environ:
+    if world == 1 or "RANK" in os.environ:
         _run_rank(*task)
         return 0
     listening(settings).close()
     with _forwarded_signals() as got:
         try:
-            launch(_run_rank, mesh.world_size, task, device=settings.device)
+            launch(_run_rank, world, task, device=settings.device)
         except LaunchError as error:
             if error.refusal:
                 raise
@@ -122,8 +140,8 @@ def _forwarded_signals() -> Iterator[list[int]]:
 def _run_rank(settings: Settings, load: Load) -> None:
     """What each rank runs."""
     config = hf.load_config(settings.folder)
-    mesh = init_mesh(settings.device, **dict(Mesh.parse(settings.mesh).planned().axes))
-    leads = not dist.is_initialized() or dist.get_rank() == 0
+    mesh = settings.start()
+    leads = (mesh.rank if isinstance(mesh, Roles) else dist.get_rank()) == 0
     address = listening(settings) if leads else None  # before the weights are read, which may take minutes
     engine = load(settings, mesh, config)
     if address is None:
@@ -152,10 +170,11 @@ def load_engine(settings: Settings, mesh: Any, config: Any) -> Any:
         ) from error
     if (settings.folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(settings.folder)  # says which ids end a text
-    parallel = parallelize(model, mesh)
-    parallel.load_pretrained(settings.folder)
     return serve(
-        parallel,
+        model,
+        mesh,
+        weights=settings.folder,
+        microbatches=settings.microbatches,
         max_length=settings.max_length,
         cache=settings.cache,
         max_running=settings.max_running,
