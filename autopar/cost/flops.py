@@ -32,7 +32,7 @@ from autopar.cost.traffic import Links
 from autopar.ir.conversions import convert, exchange
 from autopar.ir.graph import arguments, is_call, tensor_operands
 from autopar.ir.storages import shares_storage
-from autopar.ops.traits import COLLECTIVES, COPIES
+from autopar.ops.traits import ASKS, COLLECTIVES, COPIES
 from autopar.ops.vocab_parallel import embedding_of_piece
 
 Arguments = dict[str, Any]
@@ -210,7 +210,7 @@ for _kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention
 
 # They read only as much of their operands as they return.
 _LOOKUPS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index", "autopar::shard_slice")
-_FREE = (operator.getitem, convert, exchange, *COLLECTIVES, *COPIES)
+_FREE = (operator.getitem, convert, exchange, *COLLECTIVES, *COPIES, *ASKS)
 
 
 def _name(node: Node) -> str:

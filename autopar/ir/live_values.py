@@ -31,7 +31,7 @@ from autopar.ops import vocab_parallel as vocab_parallel  # registers what is na
 from autopar.ops.kernels import expected_kernel
 from autopar.ops.kernels.chips import MODERN
 from autopar.ops.mask_spec import MaskSpec
-from autopar.ops.traits import COPIES
+from autopar.ops.traits import ASKS, COPIES
 
 ours = torch.ops.autopar
 
@@ -84,8 +84,8 @@ class _Run:
 
     def start(self, node: Node) -> None:
         """Start a collective: it reads its operand or a copy in rows, and writes its result or rows of it. A copy to or
-        from the host reads its operand and writes its result."""
-        if node.target in COPIES:
+        from the host, and a question to experts, reads its operand and writes its result."""
+        if node.target in (*COPIES, *ASKS):
             self._on_their_way(node, self._behind[arguments(node)["x"]][0], 0, 0)
             self._add(self._own(node))
             return

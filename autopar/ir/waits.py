@@ -1,6 +1,7 @@
 """When the collectives of a step graph are waited for, and which operands they may overwrite.
 
-A collective, or a copy to or from the host, starts at its position in the graph, and is waited for at a later one. The
+A collective, a copy to or from the host, or a question to experts on other ranks starts at its position in the graph,
+and is waited for at a later one. The
 executor (`autopar.runtime.exec.lowering`) asks here, and so does the memory model (`autopar.ir.storages`).
 """
 
@@ -16,12 +17,12 @@ from torch.fx import GraphModule, Node
 
 from autopar.adapters.operators import OpOverload
 from autopar.ir.graph import arguments, is_call, layer_of, nbytes
-from autopar.ops.traits import COLLECTIVES, COPIES, aliases
+from autopar.ops.traits import ASKS, COLLECTIVES, COPIES, aliases
 
 
 def is_started(node: Node) -> bool:
     """Whether a call starts at its position, and is waited for at a later one."""
-    return node.op == "call_function" and node.target in (*COLLECTIVES, *COPIES) and bool(node.users)
+    return node.op == "call_function" and node.target in (*COLLECTIVES, *COPIES, *ASKS) and bool(node.users)
 
 
 aten = torch.ops.aten
@@ -91,8 +92,12 @@ _MOVE_TOKENS = tuple(
 
 
 def pauses_at(collectives: Iterable[Node], axis: str) -> bool:
-    """Whether a step graph that may pause does so before it waits for these: one of them is over ``axis``, which
-    experts are sharded on, or over a level of it. Depends on the graph only, so all ranks that run it pause alike."""
+    """Whether a step graph that may pause does so before it waits for these: one of them is an answer of experts in a
+    role of their own, or over ``axis``, which experts are sharded on, or over a level of it. Depends on the graph only,
+    so all ranks that run it pause alike."""
+    collectives = list(collectives)
+    if any(node.target in ASKS for node in collectives):
+        return True
     over = (str(arguments(node)["axis"]) for node in collectives if axis and node.target in _MOVE_TOKENS)
     return any(re.split("[%/]", name)[0] == axis for name in over)
 

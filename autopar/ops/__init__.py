@@ -2,6 +2,7 @@
 that is itself an `autopar::` operator, so that joint graphs keep single nodes.
 
 attention, mask_spec, kernels     softmax attention whose mask is given by arguments, and its kernels
+ask_experts                       a layer's experts, held by other ranks
 cached_attention                  of a step's tokens of several requests to keys in pages; writes to them
 cross_entropy, vocab_parallel     losses per row, and with embeddings over a sharded vocabulary
 ctc                               a loss per example
@@ -18,6 +19,7 @@ Importing this package registers them under `torch.ops.autopar`. Imports adapter
 from __future__ import annotations
 
 from autopar.ops import (
+    ask_experts,
     attention,
     cache,
     cached_attention,
@@ -33,6 +35,7 @@ from autopar.ops import (
 )
 
 __all__ = [
+    "ask_experts",
     "attention",
     "cache",
     "cached_attention",

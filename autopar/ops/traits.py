@@ -10,6 +10,7 @@ has none.
     PRODUCTS, CONVOLUTIONS             multiply by a weight, or may
     COLLECTIVES, SUMS, LOCAL           communicate between ranks, or replace a collective
     COPIES                             between the device and the host
+    ASKS                               between the roles of attention and experts
     DROPOUTS, is_random                draw numbers
     is_choice                          returns positions of elements: experts of a token, the largest of a row
     STOPS_GRADIENT                     no gradient goes back through them
@@ -24,6 +25,7 @@ import torch
 
 from autopar.adapters.operators import OpOverload, is_composite, mutates, returns_alias
 from autopar.ops import (  # noqa: F401  (registers what is named here)
+    ask_experts,
     cache,
     collectives,
     grouped_experts,
@@ -122,6 +124,7 @@ SUMS = (ours.all_reduce.default, ours.reduce_scatter.default)
 COLLECTIVES = (*SUMS, ours.all_gather.default, ours.all_to_all.default, ours.all_to_all_rows.default)
 LOCAL = (ours.shard_slice.default, ours.shard_pad.default)  # conversions without communication
 COPIES = (ours.to_host.default, ours.from_host.default)
+ASKS = (ours.ask_experts.default,)
 
 DROPOUTS = (aten.dropout.default, aten.native_dropout.default)
 STOPS_GRADIENT = (aten.detach.default, GRAD_OUTPUT)

@@ -194,6 +194,22 @@ def moe_combine_rule(call: Call) -> Rule:
     return call.rule(operands, [(t, h)], blocked=blocked, linear=sets, keep_partial=True, rows=linked, imposed=imposed)
 
 
+def ask_experts_rule(call: Call) -> Rule:
+    """x (t, h), expert (t, k), weights (t, k) -> (t, h): data ranks and token slices ask for tokens of their own; the
+    ranks of other axes have the same tokens, and ask once."""
+    tokens, width = call.shape("x")
+    t, h = call.factor("t", tokens), call.factor("h", width)
+    blocked = {f: "experts are asked for whole tokens" for f in h}
+    operands: list[Dims | None] = [(t, h)]
+    if isinstance(call.args["expert"], Node):
+        k = call.factor("k", call.shape("expert")[1])
+        blocked |= {f: "every token goes to several experts" for f in k}
+        operands += [(t, k), (t, k)]
+    if call.axis not in ("dp", "dp_replicate", "sl"):
+        blocked |= {f: "ranks of this axis ask together" for f in t}
+    return call.rule(operands, [(t, h)], blocked=blocked)
+
+
 # --- selection ------------------------------------------------------------------------------------------
 
 

@@ -148,6 +148,12 @@ def test_files_that_pages_name_exist() -> None:
         assert not [name for name in named if not (ROOT / name).exists()], page.name
 
 
+def test_modules_that_design_pages_name_exist() -> None:
+    there = {path.name for path in (*(ROOT / "autopar").rglob("*.py"), *(ROOT / "tests").rglob("*.py"))}
+    for page in (DOCS / "design").glob("*.md"):
+        assert not {*re.findall(r"`(\w+\.py)`", page.read_text())} - there, page.name
+
+
 def test_pages_need_nothing_but_the_installed_package() -> None:
     files = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
     assert not [f.name for f in files if re.search(r"^\s*(from|import) tests\b", f.read_text(), re.MULTILINE)]

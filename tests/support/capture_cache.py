@@ -132,7 +132,7 @@ def _key(model: nn.Module, batch: Mapping[str, Any], how: Mapping[str, Any]) -> 
     asked.arguments["precision"] = asked.arguments.get("precision") or Precision()  # as `capture` reads it
     given = (
         {name: x.stride() for name, x in tensors_of(batch).items()},
-        str(pytree.tree_map_only(Tensor, type, dict(batch))),
+        str(pytree.tree_map_only(Tensor, lambda x: type(x), dict(batch))),
     )
     with paused_collector():
         facts = facts_of_model(model), facts_of(batch), given, asked.kwargs, [*torch_flags()], default_devices()

@@ -332,6 +332,9 @@ BACKWARDS = (ours.gradient_of.default, ours.own_backward.default, ours.with_back
 STRUCTURE = (operator.getitem, convert, exchange, exchange_slice, *PIECES, *BACKWARDS)
 # Their size depends on values, so that they cannot be in a graph of fixed shapes; the rule is "run it whole".
 DYNAMIC = (aten.nonzero.default, aten.unique_consecutive.default, aten.bincount.default)
+ASKED = (
+    torch.ops.autopar.ask_experts.default,
+)  # other ranks compute it; `tests/serving/test_cut_experts.py` has its rule
 
 
 def _all() -> dict[Any, list[Sample]]:

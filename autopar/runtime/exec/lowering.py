@@ -10,7 +10,8 @@ Context-parallel attention communicates inside its node (`autopar.runtime.comm.c
 takes ONE list of inputs and empties it, so a saved activation is freed after its last use.
 
 Graphs with token exchanges may pause where they would wait for one (`autopar.ir.waits.pauses_at`), so that another
-graph computes meanwhile: their code is a generator that yields there.
+graph computes meanwhile: their code is a generator that yields there. So do graphs that ask experts on other ranks
+(`autopar::ask_experts`), which `autopar.runtime.comm.experts.Experts` answers.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
@@ -31,11 +33,12 @@ from autopar.adapters.operators import OpOverload, argument_defaults, kernel_of,
 from autopar.ir.meta import TRACE, inherit
 from autopar.ir.traffic import Ledger, Traffic, traffic_of
 from autopar.ir.waits import WaitPlaces, is_started, overwritten, pauses_at
-from autopar.ops.traits import COLLECTIVES, COPIES, LOCAL
+from autopar.ops.traits import ASKS, COLLECTIVES, COPIES, LOCAL
 from autopar.runtime.comm import collectives as comm
 from autopar.runtime.comm import functional_collectives
 from autopar.runtime.comm.collectives import finish
 from autopar.runtime.comm.context_parallel_comm import OPERATORS, Comms
+from autopar.runtime.comm.experts import Experts
 from autopar.runtime.exec.module_profiling import is_watched, left_after, watched_code
 from autopar.runtime.exec.value_checks import operator_explained
 from autopar.runtime.mesh.host_copies import OffloadBuffers
@@ -174,24 +177,35 @@ class Lowered:
 
 
 def bind(
-    gm: GraphModule, groups: Groups, backend: str = "eager", given: Sequence[Any] = (), pauses: str = ""
+    gm: GraphModule,
+    groups: Groups,
+    backend: str = "eager",
+    given: Sequence[Any] = (),
+    pauses: str = "",
+    experts: Experts | None = None,
 ) -> Lowered:
     """Lower the raw collectives of a step graph onto the mesh. ``gm`` is not changed. ``pauses``: the axis at whose
-    exchanges it may pause, if it runs operator by operator.
+    exchanges it may pause, if it runs operator by operator. ``experts``: answers what it asks; it pauses before each
+    answer.
 
     backend "eager" runs the graph's operators one by one; "inductor" compiles it, for inputs like ``given`` (None: like
-    the graph's own). Raises ValueError for another backend.
+    the graph's own). Raises ValueError for another backend, and for "inductor" for a graph that asks experts.
     """
     if backend not in ("eager", "inductor"):
         raise ValueError(f"bind: expected a backend out of eager, inductor, found {backend!r}")
     traffic, comms = traffic_of_graph(gm, groups), Comms(groups)
+    if backend == "inductor" and any(node.target in ASKS for node in gm.graph.nodes):
+        raise ValueError(
+            'bind: a graph that asks experts on other ranks runs operator by operator, found backend="inductor"; use '
+            'backend="eager"'
+        )
     if backend == "inductor":
         from autopar.adapters.inductor import Functional, compile_step  # a slow import that only this backend needs
 
         explicit = _lower(comms.compilable(gm), _Traced(Functional(groups), groups.device))
         run, made = compile_step(explicit, groups.device, given)
         return Lowered(run, traffic, gm.code, comms, made=made)
-    lowered = _lower(gm, _Eager(groups, comms), pauses)
+    lowered = _lower(gm, _Eager(groups, comms, experts), pauses)
     if all(node.target is not pause_here for node in lowered.graph.nodes):
         return Lowered(lowered.forward, traffic, lowered.code, comms, lowered)
     return Lowered(run_to_end(lowered.forward), traffic, lowered.code, comms, lowered, paused=lowered.forward)
@@ -315,13 +329,15 @@ class _Traced:
 class _Eager:
     """What those of a graph call that runs operator by operator; as `_Traced`."""
 
-    def __init__(self, groups: Groups, comms: Comms) -> None:
-        self._groups, self._comms = groups, comms
+    def __init__(self, groups: Groups, comms: Comms, experts: Experts | None) -> None:
+        self._groups, self._comms, self._experts = groups, comms, experts
 
     def start(self, node: Node) -> Callable[..., Any]:
         if node.target in COPIES:
             copies = OffloadBuffers.on(self._groups.device)
             return copies.to_host if node.target is ours.to_host.default else copies.from_host
+        if node.target in ASKS:
+            return self._ask(node)
         kind, given = kind_of(node), _given(node)
         if kind == "all_reduce":
             given["in_place"] = overwritten(node) is not None
@@ -329,7 +345,20 @@ class _Eager:
             given["count"] = self._comms.count
         return getattr(comm, kind)(self._groups, node.name, **given)
 
+    def _ask(self, node: Node) -> Callable[..., Any]:
+        assert self._experts is not None, f"{node.name} asks experts, and nobody answers"
+        start, layer = self._experts.start, named_arguments(node)["layer"]
+
+        def ask(x: Tensor, expert: Tensor | None = None, weights: Tensor | None = None) -> Any:
+            return start(layer, x, expert, weights)
+
+        return lambda_named("ask_experts", ask)
+
     def finish(self, node: Node) -> Callable[[Any], Any]:
+        if node.target in ASKS:
+            assert self._experts is not None
+            answered = self._experts.finish
+            return lambda_named("answered", lambda pending: answered(pending))
         return OffloadBuffers.on(self._groups.device).finish if node.target in COPIES else finish
 
     def local(self, node: Node) -> Callable[..., Any]:
