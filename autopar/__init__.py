@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from autopar.runtime.fault.errors import error_context
     from autopar.runtime.inputs.padding import PaddingBuckets
     from autopar.runtime.mesh.process_groups import dp_rank_and_size, init_mesh
+    from autopar.runtime.mesh.roles import init_roles
     from autopar.runtime.module.parallel_module import ParallelModule
     from autopar.runtime.optim.grad_scaler import GradScaler
     from autopar.runtime.training.ema import ema
@@ -48,6 +49,7 @@ __all__ = [
     "dp_rank_and_size",
     "ema",
     "init_mesh",
+    "init_roles",
     "launch",
     "load",
     "parallelize",
@@ -71,6 +73,7 @@ _HOME = {
     "dp_rank_and_size": "autopar.runtime.mesh.process_groups",
     "ema": "autopar.runtime.training.ema",
     "init_mesh": "autopar.runtime.mesh.process_groups",
+    "init_roles": "autopar.runtime.mesh.roles",
     "launch": "autopar.runtime.training.launch",
     "load": "autopar.runtime.training.load",
     "parallelize": "autopar.api",

@@ -80,18 +80,24 @@ def group_name(group: dist.ProcessGroup) -> str:
 
 
 def group_of_members(
-    ranks: list[int], name: str, timeout: timedelta, description: str, kind: str | None = None
+    ranks: list[int],
+    name: str,
+    timeout: timedelta,
+    description: str,
+    kind: str | None = None,
+    store: dist.Store | None = None,
 ) -> dist.ProcessGroup:
     """Create a process group by its members ``ranks`` alone, this process among them, with a unique name. ``kind``: its
-    backend, such as "gloo"; None: that of the default group.
+    backend, such as "gloo"; None: that of the default group. ``store``: that of all members, if some are outside of the
+    default group: they have numbers beyond its size, and the ranks of the group are in the order given.
 
     torch's `new_group` must be called by all ranks for every group, or, with only the members, derives the name from
     the number of groups that a rank has created. The group always gets a new communicator, even if the default group is
     bound to a device: splitting that would need all ranks, too.
     """
     world, default = distributed_c10d._world, distributed_c10d._get_default_group()
-    ranks, device = sorted(ranks), default.bound_device_id
-    backend, store = world.pg_map[default]
+    ranks, device = sorted(ranks) if store is None else ranks, default.bound_device_id
+    backend, own = world.pg_map[default]
     default.bound_device_id = None  # else torch splits the default group
     try:
         group, _ = distributed_c10d._new_process_group_helper(
@@ -99,7 +105,7 @@ def group_of_members(
             ranks.index(default.rank()),
             ranks,
             distributed_c10d.Backend(kind or backend),
-            store,
+            own if store is None else store,
             distributed_c10d.GroupName(name),
             timeout=timeout,
             device_id=None if kind else device,

@@ -191,7 +191,7 @@ def _all_come(groups: Groups, what: str, found: Callable[[int], str] = lambda _:
             "went on with the calls that were expected; run the same program on every rank"
         )
         with contextlib.suppress(StoreError):
-            board().give_verdict(f"rank {groups.rank} failed: ValueError: {text}"[:500])
+            board().give_verdict(f"rank {board().rank} failed: ValueError: {text}"[:500])
         raise ValueError(text) from None
 
 

@@ -22,7 +22,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -98,9 +99,21 @@ class CollectiveError(RuntimeError):
 
 class ErrorBoard:
     """What this rank knows of failures in its world. One per process and default group. ``line``: the client of the
-    store. ``heartbeat``: None in a world of one rank."""
+    store. ``heartbeat``: None in a world of one rank. ``roles``: name -> ranks, if ranks have roles."""
 
-    def __init__(self, store: dist.Store, rank: int, world: int, keys: str, timeout: float) -> None:
+    first = 0  # the global number of the rank that callers call 0
+    base = 0  # and of the one that process groups call 0; they count around the world
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world: int,
+        keys: str,
+        timeout: float,
+        roles: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    ) -> None:
+        self._roles = roles
         self.rank, self._keys, self._world = rank, keys, range(world)
         self._told: dict[str, tuple[int, str]] = {}  # published by this rank: kind -> (the rank that it is about, text)
         self._own = ""  # the error of this rank's last call: all ranks may have had it, and some may still report it
@@ -115,7 +128,8 @@ class ErrorBoard:
         self._noticed, self._ends = threading.Event(), False
         doing, after = lambda: self.doing, self._look_after
         beats = world > 1
-        self.heartbeat = Heartbeat(store, rank, world, keys, doing, self.calls, after, timeout) if beats else None
+        given = (keys, doing, self.calls, after, timeout, self.named)
+        self.heartbeat = Heartbeat(store, rank, world, *given) if beats else None
 
     def close(self) -> None:
         """End this rank: it has finished, or it ends with the error that it has published, which becomes the verdict
@@ -124,7 +138,7 @@ class ErrorBoard:
         if self.heartbeat is None or self._cut_off():
             return
         words = {kind: text for kind, (_, text) in self._told.items()}
-        why = f"rank {self.rank} failed: {words['error']}" if "error" in words else words.get("heard")
+        why = f"{self.named([self.rank])} failed: {words['error']}" if "error" in words else words.get("heard")
         try:
             if why is None:
                 self._tell("left", "finished")
@@ -224,13 +238,13 @@ class ErrorBoard:
         return self._error(what, verdict)
 
     def _error(self, what: str, why: str, raw: str = "") -> CollectiveError:
-        out = CollectiveError(f"comm: {what} failed on rank {self.rank}: {why}{raw}")
+        out = CollectiveError(f"comm: {what} failed on {self.named([self.rank])}: {why}{raw}")
         out.why = why
         return out
 
     def _look_after(self, verdict: str) -> None:
         """After a beat: if a wait that does not raise cannot succeed, abort it; on a thread, since that takes time."""
-        ranks = [] if verdict else aborts.broken_group()
+        ranks = [] if verdict else self.numbered(aborts.broken_group())
         if not self._ends and (verdict or ranks) and aborts.there_are_some():
             self._ends = True
             threading.Thread(target=self._end_waits, args=(verdict, ranks), name="autopar-end", daemon=True).start()
@@ -284,6 +298,19 @@ class ErrorBoard:
         found = (ranks[(start + i) % len(ranks)] for i in range(min(len(ranks), most + 1)))
         return [r for r in found if r != self.rank][:most]
 
+    def numbered(self, ranks: Sequence[int]) -> list[int]:
+        """The global numbers of ranks as process groups of this process count them."""
+        return sorted((self.base + rank) % len(self._world) for rank in ranks)
+
+    def named(self, ranks: Sequence[int]) -> str:
+        """Ranks in words, with their roles."""
+        return ranks_named(ranks, self._roles)
+
+    @property
+    def whole(self) -> ErrorBoard:
+        """The board of the whole world: this one."""
+        return self
+
     def _cut_off(self) -> bool:
         """Whether the store is known not to answer: another request would wait until its timeout, too."""
         return self.heartbeat is not None and self.heartbeat.cut_off
@@ -298,7 +325,7 @@ class ErrorBoard:
         others = {r: text for r, text in told["error"].items() if r in failing and r != self.rank}
         errors = {r: text for r, text in others.items() if text != self._own}
         if errors:
-            return "; ".join(f"rank {r} failed: {text}" for r, text in sorted(errors.items()))
+            return "; ".join(f"{self.named([r])} failed: {text}" for r, text in sorted(errors.items()))
         if verdict := said_by_launcher(store) or self.verdict:
             return verdict
         # What another rank has read, unless it is about this one: a waiting rank may look like the cause.
@@ -307,7 +334,7 @@ class ErrorBoard:
         left = {r for r in told["left"] if r in needed}
         if told["left"]:
             left |= self._texts(store, "left", self.near(needed)).keys()
-        return heard[0] if heard else f"{ranks_named(sorted(left))} finished: its main returned" if left else ""
+        return heard[0] if heard else f"{self.named(sorted(left))} finished: its main returned" if left else ""
 
     def _ask(self, ranks: Sequence[int]) -> str:
         # All ranks of the world, not only the group: a silent member of the group may wait for a rank outside of it.
@@ -325,12 +352,12 @@ class ErrorBoard:
             silent = [r for r in looked if after[r] == before[r]]
         left = self.line.ask(lambda store: self._texts(store, "left", silent))
         if dead := self._with_others("silent", [r for r in silent if r not in left], self._world, sees_all):
-            return f"{ranks_named(dead)} did not respond: no sign of life for {patience:.1f} s"
+            return f"{self.named(dead)} did not respond: no sign of life for {patience:.1f} s"
         waiting = self.line.ask(lambda store: self._texts(store, "waiting", others))
         sees_all = len(others) == len(ranks) - (self.rank in ranks)
         if absent := self._with_others("absent", [r for r in others if r not in waiting], ranks, sees_all):
-            return f"{ranks_named(absent)} did not respond: alive, but never joined this collective"
-        stories = ", ".join(f"rank {r} in {text}" for r, text in waiting.items())
+            return f"{self.named(absent)} did not respond: alive, but never joined this collective"
+        stories = ", ".join(f"{self.named([r])} in {text}" for r, text in waiting.items())
         return f"every rank waited for another one: {stories}"
 
     def _with_others(self, kind: str, found: list[int], among: Sequence[int], sees_all: bool) -> list[int]:
@@ -351,6 +378,37 @@ class ErrorBoard:
         return {r: text for r in ranks if (text := look(store, f"{self._keys}/{kind}/{r}"))}
 
 
-def ranks_named(ranks: Sequence[int]) -> str:
-    """ "rank 3", or "ranks 3, 4"."""
+class RoleBoard:
+    """The board ``whole`` of a world of several roles, as one of them uses it: ranks are numbers within the role, whose
+    rank 0 is the global rank ``first``, and ``line`` is the client of the role's own store. Errors name global ranks."""
+
+    def __init__(self, whole: ErrorBoard, first: int, store: dist.Store, timeout: float) -> None:
+        self.whole, self.first, self.line = whole, first, StoreClient(store, timeout)
+        whole.base = first
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.whole, name)
+
+    def failed(self, what: str, ranks: Sequence[int], error: BaseException | None = None) -> CollectiveError:
+        return self.whole.failed(what, self.numbered(ranks), error)
+
+    def trouble(self, ranks: Sequence[int]) -> str:
+        return self.whole.trouble(self.numbered(ranks))
+
+    def at_work(self, ranks: Sequence[int]) -> dict[int, str]:
+        return {rank - self.first: call for rank, call in self.whole.at_work(self.numbered(ranks)).items()}
+
+    def near(self, ranks: Sequence[int], most: int = NEAR) -> list[int]:
+        return [rank - self.first for rank in self.whole.near(self.numbered(ranks), most)]
+
+    def gone_on(self, name: str, number: int) -> Callable[[], int | None]:
+        found = self.whole.gone_on(name, number)
+        return lambda: None if (rank := found()) is None else rank - self.first
+
+
+def ranks_named(ranks: Sequence[int], roles: Mapping[str, Sequence[int]] = MappingProxyType({})) -> str:
+    """ "rank 3", or "ranks 3, 4", or "ranks 0, 1 (attention) and rank 2 (experts)"."""
+    by_role = {name: [rank for rank in ranks if rank in among] for name, among in roles.items()}
+    if any(by_role.values()):
+        return " and ".join(f"{ranks_named(found)} ({name})" for name, found in by_role.items() if found)
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -12,10 +12,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TypeVar
 
 import torch
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from autopar.adapters.distributed import default_store
 from autopar.runtime.fault.error_propagation import CollectiveError as CollectiveError
-from autopar.runtime.fault.error_propagation import ErrorBoard
+from autopar.runtime.fault.error_propagation import ErrorBoard, RoleBoard
 from autopar.runtime.fault.heartbeat import BEAT
 from autopar.runtime.fault.store_client import Answer, StoreError
 
@@ -31,11 +31,11 @@ T = TypeVar("T")
 
 # --- the board of this process --------------------------------------------------------------------------
 
-_boards: dict[int, ErrorBoard] = {}
+_boards: dict[int, ErrorBoard | RoleBoard] = {}
 _made = itertools.count()  # a store may outlive a default group and serve the next one
 
 
-def board() -> ErrorBoard:
+def board() -> ErrorBoard | RoleBoard:
     """The board of the default process group, created at the first call. Not collective."""
     store = default_store()
     if id(store) not in _boards:
@@ -43,10 +43,16 @@ def board() -> ErrorBoard:
     return _boards[id(store)]
 
 
-def _new_board(store: dist.Store, rank: int, world: int, timeout: float = inf) -> ErrorBoard:
+def _new_board(
+    store: dist.Store,
+    rank: int,
+    world: int,
+    timeout: float = inf,
+    roles: Mapping[str, Sequence[int]] = MappingProxyType({}),
+) -> ErrorBoard:
     close()
     try:
-        made = ErrorBoard(store, rank, world, f"autopar/failures/{next(_made)}", timeout)
+        made = ErrorBoard(store, rank, world, f"autopar/failures/{next(_made)}", timeout, roles)
     except StoreError as error:
         raise CollectiveError(f"comm: joining the others failed on rank {rank}: {error}") from error
     _install_hook()
@@ -59,13 +65,39 @@ def starting(store: dist.Store, rank: int, world: int, limit: float, call: Calla
     Raises CollectiveError that names the ranks that do not join within ``limit`` seconds.
     """
     mine = _new_board(store, rank, world, limit)
-    try:
+    with _ends_with(mine):
         waited_for(mine, limit, call, "starting the ranks", range(world))
+    _boards[id(default_store())] = mine
+
+
+def starting_role(
+    store: dist.Store,
+    rank: int,
+    roles: Mapping[str, range],
+    limit: float,
+    check: Callable[[ErrorBoard], None],
+    call: Callable[[], None],
+) -> None:
+    """The same where the default process group has the ranks of one of the ``roles`` of a world alone, while heartbeats
+    and errors are those of the whole world over ``store``. ``rank``: the global one. ``check``: called with the board
+    before the group is made."""
+    mine = _new_board(store, rank, sum(map(len, roles.values())), limit, roles)
+    (own,) = (ranks for ranks in roles.values() if rank in ranks)
+    with _ends_with(mine):
+        check(mine)
+        waited_for(mine, limit, call, "starting the ranks", own)
+    _boards[id(default_store())] = RoleBoard(mine, own.start, default_store(), limit)
+
+
+@contextmanager
+def _ends_with(mine: ErrorBoard) -> Iterator[None]:
+    """Context manager: an error ends the board."""
+    try:
+        yield
     except BaseException as error:
         mine.report(error)
         mine.close()
         raise
-    _boards[id(default_store())] = mine
 
 
 def first_to_say(key: str, text: str) -> str | None:
@@ -103,7 +135,7 @@ def error_context(action: str = "a collective") -> Iterator[None]:
         with autopar.error_context("saving the optimizer"):
             torch.distributed.checkpoint.save(...)
     """
-    mine = board()
+    mine = board().whole
     mine.clear()
     mine.thread = threading.get_ident()
     try:
@@ -130,7 +162,7 @@ def explained(what: str | Callable[[], str], ranks: Sequence[int]) -> Iterator[N
         raise board().failed(what if isinstance(what, str) else what(), ranks, error) from error
 
 
-def waited_for(mine: ErrorBoard, limit: float, call: Callable[[], T], what: str, ranks: Sequence[int]) -> T:
+def waited_for(mine: ErrorBoard | RoleBoard, limit: float, call: Callable[[], T], what: str, ranks: Sequence[int]) -> T:
     """Run a call that blocks until ``ranks`` join, for at most ``limit`` seconds: torch's own timeouts do not count
     while the store does not answer. Raises CollectiveError as soon as it is known that one of them will not join."""
     answer, start, next_look = Answer(), time.monotonic(), mine.beat

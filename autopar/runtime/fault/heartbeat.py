@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
@@ -41,7 +41,8 @@ def beat_of(world: int) -> float:
 
 class Heartbeat:
     """The heartbeat of one rank. ``verdict``: why the job cannot continue, or empty. ``doing``: returns what this rank
-    does. ``calls``: the places of its calls. ``after``: called with the verdict after each beat."""
+    does. ``calls``: the places of its calls. ``after``: called with the verdict after each beat. ``named``: ranks in
+    words."""
 
     def __init__(
         self,
@@ -53,13 +54,14 @@ class Heartbeat:
         calls: Places,
         after: Callable[[str], None],
         timeout: float,
+        named: Callable[[Sequence[int]], str],
     ) -> None:
         self.verdict = ""
         self.cut_off = False  # the store no longer answers: that is the verdict
         self.beat = beat_of(world)
         self.next: tuple[int, dict[str, Place]] = (-1, {})  # the next rank, and where it was at the last beat
         self._keys, self._doing, self._calls, self._after = keys, doing, calls, after
-        self._rank, self._world = rank, world
+        self._rank, self._world, self._named = rank, world, named
         self._watched = (rank + 1) % world
         self._count = self._still = 0
         self._seen = ""
@@ -118,12 +120,12 @@ class Heartbeat:
         words = {k: text for k in TOLD if (text := look(store, f"{self._keys}/{k}/{rank}"))}
         if words.get("left"):
             if self._calls.beyond(self.next[1]):
-                text = f"rank {rank} finished: its main returned"
+                text = f"{self._named([rank])} finished: its main returned"
                 return store.compare_set(f"{self._keys}/verdict", "", text).decode()
             self._watched, self._still, self._seen = (rank + 1) % self._world, 0, ""
             return ""
-        own = f"rank {rank} failed: {words['error']}" if words.get("error") else words.get("heard")
-        text = own or f"rank {rank} did not respond: no sign of life for {max(SILENT, 3 * self.beat):.0f} s"
+        own = f"{self._named([rank])} failed: {words['error']}" if words.get("error") else words.get("heard")
+        text = own or f"{self._named([rank])} did not respond: no sign of life for {max(SILENT, 3 * self.beat):.0f} s"
         return store.compare_set(f"{self._keys}/verdict", "", text).decode()
 
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from autopar.adapters.distributed import hosted_by_launcher, store_host
-from autopar.runtime.fault.error_propagation import EACH, ErrorBoard, ranks_named
+from autopar.runtime.fault.error_propagation import EACH, ErrorBoard, RoleBoard, ranks_named
 from autopar.runtime.fault.errors import CollectiveError, board
 from autopar.runtime.fault.heartbeat import BEAT, said_by_launcher
 from autopar.runtime.fault.store_client import Answer, StoreClient, StoreError, look
@@ -192,9 +192,11 @@ def show(
     text: str,
     limit: float,
     reply: Callable[[list[str]], str],
+    mine: ErrorBoard | None = None,
 ) -> str:
     """Publish a text (its subject, then the rest, by lines) and wait for the reply of the first of ``ranks`` to the
-    texts of all of them, the same for all. Only that rank reads the texts.
+    texts of all of them, the same for all. Only that rank reads the texts. ``mine``: the board, of the whole world;
+    None: that of the default group, whose ranks they are.
 
     Raises CollectiveError that names the ranks that do not come: after ``limit`` seconds, or as soon as it is known
     that they cannot. Waits `PATIENCE` times as long, with a warning, for ranks that are alive and working in autopar (a
@@ -223,7 +225,7 @@ def show(
         return [r for r in near if not store.check([f"{where}/{r}"])] if not store.check([answer]) else []
 
     what = f"agreeing on {text.partition(chr(10))[0]}"
-    return _waited_for(ranks, what, limit, set_and_look, find, absent)
+    return _waited_for(ranks, what, limit, set_and_look, find, absent, mine=mine)
 
 
 def _rest(start: float, end: float, ranks: int) -> bool:
@@ -244,9 +246,10 @@ def _waited_for(
     look: Callable[[dist.Store], T | None],
     absent: Callable[[dist.Store, Sequence[int]], list[int]],
     event: Callable[[], Event] | None = None,
+    mine: ErrorBoard | RoleBoard | None = None,
 ) -> T:
     """Poll ``come`` once, then ``look``, until one returns a result: both return None while others are ``absent``."""
-    mine, start = board(), time.monotonic()
+    mine, start = mine or board(), time.monotonic()
 
     def poll(store: dist.Store) -> T | None:
         end, found = time.monotonic() + 0.25, None
@@ -273,7 +276,7 @@ def _waited_for(
     return found
 
 
-def _patience(mine: ErrorBoard, limit: float, what: str) -> Callable[[float, Sequence[int]], bool]:
+def _patience(mine: ErrorBoard | RoleBoard, limit: float, what: str) -> Callable[[float, Sequence[int]], bool]:
     """A function that decides whether to give up on absent ranks after so many seconds, the limit or more: not on ranks
     that are alive and working in autopar, since a slow compile is not a failure."""
     seen = -inf  # the last time at which all absent ranks were working
@@ -283,7 +286,7 @@ def _patience(mine: ErrorBoard, limit: float, what: str) -> Callable[[float, Seq
         found = mine.at_work(absent)
         if len(found) == len(absent):
             if absent and seen == -inf:
-                who = ", ".join(f"rank {r} in {call}" for r, call in found.items())
+                who = ", ".join(f"rank {mine.first + r} in {call}" for r, call in found.items())
                 warnings.warn(
                     f"comm: {what} on rank {mine.rank} has waited {limit:.0f} s for others that are alive and at work "
                     f"({who}); it keeps waiting, up to {PATIENCE * limit:.0f} s",

@@ -303,9 +303,12 @@ class Groups:
             return None
         return self._further("pp", "pp_votes", range(self.size("pp")))
 
-    def control(self, timeout: timedelta) -> dist.ProcessGroup:
-        """A new group of all ranks for messages between hosts (gloo). All ranks call it at the same point."""
-        made = _group_along(self.mesh, [*self.mesh.sizes], range(self.mesh.world_size), timeout, "control", "gloo")
+    def control(self, timeout: timedelta, axes: Sequence[str] = ()) -> dist.ProcessGroup:
+        """A new group of all ranks, or along some axes, for messages between hosts (gloo). All its ranks call it at the
+        same point."""
+        axes = axes or [*self.mesh.sizes]
+        members = range(self.mesh.size(",".join(axes)))
+        made = _group_along(self.mesh, axes, members, timeout, f"control_{'_'.join(axes)}", "gloo")
         assert made is not None, "every rank is in it"
         return made
 

@@ -1,0 +1,328 @@
+"""Tokens from attention nodes to expert nodes and back: M to N, in pairs of leaders (`autopar.runtime.mesh.roles.Pair`).
+
+Per layer and microbatch an attention node sends to every expert node
+
+    header   int64 [step, layer, microbatch, rows, ended]
+    rows     if there are any, one message of bytes: a row per token that has chosen an expert there, of its x [H], the
+             experts' numbers as int32 [K] and their weights [K]
+
+and is returned ``sums`` [rows, H], what the node's experts add up to for these tokens. An expert node joins the rows of
+all attention nodes, so its experts run once. Receives are posted before they are needed; what is sent is kept until it
+has arrived. All nodes go through the steps, in these through the layers, in these through the microbatches.
+
+The leader of a node talks for it, and shares what it is sent with the node's other ranks on tp.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.ir.traffic import Traffic
+from autopar.runtime.fault.aborts import started
+from autopar.runtime.fault.errors import CollectiveError, board, explained
+from autopar.runtime.fault.store_client import StoreError
+from autopar.runtime.mesh.process_groups import Groups
+from autopar.runtime.mesh.roles import PATIENCE, Pair, Roles
+
+KIND = "experts"  # in the ledger
+_HEADER = 5  # numbers
+_HEADERS, _ROWS, _SUMS = 1, 2, 3  # tags, for gloo
+_MOST_SENT = 32  # messages to a node that are kept before this rank waits for the oldest to arrive
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """What a row of a token consists of. ``weights_dtype`` None: x alone, and every token goes to every node (the
+    experts are slices of a dense MLP)."""
+
+    num_experts: int
+    top_k: int
+    hidden: int
+    dtype: torch.dtype
+    weights_dtype: torch.dtype | None
+
+    @property
+    def parts(self) -> list[tuple[int, torch.dtype]]:
+        """(numbers, dtype) of x, the experts' numbers and their weights."""
+        x = [(self.hidden, self.dtype)]
+        return x if self.weights_dtype is None else [*x, (self.top_k, torch.int32), (self.top_k, self.weights_dtype)]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the row of a token."""
+        return sum(count * dtype.itemsize for count, dtype in self.parts)
+
+    def packed(self, x: Tensor, expert: Tensor | None, weights: Tensor | None) -> Tensor:
+        """A row of bytes for each token: uint8 [T, row_bytes]."""
+        given = [x] if expert is None or weights is None else [x, expert.to(torch.int32), weights]
+        rows = [part.to(dtype).contiguous().view(torch.uint8) for part, (_, dtype) in zip(given, self.parts)]
+        return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+
+    def unpacked(self, rows: Tensor) -> list[Tensor | None]:
+        """x [T, H], expert [T, K], weights [T, K] of rows of bytes."""
+        sizes = [count * dtype.itemsize for count, dtype in self.parts]
+        found: list[Tensor | None] = [
+            piece.contiguous().view(dtype) for piece, (_, dtype) in zip(rows.split(sizes, 1), self.parts)
+        ]
+        if found[1:] and found[1] is not None:
+            found[1] = found[1].to(torch.int64)
+        return [*found, None, None][:3]
+
+
+class _Ends:
+    """What both ends of pairs have in common."""
+
+    def __init__(self, roles: Roles, groups: Groups, rows: RowFormat) -> None:
+        self._roles, self._groups, self._format = roles, groups, rows
+        self._pairs = roles.pairs
+        self._tp = groups.mesh.size("tp")
+        self._source = groups.ranks("tp")[0] if self._tp > 1 else 0
+        self._kept: list[deque[tuple[dist.Work, Tensor]]] = [deque() for _ in self._pairs]
+        self._counts = {(KIND, kind): [0, 0] for kind in ("headers", "rows", "sums")}
+
+    @property
+    def traffic(self) -> dict[tuple[str, str], Traffic]:
+        """What this rank has sent so far."""
+        return {key: Traffic(*found) for key, found in self._counts.items() if found[0]}
+
+    def fail(self, error: BaseException) -> None:
+        """This rank's serving has failed: all ranks of both roles learn of it within a heartbeat, and none waits on."""
+        first = (str(error).splitlines() or [""])[0]
+        own = f"{self._roles.named(self._roles.rank)} failed: {type(error).__name__}: {first}"[:500]
+        with suppress(StoreError):  # the error itself explains more
+            board().give_verdict(error.why if isinstance(error, CollectiveError) else own)
+
+    def _send(self, i: int, kind: str, tag: int, group: dist.ProcessGroup, x: Tensor) -> None:
+        """Start to send to node ``i`` of the other role."""
+        kept, counted = self._kept[i], self._counts[KIND, kind]
+        if len(kept) >= _MOST_SENT:
+            kept.popleft()[0].wait()
+        kept.append((_begun(group.send([x], self._pairs[i].place, tag)), x))
+        counted[0] += 1
+        counted[1] += x.nbytes
+
+    def _arrived(self, i: int) -> None:
+        """Wait until all that was sent to node ``i`` has arrived, and let go of it."""
+        kept = self._kept[i]
+        while kept:
+            kept.popleft()[0].wait()
+
+    def _explained(self, what: str, i: int) -> AbstractContextManager[None]:
+        peer = self._pairs[i].peer
+        return explained(lambda: f"{what} ({self._roles.named(peer)})", [self._roles.local(peer)])
+
+    def _shared(self, x: Tensor) -> Tensor:
+        """The tensor of the node's leader, on all its ranks."""
+        if self._tp > 1 and x.numel():
+            with explained("sharing with the node's other ranks", self._groups.ranks("tp")):
+                dist.broadcast(_bytes(x), self._source, group=self._groups.group("tp"))
+        return x
+
+
+@dataclass(slots=True)
+class Asked:
+    """Tokens on their way to experts and back. ``tokens``: numbers of those sent, node by node; ``counts``: how many to
+    each node; ``sums``: what each node returns of them."""
+
+    where: str
+    x: Tensor
+    tokens: Tensor | None = None
+    counts: list[int] = field(default_factory=list)
+    sums: list[tuple[int, dist.Work, Tensor]] = field(default_factory=list)
+
+
+class AskingPairs(_Ends):
+    """The attention side: answers `ask_experts` of the bound graph by `start` and `finish`.
+
+    ``microbatch`` and ``step`` are set before a graph is resumed. All ranks of the node make the same calls.
+    """
+
+    def __init__(self, roles: Roles, groups: Groups, rows: RowFormat) -> None:
+        assert roles.role == "attention", "expert nodes answer"
+        super().__init__(roles, groups, rows)
+        self.step = self.microbatch = 0
+        self._experts = rows.num_experts // roles.expert_nodes  # of a node
+        self._nodes = torch.arange(roles.expert_nodes, device=groups.device).view(-1, 1, 1)
+
+    def start(self, layer: int, x: Tensor, expert: Tensor | None, weights: Tensor | None) -> Asked:
+        """Send tokens ``x`` [T, H] to the nodes of their experts ``expert`` [T, K], with ``weights`` [T, K]."""
+        asked = Asked(self._where(layer), x)
+        if self._pairs:
+            rows = self._format.packed(x, expert, weights)
+            asked.tokens, asked.counts = self._chosen(expert, len(x))
+            of_node: Sequence[Tensor] = [rows] * len(self._pairs)
+            if asked.tokens is not None:
+                of_node = rows.index_select(0, asked.tokens).split(asked.counts)
+            for i, (pair, part) in enumerate(zip(self._pairs, of_node)):
+                self._ask(i, pair, layer, part, asked)
+        return asked
+
+    def finish(self, pending: Asked) -> Tensor:
+        """What the experts add up to for the tokens: [T, H], summed over nodes in their order."""
+        total = torch.zeros_like(pending.x, memory_format=torch.contiguous_format)
+        begin = 0
+        for i, work, sums in pending.sums:
+            with self._explained(f"waiting for the sums of {pending.where}", i):
+                work.wait(self._groups.timeout)
+                self._arrived(i)
+            if pending.tokens is None:
+                total += sums
+            else:
+                total.index_add_(0, pending.tokens[begin : begin + len(sums)], sums)
+                begin += len(sums)
+        return self._shared(total)
+
+    def empty(self, layer: int) -> None:
+        """A microbatch, or a step, without tokens here: the expert nodes wait for this node all the same."""
+        for i, pair in enumerate(self._pairs):
+            with self._explained(f"asking experts of {self._where(layer)}", i):
+                self._send_header(i, pair, layer, 0)
+
+    def end(self) -> None:
+        """No step follows: the expert nodes end when all attention nodes have said so."""
+        for i, pair in enumerate(self._pairs):
+            with self._explained("ending", i):
+                self._send_header(i, pair, 0, 0, ended=1)
+                self._arrived(i)
+
+    def _where(self, layer: int) -> str:
+        return f"step {self.step}, layer {layer}, microbatch {self.microbatch}"
+
+    def _chosen(self, expert: Tensor | None, tokens: int) -> tuple[Tensor | None, list[int]]:
+        """(numbers of the tokens of each node, node by node; None: all for each; how many)."""
+        nodes = len(self._pairs)
+        if expert is None or nodes == 1:
+            return None, [tokens] * nodes
+        hit = (expert.div(self._experts, rounding_mode="floor") == self._nodes).any(2)  # [nodes, T]
+        where = hit.nonzero()
+        return where[:, 1], torch.bincount(where[:, 0], minlength=nodes).tolist()
+
+    def _ask(self, i: int, pair: Pair, layer: int, rows: Tensor, asked: Asked) -> None:
+        started(str, f"asking experts of {asked.where} ({self._roles.named(pair.peer)})")
+        with self._explained(f"asking experts of {asked.where}", i):
+            self._send_header(i, pair, layer, len(rows))
+            if len(rows):
+                sums = asked.x.new_empty(len(rows), self._format.hidden)
+                asked.sums.append((i, _begun(pair.sums.recv([_bytes(sums)], pair.place, _SUMS)), sums))
+                self._send(i, "rows", _ROWS, pair.rows, rows.view(-1))
+
+    def _send_header(self, i: int, pair: Pair, layer: int, rows: int, ended: int = 0) -> None:
+        header = torch.tensor([self.step, layer, self.microbatch, rows, ended])
+        self._send(i, "headers", _HEADERS, pair.headers, header)
+
+
+class AnsweringPairs(_Ends):
+    """The experts' side. ``microbatches``: how many the attention nodes have in each step. Collective over the node."""
+
+    def __init__(self, roles: Roles, groups: Groups, rows: RowFormat, microbatches: int = 1) -> None:
+        assert roles.role == "experts", "attention nodes ask"
+        super().__init__(roles, groups, rows)
+        self._microbatches = microbatches
+        self._step = -1
+        # The node's other ranks wait for the leader as long as it waits for attention.
+        self._control = groups.control(PATIENCE, ["tp"]) if self._tp > 1 else None
+        self._headers = [self._post(pair) for pair in self._pairs]
+
+    def serve(self, answer: Callable[[int, Tensor, Tensor | None, Tensor | None], Tensor], layers: int) -> None:
+        """Answer until all attention nodes have ended. ``answer(layer, x, expert, weights)`` [T, H] is what this node's
+        experts add up to for tokens x [T, H]; it isn't called where no token has chosen one of them. All ranks of the
+        node call it.
+
+        Raises ValueError for a header of another step, layer or microbatch than the one that follows, which names both
+        ends; CollectiveError that names ranks that are gone.
+        """
+        try:
+            while self._run_step(answer, layers):
+                pass
+            for i in range(len(self._pairs)):
+                self._arrived(i)
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def _run_step(self, answer: Callable[..., Tensor], layers: int) -> bool:
+        """False: there is none, the attention nodes have ended."""
+        for layer in range(layers):
+            for microbatch in range(self._microbatches):
+                counts = self._rows_of_nodes(layer, microbatch)
+                if counts is None:
+                    return False
+                self._answer(answer, layer, microbatch, counts)
+        return True
+
+    def _answer(self, answer: Callable[..., Tensor], layer: int, microbatch: int, counts: list[int]) -> None:
+        where = f"step {self._step}, layer {layer}, microbatch {microbatch}"
+        rows = torch.empty(sum(counts), self._format.row_bytes, dtype=torch.uint8, device=self._groups.device)
+        works = []
+        for i, (pair, part) in enumerate(zip(self._pairs, rows.split(counts))):
+            if len(part):
+                works.append((i, _begun(pair.rows.recv([part.view(-1)], pair.place, _ROWS))))
+            self._headers[i] = self._post(pair)  # the next one
+        for i, work in works:
+            with self._explained(f"waiting for the rows of {where}", i):
+                work.wait(self._groups.timeout)
+        if not len(rows):
+            return
+        x, expert, weights = self._format.unpacked(self._shared(rows))
+        sums = answer(layer, x, expert, weights).detach().contiguous()
+        assert sums.shape == (len(rows), self._format.hidden) and sums.dtype == self._format.dtype, "a sum per token"
+        for i, part in enumerate(sums.split(counts) if self._pairs else ()):
+            if len(part):
+                with self._explained(f"returning the sums of {where}", i):
+                    self._send(i, "sums", _SUMS, self._pairs[i].sums, _bytes(part))
+
+    def _rows_of_nodes(self, layer: int, microbatch: int) -> list[int] | None:
+        """How many rows each attention node sends; None: they have ended."""
+        found = torch.zeros(2 + self._roles.attention_nodes, dtype=torch.int64)
+        if self._pairs:
+            headers = [self._header(i) for i in range(len(self._pairs))]
+            first = (layer, microbatch) == (0, 0)
+            step = max(self._step + 1, headers[0][0]) if first else self._step
+            ended = first and all(header[4] for header in headers)
+            for i, header in enumerate(headers):
+                if not ended and header != [step, layer, microbatch, header[3], 0]:
+                    raise self._misfit(i, header, f"step {step}, layer {layer}, microbatch {microbatch}")
+            found = torch.tensor([int(ended), step, *(header[3] for header in headers)])
+        if self._control is not None:
+            with explained("waiting for the leader of the node", self._groups.ranks("tp")):
+                dist.broadcast(found, self._source, group=self._control)
+        over, self._step, *counts = found.tolist()
+        return None if over else counts
+
+    def _post(self, pair: Pair) -> tuple[dist.Work, Tensor]:
+        header = torch.empty(_HEADER, dtype=torch.int64)
+        with explained("waiting for attention", [self._roles.local(pair.peer)]):
+            return _begun(pair.headers.recv([header], pair.place, _HEADERS)), header
+
+    def _header(self, i: int) -> list[int]:
+        work, header = self._headers[i]
+        with self._explained("waiting for the next step of attention", i):
+            work.wait()
+        found: list[int] = header.tolist()
+        return found
+
+    def _misfit(self, i: int, header: Sequence[int], expected: str) -> ValueError:
+        step, layer, microbatch, _, ended = header
+        found = "the end" if ended else f"step {step}, layer {layer}, microbatch {microbatch}"
+        here, there = (self._roles.named(rank) for rank in (self._roles.rank, self._pairs[i].peer))
+        return ValueError(
+            f"serve: {here} expects {expected} next, found {found} from {there}; run the same steps with the same "
+            "number of microbatches on all attention ranks"
+        )
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "a member of the group gets a handle"
+    return work
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor."""
+    return x.view(-1).view(torch.uint8)
