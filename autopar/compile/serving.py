@@ -46,6 +46,7 @@ from autopar.ir.placement import Shard
 from autopar.ops.traits import COLLECTIVES
 from autopar.options import Options
 from autopar.passes.pipelines import PLACEMENT_PASSES, STEP_PASSES
+from autopar.passes.stage.cut_experts import CUTS, Apart
 from autopar.passes.stage.forward_only import forward_only
 from autopar.passes.stage.pack_tokens import AXIS, PackedGraph, pack_tokens
 from autopar.passes.stage.slice_sizes import sample_slices, symbolic
@@ -79,6 +80,7 @@ def compile_packed(
     gathers_ahead: bool = False,
     buffers: Mapping[str, Tensor] | None = None,
     observers: Sequence[Observer] = (),
+    apart: Apart = "",
 ) -> Packed:
     """Compile a model to serve requests.
 
@@ -90,6 +92,7 @@ def compile_packed(
         gathers_ahead: whether parameters are gathered, and cast, ahead of all steps instead of in each.
         buffers: their values, by name. Masks among them become constants, which say that attention is causal.
         split_kv: whether attention may split a request's keys over threads, so that its bits depend on its neighbours.
+        apart: what other ranks compute (`autopar.compile.expert_role`): "experts", "mlp", or nothing.
     Raises ValueError, with the operator, for a model whose tokens depend on others in another way than by causal
     attention, and for sizes that do not divide.
     """
@@ -114,6 +117,9 @@ def compile_packed(
     gm = normalized(gm, ctx)
     mark_causal(gm)
     keep_outputs(gm, [name])
+    if apart:
+        CUTS[apart](gm)
+        ctx.observe(f"cut_{apart}", gm)
     _check_random(gm)
     ctx.plan = plan = timed(timings, "plan", lambda: make_plan(gm, mesh, options, fixed, train=False))
     parameters = parameter_specs(gm, plan)
