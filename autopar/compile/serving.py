@@ -46,6 +46,7 @@ from autopar.ir.placement import Shard
 from autopar.ops.traits import COLLECTIVES
 from autopar.options import Options
 from autopar.passes.pipelines import PLACEMENT_PASSES, STEP_PASSES
+from autopar.passes.stage.cut_experts import CUTS, Apart
 from autopar.passes.stage.forward_only import forward_only
 from autopar.passes.stage.pack_tokens import AXIS, PackedGraph, pack_tokens
 from autopar.passes.stage.slice_sizes import sample_slices, symbolic
@@ -79,6 +80,7 @@ def compile_packed(
     gathers_ahead: bool = False,
     buffers: Mapping[str, Tensor] | None = None,
     observers: Sequence[Observer] = (),
+    apart: Apart = "",
 ) -> Packed:
     """Compile a model to serve requests.
 
@@ -90,6 +92,7 @@ def compile_packed(
         gathers_ahead: whether parameters are gathered, and cast, ahead of all steps instead of in each.
         buffers: their values, by name. Masks among them become constants, which say that attention is causal.
         split_kv: whether attention may split a request's keys over threads, so that its bits depend on its neighbours.
+        apart: what other ranks compute (`autopar.compile.expert_role`): "experts", "mlp", or nothing.
     Raises ValueError, with the operator, for a model whose tokens depend on others in another way than by causal
     attention, and for sizes that do not divide.
     """
@@ -101,20 +104,13 @@ def compile_packed(
             "dp, ep or pp"
         )
     ctx = Compilation(mesh, observers=list(observers), timings=timings)
-    gm = timed(timings, "capture", lambda: _captured(model, batch, lift_to_float64, options))
+    gm = timed(timings, "capture", lambda: captured(model, batch, lift_to_float64, options))
     ctx.observe("capture", gm)
     as_captured, total = copy_graph(gm), batch[tokens].shape[1]
-    know_masks(gm, buffers or {})
-    name, logits = _logits_of(gm)
-    logits = with_all_tokens(gm, logits, total)
-    if len(shape(logits)) != 3:
-        raise ValueError(
-            f"serve: needs logits [rows, tokens, vocabulary], found {list(shape(logits))}; return those of all tokens"
-        )
-    gm = normalized(gm, ctx)
-    mark_causal(gm)
-    keep_outputs(gm, [name])
-    _check_random(gm)
+    gm = served_graph(gm, ctx, buffers or {}, total)
+    if apart:
+        CUTS[apart](gm)
+        ctx.observe(f"cut_{apart}", gm)
     ctx.plan = plan = timed(timings, "plan", lambda: make_plan(gm, mesh, options, fixed, train=False))
     parameters = parameter_specs(gm, plan)
     samples = [TokenSlice(s.length, s.start, total, tokens) for s in _samples(total)]
@@ -134,7 +130,7 @@ def compile_packed(
         stage.rank = rank
     # Last, since a refusal of an operator says more.
     fewer = {**batch, tokens: batch[tokens][:, : short_of(total)]}
-    shorter = timed(timings, "capture", lambda: _captured(model, fewer, lift_to_float64, options))
+    shorter = timed(timings, "capture", lambda: captured(model, fewer, lift_to_float64, options))
     timed(
         timings, "lengths",
         lambda: check_any_length(as_captured, shorter, total, short_of(total), tokens, buffers or {}),
@@ -167,10 +163,28 @@ def _of_requests() -> Iterator[None]:
         ) from error
 
 
-def _captured(model: nn.Module, batch: Mapping[str, Any], lift_to_float64: bool, options: Options) -> GraphModule:
+def captured(model: nn.Module, batch: Mapping[str, Any], lift_to_float64: bool, options: Options) -> GraphModule:
+    """The graph of a forward without gradients, as captured."""
     return capture(
         model, batch, train=False, grad_mode="no_grad", lift_to_float64=lift_to_float64, precision=options.precision
     )
+
+
+def served_graph(gm: GraphModule, ctx: Compilation, buffers: Mapping[str, Tensor], total: int) -> GraphModule:
+    """The normalized graph that computes the logits of all ``total`` tokens of a row, and nothing else. Raises
+    ValueError for a model without such logits, and for one that draws random numbers."""
+    know_masks(gm, buffers)
+    name, logits = _logits_of(gm)
+    logits = with_all_tokens(gm, logits, total)
+    if len(shape(logits)) != 3:
+        raise ValueError(
+            f"serve: needs logits [rows, tokens, vocabulary], found {list(shape(logits))}; return those of all tokens"
+        )
+    gm = normalized(gm, ctx)
+    mark_causal(gm)
+    keep_outputs(gm, [name])
+    _check_random(gm)
+    return gm
 
 
 def _samples(total: int) -> tuple[TokenSlice, ...]:

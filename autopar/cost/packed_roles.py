@@ -21,8 +21,8 @@ from autopar.cost.flops import flops, memory_bytes
 from autopar.cost.roles import ExpertLayers, RoleCost
 from autopar.cost.serving_step import with_sizes
 from autopar.cost.traffic import transfer
-from autopar.ir.expert_layers import dispatch_of, dispatches
-from autopar.ir.graph import ancestors, arguments, calls_of, is_call, placeholders, reach, shape
+from autopar.ir.expert_layers import dispatches, part_of_experts
+from autopar.ir.graph import arguments, calls_of, is_call, placeholders, shape
 from autopar.ir.storages import bytes_of
 from autopar.steps.packed import Packed
 
@@ -77,7 +77,7 @@ def expert_part(gm: GraphModule, given: Collection[Node]) -> set[Node]:
     """The nodes of the experts' part. ``given``: the placeholders that are the same in all steps."""
     found = set[Node]()
     for combine in calls_of(gm.graph, _COMBINE):
-        found |= set(reach([dispatch_of(combine)], lambda node: node.users)) & ancestors([combine])
+        found |= part_of_experts(combine)
     fixed = set(given)
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.all_input_nodes and fixed.issuperset(node.all_input_nodes):

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 import autopar.ops.grouped_experts  # noqa: F401  (registers the operators)
 from autopar.ir.conversions import is_conversion, uncast
-from autopar.ir.graph import arguments, calls_of, global_shape, is_call
+from autopar.ir.graph import ancestors, arguments, calls_of, global_shape, is_call, reach
 from autopar.ir.placement import Shard
 from autopar.token_dispatchers import TOKEN_DISPATCHERS
 
@@ -122,6 +122,11 @@ def dispatch_of(user: Node) -> Node:
     while is_call(node, operator.getitem) or is_conversion(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+def part_of_experts(combine: Node) -> set[Node]:
+    """The calls from a combine's dispatch to the combine."""
+    return set(reach([dispatch_of(combine)], lambda node: node.users)) & ancestors([combine])
 
 
 def blocks_of_tokens(node: Node, axis: str) -> tuple[int, ...]:

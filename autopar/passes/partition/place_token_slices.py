@@ -83,6 +83,7 @@ class _SliceSweep:
         self.pieces = ctx.mesh.pieces(AXIS)
         self.tokens = ctx.mesh.slice.tokens if ctx.mesh.slice is not None else ""
         self.replicate_ops = ctx.plan.options.replicate_ops if ctx.plan is not None else ()
+        self.inputs = ctx.plan.inputs if ctx.plan is not None else {}
         self.specs = input_specs(gm)
         self.made: set[Node] = set()  # parameters, and all that depends on them
         self.of_batch: set[Node] = set()  # what depends on the batch
@@ -107,9 +108,9 @@ class _SliceSweep:
                     set_placement(node, AXIS, REPLICATE)
                 elif kind == "input":
                     self.of_batch.add(node)
-                    if self.specs[node.name].name == self.tokens:  # each id is of a token, wherever its row begins
+                    if (where := self._input(self.specs[node.name].name)) is not None:
                         self.made.add(node)
-                        set_placement(node, AXIS, Shard(1))
+                        set_placement(node, AXIS, where)
             elif node.op == "call_function":
                 operands = tensor_operands(node)
                 if any(x in self.of_batch for x in operands):
@@ -118,6 +119,11 @@ class _SliceSweep:
                     self.made.add(node)
                     self._visit(node, operands)
         self._finish_outputs()
+
+    def _input(self, name: str) -> Placement | None:
+        """Where the tokens of a slice lie in an input, if they need not be neighbours: as the plan says, and in the
+        ids."""
+        return self.inputs.get(name, {}).get(AXIS, Shard(1) if name == self.tokens else None)
 
     def _finish_outputs(self) -> None:
         out = output_node(self.gm)

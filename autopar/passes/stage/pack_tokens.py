@@ -49,6 +49,7 @@ from autopar.ir.mesh import TokenSlice
 from autopar.ir.meta import ORIGIN, TYPES, inherit, signature_of
 from autopar.ir.placement import Partial, Shard, parse_placement
 from autopar.ops.token_dispatch import combine_tokens
+from autopar.ops.traits import ASKS
 from autopar.passes.canonicalize.constant_masks import constant
 from autopar.rewrite.build import Build
 from autopar.steps.packed import LAST, LENGTHS, POSITIONS, STARTS, CachedLayer, pages, slots
@@ -357,7 +358,7 @@ class _Packer:
         for node in reversed(list(self.gm.graph.nodes)):
             leads = node is logits or (node.users and all(u in late for u in node.users))
             leads = leads and _token_dim(node) is not None
-            alone = node.op == "call_function" and node.target not in _STOPS
+            alone = node.op == "call_function" and node.target not in _STOPS and not _routes(node)
             if leads and alone and node not in whole and all(map(self._one_each, (node, *tensor_operands(node)))):
                 late[node] = None
         small: dict[Node, Any] = {}
@@ -390,6 +391,11 @@ class _Packer:
             return val
         with self.mode:
             return val.new_empty([self.part.start if d == dim else n for d, n in enumerate(val.shape)])
+
+
+def _routes(node: Node) -> bool:
+    """Whether other ranks are asked for tokens of their experts."""
+    return node.target in ASKS and arguments(node)["expert"] is not None
 
 
 def _token_dim(x: Node) -> int | None:

@@ -1,6 +1,6 @@
 """early_exchanges: start the all-to-alls of tokens early, and wait for them late.
 
-Consumes    a step graph (F or B) that sends tokens to experts on other ranks.
+Consumes    a step graph (F or B) that sends tokens to experts on other ranks, by all-to-alls or by `ask_experts`.
 Guarantees  only the ancestors of an exchange run before it. After it, up to the next exchange that depends on it,
             independent work comes first: shared experts, the router's backward, gradients of weights. It overlaps with
             the exchange.
@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 
 from autopar.ir.conversions import is_cast_input
 from autopar.ir.graph import is_call, reach
+from autopar.ops.traits import ASKS
 from autopar.rewrite.checks import is_parameter_gather
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import Pass
@@ -35,7 +36,7 @@ class EarlyExchanges(Pass):
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         calls = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
         exchanges = list(filter(_is_exchange, calls))  # their order stays
-        if not any(is_call(node, ours.all_to_all_rows.default) for node in exchanges):
+        if not any(is_call(node, ours.all_to_all_rows.default, *ASKS) for node in exchanges):
             return gm
         for node, before in zip(exchanges[::-1], [*exchanges[-2::-1], None], strict=True):
             _start_early(calls.index(node), calls.index(before) + 1 if before is not None else 0, calls)
@@ -49,7 +50,7 @@ class EarlyExchanges(Pass):
 
 
 def _is_exchange(node: Node) -> bool:
-    return is_call(node, ours.all_to_all_rows.default, ours.all_to_all.default)
+    return is_call(node, ours.all_to_all_rows.default, ours.all_to_all.default, *ASKS)
 
 
 def _start_early(at: int, first: int, calls: list[Node]) -> None:

@@ -1,0 +1,176 @@
+"""From a model to the graphs of the experts' role: one per layer, which answers `autopar::ask_experts`.
+
+    packed = compile_experts(model, batch, "input_ids", Mesh.of(ep=2, tp=2))
+    packed.layers[k].graph        x, expert, weights, parameters -> y
+
+The cut is that of `compile_packed(..., apart=...)`. Each layer is a model of its own, whose inputs are the same on all
+ranks: experts (or the width of an MLP) are sharded on ep, and each expert on tp. A node's y is its addend to the sum
+over ep, which the asking rank computes. Sizes become those of any T as in `autopar.compile.serving`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from autopar.adapters.fx.lazy import lazy_code
+from autopar.capture.trace.frame_stack import with_large_stack
+from autopar.capture.trace.gc_pause import paused_collector
+from autopar.compile.serving import captured, served_graph
+from autopar.ir.conversions import conversion_of, is_conversion
+from autopar.ir.expert_layers import dispatches
+from autopar.ir.graph import arguments, copy_graph, insert_call, output_node, outputs, placeholders, shape
+from autopar.ir.mesh import Mesh, TokenSlice
+from autopar.ir.meta import signature_of
+from autopar.ir.placement import Shard
+from autopar.options import Options
+from autopar.passes.pipelines import PLACEMENT_PASSES, STEP_PASSES
+from autopar.passes.stage.cut_experts import CUTS, GIVEN, Apart, CutLayer, alike
+from autopar.passes.stage.forward_only import forward_only
+from autopar.passes.stage.slice_sizes import LENGTH, START, sample_slices, symbolic
+from autopar.plan import Plan
+from autopar.planner import make_plan
+from autopar.planner.pipeline.step_order import parameter_specs
+from autopar.rewrite.compilation import Compilation, Observer, timed
+from autopar.rewrite.pass_manager import PassManager
+from autopar.rewrite.step_checks import promise
+from autopar.steps.graphs import StepGraph
+from autopar.steps.packed_experts import ExpertLayer, PackedExperts
+
+aten = torch.ops.aten
+NODES, WITHIN = "ep", "tp"  # the axes of this role
+
+
+@with_large_stack
+@paused_collector()
+@lazy_code()
+def compile_experts(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    tokens: str,
+    mesh: Mesh,
+    options: Options | None = None,
+    *,
+    apart: Apart = "experts",
+    lift_to_float64: bool = False,
+    buffers: Mapping[str, Tensor] | None = None,
+    observers: Sequence[Observer] = (),
+) -> PackedExperts:
+    """Compile the experts of a model for the ranks that hold them.
+
+    Args:
+        batch: the ids of one row, [1, S].
+        tokens: the name of the ids.
+        mesh: axis ep over nodes, axis tp within one.
+        apart: "experts", or "mlp" for the MLPs of a dense model, whose width is sharded over nodes.
+        buffers: as for `compile_packed`.
+    Raises ValueError for other axes, for experts that do not divide over the nodes, for layers of several kinds, and
+    where `cut_experts` does.
+    """
+    timings: dict[str, float] = {}
+    options, nodes = _options(options or Options()), mesh.size(NODES)
+    _check_axes(mesh)
+    ctx = Compilation(mesh, observers=list(observers), timings=timings)
+    rows = {name: x.expand(nodes, *x.shape[1:]) if name == tokens else x for name, x in batch.items()}
+    gm = timed(timings, "capture", lambda: captured(model, rows, lift_to_float64, options))
+    gm = served_graph(gm, ctx, buffers or {}, batch[tokens].shape[1])
+    layers = CUTS[apart](gm)
+    sizes = {_sizes(layer) for layer in layers}
+    if len(sizes) > 1:
+        found = " and ".join(map(str, sorted(sizes, key=str)))
+        raise ValueError(f"serve: roles need layers of experts that are alike, found {found}; serve without roles")
+    num_experts, top_k, hidden, dtype, weights_dtype = sizes.pop()
+    first = alike(layers)
+    made = {k: _compiled(layers[k], ctx, k) for k in dict.fromkeys(first)}
+    parameters = {}
+    for k, layer in enumerate(layers):
+        plan = made[first[k]][1]
+        known = dict(zip(layers[first[k]].names, layer.names, strict=True))
+        of_first = {spec.name: spec for spec in parameter_specs(layers[first[k]].graph, plan)}
+        for spec in parameter_specs(layer.graph, plan):
+            like = next(n for n, name in known.items() if name == spec.name)
+            parameters[spec.name] = dataclasses.replace(spec, placements=of_first[like].placements)
+    return PackedExperts(
+        [ExpertLayer(made[first[k]][0], layer.names) for k, layer in enumerate(layers)],
+        tuple(parameters.values()), num_experts, top_k, hidden, dtype, weights_dtype, nodes,
+        plan=made[first[0]][1],
+        constants=dict(gm.meta.get("constants", {})),
+        timings=timings,
+    )  # fmt: skip
+
+
+def _options(options: Options) -> Options:
+    """Every rank has all tokens, takes those of its own experts, and its results are added."""
+    whole = tuple((name, None) for name in GIVEN)
+    return dataclasses.replace(options, expert_axis=NODES, token_dispatcher="allgather", batch_dims=whole)
+
+
+def _check_axes(mesh: Mesh) -> None:
+    other = next((name for name, size in mesh.axes if size > 1 and name not in (NODES, WITHIN)), None)
+    if other is not None:
+        raise ValueError(
+            f"serve: experts in a role of their own are sharded on ep and tp, found axis {other}={mesh.size(other)} in "
+            "their mesh; use ep for it"
+        )
+
+
+def _sizes(layer: CutLayer) -> tuple[Any, ...]:
+    """(experts, experts of a token, width, dtype of a token, dtype of the weights)."""
+    given = {n.name: n for n in placeholders(layer.graph)[: len(GIVEN)] if n.name in GIVEN}
+    x = given["x"].meta["val"]
+    if "expert" not in given:
+        return 0, 0, x.shape[1], x.dtype, None
+    experts = int(arguments(dispatches(layer.graph)[0])["num_experts"])
+    return experts, shape(given["expert"])[1], x.shape[1], x.dtype, given["weights"].meta["val"].dtype
+
+
+def _compiled(layer: CutLayer, ctx: Compilation, number: int) -> tuple[StepGraph, Plan]:
+    """The graph of one rank for any number of tokens, and its plan."""
+    gm, mesh = layer.graph, ctx.mesh
+    with ctx.within(f"experts{number}."):
+        ctx.observe("cut", gm)
+        plan = timed(ctx.timings, "plan", lambda: make_plan(gm, mesh, _options(Options()), train=False))
+        names = [spec.name for spec in signature_of(gm).inputs if spec.kind == "input"]
+        plan = dataclasses.replace(plan, inputs={name: {"sl": Shard(0)} for name in names})
+        total = shape(placeholders(gm)[0])[0]
+        samples = sample_slices(total, mesh.size(NODES))
+        made = [_local(copy_graph(gm), ctx, plan, s, s is samples[0]) for s in samples]
+        graph = symbolic(made, samples)
+        _count_tokens(graph)
+        ctx.observe("packed", graph)
+    return StepGraph(graph, [*names, *layer.names], ["y"]), plan
+
+
+def _local(gm: GraphModule, ctx: Compilation, plan: Plan, part: TokenSlice, watched: bool) -> GraphModule:
+    """The graph of one rank for one number of tokens."""
+    ctx = ctx.of_slice(part, watched)
+    ctx.plan = plan
+    gm = PassManager(PLACEMENT_PASSES).run(gm, ctx, facts=("functional",))
+    _keep_addend(gm)
+    gm = promise(forward_only(gm))
+    return PassManager(STEP_PASSES).run(gm, ctx, facts=("step",))
+
+
+def _count_tokens(gm: GraphModule) -> None:
+    """Read the number of tokens from x instead of an input."""
+    x, *_, last = placeholders(gm)
+    known = {node.name: node for node in placeholders(gm)[-2:]}
+    if known[LENGTH].users:
+        counted = insert_call(last.next, aten.sym_size.int, (x, 0), like=x, val=known[LENGTH].meta["val"])
+        known[LENGTH].replace_all_uses_with(counted)
+    for node in known.values():
+        gm.graph.erase_node(node)
+    gm.recompile()
+
+
+def _keep_addend(gm: GraphModule) -> None:
+    """Return a node's addend instead of the sum over nodes."""
+    (y,) = outputs(gm)
+    if is_conversion(y) and conversion_of(y)[0] == NODES:
+        output_node(gm).args = ((y.args[0],),)
+        gm.graph.erase_node(y)
