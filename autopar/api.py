@@ -212,6 +212,7 @@ def serve(
     }  # fmt: skip
     if isinstance(mesh, Roles):
         how = {"microbatches": microbatches, "apart": apart, "keep_unsharded": keep_unsharded, **options}
+        load_adapters(model)
         return serve_roles(model, mesh, arguments, how, weights, example_batch, dump)
     if given := "microbatches" if microbatches is not None else "apart" if apart is not None else "":
         raise ValueError(

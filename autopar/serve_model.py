@@ -18,6 +18,8 @@ from autopar.capture.front_end import GenerationFacts, adapter_for
 from autopar.compile.serving import compile_packed
 from autopar.ir.batch import tensors_of
 from autopar.ir.mesh import Mesh
+from autopar.options import Options
+from autopar.passes.stage.cut_experts import Apart
 from autopar.plan import Plan
 from autopar.report.dump.dump import dumper_for
 from autopar.rewrite.compilation import Observer
@@ -142,21 +144,23 @@ def packed_model(
     root: nn.Module,
     facts: GenerationFacts,
     mesh: Mesh,
-    fixed: Plan,
+    fixed: Plan | None,
     max_length: int,
     *,
+    options: Options | None = None,
     lift_to_float64: bool = False,
     split_kv: bool = True,
     gathers_ahead: bool = False,
     buffers: Mapping[str, Tensor] | None = None,
     observers: Sequence[Observer] = (),
+    apart: Apart = "",
 ) -> Packed:
-    """The model captured for one row of all positions per data rank. ``fixed``: the plan of the parameters.
-    ``buffers``: their values by name; those of parameters may be among them."""
+    """The model captured for one row of all positions per data rank. ``fixed``: the plan of the parameters, or None.
+    ``buffers``: their values by name; those of parameters may be among them. ``apart``: what other ranks compute."""
     row = torch.empty(mesh.data_size, max_length, dtype=torch.int64, device="meta")
     return compile_packed(
-        root, {facts.tokens: row}, facts.tokens, mesh, fixed=fixed, lift_to_float64=lift_to_float64,
-        split_kv=split_kv, gathers_ahead=gathers_ahead, buffers=buffers, observers=observers,
+        root, {facts.tokens: row}, facts.tokens, mesh, options, fixed, lift_to_float64=lift_to_float64,
+        split_kv=split_kv, gathers_ahead=gathers_ahead, buffers=buffers, apart=apart, observers=observers,
     )  # fmt: skip
 
 

@@ -185,6 +185,8 @@ class PackedRunner:
     same time.
     """
 
+    has_other_roles = False
+
     def __init__(
         self,
         packed: Packed,
@@ -260,6 +262,9 @@ class PackedRunner:
         self._versions = []
         for stage in self._stages:
             stage.release()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """See `autopar.serving.step.Runner`."""
 
     # --- a step -------------------------------------------------------------------------------------------
 

@@ -26,6 +26,8 @@ Turns = Generator[None, None, Tensor | None]  # returns rows of logits
 class PingPongRunner(PackedRunner):
     """pairs: the way to the experts. layers: how often a step asks them. Other arguments as of `PackedRunner`."""
 
+    has_other_roles = True
+
     def __init__(self, *given: Any, pairs: AskingPairs, layers: int, microbatches: int, **more: Any) -> None:
         super().__init__(*given, **more, experts=pairs)
         self._pairs, self._layers, self._microbatches = pairs, layers, microbatches
@@ -45,6 +47,13 @@ class PingPongRunner(PackedRunner):
             return []
         order = torch.tensor(sorted(range(len(places)), key=places.__getitem__), device=found[0].device)
         return self._chosen(rows, torch.cat(found).index_select(0, order))
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Tell the experts that there are no more steps."""
+        if error is None:
+            self._pairs.end()
+        else:
+            self._pairs.fail(error)
 
     def _in_turn(self, microbatches: Sequence[Turns]) -> list[Tensor | None]:
         """Resume them one after the other, until all have ended."""

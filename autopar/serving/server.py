@@ -97,7 +97,8 @@ class Server:
         self._lock = threading.RLock()  # of calls
         self._driving = threading.Lock()  # of the thread that drives
         self._thread: threading.Thread | None = None
-        self._closed = False
+        self._closed = self._ended = False
+        self._reports = groups is not None and (self._control.world > 1 or runner.has_other_roles)
         self._error: BaseException | None = None
 
     # --- calls ----------------------------------------------------------------------------------------------------
@@ -285,16 +286,20 @@ class Server:
         """Context manager: an error in it breaks the server, except that Ctrl-C aborts all requests where no other rank
         is in the midst of a step."""
         try:
-            with error_context("serving") if self._control.world > 1 else contextlib.nullcontext():
+            with error_context("serving") if self._reports else contextlib.nullcontext():
                 yield
+                if self._loop.over and not self._ended:
+                    self._ended = True
+                    self._runner.end()
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt) and self._leader is not None and self._control.world == 1:
+            if isinstance(error, KeyboardInterrupt) and self._leader is not None and not self._reports:
                 self._schedulers[:] = self._empty()  # it may have come anywhere
                 self._leader.restart()
                 self._times.clear()
                 self._calls.finish("abort")
                 raise
             self._error = error
+            self._runner.end(error)
             self._loop.give_up(error)
             self._calls.finish("error", error)
             raise

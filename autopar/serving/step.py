@@ -73,6 +73,7 @@ class Runner(Protocol):
     pages: tuple[int, ...]  # per window kind: pages of its pools, page 0 among them, which is scratch
     page_bytes: tuple[int, ...]  # per window kind: of one page, of all layers on this rank
     replica: int  # of this rank
+    has_other_roles: bool  # whether ranks that are not of the mesh take part in its steps
     reporters: tuple[int, ...]  # per replica: the global rank that returns its tokens, one of the last stage
 
     def refresh(self, changed: bool = False) -> bool:
@@ -85,6 +86,9 @@ class Runner(Protocol):
 
     def release(self) -> None:
         """Free the memory of the pools until the next step."""
+
+    def end(self, error: BaseException | None = None) -> None:
+        """There are no more steps; ``error``: this rank has failed. Called once."""
 
 
 def packed_step(step: Step) -> Any:

@@ -49,7 +49,7 @@ class FakeRunner:
     ) -> None:
         self.pages, self.windows, self.page_size = tuple(pages), tuple(windows), page_size
         self.replicas, self.stages, self.replica, self.last = replicas, stages, replica, last
-        self.reporters = tuple(reporters)
+        self.reporters, self.has_other_roles = tuple(reporters), False
         self.page_bytes = tuple(1000 for _ in pages)
         self.pools: list[dict[tuple[int, int], int]] = [{} for _ in pages]
         self.computed = self.steps = 0
@@ -71,6 +71,9 @@ class FakeRunner:
 
     def release(self) -> None:
         self.pools = [{} for _ in self.pages]
+
+    def end(self, error: BaseException | None = None) -> None:
+        pass
 
     def _row(self, row: Row) -> Chosen | None:
         assert row.tokens and len(row.pages) == len(self.windows)

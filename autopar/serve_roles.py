@@ -1,0 +1,214 @@
+"""`serve_roles`: attention and experts of a served model on ranks of their own.
+
+agree -> graphs of this rank's role -> its weights -> PingPongRunner -> Server       attention
+                                                   -> ExpertServer                   experts
+
+What one role refuses is refused on all ranks of both, before weights move.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from autopar.compile.expert_role import compile_experts
+from autopar.errors import is_refusal
+from autopar.ir.graph import calls_of
+from autopar.options import Options
+from autopar.report.dump.dump import dumper_for
+from autopar.runtime.comm.pairs import AnsweringPairs, AskingPairs, RowFormat
+from autopar.runtime.fault.errors import error_context
+from autopar.runtime.mesh.process_groups import Groups
+from autopar.runtime.mesh.roles import Roles
+from autopar.runtime.module.argument_checks import check_module
+from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.module.role_weights import RoleWeights
+from autopar.serve_model import ServeArguments, check_positions, generation_facts, packed_model, pages_of, server_of
+from autopar.serving.expert_server import ExpertServer
+from autopar.serving.ping_pong import PingPongRunner
+from autopar.serving.server import Server
+from autopar.steps.packed import Packed
+from autopar.steps.packed_experts import PackedExperts
+from autopar.values import one_of, whole_number, yes_or_no
+
+T = TypeVar("T")
+MICROBATCHES = 3  # by default; the best of most deployments (MegaScale-Infer, 4.1)
+APART = ("experts", "mlp")
+
+
+@dataclasses.dataclass(frozen=True)
+class RoleArguments:
+    """Arguments of `autopar.serve` that are of roles: microbatches, apart, and those of `parallelize`."""
+
+    microbatches: int
+    apart: str
+    lift_to_float64: bool
+    options: Options
+
+    @classmethod
+    def checked(
+        cls,
+        max_running: int,
+        microbatches: int | None = None,
+        apart: str | None = None,
+        keep_unsharded: bool | None = None,
+        lift_to_float64: bool = False,
+        precision: Any = "none",
+        **others: Any,
+    ) -> RoleArguments:
+        """Raises ValueError for what roles do not take."""
+        if keep_unsharded is not None:
+            others["keep_unsharded"] = keep_unsharded
+        if others:
+            raise ValueError(
+                f"serve: roles take lift_to_float64 and precision, found {next(iter(others))!r}; leave it out, or serve "
+                "on one mesh"
+            )
+        count = whole_number("microbatches", MICROBATCHES if microbatches is None else microbatches, least=1)
+        if count > max_running:
+            raise ValueError(
+                f"serve: {count} microbatches need as many requests, found max_running={max_running}; raise it to "
+                f"{count}, or use fewer microbatches"
+            )
+        role = one_of("apart", "experts" if apart is None else apart, APART)
+        return cls(count, role, yes_or_no("lift_to_float64", lift_to_float64), Options(precision=precision))
+
+
+def serve_roles(
+    model: nn.Module,
+    roles: Roles,
+    arguments: Mapping[str, Any],
+    of_roles: Mapping[str, Any],
+    folder: str | Path | None,
+    example_batch: Mapping[str, Any] | None,
+    dump: str | Path | None,
+) -> Server | ExpertServer:
+    """See `autopar.serve`, which documents the arguments. Collective over both roles."""
+    groups = Groups(roles.mesh)
+    with error_context("serve"):
+
+        def check() -> tuple[ServeArguments, RoleArguments]:
+            if isinstance(model, ParallelModule):
+                raise ValueError(
+                    "serve: roles have weights of their own, found a model that is parallelized; pass the model itself"
+                )
+            check_module(model)
+            asked = ServeArguments.checked(groups.device.type, **arguments)
+            if asked.backend != "eager":
+                raise ValueError(f"serve: roles run their graphs eagerly, found backend={asked.backend!r}; leave it out")
+            return asked, RoleArguments.checked(asked.max_running, **of_roles)
+
+        (asked, how), found = _on_both(roles, "the arguments", check, str)
+        _check_alike(roles, found)
+        weights = RoleWeights(roles, groups, model, folder, how.options.precision)
+        root = weights.structure()
+        make = _attention if roles.role == "attention" else _experts
+        packed, found = _on_both(
+            roles, "the graphs", lambda: make(root, groups, asked, how, example_batch, dump, weights.buffers), _shown
+        )
+        rows = _rows(roles, found)
+        weights.hold(packed.parameters)
+        if isinstance(packed, PackedExperts):
+            answering = AnsweringPairs(roles, groups, rows, how.microbatches)
+            values = {**packed.constants, **weights.values()}
+            return ExpertServer(packed, groups, values, answering)
+        asking = AskingPairs(roles, groups, rows)
+        counts = pages_of(packed, asked, groups.device, None, weights.values())
+        runner = PingPongRunner(
+            packed, groups, weights, counts, asked.backend, asked.step_sizes, asked.max_running,
+            pairs=asking, layers=len(_asks(packed)), microbatches=how.microbatches,
+        )  # fmt: skip
+        return server_of(runner, groups, asked, generation_facts(root, example_batch))
+
+
+def _on_both(roles: Roles, subject: str, call: Callable[[], T], shown: Callable[[T], Any]) -> tuple[T, list[Any]]:
+    """The result of a call, and what all ranks of both roles show of theirs. Raises on all of them what one refuses."""
+    made: list[T] = []
+    try:
+        made.append(call())
+        said = {"found": shown(made[0])}
+    except Exception as error:
+        if not is_refusal(error):
+            raise
+        said = {"error": str(error)}
+
+    def reply(texts: list[str]) -> str:
+        answers = [json.loads(text.partition("\n")[2]) for text in texts]
+        refusals = [answer["error"] for answer in answers if "error" in answer]
+        return json.dumps(refusals[0] if refusals else [answer["found"] for answer in answers])
+
+    found = json.loads(roles.agree("serve", f"{subject}\n{json.dumps(said)}", reply))
+    if isinstance(found, str):
+        raise ValueError(found)
+    return made[0], found
+
+
+def _check_alike(roles: Roles, found: list[str]) -> None:
+    """Raises ValueError for other arguments on other ranks."""
+    odd = next((rank for rank, text in enumerate(found) if text != found[0]), None)
+    if odd is not None:
+        raise ValueError(
+            f"serve: all ranks of both roles need the same arguments, found {found[odd]} on {roles.named(odd)} and "
+            f"{found[0]} on rank 0; call it alike everywhere"
+        )
+
+
+def _attention(
+    root: nn.Module, groups: Groups, asked: ServeArguments, how: RoleArguments, example: Any, dump: Any, buffers: Any
+) -> Packed:
+    facts = generation_facts(root, example)
+    check_positions(root, facts, asked.max_length)
+    folder = dumper_for(Path(dump) / "attention" if dump is not None else None)
+    packed = packed_model(
+        root, facts, groups.mesh, None, asked.max_length, options=how.options, lift_to_float64=how.lift_to_float64,
+        split_kv=asked.split_kv, gathers_ahead=True, buffers=buffers, observers=[folder] if folder is not None else [],
+        apart=how.apart,
+    )  # fmt: skip
+    if folder is not None:
+        folder.add_packed(packed)
+    return packed
+
+
+def _experts(
+    root: nn.Module, groups: Groups, asked: ServeArguments, how: RoleArguments, example: Any, dump: Any, buffers: Any
+) -> PackedExperts:
+    facts = generation_facts(root, example)
+    row = torch.empty(1, asked.max_length, dtype=torch.int64, device="meta")
+    folder = dumper_for(Path(dump) / "experts" if dump is not None else None)
+    return compile_experts(
+        root, {facts.tokens: row}, facts.tokens, groups.mesh, how.options, apart=how.apart,
+        lift_to_float64=how.lift_to_float64, buffers=buffers, observers=[folder] if folder is not None else [],
+    )  # fmt: skip
+
+
+def _asks(packed: Packed) -> list[Any]:
+    """The layers that attention asks for."""
+    (stage,) = packed.stages
+    return calls_of(stage.graph.graph.graph, torch.ops.autopar.ask_experts.default)
+
+
+def _shown(packed: Packed | PackedExperts) -> dict[str, Any]:
+    """What the other role must know of a role's graphs."""
+    if isinstance(packed, Packed):
+        return {"layers": len(_asks(packed))}
+    known = {name: getattr(packed, name) for name in ("num_experts", "top_k", "hidden")}
+    dtypes = {name: str(getattr(packed, name)).removeprefix("torch.") for name in ("dtype", "weights_dtype")}
+    return {"layers": len(packed.layers), **known, **dtypes}
+
+
+def _rows(roles: Roles, found: list[Any]) -> RowFormat:
+    """What goes between the roles. Raises ValueError for roles with other layers."""
+    asked, answered = found[0], found[roles.ranks_of("experts")[0]]
+    if asked["layers"] != answered["layers"]:
+        raise ValueError(
+            f"serve: both roles need the same model, found {asked['layers']} layers of experts on rank 0 and "
+            f"{answered['layers']} on {roles.named(roles.ranks_of('experts')[0])}; build it alike"
+        )
+    dtype, weights = (getattr(torch, answered[name], None) for name in ("dtype", "weights_dtype"))
+    return RowFormat(answered["num_experts"], answered["top_k"], answered["hidden"], dtype, weights)
