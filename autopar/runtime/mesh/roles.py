@@ -104,9 +104,9 @@ class Roles:
         """Whether this rank talks for its node."""
         return self.rank in self._leaders(self.role)
 
-    def named(self, rank: int) -> str:
+    def named(self, *ranks: int) -> str:
         """ "rank 3 (experts)"."""
-        return ranks_named([rank], _ranks(self.attention, self.experts))
+        return ranks_named(ranks, _ranks(self.attention, self.experts))
 
     def local(self, rank: int) -> int:
         """A global rank as process groups and errors of the own role count it: from the role's first rank, around the
