@@ -40,9 +40,9 @@ _ALIKE = (
 
 
 class RoleWeights:
-    """See the module's docstring. ``buffers``: all of the model, with values, by name; persistent ones are read from the
-    ``folder`` as well. ``recipes``: as of `checked_pretrained`. ``dtypes``: as of `skeleton_of`, by id of the model's
-    parameters."""
+    """See the module's docstring. ``buffers``: all of the model, with values, by name; persistent ones are read from
+    the ``folder`` as well. ``recipes``: as of `checked_pretrained`. ``dtypes``: as of `skeleton_of`, by id of the
+    model's parameters."""
 
     def __init__(
         self,
@@ -150,13 +150,14 @@ def _difference(roles: Roles, texts: Sequence[str]) -> str:
     """What differs between the texts of all ranks, in a sentence, or ""."""
     told = [json.loads(text.partition("\n")[2]) for text in texts]
     if refused := [rank for rank, (problem, *_) in enumerate(told) if problem]:
-        return f"{told[refused[0]][0]} ({roles.named(*refused)})"
+        some = f"on {roles.named(*refused)}: " if len(refused) < len(told) else ""
+        return some + str(told[refused[0]][0])
     for i, (what, way_out) in enumerate(_ALIKE, 1):
         given = [lines[i] for lines in told]
         common, _ = Counter(given).most_common(1)[0]
         if odd := [rank for rank, value in enumerate(given) if value != common]:
             return (
-                f"serve: all ranks of both roles need the same {what}, found {given[odd[0]]} on {roles.named(*odd)} and "
+                f"serve: all ranks of both roles need the same {what}, found {given[odd[0]]} on {roles.named(*odd)}, "
                 f"{common} on the others; {way_out} on every rank"
             )
     return ""

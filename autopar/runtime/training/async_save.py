@@ -77,7 +77,7 @@ class AsyncSave:
         self._groups, self._run, self._draft, self._staged = groups, run, draft, staged
         self._told, self._common, self._keep = told, common, keep
         self.folder = draft.parent / draft.name.removeprefix(".saving-")
-        self._board: ErrorBoard = board()
+        self._board = board()
         self._rounds = groups.rounds.setdefault("saves", Rounds())
         self._where = self._rounds.next(f"autopar/{groups.name}/saves")
         self._before, self._rounds.left = self._rounds.left, [f"{self._where}/{x}" for x in ("ended", "failed", "done")]
