@@ -25,7 +25,7 @@ from autopar.runtime.checkpoint.checkpoint_dir import CheckpointDir, read_shown
 from autopar.runtime.checkpoint.staging import StagedFile
 from autopar.runtime.checkpoint.tensor_storage import whole_index
 from autopar.runtime.consistency.exit_checks import ask_at_end, no_longer_ask
-from autopar.runtime.fault.error_propagation import CheckpointError, ErrorBoard
+from autopar.runtime.fault.error_propagation import CheckpointError
 from autopar.runtime.fault.errors import board
 from autopar.runtime.fault.store_barrier import Rounds
 from autopar.runtime.fault.store_client import StoreError, look
