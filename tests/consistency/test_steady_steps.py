@@ -23,6 +23,7 @@ import autopar
 from autopar.adapters.distributed import default_store, own_client
 from autopar.runtime.fault import errors, heartbeat
 from autopar.runtime.fault.call_sequence import CallSequence, Place, Places, places_in
+from autopar.runtime.fault.error_propagation import ranks_named
 from autopar.runtime.fault.errors import board
 from autopar.runtime.fault.store_client import StoreClient
 from tests.consistency.test_hangs import LONG, SOON, World
@@ -101,7 +102,7 @@ def test_a_beat_asks_four_questions() -> None:
         patch.object(heartbeat.threading.Thread, "start"),
         patch.object(StoreClient, "ask", lambda line, ask, *_: ask(Spy())),
     ):
-        beat = heartbeat.Heartbeat(dist.HashStore(), 0, 16384, "x", str, Places(), lambda _: None, 1.0)
+        beat = heartbeat.Heartbeat(dist.HashStore(), 0, 16384, "x", str, Places(), lambda _: None, 1.0, ranks_named)
     asked.clear()
     assert beat.look(Spy()) == "" and len(asked) == 4
     assert heartbeat.beat_of(2) == heartbeat.beat_of(4096) == 1 and 16384 / heartbeat.beat_of(16384) <= 4096

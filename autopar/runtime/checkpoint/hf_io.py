@@ -159,7 +159,7 @@ class Files:
         except SafetensorError as error:
             raise ValueError(f"load_pretrained: {source.file} does not hold {source.name}: {error}") from error
         shape = tuple(piece.get_shape())
-        dtype = self._stored(source, tuple(slice(0, 0) for _ in shape)).dtype  # of an empty slice, or of the scalar
+        dtype = self.stored(source, tuple(slice(0, 0) for _ in shape)).dtype  # of an empty slice, or of the scalar
         return shape, dtype
 
     def check(self, name: str, source: ViewSource, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -185,10 +185,11 @@ class Files:
         transformers."""
         inputs = source.inputs
         if source.node is None:
-            return self._stored(inputs[0], window)
-        return pulled(source.node, window, lambda i, part: self._stored(inputs[i], part).to(dtype))
+            return self.stored(inputs[0], window)
+        return pulled(source.node, window, lambda i, part: self.stored(inputs[i], part).to(dtype))
 
-    def _stored(self, source: Stored, window: Window) -> Tensor:
+    def stored(self, source: Stored, window: Window) -> Tensor:
+        """Read a window of a stored tensor; () is all of it."""
         file = self.open(source.file)
         value: Tensor = file.get_slice(source.name)[window] if window else file.get_tensor(source.name)
         return value
@@ -209,6 +210,7 @@ def checked_pretrained(
     ignore: Sequence[str],
     into: Mapping[str, Tensor] | None,
     recipes: Recipes | None,
+    elsewhere: Sequence[str] = (),
 ) -> Callable[[], dict[str, Tensor]]:
     """Check a checkpoint and return a function that reads this rank's shards: parameter name -> local tensor on the
     mesh's device, in the spec's dtype. Nothing is filled if the checkpoint does not fit.
@@ -219,7 +221,7 @@ def checked_pretrained(
     fill in place, of the parameters to read (those of one pipeline stage); None: all, into new tensors. A tied
     parameter may be stored under any of its names. ``recipes``: names in the files -> how tensors of the model are
     computed from them; None: they are the model's. A rank reads only those parts of the source tensors that its shard
-    depends on.
+    depends on. ``elsewhere``: names of the model that are not read, since other ranks hold them.
 
     Raises ValueError for missing, unexpected and truncated tensors, for other shapes, for dtypes of another kind
     (integers are not read into floats), for quantized weights, and for an index that names files outside of the folder.
@@ -232,6 +234,7 @@ def checked_pretrained(
         )
     specs = list(specs)
     known = [n for s in specs for n in (s.name, *s.aliases)] + list(buffers or {})
+    known += elsewhere
     stored = stored_in(Path(folder))
     sources, unknown = _renamed(_made(files, stored, (recipes or as_they_are)(list(stored))), stored, known, prefix)
     unknown = [n for n in unknown if not any(re.search(pattern, n) for pattern in ignore)]

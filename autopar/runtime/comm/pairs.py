@@ -1,4 +1,4 @@
-"""Tokens from attention nodes to expert nodes and back: M to N, in pairs of leaders (`autopar.runtime.mesh.roles.Pair`).
+"""Tokens from attention nodes to expert nodes and back: M to N, over pairs of leaders (`runtime.mesh.roles.Pair`).
 
 Per layer and microbatch an attention node sends to every expert node
 

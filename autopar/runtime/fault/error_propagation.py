@@ -379,8 +379,9 @@ class ErrorBoard:
 
 
 class RoleBoard:
-    """The board ``whole`` of a world of several roles, as one of them uses it: ranks are numbers within the role, whose
-    rank 0 is the global rank ``first``, and ``line`` is the client of the role's own store. Errors name global ranks."""
+    """The board ``whole`` of a world of several roles, as one of them uses it: callers number ranks within the role,
+    whose rank 0 is the global rank ``first``, and ``line`` is the client of the role's own store. Errors name global
+    ranks."""
 
     def __init__(self, whole: ErrorBoard, first: int, store: dist.Store, timeout: float) -> None:
         self.whole, self.first, self.line = whole, first, StoreClient(store, timeout)

@@ -118,7 +118,7 @@ def _forget() -> None:
     _boards.clear()
 
 
-_of_parents: list[ErrorBoard] = []
+_of_parents: list[ErrorBoard | RoleBoard] = []
 os.register_at_fork(after_in_child=_forget)
 
 

@@ -104,9 +104,9 @@ class Roles:
         """Whether this rank talks for its node."""
         return self.rank in self._leaders(self.role)
 
-    def named(self, rank: int) -> str:
+    def named(self, *ranks: int) -> str:
         """ "rank 3 (experts)"."""
-        return ranks_named([rank], _ranks(self.attention, self.experts))
+        return ranks_named(ranks, _ranks(self.attention, self.experts))
 
     def local(self, rank: int) -> int:
         """A global rank as process groups and errors of the own role count it: from the role's first rank, around the
@@ -114,8 +114,8 @@ class Roles:
         return (rank - self.ranks_of(self.role).start) % self.world_size
 
     def agree(self, scope: str, text: str, reply: Callable[[list[str]], str]) -> str:
-        """The reply of global rank 0 to the texts (subject, then the rest by lines) of all ranks of both roles, the same
-        for all. Collective over both roles. Raises CollectiveError that names ranks that do not come."""
+        """The reply of global rank 0 to the texts of all ranks of both roles, the same for all. A text is a subject,
+        then the rest by lines. Collective over both roles. Raises CollectiveError that names ranks that do not come."""
         rounds = self.rounds.setdefault(scope, Rounds())
         everyone, limit = range(self.world_size), self.timeout.total_seconds()
         return show(f"autopar/roles/{scope}", rounds, self.rank, everyone, text, limit, reply, board().whole)
@@ -287,5 +287,3 @@ def _connect(roles: Roles, pair: Pair, device: torch.device) -> None:
             work = group.send([token], pair.place, 0) if sends else group.recv([token], pair.place, 0)
             assert work is not None, "a member of the group gets a handle"
             work.wait()
-
-

@@ -25,7 +25,7 @@ from autopar.runtime.checkpoint.checkpoint_dir import CheckpointDir, read_shown
 from autopar.runtime.checkpoint.staging import StagedFile
 from autopar.runtime.checkpoint.tensor_storage import whole_index
 from autopar.runtime.consistency.exit_checks import ask_at_end, no_longer_ask
-from autopar.runtime.fault.error_propagation import CheckpointError, ErrorBoard
+from autopar.runtime.fault.error_propagation import CheckpointError
 from autopar.runtime.fault.errors import board
 from autopar.runtime.fault.store_barrier import Rounds
 from autopar.runtime.fault.store_client import StoreError, look
@@ -77,7 +77,7 @@ class AsyncSave:
         self._groups, self._run, self._draft, self._staged = groups, run, draft, staged
         self._told, self._common, self._keep = told, common, keep
         self.folder = draft.parent / draft.name.removeprefix(".saving-")
-        self._board: ErrorBoard = board()
+        self._board = board()
         self._rounds = groups.rounds.setdefault("saves", Rounds())
         self._where = self._rounds.next(f"autopar/{groups.name}/saves")
         self._before, self._rounds.left = self._rounds.left, [f"{self._where}/{x}" for x in ("ended", "failed", "done")]
