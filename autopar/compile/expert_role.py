@@ -32,7 +32,7 @@ from autopar.options import Options
 from autopar.passes.pipelines import PLACEMENT_PASSES, STEP_PASSES
 from autopar.passes.stage.cut_experts import CUTS, GIVEN, Apart, CutLayer, alike
 from autopar.passes.stage.forward_only import forward_only
-from autopar.passes.stage.slice_sizes import LENGTH, START, sample_slices, symbolic
+from autopar.passes.stage.slice_sizes import LENGTH, sample_slices, symbolic
 from autopar.plan import Plan
 from autopar.planner import make_plan
 from autopar.planner.pipeline.step_order import parameter_specs
