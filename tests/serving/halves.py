@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.compile.expert_role import compile_experts
-from autopar.compile.serving import compile_packed
+from autopar.compile.serving import Apart, compile_packed
 from autopar.ir.mesh import Mesh
-from autopar.passes.stage.cut_experts import Apart
 from autopar.runtime.exec.lowering import bind
 from autopar.serving.packed_runner import StepInputs
 from autopar.serving.sampling_params import Sampling
