@@ -21,21 +21,23 @@ from torch.fx import GraphModule
 from autopar.adapters.fx.lazy import lazy_code
 from autopar.capture.trace.frame_stack import with_large_stack
 from autopar.capture.trace.gc_pause import paused_collector
-from autopar.compile.serving import captured, served_graph
+from autopar.compile.serving import CUTS, Apart, captured, served_graph
 from autopar.ir.conversions import conversion_of, is_conversion
 from autopar.ir.expert_layers import dispatches
 from autopar.ir.graph import arguments, copy_graph, insert_call, output_node, outputs, placeholders, shape
 from autopar.ir.mesh import Mesh, TokenSlice
-from autopar.ir.meta import signature_of
+from autopar.ir.meta import names_of_parameters, signature_of
 from autopar.ir.placement import Shard
 from autopar.options import Options
 from autopar.passes.pipelines import PLACEMENT_PASSES, STEP_PASSES
-from autopar.passes.stage.cut_experts import CUTS, GIVEN, Apart, CutLayer, alike
+from autopar.passes.stage.cut_experts import GIVEN, CutLayer, alike
 from autopar.passes.stage.forward_only import forward_only
-from autopar.passes.stage.slice_sizes import LENGTH, START, sample_slices, symbolic
+from autopar.passes.stage.slice_sizes import LENGTH, sample_slices, symbolic
 from autopar.plan import Plan
 from autopar.planner import make_plan
+from autopar.planner.factor_propagation import Analysis
 from autopar.planner.pipeline.step_order import parameter_specs
+from autopar.planner.tensor_parallel import plan_tensor_parallel
 from autopar.rewrite.compilation import Compilation, Observer, timed
 from autopar.rewrite.pass_manager import PassManager
 from autopar.rewrite.step_checks import promise
@@ -73,10 +75,10 @@ def compile_experts(
     where `cut_experts` does.
     """
     timings: dict[str, float] = {}
-    options, nodes = _options(options or Options()), mesh.size(NODES)
+    options, unit = options or Options(), mesh.size(NODES) if apart == "experts" else 1
     _check_axes(mesh)
     ctx = Compilation(mesh, observers=list(observers), timings=timings)
-    rows = {name: x.expand(nodes, *x.shape[1:]) if name == tokens else x for name, x in batch.items()}
+    rows = {name: x.expand(unit, *x.shape[1:]) if name == tokens else x for name, x in batch.items()}
     gm = timed(timings, "capture", lambda: captured(model, rows, lift_to_float64, options))
     gm = served_graph(gm, ctx, buffers or {}, batch[tokens].shape[1])
     layers = CUTS[apart](gm)
@@ -86,7 +88,7 @@ def compile_experts(
         raise ValueError(f"serve: roles need layers of experts that are alike, found {found}; serve without roles")
     num_experts, top_k, hidden, dtype, weights_dtype = sizes.pop()
     first = alike(layers)
-    made = {k: _compiled(layers[k], ctx, k) for k in dict.fromkeys(first)}
+    made = {k: _compiled(layers[k], ctx, k, options, unit) for k in dict.fromkeys(first)}
     parameters = {}
     for k, layer in enumerate(layers):
         plan = made[first[k]][1]
@@ -97,17 +99,46 @@ def compile_experts(
             parameters[spec.name] = dataclasses.replace(spec, placements=of_first[like].placements)
     return PackedExperts(
         [ExpertLayer(made[first[k]][0], layer.names) for k, layer in enumerate(layers)],
-        tuple(parameters.values()), num_experts, top_k, hidden, dtype, weights_dtype, nodes,
+        tuple(parameters.values()), num_experts, top_k, hidden, dtype, weights_dtype, mesh.size(NODES),
         plan=made[first[0]][1],
         constants=dict(gm.meta.get("constants", {})),
         timings=timings,
     )  # fmt: skip
 
 
-def _options(options: Options) -> Options:
-    """Every rank has all tokens, takes those of its own experts, and its results are added."""
-    whole = tuple((name, None) for name in GIVEN)
-    return dataclasses.replace(options, expert_axis=NODES, token_dispatcher="allgather", batch_dims=whole)
+def _plan(gm: GraphModule, mesh: Mesh, options: Options) -> Plan:
+    """Every rank has all tokens; it has some of the experts, or a slice of the width, and results are added."""
+    given = {spec.name: {"sl": Shard(0)} for spec in signature_of(gm).inputs if spec.kind == "input"}
+    options = dataclasses.replace(options, batch_dims=tuple((name, None) for name in given))
+    if dispatches(gm):
+        options = dataclasses.replace(options, expert_axis=NODES, token_dispatcher="allgather")
+        plan = make_plan(gm, mesh, options, train=False)
+    else:
+        within = make_plan(gm, Mesh.of(**{WITHIN: mesh.size(WITHIN)}), options, train=False)
+        plan = _by_width(gm, dataclasses.replace(within, mesh=mesh))
+    return dataclasses.replace(plan, inputs=given)
+
+
+def _by_width(gm: GraphModule, plan: Plan) -> Plan:
+    """The plan with the width of an MLP sharded over nodes, as tensor parallelism shards it within one."""
+    mesh, names = plan.mesh, names_of_parameters(gm)
+    if mesh.size(NODES) == 1:
+        return plan
+    nodes = {node: names[node.name] for node in placeholders(gm) if node.name in names}
+    chosen = plan_tensor_parallel(Analysis(gm, mesh, NODES), nodes, {}, {})
+    parameters = {name: dict(axes) for name, axes in plan.parameters.items()}
+    for name, found in chosen.parameters.items():
+        within = plan.parameter(name, WITHIN).stored
+        if isinstance(within, Shard) and isinstance(found.stored, Shard) and within.dim == found.stored.dim:
+            blocks = tuple(b // mesh.size(WITHIN) for b in found.stored.blocks)
+            found = dataclasses.replace(found, stored=Shard(within.dim, blocks), used=Shard(within.dim, blocks))
+        parameters[name][NODES] = found
+    if not any(isinstance(found.stored, Shard) for found in chosen.parameters.values()):
+        why = next(iter(chosen.refused.values()), "nothing contracts it")
+        raise ValueError(
+            f"serve: the width of an MLP does not divide over {mesh.size(NODES)} nodes: {why}; use another number"
+        )
+    return dataclasses.replace(plan, parameters=parameters)
 
 
 def _check_axes(mesh: Mesh) -> None:
@@ -129,21 +160,20 @@ def _sizes(layer: CutLayer) -> tuple[Any, ...]:
     return experts, shape(given["expert"])[1], x.shape[1], x.dtype, given["weights"].meta["val"].dtype
 
 
-def _compiled(layer: CutLayer, ctx: Compilation, number: int) -> tuple[StepGraph, Plan]:
+def _compiled(
+    layer: CutLayer, ctx: Compilation, number: int, options: Options, unit: int
+) -> tuple[StepGraph, Plan]:
     """The graph of one rank for any number of tokens, and its plan."""
-    gm, mesh = layer.graph, ctx.mesh
+    gm = layer.graph
     with ctx.within(f"experts{number}."):
         ctx.observe("cut", gm)
-        plan = timed(ctx.timings, "plan", lambda: make_plan(gm, mesh, _options(Options()), train=False))
-        names = [spec.name for spec in signature_of(gm).inputs if spec.kind == "input"]
-        plan = dataclasses.replace(plan, inputs={name: {"sl": Shard(0)} for name in names})
-        total = shape(placeholders(gm)[0])[0]
-        samples = sample_slices(total, mesh.size(NODES))
+        plan = timed(ctx.timings, "plan", lambda: _plan(gm, ctx.mesh, options))
+        samples = sample_slices(shape(placeholders(gm)[0])[0], unit)
         made = [_local(copy_graph(gm), ctx, plan, s, s is samples[0]) for s in samples]
         graph = symbolic(made, samples)
         _count_tokens(graph)
         ctx.observe("packed", graph)
-    return StepGraph(graph, [*names, *layer.names], ["y"]), plan
+    return StepGraph(graph, [*plan.inputs, *layer.names], ["y"]), plan
 
 
 def _local(gm: GraphModule, ctx: Compilation, plan: Plan, part: TokenSlice, watched: bool) -> GraphModule:

@@ -11,8 +11,8 @@ The model is captured for one row of all positions per data rank. Four local gra
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,8 @@ from autopar.ir.placement import Shard
 from autopar.ops.traits import COLLECTIVES
 from autopar.options import Options
 from autopar.passes.pipelines import PLACEMENT_PASSES, STEP_PASSES
-from autopar.passes.stage.cut_experts import CUTS, Apart
+from autopar.passes.stage.cut_experts import CutLayer, cut_experts
+from autopar.passes.stage.cut_mlps import cut_mlps
 from autopar.passes.stage.forward_only import forward_only
 from autopar.passes.stage.pack_tokens import AXIS, PackedGraph, pack_tokens
 from autopar.passes.stage.slice_sizes import sample_slices, symbolic
@@ -61,6 +62,8 @@ from autopar.rules import result_placements
 from autopar.steps.graphs import StepGraph
 from autopar.steps.packed import ROWS, TOKENS, Packed, PackedStage, SizedValue, sized_value
 
+Apart = Literal["", "experts", "mlp"]  # what the ranks of a role of its own compute
+CUTS: dict[str, Callable[[GraphModule], list[CutLayer]]] = {"experts": cut_experts, "mlp": cut_mlps}
 _SIZED_ALIKE = tuple(x for x in COLLECTIVES if x is not torch.ops.autopar.all_to_all_rows.default)
 
 

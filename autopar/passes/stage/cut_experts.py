@@ -13,9 +13,8 @@ Leaves      routers, shared experts and everything else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -42,7 +41,7 @@ from autopar.ir.signature import InputSpec, OutputSpec, Signature
 aten, ours = torch.ops.aten, torch.ops.autopar
 WAY_OUT = "serve the model without roles"
 GIVEN = ("x", "expert", "weights")  # the arguments of `ask_experts` that are tensors
-_FIXED = ("parameter", "buffer", "constant")
+FIXED = ("parameter", "buffer", "constant")
 _FILLED = (aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, aten.ones_like.default)
 
 
@@ -103,18 +102,20 @@ def _check_width(combine: Node, x: Node) -> None:
         )
 
 
-def extracted_part(gm: GraphModule, part: Collection[Node], given: dict[str, Node], result: Node) -> CutLayer:
+def extracted_part(
+    gm: GraphModule, part: Collection[Node], given: dict[str, Node], result: Node, without: Node | None = None
+) -> CutLayer:
     """The graph of a part that computes ``result`` from ``given`` values, parameters, buffers and constants. Raises
-    ValueError, with the value, if anything else crosses, in or out."""
+    ValueError, with the value, if anything else crosses, in or out; ``without`` will be gone."""
     specs = input_specs(gm)
-    live = {n for n in placeholders(gm) if specs[n.name].kind not in _FIXED}
+    live = {n for n in placeholders(gm) if specs[n.name].kind not in FIXED}
     live = set(reach(live, lambda node: node.users))
     for node in part:
         for x in node.all_input_nodes:
             if x not in part and x not in given.values() and x in live:
                 raise ValueError(_crosses(f"{describe(node)} reads {describe(x)}"))
         for user in node.users if node is not result else ():
-            if user not in part:
+            if user not in part and user is not without:
                 raise ValueError(_crosses(f"{describe(user)} reads {describe(node)}"))
     graph, copies = Graph(), dict[Node, Node]()
     inputs = list[InputSpec]()
@@ -144,7 +145,7 @@ def take_out(gm: GraphModule, names: Iterable[str]) -> None:
     nodes = {n.name: n for n in placeholders(gm)}
     for spec in signature_of(gm).inputs:
         node = nodes[spec.node]
-        if spec.kind not in _FIXED or spec.name not in gone or (spec.kind != "parameter" and node.users):
+        if spec.kind not in FIXED or spec.name not in gone or (spec.kind != "parameter" and node.users):
             kept.append(spec)
             continue
         if node.users:
@@ -153,10 +154,6 @@ def take_out(gm: GraphModule, names: Iterable[str]) -> None:
         gm.graph.erase_node(node)
     gm.meta["signature"] = replace(signature_of(gm), inputs=tuple(kept))
     gm.recompile()
-
-
-Apart = Literal["", "experts", "mlp"]  # what a role of its own computes
-CUTS: dict[str, Callable[[GraphModule], list[CutLayer]]] = {"experts": cut_experts}
 
 
 def alike(layers: Sequence[CutLayer]) -> list[int]:
