@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,7 +25,7 @@ from autopar.adapters.tensors.held_memory import referenced_elsewhere
 from autopar.adapters.versions import version_errors, warn_of_newer
 from autopar.cache.background_compile import BackgroundCompile
 from autopar.cache.compile_cache import stored_plan, stored_step
-from autopar.capture.front_end import adapter_for, model_dtypes
+from autopar.capture.front_end import adapter_for, buffers_of, model_dtypes
 from autopar.compile.parameters import for_whole_batch
 from autopar.compile.shared_capture import SharedCapture
 from autopar.cost.axis_shares import repeated
@@ -45,10 +44,10 @@ from autopar.runtime.inputs.call_arguments import by_name, check_input_names, ch
 from autopar.runtime.inputs.loss_fn import LOSS, with_loss
 from autopar.runtime.inputs.padding import PaddingBuckets, asked_padding
 from autopar.runtime.mesh.process_groups import Groups
+from autopar.runtime.mesh.roles import Roles
 from autopar.runtime.module.argument_checks import check_arguments, check_module, check_no_gradients
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.optim.step_hooks import note_parameters
-from autopar.runtime.mesh.roles import Roles
 from autopar.serve_model import ServeArguments, make_server
 from autopar.serve_roles import serve_roles
 from autopar.serving.expert_server import ExpertServer
@@ -269,7 +268,7 @@ def _weights(
     values, or rank 0 all of them to broadcast."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     values: dict[str, Tensor | None] = {name: None if p.is_meta else p for name, p in parameters.items()}
-    buffers, given = _buffers(model, may_lack=broadcast_weights and groups.rank > 0)
+    buffers, given = buffers_of(model, may_lack=broadcast_weights and groups.rank > 0)
     tensors = parameters | dict(model.named_buffers(remove_duplicate=False))
     agree_on_model(groups, tensors, None if broadcast_weights else values | given)
     if broadcast_weights:
@@ -374,22 +373,3 @@ def planned_with(
             f"its forward runs with (tried {tried}): {error}; pass example_batch={{...}}, the keyword arguments of its "
             "forward"
         ) from error
-
-
-def _buffers(model: nn.Module, may_lack: bool) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
-    """(buffers by name, the same with None for those on the meta device). Persistent buffers on the meta device stay
-    empty until a checkpoint is loaded; others are an error, unless ``may_lack``: rank 0 will broadcast them.
-    """
-    found = dict(model.named_buffers(remove_duplicate=False))
-    adapter = adapter_for(model)
-    made = adapter.buffers(model) if adapter is not None and any(b.is_meta for b in found.values()) else {}
-    kept = set(model.state_dict())
-    given = {name: made.get(name, None if b.is_meta else b) for name, b in found.items()}
-    for name, buffer in given.items():
-        if buffer is None and name not in kept and not may_lack:
-            raise ValueError(
-                f"parallelize: needs values for the non-persistent buffer {name}, found it on the meta device; "
-                f"build the model with real buffers (torch.device('meta') around parameters only)"
-            )
-    empty = {id(b): torch.empty_like(b, device="cpu") for b in found.values() if b.is_meta}
-    return {name: empty[id(found[name])] if b is None else b for name, b in given.items()}, given

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.front_end import GenerationFacts, adapter_for
-from autopar.compile.serving import compile_packed
+from autopar.compile.serving import Apart, compile_packed
 from autopar.ir.batch import tensors_of
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
-from autopar.passes.stage.cut_experts import Apart
 from autopar.plan import Plan
 from autopar.report.dump.dump import dumper_for
 from autopar.rewrite.compilation import Observer
 from autopar.runtime.consistency.rank_checks import agree_on_call
 from autopar.runtime.fault.errors import error_context
+from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.module.served_weights import ServedWeights
 from autopar.serving.packed_runner import PackedRunner, PageCounts, page_counts
 from autopar.serving.server import Server

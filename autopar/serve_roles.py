@@ -9,15 +9,19 @@ What one role refuses is refused on all ranks of both, before weights move.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from autopar.adapters.copying.fake import skeleton_of
+from autopar.capture.front_end import adapter_for, buffers_of, model_dtypes
 from autopar.compile.expert_role import compile_experts
+from autopar.compile.serving import CUTS, Apart
 from autopar.errors import is_refusal
 from autopar.ir.graph import calls_of
 from autopar.options import Options
@@ -39,7 +43,6 @@ from autopar.values import one_of, whole_number, yes_or_no
 
 T = TypeVar("T")
 MICROBATCHES = 3  # by default; the best of most deployments (MegaScale-Infer, 4.1)
-APART = ("experts", "mlp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +50,7 @@ class RoleArguments:
     """Arguments of `autopar.serve` that are of roles: microbatches, apart, and those of `parallelize`."""
 
     microbatches: int
-    apart: str
+    apart: Apart
     lift_to_float64: bool
     options: Options
 
@@ -67,8 +70,8 @@ class RoleArguments:
             others["keep_unsharded"] = keep_unsharded
         if others:
             raise ValueError(
-                f"serve: roles take lift_to_float64 and precision, found {next(iter(others))!r}; leave it out, or serve "
-                "on one mesh"
+                f"serve: roles take lift_to_float64 and precision, found {next(iter(others))!r}; leave it out, or "
+                "serve on one mesh"
             )
         count = whole_number("microbatches", MICROBATCHES if microbatches is None else microbatches, least=1)
         if count > max_running:
@@ -76,7 +79,7 @@ class RoleArguments:
                 f"serve: {count} microbatches need as many requests, found max_running={max_running}; raise it to "
                 f"{count}, or use fewer microbatches"
             )
-        role = one_of("apart", "experts" if apart is None else apart, APART)
+        role: Any = one_of("apart", "experts" if apart is None else apart, tuple(CUTS))
         return cls(count, role, yes_or_no("lift_to_float64", lift_to_float64), Options(precision=precision))
 
 
@@ -101,16 +104,20 @@ def serve_roles(
             check_module(model)
             asked = ServeArguments.checked(groups.device.type, **arguments)
             if asked.backend != "eager":
-                raise ValueError(f"serve: roles run their graphs eagerly, found backend={asked.backend!r}; leave it out")
+                raise ValueError(
+                    f"serve: roles run their graphs eagerly, found backend={asked.backend!r}; leave it out"
+                )
             return asked, RoleArguments.checked(asked.max_running, **of_roles)
 
         (asked, how), found = _on_both(roles, "the arguments", check, str)
         _check_alike(roles, found)
-        weights = RoleWeights(roles, groups, model, folder, how.options.precision)
-        root = weights.structure()
-        make = _attention if roles.role == "attention" else _experts
+        buffers, known = buffers_of(model)
+        weights = _weights(model, roles, groups, buffers, folder, how.options)
+        weights.agree()
+        root, make = weights.structure(), _attention if roles.role == "attention" else _experts
+        masks = {name: x for name, x in known.items() if x is not None}
         packed, found = _on_both(
-            roles, "the graphs", lambda: make(root, groups, asked, how, example_batch, dump, weights.buffers), _shown
+            roles, "the graphs", lambda: make(root, groups, asked, how, example_batch, dump, masks), _shown
         )
         rows = _rows(roles, found)
         weights.hold(packed.parameters)
@@ -125,6 +132,19 @@ def serve_roles(
             pairs=asking, layers=len(_asks(packed)), microbatches=how.microbatches,
         )  # fmt: skip
         return server_of(runner, groups, asked, generation_facts(root, example_batch))
+
+
+def _weights(
+    model: nn.Module,
+    roles: Roles,
+    groups: Groups,
+    buffers: Mapping[str, Tensor],
+    folder: str | Path | None,
+    options: Options,
+) -> RoleWeights:
+    adapter = adapter_for(model)
+    recipes = functools.partial(adapter.recipes_to_load, skeleton_of(model)) if adapter is not None else None
+    return RoleWeights(model, roles, groups, buffers, folder, recipes, model_dtypes(model, options.precision).stored)
 
 
 def _on_both(roles: Roles, subject: str, call: Callable[[], T], shown: Callable[[T], Any]) -> tuple[T, list[Any]]:
@@ -210,5 +230,5 @@ def _rows(roles: Roles, found: list[Any]) -> RowFormat:
             f"serve: both roles need the same model, found {asked['layers']} layers of experts on rank 0 and "
             f"{answered['layers']} on {roles.named(roles.ranks_of('experts')[0])}; build it alike"
         )
-    dtype, weights = (getattr(torch, answered[name], None) for name in ("dtype", "weights_dtype"))
+    dtype, weights = getattr(torch, answered["dtype"]), getattr(torch, answered["weights_dtype"], None)
     return RowFormat(answered["num_experts"], answered["top_k"], answered["hidden"], dtype, weights)

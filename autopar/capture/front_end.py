@@ -172,6 +172,25 @@ def adapter_for(model: nn.Module) -> Adapter | None:
     return next((adapter for adapter in ADAPTERS if adapter.matches(model)), None)
 
 
+def buffers_of(model: nn.Module, may_lack: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
+    """(buffers by name, the same with None for those on the meta device). Persistent buffers on the meta device stay
+    empty until a checkpoint is loaded; others are an error, unless ``may_lack``: rank 0 will broadcast them.
+    """
+    found = dict(model.named_buffers(remove_duplicate=False))
+    adapter = adapter_for(model)
+    made = adapter.buffers(model) if adapter is not None and any(b.is_meta for b in found.values()) else {}
+    kept = set(model.state_dict())
+    given = {name: made.get(name, None if b.is_meta else b) for name, b in found.items()}
+    for name, buffer in given.items():
+        if buffer is None and name not in kept and not may_lack:
+            raise ValueError(
+                f"parallelize: needs values for the non-persistent buffer {name}, found it on the meta device; "
+                f"build the model with real buffers (torch.device('meta') around parameters only)"
+            )
+    empty = {id(b): torch.empty_like(b, device="cpu") for b in found.values() if b.is_meta}
+    return {name: empty[id(found[name])] if b is None else b for name, b in given.items()}, given
+
+
 def model_dtypes(model: nn.Module, precision: Precision) -> Dtypes:
     """The dtypes of a model under a policy. Its adapter may keep some parameters in float32."""
     adapter = adapter_for(model) if precision.compute else None

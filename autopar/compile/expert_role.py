@@ -160,9 +160,7 @@ def _sizes(layer: CutLayer) -> tuple[Any, ...]:
     return experts, shape(given["expert"])[1], x.shape[1], x.dtype, given["weights"].meta["val"].dtype
 
 
-def _compiled(
-    layer: CutLayer, ctx: Compilation, number: int, options: Options, unit: int
-) -> tuple[StepGraph, Plan]:
+def _compiled(layer: CutLayer, ctx: Compilation, number: int, options: Options, unit: int) -> tuple[StepGraph, Plan]:
     """The graph of one rank for any number of tokens, and its plan."""
     gm = layer.graph
     with ctx.within(f"experts{number}."):

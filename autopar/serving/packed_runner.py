@@ -20,8 +20,8 @@ from torch import Tensor
 
 from autopar.ir.graph import set_device
 from autopar.ir.mesh import DATA
-from autopar.runtime.comm.p2p import AXIS, Channels, PendingTransfer
 from autopar.runtime.comm.experts import Experts
+from autopar.runtime.comm.p2p import AXIS, Channels, PendingTransfer
 from autopar.runtime.exec.lowering import Lowered, Steps, axes_of, bind
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.module.served_weights import ServedWeights

@@ -29,7 +29,7 @@ class PingPongRunner(PackedRunner):
     has_other_roles = True
 
     def __init__(self, *given: Any, pairs: AskingPairs, layers: int, microbatches: int, **more: Any) -> None:
-        super().__init__(*given, **more, experts=pairs)
+        super().__init__(*given, **{**more, "experts": pairs})
         self._pairs, self._layers, self._microbatches = pairs, layers, microbatches
 
     @torch.no_grad()
