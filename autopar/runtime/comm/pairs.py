@@ -84,7 +84,8 @@ class _Ends:
         self._pairs = roles.pairs
         self._tp = groups.mesh.size("tp")
         self._source = groups.ranks("tp")[0] if self._tp > 1 else 0
-        self._kept: list[deque[tuple[dist.Work, Tensor]]] = [deque() for _ in self._pairs]
+        self._kept: list[deque[tuple[dist.Work, Tensor]]] = [deque() for _ in self._pairs]  # on their way
+        self._gone = [0] * len(self._pairs)  # messages that have arrived
         self._counts = {(KIND, kind): [0, 0] for kind in ("headers", "rows", "sums")}
 
     @property
@@ -103,16 +104,20 @@ class _Ends:
         """Start to send to node ``i`` of the other role."""
         kept, counted = self._kept[i], self._counts[KIND, kind]
         if len(kept) >= _MOST_SENT:
-            kept.popleft()[0].wait()
+            self._arrived(i, self._gone[i] + 1)
         kept.append((_begun(group.send([x], self._pairs[i].place, tag)), x))
         counted[0] += 1
         counted[1] += x.nbytes
 
-    def _arrived(self, i: int) -> None:
-        """Wait until all that was sent to node ``i`` has arrived, and let go of it."""
-        kept = self._kept[i]
-        while kept:
-            kept.popleft()[0].wait()
+    def _sent(self, i: int) -> int:
+        """Messages sent to node ``i`` so far."""
+        return self._gone[i] + len(self._kept[i])
+
+    def _arrived(self, i: int, count: int) -> None:
+        """Wait until the first ``count`` messages to node ``i`` have arrived, and let go of them."""
+        while self._gone[i] < count:
+            self._kept[i].popleft()[0].wait()
+            self._gone[i] += 1
 
     def _explained(self, what: str, i: int) -> AbstractContextManager[None]:
         peer = self._pairs[i].peer
@@ -129,13 +134,13 @@ class _Ends:
 @dataclass(slots=True)
 class Asked:
     """Tokens on their way to experts and back. ``tokens``: numbers of those sent, node by node; ``counts``: how many to
-    each node; ``sums``: what each node returns of them."""
+    each node; ``sums``: (node, work, what it returns of them, messages sent to it until then)."""
 
     where: str
     x: Tensor
     tokens: Tensor | None = None
     counts: list[int] = field(default_factory=list)
-    sums: list[tuple[int, dist.Work, Tensor]] = field(default_factory=list)
+    sums: list[tuple[int, dist.Work, Tensor, int]] = field(default_factory=list)
 
 
 class AskingPairs(_Ends):
@@ -168,10 +173,10 @@ class AskingPairs(_Ends):
         """What the experts add up to for the tokens: [T, H], summed over nodes in their order."""
         total = torch.zeros_like(pending.x, memory_format=torch.contiguous_format)
         begin = 0
-        for i, work, sums in pending.sums:
+        for i, work, sums, sent in pending.sums:
             with self._explained(f"waiting for the sums of {pending.where}", i):
                 work.wait(self._groups.timeout)
-                self._arrived(i)
+                self._arrived(i, sent)
             if pending.tokens is None:
                 total += sums
             else:
@@ -190,7 +195,7 @@ class AskingPairs(_Ends):
         for i, pair in enumerate(self._pairs):
             with self._explained("ending", i):
                 self._send_header(i, pair, 0, 0, ended=1)
-                self._arrived(i)
+                self._arrived(i, self._sent(i))
 
     def _where(self, layer: int) -> str:
         return f"step {self.step}, layer {layer}, microbatch {self.microbatch}"
@@ -210,8 +215,9 @@ class AskingPairs(_Ends):
             self._send_header(i, pair, layer, len(rows))
             if len(rows):
                 sums = asked.x.new_empty(len(rows), self._format.hidden)
-                asked.sums.append((i, _begun(pair.sums.recv([_bytes(sums)], pair.place, _SUMS)), sums))
+                work = _begun(pair.sums.recv([_bytes(sums)], pair.place, _SUMS))
                 self._send(i, "rows", _ROWS, pair.rows, rows.view(-1))
+                asked.sums.append((i, work, sums, self._sent(i)))
 
     def _send_header(self, i: int, pair: Pair, layer: int, rows: int, ended: int = 0) -> None:
         header = torch.tensor([self.step, layer, self.microbatch, rows, ended])
@@ -242,7 +248,7 @@ class AnsweringPairs(_Ends):
             while self._run_step(answer, layers):
                 pass
             for i in range(len(self._pairs)):
-                self._arrived(i)
+                self._arrived(i, self._sent(i))
         except BaseException as error:
             self.fail(error)
             raise
