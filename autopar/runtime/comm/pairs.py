@@ -133,13 +133,12 @@ class _Ends:
 
 @dataclass(slots=True)
 class Asked:
-    """Tokens on their way to experts and back. ``tokens``: numbers of those sent, node by node; ``counts``: how many to
-    each node; ``sums``: (node, work, what it returns of them, messages sent to it until then)."""
+    """Tokens on their way to experts and back. ``tokens``: numbers of those sent, node by node; None: all to each node.
+    ``sums``: (node, work, what it returns of them, messages sent to it until then)."""
 
     where: str
     x: Tensor
     tokens: Tensor | None = None
-    counts: list[int] = field(default_factory=list)
     sums: list[tuple[int, dist.Work, Tensor, int]] = field(default_factory=list)
 
 
@@ -159,14 +158,22 @@ class AskingPairs(_Ends):
     def start(self, layer: int, x: Tensor, expert: Tensor | None, weights: Tensor | None) -> Asked:
         """Send tokens ``x`` [T, H] to the nodes of their experts ``expert`` [T, K], with ``weights`` [T, K]."""
         asked = Asked(self._where(layer), x)
-        if self._pairs:
-            rows = self._format.packed(x, expert, weights)
-            asked.tokens, asked.counts = self._chosen(expert, len(x))
-            of_node: Sequence[Tensor] = [rows] * len(self._pairs)
-            if asked.tokens is not None:
-                of_node = rows.index_select(0, asked.tokens).split(asked.counts)
-            for i, (pair, part) in enumerate(zip(self._pairs, of_node)):
-                self._ask(i, pair, layer, part, asked)
+        if not self._pairs:
+            return asked
+        asked.tokens, counts = self._chosen(expert, len(x))
+        self._send_headers(layer, counts)  # first: the nodes get ready for the rows meanwhile
+        rows = self._format.packed(x, expert, weights)
+        of_node: Sequence[Tensor] = [rows] * len(counts)
+        if asked.tokens is not None:
+            of_node = rows.index_select(0, asked.tokens).split(counts)
+        started(str, f"asking experts of {asked.where}")
+        for i, (pair, part) in enumerate(zip(self._pairs, of_node)):
+            if len(part):
+                with self._explained(f"asking experts of {asked.where}", i):
+                    self._send(i, "rows", _ROWS, pair.rows, part.view(-1))
+                    sums = x.new_empty(len(part), self._format.hidden)
+                    work = _begun(pair.sums.recv([_bytes(sums)], pair.place, _SUMS))
+                asked.sums.append((i, work, sums, self._sent(i)))
         return asked
 
     def finish(self, pending: Asked) -> Tensor:
@@ -186,15 +193,13 @@ class AskingPairs(_Ends):
 
     def empty(self, layer: int) -> None:
         """A microbatch, or a step, without tokens here: the expert nodes wait for this node all the same."""
-        for i, pair in enumerate(self._pairs):
-            with self._explained(f"asking experts of {self._where(layer)}", i):
-                self._send_header(i, pair, layer, 0)
+        self._send_headers(layer, [0] * len(self._pairs))
 
     def end(self) -> None:
         """No step follows: the expert nodes end when all attention nodes have said so."""
-        for i, pair in enumerate(self._pairs):
+        self._send_headers(0, [0] * len(self._pairs), ended=1)
+        for i in range(len(self._pairs)):
             with self._explained("ending", i):
-                self._send_header(i, pair, 0, 0, ended=1)
                 self._arrived(i, self._sent(i))
 
     def _where(self, layer: int) -> str:
@@ -209,19 +214,11 @@ class AskingPairs(_Ends):
         where = hit.nonzero()
         return where[:, 1], torch.bincount(where[:, 0], minlength=nodes).tolist()
 
-    def _ask(self, i: int, pair: Pair, layer: int, rows: Tensor, asked: Asked) -> None:
-        started(str, f"asking experts of {asked.where} ({self._roles.named(pair.peer)})")
-        with self._explained(f"asking experts of {asked.where}", i):
-            self._send_header(i, pair, layer, len(rows))
-            if len(rows):
-                sums = asked.x.new_empty(len(rows), self._format.hidden)
-                work = _begun(pair.sums.recv([_bytes(sums)], pair.place, _SUMS))
-                self._send(i, "rows", _ROWS, pair.rows, rows.view(-1))
-                asked.sums.append((i, work, sums, self._sent(i)))
-
-    def _send_header(self, i: int, pair: Pair, layer: int, rows: int, ended: int = 0) -> None:
-        header = torch.tensor([self.step, layer, self.microbatch, rows, ended])
-        self._send(i, "headers", _HEADERS, pair.headers, header)
+    def _send_headers(self, layer: int, counts: Sequence[int], ended: int = 0) -> None:
+        for i, (pair, count) in enumerate(zip(self._pairs, counts)):
+            with self._explained(f"asking experts of {self._where(layer)}", i):
+                header = torch.tensor([self.step, layer, self.microbatch, count, ended])
+                self._send(i, "headers", _HEADERS, pair.headers, header)
 
 
 class AnsweringPairs(_Ends):
@@ -270,10 +267,10 @@ class AnsweringPairs(_Ends):
         for i, (pair, part) in enumerate(zip(self._pairs, rows.split(counts))):
             if len(part):
                 works.append((i, _begun(pair.rows.recv([part.view(-1)], pair.place, _ROWS))))
-            self._headers[i] = self._post(pair)  # the next one
         for i, work in works:
             with self._explained(f"waiting for the rows of {where}", i):
                 work.wait(self._groups.timeout)
+        self._headers = [self._post(pair) for pair in self._pairs]  # the next ones
         if not len(rows):
             return
         x, expert, weights = self._format.unpacked(self._shared(rows))
