@@ -15,10 +15,12 @@ The leader of a node talks for it, and shares what it is sent with the node's ot
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,7 @@ from autopar.runtime.mesh.roles import PATIENCE, Pair, Roles
 KIND = "experts"  # in the ledger
 _HEADER = 5  # numbers
 _HEADERS, _ROWS, _SUMS = 1, 2, 3  # tags, for gloo
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_SENT = 32  # messages to a node that are kept before this rank waits for the oldest to arrive
 
 
@@ -48,29 +51,40 @@ class RowFormat:
     dtype: torch.dtype
     weights_dtype: torch.dtype | None
 
-    @property
-    def parts(self) -> list[tuple[int, torch.dtype]]:
-        """(numbers, dtype) of x, the experts' numbers and their weights."""
-        x = [(self.hidden, self.dtype)]
-        return x if self.weights_dtype is None else [*x, (self.top_k, torch.int32), (self.top_k, self.weights_dtype)]
+    @cached_property
+    def _parts(self) -> list[torch.dtype]:
+        """The dtypes of x, the experts' numbers and their weights."""
+        return [self.dtype] if self.weights_dtype is None else [self.dtype, torch.int32, self.weights_dtype]
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        """The bytes of each."""
+        return [n * dtype.itemsize for n, dtype in zip((self.hidden, self.top_k, self.top_k), self._parts)]
+
+    @cached_property
+    def unit(self) -> torch.dtype:
+        """The widest integers that each consists of: bytes are copied more slowly."""
+        return _INTEGERS[math.gcd(8, *self._sizes)]
 
     @property
     def row_bytes(self) -> int:
         """Bytes of the row of a token."""
-        return sum(count * dtype.itemsize for count, dtype in self.parts)
+        return sum(self._sizes)
+
+    def empty(self, tokens: int, device: torch.device) -> Tensor:
+        """Rows to be received."""
+        return torch.empty(tokens, self.row_bytes // self.unit.itemsize, dtype=self.unit, device=device)
 
     def packed(self, x: Tensor, expert: Tensor | None, weights: Tensor | None) -> Tensor:
-        """A row of bytes for each token: uint8 [T, row_bytes]."""
-        given = [x] if expert is None or weights is None else [x, expert.to(torch.int32), weights]
-        rows = [part.to(dtype).contiguous().view(torch.uint8) for part, (_, dtype) in zip(given, self.parts)]
+        """A row for each token: [T, n] of `unit`."""
+        given = [x] if expert is None or weights is None else [x, expert, weights]
+        rows = [part.to(dtype).contiguous().view(self.unit) for part, dtype in zip(given, self._parts)]
         return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
 
     def unpacked(self, rows: Tensor) -> list[Tensor | None]:
-        """x [T, H], expert [T, K], weights [T, K] of rows of bytes."""
-        sizes = [count * dtype.itemsize for count, dtype in self.parts]
-        found: list[Tensor | None] = [
-            piece.contiguous().view(dtype) for piece, (_, dtype) in zip(rows.split(sizes, 1), self.parts)
-        ]
+        """x [T, H], expert [T, K], weights [T, K] of rows."""
+        pieces = rows.split([size // self.unit.itemsize for size in self._sizes], 1)
+        found: list[Tensor | None] = [piece.contiguous().view(dtype) for piece, dtype in zip(pieces, self._parts)]
         if found[1:] and found[1] is not None:
             found[1] = found[1].to(torch.int64)
         return [*found, None, None][:3]
@@ -170,7 +184,7 @@ class AskingPairs(_Ends):
         for i, (pair, part) in enumerate(zip(self._pairs, of_node)):
             if len(part):
                 with self._explained(f"asking experts of {asked.where}", i):
-                    self._send(i, "rows", _ROWS, pair.rows, part.view(-1))
+                    self._send(i, "rows", _ROWS, pair.rows, _bytes(part))
                     sums = x.new_empty(len(part), self._format.hidden)
                     work = _begun(pair.sums.recv([_bytes(sums)], pair.place, _SUMS))
                 asked.sums.append((i, work, sums, self._sent(i)))
@@ -262,11 +276,11 @@ class AnsweringPairs(_Ends):
 
     def _answer(self, answer: Callable[..., Tensor], layer: int, microbatch: int, counts: list[int]) -> None:
         where = f"step {self._step}, layer {layer}, microbatch {microbatch}"
-        rows = torch.empty(sum(counts), self._format.row_bytes, dtype=torch.uint8, device=self._groups.device)
+        rows = self._format.empty(sum(counts), self._groups.device)
         works = []
         for i, (pair, part) in enumerate(zip(self._pairs, rows.split(counts))):
             if len(part):
-                works.append((i, _begun(pair.rows.recv([part.view(-1)], pair.place, _ROWS))))
+                works.append((i, _begun(pair.rows.recv([_bytes(part)], pair.place, _ROWS))))
         for i, work in works:
             with self._explained(f"waiting for the rows of {where}", i):
                 work.wait(self._groups.timeout)
