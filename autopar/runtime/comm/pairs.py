@@ -15,10 +15,12 @@ The leader of a node talks for it, and shares what it is sent with the node's ot
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,7 @@ from autopar.runtime.mesh.roles import PATIENCE, Pair, Roles
 KIND = "experts"  # in the ledger
 _HEADER = 5  # numbers
 _HEADERS, _ROWS, _SUMS = 1, 2, 3  # tags, for gloo
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_SENT = 32  # messages to a node that are kept before this rank waits for the oldest to arrive
 
 
@@ -48,29 +51,40 @@ class RowFormat:
     dtype: torch.dtype
     weights_dtype: torch.dtype | None
 
-    @property
-    def parts(self) -> list[tuple[int, torch.dtype]]:
-        """(numbers, dtype) of x, the experts' numbers and their weights."""
-        x = [(self.hidden, self.dtype)]
-        return x if self.weights_dtype is None else [*x, (self.top_k, torch.int32), (self.top_k, self.weights_dtype)]
+    @cached_property
+    def _parts(self) -> list[torch.dtype]:
+        """The dtypes of x, the experts' numbers and their weights."""
+        return [self.dtype] if self.weights_dtype is None else [self.dtype, torch.int32, self.weights_dtype]
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        """The bytes of each."""
+        return [n * dtype.itemsize for n, dtype in zip((self.hidden, self.top_k, self.top_k), self._parts)]
+
+    @cached_property
+    def unit(self) -> torch.dtype:
+        """The widest integers that each consists of: bytes are copied more slowly."""
+        return _INTEGERS[math.gcd(8, *self._sizes)]
 
     @property
     def row_bytes(self) -> int:
         """Bytes of the row of a token."""
-        return sum(count * dtype.itemsize for count, dtype in self.parts)
+        return sum(self._sizes)
+
+    def empty(self, tokens: int, device: torch.device) -> Tensor:
+        """Rows to be received."""
+        return torch.empty(tokens, self.row_bytes // self.unit.itemsize, dtype=self.unit, device=device)
 
     def packed(self, x: Tensor, expert: Tensor | None, weights: Tensor | None) -> Tensor:
-        """A row of bytes for each token: uint8 [T, row_bytes]."""
-        given = [x] if expert is None or weights is None else [x, expert.to(torch.int32), weights]
-        rows = [part.to(dtype).contiguous().view(torch.uint8) for part, (_, dtype) in zip(given, self.parts)]
+        """A row for each token: [T, n] of `unit`."""
+        given = [x] if expert is None or weights is None else [x, expert, weights]
+        rows = [part.to(dtype).contiguous().view(self.unit) for part, dtype in zip(given, self._parts)]
         return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
 
     def unpacked(self, rows: Tensor) -> list[Tensor | None]:
-        """x [T, H], expert [T, K], weights [T, K] of rows of bytes."""
-        sizes = [count * dtype.itemsize for count, dtype in self.parts]
-        found: list[Tensor | None] = [
-            piece.contiguous().view(dtype) for piece, (_, dtype) in zip(rows.split(sizes, 1), self.parts)
-        ]
+        """x [T, H], expert [T, K], weights [T, K] of rows."""
+        pieces = rows.split([size // self.unit.itemsize for size in self._sizes], 1)
+        found: list[Tensor | None] = [piece.contiguous().view(dtype) for piece, dtype in zip(pieces, self._parts)]
         if found[1:] and found[1] is not None:
             found[1] = found[1].to(torch.int64)
         return [*found, None, None][:3]
@@ -84,7 +98,8 @@ class _Ends:
         self._pairs = roles.pairs
         self._tp = groups.mesh.size("tp")
         self._source = groups.ranks("tp")[0] if self._tp > 1 else 0
-        self._kept: list[deque[tuple[dist.Work, Tensor]]] = [deque() for _ in self._pairs]
+        self._kept: list[deque[tuple[dist.Work, Tensor]]] = [deque() for _ in self._pairs]  # on their way
+        self._gone = [0] * len(self._pairs)  # messages that have arrived
         self._counts = {(KIND, kind): [0, 0] for kind in ("headers", "rows", "sums")}
 
     @property
@@ -103,16 +118,20 @@ class _Ends:
         """Start to send to node ``i`` of the other role."""
         kept, counted = self._kept[i], self._counts[KIND, kind]
         if len(kept) >= _MOST_SENT:
-            kept.popleft()[0].wait()
+            self._arrived(i, self._gone[i] + 1)
         kept.append((_begun(group.send([x], self._pairs[i].place, tag)), x))
         counted[0] += 1
         counted[1] += x.nbytes
 
-    def _arrived(self, i: int) -> None:
-        """Wait until all that was sent to node ``i`` has arrived, and let go of it."""
-        kept = self._kept[i]
-        while kept:
-            kept.popleft()[0].wait()
+    def _sent(self, i: int) -> int:
+        """Messages sent to node ``i`` so far."""
+        return self._gone[i] + len(self._kept[i])
+
+    def _arrived(self, i: int, count: int) -> None:
+        """Wait until the first ``count`` messages to node ``i`` have arrived, and let go of them."""
+        while self._gone[i] < count:
+            self._kept[i].popleft()[0].wait()
+            self._gone[i] += 1
 
     def _explained(self, what: str, i: int) -> AbstractContextManager[None]:
         peer = self._pairs[i].peer
@@ -128,14 +147,13 @@ class _Ends:
 
 @dataclass(slots=True)
 class Asked:
-    """Tokens on their way to experts and back. ``tokens``: numbers of those sent, node by node; ``counts``: how many to
-    each node; ``sums``: what each node returns of them."""
+    """Tokens on their way to experts and back. ``tokens``: numbers of those sent, node by node; None: all to each node.
+    ``sums``: (node, work, what it returns of them, messages sent to it until then)."""
 
     where: str
     x: Tensor
     tokens: Tensor | None = None
-    counts: list[int] = field(default_factory=list)
-    sums: list[tuple[int, dist.Work, Tensor]] = field(default_factory=list)
+    sums: list[tuple[int, dist.Work, Tensor, int]] = field(default_factory=list)
 
 
 class AskingPairs(_Ends):
@@ -154,24 +172,32 @@ class AskingPairs(_Ends):
     def start(self, layer: int, x: Tensor, expert: Tensor | None, weights: Tensor | None) -> Asked:
         """Send tokens ``x`` [T, H] to the nodes of their experts ``expert`` [T, K], with ``weights`` [T, K]."""
         asked = Asked(self._where(layer), x)
-        if self._pairs:
-            rows = self._format.packed(x, expert, weights)
-            asked.tokens, asked.counts = self._chosen(expert, len(x))
-            of_node: Sequence[Tensor] = [rows] * len(self._pairs)
-            if asked.tokens is not None:
-                of_node = rows.index_select(0, asked.tokens).split(asked.counts)
-            for i, (pair, part) in enumerate(zip(self._pairs, of_node)):
-                self._ask(i, pair, layer, part, asked)
+        if not self._pairs:
+            return asked
+        asked.tokens, counts = self._chosen(expert, len(x))
+        self._send_headers(layer, counts)  # first: the nodes get ready for the rows meanwhile
+        rows = self._format.packed(x, expert, weights)
+        of_node: Sequence[Tensor] = [rows] * len(counts)
+        if asked.tokens is not None:
+            of_node = rows.index_select(0, asked.tokens).split(counts)
+        started(str, f"asking experts of {asked.where}")
+        for i, (pair, part) in enumerate(zip(self._pairs, of_node)):
+            if len(part):
+                with self._explained(f"asking experts of {asked.where}", i):
+                    self._send(i, "rows", _ROWS, pair.rows, _bytes(part))
+                    sums = x.new_empty(len(part), self._format.hidden)
+                    work = _begun(pair.sums.recv([_bytes(sums)], pair.place, _SUMS))
+                asked.sums.append((i, work, sums, self._sent(i)))
         return asked
 
     def finish(self, pending: Asked) -> Tensor:
         """What the experts add up to for the tokens: [T, H], summed over nodes in their order."""
         total = torch.zeros_like(pending.x, memory_format=torch.contiguous_format)
         begin = 0
-        for i, work, sums in pending.sums:
+        for i, work, sums, sent in pending.sums:
             with self._explained(f"waiting for the sums of {pending.where}", i):
                 work.wait(self._groups.timeout)
-                self._arrived(i)
+                self._arrived(i, sent)
             if pending.tokens is None:
                 total += sums
             else:
@@ -181,16 +207,14 @@ class AskingPairs(_Ends):
 
     def empty(self, layer: int) -> None:
         """A microbatch, or a step, without tokens here: the expert nodes wait for this node all the same."""
-        for i, pair in enumerate(self._pairs):
-            with self._explained(f"asking experts of {self._where(layer)}", i):
-                self._send_header(i, pair, layer, 0)
+        self._send_headers(layer, [0] * len(self._pairs))
 
     def end(self) -> None:
         """No step follows: the expert nodes end when all attention nodes have said so."""
-        for i, pair in enumerate(self._pairs):
+        self._send_headers(0, [0] * len(self._pairs), ended=1)
+        for i in range(len(self._pairs)):
             with self._explained("ending", i):
-                self._send_header(i, pair, 0, 0, ended=1)
-                self._arrived(i)
+                self._arrived(i, self._sent(i))
 
     def _where(self, layer: int) -> str:
         return f"step {self.step}, layer {layer}, microbatch {self.microbatch}"
@@ -204,18 +228,11 @@ class AskingPairs(_Ends):
         where = hit.nonzero()
         return where[:, 1], torch.bincount(where[:, 0], minlength=nodes).tolist()
 
-    def _ask(self, i: int, pair: Pair, layer: int, rows: Tensor, asked: Asked) -> None:
-        started(str, f"asking experts of {asked.where} ({self._roles.named(pair.peer)})")
-        with self._explained(f"asking experts of {asked.where}", i):
-            self._send_header(i, pair, layer, len(rows))
-            if len(rows):
-                sums = asked.x.new_empty(len(rows), self._format.hidden)
-                asked.sums.append((i, _begun(pair.sums.recv([_bytes(sums)], pair.place, _SUMS)), sums))
-                self._send(i, "rows", _ROWS, pair.rows, rows.view(-1))
-
-    def _send_header(self, i: int, pair: Pair, layer: int, rows: int, ended: int = 0) -> None:
-        header = torch.tensor([self.step, layer, self.microbatch, rows, ended])
-        self._send(i, "headers", _HEADERS, pair.headers, header)
+    def _send_headers(self, layer: int, counts: Sequence[int], ended: int = 0) -> None:
+        for i, (pair, count) in enumerate(zip(self._pairs, counts)):
+            with self._explained(f"asking experts of {self._where(layer)}", i):
+                header = torch.tensor([self.step, layer, self.microbatch, count, ended])
+                self._send(i, "headers", _HEADERS, pair.headers, header)
 
 
 class AnsweringPairs(_Ends):
@@ -242,7 +259,7 @@ class AnsweringPairs(_Ends):
             while self._run_step(answer, layers):
                 pass
             for i in range(len(self._pairs)):
-                self._arrived(i)
+                self._arrived(i, self._sent(i))
         except BaseException as error:
             self.fail(error)
             raise
@@ -259,15 +276,15 @@ class AnsweringPairs(_Ends):
 
     def _answer(self, answer: Callable[..., Tensor], layer: int, microbatch: int, counts: list[int]) -> None:
         where = f"step {self._step}, layer {layer}, microbatch {microbatch}"
-        rows = torch.empty(sum(counts), self._format.row_bytes, dtype=torch.uint8, device=self._groups.device)
+        rows = self._format.empty(sum(counts), self._groups.device)
         works = []
         for i, (pair, part) in enumerate(zip(self._pairs, rows.split(counts))):
             if len(part):
-                works.append((i, _begun(pair.rows.recv([part.view(-1)], pair.place, _ROWS))))
-            self._headers[i] = self._post(pair)  # the next one
+                works.append((i, _begun(pair.rows.recv([_bytes(part)], pair.place, _ROWS))))
         for i, work in works:
             with self._explained(f"waiting for the rows of {where}", i):
                 work.wait(self._groups.timeout)
+        self._headers = [self._post(pair) for pair in self._pairs]  # the next ones
         if not len(rows):
             return
         x, expert, weights = self._format.unpacked(self._shared(rows))
