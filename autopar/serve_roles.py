@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.adapters.copying.fake import skeleton_of
-from autopar.capture.front_end import adapter_for, buffers_of, model_dtypes
+from autopar.capture.front_end import GenerationFacts, adapter_for, buffers_of, model_dtypes
 from autopar.compile.expert_role import compile_experts
 from autopar.compile.serving import CUTS, Apart
 from autopar.errors import is_refusal
@@ -109,29 +109,49 @@ def serve_roles(
                 )
             return asked, RoleArguments.checked(asked.max_running, **of_roles)
 
-        (asked, how), found = _on_both(roles, "the arguments", check, str)
+        (asked, how), found = _on_both(roles, "the arguments", check, _in_words)
         _check_alike(roles, found)
         buffers, known = buffers_of(model)
         weights = _weights(model, roles, groups, buffers, folder, how.options)
         weights.agree()
         root, make = weights.structure(), _attention if roles.role == "attention" else _experts
+        facts = generation_facts(root, example_batch)
         masks = {name: x for name, x in known.items() if x is not None}
         packed, found = _on_both(
-            roles, "the graphs", lambda: make(root, groups, asked, how, example_batch, dump, masks), _shown
+            roles, "the graphs", lambda: make(root, groups, asked, how, facts, dump, masks), _shown
         )
         rows = _rows(roles, found)
         weights.hold(packed.parameters)
-        if isinstance(packed, PackedExperts):
-            answering = AnsweringPairs(roles, groups, rows, how.microbatches)
-            values = {**packed.constants, **weights.values()}
-            return ExpertServer(packed, groups, values, answering)
-        asking = AskingPairs(roles, groups, rows)
-        counts = pages_of(packed, asked, groups.device, None, weights.values())
-        runner = PingPongRunner(
-            packed, groups, weights, counts, asked.backend, asked.step_sizes, asked.max_running,
-            pairs=asking, layers=len(_asks(packed)), microbatches=how.microbatches,
-        )  # fmt: skip
-        return server_of(runner, groups, asked, generation_facts(root, example_batch))
+        if isinstance(packed, Packed):
+            server, _ = _on_both(
+                roles, "the server", lambda: _server(packed, roles, weights, rows, asked, how, facts), _nothing
+            )
+            return server
+        _on_both(roles, "the server", lambda: None, _nothing)
+        values = {**packed.constants, **weights.values()}
+        return ExpertServer(packed, groups, values, AnsweringPairs(roles, groups, rows, how.microbatches))
+
+
+def _server(
+    packed: Packed,
+    roles: Roles,
+    weights: RoleWeights,
+    rows: RowFormat,
+    asked: ServeArguments,
+    how: RoleArguments,
+    facts: GenerationFacts,
+) -> Server:
+    groups = weights.groups
+    counts = pages_of(packed, asked, groups.device, None, weights.values())
+    runner = PingPongRunner(
+        packed, groups, weights, counts, asked.backend, asked.step_sizes, asked.max_running,
+        pairs=AskingPairs(roles, groups, rows), layers=len(_asks(packed)), microbatches=how.microbatches,
+    )  # fmt: skip
+    return server_of(runner, groups, asked, facts)
+
+
+def _nothing(made: Any) -> None:
+    """What is shown of it."""
 
 
 def _weights(
@@ -169,25 +189,36 @@ def _on_both(roles: Roles, subject: str, call: Callable[[], T], shown: Callable[
     return made[0], found
 
 
-def _check_alike(roles: Roles, found: list[str]) -> None:
+def _in_words(arguments: tuple[ServeArguments, RoleArguments]) -> dict[str, str]:
+    asked, how = map(vars, arguments)
+    return {name: repr(value) for name, value in {**asked, **how}.items()}
+
+
+def _check_alike(roles: Roles, found: list[dict[str, str]]) -> None:
     """Raises ValueError for other arguments on other ranks."""
-    odd = next((rank for rank, text in enumerate(found) if text != found[0]), None)
-    if odd is not None:
-        raise ValueError(
-            f"serve: all ranks of both roles need the same arguments, found {found[odd]} on {roles.named(odd)} and "
-            f"{found[0]} on rank 0; call it alike everywhere"
-        )
+    for rank, given in enumerate(found):
+        for name, text in given.items():
+            if text != found[0][name]:
+                raise ValueError(
+                    f"serve: all ranks of both roles need the same arguments, found {name}={text} on "
+                    f"{roles.named(rank)} and {found[0][name]} on rank 0; call it alike everywhere"
+                )
 
 
 def _attention(
-    root: nn.Module, groups: Groups, asked: ServeArguments, how: RoleArguments, example: Any, dump: Any, buffers: Any
+    root: nn.Module,
+    groups: Groups,
+    asked: ServeArguments,
+    how: RoleArguments,
+    facts: GenerationFacts,
+    dump: Any,
+    masks: Any,
 ) -> Packed:
-    facts = generation_facts(root, example)
     check_positions(root, facts, asked.max_length)
     folder = dumper_for(Path(dump) / "attention" if dump is not None else None)
     packed = packed_model(
         root, facts, groups.mesh, None, asked.max_length, options=how.options, lift_to_float64=how.lift_to_float64,
-        split_kv=asked.split_kv, gathers_ahead=True, buffers=buffers, observers=[folder] if folder is not None else [],
+        split_kv=asked.split_kv, gathers_ahead=True, buffers=masks, observers=[folder] if folder is not None else [],
         apart=how.apart,
     )  # fmt: skip
     if folder is not None:
@@ -196,14 +227,19 @@ def _attention(
 
 
 def _experts(
-    root: nn.Module, groups: Groups, asked: ServeArguments, how: RoleArguments, example: Any, dump: Any, buffers: Any
+    root: nn.Module,
+    groups: Groups,
+    asked: ServeArguments,
+    how: RoleArguments,
+    facts: GenerationFacts,
+    dump: Any,
+    masks: Any,
 ) -> PackedExperts:
-    facts = generation_facts(root, example)
     row = torch.empty(1, asked.max_length, dtype=torch.int64, device="meta")
     folder = dumper_for(Path(dump) / "experts" if dump is not None else None)
     return compile_experts(
         root, {facts.tokens: row}, facts.tokens, groups.mesh, how.options, apart=how.apart,
-        lift_to_float64=how.lift_to_float64, buffers=buffers, observers=[folder] if folder is not None else [],
+        lift_to_float64=how.lift_to_float64, buffers=masks, observers=[folder] if folder is not None else [],
     )  # fmt: skip
 
 

@@ -37,6 +37,7 @@ class ExpertServer:
         self._layers: list[tuple[Lowered, list[Tensor]]] = [
             (code[id(layer.graph)], [values[name] for name in layer.names]) for layer in packed.layers
         ]
+        self.held = {name: x for spec in packed.parameters for name, x in [(spec.name, values[spec.name])]}
         self._pairs, self._ended = pairs, False
 
     @property

@@ -1,0 +1,257 @@
+"""Attention and experts of served models on real ranks of their own: tokens and logits of one process.
+
+``-m full`` runs the product of models, roles and microbatches.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import distributed_c10d
+
+import autopar
+from autopar.runtime.training.launch import LaunchError
+from autopar.serving.ping_pong import deal
+from tests.serving.served import DRAWN, NEW, PROMPTS, SIZES, Sampling, alone, generated, tiny, worst
+from tests.support.launched import serve
+
+Sizes = dict[str, int]
+LATER = Sampling(temperature=0.0, max_tokens=5, ignore_eos=True)
+
+
+def launched(body: Any, attention: Sizes, experts: Sizes, *args: Any, timeout: float = 240) -> list[Any]:
+    serve()
+    world = math.prod(attention.values()) + math.prod(experts.values())
+    found: list[Any] = autopar.launch(body, world, (attention, experts, *args), device="cpu", timeout=timeout)
+    return found
+
+
+def serves(attention: Sizes, experts: Sizes, kind: str, microbatches: int, apart: str) -> Any:
+    roles = autopar.init_roles("cpu", 60, attention=attention, experts=experts)
+    model = tiny(kind)
+    more: dict[str, Any] = {"microbatches": microbatches, "apart": apart, "lift_to_float64": True}
+    server: Any = autopar.serve(model, roles, **more, **SIZES)
+    if roles.role == "experts":
+        with pytest.raises(AttributeError, match=r"a rank of experts has no requests, so no submit; .* run\(\) here"):
+            server.submit([1])
+        server.run()
+        held = {name: x.nbytes for name, x in server.held.items()}
+        return held, dict(server.traffic), mixed_groups(roles)
+    with server:
+        found = generated(server)
+        drawn = generated(server, sampling=DRAWN)
+        one = server.complete(PROMPTS[2:3], LATER)[0].result()  # most ranks, and microbatches, have nothing to do
+        apart_by = worst(model, found) if roles.rank == 0 else 0.0
+        held = {name: x.nbytes for name, x in server._runner._weights.values().items()}
+        return found.tokens, drawn.tokens, one, apart_by, held, dict(server._runner._pairs.traffic), mixed_groups(roles)
+
+
+def mixed_groups(roles: Any) -> list[str]:
+    """Groups of torch with ranks of both roles that are no pairs. Those of the own role count from its first rank."""
+    own = range(len(roles.ranks_of(roles.role)))
+    return [
+        str(members) for members in map(sorted, distributed_c10d._world.pg_group_ranks.values())
+        if not set(members) <= set(own) and len(members) != 2
+    ]  # fmt: skip
+
+
+SOME: list[tuple[str, Sizes, Sizes, int, str]] = [
+    ("mixtral", {"dp": 2}, {"ep": 2}, 3, "experts"),
+    ("deepseek_v3", {"tp": 2}, {"ep": 2}, 2, "experts"),
+    ("llama", {"dp": 1}, {"ep": 2}, 2, "mlp"),
+]
+MODELS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+SHAPES: list[tuple[Sizes, Sizes, int]] = [
+    ({"dp": 1}, {"ep": 1}, 1), *(({"dp": 2}, {"ep": 2}, m) for m in (1, 2, 3, 4)), ({"dp": 1}, {"ep": 2}, 4),
+    ({"dp": 3}, {"ep": 1}, 2), ({"dp": 2}, {"ep": 1}, 2), ({"dp": 1}, {"ep": 4}, 2), ({"tp": 2}, {"ep": 2}, 2),
+    ({"tp": 2}, {"ep": 1, "tp": 2}, 3), ({"dp": 2, "tp": 2}, {"ep": 2}, 2),
+]  # fmt: skip
+ALL = [
+    *((kind, *shape, "experts") for kind in MODELS for shape in SHAPES),
+    *((kind, {"dp": 2}, {"ep": 2}, 2, "mlp") for kind in ("llama", "gpt2", "qwen3", "gemma3")),
+    *((kind, {"tp": 2}, {"ep": 1, "tp": 2}, 2, "mlp") for kind in ("llama", "gpt2")),
+]
+
+
+def check(kind: str, attention: Sizes, experts: Sizes, microbatches: int, apart: str) -> None:
+    found = launched(serves, attention, experts, kind, microbatches, apart)
+    count = math.prod(attention.values())
+    model = tiny(kind)
+    tokens, drawn, one, apart_by, *_ = found[0]
+    assert apart_by < 1e-12 and tokens[2] == alone(model, PROMPTS[2]) and one == tokens[2][:5]
+    assert all(of_rank[:3] == (tokens, drawn, one) for of_rank in found[:count])
+    assert not [mixed for *_, mixed in found if mixed]
+    _check_held(model, [held for *_, held, _, _ in found[:count]], [held for held, *_ in found[count:]])
+
+
+def _check_held(model: nn.Module, attention: Sequence[dict[str, int]], experts: Sequence[dict[str, int]]) -> None:
+    """Each parameter is held by one role alone; over the ranks of experts it is held once."""
+    buffers = {name for name, _ in model.named_buffers()}
+    for name, x in model.named_parameters():
+        asked, answered = [held[name] for held in attention if name in held], [h[name] for h in experts if name in h]
+        assert bool(asked) != bool(answered), name
+        if answered:
+            shared = sum(answered) in (x.nbytes, x.nbytes * len(experts))
+            assert shared and (x.dim() == 1 or max(answered) == x.nbytes // len(experts)), name
+    assert all(set(held) - buffers for held in (*attention, *experts))
+
+
+@pytest.mark.parametrize(("kind", "attention", "experts", "microbatches", "apart"), SOME, ids=str)
+def test_equals_one_process(kind: str, attention: Sizes, experts: Sizes, microbatches: int, apart: str) -> None:
+    check(kind, attention, experts, microbatches, apart)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "attention", "experts", "microbatches", "apart"), ALL, ids=str)
+def test_all_equal_one_process(kind: str, attention: Sizes, experts: Sizes, microbatches: int, apart: str) -> None:
+    check(kind, attention, experts, microbatches, apart)
+
+
+def test_requests_are_dealt_by_their_tokens() -> None:
+    assert deal([1, 9, 3, 4, 1], 2) == [[1], [0, 2, 3, 4]] and deal([1, 1, 1], 2) == [[0, 2], [1]]
+    assert deal([1], 3) == [[0], [], []] and deal([], 2) == [[], []]
+
+
+# --- failures ------------------------------------------------------------------------------------------------------
+
+
+def breaks(attention: Sizes, experts: Sizes, breaking: int, way: str) -> Any:
+    """The error of a rank that is left, and the seconds until it came."""
+    roles = autopar.init_roles("cpu", 60, attention=attention, experts=experts)
+    server: Any = autopar.serve(tiny("mixtral"), roles, microbatches=2, **SIZES)
+    if roles.rank == breaking:
+        acts, steps = server if roles.role == "experts" else server._loop._runner, iter(range(1000))
+        name = "_answer" if roles.role == "experts" else "run"
+        act = getattr(acts, name)
+
+        def broken(*given: Any) -> Any:
+            if next(steps) == 6:
+                if way == "raises":
+                    raise RuntimeError("the device is gone")
+                os.kill(os.getpid(), signal.SIGKILL if way == "dies" else signal.SIGSTOP)
+            return act(*given)
+
+        setattr(acts, name, broken)
+    start = time.monotonic()
+    try:
+        if roles.role == "experts":
+            server.run()
+        else:
+            server.complete(PROMPTS, Sampling(temperature=0.0, max_tokens=NEW, ignore_eos=True))
+    except RuntimeError as error:
+        raise RuntimeError(f"{error} [after {time.monotonic() - start:.0f} s]") from error
+    return "no error"
+
+
+BREAKS = [
+    (3, "dies"), (0, "raises"),
+    *(pytest.param(rank, way, marks=pytest.mark.full)
+      for rank in range(4) for way in ("dies", "stops", "raises") if (rank, way) not in [(3, "dies"), (0, "raises")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("breaking", "way"), BREAKS)
+def test_all_others_name_the_rank(breaking: int, way: str, tmp_path: Path) -> None:
+    serve()
+    with pytest.raises(LaunchError) as found:
+        autopar.launch(breaks_and_notes, 4, (str(tmp_path), breaking, way), device="cpu", timeout=60)
+    said = {int(file.name): file.read_text() for file in tmp_path.iterdir()}
+    assert said.keys() == {*range(4)} - {breaking}, found.value
+    for text in said.values():
+        assert f"rank {breaking}" in text and int(text.rpartition("after ")[2].split()[0]) < 30, text
+        assert way != "raises" or "the device is gone" in text
+
+
+def breaks_and_notes(folder: str, breaking: int, way: str) -> None:
+    rank = os.environ["RANK"]
+    try:
+        breaks({"dp": 2}, {"ep": 2}, breaking, way)
+    except RuntimeError as error:
+        if int(rank) != breaking:
+            (Path(folder) / rank).write_text(str(error))
+        raise
+
+
+# --- refusals ------------------------------------------------------------------------------------------------------
+
+
+def refused(attention: Sizes, experts: Sizes) -> list[str]:
+    """What is refused, on this rank; the roles serve afterwards."""
+    roles = autopar.init_roles("cpu", 60, attention=attention, experts=experts)
+    moe, dense, found = tiny("mixtral"), tiny("llama"), []
+    other = tiny("mixtral")
+    with torch.no_grad():
+        next(other.parameters())[0, 0] += roles.rank
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (dense, {}),
+        (moe, {"apart": "mlp"}),
+        (moe, {"apart": "layers"}),
+        (moe, {"microbatches": 9}),
+        (moe, {"microbatches": 1 + roles.rank}),
+        (moe, {"microbatches": 0}),
+        (moe, {"zero": 3}),
+        (moe, {"backend": "inductor"}),
+        (other, {}),
+        (tiny("mixtral", )if roles.role == "attention" else tiny("qwen3_moe"), {}),
+        (tiny("mixtral").to("meta"), {}),
+        (tiny("mixtral"), {"max_length": 100_000}),
+        (tiny("mixtral"), {"cache": 10}),
+    ]  # fmt: skip
+    for model, how in cases:
+        try:
+            autopar.serve(model, roles, **{**SIZES, **how})
+            found.append("nothing")
+        except ValueError as error:
+            found.append(str(error))
+    with autopar.serve(tiny("mixtral"), roles, **SIZES) as server:
+        if roles.role == "attention":
+            server.complete([[5]], LATER)
+    return found
+
+
+REFUSED = (
+    'cut its MLPs by apart="mlp"',
+    'apart="mlp" needs MLPs',
+    "apart: expected",
+    "9 microbatches need as many requests",
+    "need the same arguments, found microbatches=2 on rank 1",
+    "microbatches: expected",
+    "found 'zero'",
+    "found backend='inductor'",
+    "the same weights",
+    "the same model",
+    "on the meta device; pass weights=folder",
+    "max_length 100000",
+    "cache",
+)
+
+
+def test_refusals_come_on_all_ranks() -> None:
+    found = launched(refused, {"dp": 1}, {"ep": 2})
+    assert found[0] == found[1] == found[2]
+    assert len(found[0]) == len(REFUSED)
+    for text, word in zip(found[0], REFUSED, strict=True):
+        assert word in text, (word, text)
+
+
+def uneven(attention: Sizes, experts: Sizes) -> str:
+    roles = autopar.init_roles("cpu", 60, attention=attention, experts=experts)
+    try:
+        autopar.serve(tiny("mixtral"), roles, **SIZES)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_experts_that_do_not_divide() -> None:
+    found = launched(uneven, {"dp": 1}, {"ep": 3})
+    assert len(set(found)) == 1 and "3" in found[0], found
