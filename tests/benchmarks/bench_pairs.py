@@ -52,8 +52,8 @@ def same(layer: int, x: Tensor, expert: Tensor | None, weights: Tensor | None) -
 
 
 def exchange(rounds: int) -> dict[str, tuple[float, float]]:
-    """Size -> best seconds until the rows are at the experts: by pairs with headers, from routing to rows that are
-    ready to compute with, and by one all_to_all_single of rows that are ready to send. They take turns."""
+    """Size -> best seconds until the rows are at the experts: by pairs with their headers, from routing to rows that
+    are ready to compute with, and by one all_to_all_single of rows that are ready to send. They take turns."""
     roles, groups, rows = started((2, 2))
     everyone = pair_group(roles, range(4), "all", root_store(default_store()))
     found: dict[str, tuple[float, float]] = {}
