@@ -80,6 +80,7 @@ def compile_experts(
     ctx = Compilation(mesh, observers=list(observers), timings=timings)
     rows = {name: x.expand(unit, *x.shape[1:]) if name == tokens else x for name, x in batch.items()}
     gm = timed(timings, "capture", lambda: captured(model, rows, lift_to_float64, options))
+    ctx.observe("capture", gm)
     gm = served_graph(gm, ctx, buffers or {}, batch[tokens].shape[1])
     layers = CUTS[apart](gm)
     sizes = {_sizes(layer) for layer in layers}
