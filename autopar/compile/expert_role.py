@@ -16,23 +16,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from autopar.adapters.fx.lazy import lazy_code
 from autopar.capture.trace.frame_stack import with_large_stack
 from autopar.capture.trace.gc_pause import paused_collector
-from autopar.compile.serving import CUTS, Apart, captured, served_graph
+from autopar.compile.serving import CUTS, Apart, captured, of_requests, samples_of, served_graph
 from autopar.ir.conversions import conversion_of, is_conversion
 from autopar.ir.expert_layers import dispatches
-from autopar.ir.graph import arguments, copy_graph, insert_call, output_node, outputs, placeholders, shape
+from autopar.ir.graph import arguments, copy_graph, describe, insert_call, output_node, outputs, placeholders, shape
 from autopar.ir.mesh import Mesh, TokenSlice
 from autopar.ir.meta import names_of_parameters, signature_of
-from autopar.ir.placement import Shard
+from autopar.ir.placement import Shard, conversion
 from autopar.options import Options
 from autopar.passes.pipelines import PLACEMENT_PASSES, STEP_PASSES
 from autopar.passes.stage.cut_experts import GIVEN, CutLayer, alike
 from autopar.passes.stage.forward_only import forward_only
-from autopar.passes.stage.slice_sizes import LENGTH, sample_slices, symbolic
+from autopar.passes.stage.slice_sizes import LENGTH, symbolic
 from autopar.plan import Plan
 from autopar.planner import make_plan
 from autopar.planner.factor_propagation import Analysis
@@ -80,6 +80,7 @@ def compile_experts(
     ctx = Compilation(mesh, observers=list(observers), timings=timings)
     rows = {name: x.expand(unit, *x.shape[1:]) if name == tokens else x for name, x in batch.items()}
     gm = timed(timings, "capture", lambda: captured(model, rows, lift_to_float64, options))
+    ctx.observe("capture", gm)
     gm = served_graph(gm, ctx, buffers or {}, batch[tokens].shape[1])
     layers = CUTS[apart](gm)
     sizes = {_sizes(layer) for layer in layers}
@@ -87,6 +88,7 @@ def compile_experts(
         found = " and ".join(map(str, sorted(sizes, key=str)))
         raise ValueError(f"serve: roles need layers of experts that are alike, found {found}; serve without roles")
     num_experts, top_k, hidden, dtype, weights_dtype = sizes.pop()
+    _check_divides(num_experts, mesh.size(NODES))
     first = alike(layers)
     made = {k: _compiled(layers[k], ctx, k, options, unit) for k in dict.fromkeys(first)}
     parameters = {}
@@ -150,6 +152,14 @@ def _check_axes(mesh: Mesh) -> None:
         )
 
 
+def _check_divides(experts: int, nodes: int) -> None:
+    if experts % nodes:
+        fits = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+        raise ValueError(
+            f"serve: {experts} experts do not divide over {nodes} nodes of the role experts; use ep of {fits}"
+        )
+
+
 def _sizes(layer: CutLayer) -> tuple[Any, ...]:
     """(experts, experts of a token, width, dtype of a token, dtype of the weights)."""
     given = {n.name: n for n in placeholders(layer.graph)[: len(GIVEN)] if n.name in GIVEN}
@@ -166,9 +176,10 @@ def _compiled(layer: CutLayer, ctx: Compilation, number: int, options: Options, 
     with ctx.within(f"experts{number}."):
         ctx.observe("cut", gm)
         plan = timed(ctx.timings, "plan", lambda: _plan(gm, ctx.mesh, options))
-        samples = sample_slices(shape(placeholders(gm)[0])[0], unit)
-        made = [_local(copy_graph(gm), ctx, plan, s, s is samples[0]) for s in samples]
-        graph = symbolic(made, samples)
+        samples = samples_of(shape(placeholders(gm)[0])[0], unit)
+        with of_requests():
+            made = [_local(copy_graph(gm), ctx, plan, s, s is samples[0]) for s in samples]
+            graph = symbolic(made, samples)
         _count_tokens(graph)
         ctx.observe("packed", graph)
     return StepGraph(graph, [*plan.inputs, *layer.names], ["y"]), plan
@@ -179,7 +190,8 @@ def _local(gm: GraphModule, ctx: Compilation, plan: Plan, part: TokenSlice, watc
     ctx = ctx.of_slice(part, watched)
     ctx.plan = plan
     gm = PassManager(PLACEMENT_PASSES).run(gm, ctx, facts=("functional",))
-    _keep_addend(gm)
+    if ctx.mesh.size(NODES) > 1:
+        _keep_addend(gm)
     gm = promise(forward_only(gm))
     return PassManager(STEP_PASSES).run(gm, ctx, facts=("step",))
 
@@ -197,8 +209,19 @@ def _count_tokens(gm: GraphModule) -> None:
 
 
 def _keep_addend(gm: GraphModule) -> None:
-    """Return a node's addend instead of the sum over nodes."""
+    """Return a node's addend instead of the sum over nodes, the only thing that they would exchange. Raises ValueError
+    for another."""
     (y,) = outputs(gm)
-    if is_conversion(y) and conversion_of(y)[0] == NODES:
-        output_node(gm).args = ((y.args[0],),)
-        gm.graph.erase_node(y)
+    exchanged = [node for node in gm.graph.nodes if is_conversion(node) and _moves_over_nodes(node)]
+    if exchanged != [y]:
+        found = describe(exchanged[0] if exchanged else y)
+        raise ValueError(
+            f"serve: nodes of the role experts add their results, found other exchanges at {found}; use ep=1"
+        )
+    output_node(gm).args = ((y.args[0],),)
+    gm.graph.erase_node(y)
+
+
+def _moves_over_nodes(node: Node) -> bool:
+    axis, src, dst = conversion_of(node)
+    return axis == NODES and conversion(src, dst) not in ("none", "slice")

@@ -116,10 +116,10 @@ def compile_packed(
         ctx.observe(f"cut_{apart}", gm)
     ctx.plan = plan = timed(timings, "plan", lambda: make_plan(gm, mesh, options, fixed, train=False))
     parameters = parameter_specs(gm, plan)
-    samples = [TokenSlice(s.length, s.start, total, tokens) for s in _samples(total)]
+    samples = [TokenSlice(s.length, s.start, total, tokens) for s in samples_of(total)]
     contexts = [ctx.of_slice(s, s is samples[0]) for s in samples]
     # Placements do not depend on the sizes, so they are found and checked once.
-    with _of_requests():
+    with of_requests():
         placed = PassManager(PLACEMENT_PASSES[:-1]).run(copy_graph(gm), contexts[0], facts=("functional",))
     made = [_local(copy_graph(placed), c, split_kv, gathers_ahead, c is contexts[0]) for c in contexts]
     first, vocabulary_axes = made[0][0], made[0][2]
@@ -127,7 +127,7 @@ def compile_packed(
         raise ValueError(
             f"serve: needs causal attention, found none in {type(model).__name__}; generate with the model itself"
         )
-    with _of_requests():
+    with of_requests():
         stages = timed(timings, "merge", lambda: _stages([(p, parts) for p, parts, _ in made], samples, ctx))
     for stage, rank in zip(stages, _ranks(plan), strict=True):
         stage.rank = rank
@@ -151,7 +151,7 @@ def compile_packed(
 
 
 @contextlib.contextmanager
-def _of_requests() -> Iterator[None]:
+def of_requests() -> Iterator[None]:
     """Context manager: what cannot run token slice by token slice cannot run tokens of several requests either."""
     try:
         yield
@@ -190,11 +190,12 @@ def served_graph(gm: GraphModule, ctx: Compilation, buffers: Mapping[str, Tensor
     return gm
 
 
-def _samples(total: int) -> tuple[TokenSlice, ...]:
+def samples_of(total: int, unit: int = 1) -> tuple[TokenSlice, ...]:
+    """Numbers of tokens, multiples of ``unit``, that graphs are built for. Raises ValueError for too few in all."""
     try:
-        return sample_slices(total)
+        return sample_slices(total, unit)
     except ValueError:
-        raise ValueError(f"serve: needs a max_length of at least 9 tokens, found {total}; raise it") from None
+        raise ValueError(f"serve: needs a max_length of at least 9 tokens, found {total // unit}; raise it") from None
 
 
 def _logits_of(gm: GraphModule) -> tuple[str, Node]:

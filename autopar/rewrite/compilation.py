@@ -39,7 +39,7 @@ class Compilation:
     def of_slice(self, part: TokenSlice, watched: bool) -> Compilation:
         """The compilation of one slice of the tokens. ``watched``: for the same observers."""
         mesh = replace(self.mesh, slice=part)
-        return Compilation(mesh, self.plan, self.observers if watched else [], self.timings)
+        return Compilation(mesh, self.plan, self.observers if watched else [], self.timings, prefix=self.prefix)
 
     @contextmanager
     def within(self, prefix: str) -> Iterator[None]:

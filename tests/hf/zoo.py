@@ -37,6 +37,7 @@ SIZES = {
     0: "pad_token_id",
 }
 OTHERS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "expand": 2},
     "falcon": {"head_dim": None},

@@ -6,6 +6,9 @@ logits = run(cut, model, Answers(experts, model, [3, 0]))       # in rows [..], 
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 from autopar.compile.expert_role import compile_experts
 from autopar.compile.serving import Apart, compile_packed
 from autopar.ir.mesh import Mesh
+from autopar.models.tiny import TINY
 from autopar.runtime.exec.lowering import bind
 from autopar.serving.packed_runner import StepInputs
 from autopar.serving.sampling_params import Sampling
@@ -25,10 +29,20 @@ from autopar.steps.packed import LOGITS, Packed
 from autopar.steps.packed_experts import PackedExperts
 from autopar.testing.harness import scatter
 from autopar.testing.lockstep import in_lockstep
+from tests.hf.own_experts import own
+from tests.hf.zoo import make
 
 LENGTH, PAGE = 24, 8
 ALONE: Any = SimpleNamespace(device=torch.device("cpu"), mesh=Mesh.of(dp=1))
 CHOICE = RowChoice(Sampling(temperature=0.0), 0, 0, 1)
+
+
+def built(kind: str) -> nn.Module:
+    """A small model in eval mode."""
+    if kind in TINY:
+        return TINY[kind].build().eval()
+    with contextlib.redirect_stderr(io.StringIO()):
+        return (own(kind) if kind == "dbrx" else make(kind, "causal"))[0].eval()
 
 
 def given(model: nn.Module, rows: int = 1) -> dict[str, Any]:
@@ -79,23 +93,20 @@ class Answers:
         layer, *tensors = pending
         crossed = [t for t in tensors if t is not None]
         sizes = [*self.parts, len(crossed[0]) - sum(self.parts)]
-        return torch.cat([self._node_sums(layer, part) for part in zip(*(t.split(sizes) for t in crossed))])
+        parts = zip(*(t.split(sizes) for t in crossed), strict=True)
+        return torch.cat([functools.reduce(torch.add, self.of_nodes(layer, part)) for part in parts])
 
-    def _node_sums(self, layer: int, crossed: Sequence[Tensor]) -> Tensor:
+    def of_nodes(self, layer: int, crossed: Sequence[Tensor]) -> list[Tensor]:
+        """What each node returns."""
         mesh, graph = self.experts.plan.mesh, self.experts.layers[layer].graph
         assert graph.inputs[: len(crossed)] == ["x", "expert", "weights"][: len(crossed)] and graph.outputs == ["y"]
         inputs = [[*crossed, *(shards[r] for shards in self.held[layer])] for r in range(mesh.world_size)]
         if mesh.world_size == 1:
-            return bind(graph.graph, ALONE)(inputs[0])[0]
-        found = [y for (y,) in in_lockstep(graph.graph, inputs, mesh)]
-        within = mesh.size("tp")
-        for node in range(self.experts.nodes):
-            of_node = found[node * within : (node + 1) * within]
-            assert all(torch.equal(y, of_node[0]) for y in of_node), "the ranks of a node have the same sums"
-        total = found[0]
-        for y in found[within::within]:
-            total = total + y
-        return total
+            return [bind(graph.graph, ALONE)(inputs[0])[0]]
+        found, within = [y for (y,) in in_lockstep(graph.graph, inputs, mesh)], mesh.size("tp")
+        for rank, y in enumerate(found):
+            assert torch.equal(y, found[rank // within * within]), "the ranks of a node have the same sums"
+        return found[::within]
 
 
 PROMPTS = ((3, 9, 4, 1, 5), (7,), (2, 8, 6, 11, 13, 17, 19))
@@ -106,8 +117,8 @@ STEPS = (  # per step: (request, first position, tokens)
 )
 
 
-def run(packed: Packed, model: nn.Module, experts: Any = None) -> list[Tensor]:
-    """The logits [N, V] of each of `STEPS`."""
+def run(packed: Packed, model: nn.Module, experts: Any = None, keep: list[list[Any]] | None = None) -> list[Tensor]:
+    """The logits [N, V] of each of `STEPS`. ``keep``: gets the inputs of each."""
     (stage,) = packed.stages
     known, names = values_of(model) | packed.constants, {s.node: s.name for s in packed.signature.inputs}
     values: dict[str, Any] = {node: known[name] for node, name in names.items() if name in known}
@@ -126,6 +137,9 @@ def run(packed: Packed, model: nn.Module, experts: Any = None) -> list[Tensor]:
             pages = tuple(range(1 + request * of_request, 1 + (request + 1) * of_request))
             rows.append(Row(request, tokens, start, (pages,) * len(packed.windows), CHOICE))
         values |= inputs.of(rows, sum(len(row.tokens) for row in rows), len(rows))
-        values |= zip(stage.graph.outputs, bound([values[name] for name in stage.graph.inputs]), strict=True)
+        fed = [values[name] for name in stage.graph.inputs]
+        if keep is not None:
+            keep.append([x.clone() if isinstance(x, Tensor) else x for x in fed])
+        values |= zip(stage.graph.outputs, bound(fed), strict=True)
         found.append(values[LOGITS if LOGITS in values else str(stage.graph.outputs[0])][0])
     return found
