@@ -101,6 +101,8 @@ def serve_roles(
                 raise ValueError(
                     "serve: roles have weights of their own, found a model that is parallelized; pass the model itself"
                 )
+            if roles.in_use:
+                raise ValueError("serve: these roles serve already; close that server first, on all ranks")
             check_module(model)
             asked = ServeArguments.checked(groups.device.type, **arguments)
             if asked.backend != "eager":

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from autopar.cost.ping_pong import simulated
+from autopar.cost.ping_pong import Interval, simulated
 from autopar.planner.experts.disaggregation import APART, Deployment
 from autopar.report.tables import human_count, human_digits, human_seconds, show_table, table_of
 
@@ -88,15 +88,23 @@ def verdict(apart: Deployment, together: Sequence[Deployment]) -> str:
 
 def timeline(apart: Deployment, layers: int) -> list[str]:
     """The first layers of a step."""
-    drawn = min(layers, _DRAWN)
-    events = simulated(apart.times, drawn, apart.microbatches)
+    shown = min(layers, _DRAWN)
+    events = simulated(apart.times, shown, apart.microbatches)
     end = max(x.end for x in events) + apart.times.exchange
+    head = f"the first {shown} of {layers} layers" if shown < layers else "a step"
+    return drawn(events, head, end)
+
+
+def drawn(events: Sequence[Interval], head: str = "a step", end: float = 0.0) -> list[str]:
+    """A timeline of what the ranks of both roles computed, simulated or measured (`Server.timeline`). ``end``: seconds,
+    if it is behind the last event."""
+    begin = min(x.start for x in events)
+    length = max(end, *(x.end for x in events)) - begin
     rows = {role: ["."] * _COLUMNS for role in ("attention", "experts")}
-    for x in events:
-        first, behind = (round(t / end * _COLUMNS) for t in (x.start, x.end))
-        rows[x.role][first:behind] = str(x.microbatch + 1) * (behind - first)
-    head = f"the first {drawn} of {layers} layers" if drawn < layers else "a step"
+    for x in reversed(events):
+        first, behind = (round((t - begin) / length * _COLUMNS) for t in (x.start, x.end))
+        rows[x.role][first:behind] = str((x.microbatch + 1) % 10) * (behind - first)
     return [
-        f"{head}, {human_seconds(end)} (digits: microbatches; a point: the GPUs wait)",
+        f"{head}, {human_seconds(length)} (digits: microbatches; a point: the GPUs wait)",
         *(f"{role:10} {''.join(row)}" for role, row in rows.items()),
     ]

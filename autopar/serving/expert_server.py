@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.cost.ping_pong import Interval
 from autopar.ir.graph import set_device
 from autopar.ir.traffic import Ledger
 from autopar.runtime.comm.pairs import AnsweringPairs
@@ -37,13 +38,18 @@ class ExpertServer:
         self._layers: list[tuple[Lowered, list[Tensor]]] = [
             (code[id(layer.graph)], [values[name] for name in layer.names]) for layer in packed.layers
         ]
-        self.held = {name: x for spec in packed.parameters for name, x in [(spec.name, values[spec.name])]}
+        self.held = {spec.name: values[spec.name] for spec in packed.parameters}  # this rank's shards
         self._pairs, self._ended = pairs, False
 
     @property
     def traffic(self) -> Ledger:
         """Bytes sent to attention ranks so far."""
         return self._pairs.traffic
+
+    @property
+    def timeline(self) -> list[Interval]:
+        """When this rank computed what in the last step; seconds of `time.time`."""
+        return self._pairs.timeline
 
     def run(self) -> None:
         """Answer until the attention ranks close their server. Raises the error that breaks it."""

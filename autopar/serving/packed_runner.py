@@ -266,6 +266,11 @@ class PackedRunner:
     def end(self, error: BaseException | None = None) -> None:
         """See `autopar.serving.step.Runner`."""
 
+    @property
+    def timeline(self) -> list[Any]:
+        """See `autopar.serving.step.Runner`."""
+        return []
+
     # --- a step -------------------------------------------------------------------------------------------
 
     @torch.no_grad()

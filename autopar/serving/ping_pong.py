@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.cost.ping_pong import Interval
+from autopar.ir.traffic import Ledger
 from autopar.runtime.comm.pairs import AskingPairs
 from autopar.serving.packed_runner import PackedRunner
 from autopar.serving.step import Chosen, Row, Step
@@ -31,6 +33,16 @@ class PingPongRunner(PackedRunner):
     def __init__(self, *given: Any, pairs: AskingPairs, layers: int, microbatches: int, **more: Any) -> None:
         super().__init__(*given, **{**more, "experts": pairs})
         self._pairs, self._layers, self._microbatches = pairs, layers, microbatches
+
+    @property
+    def traffic(self) -> Ledger:
+        """Bytes sent to experts so far."""
+        return self._pairs.traffic
+
+    @property
+    def timeline(self) -> list[Interval]:
+        """When this rank computed what in the last step; seconds of `time.time`."""
+        return self._pairs.timeline
 
     @torch.no_grad()
     def run(self, step: Step) -> list[Chosen] | None:
@@ -59,10 +71,9 @@ class PingPongRunner(PackedRunner):
         """Resume them one after the other, until all have ended."""
         ended: list[Tensor | None] = [None] * len(microbatches)
         running = dict(enumerate(microbatches))
-        self._pairs.step = self._steps
         while running:
             for i, turns in list(running.items()):
-                self._pairs.microbatch = i
+                self._pairs.resume(self._steps, i)
                 try:
                     next(turns)
                 except StopIteration as end:

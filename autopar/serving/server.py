@@ -398,6 +398,18 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def traffic(self) -> Any:
+        """Bytes that this rank has sent so far to other stages, or to ranks of experts: (axis, kind) -> `Traffic`."""
+        return self._runner.traffic
+
+    @property
+    def timeline(self) -> list[Any]:
+        """Where experts are on ranks of their own: when this rank computed what in the last step, a list of
+        `autopar.cost.ping_pong.Interval` in seconds of `time.time`; `autopar.report.disaggregation_summary.drawn` draws
+        those of all ranks."""
+        return self._runner.timeline
+
     # --- metrics --------------------------------------------------------------------------------------------------
 
     def _delivered(self, events: Sequence[Event]) -> None:

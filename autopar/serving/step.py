@@ -76,6 +76,14 @@ class Runner(Protocol):
     has_other_roles: bool  # whether ranks that are not of the mesh take part in its steps
     reporters: tuple[int, ...]  # per replica: the global rank that returns its tokens, one of the last stage
 
+    @property
+    def traffic(self) -> Any:
+        """Bytes that this rank has sent to other stages, or to ranks of experts, so far: a `Ledger`."""
+
+    @property
+    def timeline(self) -> list[Any]:
+        """Of roles: when this rank computed what in the last step (`autopar.cost.ping_pong.Interval`)."""
+
     def refresh(self, changed: bool = False) -> bool:
         """Take the present weights; whether they have changed, which ``changed`` knows already. Called on all ranks,
         between steps, when no request runs."""

@@ -60,7 +60,7 @@ FLOORS: tuple[set[str], ...] = (
     {"runtime"},
     {"serving"},
     {"serve_model"},
-    {"generation"},
+    {"generation", "serve_roles"},
     {"cache"},
     {"api"},
     {"verification", "models"},

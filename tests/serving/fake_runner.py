@@ -50,6 +50,8 @@ class FakeRunner:
         self.pages, self.windows, self.page_size = tuple(pages), tuple(windows), page_size
         self.replicas, self.stages, self.replica, self.last = replicas, stages, replica, last
         self.reporters, self.has_other_roles = tuple(reporters), False
+        self.traffic: dict[tuple[str, str], int] = {}
+        self.timeline: list[object] = []
         self.page_bytes = tuple(1000 for _ in pages)
         self.pools: list[dict[tuple[int, int], int]] = [{} for _ in pages]
         self.computed = self.steps = 0

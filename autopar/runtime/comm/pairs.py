@@ -16,6 +16,7 @@ The leader of a node talks for it, and shares what it is sent with the node's ot
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.cost.ping_pong import Interval
 from autopar.ir.traffic import Traffic
 from autopar.runtime.fault.aborts import started
 from autopar.runtime.fault.errors import CollectiveError, board, explained
@@ -100,6 +102,9 @@ class _Ends:
         self._source = groups.ranks("tp")[0] if self._tp > 1 else 0
         self._kept: list[deque[tuple[dist.Work, Tensor]]] = [deque() for _ in self._pairs]  # on their way
         self._gone = [0] * len(self._pairs)  # messages that have arrived
+        self.timeline: list[Interval] = []  # what this rank has computed in the present step
+        roles.ends.append(self)
+        self.open = True
         self._counts = {(KIND, kind): [0, 0] for kind in ("headers", "rows", "sums")}
 
     @property
@@ -109,6 +114,7 @@ class _Ends:
 
     def fail(self, error: BaseException) -> None:
         """This rank's serving has failed: all ranks of both roles learn of it within a heartbeat, and none waits on."""
+        self.open = False
         first = (str(error).splitlines() or [""])[0]
         own = f"{self._roles.named(self._roles.rank)} failed: {type(error).__name__}: {first}"[:500]
         with suppress(StoreError):  # the error itself explains more
@@ -159,18 +165,26 @@ class Asked:
 class AskingPairs(_Ends):
     """The attention side: answers `ask_experts` of the bound graph by `start` and `finish`.
 
-    ``microbatch`` and ``step`` are set before a graph is resumed. All ranks of the node make the same calls.
+    `resume` says of which microbatch the next calls are. All ranks of the node make the same calls.
     """
 
     def __init__(self, roles: Roles, groups: Groups, rows: RowFormat) -> None:
         assert roles.role == "attention", "expert nodes answer"
         super().__init__(roles, groups, rows)
         self.step = self.microbatch = 0
+        self._since = 0.0  # when the resumed microbatch began to compute
         self._experts = rows.num_experts // roles.expert_nodes  # of a node
         self._nodes = torch.arange(roles.expert_nodes, device=groups.device).view(-1, 1, 1)
 
+    def resume(self, step: int, microbatch: int) -> None:
+        """The following calls are of this microbatch of a step."""
+        if step != self.step:
+            self.timeline.clear()
+        self.step, self.microbatch, self._since = step, microbatch, time.time()
+
     def start(self, layer: int, x: Tensor, expert: Tensor | None, weights: Tensor | None) -> Asked:
         """Send tokens ``x`` [T, H] to the nodes of their experts ``expert`` [T, K], with ``weights`` [T, K]."""
+        self.timeline.append(Interval("attention", layer, self.microbatch, self._since, time.time()))
         asked = Asked(self._where(layer), x)
         if not self._pairs:
             return asked
@@ -203,7 +217,9 @@ class AskingPairs(_Ends):
             else:
                 total.index_add_(0, pending.tokens[begin : begin + len(sums)], sums)
                 begin += len(sums)
-        return self._shared(total)
+        total = self._shared(total)
+        self._since = time.time()
+        return total
 
     def empty(self, layer: int) -> None:
         """A microbatch, or a step, without tokens here: the expert nodes wait for this node all the same."""
@@ -211,6 +227,7 @@ class AskingPairs(_Ends):
 
     def end(self) -> None:
         """No step follows: the expert nodes end when all attention nodes have said so."""
+        self.open = False
         self._send_headers(0, [0] * len(self._pairs), ended=1)
         for i in range(len(self._pairs)):
             with self._explained("ending", i):
@@ -260,6 +277,7 @@ class AnsweringPairs(_Ends):
                 pass
             for i in range(len(self._pairs)):
                 self._arrived(i, self._sent(i))
+            self.open = False
         except BaseException as error:
             self.fail(error)
             raise
@@ -275,6 +293,8 @@ class AnsweringPairs(_Ends):
         return True
 
     def _answer(self, answer: Callable[..., Tensor], layer: int, microbatch: int, counts: list[int]) -> None:
+        if layer == microbatch == 0:
+            self.timeline.clear()
         where = f"step {self._step}, layer {layer}, microbatch {microbatch}"
         rows = self._format.empty(sum(counts), self._groups.device)
         works = []
@@ -288,7 +308,9 @@ class AnsweringPairs(_Ends):
         if not len(rows):
             return
         x, expert, weights = self._format.unpacked(self._shared(rows))
+        start = time.time()
         sums = answer(layer, x, expert, weights).detach().contiguous()
+        self.timeline.append(Interval("experts", layer, microbatch, start, time.time()))
         assert sums.shape == (len(rows), self._format.hidden) and sums.dtype == self._format.dtype, "a sum per token"
         for i, part in enumerate(sums.split(counts) if self._pairs else ()):
             if len(part):

@@ -66,6 +66,12 @@ class Roles:
     timeout: timedelta
     pairs: tuple[Pair, ...] = ()
     rounds: dict[str, Rounds] = field(default_factory=dict, repr=False)
+    ends: list[Any] = field(default_factory=list, repr=False)  # of pairs, which two servers cannot share
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a server's microbatches may be on their way between the roles."""
+        return any(end.open for end in self.ends)
 
     def ranks_of(self, role: Role) -> range:
         """The global ranks of a role."""
