@@ -52,8 +52,8 @@ def same(layer: int, x: Tensor, expert: Tensor | None, weights: Tensor | None) -
 
 
 def exchange(rounds: int) -> dict[str, tuple[float, float]]:
-    """Size -> best seconds until the rows are at the experts: by pairs with their headers, from routing to rows that
-    are ready to compute with, and by one all_to_all_single of rows that are ready to send. They take turns."""
+    """Size -> best seconds from routing to rows that experts can compute with: by pairs with their headers, and by one
+    all_to_all_single of the same rows, whose numbers are known here. They take turns."""
     roles, groups, rows = started((2, 2))
     everyone = pair_group(roles, range(4), "all", root_store(default_store()))
     found: dict[str, tuple[float, float]] = {}
@@ -68,11 +68,9 @@ def exchange(rounds: int) -> dict[str, tuple[float, float]]:
 
     for name, count in SIZES.items():
         given, best = tokens_of(rows, count), {"pairs": 1e9, "all_to_all": 1e9}
-        there = torch.zeros(2 * count * HIDDEN)
-        sent = [0, 0, count * HIDDEN, count * HIDDEN] if asking else [0] * 4
-        received = [0] * 4 if asking else [count * HIDDEN, count * HIDDEN, 0, 0]
+        sent, received = ([0, 0, count, count], [0] * 4) if asking else ([0] * 4, [count, count, 0, 0])
         for _ in range(rounds):
-            dist.all_to_all_single(there.new_empty(4), torch.zeros(4), group=everyone)  # all are here
+            dist.all_to_all_single(torch.empty(4), torch.zeros(4), group=everyone)  # all are here
             begin = end = time.perf_counter()
             if asking:
                 asked = asking.start(0, *given)
@@ -82,10 +80,16 @@ def exchange(rounds: int) -> dict[str, tuple[float, float]]:
             elif answering:
                 answering._run_step(note, 1)
             best["pairs"] = min(best["pairs"], end - begin)
-            dist.all_to_all_single(there.new_empty(4), torch.zeros(4), group=everyone)
+            dist.all_to_all_single(torch.empty(4), torch.zeros(4), group=everyone)
             begin = time.perf_counter()
-            out = there.new_empty(sum(received))
-            dist.all_to_all_single(out, there[: sum(sent)], received, sent, group=everyone)
+            out, ready = (rows.empty(n, groups.device) for n in (sum(received), 0))
+            if asking:
+                places, _ = asking._chosen(given[1], count)
+                assert places is not None, "there are two nodes"
+                ready = rows.packed(*given).index_select(0, places)
+            dist.all_to_all_single(out, ready, received, sent, group=everyone)
+            if answering:
+                rows.unpacked(out)
             best["all_to_all"] = min(best["all_to_all"], time.perf_counter() - begin)
         found[name] = best["pairs"], best["all_to_all"]
     return found

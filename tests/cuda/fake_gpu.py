@@ -184,7 +184,7 @@ def module_on(gpu: FakeGpu, model: nn.Module, example: Mapping[str, Any], mesh: 
             (rank_checks, "meet", lambda *_: True),
             (rank_checks, "show", lambda scope, count, rank, ranks, text, limit: [text] * len(ranks)),
             (api, "ParallelModule", made),
-            (hf_io.Files, "_stored", outside(hf_io.Files._stored)),
+            (hf_io.Files, "stored", outside(hf_io.Files.stored)),
             (call_arguments, "_problem", lambda *_: ""),  # fakes are no plain tensors
         ):
             stack.enter_context(patch.object(where, name, value))

@@ -44,7 +44,7 @@ def through(kind: str, folder: str) -> tuple[dict[str, Tensor], float]:
     """Loaded and saved on a mesh: the whole state, and the share of all stored numbers that this rank has read."""
     options: dict[str, Any] = {"zero": 3} if "dp" in SIZES[kind] else {"microbatches": 2} if "pp" in SIZES[kind] else {}
     model = autopar.parallelize(tiny(kind, 1), init_mesh(**SIZES[kind]), **options)
-    read, stored = 0, Files._stored
+    read, stored = 0, Files.stored
 
     def counted(self: Files, source: Any, window: Any) -> Tensor:
         nonlocal read
@@ -52,11 +52,11 @@ def through(kind: str, folder: str) -> tuple[dict[str, Tensor], float]:
         read += value.numel()
         return value
 
-    Files._stored = counted  # type: ignore[method-assign]
+    Files.stored = counted  # type: ignore[method-assign]
     try:
         model.load_pretrained(f"{folder}/in")
     finally:
-        Files._stored = stored  # type: ignore[method-assign]
+        Files.stored = stored  # type: ignore[method-assign]
     whole = model.full_state_dict()
     model.save_pretrained(f"{folder}/out", max_shard_size="20KB")
     model.load_state_dict({name: torch.zeros_like(x) for name, x in whole.items()})

@@ -319,7 +319,7 @@ class AnsweringPairs(_Ends):
 
     def _rows_of_nodes(self, layer: int, microbatch: int) -> list[int] | None:
         """How many rows each attention node sends; None: they have ended."""
-        found = torch.zeros(2 + self._roles.attention_nodes, dtype=torch.int64)
+        found = [0] * (2 + self._roles.attention_nodes)
         if self._pairs:
             headers = [self._header(i) for i in range(len(self._pairs))]
             first = (layer, microbatch) == (0, 0)
@@ -328,11 +328,13 @@ class AnsweringPairs(_Ends):
             for i, header in enumerate(headers):
                 if not ended and header != [step, layer, microbatch, header[3], 0]:
                     raise self._misfit(i, header, f"step {step}, layer {layer}, microbatch {microbatch}")
-            found = torch.tensor([int(ended), step, *(header[3] for header in headers)])
+            found = [int(ended), step, *(header[3] for header in headers)]
         if self._control is not None:
+            shared = torch.tensor(found)
             with explained("waiting for the leader of the node", self._groups.ranks("tp")):
-                dist.broadcast(found, self._source, group=self._control)
-        over, self._step, *counts = found.tolist()
+                dist.broadcast(shared, self._source, group=self._control)
+            found = shared.tolist()
+        over, self._step, *counts = found
         return None if over else counts
 
     def _post(self, pair: Pair) -> tuple[dist.Work, Tensor]:

@@ -1,6 +1,7 @@
 """The mesh as processes and devices.
 
-process_groups      the only file that makes process groups
+process_groups      makes the process groups of a mesh
+roles               two roles with a world each, and the pairs between them
 devices             the device of a rank
 host_copies         copies between host and device
 

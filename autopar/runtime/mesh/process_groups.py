@@ -1,4 +1,4 @@
-"""Process groups: the only place that creates any. Everything else says the name of an axis.
+"""Process groups of a mesh. Everything else says the name of an axis.
 
 mesh = init_mesh(dp=2, tp=2)     # a torch DeviceMesh whose dims are named after the axes
 groups = Groups(mesh)            # axis name -> ProcessGroup, size, my coordinate
