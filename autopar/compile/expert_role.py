@@ -115,7 +115,8 @@ def _plan(gm: GraphModule, mesh: Mesh, options: Options) -> Plan:
     given = {spec.name: {"sl": Shard(0)} for spec in signature_of(gm).inputs if spec.kind == "input"}
     options = dataclasses.replace(options, batch_dims=tuple((name, None) for name in given))
     if dispatches(gm):
-        options = dataclasses.replace(options, expert_axis=NODES, token_dispatcher=GATHERED)
+        how = GATHERED if mesh.size(NODES) > 1 else "auto"
+        options = dataclasses.replace(options, expert_axis=NODES, token_dispatcher=how)
         plan = make_plan(gm, mesh, options, train=False)
     else:
         within = make_plan(gm, Mesh.of(**{WITHIN: mesh.size(WITHIN)}), options, train=False)
