@@ -43,9 +43,11 @@ from autopar.rewrite.pass_manager import PassManager
 from autopar.rewrite.step_checks import promise
 from autopar.steps.graphs import StepGraph
 from autopar.steps.packed_experts import ExpertLayer, PackedExperts
+from autopar.token_dispatchers import TOKEN_DISPATCHERS
 
 aten = torch.ops.aten
 NODES, WITHIN = "ep", "tp"  # the axes of this role
+GATHERED = next(name for name, row in TOKEN_DISPATCHERS.items() if row.gathers)  # each node has all tokens
 
 
 @with_large_stack
@@ -113,7 +115,8 @@ def _plan(gm: GraphModule, mesh: Mesh, options: Options) -> Plan:
     given = {spec.name: {"sl": Shard(0)} for spec in signature_of(gm).inputs if spec.kind == "input"}
     options = dataclasses.replace(options, batch_dims=tuple((name, None) for name in given))
     if dispatches(gm):
-        options = dataclasses.replace(options, expert_axis=NODES, token_dispatcher="allgather")
+        how = GATHERED if mesh.size(NODES) > 1 else "auto"
+        options = dataclasses.replace(options, expert_axis=NODES, token_dispatcher=how)
         plan = make_plan(gm, mesh, options, train=False)
     else:
         within = make_plan(gm, Mesh.of(**{WITHIN: mesh.size(WITHIN)}), options, train=False)

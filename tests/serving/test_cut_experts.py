@@ -80,7 +80,7 @@ def test_experts_inside_of_attention_are_refused() -> None:
     assert re.search(r"experts that return tokens as they get them, found \[24, 32\] .* to .*self_attention", found)
 
 
-NODES: list[dict[str, int]] = [{"ep": 2}, {"ep": 4}, {"ep": 2, "tp": 2}]
+NODES: list[dict[str, int]] = [{"ep": 4}, {"ep": 2, "tp": 2}, {"tp": 2}]
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "llama4_text"])
@@ -90,8 +90,8 @@ def test_sums_of_nodes_are_the_whole(kind: str) -> None:
     expected = run(whole, model)
     for sizes in NODES:
         experts = compile_experts(**given(model), mesh=Mesh.of(**sizes))
-        assert experts.nodes == sizes["ep"]
-        for parts in ((), (1,), (3, 0, 1) if sizes["ep"] == 2 else (0,)):  # tokens of several askers, uneven, and none
+        assert experts.nodes == sizes.get("ep", 1)
+        for parts in ((), (1,), (3, 0, 1)):  # tokens of several askers, uneven, and none
             steps = run(cut, model, Parted(experts, model, parts))
             assert far(steps, expected) < 1e-13
 
@@ -361,6 +361,7 @@ def test_what_crosses_is_named(name: str) -> None:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no experts": (lambda: texts(Causal(), "attention"), r'found none; cut its MLPs by apart="mlp"'),
     "no MLP": (lambda: texts(Causal(), "attention", "mlp"), rf"found none; {WAY_OUT}"),
+    "experts in a dense model's place": (lambda: texts(Routed(), "experts", "mlp"), r'use apart="experts"'),
     "experts do not divide": (
         lambda: texts(Routed(), "experts", mesh=Mesh.of(ep=3)), "4 experts do not divide over 3 nodes .* ep of 1, 2, 4",
     ),

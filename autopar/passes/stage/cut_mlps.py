@@ -18,6 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autopar.adapters.operators import OpOverload
+from autopar.ir.expert_layers import dispatches
 from autopar.ir.graph import arguments, calls_of, insert_call, is_call, placeholders, reach, remove_dead_code, shape
 from autopar.ir.meta import input_specs
 from autopar.ops.traits import PASSING, is_elementwise
@@ -39,7 +40,12 @@ class _Mlp:
 
 def cut_mlps(gm: GraphModule) -> list[CutLayer]:
     """Cut all MLPs out of a graph, in place; the k-th answers ``ask_experts(..., k)``. Raises ValueError for a model
-    without one."""
+    without one, and for one with experts."""
+    if dispatches(gm):
+        raise ValueError(
+            'serve: apart="mlp" is for dense models, found experts, which would stay with attention; use '
+            'apart="experts"'
+        )
     found = _mlps(gm)
     if not found:
         raise ValueError(
