@@ -97,12 +97,13 @@ def ask(roles: Roles, pairs: AskingPairs, microbatches: int, routing: Routing, d
             assert found.shape == x.shape
             worst = max([worst, *(found - whole(layer, *given)).abs().flatten().tolist()])
 
-    for pairs.step in range(STEPS):
+    for step in range(STEPS):
         running = {i: graph(i) for i in range(microbatches)}
         while running:
-            for pairs.microbatch, turns in list(running.items()):
+            for i, turns in list(running.items()):
+                pairs.resume(step, i)
                 if next(turns, turns) is turns:
-                    del running[pairs.microbatch]
+                    del running[i]
     pairs.end()
     return worst, pairs.traffic
 
