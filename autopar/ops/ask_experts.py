@@ -18,6 +18,7 @@ from autopar.ops.declare import operator
 def ask_experts(x: Tensor, expert: Tensor | None, weights: Tensor | None, layer: int) -> Tensor:
     """x [T, H], expert [T, K] int, weights [T, K] -> [T, H]: each token's weighted sum over its experts.
 
+    expert            numbers that are not those of experts choose none (some models have experts that do nothing)
     expert, weights   None: every token goes to every node of the experts' role, whose results are added
     layer             which of the layers that were cut, counted from 0
     """
