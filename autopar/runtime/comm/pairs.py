@@ -104,7 +104,7 @@ class _Ends:
         self._gone = [0] * len(self._pairs)  # messages that have arrived
         self.timeline: list[Interval] = []  # what this rank has computed in the present step
         roles.ends.append(self)
-        self.open = True
+        self.open = False  # messages may be on their way
         self._counts = {(KIND, kind): [0, 0] for kind in ("headers", "rows", "sums")}
 
     @property
@@ -178,6 +178,7 @@ class AskingPairs(_Ends):
 
     def resume(self, step: int, microbatch: int) -> None:
         """The following calls are of this microbatch of a step."""
+        self.open = True
         if step != self.step:
             self.timeline.clear()
         self.step, self.microbatch, self._since = step, microbatch, time.time()
@@ -263,6 +264,7 @@ class AnsweringPairs(_Ends):
         # The node's other ranks wait for the leader as long as it waits for attention.
         self._control = groups.control(PATIENCE, ["tp"]) if self._tp > 1 else None
         self._headers = [self._post(pair) for pair in self._pairs]
+        self.open = True
 
     def serve(self, answer: Callable[[int, Tensor, Tensor | None, Tensor | None], Tensor], layers: int) -> None:
         """Answer until all attention nodes have ended. ``answer(layer, x, expert, weights)`` [T, H] is what this node's
