@@ -220,7 +220,7 @@ def refused(attention: Sizes, experts: Sizes) -> list[str]:
 
 REFUSED = (
     'cut its MLPs by apart="mlp"',
-    'apart="mlp" needs MLPs',
+    'apart="mlp" is for dense models',
     "apart: expected",
     "9 microbatches need as many requests",
     "need the same arguments, found microbatches=2 on rank 1",
