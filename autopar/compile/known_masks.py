@@ -6,17 +6,19 @@ mark_causal(gm)                                           attention whose bias h
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from autopar.compile.bias_terms import terms
 from autopar.compile.key_biases import add_up, fold, is_column
+from autopar.compile.soft_masks import HIDES, harden
 from autopar.ir.graph import arguments, calls_of, is_call, placeholders, remove_dead_code, set_argument
 from autopar.ir.meta import input_specs, remembered, signature_of
 from autopar.passes.canonicalize.constant_masks import LEAST, constant, may_hide
@@ -28,7 +30,8 @@ _OWN = ("parameter", "buffer", "constant")  # inputs that are the model's
 
 def know_masks(gm: GraphModule, buffers: Mapping[str, Tensor]) -> None:
     """Buffers [.., n, m] of a captured graph that are masks become constants: bool ones, and those of zeros and ones,
-    or of zeros and numbers that hide a key. Other values are marked if they hide none."""
+    or of zeros and numbers that hide a key. Other values are marked if they hide none. Masks by numbers such as -1e4
+    become masks by -inf."""
     signature = signature_of(gm)
     known = {s.name for s in signature.inputs if s.kind == "buffer" and s.name in buffers and _is_mask(buffers[s.name])}
     inputs = [replace(s, kind="constant") if s.name in known else s for s in signature.inputs]
@@ -37,6 +40,8 @@ def know_masks(gm: GraphModule, buffers: Mapping[str, Tensor]) -> None:
         spec = input_specs(gm)[node.name]
         node.meta["moderate"] = spec.kind in _OWN and _is_moderate(buffers.get(spec.name))
     gm.meta["constants"] = {**gm.meta.get("constants", {}), **{name: buffers[name].detach().clone() for name in known}}
+    with _known_constants(gm):
+        harden(gm)
 
 
 def _is_mask(x: Tensor) -> bool:
@@ -44,7 +49,7 @@ def _is_mask(x: Tensor) -> bool:
         return True
     if x.is_meta or x.is_complex() or x.dim() < 2 or min(x.shape[-2:]) < 2:
         return False
-    return bool(((x == 0) | (x == 1)).all() or ((x == 0) | (x <= LEAST)).all())
+    return bool(((x == 0) | (x == 1)).all() or ((x == 0) | (x <= HIDES)).all())
 
 
 def _is_moderate(x: Tensor | None) -> bool:
@@ -55,17 +60,24 @@ def _is_moderate(x: Tensor | None) -> bool:
 def mark_causal(gm: GraphModule) -> None:
     """In a normalized graph, set the flag of attention whose bias hides all later tokens: windows written as masks, and
     masks beside learned biases. A bias that is a number per key token (`key_biases`) becomes a part of the keys."""
+    with _known_constants(gm):
+        of_ids = _of_ids(gm)
+        for node in calls_of(gm.graph, torch.ops.autopar.attention.default):
+            if arguments(node)["bias"] is not None:
+                _know_bias(node, of_ids)
+    remove_dead_code(gm)
+
+
+@contextlib.contextmanager
+def _known_constants(gm: GraphModule) -> Iterator[None]:
+    """Within: `constant` knows the values of the graph's constants."""
     specs, constants = input_specs(gm), gm.meta.get("constants", {})
     for node in placeholders(gm):
         if specs[node.name].kind == "constant":
             node.meta["value"] = constants[specs[node.name].name]
-    of_ids = _of_ids(gm)
-    for node in calls_of(gm.graph, torch.ops.autopar.attention.default):
-        if arguments(node)["bias"] is not None:
-            _know_bias(node, of_ids)
+    yield
     for node in placeholders(gm):
         node.meta.pop("value", None)
-    remove_dead_code(gm)
 
 
 def _of_ids(gm: GraphModule) -> Callable[[Node], bool]:

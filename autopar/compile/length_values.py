@@ -162,13 +162,17 @@ def _same_for_tokens(user: Node, node: Node, x: Any, y: Any) -> bool:
         return False
     apart = torch.where(finite, x - y, float("nan"))
     by_row = torch.where(finite, apart - apart.nanmean(-1, keepdim=True), 0.0)
-    return torch.allclose(by_row, torch.zeros_like(by_row), atol=1e-5) and _ends_in_softmax(node, user)
+    return torch.allclose(by_row, torch.zeros_like(by_row), atol=1e-5) and _into_softmax(node, user)
 
 
-def _ends_in_softmax(node: Node, user: Node) -> bool:
-    """Whether a value leads to nothing but a softmax over its last dim."""
+def ends_in_softmax(node: Node) -> bool:
+    """Whether a value leads to nothing but a softmax over its last dim, as a part of the scores."""
+    return bool(node.users) and all(_into_softmax(node, user) for user in node.users)
+
+
+def _into_softmax(node: Node, user: Node) -> bool:
     if user.target in _SOFTMAX:
         return user.args[1] in (-1, user.meta["val"].dim() - 1)
     if user.target is _SDPA:
         return arguments(user)["attn_mask"] is node
-    return user.target in _KEEPS_SHIFTS and all(_ends_in_softmax(user, other) for other in user.users)
+    return user.target in _KEEPS_SHIFTS and ends_in_softmax(user)

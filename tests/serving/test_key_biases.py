@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from autopar.models.hf_generation import generation_facts
+from autopar.serve_model import check_positions
+from tests.hf.zoo import make
 from tests.serving.served import GREEDY, PROMPTS, SIZES, Generated, worst
 from tests.support.ranks import refusal, run_ranks
 
@@ -120,6 +122,16 @@ def test_equals_the_whole_forward() -> None:
 def test_on_two_ranks() -> None:
     found = run_ranks(2, serves, {"tp": 2}, [("repeated", 2), ("filled", 2), ("learned and of keys", 2)])
     assert max(found[0].values()) < 1e-12, found
+
+
+def test_a_forward_that_chooses_among_all_keys() -> None:
+    """Doge drops keys where there are more than this."""
+    model = make("doge", "causal")[0]
+    model.config.keep_window_size = 32
+    facts = generation_facts(model)
+    assert refusal(lambda: check_positions(model, facts, 33)) == (
+        "serve: max_length 33 is beyond the 32 positions of DogeForCausalLM; lower it to 32"
+    )
 
 
 def refused() -> dict[str, str]:

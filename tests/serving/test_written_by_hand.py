@@ -60,8 +60,18 @@ class Model(nn.Module):
             return scores.masked_fill((i > i[:, None]) | (i <= i[:, None] - 6), -math.inf)
         if self.mask in ("ones", "integers"):
             return scores.masked_fill(self.hidden[:n, :n] == 0, -math.inf)
-        if self.mask in ("added", "added numbers"):
+        if self.mask in ("added", "added numbers", "added small"):
             return scores + self.hidden[:n, :n]
+        if self.mask == "product":  # as GPT
+            b = self.hidden[:n, :n]
+            return scores * b + -1e4 * (1 - b)
+        if self.mask == "product less":
+            b = torch.ones(n, n).tril()
+            return scores * b - 1e4 * (1 - b)
+        if self.mask == "chosen small":
+            return torch.where(self.hidden[:n, :n].bool(), scores, torch.tensor(-1e4).double())
+        if self.mask == "filled small":
+            return scores.masked_fill(i > i[:, None], -1e4)
         if self.mask == "alibi from the last":
             return (scores + 0.1 * torch.arange(1 - n, 1).double()).masked_fill(i > i[:, None], -math.inf)
         return scores.masked_fill(self.hidden[:n, :n], -math.inf)
@@ -72,9 +82,12 @@ BUFFERS = {
     "integers": (~LATER).to(torch.uint8),
     "added": torch.zeros(N, N).masked_fill(LATER, -math.inf),
     "added numbers": torch.zeros(N, N).masked_fill(LATER, -1e9),
+    "added small": torch.zeros(N, N).masked_fill(LATER, -1e4),
+    "product": (~LATER).float(),
+    "chosen small": (~LATER).float(),
     "far": FAR,
 }
-MASKS = [*BUFFERS, "window", "rows", "alibi from the last"]
+MASKS = [*BUFFERS, "window", "rows", "product less", "filled small", "alibi from the last"]
 
 
 def serves() -> dict[str, float]:
