@@ -19,10 +19,11 @@ from torch.fx import GraphModule, Node
 from autopar.compile.bias_terms import terms
 from autopar.compile.key_biases import add_up, fold, is_column
 from autopar.compile.soft_masks import HIDES, harden
-from autopar.ir.graph import arguments, calls_of, is_call, placeholders, remove_dead_code, set_argument
+from autopar.ir.graph import arguments, calls_of, is_call, placeholders, remove_dead_code, set_argument, shape
 from autopar.ir.meta import input_specs, remembered, signature_of
-from autopar.passes.canonicalize.constant_masks import LEAST, constant, may_hide
-from autopar.rewrite.build import Build
+from autopar.passes.canonicalize.constant_masks import LARGEST, LEAST, constant, may_hide, triangle
+from autopar.passes.canonicalize.mask_blocks import hides_later_in_blocks
+from autopar.rewrite.build import Build, operand
 
 aten = torch.ops.aten
 _OWN = ("parameter", "buffer", "constant")  # inputs that are the model's
@@ -101,7 +102,10 @@ def _know_bias(node: Node, of_ids: Callable[[Node], bool]) -> None:
     columns = [x for x in parts if of_ids(x)]
     others = [x for x in parts if x not in columns]
     mask = _total([x for x in map(constant, others) if x is not None])
-    causal = known["causal"] or _hides_later(mask)
+    large = [x for x in others if x.meta["val"].numel() > LARGEST and hides_later_in_blocks(x, LEAST, constant)]
+    shows_own = mask is None or _shows_own(mask)
+    tokens = shape(known["k"])[2]
+    causal = known["causal"] or tokens == 1 or _hides_later(mask, tokens) or (large and shows_own)
     if not causal or not all(is_column(x) and not may_hide(x) for x in columns):
         return
     if columns:
@@ -110,29 +114,34 @@ def _know_bias(node: Node, of_ids: Callable[[Node], bool]) -> None:
         fold(node, columns, build)
         if mask is not None and _is_triangle(mask):
             others = [x for x in others if constant(x) is None]
+        others = [x for x in others if x not in large or triangle(x) is None]
         set_argument(node, "bias", add_up(others, build))
     set_argument(node, "causal", True)
-    unknown = [x for x in others if constant(x) is None]
-    if (mask is None or _shows_own(mask)) and not any(map(may_hide, unknown)):
+    unknown = [x for x in others if constant(x) is None and x not in large]
+    if shows_own and not any(map(may_hide, unknown)):
         _no_empty_rows(node)
 
 
 def _no_empty_rows(node: Node) -> None:
-    """where(lse == -inf, what a row without keys gets, x) --> x"""
+    """where(lse == -inf, what a row without keys gets, x) --> x; x * where(lse == -inf, nan, 1.0) --> x"""
     for lse in [user for user in node.users if is_call(user, operator.getitem) and user.args[1] == 1]:
         rows = [x for empty in lse.users if is_call(empty, aten.eq.Scalar) for x in (empty, *empty.users)]
         for chosen in [x for row in rows for x in row.users if is_call(x, aten.where.self) and x.args[0] in rows]:
-            chosen.replace_all_uses_with(chosen.args[2])  # type: ignore[arg-type]
+            otherwise = operand(chosen, 2)
+            for user in [x for x in chosen.users if is_call(x, aten.mul.Tensor) and x.args[1] is chosen]:
+                if is_call(otherwise, aten.full.default) and otherwise.args[1] == 1:
+                    user.replace_all_uses_with(operand(user))
+            chosen.replace_all_uses_with(otherwise)
 
 
 def _total(masks: Sequence[Tensor]) -> Tensor | None:
-    return functools.reduce(torch.add, masks) if masks else None
+    return functools.reduce(torch.add, map(torch.atleast_2d, masks)) if masks else None
 
 
-def _hides_later(bias: Tensor | None) -> bool:
-    """Whether a bias [.., S, S] hides all keys above the diagonal, and none on it: a row without keys would be the mean
-    of all."""
-    if bias is None or bias.dim() < 2 or bias.shape[-2] != bias.shape[-1]:
+def _hides_later(bias: Tensor | None, tokens: int) -> bool:
+    """Whether a bias [.., S, S] of S tokens hides all keys above the diagonal, and none on it: a row without keys would
+    be the mean of all."""
+    if bias is None or bias.shape[-2:] != (tokens, tokens):
         return False
     above = torch.ones(bias.shape[-2:], dtype=torch.bool).triu(1)
     return bool((bias[..., above] <= LEAST).all()) and _shows_own(bias)
@@ -140,7 +149,8 @@ def _hides_later(bias: Tensor | None) -> bool:
 
 def _shows_own(bias: Tensor) -> bool:
     """Whether each token sees itself."""
-    return bool((bias.diagonal(dim1=-2, dim2=-1) > LEAST / 2).all())
+    own = bias if bias.shape[-2] == 1 else bias.diagonal(dim1=-2, dim2=-1)
+    return bool((own > LEAST / 2).all())
 
 
 def _is_triangle(bias: Tensor) -> bool:

@@ -46,7 +46,7 @@ def other_value(
     """The first node of the long graph whose value depends on the number of tokens, and on no ids, and differs from the
     short graph's for the tokens of the latter. ``pairs``: the nodes that correspond; ``tokens``: the name of the ids;
     ``buffers``: values of buffers by name. What is too large is not computed."""
-    ones, others = _Values(long, tokens, buffers), _Values(short, tokens, buffers)
+    ones, others = Values(long, tokens, buffers), Values(short, tokens, buffers)
     partner, changed = dict(pairs), set[Node]()
     ends = set(outputs(long))
     for a in long.graph.nodes:
@@ -56,7 +56,7 @@ def other_value(
         if b is None or (a.op == "call_function" and ones.known(a) and a not in ends):
             continue
         for x, y in zip(a.all_input_nodes, b.all_input_nodes):
-            if x in changed and ones.known(x) and not _same_for_tokens(a, x, ones.of(x), others.of(y)):
+            if x in changed and ones.known(x) and not same_for_tokens(a, x, ones.of(x), others.of(y)):
                 return x
     return None
 
@@ -76,7 +76,7 @@ def _numbers(x: Any) -> list[Any]:
     return [x] if isinstance(x, (int, float)) else []
 
 
-class _Values:
+class Values:
     """The values of a graph's nodes that depend on no ids."""
 
     def __init__(self, gm: GraphModule, tokens: str, buffers: Mapping[str, Tensor]) -> None:
@@ -143,7 +143,7 @@ def _numbers_like(name: str, like: Tensor, given: Tensor | None) -> Tensor | Non
     return torch.rand(sizes, generator=generator).to(like.dtype).expand(like.shape)
 
 
-def _same_for_tokens(user: Node, node: Node, x: Any, y: Any) -> bool:
+def same_for_tokens(user: Node, node: Node, x: Any, y: Any) -> bool:
     """Whether the short sequence's value is the beginning of the long one's, along all dims; or whether the scores to
     which it is added differ by a number per row, which a softmax does not see, as for an ALiBi that counts keys from
     the last one."""

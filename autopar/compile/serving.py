@@ -26,6 +26,7 @@ from autopar.compile.any_length import check_any_length, short_of
 from autopar.compile.known_masks import know_masks, mark_causal
 from autopar.compile.last_token import with_all_tokens
 from autopar.compile.model import keep_outputs
+from autopar.compile.one_token import check_one_token
 from autopar.compile.parameters import normalized
 from autopar.compile.stages import place
 from autopar.ir.flow import flow_of
@@ -101,7 +102,8 @@ def compile_packed(
             "dp, ep or pp"
         )
     ctx = Compilation(mesh, observers=list(observers), timings=timings)
-    gm = timed(timings, "capture", lambda: _captured(model, batch, lift_to_float64, options))
+    how = (lift_to_float64, options)
+    gm = timed(timings, "capture", lambda: _captured(model, batch, *how))
     ctx.observe("capture", gm)
     as_captured, total = copy_graph(gm), batch[tokens].shape[1]
     know_masks(gm, buffers or {})
@@ -134,11 +136,17 @@ def compile_packed(
         stage.rank = rank
     # Last, since a refusal of an operator says more.
     fewer = {**batch, tokens: batch[tokens][:, : short_of(total)]}
-    shorter = timed(timings, "capture", lambda: _captured(model, fewer, lift_to_float64, options))
+    shorter = timed(timings, "capture", lambda: _captured(model, fewer, *how))
     timed(
         timings, "lengths",
         lambda: check_any_length(as_captured, shorter, total, short_of(total), tokens, buffers or {}),
     )  # fmt: skip
+    single = timed(timings, "capture", lambda: _captured(model, {**batch, tokens: batch[tokens][:, :1]}, *how))
+    timed(
+        timings,
+        "lengths",
+        lambda: check_one_token(gm, _of_one_token(single, buffers or {}, mesh), tokens, buffers or {}),
+    )
     return Packed(
         signature_of(gm), plan, stages, parameters, tokens,
         max_length=total,
@@ -171,6 +179,16 @@ def _captured(model: nn.Module, batch: Mapping[str, Any], lift_to_float64: bool,
     return capture(
         model, batch, train=False, grad_mode="no_grad", lift_to_float64=lift_to_float64, precision=options.precision
     )
+
+
+def _of_one_token(gm: GraphModule, buffers: Mapping[str, Tensor], mesh: Mesh) -> GraphModule:
+    """The captured graph of one token, as that of all is prepared."""
+    know_masks(gm, buffers)
+    name, _ = _logits_of(gm)
+    gm = normalized(gm, Compilation(mesh))
+    mark_causal(gm)
+    keep_outputs(gm, [name])
+    return gm
 
 
 def _samples(total: int) -> tuple[TokenSlice, ...]:

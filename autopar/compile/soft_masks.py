@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from autopar.compile.length_values import ends_in_softmax
 from autopar.ir.graph import arguments, remove_dead_code, set_argument
-from autopar.passes.canonicalize.constant_masks import LEAST, constant
+from autopar.passes.canonicalize.constant_masks import LARGEST, LEAST, constant, filled_triangle, triangle
 from autopar.rewrite.build import Build, calls, value_of
 
 aten = torch.ops.aten
@@ -71,13 +71,16 @@ def _added(node: Node) -> None:
 
 def _hidden(mask: Node, sign: int = 1) -> Tensor | None:
     """Which keys an additive mask [.., n, m] hides, if its other values are 0 and it leaves each query a key."""
-    if not isinstance(mask.meta.get("val"), Tensor) or value_of(mask).dim() < 2 or min(value_of(mask).shape[-2:]) < 2:
+    if not isinstance(mask.meta.get("val"), Tensor) or value_of(mask).dim() < 2:
         return None
+    single = value_of(mask).shape[-2:] == (1, 1)  # of one token, which sees itself
     found = constant(mask)
     if found is None or not found.is_floating_point():
         return None
     hidden = found * sign <= HIDES
-    fits = bool((hidden | (found == 0)).all()) and bool(hidden.any()) and not bool(hidden.all(-1).any())
+    if not single and 1 in found.shape[-2:]:
+        return None
+    fits = bool((hidden | (found == 0)).all()) and (single or bool(hidden.any())) and not bool(hidden.all(-1).any())
     return hidden if fits else None
 
 
@@ -107,11 +110,16 @@ def _filled(node: Node) -> None:
     scores = arguments(node)["self"]
     if fill is None or not LEAST < fill <= HIDES or not isinstance(scores, Node) or not ends_in_softmax(node):
         return
-    said = constant(mask)
-    if said is None or said.dim() < 2:
-        return
-    if bool((said if name == "value" else ~said).all(-1).any()):
+    if not _leaves_a_key(mask, name == "value"):
         return
     build = Build(node)
     hide = mask if name == "value" else build(aten.logical_not.default, mask)
     node.replace_all_uses_with(build(aten.masked_fill.Scalar, scores, hide, _NEVER))
+
+
+def _leaves_a_key(mask: Node, fills: bool) -> bool:
+    """Whether a bool mask of scores leaves each query a key. ``fills``: entries that are true are filled."""
+    if value_of(mask).numel() > LARGEST:
+        return filled_triangle(mask) if fills else triangle(mask) is not None
+    said = constant(mask)
+    return said is not None and said.dim() > 1 and not bool((said if fills else ~said).all(-1).any())

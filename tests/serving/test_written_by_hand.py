@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Sampling
+from autopar.compile import known_masks, soft_masks
+from autopar.passes.canonicalize import constant_masks
 from tests.serving.served import GREEDY, PROMPTS, SIZES, Generated, worst
 from tests.support.ranks import run_ranks
 
@@ -87,13 +89,16 @@ BUFFERS = {
     "chosen small": (~LATER).float(),
     "far": FAR,
 }
+LARGE = ["ones", "integers", "far", "window", "rows", "filled small"]
 MASKS = [*BUFFERS, "window", "rows", "product less", "filled small", "alibi from the last"]
 
 
-def serves() -> dict[str, float]:
+def serves(largest: int) -> dict[str, float]:
     """How far logits are from the whole forward, by mask."""
     mesh, found = autopar.init_mesh("cpu", 60.0, dp=1), {}
-    for mask in MASKS:
+    for module in (constant_masks, known_masks, soft_masks):
+        module.LARGEST = largest  # type: ignore[attr-defined]
+    for mask in MASKS if largest > LENGTH * LENGTH else LARGE:
         model = Model(mask)
         example = {"input_ids": torch.zeros(2, LENGTH, dtype=torch.int64)}
         with autopar.serve(model, mesh, example_batch=example, lift_to_float64=True, **SIZES) as server:
@@ -102,8 +107,10 @@ def serves() -> dict[str, float]:
     return found
 
 
-def test_equals_the_whole_forward() -> None:
-    (found,) = run_ranks(1, serves)
+@pytest.mark.parametrize("largest", [constant_masks.LARGEST, 2 * LENGTH])
+def test_equals_the_whole_forward(largest: int) -> None:
+    """Also where masks are so large that their blocks are evaluated."""
+    (found,) = run_ranks(1, serves, largest)
     assert max(found.values()) < 1e-12, found
 
 

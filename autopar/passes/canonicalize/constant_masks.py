@@ -18,9 +18,10 @@ from torch.fx.node import map_arg
 from autopar.ir.graph import has_gradient, reach
 from autopar.ir.meta import remembered
 from autopar.ops.traits import is_random
-from autopar.rewrite.build import shape_of
+from autopar.passes.canonicalize.mask_blocks import triangle_in_blocks
+from autopar.rewrite.build import shape_of, value_of
 
-LARGEST = 2**24  # entries of a mask: larger ones are left as they are
+LARGEST = 2**24  # entries of a mask: of larger ones, blocks are evaluated
 _PRODUCTS = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
 LEAST = torch.finfo(torch.float16).min / 2  # a bias below this gives probability 0
 
@@ -33,7 +34,11 @@ def triangle(mask: Node) -> float | None:
 
 def _triangle(mask: Node) -> float | None:
     shape = shape_of(mask)
-    found = constant(mask) if len(shape) > 1 and min(shape[-2:]) > 1 else None
+    if len(shape) < 2 or min(shape[-2:]) < 2:
+        return None
+    if value_of(mask).numel() > LARGEST:
+        return triangle_in_blocks(mask, LEAST, constant)
+    found = constant(mask)
     if found is None:
         return None
     lower = torch.ones(shape[-2:], dtype=torch.bool).tril()
@@ -41,6 +46,17 @@ def _triangle(mask: Node) -> float | None:
         return float("-inf") if (found == lower).all() else None
     above = float(found.masked_fill(lower, float("-inf")).max())
     return above if above <= LEAST and (found.masked_fill(~lower, 0.0) == 0).all() else None
+
+
+def filled_triangle(mask: Node) -> bool:
+    """Whether a bool mask [.., n, m] says j > i and nothing else."""
+    shape = shape_of(mask)
+    if len(shape) < 2 or min(shape[-2:]) < 2:
+        return False
+    if value_of(mask).numel() > LARGEST:
+        return triangle_in_blocks(mask, LEAST, constant, keep=False) is not None
+    found = constant(mask)
+    return found is not None and bool((found == torch.ones_like(found).triu(1)).all())
 
 
 def may_hide(bias: Node) -> bool:
@@ -88,7 +104,7 @@ def _behind(mask: Node) -> list[Node] | None:
     for node in reach([mask]):
         value = node.meta.get("val")
         small = isinstance(value, Tensor) and value.numel() <= LARGEST
-        if node.op == "placeholder" and "value" in node.meta and small:
+        if node.op == "placeholder" and "value" in node.meta:
             found.append(node)
             continue
         if node.op != "call_function" or not small or is_random(node.target):

@@ -31,7 +31,7 @@ from autopar.ir.graph import arguments
 from autopar.ir.meta import remembered
 from autopar.ops.traits import PERMUTED
 from autopar.passes.canonicalize.attention_calls import MatchedMask, additive, attend, mask_on_lead
-from autopar.passes.canonicalize.constant_masks import LEAST, constant, may_hide, triangle
+from autopar.passes.canonicalize.constant_masks import LEAST, constant, filled_triangle, may_hide, triangle
 from autopar.rewrite.build import Build, calls, operand, shape_of, value_of
 
 aten = torch.ops.aten
@@ -297,12 +297,7 @@ class WrittenMask:
 
 
 def _is_triangle(node: Node, keep: bool) -> bool:
-    return triangle(node) is not None if keep else remembered(node, "filled triangle", _is_filled_triangle)
-
-
-def _is_filled_triangle(node: Node) -> bool:
-    found = constant(node) if len(shape_of(node)) > 1 and min(shape_of(node)[-2:]) > 1 else None
-    return found is not None and bool((found == torch.ones_like(found).triu(1)).all())
+    return triangle(node) is not None if keep else remembered(node, "filled triangle", filled_triangle)
 
 
 def outcome(masks: Sequence[WrittenMask], dropout: float = 0.0) -> str:
