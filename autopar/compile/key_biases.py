@@ -17,6 +17,7 @@ from autopar.passes.canonicalize.attention_calls import unrepeated
 from autopar.rewrite.build import Build, shape_of, value_of
 
 aten = torch.ops.aten
+UNFOLDED = "unfolded"  # meta of wider queries and keys: those of the model
 
 
 def is_column(x: Node) -> bool:
@@ -47,8 +48,10 @@ def fold(node: Node, columns: Sequence[Node], build: Build) -> None:
         numbers = build(aten.transpose.int, wide, 2, 3)
         first = build(aten.slice.Tensor, q, 3, 0, 1)
         ones = build(aten.full_like.default, first, 1 / known["scale"])
-    set_argument(node, "q", build(aten.cat.default, [q, ones], -1))
-    set_argument(node, "k", build(aten.cat.default, [k, numbers], -1))
+    for name, x, more in (("q", q, ones), ("k", k, numbers)):
+        wider = build(aten.cat.default, [x, more], -1)
+        wider.meta[UNFOLDED] = x
+        set_argument(node, name, wider)
 
 
 def add_up(parts: Sequence[Node], build: Build) -> Node | None:

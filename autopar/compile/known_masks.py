@@ -99,16 +99,19 @@ def _of_ids(gm: GraphModule) -> Callable[[Node], bool]:
 def _know_bias(node: Node, of_ids: Callable[[Node], bool]) -> None:
     known, build = arguments(node), Build(node)
     parts = terms(known["bias"], build, of_ids)
+    tokens = shape(known["k"])[2]
+    if known["sinks"] is None and (rows := [x for x in parts if _is_row(x) and of_ids(x) and not may_hide(x)]):
+        parts = [x for x in parts if x not in rows]
+        set_argument(node, "bias", add_up(parts, build))
     columns = [x for x in parts if of_ids(x)]
     others = [x for x in parts if x not in columns]
     mask = _total([x for x in map(constant, others) if x is not None])
     large = [x for x in others if x.meta["val"].numel() > LARGEST and hides_later_in_blocks(x, LEAST, constant)]
     shows_own = mask is None or _shows_own(mask)
-    tokens = shape(known["k"])[2]
     causal = known["causal"] or tokens == 1 or _hides_later(mask, tokens) or (large and shows_own)
     if not causal or not all(is_column(x) and not may_hide(x) for x in columns):
         return
-    if columns:
+    if columns and tokens > 1:
         if known["softcap"]:
             return  # the bias is added to what the cap leaves
         fold(node, columns, build)
@@ -120,6 +123,11 @@ def _know_bias(node: Node, of_ids: Callable[[Node], bool]) -> None:
     unknown = [x for x in others if constant(x) is None and x not in large]
     if shows_own and not any(map(may_hide, unknown)):
         _no_empty_rows(node)
+
+
+def _is_row(x: Node) -> bool:
+    """Whether a part of a bias is the same for all keys: a softmax does not see it."""
+    return len(shape(x)) > 1 and shape(x)[-1] == 1 and shape(x)[-2] > 1
 
 
 def _no_empty_rows(node: Node) -> None:

@@ -142,11 +142,8 @@ def compile_packed(
         lambda: check_any_length(as_captured, shorter, total, short_of(total), tokens, buffers or {}),
     )  # fmt: skip
     single = timed(timings, "capture", lambda: _captured(model, {**batch, tokens: batch[tokens][:, :1]}, *how))
-    timed(
-        timings,
-        "lengths",
-        lambda: check_one_token(gm, _of_one_token(single, buffers or {}, mesh), tokens, buffers or {}),
-    )
+    few, one = (_known(x, n, buffers or {}, mesh) for x, n in ((shorter, short_of(total)), (single, 1)))
+    timed(timings, "lengths", lambda: check_one_token(few, one, total, tokens, buffers or {}))
     return Packed(
         signature_of(gm), plan, stages, parameters, tokens,
         max_length=total,
@@ -181,10 +178,11 @@ def _captured(model: nn.Module, batch: Mapping[str, Any], lift_to_float64: bool,
     )
 
 
-def _of_one_token(gm: GraphModule, buffers: Mapping[str, Tensor], mesh: Mesh) -> GraphModule:
-    """The captured graph of one token, as that of all is prepared."""
+def _known(gm: GraphModule, count: int, buffers: Mapping[str, Tensor], mesh: Mesh) -> GraphModule:
+    """The captured graph of ``count`` tokens, as that of all is prepared."""
     know_masks(gm, buffers)
-    name, _ = _logits_of(gm)
+    name, logits = _logits_of(gm)
+    with_all_tokens(gm, logits, count)
     gm = normalized(gm, Compilation(mesh))
     mark_causal(gm)
     keep_outputs(gm, [name])

@@ -62,6 +62,8 @@ class Model(nn.Module):
             bias = torch.where(later, LEAST, bias)
         elif self.kind == "one for all heads":
             bias = bias[:, :1] + torch.where(later, -math.inf, 0.0)
+        elif self.kind == "of queries":  # which a softmax does not see
+            bias = bias.transpose(2, 3) + bias + torch.where(later, -math.inf, 0.0)
         elif self.kind == "of ids":
             bias = self.by_token(ids).transpose(1, 2)[:, :, None, :] + torch.where(later, -math.inf, 0.0)
         elif self.kind == "in a window":
@@ -97,7 +99,7 @@ class Model(nn.Module):
 
 SERVED = [
     ("repeated", 2), ("repeated", 4), ("filled", 4), ("filled", 2), ("filled", 1), ("added", 2), ("chosen", 2),
-    ("one for all heads", 2), ("of ids", 4), ("in a window", 4), ("learned", 4), ("learned and of keys", 2),
+    ("one for all heads", 2), ("of ids", 4), ("of queries", 4), ("in a window", 4), ("learned", 4), ("learned and of keys", 2),
     ("written", 4), ("written, numbers", 2), ("written, learned", 4), ("written, learned, numbers", 4),
 ]  # fmt: skip
 

@@ -337,6 +337,10 @@ LENGTHS = {
         lambda h, t: h + TABLE[5 if h.shape[1] == 1 else 0 :][: h.shape[1]],
         "other operators for one token than for 24",
     ),
+    "views of one": (
+        lambda h, t: h.view(1, 1, 4, 4).transpose(2, 3).reshape(1, 1, H) if h.shape[1] == 1 else h,
+        "other operators for one token than for 24",
+    ),
     "full": (lambda h, t: h + torch.full((1, h.shape[1], 1), h.shape[1] * 0.5), r"aten\.full"),
 }
 
