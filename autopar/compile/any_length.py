@@ -47,7 +47,7 @@ def check_any_length(
                 f"{describe(a or b)} on, {_WAY_OUT}"
             )
         same[a] = b
-        for x, y in _numbers(a, b):
+        for x, y in numbers(a, b):
             if x != y:
                 raise ValueError(
                     f"serve: {describe(a)} computes with {x} for {total} tokens and with {y} for {short}, {_WAY_OUT}"
@@ -95,11 +95,11 @@ def _is(node: Node, names: tuple[str, ...]) -> bool:
     return isinstance(node.target, OpOverload) and name_of(node.target).partition("::")[2] in names
 
 
-def _numbers(a: Node, b: Node) -> Iterator[tuple[Any, Any]]:
+def numbers(a: Node, b: Node) -> Iterator[tuple[Any, Any]]:
     """The numbers of two calls that values are computed with."""
     if isinstance(a.target, OpOverload) and not _is(a, _POSITIONS):
         for i, argument in enumerate(a.target._schema.arguments):
-            if any(word in str(argument.type) for word in _NUMBERS):
+            if any(word in str(argument.type) for word in _NUMBERS) or argument.name == "diagonal":
                 x, y = (n.args[i] if i < len(n.args) else n.kwargs.get(argument.name) for n in (a, b))
                 if isinstance(x, (int, float, complex)) or isinstance(y, (int, float, complex)):
                     yield x, y

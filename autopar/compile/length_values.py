@@ -46,7 +46,7 @@ def other_value(
     """The first node of the long graph whose value depends on the number of tokens, and on no ids, and differs from the
     short graph's for the tokens of the latter. ``pairs``: the nodes that correspond; ``tokens``: the name of the ids;
     ``buffers``: values of buffers by name. What is too large is not computed."""
-    ones, others = _Values(long, tokens, buffers), _Values(short, tokens, buffers)
+    ones, others = Values(long, tokens, buffers), Values(short, tokens, buffers)
     partner, changed = dict(pairs), set[Node]()
     ends = set(outputs(long))
     for a in long.graph.nodes:
@@ -56,7 +56,7 @@ def other_value(
         if b is None or (a.op == "call_function" and ones.known(a) and a not in ends):
             continue
         for x, y in zip(a.all_input_nodes, b.all_input_nodes):
-            if x in changed and ones.known(x) and not _same_for_tokens(a, x, ones.of(x), others.of(y)):
+            if x in changed and ones.known(x) and not same_for_tokens(a, x, ones.of(x), others.of(y)):
                 return x
     return None
 
@@ -76,7 +76,7 @@ def _numbers(x: Any) -> list[Any]:
     return [x] if isinstance(x, (int, float)) else []
 
 
-class _Values:
+class Values:
     """The values of a graph's nodes that depend on no ids."""
 
     def __init__(self, gm: GraphModule, tokens: str, buffers: Mapping[str, Tensor]) -> None:
@@ -143,7 +143,7 @@ def _numbers_like(name: str, like: Tensor, given: Tensor | None) -> Tensor | Non
     return torch.rand(sizes, generator=generator).to(like.dtype).expand(like.shape)
 
 
-def _same_for_tokens(user: Node, node: Node, x: Any, y: Any) -> bool:
+def same_for_tokens(user: Node, node: Node, x: Any, y: Any) -> bool:
     """Whether the short sequence's value is the beginning of the long one's, along all dims; or whether the scores to
     which it is added differ by a number per row, which a softmax does not see, as for an ALiBi that counts keys from
     the last one."""
@@ -162,13 +162,17 @@ def _same_for_tokens(user: Node, node: Node, x: Any, y: Any) -> bool:
         return False
     apart = torch.where(finite, x - y, float("nan"))
     by_row = torch.where(finite, apart - apart.nanmean(-1, keepdim=True), 0.0)
-    return torch.allclose(by_row, torch.zeros_like(by_row), atol=1e-5) and _ends_in_softmax(node, user)
+    return torch.allclose(by_row, torch.zeros_like(by_row), atol=1e-5) and _into_softmax(node, user)
 
 
-def _ends_in_softmax(node: Node, user: Node) -> bool:
-    """Whether a value leads to nothing but a softmax over its last dim."""
+def ends_in_softmax(node: Node) -> bool:
+    """Whether a value leads to nothing but a softmax over its last dim, as a part of the scores."""
+    return bool(node.users) and all(_into_softmax(node, user) for user in node.users)
+
+
+def _into_softmax(node: Node, user: Node) -> bool:
     if user.target in _SOFTMAX:
         return user.args[1] in (-1, user.meta["val"].dim() - 1)
     if user.target is _SDPA:
         return arguments(user)["attn_mask"] is node
-    return user.target in _KEEPS_SHIFTS and all(_ends_in_softmax(user, other) for other in user.users)
+    return user.target in _KEEPS_SHIFTS and ends_in_softmax(user)

@@ -26,6 +26,7 @@ from autopar.compile.any_length import check_any_length, short_of
 from autopar.compile.known_masks import know_masks, mark_causal
 from autopar.compile.last_token import with_all_tokens
 from autopar.compile.model import keep_outputs
+from autopar.compile.one_token import check_one_token
 from autopar.compile.parameters import normalized
 from autopar.compile.stages import place
 from autopar.ir.flow import flow_of
@@ -107,7 +108,8 @@ def compile_packed(
             "dp, ep or pp"
         )
     ctx = Compilation(mesh, observers=list(observers), timings=timings)
-    gm = timed(timings, "capture", lambda: captured(model, batch, lift_to_float64, options))
+    how = (lift_to_float64, options)
+    gm = timed(timings, "capture", lambda: captured(model, batch, *how))
     ctx.observe("capture", gm)
     as_captured, total = copy_graph(gm), batch[tokens].shape[1]
     gm = served_graph(gm, ctx, buffers or {}, total)
@@ -133,11 +135,16 @@ def compile_packed(
         stage.rank = rank
     # Last, since a refusal of an operator says more.
     fewer = {**batch, tokens: batch[tokens][:, : short_of(total)]}
-    shorter = timed(timings, "capture", lambda: captured(model, fewer, lift_to_float64, options))
+    shorter = timed(timings, "capture", lambda: captured(model, fewer, *how))
     timed(
         timings, "lengths",
         lambda: check_any_length(as_captured, shorter, total, short_of(total), tokens, buffers or {}),
     )  # fmt: skip
+    single = timed(timings, "capture", lambda: captured(model, {**batch, tokens: batch[tokens][:, :1]}, *how))
+    few, one = (
+        served_graph(x, Compilation(mesh), buffers or {}, n) for x, n in ((shorter, short_of(total)), (single, 1))
+    )
+    timed(timings, "lengths", lambda: check_one_token(few, one, total, tokens, buffers or {}))
     return Packed(
         signature_of(gm), plan, stages, parameters, tokens,
         max_length=total,

@@ -10,6 +10,7 @@ from torch import nn
 from autopar.capture.front_end import GenerationFacts
 
 _LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+_DENSE = "keep_window_size"  # longer sequences choose among all keys (doge)
 
 
 def generation_facts(model: nn.Module) -> GenerationFacts:
@@ -32,5 +33,6 @@ def generation_facts(model: nn.Module) -> GenerationFacts:
 
 def _limit(config: Any) -> int:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found = (getattr(text, name, None) for name in _LIMITS)
-    return next((n for n in found if isinstance(n, int) and n > 0), 0)
+    found = [n for name in _LIMITS if isinstance(n := getattr(text, name, None), int) and n > 0][:1]
+    dense = getattr(text, _DENSE, None)
+    return min([*found, *([dense] if isinstance(dense, int) else [])], default=0)

@@ -324,6 +324,23 @@ LENGTHS = {
     "last rows": (lambda h, t: h + TABLE[-h.shape[1] :], ALONE),
     "counted": (lambda h, t: h / h.new_ones(h.shape[1]).sum(), "has other values"),
     "steps": (lambda h, t: h + torch.linspace(0, 1, h.shape[1])[:, None], ALONE),
+    "one": (
+        lambda h, t: h.relu() if h.shape[1] == 1 else h,
+        "other operators for one token than for 24, from aten",
+    ),
+    "one less": (
+        lambda h, t: h if h.shape[1] == 1 else h.relu(),
+        "other operators for one token than for 24, from aten",
+    ),
+    "number of one": (lambda h, t: h * (2.0 if h.shape[1] == 1 else 1.0), "other operators for one token than for 24"),
+    "table of one": (
+        lambda h, t: h + TABLE[5 if h.shape[1] == 1 else 0 :][: h.shape[1]],
+        "other operators for one token than for 24",
+    ),
+    "views of one": (
+        lambda h, t: h.view(1, 1, 4, 4).transpose(2, 3).reshape(1, 1, H) if h.shape[1] == 1 else h,
+        "other operators for one token than for 24",
+    ),
     "full": (lambda h, t: h + torch.full((1, h.shape[1], 1), h.shape[1] * 0.5), r"aten\.full"),
 }
 
@@ -333,6 +350,21 @@ def test_a_forward_that_depends_on_the_length(name: str) -> None:
     """Requests have any length, the graph is captured with one."""
     change, expected = LENGTHS[name]
     assert re.search(expected, words(lambda: packed(Stem(change))))
+
+
+class Decodes(Causal):
+    """Written for decoding: one token needs no mask, and its heads no transpose."""
+
+    def attend(self, h: Tensor) -> Tensor:
+        if h.shape[1] > 1:
+            return super().attend(h)
+        q, k, v = (x.view(1, HEADS, 1, -1) for x in self.qkv(h).chunk(3, -1))
+        weights = (q @ k.transpose(-1, -2) * 0.5).softmax(-1)
+        return self.out((weights @ v).view(1, 1, -1))
+
+
+def test_one_token_needs_no_mask() -> None:
+    assert len(calls_of(main(Decodes()).graph, CACHED)) == 1
 
 
 class Bigram(Causal):

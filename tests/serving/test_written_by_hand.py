@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Sampling
+from autopar.compile import known_masks, soft_masks
+from autopar.passes.canonicalize import constant_masks
 from tests.serving.served import GREEDY, PROMPTS, SIZES, Generated, worst
 from tests.support.ranks import run_ranks
 
@@ -60,8 +62,18 @@ class Model(nn.Module):
             return scores.masked_fill((i > i[:, None]) | (i <= i[:, None] - 6), -math.inf)
         if self.mask in ("ones", "integers"):
             return scores.masked_fill(self.hidden[:n, :n] == 0, -math.inf)
-        if self.mask in ("added", "added numbers"):
+        if self.mask in ("added", "added numbers", "added small"):
             return scores + self.hidden[:n, :n]
+        if self.mask == "product":  # as GPT
+            b = self.hidden[:n, :n]
+            return scores * b + -1e4 * (1 - b)
+        if self.mask == "product less":
+            b = torch.ones(n, n).tril()
+            return scores * b - 1e4 * (1 - b)
+        if self.mask == "chosen small":
+            return torch.where(self.hidden[:n, :n].bool(), scores, torch.tensor(-1e4).double())
+        if self.mask == "filled small":
+            return scores.masked_fill(i > i[:, None], -1e4)
         if self.mask == "alibi from the last":
             return (scores + 0.1 * torch.arange(1 - n, 1).double()).masked_fill(i > i[:, None], -math.inf)
         return scores.masked_fill(self.hidden[:n, :n], -math.inf)
@@ -72,15 +84,21 @@ BUFFERS = {
     "integers": (~LATER).to(torch.uint8),
     "added": torch.zeros(N, N).masked_fill(LATER, -math.inf),
     "added numbers": torch.zeros(N, N).masked_fill(LATER, -1e9),
+    "added small": torch.zeros(N, N).masked_fill(LATER, -1e4),
+    "product": (~LATER).float(),
+    "chosen small": (~LATER).float(),
     "far": FAR,
 }
-MASKS = [*BUFFERS, "window", "rows", "alibi from the last"]
+LARGE = ["ones", "integers", "far", "window", "rows", "filled small"]
+MASKS = [*BUFFERS, "window", "rows", "product less", "filled small", "alibi from the last"]
 
 
-def serves() -> dict[str, float]:
+def serves(largest: int) -> dict[str, float]:
     """How far logits are from the whole forward, by mask."""
     mesh, found = autopar.init_mesh("cpu", 60.0, dp=1), {}
-    for mask in MASKS:
+    for module in (constant_masks, known_masks, soft_masks):
+        module.LARGEST = largest  # type: ignore[attr-defined]
+    for mask in MASKS if largest > LENGTH * LENGTH else LARGE:
         model = Model(mask)
         example = {"input_ids": torch.zeros(2, LENGTH, dtype=torch.int64)}
         with autopar.serve(model, mesh, example_batch=example, lift_to_float64=True, **SIZES) as server:
@@ -89,8 +107,10 @@ def serves() -> dict[str, float]:
     return found
 
 
-def test_equals_the_whole_forward() -> None:
-    (found,) = run_ranks(1, serves)
+@pytest.mark.parametrize("largest", [constant_masks.LARGEST, 2 * LENGTH])
+def test_equals_the_whole_forward(largest: int) -> None:
+    """Also where masks are so large that their blocks are evaluated."""
+    (found,) = run_ranks(1, serves, largest)
     assert max(found.values()) < 1e-12, found
 
 

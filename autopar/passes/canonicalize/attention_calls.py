@@ -32,7 +32,7 @@ class MatchedMask:
 
 def attend(build: Build, q: Node, k: Node, v: Node, facts: MatchedMask) -> tuple[Node, Node]:
     """out, log-sum-exp = autopar.attention(q, k, v, ...), on key heads before they are repeated."""
-    bases = _unrepeated(k), _unrepeated(v)
+    bases = unrepeated(k), unrepeated(v)
     if shape_of(bases[0])[1] == shape_of(bases[1])[1]:
         k, v = bases
     both = build(
@@ -42,7 +42,7 @@ def attend(build: Build, q: Node, k: Node, v: Node, facts: MatchedMask) -> tuple
     return build(operator.getitem, both, 0), build(operator.getitem, both, 1)
 
 
-def _unrepeated(x: Node) -> Node:
+def unrepeated(x: Node) -> Node:
     """reshape(expand(unsqueeze(k, 2), [B, Hk, n, S, D]), [B, Hk n, S, D]), repeat_interleave(k, n, 1) --> k"""
     if calls(x, aten.repeat_interleave.self_int) and arguments(x)["dim"] in (1, -3):
         return operand(x)

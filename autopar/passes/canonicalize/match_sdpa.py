@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from autopar.ir.graph import ancestors, arguments, has_gradient
+from autopar.ir.graph import arguments
 from autopar.ir.meta import remembered
 from autopar.ops.traits import PERMUTED
 from autopar.passes.canonicalize.attention_calls import MatchedMask, additive, attend, mask_on_lead
-from autopar.passes.canonicalize.constant_masks import LEAST, constant, triangle
+from autopar.passes.canonicalize.constant_masks import LEAST, constant, filled_triangle, may_hide, triangle
 from autopar.rewrite.build import Build, calls, operand, shape_of, value_of
 
 aten = torch.ops.aten
@@ -297,12 +297,7 @@ class WrittenMask:
 
 
 def _is_triangle(node: Node, keep: bool) -> bool:
-    return triangle(node) is not None if keep else remembered(node, "filled triangle", _is_filled_triangle)
-
-
-def _is_filled_triangle(node: Node) -> bool:
-    found = constant(node) if len(shape_of(node)) > 1 and min(shape_of(node)[-2:]) > 1 else None
-    return found is not None and bool((found == torch.ones_like(found).triu(1)).all())
+    return triangle(node) is not None if keep else remembered(node, "filled triangle", filled_triangle)
 
 
 def outcome(masks: Sequence[WrittenMask], dropout: float = 0.0) -> str:
@@ -329,22 +324,13 @@ def outcome(masks: Sequence[WrittenMask], dropout: float = 0.0) -> str:
 
 
 def _is_moderate(mask: WrittenMask) -> bool:
-    """Whether an additive mask masks nothing: constants that are not large, and learned values."""
+    """Whether an additive mask masks nothing: constants that are not large, and learned or computed values."""
     if mask.fill is not None:
         return False
     value = constant(mask.node)
     if value is not None:
         return bool((value * mask.factor >= MODERATE).all())
-    sources = [n for n in ancestors([mask.node]) if n.op == "placeholder"]
-    return has_gradient(mask.node) and all(_is_learned(n) for n in sources)
-
-
-def _is_learned(source: Node) -> bool:
-    """Whether it is a parameter with a gradient, or an index into one by constants of the model."""
-    kind = source.meta.get("kind")
-    return (kind == "parameter" and has_gradient(source)) or (
-        kind in ("buffer", "constant") and value_of(source).dtype in (torch.int64, torch.int32)
-    )
+    return not remembered(mask.node, "may_hide", may_hide)
 
 
 def _every_row_has_a_key(masking: Sequence[WrittenMask]) -> bool:

@@ -291,7 +291,11 @@ class _Packer:
         self.replaced[node] = new
         for user in list(node.users):
             if not (is_call(user, operator.getitem) and user.args[1] == 0):
-                raise ValueError(_refusal(user, "it reads the log-sum-exps of attention"))
+                raise ValueError(
+                    _refusal(
+                        user, "a token may be without keys there, or the forward reads the log-sum-exps of attention"
+                    )
+                )
             inherit(new, user, TYPES)
             user.replace_all_uses_with(new)
             self.gm.graph.erase_node(user)
