@@ -21,7 +21,8 @@ from torch import Tensor
 
 import autopar
 from autopar.adapters.distributed import default_store, root_store
-from autopar.cost.ping_pong import LayerTimes, step_seconds
+from autopar.cost.ping_pong import Interval, LayerTimes, simulated, step_seconds
+from autopar.report.disaggregation_summary import drawn
 from autopar.runtime.comm.pairs import AnsweringPairs, AskingPairs, RowFormat
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.mesh.roles import Roles, pair_group
@@ -156,8 +157,8 @@ class Sent:
         self._work.wait()  # type: ignore[attr-defined]
 
 
-def ping_pong(wire: float, microbatches: int, steps: int = 3) -> float:
-    """Best seconds of a step."""
+def ping_pong(wire: float, microbatches: int, steps: int = 3) -> tuple[float, list[Interval]]:
+    """Best seconds of a step; when this rank computed what in the last one."""
     roles, groups, rows = started((1, 1), 64)
     delayed = Wire(roles.pairs[0].headers, wire)
     pair = dataclasses.replace(roles.pairs[0], headers=delayed, rows=delayed, sums=delayed)
@@ -168,8 +169,9 @@ def ping_pong(wire: float, microbatches: int, steps: int = 3) -> float:
             time.sleep(COMPUTE)
             return x
 
-        AnsweringPairs(roles, groups, rows, microbatches).serve(answer, LAYERS)
-        return 0.0
+        answering = AnsweringPairs(roles, groups, rows, microbatches)
+        answering.serve(answer, LAYERS)
+        return 0.0, answering.timeline
     pairs, given, best = AskingPairs(roles, groups, rows), tokens_of(rows, 8), 1e9
 
     def graph() -> Iterator[None]:
@@ -188,7 +190,7 @@ def ping_pong(wire: float, microbatches: int, steps: int = 3) -> float:
                     del running[i]
         best = min(best, time.perf_counter() - begin)
     pairs.end()
-    return best
+    return best, pairs.timeline
 
 
 def published(name: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -217,8 +219,12 @@ def main() -> int:
     if "ping_pong" in parts:
         rows = []
         for wire in WIRES:
-            times = [autopar.launch(ping_pong, 2, (wire, m))[0] for m in range(1, 5)]
-            formula = [step_seconds(LayerTimes(COMPUTE, COMPUTE, wire), LAYERS, m) for m in range(1, 5)]
+            ranks = [autopar.launch(ping_pong, 2, (wire, m)) for m in range(1, 5)]
+            times, layer = [seconds for (seconds, _), _ in ranks], LayerTimes(COMPUTE, COMPUTE, wire)
+            formula = [step_seconds(layer, LAYERS, m) for m in range(1, 5)]
+            for m, ((_, attention), (_, experts)) in enumerate(ranks, 1):
+                print(f"wire {wire * 1e3:.0f} ms, {m} microbatches, simulated and measured")
+                print(*drawn(simulated(layer, LAYERS, m)), *drawn([*attention, *experts]), sep="\n")
             gains = ["", *(f"{(m + 1) / times[m] / (m / times[m - 1]):.2f}" for m in range(1, 4))]
             for m, (measured, expected, gain) in enumerate(zip(times, formula, gains), 1):
                 cells = [f"{wire * 1e3:.0f}", str(m), f"{measured * 1e3:.0f}", f"{expected * 1e3:.0f}", gain]
