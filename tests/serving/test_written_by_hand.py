@@ -62,7 +62,7 @@ class Model(nn.Module):
             return scores.masked_fill((i > i[:, None]) | (i <= i[:, None] - 6), -math.inf)
         if self.mask in ("ones", "integers"):
             return scores.masked_fill(self.hidden[:n, :n] == 0, -math.inf)
-        if self.mask in ("added", "added numbers", "added small"):
+        if self.mask in ("added", "added numbers", "added small", "alibi and mask"):
             return scores + self.hidden[:n, :n]
         if self.mask == "product":  # as GPT
             b = self.hidden[:n, :n]
@@ -87,6 +87,7 @@ BUFFERS = {
     "added small": torch.zeros(N, N).masked_fill(LATER, -1e4),
     "product": (~LATER).float(),
     "chosen small": (~LATER).float(),
+    "alibi and mask": torch.arange(N).mul(0.1).expand(N, N).masked_fill(LATER, -math.inf),
     "far": FAR,
 }
 LARGE = ["ones", "integers", "far", "window", "rows", "filled small"]
