@@ -108,7 +108,7 @@ def serves(largest: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("largest", [constant_masks.LARGEST, 2 * LENGTH])
+@pytest.mark.parametrize("largest", [constant_masks.LARGEST, LENGTH * LENGTH - 1])
 def test_equals_the_whole_forward(largest: int) -> None:
     """Also where masks are so large that their blocks are evaluated."""
     (found,) = run_ranks(1, serves, largest)
