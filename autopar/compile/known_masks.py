@@ -30,9 +30,9 @@ _OWN = ("parameter", "buffer", "constant")  # inputs that are the model's
 
 
 def know_masks(gm: GraphModule, buffers: Mapping[str, Tensor]) -> None:
-    """Buffers [.., n, m] of a captured graph that are masks become constants: bool ones, and those of zeros and ones,
-    or of zeros and numbers that hide a key. Other values are marked if they hide none. Masks by numbers such as -1e4
-    become masks by -inf."""
+    """Buffers [.., n, m] of a captured graph that are masks become constants: bool ones, those of zeros and ones or of
+    zeros and numbers that hide a key, and biases that hide later keys. Other values are marked if they hide none.
+    Masks by numbers such as -1e4 become masks by -inf."""
     signature = signature_of(gm)
     known = {s.name for s in signature.inputs if s.kind == "buffer" and s.name in buffers and _is_mask(buffers[s.name])}
     inputs = [replace(s, kind="constant") if s.name in known else s for s in signature.inputs]
@@ -50,7 +50,10 @@ def _is_mask(x: Tensor) -> bool:
         return True
     if x.is_meta or x.is_complex() or x.dim() < 2 or min(x.shape[-2:]) < 2:
         return False
-    return bool(((x == 0) | (x == 1)).all() or ((x == 0) | (x <= HIDES)).all())
+    if bool(((x == 0) | (x == 1)).all() or ((x == 0) | (x <= HIDES)).all()):
+        return True
+    later = torch.ones(x.shape[-2:], dtype=torch.bool).triu(1)
+    return x.shape[-2] == x.shape[-1] and bool((x[..., later] <= LEAST).all())  # a bias and a mask in one
 
 
 def _is_moderate(x: Tensor | None) -> bool:

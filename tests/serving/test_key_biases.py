@@ -99,8 +99,9 @@ class Model(nn.Module):
 
 SERVED = [
     ("repeated", 2), ("repeated", 4), ("filled", 4), ("filled", 2), ("filled", 1), ("added", 2), ("chosen", 2),
-    ("one for all heads", 2), ("of ids", 4), ("of queries", 4), ("in a window", 4), ("learned", 4), ("learned and of keys", 2),
-    ("written", 4), ("written, numbers", 2), ("written, learned", 4), ("written, learned, numbers", 4),
+    ("one for all heads", 2), ("of ids", 4), ("of queries", 4), ("in a window", 4), ("learned", 4),
+    ("learned and of keys", 2), ("written", 4), ("written, numbers", 2), ("written, learned", 4),
+    ("written, learned, numbers", 4),
 ]  # fmt: skip
 
 

@@ -43,8 +43,8 @@ ALL = [
     *((kind, {"ep": 2}, {"token_dispatcher": name}) for kind in EXPERTS for name in TOKEN_DISPATCHERS),
     *((kind, {"dp": 2}, {"zero": 3}) for kind in (*DENSE, *EXPERTS)),
     *((kind, {"tp": 2, "ep": 2}, {}) for kind in EXPERTS),
-    *((kind, {"pp": 2}, {"schedule": name, "virtual_stages": n}) for kind in ("llama", "mixtral")
-      for name, n in (("interleaved", 2), ("dual_pipe", 1))),
+    *((kind, {"pp": 2}, options) for kind in ("llama", "mixtral") for options in (
+        {"schedule": "interleaved", "virtual_stages": 2}, {"schedule": "dual_pipe", "microbatches": 4})),
     ("mixtral", {"dp": 2, "tp": 2}, {}),
     ("mixtral", {"dp": 2, "ep": 2}, {}),
     ("llama", {"pp": 2, "tp": 2}, {}),

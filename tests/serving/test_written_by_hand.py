@@ -62,7 +62,7 @@ class Model(nn.Module):
             return scores.masked_fill((i > i[:, None]) | (i <= i[:, None] - 6), -math.inf)
         if self.mask in ("ones", "integers"):
             return scores.masked_fill(self.hidden[:n, :n] == 0, -math.inf)
-        if self.mask in ("added", "added numbers", "added small"):
+        if self.mask in ("added", "added numbers", "added small", "alibi and mask"):
             return scores + self.hidden[:n, :n]
         if self.mask == "product":  # as GPT
             b = self.hidden[:n, :n]
@@ -87,6 +87,7 @@ BUFFERS = {
     "added small": torch.zeros(N, N).masked_fill(LATER, -1e4),
     "product": (~LATER).float(),
     "chosen small": (~LATER).float(),
+    "alibi and mask": torch.arange(N).mul(0.1).expand(N, N).masked_fill(LATER, -math.inf),
     "far": FAR,
 }
 LARGE = ["ones", "integers", "far", "window", "rows", "filled small"]
@@ -107,7 +108,7 @@ def serves(largest: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("largest", [constant_masks.LARGEST, 2 * LENGTH])
+@pytest.mark.parametrize("largest", [constant_masks.LARGEST, LENGTH * LENGTH - 1])
 def test_equals_the_whole_forward(largest: int) -> None:
     """Also where masks are so large that their blocks are evaluated."""
     (found,) = run_ranks(1, serves, largest)
