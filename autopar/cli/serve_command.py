@@ -59,7 +59,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("folder", type=_folder, metavar="FOLDER", help="a model of transformers: config, weights, tokenizer")
     add("--mesh", type=mesh, default="tp=1", metavar="tp=2", help="axes and sizes (default: %(default)s)")
     add("--attention", type=mesh, metavar="dp=2", help="ranks of attention alone, in place of --mesh")
-    add("--experts", type=mesh, metavar="ep=4", help="ranks of experts alone, beside --attention")
+    add("--experts", type=mesh, metavar="ep=4", help="ranks of experts alone, with --attention")
+    add("--apart", choices=("experts", "mlp"), help="what these have: experts (default), or MLPs of a dense model")
     add("--microbatches", type=positive, metavar="N", help="that take turns between the two (default: 3)")
     add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all (default: %(default)s)")
     add("--port", type=_port, default=8000, help="0 for a free one (default: %(default)s)")
@@ -86,8 +87,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     if (args.attention is None) != (args.experts is None):
         raise ValueError("serve: needs both --attention and --experts, or neither; give the other one, too")
-    if args.microbatches and not args.experts:
-        raise ValueError("serve: --microbatches take turns between --attention and --experts; give these, too")
+    given = next((name for name in ("microbatches", "apart") if getattr(args, name) is not None), None)
+    if given and not args.experts:
+        raise ValueError(f"serve: --{given} is of ranks of experts; give --attention and --experts, too")
     if missing := [project for module, project in NEEDED.items() if importlib.util.find_spec(module) is None]:
         raise ValueError(
             f"serve: needs the extra autopar[serve], found no {', '.join(missing)}; pip install 'autopar[serve]'"

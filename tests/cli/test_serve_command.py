@@ -65,6 +65,18 @@ def test_a_missing_extra(folder: Path, capsys: pytest.CaptureFixture[str], monke
     assert said == "autopar: serve: needs the extra autopar[serve], found no llguidance; pip install 'autopar[serve]'\n"
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--attention dp=2", "needs both --attention and --experts, or neither"),
+        ("--apart mlp", "--apart is of ranks of experts; give --attention and --experts, too"),
+    ],
+)
+def test_roles_come_together(folder: Path, capsys: pytest.CaptureFixture[str], line: str, message: str) -> None:
+    assert main(["serve", str(folder), *line.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_arguments_are_handed_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fastapi")
     from autopar.integrations.http.serve import Settings

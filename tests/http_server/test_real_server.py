@@ -61,7 +61,8 @@ def test_a_full_queue() -> None:
         client_of(address).completions.create(model="tiny", prompt=[[1], [2]])
 
 
-def test_a_model_on_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", ["--mesh tp=2", "--attention tp=1 --experts ep=1 --apart mlp --microbatches 2"])
+def test_a_model_on_two_ranks(tmp_path: Path, ranks: str) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=256, eos_token_id=EOS, **sizes))
@@ -69,7 +70,7 @@ def test_a_model_on_two_ranks(tmp_path: Path) -> None:
     tokenizer().save_pretrained(tmp_path)
     prompt = [*b"Hello"]
     tokens = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :]
-    words = [sys.executable, "-m", "autopar", "serve", str(tmp_path), "--mesh", "tp=2", "--port", "0"]
+    words = [sys.executable, "-m", "autopar", "serve", str(tmp_path), *ranks.split(), "--port", "0"]
     process = subprocess.Popen([*words, "--max-length", "200", "--device", "cpu"], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None

@@ -58,6 +58,7 @@ class Settings:
     attention: str | None = None
     experts: str | None = None
     microbatches: int | None = None
+    apart: str | None = None
 
     @property
     def meshes(self) -> list[Mesh]:
@@ -175,6 +176,7 @@ def load_engine(settings: Settings, mesh: Any, config: Any) -> Any:
         mesh,
         weights=settings.folder,
         microbatches=settings.microbatches,
+        apart=settings.apart,
         max_length=settings.max_length,
         cache=settings.cache,
         max_running=settings.max_running,
