@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from autopar.compile.layer_tensors import ChosenValues, JointInfo, LayerTensors, is_pinned
 from autopar.cost.flops import memory_bytes
-from autopar.ir.graph import frozen, is_call, reach
+from autopar.ir.graph import frozen, is_call, nbytes, reach
 from autopar.ir.live_values import workspace
 from autopar.ir.storages import Storage, size_of
 from autopar.ops.traits import is_fusible, is_view, reads_in_kernel
@@ -101,11 +101,14 @@ class _Ways:
         nodes, wanted, values = self._values(layer)
         fusible, keeping = list[RecomputableValue](), list[float]()
         for node, value in zip(nodes, values, strict=True):
-            pinned = value.pinned or not (is_call(node, operator.getitem) or is_fusible(node.target))
+            fuses = is_call(node, operator.getitem) or is_fusible(node.target)
+            pinned = value.pinned or not (fuses or node in self.joint.always)
             users = self._users(node)
             written_by_f = pinned or any(u not in self.joint.dependent for u in users)
             written_by_b = any(u in self.joint.dependent for u in users)
             size = 0 if not pinned and _widens(node) else value.bytes
+            if pinned and isinstance(node.meta["val"], torch.Tensor):
+                size = size or nbytes(node)  # of a sum that is added up in place
             again = IN_KERNEL * memory_bytes(node) + written_by_b * value.bytes
             fusible.append(replace(value, bytes=size, seconds=again, pinned=pinned))
             keeping.append(size * (MEMORY + (not written_by_f) + (not written_by_b)))
