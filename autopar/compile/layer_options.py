@@ -19,7 +19,7 @@ from autopar.cost.flops import memory_bytes
 from autopar.ir.graph import frozen, is_call, nbytes, reach
 from autopar.ir.live_values import workspace
 from autopar.ir.storages import Storage, size_of
-from autopar.ops.traits import is_fusible, is_view, reads_in_kernel
+from autopar.ops.traits import is_fusible, is_random, is_view, reads_in_kernel
 from autopar.passes.autodiff.joint import part_of_view
 from autopar.planner.recompute.layer_solver import RecomputableValue, RecomputeOption, cheapest_way, ways
 
@@ -57,7 +57,22 @@ def fused_values(facts: JointInfo, known: dict[Hashable, frozenset[int]]) -> Cho
             again = found.fused(layer)
             known[key] = frozenset(i for i, n in enumerate(layer.forward) if n in again)
         chosen |= {layer.forward[i] for i in known[key]}
-    return ChosenValues(frozenset(chosen) | facts.joint.always)
+    return ChosenValues(frozenset(chosen | _of_inputs(facts)) | facts.joint.always)
+
+
+def _of_inputs(facts: JointInfo) -> set[Node]:
+    """What kernels compute from inputs alone, such as the angles of rotary embeddings and masks: not to be kept, though
+    all layers share it."""
+    joint, found, free = facts.joint, set[Node](), set(facts.joint.primals)
+    for node in joint.order:
+        if node not in joint.made or node.op != "call_function" or not free.issuperset(node.all_input_nodes):
+            continue
+        if joint.is_free(node) and not is_random(node.target):
+            free.add(node)
+        elif is_fusible(node.target):
+            found.add(node)
+            free.add(node)
+    return found
 
 
 def cost_of(facts: JointInfo, layer: LayerTensors, way: ChosenValues) -> RecomputeOption:
