@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from autopar.registry import Registry
 
-AUTO, HOST = "auto", "host"
+AUTO, FUSED, MODEL, HOST = "auto", "fused", "model", "host"
 WORTH_COPYING = 2**16  # bytes
 
 
@@ -78,10 +78,17 @@ def all_but_products(value: ForwardValue) -> bool:
     return bool(within_layers(value)) and not value.product and not value.attention
 
 
-@AC_POLICIES.register("model")
+@AC_POLICIES.register(MODEL)
 def as_the_model_asks(value: ForwardValue) -> bool:
     """Recompute what the model runs within `torch.utils.checkpoint`, as with ``gradient_checkpointing_enable()``."""
     return value.checkpointed and not value.sums
+
+
+@AC_POLICIES.register(FUSED)
+def least_bytes_of_kernels(value: ForwardValue) -> bool:
+    """Recompute element-wise values and norms, which a compiled backward computes within kernels that read their
+    operands anyway, so that the fewest bytes are kept; as "model" where the model checkpoints activations itself."""
+    raise AssertionError("all values are chosen together")
 
 
 @AC_POLICIES.register("offload")

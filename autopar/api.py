@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.ac_policies import FUSED
 from autopar.adapters.copying.fake import skeleton_of
 from autopar.adapters.tensors.held_memory import referenced_elsewhere
 from autopar.adapters.versions import version_errors, warn_of_newer
@@ -39,6 +40,7 @@ from autopar.plan import Plan
 from autopar.report.dump.dump import check_writable, dumper_for
 from autopar.report.progress import Progress
 from autopar.runtime.consistency.rank_checks import agree_on_call, agree_on_model, agree_on_plan, check_source
+from autopar.runtime.exec.lowering import BACKENDS
 from autopar.runtime.fault.errors import error_context
 from autopar.runtime.inputs.call_arguments import by_name, check_input_names, check_values, misspelled
 from autopar.runtime.inputs.loss_fn import LOSS, with_loss
@@ -129,7 +131,7 @@ def parallelize(
         load_adapters(model)
         values, buffers = _weights(model, groups, broadcast_weights)
 
-        chosen = plan.options if plan is not None and not options else asked
+        chosen = for_backend(backend, plan.options if plan is not None and not options else asked)
         skeleton, captured = skeleton_of(model, model_dtypes(model, chosen.precision).stored), SharedCapture()
         found, specs = _planned(model, skeleton, example_batch, groups.mesh, chosen, plan, lift_to_float64, captured)
         agree_on_plan(groups, found)
@@ -327,6 +329,14 @@ def _options(given: Mapping[str, Any]) -> Options:
         known = ", ".join(sorted(DECLARED))
         raise ValueError(f"parallelize: unknown option {unknown[0]!r}; the options are {known}{hint}")
     return Options(**given)
+
+
+def for_backend(backend: str, options: Options) -> Options:
+    """The options with a backend's default policy of activation checkpointing: a compiled backward recomputes within
+    its kernels what costs more to keep."""
+    if options.activation_checkpoint or options.memory_limit or BACKENDS[backend][0] != "inductor":
+        return options
+    return dataclasses.replace(options, activation_checkpoint=FUSED)
 
 
 def load_adapters(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
-from autopar.ac_policies import AC_POLICIES, AUTO
+from autopar.ac_policies import AC_POLICIES, AUTO, MODEL
 from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.attention.layouts import LAYOUTS
 from autopar.chips import CHIPS
@@ -215,7 +215,7 @@ class Options:
     )
     activation_checkpoint: str = _option(
         "", NAME, "which activations are recomputed in the backward or offloaded, instead of kept",
-        "auto with a memory_limit, else model", names=AC_POLICIES,
+        "auto with a memory_limit, else fused with backend='inductor' and model without", names=AC_POLICIES,
     )  # fmt: skip
     loss_chunks: int = _option(
         0, COUNT,
@@ -281,7 +281,7 @@ class Options:
     @property
     def ac_policy(self) -> str:
         """Name of the policy of activation checkpointing."""
-        return self.activation_checkpoint or (AUTO if self.memory_limit else "model")
+        return self.activation_checkpoint or (AUTO if self.memory_limit else MODEL)
 
     @property
     def shards_parameters(self) -> bool:

@@ -12,13 +12,15 @@ with their neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._guards import TracingContext, tracing
 from torch._inductor import config, custom_graph_pass
 from torch._inductor.choices import InductorChoices
 from torch._inductor.comms import contains_wait
@@ -30,6 +32,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+aten = torch.ops.aten
 functional = torch.ops._c10d_functional
 
 
@@ -105,7 +108,7 @@ ORDERED = {
 
 
 def compile_step(
-    gm: GraphModule, device: torch.device, given: Sequence[Any] = ()
+    gm: GraphModule, device: torch.device, given: Sequence[Any] = (), any_strides: Collection[int] = ()
 ) -> tuple[Callable[[list[Any]], tuple[Any, ...]], list[Any]]:
     """(compiled code of a lowered step graph, fake values of its results). The code takes one list of inputs and
     empties it.
@@ -113,7 +116,11 @@ def compile_step(
     Sizes, strides and dtypes of inputs are those of ``given``, the fake results of other graphs, and for None those of
     ``meta["val"]``. The latter describe the CPU, where statistics of a bfloat16 layer norm are bfloat16 (float32 on
     GPUs), and compiled code relies on them. The code is compiled for ``device``.
+
+    ``any_strides``: results whose strides Inductor may choose, as it pads long rows on GPUs; the fake values have the
+    strides that it chose. The others have those of the graph.
     """
+    _accept_any_strides(gm)
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     known = given or [None] * len(placeholders)
     values = [n.meta["val"] if value is None else value for n, value in zip(placeholders, known, strict=True)]
@@ -127,9 +134,13 @@ def compile_step(
         )(*fakes)
         with V.set_fake_mode(mode), _in_order() if _waits(flat) else nullcontext():
             joint_graph_passes(flat)
-            returned: Any = flat.graph.output_node().args[0]
-            made = [n.meta.get("val") if isinstance(n, Node) else n for n in returned]
-            compiled = compile_fx_inner(flat, fakes)
+            end = flat.graph.output_node()
+            returned: Any = end.args[0]
+            end.meta["user_visible_output_idxs"] = [i for i in range(len(returned)) if i not in any_strides]
+            values = [n.meta.get("val") if isinstance(n, Node) else n for n in returned]
+            with tracing(TracingContext(mode)), TracingContext.report_output_strides() as chosen:
+                compiled = compile_fx_inner(flat, fakes)
+        made = [_strided(*found) for found in itertools.zip_longest(values, chosen or ())]
     compiled_call: Any = compiled
 
     def run(inputs: list[Any]) -> tuple[Any, ...]:
@@ -148,6 +159,29 @@ def _waits(gm: GraphModule) -> bool:
 def _in_order() -> Iterator[None]:
     with V.set_choices_handler(WaitLate()), config.patch(ORDERED):
         yield
+
+
+def _accept_any_strides(gm: GraphModule) -> None:
+    """Replace what only works on the strides of ``meta["val"]``: view -> reshape, as_strided(x) -> as_strided(copy)."""
+    for node in gm.graph.nodes:
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
+        elif node.target is aten.as_strided.default:
+            with gm.graph.inserting_before(node):
+                base = gm.graph.call_function(_with_strides, (node.args[0], node.args[0].meta["val"].stride()))
+            node.args = (base, *node.args[1:])
+    gm.recompile()
+
+
+def _with_strides(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    return x if x.stride() == strides else x.new_empty_strided(x.shape, strides).copy_(x)
+
+
+def _strided(value: Any, strides: tuple[int, ...] | None) -> Any:
+    """A (fake) value with other strides."""
+    if strides is None or value.stride() == strides:
+        return value
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
 
 
 def _fake_input(value: Any, mode: FakeTensorMode, device: torch.device) -> Any:

@@ -13,14 +13,14 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch.fx import Node
 
-from autopar.ac_policies import AC_POLICIES, AUTO, NOTHING, LayerCheckpoint, StageCheckpoints
-from autopar.compile.layer_options import Known, cost_of, find_ways
+from autopar.ac_policies import AC_POLICIES, AUTO, FUSED, NOTHING, LayerCheckpoint, StageCheckpoints
+from autopar.compile.layer_options import Known, cost_of, find_ways, fused_values
 from autopar.compile.layer_tensors import ChosenValues, JointInfo, chosen_by, layers_of
 from autopar.compile.stages import StageBuilder
 from autopar.cost.hardware import device_of, host_link, links_of
@@ -54,7 +54,7 @@ class LimitError(ValueError):
 def with_checkpoints(builder: StageBuilder, finished: Callable[[Plan, Pipeline], Compiled]) -> Compiled:
     """The compiled model. Raises ValueError where no choice fits the limit, with the least limit that would do."""
     plan = builder.plan
-    name = plan.options.ac_policy
+    name = builder.policy
     if not builder.train:
         return finished(replace(plan, checkpoints=()), builder.make())
     if plan.checkpoints:
@@ -121,7 +121,7 @@ class _PolicySearch:
         for k in dict.fromkeys(self.first):
             derived = self.builder.derived(k)
             first = derived.first if self.splits else None
-            units = layers_of(derived.calls, asked=self.builder.plan.options.ac_policy == "model")
+            units = layers_of(derived.calls, asked=self.builder.policy == "model")
             found[k] = JointInfo(derived.joint, units, self.links, first, self.device, self.host, self.host_limit > 0)
         return [found[k] for k in self.first]
 
@@ -138,7 +138,11 @@ class _PolicySearch:
         policy = AC_POLICIES[name]
         if not self.builder.asks(name):
             return self.finished(self.builder.plan, self.builder.make())
-        chosen = {facts: chosen_by(policy, name, facts) for facts in dict.fromkeys(self.facts)}
+        known: dict[Hashable, frozenset[int]] = {}
+        chosen = {
+            facts: fused_values(facts, known) if name == FUSED else chosen_by(policy, name, facts)
+            for facts in dict.fromkeys(self.facts)
+        }
         made = self.compiled([chosen[facts] for facts in self.facts], f"activation_checkpoint={name}")
         hosted = max(found.host for found in memories(made)) if self.host_limit else 0
         if hosted > self.host_limit:

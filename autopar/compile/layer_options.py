@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from autopar.compile.layer_tensors import ChosenValues, JointInfo, LayerTensors, is_pinned
-from autopar.ir.graph import frozen, is_call
+from autopar.cost.flops import memory_bytes
+from autopar.ir.graph import frozen, is_call, nbytes, reach
 from autopar.ir.live_values import workspace
 from autopar.ir.storages import Storage, size_of
-from autopar.planner.recompute.layer_solver import RecomputableValue, RecomputeOption, ways
+from autopar.ops.traits import is_fusible, is_random, is_view, reads_in_kernel
+from autopar.passes.autodiff.joint import part_of_view
+from autopar.planner.recompute.layer_solver import RecomputableValue, RecomputeOption, cheapest_way, ways
+
+IN_KERNEL = 1 / 50  # of an operator's own kernel: one that is computed within a kernel that reads the same operands
+MEMORY = 1 / 2  # of the time to write a value: what its bytes are worth while they wait for the backward
 
 # Of equal layers: numbers of recomputed nodes, and of offloaded ones; what that costs.
 Known = dict[Hashable, list[tuple[frozenset[int], frozenset[int], RecomputeOption]]]
@@ -38,6 +46,33 @@ def find_ways(facts: JointInfo, known: Known) -> list[list[RecomputeOption]]:
             for again, host, cost in ((a, h, c.within(*layer.through)) for a, h, c in known[key])
         ]
     return [[way for _, way in layer.options] for layer in facts.layers]
+
+
+def fused_values(facts: JointInfo, known: dict[Hashable, frozenset[int]]) -> ChosenValues:
+    """What a compiled backward recomputes within its kernels. Adds to ``known``, of equal layers."""
+    found, chosen = _Ways(facts), set[Node]()
+    for layer in facts.layers:
+        key = found.key(layer)
+        if key not in known:
+            again = found.fused(layer)
+            known[key] = frozenset(i for i, n in enumerate(layer.forward) if n in again)
+        chosen |= {layer.forward[i] for i in known[key]}
+    return ChosenValues(frozenset(chosen | _of_inputs(facts)) | facts.joint.always)
+
+
+def _of_inputs(facts: JointInfo) -> set[Node]:
+    """What kernels compute from inputs alone, such as the angles of rotary embeddings and masks: not to be kept, though
+    all layers share it."""
+    joint, found, free = facts.joint, set[Node](), set(facts.joint.primals)
+    for node in joint.order:
+        if node not in joint.made or node.op != "call_function" or not free.issuperset(node.all_input_nodes):
+            continue
+        if joint.is_free(node) and not is_random(node.target):
+            free.add(node)
+        elif is_fusible(node.target):
+            found.add(node)
+            free.add(node)
+    return found
 
 
 def cost_of(facts: JointInfo, layer: LayerTensors, way: ChosenValues) -> RecomputeOption:
@@ -69,6 +104,38 @@ class _Ways:
         return calls, ends, tuple(self.facts.seconds[n] for n in layer.forward), self.facts.behind_copies(layer)
 
     def ways(self, layer: LayerTensors) -> list[tuple[ChosenValues, RecomputeOption]]:
+        nodes, wanted, values = self._values(layer)
+        found = []
+        for way in ways(values, wanted):
+            again = frozenset(nodes[i] for i in way)
+            found += [self.measured(layer, ChosenValues(again, host)) for host in self._on_host(layer, again)]
+        return _worth_choosing(found)
+
+    def fused(self, layer: LayerTensors) -> frozenset[Node]:
+        """The values that cost less to recompute within kernels than to save."""
+        nodes, wanted, values = self._values(layer)
+        fusible, keeping = list[RecomputableValue](), list[float]()
+        for node, value in zip(nodes, values, strict=True):
+            fuses = is_call(node, operator.getitem) or is_fusible(node.target)
+            pinned = value.pinned or not (fuses or node in self.joint.always)
+            users = self._users(node)
+            written_by_f = pinned or any(u not in self.joint.dependent for u in users)
+            written_by_b = any(u in self.joint.dependent for u in users)
+            size = 0 if not pinned and _widens(node) else value.bytes
+            if pinned and isinstance(node.meta["val"], torch.Tensor):
+                size = size or nbytes(node)  # of a sum that is added up in place
+            again = IN_KERNEL * memory_bytes(node) + written_by_b * value.bytes
+            fusible.append(replace(value, bytes=size, seconds=again, pinned=pinned))
+            keeping.append(size * (MEMORY + (not written_by_f) + (not written_by_b)))
+        return frozenset(nodes[i] for i in cheapest_way(fusible, wanted, keeping))
+
+    def _users(self, node: Node) -> list[Node]:
+        """The operators that need the value, or a view of it, in memory."""
+        seen = reach([node], lambda x: x.users if x is node or is_view(x.target) or part_of_view(x) else ())
+        return [u for u in seen if u.op == "call_function" and not reads_in_kernel(u.target)]
+
+    def _values(self, layer: LayerTensors) -> tuple[list[Node], list[int], list[RecomputableValue]]:
+        """(nodes that may be saved, indices of those that the backward uses, what each costs)."""
         own = [n for n in layer.forward if n in self.joint.made or is_call(n, operator.getitem)]
         own = [n for n in own if not self.joint.is_free(n)]
         taken = [x for x in layer.taken if x not in self.facts.wanted]  # else it is saved anyway
@@ -85,11 +152,7 @@ class _Ways:
             for n in own
         ]
         values += [RecomputableValue(0.0, self.facts.size(x), pinned=True) for x in taken]
-        found = []
-        for way in ways(values, wanted):
-            again = frozenset(nodes[i] for i in way)
-            found += [self.measured(layer, ChosenValues(again, host)) for host in self._on_host(layer, again)]
-        return _worth_choosing(found)
+        return nodes, wanted, values
 
     def _on_host(self, layer: LayerTensors, again: frozenset[Node]) -> list[frozenset[Node]]:
         """Choices of saved values to offload to host memory: none, as many as copies have time for beside other layers,
@@ -200,3 +263,10 @@ def _worth_choosing(
         ):
             kept.append((way, facts))
     return kept
+
+
+def _widens(node: Node) -> bool:
+    """Whether it is a copy in a wider dtype: then the original is kept, in fewer bytes."""
+    if node.target is not torch.ops.aten._to_copy.default:
+        return False
+    return bool(node.meta["val"].itemsize > node.args[0].meta["val"].itemsize)  # type: ignore[union-attr]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar.ac_policies import AUTO, NOTHING, StageCheckpoints
+from autopar.ac_policies import AUTO, FUSED, MODEL, NOTHING, StageCheckpoints
 from autopar.compile.slices import COMPUTE_GRAPHS, merged, sliced_edge
 from autopar.compile.stage_dedup import KnownStages
 from autopar.ir.compute_dtypes import summed_in
@@ -88,6 +88,13 @@ class StageBuilder:
     @property
     def _shares_parts(self) -> bool:
         return len(self.parts) > 1 and not self.slices
+
+    @property
+    def policy(self) -> str:
+        """Name of the policy of activation checkpointing: where the model checkpoints itself, its own."""
+        name = self.plan.options.ac_policy
+        regions = any("ac_region" in node.meta for gm, _ in self.graphs for node in gm.graph.nodes)
+        return MODEL if name == FUSED and regions else name
 
     def asks(self, policy: str) -> bool:
         """Whether a policy may recompute something: "model" only what is called within `torch.utils.checkpoint`, "none"

@@ -7,6 +7,8 @@ has none.
     is_cheap                           recomputed rather than saved
     PERMUTED, PASSING                  no element changes
     is_elementwise                     each element of the result depends on one position of the operands
+    is_fusible                         a compiler computes it within the kernel of a user
+    reads_in_kernel                    a compiler computes its operands within its kernel
     PRODUCTS, CONVOLUTIONS             multiply by a weight, or may
     COLLECTIVES, SUMS, LOCAL           communicate between ranks, or replace a collective
     COPIES                             between the device and the host
@@ -99,6 +101,32 @@ def is_elementwise(target: OpOverload) -> bool:
     """Whether it runs on shards of its operands as on the whole, if they are sharded alike; includes factories of the
     operand's shape."""
     return torch.Tag.pointwise in target.tags or target.overloadpacket in _ELEMENTWISE
+
+
+_NORMS = {aten.native_layer_norm.default, aten._fused_rms_norm.default}
+_ROWS = {  # read in kernels, beside reductions
+    aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default, aten._softmax.default,
+    aten._log_softmax.default, aten._softmax_backward_data.default, aten._log_softmax_backward_data.default,
+}  # fmt: skip
+_MOVES = {
+    aten.cat.default, aten.stack.default, aten.constant_pad_nd.default, aten.repeat.default, aten.flip.default,
+    aten.select_scatter.default, aten.slice_scatter.default, ours.shard_slice.default, ours.shard_pad.default,
+}  # fmt: skip
+
+
+@functools.cache
+def is_fusible(target: Any) -> bool:
+    """Whether a compiler computes it within a kernel that uses the result: element by element, elements that only move,
+    and norms, whose statistics take one more read of a row."""
+    if not isinstance(target, OpOverload) or mutates(target) or is_random(target):
+        return False
+    return is_elementwise(target) or is_view(target) or target in _NORMS or target in _MOVES
+
+
+@functools.cache
+def reads_in_kernel(target: Any) -> bool:
+    """Whether a compiler computes its operands within its kernel, instead of writing them to memory for it."""
+    return is_fusible(target) or target in _ROWS or torch.Tag.reduction in getattr(target, "tags", ())
 
 
 TRANSPOSED_CONVOLUTIONS = {aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input}

@@ -341,7 +341,7 @@ def test_a_plan_holds_what_was_decided() -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"activation_checkpoint": "sometimes"},
-        "activation_checkpoint: unknown name 'sometimes'; known are none, full, selective, model, offload, auto",
+        "activation_checkpoint: unknown name 'sometimes'; known are none, full, selective, model, fused, offload, auto",
     ),
     (
         {"activation_checkpoint": "auto"},

@@ -223,6 +223,18 @@ def ways(values: Sequence[RecomputableValue], wanted: Sequence[int]) -> list[fro
     return list(found)
 
 
+def cheapest_way(
+    values: Sequence[RecomputableValue], wanted: Sequence[int], keeping: Sequence[float]
+) -> frozenset[int]:
+    """The set of values to recompute with the least time, ``keeping`` that of each saved value included."""
+    costs = np.array([*keeping, *(value.seconds for value in values)])
+    if not wanted or not costs.any():
+        return frozenset()
+    found = _CutProgram(values, wanted).solve(costs / costs.max())
+    assert found is not None, "saving everything that is wanted is always possible"
+    return found
+
+
 class _CutProgram:
     """The program of one layer, with bytes and times relative to their totals."""
 

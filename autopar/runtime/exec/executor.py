@@ -49,7 +49,7 @@ from autopar.runtime.exec.value_slots import Routes
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.schedule.order import BACKWARD, COMPUTE, Action
 from autopar.schedule.order_checks import links
-from autopar.steps.graphs import Compiled, StepGraph, output
+from autopar.steps.graphs import Compiled, StepGraph, is_a, output
 from autopar.steps.of_rank import graphs_of_rank, lowered_order
 
 PER_STEP = ("input", "seed")  # kinds of values that change in every step
@@ -158,9 +158,17 @@ class Executor:
         if self.groups.device.type != "cpu":
             set_device(graph.graph, self.groups.device)
         given = [self._known.get(name) for name in graph.inputs]
-        bound = bind(graph.graph, self.groups, self._backend, given, self._pause_axis)
+        bound = bind(graph.graph, self.groups, self._backend, given, self._pause_axis, self._of_this_rank(graph))
         self._known |= {name: x for name, x in zip(graph.outputs, bound.made or ()) if name is not None}
         return bound
+
+    def _of_this_rank(self, graph: StepGraph) -> list[int]:
+        """Results that only graphs of this rank read, which are told their strides: none where F alone may take the
+        place of F with gathers."""
+        twins = [(part.gather_forward, part.forward) for part in self.compiled.pipeline.parts if part.gather_forward]
+        if any(graph is one for pair in twins for one in pair):
+            return []
+        return [i for i, name in enumerate(graph.outputs) if is_a(name, "saved", "stash")]
 
     @property
     def traffic(self) -> Ledger:

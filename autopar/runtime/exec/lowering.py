@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -182,6 +182,7 @@ def bind(
     backend: str = "eager",
     given: Sequence[Any] = (),
     pauses: str = "",
+    any_strides: Collection[int] = (),
     experts: Experts | None = None,
 ) -> Lowered:
     """Lower the raw collectives of a step graph onto the mesh. ``gm`` is not changed. ``pauses``: the axis at whose
@@ -189,7 +190,8 @@ def bind(
     answer.
 
     backend "eager" runs the graph's operators one by one; "inductor" compiles it, for inputs like ``given`` (None: like
-    the graph's own). Raises ValueError for another backend, and for "inductor" for a graph that asks experts.
+    the graph's own), and chooses the strides of the results ``any_strides``. Raises ValueError for another backend, and
+    for "inductor" for a graph that asks experts.
     """
     if backend not in ("eager", "inductor"):
         raise ValueError(f"bind: expected a backend out of eager, inductor, found {backend!r}")
@@ -203,7 +205,7 @@ def bind(
         from autopar.adapters.inductor import Functional, compile_step  # a slow import that only this backend needs
 
         explicit = _lower(comms.compilable(gm), _Traced(Functional(groups), groups.device))
-        run, made = compile_step(explicit, groups.device, given)
+        run, made = compile_step(explicit, groups.device, given, any_strides)
         return Lowered(run, traffic, gm.code, comms, made=made)
     lowered = _lower(gm, _Eager(groups, comms, experts), pauses)
     if all(node.target is not pause_here for node in lowered.graph.nodes):
