@@ -90,8 +90,8 @@ def _piece(p: nn.Parameter, gradient: Tensor) -> nn.Parameter:
     return piece
 
 
-def over(kind: type, value: Any, fn: Callable[[Any], Any]) -> Any:
-    """A state with mapped members of a type, also in its lists, tuples, dicts and deques."""
+def over(kind: Any, value: Any, fn: Callable[[Any], Any]) -> Any:
+    """A state with mapped members of a type (or of several), also in its lists, tuples, dicts and deques."""
     if isinstance(value, kind):
         return fn(value)
     if isinstance(value, dict):

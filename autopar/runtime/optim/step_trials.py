@@ -19,6 +19,7 @@ import contextlib
 import copy
 import enum
 import functools
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autopar.adapters.copying.fake import FakeTensorMode
 from autopar.adapters.optimizer_step import copied, own_step
 from autopar.ir.placement import piece
 from autopar.runtime.optim.local_step import is_elementwise, over
@@ -39,7 +41,8 @@ from autopar.runtime.params.shards import Cuts, Holders, piece_of
 
 STEPS = (1.0, 3.0, 0.01, 30.0, 1.0, 0.1, 1.0)  # scales of gradients: some are above and some below a norm to clip to
 EXACT = 1e-10  # relative to the largest entry, in float64
-EACH_DIM = {1: (4608,), 2: (144, 144)}  # most entries of a small parameter; of other ranks 8 and then 40
+MOST = {1: (6144,), 2: (256, 144)}  # sizes of a small parameter, above what others call small; of more dims:
+MOST_OF_MORE = 16, 40  # of the first and of each other dim
 TORCH = {  # known, by the module that defines `step`
     "torch.optim._muon": "OWNERS", "torch.optim._adafactor": "OWNERS", "torch.optim.lbfgs": "GLOBALLY",
     "transformers.optimization": "OWNERS",
@@ -81,7 +84,8 @@ class Kind:
         parts = [1] * p.dim()
         for (_, shard), count in zip(p.cuts, ranks, strict=True):
             parts[shard.dim] *= count
-        most = EACH_DIM.get(p.dim(), (8, *[40] * (p.dim() - 1)))
+        first, other = MOST_OF_MORE
+        most = MOST.get(p.dim(), (first, *[other] * (p.dim() - 1)))
         shape = tuple(n * max(1, min(size, limit) // n) for size, limit, n in zip(p.shape, most, parts))
         cuts = tuple((axis, replace(shard, blocks=())) for axis, shard in p.cuts)
         return cls(group, shape, p.dtype, cuts, ranks, p.holders.stages if p.holders is not None else None)
@@ -182,9 +186,11 @@ class _Small:
 
 @dataclass
 class _Record:
-    """What became of parameters after each step; of states and options after the last."""
+    """What became of parameters after each step; of states and options after the last. ``outlines``: those of states
+    after the first."""
 
     parameters: list[list[Tensor]] = field(default_factory=list)
+    outlines: list[Any] = field(default_factory=list)
     states: list[Any] = field(default_factory=list)
     rest: Any = None
 
@@ -218,6 +224,8 @@ class _Trials:
             return self._one_of([Way.GLOBALLY], whole)
         if self._draws(whole):
             return replace(self._one_of([Way.TOGETHER], whole), draws=True)
+        if not self._is_typical(whole[0]):
+            return self._one_of([Way.OWNERS, Way.TOGETHER], whole)
         return self._one_of(list(Way), whole)
 
     def _first(self) -> list[_Record]:
@@ -256,6 +264,27 @@ class _Trials:
         except _Differs:
             return True
         return False
+
+    def _is_typical(self, whole: _Record) -> bool:
+        """Whether parameters of the real shapes get the same states as small ones: a step of fake tensors. (What reads
+        values is not tried.)"""
+        fake, disabled = FakeTensorMode(allow_non_fake_inputs=True), logging.root.manager.disable
+        with fake:
+            large = [torch.empty(s.like.shape, dtype=torch.float64, device=s.like.device) for s in self._smalls]
+            parameters = [nn.Parameter(x) for x in large]
+            for p in parameters:
+                p.grad = torch.empty_like(p)
+        made = self._copy(dict(enumerate(parameters)))
+        logging.disable(logging.ERROR)  # torch logs what it cannot fake
+        try:
+            with fake:
+                self._step(made, closure=_one if self._closed else None)
+                found = [_outline(made.state.get(p, {}), p.shape) for p in parameters]
+        except Exception:
+            return True
+        finally:
+            logging.disable(disabled)
+        return found == whole.outlines
 
     # --- copies ---
 
@@ -318,6 +347,8 @@ class _Trials:
             self._step(made, seed, closure if self._closed else None)
             self._again |= len(calls) > 1 or not all(calls)
             record.parameters.append([p.detach().clone() for p in parameters])
+            if t == 0:
+                record.outlines = [_outline(made.state.get(p, {}), p.shape) for p in parameters]
         if not all(bool(x.isfinite().all()) for x in record.parameters[-1]):
             raise FloatingPointError("infinite or not a number")
         record.states = [dict(made.state.get(p, {})) for p in parameters]
@@ -418,6 +449,12 @@ class _Trials:
             return EXACT
         of = self._smalls if i is None else [self._smalls[i]]
         return max(8 * torch.finfo(s.kind.dtype).eps for s in of)
+
+
+def _outline(state: Any, shape: Sequence[int]) -> Any:
+    """Names of states, with the rank of tensors that are not of the parameter's shape."""
+    noted = over(Tensor, dict(state), lambda x: "like" if tuple(x.shape) == tuple(shape) else x.dim())
+    return over((int, float), noted, lambda _: "number")
 
 
 def _part_of_state(part: Callable[[Tensor], Tensor], shape: Sequence[int], x: Tensor) -> Tensor:
