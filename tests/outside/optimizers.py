@@ -10,12 +10,16 @@ import importlib
 import io
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.runtime.optim.step_trials import way_of
+from autopar.runtime.optim.whole_step import seed_all
+from autopar.runtime.params.sharded_tensor import ShardedTensor
 from tests.support.ranks import run_ranks
 
 MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
@@ -24,6 +28,7 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "zero1": ({"dp": 2}, {"zero": 1}),
 }
 TITLES = {"zero3": "dp=2, zero=3", "tp": "tp=2", "zero1": "dp=2, zero=1"}
+REFUSAL = "ValueError: optimizer: needs one that steps "
 STEPS, EXACT = 5, 1e-10
 
 PYTORCH_OPTIMIZER = """
@@ -103,8 +108,8 @@ def made(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return kind(groups, **{n: x for n, x in options.items() if n != "lr"})  # type: ignore[no-any-return]
 
 
-def trained(name: str, model: nn.Module, step: Callable[[], Tensor]) -> None:
-    torch.manual_seed(1)
+def trained(name: str, model: nn.Module, step: Callable[[], Tensor]) -> torch.optim.Optimizer:
+    seed_all(1)
     optimizer = made(name, [*model.parameters()])
     if hasattr(optimizer, "train"):
         optimizer.train()
@@ -123,6 +128,7 @@ def trained(name: str, model: nn.Module, step: Callable[[], Tensor]) -> None:
             if name in SENSITIVE:
                 set_gradients(model, at)
             optimizer.step()
+    return optimizer
 
 
 def set_gradients(model: nn.Module, seed: int) -> None:
@@ -153,7 +159,7 @@ def quiet() -> Any:
 
 
 def on_ranks(mesh: str, names: Iterable[str]) -> dict[str, Any]:
-    """Weights after the steps of each optimizer, or its error."""
+    """With what each optimizer steps, and weights after the steps, or its error."""
     sizes, options = MESHES[mesh]
     model, batch = plain()
     over = autopar.init_mesh("cpu", 60.0, **sizes)
@@ -165,26 +171,33 @@ def on_ranks(mesh: str, names: Iterable[str]) -> dict[str, Any]:
         parallel.load_state_dict(start)
         try:
             with quiet():
-                trained(name, parallel, lambda: parallel.train_step(**mine))
+                optimizer = trained(name, parallel, lambda: parallel.train_step(**mine))
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
+            found[name] = "", f"{type(error).__name__}: {error}"
         else:
-            found[name] = dict(parallel.full_state_dict())
+            way = way_of(optimizer, lambda p: isinstance(p, ShardedTensor)).way
+            found[name] = way.value if way is not None else "", dict(parallel.full_state_dict())
     return found
 
 
-def outcomes(names: list[str], mesh: str) -> dict[str, str]:
-    """By optimizer: nothing where five steps are those of one process, else the sentence of the refusal. Raises
-    AssertionError for everything else."""
-    expected = {name: alone(name) for name in names}
-    said = {}
+@dataclass(frozen=True)
+class Outcome:
+    """``words`` of a refusal; else ``way``: with what the optimizer steps."""
+
+    words: str = ""
+    way: str = ""
+
+
+def outcomes(names: list[str], mesh: str) -> dict[str, Outcome]:
+    """By optimizer. Raises AssertionError unless each makes five steps of one process, or is refused."""
+    said: dict[str, Outcome] = {}
     for found in run_ranks(2, on_ranks, mesh, names, timeout=400):
-        for name, result in found.items():
-            words = result if isinstance(result, str) else difference(result, expected[name])
-            assert said.setdefault(name, words) == words, (name, said[name], words)
-    wrong = {n: words for n, words in said.items() if words and not words.startswith("ValueError: optimizer: needs")}
+        for name, (way, result) in found.items():
+            one = Outcome(result) if isinstance(result, str) else Outcome(difference(result, alone(name)), way)
+            assert said.setdefault(name, one) == one, (name, said[name], one)
+    wrong = {n: one.words for n, one in said.items() if one.words and not one.words.startswith(REFUSAL)}
     assert not wrong, wrong
-    return {name: words.removeprefix("ValueError: ") for name, words in said.items()}
+    return said
 
 
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> str:

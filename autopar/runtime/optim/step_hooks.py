@@ -32,7 +32,7 @@ from autopar.adapters.autograd import version_of
 from autopar.adapters.optimizer_step import run_step_by
 from autopar.runtime.optim.cpu_offload import OffloadedStates, step_buckets
 from autopar.runtime.optim.local_step import on_pieces
-from autopar.runtime.optim.step_trials import Way, way_of
+from autopar.runtime.optim.step_trials import Way, note_options, way_of
 from autopar.runtime.optim.whole_step import step_owned, step_together
 
 _events = itertools.count(1)
@@ -125,6 +125,7 @@ def _end(optimizer: Optimizer, *_: Any) -> None:
         for p in group["params"]:
             if not isinstance(p, DTensor) and p in _PLACED and p.grad is not None:  # an original, not a shard
                 _PLACED[p] = version_of(p)
+    note_options(optimizer)
     note_step(optimizer)
 
 

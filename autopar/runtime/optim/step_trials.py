@@ -5,8 +5,9 @@ Other copies step them in the ways that a mesh can, of which the first whose par
 is taken:
 
     SHARDS      each rank steps its shards                                          elementwise optimizers
-    OWNERS      each parameter is stepped whole, on one rank                        norms, factors, orthogonalization
-    GLOBALLY    the step computes with ShardedTensors, on all ranks                 sums over all parameters
+    GLOBALLY    the step computes with ShardedTensors, and gathers none             norms, sums over all parameters
+    OWNERS      each parameter is stepped whole, on one rank                        factors, orthogonalization
+    GLOBALLY    the step computes with ShardedTensors, on all ranks                 dot products of all parameters
     TOGETHER    all parameters are gathered and stepped whole, on every rank        everything else
 
 An optimizer that draws random numbers steps TOGETHER, with those of one rank. One whose closure is called twice, or
@@ -37,7 +38,7 @@ from autopar.ir.placement import piece
 from autopar.runtime.optim.local_step import is_elementwise, over
 from autopar.runtime.optim.whole_step import Member, holding, random_state, seed_all, set_random_state, spare
 from autopar.runtime.params.sharded_tensor import ShardedTensor
-from autopar.runtime.params.shards import Cuts, Holders, piece_of
+from autopar.runtime.params.shards import Cuts, Gathered, Holders, piece_of
 
 STEPS = (1.0, 3.0, 0.01, 30.0, 1.0, 0.1, 1.0)  # scales of gradients: some are above and some below a norm to clip to
 EXACT = 1e-10  # relative to the largest entry, in float64
@@ -96,8 +97,7 @@ def way_of(optimizer: Optimizer, is_ours: Callable[[Tensor], bool], args: Any = 
     ``args``, ``kwargs``: of the step. Raises ValueError if there is no way."""
     if (known := known_way(optimizer)) is not None:
         return Found(known)
-    options = tuple((len(group["params"]), _options(group)) for group in optimizer.param_groups)
-    before = _WAYS.get(optimizer)
+    before, options = _WAYS.get(optimizer), _options(optimizer)
     if before is None or before[0] != options:
         kinds = tuple(
             dict.fromkeys(
@@ -136,9 +136,20 @@ _WAYS = WeakIdKeyDictionary()  # optimizer -> its options and what was found
 _FOUND: dict[Any, Found] = {}
 
 
-def _options(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What of a group's options may decide how it steps: numbers that change over a run only by whether they are 0."""
-    return tuple((name, _option(x)) for name, x in group.items() if name not in ("params", "lr", "initial_lr", "step"))
+def note_options(optimizer: Optimizer) -> None:
+    """Call after a step: options that the step itself has changed need no new trial."""
+    if optimizer in _WAYS:
+        _WAYS[optimizer] = _options(optimizer), _WAYS[optimizer][1]
+
+
+def _options(optimizer: Optimizer) -> tuple[Any, ...]:
+    """What of the options of groups may decide how it steps: numbers that change over a run only by whether they are
+    0."""
+    skipped = ("params", "lr", "initial_lr", "step")
+    return tuple(
+        (len(group["params"]), *((name, _option(x)) for name, x in group.items() if name not in skipped))
+        for group in optimizer.param_groups
+    )
 
 
 def _option(x: Any) -> Any:
@@ -212,6 +223,7 @@ class _Trials:
                 first.setdefault(self._kind_of[id(p)], p)
         self._smalls = [_Small(kind, twin, first[kind]) for twin in (0, 1) for kind in kinds]
         self._filled = False
+        self._gathered = 0  # tensors, by a step with ShardedTensors
         self._again = False  # whether the closure is called at another time than once, first
         self._closed = kwargs.pop("closure", None) is not None
 
@@ -226,7 +238,7 @@ class _Trials:
             return replace(self._one_of([Way.TOGETHER], whole), draws=True)
         if not self._is_typical(whole[0]):
             return self._one_of([Way.OWNERS, Way.TOGETHER], whole)
-        return self._one_of(list(Way), whole)
+        return self._one_of([Way.SHARDS, None, Way.OWNERS, Way.GLOBALLY, Way.TOGETHER], whole)
 
     def _first(self) -> list[_Record]:
         """A step of whole parameters, in float64, and in their own dtypes if these are others."""
@@ -242,16 +254,22 @@ class _Trials:
         self._filled = True  # it cannot begin without the states that it has
         return [self._native(dtype) for dtype in dtypes]
 
-    def _one_of(self, ways: Sequence[Way], whole: Sequence[_Record]) -> Found:
+    def _one_of(self, ways: Sequence[Way | None], whole: Sequence[_Record]) -> Found:
+        """The first that does. None: GLOBALLY, if the step gathers no tensor."""
         run = {
             Way.SHARDS: self._on_shards, Way.OWNERS: self._on_owners,
             Way.GLOBALLY: self._globally, Way.TOGETHER: self._together,
         }  # fmt: skip
         why = []
         for way in ways:
+            if way is None:
+                if self._gathers_nothing(whole[0]):
+                    return Found(Way.GLOBALLY)
+                continue
             try:
                 for dtype, record in zip(self._dtypes, whole, strict=True):
-                    run[way](dtype, record)
+                    if way is not Way.GLOBALLY or dtype is not None:  # which adds up in another order
+                        run[way](dtype, record)
             except Exception as error:
                 why.append(f"with {way.value} {_words(error)}")
             else:
@@ -414,11 +432,20 @@ class _Trials:
         except Exception as error:
             failed = error
         mesh = self._smalls[0].like.device_mesh
-        good = torch.tensor(int(failed is None), device=self._smalls[0].like.device)
+        good = torch.tensor([int(failed is None), -self._gathered], device=self._smalls[0].like.device)
         for axis in mesh.mesh_dim_names or ():
             dist.all_reduce(good, dist.ReduceOp.MIN, group=mesh.get_group(axis))
-        if failed is not None or not int(good):
+        self._gathered = -int(good[1])
+        if failed is not None or not int(good[0]):
             raise failed or _Differs("differs on another rank")
+
+    def _gathers_nothing(self, whole: _Record) -> bool:
+        self._gathered = 0
+        try:
+            self._globally(torch.float64, whole)
+        except Exception:
+            return False
+        return not self._gathered
 
     def _on_mesh(self, dtype: torch.dtype | None, whole: _Record) -> None:
         laid = [functools.partial(_on_mesh, s) for s in self._smalls]
@@ -432,7 +459,9 @@ class _Trials:
                 return torch.ones((), dtype=torch.float64)
 
             closure()
+            before = Gathered.count
             self._step(made, closure=closure if self._closed else None)
+            self._gathered += Gathered.count - before
             found = [p.whole() for p in parameters]  # type: ignore[attr-defined]
             self._compare(whole.parameters[t], found, [lambda x: x for _ in found], dtype)
         _same(_rest(made), whole.rest, self._exact(None, dtype))
@@ -520,9 +549,7 @@ def _same(found: Any, expected: Any, most: float) -> None:
         for a, b in zip(found, expected, strict=True):
             _same(a, b, most)
     elif isinstance(expected, (int, float)):
-        near = isinstance(found, (int, float)) and (found == expected or abs(found - expected) <= most * abs(expected))
-        if not near:
-            raise _Differs("computes other numbers")
+        _same_tensors(torch.as_tensor(found, dtype=torch.float64), torch.as_tensor(expected, dtype=torch.float64), most)
 
 
 def _same_tensors(found: Any, expected: Any, most: float) -> None:
