@@ -39,7 +39,7 @@ class Base(torch.optim.Optimizer):
         """Before any parameter is stepped."""
 
     def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        raise NotImplementedError
+        raise AssertionError("of a subclass")
 
 
 class Momenta(Base):

@@ -223,7 +223,6 @@ class _Trials:
                 first.setdefault(self._kind_of[id(p)], p)
         self._smalls = [_Small(kind, twin, first[kind]) for twin in (0, 1) for kind in kinds]
         self._filled = False
-        self._gathered = 0  # tensors, by a step with ShardedTensors
         self._again = False  # whether the closure is called at another time than once, first
         self._closed = kwargs.pop("closure", None) is not None
 
@@ -262,16 +261,16 @@ class _Trials:
         }  # fmt: skip
         why = []
         for way in ways:
-            if way is None:
-                if self._gathers_nothing(whole[0]):
-                    return Found(Way.GLOBALLY)
-                continue
             try:
+                if way is None:
+                    self._globally(self._dtypes[0], whole[0], gathers=False)
+                    return Found(Way.GLOBALLY)
                 for dtype, record in zip(self._dtypes, whole, strict=True):
                     if way is not Way.GLOBALLY or dtype is not None:  # which adds up in another order
                         run[way](dtype, record)
             except Exception as error:
-                why.append(f"with {way.value} {_words(error)}")
+                if way is not None:
+                    why.append(f"with {way.value} {_words(error)}")
             else:
                 return Found(way)
         return Found(None, why=", ".join(why))
@@ -424,30 +423,28 @@ class _Trials:
                 _same(m.state, whole.states[i], self._exact(i, dtype))
             _same(_rest(made), whole.rest, self._exact(None, dtype))
 
-    def _globally(self, dtype: torch.dtype | None, whole: _Record) -> None:
-        """On the real mesh: all ranks find the same."""
-        failed: Exception | None = None
-        try:
-            self._on_mesh(dtype, whole)
-        except Exception as error:
-            failed = error
-        mesh = self._smalls[0].like.device_mesh
-        good = torch.tensor([int(failed is None), -self._gathered], device=self._smalls[0].like.device)
-        for axis in mesh.mesh_dim_names or ():
-            dist.all_reduce(good, dist.ReduceOp.MIN, group=mesh.get_group(axis))
-        self._gathered = -int(good[1])
-        if failed is not None or not int(good[0]):
-            raise failed or _Differs("differs on another rank")
+    def _globally(self, dtype: torch.dtype | None, whole: _Record, gathers: bool = True) -> None:
+        """On the real mesh; all ranks find the same, after each step. ``gathers``: whether the step may gather."""
+        steps = self._on_mesh(dtype, whole)
+        for _ in STEPS:
+            failed: Exception | None = None
+            before = Gathered.count
+            try:
+                compare = next(steps)
+                if not gathers and Gathered.count > before:
+                    raise _Differs("gathers tensors")
+                compare()
+            except Exception as error:
+                failed = error
+            mesh = self._smalls[0].like.device_mesh
+            good = torch.tensor(int(failed is None), device=self._smalls[0].like.device)
+            for axis in mesh.mesh_dim_names or ():
+                dist.all_reduce(good, dist.ReduceOp.MIN, group=mesh.get_group(axis))
+            if failed is not None or not int(good):
+                raise failed or _Differs("differs on another rank")
 
-    def _gathers_nothing(self, whole: _Record) -> bool:
-        self._gathered = 0
-        try:
-            self._globally(torch.float64, whole)
-        except Exception:
-            return False
-        return not self._gathered
-
-    def _on_mesh(self, dtype: torch.dtype | None, whole: _Record) -> None:
+    def _on_mesh(self, dtype: torch.dtype | None, whole: _Record) -> Iterator[Callable[[], None]]:
+        """Makes the steps; what it yields compares with the first copy."""
         laid = [functools.partial(_on_mesh, s) for s in self._smalls]
         parameters = [nn.Parameter(lay(x)) for lay, x in zip(laid, self._values(dtype), strict=True)]
         made = self._copy(dict(enumerate(parameters)))
@@ -458,13 +455,15 @@ class _Trials:
                     p.grad = self._gradient(i, t, p, laid[i])
                 return torch.ones((), dtype=torch.float64)
 
+            def compare(t: int = t) -> None:
+                found = [p.whole() for p in parameters]  # type: ignore[attr-defined]
+                self._compare(whole.parameters[t], found, [lambda x: x for _ in found], dtype)
+                if t == len(STEPS) - 1:
+                    _same(_rest(made), whole.rest, self._exact(None, dtype))
+
             closure()
-            before = Gathered.count
             self._step(made, closure=closure if self._closed else None)
-            self._gathered += Gathered.count - before
-            found = [p.whole() for p in parameters]  # type: ignore[attr-defined]
-            self._compare(whole.parameters[t], found, [lambda x: x for _ in found], dtype)
-        _same(_rest(made), whole.rest, self._exact(None, dtype))
+            yield compare
 
     def _compare(
         self, whole: Sequence[Tensor], found: Sequence[Tensor], parts: Sequence[Any], dtype: torch.dtype | None
