@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from autopar.adapters.dtensor import local_of
 from autopar.runtime.checkpoint.json_tree import decoded, encoded, names_with_values
 from autopar.runtime.optim.cpu_offload import OffloadedStates
-from autopar.runtime.optim.step_hooks import needs_whole
+from autopar.runtime.optim.step_trials import steps_whole
 from autopar.runtime.params.dtensor_layout import is_apart, laid_out
 from autopar.runtime.params.parameters import is_alike
 from autopar.runtime.params.sharded_tensor import ShardedTensor
@@ -56,7 +56,7 @@ def options_of(optimizer: Optimizer, put: Callable[[str, Tensor], Any], at: str)
 
 def states_of(optimizer: Optimizer, own: Mapping[str, nn.Parameter], put: Put, at: str) -> dict[str, Any]:
     """Name of each parameter that has a state -> its state as a tree. Raises ValueError if it cannot be saved."""
-    whole, found = needs_whole(optimizer), {}
+    whole, found = steps_whole(optimizer), {}
     for name, p in own.items():
         if state := optimizer.state.get(p):
 

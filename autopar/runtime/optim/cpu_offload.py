@@ -8,7 +8,6 @@ a GPU a step returns while copies are in flight; `state_dict`, `autopar.save` an
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,10 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar.adapters.dtensor import local_of
+from autopar.adapters.optimizer_step import own_step
 from autopar.ir.signature import in_buckets
 from autopar.ir.storages import is_dense
 from autopar.runtime.mesh.host_copies import OffloadBuffers, host_copies_arrived
-from autopar.runtime.optim.local_step import on_pieces, own_step, steps_elements
+from autopar.runtime.optim.local_step import on_pieces
 from autopar.runtime.params.dtensor_layout import as_local
 from autopar.runtime.params.sharded_tensor import ShardedTensor
 
@@ -107,8 +107,10 @@ def _check_apart(optimizer: Optimizer) -> None:
 
 
 @torch.no_grad()
-def step_buckets(optimizer: Optimizer, is_ours: Callable[[Tensor], bool], hosts: OffloadedStates) -> None:
-    """Step our parameters bucket by bucket."""
+def step_buckets(
+    optimizer: Optimizer, is_ours: Callable[[Tensor], bool], hosts: OffloadedStates, call: Callable[[], Any]
+) -> Any:
+    """Step our parameters bucket by bucket, then all others by ``call``. Returns what this returns."""
     step, groups = own_step(optimizer), optimizer.param_groups
     try:
         for group in groups:
@@ -122,14 +124,20 @@ def step_buckets(optimizer: Optimizer, is_ours: Callable[[Tensor], bool], hosts:
                 arrives = hosts.bring(buckets[k + 1]) if k + 1 < len(buckets) else _nothing
                 only = {**before, "params": bucket}
                 optimizer.param_groups = [only]
-                with on_pieces(optimizer, is_ours) if steps_elements(optimizer, bucket) else contextlib.nullcontext():
+                with on_pieces(optimizer, is_ours):
                     step(optimizer)
                 leaves()
                 leaves = hosts.put_away(bucket)
                 group.update({name: value for name, value in only.items() if name != "params"})
             leaves()
+        optimizer.param_groups = [_others(group, is_ours) for group in groups]
+        return call()
     finally:
         optimizer.param_groups = groups
+
+
+def _others(group: dict[str, Any], is_ours: Callable[[Tensor], bool]) -> dict[str, Any]:
+    return {**group, "params": [p for p in group["params"] if not is_ours(p)]}
 
 
 def _nothing() -> None:

@@ -1,13 +1,12 @@
-"""Hooks on optimizer steps: they order steps and saves, refuse stale optimizers, and split steps where necessary.
+"""Hooks on optimizer steps: they order steps and saves, refuse stale optimizers, and step sharded parameters.
 
     torch.optim.AdamW(model.parameters()).step()     elementwise, on local shards: `autopar.runtime.optim.local_step`
-    torch.optim.Muon(...)                            one parameter at a time, gathered into a plain tensor
+    torch.optim.Muon(...)                            each matrix on its owner: `autopar.runtime.optim.whole_step`
+    anybody's                                        in the way that trials find: `autopar.runtime.optim.step_trials`
     optimizer_cpu_offload=True                       states are copied from the host bucket by bucket:
                                                      `autopar.runtime.optim.cpu_offload`
 
-torch calls the hooks of a step with the optimizer, and the step itself with a stand-in. The stand-in steps our
-parameters when its groups are read, and its groups then contain only other parameters. So hooks run before and after,
-and if a hook raises, nothing is changed.
+Hooks of a step get the optimizer as it is. Between them, the step of its class runs on shards or on whole parameters.
 
 A background save has copied what a step writes to before the step begins. A save between two backwards of gradient
 accumulation includes the gradients, which no step has used. An optimizer that was created before `parallelize` would
@@ -22,7 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -30,11 +29,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.adapters.autograd import version_of
-from autopar.adapters.dtensor import local_of
+from autopar.adapters.optimizer_step import run_step_by
 from autopar.runtime.optim.cpu_offload import OffloadedStates, step_buckets
-from autopar.runtime.optim.local_step import own_step, step_pieces, steps_elements
-from autopar.runtime.params.dtensor_layout import is_here, laid_out, shards_of
-from autopar.runtime.params.sharded_tensor import ShardedTensor
+from autopar.runtime.optim.local_step import on_pieces
+from autopar.runtime.optim.step_trials import Way, note_options, way_of
+from autopar.runtime.optim.whole_step import step_owned, step_together
 
 _events = itertools.count(1)
 _stepped = WeakIdKeyDictionary()  # optimizer -> time of its last step
@@ -96,71 +95,6 @@ def _refuse_stale(optimizer: Optimizer) -> None:
             )
 
 
-# --- optimizers on unsharded matrices --------------------------------------------------------------------------
-
-
-# By class name, of any library: their update of a matrix is not elementwise.
-WHOLE = {
-    "Muon", "MuonClip", "NorMuon", "Adafactor", "Shampoo", "DistributedShampoo", "SOAP", "CAME", "Apollo", "GaLore",
-}  # fmt: skip
-
-
-def needs_whole(optimizer: Optimizer) -> bool:
-    """Whether it is one of these classes, or derives from one."""
-    return not WHOLE.isdisjoint(cls.__name__ for cls in type(optimizer).__mro__)
-
-
-@torch.no_grad()
-def step_each(optimizer: Optimizer, is_ours: Callable[[Tensor], bool], hosts: OffloadedStates | None) -> None:
-    """Step our parameters one by one, each gathered into a plain tensor. ``hosts``: the offloaded states, if any."""
-    step, groups = own_step(optimizer), optimizer.param_groups
-    try:
-        for group in groups:
-            before = {name: value for name, value in group.items() if name != "params"}
-            for p in group["params"]:
-                if is_ours(p) and p.grad is not None and not is_here(p):
-                    local_of(p).zero_()  # nothing, which counts as written on all stages
-                elif is_ours(p) and p.grad is not None:
-                    only = {**before, "params": [_whole(p, p)]}
-                    optimizer.param_groups = [only]
-                    if hosts is not None:
-                        hosts.bring([p])()
-                    _step_one(optimizer, p, only["params"][0], step)
-                    if hosts is not None:
-                        hosts.put_away([p])()
-                    group.update({name: value for name, value in only.items() if name != "params"})
-    finally:
-        optimizer.param_groups = groups
-
-
-def _step_one(optimizer: Optimizer, p: nn.Parameter, plain: nn.Parameter, step: Any) -> None:
-    assert p.grad is not None
-    plain.grad = _whole(p, p.grad).detach()
-    state = optimizer.state.pop(p, {})
-    optimizer.state[plain] = {n: _whole(p, x).detach() if _is_like(x, p) else x for n, x in state.items()}
-    try:
-        step(optimizer)
-    finally:
-        made = optimizer.state.pop(plain, {})
-        optimizer.state[p] = {n: laid_out(p, x) if _is_like(x, plain) else x for n, x in made.items()}
-    local = local_of(p)  # type: ignore[arg-type]
-    if plain.untyped_storage().data_ptr() != local.untyped_storage().data_ptr():
-        local.copy_(local_of(laid_out(p, plain)))
-
-
-def _is_like(x: Any, p: Tensor) -> bool:
-    return isinstance(x, Tensor) and x.shape == p.shape and x.dim() > 0
-
-
-def _whole(p: nn.Parameter, x: Any) -> nn.Parameter:
-    """A value sharded like a parameter as a full plain tensor, which shares storage with it if it is not sharded."""
-    if isinstance(x, ShardedTensor):
-        x = x.on_stage()
-    elif isinstance(x, DTensor):
-        x = x.full_tensor() if shards_of(x) else local_of(x)
-    return nn.Parameter(x.detach(), requires_grad=p.requires_grad)
-
-
 # --- every step ------------------------------------------------------------------------------------------------
 
 
@@ -180,11 +114,10 @@ def _watch() -> Any:
     return register_optimizer_step_pre_hook(_begin), register_optimizer_step_post_hook(_end)
 
 
-def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _begin(optimizer: Optimizer, *_: Any) -> None:
     _refuse_stale(optimizer)
-    found = _taken_apart(optimizer, args, kwargs)
+    run_step_by(optimizer, _run)
     about_to_write()
-    return found
 
 
 def _end(optimizer: Optimizer, *_: Any) -> None:
@@ -192,6 +125,7 @@ def _end(optimizer: Optimizer, *_: Any) -> None:
         for p in group["params"]:
             if not isinstance(p, DTensor) and p in _PLACED and p.grad is not None:  # an original, not a shard
                 _PLACED[p] = version_of(p)
+    note_options(optimizer)
     note_step(optimizer)
 
 
@@ -199,55 +133,27 @@ def _is_ours(p: Tensor) -> bool:
     return isinstance(p, DTensor) and p.device_mesh in _MESHES
 
 
-def _taken_apart(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    """Run ``step(optimizer, ...)``, on shards or whole parameters in place of ours."""
     ours = [p for group in optimizer.param_groups for p in group["params"] if _is_ours(p)]
     if not ours:
-        return None
+        return step(optimizer, *args, **kwargs)
     hosts = OffloadedStates.of(optimizer, ours)
-    step: Callable[[], None]
-    if needs_whole(optimizer):
-        step = functools.partial(step_each, optimizer, _is_ours, hosts)
-    elif hosts is not None:
-        step = functools.partial(step_buckets, optimizer, _is_ours, hosts)
-    elif steps_elements(optimizer, ours):
-        step = functools.partial(step_pieces, optimizer, _is_ours)
-    else:
-        return None
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
-    if closure is None:
-        return (_stand_in(optimizer, step), *args[1:]), kwargs
-    loss = functools.cache(torch.enable_grad()(closure))
-    kwargs = {k: v for k, v in kwargs.items() if k != "closure"}
-    return (_stand_in(optimizer, step, loss), loss), kwargs
-
-
-def _stand_in(optimizer: Optimizer, step: Callable[[], None], loss: Callable[[], Any] | None = None) -> Optimizer:
-    """An optimizer of the same class for one call of its step. It shares the attributes of ``optimizer`` except its
-    groups: the first read of these steps our parameters, after the ``loss`` that computes their gradients, and returns
-    groups without them."""
-    left: list[dict[str, Any]] = []
-
-    def groups(_: Any) -> list[dict[str, Any]]:
-        if not left:
-            if loss is not None:
-                loss()
-            step()
-            left.extend(_Others(group) for group in optimizer.param_groups)
-        return [group for group in left if group["params"]]
-
-    kind = type(type(optimizer).__name__, (type(optimizer),), {"param_groups": property(groups)})
-    made: Optimizer = object.__new__(kind)
-    made.__dict__ = optimizer.__dict__
-    return made
-
-
-class _Others(dict[str, Any]):
-    """A group without our parameters; writes to it go to the original group."""
-
-    def __init__(self, group: dict[str, Any]) -> None:
-        super().__init__(group, params=[p for p in group["params"] if not _is_ours(p)])
-        self._group = group
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value)
-        self._group[name] = value
+    if args and callable(args[0]):  # its first argument, as in torch
+        args, kwargs = args[1:], {**kwargs, "closure": args[0]}
+    found = way_of(optimizer, _is_ours, args, kwargs)
+    if found.way is Way.GLOBALLY:
+        return step(optimizer, *args, **kwargs)
+    if kwargs.get("closure") is not None:
+        with torch.enable_grad():
+            loss = kwargs["closure"]()
+        kwargs["closure"] = lambda: loss
+    call = functools.partial(step, optimizer, *args, **kwargs)
+    if found.way is Way.TOGETHER:
+        return step_together(optimizer, _is_ours, found.draws, call)
+    if found.way is Way.OWNERS:
+        return step_owned(optimizer, _is_ours, hosts, call)
+    if hosts is not None:
+        return step_buckets(optimizer, _is_ours, hosts, call)
+    with torch.no_grad(), on_pieces(optimizer, _is_ours):
+        return call()

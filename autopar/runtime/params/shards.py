@@ -120,6 +120,7 @@ def from_holder(value: Tensor, mesh: DeviceMesh, holders: Holders, shape: Sequen
     """The tensor of the first of the stages that hold it, on all of them; ``shape``: that it has there."""
     group, source = mesh.get_group(STAGES), holders.stages[0]
     sent = value.contiguous() if group.rank() == source else value.new_empty(tuple(shape))
+    Gathered.count += sent.numel() > 1
     if sent.numel():
         with explained("reading a parameter of another stage", dist.get_process_group_ranks(group)):
             dist.broadcast(sent.reshape(-1).view(torch.uint8), group=group, group_src=source)
@@ -134,8 +135,15 @@ def shape_of_piece(shape: Sequence[int], mesh: DeviceMesh, cuts: Cuts) -> list[i
     return found
 
 
+class Gathered:
+    """How many tensors this process has gathered, or read from another stage."""
+
+    count = 0
+
+
 def gather(value: Tensor, group: dist.ProcessGroup, shard: Shard) -> Tensor:
     """The pieces of a group, joined."""
+    Gathered.count += 1
     return from_rows(gathered_rows(value, group), shard.dim, shard.blocks)
 
 
