@@ -87,9 +87,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     if (args.attention is None) != (args.experts is None):
         raise ValueError("serve: needs both --attention and --experts, or neither; give the other one, too")
-    given = next((name for name in ("microbatches", "apart") if getattr(args, name) is not None), None)
-    if given and not args.experts:
-        raise ValueError(f"serve: --{given} is of ranks of experts; give --attention and --experts, too")
+    of_roles = [name for name in ("microbatches", "apart") if getattr(args, name) is not None]
+    if of_roles and not args.experts:
+        raise ValueError(f"serve: --{of_roles[0]} is of ranks of experts; give --attention and --experts, too")
     if missing := [project for module, project in NEEDED.items() if importlib.util.find_spec(module) is None]:
         raise ValueError(
             f"serve: needs the extra autopar[serve], found no {', '.join(missing)}; pip install 'autopar[serve]'"
