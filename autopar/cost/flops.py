@@ -225,6 +225,7 @@ def is_free(node: Node) -> bool:
 
 
 def is_lookup(node: Node) -> bool:
+    """Whether a node reads only as much of its operands as it returns."""
     return _name(node) in _LOOKUPS or is_call(node, embedding_of_piece)
 
 
