@@ -257,6 +257,9 @@ def _hop(compiled: Compiled) -> float:
 def _logits(compiled: Compiled) -> float:
     """Elements of the logits of a rank."""
     (part,) = compiled.pipeline.parts
-    sizes = [n.meta["val"].numel() for n in part.forward.graph.graph.nodes
-             if n.op == "call_function" and not layer_of(n) and isinstance(n.meta.get("val"), torch.Tensor)]
+    sizes = [
+        n.meta["val"].numel()
+        for n in part.forward.graph.graph.nodes
+        if n.op == "call_function" and not layer_of(n) and isinstance(n.meta.get("val"), torch.Tensor)
+    ]
     return float(max(sizes, default=0))

@@ -255,19 +255,34 @@ class _Pricing:
         ranks = range(layout.pp)
         n = layout.parts
         held = [[k for k in range(n) if k % layout.pp == rank] for rank in ranks]
-        way = [[self._sum(self._of_part(self.parts[k], w, k == n - 1) for k in held[r]) for r in ranks] for w in range(3)]
-        sizes = [tuple(map(sum, zip(*(self._sizes(self.parts[k], k == 0, k == n - 1) for k in held[r]), strict=True))) for r in ranks]
+        way = [
+            [self._sum(self._of_part(self.parts[k], w, k == n - 1) for k in held[r]) for r in ranks] for w in range(3)
+        ]
+        sizes = [
+            tuple(map(sum, zip(*(self._sizes(self.parts[k], k == 0, k == n - 1) for k in held[r]), strict=True)))
+            for r in ranks
+        ]
         gathers = [self._sharded(held[r], way, r) for r in ranks]
-        each = [way[0][r].seconds + way[1][r].seconds + way[2][r].seconds + sum(g[1] for g in gathers[r]) for r in ranks]
+        each = [
+            way[0][r].seconds + way[1][r].seconds + way[2][r].seconds + sum(g[1] for g in gathers[r]) for r in ranks
+        ]
         slowest = max(ranks, key=lambda r: each[r])
         causes: list[Cause] = []
         total = [way[0][slowest] + way[1][slowest], way[2][slowest]]
-        head = _times(self._of_part((), 0, True) + self._of_part((), 1, True), 1.0 if slowest == held_by(n - 1, layout.pp) else 0.0)
+        head = _times(
+            self._of_part((), 0, True) + self._of_part((), 1, True),
+            1.0 if slowest == held_by(n - 1, layout.pp) else 0.0,
+        )
         body = total[0]
         causes += [
             Cause("products", "", m * (body.products - head.products), m * (body.products - head.products)),
             Cause("attention", "", m * (body.attention - head.attention), m * (body.attention - head.attention)),
-            Cause("element-wise", "", m * (body.element_wise - head.element_wise), m * (body.element_wise - head.element_wise)),
+            Cause(
+                "element-wise",
+                "",
+                m * (body.element_wise - head.element_wise),
+                m * (body.element_wise - head.element_wise),
+            ),
             Cause("host", "", m * (body.host - head.host), m * (body.host - head.host)),
             Cause("head", "", m * head.computing, m * head.computing),
             Cause("recomputation", "", m * total[1].computing, m * total[1].computing),
@@ -443,7 +458,10 @@ def _parts(layout: Layout, kinds: Sequence[int]) -> list[Sequence[int]]:
     if not counts:
         full = -(-layers // n)
         counts = [full] * n
-        missing, order = full * n - layers, [k for pair in zip(range(n - 1, -1, -1), range(n), strict=True) for k in pair]
+        missing, order = (
+            full * n - layers,
+            [k for pair in zip(range(n - 1, -1, -1), range(n), strict=True) for k in pair],
+        )
         for k in dict.fromkeys(order):
             if missing <= 0:
                 break
