@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import autopar.runtime.schedules  # noqa: F401  (fills the table of schedules)
 from autopar.capture.layer_dedup.layer_signature import NotComparable, Tensors, signature_of_layer
 from autopar.compile.model import capture_step, compile_graph
 from autopar.cost.cluster import Cluster

@@ -25,6 +25,7 @@ from autopar.schedule.request import SCHEDULES
 
 OPTIMIZER_BYTES = 30  # read and written per element: AdamW in mixed precision
 SCORE_BYTES = 13  # moved per element of the scores by attention without a fused kernel
+PLAIN_KERNELS = (4, 7)  # more than one, forward and backward, that attention without a fused kernel takes
 TRAINED = 3  # FLOPs of forward and backward, of those of the forward
 
 
@@ -139,11 +140,11 @@ def price(
     "fp8" for products in float8. topology: links that replace the cluster's, by axis.
 
     Raises ValueError for a cluster with another number of chips."""
-    if reason := _refusal(layout, costs, cluster, stack, kernel or stack.kernel, compute):
+    kernel = kernel or stack.kernel
+    if reason := _refusal(layout, costs, cluster, stack, kernel, compute):
         return Price.of_refusal(reason)
-    rates = Rates(
-        cluster.with_ranks(layout.ranks), stack, kernel or stack.kernel, compute == "fp8", Topologies.parse(topology)
-    )
+    stack = stack.with_kernel(kernel)
+    rates = Rates(cluster.with_ranks(layout.ranks), stack, kernel, compute == "fp8", Topologies.parse(topology))
     return _Pricing(layout, costs, rates).price()
 
 
@@ -201,8 +202,10 @@ class _Pricing:
         bytes_moved = work.scalar("fused" if stack.fused else "moved", rows)
         found.attention += extra / rates.memory
         found.element_wise = bytes_moved / rates.memory
-        kernels = work.scalar("fused_kernels" if stack.fused else "kernels", rows)
-        found.host = max(0.0, kernels * stack.launch - found.computing)
+        launches = work.scalar("kernels", rows) + sum(float(values[0] @ (1.0, rows)) for values in work.sent.values())
+        if len(count) and rates.kernel == "plain":
+            launches += float(count @ np.where(backward > 0, PLAIN_KERNELS[1], PLAIN_KERNELS[0]))
+        found.host = max(0.0, launches * stack.launch - found.computing)
         for (axis, kind), values in work.sent.items():
             self._send(found, axis, kind, values, backward=bool(len(backward) and backward.any()))
         return found
