@@ -26,6 +26,7 @@ from autopar.schedule.request import SCHEDULES
 OPTIMIZER_BYTES = 30  # read and written per element: AdamW in mixed precision
 SCORE_BYTES = 13  # moved per element of the scores by attention without a fused kernel
 PLAIN_KERNELS = (4, 7)  # more than one, forward and backward, that attention without a fused kernel takes
+ENDS = 2  # parts that may have no layer: the first has the embeddings, the last the head
 TRAINED = 3  # FLOPs of forward and backward, of those of the forward
 
 
@@ -150,8 +151,8 @@ def price(
 
 def _refusal(layout: Layout, costs: ModelCosts, cluster: Cluster, stack: Stack, kernel: str, compute: str) -> str:
     layers = len(costs.kinds)
-    if layout.parts > max(layers, 1):
-        return f"pp: {layout.parts} parts of a pipeline need as many layers, found {layers}"
+    if layout.pp > 1 and layout.parts > layers + ENDS:
+        return f"pp: {layout.parts} parts of a pipeline need as many layers, or {ENDS} less, found {layers}"
     if layout.layers and (len(layout.layers) != layout.parts or sum(layout.layers) != layers):
         return f"layers: {layout.parts} parts need counts that sum up to {layers} layers, found {list(layout.layers)}"
     if kernel not in stack.attention:
@@ -422,7 +423,7 @@ class _Pricing:
         temporaries = float(self.costs.layer_peak[0] + rows * self.costs.layer_peak[1])
         if n - 1 in held:
             logits = float(self.costs.logits[0] + rows * self.costs.logits[1])
-            of_loss = logits * stack.logits
+            of_loss = logits * stack.logits * (layout.tp if stack.whole_logits else 1)
             if not stack.logits:
                 rest = self.costs.rest.saved
                 of_loss = float(rest[0] + rows * rest[1] + self.costs.peak[0] + rows * self.costs.peak[1])
