@@ -10,16 +10,17 @@ model's own code runs: two layers of a kind differ from one by exactly one layer
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 import autopar.runtime.schedules  # noqa: F401  (fills the table of schedules)
-from autopar.capture.layer_dedup.layer_signature import NotComparable, Tensors, signature_of_layer
 from autopar.compile.model import capture_step, compile_graph
 from autopar.cost.cluster import Cluster
 from autopar.cost.efficiency import Stack
@@ -29,12 +30,10 @@ from autopar.cost.layout import Layout, Placement
 from autopar.cost.layout_price import Price, price
 from autopar.cost.memory import memory
 from autopar.ir.graph import copy_graph, layer_of, nbytes, placeholders
-from autopar.ir.live_values import peak_of_values
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
-from autopar.ir.storages import bytes_of
 from autopar.options import Options
-from autopar.steps.graphs import Compiled, is_a
+from autopar.steps.graphs import Compiled
 
 ROWS = (1, 2)  # for which samples are compiled
 _NUMBERS_OF_LAYERS = ("idx", "index", "layer_id", "layer_number", "layer_num")
@@ -94,30 +93,26 @@ class CostedModel:
         return self._costs[placement]
 
     def _samples(self) -> list[tuple[int, ...]]:
-        """Lengths of the lists in each sample: enough of each kind to tell its costs from the others'."""
+        """Lengths of the lists in each sample: the shortest ones that tell the costs of all kinds apart."""
+        found, rank = list[tuple[int, ...]](), 0
         start = [1] * len(self.lists)
-        found = [tuple(start)]
-        for i, one in enumerate(self.lists):
-            seen = {one.kinds[0]}
-            for length in range(2, len(one.kinds) + 1):
-                kind = one.kinds[length - 1]
-                first = kind not in seen
-                second = kind == one.kinds[0] and length == 2
-                if first or second:
-                    seen.add(kind)
-                    found.append(tuple(length if j == i else n for j, n in enumerate(start)))
-                if first and length < len(one.kinds) and one.kinds[length] == kind:
-                    found.append(tuple(length + 1 if j == i else n for j, n in enumerate(start)))
-        return list(dict.fromkeys(found))
+        more = [(i, length) for i, one in enumerate(self.lists) for length in range(2, len(one.kinds) + 1)]
+        for lengths in [start, *([*start[:i], length, *start[i + 1 :]] for i, length in more)]:
+            design = np.array([[1, *self._counts(x)] for x in (*found, lengths)])
+            if (now := int(np.linalg.matrix_rank(design))) > rank:
+                found.append(tuple(lengths))
+                rank = now
+        return found
+
+    def _counts(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """Layers of each kind, if the lists have these lengths."""
+        counts = Counter(k for one, n in zip(self.lists, lengths, strict=True) for k in one.kinds[:n])
+        return tuple(counts[kind] for kind in range(max(self.kinds, default=-1) + 1))
 
     def _sample(self, placement: Placement, lengths: tuple[int, ...]) -> Sample:
         mesh, options = placement.mesh, placement.options
         compiled = [self._compiled(lengths, rows * mesh.data_size, mesh, options) for rows in ROWS]
-        counts = [0] * (max(self.kinds, default=-1) + 1)
-        for one, length in zip(self.lists, lengths, strict=True):
-            for kind in one.kinds[:length]:
-                counts[kind] += 1
-        return sample_of(compiled, tuple(counts))
+        return sample_of(compiled, self._counts(lengths))
 
     def _compiled(self, lengths: tuple[int, ...], rows: int, mesh: Mesh, options: Options) -> Compiled:
         key = lengths, rows
@@ -160,16 +155,26 @@ def _are_layers(module: nn.Module) -> bool:
 
 
 def _signature(layer: nn.Module) -> Hashable:
-    try:
-        found = signature_of_layer(layer, Tensors())
-    except NotComparable:
-        return id(layer)
-    numbers = tuple(
-        number
-        for number, (_, name) in zip(found.numbers, found.names, strict=True)
-        if not any(word in name for word in _NUMBERS_OF_LAYERS)
-    )
-    return found.fixed, numbers
+    """Equal for layers of a kind: classes, plain attributes except for the layer's number, shapes of parameters."""
+    found: list[Hashable] = []
+    for path, module in layer.named_modules():
+        held = [
+            (name, _plain(value))
+            for name, value in vars(module).items()
+            if not name.startswith("_") and not any(word in name for word in _NUMBERS_OF_LAYERS)
+        ]
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        sizes = [(name, tuple(x.shape), x.dtype, x.requires_grad) for name, x in tensors]
+        found.append((path, type(module), tuple(held), tuple(sizes)))
+    return tuple(found)
+
+
+def _plain(value: Any) -> Hashable:
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 @contextmanager

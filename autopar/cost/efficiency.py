@@ -68,7 +68,6 @@ class Stack:
             if not 0 < getattr(self, name) <= 1.5:
                 raise ValueError(f"stack {self.name}: {name} needs a share above 0, found {getattr(self, name)}")
 
-
     def with_kernel(self, kernel: str) -> Stack:
         """Its values with a kernel of attention."""
         return replace(self, kernel=kernel, **self.kernels.get(kernel, {}))
