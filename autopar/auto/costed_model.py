@@ -13,7 +13,7 @@ import importlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -110,9 +110,19 @@ class CostedModel:
         return tuple(counts[kind] for kind in range(max(self.kinds, default=-1) + 1))
 
     def _sample(self, placement: Placement, lengths: tuple[int, ...]) -> Sample:
+        counts = self._counts(lengths)
+        try:
+            return self._sample_on(placement, lengths, counts)
+        except ValueError:
+            if all(counts) or (placement.ep == 1 and placement.expert_axis == "ep"):
+                raise
+        # The first layers have no experts to shard: to them, ranks of ep are data parallel.
+        return self._sample_on(replace(placement, ep=1, expert_axis="ep", token_dispatcher="auto"), lengths, counts)
+
+    def _sample_on(self, placement: Placement, lengths: tuple[int, ...], counts: tuple[int, ...]) -> Sample:
         mesh, options = placement.mesh, placement.options
         compiled = [self._compiled(lengths, rows * mesh.data_size, mesh, options) for rows in ROWS]
-        return sample_of(compiled, self._counts(lengths))
+        return sample_of(compiled, counts)
 
     def _compiled(self, lengths: tuple[int, ...], rows: int, mesh: Mesh, options: Options) -> Compiled:
         key = lengths, rows
