@@ -58,7 +58,7 @@ class Placement:
 class Layout:
     """Sizes of the mesh axes, and the options that change the price; names and values are those of `Options`.
 
-    micro_batch: rows of one microbatch on one data-parallel rank. layers: layers of each part of the pipeline, in
+    micro_batch: rows of one microbatch on one data-parallel rank. layers: layers of each stage, in
     the model's order ((): equal, those that are left over in the middle). ``schedule`` "" is 1f1b with pp.
     """
 
@@ -110,7 +110,7 @@ class Layout:
 
     @property
     def parts(self) -> int:
-        """Parts of the pipeline."""
+        """Stages of the pipeline, over all virtual ones."""
         return self.pp * self.virtual_stages
 
     @property
