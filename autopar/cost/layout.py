@@ -170,20 +170,21 @@ class Layout:
     def of(cls, sizes: Mapping[str, int], options: Options, batch: int, **more: Any) -> Layout:
         """The layout of a mesh, options and the rows of a step. Raises ValueError for rows that do not divide."""
         shared = {f.name for f in fields(cls)} & {f.name for f in fields(Options)}
-        chosen = {name: getattr(options, name) for name in shared - {"virtual_stages", "loss_chunks"}}
+        chosen: dict[str, Any] = {name: getattr(options, name) for name in shared - {"virtual_stages", "loss_chunks"}}
         chosen |= {
             "virtual_stages": options.virtual_stages or 1,
             "loss_chunks": options.loss_chunks or 1,
             "activation_checkpoint": options.activation_checkpoint or "none",
         }
-        found = cls(**dict(sizes), **(chosen | more))
+        chosen |= {**sizes, **more}
+        found = cls(**chosen)
         rows, left = divmod(batch, found.data_size * found.microbatches)
         if left or not rows:
             raise ValueError(
                 f"batch: {found.data_size} data-parallel ranks x {found.microbatches} microbatches need a batch that "
                 f"divides, found {batch}; choose a multiple of {found.data_size * found.microbatches}"
             )
-        return cls(**dict(sizes), **(chosen | more), micro_batch=rows)
+        return cls(**chosen, micro_batch=rows)
 
 
 def known_schedule(layout: Layout) -> str:

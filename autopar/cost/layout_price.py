@@ -321,7 +321,7 @@ class _Pricing:
         )  # fmt: skip
 
     def _sum(self, passes: object) -> _Pass:
-        return functools.reduce(lambda a, b: a + b, passes, _Pass())  # type: ignore[call-overload, no-any-return]
+        return functools.reduce(lambda a, b: a + b, passes, _Pass())  # type: ignore[call-overload]
 
     # --- data parallelism ----------------------------------------------------------------------------------
 
