@@ -217,14 +217,15 @@ def _name(node: Node) -> str:
     return name_of(node.target) if isinstance(node.target, OpOverload) else ""
 
 
-def _is_free(node: Node) -> bool:
+def is_free(node: Node) -> bool:
     """Whether a node computes nothing: inputs, views, and transfers, which `node_seconds` counts by their bytes."""
     if node.op != "call_function" or is_call(node, *_FREE):
         return True
-    return shares_storage(node) and not mutates(node.target) and not _is_lookup(node)
+    return shares_storage(node) and not mutates(node.target) and not is_lookup(node)
 
 
-def _is_lookup(node: Node) -> bool:
+def is_lookup(node: Node) -> bool:
+    """Whether a node reads only as much of its operands as it returns."""
     return _name(node) in _LOOKUPS or is_call(node, embedding_of_piece)
 
 
@@ -234,24 +235,24 @@ def flops(node: Node, requests: Requests | None = None) -> int:
     On local and step graphs they are one rank's, on global graphs those of the global batch. ``requests``: (tokens,
     keys with these) of each request of a step that serves, for ``cached_attention``.
     """
-    if _is_free(node):
+    if is_free(node):
         return 0
     if is_call(node, CACHED):
         return _cached_attention(node, requests)[0]
     count = _attention(1, 1) if is_call(node, attention_of_piece) else COUNTS.get(_name(node))
     if count is not None:
         return count(node, arguments(node))
-    operands = [] if _is_lookup(node) else tensor_operands(node)
+    operands = [] if is_lookup(node) else tensor_operands(node)
     return max([_numel(node), *map(_numel, operands)])
 
 
 def memory_bytes(node: Node, requests: Requests | None = None) -> int:
     """Bytes that a node reads and writes when every operand comes from memory. ``requests``: as in `flops`."""
-    if _is_free(node):
+    if is_free(node):
         return 0
     if is_call(node, CACHED):
         return _cached_attention(node, requests)[1]
-    if _is_lookup(node):
+    if is_lookup(node):
         return 2 * _nbytes(node)
     return _nbytes(node) + sum(map(_nbytes, dict.fromkeys(tensor_operands(node))))
 
@@ -267,7 +268,7 @@ def node_seconds(
     moved = links.seconds(node) if links is not None else None
     if moved is not None and not is_context_attention(node):
         return moved
-    if _is_free(node):
+    if is_free(node):
         return 0.0
     operands = tensor_operands(node) or [node]
     speed = device.speed(next((v.dtype for v in _tensors(operands[0])), None) or torch.float32)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +64,24 @@ def load_config(path: str | Path) -> PreTrainedConfig:
         raise ValueError(f"config: {str(file)!r} is not JSON: not UTF-8 from byte {error.start} on") from error
     except (ValueError, OSError) as error:
         raise ValueError(f"config: {str(file)!r} is not JSON: {error}; give a transformers config.json") from error
-    kind = data.pop("model_type", None) if isinstance(data, dict) else None
-    if not isinstance(kind, str):
+    if not isinstance(data, dict):
         raise ValueError(f"config: {str(file)!r} has no model_type; it must be the config.json of a transformers model")
+    return config_of(data, repr(str(file)))
+
+
+def config_of(values: Mapping[str, Any], name: str = "the config") -> PreTrainedConfig:
+    """The config with the values of a config.json; ``name`` is for messages. Raises ValueError."""
+    data = dict(values)
+    kind = data.pop("model_type", None)
+    if not isinstance(kind, str):
+        raise ValueError(f"config: {name} has no model_type; it must be the config.json of a transformers model")
     try:
         return AutoConfig.for_model(kind, **data)
     except Exception as error:  # the class of the config may raise anything
         if kind in transformers.CONFIG_MAPPING:
-            raise ValueError(f"config: {kind} does not take the values of {str(file)!r}: {_said(error)}") from error
+            raise ValueError(f"config: {kind} does not take the values of {name}: {_said(error)}") from error
         raise ValueError(
-            f"config: transformers {transformers.__version__} has no model_type {kind!r}, named in {str(file)!r}; "
+            f"config: transformers {transformers.__version__} has no model_type {kind!r}, named in {name}; "
             f"{_similar(kind)}"
         ) from error
 

@@ -62,6 +62,7 @@ FLOORS: tuple[set[str], ...] = (
     {"serve_model"},
     {"generation", "serve_roles"},
     {"cache"},
+    {"auto"},
     {"api"},
     {"verification", "models"},
     {"integrations.http"},

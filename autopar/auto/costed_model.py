@@ -1,0 +1,281 @@
+"""Costs of a model's layers on any placement, from compiled models of a few layers.
+
+    model = CostedModel.from_config("config.json", seq=8192)
+    model.price(Layout(tp=8, dp=8, zero=1), Cluster.parse("H100"), stack_named("autopar-eager", "H100"))
+
+Layers are the entries of the outermost lists of equal modules. A list is shortened to its first entries, so that the
+model's own code runs: two layers of a kind differ from one by exactly one layer.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import autopar.runtime.schedules  # noqa: F401  (fills the table of schedules)
+from autopar.compile.model import capture_step, compile_graph
+from autopar.cost.cluster import Cluster
+from autopar.cost.efficiency import Stack
+from autopar.cost.flops import is_lookup
+from autopar.cost.layer_costs import ModelCosts, Sample, graph_work, model_costs
+from autopar.cost.layout import Layout, Placement
+from autopar.cost.layout_price import Price, price
+from autopar.cost.memory import memory
+from autopar.ir.graph import copy_graph, layer_of, nbytes, placeholders
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Shard
+from autopar.options import Options
+from autopar.steps.graphs import Compiled
+
+ROWS = (1, 2)  # for which samples are compiled
+_NUMBERS_OF_LAYERS = ("idx", "index", "layer_id", "layer_number", "layer_num")
+
+MakeBatch = Callable[[int], Mapping[str, Any]]  # rows -> a batch
+
+
+@dataclass(frozen=True)
+class LayerList:
+    """A list of layers. path: of the module list. kinds: number of the kind of each layer, over all lists."""
+
+    path: str
+    kinds: tuple[int, ...]
+
+
+class CostedModel:
+    """A model whose layers are compiled for a placement when their costs are first asked for."""
+
+    def __init__(self, model: nn.Module, make_batch: MakeBatch) -> None:
+        self.model, self.make_batch = model, make_batch
+        self.lists = layer_lists(model)
+        self._captures: dict[Hashable, Any] = {}
+        self._costs: dict[Placement, ModelCosts] = {}
+
+    @classmethod
+    def from_config(cls, config: Any, seq: int, dtype: str = "bfloat16") -> CostedModel:
+        """Of a config.json (or its folder), or the values of one as a dict. Raises ValueError."""
+        hf = importlib.import_module("autopar.models.hf_configs")
+        found = hf.config_of(config) if isinstance(config, Mapping) else hf.load_config(config)
+        model = hf.build(found, hf.dtype_named(dtype))
+        return cls(model, lambda rows: hf.batch_of(model, rows, seq))
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """The kind of each layer, in the model's order."""
+        return tuple(kind for one in self.lists for kind in one.kinds)
+
+    @property
+    def layers(self) -> int:
+        """How many layers the model has."""
+        return len(self.kinds)
+
+    def price(self, layout: Layout, cluster: Cluster, stack: Stack, **what_if: Any) -> Price:
+        """The price of a layout. A layout that does not compile is refused with the compiler's sentence."""
+        try:
+            costs = self.costs(layout.placement)
+        except ValueError as error:
+            return Price.of_refusal(" ".join(str(error).split()))
+        return price(layout, costs, cluster, stack, **what_if)
+
+    def costs(self, placement: Placement) -> ModelCosts:
+        """Costs on a placement. Raises ValueError for what cannot be compiled."""
+        if placement not in self._costs:
+            lengths = self._samples()
+            samples = [self._sample(placement, prefix) for prefix in lengths]
+            self._costs[placement] = model_costs(placement, self.kinds, samples, ROWS)
+        return self._costs[placement]
+
+    def _samples(self) -> list[tuple[int, ...]]:
+        """Lengths of the lists in each sample: the shortest ones that tell the costs of all kinds apart."""
+        found, rank = list[tuple[int, ...]](), 0
+        start = [1] * len(self.lists)
+        more = [(i, length) for i, one in enumerate(self.lists) for length in range(2, len(one.kinds) + 1)]
+        for lengths in [start, *([*start[:i], length, *start[i + 1 :]] for i, length in more)]:
+            design = np.array([[1, *self._counts(x)] for x in (*found, lengths)])
+            if (now := int(np.linalg.matrix_rank(design))) > rank:
+                found.append(tuple(lengths))
+                rank = now
+        return found
+
+    def _counts(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """Layers of each kind, if the lists have these lengths."""
+        counts = Counter(k for one, n in zip(self.lists, lengths, strict=True) for k in one.kinds[:n])
+        return tuple(counts[kind] for kind in range(max(self.kinds, default=-1) + 1))
+
+    def _sample(self, placement: Placement, lengths: tuple[int, ...]) -> Sample:
+        counts = self._counts(lengths)
+        try:
+            return self._sample_on(placement, lengths, counts)
+        except ValueError:
+            if all(counts) or (placement.ep == 1 and placement.expert_axis == "ep"):
+                raise
+        # The first layers have no experts to shard: to them, ranks of ep are data parallel.
+        return self._sample_on(replace(placement, ep=1, expert_axis="ep", token_dispatcher="auto"), lengths, counts)
+
+    def _sample_on(self, placement: Placement, lengths: tuple[int, ...], counts: tuple[int, ...]) -> Sample:
+        mesh, options = placement.mesh, placement.options
+        compiled = [self._compiled(lengths, rows * mesh.data_size, mesh, options) for rows in ROWS]
+        return sample_of(compiled, counts)
+
+    def _compiled(self, lengths: tuple[int, ...], rows: int, mesh: Mesh, options: Options) -> Compiled:
+        key = lengths, rows
+        if key not in self._captures:
+            with shortened(self.model, self.lists, lengths):
+                self._captures[key] = capture_step(self.model, self.make_batch(rows), options)
+        return compile_graph(copy_graph(self._captures[key]), mesh, options, outputs=())
+
+
+def layer_lists(model: nn.Module) -> tuple[LayerList, ...]:
+    """The outermost lists of two or more layers of a model, with the kinds of their entries."""
+    found: list[LayerList] = []
+    known: list[Hashable] = []
+    for path, module in _outermost(model):
+        kinds = []
+        for layer in module.children():
+            signature = _signature(layer)
+            if signature not in known:
+                known.append(signature)
+            kinds.append(known.index(signature))
+        found.append(LayerList(path, tuple(kinds)))
+    return tuple(found)
+
+
+def _outermost(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        inner = f"{path}.{name}" if path else name
+        if isinstance(child, (nn.ModuleList, nn.Sequential)) and _are_layers(child):
+            yield inner, child
+        else:
+            yield from _outermost(child, inner)
+
+
+def _are_layers(module: nn.Module) -> bool:
+    """Whether a list holds layers: several, some of one class, each with modules and parameters of its own."""
+    entries = list(module.children())
+    if len(entries) < 2 or len({type(entry) for entry in entries}) == len(entries):
+        return False
+    return all(list(entry.children()) and next(entry.parameters(), None) is not None for entry in entries)
+
+
+def _signature(layer: nn.Module) -> Hashable:
+    """Equal for layers of a kind: classes, plain attributes except for the layer's number, shapes of parameters."""
+    found: list[Hashable] = []
+    for path, module in layer.named_modules():
+        held = [
+            (name, _plain(value))
+            for name, value in vars(module).items()
+            if not name.startswith("_") and not any(word in name for word in _NUMBERS_OF_LAYERS)
+        ]
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        sizes = [(name, tuple(x.shape), x.dtype, x.requires_grad) for name, x in tensors]
+        found.append((path, type(module), tuple(held), tuple(sizes)))
+    return tuple(found)
+
+
+def _plain(value: Any) -> Hashable:
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+@contextmanager
+def shortened(model: nn.Module, lists: Sequence[LayerList], lengths: Sequence[int]) -> Iterator[None]:
+    """Context manager: the lists have only their first entries."""
+    modules = [model.get_submodule(one.path) for one in lists]
+    before = [dict(module._modules) for module in modules]
+    try:
+        for module, entries, length in zip(modules, before, lengths, strict=True):
+            module._modules.clear()
+            module._modules.update(list(entries.items())[:length])
+        yield
+    finally:
+        for module, entries in zip(modules, before, strict=True):
+            module._modules.clear()
+            module._modules.update(entries)
+
+
+# --- a sample from compiled models ----------------------------------------------------------------------------
+
+
+def sample_of(compiled: Sequence[Compiled], counts: tuple[int, ...]) -> Sample:
+    """What a model with few layers costs, compiled for two numbers of rows."""
+    works = []
+    for one in compiled:
+        (part,) = one.pipeline.parts
+        mesh = one.plan.mesh
+        backward = part.backward_reduce or part.backward
+        assert backward is not None, "a sample is trained"
+        again, rest = (graph_work(backward.graph, mesh, again=flag) for flag in (True, False))
+        works.append((graph_work(part.forward.graph, mesh), rest, again))
+    first = compiled[0]
+    dense, experts, tables = _elements(first)
+    itemsize = max((p.dtype.itemsize for p in first.parameters), default=2)
+    return Sample(
+        counts, tuple(works), tuple(memory(one) for one in compiled), tuple(_layer_peak(one) for one in compiled),
+        tuple(_hop(one) for one in compiled), tuple(_logits(one) for one in compiled), dense, experts, tables, itemsize,
+    )  # fmt: skip
+
+
+def _elements(compiled: Compiled) -> tuple[float, float, float]:
+    """Elements of a rank's parameters: outside of sharded experts, of sharded experts, of tables that are looked up."""
+    mesh, axis = compiled.plan.mesh, ""
+    plan = compiled.plan
+    if plan.experts is not None:
+        from autopar.ir.expert_layers import axis_of_experts
+
+        axis = axis_of_experts(plan.experts) or ""
+    nodes = {s.name: s.node for s in compiled.signature.inputs if s.kind == "parameter"}
+    by_name = {n.name: n for n in placeholders(compiled.local)}
+    dense = experts = tables = 0.0
+    for p in compiled.parameters:
+        size = p.nbytes(mesh) / p.dtype.itemsize
+        sharded = bool(axis) and isinstance(plan.parameter(p.name, axis).stored, Shard)
+        if sharded:
+            experts += size
+            continue
+        dense += size
+        node = by_name.get(nodes[p.name])
+        if node is not None and node.users and all(is_lookup(user) for user in node.users):
+            tables += size
+    return dense, experts, tables
+
+
+def _layer_peak(compiled: Compiled) -> float:
+    """Bytes of the largest product's result: what a layer's temporaries are at least."""
+    (part,) = compiled.pipeline.parts
+    sizes = [nbytes(n) for n in part.forward.graph.graph.nodes if n.op == "call_function" and layer_of(n)]
+    return 2.0 * max(sizes, default=0)
+
+
+def _hop(compiled: Compiled) -> float:
+    """Bytes of the value that goes from layer to layer."""
+    (part,) = compiled.pipeline.parts
+    last = ""
+    found = 0
+    for node in part.forward.graph.graph.nodes:
+        layer = layer_of(node)
+        if layer and node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor):
+            if any(layer_of(user) != layer and user.op == "call_function" for user in node.users) or layer == last:
+                found = nbytes(node)
+            last = layer
+    return float(found)
+
+
+def _logits(compiled: Compiled) -> float:
+    """Elements of the logits of a rank."""
+    (part,) = compiled.pipeline.parts
+    sizes = [
+        n.meta["val"].numel()
+        for n in part.forward.graph.graph.nodes
+        if n.op == "call_function" and not layer_of(n) and isinstance(n.meta.get("val"), torch.Tensor)
+    ]
+    return float(max(sizes, default=0))

@@ -1,0 +1,118 @@
+"""What software stacks reach of a chip's peaks, read from ``efficiency.json``. Loads no torch.
+
+    stack_named("megatron-core-2025", "H100")     the entry of a table, or of a file that `autopar calibrate` wrote
+
+A new stack is one entry of the file.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from autopar.spelling import did_you_mean
+from autopar.values import parse
+
+FILE = Path(__file__).with_name("efficiency.json")
+DEFAULT_STACK = "autopar-eager"
+KERNELS = ("plain", "flash1", "flash2", "cudnn")  # of attention
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Shares, between 0 and 1, of a chip's peaks that a software stack reaches, and what it costs besides.
+
+    products: of the peak of products; float8: of the peak in float8, on top. attention, attention_backward: kernel ->
+    share of the peak of products. memory: of the memory's speed, by element-wise operators. inside, network: of the
+    links within a node and between nodes. kernel: of attention, if nobody names one. launch: seconds of the host per
+    operator. fused: whether element-wise operators between the same products are one kernel. hidden: axis ("zero": what
+    each microbatch gathers and reduces) -> share of the computation beside it under which its exchanges are hidden, or
+    for tp and pp share of them that is hidden.
+    kept: bytes kept for the backward, of those that our graphs keep. logits: bytes per logit of the loss (0: as our
+    graphs); whole_logits: each rank of tp has those of the whole vocabulary. weight, gradient, states: bytes per
+    element of a parameter. reserved: bytes of context, buffers of collectives and fragments.
+    jitter: what each doubling of the ranks beyond eight adds to a step, as slow ranks are waited for. kernels: values
+    that differ with a kernel of attention. error: median of |predicted / measured - 1| of its rows. guesses: values
+    that nobody measured. source: where the values are from.
+    """
+
+    name: str
+    chip: str
+    products: float
+    attention: Mapping[str, float]
+    attention_backward: Mapping[str, float]
+    memory: float
+    inside: float
+    network: float
+    kernel: str = "flash2"
+    float8: float = 0.75
+    launch: float = 10e-6
+    fused: bool = False
+    hidden: Mapping[str, float] = field(default_factory=dict)
+    kept: float = 1.0
+    logits: float = 0.0
+    whole_logits: bool = False
+    weight: float = 2.0
+    gradient: float = 2.0
+    states: float = 4.0
+    reserved: float = 3e9
+    jitter: float = 0.0
+    kernels: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    error: float = 0.2
+    guesses: tuple[str, ...] = ()
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("products", "memory", "inside", "network", "float8"):
+            if not 0 < getattr(self, name) <= 1.5:
+                raise ValueError(f"stack {self.name}: {name} needs a share above 0, found {getattr(self, name)}")
+
+    def with_kernel(self, kernel: str) -> Stack:
+        """Its values with a kernel of attention."""
+        return replace(self, kernel=kernel, **self.kernels.get(kernel, {}))
+
+
+def stacks() -> tuple[str, ...]:
+    """Names of the table."""
+    return tuple(_table())
+
+
+def stack_named(name: str, chip: str) -> Stack:
+    """The entry of a stack for a chip; a name that ends in .json is a file with one entry. Raises ValueError for an
+    unknown stack, and for one that says nothing about the chip."""
+    rows = _file(Path(name)) if name.endswith(".json") else _table().get(name)
+    if rows is None:
+        known = stacks()
+        raise ValueError(f"stack: unknown stack {name!r}; the stacks are {', '.join(known)}{did_you_mean(name, known)}")
+    row = rows.get(chip, rows.get("*"))
+    if row is None:
+        raise ValueError(f"stack: {name} is of {', '.join(rows)}, found chip {chip}; choose a stack of {chip}")
+    return _stack(name, chip, row)
+
+
+def _stack(name: str, chip: str, row: Mapping[str, Any]) -> Stack:
+    unknown = sorted(row.keys() - {f.name for f in fields(Stack)})
+    if unknown:
+        raise ValueError(f"stack: {name} has unknown values {', '.join(unknown)}")
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    return Stack(name=name, chip=chip, **values)
+
+
+@functools.cache
+def _table() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
+    found: Mapping[str, Mapping[str, Mapping[str, Any]]] = json.loads(FILE.read_text(encoding="utf-8"))["stacks"]
+    return found
+
+
+def _file(file: Path) -> Mapping[str, Mapping[str, Any]]:
+    try:
+        data = parse(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise ValueError(f"stack: {str(file)!r} cannot be read: {error}; give a file of autopar calibrate") from error
+    if not isinstance(data, dict) or not all(isinstance(row, dict) for row in data.values()):
+        raise ValueError(f"stack: {str(file)!r} needs an object with an entry per chip, such as {{'H100': {{...}}}}")
+    return data

@@ -1,0 +1,375 @@
+"""What the layers of a model compute, send and keep, as functions of the rows of a microbatch.
+
+    graph_work(gm, mesh)         what one graph does: products, attention, element-wise operators, exchanges
+    model_costs(samples, ...)    of each kind of layer, and of everything outside of layers
+
+Samples are compiled models with few layers, each for two numbers of rows. All costs are affine in the layers of each
+kind and in rows, so that samples of one and two layers determine those of any number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.fx import GraphModule, Node
+
+from autopar.cost.attention_costs import is_context_attention, sent_by
+from autopar.cost.flops import COUNTS, flops, is_free, is_lookup, memory_bytes
+from autopar.cost.layout import Placement
+from autopar.cost.memory import Memory
+from autopar.cost.traffic import transfer
+from autopar.ir.graph import arguments, nbytes, shape, tensor_operands
+from autopar.ir.mesh import Mesh
+from autopar.ir.traffic import KINDS
+
+Floats = NDArray[np.float64]
+Way = tuple[str, str]  # axis, kind of collective
+Solver = Callable[[Sequence[Floats]], Floats]  # values of samples -> of everything outside of layers, and of each kind
+
+TILE = 128  # rows and columns of a product's tile: a smaller product takes as long
+_PRODUCT, _ATTENTION = "product", "attention"
+SCALARS = ("moved", "fused", "kernels", "fused_kernels")
+
+
+@dataclass(frozen=True)
+class RawWork:
+    """What a graph does, in its order. products: (FLOPs in whole tiles, FLOPs, bytes) of each. attention: (FLOPs of
+    allowed pairs, FLOPs of all pairs, elements of the scores, whether it is of the backward). scalars: bytes that
+    element-wise operators move, the same if those between the same products are fused, kernels, and fused kernels.
+    sent: axis and kind -> (calls, bytes)."""
+
+    products: tuple[tuple[float, ...], ...]
+    attention: tuple[tuple[float, ...], ...]
+    scalars: tuple[float, ...]
+    sent: Mapping[Way, tuple[float, float]]
+
+
+# --- one graph -----------------------------------------------------------------------------------------------
+
+
+def graph_work(gm: GraphModule, mesh: Mesh, again: bool | None = None) -> RawWork:
+    """What a graph does. ``again``: only what the backward computes once more, or only the rest."""
+    nodes = [n for n in gm.graph.nodes if again is None or bool(n.meta.get("again")) == again]
+    products: list[tuple[float, ...]] = []
+    attention: list[tuple[float, ...]] = []
+    sent: dict[Way, tuple[float, float]] = {}
+    moved = plain = 0
+    for node in nodes:
+        for way, calls, size in _exchanges(node, mesh):
+            before = sent.get(way, (0.0, 0.0))
+            sent[way] = before[0] + calls, before[1] + size
+        kind = _kind(node)
+        if kind == _PRODUCT:
+            products.append(_product(node))
+        elif kind == _ATTENTION:
+            attention.append(_attention(node))
+        elif kind:
+            moved += memory_bytes(node)
+            plain += 1
+    fused, groups = _fused(gm, set(nodes))
+    heavy = len(products) + len(attention)
+    return RawWork(tuple(products), tuple(attention), (moved, fused, plain + heavy, groups + heavy), sent)
+
+
+def _name(node: Node) -> str:
+    return str(getattr(node.target, "_schema", "")).partition("(")[0].partition(".")[0]
+
+
+def _kind(node: Node) -> str:
+    """Product, attention, or another kernel; "" for what computes nothing."""
+    if is_free(node):
+        return ""
+    if is_context_attention(node):
+        return _ATTENTION
+    name = _name(node)
+    if "attention" in name and name in COUNTS:
+        return _ATTENTION
+    return _PRODUCT if name in COUNTS else "other"
+
+
+def _product(node: Node) -> tuple[float, ...]:
+    count, sizes = float(flops(node)), shape(node)
+    rows, columns = (math.prod(sizes[:-1]), sizes[-1]) if sizes else (1, 1)
+    if len(sizes) > 2 and "bmm" in _name(node):
+        rows = sizes[-2]
+    padded = count * _tiles(rows) * _tiles(columns)
+    return padded, count, float(memory_bytes(node))
+
+
+def _tiles(size: int) -> float:
+    """Elements of whole tiles, per element."""
+    return -(-size // TILE) * TILE / size if size else 1.0
+
+
+def _attention(node: Node) -> tuple[float, ...]:
+    args = arguments(node)
+    q, k = (shape(args[long] if long in args else args[long[0]]) for long in ("query", "key"))
+    v = shape(args["value"] if "value" in args else args["v"])
+    backward = "backward" in _name(node)
+    scores = float(math.prod(q[:-1]) * k[-2])
+    widths = (3 * q[-1] + 2 * v[-1]) if backward else q[-1] + v[-1]
+    return float(flops(node)), 2 * scores * widths * args.get("size", 1), scores * args.get("size", 1), float(backward)
+
+
+def _exchanges(node: Node, mesh: Mesh) -> list[tuple[Way, float, float]]:
+    if is_context_attention(node):
+        axis = str(arguments(node)["axis"])
+        return [((axis, kind), float(calls), float(size)) for kind, (calls, size) in sent_by(node).items()]
+    found = transfer(node, mesh)
+    if found is None or found.kind not in KINDS or mesh.size(found.axis) < 2:
+        return []
+    return [((found.axis, found.kind), 1.0, float(found.bytes))]
+
+
+def _fused(gm: GraphModule, counted: set[Node]) -> tuple[int, int]:
+    """(bytes, kernels) of element-wise operators, if those that are connected and stand between the same products,
+    attention and exchanges are one kernel, which reads its inputs once and keeps values between its operators in
+    registers."""
+    level: dict[Node, int] = {}
+    base: dict[Node, Node] = {}
+    group: dict[Node, Node] = {}
+
+    def root(node: Node) -> Node:
+        while group[node] is not node:
+            group[node] = node = group[group[node]]
+        return node
+
+    members: list[Node] = []
+    for node in gm.graph.nodes:
+        inputs = node.all_input_nodes
+        kind = _kind(node) if node.op == "call_function" else ""
+        heavy = kind in (_PRODUCT, _ATTENTION) or (not kind and transfer_like(node))
+        level[node] = max((level[x] for x in inputs), default=0) + heavy
+        base[node] = node
+        if node.op == "call_function" and not kind and not heavy and inputs:
+            base[node] = base[inputs[0]]  # a view
+        elif kind == "other":
+            group[node] = node
+            members.append(node)
+            if is_lookup(node):
+                continue
+            for x in inputs:
+                other = base[x]
+                if other in group and level[other] == level[node] and not is_lookup(other):
+                    group[root(node)] = root(other)
+    users: dict[Node, list[Node]] = {}
+    for node in gm.graph.nodes:
+        for x in node.all_input_nodes:
+            users.setdefault(base[x], []).append(node)
+    read: set[tuple[Node, Node]] = set()
+    total = 0
+    for node in members:
+        if node not in counted:
+            continue
+        mine = root(node)
+        if is_lookup(node):
+            total += memory_bytes(node)
+            continue
+        for x in tensor_operands(node):
+            source = base[x]
+            if (source not in group or root(source) is not mine) and (mine, source) not in read:
+                read.add((mine, source))
+                total += (
+                    min(nbytes(x), nbytes(source)) if source.op != "call_function" or source is not x else nbytes(x)
+                )
+        if any(u not in group or root(u) is not mine for u in users.get(node, []) if base.get(u) is u):
+            total += nbytes(node)
+    return total, len({root(node) for node in members if node in counted})
+
+
+def transfer_like(node: Node) -> bool:
+    """Whether a node without computation moves data: a collective, or a copy to the host."""
+    return "autopar::" in _name(node)
+
+
+# --- a model -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one layer does in one pass, for any number of rows: value = column 0 + rows * column 1.
+
+    products [n, 1 + 3 x 2], attention [n, 1 + 3 x 2 + 1]: count of equal ones, then the values of `RawWork`, constant
+    and slope; attention ends with whether it is of the backward. scalars [4, 2]. sent: axis and kind -> [calls, bytes],
+    2 each.
+    """
+
+    products: Floats
+    attention: Floats
+    scalars: Floats
+    sent: Mapping[Way, Floats]
+
+    def of_products(self, rows: float) -> tuple[Floats, Floats, Floats, Floats]:
+        """(count, FLOPs in whole tiles, FLOPs, bytes)"""
+        p = self.products
+        return p[:, 0], p[:, 1] + rows * p[:, 2], p[:, 3] + rows * p[:, 4], p[:, 5] + rows * p[:, 6]
+
+    def of_attention(self, rows: float) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+        """(count, FLOPs of allowed pairs, of all pairs, elements of the scores, of the backward)"""
+        a = self.attention
+        return a[:, 0], a[:, 1] + rows * a[:, 2], a[:, 3] + rows * a[:, 4], a[:, 5] + rows * a[:, 6], a[:, 7]
+
+    def scalar(self, name: str, rows: float) -> float:
+        """One of `SCALARS`."""
+        const, slope = self.scalars[SCALARS.index(name)]
+        return float(const + rows * slope)
+
+    def flops(self, rows: float) -> float:
+        """FLOPs of products and attention."""
+        products, attention = self.of_products(rows), self.of_attention(rows)
+        return float(products[0] @ products[2] + attention[0] @ attention[1])
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Costs of one layer, or of everything outside of layers, on one rank. forward, backward: without what is computed
+    again; again: that. dense, experts: elements of its parameters outside and inside of sharded experts. first: of
+    ``dense``, those in the tables that the model starts with. saved: bytes that F keeps, [constant, slope]."""
+
+    forward: Work
+    backward: Work
+    again: Work
+    dense: float
+    experts: float
+    first: float
+    saved: Floats
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """Costs of a model on a placement. kinds: of each layer, in the model's order. layers: by kind. rest: outside of
+    layers. peak: bytes of temporaries of the loss, [constant, slope]; layer_peak: of the largest layer. hop: bytes of a
+    value between layers, [constant, slope]. itemsize: bytes per element of a parameter. classes: of the loss."""
+
+    placement: Placement
+    kinds: tuple[int, ...]
+    layers: tuple[LayerCosts, ...]
+    rest: LayerCosts
+    peak: Floats
+    layer_peak: Floats
+    hop: Floats
+    itemsize: int
+    logits: Floats
+
+    def total(self, name: str) -> float:
+        """Elements of parameters of the whole model on a rank: dense or experts."""
+        return getattr(self.rest, name) + sum(getattr(self.layers[k], name) for k in self.kinds)
+
+    def flops(self, rows: float) -> float:
+        """FLOPs of a forward of a microbatch, on a rank."""
+        layers = sum(n * self.layers[k].forward.flops(rows) for k, n in Counter(self.kinds).items())
+        return self.rest.forward.flops(rows) + layers
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A compiled model with few layers. counts: layers by kind. works: (forward, backward, again) for each number of
+    rows. memory: for each. dense, experts, first: elements of parameters."""
+
+    counts: tuple[int, ...]
+    works: tuple[tuple[RawWork, RawWork, RawWork], ...]
+    memory: tuple[Memory, ...]
+    layer_peak: tuple[float, ...]
+    hop: tuple[float, ...]
+    logits: tuple[float, ...]
+    dense: float
+    experts: float
+    first: float
+    itemsize: int
+
+
+def model_costs(
+    placement: Placement, kinds: Sequence[int], samples: Sequence[Sample], rows: tuple[int, int]
+) -> ModelCosts:
+    """Costs of layers of each kind, from samples for ``rows`` that have different numbers of them."""
+    design = np.array([[1.0, *s.counts] for s in samples])
+    solver = np.linalg.pinv(design)
+
+    def solved(values: Sequence[Floats]) -> Floats:
+        found: Floats = solver @ np.array(values)
+        whole = np.round(found)
+        near: Floats = np.where(np.abs(found - whole) <= 1e-9 * np.maximum(1.0, np.abs(whole)), whole, found)
+        return near
+
+    passes = [_works([s.works for s in samples], way, rows, solved) for way in range(3)]
+    saved = solved([_affine([m.saved for m in s.memory], rows) for s in samples])
+    sizes = solved([np.array([s.dense, s.experts, s.first]) for s in samples])
+    costs = [
+        LayerCosts(
+            passes[0][i],
+            passes[1][i],
+            passes[2][i],
+            float(sizes[i][0]),
+            float(sizes[i][1]),
+            float(sizes[i][2]),
+            saved[i],
+        )
+        for i in range(design.shape[1])
+    ]
+    last = samples[-1]
+    peak = np.max([_affine(_temporaries(s.memory), rows) for s in samples], axis=0)
+    layer_peak = np.max([_affine(s.layer_peak, rows) for s in samples], axis=0)
+    return ModelCosts(
+        placement, tuple(kinds), tuple(costs[1:]), costs[0], peak, layer_peak, _affine(last.hop, rows), last.itemsize,
+        _affine(last.logits, rows),
+    )  # fmt: skip
+
+
+def _temporaries(memory: Sequence[Memory]) -> list[float]:
+    return [float(m.forward_peak - m.saved) for m in memory]
+
+
+def _affine(values: Sequence[float], rows: tuple[int, int]) -> Floats:
+    """[constant, slope] through the values at two numbers of rows."""
+    slope = (values[1] - values[0]) / (rows[1] - rows[0])
+    return np.array([values[0] - slope * rows[0], slope])
+
+
+def _works(
+    works: Sequence[Sequence[tuple[RawWork, ...]]], way: int, rows: tuple[int, int], solved: Solver
+) -> list[Work]:
+    """One pass of everything outside of layers, and of each kind of layer."""
+    pairs = [(sample[0][way], sample[1][way]) for sample in works]
+    products = _counted([_paired(a.products, b.products, rows, 3) for a, b in pairs], solved)
+    attention = _counted([_paired(a.attention, b.attention, rows, 3) for a, b in pairs], solved)
+    scalars = solved(
+        [np.array([_affine([x, y], rows) for x, y in zip(a.scalars, b.scalars, strict=True)]).ravel() for a, b in pairs]
+    ).reshape(-1, len(SCALARS), 2)
+    ways = list(dict.fromkeys(way for pair in pairs for raw in pair for way in raw.sent))
+    sent = {way: solved([_sent(a, b, way, rows) for a, b in pairs]).reshape(-1, 2, 2) for way in ways}
+    return [
+        Work(products[i], attention[i], scalars[i], {w: s[i] for w, s in sent.items() if s[i].any()})
+        for i in range(len(scalars))
+    ]
+
+
+def _sent(a: RawWork, b: RawWork, way: Way, rows: tuple[int, int]) -> Floats:
+    one, two = a.sent.get(way, (0.0, 0.0)), b.sent.get(way, (0.0, 0.0))
+    return np.array([_affine([x, y], rows) for x, y in zip(one, two, strict=True)]).ravel()
+
+
+def _paired(
+    one: Sequence[tuple[float, ...]], two: Sequence[tuple[float, ...]], rows: tuple[int, int], affine: int
+) -> Counter[tuple[float, ...]]:
+    """Equal calls counted, each with constants and slopes of its first ``affine`` values, then the others."""
+    if len(one) != len(two):  # a graph for one row may lack what makes no difference to it
+        one = tuple(tuple(v * rows[0] / rows[1] if i < affine else v for i, v in enumerate(t)) for t in two)
+    found: Counter[tuple[float, ...]] = Counter()
+    for x, y in zip(one, two, strict=True):
+        values = [float(v) for i in range(affine) for v in _affine([x[i], y[i]], rows)]
+        found[(*values, *x[affine:])] += 1
+    return found
+
+
+def _counted(counters: Sequence[Counter[tuple[float, ...]]], solved: Solver) -> list[Floats]:
+    keys = list(dict.fromkeys(key for counter in counters for key in counter))
+    if not keys:
+        return [np.zeros((0, 8)) for _ in solved([np.zeros(1) for _ in counters])]
+    counts = solved([np.array([float(counter[key]) for key in keys]) for counter in counters])
+    table = np.array(keys)
+    return [np.column_stack([row, table])[row != 0] for row in counts]

@@ -1,0 +1,504 @@
+"""The price of a layout: seconds of a step by cause, and memory of each rank of pp against the chip, in closed form.
+
+A layer's products, attention, element-wise operators and exchanges come from its graphs (`autopar.cost.layer_costs`),
+what a stack reaches of the chip from a table (`autopar.cost.efficiency`), links from the cluster
+(`autopar.cost.cluster`). A pipeline takes
+
+    microbatches x the slowest rank + bubble (of the schedule's formula) + transfers that nothing hides
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.cost.cluster import AxisLinks, Cluster
+from autopar.cost.efficiency import Stack
+from autopar.cost.layer_costs import LayerCosts, ModelCosts, Work
+from autopar.cost.layout import DATA_AXES, Layout, known_schedule
+from autopar.cost.topology import Topologies
+from autopar.schedule.request import SCHEDULES
+
+OPTIMIZER_BYTES = 30  # read and written per element: AdamW in mixed precision
+SCORE_BYTES = 13  # moved per element of the scores by attention without a fused kernel
+PLAIN_KERNELS = (4, 7)  # more than one, forward and backward, that attention without a fused kernel takes
+ENDS = 2  # parts that may have no layer: the first has the embeddings, the last the head
+WAVES = ("zb_v", "dual_pipe_v")  # schedules whose parts go back and forth over the ranks
+TRAINED = 3  # FLOPs of forward and backward, of those of the forward
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Seconds of one cause in a step. axis: of the mesh, for exchanges. exposed: of these, what adds to the step."""
+
+    name: str
+    axis: str
+    seconds: float
+    exposed: float
+
+
+@dataclass(frozen=True)
+class Price:
+    """seconds: of a step. mfu: of the chip's peak in half precision, without recomputation. flops: of the model, per
+    step. causes: their exposed seconds sum up to ``seconds``. memory: bytes of each rank of pp; limit: of the chip.
+    refused: why there is no price; then all else is zero. guesses: values that nobody measured."""
+
+    seconds: float = 0.0
+    mfu: float = 0.0
+    flops: float = 0.0
+    causes: tuple[Cause, ...] = ()
+    memory: tuple[float, ...] = ()
+    limit: float = 0.0
+    refused: str = ""
+    guesses: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's memory is within the limit."""
+        return not self.refused and max(self.memory) <= self.limit
+
+    @classmethod
+    def of_refusal(cls, reason: str) -> Price:
+        """The price of what cannot run."""
+        return cls(refused=reason)
+
+
+@dataclass
+class _Pass:
+    """Seconds of one pass of a layer, a part or a rank, for one microbatch."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    element_wise: float = 0.0
+    host: float = 0.0
+    sent: dict[str, float] = field(default_factory=dict)  # axis -> seconds of exchanges
+    exposed: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def computing(self) -> float:
+        return self.products + self.attention + self.element_wise + self.host
+
+    @property
+    def seconds(self) -> float:
+        return self.computing + sum(self.exposed.values())
+
+    def __add__(self, other: _Pass) -> _Pass:
+        return _Pass(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.element_wise + other.element_wise,
+            self.host + other.host,
+            {a: self.sent.get(a, 0.0) + other.sent.get(a, 0.0) for a in {**self.sent, **other.sent}},
+            {a: self.exposed.get(a, 0.0) + other.exposed.get(a, 0.0) for a in {**self.exposed, **other.exposed}},
+        )
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a stack reaches on a chip. kernel: of attention. float8: products in float8."""
+
+    cluster: Cluster
+    stack: Stack
+    kernel: str
+    float8: bool
+    topology: Topologies
+
+    @property
+    def products(self) -> float:
+        """Operations per second."""
+        chip, stack = self.cluster.chip, self.stack
+        return chip.float8 * stack.products * stack.float8 if self.float8 else chip.flops * stack.products
+
+    def attention(self, backward: bool) -> float:
+        """Operations per second."""
+        shares = self.stack.attention_backward if backward else self.stack.attention
+        return self.cluster.chip.flops * shares[self.kernel]
+
+    @property
+    def memory(self) -> float:
+        """Bytes per second."""
+        return self.cluster.chip.memory * self.stack.memory
+
+    def links(self, size: int, stride: int) -> AxisLinks:
+        """Links of an axis, at what the stack reaches."""
+        return self.cluster.links(size, stride).scaled(self.stack.inside, self.stack.network)
+
+
+def price(
+    layout: Layout,
+    costs: ModelCosts,
+    cluster: Cluster,
+    stack: Stack,
+    *,
+    kernel: str = "",
+    compute: str = "",
+    topology: str = "",
+) -> Price:
+    """The price of a layout. kernel: of attention (`autopar.cost.efficiency.KERNELS`), by default the stack's. compute:
+    "fp8" for products in float8. topology: links that replace the cluster's, by axis.
+
+    Raises ValueError for a cluster with another number of chips."""
+    kernel = kernel or stack.kernel
+    if reason := _refusal(layout, costs, cluster, stack, kernel, compute):
+        return Price.of_refusal(reason)
+    stack = stack.with_kernel(kernel)
+    rates = Rates(cluster.with_ranks(layout.ranks), stack, kernel, compute == "fp8", Topologies.parse(topology))
+    return _Pricing(layout, costs, rates).price()
+
+
+def _refusal(layout: Layout, costs: ModelCosts, cluster: Cluster, stack: Stack, kernel: str, compute: str) -> str:
+    layers = len(costs.kinds)
+    if layout.pp > 1 and layout.parts > layers + ENDS:
+        return f"pp: {layout.parts} stages need as many layers, or {ENDS} less, found {layers}"
+    if layout.layers and (len(layout.layers) != layout.parts or sum(layout.layers) != layers):
+        return f"layers: {layout.parts} parts need counts that sum up to {layers} layers, found {list(layout.layers)}"
+    if kernel not in stack.attention:
+        return f"attention: stack {stack.name} knows {', '.join(stack.attention)}, found {kernel!r}"
+    if compute not in ("", "fp8"):
+        return f"compute: expected fp8 or nothing, found {compute!r}"
+    if compute == "fp8" and not cluster.chip.float8:
+        return f"compute: {cluster.chip_name} has no products in float8; leave fp8 out"
+    return known_schedule(layout)
+
+
+class _Pricing:
+    def __init__(self, layout: Layout, costs: ModelCosts, rates: Rates) -> None:
+        self.layout, self.costs, self.rates = layout, costs, rates
+        self.stack = rates.stack
+        self.rows = float(layout.micro_batch)
+        self.data_ranks = math.prod(getattr(layout, axis) for axis in DATA_AXES)
+        self.expert_ranks = max(1, self.data_ranks // max(1, self._experts_on()))
+        self.parts = _parts(layout, costs.kinds)
+
+    def _experts_on(self) -> int:
+        axis = self.layout.expert_axis
+        return int(getattr(self.layout, axis)) if axis in ("ep", "dp", "cp") else 1
+
+    # --- one layer -----------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def passes(self) -> tuple[tuple[_Pass, _Pass, _Pass], ...]:
+        """Forward, backward and recomputation of each kind of layer, then of the rest."""
+        return tuple(
+            (self._pass(c.forward), self._pass(c.backward), self._pass(c.again))
+            for c in (*self.costs.layers, self.costs.rest)
+        )
+
+    def _pass(self, work: Work) -> _Pass:
+        rates, stack, rows = self.rates, self.stack, self.rows
+        found = _Pass()
+        count, padded, _, moved = work.of_products(rows)
+        if len(count):
+            found.products = float(count @ np.maximum(padded / rates.products, moved / rates.memory))
+        extra = 0.0
+        count, causal, full, scores, backward = work.of_attention(rows)
+        if len(count):
+            plain = rates.kernel == "plain"
+            speed = np.where(backward > 0, rates.attention(True), rates.attention(False))
+            found.attention = float(count @ ((full if plain else causal) / speed))
+            extra = float(count @ scores) * SCORE_BYTES if plain else 0.0
+        bytes_moved = work.scalar("fused" if stack.fused else "moved", rows)
+        found.attention += extra / rates.memory
+        found.element_wise = bytes_moved / rates.memory
+        launches = work.scalar("kernels", rows) + sum(float(values[0] @ (1.0, rows)) for values in work.sent.values())
+        if len(count) and rates.kernel == "plain":
+            launches += float(count @ np.where(backward > 0, PLAIN_KERNELS[1], PLAIN_KERNELS[0]))
+        found.host = max(0.0, launches * stack.launch - found.computing)
+        for (axis, kind), values in work.sent.items():
+            self._send(found, axis, kind, values, backward=bool(len(backward) and backward.any()))
+        return found
+
+    def _send(self, found: _Pass, axis: str, kind: str, values: np.ndarray, backward: bool) -> None:
+        calls, size = (float(const + self.rows * slope) for const, slope in values)
+        if axis in ("cp", "ep"):  # gradients of weights, summed over these axes, do not grow with rows
+            size = self.rows * float(values[1][1])
+            if size <= 0:
+                return
+        seconds = self._links(axis).seconds(kind, size, max(calls, 1.0)) if size > 0 else 0.0
+        hidden = self.stack.hidden.get(axis, 0.0)
+        beside = found.attention if axis == "cp" else found.computing
+        found.sent[axis] = found.sent.get(axis, 0.0) + seconds
+        left = max(seconds * (1 - hidden), seconds - beside) if axis != "tp" else seconds * (1 - hidden)
+        found.exposed[axis] = found.exposed.get(axis, 0.0) + left
+
+    @functools.lru_cache(maxsize=16)  # noqa: B019  (as short-lived as the object)
+    def _links(self, axis: str) -> AxisLinks:
+        size = int(getattr(self.layout, axis))
+        found = self.rates.links(size, self.layout.stride(axis))
+        given = self.rates.topology.given(axis)
+        return found if given is None else AxisLinks(size, 1, given.bandwidth, given.bandwidth, 1.0)
+
+    def _data_links(self, ranks: int) -> AxisLinks:
+        """Links of the ranks that sum gradients: they are neighbours at a distance of tp."""
+        given = self.rates.topology.given("dp")
+        if given is not None:
+            return AxisLinks(ranks, 1, given.bandwidth, given.bandwidth, 1.0)
+        return self.rates.links(ranks, self.layout.tp * (self.data_ranks // ranks))
+
+    # --- a rank --------------------------------------------------------------------------------------------
+
+    def _of_part(self, part: Sequence[int], way: int, last: bool) -> _Pass:
+        found = _Pass()
+        for kind in sorted(set(part)):
+            found += _times(self.passes[kind][way], list(part).count(kind))
+        return found + self.passes[-1][way] if last else found
+
+    def _sizes(self, part: Sequence[int], first: bool, last: bool) -> tuple[float, float]:
+        """Elements of parameters of a part: outside and inside of experts."""
+        layers: list[LayerCosts] = [self.costs.layers[k] for k in part]
+        rest = self.costs.rest
+        dense = sum(c.dense for c in layers) + rest.first * first + (rest.dense - rest.first) * last
+        return dense, sum(c.experts for c in layers) + rest.experts * last
+
+    def price(self) -> Price:
+        """The price."""
+        layout, m = self.layout, self.layout.microbatches
+        ranks = range(layout.pp)
+        n = layout.parts
+        held = [[k for k in range(n) if _rank_of(k, layout) == rank] for rank in ranks]
+        way = [
+            [self._sum(self._of_part(self.parts[k], w, k == n - 1) for k in held[r]) for r in ranks] for w in range(3)
+        ]
+        sizes = [
+            tuple(map(sum, zip(*(self._sizes(self.parts[k], k == 0, k == n - 1) for k in held[r]), strict=True)))
+            for r in ranks
+        ]
+        gathers = [self._sharded(held[r], way, r) for r in ranks]
+        each = [
+            way[0][r].seconds + way[1][r].seconds + way[2][r].seconds + sum(g[1] for g in gathers[r]) for r in ranks
+        ]
+        slowest = max(ranks, key=lambda r: each[r])
+        causes: list[Cause] = []
+        total = [way[0][slowest] + way[1][slowest], way[2][slowest]]
+        head = _times(
+            self._of_part((), 0, True) + self._of_part((), 1, True),
+            1.0 if slowest == _rank_of(n - 1, layout) else 0.0,
+        )
+        body = total[0]
+        causes += [
+            Cause("products", "", m * (body.products - head.products), m * (body.products - head.products)),
+            Cause("attention", "", m * (body.attention - head.attention), m * (body.attention - head.attention)),
+            Cause(
+                "element-wise",
+                "",
+                m * (body.element_wise - head.element_wise),
+                m * (body.element_wise - head.element_wise),
+            ),
+            Cause("host", "", m * (body.host - head.host), m * (body.host - head.host)),
+            Cause("head", "", m * head.computing, m * head.computing),
+            Cause("recomputation", "", m * total[1].computing, m * total[1].computing),
+        ]
+        both = total[0] + total[1]
+        for axis in both.sent:
+            causes.append(Cause(axis, axis, m * both.sent[axis], m * both.exposed.get(axis, 0.0)))
+        for name, (all_of, exposed) in zip(("dp", "ep"), gathers[slowest], strict=True):
+            if all_of:
+                causes.append(Cause("dp", name, m * all_of, m * exposed))
+        causes += self._of_pipeline(each, way)
+        once = [self._once(sizes[r], way[1][r].computing + way[2][r].computing) for r in ranks]
+        reduced = max(once, key=lambda pair: pair[1])
+        if reduced[0]:
+            causes.append(Cause("dp", "dp", *reduced))
+        optimizer = max(self._optimizer(sizes[r]) for r in ranks)
+        causes.append(Cause("optimizer", "", optimizer, optimizer))
+        seconds = sum(c.exposed for c in causes)
+        jitter = seconds * self.stack.jitter * max(0.0, math.log2(layout.ranks / 8))
+        if jitter:
+            causes.append(Cause("jitter", "", jitter, jitter))
+        seconds += jitter
+        flops = TRAINED * self.costs.flops(self.rows) * m * layout.data_size * layout.tp * layout.cp
+        peak = self.rates.cluster.chip.flops * layout.ranks
+        memory = tuple(self._memory(r, held[r], sizes[r]) for r in ranks)
+        shown = tuple(c for c in causes if c.seconds > 0)
+        return Price(
+            seconds, flops / (seconds * peak), flops, shown, memory, self.rates.cluster.capacity,
+            guesses=self.stack.guesses,
+        )  # fmt: skip
+
+    def _sum(self, passes: object) -> _Pass:
+        return functools.reduce(lambda a, b: a + b, passes, _Pass())  # type: ignore[call-overload]
+
+    # --- data parallelism ----------------------------------------------------------------------------------
+
+    def _groups(self, sizes: Sequence[float]) -> list[tuple[float, int]]:
+        """(elements, ranks that sum their gradients): outside and inside of experts."""
+        return [(sizes[0], self.data_ranks), (sizes[1], self.expert_ranks)]
+
+    def _sharded(self, held: Sequence[int], way: list[list[_Pass]], rank: int) -> tuple[tuple[float, float], ...]:
+        """(seconds, exposed) of gathers and reductions of each microbatch, outside and inside of experts, for one rank
+        of pp."""
+        layout, stack, n = self.layout, self.stack, self.layout.parts
+        found = []
+        for which in (0, 1):
+            sizes = [self._sizes(self.parts[k], k == 0, k == n - 1)[which] for k in held]
+            elements, (_, ranks) = sum(sizes), self._groups((0.0, 0.0))[which]
+            all_of = exposed = 0.0
+            if ranks > 1 and elements:
+                links, share = self._data_links(ranks), (ranks - 1) / ranks
+                calls = float(sum(len(self.parts[k]) for k in held) + 1)
+                gather = links.seconds("all_gather", elements * self.costs.itemsize * share, calls)
+                reduce = links.seconds("reduce_scatter", elements * stack.gradient * share, calls)
+                hidden = stack.hidden.get("zero", 0.8)
+                if layout.zero and not layout.gathers_once:
+                    forward, backward = way[0][rank].computing, way[1][rank].computing + way[2][rank].computing
+                    back = gather + (0.0 if layout.reduces_once else reduce)
+                    all_of += gather + back
+                    exposed += max(0.0, gather - hidden * forward) + max(0.0, back - hidden * backward)
+                elif not layout.reduces_once:
+                    back = reduce if layout.zero else 2 * reduce
+                    all_of += back
+                    exposed += max(0.0, back - hidden * (way[1][rank].computing + way[2][rank].computing))
+            found.append((all_of, exposed))
+        return tuple(found)
+
+    def _once(self, sizes: Sequence[float], backward: float) -> tuple[float, float]:
+        """(seconds, exposed) of gathers and reductions of a step, for one rank of pp."""
+        layout, stack = self.layout, self.stack
+        total = 0.0
+        for elements, ranks in self._groups(sizes):
+            if ranks < 2 or not elements:
+                continue
+            links, share = self._data_links(ranks), (ranks - 1) / ranks
+            calls = 1.0 + elements * stack.gradient / 100e6
+            if layout.reduces_once:
+                if layout.zero:
+                    total += links.seconds("reduce_scatter", elements * stack.gradient * share, calls)
+                else:
+                    total += links.seconds("all_reduce", 2 * elements * stack.gradient * share, calls)
+            if layout.zero and layout.gathers_once:
+                total += links.seconds("all_gather", elements * self.costs.itemsize * share, calls)
+        return total, max(0.0, total - stack.hidden.get("dp", 0.8) * backward)
+
+    def _optimizer(self, sizes: Sequence[float]) -> float:
+        """Seconds of the optimizer's step."""
+        local = sum(n / (ranks if self.layout.zero else 1) for n, ranks in self._groups(sizes))
+        seconds = local * OPTIMIZER_BYTES / self.rates.memory
+        if self.layout.optimizer_cpu_offload:
+            seconds += 2 * local * self.stack.states / self.rates.cluster.chip.host
+        return seconds
+
+    # --- the pipeline --------------------------------------------------------------------------------------
+
+    def _of_pipeline(self, each: Sequence[float], way: list[list[_Pass]]) -> list[Cause]:
+        layout, p, m, v = self.layout, self.layout.pp, self.layout.microbatches, self.layout.virtual_stages
+        if p == 1:
+            return []
+        forward = float(np.mean([f.seconds for f in way[0]]))
+        weights = float(np.mean([f.products for f in way[0]]))  # products of weights' gradients: as many as forward's
+        rest = float(np.mean(each)) - forward - weights
+        bubble = float(_bubble(layout.schedule or "1f1b")(p, m, v, forward, rest, weights))
+        const, slope = map(float, self.costs.hop)
+        hop = self._links("pp").seconds("send", const + self.rows * slope, 1.0)
+        hops = 2 * hop * (v * m + p - 1)
+        left = hops * (1 - self.stack.hidden.get("pp", 0.0))
+        return [Cause("bubble", "pp", bubble, bubble), Cause("pp", "pp", hops, left)]
+
+    # --- memory --------------------------------------------------------------------------------------------
+
+    def _memory(self, rank: int, held: Sequence[int], sizes: Sequence[float]) -> float:
+        """Bytes of one rank of pp at its peak."""
+        layout, stack, rows = self.layout, self.stack, self.rows
+        total = stack.reserved
+        for elements, ranks in self._groups(sizes):
+            shards = ranks if layout.zero else 1
+            total += elements * (stack.states if not layout.optimizer_cpu_offload else 0) / shards
+            total += elements * stack.weight / (ranks if layout.zero and not layout.gathers_once else 1)
+            total += elements * stack.gradient / (ranks if layout.zero and not layout.reduces_once else 1)
+            if layout.zero and not layout.gathers_once:
+                total += 2 * stack.weight * elements / max(1, sum(len(self.parts[k]) for k in held))
+        n = layout.parts
+        saved = 0.0
+        for k in held:
+            layers = [self.costs.layers[kind].saved for kind in self.parts[k]]
+            saved += sum(float(s[0] + rows * s[1]) for s in layers)
+        total += saved * stack.kept * self._in_flight(rank)
+        const, slope = map(float, self.costs.hop)
+        hop = const + rows * slope
+        total += hop * 2 * (layout.pp > 1)
+        temporaries = float(self.costs.layer_peak[0] + rows * self.costs.layer_peak[1])
+        if n - 1 in held:
+            logits = float(self.costs.logits[0] + rows * self.costs.logits[1])
+            of_loss = logits * stack.logits * (layout.tp if stack.whole_logits else 1)
+            if not stack.logits:
+                rest = self.costs.rest.saved
+                of_loss = float(rest[0] + rows * rest[1] + self.costs.peak[0] + rows * self.costs.peak[1])
+            temporaries = max(temporaries, of_loss)
+        return float(total + temporaries)
+
+    def _in_flight(self, rank: int) -> float:
+        """Microbatches whose activations a rank keeps at once, in units of its share of the model."""
+        p, m, v = self.layout.pp, self.layout.microbatches, self.layout.virtual_stages
+        name = self.layout.schedule or "1f1b"
+        if p == 1:
+            return 1.0
+        if name == "1f1b":
+            return float(min(m, p - rank))
+        if name == "interleaved":
+            return min(m * v, 2 * (p - rank - 1) + (v - 1) * p + 1) / v
+        return min(float(m), _held_by(name)(p, m, v))
+
+
+def _rank_of(part: int, layout: Layout) -> int:
+    """The coordinate on pp of the rank that runs a part: in turns, or back and forth in a V."""
+    turn, place = divmod(part, layout.pp)
+    return layout.pp - 1 - place if layout.schedule in WAVES and turn % 2 else place
+
+
+def _times(one: _Pass, count: float) -> _Pass:
+    return _Pass(
+        count * one.products, count * one.attention, count * one.element_wise, count * one.host,
+        {a: count * s for a, s in one.sent.items()}, {a: count * s for a, s in one.exposed.items()},
+    )  # fmt: skip
+
+
+def _parts(layout: Layout, kinds: Sequence[int]) -> list[Sequence[int]]:
+    """The kinds of the layers of each part. Equal numbers; the first and the last parts have those that are missing."""
+    n, layers = layout.parts, len(kinds)
+    counts = list(layout.layers)
+    if not counts:
+        full = -(-layers // n)
+        counts = [full] * n
+        missing, order = (
+            full * n - layers,
+            [k for pair in zip(range(n - 1, -1, -1), range(n), strict=True) for k in pair],
+        )
+        for k in dict.fromkeys(order):
+            if missing <= 0:
+                break
+            counts[k] -= 1
+            missing -= 1
+    ends = np.cumsum([0, *counts])
+    return [kinds[a:b] for a, b in itertools.pairwise(ends)]
+
+
+Formula = Callable[[int, int, int, float, float, float], float]
+
+
+@functools.cache
+def _bubble(name: str) -> Formula:
+    """Idle seconds of a rank: (p, m, v, F, B, W) -> seconds."""
+    formula = SCHEDULES[name].bubble or "(p - 1)*(F + B + W)/v"
+    made = _compiled(formula)
+    return lambda p, m, v, f, b, w: made(p=p, m=m, v=v, n=1, F=f, B=b, W=w, FB=f + b + w)
+
+
+@functools.cache
+def _held_by(name: str) -> Callable[[int, int, int], float]:
+    """Microbatches in flight: (p, m, v) -> number."""
+    formula = SCHEDULES[name].memory
+    made = _compiled(formula) if formula else None
+    return lambda p, m, v: float(made(p=p, m=m, v=v, n=1, F=1.0, B=1.0, W=1.0, FB=3.0)) if made else float(p)
+
+
+def _compiled(formula: str) -> Callable[..., float]:
+    import sympy  # slow to import
+
+    from autopar.schedule.formulas import SYMBOLS, expression
+
+    made: Callable[..., float] = sympy.lambdify([sympy.Symbol(s) for s in SYMBOLS], expression(formula), "math")
+    return made
