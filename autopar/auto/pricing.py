@@ -13,6 +13,7 @@ from autopar.cost.efficiency import Stack
 from autopar.cost.layer_costs import LayerCosts, ModelCosts, Work
 from autopar.cost.layout import Layout, Placement
 from autopar.cost.layout_price import Price, price
+from autopar.zero_stages import ZERO_STAGES
 
 AVOIDABLE = ("dp", "optimizer", "jitter", "bubble", "pp")  # causes that depend on ZeRO, replicas and schedule
 LOGIT_BYTES = 16  # of a logit and its gradients, at most
@@ -56,11 +57,13 @@ class Pricing:
 
     def weights(self, layout: Layout) -> float:
         """Bytes of parameters, gradients and optimizer states of a rank, at least."""
-        stack, options = self.stack, layout.options()
+        stack, stage = self.stack, ZERO_STAGES[layout.zero]
         shards = layout.dp * layout.cp * layout.ep
         local = self._elements / (layout.tp * layout.ep * layout.pp)
-        weight = stack.weight / (shards if layout.zero and not options.gathers_once else 1)
-        gradient = stack.gradient / (shards if layout.zero and not options.reduces_once else 1)
+        gathers_once = stage.gathers_once if layout.reshard_after_forward == "auto" else not layout.reshard_after_forward
+        reduces_once = stage.reduces_once if layout.reduce_grads == "auto" else layout.reduce_grads == "step"
+        weight = stack.weight / (shards if layout.zero and not gathers_once else 1)
+        gradient = stack.gradient / (shards if layout.zero and not reduces_once else 1)
         states = 0.0 if layout.optimizer_cpu_offload else stack.states / (shards if layout.zero else 1)
         return local * (weight + gradient + states)
 

@@ -26,6 +26,7 @@ MOST_ROWS = 16  # of a microbatch
 MOST_PARTS = 8  # per rank of pp
 IDLE_LAYERS = 2  # slots of a pipeline without a layer, at most, in deep models
 CHUNKS = 8  # of the loss, where its logits do not fit
+ANY_COUNT = ("1f1b", "interleaved")  # schedules whose bubble is exact for any number of microbatches
 POLICIES = ("none", "selective", "full")  # of activation checkpointing, in the order of time
 
 Chosen = Mapping[str, Any]
@@ -181,7 +182,9 @@ def _schedule(question: Question, chosen: Chosen) -> list[str]:
     if chosen["pp"] == 1:
         return [""]
     _fill_schedules()
-    return ["1f1b", *(name for name, one in SCHEDULES.items() if one.candidate and name != "1f1b")]
+    known = [name for name, one in SCHEDULES.items() if one.candidate and name not in ANY_COUNT]
+    # the formulas of the others hold in the steady state
+    return [*ANY_COUNT, *(known if chosen["microbatches"] >= 2 * chosen["pp"] else [])]
 
 
 def _virtual_stages(question: Question, chosen: Chosen) -> list[int]:
