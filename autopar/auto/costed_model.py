@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import autopar.runtime.schedules  # noqa: F401  (fills the table of schedules)
 from autopar.capture.layer_dedup.layer_signature import NotComparable, Tensors, signature_of_layer
 from autopar.compile.model import capture_step, compile_graph
 from autopar.cost.cluster import Cluster
@@ -257,6 +258,9 @@ def _hop(compiled: Compiled) -> float:
 def _logits(compiled: Compiled) -> float:
     """Elements of the logits of a rank."""
     (part,) = compiled.pipeline.parts
-    sizes = [n.meta["val"].numel() for n in part.forward.graph.graph.nodes
-             if n.op == "call_function" and not layer_of(n) and isinstance(n.meta.get("val"), torch.Tensor)]
+    sizes = [
+        n.meta["val"].numel()
+        for n in part.forward.graph.graph.nodes
+        if n.op == "call_function" and not layer_of(n) and isinstance(n.meta.get("val"), torch.Tensor)
+    ]
     return float(max(sizes, default=0))

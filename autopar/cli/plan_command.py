@@ -3,6 +3,7 @@ Several meshes are compared side by side.
 
     autopar plan --config CONFIG.json --mesh dp=8,tp=8 --seq 8192 --batch 8
     autopar plan --config CONFIG.json --mesh tp=8 --serve --max-length 8192 --target-hardware h100
+    autopar plan --layouts FILE.jsonl --json          prices of many layouts, one answer a line
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +26,26 @@ _WIDTH = 160  # of tables when stdout is no terminal
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser, seq=2048, batch=None, dtype="bfloat16", several=True)
+    needed = add_model(parser, seq=2048, batch=None, dtype="bfloat16", several=True)
     parser.add_argument("--json", action="store_true", help="print JSON, a list for several meshes")
     parser.add_argument(
         "--dump", type=Path, metavar="DIR", help="write every graph and an HTML report into this folder"
     )
     parser.add_argument("--serve", action="store_true", help="plan autopar.serve: cache, requests that fit, times")
+    group = parser.add_argument_group("prices of layouts (--layouts)")
+    group.add_argument(
+        "--layouts", action=_Layouts, instead_of=needed, metavar="FILE.jsonl",
+        help="price the layouts of this file, one JSON object with config, mesh, seq and batch a line",
+    )  # fmt: skip
+    group.add_argument(
+        "--cluster", default="H100", metavar="H100:64x8", help="chip, chip:NODESxCHIPS or a file (default: H100)"
+    )
+    group.add_argument(
+        "--stack",
+        default="autopar-eager",
+        metavar="NAME",
+        help="software whose speed is assumed: a name or a file (default: %(default)s)",
+    )
     group = parser.add_argument_group("serving (--serve)")
     add = group.add_argument
     add("--max-length", type=positive, metavar="N", help="most tokens of a request (default: 4096, or all positions)")
@@ -37,7 +53,49 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--step-tokens", type=positive, metavar="N", help="most tokens of a step (default: 512)")
 
 
+class _Layouts(argparse.Action):
+    """--layouts, which replaces required arguments."""
+
+    def __init__(self, *args: Any, instead_of: Sequence[argparse.Action], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.instead_of = instead_of
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, values)
+        for action in self.instead_of:
+            action.required = False
+
+
+def _run_layouts(args: argparse.Namespace) -> int:
+    """Print an answer for each line of a file."""
+    from autopar.auto.priced_layouts import LayoutPricer, answers, lines_of
+    from autopar.cost.cluster import Cluster
+    from autopar.cost.efficiency import stack_named
+
+    if args.config is not None or args.mesh is not None:
+        raise ValueError("--layouts: the lines of the file have their config and mesh; leave out --config and --mesh")
+    stack_named(args.stack, Cluster.parse(args.cluster).chip_name)  # for its refusals
+    refused = []
+    for number, found in enumerate(answers(lines_of(args.layouts), LayoutPricer(args.cluster, args.stack)), 1):
+        refused.append("refused" in found)
+        print(json.dumps(found) if args.json else _line_of(number, found), flush=True)
+    return 2 if refused and all(refused) else 0
+
+
+def _line_of(number: int, found: Mapping[str, Any]) -> str:
+    if "refused" in found:
+        return f"{number}: refused: {found['refused']}"
+    fits = "fits" if found["fits"] else "does not fit"
+    memory, limit = max(found["memory"]) / 1e9, found["limit"] / 1e9
+    measured = f", measured {found['measured']:.4g} s ({found['error']:+.0%})" if "measured" in found else ""
+    return (
+        f"{number}: {found['seconds']:.4g} s, MFU {found['mfu']:.0%}, {memory:.1f} of {limit:.0f} GB ({fits}){measured}"
+    )
+
+
 def _run(args: argparse.Namespace) -> int:
+    if args.layouts is not None:
+        return _run_layouts(args)
     from autopar.cli.compiling import asked_mesh, asked_options
     from autopar.report.summary import show_summary
 
@@ -137,5 +195,5 @@ PLAN = Command(
     "plan placements and pipeline stages; print them with memory, communication and time of a step",
     _add_arguments,
     _run,
-    (*OFTEN, "--json", "--dump", "--serve"),
+    (*OFTEN, "--json", "--dump", "--serve", "--layouts"),
 )

@@ -26,13 +26,17 @@ _GROUPS: dict[tuple[str, ...], str] = {
 }
 
 
-def add_model(parser: argparse.ArgumentParser, seq: int, batch: int | None, dtype: str, several: bool = False) -> None:
+def add_model(
+    parser: argparse.ArgumentParser, seq: int, batch: int | None, dtype: str, several: bool = False
+) -> list[argparse.Action]:
     """Add the model, the mesh, the batch and all options. ``batch``: None for one example per dp rank and microbatch.
-    ``several``: the mesh may be given more than once, and is a list."""
+    ``several``: the mesh may be given more than once, and is a list. Returns the arguments that are required."""
     default = "%(default)s" if batch else "dp x microbatches"
     add = parser.add_argument
-    add("--config", required=True, type=config, metavar="CONFIG.json", help="a transformers config.json, or its folder")
-    add(
+    model = add(
+        "--config", required=True, type=config, metavar="CONFIG.json", help="a transformers config.json, or its folder"
+    )
+    mesh_of_ranks = add(
         "--mesh",
         required=True,
         type=mesh,
@@ -51,6 +55,7 @@ def add_model(parser: argparse.ArgumentParser, seq: int, batch: int | None, dtyp
     groups: dict[tuple[str, ...], Any] = {axes: parser.add_argument_group(title) for axes, title in _GROUPS.items()}
     for option in DECLARED.values():
         add_option(groups.get(option.axes, parser), option)
+    return [model, mesh_of_ranks]
 
 
 def add_option(parser: Any, option: DeclaredOption, **changes: Any) -> None:

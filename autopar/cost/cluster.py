@@ -154,7 +154,9 @@ class Cluster:
         while size % inside:
             inside -= 1
         cards = max(1.0, inside * group.cards / group.per_node)
-        return AxisLinks(inside, size // inside, group.inside, group.card * min(1.0, group.cards / group.per_node), cards)
+        return AxisLinks(
+            inside, size // inside, group.inside, group.card * min(1.0, group.cards / group.per_node), cards
+        )
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
@@ -187,7 +189,9 @@ def _group_of(row: Any) -> NodeGroup:
     unknown = sorted(row.keys() - {"chip", "nodes", "per_node", "inside", "card", "cards"})
     if unknown:
         raise ValueError(f"cluster: a group has chip, nodes, per_node, inside, card, cards; found {', '.join(unknown)}")
-    counts = {name: whole_number(f"cluster: {name}", row[name], least=1) for name in ("per_node", "cards") if name in row}
+    counts = {
+        name: whole_number(f"cluster: {name}", row[name], least=1) for name in ("per_node", "cards") if name in row
+    }
     nodes = whole_number("cluster: nodes", row.get("nodes", 1), least=1)
     group = _group(row["chip"], nodes, counts.get("per_node", 0))
     speeds = {name: _speed(name, row[name]) for name in ("inside", "card") if name in row}

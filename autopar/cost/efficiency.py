@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,12 @@ class Stack:
 
     products: of the peak of products; float8: of the peak in float8. attention, attention_backward: kernel -> share of
     the peak of products. memory: of the memory's speed, by element-wise operators. inside, network: of the links within
-    a node and between nodes. launch: seconds of the host per kernel. fused: whether element-wise operators between the
+    a node and between nodes. launch: seconds of the host per operator. fused: whether element-wise operators between the
     same products are one kernel. hidden: axis -> share of the computation beside it under which its exchanges are
     hidden. kept: bytes kept for the backward, of those that our graphs keep. logits: bytes per logit of the loss (0: as
     our graphs). weight, gradient, states: bytes per element of a parameter in half precision. reserved: bytes of
-    context, buffers of collectives and fragments. error: median of |predicted / measured - 1| of its rows. guesses:
+    context, buffers of collectives and fragments. jitter: what each doubling of the ranks beyond eight adds to a step,
+    as slow ranks are waited for. kernels: values that differ with a kernel of attention. error: median of |predicted / measured - 1| of its rows. guesses:
     names of the values that nobody measured. source: where they are from.
     """
 
@@ -56,6 +57,7 @@ class Stack:
     states: float = 4.0
     reserved: float = 3e9
     jitter: float = 0.0
+    kernels: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     error: float = 0.2
     guesses: tuple[str, ...] = ()
     source: str = ""
@@ -64,6 +66,11 @@ class Stack:
         for name in ("products", "memory", "inside", "network", "float8"):
             if not 0 < getattr(self, name) <= 1.5:
                 raise ValueError(f"stack {self.name}: {name} needs a share above 0, found {getattr(self, name)}")
+
+
+    def with_kernel(self, kernel: str) -> Stack:
+        """Its values with a kernel of attention."""
+        return replace(self, kernel=kernel, **self.kernels.get(kernel, {}))
 
 
 def stacks() -> tuple[str, ...]:

@@ -173,7 +173,9 @@ def _fused(gm: GraphModule, counted: set[Node]) -> tuple[int, int]:
             source = base[x]
             if (source not in group or root(source) is not mine) and (mine, source) not in read:
                 read.add((mine, source))
-                total += min(nbytes(x), nbytes(source)) if source.op != "call_function" or source is not x else nbytes(x)
+                total += (
+                    min(nbytes(x), nbytes(source)) if source.op != "call_function" or source is not x else nbytes(x)
+                )
         if any(u not in group or root(u) is not mine for u in users.get(node, []) if base.get(u) is u):
             total += nbytes(node)
     return total, len({root(node) for node in members if node in counted})
@@ -317,13 +319,15 @@ def _affine(values: Sequence[float], rows: tuple[int, int]) -> Floats:
     return np.array([values[0] - slope * rows[0], slope])
 
 
-def _works(works: Sequence[Sequence[tuple[RawWork, ...]]], way: int, rows: tuple[int, int], solved: object) -> list[Work]:
+def _works(
+    works: Sequence[Sequence[tuple[RawWork, ...]]], way: int, rows: tuple[int, int], solved: object
+) -> list[Work]:
     """One pass of everything outside of layers, and of each kind of layer."""
     pairs = [(sample[0][way], sample[1][way]) for sample in works]
     products = _counted([_paired(a.products, b.products, rows, 3) for a, b in pairs], solved)
     attention = _counted([_paired(a.attention, b.attention, rows, 3) for a, b in pairs], solved)
     scalars = solved(  # type: ignore[operator]
-        [np.array([_affine([x, y], rows) for x, y in zip(a.scalars, b.scalars, strict=True)]) .ravel() for a, b in pairs]
+        [np.array([_affine([x, y], rows) for x, y in zip(a.scalars, b.scalars, strict=True)]).ravel() for a, b in pairs]
     ).reshape(-1, len(SCALARS), 2)
     ways = list(dict.fromkeys(way for pair in pairs for raw in pair for way in raw.sent))
     sent = {

@@ -25,6 +25,7 @@ from autopar.schedule.request import SCHEDULES
 
 OPTIMIZER_BYTES = 30  # read and written per element: AdamW in mixed precision
 SCORE_BYTES = 13  # moved per element of the scores by attention without a fused kernel
+PLAIN_KERNELS = (4, 7)  # more than one, forward and backward, that attention without a fused kernel takes
 TRAINED = 3  # FLOPs of forward and backward, of those of the forward
 
 
@@ -139,11 +140,11 @@ def price(
     "fp8" for products in float8. topology: links that replace the cluster's, by axis.
 
     Raises ValueError for a cluster with another number of chips."""
-    if reason := _refusal(layout, costs, cluster, stack, kernel or stack.kernel, compute):
+    kernel = kernel or stack.kernel
+    if reason := _refusal(layout, costs, cluster, stack, kernel, compute):
         return Price.of_refusal(reason)
-    rates = Rates(
-        cluster.with_ranks(layout.ranks), stack, kernel or stack.kernel, compute == "fp8", Topologies.parse(topology)
-    )
+    stack = stack.with_kernel(kernel)
+    rates = Rates(cluster.with_ranks(layout.ranks), stack, kernel, compute == "fp8", Topologies.parse(topology))
     return _Pricing(layout, costs, rates).price()
 
 
@@ -201,8 +202,10 @@ class _Pricing:
         bytes_moved = work.scalar("fused" if stack.fused else "moved", rows)
         found.attention += extra / rates.memory
         found.element_wise = bytes_moved / rates.memory
-        kernels = work.scalar("fused_kernels" if stack.fused else "kernels", rows)
-        found.host = max(0.0, kernels * stack.launch - found.computing)
+        launches = work.scalar("kernels", rows) + sum(float(values[0] @ (1.0, rows)) for values in work.sent.values())
+        if len(count) and rates.kernel == "plain":
+            launches += float(count @ np.where(backward > 0, PLAIN_KERNELS[1], PLAIN_KERNELS[0]))
+        found.host = max(0.0, launches * stack.launch - found.computing)
         for (axis, kind), values in work.sent.items():
             self._send(found, axis, kind, values, backward=bool(len(backward) and backward.any()))
         return found
@@ -255,19 +258,34 @@ class _Pricing:
         ranks = range(layout.pp)
         n = layout.parts
         held = [[k for k in range(n) if k % layout.pp == rank] for rank in ranks]
-        way = [[self._sum(self._of_part(self.parts[k], w, k == n - 1) for k in held[r]) for r in ranks] for w in range(3)]
-        sizes = [tuple(map(sum, zip(*(self._sizes(self.parts[k], k == 0, k == n - 1) for k in held[r]), strict=True))) for r in ranks]
+        way = [
+            [self._sum(self._of_part(self.parts[k], w, k == n - 1) for k in held[r]) for r in ranks] for w in range(3)
+        ]
+        sizes = [
+            tuple(map(sum, zip(*(self._sizes(self.parts[k], k == 0, k == n - 1) for k in held[r]), strict=True)))
+            for r in ranks
+        ]
         gathers = [self._sharded(held[r], way, r) for r in ranks]
-        each = [way[0][r].seconds + way[1][r].seconds + way[2][r].seconds + sum(g[1] for g in gathers[r]) for r in ranks]
+        each = [
+            way[0][r].seconds + way[1][r].seconds + way[2][r].seconds + sum(g[1] for g in gathers[r]) for r in ranks
+        ]
         slowest = max(ranks, key=lambda r: each[r])
         causes: list[Cause] = []
         total = [way[0][slowest] + way[1][slowest], way[2][slowest]]
-        head = _times(self._of_part((), 0, True) + self._of_part((), 1, True), 1.0 if slowest == held_by(n - 1, layout.pp) else 0.0)
+        head = _times(
+            self._of_part((), 0, True) + self._of_part((), 1, True),
+            1.0 if slowest == held_by(n - 1, layout.pp) else 0.0,
+        )
         body = total[0]
         causes += [
             Cause("products", "", m * (body.products - head.products), m * (body.products - head.products)),
             Cause("attention", "", m * (body.attention - head.attention), m * (body.attention - head.attention)),
-            Cause("element-wise", "", m * (body.element_wise - head.element_wise), m * (body.element_wise - head.element_wise)),
+            Cause(
+                "element-wise",
+                "",
+                m * (body.element_wise - head.element_wise),
+                m * (body.element_wise - head.element_wise),
+            ),
             Cause("host", "", m * (body.host - head.host), m * (body.host - head.host)),
             Cause("head", "", m * head.computing, m * head.computing),
             Cause("recomputation", "", m * total[1].computing, m * total[1].computing),
@@ -443,7 +461,10 @@ def _parts(layout: Layout, kinds: Sequence[int]) -> list[Sequence[int]]:
     if not counts:
         full = -(-layers // n)
         counts = [full] * n
-        missing, order = full * n - layers, [k for pair in zip(range(n - 1, -1, -1), range(n), strict=True) for k in pair]
+        missing, order = (
+            full * n - layers,
+            [k for pair in zip(range(n - 1, -1, -1), range(n), strict=True) for k in pair],
+        )
         for k in dict.fromkeys(order):
             if missing <= 0:
                 break

@@ -12,6 +12,7 @@ has none.
     COPIES                             between the device and the host
     DROPOUTS, is_random                draw numbers
     is_choice                          returns positions of elements: experts of a token, the largest of a row
+    FILLED                             created with a size, all elements alike
     STOPS_GRADIENT                     no gradient goes back through them
 """
 
@@ -124,7 +125,13 @@ LOCAL = (ours.shard_slice.default, ours.shard_pad.default)  # conversions withou
 COPIES = (ours.to_host.default, ours.from_host.default)
 
 DROPOUTS = (aten.dropout.default, aten.native_dropout.default)
-STOPS_GRADIENT = (aten.detach.default, GRAD_OUTPUT)
+# All elements of the result are alike, and depend on no operand; ``size`` is its shape.
+FILLED = {
+    aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format, aten.new_zeros.default,
+    aten.new_ones.default, aten.new_full.default, aten.new_empty.default,
+}  # fmt: skip
+
+STOPS_GRADIENT = (aten.detach.default, GRAD_OUTPUT, *sorted(FILLED, key=str))
 
 
 _UNTAGGED = {aten._sample_dirichlet.default}

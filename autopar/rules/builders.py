@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from autopar.ir.graph import has_gradient
+from autopar.ir.placement import Shard
 from autopar.rules.call import Call, RuleFunction
 from autopar.rules.rule import Dims, Rule
 
@@ -178,6 +179,18 @@ def factory(call: Call) -> Rule:
     return call.rule(
         [None for _ in call.operands], [named_dims(call, r, f"r{i}_") for i, r in enumerate(call.result_shapes)]
     )
+
+
+def filled(call: Call) -> Rule:
+    """A factory whose elements are all alike: replicated, or sharded where that is all that is needed of it, since each
+    rank can make its own part (`autopar.passes.partition.slice_early`)."""
+    dims = named_dims(call, call.result, "r0_")
+    placed = call.seen
+    imposed = {}
+    if isinstance(placed, Shard) and dims[placed.dim]:
+        (factor,) = dims[placed.dim]
+        imposed = {factor: placed.blocks or (call.sizes[factor],)}
+    return call.rule([None for _ in call.operands], [dims], imposed=imposed)
 
 
 def like(call: Call) -> Rule:

@@ -14,6 +14,7 @@ from autopar.ir.expert_layers import ExpertPlan, blocks_of_tokens
 from autopar.ir.graph import arguments, tensor_operands
 from autopar.ir.mesh import AXES, Mesh
 from autopar.ir.placement import Pieces, Shard, repetitions
+from autopar.ops.traits import FILLED
 from autopar.rules.rule import Dims, Rule
 
 Shape = tuple[int, ...]
@@ -47,8 +48,10 @@ class Call:
     @cached_property
     def seen(self) -> Any:
         """What a rule may depend on besides shapes: how a conversion gets its operand, and into how many shards axes in
-        between have split what repeats in its dims; how tokens that are copied to experts are sharded, and whether a
-        combine gets rows of this axis' own tokens (None: unknown)."""
+        between have split what repeats in its dims; where a filled tensor is needed; how tokens that are copied to
+        experts are sharded, and whether a combine gets rows of this axis' own tokens (None: unknown)."""
+        if self.node.target in FILLED:
+            return self.node.meta.get("placements", {}).get(self.axis)
         if is_conversion(self.node):
             placed = self.node.args[0].meta.get("placements", {})  # type: ignore[union-attr]
             return placed.get(self.axis), self._repeated(placed)

@@ -23,6 +23,7 @@ from autopar.rules.builders import (
     einsum_of_call,
     einsum_rule,
     factory,
+    filled,
     like,
     opaque,
     pointwise,
@@ -214,8 +215,8 @@ add("pixel_shuffle pixel_unshuffle", space.pixel_shuffle_rule)
 add("_fft_r2c _fft_c2r _fft_c2c", space.fourier_rule)
 
 # Created from nothing, or from a shape.
-add("arange zeros ones full empty scalar_tensor linspace.default eye tril_indices triu_indices", factory)
-add("new_zeros new_ones new_full new_empty", factory)
+add("arange scalar_tensor linspace.default eye tril_indices triu_indices", factory)
+add("zeros ones full empty new_zeros new_ones new_full new_empty", filled)
 add("ones_like full_like empty_like fill.Scalar", like)
 add("zeros_like", pointwise("unary", keep=True))
 add("bucketize searchsorted.Tensor bincount nonzero unique_consecutive", opaque("its size depends on values"))

@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from autopar.compile.model import compile_model
 from autopar.ir.conversions import convert
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement, Shard
+from autopar.ops.traits import FILLED
 from autopar.options import Options
 from autopar.passes.partition.slice_early import SliceEarly
 from autopar.report.graph_text import format_graph
@@ -215,3 +217,29 @@ def test_numbers_stay(mesh: str, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     batch = {"x": torch.randn(4, 6, 4, dtype=torch.float64)}
     assert check_model(Tables().double(), batch, Mesh.parse(mesh), Options(**options)).worst < 1e-12
+
+
+class _Filled(nn.Module):
+    """Attention of DeepSeek writes both halves of its keys into a new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        keys = h.new_empty(*h.shape[:-1], 12)
+        keys[..., :8].copy_(h)
+        keys[..., 8:].copy_(x[..., :4])
+        return (self.down(keys + torch.zeros(x.shape[0], 1, 12, dtype=x.dtype)) ** 2).mean()
+
+
+@pytest.mark.parametrize("mesh", [Mesh.of(dp=2), Mesh.of(dp=2, tp=2)])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_filled_tensor_is_made_for_the_rows_of_a_rank(mesh: Mesh, microbatches: int) -> None:
+    """Its size is the batch's in the model; a rank's graph makes its own rows, of one microbatch."""
+    batch = {"x": torch.randn(8, 4, 8, dtype=torch.float64)}
+    compiled = compile_model(_Filled().double(), batch, mesh, Options(microbatches=microbatches))
+    made = [n for part in compiled.pipeline.parts for n in part.forward.graph.graph.nodes if n.target in FILLED]
+    assert made and all(n.meta["val"].shape[0] == 4 // microbatches for n in made if n.meta["val"].dim() == 3)
+    assert check_model(_Filled().double(), batch, mesh, Options(microbatches=microbatches)).worst < 1e-12

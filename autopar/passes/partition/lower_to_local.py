@@ -39,7 +39,7 @@ from autopar.ir.meta import TYPES, inherit, signature_of
 from autopar.ir.placement import INVARIANT, Pieces, Placement, Shard, repetitions
 from autopar.ops.mask_spec import MaskSpec
 from autopar.ops.token_dispatch import combine_tokens, dispatch_tokens
-from autopar.ops.traits import CONVOLUTIONS
+from autopar.ops.traits import CONVOLUTIONS, FILLED
 from autopar.ops.vocab_parallel import cross_entropy_of_piece, embedding_of_piece
 from autopar.passes.autodiff.vjp import fake_result
 from autopar.plan import Plan
@@ -378,4 +378,5 @@ LOCALIZERS: dict[Any, Callable[[_Local], None]] = {
     torch.ops.autopar.dropout.default: _dropout,
     torch.ops.autopar.random.default: _dropout,
     torch.ops.autopar.attention.default: _attention,
+    **dict.fromkeys(FILLED, lambda local: local.set_sizes("size")),
 }

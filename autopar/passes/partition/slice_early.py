@@ -10,8 +10,9 @@ Leaves      shapes, which stay global; values with a gradient; token slices and 
     cos_s = convert(cos, "cp", I, S(0))         cos = cos(angle)                             # cp: S(0)
     y = mul(x, cos_s)                           y = mul(x, cos)
 
-A slice is not moved above an input, an op that needs its whole operand (a cumulative sum), an op without tensor
-operands (arange), or a value with a user that needs all of it: slicing is cheaper than computing a shard twice.
+A slice is not moved above an input, an op that needs its whole operand (a cumulative sum), an op without tensor operands
+whose elements differ (arange), or a value with a user that needs all of it: slicing is cheaper than computing a shard
+twice. What is filled with one value (new_empty) is made as large as it is needed, also for a microbatch.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from autopar.ir.conversions import conversion_of, convert, is_conversion
 from autopar.ir.graph import getitem_index, has_gradient, insert_call, placement, tensor_operands
 from autopar.ir.mesh import IN_TIME
 from autopar.ir.placement import Invariant, Placement, Replicate, Shard
+from autopar.ops.traits import FILLED
 from autopar.rewrite.checks import PlacementError, check_types
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import Pass
@@ -38,10 +40,11 @@ class SliceEarly(Pass):
     requires = ("placements",)
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
-        for axis in (a for a in ctx.mesh.cut_order if a not in IN_TIME):
+        for axis in (a for a in ctx.mesh.cut_order if a != "sl"):
             moves = _Moves(gm, ctx, axis)
             for node in reversed(list(gm.graph.nodes)):  # users first: they move their slices up
-                moves.visit(node)
+                if axis not in IN_TIME or node.target in FILLED:
+                    moves.visit(node)
         gm.recompile()
         return gm
 
@@ -126,7 +129,9 @@ class _Moves:
 
 
 def _is_computed(node: Node) -> bool:
-    """Whether it is an op on tensors with a rule and one result, and not a conversion of another axis."""
+    """Whether it is an op on tensors, or one that fills a tensor, with a rule and one result, and not a conversion of
+    another axis."""
     if node.op != "call_function" or is_conversion(node) or getitem_index(node) is not None:
         return False
-    return has_rule(node) and bool(tensor_operands(node)) and isinstance(node.meta["val"], torch.Tensor)
+    made = bool(tensor_operands(node)) or node.target in FILLED
+    return made and has_rule(node) and isinstance(node.meta["val"], torch.Tensor)
