@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ class CostedModel:
         self.lists = layer_lists(model)
         self._captures: dict[Hashable, Any] = {}
         self._costs: dict[Placement, ModelCosts] = {}
+        self._made: dict[tuple[Placement, tuple[int, ...]], Sample] = {}
 
     @classmethod
     def from_config(cls, config: Any, seq: int, dtype: str = "bfloat16") -> CostedModel:
@@ -88,10 +89,24 @@ class CostedModel:
     def costs(self, placement: Placement) -> ModelCosts:
         """Costs on a placement. Raises ValueError for what cannot be compiled."""
         if placement not in self._costs:
-            lengths = self._samples()
-            samples = [self._sample(placement, prefix) for prefix in lengths]
+            samples = self._on(placement)
             self._costs[placement] = model_costs(placement, self.kinds, samples, ROWS)
         return self._costs[placement]
+
+    def _on(self, placement: Placement) -> list[Sample]:
+        """The samples. Those whose first layers have no experts to shard are compiled without ep."""
+        found, refused = [], list[ValueError]()
+        for lengths in self._samples():
+            try:
+                found.append(self._sample(placement, lengths))
+            except ValueError as error:
+                if placement.ep == 1:
+                    raise
+                refused.append(error)
+                found.append(self._sample(replace(placement, ep=1, token_dispatcher="auto"), lengths))
+        if len(refused) == len(found):
+            raise refused[0]
+        return found
 
     def _samples(self) -> list[tuple[int, ...]]:
         """Lengths of the lists in each sample: enough of each kind to tell its costs from the others'."""
@@ -111,6 +126,11 @@ class CostedModel:
         return list(dict.fromkeys(found))
 
     def _sample(self, placement: Placement, lengths: tuple[int, ...]) -> Sample:
+        if (placement, lengths) not in self._made:
+            self._made[placement, lengths] = self._new_sample(placement, lengths)
+        return self._made[placement, lengths]
+
+    def _new_sample(self, placement: Placement, lengths: tuple[int, ...]) -> Sample:
         mesh, options = placement.mesh, placement.options
         compiled = [self._compiled(lengths, rows * mesh.data_size, mesh, options) for rows in ROWS]
         counts = [0] * (max(self.kinds, default=-1) + 1)

@@ -7,8 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from autopar.auto.pricing import Pricing, exposed
@@ -42,6 +42,7 @@ DEPENDENTS = {
     "zero": ("dp_replicate", "reduce_grads", "reshard_after_forward"), "schedule": ("virtual_stages",),
     "micro_batch": ("schedule", "virtual_stages"),
 }  # fmt: skip
+SHOWN = 400  # candidates in a picture
 WORTH_SAYING = 0.005  # of a step
 
 
@@ -66,6 +67,12 @@ class Explanation:
     limits: tuple[str, ...]
     pruned: tuple[str, ...]
     remarks: tuple[str, ...]
+    carried: Mapping[str, Any] = field(default_factory=dict)  # the user's options that are not searched
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of `autopar.parallelize`, without those that are as by default."""
+        return chosen_options(self.choice.layout) | dict(self.carried)
 
     @property
     def choice(self) -> Candidate:
@@ -83,11 +90,11 @@ class Explanation:
         """The choice in three lines."""
         price, low_high, question = self.choice.price, self.band, self.found.question
         low, high = low_high
-        options = " ".join(f"{name}={value}" for name, value in chosen_options(self.choice.layout).items())
+        options = _said(self.choice.layout)
         stack = self.pricing.stack
         return [
             f"mesh {self.choice.layout.mesh} for {question.ranks} GPUs ({self.pricing.cluster.name}), batch "
-            f"{question.batch} x {question.seq}; {options or 'all options as by default'}",
+            f"{question.batch} x {question.seq}; {options}",
             f"{seconds(price.seconds)} per step ({seconds(low)} to {seconds(high)}: {stack.name} is off by "
             f"{stack.error:.0%} in the median), MFU {price.mfu:.1%}; {gigabytes(self.choice.memory)} on stage "
             f"{_fullest(price)}, of {gigabytes(price.limit)}",
@@ -109,17 +116,22 @@ class Explanation:
             *self.remarks,
         ]  # fmt: skip
 
+    def _shown(self) -> list[Candidate]:
+        """Candidates for a picture: those in the band, then the fastest."""
+        rest = sorted((c for c in self.found.priced if c not in self.found.close), key=lambda c: c.seconds)
+        return [*self.found.close, *rest][:SHOWN]
+
     def as_dict(self) -> dict[str, Any]:
         """What `autopar plan --auto --json` prints."""
         layout, price, question = self.choice.layout, self.choice.price, self.found.question
         low, high = self.band
         return {
-            "mesh": dict(layout.mesh.sizes), "options": chosen_options(layout), "ranks": question.ranks,
+            "mesh": dict(layout.mesh.sizes), "options": _plain(self.options), "ranks": question.ranks,
             "batch": question.batch, "seq": question.seq, "cluster": self.pricing.cluster.name,
             "stack": self.pricing.stack.name, "seconds": price.seconds, "low": low, "high": high, "mfu": price.mfu,
             "memory": list(price.memory), "limit": price.limit, "what_if": dict(self.pricing.what_if),
             "causes": [{f.name: getattr(c, f.name) for f in fields(c)} for c in price.causes],
-            "close": [_row(c) for c in self.found.close],
+            "close": [_row(c) for c in self.found.close], "candidates": [_row(c) for c in self._shown()], "band": BAND,
             "neighbours": [
                 {"name": n.name, "sentence": n.sentence} | (_priced(n.price) if n.price else {}) for n in self.neighbours
             ],
@@ -130,7 +142,8 @@ class Explanation:
 
 def _row(candidate: Candidate) -> dict[str, Any]:
     layout = candidate.layout
-    return {"mesh": dict(layout.mesh.sizes), "options": chosen_options(layout)} | _priced(candidate.price)
+    name = f"{layout.mesh} {_said(layout)}"
+    return {"name": name, "mesh": dict(layout.mesh.sizes), "options": chosen_options(layout)} | _priced(candidate.price)
 
 
 def _priced(price: Price) -> dict[str, Any]:
@@ -143,6 +156,11 @@ def chosen_options(layout: Layout) -> dict[str, Any]:
     """The options of `autopar.parallelize` for a layout, without those that are as by default."""
     options, default = layout.options(), Options()
     return {f.name: value for f in fields(Options) if (value := getattr(options, f.name)) != getattr(default, f.name)}
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """As JSON."""
+    return {name: value if isinstance(value, (int, float, str, list, tuple)) else str(value) for name, value in options.items()}
 
 
 def seconds(value: float) -> str:
@@ -206,7 +224,8 @@ def _other_values(question: Question, layout: Layout) -> Iterator[tuple[str, Any
 
 
 def _makes_sense(question: Question, name: str, size: int) -> bool:
-    return (name != "ep" or question.experts or size == 1) and (name != "pp" or size <= question.layers)
+    experts = size == 1 or (question.experts and question.experts % size == 0)
+    return bool(experts) if name == "ep" else name != "pp" or size <= question.layers
 
 
 def _beside(values: Sequence[int], now: int) -> list[int]:
@@ -339,7 +358,9 @@ def why_nothing_fits(found: Found, pricing: Pricing) -> str:
 
 
 def _said(layout: Layout) -> str:
-    return " ".join(f"{name}={value}" for name, value in chosen_options(layout).items()) or "options as by default"
+    plain = {"activation_checkpoint": "none", "loss_chunks": 1}
+    said = [f"{name}={value}" for name, value in chosen_options(layout).items() if plain.get(name) != value]
+    return " ".join(said) or "options as by default"
 
 
 def _remedies(question: Question, pricing: Pricing) -> Iterator[str]:

@@ -35,7 +35,7 @@ Chosen = Mapping[str, Any]
 @dataclass(frozen=True)
 class Question:
     """What a layout is asked for. ranks: GPUs. batch: rows of a step. seq: tokens of a row. layers: of the model.
-    per_node: ranks of a node. experts: whether the model has experts that can be sharded. fixed: the user's values, by
+    per_node: ranks of a node. experts: of a layer that can be sharded, 0 for none. fixed: the user's values, by
     the names of axes and of `Layout`."""
 
     ranks: int
@@ -43,7 +43,7 @@ class Question:
     seq: int
     layers: int
     per_node: int = 8
-    experts: bool = False
+    experts: int = 0
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ def _cp(question: Question, chosen: Chosen) -> list[int]:
 
 
 def _ep(question: Question, chosen: Chosen) -> list[int]:
-    return divisors(_left(question, chosen)) if question.experts else [1]
+    return [n for n in divisors(_left(question, chosen)) if n == 1 or (question.experts and question.experts % n == 0)]
 
 
 def _pp(question: Question, chosen: Chosen) -> list[int]:
