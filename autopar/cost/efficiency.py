@@ -31,7 +31,7 @@ class Stack:
     a node and between nodes. launch: seconds of the host per operator. fused: whether element-wise operators between the
     same products are one kernel. hidden: axis -> share of the computation beside it under which its exchanges are
     hidden. kept: bytes kept for the backward, of those that our graphs keep. logits: bytes per logit of the loss (0: as
-    our graphs). weight, gradient, states: bytes per element of a parameter in half precision. reserved: bytes of
+    our graphs); whole_logits: each rank of tp has them for the whole vocabulary. weight, gradient, states: bytes per element of a parameter in half precision. reserved: bytes of
     context, buffers of collectives and fragments. jitter: what each doubling of the ranks beyond eight adds to a step,
     as slow ranks are waited for. kernels: values that differ with a kernel of attention. error: median of |predicted / measured - 1| of its rows. guesses:
     names of the values that nobody measured. source: where they are from.
@@ -52,6 +52,7 @@ class Stack:
     hidden: Mapping[str, float] = field(default_factory=dict)
     kept: float = 1.0
     logits: float = 0.0
+    whole_logits: bool = False
     weight: float = 2.0
     gradient: float = 2.0
     states: float = 4.0

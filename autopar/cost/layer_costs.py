@@ -261,7 +261,8 @@ class ModelCosts:
 
     def flops(self, rows: float) -> float:
         """FLOPs of a forward of a microbatch, on a rank."""
-        return self.rest.forward.flops(rows) + sum(self.layers[k].forward.flops(rows) for k in self.kinds)
+        layers = sum(n * self.layers[k].forward.flops(rows) for k, n in Counter(self.kinds).items())
+        return self.rest.forward.flops(rows) + layers
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.schedule.request import SCHEDULES
+from autopar.zero_stages import ZERO_STAGES
 
 OUTER_TO_INNER = ("pp", "dp_replicate", "dp", "cp", "ep", "tp")  # rank order of a layout's mesh
 DATA_AXES = ("dp_replicate", "dp", "cp", "ep")  # over which gradients of weights outside experts are summed
@@ -123,6 +124,16 @@ class Layout:
         """What the costs of its layers depend on."""
         shared = {f.name: getattr(self, f.name) for f in fields(Placement) if f.name != "policy"}
         return Placement(**shared, policy=self.activation_checkpoint)
+
+    @cached_property
+    def gathers_once(self) -> bool:
+        """Whether sharded parameters are gathered once per step, as `Options.gathers_once`."""
+        return ZERO_STAGES[self.zero].gathers_once if self.reshard_after_forward == "auto" else not self.reshard_after_forward
+
+    @cached_property
+    def reduces_once(self) -> bool:
+        """Whether gradients are reduced once per step, as `Options.reduces_once`."""
+        return ZERO_STAGES[self.zero].reduces_once if self.reduce_grads == "auto" else self.reduce_grads == "step"
 
     def stride(self, axis: str) -> int:
         """Distance in rank between neighbours on an axis."""

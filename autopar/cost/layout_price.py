@@ -26,6 +26,8 @@ from autopar.schedule.request import SCHEDULES
 OPTIMIZER_BYTES = 30  # read and written per element: AdamW in mixed precision
 SCORE_BYTES = 13  # moved per element of the scores by attention without a fused kernel
 PLAIN_KERNELS = (4, 7)  # more than one, forward and backward, that attention without a fused kernel takes
+ENDS = 2  # parts that may have no layer: the first has the embeddings, the last the head
+WAVES = ("zb_v", "dual_pipe_v")  # schedules whose parts go back and forth over the ranks
 TRAINED = 3  # FLOPs of forward and backward, of those of the forward
 
 
@@ -150,8 +152,8 @@ def price(
 
 def _refusal(layout: Layout, costs: ModelCosts, cluster: Cluster, stack: Stack, kernel: str, compute: str) -> str:
     layers = len(costs.kinds)
-    if layout.parts > max(layers, 1):
-        return f"pp: {layout.parts} parts of a pipeline need as many layers, found {layers}"
+    if layout.pp > 1 and layout.parts > layers + ENDS:
+        return f"pp: {layout.parts} parts of a pipeline need as many layers, or {ENDS} less, found {layers}"
     if layout.layers and (len(layout.layers) != layout.parts or sum(layout.layers) != layers):
         return f"layers: {layout.parts} parts need counts that sum up to {layers} layers, found {list(layout.layers)}"
     if kernel not in stack.attention:
@@ -257,7 +259,7 @@ class _Pricing:
         layout, m = self.layout, self.layout.microbatches
         ranks = range(layout.pp)
         n = layout.parts
-        held = [[k for k in range(n) if k % layout.pp == rank] for rank in ranks]
+        held = [[k for k in range(n) if _rank_of(k, layout) == rank] for rank in ranks]
         way = [
             [self._sum(self._of_part(self.parts[k], w, k == n - 1) for k in held[r]) for r in ranks] for w in range(3)
         ]
@@ -274,7 +276,7 @@ class _Pricing:
         total = [way[0][slowest] + way[1][slowest], way[2][slowest]]
         head = _times(
             self._of_part((), 0, True) + self._of_part((), 1, True),
-            1.0 if slowest == held_by(n - 1, layout.pp) else 0.0,
+            1.0 if slowest == _rank_of(n - 1, layout) else 0.0,
         )
         body = total[0]
         causes += [
@@ -331,7 +333,6 @@ class _Pricing:
         pp."""
         layout, stack, n = self.layout, self.stack, self.layout.parts
         found = []
-        options = layout.options()
         for which in (0, 1):
             sizes = [self._sizes(self.parts[k], k == 0, k == n - 1)[which] for k in held]
             elements, (_, ranks) = sum(sizes), self._groups((0.0, 0.0))[which]
@@ -342,12 +343,12 @@ class _Pricing:
                 gather = links.seconds("all_gather", elements * self.costs.itemsize * share, calls)
                 reduce = links.seconds("reduce_scatter", elements * stack.gradient * share, calls)
                 hidden = stack.hidden.get("zero", 0.8)
-                if layout.zero and not options.gathers_once:
+                if layout.zero and not layout.gathers_once:
                     forward, backward = way[0][rank].computing, way[1][rank].computing + way[2][rank].computing
-                    back = gather + (0.0 if options.reduces_once else reduce)
+                    back = gather + (0.0 if layout.reduces_once else reduce)
                     all_of += gather + back
                     exposed += max(0.0, gather - hidden * forward) + max(0.0, back - hidden * backward)
-                elif not options.reduces_once:
+                elif not layout.reduces_once:
                     back = reduce if layout.zero else 2 * reduce
                     all_of += back
                     exposed += max(0.0, back - hidden * (way[1][rank].computing + way[2][rank].computing))
@@ -357,18 +358,18 @@ class _Pricing:
     def _once(self, sizes: Sequence[float], backward: float) -> tuple[float, float]:
         """(seconds, exposed) of gathers and reductions of a step, for one rank of pp."""
         layout, stack = self.layout, self.stack
-        options, total = layout.options(), 0.0
+        total = 0.0
         for elements, ranks in self._groups(sizes):
             if ranks < 2 or not elements:
                 continue
             links, share = self._data_links(ranks), (ranks - 1) / ranks
             calls = 1.0 + elements * stack.gradient / 100e6
-            if options.reduces_once:
+            if layout.reduces_once:
                 if layout.zero:
                     total += links.seconds("reduce_scatter", elements * stack.gradient * share, calls)
                 else:
                     total += links.seconds("all_reduce", 2 * elements * stack.gradient * share, calls)
-            if layout.zero and options.gathers_once:
+            if layout.zero and layout.gathers_once:
                 total += links.seconds("all_gather", elements * self.costs.itemsize * share, calls)
         return total, max(0.0, total - stack.hidden.get("dp", 0.8) * backward)
 
@@ -401,14 +402,13 @@ class _Pricing:
     def _memory(self, rank: int, held: Sequence[int], sizes: Sequence[float]) -> float:
         """Bytes of one rank of pp at its peak."""
         layout, stack, rows = self.layout, self.stack, self.rows
-        options = layout.options()
         total = stack.reserved
         for elements, ranks in self._groups(sizes):
             shards = ranks if layout.zero else 1
             total += elements * (stack.states if not layout.optimizer_cpu_offload else 0) / shards
-            total += elements * stack.weight / (ranks if layout.zero and not options.gathers_once else 1)
-            total += elements * stack.gradient / (ranks if layout.zero and not options.reduces_once else 1)
-            if layout.zero and not options.gathers_once:
+            total += elements * stack.weight / (ranks if layout.zero and not layout.gathers_once else 1)
+            total += elements * stack.gradient / (ranks if layout.zero and not layout.reduces_once else 1)
+            if layout.zero and not layout.gathers_once:
                 total += 2 * stack.weight * elements / max(1, sum(len(self.parts[k]) for k in held))
         n = layout.parts
         saved = 0.0
@@ -422,7 +422,7 @@ class _Pricing:
         temporaries = float(self.costs.layer_peak[0] + rows * self.costs.layer_peak[1])
         if n - 1 in held:
             logits = float(self.costs.logits[0] + rows * self.costs.logits[1])
-            of_loss = logits * stack.logits
+            of_loss = logits * stack.logits * (layout.tp if stack.whole_logits else 1)
             if not stack.logits:
                 rest = self.costs.rest.saved
                 of_loss = float(rest[0] + rows * rest[1] + self.costs.peak[0] + rows * self.costs.peak[1])
@@ -442,9 +442,10 @@ class _Pricing:
         return min(float(m), _held_by(name)(p, m, v))
 
 
-def held_by(part: int, ranks: int) -> int:
-    """The rank of pp that runs a part."""
-    return part % ranks
+def _rank_of(part: int, layout: Layout) -> int:
+    """The coordinate on pp of the rank that runs a part: in turns, or back and forth in a V."""
+    turn, place = divmod(part, layout.pp)
+    return layout.pp - 1 - place if layout.schedule in WAVES and turn % 2 else place
 
 
 def _times(one: _Pass, count: float) -> _Pass:

@@ -40,7 +40,8 @@ def lower(
     ways = _ways(order, edges)
     cells = [_cells(actions) for actions in order.ranks]
     sends = [[_sends(order, action, ways) for action in actions] for actions in order.ranks]
-    posted = [_receives(order, rank, rows, sends) for rank, rows in enumerate(cells)]
+    arriving = _arriving(order, sends)
+    posted = [_receives(rank, rows, arriving[rank]) for rank, rows in enumerate(cells)]
     ranks = []
     for rank, rows in enumerate(cells):
         made = {action: moved for action, moved in zip(order.ranks[rank], sends[rank])}
@@ -96,18 +97,25 @@ def _cells(actions: Iterable[Action]) -> list[list[Action]]:
     return cells
 
 
-def _receives(
-    order: Order, rank: int, cells: list[list[Action]], sends: list[list[list[Action]]]
-) -> list[list[Action]]:
+def _arriving(order: Order, sends: list[list[list[Action]]]) -> list[list[tuple[int, Action]]]:
+    """receiving rank -> (sending rank, send), in the order of the sends."""
+    found: list[list[tuple[int, Action]]] = [[] for _ in order.ranks]
+    for source, moved in enumerate(sends):
+        for group in moved:
+            for send in group:
+                found[order.rank_of[send.peer]].append((source, send))
+    return found
+
+
+def _receives(rank: int, cells: list[list[Action]], arriving: list[tuple[int, Action]]) -> list[list[Action]]:
     """cell -> receives to post ahead of it."""
     queues: dict[Channel, list[Action]] = {}  # receives of this rank, in the order of the sends, last first
     users: dict[tuple[str, int, int, int], list[tuple[Channel, Action]]] = {}
-    for source, moved in enumerate(sends):
-        for send in (send for group in moved for send in group if order.rank_of[send.peer] == rank):
-            channel, receive = (source, rank), counterpart(send)
-            queues.setdefault(channel, []).append(receive)
-            unit = (receive.kind[1], receive.stage, receive.microbatch, receive.slice)
-            users.setdefault(unit, []).append((channel, receive))
+    for source, send in arriving:
+        channel, receive = (source, rank), counterpart(send)
+        queues.setdefault(channel, []).append(receive)
+        unit = (receive.kind[1], receive.stage, receive.microbatch, receive.slice)
+        users.setdefault(unit, []).append((channel, receive))
     for queue in queues.values():
         queue.reverse()
     posted: list[list[Action]] = [[] for _ in cells]

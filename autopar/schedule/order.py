@@ -23,7 +23,7 @@ two chains.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -98,6 +98,11 @@ class Order:
     def lowered(self) -> bool:
         """Whether what `autopar.schedule.lowering.lower` adds is part of the order."""
         return any(action.kind not in ("F", "B", "W", "BW") for actions in self.ranks for action in actions)
+
+    @cached_property
+    def lowerings(self) -> dict[Hashable, Order]:
+        """What `autopar.steps.of_rank.lowered_order` has made of it, by what a pipeline adds."""
+        return {}
 
     def text(self) -> str:
         """One line per rank."""

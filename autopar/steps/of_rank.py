@@ -73,13 +73,17 @@ def _dtypes(names: Sequence[str | None], values: Sequence[Any]) -> Iterator[tupl
 
 
 def lowered_order(pipeline: Pipeline) -> Order:
-    """The order with gathers, reductions and transfers, as the executor runs it."""
+    """The order with gathers, reductions and transfers, as the executor runs it; made once for a pipeline."""
     if pipeline.order.lowered:
         return pipeline.order
     parts = list(enumerate(pipeline.parts))
-    gathers, reductions = {i for i, p in parts if p.gather}, {i for i, p in parts if p.reduce}
-    edges = [replace(edge, gradient=comes_back(pipeline, edge)) for edge in pipeline.edges]
-    return lower(pipeline.order, edges, gathers, reductions, {i for i, p in parts if p.backward_reduce})
+    gathers, reductions = (frozenset(i for i, p in parts if getattr(p, name)) for name in ("gather", "reduce"))
+    joined = frozenset(i for i, p in parts if p.backward_reduce)
+    edges = tuple(replace(edge, gradient=comes_back(pipeline, edge)) for edge in pipeline.edges)
+    known, added = pipeline.order.lowerings, (edges, gathers, reductions, joined)
+    if added not in known:
+        known[added] = lower(pipeline.order, *added)
+    return known[added]
 
 
 def slice_shares(pipeline: Pipeline) -> list[float]:
