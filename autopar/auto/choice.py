@@ -1,7 +1,7 @@
 """The layout that a model gets on a cluster: asked, searched, checked by the compiler, explained.
 
-    explanation = choose(CostedModel.from_config("config.json", seq=8192), Asked(gpus=512, batch=1024, seq=8192), cluster, stack)
-    explanation.choice.layout.mesh, explanation.choice.layout.options()
+explanation = choose(CostedModel.from_config("config.json", seq=8192), Asked(gpus=512, batch=1024, seq=8192), cluster, stack)
+explanation.choice.layout.mesh, explanation.choice.layout.options()
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ def _checked(found: Found, model: CostedModel, carried: Mapping[str, Any]) -> Fo
 def refusal_of(model: CostedModel, layout: Layout, carried: Mapping[str, Any]) -> str:
     """Why the compiler does not take a layout, tried on a model with few layers; "" if it does."""
     small = _small(layout)
-    lengths = [min(len(one.kinds), max(small.parts, *(one.kinds.index(k) + 1 for k in set(one.kinds)))) for one in model.lists]
+    lengths = [
+        min(len(one.kinds), max(small.parts, *(one.kinds.index(k) + 1 for k in set(one.kinds)))) for one in model.lists
+    ]
     try:
         with shortened(model.model, model.lists, lengths):
             compile_model(

@@ -1,8 +1,8 @@
 """Why a layout was chosen: its price and band, what each neighbour costs or where it does not fit, and what limits it.
 
-    explanation = explain(found, pricing)
-    explanation.lines()      sentences
-    explanation.as_dict()    the same as JSON
+explanation = explain(found, pricing)
+explanation.lines()      sentences
+explanation.as_dict()    the same as JSON
 """
 
 from __future__ import annotations
@@ -160,7 +160,10 @@ def chosen_options(layout: Layout) -> dict[str, Any]:
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
     """As JSON."""
-    return {name: value if isinstance(value, (int, float, str, list, tuple)) else str(value) for name, value in options.items()}
+    return {
+        name: value if isinstance(value, (int, float, str, list, tuple)) else str(value)
+        for name, value in options.items()
+    }
 
 
 def seconds(value: float) -> str:
@@ -208,7 +211,9 @@ def _other_values(question: Question, layout: Layout) -> Iterator[tuple[str, Any
     for name in open_names:
         now = getattr(layout, name)
         if name in OUTER_TO_INNER and name != "dp_replicate":
-            yield from ((name, size) for size in _beside(divisors(question.ranks), now) if _makes_sense(question, name, size))
+            yield from (
+                (name, size) for size in _beside(divisors(question.ranks), now) if _makes_sense(question, name, size)
+            )
         elif name == "zero" and layout.dp * layout.cp * layout.ep > 1:
             yield from ((name, stage) for stage in (0, 1, 2, 3) if stage != now)
         elif name == "sequence_parallel" and layout.tp > 1:
@@ -233,9 +238,7 @@ def _beside(values: Sequence[int], now: int) -> list[int]:
     return [*values[max(0, at - 1) : at], *values[at + 1 : at + 2]]
 
 
-def neighbour(
-    question: Question, layout: Layout, name: str, value: Any, pricing: Pricing
-) -> tuple[Layout | None, str]:
+def neighbour(question: Question, layout: Layout, name: str, value: Any, pricing: Pricing) -> tuple[Layout | None, str]:
     """(the best layout with another value of one entry, why there is none). dp and the number of microbatches follow;
     what the entry does not leave possible changes as well."""
     kept = {entry.name: getattr(layout, entry.name) for entry in ENTRIES if entry.name not in ("data", "microbatches")}
@@ -243,7 +246,9 @@ def neighbour(
         del kept["dp_replicate"]
     reason = ""
     for dropped in ((), DEPENDENTS.get(name, ()), (*DEPENDENTS.get(name, ()), "zero", "schedule", "virtual_stages")):
-        fixed = {key: v for key, v in kept.items() if key not in dropped} | ({name: value} if name != "micro_batch" else {})
+        fixed = {key: v for key, v in kept.items() if key not in dropped} | (
+            {name: value} if name != "micro_batch" else {}
+        )
         try:
             asked = replace(question, fixed={**question.fixed, **fixed})
         except ValueError as error:
@@ -273,7 +278,9 @@ def compared(price: Price, other: Price) -> str:
             time = f"{abs(more):.0%} {'slower' if more > 0 else 'faster'}"
         return f"does not fit: {gigabytes(max(other.memory))} on stage {stage}, of {gigabytes(other.limit)} (it would be {time})"
     saved = max(price.memory) - max(other.memory)
-    memory = f", {gigabytes(abs(saved))} {'less' if saved > 0 else 'more'} memory" if abs(saved) > 0.01 * price.limit else ""
+    memory = (
+        f", {gigabytes(abs(saved))} {'less' if saved > 0 else 'more'} memory" if abs(saved) > 0.01 * price.limit else ""
+    )
     if abs(more) <= WORTH_SAYING:
         return f"takes as long{memory}"
     changes = _changes(price, other)

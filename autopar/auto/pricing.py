@@ -39,7 +39,9 @@ class Pricing:
         """The price; compiles the layers on their placement when that is first asked for."""
         if layout not in self._prices:
             found = self._refusal(layout.placement)
-            self._prices[layout] = Price.of_refusal(found) if found else self._limited(self._of(layout, self._costs(layout)))
+            self._prices[layout] = (
+                Price.of_refusal(found) if found else self._limited(self._of(layout, self._costs(layout)))
+            )
         return self._prices[layout]
 
     def is_ready(self, layout: Layout) -> bool:
@@ -60,7 +62,9 @@ class Pricing:
         stack, stage = self.stack, ZERO_STAGES[layout.zero]
         shards = layout.dp * layout.cp * layout.ep
         local = self._elements / (layout.tp * layout.ep * layout.pp)
-        gathers_once = stage.gathers_once if layout.reshard_after_forward == "auto" else not layout.reshard_after_forward
+        gathers_once = (
+            stage.gathers_once if layout.reshard_after_forward == "auto" else not layout.reshard_after_forward
+        )
         reduces_once = stage.reduces_once if layout.reduce_grads == "auto" else layout.reduce_grads == "step"
         weight = stack.weight / (shards if layout.zero and not gathers_once else 1)
         gradient = stack.gradient / (shards if layout.zero and not reduces_once else 1)
@@ -111,7 +115,9 @@ def exposed(price: Price, *names: str) -> float:
 def _whole(placement: Placement) -> Placement:
     """The placement without the axes that tokens travel on."""
     alone = Placement()
-    changed = {name: getattr(alone, name) for name in ("attention", "cp_load_balance", "expert_axis", "token_dispatcher")}
+    changed = {
+        name: getattr(alone, name) for name in ("attention", "cp_load_balance", "expert_axis", "token_dispatcher")
+    }
     return replace(placement, cp=1, ep=1, **changed)
 
 
@@ -137,5 +143,3 @@ def _less(work: Work, parts: int) -> Work:
     products, attention = table(work.products, slice(2, 8, 2)), table(work.attention, slice(2, 8, 2))
     sent = {way: table(values, slice(1, 2)) for way, values in work.sent.items()}
     return Work(products, attention, table(work.scalars, slice(1, 2)), sent)
-
-

@@ -116,7 +116,9 @@ def _microbatches(question: Question, chosen: Chosen) -> list[int]:
     rows = question.batch // (chosen["data"] * chosen["ep"])
     cp = chosen["cp"]
     # rows that cp could share are better shared by dp: the same tokens on a rank, and nothing travels
-    found = [b for b in divisors(rows) if b <= MOST_ROWS and (cp == 1 or "cp" in question.fixed or math.gcd(b, cp) == 1)]
+    found = [
+        b for b in divisors(rows) if b <= MOST_ROWS and (cp == 1 or "cp" in question.fixed or math.gcd(b, cp) == 1)
+    ]
     return [rows // b for b in found]
 
 
@@ -146,7 +148,11 @@ FAMILY = (
     Entry("attention", _of_axis("cp", "auto"), lambda q, c, name: name == "auto" or c["cp"] > 1),
     Entry("cp_load_balance", _of_axis("cp", "auto"), lambda q, c, name: name == "auto" or c["cp"] > 1),
     Entry("expert_axis", _of_axis("ep", "ep"), lambda q, c, axis: axis == "ep" or c[axis] > 1),
-    Entry("token_dispatcher", _of_axis("ep", "auto"), lambda q, c, n: n == "auto" or c["ep"] > 1 or c["expert_axis"] != "ep"),
+    Entry(
+        "token_dispatcher",
+        _of_axis("ep", "auto"),
+        lambda q, c, n: n == "auto" or c["ep"] > 1 or c["expert_axis"] != "ep",
+    ),
 )
 
 

@@ -45,13 +45,20 @@ def explanation_of(args: argparse.Namespace) -> Explanation:
     if args.serve:
         raise ValueError("auto: chooses layouts to train, found --serve; name the mesh")
     given = getattr(args, "given", set())
-    cluster = Cluster.parse(args.target_hardware if "target_hardware" in given and args.cluster == "H100" else args.cluster)
+    cluster = Cluster.parse(
+        args.target_hardware if "target_hardware" in given and args.cluster == "H100" else args.cluster
+    )
     stack = stack_named(args.stack, cluster.chip_name)
     fixed = {name: getattr(args, name) for name in DECLARED if name in given}
     for text in args.mesh or ():
         fixed |= asked_mesh(text).sizes
     asked = Asked(args.gpus or 0, args.batch, args.seq, fixed, args.compute or "")
-    return choose(CostedModel.from_config(configs().load_config(args.config).to_dict(), args.seq, args.dtype), asked, cluster, stack)
+    return choose(
+        CostedModel.from_config(configs().load_config(args.config).to_dict(), args.seq, args.dtype),
+        asked,
+        cluster,
+        stack,
+    )
 
 
 def command_of(args: argparse.Namespace, explanation: Explanation) -> str:
@@ -60,7 +67,11 @@ def command_of(args: argparse.Namespace, explanation: Explanation) -> str:
     words += ["--seq", str(args.seq), "--batch", str(args.batch)]
     for name, value in explanation.options.items():
         option = DECLARED[name]
-        text = value if isinstance(value, str) else str(getattr(args, name, value) if name in explanation.carried else value)
+        text = (
+            value
+            if isinstance(value, str)
+            else str(getattr(args, name, value) if name in explanation.carried else value)
+        )
         words += [option.flag] if value is True and option.default is False else [option.flag, text]
     return shlex.join(words)
 
@@ -69,15 +80,25 @@ def _show(args: argparse.Namespace, explanation: Explanation, console: Console) 
     for line in explanation.headline():
         console.print(line, markup=False)
     price = explanation.choice.price
-    table = table_of("time of a step", "cause", "axis", "exposed", "share", "in all", right=("exposed", "share", "in all"))
+    table = table_of(
+        "time of a step", "cause", "axis", "exposed", "share", "in all", right=("exposed", "share", "in all")
+    )
     for cause in sorted(price.causes, key=lambda c: -c.exposed):
         table.add_row(
-            cause.name, cause.axis, seconds(cause.exposed), f"{cause.exposed / price.seconds:.0%}", seconds(cause.seconds)
+            cause.name,
+            cause.axis,
+            seconds(cause.exposed),
+            f"{cause.exposed / price.seconds:.0%}",
+            seconds(cause.seconds),
         )
     show_table(console, table)
-    table = table_of("within the band, the simplest first", "mesh", "time", "memory", "options", right=("time", "memory"))
+    table = table_of(
+        "within the band, the simplest first", "mesh", "time", "memory", "options", right=("time", "memory")
+    )
     for one in explanation.found.close[:SHOWN]:
-        table.add_row(str(one.layout.mesh), seconds(one.seconds), gigabytes(one.memory), _options_text(chosen_options(one.layout)))
+        table.add_row(
+            str(one.layout.mesh), seconds(one.seconds), gigabytes(one.memory), _options_text(chosen_options(one.layout))
+        )
     show_table(console, table)
     for title, lines in (
         ("one value changed", [n.sentence for n in explanation.neighbours]),

@@ -208,8 +208,14 @@ PLAN = Command(
     _add_arguments,
     _run,
     (
-        *(name for name in OFTEN if name not in _RARE), "--json", "--dump", "--serve", "--auto", "--gpus", "--cluster",
-        "--stack", "--layouts",
+        *(name for name in OFTEN if name not in _RARE),
+        "--json",
+        "--dump",
+        "--serve",
+        "--auto",
+        "--gpus",
+        "--cluster",
+        "--stack",
+        "--layouts",
     ),
-
 )

@@ -35,7 +35,9 @@ class StandIn:
         products = 6 * 12 * self.width**2 * tokens * per_rank / layout.tp / self.flops
         again = (0.0, 0.05, 0.33)[POLICIES.index(layout.activation_checkpoint)] * products
         hidden = tokens * self.width * 2
-        tp = 8 * hidden * (layout.tp - 1) / layout.tp / self.inside * per_rank * (1 if layout.sequence_parallel else 1.1)
+        tp = (
+            8 * hidden * (layout.tp - 1) / layout.tp / self.inside * per_rank * (1 if layout.sequence_parallel else 1.1)
+        )
         cp = 3 * hidden * (layout.cp - 1) / self.inside * per_rank
         each = products + again + tp + cp
         bubble = {"1f1b": each, "": 0.0, "interleaved": each / v, "zb_h1": each / 3, "zb_v": each / 9}[layout.schedule]

@@ -9,7 +9,7 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autopar.report.html.page import Page, Section, facts, render, table
+from autopar.report.html.page import Page, Section, render, table
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 900, 340, 70, 40  # of the map, in units of its view box
 
@@ -76,7 +76,10 @@ def _bar(name: str, parts: Sequence[tuple[float, str]], value: str) -> str:
 def _map(choice: Mapping[str, Any]) -> str:
     """Candidates as time over memory, those that do not fit to the right of the line, with the band of equal times."""
     rows = choice["candidates"]
-    longest, largest = max(r["seconds"] for r in rows) * 1.05, max(max(r["memory"] for r in rows), choice["limit"]) * 1.05
+    longest, largest = (
+        max(r["seconds"] for r in rows) * 1.05,
+        max(max(r["memory"] for r in rows), choice["limit"]) * 1.05,
+    )
     least = min(r["seconds"] for r in rows) * 0.95
 
     def x(memory: float) -> float:
@@ -117,7 +120,12 @@ def _text(x: float, y: float, words: str, anchor: str) -> str:
 
 def _neighbours(rows: Sequence[Mapping[str, Any]]) -> str:
     shown = [
-        (r["name"], _s(r["seconds"]) if "seconds" in r else "", _gb(r["memory"]) if "memory" in r else "", r["sentence"])
+        (
+            r["name"],
+            _s(r["seconds"]) if "seconds" in r else "",
+            _gb(r["memory"]) if "memory" in r else "",
+            r["sentence"],
+        )
         for r in rows
     ]
     return table(("value", "time", "memory", "what it changes"), shown, numeric=(1, 2))
