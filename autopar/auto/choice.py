@@ -1,6 +1,7 @@
 """The layout that a model gets on a cluster: asked, searched, checked by the compiler, explained.
 
-explanation = choose(CostedModel.from_config("config.json", seq=8192), Asked(gpus=512, batch=1024, seq=8192), cluster, stack)
+model = CostedModel.from_config("config.json", seq=8192)
+explanation = choose(model, Asked(gpus=512, batch=1024, seq=8192), cluster, stack)
 explanation.choice.layout.mesh, explanation.choice.layout.options()
 """
 
@@ -33,8 +34,8 @@ PRICED = ("target_hardware", "topology", "memory_limit")  # of these, what the p
 
 @dataclass(frozen=True)
 class Asked:
-    """What a layout is asked for. gpus: 0 for those of the cluster. given: the user's options and sizes of axes by name.
-    compute: "fp8" for a what-if."""
+    """What a layout is asked for. gpus: 0 for those of the cluster. given: the user's options and sizes of axes by
+    name. compute: "fp8" for a what-if."""
 
     gpus: int
     batch: int

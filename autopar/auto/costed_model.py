@@ -29,12 +29,10 @@ from autopar.cost.layout import Layout, Placement
 from autopar.cost.layout_price import Price, price
 from autopar.cost.memory import memory
 from autopar.ir.graph import copy_graph, layer_of, nbytes, placeholders
-from autopar.ir.live_values import peak_of_values
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
-from autopar.ir.storages import bytes_of
 from autopar.options import Options
-from autopar.steps.graphs import Compiled, is_a
+from autopar.steps.graphs import Compiled
 
 ROWS = (1, 2)  # for which samples are compiled
 _NUMBERS_OF_LAYERS = ("idx", "index", "layer_id", "layer_number", "layer_num")

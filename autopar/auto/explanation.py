@@ -133,7 +133,8 @@ class Explanation:
             "causes": [{f.name: getattr(c, f.name) for f in fields(c)} for c in price.causes],
             "close": [_row(c) for c in self.found.close], "candidates": [_row(c) for c in self._shown()], "band": BAND,
             "neighbours": [
-                {"name": n.name, "sentence": n.sentence} | (_priced(n.price) if n.price else {}) for n in self.neighbours
+                {"name": n.name, "sentence": n.sentence} | (_priced(n.price) if n.price else {})
+                for n in self.neighbours
             ],
             "limits": list(self.limits), "counts": dict(self.found.counts), "refusals": dict(self.found.refusals),
             "pruned": list(self.pruned), "remarks": list(self.remarks),
@@ -276,7 +277,8 @@ def compared(price: Price, other: Price) -> str:
         stage, time = _fullest(other), "in the same time"
         if abs(more) > WORTH_SAYING:
             time = f"{abs(more):.0%} {'slower' if more > 0 else 'faster'}"
-        return f"does not fit: {gigabytes(max(other.memory))} on stage {stage}, of {gigabytes(other.limit)} (it would be {time})"
+        memory = f"{gigabytes(max(other.memory))} on stage {stage}, of {gigabytes(other.limit)}"
+        return f"does not fit: {memory} (it would be {time})"
     saved = max(price.memory) - max(other.memory)
     memory = (
         f", {gigabytes(abs(saved))} {'less' if saved > 0 else 'more'} memory" if abs(saved) > 0.01 * price.limit else ""
@@ -387,7 +389,7 @@ def _remedies(question: Question, pricing: Pricing) -> Iterator[str]:
 
 def _fits_with(question: Question, pricing: Pricing, **changes: int) -> bool:
     try:
-        asked = replace(question, **changes)
+        asked = replace(question, **changes)  # type: ignore[arg-type]
     except ValueError:
         return False
     cluster = replace(pricing.cluster, groups=tuple(replace(g, nodes=0) for g in pricing.cluster.groups[:1]))

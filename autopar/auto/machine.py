@@ -80,8 +80,8 @@ def world_mesh() -> DeviceMesh:
 def mesh_for(
     groups: Groups, model: nn.Module, rows: int, example: Mapping[str, Any], options: Mapping[str, Any]
 ) -> tuple[DeviceMesh, dict[str, Any]]:
-    """(mesh, options) for the ranks of this world. Collective. groups: of all ranks. model: without weights. rows: of a step of all
-    ranks. example: arguments of the forward, whose sequence counts. options: the user's, which stay.
+    """(mesh, options) for the ranks of this world. Collective. groups: of all ranks. model: without weights. rows:
+    of a step of all ranks. example: arguments of the forward, whose sequence counts. options: the user's, which stay.
 
     Raises ValueError, the same on all ranks, for ranks that see different chips or are given different arguments, and
     for a question without an answer.
@@ -109,7 +109,7 @@ def mesh_for(
     sizes, found, lines = _of_first(groups, chosen)
     for line in lines if groups.rank == 0 else ():
         log.info(line)
-    return init_mesh(**sizes), {**found, **options}
+    return init_mesh(None, **sizes), {**found, **options}
 
 
 def _of_first(groups: Groups, chosen: Callable[[], Explanation]) -> tuple[dict[str, int], dict[str, Any], list[str]]:

@@ -21,8 +21,8 @@ LOGIT_BYTES = 16  # of a logit and its gradients, at most
 
 @dataclass
 class Pricing:
-    """Prices of a model's layouts. what_if: arguments of `autopar.cost.layout_price.price`. memory_limit: bytes of a rank
-    that the user allows; 0: those of the chip."""
+    """Prices of a model's layouts. what_if: arguments of `autopar.cost.layout_price.price`. memory_limit: bytes of a
+    rank that the user allows; 0: those of the chip."""
 
     model: CostedModel
     cluster: Cluster
@@ -129,7 +129,8 @@ def _shared(costs: ModelCosts, parts: int) -> ModelCosts:
 
 
 def _scaled(costs: LayerCosts, parts: int) -> LayerCosts:
-    return replace(costs, **{name: _less(getattr(costs, name), parts) for name in ("forward", "backward", "again")})
+    forward, backward, again = (_less(work, parts) for work in (costs.forward, costs.backward, costs.again))
+    return replace(costs, forward=forward, backward=backward, again=again)
 
 
 def _less(work: Work, parts: int) -> Work:

@@ -345,10 +345,9 @@ def _check_value(question: Question, name: str, value: Any) -> None:
         raise ValueError(f"auto: activation_checkpoint {value!r} {known}; use one of {', '.join(POLICIES)}")
     if name == "expert_axis" and value not in ("ep", "cp", "tp"):
         raise ValueError(f"auto: experts on axis {value!r} have no price; use ep, cp or tp, or name the mesh")
-    if name == "schedule":
-        if value not in SCHEDULES or not _has_price(SCHEDULES[value]):
-            known = ", ".join(n for n, s in SCHEDULES.items() if _has_price(s))
-            raise ValueError(f"auto: schedule {value!r} has no closed price; use one of {known}, or name the mesh")
+    if name == "schedule" and (value not in SCHEDULES or not _has_price(SCHEDULES[value])):
+        known = ", ".join(n for n, s in SCHEDULES.items() if _has_price(s))
+        raise ValueError(f"auto: schedule {value!r} has no closed price; use one of {known}, or name the mesh")
     if name == "pp" and value > question.layers:
         raise ValueError(
             f"auto: pp={value} needs as many layers, found {question.layers}; use at most pp={question.layers}"
@@ -371,8 +370,8 @@ def _why_nothing(question: Question) -> str:
     if fewest > batch:
         least = fewest
         return (
-            f"auto: {ranks} GPUs need a batch of at least {least} rows (tp, cp and pp feed {ranks // fewest} ranks with "
-            f"one row), found {batch}; use a larger batch, or at most {batch * (ranks // fewest)} GPUs"
+            f"auto: {ranks} GPUs need a batch of at least {least} rows (tp, cp and pp feed {ranks // fewest} ranks "
+            f"with one row), found {batch}; use a larger batch, or at most {batch * (ranks // fewest)} GPUs"
         )
     near = next(n for n in range(batch + 1, batch + ranks + 1) if any(n % size == 0 for size in _data_sizes(question)))
     return f"auto: no layout of {ranks} GPUs divides a batch of {batch}; the next that one divides is {near}"

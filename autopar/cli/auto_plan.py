@@ -44,7 +44,7 @@ def explanation_of(args: argparse.Namespace) -> Explanation:
         raise ValueError("auto: needs a batch, the rows of a step; add --batch 1024")
     if args.serve:
         raise ValueError("auto: chooses layouts to train, found --serve; name the mesh")
-    given = getattr(args, "given", set())
+    given: set[str] = getattr(args, "given", set())
     cluster = Cluster.parse(
         args.target_hardware if "target_hardware" in given and args.cluster == "H100" else args.cluster
     )

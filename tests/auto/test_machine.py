@@ -61,7 +61,10 @@ def trained(options: dict[str, Any]) -> tuple[float, str, dict[str, Any], list[s
 
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [(2, {}), (4, {}), (4, {"zero": 3, "microbatches": 2}), (2, {"schedule": "1f1b"}), (4, {"activation_checkpoint": "full"})],
+    [
+        (2, {}), (4, {}), (4, {"zero": 3, "microbatches": 2}), (2, {"schedule": "1f1b"}),
+        (4, {"activation_checkpoint": "full"}),
+    ],
     ids=str,
 )  # fmt: skip
 def test_the_choice_runs_on_real_ranks(ranks: int, options: dict[str, Any]) -> None:

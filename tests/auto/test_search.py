@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,8 +13,7 @@ from autopar.auto.space import Question, Space
 from tests.auto.stand_in import StandIn
 
 QUESTIONS = [
-    *({"ranks": n, "batch": batch, "seq": 4096, "layers": 8} for n, batch in itertools.product((1, 4, 6, 8, 16, 64), (48, 64))
-      if n != 64 or batch == 64),
+    *({"ranks": n, "batch": 48, "seq": 4096, "layers": 8} for n in (1, 4, 6, 8, 16)),
     {"ranks": 7, "batch": 7, "seq": 4096, "layers": 8},
     {"ranks": 8, "batch": 1, "seq": 16384, "layers": 8},
     {"ranks": 32, "batch": 64, "seq": 4096, "layers": 8, "per_node": 4},
@@ -73,16 +71,21 @@ def test_nothing_fits_names_the_nearest() -> None:
     [
         ({"ranks": 4096, "batch": 3, "layers": 8}, "4096 GPUs need a batch of at least 64 rows"),
         ({"ranks": 11, "batch": 3, "layers": 8}, "11 GPUs need a batch of at least 11 rows"),
-        ({"ranks": 22, "batch": 12, "layers": 8}, "no layout of 22 GPUs divides a batch of 12; the next that one divides is 22"),
+        ({"ranks": 22, "batch": 12, "layers": 8},
+         "no layout of 22 GPUs divides a batch of 12; the next that one divides is 22"),
         ({"ranks": 8, "batch": 8, "fixed": {"tp": 3}}, "tp=3 needs a number of GPUs that 3 divides, found 8"),
         ({"ranks": 8, "batch": 8, "fixed": {"tp": 8, "zero": 3}}, "has tp=8 together with zero=3; leave tp open"),
         ({"ranks": 8, "batch": 8, "fixed": {"pp": 1, "schedule": "1f1b"}}, "has pp=1 together with schedule=1f1b"),
-        ({"ranks": 8, "batch": 8, "fixed": {"dp": 8, "tp": 2}}, "dp=8,tp=2 needs a number of GPUs that 16 divides, found 8"),
+        ({"ranks": 8, "batch": 8, "fixed": {"dp": 8, "tp": 2}},
+         "dp=8,tp=2 needs a number of GPUs that 16 divides, found 8"),
         ({"ranks": 8, "batch": 8, "fixed": {"microbatches": 3}}, "microbatches=3"),
         ({"ranks": 8, "batch": 8, "fixed": {"pp": 8}}, "pp=8 needs as many layers, found 4; use at most pp=4"),
-        ({"ranks": 8, "batch": 8, "fixed": {"schedule": "seq1f1b"}}, "schedule 'seq1f1b' has no closed price; use one of"),
-        ({"ranks": 8, "batch": 8, "fixed": {"activation_checkpoint": "offload"}}, "'offload' has no price; use one of none"),
-        ({"ranks": 8, "batch": 8, "fixed": {"token_slices": 4}}, "token_slices is not searched, found 4; name the mesh"),
+        ({"ranks": 8, "batch": 8, "fixed": {"schedule": "seq1f1b"}},
+         "schedule 'seq1f1b' has no closed price; use one of"),
+        ({"ranks": 8, "batch": 8, "fixed": {"activation_checkpoint": "offload"}},
+         "'offload' has no price; use one of none"),
+        ({"ranks": 8, "batch": 8, "fixed": {"token_slices": 4}},
+         "token_slices is not searched, found 4; name the mesh"),
         ({"ranks": 8, "batch": 8, "layers": 0}, "a model with repeated layers"),
         ({"ranks": 0, "batch": 8}, "ranks needs a number above 0, found 0"),
     ],

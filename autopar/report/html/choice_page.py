@@ -21,7 +21,8 @@ def choice_page(choice: Mapping[str, Any], title: str) -> str:
     summary = [
         ("mesh", mesh), ("options", options or "as by default"), ("GPUs", f"{choice['ranks']:,} ({choice['cluster']})"),
         ("batch", f"{choice['batch']:,} x {choice['seq']:,}"),
-        ("step", f"{_s(choice['seconds'])} ({_s(choice['low'])} to {_s(choice['high'])})"), ("MFU", f"{choice['mfu']:.1%}"),
+        ("step", f"{_s(choice['seconds'])} ({_s(choice['low'])} to {_s(choice['high'])})"),
+        ("MFU", f"{choice['mfu']:.1%}"),
         ("memory", f"{_gb(max(choice['memory']))} of {_gb(choice['limit'])}"), ("stack", choice["stack"]),
     ]  # fmt: skip
     sections = [
@@ -91,7 +92,8 @@ def _map(choice: Mapping[str, Any]) -> str:
     best = min((r["seconds"] for r in rows if r["fits"]), default=least)
     top = y(best * (1 + choice["band"]))
     parts = [
-        f'<rect x="{LEFT}" y="{top:.1f}" width="{WIDTH - LEFT - 10}" height="{y(best) - top:.1f}" fill="var(--ins-back)"/>',
+        f'<rect x="{LEFT}" y="{top:.1f}" width="{WIDTH - LEFT - 10}" height="{y(best) - top:.1f}" '
+        'fill="var(--ins-back)"/>',
         f'<line x1="{x(choice["limit"]):.1f}" x2="{x(choice["limit"]):.1f}" y1="10" y2="{HEIGHT - BOTTOM}" '
         'stroke="var(--del)" stroke-dasharray="4"/>',
     ]
@@ -100,8 +102,8 @@ def _map(choice: Mapping[str, Any]) -> str:
         color = "var(--accent)" if row["fits"] else "var(--muted)"
         tip = html.escape(f"{row['name']}: {_s(row['seconds'])}, {_gb(row['memory'])}")
         parts.append(
-            f'<circle cx="{x(row["memory"]):.1f}" cy="{y(row["seconds"]):.1f}" r="{7 if chosen else 3.5}" fill="{color}" '
-            f'fill-opacity="{1 if chosen else 0.6}"><title>{tip}</title></circle>'
+            f'<circle cx="{x(row["memory"]):.1f}" cy="{y(row["seconds"]):.1f}" r="{7 if chosen else 3.5}" '
+            f'fill="{color}" fill-opacity="{1 if chosen else 0.6}"><title>{tip}</title></circle>'
         )
     parts += [
         _text(x(choice["limit"]) - 6, 22, f"chip: {_gb(choice['limit'])}", "end"),
@@ -115,7 +117,8 @@ def _map(choice: Mapping[str, Any]) -> str:
 
 
 def _text(x: float, y: float, words: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="12" fill="var(--muted)">{html.escape(words)}</text>'
+    where = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    return f'<text {where} font-size="12" fill="var(--muted)">{html.escape(words)}</text>'
 
 
 def _neighbours(rows: Sequence[Mapping[str, Any]]) -> str:
