@@ -56,7 +56,7 @@ class Asked:
 
 def choose(model: CostedModel, asked: Asked, cluster: Cluster, stack: Stack) -> Explanation:
     """The layout of a model, and why. Raises ValueError for a question without an answer."""
-    question, cluster = question_of(model, asked, cluster)
+    question = question_of(model, asked, cluster)
     options = Options(**asked.carried)
     what_if = {"compute": asked.compute, "topology": options.topology}
     pricing = Pricing(model, cluster, stack, {k: v for k, v in what_if.items() if v}, float(options.memory_limit))
@@ -73,20 +73,19 @@ def choose(model: CostedModel, asked: Asked, cluster: Cluster, stack: Stack) -> 
     return replace(explanation, remarks=(*explanation.remarks, *remarks), carried=asked.carried)
 
 
-def question_of(model: CostedModel, asked: Asked, cluster: Cluster) -> tuple[Question, Cluster]:
-    """The question, and the cluster with as many nodes as it needs. Raises ValueError."""
+def question_of(model: CostedModel, asked: Asked, cluster: Cluster) -> Question:
+    """The question. Raises ValueError, also for another number of GPUs than the cluster has."""
     if not asked.gpus and not cluster.ranks:
         raise ValueError(f"auto: needs a number of GPUs, found none in {cluster.name}; say --gpus 512 or H100:64x8")
-    cluster = cluster.with_ranks(asked.gpus) if asked.gpus else cluster
     ranks = asked.gpus or cluster.ranks
+    cluster.with_ranks(ranks)  # for its refusal
     group = min(cluster.groups, key=lambda group: group.per_node)
     unknown = sorted(asked.fixed.keys() - {*SEARCHED})
     if unknown and unknown[0] not in Options.__dataclass_fields__:
         raise ValueError(f"auto: unknown option {unknown[0]!r}")
-    question = Question(
+    return Question(
         ranks, asked.batch, asked.seq, model.layers, min(group.per_node, ranks), experts_of(model.model), asked.fixed
     )
-    return question, cluster
 
 
 def experts_of(model: nn.Module) -> int:

@@ -146,6 +146,9 @@ class _Search:
             size = self._size(family)
             self.counts["refused"] += size
             self.refusals[found.refused] += size
+            if family.sequence_parallel and "sequence_parallel" not in self.space.question.fixed:
+                self.counts["all"] += size
+                self._wait(0.0, "family", replace(family, sequence_parallel=False))
             return
         self._wait(max(bound, certain(found)), "members", family)
 

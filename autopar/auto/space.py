@@ -127,9 +127,9 @@ def _rows(question: Question, chosen: Chosen, count: int) -> bool:
 
 
 def _sequence_parallel(question: Question, chosen: Chosen) -> list[bool]:
-    if chosen["tp"] == 1:
-        return [False]
-    return [True, False] if question.seq % (chosen["tp"] * chosen["cp"]) == 0 else [False]
+    """On, where tokens divide: as many bytes travel, and a rank keeps and computes less. A model that cannot have it
+    is searched without (`autopar.auto.search`)."""
+    return [chosen["tp"] > 1 and question.seq % (chosen["tp"] * chosen["cp"]) == 0]
 
 
 def _of_axis(axis: str, *values: Any) -> Callable[[Question, Chosen], Sequence[Any]]:
