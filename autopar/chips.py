@@ -1,7 +1,7 @@
 """The table of chips (option ``target_hardware``), read from ``cost/chips.json``. Loads no torch.
 
-`autopar.cost.hardware` makes of a row what estimates ask, `autopar.cost.cluster` makes nodes of chips. A new chip is one
-entry of the file.
+`autopar.cost.hardware` makes of a row what estimates ask, `autopar.cost.cluster` makes nodes of chips. A new chip is
+one entry of the file.
 """
 
 from __future__ import annotations

@@ -10,16 +10,17 @@ model's own code runs: two layers of a kind differ from one by exactly one layer
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 import autopar.runtime.schedules  # noqa: F401  (fills the table of schedules)
-from autopar.capture.layer_dedup.layer_signature import NotComparable, Tensors, signature_of_layer
 from autopar.compile.model import capture_step, compile_graph
 from autopar.cost.cluster import Cluster
 from autopar.cost.efficiency import Stack
@@ -56,7 +57,6 @@ class CostedModel:
         self.lists = layer_lists(model)
         self._captures: dict[Hashable, Any] = {}
         self._costs: dict[Placement, ModelCosts] = {}
-        self._made: dict[tuple[Placement, tuple[int, ...]], Sample] = {}
 
     @classmethod
     def from_config(cls, config: Any, seq: int, dtype: str = "bfloat16") -> CostedModel:
@@ -87,55 +87,42 @@ class CostedModel:
     def costs(self, placement: Placement) -> ModelCosts:
         """Costs on a placement. Raises ValueError for what cannot be compiled."""
         if placement not in self._costs:
-            samples = self._on(placement)
+            lengths = self._samples()
+            samples = [self._sample(placement, prefix) for prefix in lengths]
             self._costs[placement] = model_costs(placement, self.kinds, samples, ROWS)
         return self._costs[placement]
 
-    def _on(self, placement: Placement) -> list[Sample]:
-        """The samples. Those whose first layers have no experts to shard are compiled without ep."""
-        found, refused = [], list[ValueError]()
-        for lengths in self._samples():
-            try:
-                found.append(self._sample(placement, lengths))
-            except ValueError as error:
-                if placement.ep == 1:
-                    raise
-                refused.append(error)
-                found.append(self._sample(replace(placement, ep=1, token_dispatcher="auto"), lengths))
-        if len(refused) == len(found):
-            raise refused[0]
+    def _samples(self) -> list[tuple[int, ...]]:
+        """Lengths of the lists in each sample: the shortest ones that tell the costs of all kinds apart."""
+        found, rank = list[tuple[int, ...]](), 0
+        start = [1] * len(self.lists)
+        more = [(i, length) for i, one in enumerate(self.lists) for length in range(2, len(one.kinds) + 1)]
+        for lengths in [start, *([*start[:i], length, *start[i + 1 :]] for i, length in more)]:
+            design = np.array([[1, *self._counts(x)] for x in (*found, lengths)])
+            if (now := int(np.linalg.matrix_rank(design))) > rank:
+                found.append(tuple(lengths))
+                rank = now
         return found
 
-    def _samples(self) -> list[tuple[int, ...]]:
-        """Lengths of the lists in each sample: enough of each kind to tell its costs from the others'."""
-        start = [1] * len(self.lists)
-        found = [tuple(start)]
-        for i, one in enumerate(self.lists):
-            seen = {one.kinds[0]}
-            for length in range(2, len(one.kinds) + 1):
-                kind = one.kinds[length - 1]
-                first = kind not in seen
-                second = kind == one.kinds[0] and length == 2
-                if first or second:
-                    seen.add(kind)
-                    found.append(tuple(length if j == i else n for j, n in enumerate(start)))
-                if first and length < len(one.kinds) and one.kinds[length] == kind:
-                    found.append(tuple(length + 1 if j == i else n for j, n in enumerate(start)))
-        return list(dict.fromkeys(found))
+    def _counts(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """Layers of each kind, if the lists have these lengths."""
+        counts = Counter(k for one, n in zip(self.lists, lengths, strict=True) for k in one.kinds[:n])
+        return tuple(counts[kind] for kind in range(max(self.kinds, default=-1) + 1))
 
     def _sample(self, placement: Placement, lengths: tuple[int, ...]) -> Sample:
-        if (placement, lengths) not in self._made:
-            self._made[placement, lengths] = self._new_sample(placement, lengths)
-        return self._made[placement, lengths]
+        counts = self._counts(lengths)
+        try:
+            return self._sample_on(placement, lengths, counts)
+        except ValueError:
+            if all(counts) or (placement.ep == 1 and placement.expert_axis == "ep"):
+                raise
+        # The first layers have no experts to shard: to them, ranks of ep are data parallel.
+        return self._sample_on(replace(placement, ep=1, expert_axis="ep", token_dispatcher="auto"), lengths, counts)
 
-    def _new_sample(self, placement: Placement, lengths: tuple[int, ...]) -> Sample:
+    def _sample_on(self, placement: Placement, lengths: tuple[int, ...], counts: tuple[int, ...]) -> Sample:
         mesh, options = placement.mesh, placement.options
         compiled = [self._compiled(lengths, rows * mesh.data_size, mesh, options) for rows in ROWS]
-        counts = [0] * (max(self.kinds, default=-1) + 1)
-        for one, length in zip(self.lists, lengths, strict=True):
-            for kind in one.kinds[:length]:
-                counts[kind] += 1
-        return sample_of(compiled, tuple(counts))
+        return sample_of(compiled, counts)
 
     def _compiled(self, lengths: tuple[int, ...], rows: int, mesh: Mesh, options: Options) -> Compiled:
         key = lengths, rows
@@ -178,16 +165,26 @@ def _are_layers(module: nn.Module) -> bool:
 
 
 def _signature(layer: nn.Module) -> Hashable:
-    try:
-        found = signature_of_layer(layer, Tensors())
-    except NotComparable:
-        return id(layer)
-    numbers = tuple(
-        number
-        for number, (_, name) in zip(found.numbers, found.names, strict=True)
-        if not any(word in name for word in _NUMBERS_OF_LAYERS)
-    )
-    return found.fixed, numbers
+    """Equal for layers of a kind: classes, plain attributes except for the layer's number, shapes of parameters."""
+    found: list[Hashable] = []
+    for path, module in layer.named_modules():
+        held = [
+            (name, _plain(value))
+            for name, value in vars(module).items()
+            if not name.startswith("_") and not any(word in name for word in _NUMBERS_OF_LAYERS)
+        ]
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        sizes = [(name, tuple(x.shape), x.dtype, x.requires_grad) for name, x in tensors]
+        found.append((path, type(module), tuple(held), tuple(sizes)))
+    return tuple(found)
+
+
+def _plain(value: Any) -> Hashable:
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 @contextmanager

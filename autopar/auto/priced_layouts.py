@@ -3,8 +3,8 @@
     {"config": "config.json", "mesh": "dp=8,tp=8", "seq": 8192, "batch": 512, "options": {"zero": 1, "microbatches": 8}}
     {"seconds": 4.59, "mfu": 0.41, "memory": [51.2e9], "limit": 80e9, "fits": true, "causes": {...}, ...}
 
-config: a path, or the values of one. mesh: text, or sizes by axis. options: of `autopar.options.Options`. cluster, stack:
-as on the command line. attention: kernel. compute: "fp8". measured: seconds, which the answer compares.
+config: a path, or the values of one. mesh: text, or sizes by axis. options: of `autopar.options.Options`. cluster,
+stack: as on the command line. attention: kernel. compute: "fp8". measured: seconds, which the answer compares.
 """
 
 from __future__ import annotations

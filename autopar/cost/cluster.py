@@ -3,7 +3,7 @@
     Cluster.parse("H100")            nodes of eight H100, as many as the layout has ranks for
     Cluster.parse("H100:64x8")       64 nodes of 8
     Cluster.parse("cluster.json")    groups of nodes, which may have different chips:
-                                     {"groups": [{"chip": "H100", "nodes": 4}, {"chip": "A100", "nodes": 4, "card": 25e9}]}
+                                     {"groups": [{"chip": "H100", "nodes": 4}, {"chip": "A100", "nodes": 4}]}
 
 Ranks fill nodes one after another, the innermost axis first. ``inside`` ranks of an axis are then on one node, and the
 axis spans ``nodes`` of them: inside, messages go at the speed of a chip's links; between nodes at that of the network
@@ -138,8 +138,8 @@ class Cluster:
         return min(group.data.capacity for group in self.groups)
 
     def with_ranks(self, ranks: int) -> Cluster:
-        """This cluster with as many nodes as ``ranks`` need, where nobody said how many there are. Raises ValueError for
-        another number of ranks."""
+        """This cluster with as many nodes as ``ranks`` need, where nobody said how many there are. Raises ValueError
+        for another number of ranks."""
         if self.ranks:
             if self.ranks != ranks:
                 raise ValueError(f"cluster: {self.name} has {self.ranks} chips, found {ranks} ranks; use all of them")
@@ -194,7 +194,7 @@ def _group_of(row: Any) -> NodeGroup:
     }
     nodes = whole_number("cluster: nodes", row.get("nodes", 1), least=1)
     group = _group(row["chip"], nodes, counts.get("per_node", 0))
-    speeds = {name: _speed(name, row[name]) for name in ("inside", "card") if name in row}
+    speeds: dict[str, Any] = {name: _speed(name, row[name]) for name in ("inside", "card") if name in row}
     return replace(group, cards=counts.get("cards", group.cards), **speeds)
 
 

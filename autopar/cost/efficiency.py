@@ -26,15 +26,18 @@ KERNELS = ("plain", "flash1", "flash2", "cudnn")  # of attention
 class Stack:
     """Shares, between 0 and 1, of a chip's peaks that a software stack reaches, and what it costs besides.
 
-    products: of the peak of products; float8: of the peak in float8. attention, attention_backward: kernel -> share of
-    the peak of products. memory: of the memory's speed, by element-wise operators. inside, network: of the links within
-    a node and between nodes. launch: seconds of the host per operator. fused: whether element-wise operators between the
-    same products are one kernel. hidden: axis -> share of the computation beside it under which its exchanges are
-    hidden. kept: bytes kept for the backward, of those that our graphs keep. logits: bytes per logit of the loss (0: as
-    our graphs); whole_logits: each rank of tp has them for the whole vocabulary. weight, gradient, states: bytes per element of a parameter in half precision. reserved: bytes of
-    context, buffers of collectives and fragments. jitter: what each doubling of the ranks beyond eight adds to a step,
-    as slow ranks are waited for. kernels: values that differ with a kernel of attention. error: median of |predicted / measured - 1| of its rows. guesses:
-    names of the values that nobody measured. source: where they are from.
+    products: of the peak of products; float8: of the peak in float8, on top. attention, attention_backward: kernel ->
+    share of the peak of products. memory: of the memory's speed, by element-wise operators. inside, network: of the
+    links within a node and between nodes. kernel: of attention, if nobody names one. launch: seconds of the host per
+    operator. fused: whether element-wise operators between the same products are one kernel. hidden: axis ("zero": what
+    each microbatch gathers and reduces) -> share of the computation beside it under which its exchanges are hidden, or
+    for tp and pp share of them that is hidden.
+    kept: bytes kept for the backward, of those that our graphs keep. logits: bytes per logit of the loss (0: as our
+    graphs); whole_logits: each rank of tp has those of the whole vocabulary. weight, gradient, states: bytes per
+    element of a parameter. reserved: bytes of context, buffers of collectives and fragments.
+    jitter: what each doubling of the ranks beyond eight adds to a step, as slow ranks are waited for. kernels: values
+    that differ with a kernel of attention. error: median of |predicted / measured - 1| of its rows. guesses: values
+    that nobody measured. source: where the values are from.
     """
 
     name: str
@@ -68,7 +71,6 @@ class Stack:
             if not 0 < getattr(self, name) <= 1.5:
                 raise ValueError(f"stack {self.name}: {name} needs a share above 0, found {getattr(self, name)}")
 
-
     def with_kernel(self, kernel: str) -> Stack:
         """Its values with a kernel of attention."""
         return replace(self, kernel=kernel, **self.kernels.get(kernel, {}))
@@ -96,7 +98,7 @@ def _stack(name: str, chip: str, row: Mapping[str, Any]) -> Stack:
     unknown = sorted(row.keys() - {f.name for f in fields(Stack)})
     if unknown:
         raise ValueError(f"stack: {name} has unknown values {', '.join(unknown)}")
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
     return Stack(name=name, chip=chip, **values)
 
 

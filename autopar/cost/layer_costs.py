@@ -291,8 +291,9 @@ def model_costs(
 
     def solved(values: Sequence[Floats]) -> Floats:
         found: Floats = solver @ np.array(values)
-        found[np.abs(found) < 1e-9] = 0.0
-        return found
+        whole = np.round(found)
+        near: Floats = np.where(np.abs(found - whole) <= 1e-9 * np.maximum(1.0, np.abs(whole)), whole, found)
+        return near
 
     passes = [_works([s.works for s in samples], way, rows, solved) for way in range(3)]
     saved = solved([_affine([m.saved for m in s.memory], rows) for s in samples])

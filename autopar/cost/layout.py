@@ -128,7 +128,11 @@ class Layout:
     @cached_property
     def gathers_once(self) -> bool:
         """Whether sharded parameters are gathered once per step, as `Options.gathers_once`."""
-        return ZERO_STAGES[self.zero].gathers_once if self.reshard_after_forward == "auto" else not self.reshard_after_forward
+        return (
+            ZERO_STAGES[self.zero].gathers_once
+            if self.reshard_after_forward == "auto"
+            else not self.reshard_after_forward
+        )
 
     @cached_property
     def reduces_once(self) -> bool:

@@ -10,6 +10,7 @@ what a stack reaches of the chip from a table (`autopar.cost.efficiency`), links
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -44,8 +45,8 @@ class Cause:
 @dataclass(frozen=True)
 class Price:
     """seconds: of a step. mfu: of the chip's peak in half precision, without recomputation. flops: of the model, per
-    step. causes: their exposed seconds sum up to ``seconds``. memory: bytes of each rank of pp; limit: of the chip, with
-    its margin. refused: why there is no price; then all else is zero. guesses: values that nobody measured."""
+    step. causes: their exposed seconds sum up to ``seconds``. memory: bytes of each rank of pp; limit: of the chip.
+    refused: why there is no price; then all else is zero. guesses: values that nobody measured."""
 
     seconds: float = 0.0
     mfu: float = 0.0
@@ -329,8 +330,8 @@ class _Pricing:
         return [(sizes[0], self.data_ranks), (sizes[1], self.expert_ranks)]
 
     def _sharded(self, held: Sequence[int], way: list[list[_Pass]], rank: int) -> tuple[tuple[float, float], ...]:
-        """(seconds, exposed) of gathers and reductions of each microbatch, outside and inside of experts, for one rank of
-        pp."""
+        """(seconds, exposed) of gathers and reductions of each microbatch, outside and inside of experts, for one rank
+        of pp."""
         layout, stack, n = self.layout, self.stack, self.layout.parts
         found = []
         for which in (0, 1):
@@ -472,7 +473,7 @@ def _parts(layout: Layout, kinds: Sequence[int]) -> list[Sequence[int]]:
             counts[k] -= 1
             missing -= 1
     ends = np.cumsum([0, *counts])
-    return [kinds[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    return [kinds[a:b] for a, b in itertools.pairwise(ends)]
 
 
 Formula = Callable[[int, int, int, float, float, float], float]

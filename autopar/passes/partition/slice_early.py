@@ -10,9 +10,9 @@ Leaves      shapes, which stay global; values with a gradient; token slices and 
     cos_s = convert(cos, "cp", I, S(0))         cos = cos(angle)                             # cp: S(0)
     y = mul(x, cos_s)                           y = mul(x, cos)
 
-A slice is not moved above an input, an op that needs its whole operand (a cumulative sum), an op without tensor operands
-whose elements differ (arange), or a value with a user that needs all of it: slicing is cheaper than computing a shard
-twice. What is filled with one value (new_empty) is made as large as it is needed, also for a microbatch.
+A slice is not moved above an input, an op that needs its whole operand (a cumulative sum), an op without tensor
+operands whose elements differ (arange), or a value with a user that needs all of it: slicing is cheaper than computing
+a shard twice. What is filled with one value (new_empty) is made as large as it is needed, also for a microbatch.
 """
 
 from __future__ import annotations

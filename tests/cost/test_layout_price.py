@@ -1,0 +1,259 @@
+"""Prices of layouts: clusters, costs of layers from short models, and what a price must not do."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar.auto.costed_model import ROWS, CostedModel, sample_of
+from autopar.auto.priced_layouts import LayoutPricer, answers, layout_of
+from autopar.cost.cluster import Cluster
+from autopar.cost.efficiency import stack_named, stacks
+from autopar.cost.layer_costs import ModelCosts, RawWork, Work
+from autopar.cost.layout import Layout, Placement
+from autopar.cost.layout_price import Price
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "num_hidden_layers": 8, **SIZES},
+    "windows": {"model_type": "gpt_oss", "num_hidden_layers": 6, "num_local_experts": 4, "num_experts_per_tok": 2,
+                "head_dim": 16, "sliding_window": 16, **SIZES},
+    "dense first": {"model_type": "deepseek_v3", "num_hidden_layers": 5, "first_k_dense_replace": 2, "n_group": 1,
+                    "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+                    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+                    "v_head_dim": 16, **SIZES},
+}  # fmt: skip
+H100, EAGER = Cluster.parse("H100"), stack_named("autopar-eager", "H100")
+
+
+@functools.cache
+def model(name: str, seq: int = 64) -> CostedModel:
+    return CostedModel.from_config(MODELS[name], seq=seq)
+
+
+@functools.cache
+def large() -> CostedModel:
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_hidden_layers": 16}
+    return CostedModel.from_config({"model_type": "llama", "vocab_size": 32000, **sizes}, seq=2048)
+
+
+def price(layout: Layout, cluster: Cluster = H100, **changes: Any) -> Price:
+    found = large().price(layout, cluster, dataclasses.replace(EAGER, **changes))
+    assert not found.refused, found.refused
+    return found
+
+
+# --- costs of layers -----------------------------------------------------------------------------------------
+
+
+def summed(works: list[Work], rows: int) -> dict[Any, float]:
+    found: dict[Any, float] = {"flops": sum(w.flops(rows) for w in works)}
+    found["moved"] = sum(w.scalar("moved", rows) for w in works)
+    for w in works:
+        for way, values in w.sent.items():
+            found[way] = found.get(way, 0.0) + float(values[1] @ (1, rows))
+    return without_sums_of_losses(found)
+
+
+def without_sums_of_losses(found: dict[Any, float]) -> dict[Any, float]:
+    """Without the few bytes of a loss, which samples without experts do not send over ep."""
+    return {key: value for key, value in found.items() if not isinstance(key, tuple) or value > 100}
+
+
+def counted(raw: RawWork) -> dict[Any, float]:
+    flops = sum(p[1] for p in raw.products) + sum(a[0] for a in raw.attention)
+    sent = {way: size for way, (_, size) in raw.sent.items()}
+    return without_sums_of_losses({"flops": flops, "moved": raw.scalars[0], **sent})
+
+
+def all_layers(costs: ModelCosts) -> list[Any]:
+    return [costs.rest, *(costs.layers[kind] for kind in costs.kinds)]
+
+
+@pytest.mark.parametrize(
+    ("name", "placement"),
+    [
+        ("llama", Placement(tp=2, sequence_parallel=True)),
+        ("llama", Placement(cp=2, attention="ring", policy="full")),
+        ("windows", Placement(ep=2)),
+        ("dense first", Placement(tp=2, policy="selective")),
+    ],
+)
+def test_a_few_layers_tell_the_costs_of_all(name: str, placement: Placement) -> None:
+    """FLOPs, bytes on the wire, bytes kept and parameters are exactly those of the whole model."""
+    one = model(name)
+    costs = one.costs(placement)
+    assert len(costs.layers) == len(set(one.kinds)) and len(one.kinds) == MODELS[name]["num_hidden_layers"]
+    lengths = tuple(len(x.kinds) for x in one.lists)
+    mesh = placement.mesh
+    whole = [one._compiled(lengths, rows * mesh.data_size, mesh, placement.options) for rows in ROWS]
+    sample = sample_of(whole, ())
+    for place, rows in enumerate(ROWS):
+        for i, way in enumerate(("forward", "backward", "again")):
+            found = summed([getattr(c, way) for c in all_layers(costs)], rows)
+            assert found == pytest.approx(counted(sample.works[place][i]), rel=1e-6), (rows, way)
+        saved = sum(float(c.saved @ (1, rows)) for c in all_layers(costs))
+        assert saved == pytest.approx(sample.memory[place].saved, rel=1e-6)
+    assert (costs.total("dense"), costs.total("experts")) == (sample.dense, sample.experts)
+
+
+# --- prices --------------------------------------------------------------------------------------------------
+
+
+def test_causes_add_up_and_one_rank_sends_nothing() -> None:
+    found = price(Layout(microbatches=4))
+    assert found.seconds == pytest.approx(sum(c.exposed for c in found.causes))
+    assert not [c for c in found.causes if c.axis], "one rank"
+    assert 0 < found.mfu < EAGER.products
+    assert found.fits and len(found.memory) == 1
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=8, dp=2, microbatches=4, sequence_parallel=True),
+        Layout(dp=64, zero=3, activation_checkpoint="full"),
+        Layout(pp=4, tp=2, dp=2, microbatches=16, zero=1),
+        Layout(cp=2, dp=4, attention="ring", microbatches=2),
+    ],
+)
+def test_faster_hardware_is_never_slower(layout: Layout) -> None:
+    before = price(layout).seconds
+    for name in ("products", "memory", "inside", "network"):
+        assert price(layout, **{name: getattr(EAGER, name) * 1.2}).seconds <= before + 1e-12, name
+    group = H100.groups[0]
+    for name in ("inside", "card"):
+        faster = Cluster("faster", (dataclasses.replace(group, **{name: 2 * getattr(group, name)}),))
+        assert price(layout, faster).seconds <= before + 1e-12, name
+
+
+def test_a_pipeline_has_a_bubble_that_more_microbatches_make_smaller() -> None:
+    few, many = (price(Layout(pp=4, dp=2, microbatches=m)) for m in (4, 32))
+    shares = [next(c.exposed for c in p.causes if c.name == "bubble") / p.seconds for p in (few, many)]
+    assert shares[0] > 0.3 > 0.12 > shares[1]
+    assert few.memory[0] > few.memory[2], "the first stage keeps most microbatches"
+
+
+def test_recomputation_takes_time_and_saves_memory() -> None:
+    kept, again = (price(Layout(dp=8, micro_batch=4, activation_checkpoint=p)) for p in ("none", "full"))
+    assert again.memory[0] < 0.6 * kept.memory[0]
+    assert again.seconds > 1.15 * kept.seconds
+    assert [c.name for c in again.causes if c.name == "recomputation"] == ["recomputation"]
+
+
+def test_tensor_parallelism_across_nodes_goes_at_the_speed_of_cards() -> None:
+    near, far = (price(Layout(tp=8), Cluster.parse(text)) for text in ("H100:1x8", "H100:8x1"))
+    sent = [next(c.seconds for c in p.causes if c.name == "tp") for p in (near, far)]
+    assert 5 < sent[1] / sent[0] < 12
+
+
+def test_what_cannot_run_is_refused_in_a_sentence() -> None:
+    for layout, words in (
+        (Layout(pp=32), "pp: 32 parts of a pipeline need as many layers"),
+        (Layout(pp=2, layers=(3, 4)), "counts that sum up to 16 layers"),
+        (Layout(pp=2, schedule="nosuch"), "unknown schedule 'nosuch'"),
+        (Layout(tp=3), "tp"),
+    ):
+        found = large().price(layout, H100, EAGER)
+        assert words in found.refused and not found.fits, found.refused
+
+
+# --- clusters and stacks -------------------------------------------------------------------------------------
+
+
+def test_links_of_an_axis_follow_from_rank_order() -> None:
+    cluster = Cluster.parse("H100:64x8")
+    assert cluster.ranks == 512
+    assert cluster.links(8, 1).bandwidth == 450e9, "tp within a node"
+    assert cluster.links(64, 8).bandwidth == 50e9, "dp behind tp=8 has one card"
+    assert cluster.links(64, 1).bandwidth == 400e9, "dp alone has all eight"
+    assert cluster.links(8, 4).bandwidth == 100e9, "two neighbours on each node"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("H101", "unknown chip 'H101'; the chips are"),
+        ("H100:0x8", "above 0"),
+        ("H100:64", "expected CHIP"),
+        ("missing.json", "cannot be read"),
+    ],
+)
+def test_a_wrong_cluster_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Cluster.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        ({"chip": "H101"}, "unknown chip"),
+        ({"chip": "H100", "card": 0}, "above 0"),
+        ({"chip": "H100", "nodes": 0}, "nodes"),
+        ({"chip": "H100", "speed": 1}, "found speed"),
+        ({}, "needs a chip"),
+    ],
+)
+def test_a_wrong_cluster_file_is_refused(group: dict[str, Any], words: str, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.json"
+    file.write_text(json.dumps({"groups": [group]}))
+    with pytest.raises(ValueError, match=words):
+        Cluster.parse(str(file))
+
+
+def test_groups_of_different_chips(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.json"
+    file.write_text(json.dumps({"groups": [{"chip": "H100", "nodes": 2}, {"chip": "A100-40", "nodes": 2}]}))
+    cluster = Cluster.parse(str(file))
+    assert (cluster.ranks, cluster.chip_name, cluster.capacity, cluster.is_uniform) == (32, "A100-40", 40e9, False)
+
+
+def test_every_stack_says_where_its_values_are_from() -> None:
+    for name in stacks():
+        for chip in ("A100", "H100"):
+            try:
+                stack = stack_named(name, chip)
+            except ValueError as error:
+                assert f"{name} is of" in str(error)
+                continue
+            assert stack.source and 0 < stack.error < 1
+            assert stack.kernel in stack.attention and stack.attention.keys() == stack.attention_backward.keys()
+    with pytest.raises(ValueError, match="did you mean 'megatron-2021'"):
+        stack_named("megatron-2020", "A100")
+
+
+# --- files of layouts ----------------------------------------------------------------------------------------
+
+
+def test_each_line_of_a_file_has_an_answer() -> None:
+    row = {"config": MODELS["llama"], "mesh": "dp=2", "seq": 64, "batch": 4, "cluster": "A100", "measured": 0.01}
+    lines = [
+        json.dumps(row), "", "{", json.dumps({"mesh": "dp=2"}), json.dumps(row | {"batch": 3}),
+        json.dumps(row | {"stack": "fsdp-2023", "attention": "flash9"}), json.dumps(row | {"measured": -1}),
+        json.dumps(row | {"options": {"zeros": 1}}), json.dumps(row | {"mesh": {"dp": 2}, "options": {"zero": 3}}),
+    ]  # fmt: skip
+    found = list(answers(lines, LayoutPricer()))
+    words = ["", "not JSON", "config, seq, batch missing", "batch", "flash9", "measured", "zeros", ""]
+    assert len(found) == len(words)
+    for answer, word in zip(found, words, strict=True):
+        assert ("refused" in answer) == bool(word) and word in answer.get("refused", ""), answer
+    assert found[0]["error"] == pytest.approx(found[0]["seconds"] / 0.01 - 1) and found[0]["fits"]
+    assert found[0]["guesses"], "an A100 was not measured"
+
+
+def test_a_layout_gives_the_options_back() -> None:
+    row = {
+        "mesh": "pp=2,dp=2,tp=2", "batch": 16,
+        "options": {"zero": 1, "microbatches": 4, "sequence_parallel": True, "schedule": "1f1b"},
+    }  # fmt: skip
+    layout = layout_of(row)
+    assert (layout.ranks, layout.batch, layout.micro_batch) == (8, 16, 2)
+    options = layout.options()
+    assert {name: getattr(options, name) for name in row["options"]} == row["options"]  # type: ignore[attr-defined]
