@@ -112,7 +112,9 @@ def asked(config: Path) -> list[object]:
 def test_the_command_prints_and_writes_the_choice(
     capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path
 ) -> None:
-    code, out, err = run(capsys, *asked(config), "--gpus", 4, "--zero", 0, "--mesh", "tp=2", "--json", "--dump", tmp_path)
+    code, out, err = run(
+        capsys, *asked(config), "--gpus", 4, "--zero", 0, "--mesh", "tp=2", "--json", "--dump", tmp_path
+    )
     assert code == 0, err
     found = json.loads(out)
     assert found["mesh"]["tp"] == 2 and "zero" not in found["options"]
@@ -134,7 +136,13 @@ def test_the_command_prints_and_writes_the_choice(
 def test_the_command_says_why(capsys: pytest.CaptureFixture[str], config: Path) -> None:
     code, out, err = run(capsys, *asked(config), "--cluster", "H100:1x4", "--compute", "fp8")
     assert code == 0, err
-    for words in ("for 4 GPUs (H100:1x4)", "one value changed", "what limits", "layouts were priced", "plan it: autopar"):
+    for words in (
+        "for 4 GPUs (H100:1x4)",
+        "one value changed",
+        "what limits",
+        "layouts were priced",
+        "plan it: autopar",
+    ):
         assert words in out
     assert "products in fp8 are a what-if: parallelize does not run them yet" in out
 
