@@ -24,9 +24,15 @@ NOW = priced(products=8.0, tp=1.0, bubble=1.0)
     ("other", "said"),
     [
         (priced(products=8.0, tp=1.9, bubble=1.3), "takes 12% longer: 900 ms more exposed exchanges of tp"),
-        (priced(60e9, products=8.0, tp=1.0, bubble=0.5), "takes 5% less time: 500 ms less pipeline bubble, 20.0 GB more memory"),
+        (
+            priced(60e9, products=8.0, tp=1.0, bubble=0.5),
+            "takes 5% less time: 500 ms less pipeline bubble, 20.0 GB more memory",
+        ),
         (priced(20e9, products=8.0, tp=1.0, bubble=1.0), "takes as long, 20.0 GB less memory"),
-        (priced(91e9, products=8.0, tp=1.0, bubble=1.0), "does not fit: 91.0 GB on stage 1, of 80.0 GB (it would be in the same time)"),
+        (
+            priced(91e9, products=8.0, tp=1.0, bubble=1.0),
+            "does not fit: 91.0 GB on stage 1, of 80.0 GB (it would be in the same time)",
+        ),
         (priced(91e9, products=8.0, tp=0.0), "does not fit: 91.0 GB on stage 1, of 80.0 GB (it would be 20% faster)"),
         (Price.of_refusal("heads: 3 do not divide"), "does not run: heads: 3 do not divide"),
     ],
