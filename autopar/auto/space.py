@@ -188,9 +188,13 @@ def _schedule(question: Question, chosen: Chosen) -> list[str]:
     if chosen["pp"] == 1:
         return [""]
     _fill_schedules()
-    known = [name for name, one in SCHEDULES.items() if one.candidate and name not in ANY_COUNT]
-    # the formulas of the others hold in the steady state
-    return [*ANY_COUNT, *(known if chosen["microbatches"] >= 2 * chosen["pp"] else [])]
+    known = [*ANY_COUNT, *(name for name, one in SCHEDULES.items() if one.candidate and name not in ANY_COUNT)]
+    return [name for name in known if is_steady(name, chosen["pp"], chosen["microbatches"])]
+
+
+def is_steady(schedule: str, pp: int, microbatches: int) -> bool:
+    """Whether the formula of a schedule's bubble holds: those of most do in the steady state."""
+    return pp == 1 or schedule in ANY_COUNT or microbatches >= 2 * pp
 
 
 def _virtual_stages(question: Question, chosen: Chosen) -> list[int]:

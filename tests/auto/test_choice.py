@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -37,7 +38,13 @@ BATCH, SEQ = 8, 16
 def chosen(config: dict[str, Any], ranks: int, cluster: str = "H100", **given: Any) -> Explanation:
     asked, nodes = Asked(ranks, BATCH, SEQ, given), Cluster.parse(cluster)
     stack = replace(stack_named("autopar-eager", nodes.chip_name), reserved=0.0)
-    return choose(CostedModel.from_config(config, SEQ), asked, nodes, stack)
+    return choose(costed(json.dumps(config)), asked, nodes, stack)
+
+
+@functools.cache
+def costed(config: str) -> CostedModel:
+    """Placements are compiled once for all tests."""
+    return CostedModel.from_config(json.loads(config), SEQ)
 
 
 def verified(config: dict[str, Any], sizes: dict[str, int], options: dict[str, Any]) -> float:
