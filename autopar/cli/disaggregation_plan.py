@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from typing import Any
 
 from autopar.chips import CHIPS
 from autopar.cli.command import console_of_results
@@ -48,7 +49,7 @@ def _chip(args: argparse.Namespace, name: str, price: float) -> RoleChip:
         inside = Topology.parse(args.inside, inside)
     if args.between:
         links = Topology.parse(args.between, links)
-    speeds = {"flops": device.speed(args.dtype), "inside": inside.bandwidth, "links": links.bandwidth}
+    speeds: dict[str, Any] = {"flops": device.speed(args.dtype), "inside": inside.bandwidth, "links": links.bandwidth}
     return RoleChip(name, dataclasses.replace(chip, **speeds), price)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,7 @@ from autopar.ir.traffic import KINDS
 
 Floats = NDArray[np.float64]
 Way = tuple[str, str]  # axis, kind of collective
+Solver = Callable[[Sequence[Floats]], Floats]  # values of samples -> of everything outside of layers, and of each kind
 
 TILE = 128  # rows and columns of a product's tile: a smaller product takes as long
 _PRODUCT, _ATTENTION = "product", "attention"
@@ -299,7 +300,15 @@ def model_costs(
     saved = solved([_affine([m.saved for m in s.memory], rows) for s in samples])
     sizes = solved([np.array([s.dense, s.experts, s.first]) for s in samples])
     costs = [
-        LayerCosts(*(w[i] for w in passes), *map(float, sizes[i]), saved[i])  # type: ignore[arg-type]
+        LayerCosts(
+            passes[0][i],
+            passes[1][i],
+            passes[2][i],
+            float(sizes[i][0]),
+            float(sizes[i][1]),
+            float(sizes[i][2]),
+            saved[i],
+        )
         for i in range(design.shape[1])
     ]
     last = samples[-1]
@@ -322,20 +331,17 @@ def _affine(values: Sequence[float], rows: tuple[int, int]) -> Floats:
 
 
 def _works(
-    works: Sequence[Sequence[tuple[RawWork, ...]]], way: int, rows: tuple[int, int], solved: object
+    works: Sequence[Sequence[tuple[RawWork, ...]]], way: int, rows: tuple[int, int], solved: Solver
 ) -> list[Work]:
     """One pass of everything outside of layers, and of each kind of layer."""
     pairs = [(sample[0][way], sample[1][way]) for sample in works]
     products = _counted([_paired(a.products, b.products, rows, 3) for a, b in pairs], solved)
     attention = _counted([_paired(a.attention, b.attention, rows, 3) for a, b in pairs], solved)
-    scalars = solved(  # type: ignore[operator]
+    scalars = solved(
         [np.array([_affine([x, y], rows) for x, y in zip(a.scalars, b.scalars, strict=True)]).ravel() for a, b in pairs]
     ).reshape(-1, len(SCALARS), 2)
     ways = list(dict.fromkeys(way for pair in pairs for raw in pair for way in raw.sent))
-    sent = {
-        way: solved([_sent(a, b, way, rows) for a, b in pairs]).reshape(-1, 2, 2)  # type: ignore[operator]
-        for way in ways
-    }
+    sent = {way: solved([_sent(a, b, way, rows) for a, b in pairs]).reshape(-1, 2, 2) for way in ways}
     return [
         Work(products[i], attention[i], scalars[i], {w: s[i] for w, s in sent.items() if s[i].any()})
         for i in range(len(scalars))
@@ -360,10 +366,10 @@ def _paired(
     return found
 
 
-def _counted(counters: Sequence[Counter[tuple[float, ...]]], solved: object) -> list[Floats]:
+def _counted(counters: Sequence[Counter[tuple[float, ...]]], solved: Solver) -> list[Floats]:
     keys = list(dict.fromkeys(key for counter in counters for key in counter))
     if not keys:
-        return [np.zeros((0, 8))] * 99
-    counts = solved([np.array([float(counter[key]) for key in keys]) for counter in counters])  # type: ignore[operator]
+        return [np.zeros((0, 8)) for _ in solved([np.zeros(1) for _ in counters])]
+    counts = solved([np.array([float(counter[key]) for key in keys]) for counter in counters])
     table = np.array(keys)
     return [np.column_stack([row, table])[row != 0] for row in counts]

@@ -58,7 +58,7 @@ class Placement:
 class Layout:
     """Sizes of the mesh axes, and the options that change the price; names and values are those of `Options`.
 
-    micro_batch: rows of one microbatch on one data-parallel rank. layers: layers of each part of the pipeline, in
+    micro_batch: rows of one microbatch on one data-parallel rank. layers: layers of each stage, in
     the model's order ((): equal, those that are left over in the middle). ``schedule`` "" is 1f1b with pp.
     """
 
@@ -110,7 +110,7 @@ class Layout:
 
     @property
     def parts(self) -> int:
-        """Parts of the pipeline."""
+        """Stages of the pipeline, over all virtual ones."""
         return self.pp * self.virtual_stages
 
     @property
@@ -170,20 +170,21 @@ class Layout:
     def of(cls, sizes: Mapping[str, int], options: Options, batch: int, **more: Any) -> Layout:
         """The layout of a mesh, options and the rows of a step. Raises ValueError for rows that do not divide."""
         shared = {f.name for f in fields(cls)} & {f.name for f in fields(Options)}
-        chosen = {name: getattr(options, name) for name in shared - {"virtual_stages", "loss_chunks"}}
+        chosen: dict[str, Any] = {name: getattr(options, name) for name in shared - {"virtual_stages", "loss_chunks"}}
         chosen |= {
             "virtual_stages": options.virtual_stages or 1,
             "loss_chunks": options.loss_chunks or 1,
             "activation_checkpoint": options.activation_checkpoint or "none",
         }
-        found = cls(**dict(sizes), **(chosen | more))
+        chosen |= {**sizes, **more}
+        found = cls(**chosen)
         rows, left = divmod(batch, found.data_size * found.microbatches)
         if left or not rows:
             raise ValueError(
                 f"batch: {found.data_size} data-parallel ranks x {found.microbatches} microbatches need a batch that "
                 f"divides, found {batch}; choose a multiple of {found.data_size * found.microbatches}"
             )
-        return cls(**dict(sizes), **(chosen | more), micro_batch=rows)
+        return cls(**chosen, micro_batch=rows)
 
 
 def known_schedule(layout: Layout) -> str:

@@ -155,7 +155,7 @@ def price(
 def _refusal(layout: Layout, costs: ModelCosts, cluster: Cluster, stack: Stack, kernel: str, compute: str) -> str:
     layers = len(costs.kinds)
     if layout.pp > 1 and layout.parts > layers + ENDS:
-        return f"pp: {layout.parts} parts of a pipeline need as many layers, or {ENDS} less, found {layers}"
+        return f"pp: {layout.parts} stages need as many layers, or {ENDS} less, found {layers}"
     if layout.layers and (len(layout.layers) != layout.parts or sum(layout.layers) != layers):
         return f"layers: {layout.parts} parts need counts that sum up to {layers} layers, found {list(layout.layers)}"
     if kernel not in stack.attention:
@@ -326,7 +326,7 @@ class _Pricing:
         )  # fmt: skip
 
     def _sum(self, passes: object) -> _Pass:
-        return functools.reduce(lambda a, b: a + b, passes, _Pass())  # type: ignore[call-overload, no-any-return]
+        return functools.reduce(lambda a, b: a + b, passes, _Pass())  # type: ignore[call-overload]
 
     # --- data parallelism ----------------------------------------------------------------------------------
 

@@ -156,7 +156,7 @@ def test_tensor_parallelism_across_nodes_goes_at_the_speed_of_cards() -> None:
 
 def test_what_cannot_run_is_refused_in_a_sentence() -> None:
     for layout, words in (
-        (Layout(pp=32), "pp: 32 parts of a pipeline need as many layers"),
+        (Layout(pp=32), "pp: 32 stages need as many layers"),
         (Layout(pp=2, layers=(3, 4)), "counts that sum up to 16 layers"),
         (Layout(pp=2, schedule="nosuch"), "unknown schedule 'nosuch'"),
         (Layout(tp=3), "tp"),
