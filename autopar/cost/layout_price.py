@@ -216,12 +216,13 @@ class _Pricing:
 
     def _send(self, found: _Pass, axis: str, kind: str, values: np.ndarray, backward: bool) -> None:
         calls, size = (float(const + self.rows * slope) for const, slope in values)
-        if re.split("[%/]", axis)[0] in ("cp", "ep"):  # gradients of weights, summed over these axes, do not grow with rows
+        name = re.split("[%/]", axis)[0]  # of a level, such as cp%4
+        if name in ("cp", "ep"):  # gradients of weights, summed over these axes, do not grow with rows
             size = self.rows * float(values[1][1])
             if size <= 0:
                 return
         seconds = self._links(axis).seconds(kind, size, max(calls, 1.0)) if size > 0 else 0.0
-        axis = re.split("[%/]", axis)[0]
+        axis = name
         hidden = self.stack.hidden.get(axis, 0.0)
         beside = found.attention if axis == "cp" else found.computing
         found.sent[axis] = found.sent.get(axis, 0.0) + seconds
