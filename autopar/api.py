@@ -24,6 +24,7 @@ from autopar.ac_policies import FUSED
 from autopar.adapters.copying.fake import skeleton_of
 from autopar.adapters.tensors.held_memory import referenced_elsewhere
 from autopar.adapters.versions import version_errors, warn_of_newer
+from autopar.auto.machine import lengthened, mesh_for, world_mesh
 from autopar.cache.background_compile import BackgroundCompile
 from autopar.cache.compile_cache import stored_plan, stored_step
 from autopar.capture.front_end import adapter_for, buffers_of, model_dtypes
@@ -56,14 +57,16 @@ from autopar.serving.expert_server import ExpertServer
 from autopar.serving.server import Server
 from autopar.spelling import did_you_mean
 from autopar.steps.graphs import Compiled
+from autopar.values import whole_number
 
 T = TypeVar("T")
 
 
 def parallelize(
     model: nn.Module,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | str,
     *,
+    batch: int | None = None,
     example_batch: Mapping[str, Any] | None = None,
     plan: Plan | None = None,
     backend: str = "eager",
@@ -82,7 +85,10 @@ def parallelize(
     Args:
         model: any module that torch.export accepts; transformers models work unmodified. A model on the meta device
             loads its weights afterwards. The model is not changed; delete it to free the unsharded weights.
-        mesh: from `autopar.init_mesh`, or a torch DeviceMesh whose dims are named pp, dp_replicate, dp, cp, ep, tp.
+        mesh: from `autopar.init_mesh`, or a torch DeviceMesh whose dims are named pp, dp_replicate, dp, cp, ep, tp. Or
+            "auto": mesh and options are chosen for the ranks of this world and their chip (`autopar plan --auto`
+            explains the same choice); ``options`` stay as they are given. The choice is ``model.plan``, and logged.
+        batch: with mesh="auto", the examples of a step over all ranks and microbatches.
         example_batch: keyword arguments of the forward (the batch of one rank), from which the placements of
             parameters are planned. Not needed for transformers models.
         plan: a plan to use instead of making one, such as ``plan.override({...})`` of an earlier one.
@@ -110,6 +116,11 @@ def parallelize(
     Raises ValueError, on every rank and before any collective, for sizes that do not divide, a model that cannot be
     captured, or a plan of another model.
     """
+    if isinstance(mesh, str) or batch is not None:
+        _check_auto(mesh, batch, plan)
+        world = world_mesh()
+        with error_context("parallelize"):
+            mesh, options = _chosen(model, world, batch, example_batch, loss, options)
     groups = Groups(mesh)
     with error_context("parallelize"):
         asked, buckets = _options(options), asked_padding(padding)
@@ -146,6 +157,43 @@ def parallelize(
         if buckets is not None:
             parallel.pad_batches(buckets, _ahead(groups, chosen, lift_to_float64, dump) if buckets.ahead else None)
         return parallel
+
+
+def _check_auto(mesh: Any, batch: Any, plan: Plan | None) -> None:
+    """Raises ValueError for arguments that do not go with mesh="auto", or only with it."""
+    if mesh != "auto":
+        way = f"pass autopar.init_mesh(...) instead of {mesh!r}" if isinstance(mesh, str) else "leave the batch out"
+        raise ValueError(f'parallelize: chooses a mesh for a batch with mesh="auto", found another mesh; {way}')
+    if batch is None:
+        raise ValueError('parallelize: mesh="auto" needs the examples of a step of all ranks; pass batch=512')
+    whole_number("batch", batch, least=1)
+    if plan is not None:
+        raise ValueError('parallelize: mesh="auto" makes a plan, found plan= as well; pass the mesh of the plan')
+
+
+def _chosen(
+    model: nn.Module,
+    world: DeviceMesh,
+    batch: Any,
+    example_batch: Mapping[str, Any] | None,
+    loss: Callable[[Any, Mapping[str, Any]], Any] | None,
+    options: Mapping[str, Any],
+) -> tuple[DeviceMesh, dict[str, Any]]:
+    """(mesh, options) for mesh="auto"."""
+    _options(options)  # for its refusals
+    check_module(model)
+    load_adapters(model)
+    whole = model if loss is None else with_loss(model, loss)
+    example = next((one for one in examples_of(whole, example_batch) if _only_tensors(one)), None)
+    if example is None:
+        raise ValueError('parallelize: mesh="auto" needs a batch of tensors; pass example_batch={...}')
+    example = example if example_batch is not None else lengthened(example, model)
+    skeleton = skeleton_of(whole, model_dtypes(whole, Options(**options).precision).stored)
+    return mesh_for(Groups(world), skeleton, batch, example, options)
+
+
+def _only_tensors(batch: Mapping[str, Any]) -> bool:
+    return all(isinstance(value, Tensor) for value in batch.values())
 
 
 def serve(

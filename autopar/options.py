@@ -316,7 +316,7 @@ OTHER_WORDS = {
     "dispatch": "token_dispatcher", "capacity": "capacity_factor", "aux_loss": "aux_loss_scope",
     "layout": "cp_load_balance", "device": "target_hardware", "whole_ops": "replicate_ops",
     "constants": "static_inputs", "exact": "lift_to_float64", "sync": "broadcast_weights",
-    "check_batches": "check_replica_inputs", "shapes": "padding", "compile": "backend", "batch": "example_batch",
+    "check_batches": "check_replica_inputs", "shapes": "padding", "compile": "backend",
     "inputs": "example_batch",
 }  # names in other libraries and earlier versions -> option, or argument of parallelize  # fmt: skip
 DECLARED = {f.name: DeclaredOption(f.name, f.default, **f.metadata) for f in fields(Options)}

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import autopar.runtime.schedules  # noqa: F401  (fills the table of schedules)
+from autopar.auto.stored_costs import stored_costs
 from autopar.compile.model import capture_step, compile_graph
 from autopar.cost.cluster import Cluster
 from autopar.cost.efficiency import Stack
@@ -50,10 +51,11 @@ class LayerList:
 
 
 class CostedModel:
-    """A model whose layers are compiled for a placement when their costs are first asked for."""
+    """A model whose layers are compiled for a placement when their costs are first asked for. values: all that the
+    model and its batches are made of, as text, under which costs are stored on disk; "": they are not."""
 
-    def __init__(self, model: nn.Module, make_batch: MakeBatch) -> None:
-        self.model, self.make_batch = model, make_batch
+    def __init__(self, model: nn.Module, make_batch: MakeBatch, values: str = "") -> None:
+        self.model, self.make_batch, self.values = model, make_batch, values
         self.lists = layer_lists(model)
         self._captures: dict[Hashable, Any] = {}
         self._costs: dict[Placement, ModelCosts] = {}
@@ -64,7 +66,8 @@ class CostedModel:
         hf = importlib.import_module("autopar.models.hf_configs")
         found = hf.config_of(config) if isinstance(config, Mapping) else hf.load_config(config)
         model = hf.build(found, hf.dtype_named(dtype))
-        return cls(model, lambda rows: hf.batch_of(model, rows, seq))
+        values = f"{type(model).__name__} {found.to_json_string(use_diff=False)} {seq} {dtype}"
+        return cls(model, lambda rows: hf.batch_of(model, rows, seq), values)
 
     @property
     def kinds(self) -> tuple[int, ...]:
@@ -87,10 +90,12 @@ class CostedModel:
     def costs(self, placement: Placement) -> ModelCosts:
         """Costs on a placement. Raises ValueError for what cannot be compiled."""
         if placement not in self._costs:
-            lengths = self._samples()
-            samples = [self._sample(placement, prefix) for prefix in lengths]
-            self._costs[placement] = model_costs(placement, self.kinds, samples, ROWS)
+            self._costs[placement] = stored_costs(self.values, placement, lambda: self._compiled_costs(placement))
         return self._costs[placement]
+
+    def _compiled_costs(self, placement: Placement) -> ModelCosts:
+        samples = [self._sample(placement, lengths) for lengths in self._samples()]
+        return model_costs(placement, self.kinds, samples, ROWS)
 
     def _samples(self) -> list[tuple[int, ...]]:
         """Lengths of the lists in each sample: the shortest ones that tell the costs of all kinds apart."""

@@ -4,6 +4,7 @@ Several meshes are compared side by side.
     autopar plan --config CONFIG.json --mesh dp=8,tp=8 --seq 8192 --batch 8
     autopar plan --config CONFIG.json --mesh tp=8 --serve --max-length 8192 --target-hardware h100
     autopar plan --layouts FILE.jsonl --json          prices of many layouts, one answer a line
+    autopar plan --auto --config CONFIG.json --gpus 512 --cluster H100 --seq 8192 --batch 1024       the layout chosen
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from autopar.cli.shared_arguments import OFTEN, add_model, positive
 if TYPE_CHECKING:
     from autopar.ir.mesh import Mesh
 
+_RARE = ("--precision", "--attention", "--dtype")  # of options that other commands show first
 _OF_SERVING = ("max_length", "cache", "step_tokens")
 _WIDTH = 160  # of tables when stdout is no terminal
 
@@ -32,11 +34,17 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dump", type=Path, metavar="DIR", help="write every graph and an HTML report into this folder"
     )
     parser.add_argument("--serve", action="store_true", help="plan autopar.serve: cache, requests that fit, times")
-    group = parser.add_argument_group("prices of layouts (--layouts)")
+    group = parser.add_argument_group("prices of layouts (--auto, --layouts)")
     group.add_argument(
-        "--layouts", action=_Layouts, instead_of=needed, metavar="FILE.jsonl",
-        help="price the layouts of this file, one JSON object with config, mesh, seq and batch a line",
+        "--auto", action=_Replaces, instead_of=needed[1:], nargs=0, default=False,
+        help="choose mesh and options; those that are given stay",
     )  # fmt: skip
+    group.add_argument("--gpus", type=positive, metavar="N", help="GPUs (default: those of --cluster)")
+    group.add_argument(
+        "--layouts", action=_Replaces, instead_of=needed, metavar="FILE.jsonl",
+        help="price the layouts of a file, one JSON object a line",
+    )  # fmt: skip
+    group.add_argument("--compute", choices=("fp8",), help="what if products were in fp8 (--auto)")
     group.add_argument(
         "--cluster", default="H100", metavar="H100:64x8", help="chip, chip:NODESxCHIPS or a file (default: H100)"
     )
@@ -53,15 +61,15 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--step-tokens", type=positive, metavar="N", help="most tokens of a step (default: 512)")
 
 
-class _Layouts(argparse.Action):
-    """--layouts, which replaces required arguments."""
+class _Replaces(argparse.Action):
+    """An argument that replaces required ones."""
 
     def __init__(self, *args: Any, instead_of: Sequence[argparse.Action], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.instead_of = instead_of
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        setattr(namespace, self.dest, values)
+        setattr(namespace, self.dest, True if self.nargs == 0 else values)
         for action in self.instead_of:
             action.required = False
 
@@ -96,6 +104,10 @@ def _line_of(number: int, found: Mapping[str, Any]) -> str:
 def _run(args: argparse.Namespace) -> int:
     if args.layouts is not None:
         return _run_layouts(args)
+    if args.auto:
+        from autopar.cli.auto_plan import run_auto
+
+        return run_auto(args, console_of_results(_WIDTH), _summary)
     from autopar.cli.compiling import asked_mesh, asked_options
     from autopar.report.summary import show_summary
 
@@ -195,5 +207,15 @@ PLAN = Command(
     "plan placements and pipeline stages; print them with memory, communication and time of a step",
     _add_arguments,
     _run,
-    (*OFTEN, "--json", "--dump", "--serve", "--layouts"),
+    (
+        *(name for name in OFTEN if name not in _RARE),
+        "--json",
+        "--dump",
+        "--serve",
+        "--auto",
+        "--gpus",
+        "--cluster",
+        "--stack",
+        "--layouts",
+    ),
 )

@@ -61,15 +61,24 @@ def add_model(
 def add_option(parser: Any, option: DeclaredOption, **changes: Any) -> None:
     """A declared option as an argument of a parser, or of a group of one."""
     if option.default is False:
-        how: dict[str, Any] = {"action": "store_true", "help": option.help}
+        how: dict[str, Any] = {"action": _Given, "nargs": 0, "const": True, "default": False, "help": option.help}
     else:
         how = {
+            "action": _Given,
             "default": option.default,
             "help": option.full_help,
             "metavar": option.kind.shown,
             "type": _reader(option),
         }
     parser.add_argument(option.flag, **how | changes).short = option.help
+
+
+class _Given(argparse.Action):
+    """Stores a value, and notes in ``given`` that there was one."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
+        namespace.given = {*getattr(namespace, "given", ()), self.dest}
 
 
 def _reader(option: DeclaredOption) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -215,11 +216,13 @@ class _Pricing:
 
     def _send(self, found: _Pass, axis: str, kind: str, values: np.ndarray, backward: bool) -> None:
         calls, size = (float(const + self.rows * slope) for const, slope in values)
-        if axis in ("cp", "ep"):  # gradients of weights, summed over these axes, do not grow with rows
+        name = re.split("[%/]", axis)[0]  # of a level, such as cp%4
+        if name in ("cp", "ep"):  # gradients of weights, summed over these axes, do not grow with rows
             size = self.rows * float(values[1][1])
             if size <= 0:
                 return
         seconds = self._links(axis).seconds(kind, size, max(calls, 1.0)) if size > 0 else 0.0
+        axis = name
         hidden = self.stack.hidden.get(axis, 0.0)
         beside = found.attention if axis == "cp" else found.computing
         found.sent[axis] = found.sent.get(axis, 0.0) + seconds
@@ -228,8 +231,11 @@ class _Pricing:
 
     @functools.lru_cache(maxsize=16)  # noqa: B019  (as short-lived as the object)
     def _links(self, axis: str) -> AxisLinks:
-        size = int(getattr(self.layout, axis))
-        found = self.rates.links(size, self.layout.stride(axis))
+        name, level, count = re.fullmatch(r"(\w+)([%/]?)(\d*)", axis).groups()  # type: ignore[union-attr]
+        size, stride = int(getattr(self.layout, name)), self.layout.stride(name)
+        if level:  # "cp%4": four neighbours; "cp/4": every fourth rank
+            size, stride = (int(count), stride) if level == "%" else (size // int(count), stride * int(count))
+        found = self.rates.links(size, stride)
         given = self.rates.topology.given(axis)
         return found if given is None else AxisLinks(size, 1, given.bandwidth, given.bandwidth, 1.0)
 

@@ -85,7 +85,7 @@ def test_the_page_of_public_names_is_up_to_date() -> None:
     page = script("make_api")
     assert page.main(["--check"]) == 0, "docs/api.md is out of date; run make docs"
     text = page.render()
-    assert "\nparallelize(\n    model: nn.Module,\n    mesh: DeviceMesh,\n    *,\n" in text
+    assert "\nparallelize(\n    model: nn.Module,\n    mesh: DeviceMesh | str,\n    *,\n" in text
     assert "\nParallelModule.train_step(*args: Any, **batch: Any) -> Tensor\n    Run forward and backward" in text
     assert "\n## Loader" not in text and "## ShardSampler, which sampler makes" in text
 

@@ -1,0 +1,134 @@
+"""The layout that a model gets on a cluster: asked, searched, checked by the compiler, explained.
+
+model = CostedModel.from_config("config.json", seq=8192)
+explanation = choose(model, Asked(gpus=512, batch=1024, seq=8192), cluster, stack)
+explanation.choice.layout.mesh, explanation.choice.layout.options()
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from autopar.auto.costed_model import CostedModel, shortened
+from autopar.auto.explanation import Explanation, explain
+from autopar.auto.pricing import Pricing
+from autopar.auto.search import Found, search
+from autopar.auto.space import SEARCHED, Question, Space
+from autopar.compile.model import compile_model
+from autopar.cost.cluster import Cluster
+from autopar.cost.efficiency import Stack
+from autopar.cost.layout import Layout
+from autopar.options import Options
+
+CARRIED = (
+    "precision", "replicate_ops", "bucket_bytes", "capacity_factor", "aux_loss_scope", "batch_dims", "static_inputs",
+    "target_hardware", "topology", "memory_limit",
+)  # options that are not searched: the step runs with the user's values  # fmt: skip
+PRICED = ("target_hardware", "topology", "memory_limit")  # of these, what the price knows
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a layout is asked for. gpus: 0 for those of the cluster. given: the user's options and sizes of axes by
+    name. compute: "fp8" for a what-if."""
+
+    gpus: int
+    batch: int
+    seq: int
+    given: Mapping[str, Any] = field(default_factory=dict)
+    compute: str = ""
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """Values that the search keeps."""
+        return {name: value for name, value in self.given.items() if name not in CARRIED}
+
+    @property
+    def carried(self) -> dict[str, Any]:
+        """Options that go with every layout."""
+        return {name: value for name, value in self.given.items() if name in CARRIED}
+
+
+def choose(model: CostedModel, asked: Asked, cluster: Cluster, stack: Stack) -> Explanation:
+    """The layout of a model, and why. Raises ValueError for a question without an answer."""
+    question = question_of(model, asked, cluster)
+    options = Options(**asked.carried)
+    what_if = {"compute": asked.compute, "topology": options.topology}
+    pricing = Pricing(model, cluster, stack, {k: v for k, v in what_if.items() if v}, float(options.memory_limit))
+    found = search(Space(question), pricing)
+    explanation = explain(_checked(found, model, asked.carried), pricing)
+    unpriced = [name for name in asked.carried if name not in PRICED]
+    remarks = [f"{', '.join(unpriced)}: not priced, the step runs with them"] if unpriced else []
+    if not cluster.is_uniform:
+        slow = min(cluster.groups, key=lambda group: group.data.flops)
+        remarks.append(
+            f"every rank is priced as the slowest chip ({slow.chip}) with the slowest links ({cluster.group.chip}, "
+            f"{cluster.group.cards} cards of {cluster.group.card / 1e9:.3g} GB/s per node)"
+        )
+    return replace(explanation, remarks=(*explanation.remarks, *remarks), carried=asked.carried)
+
+
+def question_of(model: CostedModel, asked: Asked, cluster: Cluster) -> Question:
+    """The question. Raises ValueError, also for another number of GPUs than the cluster has."""
+    if not asked.gpus and not cluster.ranks:
+        raise ValueError(f"auto: needs a number of GPUs, found none in {cluster.name}; say --gpus 512 or H100:64x8")
+    ranks = asked.gpus or cluster.ranks
+    cluster.with_ranks(ranks)  # for its refusal
+    group = min(cluster.groups, key=lambda group: group.per_node)
+    unknown = sorted(asked.fixed.keys() - {*SEARCHED})
+    if unknown and unknown[0] not in Options.__dataclass_fields__:
+        raise ValueError(f"auto: unknown option {unknown[0]!r}")
+    return Question(
+        ranks, asked.batch, asked.seq, model.layers, min(group.per_node, ranks), experts_of(model.model), asked.fixed
+    )
+
+
+def experts_of(model: nn.Module) -> int:
+    """Experts of a layer: the entries of a list that is called so, or the first size of parameters in such a module."""
+    for name, module in model.named_modules():
+        if re.search(r"(^|\.)experts$", name):
+            if isinstance(module, nn.ModuleList):
+                return len(module)
+            sizes = [p.shape[0] for p in module.parameters() if p.dim() == 3]
+            if sizes:
+                return int(sizes[0])
+    return 0
+
+
+# --- the choice is what the compiler takes --------------------------------------------------------------------
+
+
+def _checked(found: Found, model: CostedModel, carried: Mapping[str, Any]) -> Found:
+    """The same with the simplest layout that the compiler takes as the choice."""
+    refusals, close = found.refusals.copy(), list(found.close)
+    while close and (reason := refusal_of(model, close[0].layout, carried)):
+        refusals[reason] += 1
+        close.pop(0)
+    return replace(found, choice=close[0] if close else None, close=tuple(close), refusals=refusals)
+
+
+def refusal_of(model: CostedModel, layout: Layout, carried: Mapping[str, Any]) -> str:
+    """Why the compiler does not take a layout, tried on a model with few layers; "" if it does."""
+    small = _small(layout)
+    lengths = [
+        min(len(one.kinds), max(small.parts, *(one.kinds.index(k) + 1 for k in set(one.kinds)))) for one in model.lists
+    ]
+    try:
+        with shortened(model.model, model.lists, lengths):
+            compile_model(
+                model.model, model.make_batch(small.batch), small.mesh, small.options(**carried), outputs=()
+            )  # fmt: skip
+    except ValueError as error:
+        return " ".join(str(error).split())
+    return ""
+
+
+def _small(layout: Layout) -> Layout:
+    """The same axes and options on a shorter pipeline."""
+    pp = min(layout.pp, 2)
+    return replace(layout, pp=pp, microbatches=min(layout.microbatches, 4 * pp), layers=())

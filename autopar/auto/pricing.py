@@ -1,0 +1,146 @@
+"""Prices of layouts on one cluster with one stack, for a search: each once, and bounds of those not compiled yet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from autopar.auto.costed_model import CostedModel
+from autopar.cost.cluster import Cluster
+from autopar.cost.efficiency import Stack
+from autopar.cost.layer_costs import LayerCosts, ModelCosts, Work
+from autopar.cost.layout import Layout, Placement
+from autopar.cost.layout_price import Price, price
+from autopar.zero_stages import ZERO_STAGES
+
+AVOIDABLE = ("dp", "optimizer", "jitter", "bubble", "pp")  # causes that depend on ZeRO, replicas and schedule
+LOGIT_BYTES = 16  # of a logit and its gradients, at most
+
+
+@dataclass
+class Pricing:
+    """Prices of a model's layouts. what_if: arguments of `autopar.cost.layout_price.price`. memory_limit: bytes of a
+    rank that the user allows; 0: those of the chip."""
+
+    model: CostedModel
+    cluster: Cluster
+    stack: Stack
+    what_if: Mapping[str, Any] = field(default_factory=dict)
+    memory_limit: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._prices: dict[Layout, Price] = {}
+        self._tried: dict[Placement, str] = {}
+        self._elements = float(sum(p.numel() for p in self.model.model.parameters()))
+
+    def price(self, layout: Layout) -> Price:
+        """The price; compiles the layers on their placement when that is first asked for."""
+        if layout not in self._prices:
+            found = self._refusal(layout.placement)
+            self._prices[layout] = (
+                Price.of_refusal(found) if found else self._limited(self._of(layout, self._costs(layout)))
+            )
+        return self._prices[layout]
+
+    def is_ready(self, layout: Layout) -> bool:
+        """Whether its layers are compiled, or their costs bounded by nothing that is compiled."""
+        return layout.placement in self._tried or _whole(layout.placement) == layout.placement
+
+    def bound(self, layout: Layout) -> float:
+        """Seconds that the layout takes at least, for a placement on cp or ep that is not compiled: as if nothing
+        travelled on these axes, which share the tokens of a rank."""
+        base = _whole(layout.placement)
+        if self._refusal(base):
+            return 0.0
+        costs = _shared(self.model.costs(base), layout.cp)
+        return certain(self._of(layout, costs))
+
+    def weights(self, layout: Layout) -> float:
+        """Bytes of parameters, gradients and optimizer states of a rank, at least."""
+        stack, stage = self.stack, ZERO_STAGES[layout.zero]
+        shards = layout.dp * layout.cp * layout.ep
+        local = self._elements / (layout.tp * layout.ep * layout.pp)
+        gathers_once = (
+            stage.gathers_once if layout.reshard_after_forward == "auto" else not layout.reshard_after_forward
+        )
+        reduces_once = stage.reduces_once if layout.reduce_grads == "auto" else layout.reduce_grads == "step"
+        weight = stack.weight / (shards if layout.zero and not gathers_once else 1)
+        gradient = stack.gradient / (shards if layout.zero and not reduces_once else 1)
+        states = 0.0 if layout.optimizer_cpu_offload else stack.states / (shards if layout.zero else 1)
+        return local * (weight + gradient + states)
+
+    def of_loss(self, layout: Layout) -> float:
+        """Bytes that chunks of the loss save, at most."""
+        costs, rows = self._costs(layout), layout.micro_batch
+        kept = [costs.rest.saved, costs.peak, LOGIT_BYTES * costs.logits]
+        return float(sum(max(0.0, const + rows * slope) for const, slope in kept))
+
+    @property
+    def limit(self) -> float:
+        """Bytes of a rank."""
+        return min(self.cluster.capacity, self.memory_limit or math.inf)
+
+    def _costs(self, layout: Layout) -> ModelCosts:
+        return self.model.costs(layout.placement)
+
+    def _refusal(self, placement: Placement) -> str:
+        """Why the layers do not compile; "" if they do."""
+        if placement not in self._tried:
+            try:
+                self.model.costs(placement)
+                self._tried[placement] = ""
+            except ValueError as error:
+                self._tried[placement] = " ".join(str(error).split())
+        return self._tried[placement]
+
+    def _of(self, layout: Layout, costs: ModelCosts) -> Price:
+        return price(layout, costs, self.cluster, self.stack, **self.what_if)
+
+    def _limited(self, found: Price) -> Price:
+        return replace(found, limit=min(found.limit, self.memory_limit)) if self.memory_limit else found
+
+
+def certain(price: Price) -> float:
+    """Seconds without the causes that other members of a family may avoid."""
+    return sum(cause.exposed for cause in price.causes if cause.name not in AVOIDABLE)
+
+
+def exposed(price: Price, *names: str) -> float:
+    """Seconds of some causes that add to the step."""
+    return sum(cause.exposed for cause in price.causes if cause.name in names)
+
+
+def _whole(placement: Placement) -> Placement:
+    """The placement without the axes that tokens travel on."""
+    alone = Placement()
+    changed = {
+        name: getattr(alone, name) for name in ("attention", "cp_load_balance", "expert_axis", "token_dispatcher")
+    }
+    return replace(placement, cp=1, ep=1, **changed)
+
+
+def _shared(costs: ModelCosts, parts: int) -> ModelCosts:
+    """Costs per row of a rank that has one of ``parts`` of each row."""
+    if parts == 1:
+        return costs
+    return replace(costs, layers=tuple(_scaled(c, parts) for c in costs.layers), rest=_scaled(costs.rest, parts))
+
+
+def _scaled(costs: LayerCosts, parts: int) -> LayerCosts:
+    forward, backward, again = (_less(work, parts) for work in (costs.forward, costs.backward, costs.again))
+    return replace(costs, forward=forward, backward=backward, again=again)
+
+
+def _less(work: Work, parts: int) -> Work:
+    """Slopes of everything that grows with rows are divided."""
+
+    def table(values: Any, slopes: slice) -> Any:
+        found = values.copy()
+        found[:, slopes] /= parts
+        return found
+
+    products, attention = table(work.products, slice(2, 8, 2)), table(work.attention, slice(2, 8, 2))
+    sent = {way: table(values, slice(1, 2)) for way, values in work.sent.items()}
+    return Work(products, attention, table(work.scalars, slice(1, 2)), sent)

@@ -1,0 +1,272 @@
+"""The layout with the least time that fits, of all that a space has.
+
+    found = search(Space(question), pricing)
+    found.choice.layout, found.choice.price
+
+Candidates wait in a queue by the least time that they can take. A family (axes and microbatches) waits with what its
+layers and their exchanges take; its members (ZeRO, replicas, schedules) with what these add; a member that does not fit
+gives way to the same with checkpoints, chunks of the loss or an offloaded optimizer. The search ends when what waits
+takes longer than the best that fits by more than the band, so nothing within the band is missed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from autopar.auto.pricing import certain, exposed
+from autopar.auto.space import POLICIES, SAVING, Question, Space
+from autopar.cost.layout import Layout
+from autopar.cost.layout_price import Price
+
+BAND = 0.05  # of the least time: within it the simplest layout is chosen
+SLACK = 0.02  # of a bound that is summed up from prices of other layouts
+DATA, PIPELINE = ("dp", "optimizer"), ("bubble", "pp")  # causes of ZeRO and replicas, and of the schedule
+
+
+class Pricer(Protocol):
+    """What prices layouts; see `autopar.auto.pricing.Pricing`."""
+
+    @property
+    def limit(self) -> float: ...
+    def price(self, layout: Layout) -> Price: ...
+    def is_ready(self, layout: Layout) -> bool: ...
+    def bound(self, layout: Layout) -> float: ...
+    def weights(self, layout: Layout) -> float: ...
+    def of_loss(self, layout: Layout) -> float: ...
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout and its price."""
+
+    layout: Layout
+    price: Price
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.price.seconds
+
+    @property
+    def memory(self) -> float:
+        """Bytes of the fullest rank."""
+        return max(self.price.memory, default=0.0)
+
+    @property
+    def simplicity(self) -> tuple[float, ...]:
+        """The less the simpler."""
+        layout = self.layout
+        saving = POLICIES.index(layout.activation_checkpoint), layout.loss_chunks > 1, layout.optimizer_cpu_offload
+        axes = sum(size > 1 for _, size in layout.mesh.axes)
+        return (axes, layout.tp, *saving, self.memory, self.seconds)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found. choice: None if nothing fits. close: within the band of the least time, the simplest first.
+    priced: every layout with a price, those that do not fit among them. counts: layouts by what became of them: "all",
+    "weights" (which alone do not fit), "slower" (by a bound), "too large", "refused", "priced". refusals: sentences of
+    the compiler, with the layouts that they refuse. nearest: that exceeds the memory least."""
+
+    question: Question
+    choice: Candidate | None
+    close: tuple[Candidate, ...]
+    priced: tuple[Candidate, ...]
+    counts: Counter[str]
+    refusals: Counter[str]
+    nearest: Candidate | None
+
+    @property
+    def least(self) -> float:
+        """Seconds of the fastest that fits."""
+        return min((c.seconds for c in self.close), default=0.0)
+
+
+def search(space: Space, pricer: Pricer) -> Found:
+    """The search over a space."""
+    return _Search(space, pricer).run()
+
+
+@dataclass
+class _Search:
+    space: Space
+    pricer: Pricer
+    waiting: list[tuple[float, int, str, Layout]] = field(default_factory=list)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+    priced: dict[Layout, Candidate] = field(default_factory=dict)
+    fitting: list[Candidate] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    hopeless: dict[Layout, int] = field(default_factory=dict)  # axes -> rows of a microbatch from which nothing fits
+    best: float = float("inf")
+
+    def run(self) -> Found:
+        for family in self.space.families():
+            size = self._size(family)
+            self.counts["all"] += size
+            if min(map(self.pricer.weights, self._leanest(family))) > self.pricer.limit:
+                self.counts["weights"] += size
+            else:
+                self._wait(0.0, "family", family)
+        while self.waiting and self.waiting[0][0] <= self.best * (1 + BAND):
+            bound, _, kind, layout = heapq.heappop(self.waiting)
+            {"family": self._family, "members": self._members, "savings": self._savings}[kind](bound, layout)
+        return self._found()
+
+    def _wait(self, bound: float, kind: str, layout: Layout) -> None:
+        heapq.heappush(self.waiting, (bound, next(self.numbers), kind, layout))
+
+    def _found(self) -> Found:
+        close = [c for c in self.fitting if c.seconds <= self.best * (1 + BAND)]
+        close.sort(key=lambda c: c.simplicity)
+        counts = self.counts
+        counts["priced"] = len(self.priced)
+        counts["too large"] = sum(not c.price.fits for c in self.priced.values())
+        counts["slower"] = counts["all"] - counts["weights"] - counts["refused"] - counts["priced"]
+        over = [c for c in self.priced.values() if not c.price.fits]
+        return Found(
+            self.space.question, close[0] if close else None, tuple(close), tuple(self.priced.values()), counts,
+            self.refusals, min(over, key=lambda c: c.memory, default=None),
+        )  # fmt: skip
+
+    # --- from families to layouts --------------------------------------------------------------------------
+
+    def _family(self, bound: float, family: Layout) -> None:
+        """Bound a family: first by costs that are compiled already, then by its own."""
+        if not bound and not self.pricer.is_ready(family):
+            self._wait(max(self.pricer.bound(family), 1e-12), "family", family)
+            return
+        found = self.pricer.price(family)
+        if found.refused:
+            size = self._size(family)
+            self.counts["refused"] += size
+            self.refusals[found.refused] += size
+            if family.sequence_parallel and "sequence_parallel" not in self.space.question.fixed:
+                self.counts["all"] += size
+                self._wait(0.0, "family", replace(family, sequence_parallel=False))
+            return
+        self._wait(max(bound, certain(found)), "members", family)
+
+    def _members(self, bound: float, family: Layout) -> None:
+        """Price the members of a family that may be within the band."""
+        members = list(self.space.members(family))
+        schedules = {(m.schedule, m.virtual_stages) for m in members}
+        pipelines = {key: self._adds(self._with_schedule(family, *key), *PIPELINE) for key in sorted(schedules)}
+        ways = {_way(m): self._adds(_with_way(family, m), *DATA) for m in members}
+        for member in members:
+            least = bound + pipelines[member.schedule, member.virtual_stages] + ways[_way(member)]
+            if least * (1 - SLACK) > self.best * (1 + BAND):
+                continue
+            candidate = self._price(member)
+            if candidate is not None and not candidate.price.fits:
+                self._wait(candidate.seconds, "savings", member)
+
+    def _savings(self, bound: float, member: Layout) -> None:
+        """Price what a member can do to need less memory, unless less of the same is enough."""
+        if self._is_hopeless(member):
+            return
+        enough: list[tuple[int, ...]] = []
+        before = self.priced[member]
+        for layout in self.space.savings(member):
+            steps = _steps(layout)
+            if any(all(a <= b for a, b in zip(one, steps, strict=True)) for one in enough):
+                continue
+            if layout.loss_chunks > member.loss_chunks and not self._helps(layout, before):
+                continue
+            if layout.optimizer_cpu_offload and self.pricer.weights(layout) > self.pricer.limit:
+                continue
+            candidate = self._price(layout)
+            if candidate is not None and candidate.price.fits:
+                enough.append(steps)
+
+    def _helps(self, layout: Layout, before: Candidate) -> bool:
+        """Whether chunks of the loss may bring a layout under the limit."""
+        whole = replace(layout, loss_chunks=before.layout.loss_chunks)
+        candidate = self._price(whole)
+        if candidate is None or candidate.price.fits:
+            return False
+        over = max(candidate.price.memory[:-1], default=0.0) > self.pricer.limit
+        return not over and candidate.price.memory[-1] - self.pricer.of_loss(whole) <= self.pricer.limit
+
+    def _is_hopeless(self, member: Layout) -> bool:
+        """Whether no member of its family fits, whatever it saves. Larger microbatches then do not fit either."""
+        axes = replace(member, zero=0, dp=member.dp * member.dp_replicate, dp_replicate=1, reduce_grads="auto",
+                       schedule="", virtual_stages=1, microbatches=1, micro_batch=1)  # fmt: skip
+        if self.hopeless.get(axes, member.micro_batch + 1) <= member.micro_batch:
+            return True
+        prices = [self.pricer.price(layout) for layout in self._leanest(member)]
+        found = all(price.refused or not price.fits for price in prices)
+        if found:
+            for layout, price in zip(self._leanest(member), prices, strict=True):
+                self._add(layout, price)
+            self.hopeless[axes] = member.micro_batch
+        return found
+
+    def _leanest(self, layout: Layout) -> list[Layout]:
+        """The members of its family that need the least memory, one for each way of ZeRO."""
+        found: dict[tuple[object, ...], Layout] = {}
+        for member in self.space.members(layout):
+            found.setdefault(_way(member), member)
+        return [list((member, *self.space.savings(member)))[-1] for member in found.values()]
+
+    # --- prices --------------------------------------------------------------------------------------------
+
+    def _price(self, layout: Layout) -> Candidate | None:
+        """Price a layout and note it; None if it is refused."""
+        if layout in self.priced:
+            return self.priced[layout]
+        return self._add(layout, self.pricer.price(layout))
+
+    def _add(self, layout: Layout, price: Price) -> Candidate | None:
+        if price.refused:
+            self.refusals[price.refused] += 1
+            self.counts["refused"] += 1
+            return None
+        if layout in self.priced:
+            return self.priced[layout]
+        candidate = self.priced[layout] = Candidate(layout, price)
+        if price.fits:
+            self.fitting.append(candidate)
+            self.best = min(self.best, price.seconds)
+        return candidate
+
+    def _adds(self, layout: Layout, *causes: str) -> float:
+        found = self.pricer.price(layout)
+        return 0.0 if found.refused else exposed(found, *causes)
+
+    def _with_schedule(self, family: Layout, schedule: str, virtual_stages: int) -> Layout:
+        return replace(family, schedule=schedule, virtual_stages=virtual_stages)
+
+    def _size(self, family: Layout) -> int:
+        """Layouts of a family."""
+        members = list(self.space.members(family))
+        return len(members) * (1 + sum(1 for _ in self.space.savings(members[0]))) if members else 0
+
+
+def _way(member: Layout) -> tuple[object, ...]:
+    """What a member does with parameters and gradients."""
+    return member.zero, member.dp_replicate, member.reduce_grads, member.reshard_after_forward
+
+
+def _with_way(family: Layout, member: Layout) -> Layout:
+    return replace(member, schedule=family.schedule, virtual_stages=family.virtual_stages)
+
+
+def _steps(layout: Layout) -> tuple[int, ...]:
+    """How far a layout goes in each way of saving memory."""
+    known = {"activation_checkpoint": POLICIES.index(layout.activation_checkpoint)}
+    return tuple(int(known.get(entry.name, getattr(layout, entry.name))) for entry in SAVING)
+
+
+def brute_force(layouts: Iterable[Layout], pricer: Pricer) -> Candidate | None:
+    """The choice among layouts, each priced."""
+    found = [Candidate(layout, pricer.price(layout)) for layout in layouts]
+    fitting = [c for c in found if c.price.fits]
+    least = min((c.seconds for c in fitting), default=0.0)
+    close = [c for c in fitting if c.seconds <= least * (1 + BAND)]
+    return min(close, key=lambda c: c.simplicity, default=None)
