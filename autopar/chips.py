@@ -38,6 +38,7 @@ class Chip:
     source: str = ""
 
 
+DEFAULT = "H100"  # where no chip is named
 CHIPS: Registry[Chip] = Registry("target_hardware")
 for _name, _row in json.loads(FILE.read_text(encoding="utf-8"))["chips"].items():
     CHIPS.add(_name, Chip(**_row))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.auto.costed_model import CostedModel
+from autopar.chips import DEFAULT
 from autopar.cost.cluster import Cluster
 from autopar.cost.efficiency import DEFAULT_STACK, KERNELS, stack_named
 from autopar.cost.layout import OUTER_TO_INNER, Layout
@@ -32,7 +33,7 @@ NEEDED = ("config", "mesh", "seq", "batch")
 class LayoutPricer:
     """Prices rows; models with equal config, sequence and dtype are built once."""
 
-    def __init__(self, cluster: str = "H100", stack: str = DEFAULT_STACK) -> None:
+    def __init__(self, cluster: str = DEFAULT, stack: str = DEFAULT_STACK) -> None:
         self.cluster, self.stack = cluster, stack
         self._models: dict[str, CostedModel] = {}
 

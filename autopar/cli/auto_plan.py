@@ -14,6 +14,7 @@ from rich.console import Console
 from autopar.auto.choice import Asked, choose
 from autopar.auto.costed_model import CostedModel
 from autopar.auto.explanation import Explanation, chosen_options, gigabytes, seconds
+from autopar.chips import DEFAULT
 from autopar.cli.compiling import asked_mesh, configs
 from autopar.cost.cluster import Cluster
 from autopar.cost.efficiency import stack_named
@@ -46,7 +47,7 @@ def explanation_of(args: argparse.Namespace) -> Explanation:
         raise ValueError("auto: chooses layouts to train, found --serve; name the mesh")
     given: set[str] = getattr(args, "given", set())
     cluster = Cluster.parse(
-        args.target_hardware if "target_hardware" in given and args.cluster == "H100" else args.cluster
+        args.target_hardware if "target_hardware" in given and args.cluster == DEFAULT else args.cluster
     )
     stack = stack_named(args.stack, cluster.chip_name)
     fixed = {name: getattr(args, name) for name in DECLARED if name in given}

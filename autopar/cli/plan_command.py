@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autopar.chips import DEFAULT
 from autopar.cli.command import Command, console_of_results
 from autopar.cli.shared_arguments import OFTEN, add_model, positive
 
@@ -46,7 +47,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument("--compute", choices=("fp8",), help="what if products were in fp8 (--auto)")
     group.add_argument(
-        "--cluster", default="H100", metavar="H100:64x8", help="chip, chip:NODESxCHIPS or a file (default: H100)"
+        "--cluster",
+        default=DEFAULT,
+        metavar="H100:64x8",
+        help="chip, chip:NODESxCHIPS or a file (default: %(default)s)",
     )
     group.add_argument(
         "--stack",

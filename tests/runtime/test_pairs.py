@@ -60,7 +60,7 @@ def answer_of(first: int, count: int) -> Callable[..., Tensor]:
             return torch.tanh(x * (layer + 1)) * (count / EXPERTS)
         assert expert.dtype == torch.int64 and weights.dtype == torch.float32
         there = (expert >= first) & (expert < first + count)
-        assert there.any(1).all(), "tokens that have chosen no expert of this node stay away"
+        assert there.any(1).all(), "tokens that have chosen no expert of this node are not sent"
         each = torch.tanh(x[:, None] * (expert[..., None] + 1 + layer)) * weights[..., None].to(x.dtype)
         return (each * there[..., None]).sum(1)
 
@@ -189,10 +189,10 @@ def test_each_rank_knows_its_place() -> None:
         ({"dp": 2}, {"ep": 2}, r"attention \(dp=2\) needs 2 ranks and experts \(ep=2\) 2, 4 together, found 1 started"),
         ({"dp": 1}, {}, "experts: expected sizes of ep and tp"),
         ({"dp": 0}, {"ep": 1}, "axis 'dp' needs a size of at least 1, found 0"),
-        ({"dp": 1, "pp": 2}, {"ep": 1}, "attention can be cut over dp, dp_replicate, tp, found 'pp'"),
-        ({"dp": 1}, {"ep": 1, "cp": 2}, "experts can be cut over ep, tp, found 'cp'"),
-        ({"ep": 1}, {"ep": 1}, "attention can be cut over dp, dp_replicate, tp, found 'ep'"),
-        ({"dp": 1}, {"dp": 1}, "experts can be cut over ep, tp, found 'dp'"),
+        ({"dp": 1, "pp": 2}, {"ep": 1}, "attention can be sharded on dp, dp_replicate, tp, found 'pp'"),
+        ({"dp": 1}, {"ep": 1, "cp": 2}, "experts can be sharded on ep, tp, found 'cp'"),
+        ({"ep": 1}, {"ep": 1}, "attention can be sharded on dp, dp_replicate, tp, found 'ep'"),
+        ({"dp": 1}, {"dp": 1}, "experts can be sharded on ep, tp, found 'dp'"),
     ],
 )
 def test_bad_sizes_are_refused(attention: Sizes, experts: Sizes, words: str) -> None:

@@ -70,7 +70,7 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
 @dataclass
 class Answers:
     """Implements `autopar.runtime.comm.experts.Experts`: all nodes compute at once, each within its ranks, and their
-    results are added. ``parts``: with how many tokens each goes ahead; the rest is one part more. asked: what crossed,
+    results are added. ``parts``: numbers of tokens that are computed apart; the rest is one part more. asked: what crossed,
     per layer."""
 
     experts: PackedExperts

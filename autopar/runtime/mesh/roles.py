@@ -203,7 +203,7 @@ def _mesh(role: Role, sizes: Mapping[str, int]) -> Mesh:
     for axis in sizes:
         if axis not in known:
             raise ValueError(
-                f"init_roles: {role} can be cut over {', '.join(known)}, found {axis!r}; leave it out"
+                f"init_roles: {role} can be sharded on {', '.join(known)}, found {axis!r}; leave it out"
                 f"{did_you_mean(str(axis), known)}"
             )
     return Mesh.of(**({} if known[0] in sizes else {known[0]: 1}), **sizes)
