@@ -50,7 +50,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cluster",
         default=DEFAULT,
         metavar="H100:64x8",
-        help="chip, chip:NODESxCHIPS or a file (default: %(default)s)",
+        help="chip, chip:NODESxCHIPS, file (default: %(default)s)",
     )
     group.add_argument(
         "--stack",

@@ -1,4 +1,4 @@
-"""Compiled step graphs whose rows Inductor pads, as it does on GPUs: the graph that reads a value is compiled for its strides."""
+"""Step graphs whose rows Inductor pads, as it does on GPUs: what reads a value is compiled for its strides."""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
 @dataclass
 class Answers:
     """Implements `autopar.runtime.comm.experts.Experts`: all nodes compute at once, each within its ranks, and their
-    results are added. ``parts``: numbers of tokens that are computed apart; the rest is one part more. asked: what crossed,
-    per layer."""
+    results are added. ``parts``: numbers of tokens that are computed apart; the rest is one part more. asked: what
+    crossed, per layer."""
 
     experts: PackedExperts
     model: nn.Module

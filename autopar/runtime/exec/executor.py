@@ -163,8 +163,8 @@ class Executor:
         return bound
 
     def _of_this_rank(self, graph: StepGraph) -> list[int]:
-        """Results that only graphs of this rank read, which are compiled for their strides: none where F alone may take the
-        place of F with gathers."""
+        """Results that only graphs of this rank read, which are compiled for their strides: none where F alone may take
+        the place of F with gathers."""
         twins = [(part.gather_forward, part.forward) for part in self.compiled.pipeline.parts if part.gather_forward]
         if any(graph is one for pair in twins for one in pair):
             return []
