@@ -204,7 +204,7 @@ def test_a_chip(tmp_path: Path) -> None:
                 "auto/machine.py",
                 "auto/costed_model.py",
             },
-        ),  # fmt: skip
+        ),
     ],
     ids=["token dispatchers", "chips"],
 )
