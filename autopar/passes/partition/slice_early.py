@@ -133,5 +133,11 @@ def _is_computed(node: Node) -> bool:
     another axis."""
     if node.op != "call_function" or is_conversion(node) or getitem_index(node) is not None:
         return False
+    if node.target in FILLED and any(map(_is_routed, tensor_operands(node))):
+        return False  # a size that may be theirs is read at run time (`routed_sizes`)
     made = bool(tensor_operands(node)) or node.target in FILLED
     return made and has_rule(node) and isinstance(node.meta["val"], torch.Tensor)
+
+
+def _is_routed(x: Node) -> bool:
+    return any(isinstance(p, Shard) and p.routed for p in x.meta.get("placements", {}).values())
