@@ -145,6 +145,7 @@ def wrong_habits(place: Place, which: tuple[str, ...] | str = "") -> list[str]:
     return [f"{h.when}, {h.what}, {way}: {wrong}" for h, way, wrong in found if wrong]
 
 
+@pytest.mark.timeout(1200)  # hundreds of captures on one rank, beside other tests
 @pytest.mark.parametrize("place", [ALONE, DATA], ids=str)
 def test_habits(place: Place) -> None:
     for found in run_ranks(place.ranks, wrong_habits, place, timeout=500):
