@@ -17,7 +17,6 @@ from autopar.passes.canonicalize.attention_calls import unrepeated
 from autopar.rewrite.build import Build, shape_of, value_of
 
 aten = torch.ops.aten
-UNFOLDED = "unfolded"  # meta of wider queries and keys: those of the model
 
 
 def is_column(x: Node) -> bool:
@@ -50,7 +49,7 @@ def fold(node: Node, columns: Sequence[Node], build: Build) -> None:
         ones = build(aten.full_like.default, first, 1 / known["scale"])
     for name, x, more in (("q", q, ones), ("k", k, numbers)):
         wider = build(aten.cat.default, [x, more], -1)
-        wider.meta[UNFOLDED] = x
+        wider.meta["unfolded"] = x
         set_argument(node, name, wider)
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from autopar.compile.any_length import numbers
-from autopar.compile.key_biases import UNFOLDED
 from autopar.compile.length_values import Values, same_for_tokens
 from autopar.ir.graph import arguments, describe, outputs, reach, shape
 from autopar.ir.meta import input_specs
@@ -68,7 +67,7 @@ class _Side:
         if node.target is _ATTENTION:
             known = arguments(node)
             given = {name: known[name] for name in _SEEN if isinstance(known[name], Node)}
-            return [(name, x.meta.get(UNFOLDED, x)) for name, x in given.items()]
+            return [(name, x.meta.get("unfolded", x)) for name, x in given.items()]
         return list(enumerate(node.all_input_nodes))
 
     def source(self, x: Node) -> Node:

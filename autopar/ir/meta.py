@@ -41,6 +41,7 @@ NODES = {
     "dealt": "tuple[tuple[int, ...], tuple[int, ...]]: blocks of queries and keys of attention over sharded sequences",
     "experts": "ExpertPlan: how the experts of a dispatch, product or combine are sharded",
     "global_groups": "int: groups of a convolution, or of group_norm, of the global call",
+    "unfolded": "Node: the model's own query or key, of one that has an entry for biases of keys",
     "derived": "DerivedRule | NoRule: the result of deriving a rule for the call",
     # cached answers
     "kind": "str: of the input that a placeholder is, while the graph is normalized",
