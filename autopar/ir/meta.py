@@ -46,6 +46,7 @@ NODES = {
     "unfolded": "Node: the model's own query or key, of one that has an entry for biases of keys",
     "derived": "DerivedRule | NoRule: the result of deriving a rule for the call",
     # cached answers
+    "may_hide": "bool: whether a mask or bias may hide keys",
     "of_ids": "bool: whether it depends on an input of the forward",
     "kind": "str: of the input that a placeholder is, while the graph is normalized",
     "value": "Tensor: of a constant of the model, while the graph is normalized",
