@@ -28,7 +28,7 @@ from autopar.options import Options
 from autopar.report.dump.dump import dumper_for
 from autopar.runtime.comm.pairs import AnsweringPairs, AskingPairs, RowFormat
 from autopar.runtime.fault.errors import error_context
-from autopar.runtime.mesh.process_groups import Groups
+from autopar.runtime.mesh.process_groups import Groups, mesh_of
 from autopar.runtime.mesh.roles import Roles
 from autopar.runtime.module.argument_checks import check_module
 from autopar.runtime.module.parallel_module import ParallelModule
@@ -116,11 +116,11 @@ def serve_roles(
         buffers, known = buffers_of(model)
         weights = _weights(model, roles, groups, buffers, folder, how.options)
         weights.agree()
-        root, make = weights.structure(), _attention if roles.role == "attention" else _experts
+        root = weights.structure()
         facts = generation_facts(root, example_batch)
         masks = {name: x for name, x in known.items() if x is not None}
         packed, found = _on_both(
-            roles, "the graphs", lambda: make(root, groups, asked, how, facts, dump, masks), _shown
+            roles, "the graphs", lambda: _graphs(roles, root, asked, how, facts, dump, masks), _shown
         )
         rows = _rows(roles, found)
         weights.hold(packed.parameters)
@@ -207,42 +207,32 @@ def _check_alike(roles: Roles, found: list[dict[str, str]]) -> None:
                 )
 
 
-def _attention(
+def _graphs(
+    roles: Roles,
     root: nn.Module,
-    groups: Groups,
     asked: ServeArguments,
     how: RoleArguments,
     facts: GenerationFacts,
-    dump: Any,
-    masks: Any,
-) -> Packed:
+    dump: str | Path | None,
+    masks: Mapping[str, Tensor],
+) -> Packed | PackedExperts:
+    """What this rank's role runs."""
+    mesh, folder = mesh_of(roles.mesh), dumper_for(dump, roles.role)
+    more: dict[str, Any] = {
+        "apart": how.apart, "lift_to_float64": how.lift_to_float64, "buffers": masks,
+        "observers": [folder] if folder is not None else [],
+    }  # fmt: skip
+    if roles.role == "experts":
+        row = torch.empty(1, asked.max_length, dtype=torch.int64, device="meta")
+        return compile_experts(root, {facts.tokens: row}, facts.tokens, mesh, how.options, **more)
     check_positions(root, facts, asked.max_length)
-    folder = dumper_for(Path(dump) / "attention" if dump is not None else None)
     packed = packed_model(
-        root, facts, groups.mesh, None, asked.max_length, options=how.options, lift_to_float64=how.lift_to_float64,
-        split_kv=asked.split_kv, gathers_ahead=True, buffers=masks, observers=[folder] if folder is not None else [],
-        apart=how.apart,
+        root, facts, mesh, None, asked.max_length, options=how.options, split_kv=asked.split_kv, gathers_ahead=True,
+        **more,
     )  # fmt: skip
     if folder is not None:
         folder.add_packed(packed)
     return packed
-
-
-def _experts(
-    root: nn.Module,
-    groups: Groups,
-    asked: ServeArguments,
-    how: RoleArguments,
-    facts: GenerationFacts,
-    dump: Any,
-    masks: Any,
-) -> PackedExperts:
-    row = torch.empty(1, asked.max_length, dtype=torch.int64, device="meta")
-    folder = dumper_for(Path(dump) / "experts" if dump is not None else None)
-    return compile_experts(
-        root, {facts.tokens: row}, facts.tokens, groups.mesh, how.options, apart=how.apart,
-        lift_to_float64=how.lift_to_float64, buffers=masks, observers=[folder] if folder is not None else [],
-    )  # fmt: skip
 
 
 def _asks(packed: Packed) -> list[Any]:

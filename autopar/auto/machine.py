@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -64,7 +65,7 @@ def this_machine(world: int) -> Machine:
 
 def chip_called(name: str, memory: float) -> str:
     """The entry of the table for a GPU's name. Raises ValueError."""
-    found = [chip for chip in CHIPS if chip in name.upper()]
+    found = [chip for chip in CHIPS if re.search(rf"{chip}(?![0-9])", name.upper())]  # an A1000 is no A100
     if not found:
         raise ValueError(f"auto: needs one of the chips {', '.join(CHIPS)}, found {name!r}; name the mesh")
     longest = max(found, key=len)

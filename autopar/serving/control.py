@@ -18,13 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.runtime.fault.errors import board, explained
-from autopar.runtime.mesh.process_groups import Groups
+from autopar.runtime.mesh.process_groups import PATIENCE, Groups
 
 LEADER = 0
 _HEADER = 8  # bytes that say how long the pickle is
 _SLOT = 16 * 1024  # bytes of a message that needs no second one: at first, and of those to the leader
 _ROOM = 4096  # bytes by which the next message may be longer
-_PATIENCE = timedelta(days=7)  # of ranks that wait for the leader, who may have nothing to say for long
 _LOOK = timedelta(seconds=5)  # after which waiting ranks look whether the leader lives
 _SLOT_TAG, _REST_TAG = 1, 2
 _MOST_SENT = 64  # messages to the leader that may be on their way, more than steps in flight
@@ -69,7 +68,7 @@ class Control:
         self.rank = 0 if groups is None else groups.rank
         self.world = 1 if groups is None else groups.mesh.world_size
         self.limit = timedelta(0) if groups is None else groups.timeout
-        self._group = None if groups is None or self.world == 1 else groups.control(_PATIENCE)
+        self._group = None if groups is None or self.world == 1 else groups.control(PATIENCE)
         self._slot = _SLOT  # bytes of the next message to all
         self._sending: deque[tuple[Any, Tensor]] = deque()  # kept until they have arrived
 

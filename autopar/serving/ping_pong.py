@@ -96,11 +96,11 @@ class PingPongRunner(PackedRunner):
         return logits[0]
 
 
-def deal(sizes: Sequence[int], hands: int) -> list[list[int]]:
+def deal(sizes: Sequence[int], count: int) -> list[list[int]]:
     """Indices of requests for each microbatch, in ascending order: the largest first, each to the one that has the
     fewest tokens."""
-    dealt: list[list[int]] = [[] for _ in range(hands)]
-    tokens = [0] * hands
+    dealt: list[list[int]] = [[] for _ in range(count)]
+    tokens = [0] * count
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         least = tokens.index(min(tokens))
         dealt[least].append(i)

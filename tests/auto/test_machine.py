@@ -128,8 +128,9 @@ def test_a_gpu_is_found_in_the_table(name: str, memory: float, chip: str) -> Non
 
 
 def test_an_unknown_gpu_is_refused() -> None:
-    with pytest.raises(ValueError, match="found 'NVIDIA GeForce'; name the mesh"):
-        chip_called("NVIDIA GeForce", 8e9)
+    for name in ("NVIDIA GeForce", "NVIDIA RTX A1000"):
+        with pytest.raises(ValueError, match=f"found '{name}'; name the mesh"):
+            chip_called(name, 8e9)
 
 
 def test_batches_like_an_example() -> None:

@@ -170,6 +170,8 @@ def test_environment_asks_for_a_dumper(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("AUTOPAR_DUMP", str(tmp_path / "d"))
     dumper = dumper_for(None)
     assert dumper and dumper.folder == tmp_path / "d"
+    experts = dumper_for(None, "experts")
+    assert experts and experts.folder == tmp_path / "d" / "experts"
 
 
 def test_report_is_self_contained_and_escaped() -> None:

@@ -1,5 +1,5 @@
-"""Experts in a role of their own: both halves of a model together compute the bits of the whole graph, and nothing but
-tokens, their experts and weights crosses."""
+"""Experts in a role of their own: the graphs of both roles together compute the bits of the whole graph, and only
+tokens, their experts and weights go from one to the other."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ STEP_GRAPHS = re.compile(
 )
 
 
-def dumper_for(folder: str | Path | None) -> Dumper | None:
-    """The dumper for a folder that the user or AUTOPAR_DUMP names, or None.
+def dumper_for(folder: str | Path | None, role: str = "") -> Dumper | None:
+    """The dumper for a folder that the user or AUTOPAR_DUMP names, or None. Each role has a folder within it.
 
     A report in the folder is kept: further compiled steps of the process (other shapes, eval mode) go to step-1,
     step-2, ... within it.
@@ -67,6 +67,7 @@ def dumper_for(folder: str | Path | None) -> Dumper | None:
     root = _root(folder)
     if root is None:
         return None
+    root = root / role
     count = _written.get(root, 0)
     _written[root] = count + 1
     return Dumper(root / f"step-{count}" if count else root)

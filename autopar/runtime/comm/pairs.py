@@ -32,8 +32,8 @@ from autopar.ir.traffic import Traffic
 from autopar.runtime.fault.aborts import started
 from autopar.runtime.fault.errors import CollectiveError, board, explained
 from autopar.runtime.fault.store_client import StoreError
-from autopar.runtime.mesh.process_groups import Groups
-from autopar.runtime.mesh.roles import PATIENCE, Pair, Roles
+from autopar.runtime.mesh.process_groups import PATIENCE, Groups
+from autopar.runtime.mesh.roles import Pair, Roles
 
 KIND = "experts"  # in the ledger
 _HEADER = 5  # numbers

@@ -30,6 +30,7 @@ from autopar.runtime.mesh.devices import check_devices, choose_device
 from autopar.schedule.order_checks import Link
 
 DEFAULT_TIMEOUT = 600.0  # seconds
+PATIENCE = timedelta(days=7)  # of ranks that wait for the next step of a server, which may not come for long
 
 
 def time_limit(timeout: float | timedelta | None) -> timedelta:

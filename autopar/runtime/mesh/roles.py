@@ -28,13 +28,12 @@ from autopar.runtime.fault.error_propagation import ErrorBoard, ranks_named
 from autopar.runtime.fault.errors import board, explained, starting_role, waited_for
 from autopar.runtime.fault.store_barrier import Rounds, show, world_store
 from autopar.runtime.mesh.devices import RANKS_SHARE_GPUS, choose_device
-from autopar.runtime.mesh.process_groups import init_mesh, time_limit
+from autopar.runtime.mesh.process_groups import PATIENCE, init_mesh, time_limit
 from autopar.spelling import did_you_mean
 from autopar.values import refuse
 
 Role = Literal["attention", "experts"]
 AXES: Mapping[Role, tuple[str, ...]] = {"attention": ("dp", "dp_replicate", "tp"), "experts": ("ep", "tp")}
-PATIENCE = timedelta(days=7)  # of ranks that wait for the next step, which may not come for long
 
 
 @dataclass(frozen=True)
