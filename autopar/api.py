@@ -116,7 +116,7 @@ def parallelize(
     Raises ValueError, on every rank and before any collective, for sizes that do not divide, a model that cannot be
     captured, or a plan of another model.
     """
-    if isinstance(mesh, str) or batch is not None:
+    if (isinstance(mesh, str) and mesh == "auto") or batch is not None:
         _check_auto(mesh, batch, plan)
         world = world_mesh()
         with error_context("parallelize"):
@@ -162,8 +162,9 @@ def parallelize(
 def _check_auto(mesh: Any, batch: Any, plan: Plan | None) -> None:
     """Raises ValueError for arguments that do not go with mesh="auto", or only with it."""
     if mesh != "auto":
-        way = f"pass autopar.init_mesh(...) instead of {mesh!r}" if isinstance(mesh, str) else "leave the batch out"
-        raise ValueError(f'parallelize: chooses a mesh for a batch with mesh="auto", found another mesh; {way}')
+        raise ValueError(
+            'parallelize: chooses a mesh for a batch with mesh="auto", found another mesh; leave the batch out'
+        )
     if batch is None:
         raise ValueError('parallelize: mesh="auto" needs the examples of a step of all ranks; pass batch=512')
     whole_number("batch", batch, least=1)
