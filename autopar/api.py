@@ -121,7 +121,7 @@ def parallelize(
         world = world_mesh()
         with error_context("parallelize"):
             mesh, options = _chosen(model, world, batch, example_batch, loss, options)
-    groups = Groups(mesh)
+    groups = Groups(mesh)  # type: ignore[arg-type]  # it refuses what is no mesh
     with error_context("parallelize"):
         asked, buckets = _options(options), asked_padding(padding)
         how = {
@@ -162,9 +162,8 @@ def parallelize(
 def _check_auto(mesh: Any, batch: Any, plan: Plan | None) -> None:
     """Raises ValueError for arguments that do not go with mesh="auto", or only with it."""
     if mesh != "auto":
-        raise ValueError(
-            'parallelize: chooses a mesh for a batch with mesh="auto", found another mesh; leave the batch out'
-        )
+        way = f"pass autopar.init_mesh(...) instead of {mesh!r}" if isinstance(mesh, str) else "leave the batch out"
+        raise ValueError(f'parallelize: chooses a mesh for a batch with mesh="auto", found another mesh; {way}')
     if batch is None:
         raise ValueError('parallelize: mesh="auto" needs the examples of a step of all ranks; pass batch=512')
     whole_number("batch", batch, least=1)

@@ -91,7 +91,7 @@ def refused(how: dict[str, Any]) -> str:
     [
         ({}, 'mesh="auto" needs the examples of a step of all ranks; pass batch=512'),
         ({"batch": 0}, "batch: expected a whole number of at least 1, found 0"),
-        ({"batch": 8, "mesh": "automatic"}, "needs a torch DeviceMesh, found 'automatic'"),
+        ({"batch": 8, "mesh": "automatic"}, "pass autopar.init_mesh(...) instead of 'automatic'"),
         ({"batch": 8, "layers": 1, "example_batch": example()}, "auto: needs a model with repeated layers"),
         ({"batch": 8, "example_batch": example(), "tp": 2}, "unknown option 'tp'"),
         ({"batch": 8, "example_batch": example(), "token_slices": 2}, "auto: token_slices is not searched"),
