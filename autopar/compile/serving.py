@@ -186,7 +186,7 @@ def served_graph(gm: GraphModule, ctx: Compilation, buffers: Mapping[str, Tensor
     know_masks(gm, buffers)
     name, logits = _logits_of(gm)
     logits = with_all_tokens(gm, logits, total)
-    if len(shape(logits)) != 3:
+    if len(shape(logits)) != 3 and total > 1:  # of one token, those of the last one are all
         raise ValueError(
             f"serve: needs logits [rows, tokens, vocabulary], found {list(shape(logits))}; return those of all tokens"
         )
