@@ -287,7 +287,8 @@ def test_sites_are_counted_as_an_eager_run_counts() -> None:
     assert [n.format_node() for n in Normalize().apply(gm).graph.nodes] == text, "no-op on a normalised graph"
 
 
-def test_distributions_check_their_values_again_afterwards() -> None:
+def test_distributions_check_their_values_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # torch.compile turns it off for good
     capture(Net(*MODELS["a variational bottleneck"]), {n: x.float() for n, x in batch().items()})
     with pytest.raises(ValueError, match="Expected parameter scale"):
         torch.distributions.Normal(torch.zeros(2), -torch.ones(2))

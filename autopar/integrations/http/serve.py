@@ -198,7 +198,7 @@ def _listen(model: ServedModel, address: socket.socket) -> None:
     config = uvicorn.Config(
         make_app(model), lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE
     )
-    address.listen(config.backlog)  # whoever reads the address may connect at once
+    address.listen(config.backlog)  # the address is said next, and may be used at once
     print(f"autopar: serving {model.name} at http://{host}:{port}/v1", file=sys.stderr, flush=True)
     _Listener(config).run([address])
 
