@@ -7,12 +7,9 @@ explanation.choice.layout.mesh, explanation.choice.layout.options()
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-from torch import nn
 
 from autopar.auto.costed_model import CostedModel, shortened
 from autopar.auto.explanation import Explanation, explain
@@ -83,21 +80,9 @@ def question_of(model: CostedModel, asked: Asked, cluster: Cluster) -> Question:
     unknown = sorted(asked.fixed.keys() - {*SEARCHED})
     if unknown and unknown[0] not in Options.__dataclass_fields__:
         raise ValueError(f"auto: unknown option {unknown[0]!r}")
-    return Question(
-        ranks, asked.batch, asked.seq, model.layers, min(group.per_node, ranks), experts_of(model.model), asked.fixed
-    )
-
-
-def experts_of(model: nn.Module) -> int:
-    """Experts of a layer: the entries of a list that is called so, or the first size of parameters in such a module."""
-    for name, module in model.named_modules():
-        if re.search(r"(^|\.)experts$", name):
-            if isinstance(module, nn.ModuleList):
-                return len(module)
-            sizes = [p.shape[0] for p in module.parameters() if p.dim() == 3]
-            if sizes:
-                return int(sizes[0])
-    return 0
+    per_node = min(group.per_node, ranks)
+    question = Question(ranks, asked.batch, asked.seq, model.layers, per_node, fixed=asked.fixed)
+    return replace(question, experts=model.experts)  # compiles layers, so a question without an answer is refused first
 
 
 # --- the choice is what the compiler takes --------------------------------------------------------------------

@@ -10,6 +10,7 @@ model's own code runs: two layers of a kind differ from one by exactly one layer
 from __future__ import annotations
 
 import importlib
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +31,8 @@ from autopar.cost.layer_costs import ModelCosts, Sample, graph_work, model_costs
 from autopar.cost.layout import Layout, Placement
 from autopar.cost.layout_price import Price, price
 from autopar.cost.memory import memory
-from autopar.ir.graph import copy_graph, layer_of, nbytes, placeholders
+from autopar.ir.expert_layers import axis_of_experts, dispatches
+from autopar.ir.graph import arguments, copy_graph, layer_of, nbytes, placeholders
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
 from autopar.options import Options
@@ -78,6 +80,12 @@ class CostedModel:
     def layers(self) -> int:
         """How many layers the model has."""
         return len(self.kinds)
+
+    @property
+    def experts(self) -> int:
+        """A number that divides the experts of every layer; 0 if there are none. Raises ValueError for a model that
+        cannot be compiled."""
+        return self.costs(Placement()).num_experts
 
     def price(self, layout: Layout, cluster: Cluster, stack: Stack, **what_if: Any) -> Price:
         """The price of a layout. A layout that does not compile is refused with the compiler's sentence."""
@@ -224,20 +232,18 @@ def sample_of(compiled: Sequence[Compiled], counts: tuple[int, ...]) -> Sample:
     first = compiled[0]
     dense, experts, tables = _elements(first)
     itemsize = max((p.dtype.itemsize for p in first.parameters), default=2)
+    num_experts = math.gcd(*(int(arguments(node)["num_experts"]) for node in dispatches(first.local)))
     return Sample(
         counts, tuple(works), tuple(memory(one) for one in compiled), tuple(_layer_peak(one) for one in compiled),
         tuple(_hop(one) for one in compiled), tuple(_logits(one) for one in compiled), dense, experts, tables, itemsize,
+        num_experts,
     )  # fmt: skip
 
 
 def _elements(compiled: Compiled) -> tuple[float, float, float]:
     """Elements of a rank's parameters: outside of sharded experts, of sharded experts, of tables that are looked up."""
-    mesh, axis = compiled.plan.mesh, ""
-    plan = compiled.plan
-    if plan.experts is not None:
-        from autopar.ir.expert_layers import axis_of_experts
-
-        axis = axis_of_experts(plan.experts) or ""
+    mesh, plan = compiled.plan.mesh, compiled.plan
+    axis = axis_of_experts(plan.experts)
     nodes = {s.name: s.node for s in compiled.signature.inputs if s.kind == "parameter"}
     by_name = {n.name: n for n in placeholders(compiled.local)}
     dense = experts = tables = 0.0
@@ -264,15 +270,8 @@ def _layer_peak(compiled: Compiled) -> float:
 def _hop(compiled: Compiled) -> float:
     """Bytes of the value that goes from layer to layer."""
     (part,) = compiled.pipeline.parts
-    last = ""
-    found = 0
-    for node in part.forward.graph.graph.nodes:
-        layer = layer_of(node)
-        if layer and node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor):
-            if any(layer_of(user) != layer and user.op == "call_function" for user in node.users) or layer == last:
-                found = nbytes(node)
-            last = layer
-    return float(found)
+    made = (n for n in reversed(part.forward.graph.graph.nodes) if n.op == "call_function" and layer_of(n))
+    return float(next((nbytes(n) for n in made if isinstance(n.meta.get("val"), torch.Tensor)), 0))
 
 
 def _logits(compiled: Compiled) -> float:

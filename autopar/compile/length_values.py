@@ -18,15 +18,11 @@ from torch.fx.node import map_arg
 
 from autopar.ir.graph import arguments, outputs
 from autopar.ir.meta import input_specs
-from autopar.ops.traits import is_random
+from autopar.ops.traits import FILL_VALUES, is_random
 from autopar.passes.canonicalize.constant_masks import LARGEST
 
 aten = torch.ops.aten
 _PARTS = (aten.slice.Tensor, aten.alias.default)
-_FILLED = (  # the same whatever values their operand has
-    aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, aten.ones_like.default,
-    aten.zeros_like.default, aten.full_like.default,
-)  # fmt: skip
 _KEEPS_SHIFTS = (  # a number that is added to a row of scores stays one
     aten.add.Tensor, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self, aten.where.ScalarOther,
     aten._to_copy.default, aten.alias.default, aten.slice.Tensor, aten.clone.default, aten.view.default,
@@ -104,7 +100,7 @@ class Values:
         if node.op == "placeholder":
             spec = self._specs[node.name]
             return spec.name != tokens and isinstance(value, Tensor)
-        unknown = node.target not in _FILLED and any(x in self._unknown for x in node.all_input_nodes)
+        unknown = node.target not in FILL_VALUES and any(x in self._unknown for x in node.all_input_nodes)
         if node.op != "call_function" or is_random(node.target) or unknown:
             return False
         return node.target in _PARTS or not isinstance(value, Tensor) or value.numel() <= LARGEST
@@ -114,7 +110,7 @@ class Values:
             name = self._specs[node.name].name
             given = self._constants.get(name, self._buffers.get(name))
             return _numbers_like(name, node.meta["val"], given)
-        operand = _like if node.target in _FILLED else self.of
+        operand = _like if node.target in FILL_VALUES else self.of
         args, kwargs = map_arg((node.args, node.kwargs), operand)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("cpu")}

@@ -244,7 +244,8 @@ class LayerCosts:
 class ModelCosts:
     """Costs of a model on a placement. kinds: of each layer, in the model's order. layers: by kind. rest: outside of
     layers. peak: bytes of temporaries of the loss, [constant, slope]; layer_peak: of the largest layer. hop: bytes of a
-    value between layers, [constant, slope]. itemsize: bytes per element of a parameter. classes: of the loss."""
+    value between layers, [constant, slope]. itemsize: bytes per element of a parameter. logits:
+    elements, [constant, slope]. num_experts: a number that divides those of every layer; 0: there are none."""
 
     placement: Placement
     kinds: tuple[int, ...]
@@ -255,6 +256,7 @@ class ModelCosts:
     hop: Floats
     itemsize: int
     logits: Floats
+    num_experts: int
 
     def total(self, name: str) -> float:
         """Elements of parameters of the whole model on a rank: dense or experts."""
@@ -281,6 +283,7 @@ class Sample:
     experts: float
     first: float
     itemsize: int
+    num_experts: int
 
 
 def model_costs(
@@ -300,23 +303,15 @@ def model_costs(
     saved = solved([_affine([m.saved for m in s.memory], rows) for s in samples])
     sizes = solved([np.array([s.dense, s.experts, s.first]) for s in samples])
     costs = [
-        LayerCosts(
-            passes[0][i],
-            passes[1][i],
-            passes[2][i],
-            float(sizes[i][0]),
-            float(sizes[i][1]),
-            float(sizes[i][2]),
-            saved[i],
-        )
-        for i in range(design.shape[1])
+        LayerCosts(forward, backward, again, float(dense), float(experts), float(first), kept)
+        for forward, backward, again, (dense, experts, first), kept in zip(*passes, sizes, saved, strict=True)
     ]
     last = samples[-1]
     peak = np.max([_affine(_temporaries(s.memory), rows) for s in samples], axis=0)
     layer_peak = np.max([_affine(s.layer_peak, rows) for s in samples], axis=0)
     return ModelCosts(
         placement, tuple(kinds), tuple(costs[1:]), costs[0], peak, layer_peak, _affine(last.hop, rows), last.itemsize,
-        _affine(last.logits, rows),
+        _affine(last.logits, rows), math.gcd(*(s.num_experts for s in samples)),
     )  # fmt: skip
 
 

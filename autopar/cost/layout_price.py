@@ -279,27 +279,18 @@ class _Pricing:
             way[0][r].seconds + way[1][r].seconds + way[2][r].seconds + sum(g[1] for g in gathers[r]) for r in ranks
         ]
         slowest = max(ranks, key=lambda r: each[r])
-        causes: list[Cause] = []
-        total = [way[0][slowest] + way[1][slowest], way[2][slowest]]
+        ordinary, again = way[0][slowest] + way[1][slowest], way[2][slowest]
         head = _times(
             self._of_part((), 0, True) + self._of_part((), 1, True),
             1.0 if slowest == _rank_of(n - 1, layout) else 0.0,
         )
-        body = total[0]
-        causes += [
-            Cause("products", "", m * (body.products - head.products), m * (body.products - head.products)),
-            Cause("attention", "", m * (body.attention - head.attention), m * (body.attention - head.attention)),
-            Cause(
-                "element-wise",
-                "",
-                m * (body.element_wise - head.element_wise),
-                m * (body.element_wise - head.element_wise),
-            ),
-            Cause("host", "", m * (body.host - head.host), m * (body.host - head.host)),
-            Cause("head", "", m * head.computing, m * head.computing),
-            Cause("recomputation", "", m * total[1].computing, m * total[1].computing),
-        ]
-        both = total[0] + total[1]
+        body = ordinary + _times(head, -1.0)
+        computing = {
+            "products": body.products, "attention": body.attention, "element-wise": body.element_wise,
+            "host": body.host, "head": head.computing, "recomputation": again.computing,
+        }  # fmt: skip
+        causes = [Cause(name, "", m * seconds, m * seconds) for name, seconds in computing.items()]
+        both = ordinary + again
         for axis in both.sent:
             causes.append(Cause(axis, axis, m * both.sent[axis], m * both.exposed.get(axis, 0.0)))
         for name, (all_of, exposed) in zip(("dp", "ep"), gathers[slowest], strict=True):
@@ -469,15 +460,9 @@ def _parts(layout: Layout, kinds: Sequence[int]) -> list[Sequence[int]]:
     if not counts:
         full = -(-layers // n)
         counts = [full] * n
-        missing, order = (
-            full * n - layers,
-            [k for pair in zip(range(n - 1, -1, -1), range(n), strict=True) for k in pair],
-        )
-        for k in dict.fromkeys(order):
-            if missing <= 0:
-                break
+        order = [k for pair in zip(range(n - 1, -1, -1), range(n), strict=True) for k in pair]
+        for k in [*dict.fromkeys(order)][: full * n - layers]:
             counts[k] -= 1
-            missing -= 1
     ends = np.cumsum([0, *counts])
     return [kinds[a:b] for a, b in itertools.pairwise(ends)]
 

@@ -16,15 +16,18 @@ has none.
     DROPOUTS, is_random                draw numbers
     is_choice                          returns positions of elements: experts of a token, the largest of a row
     FILLED                             created with a size, all elements alike
+    FILL_VALUES                        of calls that create tensors with elements alike: the value
     STOPS_GRADIENT                     no gradient goes back through them
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from autopar.adapters.operators import OpOverload, is_composite, mutates, returns_alias
 from autopar.ops import (  # noqa: F401  (registers what is named here)
@@ -160,6 +163,13 @@ DROPOUTS = (aten.dropout.default, aten.native_dropout.default)
 FILLED = {
     aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format, aten.new_zeros.default,
     aten.new_ones.default, aten.new_full.default, aten.new_empty.default,
+}  # fmt: skip
+
+FILL_VALUES: dict[OpOverload, Callable[[Node], Any]] = {
+    aten.full.default: lambda call: call.args[1], aten.new_full.default: lambda call: call.args[2],
+    aten.full_like.default: lambda call: call.args[1],
+    **dict.fromkeys((aten.ones.default, aten.new_ones.default, aten.ones_like.default), lambda call: 1),
+    **dict.fromkeys((aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default), lambda call: 0),
 }  # fmt: skip
 
 STOPS_GRADIENT = (aten.detach.default, GRAD_OUTPUT, *sorted(FILLED, key=str))

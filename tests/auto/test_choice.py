@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.auto.choice import Asked, choose, experts_of
+from autopar.auto.choice import Asked, choose
 from autopar.auto.costed_model import CostedModel
 from autopar.auto.explanation import Explanation
 from autopar.auto.search import brute_force
@@ -87,9 +87,21 @@ def test_the_search_over_compiled_layers_equals_pricing_everything() -> None:
     assert wanted is not None and wanted.layout == found.choice.layout
 
 
+DENSE_FIRST = {
+    "model_type": "deepseek_v3", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+    "moe_intermediate_size": 16, "first_k_dense_replace": 1, "n_routed_experts": 8, "n_group": 2, "topk_group": 1,
+    "num_experts_per_tok": 2, "num_attention_heads": 2, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
+OTHER_NAMES = {  # no module of it is called experts
+    "model_type": "granitemoe", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 6, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
 def test_experts_are_counted() -> None:
-    models = [hf_configs.build(hf_configs.config_of(config), torch.bfloat16) for config in (LLAMA, MIXTRAL)]
-    assert [experts_of(model) for model in models] == [0, 4]
+    models = [CostedModel.from_config(config, seq=64) for config in (LLAMA, MIXTRAL, DENSE_FIRST, OTHER_NAMES)]
+    assert [model.experts for model in models] == [0, 4, 8, 6]
 
 
 # --- the command line ------------------------------------------------------------------------------------------

@@ -18,16 +18,11 @@ from torch.fx.node import map_arg
 
 from autopar.adapters.operators import OpOverload
 from autopar.ir.graph import arguments
+from autopar.ops.traits import FILL_VALUES
 from autopar.rewrite.build import calls, operand, shape_of, value_of
 
 aten = torch.ops.aten
 _LEAF = 512  # rows and columns of a block that is evaluated
-_FILLED: dict[Any, Callable[[Node], Any]] = {
-    aten.full.default: lambda node: node.args[1], aten.new_full.default: lambda node: node.args[2],
-    aten.full_like.default: lambda node: node.args[1],
-    **dict.fromkeys((aten.ones.default, aten.new_ones.default, aten.ones_like.default), lambda node: 1),
-    **dict.fromkeys((aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default), lambda node: 0),
-}  # fmt: skip
 _ALIKE = (aten.alias.default, aten.clone.default, aten.expand.default)
 _LEADING = (aten.reshape.default, aten.view.default, aten.unsqueeze.default)
 _DIFFERENCES: dict[Any, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
@@ -119,8 +114,8 @@ class MaskBlocks:
         """The values of a block, [.., rows|1, columns|1]."""
         if (x := self._known(node)) is not None:
             return _part(x, block)
-        if node.target in _FILLED:
-            return torch.full((1, 1), _FILLED[node.target](node), dtype=value_of(node).dtype)
+        if node.target in FILL_VALUES:
+            return torch.full((1, 1), FILL_VALUES[node.target](node), dtype=value_of(node).dtype)
         if calls(node, aten.tril.default, aten.triu.default):
             k = arguments(node)["diagonal"] + block.top - block.left
             x = self.entries(operand(node), block)
@@ -183,8 +178,8 @@ class MaskBlocks:
         if (x := self._known(node)) is not None:
             part = _part(x, block).double()
             return (part, part) if part.dim() < 1 else (_reduced(part, torch.amin), _reduced(part, torch.amax))
-        if node.target in _FILLED:
-            x = torch.full((1, 1), float(_FILLED[node.target](node)), dtype=torch.float64)
+        if node.target in FILL_VALUES:
+            x = torch.full((1, 1), float(FILL_VALUES[node.target](node)), dtype=torch.float64)
             return x, x
         if calls(node, aten.tril.default, aten.triu.default):
             return self._of_triangle(node, block)

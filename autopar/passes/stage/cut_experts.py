@@ -37,12 +37,12 @@ from autopar.ir.graph import (
 )
 from autopar.ir.meta import input_specs, signature_of
 from autopar.ir.signature import InputSpec, OutputSpec, Signature
+from autopar.ops.traits import FILL_VALUES
 
 aten, ours = torch.ops.aten, torch.ops.autopar
 WAY_OUT = "serve the model without roles"
 GIVEN = ("x", "expert", "weights")  # the arguments of `ask_experts` that are tensors
 FIXED = ("parameter", "buffer", "constant")
-_FILLED = (aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, aten.ones_like.default)
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,10 @@ def _cut(gm: GraphModule, combine: Node, number: int) -> CutLayer:
 def _weights(combine: Node, part: Collection[Node], dispatch: Node) -> Node:
     """The weights of a combine; made ahead of the experts where they are the same for all tokens."""
     weights: Node = arguments(combine)["weights"]
-    if weights not in part or not is_call(weights, *_FILLED):
+    if weights not in part or not is_call(weights, *FILL_VALUES):
         return weights
-    val, filled = weights.meta["val"], {aten.new_zeros.default: 0.0, aten.new_full.default: weights.args[-1]}
-    args = (arguments(dispatch)["x"], list(val.shape), filled.get(weights.target, 1.0))  # type: ignore[call-overload]
+    val, value = weights.meta["val"], FILL_VALUES[weights.target](weights)  # type: ignore[index]
+    args = (arguments(dispatch)["x"], list(val.shape), value)
     made = insert_call(dispatch, aten.new_full.default, args, {"dtype": val.dtype}, like=weights)
     set_argument(combine, "weights", made)
     return made
