@@ -100,7 +100,7 @@ OTHER_NAMES = {  # no module of it is called experts
 
 
 def test_experts_are_counted() -> None:
-    models = [CostedModel.from_config(config, seq=64) for config in (LLAMA, MIXTRAL, DENSE_FIRST, OTHER_NAMES)]
+    models = [costed(json.dumps(config)) for config in (LLAMA, MIXTRAL, DENSE_FIRST, OTHER_NAMES)]
     assert [model.experts for model in models] == [0, 4, 8, 6]
 
 

@@ -22,7 +22,8 @@ from autopar.models.tiny import TINY
 from autopar.options import Options
 from autopar.steps.packed import Packed
 
-KEYS, KINDS = 16, ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+KEYS = 16
+KINDS = ["mixtral", "deepseek_v3", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("qwen3_moe", "gpt_oss"))]
 
 
 @functools.cache

@@ -180,7 +180,7 @@ def on_a_mesh(sizes: dict[str, int], held: bool, options: dict[str, Any]) -> Non
     "sizes, held, options",
     [
         ({"pp": 2}, False, {"schedule": "zb_h1", "microbatches": 2}),
-        ({"dp": 2}, True, {"zero": 1, "microbatches": 2}),
+        pytest.param({"dp": 2}, True, {"zero": 1, "microbatches": 2}, marks=pytest.mark.full),
     ],
     ids=["B to W", "F alone after F with gathers"],
 )
