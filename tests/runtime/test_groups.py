@@ -23,9 +23,9 @@ from autopar.ir.mesh import Mesh
 from autopar.runtime.consistency.rank_checks import RankCheck, agree_on, all_alike
 from autopar.runtime.fault.errors import board, error_context
 from autopar.runtime.fault.store_client import StoreClient
-from autopar.runtime.mesh.process_groups import Groups, init_mesh, mesh_of
+from autopar.runtime.mesh.process_groups import Groups, init_mesh, mesh_of, with_rest
 from tests.support.meeting import meet_for
-from tests.support.ranks import rank_outcomes, run_ranks
+from tests.support.ranks import rank_outcomes, refusal, run_ranks
 
 
 def axis_sums(sizes: dict[str, int]) -> dict[str, float]:
@@ -154,7 +154,22 @@ def mistakes() -> list[str]:
             init_mesh(**kwargs)
         return str(caught.value)
 
+    assert init_mesh(dp="rest") is init_mesh(dp=2)
     return [message(dp=3), message(dp=1), message(xx=2), message(tp=0)]
+
+
+def test_one_axis_takes_the_rest_of_the_ranks() -> None:
+    assert with_rest({"pp": 2, "dp": "rest", "tp": 2}, 16) == {"pp": 2, "dp": 4, "tp": 2}
+    assert list(with_rest({"dp": "rest", "tp": 2}, 2)) == ["dp", "tp"]
+    assert with_rest({"dp": 3}, 7) == {"dp": 3}
+    for sizes, ranks, said in (
+        ({"dp": "rest", "tp": 4}, 6, 'mesh: dp="rest" needs a number of ranks that 4 divides (tp=4), found 6; start 4'),
+        ({"dp": "rest", "tp": 4}, 2, 'mesh: dp="rest" needs a number of ranks that 4 divides (tp=4), found 2; start 4'),
+        ({"dp": "rest", "ep": "rest"}, 4, "mesh: one axis can take the rest of the ranks, found dp and ep; give"),
+        ({"dp": "rest", "tp": 0}, 4, "mesh: axis 'tp' needs a size of at least 1, found 0"),
+        ({"xx": "rest"}, 4, "mesh: unknown axis 'xx'"),
+    ):  # fmt: skip
+        assert said in refusal(lambda sizes=sizes, ranks=ranks: Mesh.of(**with_rest(sizes, ranks)))
 
 
 def test_mistakes_are_refused() -> None:

@@ -6,6 +6,7 @@ import functools
 import os
 import threading
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,22 +30,25 @@ MOST_SHOWN = 200  # characters of a difference in an error
 
 
 def world_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
-    """The store of torchrun's environment, once all ranks have joined. Unlike torch's own rendezvous, the error names
-    the ranks that are missing, not just their number. Raises CollectiveError."""
+    """The store of torchrun's environment, once all ranks have joined, under a prefix of this start: one store may
+    serve all restarts of a job, and holds keys of ranks that are gone. Unlike torch's own rendezvous, the error names
+    the ranks that are missing, not just their number. Raises CollectiveError.
+
+    Rank 0 publishes a new name. The others count themselves under it. A rank that was counted there before reads the
+    name of an earlier start, and waits for the next one. Only rank 0 says that all are there.
+    """
     what, start, limit = f"comm: starting the ranks failed on rank {rank}: ", time.monotonic(), timeout.total_seconds()
     store = _connected(rank, world, timeout, what)
-    line = StoreClient(store, limit)
+    line, meeting = StoreClient(store, limit), _Meeting(rank, world, limit)
     try:
-        line.ask(lambda s: _come(s, rank, world))
-        ask = functools.partial(_why_not_all, rank=rank, world=world, limit=limit)
-        while (why := line.ask(functools.partial(ask, late=time.monotonic() - start > limit))) is None:
+        while (why := line.ask(functools.partial(meeting.look, late=time.monotonic() - start > limit))) is None:
             time.sleep(0.01 + world * EACH)
     except StoreError as error:
         raise CollectiveError(what + str(error)) from error
     if why:
         time.sleep(BEAT if rank == 0 else 0.0)  # rank 0 may host the store that the others read
         raise CollectiveError(what + why)
-    return store
+    return dist.PrefixStore(meeting.name, store)
 
 
 def _connected(rank: int, world: int, timeout: timedelta, what: str) -> dist.Store:
@@ -61,29 +65,49 @@ def _connected(rank: int, world: int, timeout: timedelta, what: str) -> dist.Sto
         where = f"{store_host()} cannot be reached at {host}:{port}"
         raise CollectiveError(f"{what}{where}{raw}") from answer.error
     store: dist.Store = answer.value
-    if launched:  # one store serves all restarts
-        return dist.PrefixStore(f"/worker/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     return store
 
 
-def _come(store: dist.Store, rank: int, world: int) -> None:
-    if store.add(f"autopar/here/{rank}", 1) == 1 and store.add("autopar/come", 1) == world:
-        store.set("autopar/all", "")
+class _Meeting:
+    """The ranks of one start of a job, in the store. ``name``: the prefix of its keys, once this rank is counted."""
 
+    def __init__(self, rank: int, world: int, limit: float) -> None:
+        self.name = ""
+        self._rank, self._world, self._limit = rank, world, limit
 
-def _why_not_all(store: dist.Store, rank: int, world: int, limit: float, late: bool) -> str | None:
-    """Why waiting for all ranks has ended, as reported by the launcher or by the first rank that asks when it is
-    ``late``. "": all ranks have joined; None: not yet."""
-    if store.check(["autopar/all"]):
-        return ""
-    if said := said_by_launcher(store) or look(store, "autopar/absent"):
-        return said
-    if not late or store.compare_set("autopar/names them", "", str(rank)).decode() != str(rank):
-        return None
-    absent = [r for r in range(world) if not store.check([f"autopar/here/{r}"])]
-    why = f"{ranks_named(absent)} did not come within {limit:.0f} s"
-    store.set("autopar/absent", why)
-    return why
+    def look(self, store: dist.Store, late: bool) -> str | None:
+        """Why waiting for all ranks has ended, as reported by the launcher or by the first rank that asks when it is
+        ``late``. "": all ranks have joined; None: not yet."""
+        self._join(store)
+        if self.name and store.check([f"{self.name}/all"]):
+            return ""
+        if said := said_by_launcher(store) or (look(store, f"{self.name}/absent") if self.name else ""):
+            return said
+        if self.name and self._rank == 0 and store.add(f"{self.name}/come", 0) == self._world:
+            store.set(f"{self.name}/all", "")
+            return ""
+        return self._absent(store) if late else None
+
+    def _join(self, store: dist.Store) -> None:
+        """Be counted under the name that rank 0 has published last, which is a new one."""
+        last = f"autopar/start of {self._world}"  # an earlier start may have had fewer ranks
+        if self._rank == 0 and not self.name:
+            store.set(last, f"autopar/start/{uuid.uuid4().hex}")
+        published = look(store, last)
+        if published not in ("", self.name) and store.add(f"{published}/here/{self._rank}", 1) == 1:
+            self.name = published
+            store.add(f"{published}/come", 1)
+
+    def _absent(self, store: dist.Store) -> str | None:
+        """The ranks that are not there, in the words of the first that asks; None: another one is about to say it."""
+        if not self.name:
+            return f"rank 0 did not come within {self._limit:.0f} s"
+        if store.compare_set(f"{self.name}/names them", "", str(self._rank)).decode() != str(self._rank):
+            return None
+        absent = [r for r in range(self._world) if not store.check([f"{self.name}/here/{r}"])]
+        why = f"{ranks_named(absent)} did not come within {self._limit:.0f} s"
+        store.set(f"{self.name}/absent", why)
+        return why
 
 
 @dataclass

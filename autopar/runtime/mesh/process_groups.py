@@ -10,9 +10,9 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -53,9 +53,11 @@ _made: dict[Mesh, int] = {}  # how many Groups of a mesh there were: their commo
 
 
 def init_mesh(
-    device: str | torch.device | None = None, timeout: float | timedelta | None = None, **sizes: int
+    device: str | torch.device | None = None, timeout: float | timedelta | None = None, **sizes: int | Literal["rest"]
 ) -> DeviceMesh:
     """``init_mesh(dp=2, tp=2)``: a torch DeviceMesh over all ranks. The last axis varies fastest with the rank.
+    ``init_mesh(dp="rest", tp=2)``: one axis may have as many ranks as the others leave, so that a job that is restarted
+    on fewer or more nodes runs the same script.
 
     Uses the default process group if there is one. Otherwise makes it: from torchrun's environment, or as a world
     of one. ``device``: "cpu" (gloo) or "cuda" (nccl); by default that of the group, else cuda where there is one; see
@@ -66,15 +68,16 @@ def init_mesh(
     The mesh has ``data_rank`` and ``data_size``: which part of the batch this rank is given, of how many
     (`dp_rank_and_size`).
 
-    Raises ValueError for an unknown axis, a size below 1, sizes whose product is not the number of ranks, a device
+    Raises ValueError for an unknown axis, a size below 1, sizes whose product is not the number of ranks, an axis for
+    the rest of ranks that the other sizes do not divide, a device
     that is neither cpu nor a cuda that is there and that the group can use, ranks that share a GPU, or a timeout that
     is no time.
     """
     chosen = choose_device(device)
     kind = chosen.type
-    mesh = Mesh.of(**sizes).planned()
     limit = time_limit(timeout)
     expected = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    mesh = Mesh.of(**with_rest(sizes, expected)).planned()
     if mesh.world_size != expected:
         raise ValueError(
             f"mesh: {mesh} needs {mesh.world_size} ranks, the world has {expected}; "
@@ -94,6 +97,25 @@ def init_mesh(
         _meshes[key] = made = _make_mesh(mesh, kind, limit)
         vars(made).update(zip(("data_rank", "data_size"), dp_rank_and_size(made)))
     return _meshes[key]
+
+
+def with_rest(sizes: Mapping[str, int | Literal["rest"]], ranks: int) -> dict[str, int]:
+    """The sizes of a mesh of so many ranks; that of the axis "rest" is what the others leave. Raises ValueError for two
+    such axes, and for ranks that the others do not divide."""
+    given = {axis: size for axis, size in sizes.items() if not isinstance(size, str) or size != "rest"}
+    rest = [axis for axis in sizes if axis not in given]
+    if len(rest) > 1:
+        raise ValueError(f"mesh: one axis can take the rest of the ranks, found {' and '.join(rest)}; give a number")
+    if not rest:
+        return given
+    fixed = Mesh.of(**given)
+    others = fixed.world_size
+    if ranks % others:
+        raise ValueError(
+            f'mesh: {rest[0]}="rest" needs a number of ranks that {others} divides ({fixed}), found {ranks}; '
+            f"start {max(1, ranks // others) * others} ranks"
+        )
+    return {axis: given.get(axis, ranks // others) for axis in sizes}
 
 
 def _init_world(kind: str, timeout: timedelta) -> None:
