@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.runtime.checkpoint.checkpoint_dir import newest_in
 
 OURS = str(Path(autopar.__file__).resolve().parent)
 STEPS, ROWS = 12, 8
@@ -82,9 +81,8 @@ def main(folder: Path, seed: int, faults: int, pause: float) -> None:
         return {name: x.chunk(mesh.data_size)[mesh.data_rank] for name, x in batch_of(step).items()}
 
     model = autopar.parallelize(Model().double(), mesh, zero=1, example_batch=part(0))
-    optimizer, begin = torch.optim.AdamW(model.parameters(), lr=1e-2), 0
-    if (folder / "run").is_dir() and newest_in(folder / "run") is not None:
-        begin = autopar.load(folder / "run", model, optimizer).step
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    begin = autopar.load(folder / "run", model, optimizer, missing_ok=True).step
     note(what="loaded", step=begin)
     for step in range(begin, STEPS):
         optimizer.zero_grad()

@@ -7,10 +7,12 @@ import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,14 @@ def ended(launched: subprocess.Popen[str]) -> str:
             os.killpg(launched.pid, signal.SIGKILL)
     assert launched.returncode == 0, printed
     return printed
+
+
+def lose(node: subprocess.Popen[str]) -> None:
+    """A launcher and its ranks end at once."""
+    ranks = Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()
+    for process in [node.pid, *map(int, ranks)]:
+        os.kill(process, signal.SIGKILL)
+    node.communicate()
 
 
 def noted(folder: Path) -> list[dict[str, Any]]:
@@ -98,34 +108,35 @@ def test_three_faults_in_a_run(seed: int) -> None:
 @pytest.mark.timeout(900)
 def test_a_node_that_is_lost_and_comes_back(tmp_path: Path) -> None:
     """Two nodes of one rank; one is killed with its launcher, and the other goes on alone; then there are two again."""
-    end = f"127.0.0.1:{free_port()}"
-    how = ("--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", end,
-           "--rdzv-conf", "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=2")  # fmt: skip
-    first = agent(tmp_path, 0, 0, *how, pause=2.0)
-    second = agent(tmp_path, 0, 0, *how, pause=2.0)
-    wait_for_step(tmp_path, [2])
-    os.killpg(second.pid, signal.SIGKILL)
-    second.communicate()
-    wait_for_step(tmp_path, [2, 1])
-    third = agent(tmp_path, 0, 0, *how, pause=2.0)
+    port = free_port()
+    how = ("--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
+           "--rdzv-conf", "last_call_timeout=10,keep_alive_interval=3,keep_alive_max_attempt=3")  # fmt: skip
+    first = agent(tmp_path, 0, 0, *how, pause=6.0)
+    wait_until(lambda: listens(port), first)  # it hosts the rendezvous, and lives
+    second = agent(tmp_path, 0, 0, *how, pause=6.0)
+    wait_until(lambda: ranks_in_turn(tmp_path) == [2], first)
+    lose(second)
+    wait_until(lambda: ranks_in_turn(tmp_path) == [2, 1], first)
+    third = agent(tmp_path, 0, 0, *how, pause=6.0)
     ended(first)
     ended(third)
-    notes = noted(tmp_path)
-    check(notes)
-    assert ranks_in_turn(notes) == [2, 1, 2]
+    check(noted(tmp_path))
+    assert ranks_in_turn(tmp_path) == [2, 1, 2]
 
 
-def wait_for_step(folder: Path, turns: list[int]) -> None:
+def wait_until(happens: Callable[[], bool], launched: subprocess.Popen[str]) -> None:
     end = time.monotonic() + PATIENCE
-    while ranks_in_turn(notes := noted_so_far(folder)) != turns:
-        assert time.monotonic() < end, notes
+    while not happens():
+        assert launched.poll() is None and time.monotonic() < end, ended(launched)
         time.sleep(0.05)
 
 
-def ranks_in_turn(notes: list[dict[str, Any]]) -> list[int]:
+def listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def ranks_in_turn(folder: Path) -> list[int]:
     """The number of ranks that steps were made on, wherever it changes."""
+    notes = noted(folder) if (folder / "losses").exists() else []
     return [ranks for ranks, _ in itertools.groupby(note["ranks"] for note in notes if note["what"] == "step")]
-
-
-def noted_so_far(folder: Path) -> list[dict[str, Any]]:
-    return noted(folder) if (folder / "losses").exists() else []

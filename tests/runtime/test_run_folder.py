@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import autopar
 from tests.support.ranks import run_ranks
 from tests.support.runs import Run
 
@@ -167,3 +168,38 @@ def test_the_end_of_a_process_waits_for_its_save(tmp_path: Path) -> None:
     for how, text in said.items():
         assert (tmp_path / how / "latest").read_text().startswith("step-00000002")
         assert ("autopar: save: rank 0 could not write step-00000003: OSError" in text) == (how == "full")
+
+
+def without_a_checkpoint(folder: str) -> list[Any]:
+    """What load says where a run has no checkpoint yet, or a damaged one."""
+    run, base = Run({"dp": 2}, zero=1), Path(folder)
+    before = run.model.full_state_dict()
+
+    def loaded(name: str) -> Any:
+        try:
+            return autopar.load(base / name, run.model, run.optimizer, missing_ok=True).step
+        except ValueError as error:
+            return str(error)
+
+    if dist.get_rank() == 0:
+        (base / "empty").mkdir()
+        (base / "begun" / ".saving-step-00000001").mkdir(parents=True)
+        (base / "a file").touch()
+    dist.barrier()
+    found = [loaded(name) for name in ("absent", "empty", "begun", "a file")]
+    after = run.model.full_state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    run.step()
+    run.save(str(base / "begun"))
+    found.append(loaded("begun"))
+    if dist.get_rank() == 0:
+        (base / "begun" / "step-00000001" / "checkpoint.json").write_text("{")
+    dist.barrier()
+    return [*found, loaded("begun")]
+
+
+def test_a_run_may_have_no_checkpoint_yet(tmp_path: Path) -> None:
+    for *found, file, saved, damaged in run_ranks(2, without_a_checkpoint, str(tmp_path)):
+        assert found == [0, 0, 0] and saved == 1
+        assert "needs a folder that autopar.save has written, found no folder" in file
+        assert "checkpoint.json cannot be read" in damaged

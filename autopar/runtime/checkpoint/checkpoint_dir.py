@@ -196,6 +196,13 @@ def _is_complete(checkpoint: Path) -> bool:
     )
 
 
+def holds_checkpoints(folder: Path) -> bool:
+    """Whether a path is a checkpoint, or a folder with some, also damaged ones; or anything else but a folder."""
+    if not folder.is_dir():
+        return os.path.lexists(folder)
+    return (folder / MANIFEST).exists() or any(_NAME.fullmatch(p.name) and _is_complete(p) for p in folder.iterdir())
+
+
 def checkpoint_at(folder: Path) -> tuple[Path, str]:
     """(the folder if it is a checkpoint, else its latest one; a warning or ""). Raises ValueError if there is none."""
     if (folder / MANIFEST).is_file():

@@ -29,6 +29,7 @@ from autopar.runtime.checkpoint.checkpoint_dir import (
     MANIFEST,
     SavedStep,
     checkpoint_at,
+    holds_checkpoints,
     newest_in,
     read_manifest,
 )
@@ -54,7 +55,8 @@ _MOST_SHOWN = 8
 @dataclass(frozen=True)
 class Loaded:
     """The result of `load`: the path of the checkpoint, its step, and the values saved as ``extra``. ``plan`` and
-    ``mesh`` (its axes) are those of the run that saved it."""
+    ``mesh`` (its axes) are those of the run that saved it. Of a run without a checkpoint: its folder, step 0, and
+    nothing else."""
 
     folder: Path
     step: int
@@ -70,6 +72,7 @@ def load(
     *,
     scheduler: Any = (),
     extra: Mapping[str, Any] | None = None,
+    missing_ok: bool = False,
 ) -> Loaded:
     """Load a checkpoint of `autopar.save`. ``folder``: a checkpoint, or the folder of a run, of which the latest
     checkpoint is loaded. Collective.
@@ -81,6 +84,7 @@ def load(
         optimizer, scheduler: as they were saved, in the same order; they need not have made a step. If they are left
             out, their states are not loaded.
         extra: objects with ``load_state_dict``, such as data loaders, by the names under which they were saved.
+        missing_ok: whether a run may have no checkpoint yet; then nothing is changed, and the step is 0.
 
     Raises ValueError, on all ranks and before anything is changed, if there is no checkpoint, or it is damaged, of a
     newer format or of another model. Raises CheckpointError if reading fails or a checksum differs, also before
@@ -93,12 +97,15 @@ def load(
         path, held = Path(os.path.abspath(a_path("folder", folder))), model.held()
         groups = held.groups
         given = {"optimizers": list(map(class_of, optimizers)), "schedulers": len(schedulers)}
-        given |= {"folder": str(path), "extra": sorted(map(str, extra or {}))}
+        given |= {"folder": str(path), "extra": sorted(map(str, extra or {})), "missing_ok": bool(missing_ok)}
         agree_on_arguments(groups, "load", given, owed=held.owed)
         wait_for_save()
         host_copies_arrived()
         newest: list[SavedStep | None] = []  # on rank 0 only, which needs it to save
-        checkpoint = Path(on_first_rank(groups, "load", functools.partial(_chosen, path, newest)))
+        chosen = on_first_rank(groups, "load", functools.partial(_chosen, path, newest, missing_ok))
+        if not chosen:
+            return Loaded(path, 0, {}, {}, {})
+        checkpoint = Path(chosen)
         make = functools.partial(_Loading, checkpoint, held, optimizers, schedulers, extra or {})
         loading = raise_on_all_ranks(groups, "load", make)
         raise_on_all_ranks(groups, "load", loading.read)
@@ -120,7 +127,10 @@ def load(
     return Loaded(checkpoint, counts["step"], loading.extra, *loading.of_run)
 
 
-def _chosen(folder: Path, newest: list[SavedStep | None]) -> str:
+def _chosen(folder: Path, newest: list[SavedStep | None], missing_ok: bool) -> str:
+    """The path of the checkpoint to load; "" if there may be none and is none."""
+    if missing_ok and not holds_checkpoints(folder):
+        return ""
     with contextlib.suppress(OSError):  # raised for a folder that this run cannot save into either
         newest.append(newest_in(folder.parent if (folder / MANIFEST).is_file() else folder))
     found, warning = checkpoint_at(folder)
