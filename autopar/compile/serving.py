@@ -46,6 +46,7 @@ from autopar.ir.meta import input_specs, signature_of
 from autopar.ir.placement import Shard
 from autopar.ops.traits import COLLECTIVES
 from autopar.options import Options
+from autopar.passes.autodiff.routed_sizes import routed_sizes
 from autopar.passes.pipelines import PLACEMENT_PASSES, STEP_PASSES
 from autopar.passes.stage.cut_experts import CutLayer, cut_experts
 from autopar.passes.stage.cut_mlps import cut_mlps
@@ -120,10 +121,17 @@ def compile_packed(
     parameters = parameter_specs(gm, plan)
     samples = [TokenSlice(s.length, s.start, total, tokens) for s in samples_of(total)]
     contexts = [ctx.of_slice(s, s is samples[0]) for s in samples]
-    # Placements do not depend on the sizes, so they are found and checked once.
+    # Placements do not depend on the sizes, but for blocks of tokens, so they are found and checked once.
     with of_requests():
         placed = PassManager(PLACEMENT_PASSES[:-1]).run(copy_graph(gm), contexts[0], facts=("functional",))
-    made = [_local(copy_graph(placed), c, split_kv, gathers_ahead, c is contexts[0]) for c in contexts]
+    if _has_blocks_of_tokens(placed, mesh):
+        rest = [PassManager(PLACEMENT_PASSES[:-1]).run(copy_graph(gm), c, facts=("functional",)) for c in contexts[1:]]
+    else:
+        rest = [copy_graph(placed) for _ in contexts[1:]]
+    made = [
+        _local(g, c, split_kv, gathers_ahead, c is contexts[0])
+        for g, c in zip([placed, *rest], contexts, strict=True)
+    ]  # fmt: skip
     first, vocabulary_axes = made[0][0], made[0][2]
     if not first.layers:
         raise ValueError(
@@ -265,9 +273,22 @@ def _local(
     parts = split_packed(packed.main, where, len(cuts) + 1)
     for i, one in enumerate(parts):
         with ctx.within(f"part{i}." if len(parts) > 1 else ""):
-            graph = promise(forward_only(one.graph))
-            one.graph = PassManager(STEP_PASSES).run(graph, ctx, facts=("step",))
+            graph = forward_only(one.graph)
+            routed_sizes(graph)
+            one.graph = PassManager(STEP_PASSES).run(promise(graph), ctx, facts=("step",))
     return packed, parts, axes
+
+
+def _has_blocks_of_tokens(gm: GraphModule, mesh: Mesh) -> bool:
+    """Whether a dim of tokens is sharded in blocks, whose sizes are numbers of tokens: rows [B * T] over two axes."""
+    others = [axis for axis in mesh.cut_order if axis != AXIS]
+    for node in gm.graph.nodes:
+        tokens = placement(node, AXIS) if isinstance(node.meta.get("val"), Tensor) else None
+        for axis in others if isinstance(tokens, Shard) else ():
+            where = placement(node, axis)
+            if isinstance(where, Shard) and where.dim == tokens.dim and where.blocks:
+                return True
+    return False
 
 
 def _vocabulary_axes(gm: GraphModule, mesh: Mesh) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from autopar.compile.serving import compile_packed
 from autopar.ir.graph import ancestors, calls_of, placeholders, shape
@@ -203,6 +203,19 @@ def test_rows_are_selected_behind_exchanges_with_other_replicas(dispatcher: str)
     chosen = {n for n in calls_of(gm.graph, SELECT) if str(n.args[2]) == "last"}
     exchanges = calls_of(gm.graph, *COLLECTIVES)
     assert chosen and exchanges and not chosen & ancestors(exchanges)
+
+
+MANY = ({"dp": 2, "ep": 2}, Options()), (
+    {"ep": 4}, Options(token_dispatcher="hierarchical", topology="ep%2=switch")
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "options"), MANY, ids=["two axes of rows", "two levels of copies"])
+def test_no_number_of_tokens_is_left(sizes: dict[str, int], options: Options) -> None:
+    gm = main(tiny("mixtral"), "input_ids", options=options, **sizes)
+    independent_of_length(gm)
+    known = [n.args[3] for n in calls_of(gm.graph, torch.ops.autopar.add_copies.default)]
+    assert all(isinstance(tokens, Node) for tokens in known)
 
 
 class Triangle(Causal):
