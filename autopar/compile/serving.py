@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 
 from autopar.adapters.fx.lazy import lazy_code
 from autopar.capture.front_end import capture
+from autopar.capture.reads.compared_sizes import SizeLog
 from autopar.capture.trace.frame_stack import with_large_stack
 from autopar.capture.trace.gc_pause import paused_collector
 from autopar.compile.any_length import check_any_length, short_of
@@ -29,6 +30,7 @@ from autopar.compile.model import keep_outputs
 from autopar.compile.one_token import check_one_token
 from autopar.compile.parameters import normalized
 from autopar.compile.stages import place
+from autopar.compile.ways_by_length import check_other_ways
 from autopar.ir.flow import flow_of
 from autopar.ir.graph import (
     arguments,
@@ -109,10 +111,17 @@ def compile_packed(
             "dp, ep or pp"
         )
     ctx = Compilation(mesh, observers=list(observers), timings=timings)
-    how = (lift_to_float64, options)
-    gm = timed(timings, "capture", lambda: captured(model, batch, *how))
+    total, logs = batch[tokens].shape[1], dict[int, SizeLog]()
+
+    def first(count: int) -> GraphModule:
+        """The graph of the first tokens."""
+        logs[count] = SizeLog()
+        given = {**batch, tokens: batch[tokens][:, :count]} if count < total else batch
+        return timed(timings, "capture", lambda: captured(model, given, lift_to_float64, options, logs[count]))
+
+    gm = first(total)
     ctx.observe("capture", gm)
-    as_captured, total = copy_graph(gm), batch[tokens].shape[1]
+    as_captured = copy_graph(gm)
     gm = served_graph(gm, ctx, buffers or {}, total)
     if apart:
         CUTS[apart](gm)
@@ -132,8 +141,8 @@ def compile_packed(
         _local(g, c, split_kv, gathers_ahead, c is contexts[0])
         for g, c in zip([placed, *rest], contexts, strict=True)
     ]  # fmt: skip
-    first, vocabulary_axes = made[0][0], made[0][2]
-    if not first.layers:
+    packed, vocabulary_axes = made[0][0], made[0][2]
+    if not packed.layers:
         raise ValueError(
             f"serve: needs causal attention, found none in {type(model).__name__}; generate with the model itself"
         )
@@ -142,21 +151,23 @@ def compile_packed(
     for stage, rank in zip(stages, _ranks(plan), strict=True):
         stage.rank = rank
     # Last, since a refusal of an operator says more.
-    fewer = {**batch, tokens: batch[tokens][:, : short_of(total)]}
-    shorter = timed(timings, "capture", lambda: captured(model, fewer, *how))
-    timed(
-        timings, "lengths",
-        lambda: check_any_length(as_captured, shorter, total, short_of(total), tokens, buffers or {}),
-    )  # fmt: skip
-    single = timed(timings, "capture", lambda: captured(model, {**batch, tokens: batch[tokens][:, :1]}, *how))
-    few, one = (
-        served_graph(x, Compilation(mesh), buffers or {}, n) for x, n in ((shorter, short_of(total)), (single, 1))
-    )
-    timed(timings, "lengths", lambda: check_one_token(few, one, total, tokens, buffers or {}))
+    short, values = short_of(total), buffers or {}
+
+    def check(count: int) -> GraphModule:
+        shorter = first(count)
+        timed(
+            timings, "lengths", lambda: check_any_length(as_captured, shorter, total, count, tokens, values)
+        )
+        return shorter
+
+    several, single = check(short), first(1)
+    few, one = (served_graph(x, Compilation(mesh), values, n) for x, n in ((several, short), (single, 1)))
+    timed(timings, "lengths", lambda: check_one_token(few, one, total, tokens, values))
+    check_other_ways(logs, check, total)
     return Packed(
         signature_of(gm), plan, stages, parameters, tokens,
         max_length=total,
-        windows=first.windows,
+        windows=packed.windows,
         vocabulary=shape(outputs(gm)[0])[-1],
         vocabulary_axes=vocabulary_axes,
         equal_sizes=_equal_sizes([parts for _, parts, _ in made]),
@@ -181,11 +192,16 @@ def of_requests() -> Iterator[None]:
         ) from error
 
 
-def captured(model: nn.Module, batch: Mapping[str, Any], lift_to_float64: bool, options: Options) -> GraphModule:
-    """The graph of a forward without gradients, as captured."""
-    return capture(
-        model, batch, train=False, grad_mode="no_grad", lift_to_float64=lift_to_float64, precision=options.precision
-    )
+def captured(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    lift_to_float64: bool,
+    options: Options,
+    sizes: SizeLog | None = None,
+) -> GraphModule:
+    """The graph of a forward without gradients, as captured; ``sizes`` notes what it decides by sizes."""
+    how: dict[str, Any] = {"lift_to_float64": lift_to_float64, "precision": options.precision, "sizes": sizes}
+    return capture(model, batch, train=False, grad_mode="no_grad", **how)
 
 
 def served_graph(gm: GraphModule, ctx: Compilation, buffers: Mapping[str, Tensor], total: int) -> GraphModule:
