@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar import ops as ops  # registers the operators that adapters put into models
@@ -36,6 +37,7 @@ from autopar.capture.module_state.assigned import BufferWatch
 from autopar.capture.module_state.leftovers import Leftovers, nothing_left
 from autopar.capture.module_state.module_changes import changes_as_values
 from autopar.capture.module_state.repeated import found_again
+from autopar.capture.reads.compared_sizes import SizeLog
 from autopar.capture.side_effects.eager_answers import eager_types, noticed_grad_mode
 from autopar.capture.side_effects.external_calls import seen_files
 from autopar.capture.side_effects.function_watch import FunctionWatch
@@ -211,6 +213,7 @@ def capture(
     grad_mode: str = "grad",
     memo: bool = True,
     trial: bool = False,
+    sizes: SizeLog | None = None,
 ) -> GraphModule:
     """The global graph of ``model(**batch)``.
 
@@ -224,6 +227,7 @@ def capture(
     precision: dtypes to compute in. Parameters have them in the graph; ``meta["stored_dtypes"]`` has their own.
     grad_mode: grad mode that the forward sees: "grad", "no_grad", "inference".
     memo: trace identical layers once (`autopar.capture.layer_dedup.layer_dedup`); the graph is the same without.
+    sizes: notes what the forward decides by sizes of tensors.
     trial: the graph is for a plan, not for a step, so Python values that the forward has cached are removed again;
         ``meta["kept"]`` says whether there were any.
 
@@ -232,7 +236,7 @@ def capture(
     how = (train, lift_to_float64, autocast, precision or Precision(), grad_mode)
     for blocks in (True, False) if memo else (False,):
         with contextlib.suppress(TraceAnew), nothing_left(trial) as left:
-            gm = _captured(model, batch, *how, blocks, left)
+            gm = _captured(model, batch, *how, blocks, left, sizes)
             break
     gm.meta["kept"] = left.taken_back
     return gm
@@ -264,6 +268,7 @@ def _captured(
     grad_mode: str,
     memo: bool,
     left: Leftovers,
+    sizes: SizeLog | None,
 ) -> GraphModule:
     adapter, mode = adapter_for(model), new_mode()
     replica, arguments = _prepared(model, batch, train, precision, mode)
@@ -274,8 +279,11 @@ def _captured(
     with contextlib.ExitStack() as stack:
         if adapter is not None:
             stack.enter_context(adapter.context(batch))
+        if sizes is not None:
+            sizes.events.clear()  # of a capture that is repeated
+            stack.enter_context(_forward_within(replica, sizes))
         if lift_to_float64:
-            stack.enter_context(_lifted_forward(replica))
+            stack.enter_context(_forward_within(replica, LiftFloat32()))
         if constants:
             stack.enter_context(_given(replica, constants))
         stack.enter_context(sets_in_order(replica))
@@ -320,20 +328,27 @@ def _captured(
 
 
 @contextlib.contextmanager
-def _lifted_forward(replica: nn.Module) -> Iterator[None]:
-    """Context manager: `LiftFloat32` within the forward, but not within torch.export's own code around it."""
+def _forward_within(replica: nn.Module, mode: TorchFunctionMode) -> Iterator[None]:
+    """Context manager: a mode within the forward, but not within torch.export's own code around it."""
     forward = replica.forward
+    number = id(mode)  # what the forward refers to counts as state of the module
+    _MODES[number] = mode
 
     @functools.wraps(forward)
-    def lifted(*args: Any, **kwargs: Any) -> Any:
-        with LiftFloat32():
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with _MODES[number]:
             return forward(*args, **kwargs)
 
-    replica.forward = lifted
+    own = "forward" in vars(replica)
+    replica.forward = within
     try:
         yield
     finally:
-        del replica.forward
+        del _MODES[number]
+        if own:
+            replica.forward = forward
+        else:
+            del replica.forward
 
 
 @contextlib.contextmanager
@@ -455,6 +470,7 @@ def _drop_unused(program: ExportedProgram, inputs: list[InputSpec]) -> tuple[Inp
     return tuple(spec for spec in inputs if spec.node in left)
 
 
+_MODES: dict[int, TorchFunctionMode] = {}  # around forwards that are being captured
 # Replacements of functions for which torch.export has no decomposition with static shapes, or that read values.
 _INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.nn.functional.ctc_loss: functional_ctc_loss,

@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 
 from autopar.adapters.fx.lazy import lazy_code
 from autopar.capture.front_end import capture
+from autopar.capture.reads.compared_sizes import SizeLog
 from autopar.capture.trace.frame_stack import with_large_stack
 from autopar.capture.trace.gc_pause import paused_collector
 from autopar.compile.any_length import check_any_length, short_of
@@ -29,6 +30,7 @@ from autopar.compile.model import keep_outputs
 from autopar.compile.one_token import check_one_token
 from autopar.compile.parameters import normalized
 from autopar.compile.stages import place
+from autopar.compile.ways_by_length import check_other_ways
 from autopar.ir.flow import flow_of
 from autopar.ir.graph import (
     arguments,
@@ -46,6 +48,7 @@ from autopar.ir.meta import input_specs, signature_of
 from autopar.ir.placement import Shard
 from autopar.ops.traits import COLLECTIVES
 from autopar.options import Options
+from autopar.passes.autodiff.routed_sizes import routed_sizes
 from autopar.passes.pipelines import PLACEMENT_PASSES, STEP_PASSES
 from autopar.passes.stage.cut_experts import CutLayer, cut_experts
 from autopar.passes.stage.cut_mlps import cut_mlps
@@ -108,10 +111,17 @@ def compile_packed(
             "dp, ep or pp"
         )
     ctx = Compilation(mesh, observers=list(observers), timings=timings)
-    how = (lift_to_float64, options)
-    gm = timed(timings, "capture", lambda: captured(model, batch, *how))
+    total, logs = batch[tokens].shape[1], dict[int, SizeLog]()
+
+    def first(count: int) -> GraphModule:
+        """The graph of the first tokens."""
+        logs[count] = SizeLog()
+        given = {**batch, tokens: batch[tokens][:, :count]} if count < total else batch
+        return timed(timings, "capture", lambda: captured(model, given, lift_to_float64, options, logs[count]))
+
+    gm = first(total)
     ctx.observe("capture", gm)
-    as_captured, total = copy_graph(gm), batch[tokens].shape[1]
+    as_captured = copy_graph(gm)
     gm = served_graph(gm, ctx, buffers or {}, total)
     if apart:
         CUTS[apart](gm)
@@ -120,12 +130,19 @@ def compile_packed(
     parameters = parameter_specs(gm, plan)
     samples = [TokenSlice(s.length, s.start, total, tokens) for s in samples_of(total)]
     contexts = [ctx.of_slice(s, s is samples[0]) for s in samples]
-    # Placements do not depend on the sizes, so they are found and checked once.
+    # Placements do not depend on the sizes, but for blocks of tokens, so they are found and checked once.
     with of_requests():
         placed = PassManager(PLACEMENT_PASSES[:-1]).run(copy_graph(gm), contexts[0], facts=("functional",))
-    made = [_local(copy_graph(placed), c, split_kv, gathers_ahead, c is contexts[0]) for c in contexts]
-    first, vocabulary_axes = made[0][0], made[0][2]
-    if not first.layers:
+    if _has_blocks_of_tokens(placed, mesh):
+        rest = [PassManager(PLACEMENT_PASSES[:-1]).run(copy_graph(gm), c, facts=("functional",)) for c in contexts[1:]]
+    else:
+        rest = [copy_graph(placed) for _ in contexts[1:]]
+    made = [
+        _local(g, c, split_kv, gathers_ahead, c is contexts[0])
+        for g, c in zip([placed, *rest], contexts, strict=True)
+    ]  # fmt: skip
+    packed, vocabulary_axes = made[0][0], made[0][2]
+    if not packed.layers:
         raise ValueError(
             f"serve: needs causal attention, found none in {type(model).__name__}; generate with the model itself"
         )
@@ -134,21 +151,23 @@ def compile_packed(
     for stage, rank in zip(stages, _ranks(plan), strict=True):
         stage.rank = rank
     # Last, since a refusal of an operator says more.
-    fewer = {**batch, tokens: batch[tokens][:, : short_of(total)]}
-    shorter = timed(timings, "capture", lambda: captured(model, fewer, *how))
-    timed(
-        timings, "lengths",
-        lambda: check_any_length(as_captured, shorter, total, short_of(total), tokens, buffers or {}),
-    )  # fmt: skip
-    single = timed(timings, "capture", lambda: captured(model, {**batch, tokens: batch[tokens][:, :1]}, *how))
-    few, one = (
-        served_graph(x, Compilation(mesh), buffers or {}, n) for x, n in ((shorter, short_of(total)), (single, 1))
-    )
-    timed(timings, "lengths", lambda: check_one_token(few, one, total, tokens, buffers or {}))
+    short, values = short_of(total), buffers or {}
+
+    def check(count: int) -> GraphModule:
+        shorter = first(count)
+        timed(
+            timings, "lengths", lambda: check_any_length(as_captured, shorter, total, count, tokens, values)
+        )
+        return shorter
+
+    several, single = check(short), first(1)
+    few, one = (served_graph(x, Compilation(mesh), values, n) for x, n in ((several, short), (single, 1)))
+    timed(timings, "lengths", lambda: check_one_token(few, one, total, tokens, values))
+    check_other_ways(logs, check, total)
     return Packed(
         signature_of(gm), plan, stages, parameters, tokens,
         max_length=total,
-        windows=first.windows,
+        windows=packed.windows,
         vocabulary=shape(outputs(gm)[0])[-1],
         vocabulary_axes=vocabulary_axes,
         equal_sizes=_equal_sizes([parts for _, parts, _ in made]),
@@ -173,11 +192,16 @@ def of_requests() -> Iterator[None]:
         ) from error
 
 
-def captured(model: nn.Module, batch: Mapping[str, Any], lift_to_float64: bool, options: Options) -> GraphModule:
-    """The graph of a forward without gradients, as captured."""
-    return capture(
-        model, batch, train=False, grad_mode="no_grad", lift_to_float64=lift_to_float64, precision=options.precision
-    )
+def captured(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    lift_to_float64: bool,
+    options: Options,
+    sizes: SizeLog | None = None,
+) -> GraphModule:
+    """The graph of a forward without gradients, as captured; ``sizes`` notes what it decides by sizes."""
+    how: dict[str, Any] = {"lift_to_float64": lift_to_float64, "precision": options.precision, "sizes": sizes}
+    return capture(model, batch, train=False, grad_mode="no_grad", **how)
 
 
 def served_graph(gm: GraphModule, ctx: Compilation, buffers: Mapping[str, Tensor], total: int) -> GraphModule:
@@ -265,9 +289,22 @@ def _local(
     parts = split_packed(packed.main, where, len(cuts) + 1)
     for i, one in enumerate(parts):
         with ctx.within(f"part{i}." if len(parts) > 1 else ""):
-            graph = promise(forward_only(one.graph))
-            one.graph = PassManager(STEP_PASSES).run(graph, ctx, facts=("step",))
+            graph = forward_only(one.graph)
+            routed_sizes(graph)
+            one.graph = PassManager(STEP_PASSES).run(promise(graph), ctx, facts=("step",))
     return packed, parts, axes
+
+
+def _has_blocks_of_tokens(gm: GraphModule, mesh: Mesh) -> bool:
+    """Whether a dim of tokens is sharded in blocks, whose sizes are numbers of tokens: rows [B * T] over two axes."""
+    others = [axis for axis in mesh.cut_order if axis != AXIS]
+    for node in gm.graph.nodes:
+        tokens = placement(node, AXIS) if isinstance(node.meta.get("val"), Tensor) else None
+        for axis in others if isinstance(tokens, Shard) else ():
+            where = placement(node, axis)
+            if isinstance(where, Shard) and where.dim == tokens.dim and where.blocks:
+                return True
+    return False
 
 
 def _vocabulary_axes(gm: GraphModule, mesh: Mesh) -> tuple[str, ...]:

@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from autopar.compile.serving import compile_packed
-from autopar.ir.graph import calls_of, placeholders, shape
+from autopar.ir.graph import ancestors, calls_of, placeholders, shape
 from autopar.ir.mesh import Mesh
+from autopar.ops.traits import COLLECTIVES
+from autopar.options import Options
 from autopar.report.graph_text import format_graph
 from autopar.steps.packed import Packed
 from tests.serving.served import tiny
@@ -65,16 +67,19 @@ class Seen:
         self.graphs[name] = format_graph(gm)
 
 
-def packed(model: nn.Module, tokens: str = "tokens", observers: Any = (), **sizes: int) -> Packed:
+def packed(
+    model: nn.Module, tokens: str = "tokens", observers: Any = (), options: Options | None = None, **sizes: int
+) -> Packed:
     mesh = Mesh.of(**(sizes or {"dp": 1}))
     ids = torch.zeros(mesh.data_size, S, dtype=torch.int64)
     masks = {name: b for name, b in model.named_buffers() if b.dtype == torch.bool}
     model = model.requires_grad_(False)
-    return compile_packed(model, {tokens: ids}, tokens, mesh, buffers=masks, observers=observers, lift_to_float64=True)
+    how: dict[str, Any] = {"buffers": masks, "observers": observers, "lift_to_float64": True}
+    return compile_packed(model, {tokens: ids}, tokens, mesh, options, **how)
 
 
-def main(model: nn.Module, *args: Any, **sizes: int) -> GraphModule:
-    (stage,) = packed(model, *args, **sizes).stages
+def main(model: nn.Module, *args: Any, **how: Any) -> GraphModule:
+    (stage,) = packed(model, *args, **how).stages
     return stage.graph.graph
 
 
@@ -189,6 +194,28 @@ def test_rows_are_not_selected_through_routing(kind: str) -> None:
     independent_of_length(gm)
     attention = calls_of(gm.graph, CACHED)[-1]
     assert selected(gm) and attention.name not in selected(gm)
+
+
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall", "alltoall_dedup"])
+def test_rows_are_selected_behind_exchanges_with_other_replicas(dispatcher: str) -> None:
+    """Which have other requests, so other rows ``last``."""
+    gm = main(tiny("mixtral"), "input_ids", options=Options(token_dispatcher=dispatcher), ep=2)
+    chosen = {n for n in calls_of(gm.graph, SELECT) if str(n.args[2]) == "last"}
+    exchanges = calls_of(gm.graph, *COLLECTIVES)
+    assert chosen and exchanges and not chosen & ancestors(exchanges)
+
+
+MANY = ({"dp": 2, "ep": 2}, Options()), (
+    {"ep": 4}, Options(token_dispatcher="hierarchical", topology="ep%2=switch")
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "options"), MANY, ids=["two axes of rows", "two levels of copies"])
+def test_no_number_of_tokens_is_left(sizes: dict[str, int], options: Options) -> None:
+    gm = main(tiny("mixtral"), "input_ids", options=options, **sizes)
+    independent_of_length(gm)
+    known = [n.args[3] for n in calls_of(gm.graph, torch.ops.autopar.add_copies.default)]
+    assert all(isinstance(tokens, Node) for tokens in known)
 
 
 class Triangle(Causal):

@@ -51,7 +51,7 @@ REFUSED = {
     **dict.fromkeys(
         ("camembert", "data2vec-text", "roberta-prelayernorm", "roberta", "xlm-roberta-xl", "xlm-roberta"), COUNTED
     ),
-    "deepseek_v4": r"aten\.slice\.Tensor .* compressor",
+    "deepseek_v4": r"aten\.slice\.Tensor .*compressor",
     "minimax": r"aten\.matmul\.default",
     "xlm": r"aten\.lt\.Tensor",
     "cpmant": "in cpmant needs all tokens",

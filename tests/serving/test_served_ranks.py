@@ -34,13 +34,16 @@ SOME = [
     ("llama", {"tp": 2}, {}),
     ("gemma3", {"pp": 2}, {}),
     ("gpt_oss", {"ep": 2}, {}),
+    ("mixtral", {"ep": 2}, {"token_dispatcher": "allgather"}),
     ("mixtral", {"dp": 2, "tp": 2}, {}),
     ("deepseek_v3", {"dp": 2}, {"zero": 3}),
 ]
+DISPATCHERS = [({"ep": 2}, {"token_dispatcher": name}) for name in TOKEN_DISPATCHERS if name != "hierarchical"]
 DENSE, EXPERTS = ("llama", "gpt2", "qwen3", "gemma3"), ("gpt_oss", "mixtral", "deepseek_v3")
 ALL = [
     *((kind, sizes, {}) for kind in (*DENSE, *EXPERTS) for sizes in ({"tp": 2}, {"pp": 2})),
-    *((kind, {"ep": 2}, {"token_dispatcher": name}) for kind in EXPERTS for name in TOKEN_DISPATCHERS),
+    *((kind, *how) for kind in EXPERTS for how in DISPATCHERS),
+    *((kind, {"ep": 4}, {"token_dispatcher": "hierarchical", "topology": "ep%2=switch"}) for kind in EXPERTS),
     *((kind, {"dp": 2}, {"zero": 3}) for kind in (*DENSE, *EXPERTS)),
     *((kind, {"tp": 2, "ep": 2}, {}) for kind in EXPERTS),
     *((kind, {"pp": 2}, options) for kind in ("llama", "mixtral") for options in (

@@ -45,9 +45,9 @@ from autopar.ir.graph import (
     run_fake,
     tensor_operands,
 )
-from autopar.ir.mesh import TokenSlice
+from autopar.ir.mesh import DATA, TokenSlice
 from autopar.ir.meta import ORIGIN, TYPES, inherit, signature_of
-from autopar.ir.placement import Partial, Shard, parse_placement
+from autopar.ir.placement import Partial, Shard, conversion, parse_placement
 from autopar.ops.token_dispatch import combine_tokens
 from autopar.ops.traits import ASKS
 from autopar.passes.canonicalize.constant_masks import constant
@@ -362,7 +362,7 @@ class _Packer:
         for node in reversed(list(self.gm.graph.nodes)):
             leads = node is logits or (node.users and all(u in late for u in node.users))
             leads = leads and _token_dim(node) is not None
-            alone = node.op == "call_function" and node.target not in _STOPS and not _routes(node)
+            alone = node.op == "call_function" and node.target not in _STOPS and not _asks_others(node)
             if leads and alone and node not in whole and all(map(self._one_each, (node, *tensor_operands(node)))):
                 late[node] = None
         small: dict[Node, Any] = {}
@@ -397,8 +397,12 @@ class _Packer:
             return val.new_empty([self.part.start if d == dim else n for d, n in enumerate(val.shape)])
 
 
-def _routes(node: Node) -> bool:
-    """Whether other ranks are asked for tokens of their experts."""
+def _asks_others(node: Node) -> bool:
+    """Whether other ranks have to do with the tokens: those of their experts, and those with other requests, whose rows
+    ``last`` are others."""
+    if is_conversion(node):
+        axis, src, dst = conversion_of(node)
+        return bool({*axis.split(",")} & {*DATA}) and conversion(src, dst) not in ("none", "slice")
     return node.target in ASKS and arguments(node)["expert"] is not None
 
 
