@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.chips import CHIPS, Chip
+from autopar.cost.topology import Topology
 from autopar.spelling import did_you_mean
 from autopar.values import byte_rate, parse, whole_number
 
@@ -90,6 +91,11 @@ class AxisLinks:
         if kind not in _ROUNDS:  # to a neighbour, the slowest of which counts
             return sent / (self.near if self.nodes == 1 else min(self.near, self.far)) + calls * self._hop
         return sent / self.bandwidth + calls * (START + self._delay(kind))
+
+    @property
+    def topology(self) -> Topology:
+        """The same as links of one kind, for messages between neighbours: those of the slowest."""
+        return Topology(bandwidth=self.near if self.nodes == 1 else min(self.near, self.far))
 
     @property
     def _hop(self) -> float:

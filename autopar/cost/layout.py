@@ -139,11 +139,6 @@ class Layout:
         """Whether gradients are reduced once per step, as `Options.reduces_once`."""
         return ZERO_STAGES[self.zero].reduces_once if self.reduce_grads == "auto" else self.reduce_grads == "step"
 
-    def stride(self, axis: str) -> int:
-        """Distance in rank between neighbours on an axis."""
-        inner = OUTER_TO_INNER[OUTER_TO_INNER.index(axis) + 1 :]
-        return math.prod(getattr(self, a) for a in inner)
-
     def options(self, **others: Any) -> Options:
         """The options of `autopar.parallelize` for it, without those of axes that it lacks; ``others`` are added."""
         chosen: dict[str, Any] = {

@@ -20,9 +20,10 @@ import numpy as np
 
 from autopar.cost.cluster import AxisLinks, Cluster
 from autopar.cost.efficiency import Stack
+from autopar.cost.hardware import Device, Links
 from autopar.cost.layer_costs import LayerCosts, ModelCosts, Work
 from autopar.cost.layout import DATA_AXES, Layout, known_schedule
-from autopar.cost.topology import Topologies
+from autopar.cost.topology import NamedLinks, Topologies
 from autopar.schedule.request import SCHEDULES
 
 OPTIMIZER_BYTES = 30  # read and written per element: AdamW in mixed precision
@@ -99,37 +100,6 @@ class _Pass:
         )
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What a stack reaches on a chip. kernel: of attention. float8: products in float8."""
-
-    cluster: Cluster
-    stack: Stack
-    kernel: str
-    float8: bool
-    topology: Topologies
-
-    @property
-    def products(self) -> float:
-        """Operations per second."""
-        chip, stack = self.cluster.chip, self.stack
-        return chip.float8 * stack.products * stack.float8 if self.float8 else chip.flops * stack.products
-
-    def attention(self, backward: bool) -> float:
-        """Operations per second."""
-        shares = self.stack.attention_backward if backward else self.stack.attention
-        return self.cluster.chip.flops * shares[self.kernel]
-
-    @property
-    def memory(self) -> float:
-        """Bytes per second."""
-        return self.cluster.chip.memory * self.stack.memory
-
-    def links(self, size: int, stride: int) -> AxisLinks:
-        """Links of an axis, at what the stack reaches."""
-        return self.cluster.links(size, stride).scaled(self.stack.inside, self.stack.network)
-
-
 def price(
     layout: Layout,
     costs: ModelCosts,
@@ -148,8 +118,9 @@ def price(
     if reason := _refusal(layout, costs, cluster, stack, kernel, compute):
         return Price.of_refusal(reason)
     stack = stack.with_kernel(kernel)
-    rates = Rates(cluster.with_ranks(layout.ranks), stack, kernel, compute == "fp8", Topologies.parse(topology))
-    return _Pricing(layout, costs, rates).price()
+    cluster = cluster.with_ranks(layout.ranks)
+    device = Device(cluster.chip_name, cluster.chip, stack, kernel, compute == "fp8")
+    return _Pricing(layout, costs, device, Links(layout.mesh, cluster, stack, Topologies.parse(topology))).price()
 
 
 def _refusal(layout: Layout, costs: ModelCosts, cluster: Cluster, stack: Stack, kernel: str, compute: str) -> str:
@@ -168,9 +139,9 @@ def _refusal(layout: Layout, costs: ModelCosts, cluster: Cluster, stack: Stack, 
 
 
 class _Pricing:
-    def __init__(self, layout: Layout, costs: ModelCosts, rates: Rates) -> None:
-        self.layout, self.costs, self.rates = layout, costs, rates
-        self.stack = rates.stack
+    def __init__(self, layout: Layout, costs: ModelCosts, device: Device, links: Links) -> None:
+        self.layout, self.costs, self.device, self.links = layout, costs, device, links
+        self.stack = device.stack
         self.rows = float(layout.micro_batch)
         self.data_ranks = math.prod(getattr(layout, axis) for axis in DATA_AXES)
         self.expert_ranks = max(1, self.data_ranks // max(1, self._experts_on()))
@@ -191,23 +162,24 @@ class _Pricing:
         )
 
     def _pass(self, work: Work) -> _Pass:
-        rates, stack, rows = self.rates, self.stack, self.rows
+        device, stack, rows = self.device, self.stack, self.rows
         found = _Pass()
         count, padded, _, moved = work.of_products(rows)
         if len(count):
-            found.products = float(count @ np.maximum(padded / rates.products, moved / rates.memory))
+            found.products = float(count @ np.maximum(padded / device.products, moved / device.memory))
         extra = 0.0
         count, causal, full, scores, backward = work.of_attention(rows)
         if len(count):
-            plain = rates.kernel == "plain"
-            speed = np.where(backward > 0, rates.attention(True), rates.attention(False))
+            plain = device.kernel == "plain"
+            peak = device.chip.flops
+            speed = np.where(backward > 0, peak * device.attention_share(True), peak * device.attention_share(False))
             found.attention = float(count @ ((full if plain else causal) / speed))
             extra = float(count @ scores) * SCORE_BYTES if plain else 0.0
         bytes_moved = work.scalar("fused" if stack.fused else "moved", rows)
-        found.attention += extra / rates.memory
-        found.element_wise = bytes_moved / rates.memory
+        found.attention += extra / device.memory
+        found.element_wise = bytes_moved / device.memory
         launches = work.scalar("kernels", rows) + sum(float(values[0] @ (1.0, rows)) for values in work.sent.values())
-        if len(count) and rates.kernel == "plain":
+        if len(count) and device.kernel == "plain":
             launches += float(count @ np.where(backward > 0, PLAIN_KERNELS[1], PLAIN_KERNELS[0]))
         found.host = max(0.0, launches * stack.launch - found.computing)
         for (axis, kind), values in work.sent.items():
@@ -221,7 +193,7 @@ class _Pricing:
             size = self.rows * float(values[1][1])
             if size <= 0:
                 return
-        seconds = self._links(axis).seconds(kind, size, max(calls, 1.0)) if size > 0 else 0.0
+        seconds = self._axis(axis).seconds(kind, size, max(calls, 1.0)) if size > 0 else 0.0
         axis = name
         hidden = self.stack.hidden.get(axis, 0.0)
         beside = found.attention if axis == "cp" else found.computing
@@ -230,21 +202,12 @@ class _Pricing:
         found.exposed[axis] = found.exposed.get(axis, 0.0) + left
 
     @functools.lru_cache(maxsize=16)  # noqa: B019  (as short-lived as the object)
-    def _links(self, axis: str) -> AxisLinks:
-        name, level, count = re.fullmatch(r"(\w+)([%/]?)(\d*)", axis).groups()  # type: ignore[union-attr]
-        size, stride = int(getattr(self.layout, name)), self.layout.stride(name)
-        if level:  # "cp%4": four neighbours; "cp/4": every fourth rank
-            size, stride = (int(count), stride) if level == "%" else (size // int(count), stride * int(count))
-        found = self.rates.links(size, stride)
-        given = self.rates.topology.given(axis)
-        return found if given is None else AxisLinks(size, 1, given.bandwidth, given.bandwidth, 1.0)
+    def _axis(self, name: str) -> AxisLinks | NamedLinks:
+        return self.links.axis(name)
 
-    def _data_links(self, ranks: int) -> AxisLinks:
+    def _data_links(self, ranks: int) -> AxisLinks | NamedLinks:
         """Links of the ranks that sum gradients: they are neighbours at a distance of tp."""
-        given = self.rates.topology.given("dp")
-        if given is not None:
-            return AxisLinks(ranks, 1, given.bandwidth, given.bandwidth, 1.0)
-        return self.rates.links(ranks, self.layout.tp * (self.data_ranks // ranks))
+        return self.links.between("dp", ranks, self.layout.tp * (self.data_ranks // ranks))
 
     # --- a rank --------------------------------------------------------------------------------------------
 
@@ -309,11 +272,11 @@ class _Pricing:
             causes.append(Cause("jitter", "", jitter, jitter))
         seconds += jitter
         flops = TRAINED * self.costs.flops(self.rows) * m * layout.data_size * layout.tp * layout.cp
-        peak = self.rates.cluster.chip.flops * layout.ranks
+        peak = self.device.chip.flops * layout.ranks
         memory = tuple(self._memory(r, held[r], sizes[r]) for r in ranks)
         shown = tuple(c for c in causes if c.seconds > 0)
         return Price(
-            seconds, flops / (seconds * peak), flops, shown, memory, self.rates.cluster.capacity,
+            seconds, flops / (seconds * peak), flops, shown, memory, self.links.cluster.capacity,
             guesses=self.stack.guesses,
         )  # fmt: skip
 
@@ -374,9 +337,9 @@ class _Pricing:
     def _optimizer(self, sizes: Sequence[float]) -> float:
         """Seconds of the optimizer's step."""
         local = sum(n / (ranks if self.layout.zero else 1) for n, ranks in self._groups(sizes))
-        seconds = local * OPTIMIZER_BYTES / self.rates.memory
+        seconds = local * OPTIMIZER_BYTES / self.device.memory
         if self.layout.optimizer_cpu_offload:
-            seconds += 2 * local * self.stack.states / self.rates.cluster.chip.host
+            seconds += 2 * local * self.stack.states / self.device.chip.host
         return seconds
 
     # --- the pipeline --------------------------------------------------------------------------------------
@@ -390,7 +353,7 @@ class _Pricing:
         rest = float(np.mean(each)) - forward - weights
         bubble = float(_bubble(layout.schedule or "1f1b")(p, m, v, forward, rest, weights))
         const, slope = map(float, self.costs.hop)
-        hop = self._links("pp").seconds("send", const + self.rows * slope, 1.0)
+        hop = self._axis("pp").seconds("send", const + self.rows * slope, 1.0)
         hops = 2 * hop * (v * m + p - 1)
         left = hops * (1 - self.stack.hidden.get("pp", 0.0))
         return [Cause("bubble", "pp", bubble, bubble), Cause("pp", "pp", hops, left)]
