@@ -75,7 +75,8 @@ class _GraphRun:
 
     def _start(self, node: Node) -> None:
         link, seconds = self._transfer(node)
-        begin = max(self.now, self.free.get(link, 0.0))
+        self.launched += self.device.launch
+        begin = max(self.now, self.launched, self.free.get(link, 0.0))
         self.moving[node] = seconds
         self.done[node] = self.free[link] = begin + seconds
         for earlier in self.places.started(node):

@@ -24,7 +24,9 @@ from autopar.cost.hardware import Device, Links
 from autopar.cost.layer_costs import LayerCosts, ModelCosts, Work
 from autopar.cost.layout import DATA_AXES, Layout, known_schedule
 from autopar.cost.topology import NamedLinks, Topologies
-from autopar.schedule.request import SCHEDULES
+from autopar.schedule.order import Order
+from autopar.schedule.request import SCHEDULES, Costs, Request
+from autopar.schedule.simulate import simulate
 
 OPTIMIZER_BYTES = 30  # read and written per element: AdamW in mixed precision
 SCORE_BYTES = 13  # moved per element of the scores by attention without a fused kernel
@@ -109,9 +111,11 @@ def price(
     kernel: str = "",
     compute: str = "",
     topology: str = "",
+    simulated: bool = False,
 ) -> Price:
     """The price of a layout. kernel: of attention (`autopar.cost.efficiency.KERNELS`), by default the stack's. compute:
-    "fp8" for products in float8. topology: links that replace the cluster's, by axis.
+    "fp8" for products in float8. topology: links that replace the cluster's, by axis. simulated: the pipeline is run
+    action by action, instead of by the formula of its schedule.
 
     Raises ValueError for a cluster with another number of chips."""
     kernel = kernel or stack.kernel
@@ -120,7 +124,8 @@ def price(
     stack = stack.with_kernel(kernel)
     cluster = cluster.with_ranks(layout.ranks)
     device = Device(cluster.chip_name, cluster.chip, stack, kernel, compute == "fp8")
-    return _Pricing(layout, costs, device, Links(layout.mesh, cluster, stack, Topologies.parse(topology))).price()
+    links = Links(layout.mesh, cluster, stack, Topologies.parse(topology))
+    return _Pricing(layout, costs, device, links, simulated).price()
 
 
 def _refusal(layout: Layout, costs: ModelCosts, cluster: Cluster, stack: Stack, kernel: str, compute: str) -> str:
@@ -139,8 +144,8 @@ def _refusal(layout: Layout, costs: ModelCosts, cluster: Cluster, stack: Stack, 
 
 
 class _Pricing:
-    def __init__(self, layout: Layout, costs: ModelCosts, device: Device, links: Links) -> None:
-        self.layout, self.costs, self.device, self.links = layout, costs, device, links
+    def __init__(self, layout: Layout, costs: ModelCosts, device: Device, links: Links, simulated: bool) -> None:
+        self.layout, self.costs, self.device, self.links, self.simulated = layout, costs, device, links, simulated
         self.stack = device.stack
         self.rows = float(layout.micro_batch)
         self.data_ranks = math.prod(getattr(layout, axis) for axis in DATA_AXES)
@@ -229,10 +234,8 @@ class _Pricing:
         layout, m = self.layout, self.layout.microbatches
         ranks = range(layout.pp)
         n = layout.parts
-        held = [[k for k in range(n) if _rank_of(k, layout) == rank] for rank in ranks]
-        way = [
-            [self._sum(self._of_part(self.parts[k], w, k == n - 1) for k in held[r]) for r in ranks] for w in range(3)
-        ]
+        held = [[k for k in range(n) if rank in _ranks_of(k, layout)] for rank in ranks]
+        way = [[self._of_rank(held[r], w) for r in ranks] for w in range(3)]
         sizes = [
             tuple(map(sum, zip(*(self._sizes(self.parts[k], k == 0, k == n - 1) for k in held[r]), strict=True)))
             for r in ranks
@@ -245,7 +248,7 @@ class _Pricing:
         ordinary, again = way[0][slowest] + way[1][slowest], way[2][slowest]
         head = _times(
             self._of_part((), 0, True) + self._of_part((), 1, True),
-            1.0 if slowest == _rank_of(n - 1, layout) else 0.0,
+            self._copy if n - 1 in held[slowest] else 0.0,
         )
         body = ordinary + _times(head, -1.0)
         computing = {
@@ -259,7 +262,7 @@ class _Pricing:
         for name, (all_of, exposed) in zip(("dp", "ep"), gathers[slowest], strict=True):
             if all_of:
                 causes.append(Cause("dp", name, m * all_of, m * exposed))
-        causes += self._of_pipeline(each, way)
+        causes += self._of_pipeline(each, way, [sum(g[1] for g in gathers[r]) for r in ranks])
         once = [self._once(sizes[r], way[1][r].computing + way[2][r].computing) for r in ranks]
         reduced = max(once, key=lambda pair: pair[1])
         if reduced[0]:
@@ -280,8 +283,16 @@ class _Pricing:
             guesses=self.stack.guesses,
         )  # fmt: skip
 
-    def _sum(self, passes: object) -> _Pass:
-        return functools.reduce(lambda a, b: a + b, passes, _Pass())  # type: ignore[call-overload]
+    def _of_rank(self, held: Sequence[int], way: int) -> _Pass:
+        last = self.layout.parts - 1
+        passes = [self._of_part(self.parts[k], way, k == last) for k in held]
+        found = functools.reduce(lambda a, b: a + b, passes, _Pass())
+        return found if self._copy == 1 else _times(found, self._copy)
+
+    @functools.cached_property
+    def _copy(self) -> float:
+        """The share of the microbatches that one copy of a part runs."""
+        return 1 / SCHEDULES[self.layout.schedule].copies if self.layout.schedule and self.layout.pp > 1 else 1.0
 
     # --- data parallelism ----------------------------------------------------------------------------------
 
@@ -344,19 +355,35 @@ class _Pricing:
 
     # --- the pipeline --------------------------------------------------------------------------------------
 
-    def _of_pipeline(self, each: Sequence[float], way: list[list[_Pass]]) -> list[Cause]:
+    def _of_pipeline(self, each: Sequence[float], way: list[list[_Pass]], gathers: Sequence[float]) -> list[Cause]:
         layout, p, m, v = self.layout, self.layout.pp, self.layout.microbatches, self.layout.virtual_stages
         if p == 1:
             return []
-        forward = float(np.mean([f.seconds for f in way[0]]))
-        weights = float(np.mean([f.products for f in way[0]]))  # products of weights' gradients: as many as forward's
-        rest = float(np.mean(each)) - forward - weights
-        bubble = float(_bubble(layout.schedule or "1f1b")(p, m, v, forward, rest, weights))
         const, slope = map(float, self.costs.hop)
         hop = self._axis("pp").seconds("send", const + self.rows * slope, 1.0)
         hops = 2 * hop * (v * m + p - 1)
-        left = hops * (1 - self.stack.hidden.get("pp", 0.0))
-        return [Cause("bubble", "pp", bubble, bubble), Cause("pp", "pp", hops, left)]
+        shown = 1 - self.stack.hidden.get("pp", 0.0)
+        if self.simulated:
+            bubble = max(0.0, self._simulated(gathers, hop, hop * shown) - m * max(each) - hops * shown)
+        else:
+            forward = float(np.mean([f.seconds for f in way[0]]))
+            weights = float(np.mean([f.products for f in way[0]]))  # gradients of weights: as many as forward's
+            rest = float(np.mean(each)) - forward - weights
+            bubble = float(_bubble(layout.schedule or "1f1b")(p, m, v, forward, rest, weights))
+        return [Cause("bubble", "pp", bubble, bubble), Cause("pp", "pp", hops, hops * shown)]
+
+    def _simulated(self, gathers: Sequence[float], hop: float, shown: float) -> float:
+        """Seconds of all microbatches by the order of the schedule. gathers: of a rank and microbatch."""
+        layout, n = self.layout, self.layout.parts
+        passes = [[self._of_part(self.parts[k], way, k == n - 1) for way in range(3)] for k in range(n)]
+        more = [gathers[_ranks_of(k, layout)[0]] / layout.virtual_stages + shown for k in range(n)]
+        costs = Costs(
+            F=tuple(forward.seconds + shown for forward, _, _ in passes),
+            B=tuple(b.seconds + a.seconds - f.products + x for (f, b, a), x in zip(passes, more, strict=True)),
+            W=tuple(forward.products for forward, _, _ in passes),
+            comm=hop - shown,
+        )
+        return simulate(_order(layout.schedule or "1f1b", layout.pp, layout.microbatches, n // layout.pp), costs).cost
 
     # --- memory --------------------------------------------------------------------------------------------
 
@@ -403,10 +430,18 @@ class _Pricing:
         return min(float(m), _held_by(name)(p, m, v))
 
 
-def _rank_of(part: int, layout: Layout) -> int:
-    """The coordinate on pp of the rank that runs a part: in turns, or back and forth in a V."""
+def _ranks_of(part: int, layout: Layout) -> list[int]:
+    """The coordinates on pp of the ranks that run a part: in turns, back and forth in a V, or from both ends."""
     turn, place = divmod(part, layout.pp)
-    return layout.pp - 1 - place if layout.schedule in WAVES and turn % 2 else place
+    last = layout.pp - 1 - place
+    if layout.pp > 1 and layout.schedule and SCHEDULES[layout.schedule].copies > 1:
+        return [place, last]
+    return [last if layout.schedule in WAVES and turn % 2 else place]
+
+
+@functools.lru_cache(maxsize=64)
+def _order(schedule: str, ranks: int, microbatches: int, virtual_stages: int) -> Order:
+    return SCHEDULES[schedule].make(Request(ranks, microbatches, virtual_stages))
 
 
 def _times(one: _Pass, count: float) -> _Pass:
