@@ -33,6 +33,8 @@ SCORE_BYTES = 13  # moved per element of the scores by attention without a fused
 PLAIN_KERNELS = (4, 7)  # more than one, forward and backward, that attention without a fused kernel takes
 ENDS = 2  # parts that may have no layer: the first has the embeddings, the last the head
 WAVES = ("zb_v", "dual_pipe_v")  # schedules whose parts go back and forth over the ranks
+LEFT = 0.4  # of the bubble of a folded pipeline, however slow its slowest rank is
+MOST_ACTIONS = 20_000  # of a pipeline that is simulated: with more microbatches the formulas are as good
 TRAINED = 3  # FLOPs of forward and backward, of those of the forward
 
 
@@ -363,14 +365,25 @@ class _Pricing:
         hop = self._axis("pp").seconds("send", const + self.rows * slope, 1.0)
         hops = 2 * hop * (v * m + p - 1)
         shown = 1 - self.stack.hidden.get("pp", 0.0)
-        if self.simulated:
+        few = layout.parts * m <= MOST_ACTIONS and not SCHEDULES[layout.schedule or "1f1b"].searches
+        if self.simulated and few:
             bubble = max(0.0, self._simulated(gathers, hop, hop * shown) - m * max(each) - hops * shown)
         else:
-            forward = float(np.mean([f.seconds for f in way[0]]))
-            weights = float(np.mean([f.products for f in way[0]]))  # gradients of weights: as many as forward's
-            rest = float(np.mean(each)) - forward - weights
-            bubble = float(_bubble(layout.schedule or "1f1b")(p, m, v, forward, rest, weights))
+            bubble = self._bubble(each, way[0])
         return [Cause("bubble", "pp", bubble, bubble), Cause("pp", "pp", hops, hops * shown)]
+
+    def _bubble(self, each: Sequence[float], forwards: Sequence[_Pass]) -> float:
+        """Idle seconds of the slowest rank, by the formula of the schedule. Its own gradients of weights fill it; where
+        the pipeline folds, so does what it computes more than others."""
+        layout, p, m, v = self.layout, self.layout.pp, self.layout.microbatches, self.layout.virtual_stages
+        formula, mean = _bubble(layout.schedule or "1f1b"), float(np.mean(each))
+        forward = float(np.mean([f.seconds for f in forwards]))
+        weights = float(np.mean([f.products for f in forwards]))  # gradients of weights: as many as forward's
+        bubble = formula(p, m, v, forward, mean - forward - weights, weights)
+        if layout.schedule in WAVES or self._copy < 1:
+            return float(max(LEFT * bubble, bubble - m * (max(each) - mean)))
+        own = max(weights, forwards[int(np.argmax(each))].products)
+        return float(min(bubble, formula(p, m, v, forward, mean - forward - weights, own)))
 
     def _simulated(self, gathers: Sequence[float], hop: float, shown: float) -> float:
         """Seconds of all microbatches by the order of the schedule. gathers: of a rank and microbatch."""
