@@ -12,7 +12,7 @@ from autopar.cost.cluster import Cluster
 from autopar.cost.efficiency import Stack
 from autopar.cost.layer_costs import LayerCosts, ModelCosts, Work
 from autopar.cost.layout import Layout, Placement
-from autopar.cost.layout_price import Price, price
+from autopar.cost.layout_price import Known, Price, price
 from autopar.zero_stages import ZERO_STAGES
 
 AVOIDABLE = ("dp", "optimizer", "jitter", "bubble", "pp")  # causes that depend on ZeRO, replicas and schedule
@@ -32,6 +32,7 @@ class Pricing:
 
     def __post_init__(self) -> None:
         self._prices: dict[tuple[Layout, bool], Price] = {}
+        self._known: Known = {}
         self._tried: dict[Placement, str] = {}
         self._elements = float(sum(p.numel() for p in self.model.model.parameters()))
 
@@ -41,7 +42,11 @@ class Pricing:
         key = layout, simulated and layout.pp > 1
         if key not in self._prices:
             reason = self._refusal(layout.placement)
-            found = Price.of_refusal(reason) if reason else self._of(layout, self._costs(layout), key[1])
+            found = (
+                Price.of_refusal(reason)
+                if reason
+                else self._of(layout, self._costs(layout), simulated=key[1], known=self._known)
+            )
             self._prices[key] = self._limited(found)
         return self._prices[key]
 
@@ -96,8 +101,8 @@ class Pricing:
                 self._tried[placement] = " ".join(str(error).split())
         return self._tried[placement]
 
-    def _of(self, layout: Layout, costs: ModelCosts, simulated: bool = False) -> Price:
-        return price(layout, costs, self.cluster, self.stack, simulated=simulated, **self.what_if)
+    def _of(self, layout: Layout, costs: ModelCosts, **how: Any) -> Price:
+        return price(layout, costs, self.cluster, self.stack, **how, **self.what_if)
 
     def _limited(self, found: Price) -> Price:
         return replace(found, limit=min(found.limit, self.memory_limit)) if self.memory_limit else found

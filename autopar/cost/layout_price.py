@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from autopar.cost.cluster import AxisLinks, Cluster
 from autopar.cost.efficiency import Stack
 from autopar.cost.hardware import Device, Links
 from autopar.cost.layer_costs import LayerCosts, ModelCosts, Work
-from autopar.cost.layout import DATA_AXES, Layout, known_schedule
+from autopar.cost.layout import DATA_AXES, Layout, Placement, known_schedule
 from autopar.cost.topology import NamedLinks, Topologies
 from autopar.schedule.order import Order
 from autopar.schedule.request import SCHEDULES, Costs, Request
@@ -104,6 +105,11 @@ class _Pass:
         )
 
 
+Passes = tuple[tuple[_Pass, _Pass, _Pass], ...]
+Known = dict[tuple[Placement, int], Passes]  # placement, rows of a microbatch -> seconds of its layers
+Held = tuple[tuple[tuple[int, ...], bool, bool], ...]  # of each part of a rank: kinds of layers, whether it is the ends
+
+
 def price(
     layout: Layout,
     costs: ModelCosts,
@@ -114,10 +120,11 @@ def price(
     compute: str = "",
     topology: str = "",
     simulated: bool = False,
+    known: Known | None = None,
 ) -> Price:
     """The price of a layout. kernel: of attention (`autopar.cost.efficiency.KERNELS`), by default the stack's. compute:
     "fp8" for products in float8. topology: links that replace the cluster's, by axis. simulated: the pipeline is run
-    action by action, instead of by the formula of its schedule.
+    action by action, instead of by the formula of its schedule. known: for many layouts of one model on one cluster.
 
     Raises ValueError for a cluster with another number of chips."""
     kernel = kernel or stack.kernel
@@ -127,7 +134,7 @@ def price(
     cluster = cluster.with_ranks(layout.ranks)
     device = Device(cluster.chip_name, cluster.chip, stack, kernel, compute == "fp8")
     links = Links(layout.mesh, cluster, stack, Topologies.parse(topology))
-    return _Pricing(layout, costs, device, links, simulated).price()
+    return _Pricing(layout, costs, device, links, simulated, {} if known is None else known).price()
 
 
 def _refusal(layout: Layout, costs: ModelCosts, cluster: Cluster, stack: Stack, kernel: str, compute: str) -> str:
@@ -146,8 +153,11 @@ def _refusal(layout: Layout, costs: ModelCosts, cluster: Cluster, stack: Stack, 
 
 
 class _Pricing:
-    def __init__(self, layout: Layout, costs: ModelCosts, device: Device, links: Links, simulated: bool) -> None:
+    def __init__(
+        self, layout: Layout, costs: ModelCosts, device: Device, links: Links, simulated: bool, known: Known
+    ) -> None:
         self.layout, self.costs, self.device, self.links, self.simulated = layout, costs, device, links, simulated
+        self.known = known
         self.stack = device.stack
         self.rows = float(layout.micro_batch)
         self.data_ranks = math.prod(getattr(layout, axis) for axis in DATA_AXES)
@@ -161,12 +171,15 @@ class _Pricing:
     # --- one layer -----------------------------------------------------------------------------------------
 
     @functools.cached_property
-    def passes(self) -> tuple[tuple[_Pass, _Pass, _Pass], ...]:
+    def passes(self) -> Passes:
         """Forward, backward and recomputation of each kind of layer, then of the rest."""
-        return tuple(
-            (self._pass(c.forward), self._pass(c.backward), self._pass(c.again))
-            for c in (*self.costs.layers, self.costs.rest)
-        )
+        key = self.layout.placement, self.layout.micro_batch
+        if key not in self.known:
+            self.known[key] = tuple(
+                (self._pass(c.forward), self._pass(c.backward), self._pass(c.again))
+                for c in (*self.costs.layers, self.costs.rest)
+            )
+        return self.known[key]
 
     def _pass(self, work: Work) -> _Pass:
         device, stack, rows = self.device, self.stack, self.rows
@@ -236,13 +249,15 @@ class _Pricing:
         layout, m = self.layout, self.layout.microbatches
         ranks = range(layout.pp)
         n = layout.parts
-        held = [[k for k in range(n) if rank in _ranks_of(k, layout)] for rank in ranks]
-        way = [[self._of_rank(held[r], w) for r in ranks] for w in range(3)]
-        sizes = [
-            tuple(map(sum, zip(*(self._sizes(self.parts[k], k == 0, k == n - 1) for k in held[r]), strict=True)))
-            for r in ranks
-        ]
-        gathers = [self._sharded(held[r], way, r) for r in ranks]
+        held: list[list[int]] = [[] for _ in ranks]
+        for k in range(n):
+            for r in _ranks_of(k, layout):
+                held[r].append(k)
+        alike: dict[Held, int] = {}  # what a rank has -> the first rank that has the same
+        of = [alike.setdefault(tuple((tuple(self.parts[k]), k == 0, k == n - 1) for k in held[r]), r) for r in ranks]
+        way = [self._each(of, lambda r, w=w: self._of_rank(held[r], w)) for w in range(3)]
+        sizes = self._each(of, lambda r: self._of_rank_sizes(held[r]))
+        gathers = self._each(of, lambda r: self._sharded(held[r], way, r))
         each = [
             way[0][r].seconds + way[1][r].seconds + way[2][r].seconds + sum(g[1] for g in gathers[r]) for r in ranks
         ]
@@ -265,11 +280,11 @@ class _Pricing:
             if all_of:
                 causes.append(Cause("dp", name, m * all_of, m * exposed))
         causes += self._of_pipeline(each, way, [sum(g[1] for g in gathers[r]) for r in ranks])
-        once = [self._once(sizes[r], way[1][r].computing + way[2][r].computing) for r in ranks]
+        once = self._each(of, lambda r: self._once(sizes[r], way[1][r].computing + way[2][r].computing))
         reduced = max(once, key=lambda pair: pair[1])
         if reduced[0]:
             causes.append(Cause("dp", "dp", *reduced))
-        optimizer = max(self._optimizer(sizes[r]) for r in ranks)
+        optimizer = max(self._optimizer(sizes[r]) for r in alike.values())
         causes.append(Cause("optimizer", "", optimizer, optimizer))
         seconds = sum(c.exposed for c in causes)
         jitter = seconds * self.stack.jitter * max(0.0, math.log2(layout.ranks / 8))
@@ -278,12 +293,25 @@ class _Pricing:
         seconds += jitter
         flops = TRAINED * self.costs.flops(self.rows) * m * layout.data_size * layout.tp * layout.cp
         peak = self.device.chip.flops * layout.ranks
-        memory = tuple(self._memory(r, held[r], sizes[r]) for r in ranks)
+        saved = self._each(of, lambda r: self._saved(held[r]))
+        memory = tuple(self._memory(r, held[r], sizes[r], saved[r]) for r in ranks)
         shown = tuple(c for c in causes if c.seconds > 0)
         return Price(
             seconds, flops / (seconds * peak), flops, shown, memory, self.links.cluster.capacity,
             guesses=self.stack.guesses,
         )  # fmt: skip
+
+    @staticmethod
+    def _each(of: Sequence[int], value: Callable[[int], Any]) -> list[Any]:
+        """The value of every rank, computed once for ranks that have the same."""
+        known = {r: value(r) for r in dict.fromkeys(of)}
+        return [known[r] for r in of]
+
+    def _of_rank_sizes(self, held: Sequence[int]) -> tuple[float, float]:
+        """Elements of parameters of a rank: outside and inside of experts."""
+        last = self.layout.parts - 1
+        parts = [self._sizes(self.parts[k], k == 0, k == last) for k in held]
+        return sum(dense for dense, _ in parts), sum(experts for _, experts in parts)
 
     def _of_rank(self, held: Sequence[int], way: int) -> _Pass:
         last = self.layout.parts - 1
@@ -400,7 +428,15 @@ class _Pricing:
 
     # --- memory --------------------------------------------------------------------------------------------
 
-    def _memory(self, rank: int, held: Sequence[int], sizes: Sequence[float]) -> float:
+    def _saved(self, held: Sequence[int]) -> float:
+        """Bytes that the parts of a rank keep of a microbatch."""
+        saved = 0.0
+        for k in held:
+            layers = [self.costs.layers[kind].saved for kind in self.parts[k]]
+            saved += sum(float(s[0] + self.rows * s[1]) for s in layers)
+        return saved
+
+    def _memory(self, rank: int, held: Sequence[int], sizes: Sequence[float], saved: float) -> float:
         """Bytes of one rank of pp at its peak."""
         layout, stack, rows = self.layout, self.stack, self.rows
         total = stack.reserved
@@ -412,10 +448,6 @@ class _Pricing:
             if layout.zero and not layout.gathers_once:
                 total += 2 * stack.weight * elements / max(1, sum(len(self.parts[k]) for k in held))
         n = layout.parts
-        saved = 0.0
-        for k in held:
-            layers = [self.costs.layers[kind].saved for kind in self.parts[k]]
-            saved += sum(float(s[0] + rows * s[1]) for s in layers)
         total += saved * stack.kept * self._in_flight(rank)
         const, slope = map(float, self.costs.hop)
         hop = const + rows * slope
