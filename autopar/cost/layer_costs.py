@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -261,6 +261,14 @@ class Sample:
     first: float
     itemsize: int
     num_experts: int
+
+    def renamed(self, axis: str, name: str) -> Sample:
+        """With another name for an axis."""
+        works = tuple(
+            tuple(replace(w, sent={(name if a == axis else a, k): v for (a, k), v in w.sent.items()}) for w in passes)
+            for passes in self.works
+        )
+        return replace(self, works=works)
 
 
 def model_costs(

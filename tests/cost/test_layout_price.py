@@ -61,18 +61,14 @@ def summed(works: list[Work], rows: int) -> dict[Any, float]:
     for w in works:
         for way, values in w.sent.items():
             found[way] = found.get(way, 0.0) + float(values[1] @ (1, rows))
-    return without_sums_of_losses(found)
-
-
-def without_sums_of_losses(found: dict[Any, float]) -> dict[Any, float]:
-    """Without the few bytes of a loss, which samples without experts do not send over ep."""
-    return {key: value for key, value in found.items() if not isinstance(key, tuple) or value > 100}
+    return {key: value for key, value in found.items() if value}
 
 
 def counted(raw: RawWork) -> dict[Any, float]:
     flops = sum(p[1] for p in raw.products) + sum(a[0] for a in raw.attention)
     sent = {way: size for way, (_, size) in raw.sent.items()}
-    return without_sums_of_losses({"flops": flops, "moved": raw.scalars[0], **sent})
+    found = {"flops": flops, "moved": raw.scalars[0], **sent}
+    return {key: value for key, value in found.items() if value}
 
 
 def all_layers(costs: ModelCosts) -> list[Any]:
@@ -86,6 +82,8 @@ def all_layers(costs: ModelCosts) -> list[Any]:
         ("llama", Placement(cp=2, attention="ring", policy="full")),
         ("windows", Placement(ep=2)),
         ("dense first", Placement(tp=2, policy="selective")),
+        ("dense first", Placement(ep=2)),
+        ("dense first", Placement(ep=2, tp=2, sequence_parallel=True, policy="full")),
     ],
 )
 def test_a_few_layers_tell_the_costs_of_all(name: str, placement: Placement) -> None:
