@@ -264,10 +264,11 @@ class Sample:
 
     def renamed(self, axis: str, name: str) -> Sample:
         """With another name for an axis."""
-        works = tuple(
-            tuple(replace(w, sent={(name if a == axis else a, k): v for (a, k), v in w.sent.items()}) for w in passes)
-            for passes in self.works
-        )
+
+        def changed(work: RawWork) -> RawWork:
+            return replace(work, sent={(name if a == axis else a, kind): v for (a, kind), v in work.sent.items()})
+
+        works = tuple((changed(f), changed(b), changed(again)) for f, b, again in self.works)
         return replace(self, works=works)
 
 

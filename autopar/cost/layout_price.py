@@ -255,7 +255,7 @@ class _Pricing:
                 held[r].append(k)
         alike: dict[Held, int] = {}  # what a rank has -> the first rank that has the same
         of = [alike.setdefault(tuple((tuple(self.parts[k]), k == 0, k == n - 1) for k in held[r]), r) for r in ranks]
-        way = [self._each(of, lambda r, w=w: self._of_rank(held[r], w)) for w in range(3)]
+        way = [self._each(of, functools.partial(self._of_rank, held, w)) for w in range(3)]
         sizes = self._each(of, lambda r: self._of_rank_sizes(held[r]))
         gathers = self._each(of, lambda r: self._sharded(held[r], way, r))
         each = [
@@ -313,9 +313,9 @@ class _Pricing:
         parts = [self._sizes(self.parts[k], k == 0, k == last) for k in held]
         return sum(dense for dense, _ in parts), sum(experts for _, experts in parts)
 
-    def _of_rank(self, held: Sequence[int], way: int) -> _Pass:
+    def _of_rank(self, held: Sequence[Sequence[int]], way: int, rank: int) -> _Pass:
         last = self.layout.parts - 1
-        passes = [self._of_part(self.parts[k], way, k == last) for k in held]
+        passes = [self._of_part(self.parts[k], way, k == last) for k in held[rank]]
         found = functools.reduce(lambda a, b: a + b, passes, _Pass())
         return found if self._copy == 1 else _times(found, self._copy)
 
