@@ -31,7 +31,7 @@ from autopar.schedule.request import SCHEDULES, Costs, Request
 FOLDER = Path(__file__).resolve().parent / "pictures"
 RANKS, MICROBATCHES, SLICES = 4, 8, 2
 COSTS = Costs(stash=0.5)
-LINKS = Topology.parse("ring", DEFAULT.links)
+LINKS = Topology.parse("ring", DEFAULT.card)
 ATTENTION = Problem(
     batch=1, heads=32, kv_heads=32, queries=24000, keys=24000, width=128, value_width=128,
     dtype=torch.bfloat16, size=RANKS, mask=Mask(causal=True),

@@ -125,15 +125,16 @@ class CostedModel:
     def _sample(self, placement: Placement, lengths: tuple[int, ...]) -> Sample:
         counts = self._counts(lengths)
         try:
-            return self._sample_on(placement, lengths, counts)
+            return self._sample_on(placement.mesh, placement.options, lengths, counts)
         except ValueError:
             if all(counts) or (placement.ep == 1 and placement.expert_axis == "ep"):
                 raise
         # The first layers have no experts to shard: to them, ranks of ep are data parallel.
-        return self._sample_on(replace(placement, ep=1, expert_axis="ep", token_dispatcher="auto"), lengths, counts)
+        dense = replace(placement, ep=1, expert_axis="ep", token_dispatcher="auto")
+        mesh = Mesh(tuple(("dp" if axis == "ep" else axis, size) for axis, size in placement.mesh.axes))
+        return self._sample_on(mesh, dense.options, lengths, counts).renamed("dp", "ep")
 
-    def _sample_on(self, placement: Placement, lengths: tuple[int, ...], counts: tuple[int, ...]) -> Sample:
-        mesh, options = placement.mesh, placement.options
+    def _sample_on(self, mesh: Mesh, options: Options, lengths: tuple[int, ...], counts: tuple[int, ...]) -> Sample:
         compiled = [self._compiled(lengths, rows * mesh.data_size, mesh, options) for rows in ROWS]
         return sample_of(compiled, counts)
 

@@ -12,7 +12,7 @@ from autopar.cost.cluster import Cluster
 from autopar.cost.efficiency import Stack
 from autopar.cost.layer_costs import LayerCosts, ModelCosts, Work
 from autopar.cost.layout import Layout, Placement
-from autopar.cost.layout_price import Price, price
+from autopar.cost.layout_price import Known, Price, price
 from autopar.zero_stages import ZERO_STAGES
 
 AVOIDABLE = ("dp", "optimizer", "jitter", "bubble", "pp")  # causes that depend on ZeRO, replicas and schedule
@@ -31,18 +31,24 @@ class Pricing:
     memory_limit: float = 0.0
 
     def __post_init__(self) -> None:
-        self._prices: dict[Layout, Price] = {}
+        self._prices: dict[tuple[Layout, bool], Price] = {}
+        self._known: Known = {}
         self._tried: dict[Placement, str] = {}
         self._elements = float(sum(p.numel() for p in self.model.model.parameters()))
 
-    def price(self, layout: Layout) -> Price:
-        """The price; compiles the layers on their placement when that is first asked for."""
-        if layout not in self._prices:
-            found = self._refusal(layout.placement)
-            self._prices[layout] = (
-                Price.of_refusal(found) if found else self._limited(self._of(layout, self._costs(layout)))
+    def price(self, layout: Layout, simulated: bool = False) -> Price:
+        """The price; compiles the layers on their placement when that is first asked for. simulated: the pipeline runs
+        action by action."""
+        key = layout, simulated and layout.pp > 1
+        if key not in self._prices:
+            reason = self._refusal(layout.placement)
+            found = (
+                Price.of_refusal(reason)
+                if reason
+                else self._of(layout, self._costs(layout), simulated=key[1], known=self._known)
             )
-        return self._prices[layout]
+            self._prices[key] = self._limited(found)
+        return self._prices[key]
 
     def is_ready(self, layout: Layout) -> bool:
         """Whether its layers are compiled, or their costs bounded by nothing that is compiled."""
@@ -95,8 +101,8 @@ class Pricing:
                 self._tried[placement] = " ".join(str(error).split())
         return self._tried[placement]
 
-    def _of(self, layout: Layout, costs: ModelCosts) -> Price:
-        return price(layout, costs, self.cluster, self.stack, **self.what_if)
+    def _of(self, layout: Layout, costs: ModelCosts, **how: Any) -> Price:
+        return price(layout, costs, self.cluster, self.stack, **how, **self.what_if)
 
     def _limited(self, found: Price) -> Price:
         return replace(found, limit=min(found.limit, self.memory_limit)) if self.memory_limit else found

@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -24,6 +24,7 @@ from autopar.cost.layout import Layout
 from autopar.cost.layout_price import Price
 
 BAND = 0.05  # of the least time: within it the simplest layout is chosen
+FINALISTS = 10  # whose pipelines are simulated
 SLACK = 0.02  # of a bound that is summed up from prices of other layouts
 DATA, PIPELINE = ("dp", "optimizer"), ("bubble", "pp")  # causes of ZeRO and replicas, and of the schedule
 
@@ -33,7 +34,7 @@ class Pricer(Protocol):
 
     @property
     def limit(self) -> float: ...
-    def price(self, layout: Layout) -> Price: ...
+    def price(self, layout: Layout, simulated: bool = False) -> Price: ...
     def is_ready(self, layout: Layout) -> bool: ...
     def bound(self, layout: Layout) -> float: ...
     def weights(self, layout: Layout) -> float: ...
@@ -122,8 +123,7 @@ class _Search:
         heapq.heappush(self.waiting, (bound, next(self.numbers), kind, layout))
 
     def _found(self) -> Found:
-        close = [c for c in self.fitting if c.seconds <= self.best * (1 + BAND)]
-        close.sort(key=lambda c: c.simplicity)
+        close = self._simulated(sorted(self._within_band(self.fitting), key=lambda c: c.simplicity))
         counts = self.counts
         counts["priced"] = len(self.priced)
         counts["too large"] = sum(not c.price.fits for c in self.priced.values())
@@ -133,6 +133,15 @@ class _Search:
             self.space.question, close[0] if close else None, tuple(close), tuple(self.priced.values()), counts,
             self.refusals, min(over, key=lambda c: c.memory, default=None),
         )  # fmt: skip
+
+    def _within_band(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        best = min((c.seconds for c in candidates), default=0.0)
+        return [c for c in candidates if c.seconds <= best * (1 + BAND)]
+
+    def _simulated(self, close: list[Candidate]) -> list[Candidate]:
+        """The finalists' pipelines run action by action, instead of by formulas."""
+        first = [Candidate(c.layout, self.pricer.price(c.layout, simulated=True)) for c in close[:FINALISTS]]
+        return self._within_band([*first, *close[FINALISTS:]])
 
     # --- from families to layouts --------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ _WIDTH = 180  # of tables when stdout is no terminal
 def compare_algorithms(args: argparse.Namespace) -> int:
     """Run it. Returns the exit code; raises ValueError for bad input."""
     problem, device = asked_problem(args), device_named(args.target_hardware)
-    links = Topology("switch", args.bandwidth or device.links.bandwidth, _given(args.latency, device.links.latency))
+    links = Topology("switch", args.bandwidth or device.card.bandwidth, _given(args.latency, device.card.latency))
     topology = Topology.parse(args.topology, links)
     console = console_of_results(_WIDTH)
     with Console(stderr=True).status("running the algorithms without data"):

@@ -44,7 +44,7 @@ def plan_disaggregation(args: argparse.Namespace) -> int:
 def _chip(args: argparse.Namespace, name: str, price: float) -> RoleChip:
     """Its row of the table, with the speed that products reach, and the links that the arguments name."""
     chip, device = CHIPS[name], device_named(name)
-    inside, links = Topology(bandwidth=chip.inside), device.links
+    inside, links = Topology(bandwidth=chip.inside), device.card
     if args.inside:
         inside = Topology.parse(args.inside, inside)
     if args.between:

@@ -21,7 +21,7 @@ from autopar.cli.command import Command, console_of_results
 from autopar.cli.shared_arguments import add_target_hardware, config, positive
 from autopar.cost.expert_traffic import DispatchCost, dispatch_costs
 from autopar.cost.hardware import device_named
-from autopar.cost.topology import Topology
+from autopar.cost.topology import NamedLinks, Topology
 from autopar.report.tables import human_digits, show_table
 from autopar.token_dispatchers import TOKEN_DISPATCHERS, Routing
 from autopar.values import DTYPE_BYTES, DTYPES, dtype_name
@@ -136,10 +136,12 @@ def _flag(name: str) -> str:
 def _compare(args: argparse.Namespace, tokens: int, groups: int) -> int:
     per_node = args.per_node or args.ranks
     routing = Routing(args.experts, args.top_k, args.ranks, per_node, groups, args.group_limit or groups)
-    size, links = DTYPE_BYTES[args.dtype], device_named(args.target_hardware).links
+    size, links = DTYPE_BYTES[args.dtype], device_named(args.target_hardware).card
     inside = Topology.parse(args.inside, _INSIDE) if args.inside else _INSIDE
     between = Topology.parse(args.between, links) if args.between else links
-    costs = dispatch_costs(routing, tokens, args.hidden, size, inside, between)
+    costs = dispatch_costs(
+        routing, tokens, args.hidden, size, NamedLinks(inside, per_node), NamedLinks(between, routing.nodes)
+    )
     console = console_of_results(_WIDTH)
     for line in (*_heading(args, tokens, routing, inside, between), *_rows(tokens, args.hidden * size, routing)):
         console.print(line, soft_wrap=True)

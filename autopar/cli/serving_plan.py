@@ -14,7 +14,7 @@ from autopar.chips import CHIPS
 from autopar.cli.compiling import configs, shown_progress
 from autopar.compile.model import plan_model
 from autopar.compile.parameters import for_whole_batch
-from autopar.cost.hardware import device_of, links_of
+from autopar.cost.hardware import Links
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.plan import Plan
@@ -110,7 +110,7 @@ def _summary(packed: Packed, model: str, asked: int | None, step_tokens: int) ->
         },
         "steps": serving_steps(packed, step_tokens),
         "device": options.target_hardware,
-        "links": str(links_of(options)) or str(device_of(options).links),
+        "links": str(Links.of(options, packed.plan.mesh)),
         "seconds": {name: round(s, 3) for name, s in packed.timings.items()},
     }
 

@@ -23,9 +23,8 @@ from autopar.ac_policies import AC_POLICIES, AUTO, FUSED, NOTHING, LayerCheckpoi
 from autopar.compile.layer_options import Known, cost_of, find_ways, fused_values
 from autopar.compile.layer_tensors import ChosenValues, JointInfo, chosen_by, layers_of
 from autopar.compile.stages import StageBuilder
-from autopar.cost.hardware import device_of, host_link, links_of
+from autopar.cost.hardware import Links, device_of, host_link
 from autopar.cost.memory import Memory, memories
-from autopar.cost.traffic import Links
 from autopar.plan import Plan
 from autopar.planner.recompute.layer_solver import RecomputeOption
 from autopar.planner.recompute.stage_solver import (
@@ -105,9 +104,8 @@ class _PolicySearch:
     def __init__(self, builder: StageBuilder, finished: Callable[[Plan, Pipeline], Compiled]) -> None:
         self.builder, self.finished, self.first = builder, finished, builder.first_like()
         plan, self.splits = builder.plan, False  # whether the backward is split into B and W
-        topologies, self.device = links_of(plan.options), device_of(plan.options)
-        self.links = Links(plan.mesh, topologies)
-        self.host = host_link(topologies, self.device)
+        self.device, self.links = device_of(plan.options), Links.of(plan.options, plan.mesh)
+        self.host = host_link(self.links.named, self.device)
 
     @property
     def host_limit(self) -> int:

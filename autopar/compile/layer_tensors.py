@@ -19,9 +19,8 @@ from torch.fx import Node
 from autopar.ac_policies import HOST, ForwardValue, Policy
 from autopar.cost.attention_costs import is_context_attention
 from autopar.cost.flops import node_seconds
-from autopar.cost.hardware import DEFAULT, Device
+from autopar.cost.hardware import DEFAULT, Device, Links
 from autopar.cost.topology import Topology
-from autopar.cost.traffic import Links
 from autopar.ir.graph import is_call, layer_of, module_path
 from autopar.ir.storages import Storage, size_of, storages
 from autopar.ops.traits import COLLECTIVES, PRODUCTS, SUMS, is_choice, is_random

@@ -76,18 +76,22 @@ def efficiency(rows: int, columns: int) -> float:
     return rows / (rows + TILE) * columns / (columns + TILE)
 
 
-def compute_seconds(event: ComputeEvent, device: Device, dtype: torch.dtype) -> float:
+def compute_seconds(event: ComputeEvent, device: Device, dtype: torch.dtype, backward: bool) -> float:
     """Time of one kernel call."""
     call = max(CALL, device.launch)
     if not event.flops:
         return call
-    return call + event.flops / (device.speed(dtype) * efficiency(event.rows, event.columns))
+    return call + event.flops / (_speed(device, dtype, backward) * efficiency(event.rows, event.columns))
+
+
+def _speed(device: Device, dtype: torch.dtype, backward: bool) -> float:
+    return device.peak(dtype) * device.attention_share(backward)
 
 
 def ideal_seconds(problem: Problem, backward: bool, device: Device) -> float:
     """Time of all allowed pairs, split evenly over the ranks, at the device's full speed."""
     pairs = problem.mask.pairs(Span(0, problem.queries), Span(0, problem.keys)) * problem.batch * problem.heads
-    return kernel_flops(problem, pairs, backward) / problem.size / device.speed(problem.dtype)
+    return kernel_flops(problem, pairs, backward) / problem.size / _speed(device, problem.dtype, backward)
 
 
 def play(
@@ -103,7 +107,9 @@ def play(
     spans: list[TimedEvent] = []
     busy: list[float] = []
     for group in groups:
-        run = _Playing(group, problem.size, topology, lambda event: compute_seconds(event, device, problem.dtype))
+        run = _Playing(
+            group, problem.size, topology, lambda event: compute_seconds(event, device, problem.dtype, backward)
+        )
         run.finish()
         spans += run.spans
         busy += [run.busy[program.rank] for program in group]

@@ -16,10 +16,12 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from autopar.chips import CHIPS, Chip
+from autopar.cost.topology import Topology
 from autopar.spelling import did_you_mean
 from autopar.values import byte_rate, parse, whole_number
 
@@ -92,6 +94,11 @@ class AxisLinks:
         return sent / self.bandwidth + calls * (START + self._delay(kind))
 
     @property
+    def topology(self) -> Topology:
+        """The same as links of one kind, for messages between neighbours: those of the slowest."""
+        return Topology(bandwidth=self.near if self.nodes == 1 else min(self.near, self.far))
+
+    @property
     def _hop(self) -> float:
         return HOP_ACROSS if self.nodes > 1 else HOP_INSIDE
 
@@ -112,17 +119,17 @@ class Cluster:
         """Chips of all groups; 0 if nobody said how many nodes there are."""
         return sum(group.ranks for group in self.groups)
 
-    @property
+    @cached_property
     def group(self) -> NodeGroup:
         """The group whose links are the slowest, between nodes first."""
         return min(self.groups, key=lambda g: (g.card * g.cards / g.per_node, g.inside))
 
-    @property
+    @cached_property
     def chip(self) -> Chip:
         """The slowest chip."""
         return min((group.data for group in self.groups), key=lambda chip: chip.flops)
 
-    @property
+    @cached_property
     def chip_name(self) -> str:
         """The name of the slowest chip."""
         return min(self.groups, key=lambda g: g.data.flops).chip
@@ -132,7 +139,7 @@ class Cluster:
         """Whether all nodes are alike."""
         return len({replace(group, nodes=0) for group in self.groups}) == 1
 
-    @property
+    @cached_property
     def capacity(self) -> float:
         """Bytes of memory of the smallest chip."""
         return min(group.data.capacity for group in self.groups)

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.cost.topology import Topology
+from autopar.cost.cluster import AxisLinks
+from autopar.cost.topology import NamedLinks
 from autopar.token_dispatchers import TOKEN_DISPATCHERS, Routing
+
+Wires = AxisLinks | NamedLinks
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class DispatchCost:
 
 
 def dispatch_costs(
-    routing: Routing, tokens: int, width: int, itemsize: int, inside: Topology, between: Topology
+    routing: Routing, tokens: int, width: int, itemsize: int, inside: Wires, between: Wires
 ) -> list[DispatchCost]:
     """One row per token dispatcher, in the order of their table. ``tokens``: of a rank; ``width``: numbers of a token,
     of ``itemsize`` bytes each; ``inside``, ``between``: links of a rank within its node, and to other nodes."""
@@ -34,9 +37,9 @@ def dispatch_costs(
     for name, row in TOKEN_DISPATCHERS.items():
         (near, far), copy = row.copies(routing), copy_bytes(routing, name, tokens, width, itemsize)
         times = [
-            wires.seconds(row.collective, n * copy, ranks, row.exchanges)
-            for wires, n, ranks in ((inside, near, routing.per_node), (between, far, routing.nodes))
-            if ranks > 1
+            wires.seconds(row.collective, n * copy, row.exchanges)
+            for wires, n in ((inside, near), (between, far))
+            if wires.size > 1
         ]
         # Levels of one exchange run beside each other; those of a dispatcher over nodes one after the other.
         seconds = sum(times) if row.over_nodes else max(times, default=0.0)

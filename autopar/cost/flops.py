@@ -7,8 +7,9 @@
     all else       1 per element
     views          nothing
 
-seconds = max(operations / speed, bytes / bandwidth) (Williams et al., Roofline, CACM 2009), for graphs at any level.
-The numbers are meant for ratios between layers; absolute values depend on the kernels.
+seconds of a product = max(operations in whole tiles / speed, bytes / bandwidth) (Williams et al., Roofline, CACM 2009),
+of attention = operations / speed, of all else = bytes / bandwidth, for graphs at any level. Speeds are those that a
+software stack reaches (`autopar.cost.efficiency`).
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ import autopar.ops  # noqa: F401  (registers the operators that the table names)
 from autopar.adapters.operators import OpOverload, mutates, name_of
 from autopar.attention.operator import attention_of_piece
 from autopar.cost.attention_costs import is_context_attention
-from autopar.cost.hardware import DEFAULT, Device
-from autopar.cost.traffic import Links
+from autopar.cost.hardware import DEFAULT, Device, Links
+from autopar.cost.traffic import transfer_seconds
 from autopar.ir.conversions import convert, exchange
 from autopar.ir.graph import arguments, is_call, tensor_operands
 from autopar.ir.storages import shares_storage
@@ -259,28 +260,71 @@ def memory_bytes(node: Node, requests: Requests | None = None) -> int:
 
 # --- seconds -------------------------------------------------------------------------------------------------
 
+TILE = 128  # rows and columns of a product's tile: a smaller product takes as long
+PRODUCT, ATTENTION = "product", "attention"
+
+
+def kind_of(node: Node) -> str:
+    """Product, attention, or another kernel; "" for what computes nothing."""
+    if is_free(node):
+        return ""
+    name = _name(node)
+    if is_context_attention(node) or ("attention" in name and name in COUNTS):
+        return ATTENTION
+    return PRODUCT if name in COUNTS else "other"
+
+
+def tiled_flops(node: Node) -> float:
+    """FLOPs of a product in whole tiles."""
+    sizes = _size(node) if isinstance(node.meta["val"], Tensor) else ()
+    rows, columns = (math.prod(sizes[:-1]), sizes[-1]) if sizes else (1, 1)
+    if len(sizes) > 2 and "bmm" in _name(node):
+        rows = sizes[-2]
+    return float(flops(node)) * _tiles(rows) * _tiles(columns)
+
+
+def _tiles(size: int) -> float:
+    """Elements of whole tiles, per element."""
+    return -(-size // TILE) * TILE / size if size else 1.0
+
+
+def is_backward_attention(node: Node) -> bool:
+    """Of attention: whether it is of the backward."""
+    return "backward" in _name(node)
+
 
 def node_seconds(
     node: Node, device: Device = DEFAULT, links: Links | None = None, requests: Requests | None = None
 ) -> float:
     """Seconds of one run of a node on a device; with links, conversions and collectives take their transfers' time.
     ``requests``: as in `flops`."""
-    moved = links.seconds(node) if links is not None else None
+    moved = transfer_seconds(node, links) if links is not None else None
     if moved is not None and not is_context_attention(node):
         return moved
-    if is_free(node):
+    kind = kind_of(node)
+    if not kind:
         return 0.0
+    memory = memory_bytes(node, requests) / device.memory
     operands = tensor_operands(node) or [node]
-    speed = device.speed(next((v.dtype for v in _tensors(operands[0])), None) or torch.float32)
-    return max(flops(node, requests) / speed, memory_bytes(node, requests) / device.memory, device.launch, moved or 0.0)
+    dtype = next((v.dtype for v in _tensors(operands[0])), None) or torch.float32
+    if kind == PRODUCT:
+        return max(tiled_flops(node) / device.speed(dtype), memory)
+    if kind == ATTENTION:
+        speed = device.peak(dtype) * device.attention_share(is_backward_attention(node))
+        return max(flops(node) / speed, moved or 0.0)
+    if is_call(node, CACHED):
+        return max(flops(node, requests) / (device.peak(dtype) * device.attention_share(False)), memory)
+    return memory
 
 
 def seconds_of(
     nodes: Iterable[Node], device: Device = DEFAULT, links: Links | None = None, requests: Requests | None = None
 ) -> float:
-    """Seconds of nodes that run one after another, such as a layer's, or a graph's: ``seconds_of(gm.graph.nodes)``.
+    """Seconds of nodes that run one after another, such as a layer's, or a graph's: ``seconds_of(gm.graph.nodes)``; at
+    least those that the host takes to launch them.
 
     A step of 64 requests that have 1000 keys each and decode: ``seconds_of(nodes, requests=[(1, 1000)] * 64)``, with
     the nodes of a graph of 64 tokens.
     """
-    return math.fsum(node_seconds(node, device, links, requests) for node in nodes)
+    times = [node_seconds(node, device, links, requests) for node in nodes]
+    return max(math.fsum(times), device.launch * sum(time > 0 for time in times))

@@ -4,8 +4,8 @@
     z = mm(a, b)             computes meanwhile
     w = y + z                waits for the rest of it: that time is *exposed*
 
-Computation is one queue, and the links of each axis are one queue each. Waits are where the executor has them
-(`autopar.ir.waits`).
+Computation is one queue, launches of kernels another that runs ahead, and the links of each axis are one queue each.
+Waits are where the executor has them (`autopar.ir.waits`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.fx import GraphModule, Node
 
 from autopar.cost.attention_costs import is_context_attention
 from autopar.cost.flops import Requests, node_seconds
-from autopar.cost.hardware import Device, host_link
-from autopar.cost.traffic import Links, transfer
+from autopar.cost.hardware import Device, Links, host_link
+from autopar.cost.traffic import transfer, transfer_seconds
 from autopar.ir.graph import nbytes
 from autopar.ir.waits import WaitPlaces, is_started, pauses_at
 from autopar.ops.traits import COPIES
@@ -48,6 +48,7 @@ def graph_times(gm: GraphModule, device: Device, links: Links, requests: Request
 class _GraphRun:
     def __init__(self, gm: GraphModule, device: Device, links: Links, requests: Requests | None) -> None:
         self.places, self.device, self.links, self.now = WaitPlaces(gm), device, links, 0.0
+        self.launched = 0.0  # when the host is done with launches so far
         self.requests = requests
         self.free: dict[str, float] = {}  # axis -> when its links are
         self.done: dict[Node, float] = {}
@@ -63,12 +64,19 @@ class _GraphRun:
         elif is_context_attention(node):
             self._attend(node)
         elif seconds := node_seconds(node, self.device, requests=self.requests):
-            self.computing[node] = seconds
-            self.now += seconds
+            self._compute(node, seconds)
+
+    def _compute(self, node: Node, seconds: float) -> None:
+        """A kernel starts when the host has launched it; computation includes the wait for that."""
+        self.launched += self.device.launch
+        end = max(self.now, self.launched) + seconds
+        self.computing[node] = end - self.now
+        self.now = end
 
     def _start(self, node: Node) -> None:
         link, seconds = self._transfer(node)
-        begin = max(self.now, self.free.get(link, 0.0))
+        self.launched += self.device.launch
+        begin = max(self.now, self.launched, self.free.get(link, 0.0))
         self.moving[node] = seconds
         self.done[node] = self.free[link] = begin + seconds
         for earlier in self.places.started(node):
@@ -76,10 +84,10 @@ class _GraphRun:
 
     def _transfer(self, node: Node) -> tuple[str, float]:
         if node.target in COPIES:
-            host = host_link(self.links.wiring, self.device)
+            host = host_link(self.links.named, self.device)
             return HOST, host.latency + nbytes(node) / host.bandwidth
         moved = transfer(node, self.links.mesh)
-        return (moved.axis if moved is not None else ""), self.links.seconds(node) or 0.0
+        return (moved.axis if moved is not None else ""), transfer_seconds(node, self.links) or 0.0
 
     def _wait(self, node: Node) -> None:
         late = self.done.get(node, 0.0) - self.now
@@ -89,10 +97,10 @@ class _GraphRun:
 
     def _attend(self, node: Node) -> None:
         """Exchanges of attention overlap with its own products."""
-        self.computing[node] = node_seconds(node, self.device)
-        self.moving[node] = self.links.seconds(node) or 0.0
+        self._compute(node, node_seconds(node, self.device))
+        self.moving[node] = transfer_seconds(node, self.links) or 0.0
         self.exposed[node] = max(self.moving[node] - self.computing[node], 0.0)
-        self.now += max(self.computing[node], self.moving[node])
+        self.now += self.exposed[node]
 
 
 # --- graphs that exchange tokens, alone or two by turns ------------------------------------------------

@@ -1,13 +1,20 @@
-"""What a rank computes with, for estimates. Loads no torch."""
+"""What a rank computes with and how ranks are connected, at what a software stack reaches of it. Loads no torch.
+
+device = device_of(options)           the chip
+links = Links.of(options, mesh)       those of an axis: named by the options, or the cluster's
+links.seconds("tp", "all_reduce", 1e6)
+"""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from autopar.chips import CHIPS, Chip
-from autopar.cost.topology import Topologies, Topology
+from autopar.cost.cluster import AxisLinks, Cluster
+from autopar.cost.efficiency import DEFAULT_STACK, Stack, stack_named
+from autopar.cost.topology import NamedLinks, Topologies, Topology
+from autopar.ir.mesh import Mesh
 
 if TYPE_CHECKING:
     import torch
@@ -17,39 +24,58 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Device:
-    """The chip of one rank. Times are in seconds, sizes in bytes.
-
-    flops: operations per second of products in half precision; ``others``: (dtype or its name, operations per second)
-    for other dtypes. memory: bytes per second. efficiency: the share of ``flops`` that real products reach. launch:
-    least time of a node (0: graphs may be fused). links: between ranks, unless the options name others. host: to host
-    memory.
-    """
+    """The chip of one rank. Speeds are those that the stack reaches, per second. kernel: of attention. float8: products
+    are in float8."""
 
     name: str
-    flops: float
-    memory: float
-    others: tuple[tuple[str | torch.dtype, float], ...] = ()
-    efficiency: float = 0.5
-    launch: float = 0.0
-    links: Topology = field(default_factory=Topology)
-    host: Topology = field(default_factory=Topology)
+    chip: Chip
+    stack: Stack = field(hash=False)
+    kernel: str = ""
+    float8: bool = False
+
+    def peak(self, dtype: torch.dtype) -> float:
+        """Operations of products in a dtype, on paper."""
+        return float(getattr(self.chip, str(dtype).removeprefix("torch."), self.chip.flops))
 
     def speed(self, dtype: torch.dtype) -> float:
-        """Operations per second that products in a dtype reach in practice."""
-        speeds = {str(name).removeprefix("torch."): flops for name, flops in self.others}
-        return self.efficiency * speeds.get(str(dtype).removeprefix("torch."), self.flops)
+        """Operations of products in a dtype."""
+        return self.peak(dtype) * self.stack.products
+
+    @property
+    def products(self) -> float:
+        """Operations of products in half precision, or in float8."""
+        chip, stack = self.chip, self.stack
+        return chip.float8 * stack.products * stack.float8 if self.float8 else chip.flops * stack.products
+
+    def attention_share(self, backward: bool) -> float:
+        """The share of the peak that attention reaches."""
+        shares = self.stack.attention_backward if backward else self.stack.attention
+        return shares[self.kernel or self.stack.kernel]
+
+    @property
+    def memory(self) -> float:
+        """Bytes read or written."""
+        return self.chip.memory * self.stack.memory
+
+    @property
+    def launch(self) -> float:
+        """Seconds of the host per kernel."""
+        return self.stack.launch
+
+    @property
+    def host(self) -> Topology:
+        """The link to host memory."""
+        return Topology(bandwidth=self.chip.host)
+
+    @property
+    def card(self) -> Topology:
+        """The link to other nodes."""
+        return Topology(bandwidth=self.chip.links * self.stack.network)
 
 
-def device_named(name: str) -> Device:
-    """A chip of the table (`autopar.chips`) as estimates take it."""
-    return _device(name, CHIPS[name])
-
-
-@functools.cache
-def _device(name: str, chip: Chip) -> Device:
-    others = (("float32", chip.float32), ("float64", chip.float64))
-    links, host = (Topology(bandwidth=speed) for speed in (chip.links, chip.host))
-    return Device(name, chip.flops, chip.memory, others, links=links, host=host)
+def device_named(name: str, stack: str = DEFAULT_STACK) -> Device:
+    """A chip of the table (`autopar.chips`) with a stack."""
+    return Device(name, CHIPS[name], stack_named(stack, name))
 
 
 DEFAULT = device_named("A100")
@@ -60,11 +86,43 @@ def device_of(options: Options) -> Device:
     return device_named(options.target_hardware)
 
 
+@dataclass(frozen=True)
+class Links:
+    """The links of a mesh's axes. named: those of the options, which come first."""
+
+    mesh: Mesh
+    cluster: Cluster = field(default_factory=lambda: Cluster.parse(DEFAULT.name))
+    stack: Stack = DEFAULT.stack
+    named: Topologies = field(default_factory=Topologies)
+
+    @classmethod
+    def of(cls, options: Options, mesh: Mesh) -> Links:
+        """Those that the options name, or else those of the target hardware."""
+        device = device_of(options)
+        named = Topologies.parse(options.topology, device.card)
+        return cls(mesh, Cluster.parse(device.name), device.stack, named)
+
+    def axis(self, name: str) -> AxisLinks | NamedLinks:
+        """The links of an axis, of one of its levels (cp%4, cp/4), or of axes joined by commas."""
+        return self.between(name, self.mesh.size(name), self.mesh.stride(name))
+
+    def between(self, name: str, size: int, stride: int) -> AxisLinks | NamedLinks:
+        """The links of ``size`` ranks, ``stride`` apart, under the name of an axis."""
+        if (named := self.named.given(name)) is not None:
+            return NamedLinks(named, size)
+        return self.cluster.links(size, stride).scaled(self.stack.inside, self.stack.network)
+
+    def seconds(self, axis: str, kind: str, nbytes: float, calls: float = 1.0) -> float:
+        """Seconds of ``calls`` collectives of a kind, in which each rank sends ``nbytes`` together."""
+        return self.axis(axis).seconds(kind, nbytes, calls) if nbytes else 0.0
+
+    def __str__(self) -> str:
+        group = self.cluster.group
+        return (
+            str(self.named) or f"{group.inside / 1e9:g} GB/s in nodes of {group.per_node}, {group.card / 1e9:g} between"
+        )
+
+
 def host_link(links: Topologies, device: Device) -> Topology:
     """The link to host memory: that of the options, or the device's."""
     return links.axes.get("host", device.host)
-
-
-def links_of(options: Options) -> Topologies:
-    """The links that the options name; for other axes those of the device."""
-    return Topologies.parse(options.topology, device_of(options).links)

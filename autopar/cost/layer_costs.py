@@ -12,14 +12,23 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.fx import GraphModule, Node
 
 from autopar.cost.attention_costs import is_context_attention, sent_by
-from autopar.cost.flops import COUNTS, flops, is_free, is_lookup, memory_bytes
+from autopar.cost.flops import (
+    ATTENTION,
+    PRODUCT,
+    flops,
+    is_backward_attention,
+    is_lookup,
+    kind_of,
+    memory_bytes,
+    tiled_flops,
+)
 from autopar.cost.layout import Placement
 from autopar.cost.memory import Memory
 from autopar.cost.traffic import transfer
@@ -31,8 +40,6 @@ Floats = NDArray[np.float64]
 Way = tuple[str, str]  # axis, kind of collective
 Solver = Callable[[Sequence[Floats]], Floats]  # values of samples -> of everything outside of layers, and of each kind
 
-TILE = 128  # rows and columns of a product's tile: a smaller product takes as long
-_PRODUCT, _ATTENTION = "product", "attention"
 SCALARS = ("moved", "fused", "kernels", "fused_kernels")
 
 
@@ -63,10 +70,10 @@ def graph_work(gm: GraphModule, mesh: Mesh, again: bool | None = None) -> RawWor
         for way, calls, size in _exchanges(node, mesh):
             before = sent.get(way, (0.0, 0.0))
             sent[way] = before[0] + calls, before[1] + size
-        kind = _kind(node)
-        if kind == _PRODUCT:
-            products.append(_product(node))
-        elif kind == _ATTENTION:
+        kind = kind_of(node)
+        if kind == PRODUCT:
+            products.append((tiled_flops(node), float(flops(node)), float(memory_bytes(node))))
+        elif kind == ATTENTION:
             attention.append(_attention(node))
         elif kind:
             moved += memory_bytes(node)
@@ -76,41 +83,11 @@ def graph_work(gm: GraphModule, mesh: Mesh, again: bool | None = None) -> RawWor
     return RawWork(tuple(products), tuple(attention), (moved, fused, plain + heavy, groups + heavy), sent)
 
 
-def _name(node: Node) -> str:
-    return str(getattr(node.target, "_schema", "")).partition("(")[0].partition(".")[0]
-
-
-def _kind(node: Node) -> str:
-    """Product, attention, or another kernel; "" for what computes nothing."""
-    if is_free(node):
-        return ""
-    if is_context_attention(node):
-        return _ATTENTION
-    name = _name(node)
-    if "attention" in name and name in COUNTS:
-        return _ATTENTION
-    return _PRODUCT if name in COUNTS else "other"
-
-
-def _product(node: Node) -> tuple[float, ...]:
-    count, sizes = float(flops(node)), shape(node)
-    rows, columns = (math.prod(sizes[:-1]), sizes[-1]) if sizes else (1, 1)
-    if len(sizes) > 2 and "bmm" in _name(node):
-        rows = sizes[-2]
-    padded = count * _tiles(rows) * _tiles(columns)
-    return padded, count, float(memory_bytes(node))
-
-
-def _tiles(size: int) -> float:
-    """Elements of whole tiles, per element."""
-    return -(-size // TILE) * TILE / size if size else 1.0
-
-
 def _attention(node: Node) -> tuple[float, ...]:
     args = arguments(node)
     q, k = (shape(args[long] if long in args else args[long[0]]) for long in ("query", "key"))
     v = shape(args["value"] if "value" in args else args["v"])
-    backward = "backward" in _name(node)
+    backward = is_backward_attention(node)
     scores = float(math.prod(q[:-1]) * k[-2])
     widths = (3 * q[-1] + 2 * v[-1]) if backward else q[-1] + v[-1]
     return float(flops(node)), 2 * scores * widths * args.get("size", 1), scores * args.get("size", 1), float(backward)
@@ -142,8 +119,8 @@ def _fused(gm: GraphModule, counted: set[Node]) -> tuple[int, int]:
     members: list[Node] = []
     for node in gm.graph.nodes:
         inputs = node.all_input_nodes
-        kind = _kind(node) if node.op == "call_function" else ""
-        heavy = kind in (_PRODUCT, _ATTENTION) or (not kind and transfer_like(node))
+        kind = kind_of(node) if node.op == "call_function" else ""
+        heavy = kind in (PRODUCT, ATTENTION) or (not kind and transfer_like(node))
         level[node] = max((level[x] for x in inputs), default=0) + heavy
         base[node] = node
         if node.op == "call_function" and not kind and not heavy and inputs:
@@ -184,7 +161,7 @@ def _fused(gm: GraphModule, counted: set[Node]) -> tuple[int, int]:
 
 def transfer_like(node: Node) -> bool:
     """Whether a node without computation moves data: a collective, or a copy to the host."""
-    return "autopar::" in _name(node)
+    return str(getattr(node.target, "_schema", "")).startswith("autopar::")
 
 
 # --- a model -------------------------------------------------------------------------------------------------
@@ -284,6 +261,15 @@ class Sample:
     first: float
     itemsize: int
     num_experts: int
+
+    def renamed(self, axis: str, name: str) -> Sample:
+        """With another name for an axis."""
+
+        def changed(work: RawWork) -> RawWork:
+            return replace(work, sent={(name if a == axis else a, kind): v for (a, kind), v in work.sent.items()})
+
+        works = tuple((changed(f), changed(b), changed(again)) for f, b, again in self.works)
+        return replace(self, works=works)
 
 
 def model_costs(

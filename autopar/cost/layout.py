@@ -139,11 +139,6 @@ class Layout:
         """Whether gradients are reduced once per step, as `Options.reduces_once`."""
         return ZERO_STAGES[self.zero].reduces_once if self.reduce_grads == "auto" else self.reduce_grads == "step"
 
-    def stride(self, axis: str) -> int:
-        """Distance in rank between neighbours on an axis."""
-        inner = OUTER_TO_INNER[OUTER_TO_INNER.index(axis) + 1 :]
-        return math.prod(getattr(self, a) for a in inner)
-
     def options(self, **others: Any) -> Options:
         """The options of `autopar.parallelize` for it, without those of axes that it lacks; ``others`` are added."""
         chosen: dict[str, Any] = {
@@ -172,7 +167,7 @@ class Layout:
         shared = {f.name for f in fields(cls)} & {f.name for f in fields(Options)}
         chosen: dict[str, Any] = {name: getattr(options, name) for name in shared - {"virtual_stages", "loss_chunks"}}
         chosen |= {
-            "virtual_stages": options.virtual_stages or 1,
+            "virtual_stages": options.virtual_stages or _fewest_stages(options.schedule),
             "loss_chunks": options.loss_chunks or 1,
             "activation_checkpoint": options.activation_checkpoint or "none",
         }
@@ -189,5 +184,16 @@ class Layout:
 
 def known_schedule(layout: Layout) -> str:
     """Why its schedule cannot be priced; "" if it can."""
-    name = layout.schedule or "1f1b"
-    return "" if layout.pp == 1 or name in SCHEDULES else f"schedule: unknown schedule {name!r}"
+    name, found = layout.schedule or "1f1b", layout.virtual_stages
+    if layout.pp == 1:
+        return ""
+    if name not in SCHEDULES:
+        return f"schedule: unknown schedule {name!r}"
+    if name != "interleaved" and found != (needed := SCHEDULES[name].virtual_stages):
+        return f"schedule: {name} runs {needed} parts per rank, found virtual_stages={found}"
+    return ""
+
+
+def _fewest_stages(schedule: str) -> int:
+    """Parts per rank of a schedule, if nobody says how many."""
+    return SCHEDULES[schedule].virtual_stages if schedule in SCHEDULES else 1

@@ -15,21 +15,27 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from autopar.cost.cluster import AxisLinks, Cluster
 from autopar.cost.efficiency import Stack
+from autopar.cost.hardware import Device, Links
 from autopar.cost.layer_costs import LayerCosts, ModelCosts, Work
-from autopar.cost.layout import DATA_AXES, Layout, known_schedule
-from autopar.cost.topology import Topologies
-from autopar.schedule.request import SCHEDULES
+from autopar.cost.layout import DATA_AXES, Layout, Placement, known_schedule
+from autopar.cost.topology import NamedLinks, Topologies
+from autopar.schedule.order import Order
+from autopar.schedule.request import SCHEDULES, Costs, Request
+from autopar.schedule.simulate import simulate
 
 OPTIMIZER_BYTES = 30  # read and written per element: AdamW in mixed precision
 SCORE_BYTES = 13  # moved per element of the scores by attention without a fused kernel
 PLAIN_KERNELS = (4, 7)  # more than one, forward and backward, that attention without a fused kernel takes
 ENDS = 2  # parts that may have no layer: the first has the embeddings, the last the head
 WAVES = ("zb_v", "dual_pipe_v")  # schedules whose parts go back and forth over the ranks
+LEFT = 0.4  # of the bubble of a folded pipeline, however slow its slowest rank is
+MOST_ACTIONS = 20_000  # of a pipeline that is simulated: with more microbatches the formulas are as good
 TRAINED = 3  # FLOPs of forward and backward, of those of the forward
 
 
@@ -99,35 +105,9 @@ class _Pass:
         )
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What a stack reaches on a chip. kernel: of attention. float8: products in float8."""
-
-    cluster: Cluster
-    stack: Stack
-    kernel: str
-    float8: bool
-    topology: Topologies
-
-    @property
-    def products(self) -> float:
-        """Operations per second."""
-        chip, stack = self.cluster.chip, self.stack
-        return chip.float8 * stack.products * stack.float8 if self.float8 else chip.flops * stack.products
-
-    def attention(self, backward: bool) -> float:
-        """Operations per second."""
-        shares = self.stack.attention_backward if backward else self.stack.attention
-        return self.cluster.chip.flops * shares[self.kernel]
-
-    @property
-    def memory(self) -> float:
-        """Bytes per second."""
-        return self.cluster.chip.memory * self.stack.memory
-
-    def links(self, size: int, stride: int) -> AxisLinks:
-        """Links of an axis, at what the stack reaches."""
-        return self.cluster.links(size, stride).scaled(self.stack.inside, self.stack.network)
+Passes = tuple[tuple[_Pass, _Pass, _Pass], ...]
+Known = dict[tuple[Placement, int], Passes]  # placement, rows of a microbatch -> seconds of its layers
+Held = tuple[tuple[tuple[int, ...], bool, bool], ...]  # of each part of a rank: kinds of layers, whether it is the ends
 
 
 def price(
@@ -139,17 +119,22 @@ def price(
     kernel: str = "",
     compute: str = "",
     topology: str = "",
+    simulated: bool = False,
+    known: Known | None = None,
 ) -> Price:
     """The price of a layout. kernel: of attention (`autopar.cost.efficiency.KERNELS`), by default the stack's. compute:
-    "fp8" for products in float8. topology: links that replace the cluster's, by axis.
+    "fp8" for products in float8. topology: links that replace the cluster's, by axis. simulated: the pipeline is run
+    action by action, instead of by the formula of its schedule. known: for many layouts of one model on one cluster.
 
     Raises ValueError for a cluster with another number of chips."""
     kernel = kernel or stack.kernel
     if reason := _refusal(layout, costs, cluster, stack, kernel, compute):
         return Price.of_refusal(reason)
     stack = stack.with_kernel(kernel)
-    rates = Rates(cluster.with_ranks(layout.ranks), stack, kernel, compute == "fp8", Topologies.parse(topology))
-    return _Pricing(layout, costs, rates).price()
+    cluster = cluster.with_ranks(layout.ranks)
+    device = Device(cluster.chip_name, cluster.chip, stack, kernel, compute == "fp8")
+    links = Links(layout.mesh, cluster, stack, Topologies.parse(topology))
+    return _Pricing(layout, costs, device, links, simulated, {} if known is None else known).price()
 
 
 def _refusal(layout: Layout, costs: ModelCosts, cluster: Cluster, stack: Stack, kernel: str, compute: str) -> str:
@@ -168,9 +153,12 @@ def _refusal(layout: Layout, costs: ModelCosts, cluster: Cluster, stack: Stack, 
 
 
 class _Pricing:
-    def __init__(self, layout: Layout, costs: ModelCosts, rates: Rates) -> None:
-        self.layout, self.costs, self.rates = layout, costs, rates
-        self.stack = rates.stack
+    def __init__(
+        self, layout: Layout, costs: ModelCosts, device: Device, links: Links, simulated: bool, known: Known
+    ) -> None:
+        self.layout, self.costs, self.device, self.links, self.simulated = layout, costs, device, links, simulated
+        self.known = known
+        self.stack = device.stack
         self.rows = float(layout.micro_batch)
         self.data_ranks = math.prod(getattr(layout, axis) for axis in DATA_AXES)
         self.expert_ranks = max(1, self.data_ranks // max(1, self._experts_on()))
@@ -183,31 +171,35 @@ class _Pricing:
     # --- one layer -----------------------------------------------------------------------------------------
 
     @functools.cached_property
-    def passes(self) -> tuple[tuple[_Pass, _Pass, _Pass], ...]:
+    def passes(self) -> Passes:
         """Forward, backward and recomputation of each kind of layer, then of the rest."""
-        return tuple(
-            (self._pass(c.forward), self._pass(c.backward), self._pass(c.again))
-            for c in (*self.costs.layers, self.costs.rest)
-        )
+        key = self.layout.placement, self.layout.micro_batch
+        if key not in self.known:
+            self.known[key] = tuple(
+                (self._pass(c.forward), self._pass(c.backward), self._pass(c.again))
+                for c in (*self.costs.layers, self.costs.rest)
+            )
+        return self.known[key]
 
     def _pass(self, work: Work) -> _Pass:
-        rates, stack, rows = self.rates, self.stack, self.rows
+        device, stack, rows = self.device, self.stack, self.rows
         found = _Pass()
         count, padded, _, moved = work.of_products(rows)
         if len(count):
-            found.products = float(count @ np.maximum(padded / rates.products, moved / rates.memory))
+            found.products = float(count @ np.maximum(padded / device.products, moved / device.memory))
         extra = 0.0
         count, causal, full, scores, backward = work.of_attention(rows)
         if len(count):
-            plain = rates.kernel == "plain"
-            speed = np.where(backward > 0, rates.attention(True), rates.attention(False))
+            plain = device.kernel == "plain"
+            peak = device.chip.flops
+            speed = np.where(backward > 0, peak * device.attention_share(True), peak * device.attention_share(False))
             found.attention = float(count @ ((full if plain else causal) / speed))
             extra = float(count @ scores) * SCORE_BYTES if plain else 0.0
         bytes_moved = work.scalar("fused" if stack.fused else "moved", rows)
-        found.attention += extra / rates.memory
-        found.element_wise = bytes_moved / rates.memory
+        found.attention += extra / device.memory
+        found.element_wise = bytes_moved / device.memory
         launches = work.scalar("kernels", rows) + sum(float(values[0] @ (1.0, rows)) for values in work.sent.values())
-        if len(count) and rates.kernel == "plain":
+        if len(count) and device.kernel == "plain":
             launches += float(count @ np.where(backward > 0, PLAIN_KERNELS[1], PLAIN_KERNELS[0]))
         found.host = max(0.0, launches * stack.launch - found.computing)
         for (axis, kind), values in work.sent.items():
@@ -221,7 +213,7 @@ class _Pricing:
             size = self.rows * float(values[1][1])
             if size <= 0:
                 return
-        seconds = self._links(axis).seconds(kind, size, max(calls, 1.0)) if size > 0 else 0.0
+        seconds = self._axis(axis).seconds(kind, size, max(calls, 1.0)) if size > 0 else 0.0
         axis = name
         hidden = self.stack.hidden.get(axis, 0.0)
         beside = found.attention if axis == "cp" else found.computing
@@ -230,21 +222,12 @@ class _Pricing:
         found.exposed[axis] = found.exposed.get(axis, 0.0) + left
 
     @functools.lru_cache(maxsize=16)  # noqa: B019  (as short-lived as the object)
-    def _links(self, axis: str) -> AxisLinks:
-        name, level, count = re.fullmatch(r"(\w+)([%/]?)(\d*)", axis).groups()  # type: ignore[union-attr]
-        size, stride = int(getattr(self.layout, name)), self.layout.stride(name)
-        if level:  # "cp%4": four neighbours; "cp/4": every fourth rank
-            size, stride = (int(count), stride) if level == "%" else (size // int(count), stride * int(count))
-        found = self.rates.links(size, stride)
-        given = self.rates.topology.given(axis)
-        return found if given is None else AxisLinks(size, 1, given.bandwidth, given.bandwidth, 1.0)
+    def _axis(self, name: str) -> AxisLinks | NamedLinks:
+        return self.links.axis(name)
 
-    def _data_links(self, ranks: int) -> AxisLinks:
+    def _data_links(self, ranks: int) -> AxisLinks | NamedLinks:
         """Links of the ranks that sum gradients: they are neighbours at a distance of tp."""
-        given = self.rates.topology.given("dp")
-        if given is not None:
-            return AxisLinks(ranks, 1, given.bandwidth, given.bandwidth, 1.0)
-        return self.rates.links(ranks, self.layout.tp * (self.data_ranks // ranks))
+        return self.links.between("dp", ranks, self.layout.tp * (self.data_ranks // ranks))
 
     # --- a rank --------------------------------------------------------------------------------------------
 
@@ -266,15 +249,15 @@ class _Pricing:
         layout, m = self.layout, self.layout.microbatches
         ranks = range(layout.pp)
         n = layout.parts
-        held = [[k for k in range(n) if _rank_of(k, layout) == rank] for rank in ranks]
-        way = [
-            [self._sum(self._of_part(self.parts[k], w, k == n - 1) for k in held[r]) for r in ranks] for w in range(3)
-        ]
-        sizes = [
-            tuple(map(sum, zip(*(self._sizes(self.parts[k], k == 0, k == n - 1) for k in held[r]), strict=True)))
-            for r in ranks
-        ]
-        gathers = [self._sharded(held[r], way, r) for r in ranks]
+        held: list[list[int]] = [[] for _ in ranks]
+        for k in range(n):
+            for r in _ranks_of(k, layout):
+                held[r].append(k)
+        alike: dict[Held, int] = {}  # what a rank has -> the first rank that has the same
+        of = [alike.setdefault(tuple((tuple(self.parts[k]), k == 0, k == n - 1) for k in held[r]), r) for r in ranks]
+        way = [self._each(of, functools.partial(self._of_rank, held, w)) for w in range(3)]
+        sizes = self._each(of, lambda r: self._of_rank_sizes(held[r]))
+        gathers = self._each(of, lambda r: self._sharded(held[r], way, r))
         each = [
             way[0][r].seconds + way[1][r].seconds + way[2][r].seconds + sum(g[1] for g in gathers[r]) for r in ranks
         ]
@@ -282,7 +265,7 @@ class _Pricing:
         ordinary, again = way[0][slowest] + way[1][slowest], way[2][slowest]
         head = _times(
             self._of_part((), 0, True) + self._of_part((), 1, True),
-            1.0 if slowest == _rank_of(n - 1, layout) else 0.0,
+            self._copy if n - 1 in held[slowest] else 0.0,
         )
         body = ordinary + _times(head, -1.0)
         computing = {
@@ -296,12 +279,12 @@ class _Pricing:
         for name, (all_of, exposed) in zip(("dp", "ep"), gathers[slowest], strict=True):
             if all_of:
                 causes.append(Cause("dp", name, m * all_of, m * exposed))
-        causes += self._of_pipeline(each, way)
-        once = [self._once(sizes[r], way[1][r].computing + way[2][r].computing) for r in ranks]
+        causes += self._of_pipeline(each, way, [sum(g[1] for g in gathers[r]) for r in ranks])
+        once = self._each(of, lambda r: self._once(sizes[r], way[1][r].computing + way[2][r].computing))
         reduced = max(once, key=lambda pair: pair[1])
         if reduced[0]:
             causes.append(Cause("dp", "dp", *reduced))
-        optimizer = max(self._optimizer(sizes[r]) for r in ranks)
+        optimizer = max(self._optimizer(sizes[r]) for r in alike.values())
         causes.append(Cause("optimizer", "", optimizer, optimizer))
         seconds = sum(c.exposed for c in causes)
         jitter = seconds * self.stack.jitter * max(0.0, math.log2(layout.ranks / 8))
@@ -309,16 +292,37 @@ class _Pricing:
             causes.append(Cause("jitter", "", jitter, jitter))
         seconds += jitter
         flops = TRAINED * self.costs.flops(self.rows) * m * layout.data_size * layout.tp * layout.cp
-        peak = self.rates.cluster.chip.flops * layout.ranks
-        memory = tuple(self._memory(r, held[r], sizes[r]) for r in ranks)
+        peak = self.device.chip.flops * layout.ranks
+        saved = self._each(of, lambda r: self._saved(held[r]))
+        memory = tuple(self._memory(r, held[r], sizes[r], saved[r]) for r in ranks)
         shown = tuple(c for c in causes if c.seconds > 0)
         return Price(
-            seconds, flops / (seconds * peak), flops, shown, memory, self.rates.cluster.capacity,
+            seconds, flops / (seconds * peak), flops, shown, memory, self.links.cluster.capacity,
             guesses=self.stack.guesses,
         )  # fmt: skip
 
-    def _sum(self, passes: object) -> _Pass:
-        return functools.reduce(lambda a, b: a + b, passes, _Pass())  # type: ignore[call-overload]
+    @staticmethod
+    def _each(of: Sequence[int], value: Callable[[int], Any]) -> list[Any]:
+        """The value of every rank, computed once for ranks that have the same."""
+        known = {r: value(r) for r in dict.fromkeys(of)}
+        return [known[r] for r in of]
+
+    def _of_rank_sizes(self, held: Sequence[int]) -> tuple[float, float]:
+        """Elements of parameters of a rank: outside and inside of experts."""
+        last = self.layout.parts - 1
+        parts = [self._sizes(self.parts[k], k == 0, k == last) for k in held]
+        return sum(dense for dense, _ in parts), sum(experts for _, experts in parts)
+
+    def _of_rank(self, held: Sequence[Sequence[int]], way: int, rank: int) -> _Pass:
+        last = self.layout.parts - 1
+        passes = [self._of_part(self.parts[k], way, k == last) for k in held[rank]]
+        found = functools.reduce(lambda a, b: a + b, passes, _Pass())
+        return found if self._copy == 1 else _times(found, self._copy)
+
+    @functools.cached_property
+    def _copy(self) -> float:
+        """The share of the microbatches that one copy of a part runs."""
+        return 1 / SCHEDULES[self.layout.schedule].copies if self.layout.schedule and self.layout.pp > 1 else 1.0
 
     # --- data parallelism ----------------------------------------------------------------------------------
 
@@ -374,30 +378,65 @@ class _Pricing:
     def _optimizer(self, sizes: Sequence[float]) -> float:
         """Seconds of the optimizer's step."""
         local = sum(n / (ranks if self.layout.zero else 1) for n, ranks in self._groups(sizes))
-        seconds = local * OPTIMIZER_BYTES / self.rates.memory
+        seconds = local * OPTIMIZER_BYTES / self.device.memory
         if self.layout.optimizer_cpu_offload:
-            seconds += 2 * local * self.stack.states / self.rates.cluster.chip.host
+            seconds += 2 * local * self.stack.states / self.device.chip.host
         return seconds
 
     # --- the pipeline --------------------------------------------------------------------------------------
 
-    def _of_pipeline(self, each: Sequence[float], way: list[list[_Pass]]) -> list[Cause]:
+    def _of_pipeline(self, each: Sequence[float], way: list[list[_Pass]], gathers: Sequence[float]) -> list[Cause]:
         layout, p, m, v = self.layout, self.layout.pp, self.layout.microbatches, self.layout.virtual_stages
         if p == 1:
             return []
-        forward = float(np.mean([f.seconds for f in way[0]]))
-        weights = float(np.mean([f.products for f in way[0]]))  # products of weights' gradients: as many as forward's
-        rest = float(np.mean(each)) - forward - weights
-        bubble = float(_bubble(layout.schedule or "1f1b")(p, m, v, forward, rest, weights))
         const, slope = map(float, self.costs.hop)
-        hop = self._links("pp").seconds("send", const + self.rows * slope, 1.0)
+        hop = self._axis("pp").seconds("send", const + self.rows * slope, 1.0)
         hops = 2 * hop * (v * m + p - 1)
-        left = hops * (1 - self.stack.hidden.get("pp", 0.0))
-        return [Cause("bubble", "pp", bubble, bubble), Cause("pp", "pp", hops, left)]
+        shown = 1 - self.stack.hidden.get("pp", 0.0)
+        few = layout.parts * m <= MOST_ACTIONS and not SCHEDULES[layout.schedule or "1f1b"].searches
+        if self.simulated and few:
+            bubble = max(0.0, self._simulated(gathers, hop, hop * shown) - m * max(each) - hops * shown)
+        else:
+            bubble = self._bubble(each, way[0])
+        return [Cause("bubble", "pp", bubble, bubble), Cause("pp", "pp", hops, hops * shown)]
+
+    def _bubble(self, each: Sequence[float], forwards: Sequence[_Pass]) -> float:
+        """Idle seconds of the slowest rank, by the formula of the schedule. Its own gradients of weights fill it; where
+        the pipeline folds, so does what it computes more than others."""
+        layout, p, m, v = self.layout, self.layout.pp, self.layout.microbatches, self.layout.virtual_stages
+        formula, mean = _bubble(layout.schedule or "1f1b"), float(np.mean(each))
+        forward = float(np.mean([f.seconds for f in forwards]))
+        weights = float(np.mean([f.products for f in forwards]))  # gradients of weights: as many as forward's
+        bubble = formula(p, m, v, forward, mean - forward - weights, weights)
+        if layout.schedule in WAVES or self._copy < 1:
+            return float(max(LEFT * bubble, bubble - m * (max(each) - mean)))
+        own = max(weights, forwards[int(np.argmax(each))].products)
+        return float(min(bubble, formula(p, m, v, forward, mean - forward - weights, own)))
+
+    def _simulated(self, gathers: Sequence[float], hop: float, shown: float) -> float:
+        """Seconds of all microbatches by the order of the schedule. gathers: of a rank and microbatch."""
+        layout, n = self.layout, self.layout.parts
+        passes = [[self._of_part(self.parts[k], way, k == n - 1) for way in range(3)] for k in range(n)]
+        more = [gathers[_ranks_of(k, layout)[0]] / layout.virtual_stages + shown for k in range(n)]
+        costs = Costs(
+            F=tuple(forward.seconds + shown for forward, _, _ in passes),
+            B=tuple(b.seconds + a.seconds - f.products + x for (f, b, a), x in zip(passes, more, strict=True)),
+            W=tuple(forward.products for forward, _, _ in passes),
+            comm=hop - shown,
+        )
+        return simulate(_order(layout.schedule or "1f1b", layout.pp, layout.microbatches, n // layout.pp), costs).cost
 
     # --- memory --------------------------------------------------------------------------------------------
 
-    def _memory(self, rank: int, held: Sequence[int], sizes: Sequence[float]) -> float:
+    def _saved(self, held: Sequence[int]) -> float:
+        """Bytes that the parts of a rank keep of a microbatch."""
+        saved = 0.0
+        for k in held:
+            layers = [self.costs.layers[kind].saved for kind in self.parts[k]]
+            saved += sum(float(s[0] + self.rows * s[1]) for s in layers)
+        return saved
+
+    def _memory(self, rank: int, held: Sequence[int], sizes: Sequence[float], saved: float) -> float:
         """Bytes of one rank of pp at its peak."""
         layout, stack, rows = self.layout, self.stack, self.rows
         total = stack.reserved
@@ -409,10 +448,6 @@ class _Pricing:
             if layout.zero and not layout.gathers_once:
                 total += 2 * stack.weight * elements / max(1, sum(len(self.parts[k]) for k in held))
         n = layout.parts
-        saved = 0.0
-        for k in held:
-            layers = [self.costs.layers[kind].saved for kind in self.parts[k]]
-            saved += sum(float(s[0] + rows * s[1]) for s in layers)
         total += saved * stack.kept * self._in_flight(rank)
         const, slope = map(float, self.costs.hop)
         hop = const + rows * slope
@@ -440,10 +475,18 @@ class _Pricing:
         return min(float(m), _held_by(name)(p, m, v))
 
 
-def _rank_of(part: int, layout: Layout) -> int:
-    """The coordinate on pp of the rank that runs a part: in turns, or back and forth in a V."""
+def _ranks_of(part: int, layout: Layout) -> list[int]:
+    """The coordinates on pp of the ranks that run a part: in turns, back and forth in a V, or from both ends."""
     turn, place = divmod(part, layout.pp)
-    return layout.pp - 1 - place if layout.schedule in WAVES and turn % 2 else place
+    last = layout.pp - 1 - place
+    if layout.pp > 1 and layout.schedule and SCHEDULES[layout.schedule].copies > 1:
+        return [place, last]
+    return [last if layout.schedule in WAVES and turn % 2 else place]
+
+
+@functools.lru_cache(maxsize=64)
+def _order(schedule: str, ranks: int, microbatches: int, virtual_stages: int) -> Order:
+    return SCHEDULES[schedule].make(Request(ranks, microbatches, virtual_stages))
 
 
 def _times(one: _Pass, count: float) -> _Pass:

@@ -13,8 +13,7 @@ from torch.fx import GraphModule
 
 from autopar.cost.flops import Requests
 from autopar.cost.graph_times import graph_times
-from autopar.cost.hardware import device_of, links_of
-from autopar.cost.traffic import Links
+from autopar.cost.hardware import Links, device_of
 from autopar.ir.graph import copy_graph, fake_mode, placeholders, run_fake
 from autopar.ir.live_values import peak_of_values
 from autopar.steps.packed import LAST, POSITIONS, ROWS, TOKENS, Packed, PackedStage, slots
@@ -35,8 +34,7 @@ class ServingStep:
 def serving_step(packed: Packed, requests: Requests) -> ServingStep:
     """The estimate for a step of these requests, (tokens, keys with these) each; all get a token."""
     plan, tokens, rows = packed.plan, sum(new for new, _ in requests), len(requests)
-    device, wiring = device_of(plan.options), links_of(plan.options)
-    links, ranks = Links(plan.mesh, wiring), dict[int, float]()
+    device, links, ranks = device_of(plan.options), Links.of(plan.options, plan.mesh), dict[int, float]()
     seconds, exposed, peak = 0.0, 0.0, 0
     for stage, following in zip(packed.stages, [*packed.stages[1:], None], strict=True):
         gm = with_sizes(packed, stage, tokens, rows)
@@ -46,7 +44,7 @@ def serving_step(packed: Packed, requests: Requests) -> ServingStep:
         peak = max(peak, peak_of_values(gm, [n.name for n in placeholders(gm)]))
         if following is not None and following.rank != stage.rank:
             sent = sum(math.prod(x.shape(tokens, rows)) * x.dtype.itemsize for x in stage.sent)
-            moved = wiring.of("pp").seconds("send", sent, plan.mesh.size("pp"))
+            moved = links.seconds("pp", "send", sent)
             seconds, exposed = seconds + moved, exposed + moved
     return ServingStep(seconds, max(*ranks.values(), seconds / plan.mesh.size("pp")), exposed, peak)
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from torch.fx import GraphModule
 
-from autopar.cost.flops import seconds_of
-from autopar.cost.graph_times import Segments, seconds_by_turns, segments_of
-from autopar.cost.hardware import device_of, links_of
-from autopar.cost.topology import Topology
-from autopar.cost.traffic import Links
+from autopar.cost.graph_times import GraphTimes, Segments, graph_times, seconds_by_turns, segments_of
+from autopar.cost.hardware import Links, device_of
 from autopar.ir.expert_layers import axis_of_experts
 from autopar.ir.graph import nbytes, placeholders
 from autopar.ir.storages import storage_bytes
@@ -25,57 +22,51 @@ from autopar.schedule.simulate import Timeline, simulate
 from autopar.steps.graphs import Compiled, Pipeline, Stage, StepGraph, is_a
 from autopar.steps.of_rank import edge_bytes, lowered_order, slice_shares
 
+TimesOfGraphs = Callable[[GraphModule], GraphTimes]
 
-def stage_costs(parts: Sequence[Stage], edges: Sequence[P2PEdge], plan: Plan) -> Costs:
-    """Seconds and bytes of every part's actions, estimated from its step graphs.
 
-    Gathers, reductions and values between parts take the time of their transfers, over the links that the plan's
-    options name, or the device's. Transfers inside F, B and W count only over links that the options name: the others,
-    usually those of tp, are many times faster than the device's links between machines. Exchanges of tokens over named
-    links overlap with the rest of the graph, and in cells with the other half.
-    """
-    device, wiring = device_of(plan.options), links_of(plan.options)
-    between = Links(plan.mesh, wiring)
-    inside = Links(plan.mesh, wiring, given=True) if wiring.axes else None
+def times_of_graphs(plan: Plan) -> TimesOfGraphs:
+    """Times of step graphs on the plan's hardware, whose transfers overlap with computation, cached."""
+    device, links = device_of(plan.options), Links.of(plan.options, plan.mesh)
+    return cache(lambda gm: graph_times(gm, device, links))
 
+
+def stage_costs(
+    parts: Sequence[Stage], edges: Sequence[P2PEdge], plan: Plan, times: TimesOfGraphs | None = None
+) -> Costs:
+    """Seconds and bytes of every part's actions, estimated from its step graphs. Exchanges of tokens overlap in cells
+    with the other half."""
+    device, links, times = device_of(plan.options), Links.of(plan.options, plan.mesh), times or times_of_graphs(plan)
     axis = axis_of_experts(plan.experts)
-    exchanged = inside is not None and bool(axis) and wiring.given(axis) is not None
-
-    @cache
-    def segments(gm: GraphModule) -> Segments:
-        assert inside is not None
-        return segments_of(gm, axis, device, inside)
 
     @cache  # equal parts take equal times
-    def seconds(gm: GraphModule, outside: bool) -> float:
-        if exchanged and not outside:
-            return seconds_by_turns(segments(gm))
-        return seconds_of(gm.graph.nodes, device, between if outside else inside)
+    def segments(gm: GraphModule) -> Segments:
+        return segments_of(gm, axis, device, links)
 
     @cache
     def together(forward: GraphModule, backward: GraphModule) -> float:
-        return seconds_by_turns(segments(forward), segments(backward))
+        apart = times(forward).seconds + times(backward).seconds
+        return min(apart, seconds_by_turns(segments(forward), segments(backward)))
 
     def cells() -> tuple[tuple[float, ...], ...] | None:
         backs = [p.backward for p in parts]
-        if not exchanged or not all(backs):
+        if not axis or not all(backs):
             return None
         return tuple(tuple(together(p.forward.unnamed, b.unnamed) for b in backs if b) for p in parts)
 
-    def time(graph: StepGraph | None, outside: bool = False) -> float:
-        return seconds(graph.unnamed, outside) if graph is not None else 0.0
+    def time(graph: StepGraph | None) -> float:
+        return times(graph.unnamed).seconds if graph is not None else 0.0
 
     received = [sum(_edge_bytes(h) for h in edges if h.target == k) for k in range(len(parts))]
-    pp = wiring.of("pp")
-    comm = max((pp.seconds("send", _edge_bytes(h), plan.mesh.size("pp")) for h in edges), default=0.0)
+    comm = max((links.seconds("pp", "send", _edge_bytes(h)) for h in edges), default=0.0)
     return Costs(
         F=tuple(time(p.forward) for p in parts),
-        B=tuple(time(p.backward_input or p.backward_reduce) for p in parts),
+        B=tuple(time(p.backward_input or p.backward_reduce or p.backward) for p in parts),
         W=tuple(time(p.backward_weight) for p in parts),
         comm=comm,
         FB=cells(),
-        G=tuple(time(p.gather, outside=True) for p in parts),
-        R=tuple(time(p.reduce, outside=True) for p in parts),
+        G=tuple(time(p.gather) for p in parts),
+        R=tuple(time(p.reduce) for p in parts),
         activations=tuple(float(kept(p) + r) for p, r in zip(parts, received, strict=True)),
         stash=tuple(float(_taken(p.backward_weight)) for p in parts),
     )
@@ -102,22 +93,17 @@ def _edge_bytes(edge: P2PEdge) -> int:
 # --- a step, simulated on these costs ------------------------------------------------------------------
 
 
-def step_timeline(compiled: Compiled, unit: float = 1.0) -> Timeline:
+def step_timeline(compiled: Compiled, unit: float = 1.0, times: TimesOfGraphs | None = None) -> Timeline:
     """The step of a compiled model, as its ranks run it, with times estimated from its graphs, in units of ``unit``
     seconds; memory in bytes."""
-    pipeline = compiled.pipeline
-    return timeline_of(compiled, stage_costs(pipeline.parts, pipeline.edges, compiled.plan), unit)
-
-
-def timeline_of(compiled: Compiled, costs: Costs, unit: float = 1.0) -> Timeline:
-    """The same with other costs."""
-    pipeline = compiled.pipeline
+    pipeline, plan = compiled.pipeline, compiled.plan
+    costs = stage_costs(pipeline.parts, pipeline.edges, plan, times)
     if pipeline.order.slices > 1 and not costs.tokens:
-        costs = _of_slices(costs, pipeline, links_of(compiled.plan.options).of("pp"))
+        costs = _of_slices(costs, pipeline, Links.of(plan.options, plan.mesh).axis("pp").seconds("send", 0.0))
     return simulate(lowered_order(pipeline), in_units(costs, unit))
 
 
-def _of_slices(costs: Costs, pipeline: Pipeline, links: Topology) -> Costs:
+def _of_slices(costs: Costs, pipeline: Pipeline, latency: float) -> Costs:
     """Costs of a whole microbatch, from those of the token slice for which the graphs are compiled: all grow with the
     tokens."""
     shares = slice_shares(pipeline)
@@ -131,7 +117,7 @@ def _of_slices(costs: Costs, pipeline: Pipeline, links: Topology) -> Costs:
         return sum(edge_bytes(h, i) for h in pipeline.edges if h.target == part for i in range(len(shares)))
 
     changed["activations"] = tuple(kept(part) * whole + received(k) for k, part in enumerate(pipeline.parts))
-    changed["comm"] = links.latency + (costs.comm - links.latency) / len(shares)  # a transfer is of one slice
+    changed["comm"] = latency + (costs.comm - latency) / len(shares)  # a transfer is of one slice
     part = tuple(share / whole for share in shares)
     return replace(costs, **changed, scale=part, tokens=part)
 

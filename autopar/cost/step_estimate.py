@@ -1,16 +1,15 @@
 """How long a step takes on any mesh, how much of it is computation, and the MFU.
 
 The Order of the step is simulated (`autopar.schedule.simulate`) with times of graphs whose transfers overlap with
-computation (`autopar.cost.graph_times`), over the links that the options name or the device's. The optimizer step is
-left out.
+computation (`autopar.cost.graph_times`), at what a software stack reaches of the chip and of the links of each axis.
+The optimizer step is left out.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass, field
 
 import torch
 from torch.fx import GraphModule, Node
@@ -18,18 +17,17 @@ from torch.fx import GraphModule, Node
 from autopar.cost.attention_costs import is_context_attention, sent_by
 from autopar.cost.axis_shares import forward_flops
 from autopar.cost.flops import flops
-from autopar.cost.graph_times import HOST, GraphTimes, graph_times
-from autopar.cost.hardware import device_of, links_of
-from autopar.cost.stage_costs import stage_costs, timeline_of
-from autopar.cost.traffic import Links, transfer
+from autopar.cost.graph_times import HOST, GraphTimes
+from autopar.cost.hardware import Links, device_of
+from autopar.cost.stage_costs import TimesOfGraphs, step_timeline, times_of_graphs
+from autopar.cost.traffic import transfer
 from autopar.ir.graph import arguments, module_path, nbytes, outputs, placeholders
 from autopar.ir.mesh import Mesh
 from autopar.ir.storages import size_of, storages
 from autopar.ops.traits import COPIES, SUMS
-from autopar.steps.graphs import Compiled, Stage, StepGraph, is_a, of
+from autopar.steps.graphs import Compiled, Stage, is_a, of
 from autopar.steps.of_rank import graphs_of_rank
 
-TimesOfGraphs = Callable[[GraphModule], GraphTimes]
 TRAINED = 3  # FLOPs of forward and backward, of those of the forward: two products for one (Kaplan et al. 2020, 2.1)
 
 
@@ -53,40 +51,16 @@ class StepEstimate:
 def step_estimate(compiled: Compiled, times: TimesOfGraphs | None = None) -> StepEstimate:
     """The estimate for a compiled step."""
     plan = compiled.plan
-    device, times = device_of(plan.options), times or times_of_graphs(compiled)
-    seconds = _seconds(compiled, times)
+    device, times = device_of(plan.options), times or times_of_graphs(plan)
+    seconds = step_timeline(compiled, times=times).cost
     sums = [_sums(compiled, times, rank) for rank in range(plan.mesh.size("pp"))]
     computing, moving, exposed = max(sums)
     work = (TRAINED if compiled.train else 1) * forward_flops(compiled.local, plan)
-    peak = device.speed(_dtype(compiled)) / device.efficiency * plan.mesh.world_size
+    peak = device.peak(_dtype(compiled)) * plan.mesh.world_size
     return StepEstimate(
-        device.name, str(links_of(plan.options)) or str(device.links), seconds, computing, moving, exposed, work,
+        device.name, str(Links.of(plan.options, plan.mesh)), seconds, computing, moving, exposed, work,
         work / (seconds * peak) if seconds else 0.0,
     )  # fmt: skip
-
-
-def times_of_graphs(compiled: Compiled) -> TimesOfGraphs:
-    """Times of a compiled step's graphs with the options' device and links, cached."""
-    plan = compiled.plan
-    device, links = device_of(plan.options), Links(plan.mesh, links_of(plan.options))
-    return functools.cache(lambda gm: graph_times(gm, device, links))
-
-
-def _seconds(compiled: Compiled, times: TimesOfGraphs) -> float:
-    pipeline = compiled.pipeline
-
-    def of(graphs: Iterable[StepGraph | None]) -> tuple[float, ...]:
-        return tuple(times(g.unnamed).seconds if g is not None else 0.0 for g in graphs)
-
-    costs = replace(
-        stage_costs(pipeline.parts, pipeline.edges, compiled.plan),
-        F=of(p.forward for p in pipeline.parts),
-        B=of(p.backward_input or p.backward_reduce or p.backward for p in pipeline.parts),
-        W=of(p.backward_weight for p in pipeline.parts),
-        G=of(p.gather for p in pipeline.parts),
-        R=of(p.reduce for p in pipeline.parts),
-    )
-    return timeline_of(compiled, costs).cost
 
 
 def _sums(compiled: Compiled, times: TimesOfGraphs, rank: int) -> tuple[float, float, float]:

@@ -5,7 +5,7 @@
     switch   one port per rank, for everything that it sends and receives
 
     Topology.parse("ring:50e9:5e-6")                          50 GB/s per link and direction, 5 us per hop
-    Topologies.parse("cp=ring:50e9:5e-6,tp=switch:450e9")     per mesh axis; other axes have the links of the device
+    Topologies.parse("cp=ring:50e9:5e-6,tp=switch:450e9")     per mesh axis; other axes have the links of the cluster
     Topologies.parse("ep%8=switch:450e9,ep/8=switch:50e9")    8 consecutive ranks of ep are a node: its links, and the
                                                               links to ranks with the same index in other nodes
 
@@ -83,7 +83,7 @@ class Topology:
         """Seconds until the first byte of a message over a route arrives."""
         return self.latency * (len(route) if self.kind == "ring" else 1)
 
-    def seconds(self, kind: str, nbytes: float, size: int, calls: int = 1) -> float:
+    def seconds(self, kind: str, nbytes: float, size: int, calls: float = 1) -> float:
         """Seconds of ``calls`` collectives of a kind (or "send": to a neighbour) among ``size`` ranks, one after
         another, each with one delay. nbytes: sent per rank in all of them together."""
         straight = kind.startswith("all_to_all") or (kind in ROUND and self.kind == "mesh")
@@ -91,6 +91,18 @@ class Topology:
         loads = Counter(name for route in routes for name, _ in route)  # of a link of each rank, in messages
         hops = size - 1 if kind in ROUND and self.kind == "ring" else 1
         return calls * hops * max(map(self.delay, routes)) + nbytes / len(routes) * max(loads.values()) / self.bandwidth
+
+
+@dataclass(frozen=True)
+class NamedLinks:
+    """The links of an axis of ``size`` ranks that the user names."""
+
+    topology: Topology
+    size: int
+
+    def seconds(self, kind: str, sent: float, calls: float = 1.0) -> float:
+        """As `autopar.cost.cluster.AxisLinks.seconds`."""
+        return self.topology.seconds(kind, sent, self.size, calls) if self.size > 1 else 0.0
 
 
 @dataclass(frozen=True)

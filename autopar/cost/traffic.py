@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
 
 from autopar.cost.attention_costs import is_context_attention, sent_by
-from autopar.cost.hardware import links_of
-from autopar.cost.topology import Topologies
+from autopar.cost.hardware import Links
 from autopar.ir.conversions import conversion_of, exchange, is_conversion
 from autopar.ir.graph import arguments, global_shape, is_call, nbytes, placement
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard, conversion
 from autopar.ir.traffic import KINDS, Traffic, add_ledgers, collective_bytes
 from autopar.ops import collectives as collectives  # registers the raw collectives
-from autopar.plan import Plan
 from autopar.steps.graphs import Compiled, Pipeline
 from autopar.steps.of_rank import broadcasts, graphs_of_rank, sends, shared_gradients, slice_shares
 
@@ -33,31 +31,15 @@ class Transfer:
     bytes: int
 
 
-@dataclass(frozen=True)
-class Links:
-    """Times of transfers on a mesh. given: only axes whose links the user has named count; others take no time."""
-
-    mesh: Mesh
-    wiring: Topologies = field(default_factory=Topologies)
-    given: bool = False
-
-    def seconds(self, node: Node) -> float | None:
-        """Seconds of a node's transfer; None without one that counts. For attention over ranks: of the longest
-        exchanges, which overlap with its computation."""
-        if is_context_attention(node):
-            axis = str(arguments(node)["axis"])
-            moved = [Transfer(axis, kind, size) for kind, (_, size) in sent_by(node).items() if self._counts(axis)]
-        else:
-            found = transfer(node, self.mesh)
-            moved = [found] if found is not None and self._counts(found.axis) else []
-        return max(map(self._seconds, moved), default=None)
-
-    def _counts(self, axis: str) -> bool:
-        return not self.given or self.wiring.given(axis) is not None
-
-    def _seconds(self, moved: Transfer) -> float:
-        wires = self.wiring.of(moved.axis)
-        return wires.seconds(moved.kind, moved.bytes, self.mesh.size(moved.axis)) if moved.bytes else 0.0
+def transfer_seconds(node: Node, links: Links) -> float | None:
+    """Seconds of a node's transfer; None without one. For attention over ranks: of the longest exchanges, which overlap
+    with its computation."""
+    if is_context_attention(node):
+        axis = str(arguments(node)["axis"])
+        moved = sent_by(node).items()
+        return max((links.seconds(axis, kind, size, calls) for kind, (calls, size) in moved), default=None)
+    found = transfer(node, links.mesh)
+    return None if found is None else links.seconds(found.axis, found.kind, found.bytes)
 
 
 def transfer(node: Node, mesh: Mesh) -> Transfer | None:
@@ -139,13 +121,6 @@ def step_communication(compiled: Compiled, rank: int | None = None) -> dict[tupl
     if mesh.size("pp") > 1:
         volumes.append(_between_stages(compiled, pipeline, rank))
     return add_ledgers(*volumes)
-
-
-def transfer_seconds(plan: Plan, axis: str, kind: str, volume: Traffic) -> float:
-    """Seconds of a step's transfers over an axis, one after another, over the links that the options name, or else the
-    device's. Overlap with computation is not considered."""
-    wires = links_of(plan.options).of(axis)
-    return wires.seconds(kind, volume.bytes, plan.mesh.size(axis), volume.calls) if volume.bytes else 0.0
 
 
 def _between_stages(compiled: Compiled, pipeline: Pipeline, rank: int) -> dict[tuple[str, str], Traffic]:

@@ -127,6 +127,15 @@ class Mesh:
         name, _, step = axis.partition("/")
         return self.sizes.get(name, 1) // int(step or 1)
 
+    def stride(self, axis: str) -> int:
+        """Distance in rank between neighbours on an axis, or on a level of one; of joined axes, on the innermost."""
+        if "," in axis:
+            return min(map(self.stride, axis.split(",")))
+        name, _, step = axis.partition("%")[0].partition("/")
+        names = [a for a, _ in self.axes]
+        inner = self.axes[names.index(name) + 1 :] if name in names else ()
+        return math.prod(size for a, size in inner if a not in IN_TIME) * int(step or 1)
+
     def pieces(self, axis: str) -> Pieces:
         """The number of shards on an axis: its size. A slice of l of S tokens is one of S/l."""
         if axis == "sl":

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.attention.layouts import LAYOUTS
 from autopar.attention.problem import Mask, Problem
-from autopar.cost.hardware import device_of, links_of
+from autopar.cost.hardware import Links, device_of
 from autopar.cost.topology import Topology
 from autopar.ir.graph import arguments, calls_of, describe, global_shape, has_gradient
 from autopar.ir.mesh import Mesh
@@ -61,13 +61,13 @@ def plan_context(gm: GraphModule, mesh: Mesh, options: Options) -> ContextPlan:
     problems = {n: problem_of_call(n, mesh, options) for n in chosen}
     for i, stream in enumerate(plan.streams):
         own = [problems[n] for n in chosen if _streams_of(n, plan) == (i, i) and problems[n].mask.causal]
-        layout, why = _layout(own, options) if own else ("contiguous", "no query waits for earlier tokens")
+        layout, why = _layout(own, mesh, options) if own else ("contiguous", "no query waits for earlier tokens")
         reason = f"{stream.reason}; {layout}: {why}"
         plan.streams[i] = dataclasses.replace(stream, blocks=LAYOUTS[layout], reason=reason)
     for node in chosen:
         rows, columns = (plan.streams[i].blocks for i in _streams_of(node, plan))
         problem = dataclasses.replace(problems[node], query_blocks=rows, key_blocks=columns)
-        plan.attention[node.name] = _chosen(problem, options, describe(node))
+        plan.attention[node.name] = _chosen(problem, mesh, options, describe(node))
     return plan
 
 
@@ -141,24 +141,24 @@ def problem_of_call(node: Node, mesh: Mesh, options: Options) -> Problem:
 # --- layouts and algorithms --------------------------------------------------------------------------------------
 
 
-def _layout(problems: list[Problem], options: Options) -> tuple[str, str]:
+def _layout(problems: list[Problem], mesh: Mesh, options: Options) -> tuple[str, str]:
     """(layout of a stream for its causal attentions, why). A named algorithm may support only some layouts."""
     layout = options.cp_load_balance
     if layout == "auto" and options.attention != "auto":
         own = ALGORITHMS[options.attention.partition("+")[0]].layouts
         layout = own[0] if len(own) == 1 else layout
-    return choose_layout(problems, options.attention, layout, _topology(options), device_of(options))
+    return choose_layout(problems, options.attention, layout, _topology(mesh, options), device_of(options))
 
 
-def _chosen(problem: Problem, options: Options, what: str) -> AttentionPlan:
+def _chosen(problem: Problem, mesh: Mesh, options: Options, what: str) -> AttentionPlan:
     """The algorithms of one attention. Raises ValueError, naming it, where none can run."""
     try:
-        found = choose_algorithms(problem, options.attention, _topology(options), device_of(options))
+        found = choose_algorithms(problem, options.attention, _topology(mesh, options), device_of(options))
     except ValueError as error:
         raise ValueError(f"{error} (at {what})") from None
     blocks = problem.query_blocks, problem.key_blocks
     return AttentionPlan(found.forward, found.backward, *blocks, found.reason, found.candidates)
 
 
-def _topology(options: Options) -> Topology:
-    return links_of(options).of(AXIS)
+def _topology(mesh: Mesh, options: Options) -> Topology:
+    return Links.of(options, mesh).axis(AXIS).topology

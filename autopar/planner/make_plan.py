@@ -13,8 +13,7 @@ from torch.fx import GraphModule, Node
 
 from autopar.attention.operator import FACT_NAMES
 from autopar.cost.axis_shares import axis_shares
-from autopar.cost.hardware import device_of
-from autopar.cost.topology import Topologies
+from autopar.cost.hardware import Links, device_of
 from autopar.ir.batch import BatchDims
 from autopar.ir.graph import arguments, calls_of, global_shape
 from autopar.ir.mesh import DATA, Mesh
@@ -153,10 +152,8 @@ def _with_pipeline(
         total, unit = token_count(gm), slice_unit(options, plan.mesh)
 
         def best() -> tuple[tuple[int, ...], str]:
-            links = Topologies.parse(options.topology).given("pp")
-            return best_lengths(
-                main_parts(gm, pipeline.split_points), total, options.microbatches, unit, links, device_of(options)
-            )
+            links, parts = Links.of(options, plan.mesh).axis("pp"), main_parts(gm, pipeline.split_points)
+            return best_lengths(parts, total, options.microbatches, unit, links.topology, device_of(options))
 
         lengths, reason = slice_lengths(options.token_slices, total, unit, best)
         pipeline = dataclasses.replace(pipeline, token_slices=lengths)

@@ -20,7 +20,7 @@ from autopar.attention.algorithm_table import ALGORITHMS
 from autopar.attention.layouts import LAYOUTS, Blocks
 from autopar.attention.problem import Problem
 from autopar.cost.attention_costs import PASSES, AttentionCost, estimate, is_context_attention, problem_of_node
-from autopar.cost.hardware import Device, device_of, links_of
+from autopar.cost.hardware import Device, Links, device_of
 from autopar.cost.topology import Topology
 from autopar.ir.graph import compressed, has_gradient, module_path, without_indices
 from autopar.plan import AttentionPlan
@@ -91,7 +91,7 @@ def attentions_of(compiled: Compiled) -> list[Attention]:
         if is_context_attention(node):
             same = problem_of_node(node), plan.attention[node.name], compiled.train and has_gradient(node)
             found.setdefault(same, []).append(module_path(node) or node.name)
-    topology, device = links_of(plan.options).of(AXIS), device_of(plan.options)
+    topology, device = Links.of(plan.options, plan.mesh).axis(AXIS).topology, device_of(plan.options)
     return [
         Attention(tuple(where), problem, how, PASSES if trained else PASSES[:1], topology, device)
         for (problem, how, trained), where in found.items()

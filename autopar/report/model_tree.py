@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 
 from torch.fx import GraphModule
 
-from autopar.cost.step_estimate import Exchanged, ModuleCost, TimesOfGraphs, module_costs
+from autopar.cost.stage_costs import TimesOfGraphs
+from autopar.cost.step_estimate import Exchanged, ModuleCost, module_costs
 from autopar.ir.expert_layers import axis_of_experts
 from autopar.ir.graph import compressed
 from autopar.ir.placement import Shard

@@ -17,10 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.ac_policies import LayerCheckpoint
+from autopar.cost.hardware import Links
 from autopar.cost.memory import Memory, memories, memory_at_worst
 from autopar.cost.stage_costs import step_timeline
 from autopar.cost.step_estimate import step_estimate
-from autopar.cost.traffic import graph_runs, step_communication, transfer_seconds
+from autopar.cost.traffic import graph_runs, step_communication
 from autopar.ir.graph import compressed, modules_of, without_indices, without_numbers
 from autopar.ir.placement import Shard
 from autopar.ir.signature import ParameterSpec
@@ -69,6 +70,7 @@ def summarize(compiled: Compiled, model: str = "") -> dict[str, Any]:
     """A compiled plan as plain JSON values, which `show_summary` prints. Bytes are those of one rank; with pipeline
     stages, memory is that of the fullest rank, and communication that of the rank that sends most."""
     plan = compiled.plan
+    links = Links.of(plan.options, plan.mesh)
     every, sent, worst = memories(compiled), volumes(compiled), memory_at_worst(compiled)
     fullest = max(every, key=lambda m: m.peak)
     busiest = max(sent, key=lambda v: sum(x.bytes for x in v.values()))
@@ -95,7 +97,7 @@ def summarize(compiled: Compiled, model: str = "") -> dict[str, Any]:
                 "kind": key[1],
                 "calls": v.calls,
                 "bytes": v.bytes,
-                "seconds": transfer_seconds(plan, *key, v),
+                "seconds": links.seconds(*key, v.bytes, v.calls),
             }
             for key, v in sorted(busiest.items())
         ],

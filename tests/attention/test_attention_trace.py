@@ -8,11 +8,11 @@ import torch
 from autopar.attention.problem import Problem
 from autopar.attention.program import CollectiveEvent, ComputeEvent, Event, ExchangeEvent, Trace, WaitEvent
 from autopar.cost.attention_timeline import CALL, TILE, compute_seconds, efficiency, play
-from autopar.cost.hardware import Device
 from autopar.cost.topology import Topology
+from tests.support.devices import device
 
 # One second is 10 units of products (kernel overheads vanish), a link moves 1 byte per second.
-DEVICE = Device("test", 10e18, 1.0, efficiency=1.0)
+DEVICE = device("test", 10e18, 1.0)
 HUGE = 1 << 40
 
 
@@ -159,6 +159,6 @@ def test_ranks_that_wait_for_one_another_are_named() -> None:
 def test_kernels_are_slow_on_small_blocks() -> None:
     assert efficiency(TILE, HUGE) == pytest.approx(0.5) and efficiency(TILE, TILE) == pytest.approx(0.25)
     assert efficiency(HUGE, HUGE) == pytest.approx(1.0)
-    assert compute_seconds(ComputeEvent(1, 1, 0, 0), DEVICE, torch.bfloat16) == CALL
-    slow = Device("slow", 1e6, 1.0, ((torch.float32, 1e3),), efficiency=0.5, launch=1.0)
-    assert compute_seconds(ComputeEvent(HUGE, HUGE, 1, 1000), slow, torch.float32) == pytest.approx(3.0)
+    assert compute_seconds(ComputeEvent(1, 1, 0, 0), DEVICE, torch.bfloat16, False) == CALL
+    slow = device("slow", 1e6, 1.0, float32=500.0, launch=1.0)
+    assert compute_seconds(ComputeEvent(HUGE, HUGE, 1, 1000), slow, torch.float32, False) == pytest.approx(3.0)

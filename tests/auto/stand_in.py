@@ -24,7 +24,7 @@ class StandIn:
     refused: str = ""
     asked: set[Layout] = field(default_factory=set)
 
-    def price(self, layout: Layout) -> Price:
+    def price(self, layout: Layout, simulated: bool = False) -> Price:
         """By causes as those of real prices."""
         self.asked.add(layout)
         if layout.ep > 1:

@@ -30,7 +30,7 @@ from autopar.compile.layer_options import find_ways
 from autopar.compile.layer_tensors import JointInfo, chosen_by, layers_of
 from autopar.compile.model import compile_model
 from autopar.compile.stages import StageBuilder
-from autopar.cost.traffic import Links
+from autopar.cost.hardware import Links
 from autopar.ir.graph import output_node, placeholders
 from autopar.ir.live_values import peak_of_values
 from autopar.ir.mesh import Mesh

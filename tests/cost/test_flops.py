@@ -17,13 +17,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar.adapters.operators import OpOverload, name_of
 from autopar.compile.model import compile_model
 from autopar.cost.flops import COUNTS, flops, memory_bytes, node_seconds, pairs, seconds_of
-from autopar.cost.hardware import DEFAULT, Device
-from autopar.cost.traffic import Links
+from autopar.cost.hardware import DEFAULT, Links
 from autopar.ir.graph import set_argument
 from autopar.ir.mesh import Mesh
 from autopar.models import hf as hf
 from autopar.ops.mask_spec import MaskSpec
 from autopar.options import Options
+from tests.support.devices import device
 
 aten = torch.ops.aten
 
@@ -206,7 +206,7 @@ def test_attention_to_pages_of_requests(
     assert flops(node, requests) == 2 * 6 * (8 + 5) * allowed
     own = 2 * 4 * (8 + 5)
     assert memory_bytes(node, requests) == (6 * 4 * (8 + 5) + 2 * own + 2 * read * (8 + 5)) * 4
-    expected = max(flops(node, requests) / 50 / 0.5, memory_bytes(node, requests) / 10)
+    expected = max(flops(node, requests) / 25, memory_bytes(node, requests) / 10)
     assert node_seconds(node, DEVICE, requests=requests) == pytest.approx(expected)
 
 
@@ -243,19 +243,20 @@ def test_a_lookup_reads_rows_and_its_gradient_writes_the_table() -> None:
 
 # --- seconds -------------------------------------------------------------------------------------------------
 
-DEVICE = Device("test", flops=100.0, memory=10.0, others=((torch.float32, 50.0),), efficiency=0.5)
+DEVICE = device("test", 50.0, 10.0, float32=25.0)
 
 
 def test_the_roofline() -> None:
-    """A large product is bound by its operations, a thin one and pointwise nodes by memory, and none by less than a
-    launch."""
-    (large,) = calls(traced(torch.mm, (400, 400), (400, 400)))
+    """A product is bound by its operations, of whole tiles, pointwise nodes by memory, and all together by launches."""
+    (large,) = calls(traced(torch.mm, (512, 512), (512, 512)))
     (thin,) = calls(traced(torch.mm, (1, 4), (4, 4)))
-    assert node_seconds(large, DEVICE) == 2 * 400**3 / 25
-    assert node_seconds(thin, DEVICE) == (4 + 16 + 4) * 4 / 10
-    (half,) = calls(traced(torch.mm, (400, 400), (400, 400), dtype=torch.bfloat16))
-    assert node_seconds(half, DEVICE) == 2 * 400**3 / 50
-    slow = Device("slow", 1e30, 1e30, launch=1.0)
+    assert node_seconds(large, DEVICE) == 2 * 512**3 / 25
+    assert node_seconds(thin, DEVICE) == 2 * 128 * 128 * 4 / 25
+    (half,) = calls(traced(torch.mm, (512, 512), (512, 512), dtype=torch.bfloat16))
+    assert node_seconds(half, DEVICE) == 2 * 512**3 / 50
+    (sine,) = calls(traced(torch.sin, (512, 512)))
+    assert node_seconds(sine, DEVICE) == 2 * 512**2 * 4 / 10
+    slow = device("slow", 1e30, 1e30, launch=1.0)
     assert seconds_of([large, thin, half], slow) == 3.0
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from autopar.auto.costed_model import ROWS, CostedModel, sample_of
 from autopar.auto.priced_layouts import LayoutPricer, answers, layout_of
@@ -16,7 +19,8 @@ from autopar.cost.cluster import Cluster
 from autopar.cost.efficiency import stack_named, stacks
 from autopar.cost.layer_costs import ModelCosts, RawWork, Work
 from autopar.cost.layout import Layout, Placement
-from autopar.cost.layout_price import Price
+from autopar.cost.layout_price import WAVES, Price
+from autopar.schedule.request import SCHEDULES
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256,
@@ -59,18 +63,14 @@ def summed(works: list[Work], rows: int) -> dict[Any, float]:
     for w in works:
         for way, values in w.sent.items():
             found[way] = found.get(way, 0.0) + float(values[1] @ (1, rows))
-    return without_sums_of_losses(found)
-
-
-def without_sums_of_losses(found: dict[Any, float]) -> dict[Any, float]:
-    """Without the few bytes of a loss, which samples without experts do not send over ep."""
-    return {key: value for key, value in found.items() if not isinstance(key, tuple) or value > 100}
+    return {key: value for key, value in found.items() if value}
 
 
 def counted(raw: RawWork) -> dict[Any, float]:
     flops = sum(p[1] for p in raw.products) + sum(a[0] for a in raw.attention)
     sent = {way: size for way, (_, size) in raw.sent.items()}
-    return without_sums_of_losses({"flops": flops, "moved": raw.scalars[0], **sent})
+    found = {"flops": flops, "moved": raw.scalars[0], **sent}
+    return {key: value for key, value in found.items() if value}
 
 
 def all_layers(costs: ModelCosts) -> list[Any]:
@@ -84,13 +84,54 @@ def all_layers(costs: ModelCosts) -> list[Any]:
         ("llama", Placement(cp=2, attention="ring", policy="full")),
         ("windows", Placement(ep=2)),
         ("dense first", Placement(tp=2, policy="selective")),
+        ("dense first", Placement(ep=2)),
+        ("dense first", Placement(ep=2, tp=2, sequence_parallel=True, policy="full")),
     ],
 )
 def test_a_few_layers_tell_the_costs_of_all(name: str, placement: Placement) -> None:
     """FLOPs, bytes on the wire, bytes kept and parameters are exactly those of the whole model."""
     one = model(name)
+    assert len(one.kinds) == MODELS[name]["num_hidden_layers"]
+    check_costs(one, placement)
+
+
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MORE: dict[str, dict[str, Any]] = {
+    "mixtral": {"model_type": "mixtral", "num_hidden_layers": 8, **SIZES, **EXPERTS},
+    "qwen3_moe": {"model_type": "qwen3_moe", "num_hidden_layers": 8, "head_dim": 16, **SIZES, **EXPERTS},
+    "gemma2": {"model_type": "gemma2", "num_hidden_layers": 8, "head_dim": 16, "sliding_window": 16, **SIZES},
+    "olmo2": {"model_type": "olmo2", "num_hidden_layers": 8, **SIZES},
+    "gpt2": {"model_type": "gpt2", "n_layer": 8, "n_embd": 64, "n_head": 4, "vocab_size": 256, "attn_pdrop": 0.0,
+             "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    "t5": {"model_type": "t5", "num_layers": 4, "num_decoder_layers": 4, "d_model": 64, "d_kv": 16, "d_ff": 128,
+           "num_heads": 4, "vocab_size": 256, "dropout_rate": 0.0},
+    "bart": {"model_type": "bart", "encoder_layers": 4, "decoder_layers": 4, "d_model": 64, "encoder_ffn_dim": 128,
+             "decoder_ffn_dim": 128, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 256,
+             "dropout": 0.0},
+}  # fmt: skip
+POLICIES = ("none", "selective", "full")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("axis", ["tp", "cp", "ep"])
+@pytest.mark.parametrize("name", [*MODELS, *MORE])
+def test_a_few_layers_tell_the_costs_of_all_in_ten_families(name: str, axis: str, policy: str) -> None:
+    one = CostedModel.from_config({**MODELS, **MORE}[name], seq=64)
+    whole = {"tp": {"sequence_parallel": True}, "cp": {"attention": "allgather"}, "ep": {}}[axis]
+    placement = Placement(**{axis: 2}, **whole, policy=policy)
+    try:
+        one.costs(placement)
+    except ValueError as error:
+        assert axis in str(error) or "sequence" in str(error) or "experts" in str(error)
+        return
+    check_costs(one, placement)
+
+
+def check_costs(one: CostedModel, placement: Placement) -> None:
+    """Compare costs with those of all layers, compiled."""
     costs = one.costs(placement)
-    assert len(costs.layers) == len(set(one.kinds)) and len(one.kinds) == MODELS[name]["num_hidden_layers"]
+    assert len(costs.layers) == len(set(one.kinds))
     lengths = tuple(len(x.kinds) for x in one.lists)
     mesh = placement.mesh
     whole = [one._compiled(lengths, rows * mesh.data_size, mesh, placement.options) for rows in ROWS]
@@ -134,11 +175,74 @@ def test_faster_hardware_is_never_slower(layout: Layout) -> None:
         assert price(layout, faster).seconds <= before + 1e-12, name
 
 
+LAYOUTS = [
+    Layout(pp=pp, dp=dp, microbatches=m, zero=zero, schedule=name, virtual_stages=parts, **how)
+    for pp, name, parts in ((1, "", 1), (2, "zb_v", 2), (4, "1f1b", 1), (4, "interleaved", 2), (8, "zb_h1", 1))
+    for dp, zero in ((1, 0), (16, 1), (16, 3))
+    for m in (16, 64)
+    for how in ({}, {"tp": 8, "sequence_parallel": True}, {"cp": 2, "attention": "ring"})
+]
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.sampled_from(LAYOUTS),
+    st.sampled_from(["flops", "memory", "inside", "card", "cards", "launch"]),
+    st.floats(1.0, 8.0),
+)
+def test_better_hardware_is_never_slower(layout: Layout, what: str, times: float) -> None:
+    group, stack = H100.groups[0], EAGER
+    before = price(layout).seconds
+    if what == "launch":
+        stack = dataclasses.replace(stack, launch=stack.launch / times)
+    elif what in ("inside", "card", "cards"):
+        group = dataclasses.replace(group, **{what: getattr(group, what) * (int(times) if what == "cards" else times)})
+    else:
+        stack = dataclasses.replace(stack, **{{"flops": "products"}.get(what, what): min(1.5, 0.75 * times)})
+        before = price(layout, **{{"flops": "products"}.get(what, what): 0.75}).seconds
+    after = large().price(layout, Cluster("better", (group,)), stack)
+    # Gradients of weights that take less time fill less of a bubble, where the host sets the time of all else.
+    assert after.seconds <= before * (1 + (1e-3 if layout.schedule.startswith("zb") else 1e-12))
+
+
+@given(st.sampled_from(LAYOUTS[::7]), st.permutations([("H100", 2), ("H100", 2), ("H100", 4)]))
+@settings(deadline=None, max_examples=30)
+def test_the_order_of_equal_nodes_does_not_matter(layout: Layout, order: list[tuple[str, int]]) -> None:
+    group = H100.groups[0]
+    nodes = layout.ranks / group.per_node
+    assume(nodes >= 8 and nodes % 8 == 0)
+    parts = tuple(dataclasses.replace(group, chip=name, nodes=int(n * nodes / 8)) for name, n in order)
+    assert price(layout, Cluster("renamed", parts)).seconds == price(layout).seconds
+
+
+def test_a_slow_card_slows_what_goes_through_it() -> None:
+    group = H100.groups[0]
+    slow = Cluster("slow", (dataclasses.replace(group, nodes=3), dataclasses.replace(group, nodes=1, card=1e9)))
+    layout = Layout(dp=32, zero=3, microbatches=2)
+    whole, one = price(layout), price(layout, slow)
+    assert one.seconds > 2 * whole.seconds
+    assert max(one.causes, key=lambda c: c.exposed).axis == "dp"
+
+
 def test_a_pipeline_has_a_bubble_that_more_microbatches_make_smaller() -> None:
     few, many = (price(Layout(pp=4, dp=2, microbatches=m)) for m in (4, 32))
     shares = [next(c.exposed for c in p.causes if c.name == "bubble") / p.seconds for p in (few, many)]
     assert shares[0] > 0.3 > 0.12 > shares[1]
     assert few.memory[0] > few.memory[2], "the first stage keeps most microbatches"
+
+
+@pytest.mark.parametrize("how", [{}, {"activation_checkpoint": "full"}, {"zero": 3, "dp": 4}], ids=str)
+@pytest.mark.parametrize("name", [name for name, entry in SCHEDULES.items() if not entry.searches])
+def test_the_closed_form_is_what_a_simulation_takes(name: str, how: dict[str, Any]) -> None:
+    """Within 3 %; the uneven parts of folded pipelines, whose ranks wait for each other in both directions, 6 %."""
+    for pp, each, chunks in itertools.product((2, 4, 8), (2, 4), (2, 4)):
+        parts = chunks if name == "interleaved" else SCHEDULES[name].virtual_stages
+        if pp * parts > 16:
+            continue
+        layout = Layout(pp=pp, microbatches=each * pp, schedule=name, virtual_stages=parts, **how)
+        closed, simulated = (large().price(layout, H100, EAGER, simulated=on).seconds for on in (False, True))
+        off = 0.06 if name in (*WAVES, "dual_pipe") else 0.03
+        assert closed == pytest.approx(simulated, rel=off), (pp, each, chunks)
 
 
 def test_recomputation_takes_time_and_saves_memory() -> None:

@@ -179,9 +179,9 @@ def test_a_chip(tmp_path: Path) -> None:
             made = compile_model(Layers().double(), batch, Mesh.of(dp=2), Options(target_hardware=name), outputs=())
             assert made.plan.options.target_hardware == name and step_estimate(made).seconds > 0
             device = device_named(name)
-            assert device.speed(torch.float64) == device.efficiency * chip.float64 > 0
-            assert device.speed(torch.bfloat16) == device.efficiency * chip.flops
-            assert (device.links.bandwidth, device.host.bandwidth) == (chip.links, chip.host)
+            assert device.speed(torch.float64) == device.stack.products * chip.float64 > 0
+            assert device.speed(torch.bfloat16) == device.stack.products * chip.flops
+            assert device.card.bandwidth == device.stack.network * chip.links and device.host.bandwidth == chip.host
     with pytest.raises(ValueError, match=r"target_hardware: expected 'V100',.* found 'FAST'"):
         Options(target_hardware="FAST")
 

@@ -19,8 +19,9 @@ from autopar.cost.attention_timeline import play
 from autopar.cost.hardware import DEFAULT, Device
 from autopar.cost.topology import Topology
 from autopar.planner.attention_choice import AttentionChoice, check_layout, choose_algorithms, choose_layout, dealt
+from tests.support.devices import device
 
-FAST = Device("fast", 1e30, 1.0)  # only exchanges take time
+FAST = device("fast", 1e30, 1.0)  # only exchanges take time
 RING, MESH, SWITCH = (Topology(kind, 25e9, 0.0) for kind in ("ring", "mesh", "switch"))
 CAUSAL = Mask(causal=True)
 
@@ -90,7 +91,12 @@ def test_late_keys_and_early_queries_leave_a_zigzag_ring_early(n: int) -> None:
 @pytest.mark.parametrize("mask", [Mask(), CAUSAL, Mask(causal=True, window=700)], ids=str)
 def test_all_allowed_pairs_are_computed_once(name: str, layout: str, mask: Mask) -> None:
     p = dealt(problem(4, 8, 4, mask=mask), layout)
-    wanted = pass_timeline(ALGORITHMS[name], p, "backward", SWITCH).ideal * 4 * DEFAULT.speed(p.dtype)
+    wanted = (
+        pass_timeline(ALGORITHMS[name], p, "backward", SWITCH).ideal
+        * 4
+        * DEFAULT.peak(p.dtype)
+        * DEFAULT.attention_share(True)
+    )
     computed = sum(work.flops for found in traces(ALGORITHMS[name], p, True) for work in computes(found))
     assert computed == pytest.approx(wanted)
 
@@ -115,7 +121,7 @@ def test_zigzag_shares_a_causal_triangle_out_evenly(n: int) -> None:
     assert slow / fast == pytest.approx(2 - 1 / n, rel=0.01)  # the triangle on the diagonal costs half a block
 
 
-A10 = Device("A10", 125e12, 0.6e12, efficiency=0.72)
+A10 = device("A10", 90e12, 0.6e12)
 
 
 def test_the_profile_of_token_ring() -> None:
@@ -161,8 +167,8 @@ def test_many_ranks_are_told_from_some() -> None:
 # --- choices ----------------------------------------------------------------------------------------------
 
 
-def chosen(p: Problem, topology: Topology, attention: str = "auto", device: Device = FAST) -> tuple[str, str]:
-    found = choose_algorithms(p, attention, topology, device)
+def chosen(p: Problem, topology: Topology, attention: str = "auto", on: Device = FAST) -> tuple[str, str]:
+    found = choose_algorithms(p, attention, topology, on)
     return found.forward, found.backward
 
 
@@ -237,9 +243,9 @@ def test_few_queries_go_to_a_long_memory(wires: Topology) -> None:
 @pytest.mark.parametrize(("kv_heads", "tokens"), [(4, 15000), (32, 120000)])
 def test_when_a_ring_is_hidden(kv_heads: int, tokens: int) -> None:
     """If s >= e F / (2 r BW): with 0.6 PFLOP/s and 5 GB/s, 15000 tokens per rank for r = 8, 120000 for r = 1."""
-    device, wires = Device("H100", 0.6e15, 3e12, efficiency=1.0), Topology("ring", 5e9, 0.0)
+    chip, wires = device("H100", 0.6e15, 3e12), Topology("ring", 5e9, 0.0)
     short, long = (
-        estimate(ALGORITHMS["ring"], problem(4, 32, kv_heads, tokens=n), "forward", wires, device)
+        estimate(ALGORITHMS["ring"], problem(4, 32, kv_heads, tokens=n), "forward", wires, chip)
         for n in (round(0.9 * tokens), round(1.1 * tokens))
     )
     assert long.exposed < 0.001 * long.seconds and short.exposed > 0.05 * short.seconds

@@ -12,11 +12,12 @@ from torch.fx import Graph, GraphModule
 
 from autopar.cost.flops import seconds_of
 from autopar.cost.graph_times import graph_times
-from autopar.cost.hardware import DEFAULT, Device
+from autopar.cost.hardware import DEFAULT, Links
 from autopar.cost.memory import Memory
-from autopar.cost.step_estimate import Exchanged, ModuleCost, StepEstimate, module_costs, step_estimate, times_of_graphs
+from autopar.cost.stage_costs import times_of_graphs
+from autopar.cost.step_estimate import Exchanged, ModuleCost, StepEstimate, module_costs, step_estimate
 from autopar.cost.topology import Topologies, Topology
-from autopar.cost.traffic import Links, graph_runs, step_communication
+from autopar.cost.traffic import graph_runs, step_communication
 from autopar.ir.expert_layers import ExpertPlan
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
@@ -31,6 +32,7 @@ from autopar.report.html.page import ROOM, Level, folded, graph_levels
 from autopar.report.model_tree import ModuleRow, cuts_in_words, model_tree
 from autopar.steps.graphs import Compiled
 from tests.support.cases import Cell, compiled
+from tests.support.devices import device
 
 ZERO3 = Cell("llama", Mesh.of(dp=2, tp=2), Options(zero=3, sequence_parallel=True, microbatches=2))
 CELLS = [
@@ -43,7 +45,7 @@ CELLS = [
 
 def tree(cell: Cell) -> ModuleRow:
     made = compiled(cell)
-    return model_tree(made, times_of_graphs(made))
+    return model_tree(made, times_of_graphs(made.plan))
 
 
 def row(root: ModuleRow, name: str) -> ModuleRow:
@@ -58,7 +60,7 @@ def test_modules_exchange_what_the_step_does(cell: Cell) -> None:
     ranks = range(cell.mesh.size("pp"))
     step = add_ledgers(*(step_communication(made, rank) for rank in ranks))
     found: dict[tuple[str, str], tuple[float, float]] = {}
-    for cost in module_costs(made, times_of_graphs(made)).values():
+    for cost in module_costs(made, times_of_graphs(made.plan)).values():
         for (axis, kind, _), x in cost.exchanged.items():
             calls, size = found.get((axis, kind), (0.0, 0.0))
             found[axis, kind] = calls + x.calls, size + x.bytes
@@ -68,21 +70,23 @@ def test_modules_exchange_what_the_step_does(cell: Cell) -> None:
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_modules_compute_what_the_step_does(cell: Cell) -> None:
-    made = compiled(cell)
+    """Without launches, which run on while the device waits for a transfer."""
+    made, links = compiled(cell), Links.of(cell.options, cell.mesh)
+    chip = dataclasses.replace(DEFAULT, stack=dataclasses.replace(DEFAULT.stack, launch=0.0))
     graphs = {name: found for rank in range(cell.mesh.size("pp")) for name, found in graph_runs(made, rank).items()}
-    whole = sum(runs * seconds_of(gm.graph.nodes, DEFAULT) for gm, runs in graphs.values())
-    costs = module_costs(made, times_of_graphs(made)).values()
-    assert sum(c.forward + c.backward for c in costs) == pytest.approx(
+    whole = sum(runs * seconds_of(gm.graph.nodes, chip) for gm, runs in graphs.values())
+    costs = module_costs(made, lambda gm: graph_times(gm, chip, links))
+    assert sum(c.forward + c.backward for c in costs.values()) == pytest.approx(
         whole, rel=1e-4
     )  # of the prologue each rank runs its own
-    named = sum(c.forward + c.backward for path, c in module_costs(made, times_of_graphs(made)).items() if path)
+    named = sum(c.forward + c.backward for path, c in costs.items() if path)
     assert named > 0.6 * whole  # the backward, too, knows the module of nearly all it computes
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_sums_of_gradients_have_their_modules(cell: Cell) -> None:
     """Those that stand in R, too."""
-    whole = module_costs(compiled(cell), times_of_graphs(compiled(cell)))
+    whole = module_costs(compiled(cell), times_of_graphs(compiled(cell).plan))
     unnamed = sum(x.bytes for (axis, _, _), x in whole[""].exchanged.items() if axis == "dp")
     assert unnamed < 0.02 * sum(x.bytes for cost in whole.values() for x in cost.exchanged.values())
 
@@ -156,9 +160,9 @@ def overlapping(products: int) -> GraphModule:
 
 @pytest.mark.parametrize("products", [0, 1, 3, 5])
 def test_a_transfer_is_exposed_as_far_as_nothing_is_computed_beside_it(products: int) -> None:
-    device = Device("slow", 2e6, 1e12, efficiency=1.0)  # a product of 100^3 takes a second
-    links = Links(Mesh.of(tp=2), Topologies({"tp": Topology(bandwidth=1e4, latency=0.0)}))  # 40,000 bytes take 4
-    found = graph_times(overlapping(products), device, links)
+    slow = device("slow", 2 * 128 * 128 * 100, 1e12)  # a product of 100^3 takes a second
+    links = Links(Mesh.of(tp=2), named=Topologies({"tp": Topology(bandwidth=1e4, latency=0.0)}))  # 40,000 bytes take 4
+    found = graph_times(overlapping(products), slow, links)
     (exposed,) = found.exposed.values() or (0.0,)
     assert exposed == pytest.approx(max(4.0 - products, 0.0))
     assert found.seconds == pytest.approx(max(4, products) + 1) and sum(found.moving.values()) == pytest.approx(4)

@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autopar.cost.expert_traffic import dispatch_costs
-from autopar.cost.hardware import links_of
+from autopar.cost.hardware import Links
 from autopar.cost.topology import Topologies
 from autopar.ir.expert_layers import axis_of_experts, dispatches, expert_weights
 from autopar.ir.graph import arguments, global_shape, is_call, reach
@@ -83,8 +83,8 @@ def _tokens(dispatch: Node, mesh: Mesh, options: Options) -> float:
 def exchange_costs(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> dict[str, float]:
     """Token dispatcher -> seconds per layer and step, where ranks of the axis have different tokens."""
     x, (routing, own) = arguments(dispatch)["x"], routing_of(dispatch, mesh, options, axis)
-    wiring = links_of(options)
-    wires = wiring.of(f"{axis}%{routing.per_node}"), wiring.of(f"{axis}/{routing.per_node}")
+    links = Links.of(options, mesh)
+    wires = links.axis(f"{axis}%{routing.per_node}"), links.axis(f"{axis}/{routing.per_node}")
     costs = dispatch_costs(routing, own, global_shape(x)[1], x.meta["val"].dtype.itemsize, *wires)
     several = 1 < routing.per_node < routing.ranks
     return {c.name: c.seconds for c in costs if several or not TOKEN_DISPATCHERS[c.name].over_nodes}
@@ -96,14 +96,14 @@ def _divides(dispatch: Node, ranks: int) -> bool:
 
 def _seconds(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> float:
     """Seconds of a layer's exchanges in a step: tokens, sums of partial results over tp, and gradients of weights."""
-    wiring, x = links_of(options), arguments(dispatch)["x"]
+    links, x = Links.of(options, mesh), arguments(dispatch)["x"]
     tokens = _tokens(dispatch, mesh, options) * options.microbatches
     rows = tokens * global_shape(x)[1] * x.meta["val"].dtype.itemsize
     found = 0.0
     if (tp := mesh.size("tp")) > 1 and (axis != "tp" or not cuts_tokens("tp", options)):
         ways = ("all_gather", "reduce_scatter") if options.sequence_parallel else ("all_reduce",)
         each = rows * (tp - 1) / tp * (1 if options.sequence_parallel else 2)
-        found += sum(wiring.of("tp").seconds(way, 2 * each, tp, 2 * options.microbatches) for way in ways)
+        found += sum(links.seconds("tp", way, 2 * each, 2 * options.microbatches) for way in ways)
     if axis != WHOLE and cuts_tokens(axis, options):
         found += options.microbatches * min(exchange_costs(dispatch, mesh, options, axis).values())
     held = _bytes(expert_weights(dispatch)) / tp / (mesh.size(axis) if axis in _SUMS else 1)
@@ -111,7 +111,7 @@ def _seconds(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> float:
         if other != axis and (ranks := mesh.size(other)) > 1:
             # gathered in forward and backward, and scattered; or gathered once and scattered, which is as much as a sum
             passes = 3 if options.shards_parameters and not options.gathers_once else 2
-            found += wiring.of(other).seconds("all_reduce", passes * held * (ranks - 1) / ranks, ranks, 1)
+            found += links.seconds(other, "all_reduce", passes * held * (ranks - 1) / ranks)
     return found
 
 

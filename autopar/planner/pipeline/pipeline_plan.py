@@ -17,9 +17,8 @@ from torch.fx import GraphModule, Node
 import autopar.runtime.schedules  # noqa: F401  (fills the table of schedules)
 from autopar.ac_policies import AUTO
 from autopar.cost.flops import node_seconds
-from autopar.cost.hardware import device_of
+from autopar.cost.hardware import Links, device_of
 from autopar.cost.memory import static_bytes
-from autopar.cost.topology import Topologies
 from autopar.ir.conversions import is_conversion
 from autopar.ir.flow import Flow, flow_of
 from autopar.ir.graph import ancestors, described_at, nbytes
@@ -114,8 +113,7 @@ class _Planner:
                 continue
             shares = self.mesh.data_size * self.mesh.size("tp") * self.options.microbatches
             t = tuple(time / shares for time in times)
-            links = Topologies.parse(self.options.topology).given("pp")
-            comm = links.seconds("send", sent / shares * self.mesh.size("tp"), ranks) if links is not None else 0.0
+            comm = Links.of(self.options, self.mesh).seconds("pp", "send", sent / shares * self.mesh.size("tp"))
             costs[chunks] = Costs(t, t, t, comm=comm, activations=t, stash=tuple(x / 2 for x in t))
         if self.options.split_points:
             costs[1] = Costs()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,8 +18,6 @@ from autopar.ir.storages import shares_storage
 from autopar.options import Options
 from autopar.planner.pipeline.terapipe import best_slices
 
-# A kernel launch takes microseconds however short the slice is, which keeps slices from becoming tiny.
-LAUNCH = 3e-6
 BACKWARD = 2.0  # backward time relative to forward
 ATTENTION = torch.ops.autopar.attention.default
 GRID = 8  # tokens; slices begin at multiples of it where the sequence is long enough
@@ -95,8 +92,7 @@ def best_lengths(
     user names them.
     """
     grid = max(GRID, unit) if total >= 8 * GRID else unit
-    launching = dataclasses.replace(device, launch=LAUNCH)
-    times = [SliceEstimate(nodes, total, microbatches, links, launching) for nodes in parts]
+    times = [SliceEstimate(nodes, total, microbatches, links, device) for nodes in parts]
     slowest = max(times, key=lambda t: float(t(1, np.array([total]), np.array([0]))[0]))
     found = best_slices(total, len(parts), slowest, microbatches, 1, grid)
     lengths = found.groups[0][1]
@@ -109,8 +105,8 @@ def best_lengths(
 
 class SliceEstimate:
     """t(batch, length, context) of a stage, a roofline per node: products and bytes of tokens grow with the length,
-    weights are read once per slice, and attention also reads the context. The stage's outputs are sent over ``links``,
-    and their gradients come back."""
+    weights are read once per slice, attention also reads the context, and launches take as long for any length. The
+    stage's outputs are sent over ``links``, and their gradients come back."""
 
     def __init__(
         self, nodes: Sequence[Node], total: int, microbatches: int, links: Topology | None, device: Device
@@ -123,7 +119,8 @@ class SliceEstimate:
             if shares_storage(node):
                 continue
             attention = is_call(node, ATTENTION)
-            speed, share = device.speed(_dtype(node)), 1.0 / (total * microbatches)
+            dtype, share = _dtype(node), 1.0 / (total * microbatches)
+            speed = device.peak(dtype) * device.attention_share(False) if attention else device.speed(dtype)
             work = flops(node) / speed * share
             fixed = sum(nbytes(x) for x in tensor_operands(node) if _is_weight(x)) / device.memory
             moved = (nbytes(node) + sum(nbytes(x) for x in tensor_operands(node) if not _is_weight(x))) * share
@@ -131,7 +128,7 @@ class SliceEstimate:
             pairs = work * 2.0 / total if attention else 0.0
             keys = sum(nbytes(arguments(node)[k]) for k in "kv") * share / device.memory if attention else 0.0
             self.rows.append((0.0 if attention else work, pairs, fixed, moved / device.memory, keys))
-        self.latency = 2 * (links or device.links).latency
+        self.latency = 2 * (links or device.card).latency
 
     def __call__(self, batch: int, lengths: Any, contexts: Any) -> Any:
         n, c = np.asarray(lengths, dtype=np.float64), np.asarray(contexts, dtype=np.float64)

@@ -13,7 +13,8 @@ import html
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.cost.step_estimate import BACKWARD, FORWARD, Exchanged, TimesOfGraphs
+from autopar.cost.stage_costs import TimesOfGraphs
+from autopar.cost.step_estimate import BACKWARD, FORWARD, Exchanged
 from autopar.ir.graph import module_path
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from autopar.cost.axis_shares import repeated
 from autopar.cost.memory import Memory, memories
-from autopar.cost.step_estimate import Exchanged, ModuleCost, StepEstimate, step_estimate, times_of_graphs
+from autopar.cost.stage_costs import times_of_graphs
+from autopar.cost.step_estimate import Exchanged, ModuleCost, StepEstimate, step_estimate
 from autopar.plan import Plan
 from autopar.report.graph_text import DTYPES
 from autopar.report.html.layer_picture import layer_picture
@@ -19,7 +20,7 @@ from autopar.steps.graphs import Compiled
 
 def model_sections(compiled: Compiled) -> tuple[list[Section], list[tuple[str, str]]]:
     """(sections, (what, value) pairs of the summary) for a compiled model on any mesh."""
-    times = times_of_graphs(compiled)
+    times = times_of_graphs(compiled.plan)
     root, estimate = model_tree(compiled, times), step_estimate(compiled, times)
     held = memories(compiled)
     fullest = max(held, key=lambda m: m.peak)

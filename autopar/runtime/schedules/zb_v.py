@@ -69,7 +69,7 @@ SCHEDULES.add(
         "two parts per rank along a V: almost no bubble",
         virtual_stages=2,
         candidate=True,
-        bubble="0",
+        bubble="Max((p - 1)*Max(B - W, F - W, Abs(F - B)/2), (p - 2)*Max(W - F, W - B)/2)",
         memory="p",
     ),
 )
