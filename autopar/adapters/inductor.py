@@ -13,8 +13,9 @@ with their neighbours.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -108,7 +109,11 @@ ORDERED = {
 
 
 def compile_step(
-    gm: GraphModule, device: torch.device, given: Sequence[Any] = (), any_strides: Collection[int] = ()
+    gm: GraphModule,
+    device: torch.device,
+    given: Sequence[Any] = (),
+    any_strides: Collection[int] = (),
+    fused: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
 ) -> tuple[Callable[[list[Any]], tuple[Any, ...]], list[Any]]:
     """(compiled code of a lowered step graph, fake values of its results). The code takes one list of inputs and
     empties it.
@@ -118,7 +123,7 @@ def compile_step(
     GPUs), and compiled code relies on them. The code is compiled for ``device``.
 
     ``any_strides``: results whose strides Inductor may choose, as it pads long rows on GPUs; the fake values have the
-    strides that it chose. The others have those of the graph.
+    strides that it chose. The others have those of the graph. ``fused``: what is traced in place of operators.
     """
     _accept_any_strides(gm)
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
@@ -129,7 +134,7 @@ def compile_step(
     with mode, torch.no_grad():
         flat = make_fx(
             lambda *inputs: gm.forward(list(inputs)),
-            decomposition_table=select_decomp_table(),
+            decomposition_table={**select_decomp_table(), **fused},
             tracing_mode="real",
         )(*fakes)
         with V.set_fake_mode(mode), _in_order() if _waits(flat) else nullcontext():

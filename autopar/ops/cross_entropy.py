@@ -19,19 +19,26 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
 
-@operator("(Tensor logits, Tensor target, int ignore_index, float label_smoothing) -> (Tensor loss, Tensor lse)")
-def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> tuple[Tensor, Tensor]:
-    """logits [N, C], target [N] int -> loss [N] (0 where the target is ``ignore_index``), log-sum-exp [N].
-
-    loss = lse - (1 - s) * logit[target] - s * mean(logits), for smoothing s.
-    """
+def _losses(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> tuple[Tensor, Tensor]:
     x = logits.to(_wide(logits.dtype))
     lse = torch.logsumexp(x, -1)
     ignored = target == ignore_index
     chosen = x.gather(-1, target.masked_fill(ignored, 0).long().unsqueeze(-1)).squeeze(-1)
     if label_smoothing:
         chosen = (1.0 - label_smoothing) * chosen + label_smoothing * x.mean(-1)
-    return (lse - chosen).masked_fill_(ignored, 0.0), lse
+    return (lse - chosen).masked_fill(ignored, 0.0), lse
+
+
+@operator(
+    "(Tensor logits, Tensor target, int ignore_index, float label_smoothing) -> (Tensor loss, Tensor lse)",
+    compiled=_losses,
+)
+def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> tuple[Tensor, Tensor]:
+    """logits [N, C], target [N] int -> loss [N] (0 where the target is ``ignore_index``), log-sum-exp [N].
+
+    loss = lse - (1 - s) * logit[target] - s * mean(logits), for smoothing s.
+    """
+    return _losses(logits, target, ignore_index, label_smoothing)
 
 
 @cross_entropy.register_fake
@@ -40,9 +47,30 @@ def _(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float)
     return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=dtype)
 
 
+def gradient_in_kernel(
+    grad: Tensor, logits: Tensor, index: Tensor, lse: Tensor, label_smoothing: float, classes: int
+) -> Tensor:
+    """Gradient of logits [N, C], of ``classes`` in all, element by element: a compiler reads the logits once. ``index``
+    [N]: of the target among these, out of range if it is none of them."""
+    softmax = (logits - lse.unsqueeze(-1)).exp()
+    if label_smoothing:
+        softmax = softmax - label_smoothing / classes
+    hit = torch.arange(logits.shape[-1], device=logits.device) == index.unsqueeze(-1)
+    made = torch.where(hit, softmax + (label_smoothing - 1.0), softmax) * grad.unsqueeze(-1)
+    return made.to(logits.dtype)
+
+
+def _backward_in_kernel(
+    grad: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
+) -> Tensor:
+    kept = grad.masked_fill(target == ignore_index, 0.0)
+    return gradient_in_kernel(kept, logits, target, lse, label_smoothing, logits.shape[-1])
+
+
 @operator(
     "(Tensor grad, Tensor logits, Tensor target, Tensor lse, int ignore_index, float label_smoothing) -> Tensor",
     lambda grad, logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
+    compiled=_backward_in_kernel,
 )
 def cross_entropy_backward(
     grad: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float

@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from autopar.ops.declare import dense, operator
 from autopar.ops.kernels.chips import chip_of
+from autopar.ops.kernels.triton_module import module_that_runs
 
 
 @operator("(Tensor x, Tensor expert, int num_experts) -> (Tensor rows, Tensor order, Tensor offsets)")
@@ -90,10 +92,47 @@ def _(x: Tensor, expert: Tensor, experts: int, rows: int) -> tuple[Tensor, Tenso
 DISPATCHED = (torch.ops.autopar.moe_dispatch.default, torch.ops.autopar.moe_dispatch_own.default)
 
 
-def _by_pair(rows: Tensor, order: Tensor, pairs: int) -> Tensor:
-    """[n, H] in the order of experts -> [pairs, H] in that of tokens; zeros for pairs without a row."""
-    made = rows.new_empty if rows.shape[0] == pairs else rows.new_zeros
-    return made(pairs, rows.shape[1]).index_copy_(0, order, rows)
+def fused_for(x: Tensor) -> Any:
+    """`autopar.ops.kernels.fused_expert_rows`, if the tensor has data and its device runs it; else None."""
+    return _kernels(x.device) if x.is_cuda and type(x) in (Tensor, Parameter) else None
+
+
+def _kernels(device: torch.device) -> Any:
+    instead = "each row of an expert is read and written several times, with an equal result"
+    return module_that_runs("autopar.ops.kernels.fused_expert_rows", device, _try, instead)
+
+
+def _try(module: Any, device: torch.device) -> None:
+    module.summed(torch.zeros(1, 1, device=device), torch.zeros(1, 1, dtype=torch.int64, device=device), None)
+
+
+def inverse(order: Tensor, size: int) -> Tensor:
+    """order [n] int64 -> [size] int64, where each of 0 .. size - 1 is in it; -1 if nowhere."""
+    made = order.new_empty(size) if order.shape[0] == size else order.new_full((size,), -1)
+    return made.index_copy_(0, order, torch.arange(order.shape[0], device=order.device))
+
+
+def sum_of_rows(rows: Tensor, order: Tensor, k: int, tokens: int, weights: Tensor | None = None) -> Tensor:
+    """rows [n, H], order [n] int64 -> [tokens, H], the sum of each token's rows, those i with order[i] // k the token,
+    by order[i], times ``weights`` [tokens, k] of their pairs. Reads each row once; deterministic."""
+    if (fused := fused_for(rows)) is not None:
+        out: Tensor = fused.summed(rows, inverse(order, tokens * k).view(tokens, k), weights)
+        return out
+    starts = torch.arange(0, tokens * k, k, device=rows.device)
+    scale = None if weights is None else weights.reshape(-1)
+    if rows.shape[0] == tokens * k:
+        places = inverse(order, tokens * k)
+    else:
+        pairs, places = order.sort()
+        starts = torch.searchsorted(pairs, starts)
+        scale = None if scale is None else scale.index_select(0, pairs)
+    wide = rows.dtype if scale is None else torch.promote_types(rows.dtype, scale.dtype)
+    return sum_by_bag(rows.to(wide), places, starts, None if scale is None else scale.to(wide)).to(rows.dtype)
+
+
+def sum_by_bag(rows: Tensor, places: Tensor, starts: Tensor, scale: Tensor | None = None) -> Tensor:
+    """rows [n, H] -> [bags, H]: bag i sums the rows at places[starts[i]:starts[i + 1]], each times its ``scale``."""
+    return torch.embedding_bag(rows.contiguous(), places, starts, False, 0, False, scale)[0]
 
 
 @operator(
@@ -102,7 +141,7 @@ def _by_pair(rows: Tensor, order: Tensor, pairs: int) -> Tensor:
 )
 def moe_dispatch_backward(grad: Tensor, order: Tensor, k: int, tokens: int) -> Tensor:
     """grad [n, H] of the rows -> gradient of x [T, H]. A sum of K terms in fixed order: deterministic."""
-    return _by_pair(grad, order, tokens * k).view(tokens, k, grad.shape[1]).sum(1)
+    return sum_of_rows(grad, order, k, tokens)
 
 
 def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -124,11 +163,11 @@ moe_dispatch.register_autograd(_dispatch_backward, setup_context=_dispatch_setup
 moe_dispatch_own.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
 
 
-def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
-    """(expert, first row, last row + 1) of every expert that has rows."""
+def _groups(offsets: Tensor, empty: bool = False) -> Iterator[tuple[int, int, int]]:
+    """(expert, first row, last row + 1) of every expert that has rows, or of every one."""
     start = 0
     for expert, stop in enumerate(offsets.tolist()):
-        if stop > start:
+        if stop > start or empty:
             yield expert, start, stop
         start = stop
 
@@ -154,8 +193,20 @@ def _expert_of_row(rows: Tensor, offsets: Tensor) -> Tensor:
 
 def _clear_tail(out: Tensor, offsets: Tensor) -> Tensor:
     """The grouped kernel leaves rows after the last offset uninitialized (seen: 6.8e34)."""
+    if (fused := fused_for(out)) is not None:
+        cleared: Tensor = fused.clear_rows(out, offsets)
+        return cleared
     tail = torch.arange(out.shape[0], device=out.device) >= offsets[-1]
     return out.masked_fill_(tail.unsqueeze(-1), 0.0)
+
+
+def _clear_empty(out: Tensor, offsets: Tensor) -> Tensor:
+    """The grouped kernel leaves the matrices of experts without rows uninitialized."""
+    if (fused := fused_for(out)) is not None:
+        cleared: Tensor = fused.clear_experts(out, offsets)
+        return cleared
+    empty = offsets.diff(prepend=offsets.new_zeros(1)) == 0
+    return out.masked_fill_(empty.view(-1, 1, 1), 0.0)
 
 
 @operator(
@@ -169,9 +220,10 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, transposed: bool) 
         return _clear_tail(torch.nn.functional.grouped_mm(rows.contiguous(), matrices, offs=offsets), offsets)
     if _stay(rows):
         return Tiles(offsets, rows.shape[0]).product(rows, matrices)
-    out = rows.new_zeros(rows.shape[0], matrices.shape[2])
-    for expert, start, stop in _groups(offsets):
-        torch.mm(rows[start:stop], matrices[expert], out=out[start:stop])
+    out, end = rows.new_empty(rows.shape[0], matrices.shape[2]), 0
+    for expert, start, end in _groups(offsets):
+        torch.mm(rows[start:end], matrices[expert], out=out[start:end])
+    out[end:].zero_()
     return out
 
 
@@ -180,14 +232,12 @@ def grouped_mm_weight_grad(grad: Tensor, rows: Tensor, offsets: Tensor, transpos
     """grad [N, O], rows [N, I] -> gradient of the weight, [E, O, I] or [E, I, O] if ``transposed``."""
     left, right = (rows, grad) if transposed else (grad, rows)
     if _fused(left, right):
-        made = torch.nn.functional.grouped_mm(left.t(), right, offs=offsets)
-        empty = offsets.diff(prepend=offsets.new_zeros(1)) == 0  # the kernel leaves these uninitialized
-        return made.masked_fill_(empty.view(-1, 1, 1), 0.0)
+        return _clear_empty(torch.nn.functional.grouped_mm(left.t(), right, offs=offsets), offsets)
     if _stay(rows):
         return Tiles(offsets, rows.shape[0]).outer(left, right)
-    out = grad.new_zeros(offsets.shape[0], left.shape[1], right.shape[1])
-    for expert, start, stop in _groups(offsets):
-        torch.mm(left[start:stop].t(), right[start:stop], out=out[expert])
+    out = grad.new_empty(offsets.shape[0], left.shape[1], right.shape[1])
+    for expert, start, stop in _groups(offsets, empty=True):
+        torch.mm(left[start:stop].t(), right[start:stop], out=out[expert])  # zeros if there are no rows
     return out
 
 
@@ -260,9 +310,7 @@ grouped_bias.register_autograd(_bias_backward, setup_context=_bias_setup)
 def moe_combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """rows [n, H] sorted by expert, order from a dispatch, weights [T, K] -> [T, H]: each token's weighted sum over
     those of its K experts that have a row."""
-    tokens, k = weights.shape
-    unsorted = _by_pair(rows, order, tokens * k)
-    return (unsorted.view(tokens, k, rows.shape[1]) * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+    return sum_of_rows(rows, order, weights.shape[1], weights.shape[0], weights)
 
 
 @operator(
@@ -274,11 +322,23 @@ def moe_combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 )
 def moe_combine_backward(grad: Tensor, rows: Tensor, order: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """grad [T, H] -> gradients of the rows [n, H] and of the weights [T, K]: zero for pairs without a row."""
-    tokens, k = weights.shape
-    unsorted = _by_pair(rows, order, tokens * k)
-    to_weights = (unsorted.view(tokens, k, rows.shape[1]) * grad.unsqueeze(1)).sum(-1, dtype=weights.dtype)
-    spread = (grad.unsqueeze(1) * weights.unsqueeze(-1)).to(rows.dtype).view(tokens * k, rows.shape[1])
-    return spread.index_select(0, order), to_weights
+    if (fused := fused_for(rows)) is not None:
+        out: tuple[Tensor, Tensor] = fused.spread(grad, rows, order, weights)
+        return out
+    token, scale = order // weights.shape[1], weights.reshape(-1).index_select(0, order).unsqueeze(1)
+    rows_grad = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    found = weights.new_empty(order.shape)
+    for part in _in_cache(rows):
+        given = grad.index_select(0, token[part])
+        torch.sum(given * rows[part], -1, dtype=weights.dtype, out=found[part])
+        torch.mul(given, scale[part], out=rows_grad[part])
+    return rows_grad, weights.new_zeros(weights.numel()).index_copy_(0, order, found).view(weights.shape)
+
+
+def _in_cache(rows: Tensor) -> Iterator[slice]:
+    """Parts of rows of which a core's cache holds some; a GPU takes them all at once."""
+    few = max((1 << 19) // max(rows.shape[1] * rows.element_size(), 1), 1) if rows.device.type == "cpu" else len(rows)
+    return (slice(start, start + few) for start in range(0, rows.shape[0], max(few, 1)))
 
 
 def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

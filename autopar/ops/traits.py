@@ -34,8 +34,10 @@ from autopar.ops import (  # noqa: F401  (registers what is named here)
     ask_experts,
     cache,
     collectives,
+    cross_entropy,
     grouped_experts,
     host,
+    vocab_parallel,
 )
 from autopar.ops.declare import CHOICES
 from autopar.ops.gradient import GRAD_OUTPUT
@@ -111,6 +113,8 @@ _NORMS = {aten.native_layer_norm.default, aten._fused_rms_norm.default}
 _ROWS = {  # read in kernels, beside reductions
     aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default, aten._softmax.default,
     aten._log_softmax.default, aten._softmax_backward_data.default, aten._log_softmax_backward_data.default,
+    ours.cross_entropy.default, ours.cross_entropy_backward.default, ours.piece_max.default, ours.piece_sums.default,
+    ours.piece_backward.default,
 }  # fmt: skip
 _MOVES = {
     aten.cat.default, aten.stack.default, aten.constant_pad_nd.default, aten.repeat.default, aten.flip.default,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import autopar.ops.collectives  # noqa: F401  (registers the raw collectives)
+from autopar.ops.cross_entropy import gradient_in_kernel
 from autopar.ops.declare import operator
 
 
@@ -98,23 +99,31 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
 
-@operator(fake=lambda logits: logits.new_empty(logits.shape[:-1], dtype=_wide(logits.dtype)))
-def piece_max(logits: Tensor) -> Tensor:
-    """[N, C] -> [N]: the greatest logit among the rank's classes, in the dtype of sums."""
+def _greatest(logits: Tensor) -> Tensor:
     return logits.amax(-1).to(_wide(logits.dtype))
 
 
-@operator(fake=lambda logits, index, top, *_: top.new_empty((3, *top.shape)))
-def piece_sums(logits: Tensor, index: Tensor, top: Tensor, classes: int) -> Tensor:
-    """[N, C], local target index [N] (out of range: another rank's) -> [3, N]: sum of exp(logit - top), the target's
-    logit, the rank's share of the mean logit over all ``classes``."""
+@operator(fake=lambda logits: logits.new_empty(logits.shape[:-1], dtype=_wide(logits.dtype)), compiled=_greatest)
+def piece_max(logits: Tensor) -> Tensor:
+    """[N, C] -> [N]: the greatest logit among the rank's classes, in the dtype of sums."""
+    return _greatest(logits)
+
+
+def _sums(logits: Tensor, index: Tensor, top: Tensor, classes: int) -> Tensor:
     x = logits.to(top.dtype)
     inside = (index >= 0) & (index < x.shape[-1])
     chosen = x.gather(-1, index.clamp(0, x.shape[-1] - 1).unsqueeze(-1)).squeeze(-1).masked_fill(~inside, 0.0)
     return torch.stack([(x - top.unsqueeze(-1)).exp_().sum(-1), chosen, x.sum(-1) / classes])
 
 
-@operator(fake=lambda grad, logits, *_: torch.empty_like(logits))
+@operator(fake=lambda logits, index, top, *_: top.new_empty((3, *top.shape)), compiled=torch.func.functionalize(_sums))
+def piece_sums(logits: Tensor, index: Tensor, top: Tensor, classes: int) -> Tensor:
+    """[N, C], local target index [N] (out of range: another rank's) -> [3, N]: sum of exp(logit - top), the target's
+    logit, the rank's share of the mean logit over all ``classes``."""
+    return _sums(logits, index, top, classes)
+
+
+@operator(fake=lambda grad, logits, *_: torch.empty_like(logits), compiled=gradient_in_kernel)
 def piece_backward(
     grad: Tensor, logits: Tensor, index: Tensor, lse: Tensor, label_smoothing: float, classes: int
 ) -> Tensor:

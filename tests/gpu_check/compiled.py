@@ -19,6 +19,7 @@ from autopar.chips import CHIPS
 from autopar.cost.memory import memory
 from autopar.runtime.mesh import process_groups as group_making
 from tests.benchmarks.common import Workload
+from tests.gpu_check.peers import peer_checks
 from tests.gpu_check.processes import Check, Machine
 from tests.gpu_check.rows import FAILED, NOT_APPLICABLE, OK, Row, guarded
 
@@ -77,7 +78,7 @@ def speed_checks(machine: Machine) -> list[Check]:
     runs += [Run(run.backend, small=True) for run in runs] if machine.is_gpu and not machine.quick else []
     if most > 1 and not machine.quick:
         runs += [Run(backend, most) for backend in (("eager", "inductor") if machine.is_gpu else ("eager",))]
-    return [Check("speed", str(r), functools.partial(speed, r), r.ranks, 400.0) for r in runs]
+    return [Check("speed", str(r), functools.partial(speed, r), r.ranks, 400.0) for r in runs] + peer_checks(machine)
 
 
 def speed(run: Run, machine: Machine) -> Iterator[Row]:

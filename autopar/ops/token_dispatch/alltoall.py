@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from autopar.ops.declare import dense, operator
-from autopar.ops.grouped_experts import pairs_by_expert
+from autopar.ops.grouped_experts import inverse, pairs_by_expert
 from autopar.ops.token_dispatch.alltoall_dedup import exchange_rows
 
 ours = torch.ops.autopar
@@ -59,7 +59,7 @@ def experts_of_rows(came: Tensor, splits: Tensor, rows: int) -> Tensor:
 @operator("(Tensor rows, Tensor order) -> Tensor", dense)
 def unsorted_rows(rows: Tensor, order: Tensor) -> Tensor:
     """[n, H] -> [n, H] with row i at place order[i]."""
-    return torch.empty_like(rows, memory_format=torch.contiguous_format).index_copy_(0, order, rows)
+    return rows.index_select(0, inverse(order, order.shape[0]))
 
 
 @operator("(Tensor rows, Tensor order) -> Tensor", dense)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from autopar.ops import collectives as collectives  # registers the raw collectives
 from autopar.ops.declare import operator
+from autopar.ops.grouped_experts import sum_by_bag
 from autopar.ops.vocab_parallel import first_row
 
 ours = torch.ops.autopar
@@ -91,15 +92,11 @@ def take_copies(x: Tensor, sent: Tensor, splits: Tensor) -> Tensor:
     lambda rows, sent, splits, tokens: rows.new_empty(tokens, *rows.shape[1:]),
 )
 def add_copies(rows: Tensor, sent: Tensor, splits: Tensor, tokens: int) -> Tensor:
-    """rows [m, ...] -> [tokens, ...]: the sum of the rows of each token, by ``sent`` [m]. Rank by rank (``splits``, as
-    of `row_splits`), each of which has a token once: sums are in fixed order on every device."""
-    out = rows.new_zeros(tokens, *rows.shape[1:])
-    start = 0
-    for count in splits[0].tolist():
-        if count:
-            out.index_add_(0, sent.narrow(0, start, count), rows.narrow(0, start, count))
-        start += count
-    return out
+    """rows [m, ...] -> [tokens, ...]: the sum of the rows of each token, by ``sent`` [m], in the order of rows on
+    every device. ``splits``: as of `row_splits`."""
+    token, places = sent.sort(stable=True)
+    starts = torch.searchsorted(token, torch.arange(tokens, device=rows.device))
+    return sum_by_bag(rows.reshape(rows.shape[0], -1), places, starts).view(tokens, *rows.shape[1:])
 
 
 def _take_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -16,6 +16,7 @@ from autopar.rewrite.build import Build, Rewrite, calls, operand, shape_of, valu
 
 aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2  # torch's codes of `reduction`
+_RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _TINY = float(torch.tensor(1e-12, dtype=torch.float32))  # torch uses a float32 constant for all dtypes
 
 
@@ -31,13 +32,32 @@ def cross_entropy_loss(node: Node, build: Build) -> Node | None:
     x, target = known["self"], known["target"]
     if value_of(target).is_floating_point():
         return _soft_targets(node, build)
-    flat, target_flat = _rows(build, x), build.reshape(target, (value_of(target).numel(),))
+    narrow, flat = _before_widening(x), _rows(build, x)
+    target_flat = build.reshape(target, (value_of(target).numel(),))
     smoothing, weight = float(known["label_smoothing"]), known["weight"]
     apart = bool(smoothing) and weight is not None  # the smoothed term needs its own class weights
     fused = torch.ops.autopar.cross_entropy.default
-    both = build(fused, flat, target_flat, known["ignore_index"], 0.0 if apart else smoothing)
+    both = build(
+        fused,
+        flat if narrow is None else build.reshape(narrow, shape_of(flat)),
+        target_flat,
+        known["ignore_index"],
+        0.0 if apart else smoothing,
+    )
     smoothed = _weighted_smoothing(build, flat, target_flat, known) if apart else None
     return _finish(node, build, build(_getitem, both, 0), target_flat, smoothed)
+
+
+def _before_widening(x: Node) -> Node | None:
+    """Logits as the model has them, where they are cast to float32 for this loss alone, which computes in float32
+    itself: they are neither written nor kept in float32."""
+    classes = shape_of(x)[-1:] if len(shape_of(x)) == 2 else None
+    while calls(x, *_RESHAPES) and shape_of(operand(x))[-1:] == classes and len(x.users) == 1:
+        x = operand(x)
+    if not calls(x, aten._to_copy.default) or len(x.users) > 1 or value_of(x).dtype != torch.float32 or not classes:
+        return None
+    narrow = operand(x)
+    return narrow if value_of(narrow).dtype in (torch.float16, torch.bfloat16) else None
 
 
 def _weighted_smoothing(build: Build, rows: Node, flat: Node, known: dict[str, Any]) -> tuple[float, Node]:

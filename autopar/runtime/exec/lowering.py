@@ -33,6 +33,7 @@ from autopar.adapters.operators import OpOverload, argument_defaults, kernel_of,
 from autopar.ir.meta import TRACE, inherit
 from autopar.ir.traffic import Ledger, Traffic, traffic_of
 from autopar.ir.waits import WaitPlaces, is_started, overwritten, pauses_at
+from autopar.ops.declare import COMPILED
 from autopar.ops.traits import ASKS, COLLECTIVES, COPIES, LOCAL
 from autopar.runtime.comm import collectives as comm
 from autopar.runtime.comm import functional_collectives
@@ -205,7 +206,7 @@ def bind(
         from autopar.adapters.inductor import Functional, compile_step  # a slow import that only this backend needs
 
         explicit = _lower(comms.compilable(gm), _Traced(Functional(groups), groups.device))
-        run, made = compile_step(explicit, groups.device, given, any_strides)
+        run, made = compile_step(explicit, groups.device, given, any_strides, COMPILED)
         return Lowered(run, traffic, gm.code, comms, made=made)
     lowered = _lower(gm, _Eager(groups, comms, experts), pauses)
     if all(node.target is not pause_here for node in lowered.graph.nodes):
