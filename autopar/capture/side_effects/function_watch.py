@@ -117,6 +117,8 @@ class FunctionWatch(TorchFunctionMode):
         if known := self.known.answer(func, args, kwargs):
             return known[0]
         if func in _TRUTH and not any(type(x) in REAL for x in args) and (frame := caller()) is not None:
+            if (some := self.rows.truth(func, args[0], frame)) is not None:
+                return some
             answer = answered(frame)
             if answer is not None:
                 self.said |= {answer[1]: None} if answer[1] else {}
