@@ -280,7 +280,8 @@ class _Foreign(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _example(x: Tensor) -> Tensor:
+def example(x: Tensor) -> Tensor:
+    """Random numbers, or zeros, of a tensor's shape and dtype."""
     if x.is_floating_point() or x.is_complex():
         return torch.randn(tuple(x.shape), dtype=x.dtype, device="cpu")
     return torch.zeros(tuple(x.shape), dtype=x.dtype, device="cpu")
@@ -314,7 +315,7 @@ def _on_memory(function: OpaqueFunction, tensors: Sequence[Tensor]) -> _Run:
         raise OpaqueError("its kernel has to run to find the shapes of results, and its inputs are too large for that")
     with without_modes(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        return function._elsewhere([_example(x) for x in tensors])
+        return function._elsewhere([example(x) for x in tensors])
 
 
 # --- capture --------------------------------------------------------------------------------------------------
@@ -387,7 +388,7 @@ def _check_runs(function: OpaqueFunction, tensors: Sequence[Tensor]) -> None:
     """Which inputs get gradients; raises OpaqueError for random numbers."""
     with without_modes(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        examples = [_example(x) for x in tensors]
+        examples = [example(x) for x in tensors]
         before = torch.random.get_rng_state()
         made = function.full(examples)
         if not torch.equal(before, torch.random.get_rng_state()):
