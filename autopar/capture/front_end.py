@@ -65,6 +65,7 @@ from autopar.ir.signature import InputSpec, OutputSpec, Signature
 from autopar.ir.weight_conversion import WeightConversion
 from autopar.lift_to_float64 import LiftFloat32
 from autopar.ops.ctc import functional_ctc_loss
+from autopar.ops.grouped_experts import GROUPED_CALLS
 from autopar.ops.value_free import VALUE_FREE
 from autopar.precision import Precision
 
@@ -461,4 +462,5 @@ _INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.nn.functional.ctc_loss: functional_ctc_loss,
     torch.Tensor.fill_diagonal_: fill_diagonal_,  # works on views, too
     **VALUE_FREE,
+    **GROUPED_CALLS,  # of any dtype
 }

@@ -222,6 +222,15 @@ class Dense(Routed):
         return (made * full.unsqueeze(-1)).sum(-2)
 
 
+def grouped(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """torch's grouped product with weights [E, O, I], which has no kernel for float64."""
+    try:
+        return F.grouped_mm(rows, weight.transpose(-2, -1), offs=offsets)
+    except RuntimeError:
+        out: Tensor = torch.ops.autopar.grouped_mm(rows, weight, offsets, False)
+        return out
+
+
 class Sorted(nn.Module):
     """torchtitan's: histc, a stable argsort, grouped products with offsets, scattered back."""
 
@@ -234,24 +243,60 @@ class Sorted(nn.Module):
         flat = x.view(-1, H)
         scores = F.softmax(self.gate(flat), dim=1)
         top, index = torch.topk(scores, k=K, dim=1)
-        counts = torch.histc(index.view(-1), bins=E, min=0, max=E)
+        counts = torch.histc(index.view(-1).float(), bins=E, min=0, max=E)
         order = torch.argsort(index.view(-1), stable=True)
         top_sorted, token = top.view(-1)[order], order // K
         rows = flat[token]
         offsets = torch.cumsum(counts, dim=0, dtype=torch.int32)
-        h = F.silu(F.grouped_mm(rows, self.w1.transpose(-2, -1), offs=offsets))
-        h = h * F.grouped_mm(rows, self.w3.transpose(-2, -1), offs=offsets)
-        out = F.grouped_mm(h, self.w2.transpose(-2, -1), offs=offsets)
+        h = F.silu(grouped(rows, self.w1, offsets))
+        h = h * grouped(rows, self.w3, offsets)
+        out = grouped(h, self.w2, offsets)
         out = out * top_sorted.reshape(-1, 1)
         made = torch.zeros_like(flat).scatter_add(0, token.reshape(-1, 1).expand(-1, H), out)
         return made.view_as(x)
+
+
+class SortedTitan(Sorted):
+    """torchtitan's today: counts of a routing map, scores in the combine, rows placed back one by one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = x.shape
+        scores = torch.sigmoid(self.gate(x))
+        _, index = torch.topk(scores, k=K, dim=-1, sorted=False)
+        top = scores.gather(-1, index)
+        top = top / (top.sum(-1, keepdim=True) + 1e-20)
+        routing = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, index, True)
+        offsets = torch.cumsum(routing.sum(dim=(0, 1)), dim=0, dtype=torch.int32)
+        order = torch.argsort(index.view(-1, K).view(-1), stable=True)
+        rows = x.view(-1, H)[order // K]
+        h = F.silu(grouped(rows, self.w1, offsets)) * grouped(rows, self.w3, offsets)
+        out = grouped(h, self.w2, offsets)
+        unsorted = torch.zeros_like(out)
+        unsorted[order] = out
+        made = torch.bmm(top.view(-1, 1, K), unsorted.view(-1, K, H)).squeeze(1)
+        return made.view(shape)
+
+
+class SortedScaled(Sorted):
+    """Scores before the experts; index_add."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, H)
+        top, index = torch.topk(F.softmax(self.gate(flat), dim=-1), K)
+        counts = F.one_hot(index, E).sum((0, 1))
+        order = index.flatten().argsort()
+        token = order // K
+        rows = flat.index_select(0, token) * top.flatten()[order].unsqueeze(-1)
+        offsets = counts.cumsum(0).to(torch.int32)
+        out = grouped(F.gelu(grouped(rows, self.w1, offsets)), self.w2, offsets)
+        return torch.zeros_like(flat).index_add(0, token, out).view_as(x)
 
 
 SPELLINGS: dict[str, type[nn.Module]] = {
     cls.__name__: cls
     for cls in (
         LitGPT, OldMixtral, MistralReference, MakeMoE, Nonzero, DeepSeekTraining, DeepSeekInference, Switch,
-        EinsumDispatch, Dense, Sorted,
+        EinsumDispatch, Dense, Sorted, SortedTitan, SortedScaled,
     )
 }  # fmt: skip
 

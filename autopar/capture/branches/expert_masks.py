@@ -249,3 +249,19 @@ def _viewed(node: Node, x: Node, at: tuple[Place, ...]) -> tuple[Node, tuple[Pla
         return None
     left = iter([place for n, place in zip(shape, at, strict=True) if n != 1])
     return x, tuple(0 if n == 1 else next(left) for n in before)
+
+
+def number_of_choice(x: Node, experts: int) -> Node | None:
+    """The index of which x [..., E], before it is summed over all other dims, says whether it is e."""
+    rank = len(x.meta["val"].shape)
+    found = [_mask(x, (*((d,) for d in range(rank - 1)), e)) for e in {0, experts - 1}]
+    first = found[0]
+    if first is None or any(
+        m is None or (m.index, m.places, m.kept) != (first.index, first.places, ()) for m in found
+    ):
+        return None
+    if {m.expert for m in found if m is not None} != {0, experts - 1}:
+        return None
+    if first.reduced and not distinct_experts(first.index):
+        return None
+    return first.index

@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 from autopar.ir.graph import described_at, remove_dead_code
 from autopar.passes.canonicalize.expert_loops import NotGrouped, expert_loops
 from autopar.passes.canonicalize.expert_rows import grouped
+from autopar.passes.canonicalize.expert_sorts import dispatched, sorted_layers
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import Pass
 
@@ -39,6 +40,15 @@ class GroupExperts(Pass):
                 warnings.warn(
                     f"experts: the loop over {len(loop.turns)} experts {described_at(end)} is not grouped, so each of "
                     f"them computes every token: {reason}",
+                    stacklevel=2,
+                )
+        for products in sorted_layers(gm.graph):
+            try:
+                dispatched(products)
+                changed = True
+            except NotGrouped as reason:
+                warnings.warn(
+                    f"experts: the grouped products {described_at(products[0])} run on all rows on every rank: {reason}",
                     stacklevel=2,
                 )
         if changed:
