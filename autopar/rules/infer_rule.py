@@ -141,7 +141,12 @@ class _RuleSearch:
     def run(self) -> DerivedRule | NoRule:
         """Raises NoTrial."""
         dims: list[CommonDim] = []
-        products = {math.prod(shape[a:b]) for shape in self.real.shapes for a in range(len(shape)) for b in range(a + 2, len(shape) + 1)}
+        products = {
+            math.prod(shape[a:b])
+            for shape in self.real.shapes
+            for a in range(len(shape))
+            for b in range(a + 2, len(shape) + 1)
+        }
         if self.told & products - {n for shape in self.real.shapes for n in shape}:
             raise NoTrial("an argument is a number of entries of an operand, which a shard has fewer of")
         for i, shape in enumerate(self.real.shapes):
@@ -168,7 +173,9 @@ class _RuleSearch:
 
     def _smaller(self, form: CallForm) -> CallForm:
         """The sizes of a trial: the call's own, or smaller ones, as far as arguments allow. Raises NoTrial."""
-        if form.target.namespace == "aten" or opaque_function(form.target) is not None:  # a custom operator may hold sizes of its own
+        if (
+            form.target.namespace == "aten" or opaque_function(form.target) is not None
+        ):  # a custom operator may hold sizes of its own
             for size in sorted({n for shape in form.shapes for n in shape if n > self.least}, reverse=True):
                 if form.elements > MOST:
                     form = self._with_less_than(size, form)

@@ -15,7 +15,10 @@ WIDTH, EXPERTS, TOP, VOCAB = 32, 4, 2, 64
 LITGPT: dict[str, dict[str, Any]] = {
     "Mixtral": {"name": "Mixtral-8x7B-v0.1"},
     "Qwen3-MoE": {
-        "name": "Qwen3-8B", "mlp_class_name": "LLaMAMoE", "moe_intermediate_size": 24, "head_size": 8,
+        "name": "Qwen3-8B",
+        "mlp_class_name": "LLaMAMoE",
+        "moe_intermediate_size": 24,
+        "head_size": 8,
     },
 }
 
@@ -61,6 +64,7 @@ def _titan(config: Any) -> Made:
         for p in model.parameters():
             p.copy_(torch.randn(p.shape, generator=g) * (0.2 if p.dim() > 1 else 0.05) + (p.dim() == 1))
     for module in list(model.modules()):
+        vars(module).pop("config", None)
         if hasattr(module, "inner_experts"):
             module.inner_experts = _Experts(module.inner_experts)
         if hasattr(module, "inner_attention"):  # flex attention takes masks that its trainer makes

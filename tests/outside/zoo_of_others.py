@@ -39,7 +39,7 @@ class Outside:
             library(self.needs)
         torch.manual_seed(0)
         model, batch = self.build()
-        model = nn.Module.to(model, torch.float64).train()
+        model = nn.Module.double(model).train()
         moved = (p for p in model.parameters() if p.dim() == 1)
         with torch.no_grad():
             for parameter in moved:  # off their zeros and ones, so that a mistake about them shows

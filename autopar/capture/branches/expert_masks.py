@@ -256,9 +256,7 @@ def number_of_choice(x: Node, experts: int) -> Node | None:
     rank = len(x.meta["val"].shape)
     found = [_mask(x, (*((d,) for d in range(rank - 1)), e)) for e in {0, experts - 1}]
     first = found[0]
-    if first is None or any(
-        m is None or (m.index, m.places, m.kept) != (first.index, first.places, ()) for m in found
-    ):
+    if first is None or any(m is None or (m.index, m.places, m.kept) != (first.index, first.places, ()) for m in found):
         return None
     if {m.expert for m in found if m is not None} != {0, experts - 1}:
         return None

@@ -5,8 +5,9 @@
     y[token] += f(x[token])                  --> y + sum over K of where(mask, f(rows), 0)
     y.index_add_(0, token, rows)                 the same
 
-So loops over experts are captured with every token computed by every expert; `autopar.passes.canonicalize.group_experts`
-makes grouped products of them. A position that is used in another way is a tensor of data-dependent size.
+So loops over experts are captured with every token computed by every expert;
+`autopar.passes.canonicalize.group_experts` makes grouped products of them. A position
+that is used in another way has a data-dependent size.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ class MaskPositions:
             position = positions[d]
             with self._rows.looked_at(rows=True):
                 made = self._numbers(position.shape, position.dim)
-            self._rows.keep(made, position.flat, lambda d=d: position.mask.nonzero(as_tuple=True)[d])
+            self._rows.keep(made, position.flat, lambda d=d, mask=position.mask: mask.nonzero(as_tuple=True)[d])
             self._known[made] = position
             found.append(made)
         return (tuple(found) if function in (_TENSOR.unbind, torch.unbind) else found[0],)

@@ -1,4 +1,4 @@
-"""Branches that skip work on no rows: captured as taken, since work on rows that a mask selects has no effect on others.
+"""Branches that skip work on no rows: captured as taken, since work on rows of a mask has no effect on others.
 
     if mask.any():                               for expert in experts:
         y[mask] += expert(x[mask])                   if token.numel() == 0:

@@ -1,7 +1,7 @@
 """Operators of others without a fake: shapes of results come from a run on random tensors of the same shapes.
 
-    @torch.library.custom_op("mine::scan", mutates_args=())         a fake of `torch.library` is registered for the
-    def scan(x): ...                                                operator when a forward calls it
+@torch.library.custom_op("mine::scan", mutates_args=())         a fake of `torch.library` is registered for the
+def scan(x): ...                                                operator when a forward calls it
 """
 
 from __future__ import annotations
@@ -15,32 +15,64 @@ from torch import Tensor
 from torch._library import custom_ops, simple_registry
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.adapters.dispatch import has_kernel, without_modes
 from autopar.capture.custom_autograd.opaque import MOST_ELEMENTS, example
 
 _BUILT_IN = ("aten", "prims", "autopar", "autopar_functions", "_c10d_functional", "c10d", "prim", "higher_order")
 _COMPOSITE = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
+_AUTOGRAD = ("Autograd", "AutogradCPU", "AutogradCUDA")
 _SEEN: set[str] = set()
 
 
-def with_fake(function: Any) -> None:
-    """Register a fake for an operator that has none."""
+def with_fake(function: Any, args: Any, kwargs: Any) -> None:
+    """Register a fake for an operator that is about to be called, if it has none, and for those of its backward."""
     if isinstance(function, OpOverloadPacket):
         for name in function.overloads():
-            with_fake(getattr(function, name))
+            with_fake(getattr(function, name), args, kwargs)
     if not isinstance(function, OpOverload) or function.namespace in _BUILT_IN or function.name() in _SEEN:
         return
     _SEEN.add(function.name())
-    if function._schema.is_mutable or _has_fake(function):
+    if function._schema.is_mutable:
         return
-    definition = custom_ops.OPDEFS.get(function.name())
-    register = definition.register_fake if definition is not None else None
-    fake = _fake_of(function)
-    if register is not None:
-        register(fake)
+    if not _has_fake(function):
+        _register(function)
+    if any(has_kernel(function.name(), key) for key in _AUTOGRAD):
+        _try_backward(function, args, kwargs)
+
+
+def _register(function: OpOverload) -> None:
+    definition, fake = custom_ops.OPDEFS.get(function.name()), _fake_of(function)
+    if definition is not None:
+        definition.register_fake(fake)
     else:
         torch.library.register_fake(function.name().removesuffix(".default"), fake)
+
+
+class _Calls(TorchDispatchMode):
+    """Registers fakes of operators that are called."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with_fake(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _try_backward(op: OpOverload, args: Any, kwargs: Any) -> None:
+    """Run an operator and its backward on random tensors."""
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if sum(x.numel() for x in tensors) > MOST_ELEMENTS:
+        return
+    wanted = {id(x) for x in tensors if x.is_floating_point()}
+    with without_modes(), torch.random.fork_rng(devices=[]), contextlib.suppress(Exception), torch.enable_grad():
+        given = pytree.tree_map_only(Tensor, lambda x: example(x).requires_grad_(id(x) in wanted), (args, kwargs))
+        for move in _places():
+            with contextlib.suppress(Exception):
+                moved, named = pytree.tree_map_only(Tensor, move, given)
+                made = [y for y in pytree.tree_leaves(op(*moved, **named)) if isinstance(y, Tensor) and y.requires_grad]
+                with _Calls():
+                    torch.autograd.backward(made, [torch.ones_like(y) for y in made])
+                return
 
 
 def _has_fake(op: OpOverload) -> bool:
@@ -61,7 +93,9 @@ def _fake_of(op: OpOverload) -> Any:
         key = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
         if key not in shapes:
             if sum(x.numel() for x in tensors) > MOST_ELEMENTS:
-                raise ValueError(f"{op} has no fake, and its inputs are too large to find shapes by a run; register one")
+                raise ValueError(
+                    f"{op} has no fake, and its inputs are too large to find shapes by a run; register one"
+                )
             with without_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
                 shapes[key] = pytree.tree_map_only(Tensor, _shape, _run(op, args, kwargs))
         return pytree.tree_map_only(_Shape, lambda x: tensors[0].new_empty(x.sizes, dtype=x.dtype), shapes[key])

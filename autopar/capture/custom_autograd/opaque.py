@@ -24,11 +24,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-
-from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.adapters.copying.fake import new_mode, silent_fakes
 from autopar.adapters.dispatch import without_modes

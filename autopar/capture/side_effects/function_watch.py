@@ -53,7 +53,7 @@ class FunctionWatch(TorchFunctionMode):
     """Context manager that watches the forward of ``replica``, a structure copy of a model that owns ``owned``.
 
     ``instead`` maps functions to their replacements; ``noted`` is called with all results, ``before_call`` with
-    functions. Raises Refused in the line
+    each call. Raises Refused in the line
     at fault; ``refused`` keeps the first error, in case the forward catches it. ``running``: whether the forward is
     running (the export calls functions before and after it). ``said``: warnings. ``known``: constant values.
     ``gradients``: for each output leaf, the parameters that its backward reaches, or None if unknown.
@@ -66,7 +66,7 @@ class FunctionWatch(TorchFunctionMode):
         owned: Owned,
         instead: Mapping[Callable[..., Any], Callable[..., Any]],
         noted: Callable[[Any], None] = lambda _: None,
-        before_call: Callable[[Any], None] = lambda _: None,
+        before_call: Callable[..., None] = lambda *_: None,
     ) -> None:
         super().__init__()
         self._instead, self._noted, self._before_call = instead, noted, before_call
@@ -129,7 +129,7 @@ class FunctionWatch(TorchFunctionMode):
         if rows := self.rows.called(func, args, kwargs):
             return rows[0]
         args, kwargs = self.rows.handed_on(func, (args, kwargs))
-        self._before_call(func)
+        self._before_call(func, args, kwargs)
         written = self.known.before_write(func, args, kwargs)
         made = self._instead.get(func, func)(*args, **kwargs)
         if not any(made is x for x in args):

@@ -1,8 +1,8 @@
 """Tokens that are sorted by expert, for grouped products with offsets: the same dispatch and combine as of loops.
 
-    order = argsort(index.flatten());  offsets = cumsum(counts of index)
-    y = scatter_add(0, order // K, w[order] * grouped(x[order // K], weights, offsets))
-        --> rows, order, offsets = moe_dispatch(x, index, E);  y = moe_combine(grouped_mm(rows, weights, offsets), order, w)
+order = argsort(index.flatten());  offsets = cumsum(counts of index)
+y = scatter_add(0, order // K, w[order] * grouped(x[order // K], weights, offsets))
+    --> rows, order, offsets = moe_dispatch(x, index, E);  y = moe_combine(grouped_mm(rows, weights, offsets), order, w)
 """
 
 from __future__ import annotations
@@ -125,7 +125,9 @@ class _Sorted:
             wide = build(aten.unsqueeze.default, x, 1)
             x = build.reshape(build(aten.expand.default, wide, [-1, top, -1]), (self.pairs, shape_of(x)[1]))
         if scaled is not None:
-            factor = build.cast(build.reshape(self._pairs(scaled[1], build), (self.pairs, 1)), value_of(scaled[1]).dtype)
+            factor = build.cast(
+                build.reshape(self._pairs(scaled[1], build), (self.pairs, 1)), value_of(scaled[1]).dtype
+            )
             x = build.cast(build(aten.mul.Tensor, x, factor), value_of(scaled[0]).dtype)
         made = build(ours.moe_dispatch.default, x, expert, self.experts)
         rows, order, offsets = (build(operator.getitem, made, i) for i in range(3))

@@ -48,7 +48,7 @@ class GroupExperts(Pass):
                 changed = True
             except NotGrouped as reason:
                 warnings.warn(
-                    f"experts: the grouped products {described_at(products[0])} run on all rows on every rank: {reason}",
+                    f"experts: the grouped products {described_at(products[0])} run on all rows everywhere: {reason}",
                     stacklevel=2,
                 )
         if changed:
