@@ -32,6 +32,7 @@ from autopar.adapters.copying.fake import FakeTensorMode, fake_like, new_mode, o
 from autopar.adapters.distributions import unchecked_distributions
 from autopar.adapters.fx.lazy import graph_module, lazy_code
 from autopar.adapters.grad_fn_paths import followed_paths
+from autopar.capture.custom_autograd.missing_fakes import with_fake
 from autopar.capture.layer_dedup.layer_dedup import TraceAnew
 from autopar.capture.module_state.assigned import BufferWatch
 from autopar.capture.module_state.leftovers import Leftovers, nothing_left
@@ -66,6 +67,7 @@ from autopar.ir.signature import InputSpec, OutputSpec, Signature
 from autopar.ir.weight_conversion import WeightConversion
 from autopar.lift_to_float64 import LiftFloat32
 from autopar.ops.ctc import functional_ctc_loss
+from autopar.ops.grouped_experts import GROUPED_CALLS
 from autopar.ops.value_free import VALUE_FREE
 from autopar.precision import Precision
 
@@ -289,7 +291,7 @@ def _captured(
         stack.enter_context(sets_in_order(replica))
         stack.enter_context(unchecked_distributions())
         left.watch(replica, model)
-        watch = stack.enter_context(FunctionWatch(replica, owned_by(model), _INSTEAD, left.note))
+        watch = stack.enter_context(FunctionWatch(replica, owned_by(model), _INSTEAD, left.note, with_fake))
         stack.enter_context(changes_as_values(lambda: watch.running, watch.said))
         stack.enter_context(seen_effects(watch.refuse))
         stack.enter_context(noticed_grad_mode(watch.asked_grad_mode, grad_mode, watch.asked_inference))
@@ -476,4 +478,5 @@ _INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.nn.functional.ctc_loss: functional_ctc_loss,
     torch.Tensor.fill_diagonal_: fill_diagonal_,  # works on views, too
     **VALUE_FREE,
+    **GROUPED_CALLS,  # of any dtype
 }

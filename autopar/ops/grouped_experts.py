@@ -265,6 +265,43 @@ def _mm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 grouped_mm.register_autograd(_mm_backward, setup_context=_mm_setup)
 
 
+@operator(
+    "(Tensor rows, Tensor weight, Tensor offsets) -> Tensor",
+    lambda rows, weight, offsets: rows.new_empty(rows.shape[0], weight.shape[2]),
+)
+def grouped_mm_by_offsets(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """`torch.nn.functional.grouped_mm` of a model: rows [N, I], in any order, weight [E, I, O] -> [N, O]."""
+    out: Tensor = torch.ops.autopar.grouped_mm(rows, weight, offsets.to(torch.int32), True)
+    return out
+
+
+def _offsets_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _offsets_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    rows, weight, offsets = ctx.saved_tensors
+    to_rows = to_weight = None
+    if ctx.needs_input_grad[0]:
+        to_rows = torch.ops.autopar.grouped_mm(grad, weight, offsets, False)
+    if ctx.needs_input_grad[1]:
+        to_weight = torch.ops.autopar.grouped_mm_weight_grad(grad, rows, offsets, True)
+    return to_rows, to_weight, None
+
+
+def grouped_call(mat_a: Tensor, mat_b: Tensor, *, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
+    """`torch.nn.functional.grouped_mm` of rows and one matrix for each group, in any dtype; torch's own otherwise."""
+    usual = mat_a.dim() == 2 and mat_b.dim() == 3 and offs is not None and bias is None
+    if not usual or out_dtype not in (None, mat_a.dtype):
+        return torch._grouped_mm(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
+    out: Tensor = torch.ops.autopar.grouped_mm_by_offsets(mat_a, mat_b, offs)
+    return out
+
+
+GROUPED_CALLS = {torch.nn.functional.grouped_mm: grouped_call, torch._grouped_mm: grouped_call}
+grouped_mm_by_offsets.register_autograd(_offsets_backward, setup_context=_offsets_setup)
+
+
 @operator("(Tensor rows, Tensor bias, Tensor offsets) -> Tensor", dense)
 def grouped_bias(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     """rows [N, O] + the bias [E, O] of each row's expert."""

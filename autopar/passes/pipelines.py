@@ -6,6 +6,7 @@ from autopar.passes.canonicalize.cap_experts import CapExperts
 from autopar.passes.canonicalize.cast_parameters import CastParameters
 from autopar.passes.canonicalize.derive_rules import DeriveRules
 from autopar.passes.canonicalize.expand_kv_heads import ExpandKvHeads
+from autopar.passes.canonicalize.group_experts import GroupExperts
 from autopar.passes.canonicalize.normalize import Normalize
 from autopar.passes.canonicalize.split_biases import SplitBiases
 from autopar.passes.partition.lower_to_local import LowerToLocal
@@ -19,7 +20,7 @@ from autopar.passes.step.prefetch import Prefetch
 from autopar.passes.step.simplify import Simplify
 from autopar.rewrite.pass_manager import Pass
 
-GLOBAL_PASSES: tuple[Pass, ...] = (Normalize(), CastParameters(), ExpandKvHeads(), DeriveRules())
+GLOBAL_PASSES: tuple[Pass, ...] = (GroupExperts(), Normalize(), CastParameters(), ExpandKvHeads(), DeriveRules())
 PLACEMENT_PASSES: tuple[Pass, ...] = (
     CapExperts(),
     SplitBiases(),

@@ -13,6 +13,8 @@ What could make such a rule unsound, and what prevents it:
   no dim is tried only at sizes below its own, unless four times the largest number among the arguments is less.
 - Sampled values that agree by accident. Several kinds of draws (`autopar.rules.rule_trials`) in double precision, with
   ties, rows of very different magnitude, and a row of NaN; integers must differ, and so must each result's numbers.
+- Kernels that read memory where an argument says (`autopar.capture.custom_autograd.opaque`). A dim whose size is among
+  the arguments is not tried, and indices are small.
 - State, randomness, in-place writes. Operators that declare random numbers or writes are refused; two runs must give
   the same results, advance no generator, and leave the operands alone.
 - Used results without the dim are refused. So are sizes known at run time only.
@@ -41,6 +43,7 @@ from autopar.adapters.copying.fake import new_mode, silent_fakes
 from autopar.adapters.dispatch import has_kernel, without_modes
 from autopar.adapters.keys import told_apart
 from autopar.adapters.operators import OpOverload, mutates
+from autopar.capture.custom_autograd.opaque import opaque_function
 from autopar.capture.trace.export import flatten
 from autopar.ir.graph import frozen, getitem_index, has_gradient, tensor_operands
 from autopar.ir.meta import remembered
@@ -130,15 +133,25 @@ class _RuleSearch:
 
     def __init__(self, form: CallForm, results: list[tuple[int, ...]], used: tuple[bool, ...]) -> None:
         self.real, self.results, self.used, self.mode = form, results, used, new_mode()
+        opaque = opaque_function(form.target)
+        self.told = {abs(n) for n in opaque.numbers} if opaque is not None else set()
         self.least = FAR * max([*form.numbers, FEW // FAR])
         self.form = self._smaller(form)
 
     def run(self) -> DerivedRule | NoRule:
         """Raises NoTrial."""
         dims: list[CommonDim] = []
+        products = {
+            math.prod(shape[a:b])
+            for shape in self.real.shapes
+            for a in range(len(shape))
+            for b in range(a + 2, len(shape) + 1)
+        }
+        if self.told & products - {n for shape in self.real.shapes for n in shape}:
+            raise NoTrial("an argument is a number of entries of an operand, which a shard has fewer of")
         for i, shape in enumerate(self.real.shapes):
             for d, size in enumerate(shape):
-                if size > 1 and not any(c.operands[i] == d for c in dims):
+                if size > 1 and size not in self.told and not any(c.operands[i] == d for c in dims):
                     found = self._common(i, d, dims)
                     dims += [found] if found is not None else []
         if not dims:
@@ -160,7 +173,9 @@ class _RuleSearch:
 
     def _smaller(self, form: CallForm) -> CallForm:
         """The sizes of a trial: the call's own, or smaller ones, as far as arguments allow. Raises NoTrial."""
-        if form.target.namespace == "aten":  # a custom operator may hold sizes of its own
+        if (
+            form.target.namespace == "aten" or opaque_function(form.target) is not None
+        ):  # a custom operator may hold sizes of its own
             for size in sorted({n for shape in form.shapes for n in shape if n > self.least}, reverse=True):
                 if form.elements > MOST:
                     form = self._with_less_than(size, form)

@@ -16,6 +16,7 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from autopar.adapters.operators import OpOverload
+from autopar.capture.custom_autograd.opaque import opaque_function
 from autopar.capture.trace.export import flatten
 from autopar.ir.graph import has_gradient, tensor_operands
 from autopar.rules.derived import CommonDim, Place
@@ -341,5 +342,7 @@ def draws(form: CallForm) -> list[Draw]:
     sizes = sorted({n for shape in form.shapes for n in shape if n > 1} | {2, 100}, reverse=True)
     kinds = {t.is_floating_point or t.is_complex for t in form.dtypes}
     floats: list[Fill] = [_normal, _unit, _large, _coarse, _uneven, _definite] if True in kinds else [_normal] * 3
+    if opaque_function(form.target) is not None:
+        sizes = [2]  # a kernel may read memory at such an index
     integers = [_below(n, order) for n in sizes for order in (False, True)] if False in kinds else [_below(2)] * 2
     return [Draw(f, i, 17 * a + b) for a, f in enumerate(floats) for b, i in enumerate(integers)]

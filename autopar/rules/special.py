@@ -158,6 +158,15 @@ def grouped_mm_rule(call: Call) -> Rule:
     return call.rule([(n, i), weight, (e,)], [(n, o)], blocked=blocked, linear=sets, addends=adds, rows=linked)
 
 
+def grouped_mm_by_offsets_rule(call: Call) -> Rule:
+    """rows (n, i), weight (e, i, o), offsets (e) -> (n, o). Offsets count all rows."""
+    n, i = (call.factor(f, size) for f, size in zip("ni", call.shape("rows"), strict=True))
+    e, o = call.factor("e", call.shape("weight")[0]), call.factor("o", call.shape("weight")[2])
+    blocked = {f: "offsets say which of all rows are an expert's" for f in (*n, *e)}
+    sets = (frozenset({0}), frozenset({1}))
+    return call.rule([(n, i), (e, i, o), (e,)], [(n, o)], blocked=blocked, linear=sets)
+
+
 def grouped_bias_rule(call: Call) -> Rule:
     """rows (n, o) + bias (e, o) of the row's expert."""
     rows, width = call.shape("rows")

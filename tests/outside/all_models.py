@@ -1,6 +1,7 @@
 """Every model of others."""
 
 from tests.outside import diffusion as diffusion
+from tests.outside import experts_of_others as experts_of_others
 from tests.outside import multimodal as multimodal
 from tests.outside import others as others
 from tests.outside import plain_ideas as plain_ideas

@@ -26,9 +26,10 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "tp": ({"dp": 2, "tp": 2}, {"zero": 3}),
     "cp": ({"cp": 2}, {}),
     "pp": ({"pp": 2}, {"microbatches": 2}),
+    "ep": ({"ep": 2}, {}),
 }
 MEET = "microbatches: samples of different microbatches meet"
-TITLES = {"tp": "dp=2, tp=2, zero=3", "cp": "cp=2", "pp": "pp=2, microbatches=2"}
+TITLES = {"tp": "dp=2, tp=2, zero=3", "cp": "cp=2", "pp": "pp=2, microbatches=2", "ep": "ep=2"}
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,9 @@ class Outcome:
 
 
 def meshes_of(name: str) -> list[str]:
-    """The meshes that a model is tried on: cp where there are tokens to cut."""
-    return [mesh for mesh in MESHES if mesh != "cp" or MODELS[name].tokens]
+    """The meshes that a model is tried on: cp where there are tokens to cut, ep where there are experts."""
+    model = MODELS[name]
+    return [mesh for mesh in MESHES if {"cp": model.tokens, "ep": model.experts}.get(mesh, True)]
 
 
 def outcome(name: str, mesh: str) -> Outcome:

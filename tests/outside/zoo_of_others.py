@@ -2,7 +2,8 @@
 
     MODELS["timm swin"].make() -> model, batch          float64, seeded; the forward returns the loss (first)
 
-``needs`` names the library that must be there. ``tokens``: its sequence can be sharded on cp.
+``needs`` names the library that must be there. ``tokens``: its sequence can be sharded on cp; ``experts``:
+its experts on ep.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Outside:
     needs: str = ""
     tokens: bool = False
     static_inputs: tuple[str, ...] = ()
+    experts: bool = False
 
     def make(self) -> Made:
         """A fresh model in train mode, and its whole batch."""
@@ -37,7 +39,7 @@ class Outside:
             library(self.needs)
         torch.manual_seed(0)
         model, batch = self.build()
-        model = nn.Module.to(model, torch.float64).train()
+        model = nn.Module.double(model).train()
         moved = (p for p in model.parameters() if p.dim() == 1)
         with torch.no_grad():
             for parameter in moved:  # off their zeros and ones, so that a mistake about them shows
@@ -49,14 +51,19 @@ MODELS: dict[str, Outside] = {}
 
 
 def entry(
-    group: str, name: str, needs: str = "", tokens: bool = False, static_inputs: tuple[str, ...] = ()
+    group: str,
+    name: str,
+    needs: str = "",
+    tokens: bool = False,
+    static_inputs: tuple[str, ...] = (),
+    experts: bool = False,
 ) -> Callable[[Callable[[], Made]], Any]:
     """Enter a builder."""
 
     def put(build: Callable[[], Made]) -> Callable[[], Made]:
         full = f"{group} {name}"
         assert full not in MODELS, full
-        MODELS[full] = Outside(full, group, build, needs, tokens, static_inputs)
+        MODELS[full] = Outside(full, group, build, needs, tokens, static_inputs, experts)
         return build
 
     return put

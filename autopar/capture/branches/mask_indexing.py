@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,11 +30,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.capture.branches import rowwise_ops as known
 from autopar.capture.branches.known_values import count_answer, writes
+from autopar.capture.branches.mask_positions import MaskPositions
+from autopar.capture.branches.row_branches import Lines, skipped_lines
 
 _TENSOR: Any = Tensor
 _PLAIN = (int, float, bool, str, slice, type(None), type(Ellipsis), torch.dtype, torch.device)
 _PICKS = (_TENSOR.__getitem__,)
 _SELECTS = (torch.masked_select, _TENSOR.masked_select)
+# (comparison of a number of rows, with what) -> whether it holds if there are rows
+_SOME = {("eq", 0): False, ("ne", 0): True, ("gt", 0): True, ("le", 0): False, ("ge", 1): True, ("lt", 1): False}
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -49,9 +54,15 @@ class MaskIndexing:
             WeakTensorKeyDictionary()
         )  # tensor of all rows -> computes the selected ones
         self._keys: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # mask -> how it was computed
+        self._viewed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # mask -> the one that it is a view of
+        self._some: WeakTensorKeyDictionary = (
+            WeakTensorKeyDictionary()
+        )  # number -> whether it is true if there are rows
+        self._skipped: list[Lines] = []  # lines that a branch skips where there are no rows
         self._flat: dict[Any, Tensor] = {}  # key of a mask -> the mask, flattened
         self._changed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensors that an in-place call has replaced
         self._numbers = itertools.count()
+        self._positions = MaskPositions(self, refuse)
         self._ours: set[Any] = set()  # nodes of calls that `called` handled
         self._of_rows: set[Any] = set()  # those of them that may hold all rows
 
@@ -59,23 +70,71 @@ class MaskIndexing:
 
     def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """(result of a call on selected rows, ); () for a call without them, whose arguments `handed_on` returns."""
+        found = self._positions.called(function, args, kwargs) or self._called(function, args, kwargs)
+        if found:
+            self._positions.note(function, args, found[0])
+        elif self._skipped and writes(function):
+            self._check_skipped(getattr(function, "__name__", "a function"))
+        return found
+
+    def truth(self, function: Any, x: Any, frame: Any) -> bool | None:
+        """What ``if mask.any()`` or ``if rows.shape[0] == 0`` takes to be: that there are rows, if nothing but work on
+        rows depends on it. None for any other condition."""
+        some = self._some.get(x) if function is _TENSOR.__bool__ and isinstance(x, Tensor) else None
+        lines = skipped_lines(frame, some) if some is not None and frame is not None else None
+        if lines is None:
+            return None
+        count_answer()
+        self._skipped.append(lines)
+        return some
+
+    def _check_skipped(self, name: str) -> None:
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            if any(frame.f_code is code and frame.f_lineno in lines for code, lines in self._skipped):
+                self._refuse(
+                    f"{name} writes to a tensor where a mask selects rows, which a branch on the mask decides; write "
+                    "to rows of the mask alone, or do it outside of the branch"
+                )
+            frame = frame.f_back
+
+    def _note_count(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Tensor) -> None:
+        """Record whether there are rows: mask.any(), mask.sum(), and comparisons of a number of rows with 0."""
+        name, x = known.plain_name(function), args[0] if args else None
+        whole = len(args) == 1 and not kwargs and isinstance(x, Tensor) and x.dtype == torch.bool
+        if whole and name in ("any", "sum", "count_nonzero"):
+            self._some[made] = True
+        elif len(args) == 2 and isinstance(x, Tensor) and x in self._some:
+            if name in ("bool", "item"):
+                self._some[made] = self._some[x]
+            elif x.dtype != torch.bool and (name, args[1]) in _SOME:
+                self._some[made] = _SOME[name, args[1]]
+
+    def _called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         picked = _picked(function, args, kwargs)
         if picked is not None and self._may_pick(*picked, whole=function in _SELECTS):
-            with self._looked_at(rows=True):
-                key = self._key_of(picked[1])
-                made = self._pick(*(_spread(*picked) if function in _SELECTS else picked), key)
+            with self.looked_at(rows=True):
+                given = _spread(*picked) if function in _SELECTS else picked
+                key = (
+                    self._key_of_rows(picked[1]) if given[1] is picked[1] else (self._key_of(picked[1]), given[1].shape)
+                )
+                made = self._pick(*given, key)
             versions = [x._version for x in picked]
             self._fresh[made] = lambda: (
                 function(*args, **kwargs) if versions == [x._version for x in picked] else made[self._masks[made]]
             )
+            self._positions.read(made, picked[0], self._masks[made])
             return (made,)
+        if picked is None and (parts := _picked_in_part(function, args)) is not None:
+            x, mask, rest = parts
+            return self.called(function, (self.called(function, (x, mask), {})[0], rest), {})
         rows = self._rows_in((args, kwargs))
         if not rows:
             return ()
         self._check_alive(rows)
         if function is _TENSOR.__setitem__:
             return self._put(*args)
-        if function in known.IN_PLACE and self._is_rows(args[0]):
+        if function in known.IN_PLACE and self.are_rows(args[0]):
             found = self.called(known.IN_PLACE[function], args, kwargs)
             self._changed[args[0]] = True
             return found
@@ -92,19 +151,47 @@ class MaskIndexing:
         """Arguments for a call that `called` did not handle: with the selected rows themselves."""
         if not self._rows_in(arguments):
             return arguments
-        if writes(function) and self._is_rows(arguments[0][0]):
+        if writes(function) and self.are_rows(arguments[0][0]):
             name = getattr(function, "__name__", "a function")
             self._refuse(f"{name} writes in place to rows selected by a mask, x[mask]; use its out-of-place form")
-        return pytree.tree_map(lambda x: self._themselves(x) if self._is_rows(x) else x, arguments)
+        return pytree.tree_map(lambda x: self._themselves(x) if self.are_rows(x) else x, arguments)
 
     def note(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
-        """Record the result of a call, if it is a mask."""
+        """Record the result of a call, if it is a mask, or the number of its rows."""
+        if isinstance(made, Tensor) and not made.dim():
+            self._note_count(function, args, kwargs, made)
         if isinstance(made, Tensor) and made.dtype == torch.bool and known.plain_name(function) in known.OF_MASKS:
             self._keys[made] = (known.plain_name(function), self._key_of((args, kwargs)))
+            if known.plain_name(function) in ("view", "reshape", "flatten") and args[0].dtype == torch.bool:
+                self._viewed[made] = args[0]
 
     def are_in(self, made: Any) -> bool:
         """Whether the result of a forward contains selected rows."""
         return bool(self._rows_in(made))
+
+    def mask_of(self, x: Any) -> Tensor | None:
+        """The mask of rows."""
+        return self._masks.get(x) if isinstance(x, Tensor) else None
+
+    def mask_of_rows(self, mask: Tensor) -> Tensor:
+        """A mask, flattened: the same tensor for equal masks."""
+        key = self._key_of_rows(mask)
+        if key not in self._flat:
+            with self.looked_at(rows=False):
+                self._flat[key] = (mask.flatten() if mask.dim() > 1 else mask).clone()
+        return self._flat[key]
+
+    def _key_of_rows(self, mask: Tensor) -> Any:
+        """A key that masks share whose entries, in order, are the same."""
+        while mask in self._viewed:
+            mask = self._viewed[mask]
+        return self._key_of(mask), mask.shape
+
+    def keep(self, made: Tensor, mask: Tensor, fresh: Callable[[], Any] | None = None) -> None:
+        """Record a tensor of all rows. ``fresh``: computes the selected ones."""
+        self._masks[made] = mask
+        if fresh is not None:
+            self._fresh[made] = fresh
 
     def leak(self) -> Node | None:
         """A node whose operator took all rows for the selected ones, because no torch function was seen calling it."""
@@ -114,15 +201,14 @@ class MaskIndexing:
 
     def _may_pick(self, x: Tensor, mask: Tensor, whole: bool) -> bool:
         """``whole``: entries are selected, as by masked_select, after broadcasting x and the mask."""
-        if self._is_rows(x) or self._is_rows(mask):
-            both = self._is_rows(x) and self._is_rows(mask) and self._masks[x] is self._masks[mask]
+        if self.are_rows(x) or self.are_rows(mask):
+            both = self.are_rows(x) and self.are_rows(mask) and self._masks[x] is self._masks[mask]
             return both and mask.dim() == 1 and not (whole and x.dim() > 1)
         return whole or (0 < mask.dim() <= x.dim() and x.shape[: mask.dim()] == mask.shape)
 
     def _pick(self, x: Tensor, mask: Tensor, key: Any) -> Tensor:
         """All rows of x, with safe numbers in those that are not selected."""
-        key = (key, mask.shape)
-        if self._is_rows(x):
+        if self.are_rows(x):
             before = self._masks[x]
             key, flat = ("both", self._key_of(before), key), lambda: before & mask
         else:
@@ -130,17 +216,21 @@ class MaskIndexing:
             x = x.flatten(0, mask.dim() - 1) if mask.dim() > 1 else x
         if key not in self._flat:
             self._flat[key] = flat()
-        return self._keep(self._harmless(x, self._flat[key]), self._flat[key])
+        return self._keep(self.harmless(x, self._flat[key]), self._flat[key])
 
     def _put(self, out: Tensor, mask: Any, rows: Any) -> tuple[Any, ...]:
         """out[mask] = rows"""
-        whole = isinstance(mask, Tensor) and mask.dtype == torch.bool and not self._is_rows(out)
-        if not whole or not self._is_rows(rows) or self._is_rows(mask):
+        whole = isinstance(mask, Tensor) and mask.dtype == torch.bool and not self.are_rows(out)
+        if not whole or not self.are_rows(rows) or self.are_rows(mask):
             return ()
-        flat = self._flat.get((self._key_of(mask), mask.shape))
+        flat = self._flat.get(self._key_of_rows(mask))
         if flat is None or flat is not self._masks[rows] or rows.shape[1:] != out.shape[mask.dim() :]:
             return ()
-        with self._looked_at(rows=False):
+        with self.looked_at(rows=False):
+            added = self._positions.added_to(out, rows, flat)
+            if added is not None:
+                out.copy_(out + self._all_of(added, flat).view(out.shape).to(out.dtype))
+                return (None,)
             beside = mask.view(*mask.shape, *[1] * (out.dim() - mask.dim()))
             out.copy_(torch.where(beside, rows.view(out.shape).to(out.dtype), out))
         return (None,)
@@ -149,7 +239,7 @@ class MaskIndexing:
         if any(x in self._changed for x in rows):
             self._refuse("rows selected by a mask, x[mask], are read after an in-place change; change a copy instead")
 
-    def _harmless(self, x: Tensor, mask: Tensor) -> Tensor:
+    def harmless(self, x: Tensor, mask: Tensor) -> Tensor:
         """x, with numbers between 0 and 1 in the rows that are not selected, which differ between columns and tensors:
         a logarithm, or the root of a difference, has no pole there, so its gradient times zero is not nan."""
         if not x.is_floating_point():
@@ -168,7 +258,7 @@ class MaskIndexing:
         """The selected rows themselves: a tensor of data-dependent size."""
         count_answer()
         fresh = self._fresh.get(x)
-        with self._looked_at(rows=False):
+        with self.looked_at(rows=False):
             return fresh() if fresh is not None else x[self._masks[x]]
 
     # --- what a call makes of rows --------------------------------------------------------------------------
@@ -178,33 +268,41 @@ class MaskIndexing:
         if function in known.SAME:
             return (function(*args, **kwargs),)
         x: Any = args[0] if args else None
-        if function not in known.SIZES or not self._is_rows(x):
+        if function not in known.SIZES or not self.are_rows(x):
             return ()
-        with self._looked_at(rows=False):
+        with self.looked_at(rows=False):
+            count = mask.sum()
+            self._some[count] = True
             if function in known.NUMELS:
-                return (mask.sum() * math.prod(x.shape[1:]),)
+                if x.dim() > 1:
+                    count = count * math.prod(x.shape[1:])
+                    self._some[count] = True
+                return (count,)
             dim = args[1] if len(args) > 1 else kwargs.get("dim")
             if dim is None:
-                return ((mask.sum(), *x.shape[1:]),)
-            return (mask.sum() if dim % x.dim() == 0 else x.shape[dim],)
+                return ((count, *x.shape[1:]),)
+            return (count if dim % x.dim() == 0 else x.shape[dim],)
 
     def _reduced(self, function: Any, args: Any, kwargs: Any, rows: list[Tensor], mask: Tensor) -> tuple[Any, ...]:
         """sum and mean over rows."""
         name = known.plain_name(function)
-        if name not in ("sum", "mean") or not self._is_rows(args[0] if args else None):
+        if name not in ("sum", "mean") or not self.are_rows(args[0] if args else None):
             return ()
         x, given = args[0], dict(zip(("dim", "keepdim"), args[1:], strict=False)) | kwargs
         dims = given.get("dim")
         over = {d % x.dim() for d in ((dims,) if isinstance(dims, int) else dims or range(x.dim()))}
         if 0 not in over or not set(given) <= {"dim", "keepdim", "dtype"}:
             return ()
-        with self._looked_at(rows=False):
+        with self.looked_at(rows=False):
             x = x if given.get("dtype") is None else x.to(given["dtype"])
             total = self._total(x, mask, sorted(over), bool(given.get("keepdim")))
             return (total if name == "sum" else total / self._count(x, mask, over).to(total.dtype),)
 
     def _total(self, x: Tensor, mask: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
-        return torch.where(_beside(mask, x), x, torch.zeros((), dtype=x.dtype)).sum(dims, keepdim)
+        return self._all_of(x, mask).sum(dims, keepdim)
+
+    def _all_of(self, x: Tensor, mask: Tensor) -> Tensor:
+        return torch.where(_beside(mask, x), x, torch.zeros((), dtype=x.dtype))
 
     def _count(self, x: Tensor, mask: Tensor, over: set[int]) -> Tensor:
         return mask.sum() * math.prod(x.shape[d] for d in over - {0})
@@ -220,12 +318,12 @@ class MaskIndexing:
         legacy = any(values.get(name) is not None for name in ("size_average", "reduce"))
         x, target = values["input"], values["target"]
         weighed = values.get("weight") is not None and function not in known.OF_CLASSES
-        if legacy or weighed or not self._is_rows(x) or reduction not in ("none", "mean", "sum", "batchmean"):
+        if legacy or weighed or not self.are_rows(x) or reduction not in ("none", "mean", "sum", "batchmean"):
             return ()
         if function in known.OF_CLASSES and not target.is_floating_point():
-            if x.dim() != 2 or not self._is_rows(target):
+            if x.dim() != 2 or not self.are_rows(target):
                 return ()
-            with self._looked_at(rows=reduction == "none"):
+            with self.looked_at(rows=reduction == "none"):
                 ignored = torch.full((), values["ignore_index"], dtype=target.dtype)
                 loss = function(**{**values, "target": torch.where(mask, target, ignored)})
             return (self._keep(loss, mask) if reduction == "none" else loss,)
@@ -233,28 +331,28 @@ class MaskIndexing:
             return ()
         if not self._fit(args, kwargs, x):
             return ()
-        with self._looked_at(rows=True):
-            values = {n: self._harmless(v, mask) if n in ("input", "target") and self._is_rows(v) else v
+        with self.looked_at(rows=True):
+            values = {n: self.harmless(v, mask) if n in ("input", "target") and self.are_rows(v) else v
                       for n, v in values.items()}  # fmt: skip
             losses = self._keep(function(**{**values, "reduction": "none"}), mask)
         if reduction == "none":
             return (losses,)
-        with self._looked_at(rows=False):
+        with self.looked_at(rows=False):
             total = self._total(losses, mask, list(range(losses.dim())))
             over = set(range(losses.dim())) if reduction == "mean" else {0}
             return (total if reduction == "sum" else total / self._count(losses, mask, over).to(total.dtype),)
 
     def _by_row(self, function: Any, args: Any, kwargs: Any, rows: list[Tensor], mask: Tensor) -> tuple[Any, ...]:
         """Row-wise functions."""
-        if not known.by_row(function, args, kwargs, self._is_rows):
+        if not known.by_row(function, args, kwargs, self.are_rows):
             return ()
         name = known.plain_name(function)
         if name in known.POINTWISE and not self._fit(args, kwargs, rows[0]):
             return ()
-        with self._looked_at(rows=True):
+        with self.looked_at(rows=True):
             if name in known.WITH_POLES:
                 args, kwargs = pytree.tree_map(
-                    lambda x: self._harmless(x, mask) if self._is_rows(x) else x, (args, kwargs)
+                    lambda x: self.harmless(x, mask) if self.are_rows(x) else x, (args, kwargs)
                 )
             return (self._keep(function(*args, **kwargs), mask),)
 
@@ -262,17 +360,18 @@ class MaskIndexing:
         """Whether tensors of rows have equal rank, and other tensors are broadcast over the rows."""
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         return all(
-            t.dim() == x.dim() if self._is_rows(t) else t.dim() < x.dim() or (t.dim() == x.dim() and t.shape[0] == 1)
+            t.dim() == x.dim() if self.are_rows(t) else t.dim() < x.dim() or (t.dim() == x.dim() and t.shape[0] == 1)
             for t in tensors
         )
 
     # --- helpers ------------------------------------------------------------------------------------------
 
-    def _is_rows(self, x: Any) -> bool:
+    def are_rows(self, x: Any) -> bool:
+        """Whether a tensor has all rows, of which a mask selects some."""
         return isinstance(x, Tensor) and x in self._masks
 
     def _rows_in(self, arguments: Any) -> list[Tensor]:
-        return [x for x in pytree.tree_leaves(arguments) if self._is_rows(x)] if self._masks else []
+        return [x for x in pytree.tree_leaves(arguments) if self.are_rows(x)] if self._masks else []
 
     def _key_of(self, arguments: Any) -> Any:
         """A key that is equal for equal masks: how they were computed, and their versions."""
@@ -288,7 +387,7 @@ class MaskIndexing:
                 keys.append((type(x), repr(x) if isinstance(x, _PLAIN) else next(self._numbers)))
         return tuple(keys), str(spec)
 
-    def _looked_at(self, rows: bool) -> _Noted:
+    def looked_at(self, rows: bool) -> _Noted:
         count_answer()
         return _Noted(self._ours, self._of_rows if rows else set())
 
@@ -330,6 +429,18 @@ def _picked(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         ):
             return args[0], mask
     return None
+
+
+def _picked_in_part(function: Any, args: tuple[Any, ...]) -> tuple[Tensor, Tensor, tuple[Any, ...]] | None:
+    """(x, mask, index of the rows) of x[mask, i] and x[mask, None]"""
+    index = args[1] if function in _PICKS and len(args) == 2 else None
+    if not isinstance(index, tuple) or len(index) < 2 or not isinstance(index[0], Tensor):
+        return None
+    x, mask = args[0], index[0]
+    plain = all(i is None or isinstance(i, (int, slice)) or i is Ellipsis for i in index[1:])
+    if mask.dtype != torch.bool or not plain or x.shape[: mask.dim()] != mask.shape or not mask.dim():
+        return None
+    return x, mask, (slice(None), *index[1:])
 
 
 def _spread(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

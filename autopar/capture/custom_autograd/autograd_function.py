@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch._functorch.autograd_function import CustomFunctionHigherOrderOperator
 from torch.autograd import Function
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
@@ -28,6 +29,8 @@ from torch.utils.checkpoint import CheckpointFunction
 from autopar.adapters.ac_regions import asked_for
 from autopar.adapters.traced_threads import traced_by_this_thread
 from autopar.capture.custom_autograd.every_apply import every_apply, plain_apply
+from autopar.capture.custom_autograd.opaque import OpaqueError, opaque
+from autopar.capture.reads.code_owners import is_ours
 
 ops = torch.ops.autopar
 
@@ -47,7 +50,7 @@ def captured_backwards() -> Iterator[None]:
             return plain_apply(cls, *args, **kwargs)
         if cls is CheckpointFunction:
             return _run_checkpointed(*args)
-        return _captured(cls, *_bound(cls, args, kwargs))
+        return _traced_or_called(cls, *_bound(cls, args, kwargs))
 
     call = transformed.__call__
 
@@ -135,16 +138,60 @@ def _has_setup(cls: Any) -> bool:
     return cls.setup_context is not Function.setup_context
 
 
-def _captured(cls: Any, *args: Any) -> Any:
+class _UntraceableError(Exception):
+    """A function that does not run on fake tensors."""
+
+
+def _traced_or_called(cls: Any, *args: Any) -> Any:
+    """A function, traced with its backward, or called as one operator if it does not run on fake tensors."""
     _check_no_checkpoint(cls)
+    last = _last_node()
+    try:
+        return _captured(cls, *args)
+    except _UntraceableError as error:
+        why = error.__cause__
+    _erase_after(last)
+    needs = [isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled() for x in args]
+    try:
+        return opaque(cls, args, needs, lambda needs: _Ctx(needs, cls.__qualname__))
+    except OpaqueError as error:
+        raise ValueError(
+            f"the autograd function {cls.__qualname__} can neither be traced ({_first_line(why)}) nor be called as one "
+            f"operator: {error}; write it with torch operators, or as a torch.library.custom_op with register_fake"
+        ) from error
+
+
+def _first_line(error: BaseException | None) -> str:
+    return next((x.strip() for x in str(error).splitlines() if x.strip()), type(error).__name__)
+
+
+def _last_node() -> Any:
+    mode: Any = get_proxy_mode()
+    return mode.tracer.graph._root._prev if mode is not None else None
+
+
+def _erase_after(last: Any) -> None:
+    """Remove the calls of a function that could not be traced."""
+    while last is not None and (node := _last_node()) is not last:
+        node.graph.erase_node(node)
+
+
+def _captured(cls: Any, *args: Any) -> Any:
     needs = [isinstance(x, Tensor) and x.requires_grad for x in args]
     ctx = _Ctx(needs, cls.__qualname__)
-    with torch.no_grad():
-        if _has_setup(cls):
-            result = cls.forward(*args)
-            cls.setup_context(ctx, args, result)
-        else:
-            result = cls.forward(ctx, *args)
+    try:
+        with torch.no_grad():
+            if _has_setup(cls):
+                result = cls.forward(*args)
+                cls.setup_context(ctx, args, result)
+            else:
+                result = cls.forward(ctx, *args)
+    except ValueError as error:
+        if is_ours_error(error):
+            raise
+        raise _UntraceableError from error
+    except Exception as error:
+        raise _UntraceableError from error
     if not (any(needs) and torch.is_grad_enabled()):
         return result
     found = result if isinstance(result, tuple) else (result,)
@@ -172,6 +219,8 @@ def _pairs(
         needed = zip(args, made, ctx.needs_input_grad)
         return [(x, _like(g, x)) for x, g, need in needed if need and g is not None]
     except Exception as error:
+        if not is_ours_error(error):
+            raise _UntraceableError from error
         raise ValueError(
             f"the backward of the autograd function {cls.__qualname__} cannot be traced ({error}); write it with torch "
             "operators on its gradients and saved tensors, without branches on their values"
@@ -232,6 +281,18 @@ class _ValueWatch(TorchFunctionMode):
 def _no_gradient(y: Any, ctx: _Ctx) -> Tensor | None:
     """The incoming gradient of a result without gradient: zeros, or None."""
     return torch.zeros_like(y) if isinstance(y, Tensor) and ctx.materialize_grads else None
+
+
+def is_ours_error(error: BaseException) -> bool:
+    """Whether autopar has raised an error, or what it was raised from."""
+    while error is not None:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        if isinstance(error, ValueError) and trace is not None and is_ours(trace.tb_frame.f_code.co_filename):
+            return True
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    return False
 
 
 def _is_float(y: Any) -> bool:

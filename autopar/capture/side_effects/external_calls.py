@@ -48,7 +48,7 @@ _LOADS = ("torch.serialization", "torch.hub")
 # packages that may call anything
 _FREE = {"logging", "warnings", "tqdm", "traceback", "inspect", "linecache", "importlib", "tokenize", "tempfile",
          "unittest", "_pytest", "pytest", "pdb", "bdb", "IPython", "wandb", "loguru", "structlog", "rich", "absl",
-         "tensorboard", "cProfile", "profile", "transformers", "shutil", "sympy"}  # fmt: skip
+         "tensorboard", "cProfile", "profile", "transformers", "shutil", "sympy", "triton"}  # fmt: skip
 _WRITES = {"makedirs", "mkdir", "removedirs", "touch", "unlink", "rename", "replace", "write_text", "write_bytes"}
 _IMPORTS = "<frozen importlib"
 

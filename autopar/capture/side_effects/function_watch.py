@@ -52,7 +52,8 @@ class Refused(ValueError):
 class FunctionWatch(TorchFunctionMode):
     """Context manager that watches the forward of ``replica``, a structure copy of a model that owns ``owned``.
 
-    ``instead`` maps functions to their replacements; ``noted`` is called with all results. Raises Refused in the line
+    ``instead`` maps functions to their replacements; ``noted`` is called with all results, ``before_call`` with
+    each call. Raises Refused in the line
     at fault; ``refused`` keeps the first error, in case the forward catches it. ``running``: whether the forward is
     running (the export calls functions before and after it). ``said``: warnings. ``known``: constant values.
     ``gradients``: for each output leaf, the parameters that its backward reaches, or None if unknown.
@@ -65,9 +66,10 @@ class FunctionWatch(TorchFunctionMode):
         owned: Owned,
         instead: Mapping[Callable[..., Any], Callable[..., Any]],
         noted: Callable[[Any], None] = lambda _: None,
+        before_call: Callable[..., None] = lambda *_: None,
     ) -> None:
         super().__init__()
-        self._instead, self._noted = instead, noted
+        self._instead, self._noted, self._before_call = instead, noted, before_call
         self._replica, self._owned = replica, owned
         self._places, self._tags = dict(_places(replica)), ReplacedTensors(replica)
         self._trained: dict[str, bool] = {}  # parameter -> requires_grad before the forward
@@ -117,6 +119,8 @@ class FunctionWatch(TorchFunctionMode):
         if known := self.known.answer(func, args, kwargs):
             return known[0]
         if func in _TRUTH and not any(type(x) in REAL for x in args) and (frame := caller()) is not None:
+            if (some := self.rows.truth(func, args[0], frame)) is not None:
+                return some
             answer = answered(frame)
             if answer is not None:
                 self.said |= {answer[1]: None} if answer[1] else {}
@@ -125,6 +129,7 @@ class FunctionWatch(TorchFunctionMode):
         if rows := self.rows.called(func, args, kwargs):
             return rows[0]
         args, kwargs = self.rows.handed_on(func, (args, kwargs))
+        self._before_call(func, args, kwargs)
         written = self.known.before_write(func, args, kwargs)
         made = self._instead.get(func, func)(*args, **kwargs)
         if not any(made is x for x in args):

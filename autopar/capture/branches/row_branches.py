@@ -1,0 +1,117 @@
+"""Branches that skip work on no rows: captured as taken, since work on rows of a mask has no effect on others.
+
+    if mask.any():                               for expert in experts:
+        y[mask] += expert(x[mask])                   if token.numel() == 0:
+                                                         continue
+                                                     y.index_add_(0, token, expert(x[token]))
+
+Only if what is skipped does nothing else: it assigns names that nothing else reads, and writes to rows.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+from collections.abc import Iterator, Sequence
+from types import CodeType, FrameType
+
+Lines = tuple[CodeType, range]
+_RETURNING = {"index_add", "scatter_add", "scatter_reduce", "index_put"}  # y = y.index_add(...)
+
+
+def skipped_lines(frame: FrameType, truth: bool) -> Lines | None:
+    """The lines that a branch on this line skips where there are no rows, if it may be taken as if there are some:
+    ``truth`` is what its condition is then. None if it does something else, too."""
+    found = _branch("".join(linecache.getlines(frame.f_code.co_filename)), frame.f_lineno, truth)
+    return (frame.f_code, found) if found is not None else None
+
+
+@functools.lru_cache(256)
+def _branch(text: str, line: int, truth: bool) -> range | None:
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return None
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef) and function.lineno <= line <= (function.end_lineno or 0):
+            for block, loops in _blocks(function):
+                for i, statement in enumerate(block):
+                    if isinstance(statement, ast.If) and statement.lineno <= line <= (statement.test.end_lineno or 0):
+                        return _skipped(function, statement, block[i + 1 :], loops, truth)
+    return None
+
+
+def _blocks(node: ast.AST) -> Iterator[tuple[list[ast.stmt], bool]]:
+    """(statements of a block, whether it is the body of a loop)"""
+    for x in ast.walk(node):
+        for name in ("body", "orelse", "finalbody"):
+            block = getattr(x, name, None)
+            if isinstance(block, list):
+                yield block, isinstance(x, ast.For) and name == "body"
+
+
+def _skipped(
+    function: ast.FunctionDef, statement: ast.If, after: list[ast.stmt], loops: bool, truth: bool
+) -> range | None:
+    test = statement.test
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, truth = test.operand, not truth
+    if isinstance(test, ast.BoolOp) or statement.orelse:
+        return None
+    if truth:
+        work = statement.body
+    elif loops and all(isinstance(x, ast.Continue) for x in statement.body):
+        work = after
+    else:
+        return None
+    if not work or not all(map(_is_plain, work)) or not _stays(function, work):
+        return None
+    return range(work[0].lineno, (work[-1].end_lineno or work[-1].lineno) + 1)
+
+
+def _is_plain(statement: ast.stmt) -> bool:
+    """Whether a statement assigns names, writes to entries of a tensor, or calls a function."""
+    if isinstance(statement, ast.Assign):
+        return all(map(_is_target, statement.targets))
+    if isinstance(statement, ast.AugAssign | ast.AnnAssign):
+        return _is_target(statement.target)
+    return isinstance(statement, ast.Expr | ast.Pass)
+
+
+def _is_target(target: ast.expr) -> bool:
+    if isinstance(target, ast.Tuple):
+        return all(map(_is_target, target.elts))
+    if isinstance(target, ast.Subscript):  # of a dict or a list: a name or an attribute is kept either way
+        return not any(isinstance(x, ast.Constant) for x in ast.walk(target.slice))
+    return isinstance(target, ast.Name)
+
+
+def _stays(function: ast.FunctionDef, work: Sequence[ast.stmt]) -> bool:
+    """Whether no name that is assigned here is read elsewhere, but for the value that it had: y = y.index_add(...)."""
+    inside = {id(x) for statement in work for x in ast.walk(statement)}
+    assigned: set[str] = set()
+    for statement in work:
+        for x in ast.walk(statement):
+            if isinstance(x, ast.NamedExpr):
+                return False
+            if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store) and not _updates(statement, x.id):
+                assigned.add(x.id)
+    read = {
+        x.id
+        for x in ast.walk(function)
+        if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load) and id(x) not in inside
+    }
+    return not assigned & read
+
+
+def _updates(statement: ast.stmt, name: str) -> bool:
+    """name = name.index_add(...): nothing is added where there are no rows."""
+    call = statement.value if isinstance(statement, ast.Assign) else None
+    function = call.func if isinstance(call, ast.Call) else None
+    return (
+        isinstance(function, ast.Attribute)
+        and function.attr in _RETURNING
+        and isinstance(function.value, ast.Name)
+        and function.value.id == name
+    )
