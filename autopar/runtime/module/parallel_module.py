@@ -166,7 +166,7 @@ class ParallelModule(ModuleFacade):
             with torch.no_grad():
                 return self._evaluated((), batch)
 
-        fitter = BatchPadder(buckets, self._tree.root, self._cache.plan, self._groups, evaluate)
+        fitter = BatchPadder(buckets, self._tree.root, self._cache.plan, self._groups, evaluate, self._of_rank)
         self._fitter = fitter
         if ahead is not None:
             self._cache.ahead = lambda structure, batch, how: ahead(structure, batch, fitter.longer(batch), how)
@@ -378,7 +378,7 @@ class ParallelModule(ModuleFacade):
         refused = self._origin.refusal(kind) if self._origin is not None else ""
         check_values(named, differentiated=kind.train)
         if self._fitter is not None and step is None:
-            named = self._fitter.fit(named)
+            named = self._fitter.fit(named, outputs=kind.outputs is None)
         named = with_static_inputs(named, self._cache.plan.options.static_inputs)
         # dropout masks depend on the number of the step
         advances = kind.in_own_modes and step is None
