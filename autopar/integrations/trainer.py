@@ -44,9 +44,9 @@ class MeshTrainerMixin(_BASE):
     "microbatches": 4}; ``bf16=True`` in the training arguments sets ``precision="bf16"``. model: a transformers model,
     unsharded, on the CPU or the meta device.
 
-    A ``compute_loss`` or ``training_step`` in front of the mixin or behind it is called as under DDP: ``model(**inputs)``
-    returns plain tensors of this rank's examples, from which each data-parallel rank computes its own loss. The model's
-    own loss, and other outputs without a batch dim, are those of the global batch. Raises ValueError for training
+    A ``compute_loss`` or ``training_step`` in front of the mixin or behind it is called as under DDP:
+    ``model(**inputs)`` returns plain tensors of this rank's examples, from which each data-parallel rank computes its
+    own loss. The model's own loss, and other outputs without a batch dim, are those of the global batch. Raises ValueError for training
     arguments that have no meaning on a mesh, and for methods of base classes that the mixin would hide.
     """
 

@@ -29,9 +29,10 @@ Made = Callable[[list[Tensor]], list[Tensor]]
 
 
 def of_rank(outputs: Any, groups: Groups, counted: bool = False, made: Made | None = None) -> Any:
-    """Outputs in the user's structure, as plain tensors of this rank's examples. Collective over tp and cp. ``counted``:
-    scalars are sums over the global batch, divided by a count over the global batch, of which a rank has its share.
-    ``made`` gives the plain tensors their gradients.
+    """Outputs in the user's structure, as plain tensors of this rank's examples. Collective over tp and cp.
+
+    counted: scalars are sums over the global batch, divided by a count over it, of which a rank has its share. made:
+    gives the plain tensors their gradients.
 
     Raises ValueError for an output whose batch dim is also sharded on other axes.
     """

@@ -15,9 +15,9 @@ from autopar.adapters.tensors.tags import check_tags
 from autopar.options import Options
 from autopar.plan import Plan
 from autopar.runtime.exec.lowering import BACKENDS
+from autopar.runtime.inputs.rank_outputs import RANK
 from autopar.runtime.module.overridden_methods import check_lists
 from autopar.runtime.module.parallel_module import ParallelModule
-from autopar.runtime.inputs.rank_outputs import RANK
 from autopar.values import one_of, refuse, whole_number, yes_or_no
 
 MOST_SEED = 2**62

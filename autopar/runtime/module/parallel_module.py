@@ -235,7 +235,7 @@ class ParallelModule(ModuleFacade):
         return named if self._fitter is None else self._fitter.padded_again(named)
 
     def _forward_alone(self, args: tuple[Any, ...], batch: dict[str, Any]) -> Any:
-        """The forward of a pipeline or of microbatches without gradients; the backward runs both (`_backward_alone`)."""
+        """The forward of a pipeline or of microbatches; the backward runs both (`_backward_alone`)."""
         with error_context("the forward"), outside(self._groups.device) as surroundings:
             no_anomalies()
             kind = Kind(False, None, own_modes=True)
