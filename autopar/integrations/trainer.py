@@ -46,8 +46,9 @@ class MeshTrainerMixin(_BASE):
 
     A ``compute_loss`` or ``training_step`` in front of the mixin or behind it is called as under DDP:
     ``model(**inputs)`` returns plain tensors of this rank's examples, from which each data-parallel rank computes its
-    own loss. The model's own loss, and other outputs without a batch dim, are those of the global batch. Raises ValueError for training
-    arguments that have no meaning on a mesh, and for methods of base classes that the mixin would hide.
+    own loss. The model's own loss, and other outputs without a batch dim, are those of the global batch. Raises
+    ValueError for training arguments that have no meaning on a mesh, and for methods of base classes that the mixin
+    would hide.
     """
 
     model: Any  # parallelized by __init__
@@ -66,9 +67,9 @@ class MeshTrainerMixin(_BASE):
         self._to_mesh()
 
     def _to_mesh(self) -> None:
-        self._losses = self.compute_loss_func, self.label_smoother
-        if self._overrides("compute_loss"):
-            pass  # it decides what becomes of the others
+        self._losses, self._traced = (self.compute_loss_func, self.label_smoother), not self._overrides("compute_loss")
+        if not self._traced:
+            pass  # that method decides what becomes of the others
         elif self.compute_loss_func is not None:
             self.accelerator.options["loss"] = functools.partial(_of_outputs, self.compute_loss_func)
         elif self.label_smoother is not None:
@@ -101,7 +102,7 @@ class MeshTrainerMixin(_BASE):
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """`train_step`; with a ``compute_loss`` or ``training_step`` of another class the step of transformers."""
-        check_losses(self, self._losses, self._overrides("compute_loss"))
+        check_losses(self, self._losses, self._traced, self._overrides("compute_loss"))
         if self._overrides("compute_loss") or self._overrides("training_step"):
             found: Tensor = super().training_step(model, inputs, num_items_in_batch)
             return found

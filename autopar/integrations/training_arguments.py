@@ -84,12 +84,17 @@ def behind(kind: type, front: type, name: str) -> Any:
     return next((vars(cls)[name] for cls in _after(kind, front) if name in vars(cls)), None)
 
 
-def check_losses(trainer: Any, placed: tuple[Any, Any], has_own: bool) -> None:
+def check_losses(trainer: Any, placed: tuple[Any, Any], traced: bool, has_own: bool) -> None:
     """Raises ValueError if the loss would not be the intended one. ``placed``: the loss function and label smoother of
-    the trainer when it was created, traced with the model unless it ``has_own`` loss."""
-    for name, loss in zip(("compute_loss_func", "label_smoother"), placed, strict=True):
-        if getattr(trainer, name) is not loss and not has_own:
+    the trainer when it was created, ``traced`` with the model. ``has_own``: there is a ``compute_loss`` by now."""
+    for name, loss in zip(("compute_loss_func", "label_smoother"), placed if traced else (), strict=False):
+        if getattr(trainer, name) is not loss:
             raise ValueError(
                 f"Trainer: {name} is traced with the model when the trainer is created, found another one later; pass "
                 "it to the trainer as compute_loss_func=fn, or as label_smoothing_factor in its arguments"
+            )
+        if loss is not None and has_own:
+            raise ValueError(
+                f"Trainer: needs one loss, found {name}, which is traced with the model, and a compute_loss that was "
+                "set later; define compute_loss in the class, or leave the other out"
             )

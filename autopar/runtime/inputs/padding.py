@@ -312,8 +312,8 @@ class BatchPadder:
                 break
         self.masks = False
         raise ValueError(
-            f"padding: changes {unlike or 'a result of another rank'} of {type(self.root).__name__}: tokens attend to it, "
-            "or are averaged with it; pass an attention_mask, set fill values with "
+            f"padding: changes {unlike or 'a result of another rank'} of {type(self.root).__name__}: tokens attend to "
+            "it, or are averaged with it; pass an attention_mask, set fill values with "
             'autopar.PaddingBuckets(pad={...}), or pass batches of one size on all ranks with padding="exact"'
         )
 
