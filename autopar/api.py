@@ -77,7 +77,7 @@ def parallelize(
     check_replica_inputs: bool = True,
     padding: str | PaddingBuckets = "exact",
     loss: Callable[[Any, Mapping[str, Any]], Any] | None = None,
-    outputs_with_grad: bool = False,
+    outputs_with_grad: bool | str = False,
     **options: Any,
 ) -> ParallelModule:
     """Put a model on a mesh.
@@ -108,9 +108,12 @@ def parallelize(
         loss: a custom loss: a function of (outputs, batch), or such a module, that returns the loss. It is traced
             together with the model, and right on every mesh (`autopar/runtime/inputs/loss_fn.py`). Inputs that the
             forward does not take are passed to the loss alone.
-        outputs_with_grad: ``model(**batch)`` returns plain tensors of the global batch on every rank, and each rank
-            computes the same loss from them: ``my_loss(out.logits).backward()``. Otherwise outputs are DTensors, also
-            with gradients.
+        outputs_with_grad: True: ``model(**batch)`` returns plain tensors of the global batch on every rank, and each
+            rank computes the same loss from them: ``my_loss(out.logits).backward()``. "rank": plain tensors of the
+            rank's own examples, from which it computes its own loss; gradients are those of the mean over
+            data-parallel ranks, as with DistributedDataParallel (`autopar/runtime/inputs/rank_outputs.py`). With
+            pipelines or microbatches the backward then computes the forward once more. Otherwise outputs are DTensors,
+            also with gradients.
         options: fields of `autopar.Options`, which documents them: zero=3, microbatches=8 ...
 
     Raises ValueError, on every rank and before any collective, for sizes that do not divide, a model that cannot be

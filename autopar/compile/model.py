@@ -52,6 +52,7 @@ def compile_model(
     *,
     train: bool = True,
     grad_mode: str = "grad",
+    own_modes: bool = False,
     lift_to_float64: bool = False,
     autocast: torch.dtype | None = None,
     plan: Plan | None = None,
@@ -68,6 +69,7 @@ def compile_model(
         batch: the global batch (all dp ranks, all microbatches); only shapes and dtypes matter.
         train: with gradients, each module in its own mode; otherwise all in eval mode, without gradients.
         grad_mode: the answer that the forward gets when it asks whether gradients are enabled.
+        own_modes: without gradients, but each module in its own mode.
         autocast: dtype of a `torch.autocast` around the forward.
         plan: use this plan instead of making one. ``fixed``: make one, but keep the parameter placements of this one.
         outputs: names of the outputs to keep (None: all). Losses are always kept.
@@ -80,8 +82,8 @@ def compile_model(
     gm = timed(
         timings, "capture",
         lambda: capture_step(
-            model, batch, asked, fixed, train=train, grad_mode=grad_mode, lift_to_float64=lift_to_float64,
-            autocast=autocast, shared=shared,
+            model, batch, asked, fixed, train=train, grad_mode=grad_mode, own_modes=own_modes,
+            lift_to_float64=lift_to_float64, autocast=autocast, shared=shared,
         ),
     )  # fmt: skip
     how: dict[str, Any] = {"plan": plan, "fixed": fixed, "outputs": outputs, "tangents": tangents}
@@ -96,6 +98,7 @@ def capture_step(
     *,
     train: bool = True,
     grad_mode: str = "grad",
+    own_modes: bool = False,
     lift_to_float64: bool = False,
     autocast: torch.dtype | None = None,
     shared: SharedCapture | None = None,
@@ -104,7 +107,8 @@ def capture_step(
     known_batch_dims(model, batch, options, fixed)  # for its refusals
     batch, shared = with_static_inputs(batch, options.static_inputs), shared or SharedCapture()
     how: dict[str, Any] = {"autocast": autocast, "precision": options.precision, "grad_mode": grad_mode}
-    return shared.again(model, batch, train=None if train else False, lift_to_float64=lift_to_float64, **how)
+    modes = None if train or own_modes else False
+    return shared.again(model, batch, train=modes, lift_to_float64=lift_to_float64, **how)
 
 
 def capture_example(

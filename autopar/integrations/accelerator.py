@@ -77,7 +77,8 @@ class Accelerator(accelerate.Accelerator):
                 "accelerate: dispatch_batches=True sends batches from the main process, but ranks of a mesh read "
                 "their own shards; remove it"
             )
-        self.mesh, self.options = mesh, _PRECISIONS[self.mixed_precision] | dict(options or {})
+        defaults = _PRECISIONS[self.mixed_precision] | {"outputs_with_grad": "rank", "padding": "auto"}
+        self.mesh, self.options = mesh, defaults | dict(options or {})
         self._part, self._parts = dp_rank_and_size(mesh)
 
     @property

@@ -21,14 +21,12 @@ import transformers
 from accelerate.utils import find_batch_size
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from autopar.adapters.versions import refuse_older
 from autopar.integrations.accelerator import STATE, Accelerator
-from autopar.integrations.training_arguments import check_losses, check_methods, check_training_arguments
+from autopar.integrations.training_arguments import behind, check_losses, check_methods, check_training_arguments
 from autopar.runtime.inputs.padding import IGNORED
 from autopar.runtime.mesh.process_groups import dp_rank_and_size
 from autopar.runtime.training.load import load
@@ -46,9 +44,11 @@ class MeshTrainerMixin(_BASE):
     "microbatches": 4}; ``bf16=True`` in the training arguments sets ``precision="bf16"``. model: a transformers model,
     unsharded, on the CPU or the meta device.
 
-    A subclass of this mixin may override ``compute_loss``, which calls ``model(**inputs)`` and returns a loss to
-    differentiate; with pp that is refused. Raises ValueError for training arguments that have no meaning on a mesh, and
-    for methods of base classes, such as ``compute_loss``, that the mixin would hide.
+    A ``compute_loss`` or ``training_step`` in front of the mixin or behind it is called as under DDP:
+    ``model(**inputs)`` returns plain tensors of this rank's examples, from which each data-parallel rank computes its
+    own loss. The model's own loss, and other outputs without a batch dim, are those of the global batch. Raises
+    ValueError for training arguments that have no meaning on a mesh, and for methods of base classes that the mixin
+    would hide.
     """
 
     model: Any  # parallelized by __init__
@@ -67,9 +67,10 @@ class MeshTrainerMixin(_BASE):
         self._to_mesh()
 
     def _to_mesh(self) -> None:
-        self._losses = self.compute_loss_func, self.label_smoother
-        check_losses(self, self._losses, self._has_own_loss())
-        if self.compute_loss_func is not None:
+        self._losses, self._traced = (self.compute_loss_func, self.label_smoother), not self._overrides("compute_loss")
+        if not self._traced:
+            pass  # that method decides what becomes of the others
+        elif self.compute_loss_func is not None:
             self.accelerator.options["loss"] = functools.partial(_of_outputs, self.compute_loss_func)
         elif self.label_smoother is not None:
             inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model  # peft's
@@ -100,10 +101,11 @@ class MeshTrainerMixin(_BASE):
     # --- steps ------------------------------------------------------------------------------------------------
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """`train_step`; with a custom ``compute_loss`` the step of transformers."""
-        check_losses(self, self._losses, self._has_own_loss())
-        if self._has_own_loss():
-            return super().training_step(model, inputs, num_items_in_batch)
+        """`train_step`; with a ``compute_loss`` or ``training_step`` of another class the step of transformers."""
+        check_losses(self, self._losses, self._traced, self._overrides("compute_loss"))
+        if self._overrides("compute_loss") or self._overrides("training_step"):
+            found: Tensor = super().training_step(model, inputs, num_items_in_batch)
+            return found
         model.train()
         inputs, scaled = self._with_count(self._prepare_inputs(inputs), num_items_in_batch)
         chosen = getattr(self, "loss_is_scaled_for_ga", None)
@@ -114,8 +116,11 @@ class MeshTrainerMixin(_BASE):
         first = loss[0] if isinstance(loss, tuple) else loss
         return first.detach() * weight
 
-    def _has_own_loss(self) -> bool:
-        return getattr(self.compute_loss, "__func__", None) is not MeshTrainerMixin.compute_loss
+    def _overrides(self, name: str) -> bool:
+        """Whether the trainer, or a class in front of the mixin or behind it, has this method in place of
+        transformers' own."""
+        mixin, found = vars(MeshTrainerMixin)[name], getattr(getattr(self, name), "__func__", None)
+        return found is not mixin or behind(type(self), MeshTrainerMixin, name) is not _METHODS[name]
 
     def _with_count(self, inputs: dict[str, Any], count: Any) -> tuple[dict[str, Any], bool]:
         """Add ``num_items_in_batch``, the count over all batches of an optimizer step, if the model divides its loss
@@ -127,21 +132,25 @@ class MeshTrainerMixin(_BASE):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The loss of the model, over all data-parallel ranks."""
-        outputs = model(**self._with_count(inputs, num_items_in_batch)[0])
+        """The loss of the model, over all data-parallel ranks; or that of the class behind the mixin."""
+        if behind(type(self), MeshTrainerMixin, "compute_loss") is not _METHODS["compute_loss"]:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+        named, counted = self._with_count(inputs, num_items_in_batch)
+        outputs = model(**named)
         if isinstance(outputs, dict) and "loss" not in outputs:
             raise ValueError(
                 f"Trainer: needs a model that returns a loss, found {', '.join(outputs)} for {', '.join(inputs)}; pass "
                 "labels, or whatever else the model computes its loss from"
             )
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        loss = loss * self._parts if counted else loss  # a rank's share of it
         return (loss, outputs) if return_outputs else loss
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As in transformers, with the outputs for the batch of this rank."""
-        rows = find_batch_size(inputs)
-        found = super().prediction_step(model, self._without_padding(inputs, rows), *args, **kwargs)
-        return pytree.tree_map(lambda x: self._of_part(x, rows) if isinstance(x, DTensor) else x, found)
+        """As in transformers. Labels of examples that only fill the last batch do not count."""
+        if not self._overrides("compute_loss"):
+            inputs = self._without_padding(inputs, find_batch_size(inputs))
+        return super().prediction_step(model, inputs, *args, **kwargs)
 
     def _without_padding(self, inputs: dict[str, Any], rows: int | None) -> dict[str, Any]:
         """Ignore labels of examples that only pad the last batch; transformers drops them from metrics."""
@@ -153,11 +162,6 @@ class MeshTrainerMixin(_BASE):
         labels = labels.clone()
         labels[max(0, state.remainder - self._part * rows) :] = IGNORED
         return {**inputs, "labels": labels}
-
-    def _of_part(self, output: DTensor, rows: int | None) -> Tensor:
-        full: Tensor = output.full_tensor()
-        is_batch = rows is not None and full.dim() > 0 and full.shape[0] == rows * self._parts
-        return full.chunk(self._parts)[self._part] if is_batch else full
 
     def _clip_grad_norm(self, model: Any) -> Tensor:
         found: Tensor = model.clip_grad_norm_(self.args.max_grad_norm)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.runtime.module.parallel_module import ParallelModule
@@ -22,7 +22,10 @@ _REFUSED = {
     "neftune_noise_alpha": "register its hook on the model before creating the trainer",
 }  # argument -> way out
 _WITHIN_BACKWARD = ("lomo", "adalomo")
-_CALL_SUPER = {"__init__", "prediction_step", "floating_point_ops", "create_accelerator_and_postprocess"}
+_CALL_SUPER = {
+    "__init__", "prediction_step", "floating_point_ops", "create_accelerator_and_postprocess", "compute_loss",
+    "training_step",
+}  # fmt: skip
 
 
 def check_training_arguments(trainer: Any, parts: int) -> None:
@@ -63,21 +66,28 @@ def check_training_arguments(trainer: Any, parts: int) -> None:
 def check_methods(kind: type, front: type, known: Mapping[str, Any]) -> None:
     """Raises ValueError for overridden methods that the mixin ``front`` would hide, because their class comes after it
     in the bases of ``kind``. ``known``: the methods of transformers.Trainer."""
-    behind = kind.__mro__[kind.__mro__.index(front) + 1 :]
     for name in vars(front).keys() & known.keys() - _CALL_SUPER:
-        owner = next((cls for cls in behind if name in vars(cls)), object)
-        if callable(known[name]) and not name.startswith("__") and vars(owner)[name] is not known[name]:
+        if callable(known[name]) and not name.startswith("__") and behind(kind, front, name) is not known[name]:
+            owner = next(cls for cls in _after(kind, front) if name in vars(cls))
             raise ValueError(
                 f"Trainer: {owner.__name__}.{name} would be hidden by {front.__name__}.{name}, which comes first; "
                 f"define {name} in a subclass of the mixin: class Mine({front.__name__}, transformers.Trainer)"
             )
 
 
-def check_losses(trainer: Any, placed: tuple[Any, Any], has_own: bool) -> None:
-    """Raises ValueError if the loss would not be the intended one. ``placed``: the loss function and label smoother
-    that were traced with the model; ``has_own``: whether the trainer overrides ``compute_loss``."""
-    names = "compute_loss_func", "label_smoother"
-    for name, loss in zip(names, placed, strict=True):
+def _after(kind: type, front: type) -> Sequence[type]:
+    return kind.__mro__[kind.__mro__.index(front) + 1 :]
+
+
+def behind(kind: type, front: type, name: str) -> Any:
+    """The method that the class ``front`` would hide in ``kind``."""
+    return next((vars(cls)[name] for cls in _after(kind, front) if name in vars(cls)), None)
+
+
+def check_losses(trainer: Any, placed: tuple[Any, Any], traced: bool, has_own: bool) -> None:
+    """Raises ValueError if the loss would not be the intended one. ``placed``: the loss function and label smoother of
+    the trainer when it was created, ``traced`` with the model. ``has_own``: there is a ``compute_loss`` by now."""
+    for name, loss in zip(("compute_loss_func", "label_smoother"), placed if traced else (), strict=False):
         if getattr(trainer, name) is not loss:
             raise ValueError(
                 f"Trainer: {name} is traced with the model when the trainer is created, found another one later; pass "
@@ -85,6 +95,6 @@ def check_losses(trainer: Any, placed: tuple[Any, Any], has_own: bool) -> None:
             )
         if loss is not None and has_own:
             raise ValueError(
-                f"Trainer: needs one loss, found {name} and {type(trainer).__name__}.compute_loss, whose outputs would "
-                "contain the other loss; remove one of them"
+                f"Trainer: needs one loss, found {name}, which is traced with the model, and a compute_loss that was "
+                "set later; define compute_loss in the class, or leave the other out"
             )

@@ -31,6 +31,7 @@ from autopar.runtime.exec.expert_stats import ExpertLoad
 from autopar.runtime.exec.step_fingerprint import step_digests
 from autopar.runtime.guards.global_state import GlobalTorchState
 from autopar.runtime.guards.module_guards import ModuleGuards
+from autopar.runtime.inputs.loss_fn import with_cotangents
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.params.sharded_modules import ShardedModules
 from autopar.steps.graphs import Compiled
@@ -46,16 +47,23 @@ BackgroundCompile = Callable[
 class Kind(NamedTuple):
     """``train``: with gradients, modules in their own modes; otherwise all in eval mode. ``outputs``: names of the
     outputs to keep beside losses (None: all). ``tangents``: outputs beside losses that are differentiated.
-    ``grad_mode``: the one that the forward sees, if it reads it."""
+    ``grad_mode``: the one that the forward sees, if it reads it. ``own_modes``: without gradients, but modules in
+    their own modes. ``cotangents``: places of the outputs whose gradients are inputs, in place of the losses."""
 
     train: bool
     outputs: tuple[str, ...] | None
     tangents: tuple[str, ...] = ()
     grad_mode: str = "grad"
+    own_modes: bool = False
+    cotangents: tuple[int, ...] = ()
+
+    @property
+    def in_own_modes(self) -> bool:
+        return self.train or self.own_modes
 
     def __str__(self) -> str:
         call = "train_step" if self.outputs is not None else "model(**batch)"
-        return f"{call if self.train else 'eval_step'}{f' for {self.tangents}' if self.tangents else ''}"
+        return f"{call if self.in_own_modes else 'eval_step'}{f' for {self.tangents}' if self.tangents else ''}"
 
 
 @dataclass(frozen=True)
@@ -230,13 +238,17 @@ class StepCache:
     def _compiled(self, kind: Kind, batch: dict[str, Any], surroundings: GlobalTorchState) -> _CachedStep:
         self._tree.refresh()
         captured, self._captured = self._captured, None
-        unchanged = kind.train and captured is not None and captured.holds()
-        watch = captured if captured is not None and unchanged else ModuleGuards(self._tree.root, modes=kind.train)
+        unchanged = kind.train and not kind.cotangents and captured is not None and captured.holds()
+        modes = kind.in_own_modes
+        watch = captured if captured is not None and unchanged else ModuleGuards(self._tree.root, modes=modes)
         structure = self._tree.structure()
-        if not kind.train:
+        if not modes:
             structure.eval()
+        if kind.cotangents:
+            structure = with_cotangents(structure, kind.cotangents)
         fixed = self.plan.of_parameters({spec.name for spec in self._tree.specs})
         how = {**kind._asdict(), "fixed": fixed, "autocast": surroundings.autocast}
+        del how["cotangents"]
         with torch.inference_mode(False), torch.enable_grad():  # a backward may request this step
             compiled = self._compiler(structure, batch, unchanged=unchanged, **how)
         same = RankCheck(
@@ -251,8 +263,8 @@ class StepCache:
         runner.load = self.load
         all_alike(self._groups, "the lowered step")  # wait for slow lowering (inductor) here, not in a collective
         if not watch.holds():  # tracing has changed the modules itself, and the user was warned
-            watch = ModuleGuards(self._tree.root, modes=kind.train)
-        if kind.train and self.ahead is not None:
+            watch = ModuleGuards(self._tree.root, modes=modes)
+        if kind.train and not kind.cotangents and self.ahead is not None:
             self.ahead(structure, shapes_of(batch), how)
         return _CachedStep(runner, watch, structure, shapes_of(batch), how)
 

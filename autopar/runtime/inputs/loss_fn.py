@@ -12,12 +12,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from autopar.capture.trace.export import flatten
+
 LOSS = "own_loss"  # the module's name in the model
+COTANGENT = "cotangent_"  # inputs: the gradient of a loss with respect to an output
 
 
 def with_loss(model: nn.Module, loss: Callable[[Any, Mapping[str, Any]], Any]) -> nn.Module:
@@ -76,3 +80,29 @@ def _combined(outputs: Any, loss: Any) -> Any:
 def of_the_model(name: str) -> bool:
     """Whether a parameter or buffer is the model's, and not its loss's."""
     return not name.startswith(f"{LOSS}.")
+
+
+def with_cotangents(model: nn.Module, places: Sequence[int]) -> nn.Module:
+    """A model whose loss has given gradients with respect to its outputs: inputs ``cotangent_0``, ... for the tensors
+    at these places of the flat outputs. The loss, the sum of outputs times cotangents, is its only output."""
+    made: nn.Module = type(model).__new__(type(model))
+    made.__dict__.update(model.__dict__)
+    forward: Any = model.forward
+    if getattr(forward, "__self__", None) is model:
+        forward = forward.__func__.__get__(made)
+    signature = inspect.signature(forward)
+    names = [f"{COTANGENT}{place}" for place in places]
+
+    @functools.wraps(forward)
+    def with_given(*args: Any, **batch: Any) -> Any:
+        given = [batch.pop(name) for name in names]
+        found = [x for x in flatten(forward(*args, **batch))[0] if isinstance(x, Tensor)]
+        terms = [(found[place] * x).sum() for place, x in zip(places, given, strict=True)]
+        return {"loss": functools.reduce(operator.add, terms)}
+
+    named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    more = [p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
+    taken = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+    with_given.__dict__["__signature__"] = signature.replace(parameters=[*named, *taken, *more])
+    made.__dict__["forward"] = with_given
+    return made

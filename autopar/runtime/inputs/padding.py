@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,10 +24,11 @@ from torch import Tensor, nn
 
 from autopar.adapters.distributed import takes_host_tensors
 from autopar.adapters.dtensor import local_of
-from autopar.capture.trace.export import flatten, unflatten
+from autopar.capture.trace.export import flatten, paths, unflatten
 from autopar.ir.batch import map_tensors, tensors_of
 from autopar.plan import Plan
 from autopar.runtime.fault.errors import explained
+from autopar.runtime.inputs.padded_outputs import Growth, Sizes, differences, growth_of, without_padding
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.params.sharded_tensor import ShardedTensor, from_local
 from autopar.spelling import did_you_mean
@@ -61,6 +62,7 @@ class PaddingBuckets:
     lengths: tuple[int, ...] = ()
     check: bool = True
     ahead: bool = True
+    lazy: bool = False
 
     def __post_init__(self) -> None:
         lengths = tuple(self.lengths)
@@ -86,46 +88,80 @@ def asked_padding(padding: Any) -> PaddingBuckets | None:
     """From the ``padding`` argument of `parallelize`; None for no padding. Raises ValueError."""
     if padding == "exact":
         return None
-    if padding == "bucket":
-        return PaddingBuckets()
+    if padding in ("bucket", "auto"):
+        return PaddingBuckets(lazy=padding == "auto")
     if isinstance(padding, PaddingBuckets):
         return padding
-    hint = did_you_mean(padding, ("exact", "bucket"))
-    raise refuse("padding", '"exact", "bucket" or autopar.PaddingBuckets(...)', padding, hint)
+    hint = did_you_mean(padding, ("exact", "bucket", "auto"))
+    raise refuse("padding", '"exact", "bucket", "auto" or autopar.PaddingBuckets(...)', padding, hint)
 
 
 Evaluate = Callable[[dict[str, Any]], Any]
+Call = str  # what a call of the model is given, but for sizes and values
 
 
 class BatchPadder:
-    """Pads the batches of one model. ``evaluate``: the outputs of an unpadded batch, in eval mode."""
+    """Pads the batches of one model. ``evaluate``: the outputs of an unpadded batch, in eval mode. ``of_rank``: these
+    are plain tensors of this rank's examples."""
 
     def __init__(
-        self, buckets: PaddingBuckets, root: nn.Module, plan: Plan, groups: Groups, evaluate: Evaluate
+        self,
+        buckets: PaddingBuckets,
+        root: nn.Module,
+        plan: Plan,
+        groups: Groups,
+        evaluate: Evaluate,
+        of_rank: bool = False,
     ) -> None:
         self.buckets, self.root, self.plan, self.groups, self.evaluate = buckets, root, plan, groups, evaluate
-        self.fill = FILLED | dict(buckets.pad)
+        self.fill, self.of_rank = FILLED | dict(buckets.pad), of_rank
         self.rows = 0  # rows of the largest batch so far
         self.checked: set[str] = {"tokens", "rows"} if not buckets.check else set()  # what may be padded
         self._last: dict[str, int] = {}  # sizes of the last batch, padded
+        self._first: dict[Call, dict[str, int]] = {}  # sizes of the first batch of each call
+        self._growths: dict[Call, list[Growth]] = {}  # of outputs
+        self._unchanged: set[tuple[Call, str]] = set()  # whose outputs padding does not change
         self.masks = self.busy = self.uneven = False  # masks added; inside a check; numbers of rows differ
 
-    def fit(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch, padded. Collective: the sizes are those of the largest on any rank."""
+    def fit(self, batch: dict[str, Any], outputs: bool = False) -> dict[str, Any]:
+        """The batch, padded. ``outputs``: its outputs matter, not only the loss. Collective: the sizes are those of the
+        largest on any rank."""
         if self.busy:
             return batch
-        own = self._sizes(batch)
+        own, call = self._sizes(batch), self._call(batch)
         largest = self._over_ranks(own, dist.ReduceOp.MAX)
-        self.rows = max(self.rows, largest["rows"])
-        wanted = self._wanted(largest) | {"rows": self.rows}
         least = self._over_ranks(own, dist.ReduceOp.MIN)
         self.uneven = least["rows"] < largest["rows"]
+        if self.buckets.lazy and least == largest == self._first.setdefault(call, largest):
+            self._last = own
+            return batch
+        self.rows = max(self.rows, largest["rows"])
+        wanted = self._wanted(largest) | {"rows": self.rows}
         padded = {"rows" if name == "rows" else "tokens" for name, n in least.items() if n and wanted[name] != n}
-        if padded - self.checked:
-            self._check(batch, own, padded)
-        fitted = self._padded(batch, wanted) if padded else batch
+        try:
+            self._look(batch, own, padded, call if outputs and self.of_rank else None)
+            fitted = self._padded(batch, wanted) if padded else batch
+        except ValueError:
+            if not self.buckets.lazy or least != largest:
+                raise
+            fitted = batch
         self._last = self._sizes(fitted)
         return fitted
+
+    def _look(self, batch: dict[str, Any], own: dict[str, int], padded: set[str], call: Call | None) -> None:
+        """Raises ValueError, on all ranks, if padding would change the loss, or the outputs of a ``call``."""
+        if call is not None and any((call, what) not in self._unchanged for what in padded):
+            self._check(batch, own, padded, call)
+            self._unchanged |= {(call, what) for what in padded}
+        elif call is None and padded - self.checked:
+            self._check(batch, own, padded, None)
+
+    def _call(self, batch: Mapping[str, Any]) -> Call:
+        """What outputs there are: names of the inputs, constants, and which inputs have equally many tokens."""
+        sizes = self._sizes(batch)
+        alike = {name: next(k for k, n in sizes.items() if n == sizes[name]) for name in sizes if sizes[name]}
+        constants = ((name, x) for name, x in paths(batch) if not isinstance(x, Tensor))
+        return repr((sorted(batch), sorted(constants, key=repr), sorted((n, alike[n]) for n in alike if n != "rows")))
 
     def longer(self, batch: Mapping[str, Any]) -> dict[str, Any] | None:
         """The batch padded to the next lengths; None if there are none."""
@@ -146,14 +182,21 @@ class BatchPadder:
     def trimmed(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
         """Outputs [rows, tokens, ...] of the last batch without the padding, except in dims that are sharded."""
         before, after = self._sizes(batch), self._last
-        if self.busy:
+        if self.busy or before == after:
             return outputs
-        if before == after:
-            return outputs
+        if self.of_rank:
+            return self._cut(outputs, self._growths[self._call(batch)], before, after)
         lengths = {after[name]: before[name] for name in self.fill if after[name]}
         leaves, spec = flatten(outputs)
         rows = before["rows"] if not self.uneven else after["rows"]  # DTensors have the same number on each rank
         return unflatten([_trimmed(x, rows, after["rows"], lengths) for x in leaves], spec)
+
+    def _cut(self, outputs: Any, growths: Sequence[Growth], own: Sizes, padded: Sizes) -> Any:
+        leaves, spec = flatten(outputs)
+        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        for i, growth in zip(places, growths, strict=True):
+            leaves[i] = without_padding(leaves[i], growth, own, padded)
+        return unflatten(leaves, spec)
 
     # --- sizes ---------------------------------------------------------------------------------------------------
 
@@ -243,30 +286,58 @@ class BatchPadder:
 
     # --- that padding changes nothing ----------------------------------------------------------------------------
 
-    def _check(self, batch: Mapping[str, Any], own: Mapping[str, int], padded: set[str]) -> None:
-        """Raises ValueError, on all ranks, if padding changes the loss of the same tokens."""
+    def _check(self, batch: dict[str, Any], own: dict[str, int], padded: set[str], call: Call | None) -> None:
+        """Raises ValueError, on all ranks, if padding changes the loss of the same tokens, or the outputs of a call."""
         if norm := next((m for m in self.root.modules() if isinstance(m, BATCH_NORMS)), None):
             raise ValueError(
                 f"padding: a {type(norm).__name__} averages over all rows and tokens, padding included; pass batches "
                 'of one size, with padding="exact"'
             )
+        if not own["rows"]:  # nothing to compare on this rank
+            own = own | {"rows": 1}
+            batch = self._padded(batch, own)
         short, wanted = self._shortest(batch, own, padded)
-        plain = self._losses(short)
-        if not all(map(math.isfinite, plain)):
+        sizes = self._sizes(short)
+        plain = self._evaluated(short)
+        if call is None and not all(map(math.isfinite, self._losses(plain))):
             return  # no label among these tokens: check the next padded batch
-        for masks in (False, True):
+        for masks in (True,) if self.masks else (False, True):
             self.masks = masks
-            found = self._losses(self._padded(short, wanted))
-            if all(map(self._close, plain, found)):
-                self.checked |= padded
+            longer = self._padded(short, wanted)
+            unlike = self._unlike(plain, self._evaluated(longer), sizes, self._sizes(longer), call)
+            if not self._agreed(unlike):
+                self.checked |= padded if call is None else set()
                 return
             if masks or not self._all_seen(short):
                 break
         self.masks = False
         raise ValueError(
-            f"padding: changes the loss of {type(self.root).__name__} from {plain} to {found}: tokens attend to it; "
-            'pass an attention_mask, set fill values with autopar.PaddingBuckets(pad={...}), or use padding="exact"'
+            f"padding: changes {unlike or 'a result of another rank'} of {type(self.root).__name__}: tokens attend to "
+            "it, or are averaged with it; pass an attention_mask, set fill values with "
+            'autopar.PaddingBuckets(pad={...}), or pass batches of one size on all ranks with padding="exact"'
         )
+
+    def _unlike(self, plain: Any, longer: Any, before: Sizes, after: Sizes, call: Call | None) -> str:
+        """Names what padding has changed, "" if nothing."""
+        if call is None:
+            pair = self._losses(plain), self._losses(longer)
+            return "" if all(map(self._close, *pair)) else f"the loss from {pair[0]} to {pair[1]}"
+        short, large = tensors_of({"": plain}), tensors_of({"": longer})
+        growths = []
+        for name, x in short.items():
+            growth = growth_of(x, large[name], before, after) if name in large else None
+            if growth is None:
+                return f"output {name} in a dim that is neither the examples nor the tokens"
+            growths.append(growth)
+            cut = without_padding(large[name], growth, before, after)
+            if differences([x], [cut])[0] > self._limit_of():
+                return f"output {name}"
+        self._growths[call] = growths
+        return ""
+
+    def _agreed(self, unlike: str) -> bool:
+        """Whether any rank has found a difference. Collective."""
+        return bool(self._over_ranks({"unlike": int(bool(unlike))}, dist.ReduceOp.MAX)["unlike"])
 
     def _shortest(
         self, batch: Mapping[str, Any], own: Mapping[str, int], padded: set[str]
@@ -288,12 +359,14 @@ class BatchPadder:
         longer = {n: size if size > lengths.get(n, 0) else 2 * size for n, size in wanted.items()}
         return short, longer | {"rows": rows + counts if "rows" in padded else rows}
 
-    def _losses(self, batch: dict[str, Any]) -> list[float]:
+    def _evaluated(self, batch: dict[str, Any]) -> Any:
         self.busy = True
         try:
-            outputs = self.evaluate(batch)
+            return self.evaluate(batch)
         finally:
             self.busy = False
+
+    def _losses(self, outputs: Any) -> list[float]:
         found = [float(x) for x in tensors_of({"": outputs}).values() if not x.dim() and x.is_floating_point()]
         if not found:
             raise ValueError(
@@ -302,11 +375,14 @@ class BatchPadder:
         return found
 
     def _close(self, one: float, other: float) -> bool:
+        return abs(one - other) <= self._limit_of() * max(abs(one), abs(other), 1e-6)
+
+    def _limit_of(self) -> float:
+        """The relative difference that rounding makes."""
         dtypes = {p.dtype for _, p in self.root.named_parameters() if p.is_floating_point()}
-        limit = max((CLOSE.get(dtype, 2e-2) for dtype in dtypes), default=1e-9)
         if self.plan.options.precision.compute not in ("", "float32", "float64"):
-            limit = 2e-2
-        return abs(one - other) <= limit * max(abs(one), abs(other), 1e-6)
+            return 2e-2
+        return max((CLOSE.get(dtype, 2e-2) for dtype in dtypes), default=1e-9)
 
 
 def _wider(x: Tensor, dim: int, size: int, value: float) -> Tensor:

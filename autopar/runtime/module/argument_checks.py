@@ -15,6 +15,7 @@ from autopar.adapters.tensors.tags import check_tags
 from autopar.options import Options
 from autopar.plan import Plan
 from autopar.runtime.exec.lowering import BACKENDS
+from autopar.runtime.inputs.rank_outputs import RANK
 from autopar.runtime.module.overridden_methods import check_lists
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.values import one_of, refuse, whole_number, yes_or_no
@@ -77,7 +78,16 @@ def check_no_gradients(model: nn.Module) -> None:
 
 
 def check_arguments(
-    options: Options, dump: Any, plan: Any, example_batch: Any, *, seed: Any, backend: Any, padding: Any, **flags: Any
+    options: Options,
+    dump: Any,
+    plan: Any,
+    example_batch: Any,
+    *,
+    seed: Any,
+    backend: Any,
+    padding: Any,
+    outputs_with_grad: Any,
+    **flags: Any,
 ) -> None:
     """Check the keyword arguments other than options, and whether they go together; ``flags`` are booleans. Raises
     ValueError."""
@@ -85,6 +95,7 @@ def check_arguments(
     for name, value in flags.items():
         yes_or_no(name, value)
     one_of("backend", backend, tuple(BACKENDS))
+    one_of("outputs_with_grad", outputs_with_grad, (False, True, RANK))
     if not isinstance(dump, (str, Path, type(None))):
         raise refuse("dump", "the path of a folder", dump)
     if not isinstance(plan, (Plan, type(None))):
@@ -99,10 +110,10 @@ def check_arguments(
             f"padding: padded tokens would use up expert capacity, found capacity_factor={options.capacity_factor}; "
             "use padding or capacity_factor, not both"
         )
-    if padding != "exact" and flags["outputs_with_grad"]:
+    if padding != "exact" and outputs_with_grad is True:
         raise ValueError(
             f"outputs_with_grad: returns outputs of the global batch, found padding={padding!r}, which pads the "
-            'batch of each rank; use loss=fn, or padding="exact"'
+            'batch of each rank; use outputs_with_grad="rank", loss=fn, or padding="exact"'
         )
     if flags["lift_to_float64"] and options.precision.compute not in ("", "float64"):
         raise ValueError(

@@ -36,6 +36,10 @@ from autopar.steps.graphs import grad, of, output, output_place
 from autopar.steps.of_rank import backwards
 
 _COPIES = (torch.ops.aten.detach.default, torch.ops.aten.clone.default)
+_NO_GRAPH = (
+    "backward(create_graph=True): needs a graph of the backward, found a compiled step, which has none; compute a "
+    "gradient penalty in the forward of the model, or leave create_graph out"
+)
 Again = Callable[[tuple[str, ...]], Executor]  # names of outputs -> the step that has gradients for them
 
 
@@ -192,6 +196,42 @@ def attach(forward: Forward, results: list[Any]) -> None:
             results[k] = x
 
 
+def with_second_forward(
+    outputs: list[Tensor], parameters: Mapping[str, nn.Parameter], backward: Callable[[dict[int, Tensor]], None]
+) -> list[Tensor]:
+    """Outputs of a step without gradients, whose backward runs the step once more, with gradients: ``backward`` is
+    called with the gradients of the outputs by their place."""
+    floating = [k for k, x in enumerate(outputs) if x.is_floating_point()]
+    trained = next((p for p in parameters.values() if p.requires_grad), None)
+    if trained is None or not floating:
+        return outputs
+    read = _versions(parameters)
+
+    def run(tangents: Sequence[Tensor | None]) -> None:
+        _check(read)
+        backward({k: t for k, t in zip(floating, tangents, strict=True) if t is not None})
+
+    anchor = torch.zeros((), requires_grad=True, device=outputs[floating[0]].device)
+    found = _SecondForward.apply(run, anchor, *(outputs[k] for k in floating))
+    made = dict(zip(floating, found, strict=True))
+    return [made.get(k, x) for k, x in enumerate(outputs)]
+
+
+class _SecondForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Sequence[Tensor | None]], None], _: Tensor, *outputs: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.run = run
+        return tuple(x.detach() for x in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise ValueError(_NO_GRAPH)
+        ctx.run(tangents)
+        return (None, None, *(None for _ in tangents))
+
+
 def refuse_gradients(results: list[Any], words: str, device: torch.device) -> None:
     """Make outputs raise ``words`` when they are differentiated: torch would have gradients here, this step has not."""
     places = [k for k, x in enumerate(results) if isinstance(x, Tensor) and x.is_floating_point()]
@@ -211,10 +251,7 @@ class _StepFunction(torch.autograd.Function):
     def backward(ctx: Any, *tangents: Tensor | None) -> Any:
         run: Forward = ctx.run
         if torch.is_grad_enabled():
-            raise ValueError(
-                "backward(create_graph=True): needs a graph of the backward, found a compiled step, which has none; "
-                "compute a gradient penalty in the forward of the model, or leave create_graph out"
-            )
+            raise ValueError(_NO_GRAPH)
         given = {
             k: t.full_tensor() if isinstance(t, DTensor) else t
             for k, t in zip(run.differentiable, tangents, strict=True)

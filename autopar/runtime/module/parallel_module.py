@@ -32,11 +32,13 @@ from autopar.runtime.guards.global_state import GlobalTorchState, need_gradients
 from autopar.runtime.guards.origin import Origin
 from autopar.runtime.guards.step_cache import Compiler, Kind, StepCache
 from autopar.runtime.inputs.call_arguments import by_name, check_values, misspelled
+from autopar.runtime.inputs.loss_fn import COTANGENT
 from autopar.runtime.inputs.outputs import parts_of_outputs, rebuild_outputs
 from autopar.runtime.inputs.padding import BatchPadder, PaddingBuckets
+from autopar.runtime.inputs.rank_outputs import COUNT, RANK, Made, of_rank
 from autopar.runtime.mesh.host_copies import to_device
 from autopar.runtime.mesh.process_groups import Groups
-from autopar.runtime.module.autograd_bridge import Forward, attach, refuse_gradients
+from autopar.runtime.module.autograd_bridge import Forward, attach, refuse_gradients, with_second_forward
 from autopar.runtime.module.module_facade import SHARED, ModuleFacade
 from autopar.runtime.module.overridden_methods import face_of
 from autopar.runtime.module.served_weights import ServedWeights
@@ -88,12 +90,12 @@ class ParallelModule(ModuleFacade):
         broadcast_weights: bool = False,
         check_replica_inputs: bool = True,
         microbatches: int = 1,
-        outputs_with_grad: bool = False,
+        outputs_with_grad: bool | str = False,
         lift_to_float64: bool = False,
     ) -> None:
         super().__init__()
         self._lift_to_float64, self._generation = lift_to_float64, None
-        self._whole_outputs = outputs_with_grad
+        self._whole_outputs, self._of_rank = outputs_with_grad is True, outputs_with_grad == RANK
         self._groups, self._seed = groups, seed
         self._steps = 0
         self._watch, self._observers = ValueChecks(groups), Observers()
@@ -121,7 +123,13 @@ class ParallelModule(ModuleFacade):
         if plan.options.optimizer_cpu_offload:
             keep_on_host(self, plan.options.bucket_bytes)
         if outputs_with_grad and (reason := self._cannot_differentiate()):
-            raise ValueError(f"outputs_with_grad: {reason}; pass a custom loss as loss=fn, traced with the model")
+            if not self._of_rank:
+                raise ValueError(f"outputs_with_grad: {reason}; pass a custom loss as loss=fn, traced with the model")
+            if plan.options.capacity_factor:
+                raise ValueError(
+                    'outputs_with_grad="rank": a forward alone and its backward by microbatches would drop other '
+                    f"tokens, found capacity_factor={plan.options.capacity_factor}; leave it out"
+                )
         self._sizes = len(self.__dict__), len(vars(type(self)))
 
     def watch_originals(self, models: Mapping[str, nn.Module], held: Collection[str] = ()) -> None:
@@ -158,7 +166,7 @@ class ParallelModule(ModuleFacade):
             with torch.no_grad():
                 return self._evaluated((), batch)
 
-        fitter = BatchPadder(buckets, self._tree.root, self._cache.plan, self._groups, evaluate)
+        fitter = BatchPadder(buckets, self._tree.root, self._cache.plan, self._groups, evaluate, self._of_rank)
         self._fitter = fitter
         if ahead is not None:
             self._cache.ahead = lambda structure, batch, how: ahead(structure, batch, fitter.longer(batch), how)
@@ -182,7 +190,7 @@ class ParallelModule(ModuleFacade):
             need_gradients()
             no_anomalies()
             self._need_scaler()
-            executor, values = self._prepare(args, batch, Kind(True, ()), surroundings)
+            executor, values = self._prepare(self._named(args, batch), Kind(True, ()), surroundings)
             if not executor.compiled.losses:
                 raise ValueError(
                     "train_step: needs a scalar output with a gradient, found none; pass the labels, so that the model "
@@ -198,6 +206,8 @@ class ParallelModule(ModuleFacade):
     def forward(self, *args: Any, **batch: Any) -> Any:
         """The model's outputs for this rank's shard of the batch."""
         evaluates = not any(m.training for m in self._tree.root.modules())
+        if self._of_rank and self._cannot_differentiate() and (torch.is_grad_enabled() or not evaluates):
+            return self._forward_alone(args, batch)
         if evaluates and (not torch.is_grad_enabled() or self._cannot_differentiate()):
             return self._evaluated(args, batch)
         with error_context("the forward"), outside(self._groups.device) as surroundings:
@@ -207,19 +217,59 @@ class ParallelModule(ModuleFacade):
             if torch.is_grad_enabled():
                 self._need_scaler()
             kind = Kind(True, None, self._tangents)
-            executor, values = self._prepare(args, batch, kind, surroundings)
+            executor, values = self._prepare(self._named(args, batch), kind, surroundings)
             with self._watch.step(self.training_steps):
                 outputs, paused = executor.run_forward(values, self._shared_buffers())
             executor.buffers.store(self._tree, outputs, torch.is_grad_enabled())
             run = None
             if torch.is_grad_enabled():
-                named = by_name(self._tree.root, args, batch)
-                named = named if self._fitter is None else self._fitter.padded_again(named)
+                named = self._padded_again(args, batch)
                 again = functools.partial(self._with_tangents, named, kind, surroundings)
                 unlike = functools.partial(self._unlike, executor, values)
                 run = Forward(executor, values | paused.kept, paused, dict(self._tree.own), again, unlike)
                 attach(run, outputs)
             return self._rebuilt(executor, outputs, args, batch, run.watch if run is not None else None)
+
+    def _padded_again(self, args: tuple[Any, ...], batch: dict[str, Any]) -> dict[str, Any]:
+        named = self._named(args, batch)
+        return named if self._fitter is None else self._fitter.padded_again(named)
+
+    def _forward_alone(self, args: tuple[Any, ...], batch: dict[str, Any]) -> Any:
+        """The forward of a pipeline or of microbatches; the backward runs both (`_backward_alone`)."""
+        with error_context("the forward"), outside(self._groups.device) as surroundings:
+            no_anomalies()
+            kind = Kind(False, None, own_modes=True)
+            executor, values = self._prepare(self._named(args, batch), kind, surroundings)
+            written = {*executor.buffers.written.values(), *executor.buffers.bound}
+            before = {name: values[name].clone() for name in written if name in values}
+            with self._watch.step(self.training_steps):
+                outputs = executor.run_step(values).outputs
+            executor.buffers.store(self._tree, outputs, differentiated=False)
+            made = None
+            if torch.is_grad_enabled():
+                self._need_scaler()
+                how = self._padded_again(args, batch), surroundings, self.training_steps, before
+                backward = functools.partial(self._backward_alone, *how)
+                made = functools.partial(with_second_forward, parameters=dict(self._tree.own), backward=backward)
+            return self._rebuilt(executor, outputs, args, batch, made=made)
+
+    def _backward_alone(
+        self,
+        named: dict[str, Any],
+        surroundings: GlobalTorchState,
+        number: int,
+        before: Mapping[str, Tensor],
+        tangents: dict[int, Tensor],
+    ) -> None:
+        """Forward and backward of one batch from the gradients of its outputs, by place. ``number``: of its step.
+        ``before``: buffers that the forward has written."""
+        with error_context("the backward"), outside(self._groups.device):
+            given = {f"{COTANGENT}{k}": x for k, x in sorted(tangents.items())}
+            kind = Kind(True, (), cotangents=tuple(sorted(tangents)))
+            executor, values = self._prepare(named | given, kind, surroundings, number)
+            with self._watch.step(number):
+                result = executor.run_step({**values, **before})
+            self._store_gradients(executor, result.gradients)
 
     def _cannot_differentiate(self) -> str:
         """Why ``model(**batch)`` cannot be differentiated by autograd, "" if it can."""
@@ -259,7 +309,8 @@ class ParallelModule(ModuleFacade):
 
     def _evaluated(self, args: tuple[Any, ...], batch: dict[str, Any]) -> Any:
         with error_context("the evaluation"), outside(self._groups.device) as surroundings:
-            executor, values = self._prepare(args, batch, Kind(False, None, grad_mode="no_grad"), surroundings)
+            kind = Kind(False, None, grad_mode="no_grad")
+            executor, values = self._prepare(self._named(args, batch), kind, surroundings)
             with self._watch.step(self.training_steps):
                 outputs = executor.run_step(values).outputs
             executor.buffers.store(self._tree, outputs, differentiated=False)
@@ -268,10 +319,18 @@ class ParallelModule(ModuleFacade):
             return self._rebuilt(executor, outputs, args, batch)
 
     def _rebuilt(
-        self, executor: Executor, outputs: list[Any], args: tuple[Any, ...], batch: dict[str, Any], watch: Any = None
+        self,
+        executor: Executor,
+        outputs: list[Any],
+        args: tuple[Any, ...],
+        batch: dict[str, Any],
+        watch: Any = None,
+        made: Made | None = None,
     ) -> Any:
         """Outputs in the user's structure, without padding."""
         found = rebuild_outputs(executor.compiled, outputs, self._groups, watch, self._whole_outputs)
+        if self._of_rank:
+            found = of_rank(found, self._groups, batch.get(COUNT) is not None, made)
         if self._fitter is None:
             return found
         return self._fitter.trimmed(found, by_name(self._tree.root, args, batch))
@@ -305,20 +364,25 @@ class ParallelModule(ModuleFacade):
                 "in bfloat16"
             )
 
+    def _named(self, args: tuple[Any, ...], batch: dict[str, Any]) -> dict[str, Any]:
+        """The inputs by name."""
+        return parts_of_outputs(by_name(self._tree.root, args, batch), self._groups.device_mesh)
+
     def _prepare(
-        self, args: tuple[Any, ...], batch: dict[str, Any], kind: Kind, surroundings: GlobalTorchState
+        self, named: dict[str, Any], kind: Kind, surroundings: GlobalTorchState, step: int | None = None
     ) -> tuple[Executor, dict[str, Tensor]]:
+        """``step``: of an earlier forward, of which this is the backward."""
         if not self._loaded:
             raise ValueError(_NO_WEIGHTS)
         self._take_entries()
         refused = self._origin.refusal(kind) if self._origin is not None else ""
-        named = parts_of_outputs(by_name(self._tree.root, args, batch), self._groups.device_mesh)
         check_values(named, differentiated=kind.train)
-        if self._fitter is not None:
-            named = self._fitter.fit(named)
+        if self._fitter is not None and step is None:
+            named = self._fitter.fit(named, outputs=kind.outputs is None)
         named = with_static_inputs(named, self._cache.plan.options.static_inputs)
         # dropout masks depend on the number of the step
-        number = self.training_steps + 1 if kind.train else None
+        advances = kind.in_own_modes and step is None
+        number = self.training_steps + 1 if advances else step
         try:
             executor = self._cache.runner(kind, named, surroundings, number, refused)
         except ValueError as error:
@@ -330,15 +394,16 @@ class ParallelModule(ModuleFacade):
             executor = self._cache.runner(kind, named, surroundings, number)
         pieces, buffers = self._tree.pieces(), plain_buffers(self._tree, executor.compiled, kind.train)
         values = {**pieces, **buffers, **executor.constants}
-        self.training_steps += kind.train
+        self.training_steps += advances
         self._last_use = now() if kind.train else self._last_use
         given = tensors_of(named)
         self._watch.check_size(given, self.training_steps)
         for name, value in given.items():
             plain = value if type(value) is Tensor else value.as_subclass(Tensor)  # results would keep the subclass
             values[name] = to_device(plain, self._groups.device)  # contiguous, as compiled for
-        seed = step_seed(self._seed, self.training_steps)
-        values[SCALE] = self._weight if self._scaler is None else self._scaler.seed * self._weight
+        seed = step_seed(self._seed, self.training_steps if step is None else step)
+        scaled = self._scaler is not None and not kind.cotangents  # these come from a loss that is scaled already
+        values[SCALE] = self._scaler.seed * self._weight if scaled and self._scaler else self._weight
         values |= {name: torch.full((), seed, device=self._groups.device) for name in executor.seeds}  # without a copy
         return executor, values
 
