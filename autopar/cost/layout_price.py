@@ -25,7 +25,6 @@ from autopar.cost.layout import DATA_AXES, Layout, known_schedule
 from autopar.cost.topology import Topologies
 from autopar.schedule.request import SCHEDULES
 
-OPTIMIZER_BYTES = 30  # read and written per element: AdamW in mixed precision
 SCORE_BYTES = 13  # moved per element of the scores by attention without a fused kernel
 PLAIN_KERNELS = (4, 7)  # more than one, forward and backward, that attention without a fused kernel takes
 ENDS = 2  # parts that may have no layer: the first has the embeddings, the last the head
@@ -127,7 +126,7 @@ class Rates:
 
     def links(self, size: int, stride: int) -> AxisLinks:
         """Links of an axis, at what the stack reaches."""
-        return self.cluster.links(size, stride).scaled(self.stack.inside, self.stack.network)
+        return self.cluster.links(size, stride).scaled(self.stack.inside, self.stack.network, self.stack.start)
 
 
 def price(
@@ -374,9 +373,9 @@ class _Pricing:
     def _optimizer(self, sizes: Sequence[float]) -> float:
         """Seconds of the optimizer's step."""
         local = sum(n / (ranks if self.layout.zero else 1) for n, ranks in self._groups(sizes))
-        seconds = local * OPTIMIZER_BYTES / self.rates.memory
+        seconds = local * self.stack.optimizer / self.rates.memory
         if self.layout.optimizer_cpu_offload:
-            seconds += 2 * local * self.stack.states / self.rates.cluster.chip.host
+            seconds += 2 * local * self.stack.states / (self.rates.cluster.chip.host * self.stack.host)
         return seconds
 
     # --- the pipeline --------------------------------------------------------------------------------------
