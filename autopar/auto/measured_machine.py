@@ -122,6 +122,7 @@ def _attention(
     shape = (1, sizes.heads, sizes.seq, 64)
     q, k, v = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
     for name, backend in BACKENDS.items():
+
         def forward(backend: SDPBackend = backend) -> Tensor:
             with sdpa_kernel([backend]):
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -230,4 +231,6 @@ def _check(measured: Measured) -> None:
     plain |= {f"link {k}": min(pair) for k, pair in measured.links.items()}
     for name, value in plain.items():
         if not 0 < value < math.inf:
-            raise ValueError(f"calibrate: {name} needs a number above 0, found {value}; measure again on an idle machine")
+            raise ValueError(
+                f"calibrate: {name} needs a number above 0, found {value}; measure again on an idle machine"
+            )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autopar.auto.priced_layouts import LayoutPricer
-from autopar.auto.stack_fit import Fit, MeasuredStep, fitted, measured_rows
+from autopar.auto.stack_fit import MeasuredStep, fitted, measured_rows
 from autopar.cli.main import main
 from autopar.cost.efficiency import Stack, stack_named, stack_text
 
