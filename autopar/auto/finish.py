@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from autopar.auto.explanation import Explanation, chosen_options, seconds
+from autopar.auto.explanation import Explanation, chosen_options, options_in_words, seconds
 from autopar.auto.search import Candidate
 from autopar.ir.mesh import Mesh
 from autopar.runtime.consistency.rank_checks import answer_of_first
@@ -19,6 +20,7 @@ from autopar.runtime.fault.errors import CollectiveError
 from autopar.runtime.mesh.process_groups import Groups
 
 log = logging.getLogger("autopar.auto")
+OF_A_MESH = 2  # finalists, while others wait
 APART = 0.05  # measured times that differ by less are in no order
 
 
@@ -31,26 +33,20 @@ class Finalist:
     seconds: float
 
     def __str__(self) -> str:
-        options = " ".join(f"{name}={value}" for name, value in self.options.items())
-        return f"{Mesh(tuple(self.sizes.items()))} {options}".rstrip()
+        return f"{Mesh(tuple(self.sizes.items()))} {options_in_words(self.options)}"
 
 
 def finalists(found: Explanation, count: int) -> list[Finalist]:
-    """The choice, then the fastest others that fit."""
+    """The choice, then the fastest others that fit, two of a mesh before a third of any."""
     rest = sorted((c for c in found.found.priced if c.price.fits), key=lambda c: c.seconds)
-    kept: list[Finalist] = []
-    for candidate in (found.choice, *rest):
-        one = _finalist(candidate)
-        if one not in kept:
-            kept.append(one)
-        if len(kept) == count:
-            break
-    return kept
-
-
-def _finalist(candidate: Candidate) -> Finalist:
-    layout = candidate.layout
-    return Finalist(dict(layout.mesh.sizes), chosen_options(layout), candidate.seconds)
+    of_mesh: Counter[Mesh] = Counter()
+    first, later = list[Candidate](), list[Candidate]()
+    for candidate in (found.choice, *(c for c in rest if c != found.choice)):
+        of_mesh[candidate.layout.mesh] += 1
+        (first if of_mesh[candidate.layout.mesh] <= OF_A_MESH else later).append(candidate)
+    return [
+        Finalist(dict(c.layout.mesh.sizes), chosen_options(c.layout), c.seconds) for c in (*first, *later)[:count]
+    ]  # fmt: skip
 
 
 def fastest(groups: Groups, found: Sequence[Finalist], run: Callable[[Finalist, int], float]) -> Finalist:

@@ -92,17 +92,12 @@ def layouts_for(
     world = groups.mesh.world_size
     machine = this_machine(world)
     seq = sequence_of(example)
-    told = {
-        "batch": rows,
-        "seq": seq,
-        "finish": count,
-        "options": sorted(options.items()),
-        "parameters": _shapes(model),
-    }
+    given = {"batch": rows, "seq": seq, "finish": count, "options": sorted(options.items())}
     checks = (
         ({"chip": machine.chip, "ranks per node": machine.per_node}, "auto: all ranks must see the same machine",
          "name the mesh, or start the same ranks everywhere"),
-        (told, "auto: every rank must be given the same model, batch and options", "call it alike on every rank"),
+        (given | {"parameters": _shapes(model)}, "auto: every rank must be given the same model, batch and options",
+         "call it alike on every rank"),
     )  # fmt: skip
     for facts, need, way_out in checks:
         texts = {name: str(value) for name, value in facts.items()}
@@ -112,8 +107,8 @@ def layouts_for(
         stack, cluster = stack_named(DEFAULT_STACK, machine.chip), machine.cluster
         if machine.chip == CPU:
             stack = replace(stack, reserved=0.0)
-        given = {"memory_limit": machine.memory, **options}
-        return choose(CostedModel(model, rows_of(example)), Asked(world, rows, seq, given), cluster, stack)
+        fixed = {"memory_limit": machine.memory, **options}
+        return choose(CostedModel(model, rows_of(example)), Asked(world, rows, seq, fixed), cluster, stack)
 
     found, lines = _of_first(groups, chosen, count)
     for line in lines if groups.rank == 0 and count == 1 else ():

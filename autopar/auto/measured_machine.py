@@ -1,5 +1,5 @@
-"""What a machine reaches: products, attention, memory, launches, copies, the optimizer and collectives, timed on all ranks
-at once, and the stack that follows.
+"""What a machine reaches: products, attention, memory, launches, copies, the optimizer and collectives, timed on all
+ranks at once, and the stack that follows.
 
     measured = measure(groups, Machine(...), torch.float32)
     stack_of(measured, machine, stack_named("autopar-eager", machine.chip))
@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -165,25 +166,24 @@ def _links(
         ranks = groups.mesh.sizes.get(axis, 1)
         if ranks < 2:
             continue
-        group, speeds, starts = groups.group(axis), list[float](), list[float]()
-        for rounds in (1, 2):  # all-gather, all-reduce
-            times = []
-            for size in sizes.messages:
-                whole = torch.zeros(size // 4 // ranks * ranks, device=device)
-                part = torch.zeros(whole.numel() // ranks, device=device)
-
-                def gather(whole: Tensor = whole, part: Tensor = part) -> None:
-                    dist.all_gather(list(whole.chunk(ranks)), part, group=group)
-
-                def reduce(whole: Tensor = whole) -> None:
-                    dist.all_reduce(whole, group=group)
-
-                times.append(clock(gather if rounds == 1 else reduce))
+        speeds, starts = list[float](), list[float]()
+        for rounds, call in ((1, _gathered), (2, _reduced)):
+            times = [clock(call(groups.group(axis), size, ranks, device)) for size in sizes.messages]
             sent = [rounds * size * (ranks - 1) / ranks for size in sizes.messages]
-            speed = (sent[1] - sent[0]) / max(times[1] - times[0], 1e-3 * times[1])
-            speeds.append(speed)
-            starts.append(max(1e-6, times[0] - sent[0] / speed))
+            speeds.append((sent[1] - sent[0]) / max(times[1] - times[0], 1e-3 * times[1]))
+            starts.append(max(1e-6, times[0] - sent[0] / speeds[-1]))
         yield name, (math.sqrt(speeds[0] * speeds[1]), statistics.fmean(starts))
+
+
+def _gathered(group: Any, size: int, ranks: int, device: torch.device) -> Callable[[], object]:
+    part = torch.zeros(size // 4 // ranks, device=device)
+    parts = [torch.zeros_like(part) for _ in range(ranks)]
+    return lambda: dist.all_gather(parts, part, group=group)
+
+
+def _reduced(group: Any, size: int, ranks: int, device: torch.device) -> Callable[[], object]:
+    whole = torch.zeros(size // 4, device=device)
+    return lambda: dist.all_reduce(whole, group=group)
 
 
 # --- the stack ------------------------------------------------------------------------------------------------
@@ -231,6 +231,4 @@ def _check(measured: Measured) -> None:
     plain |= {f"link {k}": min(pair) for k, pair in measured.links.items()}
     for name, value in plain.items():
         if not 0 < value < math.inf:
-            raise ValueError(
-                f"calibrate: {name} needs a number above 0, found {value}; measure again on an idle machine"
-            )
+            raise ValueError(f"calibrate: {name} needs a number above 0, found {value}; measure on an idle machine")

@@ -325,9 +325,7 @@ def _row(number: int, line: str) -> Mapping[str, Any]:
         row = parse(line)
         checked(row)
     except ValueError as error:
-        raise ValueError(
-            f"calibrate: line {number} is torn or wrong: {error}; measure it again or leave it out"
-        ) from error
+        raise ValueError(f"calibrate: line {number} is torn or wrong: {error}; leave it out") from error
     if row.get("measured") is None:
         raise ValueError(f"calibrate: line {number} needs measured, the seconds of a step, found none; leave it out")
     found: Mapping[str, Any] = row

@@ -119,8 +119,7 @@ def _options_text(options: Mapping[str, Any]) -> str:
 
 
 def _write(args: argparse.Namespace, explanation: Explanation, summary: Summary) -> None:
-    layout = explanation.choice.layout
-    summary(args, layout.mesh, layout.options(**explanation.carried), args.dump)
+    summary(args, explanation.choice.layout.mesh, Options(**explanation.options), args.dump)
     found = explanation.as_dict() | {"command": command_of(args, explanation)}
     (args.dump / "choice.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     page = choice_page(found, f"autopar plan --auto: {args.config}")

@@ -148,6 +148,21 @@ class Cluster:
         (group,) = self.groups
         return Cluster(self.name, (replace(group, nodes=-(-ranks // group.per_node)),))
 
+    def spans(self, count: int) -> tuple[Cluster, ...]:
+        """The nodes of each of ``count`` equal parts of the ranks: groups that a part touches."""
+        size, ends, found = self.ranks // count, [0], list[Cluster]()
+        for group in self.groups:
+            ends.append(ends[-1] + group.ranks)
+        for k in range(count):
+            low, high = k * size, (k + 1) * size
+            touched = [g for g, a, b in zip(self.groups, ends, ends[1:], strict=False) if a < high and b > low]
+            found.append(Cluster(self.name, tuple(touched)))
+        return tuple(found)
+
+    def memory_rich_first(self) -> Cluster:
+        """The same groups, those of chips with more memory first: the first stages of a pipeline keep the most."""
+        return Cluster(self.name, tuple(sorted(self.groups, key=lambda group: -group.data.capacity)))
+
     def links(self, size: int, stride: int) -> AxisLinks:
         """The links of an axis of ``size`` ranks, whose neighbours are ``stride`` ranks apart."""
         group = self.group

@@ -90,18 +90,14 @@ def _check(stack: Stack) -> None:
         shares |= {f"{name} of {kernel}": value for kernel, value in getattr(stack, name).items()}
     for name, value in shares.items():
         if not _is_number(value) or not 0 < value <= most:
-            raise ValueError(f"stack {stack.name}: {name} needs a share above 0, found {value!r}; measure it again")
+            raise ValueError(f"stack {stack.name}: {name} needs a share above 0, found {value!r}; measure again")
     rest = {name: getattr(stack, name) for name in AMOUNTS}
     for name, value in rest.items():
         if not _is_number(value) or not 0 <= value < math.inf:
-            raise ValueError(
-                f"stack {stack.name}: {name} needs a number of at least 0, found {value!r}; measure it again"
-            )
+            raise ValueError(f"stack {stack.name}: {name} needs a number of at least 0, found {value!r}; measure again")
     for axis, value in stack.hidden.items():
         if not _is_number(value) or not 0 <= value <= 1:
-            raise ValueError(
-                f"stack {stack.name}: hidden {axis} needs a share up to 1, found {value!r}; measure it again"
-            )
+            raise ValueError(f"stack {stack.name}: hidden {axis} needs a share up to 1, found {value!r}; measure again")
 
 
 def _is_number(value: Any) -> bool:

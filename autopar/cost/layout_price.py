@@ -14,12 +14,12 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from autopar.cost.cluster import AxisLinks, Cluster
-from autopar.cost.efficiency import Stack
+from autopar.cost.efficiency import Stack, stack_named
 from autopar.cost.layer_costs import LayerCosts, ModelCosts, Work
 from autopar.cost.layout import DATA_AXES, Layout, known_schedule
 from autopar.cost.topology import Topologies
@@ -46,7 +46,8 @@ class Cause:
 class Price:
     """seconds: of a step. mfu: of the chip's peak in half precision, without recomputation. flops: of the model, per
     step. causes: their exposed seconds sum up to ``seconds``. memory: bytes of each rank of pp; limit: of the chip.
-    refused: why there is no price; then all else is zero. guesses: values that nobody measured."""
+    limits: of each rank of pp, where chips differ. refused: why there is no price; then all else is zero. guesses: values
+    that nobody measured."""
 
     seconds: float = 0.0
     mfu: float = 0.0
@@ -56,11 +57,32 @@ class Price:
     limit: float = 0.0
     refused: str = ""
     guesses: tuple[str, ...] = ()
+    limits: tuple[float, ...] = ()
 
     @property
     def fits(self) -> bool:
         """Whether every rank's memory is within the limit."""
-        return not self.refused and max(self.memory) <= self.limit
+        return not self.refused and self.most_memory <= self.limit
+
+    @property
+    def over(self) -> tuple[float, ...]:
+        """The share of its limit that each rank of pp takes."""
+        limits = self.limits or (self.limit,) * len(self.memory)
+        return tuple(size / limit for size, limit in zip(self.memory, limits, strict=True))
+
+    @property
+    def fullest(self) -> int:
+        """The rank of pp that is nearest to its limit, of which ``limit`` is."""
+        return max(range(len(self.memory)), key=lambda rank: self.over[rank])
+
+    @property
+    def most_memory(self) -> float:
+        """Bytes of the fullest rank; 0 without a price."""
+        return self.memory[self.fullest] if self.memory else 0.0
+
+    def limited(self, most: float) -> Price:
+        """With ranks that may not use more bytes than these."""
+        return replace(self, limit=min(self.limit, most), limits=tuple(min(one, most) for one in self.limits))
 
     @classmethod
     def of_refusal(cls, reason: str) -> Price:
@@ -146,9 +168,33 @@ def price(
     kernel = kernel or stack.kernel
     if reason := _refusal(layout, costs, cluster, stack, kernel, compute):
         return Price.of_refusal(reason)
-    stack = stack.with_kernel(kernel)
-    rates = Rates(cluster.with_ranks(layout.ranks), stack, kernel, compute == "fp8", Topologies.parse(topology))
-    return _Pricing(layout, costs, rates).price()
+    return _pricing(layout, costs, cluster, stack, kernel, compute, topology).price()
+
+
+def layer_seconds(
+    layout: Layout, costs: ModelCosts, cluster: Cluster, stack: Stack, *, kernel: str = "", compute: str = "",
+    topology: str = "",
+) -> list[list[float]]:  # fmt: skip
+    """For each rank of pp, seconds of a layer of each kind for one microbatch, then of everything outside of layers."""
+    pricing = _pricing(layout, costs, cluster, stack, kernel or stack.kernel, compute, topology)
+    return [[sum(one.seconds for one in passes) for passes in at.passes] for at in pricing.at]
+
+
+def _pricing(
+    layout: Layout, costs: ModelCosts, cluster: Cluster, stack: Stack, kernel: str, compute: str, topology: str
+) -> _Pricing:
+    cluster, links = cluster.with_ranks(layout.ranks), Topologies.parse(topology)
+
+    def on(nodes: Cluster) -> _Pricing:
+        own = stack if nodes.chip_name == stack.chip else stack_named(stack.name, nodes.chip_name)
+        return _Pricing(layout, costs, Rates(nodes, own.with_kernel(kernel), kernel, compute == "fp8", links))
+
+    found = on(cluster)
+    if not cluster.is_uniform:
+        spans = cluster.spans(layout.pp)
+        made = {nodes: on(nodes) for nodes in spans}
+        found.at = tuple(made[nodes] for nodes in spans)
+    return found
 
 
 def _refusal(layout: Layout, costs: ModelCosts, cluster: Cluster, stack: Stack, kernel: str, compute: str) -> str:
@@ -163,7 +209,21 @@ def _refusal(layout: Layout, costs: ModelCosts, cluster: Cluster, stack: Stack, 
         return f"compute: expected fp8 or nothing, found {compute!r}"
     if compute == "fp8" and not cluster.chip.float8:
         return f"compute: {cluster.chip_name} has no products in float8; leave fp8 out"
-    return known_schedule(layout)
+    return known_schedule(layout) or _unequal(layout, cluster)
+
+
+def _unequal(layout: Layout, cluster: Cluster) -> str:
+    """Why ranks of one stage cannot work together; "" if their chips are equal."""
+    spans = cluster.spans(layout.pp) if not cluster.is_uniform and cluster.ranks == layout.ranks else ()
+    for k, nodes in enumerate(spans):
+        chips = list(dict.fromkeys(group.chip for group in nodes.groups))
+        if len(chips) > 1:
+            where = f"stage {k} of pp={layout.pp}" if layout.pp > 1 else "one stage"
+            return (
+                f"cluster: replicas of unequal speed would wait for each other, found {' and '.join(chips)} in {where}; "
+                "use a pp whose stages have one kind of chip each"
+            )
+    return ""
 
 
 class _Pricing:
@@ -174,6 +234,7 @@ class _Pricing:
         self.data_ranks = math.prod(getattr(layout, axis) for axis in DATA_AXES)
         self.expert_ranks = max(1, self.data_ranks // max(1, self._experts_on()))
         self.parts = _parts(layout, costs.kinds)
+        self.at: tuple[_Pricing, ...] = (self,) * layout.pp  # with the chips of each rank of pp
 
     def _experts_on(self) -> int:
         axis = self.layout.expert_axis
@@ -267,20 +328,21 @@ class _Pricing:
         n = layout.parts
         held = [[k for k in range(n) if _rank_of(k, layout) == rank] for rank in ranks]
         way = [
-            [self._sum(self._of_part(self.parts[k], w, k == n - 1) for k in held[r]) for r in ranks] for w in range(3)
+            [self._sum(self.at[r]._of_part(self.parts[k], w, k == n - 1) for k in held[r]) for r in ranks]
+            for w in range(3)
         ]
         sizes = [
             tuple(map(sum, zip(*(self._sizes(self.parts[k], k == 0, k == n - 1) for k in held[r]), strict=True)))
             for r in ranks
         ]
-        gathers = [self._sharded(held[r], way, r) for r in ranks]
+        gathers = [self.at[r]._sharded(held[r], way, r) for r in ranks]
         each = [
             way[0][r].seconds + way[1][r].seconds + way[2][r].seconds + sum(g[1] for g in gathers[r]) for r in ranks
         ]
         slowest = max(ranks, key=lambda r: each[r])
         ordinary, again = way[0][slowest] + way[1][slowest], way[2][slowest]
         head = _times(
-            self._of_part((), 0, True) + self._of_part((), 1, True),
+            self.at[slowest]._of_part((), 0, True) + self.at[slowest]._of_part((), 1, True),
             1.0 if slowest == _rank_of(n - 1, layout) else 0.0,
         )
         body = ordinary + _times(head, -1.0)
@@ -296,11 +358,11 @@ class _Pricing:
             if all_of:
                 causes.append(Cause("dp", name, m * all_of, m * exposed))
         causes += self._of_pipeline(each, way)
-        once = [self._once(sizes[r], way[1][r].computing + way[2][r].computing) for r in ranks]
+        once = [self.at[r]._once(sizes[r], way[1][r].computing + way[2][r].computing) for r in ranks]
         reduced = max(once, key=lambda pair: pair[1])
         if reduced[0]:
             causes.append(Cause("dp", "dp", *reduced))
-        optimizer = max(self._optimizer(sizes[r]) for r in ranks)
+        optimizer = max(self.at[r]._optimizer(sizes[r]) for r in ranks)
         causes.append(Cause("optimizer", "", optimizer, optimizer))
         seconds = sum(c.exposed for c in causes)
         jitter = seconds * self.stack.jitter * max(0.0, math.log2(layout.ranks / 8))
@@ -308,12 +370,14 @@ class _Pricing:
             causes.append(Cause("jitter", "", jitter, jitter))
         seconds += jitter
         flops = TRAINED * self.costs.flops(self.rows) * m * layout.data_size * layout.tp * layout.cp
-        peak = self.rates.cluster.chip.flops * layout.ranks
-        memory = tuple(self._memory(r, held[r], sizes[r]) for r in ranks)
+        peak = sum(at.rates.cluster.chip.flops for at in self.at) * layout.ranks / layout.pp
+        memory = tuple(self.at[r]._memory(r, held[r], sizes[r]) for r in ranks)
         shown = tuple(c for c in causes if c.seconds > 0)
+        limits = tuple(at.rates.cluster.capacity for at in self.at)
+        fullest = max(ranks, key=lambda r: memory[r] / limits[r])
         return Price(
-            seconds, flops / (seconds * peak), flops, shown, memory, self.rates.cluster.capacity,
-            guesses=self.stack.guesses,
+            seconds, flops / (seconds * peak), flops, shown, memory, limits[fullest], guesses=self.stack.guesses,
+            limits=limits if len(set(limits)) > 1 else (),
         )  # fmt: skip
 
     def _sum(self, passes: object) -> _Pass:
