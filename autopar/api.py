@@ -130,7 +130,7 @@ def parallelize(
             "seed": seed, "backend": backend, "broadcast_weights": broadcast_weights, "loss": loss,
             "lift_to_float64": lift_to_float64, "example_batch": example_batch,
         }  # fmt: skip
-        mesh, options = _chosen(model, world_mesh(), batch, finish, how, options)
+        mesh, options = _chosen(model, world_mesh(), batch or 0, finish, how, options)
     groups = Groups(mesh)  # type: ignore[arg-type]  # it refuses what is no mesh
     with error_context("parallelize"):
         asked, buckets = _options(options), asked_padding(padding)

@@ -16,7 +16,7 @@ from autopar.auto.explanation import Explanation, chosen_options, options_in_wor
 from autopar.auto.search import Candidate
 from autopar.ir.mesh import Mesh
 from autopar.runtime.consistency.rank_checks import answer_of_first
-from autopar.runtime.fault.errors import CollectiveError
+from autopar.runtime.fault.errors import CollectiveError, error_context
 from autopar.runtime.mesh.process_groups import Groups
 
 log = logging.getLogger("autopar.auto")
@@ -88,7 +88,8 @@ def _joined(texts: list[str]) -> str:
 def _outcome(run: Callable[[], float]) -> dict[str, Any]:
     """What became of a finalist on this rank. An error that is neither a refusal nor of memory is raised."""
     try:
-        return {"seconds": run()}
+        with error_context("measuring a layout"):
+            return {"seconds": run()}
     except CollectiveError as error:
         return {"waited": _line(error)}
     except ValueError as error:

@@ -10,6 +10,7 @@ and its links.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -78,10 +79,10 @@ def measure(groups: Groups, dtype: torch.dtype, device: torch.device, sizes: Siz
     """Time everything. groups: of a mesh of `levels`. Collective; every rank gets the same answer."""
     sizes = sizes or (ON_GPU if device.type == "cuda" else ON_CPU)
     clock = _Clock(device, sizes.seconds)
-    like = {"dtype": dtype, "device": device}
+    like: dict[str, Any] = {"dtype": dtype, "device": device}
     a, b = torch.randn(sizes.tokens, sizes.width, **like), torch.randn(sizes.width, sizes.width, **like)
     wide = torch.randn(sizes.width, 4 * sizes.width, **like)
-    rates = [2 * a.numel() * w.shape[1] / clock(lambda w=w: a @ w) for w in (b, wide)]
+    rates = [2 * a.numel() * w.shape[1] / clock(functools.partial(torch.mm, a, w)) for w in (b, wide)]
     x, y, out = (torch.ones(sizes.elements, **like) for _ in range(3))
     memory = 3 * x.nbytes / clock(lambda: torch.add(x, y, out=out))
     host = torch.empty(sizes.elements, dtype=dtype, pin_memory=device.type == "cuda")
@@ -134,7 +135,7 @@ def _attention(
             continue
         grad = torch.ones_like(out)
         ahead = clock(forward)
-        back = clock(lambda out=out, grad=grad: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
+        back = clock(functools.partial(torch.autograd.grad, out, (q, k, v), grad, retain_graph=True))
         yield name, (ahead, back)
 
 
@@ -203,7 +204,7 @@ def stack_of(measured: Measured, machine: Machine, base: Stack, about: str = "")
         spent = SCORE_BYTES * s.heads * s.seq**2 / measured.memory if plain else 0.0
         forward[kernel] = counted / max(ahead - spent, ahead / 4) / chip.flops
         backward[kernel] = TRAINED * counted / max(back - spent, back / 4) / chip.flops
-    values = {
+    values: dict[str, Any] = {
         "products": measured.products / chip.flops, "memory": measured.memory / chip.memory, "launch": measured.launch,
         "host": measured.copies / chip.host, "optimizer": measured.optimizer * measured.memory,
     }  # fmt: skip
@@ -217,12 +218,12 @@ def stack_of(measured: Measured, machine: Machine, base: Stack, about: str = "")
     kernel = base.kernel if base.kernel in measured.attention else next(iter(measured.attention), base.kernel)
     kernels = [f"attention of {name}" for name in forward if name not in measured.attention]
     links = [name for name in ("inside", "network", "start") if name not in values]
-    shared = {"hidden": {"dp": 0.0, "zero": 0.0}, "reserved": 0.0} if machine.chip == CPU else {}
+    shared: dict[str, Any] = {"hidden": {"dp": 0.0, "zero": 0.0}, "reserved": 0.0} if machine.chip == CPU else {}
     return replace(
         base, name="measured", attention=forward, attention_backward=backward, kernel=kernel, kernels={},
         guesses=(*kernels, *links, "float8", "hidden", "jitter"), source=f"measured: {about or machine.cluster.name}",
         **values, **shared,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
 
 
 def _check(measured: Measured) -> None:

@@ -131,9 +131,9 @@ class Pricing:
 
 
 def balanced(seconds: Sequence[Sequence[float]], last: float, most: Sequence[int]) -> tuple[int, ...]:
-    """How many of the layers, in their order, each stage has, so that the slowest takes the least time. seconds: of each
-    stage, of each layer. last: seconds that the last stage takes besides. most: layers of each stage, at most. (): they
-    do not hold all."""
+    """How many of the layers, in their order, each stage has, so that the slowest takes the least time; () if they do
+    not hold all. seconds: of each stage, of each layer. last: seconds that the last stage takes besides. most: layers
+    of each stage, at most."""
     low, high = 0.0, sum(max(column) for column in zip(*seconds, strict=True)) + last
     best = _filled(seconds, last, most, high)
     for _ in range(BISECTIONS if best else 0):

@@ -251,7 +251,7 @@ class _Problem:
             return np.zeros(0), []
         ways, spread = _directions(self._jacobian(x, free), noise)
         errors: Floats = np.sqrt(((ways.T * spread) ** 2).sum(axis=1))
-        weak = [{free[j] for j in np.flatnonzero(np.abs(way) > PART)} for way in ways[spread > KNOWN / 2]]
+        weak = [{free[int(j)] for j in np.flatnonzero(np.abs(way) > PART)} for way in ways[spread > KNOWN / 2]]
         return errors, weak
 
     def _judged(self, x: Floats, start: Floats, free: Sequence[int], noise: float) -> Fit:

@@ -53,7 +53,7 @@ def calibrated(base: str, sizes: Sizes | None = None, small: SmallSteps | None =
     world = world_mesh().size()
     machine = this_machine(world)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    mesh = init_mesh(**{axis: n for axis, n in levels(machine, world).items() if n > 1} or {"dp": 1})
+    mesh = init_mesh(None, None, **levels(machine, world))
     start = stack_named(base, machine.chip)
     measured = measure(Groups(mesh), dtype, device, sizes)
     about = f"{world} ranks, {machine.cluster.name}, torch {torch.__version__}, {str(dtype).split('.')[1]}, " + str(

@@ -46,8 +46,8 @@ class Cause:
 class Price:
     """seconds: of a step. mfu: of the chip's peak in half precision, without recomputation. flops: of the model, per
     step. causes: their exposed seconds sum up to ``seconds``. memory: bytes of each rank of pp; limit: of the chip.
-    limits: of each rank of pp, where chips differ. refused: why there is no price; then all else is zero. guesses: values
-    that nobody measured."""
+    limits: of each rank of pp, where chips differ. refused: why there is no price; then all else is zero. guesses:
+    values that nobody measured."""
 
     seconds: float = 0.0
     mfu: float = 0.0
@@ -220,8 +220,8 @@ def _unequal(layout: Layout, cluster: Cluster) -> str:
         if len(chips) > 1:
             where = f"stage {k} of pp={layout.pp}" if layout.pp > 1 else "one stage"
             return (
-                f"cluster: replicas of unequal speed would wait for each other, found {' and '.join(chips)} in {where}; "
-                "use a pp whose stages have one kind of chip each"
+                f"cluster: replicas of unequal speed would wait for each other, found {' and '.join(chips)} in {where};"
+                " use a pp whose stages have one kind of chip each"
             )
     return ""
 

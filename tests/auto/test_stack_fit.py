@@ -55,7 +55,7 @@ def test_planted_constants_are_found_within_two_percent() -> None:
         assert getattr(fit.stack, name) == pytest.approx(getattr(PLANTED, name), rel=0.02), name
     for name in ("attention", "attention_backward"):
         assert getattr(fit.stack, name)["flash2"] == pytest.approx(getattr(PLANTED, name)["flash2"], rel=0.02)
-    assert {"float8", "hidden tp", "hidden cp", "hidden ep"} <= set(fit.without_effect)
+    assert {"float8", "hidden pp", "hidden cp", "hidden ep"} <= set(fit.without_effect)
     assert max(map(abs, fit.errors)) < 0.005 < max(map(abs, fit.before))
 
 

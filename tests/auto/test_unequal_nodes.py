@@ -91,8 +91,8 @@ def test_replicas_of_unequal_speed_are_refused(tmp_path: Path) -> None:
     nodes = cluster(tmp_path, {"chip": "H100", "nodes": 1}, {"chip": "A100", "nodes": 1})
     price = MODEL.price(Layout(dp=16), nodes, stack_named("autopar-eager", "A100"))
     assert price.refused == (
-        "cluster: replicas of unequal speed would wait for each other, found H100 and A100 in one stage; use a pp whose "
-        "stages have one kind of chip each"
+        "cluster: replicas of unequal speed would wait for each other, found H100 and A100 in one stage; use a pp "
+        "whose stages have one kind of chip each"
     )
     with pytest.raises(ValueError, match="replicas of unequal speed would wait for each other"):
         chosen(nodes, pp=1)
