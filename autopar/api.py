@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import importlib
 import os
 import warnings
@@ -205,7 +206,10 @@ def _chosen(
         mesh = init_mesh(None, groups.timeout + number * APART, **one.sizes)
         parallel = parallelize(model, mesh, **how, **{**one.options, **options})
         rows = batch // parallel.plan.mesh.data_size
-        return timed_steps(parallel, AdamW(parallel.parameters(), lr=0.0), rows_of(example)(rows), groups.device)
+        found = timed_steps(parallel, AdamW(parallel.parameters(), lr=0.0), rows_of(example)(rows), groups.device)
+        del parallel
+        gc.collect()  # its shards: the next one has its own
+        return found
 
     best = fastest(groups, found, run) if finish else found[0]
     return init_mesh(None, **best.sizes), {**best.options, **options}

@@ -3,7 +3,7 @@
     fit = fitted(stack_named("autopar-eager", "H100"), measured_rows(lines, pricer))
     fit.stack, fit.lines()
 
-Constants stay within bounds, a few wild measurements do not move them (``soft_l1``), and directions that no step
+Constants stay within bounds, a few wild measurements do not move them (``soft_l1``, then ``cauchy``), and directions that no step
 depends on stay where they were: a weak pull to the start, as strong as the measurements are noisy.
 """
 
@@ -173,8 +173,8 @@ class _Problem:
         start = self._scaled(self.stack)
         free = self._with_effect(start, self.paths)
         noise, found = NOISE, start
-        for _ in range(2):  # the second time with the noise that the first one found
-            found = self._least(found, start, free, noise / WIDE)
+        for loss, wild in (("soft_l1", WILD), ("cauchy", None)):  # then with the noise that the first one found
+            found = self._least(found, start, free, noise / WIDE, loss, wild or max(3 * noise, WILD / 2))
             noise = max(NOISE, 1.48 * float(np.median(np.abs(self._residuals(found)))))
         return self._judged(found, start, free, noise)
 
@@ -217,7 +217,7 @@ class _Problem:
                 found.append(i)
         return found
 
-    def _least(self, x: Floats, start: Floats, free: Sequence[int], pull: float) -> Floats:
+    def _least(self, x: Floats, start: Floats, free: Sequence[int], pull: float, loss: str, wild: float) -> Floats:
         from scipy.optimize import least_squares  # slow to import
 
         if not free:
@@ -233,7 +233,7 @@ class _Problem:
             return np.concatenate([self._residuals(whole(part)), pull * (part - start[list(free)])])
 
         begin = np.clip(x[list(free)], low + 1e-6 * (high - low), high - 1e-6 * (high - low))
-        found = least_squares(values, begin, bounds=(low, high), loss="soft_l1", f_scale=WILD, diff_step=1e-4,
+        found = least_squares(values, begin, bounds=(low, high), loss=loss, f_scale=wild, diff_step=1e-4,
                               max_nfev=60, xtol=1e-6, ftol=1e-8)  # fmt: skip
         return whole(found.x)
 

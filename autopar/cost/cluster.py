@@ -160,10 +160,9 @@ class Cluster:
         return tuple(found)
 
     def memory_rich_first(self) -> Cluster:
-        """The same groups, those of chips with more memory first, since the first stages of a pipeline keep the most."""
-        return Cluster(
-            self.name, tuple(sorted(self.groups, key=lambda group: (-group.data.capacity, -group.data.flops)))
-        )
+        """The same groups, those of chips with more memory first: the first stages of a pipeline keep the most."""
+        order = sorted(self.groups, key=lambda group: (-group.data.capacity, -group.data.flops))
+        return Cluster(self.name, tuple(order))
 
     def links(self, size: int, stride: int) -> AxisLinks:
         """The links of an axis of ``size`` ranks, whose neighbours are ``stride`` ranks apart."""

@@ -233,7 +233,7 @@ class _Pricing:
         self.rows = float(layout.micro_batch)
         self.data_ranks = math.prod(getattr(layout, axis) for axis in DATA_AXES)
         self.expert_ranks = max(1, self.data_ranks // max(1, self._experts_on()))
-        self.parts = _parts(layout, costs.kinds)
+        self.parts = layers_of_parts(layout, costs.kinds)
         self.at: tuple[_Pricing, ...] = (self,) * layout.pp  # with the chips of each rank of pp
 
     def _experts_on(self) -> int:
@@ -326,7 +326,7 @@ class _Pricing:
         layout, m = self.layout, self.layout.microbatches
         ranks = range(layout.pp)
         n = layout.parts
-        held = [[k for k in range(n) if _rank_of(k, layout) == rank] for rank in ranks]
+        held = [[k for k in range(n) if rank_of_part(k, layout) == rank] for rank in ranks]
         way = [
             [self._sum(self.at[r]._of_part(self.parts[k], w, k == n - 1) for k in held[r]) for r in ranks]
             for w in range(3)
@@ -343,7 +343,7 @@ class _Pricing:
         ordinary, again = way[0][slowest] + way[1][slowest], way[2][slowest]
         head = _times(
             self.at[slowest]._of_part((), 0, True) + self.at[slowest]._of_part((), 1, True),
-            1.0 if slowest == _rank_of(n - 1, layout) else 0.0,
+            1.0 if slowest == rank_of_part(n - 1, layout) else 0.0,
         )
         body = ordinary + _times(head, -1.0)
         computing = {
@@ -503,7 +503,7 @@ class _Pricing:
         return min(float(m), _held_by(name)(p, m, v))
 
 
-def _rank_of(part: int, layout: Layout) -> int:
+def rank_of_part(part: int, layout: Layout) -> int:
     """The coordinate on pp of the rank that runs a part: in turns, or back and forth in a V."""
     turn, place = divmod(part, layout.pp)
     return layout.pp - 1 - place if layout.schedule in WAVES and turn % 2 else place
@@ -516,7 +516,7 @@ def _times(one: _Pass, count: float) -> _Pass:
     )  # fmt: skip
 
 
-def _parts(layout: Layout, kinds: Sequence[int]) -> list[Sequence[int]]:
+def layers_of_parts(layout: Layout, kinds: Sequence[int]) -> list[Sequence[int]]:
     """The kinds of the layers of each part. Equal numbers; the first and the last parts have those that are missing."""
     n, layers = layout.parts, len(kinds)
     counts = list(layout.layers)

@@ -49,9 +49,10 @@ def sizes(mesh: str) -> dict[str, int]:
 def rank(rounds: int) -> tuple[str, list[float]]:
     """(text of the measured stack, seconds of each mesh), measured in turns."""
     text, _ = calibrated("autopar-eager")
-    torch.manual_seed(0)
-    model, runs = hf.build(hf.config_of(CONFIG), torch.float32, "cpu"), []
+    runs = []
     for mesh, options in (*MEASURED, *OTHERS):
+        torch.manual_seed(0)
+        model = hf.build(hf.config_of(CONFIG), torch.float32, "cpu")
         parallel = autopar.parallelize(model, autopar.init_mesh(**sizes(mesh)), **options)
         tokens = torch.randint(CONFIG["vocab_size"], (BATCH // parallel.plan.mesh.data_size, SEQ))
         optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-5)
