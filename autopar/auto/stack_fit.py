@@ -3,8 +3,8 @@
     fit = fitted(stack_named("autopar-eager", "H100"), measured_rows(lines, pricer))
     fit.stack, fit.lines()
 
-Constants stay within bounds, a few wild measurements do not move them (``soft_l1``, then ``cauchy``), and directions that no step
-depends on stay where they were: a weak pull to the start, as strong as the measurements are noisy.
+Constants stay within bounds, a few wild measurements do not move them (``soft_l1``, then ``cauchy``), and directions
+that no step depends on stay where they were: a weak pull to the start, as strong as the measurements are noisy.
 """
 
 from __future__ import annotations

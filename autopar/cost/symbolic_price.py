@@ -1,7 +1,7 @@
 """The seconds and the memory of a layout as expressions of its batch, its sequence and the speeds of its links.
 
     found = symbolic_price(layout, {4096: costs, 8192: costs, 16384: costs}, cluster, stack)
-    found.javascript()      a function of (batch, seq, inside, card), which `autopar plan --auto --dump` puts into a page
+    found.javascript()      a function of (batch, seq, inside, card), for the page of `autopar plan --auto --dump`
 
 The same formulas as `autopar.cost.layout_price`; `tests/cost/test_symbolic_price.py` insists on equal numbers. Costs at
 three sequence lengths give those at any, as all of them are quadratic in it, up to rows of tiles. batch: rows of a
