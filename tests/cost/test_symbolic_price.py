@@ -33,8 +33,8 @@ CASES: tuple[tuple[dict[str, Any], Layout, Stack], ...] = (
     (LLAMA, Layout(pp=2, dp=2, tp=2, microbatches=8, zero=1, sequence_parallel=True, schedule="1f1b"), MEGATRON),
     (LLAMA, Layout(pp=2, dp=8, microbatches=8, schedule="interleaved", virtual_stages=2, zero=2), EAGER),
     (LLAMA, Layout(pp=4, tp=2, microbatches=16, schedule="zb_h1", sequence_parallel=True), EAGER),
-    (LLAMA, Layout(dp=4, cp=2, activation_checkpoint="full", zero=1), EAGER),
-    (MIXTRAL, Layout(dp=2, ep=2, zero=1, loss_chunks=1), EAGER),
+    (LLAMA, Layout(dp=4, cp=2, attention="ring", activation_checkpoint="full", zero=1), EAGER),
+    (MIXTRAL, Layout(dp=2, ep=2, zero=1, token_dispatcher="alltoall"), EAGER),
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from autopar.report.html.page import Page, Section, render, table
 
+SHOWN = 12  # rows of a table
 WIDTH, HEIGHT, LEFT, BOTTOM = 900, 340, 70, 40  # of the map, in units of its view box
 
 
@@ -114,7 +115,7 @@ def _map(choice: Mapping[str, Any]) -> str:
     ]  # fmt: skip
     body = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="candidates">{"".join(parts)}</svg>'
     hint = "Time of a step over memory. Green: within the band of the fastest that fits; the large dot is the choice."
-    near = [(r["name"], _s(r["seconds"]), _gb(r["memory"])) for r in choice["close"]]
+    near = [(r["name"], _s(r["seconds"]), _gb(r["memory"])) for r in choice["close"][:SHOWN]]
     return f"{body}<p class=muted>{hint}</p>{table(('within the band', 'time', 'memory'), near, numeric=(1, 2))}"
 
 
