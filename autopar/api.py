@@ -10,21 +10,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import importlib
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import AdamW
 
 from autopar.ac_policies import FUSED
 from autopar.adapters.copying.fake import skeleton_of
 from autopar.adapters.tensors.held_memory import referenced_elsewhere
 from autopar.adapters.versions import version_errors, warn_of_newer
-from autopar.auto.machine import lengthened, mesh_for, world_mesh
+from autopar.auto.finish import Finalist, fastest
+from autopar.auto.machine import layouts_for, lengthened, rows_of, world_mesh
+from autopar.auto.timed_steps import timed_steps
 from autopar.cache.background_compile import BackgroundCompile
 from autopar.cache.compile_cache import stored_plan, stored_step
 from autopar.capture.front_end import adapter_for, buffers_of, model_dtypes
@@ -46,7 +51,7 @@ from autopar.runtime.fault.errors import error_context
 from autopar.runtime.inputs.call_arguments import by_name, check_input_names, check_values, misspelled
 from autopar.runtime.inputs.loss_fn import LOSS, with_loss
 from autopar.runtime.inputs.padding import PaddingBuckets, asked_padding
-from autopar.runtime.mesh.process_groups import Groups
+from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from autopar.runtime.mesh.roles import Roles
 from autopar.runtime.module.argument_checks import check_arguments, check_module, check_no_gradients
 from autopar.runtime.module.parallel_module import ParallelModule
@@ -60,6 +65,7 @@ from autopar.steps.graphs import Compiled
 from autopar.values import whole_number
 
 T = TypeVar("T")
+APART = timedelta(milliseconds=1)  # a mesh with another timeout has groups of its own
 
 
 def parallelize(
@@ -67,6 +73,7 @@ def parallelize(
     mesh: DeviceMesh | str,
     *,
     batch: int | None = None,
+    finish: int = 0,
     example_batch: Mapping[str, Any] | None = None,
     plan: Plan | None = None,
     backend: str = "eager",
@@ -89,6 +96,8 @@ def parallelize(
             "auto": mesh and options are chosen for the ranks of this world and their chip (`autopar plan --auto`
             explains the same choice); ``options`` stay as they are given. The choice is ``model.plan``, and logged.
         batch: with mesh="auto", the examples of a step over all ranks and microbatches.
+        finish: with mesh="auto", how many of the first layouts are measured, a few steps each with AdamW, on the ranks;
+            the fastest that ran is kept. By default none is, and the first is taken.
         example_batch: keyword arguments of the forward (the batch of one rank), from which the placements of
             parameters are planned. Not needed for transformers models.
         plan: a plan to use instead of making one, such as ``plan.override({...})`` of an earlier one.
@@ -119,11 +128,13 @@ def parallelize(
     Raises ValueError, on every rank and before any collective, for sizes that do not divide, a model that cannot be
     captured, or a plan of another model.
     """
-    if (isinstance(mesh, str) and mesh == "auto") or batch is not None:
-        _check_auto(mesh, batch, plan)
-        world = world_mesh()
-        with error_context("parallelize"):
-            mesh, options = _chosen(model, world, batch, example_batch, loss, options)
+    if (isinstance(mesh, str) and mesh == "auto") or batch is not None or finish:
+        _check_auto(mesh, batch, finish, plan, model)
+        how = {
+            "seed": seed, "backend": backend, "broadcast_weights": broadcast_weights, "loss": loss,
+            "lift_to_float64": lift_to_float64, "example_batch": example_batch,
+        }  # fmt: skip
+        mesh, options = _chosen(model, world_mesh(), batch or 0, finish, how, options)
     groups = Groups(mesh)  # type: ignore[arg-type]  # it refuses what is no mesh
     with error_context("parallelize"):
         asked, buckets = _options(options), asked_padding(padding)
@@ -162,7 +173,7 @@ def parallelize(
         return parallel
 
 
-def _check_auto(mesh: Any, batch: Any, plan: Plan | None) -> None:
+def _check_auto(mesh: Any, batch: Any, finish: Any, plan: Plan | None, model: nn.Module) -> None:
     """Raises ValueError for arguments that do not go with mesh="auto", or only with it."""
     if mesh != "auto":
         way = f"pass autopar.init_mesh(...) instead of {mesh!r}" if isinstance(mesh, str) else "leave the batch out"
@@ -170,29 +181,41 @@ def _check_auto(mesh: Any, batch: Any, plan: Plan | None) -> None:
     if batch is None:
         raise ValueError('parallelize: mesh="auto" needs the examples of a step of all ranks; pass batch=512')
     whole_number("batch", batch, least=1)
+    if whole_number("finish", finish) and any(p.is_meta for p in model.parameters()):
+        raise ValueError("parallelize: finish= measures steps, found a model without weights; build it on a device")
     if plan is not None:
         raise ValueError('parallelize: mesh="auto" makes a plan, found plan= as well; pass the mesh of the plan')
 
 
 def _chosen(
-    model: nn.Module,
-    world: DeviceMesh,
-    batch: Any,
-    example_batch: Mapping[str, Any] | None,
-    loss: Callable[[Any, Mapping[str, Any]], Any] | None,
-    options: Mapping[str, Any],
+    model: nn.Module, world: DeviceMesh, batch: int, finish: int, how: Mapping[str, Any], options: Mapping[str, Any]
 ) -> tuple[DeviceMesh, dict[str, Any]]:
-    """(mesh, options) for mesh="auto"."""
-    _options(options)  # for its refusals
-    check_module(model)
-    load_adapters(model)
-    whole = model if loss is None else with_loss(model, loss)
-    example = next((one for one in examples_of(whole, example_batch) if _only_tensors(one)), None)
-    if example is None:
-        raise ValueError('parallelize: mesh="auto" needs a batch of tensors; pass example_batch={...}')
-    example = example if example_batch is not None else lengthened(example, model)
-    skeleton = skeleton_of(whole, model_dtypes(whole, Options(**options).precision).stored)
-    return mesh_for(Groups(world), skeleton, batch, example, options)
+    """(mesh, options) for mesh="auto". how: other arguments of `parallelize`."""
+    with error_context("parallelize"):
+        _options(options)  # for its refusals
+        check_module(model)
+        load_adapters(model)
+        loss, given = how["loss"], how["example_batch"]
+        whole = model if loss is None else with_loss(model, loss)
+        example = next((one for one in examples_of(whole, given) if _only_tensors(one)), None)
+        if example is None:
+            raise ValueError('parallelize: mesh="auto" needs a batch of tensors; pass example_batch={...}')
+        example = example if given is not None else lengthened(example, model)
+        skeleton = skeleton_of(whole, model_dtypes(whole, Options(**options).precision).stored)
+        groups = Groups(world)
+        found = layouts_for(groups, skeleton, batch, example, options, finish or 1)
+
+    def run(one: Finalist, number: int) -> float:
+        mesh = init_mesh(None, groups.timeout + number * APART, **one.sizes)
+        parallel = parallelize(model, mesh, **how, **{**one.options, **options})
+        rows = batch // parallel.plan.mesh.data_size
+        found = timed_steps(parallel, AdamW(parallel.parameters(), lr=0.0), rows_of(example)(rows), groups.device)
+        del parallel
+        gc.collect()  # its shards: the next one has its own
+        return found
+
+    best = fastest(groups, found, run) if finish else found[0]
+    return init_mesh(None, **best.sizes), {**best.options, **options}
 
 
 def _only_tensors(batch: Mapping[str, Any]) -> bool:

@@ -53,20 +53,17 @@ class Asked:
 
 def choose(model: CostedModel, asked: Asked, cluster: Cluster, stack: Stack) -> Explanation:
     """The layout of a model, and why. Raises ValueError for a question without an answer."""
+    cluster = cluster if cluster.is_uniform else cluster.memory_rich_first()
     question = question_of(model, asked, cluster)
     options = Options(**asked.carried)
     what_if = {"compute": asked.compute, "topology": options.topology}
     pricing = Pricing(model, cluster, stack, {k: v for k, v in what_if.items() if v}, float(options.memory_limit))
-    found = search(Space(question), pricing)
-    explanation = explain(_checked(found, model, asked.carried), pricing)
+    found = _checked(search(Space(question), pricing), model, asked.carried)
+    if found.choice is not None:
+        found = replace(found, choice=replace(found.choice, layout=pricing.cut(found.choice.layout)))
+    explanation = explain(found, pricing)
     unpriced = [name for name in asked.carried if name not in PRICED]
     remarks = [f"{', '.join(unpriced)}: not priced, the step runs with them"] if unpriced else []
-    if not cluster.is_uniform:
-        slow = min(cluster.groups, key=lambda group: group.data.flops)
-        remarks.append(
-            f"every rank is priced as the slowest chip ({slow.chip}) with the slowest links ({cluster.group.chip}, "
-            f"{cluster.group.cards} cards of {cluster.group.card / 1e9:.3g} GB/s per node)"
-        )
     return replace(explanation, remarks=(*explanation.remarks, *remarks), carried=asked.carried)
 
 

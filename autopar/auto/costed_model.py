@@ -10,6 +10,7 @@ model's own code runs: two layers of a kind differ from one by exactly one layer
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -80,6 +81,12 @@ class CostedModel:
     def layers(self) -> int:
         """How many layers the model has."""
         return len(self.kinds)
+
+    def split_points(self, counts: Sequence[int]) -> tuple[str, ...]:
+        """The names of the layers with which stages of so many layers begin, without the first stage."""
+        children = [self.model.get_submodule(one.path).named_children() for one in self.lists]
+        names = [f"{one.path}.{name}" for one, held in zip(self.lists, children, strict=True) for name, _ in held]
+        return tuple(names[end] for end in itertools.accumulate(counts[:-1]))
 
     @property
     def experts(self) -> int:

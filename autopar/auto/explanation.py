@@ -72,7 +72,9 @@ class Explanation:
     @property
     def options(self) -> dict[str, Any]:
         """The options of `autopar.parallelize`, without those that are as by default."""
-        return chosen_options(self.choice.layout) | dict(self.carried)
+        counts = self.choice.layout.layers
+        cuts = {"split_points": self.pricing.model.split_points(counts)} if counts else {}
+        return chosen_options(self.choice.layout) | cuts | dict(self.carried)
 
     @property
     def choice(self) -> Candidate:
@@ -97,7 +99,7 @@ class Explanation:
             f"{question.batch} x {question.seq}; {options}",
             f"{seconds(price.seconds)} per step ({seconds(low)} to {seconds(high)}: {stack.name} is off by "
             f"{stack.error:.0%} in the median), MFU {price.mfu:.1%}; {gigabytes(self.choice.memory)} on stage "
-            f"{_fullest(price)}, of {gigabytes(price.limit)}",
+            f"{price.fullest}, of {gigabytes(price.limit)}",
             f"{self._beside()}; {self.pruned[0]}",
         ]
 
@@ -150,7 +152,7 @@ def _row(candidate: Candidate) -> dict[str, Any]:
 def _priced(price: Price) -> dict[str, Any]:
     if price.refused:
         return {"refused": price.refused}
-    return {"seconds": price.seconds, "memory": max(price.memory), "fits": price.fits}
+    return {"seconds": price.seconds, "memory": price.most_memory, "fits": price.fits}
 
 
 def chosen_options(layout: Layout) -> dict[str, Any]:
@@ -175,10 +177,6 @@ def seconds(value: float) -> str:
 def gigabytes(value: float) -> str:
     """81.2 GB"""
     return f"{value / GIB:,.1f} GB"
-
-
-def _fullest(price: Price) -> int:
-    return max(range(len(price.memory)), key=lambda rank: price.memory[rank])
 
 
 def explain(found: Found, pricing: Pricing) -> Explanation:
@@ -276,12 +274,12 @@ def compared(price: Price, other: Price) -> str:
         return f"does not run: {other.refused}"
     more = other.seconds / price.seconds - 1
     if not other.fits:
-        stage, time = _fullest(other), "in the same time"
+        stage, time = other.fullest, "in the same time"
         if abs(more) > WORTH_SAYING:
             time = f"{abs(more):.0%} {'slower' if more > 0 else 'faster'}"
-        memory = f"{gigabytes(max(other.memory))} on stage {stage}, of {gigabytes(other.limit)}"
+        memory = f"{gigabytes(other.most_memory)} on stage {stage}, of {gigabytes(other.limit)}"
         return f"does not fit: {memory} (it would be {time})"
-    saved = max(price.memory) - max(other.memory)
+    saved = price.most_memory - other.most_memory
     memory = (
         f", {gigabytes(abs(saved))} {'less' if saved > 0 else 'more'} memory" if abs(saved) > 0.01 * price.limit else ""
     )
@@ -341,10 +339,36 @@ def _pruned(found: Found) -> Iterator[str]:
 
 
 def _remarks(choice: Candidate, pricing: Pricing) -> Iterator[str]:
+    yield from unequal_nodes(choice, pricing) if not pricing.cluster.is_uniform else ()
     if choice.price.guesses:
         yield f"nobody measured {', '.join(choice.price.guesses)} of stack {pricing.stack.name}: they are guesses"
     if pricing.what_if.get("compute"):
         yield f"products in {pricing.what_if['compute']} are a what-if: parallelize does not run them yet"
+
+
+SPEEDS = {"card": "network cards", "inside": "links within a node"}
+
+
+def unequal_nodes(choice: Candidate, pricing: Pricing) -> Iterator[str]:
+    """In which order ranks take the nodes, how many layers their stages have, and what slow nodes cost."""
+    groups = pricing.cluster.groups
+    if len({group.chip for group in groups}) > 1:
+        yield f"start the ranks on the nodes in this order: {', then '.join(f'{g.nodes} of {g.chip}' for g in groups)}"
+    if counts := choice.layout.layers:
+        yield f"stages have {', '.join(map(str, counts))} layers, by the speed and the memory of their chips"
+    at = 0
+    for group in groups:
+        ranks, at = f"ranks {at} to {at + group.ranks - 1}", at + group.ranks
+        for name, words in SPEEDS.items():
+            most = max(getattr(other, name) for other in groups if other.chip == group.chip)
+            if getattr(group, name) < most:
+                alike = tuple(replace(g, **{name: most}) if g is group else g for g in groups)
+                other = replace(pricing, cluster=replace(pricing.cluster, groups=alike)).price(choice.layout)
+                saved = 1 - other.seconds / choice.seconds
+                yield (
+                    f"slow {words} on {ranks} ({group.nodes} nodes of {group.chip}): {getattr(group, name) / 1e9:.3g} "
+                    f"GB/s, others have {most / 1e9:.3g}; the choice takes {saved:.0%} less time without them"
+                )
 
 
 # --- nothing fits --------------------------------------------------------------------------------------------
@@ -362,16 +386,20 @@ def why_nothing_fits(found: Found, pricing: Pricing) -> str:
     else:
         nearest = (
             f"the nearest, {near.layout.mesh} with {_said(near.layout)}, takes {gigabytes(near.memory)} on stage "
-            f"{_fullest(near.price)}, of {limit}"
+            f"{near.price.fullest}, of {limit}"
         )
     remedies = " or ".join(_remedies(question, pricing)) or "a smaller model, or chips with more memory"
     return f"auto: nothing fits {question.ranks} GPUs: {nearest}; use {remedies}"
 
 
 def _said(layout: Layout) -> str:
+    return options_in_words(chosen_options(layout))
+
+
+def options_in_words(options: Mapping[str, Any]) -> str:
+    """Options without those that change nothing."""
     plain = {"activation_checkpoint": "none", "loss_chunks": 1}
-    said = [f"{name}={value}" for name, value in chosen_options(layout).items() if plain.get(name) != value]
-    return " ".join(said) or "options as by default"
+    return " ".join(f"{n}={value}" for n, value in options.items() if plain.get(n) != value) or "options as by default"
 
 
 def _remedies(question: Question, pricing: Pricing) -> Iterator[str]:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.auto.choice import Asked, choose
 from autopar.auto.costed_model import CostedModel
 from autopar.auto.explanation import Explanation
+from autopar.auto.finish import Finalist, finalists
 from autopar.chips import CHIPS
 from autopar.cost.cluster import Cluster, NodeGroup
 from autopar.cost.efficiency import DEFAULT_STACK, stack_named
@@ -78,11 +79,12 @@ def world_mesh() -> DeviceMesh:
     return init_mesh(dp=world)
 
 
-def mesh_for(
-    groups: Groups, model: nn.Module, rows: int, example: Mapping[str, Any], options: Mapping[str, Any]
-) -> tuple[DeviceMesh, dict[str, Any]]:
-    """(mesh, options) for the ranks of this world. Collective. groups: of all ranks. model: without weights. rows:
-    of a step of all ranks. example: arguments of the forward, whose sequence counts. options: the user's, which stay.
+def layouts_for(
+    groups: Groups, model: nn.Module, rows: int, example: Mapping[str, Any], options: Mapping[str, Any], count: int = 1
+) -> list[Finalist]:
+    """The choice for the ranks of this world, then the fastest others, up to ``count``. Collective. groups: of all
+    ranks. model: without weights. rows: of a step of all ranks. example: arguments of the forward, whose sequence
+    counts. options: the user's, which stay. The choice is logged, unless others follow.
 
     Raises ValueError, the same on all ranks, for ranks that see different chips or are given different arguments, and
     for a question without an answer.
@@ -90,11 +92,12 @@ def mesh_for(
     world = groups.mesh.world_size
     machine = this_machine(world)
     seq = sequence_of(example)
-    told = {"batch": rows, "seq": seq, "options": sorted(options.items()), "parameters": _shapes(model)}
+    given = {"batch": rows, "seq": seq, "finish": count, "options": sorted(options.items())}
     checks = (
         ({"chip": machine.chip, "ranks per node": machine.per_node}, "auto: all ranks must see the same machine",
          "name the mesh, or start the same ranks everywhere"),
-        (told, "auto: every rank must be given the same model, batch and options", "call it alike on every rank"),
+        (given | {"parameters": _shapes(model)}, "auto: every rank must be given the same model, batch and options",
+         "call it alike on every rank"),
     )  # fmt: skip
     for facts, need, way_out in checks:
         texts = {name: str(value) for name, value in facts.items()}
@@ -104,30 +107,28 @@ def mesh_for(
         stack, cluster = stack_named(DEFAULT_STACK, machine.chip), machine.cluster
         if machine.chip == CPU:
             stack = replace(stack, reserved=0.0)
-        given = {"memory_limit": machine.memory, **options}
-        return choose(CostedModel(model, rows_of(example)), Asked(world, rows, seq, given), cluster, stack)
+        fixed = {"memory_limit": machine.memory, **options}
+        return choose(CostedModel(model, rows_of(example)), Asked(world, rows, seq, fixed), cluster, stack)
 
-    sizes, found, lines = _of_first(groups, chosen)
-    for line in lines if groups.rank == 0 else ():
+    found, lines = _of_first(groups, chosen, count)
+    for line in lines if groups.rank == 0 and count == 1 else ():
         log.info(line)
-    return init_mesh(None, **sizes), {**found, **options}
+    return found
 
 
-def _of_first(groups: Groups, chosen: Callable[[], Explanation]) -> tuple[dict[str, int], dict[str, Any], list[str]]:
-    """(sizes, options, lines) of rank 0, on all ranks. Raises its ValueError on all."""
+def _of_first(groups: Groups, chosen: Callable[[], Explanation], count: int) -> tuple[list[Finalist], list[str]]:
+    """(layouts, lines) of rank 0, on all ranks. Raises its ValueError on all."""
     answer: dict[str, Any] = {}
     if groups.rank == 0:
         try:
             found = chosen()
-            layout = found.choice.layout
-            own = {name: value for name, value in found.options.items() if name not in found.carried}
-            answer = {"sizes": dict(layout.mesh.sizes), "options": own, "lines": found.headline()}
+            answer = {"layouts": [vars(one) for one in finalists(found, count)], "lines": found.headline()}
         except ValueError as error:
             answer = {"refused": str(error)}
     answer = json.loads(text_of_first(groups, json.dumps(answer), "the chosen mesh"))
     if "refused" in answer:
         raise ValueError(answer["refused"])
-    return answer["sizes"], answer["options"], answer["lines"]
+    return [Finalist(**row) for row in answer["layouts"]], answer["lines"]
 
 
 def _shapes(model: nn.Module) -> str:

@@ -67,9 +67,10 @@ class LayoutPricer:
         stack = stack_named(row.get("stack", self.stack), cluster.chip_name)
         layout = layout_of(row)
         what_if = {"kernel": row.get("attention", ""), "compute": row.get("compute", "")}
-        return self._model(row).price(layout, cluster, stack, **what_if), stack.name
+        return self.model(row).price(layout, cluster, stack, **what_if), stack.name
 
-    def _model(self, row: Mapping[str, Any]) -> CostedModel:
+    def model(self, row: Mapping[str, Any]) -> CostedModel:
+        """The model of a row, built once."""
         key = json.dumps([row["config"], row["seq"], row.get("dtype", "bfloat16")], sort_keys=True)
         if key not in self._models:
             seq = whole_number("seq", row["seq"], least=1)

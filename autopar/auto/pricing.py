@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,10 +12,11 @@ from autopar.cost.cluster import Cluster
 from autopar.cost.efficiency import Stack
 from autopar.cost.layer_costs import LayerCosts, ModelCosts, Work
 from autopar.cost.layout import Layout, Placement
-from autopar.cost.layout_price import Known, Price, price
+from autopar.cost.layout_price import Known, Price, layer_seconds, price
 from autopar.zero_stages import ZERO_STAGES
 
 AVOIDABLE = ("dp", "optimizer", "jitter", "bubble", "pp")  # causes that depend on ZeRO, replicas and schedule
+MOST_CUTS, BISECTIONS = 12, 40
 LOGIT_BYTES = 16  # of a logit and its gradients, at most
 
 
@@ -32,6 +33,7 @@ class Pricing:
 
     def __post_init__(self) -> None:
         self._prices: dict[tuple[Layout, bool], Price] = {}
+        self._cuts: dict[Layout, Layout] = {}
         self._known: Known = {}
         self._tried: dict[Placement, str] = {}
         self._elements = float(sum(p.numel() for p in self.model.model.parameters()))
@@ -45,10 +47,36 @@ class Pricing:
             found = (
                 Price.of_refusal(reason)
                 if reason
-                else self._of(layout, self._costs(layout), simulated=key[1], known=self._known)
+                else self._of(self.cut(layout), self._costs(layout), simulated=key[1], known=self._known)
             )
             self._prices[key] = self._limited(found)
         return self._prices[key]
+
+    def cut(self, layout: Layout) -> Layout:
+        """The layout with the layers of each stage, where chips of stages differ: by their speed and memory."""
+        if self.cluster.is_uniform or layout.parts != layout.pp or layout.pp == 1 or layout.layers:
+            return layout
+        if layout not in self._cuts:
+            self._cuts[layout] = self._balanced(layout)
+        return self._cuts[layout]
+
+    def _balanced(self, layout: Layout) -> Layout:
+        costs, (cluster, stack) = self._costs(layout), (self.cluster, self.stack)
+        if self._of(layout, costs).refused:
+            return layout
+        each = layer_seconds(layout, costs, cluster, stack, **self.what_if)
+        seconds = [[of_rank[kind] for kind in costs.kinds] for of_rank in each]
+        most = [len(costs.kinds)] * layout.pp
+        for _ in range(MOST_CUTS):
+            counts = balanced(seconds, each[-1][-1], most)
+            if not counts:
+                break
+            found = replace(layout, layers=counts)
+            over = self._limited(self._of(found, costs)).over
+            if max(over) <= 1:
+                return found
+            most = [n - 1 if share > 1 else m for n, share, m in zip(counts, over, most, strict=True)]
+        return layout
 
     def is_ready(self, layout: Layout) -> bool:
         """Whether its layers are compiled, or their costs bounded by nothing that is compiled."""
@@ -85,8 +113,8 @@ class Pricing:
 
     @property
     def limit(self) -> float:
-        """Bytes of a rank."""
-        return min(self.cluster.capacity, self.memory_limit or math.inf)
+        """Bytes of a rank, of the chip with the most."""
+        return min(max(g.data.capacity for g in self.cluster.groups), self.memory_limit or math.inf)
 
     def _costs(self, layout: Layout) -> ModelCosts:
         return self.model.costs(layout.placement)
@@ -105,7 +133,36 @@ class Pricing:
         return price(layout, costs, self.cluster, self.stack, **how, **self.what_if)
 
     def _limited(self, found: Price) -> Price:
-        return replace(found, limit=min(found.limit, self.memory_limit)) if self.memory_limit else found
+        return found.limited(self.memory_limit) if self.memory_limit else found
+
+
+def balanced(seconds: Sequence[Sequence[float]], last: float, most: Sequence[int]) -> tuple[int, ...]:
+    """How many of the layers, in their order, each stage has, so that the slowest takes the least time; () if they do
+    not hold all. seconds: of each stage, of each layer. last: seconds that the last stage takes besides. most: layers
+    of each stage, at most."""
+    low, high = 0.0, sum(max(column) for column in zip(*seconds, strict=True)) + last
+    best = _filled(seconds, last, most, high)
+    for _ in range(BISECTIONS if best else 0):
+        limit = (low + high) / 2
+        if counts := _filled(seconds, last, most, limit):
+            best, high = counts, limit
+        else:
+            low = limit
+    return best
+
+
+def _filled(seconds: Sequence[Sequence[float]], last: float, most: Sequence[int], limit: float) -> tuple[int, ...]:
+    """Layers for each stage, as many as it computes within a limit; () if some are left."""
+    at, counts = 0, list[int]()
+    for k, row in enumerate(seconds):
+        others = len(seconds) - 1 - k  # stages that need a layer as well
+        used, count = last if not others else 0.0, 0
+        while at < len(row) - others and count < most[k] and used + row[at] <= limit:
+            used, at, count = used + row[at], at + 1, count + 1
+        if not count:
+            return ()
+        counts.append(count)
+    return tuple(counts) if at == len(seconds[0]) else ()
 
 
 def certain(price: Price) -> float:

@@ -56,7 +56,7 @@ class Candidate:
     @property
     def memory(self) -> float:
         """Bytes of the fullest rank."""
-        return max(self.price.memory, default=0.0)
+        return self.price.most_memory
 
     @property
     def simplicity(self) -> tuple[float, ...]:
@@ -199,8 +199,9 @@ class _Search:
         candidate = self._price(whole)
         if candidate is None or candidate.price.fits:
             return False
-        over = max(candidate.price.memory[:-1], default=0.0) > self.pricer.limit
-        return not over and candidate.price.memory[-1] - self.pricer.of_loss(whole) <= self.pricer.limit
+        *others, last = candidate.price.over
+        size = candidate.price.memory[-1]
+        return max(others, default=0.0) <= 1 and size - self.pricer.of_loss(whole) <= size / last
 
     def _is_hopeless(self, member: Layout) -> bool:
         """Whether no member of its family fits, whatever it saves. Larger microbatches then do not fit either."""

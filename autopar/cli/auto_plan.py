@@ -14,6 +14,7 @@ from rich.console import Console
 from autopar.auto.choice import Asked, choose
 from autopar.auto.costed_model import CostedModel
 from autopar.auto.explanation import Explanation, chosen_options, gigabytes, seconds
+from autopar.auto.sliders import sliders
 from autopar.chips import DEFAULT
 from autopar.cli.compiling import asked_mesh, configs
 from autopar.cost.cluster import Cluster
@@ -54,12 +55,11 @@ def explanation_of(args: argparse.Namespace) -> Explanation:
     for text in args.mesh or ():
         fixed |= asked_mesh(text).sizes
     asked = Asked(args.gpus or 0, args.batch, args.seq, fixed, args.compute or "")
-    return choose(
-        CostedModel.from_config(configs().load_config(args.config).to_dict(), args.seq, args.dtype),
-        asked,
-        cluster,
-        stack,
-    )
+    return choose(_model(args, args.seq), asked, cluster, stack)
+
+
+def _model(args: argparse.Namespace, seq: int) -> CostedModel:
+    return CostedModel.from_config(configs().load_config(args.config).to_dict(), seq, args.dtype)
 
 
 def command_of(args: argparse.Namespace, explanation: Explanation) -> str:
@@ -119,9 +119,9 @@ def _options_text(options: Mapping[str, Any]) -> str:
 
 
 def _write(args: argparse.Namespace, explanation: Explanation, summary: Summary) -> None:
-    layout = explanation.choice.layout
-    summary(args, layout.mesh, layout.options(**explanation.carried), args.dump)
+    summary(args, explanation.choice.layout.mesh, Options(**explanation.options), args.dump)
     found = explanation.as_dict() | {"command": command_of(args, explanation)}
+    varied = sliders(explanation, lambda seq: _model(args, seq))
     (args.dump / "choice.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-    page = choice_page(found, f"autopar plan --auto: {args.config}")
+    page = choice_page(found | {"sliders": varied}, f"autopar plan --auto: {args.config}")
     (args.dump / "choice.html").write_text(page, encoding="utf-8")

@@ -11,6 +11,7 @@
     autopar experts --ranks 64 --per-node 8 --experts 256 --top-k 8 --hidden 7168 --tokens 4096
     autopar experts --apart --config CONFIG.json --target-hardware H20 --experts-on L40S --limit 150ms
     autopar serve FOLDER --mesh tp=2 --port 8000 --max-length 8192 --cache 20GB
+    autopar calibrate --ranks 4 --out machine.json
     autopar cache --clear
     autopar env
     autopar demo
@@ -32,6 +33,7 @@ from pathlib import Path
 
 from autopar.cli.attention_command import ATTENTION
 from autopar.cli.cache_command import CACHE
+from autopar.cli.calibrate_command import CALIBRATE
 from autopar.cli.command import Command, Parser
 from autopar.cli.experts_command import EXPERTS
 from autopar.cli.plan_command import PLAN
@@ -99,7 +101,7 @@ VERIFY = Command(
 
 
 INTERRUPTED, UNREAD = 130, 141  # exit codes, as of a program that SIGINT or SIGPIPE ends
-COMMANDS = (PLAN, SHOW, VERIFY, SERVE, SCHEDULE, ATTENTION, EXPERTS, CACHE, ENV, DEMO)
+COMMANDS = (PLAN, SHOW, VERIFY, SERVE, SCHEDULE, ATTENTION, EXPERTS, CALIBRATE, CACHE, ENV, DEMO)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

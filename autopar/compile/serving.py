@@ -155,9 +155,7 @@ def compile_packed(
 
     def check(count: int) -> GraphModule:
         shorter = first(count)
-        timed(
-            timings, "lengths", lambda: check_any_length(as_captured, shorter, total, count, tokens, values)
-        )
+        timed(timings, "lengths", lambda: check_any_length(as_captured, shorter, total, count, tokens, values))
         return shorter
 
     several, single = check(short), first(1)

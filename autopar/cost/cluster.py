@@ -58,13 +58,14 @@ class NodeGroup:
 class AxisLinks:
     """How the ranks of an axis are connected. inside: ranks of the axis on one node; nodes: that it spans; near, far:
     bytes per second and rank within a node, and through one network card; cards: how many the neighbours of a node use
-    together."""
+    together. start: seconds until the first byte of a collective moves."""
 
     inside: int
     nodes: int
     near: float
     far: float
     cards: float
+    start: float = START
 
     @property
     def size(self) -> int:
@@ -76,9 +77,9 @@ class AxisLinks:
         """Bytes per second that each rank of a ring over the axis sends."""
         return self.near if self.nodes == 1 else min(self.near, self.far * self.cards)
 
-    def scaled(self, near: float, far: float) -> AxisLinks:
-        """With the shares of both speeds that a stack reaches."""
-        return replace(self, near=self.near * near, far=self.far * far)
+    def scaled(self, near: float, far: float, start: float = START) -> AxisLinks:
+        """With the shares of both speeds that a stack reaches, and its start of a collective."""
+        return replace(self, near=self.near * near, far=self.far * far, start=start)
 
     def seconds(self, kind: str, sent: float, calls: float = 1.0) -> float:
         """Seconds of ``calls`` collectives of a kind, or of sends to a neighbour, in which each rank sends ``sent``
@@ -88,10 +89,10 @@ class AxisLinks:
         if kind.startswith("all_to_all"):
             away = self.inside * (self.nodes - 1) / (self.size - 1)
             moved = max(sent * (1 - away) / self.near, sent * away / self.far)
-            return moved + calls * (START + (HOP_ACROSS if self.nodes > 1 else HOP_INSIDE))
+            return moved + calls * (self.start + (HOP_ACROSS if self.nodes > 1 else HOP_INSIDE))
         if kind not in _ROUNDS:  # to a neighbour, the slowest of which counts
             return sent / (self.near if self.nodes == 1 else min(self.near, self.far)) + calls * self._hop
-        return sent / self.bandwidth + calls * (START + self._delay(kind))
+        return sent / self.bandwidth + calls * (self.start + self._delay(kind))
 
     @property
     def topology(self) -> Topology:
@@ -153,6 +154,22 @@ class Cluster:
             return self
         (group,) = self.groups
         return Cluster(self.name, (replace(group, nodes=-(-ranks // group.per_node)),))
+
+    def spans(self, count: int) -> tuple[Cluster, ...]:
+        """The nodes of each of ``count`` equal parts of the ranks: groups that a part touches."""
+        size, ends, found = self.ranks // count, [0], list[Cluster]()
+        for group in self.groups:
+            ends.append(ends[-1] + group.ranks)
+        for k in range(count):
+            low, high = k * size, (k + 1) * size
+            touched = [g for g, a, b in zip(self.groups, ends, ends[1:], strict=False) if a < high and b > low]
+            found.append(Cluster(self.name, tuple(touched)))
+        return tuple(found)
+
+    def memory_rich_first(self) -> Cluster:
+        """The same groups, those of chips with more memory first: the first stages of a pipeline keep the most."""
+        order = sorted(self.groups, key=lambda group: (-group.data.capacity, -group.data.flops))
+        return Cluster(self.name, tuple(order))
 
     def links(self, size: int, stride: int) -> AxisLinks:
         """The links of an axis of ``size`` ranks, whose neighbours are ``stride`` ranks apart."""

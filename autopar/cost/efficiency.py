@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from autopar.values import parse
 FILE = Path(__file__).with_name("efficiency.json")
 DEFAULT_STACK = "autopar-eager"
 KERNELS = ("plain", "flash1", "flash2", "cudnn")  # of attention
+MOST_SHARE = 1.5
+AMOUNTS = (
+    "launch", "start", "optimizer", "kept", "logits", "weight", "gradient", "states", "reserved", "jitter", "error",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,9 @@ class Stack:
     gradient: float = 2.0
     states: float = 4.0
     reserved: float = 3e9
+    start: float = 10e-6
+    optimizer: float = 30.0
+    host: float = 1.0
     jitter: float = 0.0
     kernels: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     error: float = 0.2
@@ -67,13 +75,33 @@ class Stack:
     source: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("products", "memory", "inside", "network", "float8"):
-            if not 0 < getattr(self, name) <= 1.5:
-                raise ValueError(f"stack {self.name}: {name} needs a share above 0, found {getattr(self, name)}")
+        _check(self)
 
     def with_kernel(self, kernel: str) -> Stack:
         """Its values with a kernel of attention."""
         return replace(self, kernel=kernel, **self.kernels.get(kernel, {}))
+
+
+def _check(stack: Stack) -> None:
+    """Raises ValueError for values that are no shares, seconds or bytes."""
+    most = math.inf if stack.chip == "CPU" else MOST_SHARE  # the peaks of a CPU are orders of magnitude
+    shares = {name: getattr(stack, name) for name in ("products", "memory", "inside", "network", "float8", "host")}
+    for name in ("attention", "attention_backward"):
+        shares |= {f"{name} of {kernel}": value for kernel, value in getattr(stack, name).items()}
+    for name, value in shares.items():
+        if not _is_number(value) or not 0 < value <= most:
+            raise ValueError(f"stack {stack.name}: {name} needs a share above 0, found {value!r}; measure again")
+    rest = {name: getattr(stack, name) for name in AMOUNTS}
+    for name, value in rest.items():
+        if not _is_number(value) or not 0 <= value < math.inf:
+            raise ValueError(f"stack {stack.name}: {name} needs a number of at least 0, found {value!r}; measure again")
+    for axis, value in stack.hidden.items():
+        if not _is_number(value) or not 0 <= value <= 1:
+            raise ValueError(f"stack {stack.name}: hidden {axis} needs a share up to 1, found {value!r}; measure again")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def stacks() -> tuple[str, ...]:
@@ -91,15 +119,28 @@ def stack_named(name: str, chip: str) -> Stack:
     row = rows.get(chip, rows.get("*"))
     if row is None:
         raise ValueError(f"stack: {name} is of {', '.join(rows)}, found chip {chip}; choose a stack of {chip}")
-    return _stack(name, chip, row)
+    return stack_from(name, chip, row)
 
 
-def _stack(name: str, chip: str, row: Mapping[str, Any]) -> Stack:
+def stack_from(name: str, chip: str, row: Mapping[str, Any]) -> Stack:
+    """A stack of the values of an entry. Raises ValueError."""
     unknown = sorted(row.keys() - {f.name for f in fields(Stack)})
     if unknown:
         raise ValueError(f"stack: {name} has unknown values {', '.join(unknown)}")
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
-    return Stack(name=name, chip=chip, **values)
+    try:
+        return Stack(name=name, chip=chip, **values)
+    except TypeError as error:
+        needed = [f.name for f in fields(Stack) if f.default is MISSING and f.default_factory is MISSING]
+        missing = [name for name in needed if name not in (*values, "name", "chip")]
+        raise ValueError(f"stack: {name} lacks {', '.join(missing)}; measure it with autopar calibrate") from error
+
+
+def stack_text(stack: Stack) -> str:
+    """A file with one entry, which `stack_named` reads."""
+    plain = {f.name: f.default for f in fields(Stack)}
+    row = {k: v for k, v in vars(stack).items() if k not in ("name", "chip") and v != plain[k]}
+    return json.dumps({stack.chip: row}, indent=1)
 
 
 @functools.cache

@@ -65,7 +65,7 @@ class Device:
     @property
     def host(self) -> Topology:
         """The link to host memory."""
-        return Topology(bandwidth=self.chip.host)
+        return Topology(bandwidth=self.chip.host * self.stack.host)
 
     @property
     def card(self) -> Topology:
@@ -110,7 +110,7 @@ class Links:
         """The links of ``size`` ranks, ``stride`` apart, under the name of an axis."""
         if (named := self.named.given(name)) is not None:
             return NamedLinks(named, size)
-        return self.cluster.links(size, stride).scaled(self.stack.inside, self.stack.network)
+        return self.cluster.links(size, stride).scaled(self.stack.inside, self.stack.network, self.stack.start)
 
     def seconds(self, axis: str, kind: str, nbytes: float, calls: float = 1.0) -> float:
         """Seconds of ``calls`` collectives of a kind, in which each rank sends ``nbytes`` together."""

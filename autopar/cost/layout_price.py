@@ -14,13 +14,13 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from autopar.cost.cluster import AxisLinks, Cluster
-from autopar.cost.efficiency import Stack
+from autopar.cost.efficiency import Stack, stack_named
 from autopar.cost.hardware import Device, Links
 from autopar.cost.layer_costs import LayerCosts, ModelCosts, Work
 from autopar.cost.layout import DATA_AXES, Layout, Placement, known_schedule
@@ -29,7 +29,6 @@ from autopar.schedule.order import Order
 from autopar.schedule.request import SCHEDULES, Costs, Request
 from autopar.schedule.simulate import simulate
 
-OPTIMIZER_BYTES = 30  # read and written per element: AdamW in mixed precision
 SCORE_BYTES = 13  # moved per element of the scores by attention without a fused kernel
 PLAIN_KERNELS = (4, 7)  # more than one, forward and backward, that attention without a fused kernel takes
 ENDS = 2  # parts that may have no layer: the first has the embeddings, the last the head
@@ -53,7 +52,8 @@ class Cause:
 class Price:
     """seconds: of a step. mfu: of the chip's peak in half precision, without recomputation. flops: of the model, per
     step. causes: their exposed seconds sum up to ``seconds``. memory: bytes of each rank of pp; limit: of the chip.
-    refused: why there is no price; then all else is zero. guesses: values that nobody measured."""
+    limits: of each rank of pp, where chips differ. refused: why there is no price; then all else is zero. guesses:
+    values that nobody measured."""
 
     seconds: float = 0.0
     mfu: float = 0.0
@@ -63,11 +63,32 @@ class Price:
     limit: float = 0.0
     refused: str = ""
     guesses: tuple[str, ...] = ()
+    limits: tuple[float, ...] = ()
 
     @property
     def fits(self) -> bool:
         """Whether every rank's memory is within the limit."""
-        return not self.refused and max(self.memory) <= self.limit
+        return not self.refused and self.most_memory <= self.limit
+
+    @property
+    def over(self) -> tuple[float, ...]:
+        """The share of its limit that each rank of pp takes."""
+        limits = self.limits or (self.limit,) * len(self.memory)
+        return tuple(size / limit for size, limit in zip(self.memory, limits, strict=True))
+
+    @property
+    def fullest(self) -> int:
+        """The rank of pp that is nearest to its limit, of which ``limit`` is."""
+        return max(range(len(self.memory)), key=lambda rank: self.over[rank])
+
+    @property
+    def most_memory(self) -> float:
+        """Bytes of the fullest rank; 0 without a price."""
+        return self.memory[self.fullest] if self.memory else 0.0
+
+    def limited(self, most: float) -> Price:
+        """With ranks that may not use more bytes than these."""
+        return replace(self, limit=min(self.limit, most), limits=tuple(min(one, most) for one in self.limits))
 
     @classmethod
     def of_refusal(cls, reason: str) -> Price:
@@ -106,7 +127,7 @@ class _Pass:
 
 
 Passes = tuple[tuple[_Pass, _Pass, _Pass], ...]
-Known = dict[tuple[Placement, int], Passes]  # placement, rows of a microbatch -> seconds of its layers
+Known = dict[tuple[Placement, int, str], Passes]  # placement, rows of a microbatch, chip -> seconds of its layers
 Held = tuple[tuple[tuple[int, ...], bool, bool], ...]  # of each part of a rank: kinds of layers, whether it is the ends
 
 
@@ -130,11 +151,44 @@ def price(
     kernel = kernel or stack.kernel
     if reason := _refusal(layout, costs, cluster, stack, kernel, compute):
         return Price.of_refusal(reason)
-    stack = stack.with_kernel(kernel)
-    cluster = cluster.with_ranks(layout.ranks)
-    device = Device(cluster.chip_name, cluster.chip, stack, kernel, compute == "fp8")
-    links = Links(layout.mesh, cluster, stack, Topologies.parse(topology))
-    return _Pricing(layout, costs, device, links, simulated, {} if known is None else known).price()
+    return _pricing(layout, costs, cluster, stack, kernel, compute, topology, simulated, known).price()
+
+
+def layer_seconds(
+    layout: Layout, costs: ModelCosts, cluster: Cluster, stack: Stack, *, kernel: str = "", compute: str = "",
+    topology: str = "",
+) -> list[list[float]]:  # fmt: skip
+    """For each rank of pp, seconds of a layer of each kind for one microbatch, then of everything outside of layers."""
+    pricing = _pricing(layout, costs, cluster, stack, kernel or stack.kernel, compute, topology)
+    return [[sum(one.seconds for one in passes) for passes in at.passes] for at in pricing.at]
+
+
+def _pricing(
+    layout: Layout,
+    costs: ModelCosts,
+    cluster: Cluster,
+    stack: Stack,
+    kernel: str,
+    compute: str,
+    topology: str,
+    simulated: bool = False,
+    known: Known | None = None,
+) -> _Pricing:
+    cluster, named = cluster.with_ranks(layout.ranks), Topologies.parse(topology)
+    shared = {} if known is None else known
+
+    def on(nodes: Cluster) -> _Pricing:
+        own = stack if nodes.chip_name == stack.chip else stack_named(stack.name, nodes.chip_name)
+        own = own.with_kernel(kernel)
+        device = Device(nodes.chip_name, nodes.chip, own, kernel, compute == "fp8")
+        return _Pricing(layout, costs, device, Links(layout.mesh, nodes, own, named), simulated, shared)
+
+    found = on(cluster)
+    if not cluster.is_uniform:
+        spans = cluster.spans(layout.pp)
+        made = {nodes: on(nodes) for nodes in spans}
+        found.at = tuple(made[nodes] for nodes in spans)
+    return found
 
 
 def _refusal(layout: Layout, costs: ModelCosts, cluster: Cluster, stack: Stack, kernel: str, compute: str) -> str:
@@ -149,7 +203,21 @@ def _refusal(layout: Layout, costs: ModelCosts, cluster: Cluster, stack: Stack, 
         return f"compute: expected fp8 or nothing, found {compute!r}"
     if compute == "fp8" and not cluster.chip.float8:
         return f"compute: {cluster.chip_name} has no products in float8; leave fp8 out"
-    return known_schedule(layout)
+    return known_schedule(layout) or _unequal(layout, cluster)
+
+
+def _unequal(layout: Layout, cluster: Cluster) -> str:
+    """Why ranks of one stage cannot work together; "" if their chips are equal."""
+    spans = cluster.spans(layout.pp) if not cluster.is_uniform and cluster.ranks == layout.ranks else ()
+    for k, nodes in enumerate(spans):
+        chips = list(dict.fromkeys(group.chip for group in nodes.groups))
+        if len(chips) > 1:
+            where = f"stage {k} of pp={layout.pp}" if layout.pp > 1 else "one stage"
+            return (
+                f"cluster: replicas of unequal speed would wait for each other, found {' and '.join(chips)} in {where};"
+                " use a pp whose stages have one kind of chip each"
+            )
+    return ""
 
 
 class _Pricing:
@@ -162,7 +230,8 @@ class _Pricing:
         self.rows = float(layout.micro_batch)
         self.data_ranks = math.prod(getattr(layout, axis) for axis in DATA_AXES)
         self.expert_ranks = max(1, self.data_ranks // max(1, self._experts_on()))
-        self.parts = _parts(layout, costs.kinds)
+        self.parts = layers_of_parts(layout, costs.kinds)
+        self.at: tuple[_Pricing, ...] = (self,) * layout.pp  # with the chips of each rank of pp
 
     def _experts_on(self) -> int:
         axis = self.layout.expert_axis
@@ -173,7 +242,7 @@ class _Pricing:
     @functools.cached_property
     def passes(self) -> Passes:
         """Forward, backward and recomputation of each kind of layer, then of the rest."""
-        key = self.layout.placement, self.layout.micro_batch
+        key = self.layout.placement, self.layout.micro_batch, self.device.name
         if key not in self.known:
             self.known[key] = tuple(
                 (self._pass(c.forward), self._pass(c.backward), self._pass(c.again))
@@ -211,7 +280,7 @@ class _Pricing:
         name = re.split("[%/]", axis)[0]  # of a level, such as cp%4
         if name in ("cp", "ep"):  # gradients of weights, summed over these axes, do not grow with rows
             size = self.rows * float(values[1][1])
-            if size <= 0:
+            if size <= 0 or calls <= 0:
                 return
         seconds = self._axis(axis).seconds(kind, size, max(calls, 1.0)) if size > 0 else 0.0
         axis = name
@@ -251,20 +320,21 @@ class _Pricing:
         n = layout.parts
         held: list[list[int]] = [[] for _ in ranks]
         for k in range(n):
-            for r in _ranks_of(k, layout):
+            for r in ranks_of_part(k, layout):
                 held[r].append(k)
-        alike: dict[Held, int] = {}  # what a rank has -> the first rank that has the same
-        of = [alike.setdefault(tuple((tuple(self.parts[k]), k == 0, k == n - 1) for k in held[r]), r) for r in ranks]
-        way = [self._each(of, functools.partial(self._of_rank, held, w)) for w in range(3)]
+        at, alike = self.at, dict[tuple[int, Held], int]()  # chips and parts of a rank -> the first rank that has them
+        parts = [tuple((tuple(self.parts[k]), k == 0, k == n - 1) for k in held[r]) for r in ranks]
+        of = [alike.setdefault((id(at[r]), parts[r]), r) for r in ranks]
+        way = [self._each(of, lambda r, w=w: at[r]._of_rank(held[r], w)) for w in range(3)]
         sizes = self._each(of, lambda r: self._of_rank_sizes(held[r]))
-        gathers = self._each(of, lambda r: self._sharded(held[r], way, r))
+        gathers = self._each(of, lambda r: at[r]._sharded(held[r], way, r))
         each = [
             way[0][r].seconds + way[1][r].seconds + way[2][r].seconds + sum(g[1] for g in gathers[r]) for r in ranks
         ]
         slowest = max(ranks, key=lambda r: each[r])
         ordinary, again = way[0][slowest] + way[1][slowest], way[2][slowest]
         head = _times(
-            self._of_part((), 0, True) + self._of_part((), 1, True),
+            at[slowest]._of_part((), 0, True) + at[slowest]._of_part((), 1, True),
             self._copy if n - 1 in held[slowest] else 0.0,
         )
         body = ordinary + _times(head, -1.0)
@@ -280,11 +350,11 @@ class _Pricing:
             if all_of:
                 causes.append(Cause("dp", name, m * all_of, m * exposed))
         causes += self._of_pipeline(each, way, [sum(g[1] for g in gathers[r]) for r in ranks])
-        once = self._each(of, lambda r: self._once(sizes[r], way[1][r].computing + way[2][r].computing))
+        once = self._each(of, lambda r: at[r]._once(sizes[r], way[1][r].computing + way[2][r].computing))
         reduced = max(once, key=lambda pair: pair[1])
         if reduced[0]:
             causes.append(Cause("dp", "dp", *reduced))
-        optimizer = max(self._optimizer(sizes[r]) for r in alike.values())
+        optimizer = max(at[r]._optimizer(sizes[r]) for r in alike.values())
         causes.append(Cause("optimizer", "", optimizer, optimizer))
         seconds = sum(c.exposed for c in causes)
         jitter = seconds * self.stack.jitter * max(0.0, math.log2(layout.ranks / 8))
@@ -292,13 +362,15 @@ class _Pricing:
             causes.append(Cause("jitter", "", jitter, jitter))
         seconds += jitter
         flops = TRAINED * self.costs.flops(self.rows) * m * layout.data_size * layout.tp * layout.cp
-        peak = self.device.chip.flops * layout.ranks
+        peak = sum(one.device.chip.flops for one in at) * layout.ranks / layout.pp
         saved = self._each(of, lambda r: self._saved(held[r]))
-        memory = tuple(self._memory(r, held[r], sizes[r], saved[r]) for r in ranks)
+        memory = tuple(at[r]._memory(r, held[r], sizes[r], saved[r]) for r in ranks)
         shown = tuple(c for c in causes if c.seconds > 0)
+        limits = tuple(one.links.cluster.capacity for one in at)
+        fullest = max(ranks, key=lambda r: memory[r] / limits[r])
         return Price(
-            seconds, flops / (seconds * peak), flops, shown, memory, self.links.cluster.capacity,
-            guesses=self.stack.guesses,
+            seconds, flops / (seconds * peak), flops, shown, memory, limits[fullest], guesses=self.stack.guesses,
+            limits=limits if len(set(limits)) > 1 else (),
         )  # fmt: skip
 
     @staticmethod
@@ -313,9 +385,9 @@ class _Pricing:
         parts = [self._sizes(self.parts[k], k == 0, k == last) for k in held]
         return sum(dense for dense, _ in parts), sum(experts for _, experts in parts)
 
-    def _of_rank(self, held: Sequence[Sequence[int]], way: int, rank: int) -> _Pass:
+    def _of_rank(self, held: Sequence[int], way: int) -> _Pass:
         last = self.layout.parts - 1
-        passes = [self._of_part(self.parts[k], way, k == last) for k in held[rank]]
+        passes = [self._of_part(self.parts[k], way, k == last) for k in held]
         found = functools.reduce(lambda a, b: a + b, passes, _Pass())
         return found if self._copy == 1 else _times(found, self._copy)
 
@@ -378,9 +450,9 @@ class _Pricing:
     def _optimizer(self, sizes: Sequence[float]) -> float:
         """Seconds of the optimizer's step."""
         local = sum(n / (ranks if self.layout.zero else 1) for n, ranks in self._groups(sizes))
-        seconds = local * OPTIMIZER_BYTES / self.device.memory
+        seconds = local * self.stack.optimizer / self.device.memory
         if self.layout.optimizer_cpu_offload:
-            seconds += 2 * local * self.stack.states / self.device.chip.host
+            seconds += 2 * local * self.stack.states / self.device.host.bandwidth
         return seconds
 
     # --- the pipeline --------------------------------------------------------------------------------------
@@ -410,14 +482,15 @@ class _Pricing:
         bubble = formula(p, m, v, forward, mean - forward - weights, weights)
         if layout.schedule in WAVES or self._copy < 1:
             return float(max(LEFT * bubble, bubble - m * (max(each) - mean)))
-        own = max(weights, forwards[int(np.argmax(each))].products)
+        own = max(f.products for f in forwards)
         return float(min(bubble, formula(p, m, v, forward, mean - forward - weights, own)))
 
     def _simulated(self, gathers: Sequence[float], hop: float, shown: float) -> float:
         """Seconds of all microbatches by the order of the schedule. gathers: of a rank and microbatch."""
         layout, n = self.layout, self.layout.parts
-        passes = [[self._of_part(self.parts[k], way, k == n - 1) for way in range(3)] for k in range(n)]
-        more = [gathers[_ranks_of(k, layout)[0]] / layout.virtual_stages + shown for k in range(n)]
+        at = [self.at[ranks_of_part(k, layout)[0]] for k in range(n)]
+        passes = [[at[k]._of_part(self.parts[k], way, k == n - 1) for way in range(3)] for k in range(n)]
+        more = [gathers[ranks_of_part(k, layout)[0]] / layout.virtual_stages + shown for k in range(n)]
         costs = Costs(
             F=tuple(forward.seconds + shown for forward, _, _ in passes),
             B=tuple(b.seconds + a.seconds - f.products + x for (f, b, a), x in zip(passes, more, strict=True)),
@@ -475,7 +548,7 @@ class _Pricing:
         return min(float(m), _held_by(name)(p, m, v))
 
 
-def _ranks_of(part: int, layout: Layout) -> list[int]:
+def ranks_of_part(part: int, layout: Layout) -> list[int]:
     """The coordinates on pp of the ranks that run a part: in turns, back and forth in a V, or from both ends."""
     turn, place = divmod(part, layout.pp)
     last = layout.pp - 1 - place
@@ -496,7 +569,7 @@ def _times(one: _Pass, count: float) -> _Pass:
     )  # fmt: skip
 
 
-def _parts(layout: Layout, kinds: Sequence[int]) -> list[Sequence[int]]:
+def layers_of_parts(layout: Layout, kinds: Sequence[int]) -> list[Sequence[int]]:
     """The kinds of the layers of each part. Equal numbers; the first and the last parts have those that are missing."""
     n, layers = layout.parts, len(kinds)
     counts = list(layout.layers)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.auto import machine
 from autopar.auto.machine import chip_called, lengthened, rows_of, sequence_of
 from tests.support.ranks import RankError, close_pools, run_ranks
 
@@ -113,6 +114,21 @@ def test_ranks_that_are_given_different_batches_are_refused() -> None:
         run_ranks(2, differently, [8, 4], timeout=60)
     close_pools()
     assert "every rank must be given the same model, batch and options" in str(error.value)
+
+
+def on_other_chips() -> str:
+    rank, seen = torch.distributed.get_rank(), machine.this_machine
+    machine.this_machine = lambda world: machine.Machine(("H100", "A100")[rank], 80 << 30, 2)
+    try:
+        return refused({"batch": 8, "example_batch": example()})
+    finally:
+        machine.this_machine = seen
+
+
+def test_ranks_that_see_different_chips_are_refused() -> None:
+    for found in run_ranks(2, on_other_chips, timeout=60):
+        assert "auto: all ranks must see the same machine" in found and "chip: H100 on rank" in found, found
+    close_pools()
 
 
 @pytest.mark.parametrize(

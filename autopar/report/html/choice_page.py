@@ -6,11 +6,13 @@ It takes what `autopar plan --auto --json` prints.
 from __future__ import annotations
 
 import html
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.report.html.page import Page, Section, render, table
 
+SHOWN = 12  # rows of a table
 WIDTH, HEIGHT, LEFT, BOTTOM = 900, 340, 70, 40  # of the map, in units of its view box
 
 
@@ -29,6 +31,7 @@ def choice_page(choice: Mapping[str, Any], title: str) -> str:
         Section("Time by cause", _causes(choice["causes"])),
         Section("Memory of each stage", _memory(choice["memory"], choice["limit"])),
         Section("Candidates", _map(choice)),
+        *([Section("What if", _what_if(choice["sliders"]))] if choice.get("sliders") else []),
         Section("One value changed", _neighbours(choice["neighbours"])),
         Section("What limits", _sentences([*choice["limits"], *choice["remarks"]])),
         Section("What was pruned", _sentences(choice["pruned"])),
@@ -112,13 +115,59 @@ def _map(choice: Mapping[str, Any]) -> str:
     ]  # fmt: skip
     body = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="candidates">{"".join(parts)}</svg>'
     hint = "Time of a step over memory. Green: within the band of the fastest that fits; the large dot is the choice."
-    near = [(r["name"], _s(r["seconds"]), _gb(r["memory"])) for r in choice["close"]]
+    near = [(r["name"], _s(r["seconds"]), _gb(r["memory"])) for r in choice["close"][:SHOWN]]
     return f"{body}<p class=muted>{hint}</p>{table(('within the band', 'time', 'memory'), near, numeric=(1, 2))}"
 
 
 def _text(x: float, y: float, words: str, anchor: str) -> str:
     where = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
     return f'<text {where} font-size="12" fill="var(--muted)">{html.escape(words)}</text>'
+
+
+def _what_if(sliders: Mapping[str, Any]) -> str:
+    """Sliders, and the price that the page computes from them."""
+    data = {name: value for name, value in sliders.items() if name != "gpus"}
+    data["gpus"] = [{"ranks": one["ranks"], "rows": one["rows"]} for one in sliders["gpus"]]
+    prices = ",".join(one["price"] for one in sliders["gpus"])
+    inputs = "".join(
+        f"<div class=bar><label for=s-{name}>{words}</label><input type=range id=s-{name} style='flex:1'>"
+        f"<output class=num id=o-{name}></output></div>"
+        for name, words in (
+            ("gpus", "GPUs (dp)"), ("batch", "batch"), ("seq", "sequence"), ("inside", "links within a node"),
+            ("card", "network cards"),
+        )
+    )  # fmt: skip
+    bars = f"<div class=bars>{inputs}</div><p><b id=whatif></b></p>"
+    hint = "The chosen options with other values, by the formulas of the price; the search is not repeated."
+    code = SCRIPT.replace("DATA", json.dumps(data)).replace("PRICES", f"[{prices}]")
+    return f"{bars}<p class=muted>{hint}</p><script>{code}</script>"
+
+
+SCRIPT = """
+(() => {
+const d = DATA, prices = PRICES, $ = id => document.getElementById(id);
+const set = (n, min, max, step, value) => Object.assign($('s-' + n), {min, max, step, value, oninput: show});
+const say = (n, text) => { $('o-' + n).textContent = text; };
+const time = s => s >= 1 ? s.toPrecision(3) + ' s' : (1e3 * s).toPrecision(3) + ' ms';
+const gb = bytes => (bytes / 1e9).toFixed(1) + ' GB';
+function show() {
+  const k = +$('s-gpus').value, g = d.gpus[k], batch = +$('s-batch').value * g.rows, seq = +$('s-seq').value;
+  const inside = 2 ** +$('s-inside').value, card = 2 ** +$('s-card').value;
+  const [s, mfu, ...memory] = prices[k](batch, seq, inside, card), most = Math.max(...memory);
+  const tokens = Math.round(batch * seq / s / g.ranks).toLocaleString('en');
+  say('gpus', g.ranks); say('batch', batch); say('seq', seq);
+  say('inside', 'x ' + inside.toPrecision(2)); say('card', 'x ' + card.toPrecision(2));
+  $('whatif').textContent = time(s) + ' per step, MFU ' + (100 * mfu).toFixed(1) + '%, ' + tokens +
+    ' tokens per second and GPU, ' + gb(most) + ' of ' + gb(d.limit) + (most > d.limit ? ': does not fit' : '');
+}
+const least = Math.ceil(d.least / d.step) * d.step, s = d.seq;
+set('gpus', 0, d.gpus.length - 1, 1, d.gpus.findIndex(g => g.ranks === d.ranks));
+set('batch', least, Math.max(8 * d.microbatches, least), d.step, d.microbatches);
+set('seq', s[0], s[2], s[0] % 128 ? s[0] : 128, s[1]);
+set('inside', -3, 3, .25, 0); set('card', -3, 3, .25, 0);
+show();
+})()
+"""
 
 
 def _neighbours(rows: Sequence[Mapping[str, Any]]) -> str:

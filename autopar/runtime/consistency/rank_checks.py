@@ -140,8 +140,9 @@ def _alike(groups: Groups, what: str, digest: str = "", votes: Mapping[int, str]
     return meet(round_, ranks, what, groups.timeout.total_seconds(), lambda: board().gone_on(name, number))
 
 
-def _texts(groups: Groups, what: str, text: str, reply: Callable[[list[str]], str]) -> str:
-    """The reply of rank 0 to the texts of all ranks, right after they met. Raises if they came for different calls."""
+def answer_of_first(groups: Groups, what: str, text: str, reply: Callable[[list[str]], str]) -> str:
+    """The reply of rank 0 to the texts of all ranks, right after they met. Raises if they came for different calls.
+    Through the store: also after a collective has failed."""
     scope, ranks = f"autopar/{groups.name}/agree/texts", range(groups.mesh.world_size)
 
     def answer(found: list[str]) -> str:
@@ -171,13 +172,13 @@ def all_alike(groups: Groups, what: str, digest: str = "") -> bool:
         return True
     with _all_come(groups, what):
         if not _alike(groups, what):
-            _texts(groups, what, "", lambda texts: "")  # raises if they came for different calls
+            answer_of_first(groups, what, "", lambda texts: "")  # raises if they came for different calls
         return not digest or _alike(groups, what, digest)
 
 
 def text_of_first(groups: Groups, text: str, what: str) -> str:
     """The text of rank 0, on every rank."""
-    return _texts(groups, what, text if groups.rank == 0 else "", lambda texts: texts[0])
+    return answer_of_first(groups, what, text if groups.rank == 0 else "", lambda texts: texts[0])
 
 
 @contextmanager
@@ -227,10 +228,10 @@ def agree_on(
                     return str(i)
             return ""
 
-        if i := _texts(groups, what, "\n".join(claim.digest for claim in claims), first_apart):
+        if i := answer_of_first(groups, what, "\n".join(claim.digest for claim in claims), first_apart):
             claim = claims[int(i)]
             raise ValueError(
-                _texts(groups, what, json.dumps(dict(claim.facts)), lambda t: _explained(groups, claim, t))
+                answer_of_first(groups, what, json.dumps(dict(claim.facts)), lambda t: _explained(groups, claim, t))
             )
     except BaseException:
         order.forget()
@@ -402,7 +403,7 @@ def raise_on_all_ranks(groups: Groups, what: str, call: Callable[[], T]) -> T:
     if not all_alike(groups, f"{what}: what came of it", said or "all is well") or said:
         if groups.mesh.world_size == 1:
             raise _error_of(said, None) from cause
-        texts: list[str] = json.loads(_texts(groups, f"{what}: who failed", said, json.dumps))
+        texts: list[str] = json.loads(answer_of_first(groups, f"{what}: who failed", said, json.dumps))
         rank = next(r for r, text in enumerate(texts) if text)
         raise _error_of(texts[rank], rank) from cause
     assert found is not None
