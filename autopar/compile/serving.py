@@ -298,8 +298,9 @@ def _has_blocks_of_tokens(gm: GraphModule, mesh: Mesh) -> bool:
     others = [axis for axis in mesh.cut_order if axis != AXIS]
     for node in gm.graph.nodes:
         tokens = placement(node, AXIS) if isinstance(node.meta.get("val"), Tensor) else None
-        for axis in others if isinstance(tokens, Shard) else ():
-            where = placement(node, axis)
+        if not isinstance(tokens, Shard):
+            continue
+        for where in (placement(node, axis) for axis in others):
             if isinstance(where, Shard) and where.dim == tokens.dim and where.blocks:
                 return True
     return False

@@ -79,7 +79,6 @@ class _Ways:
         try:
             found = value_of(event.found, sizes)
         except _Unknown:
-            print("UNKNOWN", event.place)
             return None
         return found.astype(bool) if isinstance(found, np.ndarray) else None
 

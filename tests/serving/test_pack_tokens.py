@@ -379,6 +379,61 @@ def test_a_forward_that_depends_on_the_length(name: str) -> None:
     assert re.search(expected, words(lambda: packed(Stem(change))))
 
 
+def matched(n: int) -> bool:
+    match n:
+        case 13:
+            return True
+    return False
+
+
+WAYS: dict[str, tuple[Callable[[Tensor, Tensor], bool], int]] = {  # and the number of tokens that is found
+    "==": (lambda h, t: h.shape[1] == 2, 2),
+    "!=": (lambda h, t: (h.shape[1] != 23) is False, 23),
+    "< <=": (lambda h, t: 5 < t.size(1) <= 10, 6),
+    "> >=": (lambda h, t: 12 >= h.shape[-2] > 4, 5),
+    "in a tuple": (lambda h, t: h.shape[1] in (7, 11), 7),
+    "in a set": (lambda h, t: h.shape[1] in {7, 11}, 7),
+    "a shape": (lambda h, t: h.shape[:2] == (1, 5), 5),
+    "%": (lambda h, t: h.shape[1] % 7 == 0, 7),
+    "// and divmod": (lambda h, t: divmod(h.shape[1], 4)[1] + h.shape[1] // 4 == 8, 23),
+    "match": (lambda h, t: matched(h.shape[1]), 13),
+    "min": (lambda h, t: min(h.shape[1], 8) == 7, 7),
+    "max": (lambda h, t: max(h.shape[1], 8) == 17, 17),
+    "numel": (lambda h, t: h.numel() == 4 * H, 4),
+    "len": (lambda h, t: len(t[0]) == 13, 13),
+    "int": (lambda h, t: int(h.shape[1]) == 13, 13),
+    "of a view": (lambda h, t: h.view(-1, H).shape[0] * 2 == 14, 7),
+    "a ratio": (lambda h, t: h.shape[1] / 2 == 3.5, 7),
+    "rounded": (lambda h, t: -(-h.shape[1] // 4) == 2 or round(h.shape[1] * 0.5) == 8, 5),
+    "bits": (lambda h, t: h.shape[1] & 6 == 4 and h.shape[1] < 8, 4),
+    "a branch in a branch": (lambda h, t: h.shape[1] % 2 == 0 and bool(h.shape[1] - 6 == 0), 6),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_forward_that_computes_otherwise_for_some_numbers_of_tokens(name: str) -> None:
+    special, count = WAYS[name]
+    change = Stem(lambda h, t: h.relu() if special(h, t) else h)
+    assert f"other operators for {count} tokens than for {S}, from aten." in words(lambda: packed(change))
+
+
+def test_branches_that_compute_alike() -> None:
+    """They are compared, and served."""
+    ways = {
+        "alike": lambda h, t: (h + 1 if h.shape[1] % 7 == 0 else 1 + h) * 2,
+        "clipped": lambda h, t: h + TABLE[: min(h.shape[1], S)],
+    }
+    for change in ways.values():
+        assert main(Stem(change)) is not None
+
+
+def test_too_many_ways() -> None:
+    change = Stem(lambda h, t: h + sum(1 for n in range(2, S) if h.shape[1] == n) * 0)
+    assert words(lambda: packed(change)).startswith(
+        "serve: the forward decides by the number of tokens in more than 16 ways"
+    )
+
+
 class Decodes(Causal):
     """Written for decoding: one token needs no mask, and its heads no transpose."""
 

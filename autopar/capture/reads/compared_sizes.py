@@ -101,9 +101,10 @@ class SizeLog(TorchFunctionMode):
             self.events.append(MadePlain(place, found, integers_of(place[0])))
 
 
-_ASKS = {
-    Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, torch.numel, Tensor.__len__, Tensor.stride,
-}  # type: ignore[attr-defined]  # fmt: skip
+_ASKS: set[Any] = {
+    vars(torch._C.TensorBase)["shape"].__get__, Tensor.size, Tensor.numel, Tensor.nelement, torch.numel,
+    Tensor.__len__, Tensor.stride,
+}  # fmt: skip
 
 
 def _place(frame: FrameType | None = None) -> tuple[CodeType, int] | None:
@@ -220,8 +221,8 @@ for _kind in (Size, Ratio):
         _made = getattr(operator, f"{_name}_" if _name in ("and", "or") else _name)
         setattr(_kind, f"__{_name}__", _computes(_name, _made))
         setattr(_kind, f"__r{_name}__", _computes(_name, _made, reflected=True))
-    _kind.__divmod__ = lambda self, other: (self // other, self % other)  # type: ignore[attr-defined]
-    _kind.__rdivmod__ = lambda self, other: (other // self, other % self)  # type: ignore[attr-defined]
+    setattr(_kind, "__divmod__", lambda self, other: (self // other, self % other))  # noqa: B010
+    setattr(_kind, "__rdivmod__", lambda self, other: (other // self, other % self))  # noqa: B010
     for _name in ("neg", "pos", "abs") + (("invert",) if _kind is Size else ()):
         setattr(_kind, f"__{_name}__", _computes(_name, getattr(operator, _name)))
     for _name, _made in (("round", round), ("floor", math.floor), ("ceil", math.ceil), ("trunc", math.trunc)):
@@ -230,5 +231,5 @@ for _kind in (Size, Ratio):
         setattr(_kind, f"__{_name}__", _compares(_name, getattr(operator, _name)))
     for _name, _made in (("int", int), ("float", float), ("hash", hash)):
         setattr(_kind, f"__{_name}__", _becomes(_name, _made))
-    _kind.__bool__ = _truth  # type: ignore[attr-defined]
+    setattr(_kind, "__bool__", _truth)  # noqa: B010
 Size.bit_length = _becomes("bit_length", int.bit_length)  # type: ignore[method-assign]
