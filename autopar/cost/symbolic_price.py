@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 
@@ -32,7 +32,7 @@ from autopar.cost.layout_price import (
 from autopar.schedule.formulas import expression
 from autopar.schedule.request import SCHEDULES
 
-Expr = sympy.Expr
+Expr: TypeAlias = Any  # sympy.Expr: sympy has no annotations
 Pick = Callable[[ModelCosts], Work]
 BATCH, SEQ, INSIDE, CARD = sympy.symbols("batch seq inside card", positive=True)
 ARGUMENTS = (BATCH, SEQ, INSIDE, CARD)
@@ -154,17 +154,17 @@ class _Symbolic:
         rows, stack, first = self.rows, self.stack, work(self.first)
         products: Expr = sympy.S.Zero
         for i in range(len(first.products)):
-            padded = self._of_seq(lambda c, i=i: work(c).of_products(rows)[1][i])  # type: ignore[misc]
-            moved = self._of_seq(lambda c, i=i: work(c).of_products(rows)[3][i])  # type: ignore[misc]
+            padded = self._of_seq(lambda c, i=i: float(work(c).of_products(rows)[1][i]))  # type: ignore[misc]
+            moved = self._of_seq(lambda c, i=i: float(work(c).of_products(rows)[3][i]))  # type: ignore[misc]
             products += float(first.products[i, 0]) * _most(padded / self.speed, moved / self.memory_speed)
         attention: Expr = sympy.S.Zero
         count = len(first.attention)
         plain = self.kernel == "plain"
         for i in range(count):
-            flops = self._of_seq(lambda c, i=i: work(c).of_attention(rows)[2 if plain else 1][i])  # type: ignore[misc]
+            flops = self._of_seq(lambda c, i=i: float(work(c).of_attention(rows)[2 if plain else 1][i]))  # type: ignore[misc]
             backward = first.attention[i, -1] > 0
             share = (stack.attention_backward if backward else stack.attention)[self.kernel]
-            scores = self._of_seq(lambda c, i=i: work(c).of_attention(rows)[3][i])  # type: ignore[misc]
+            scores = self._of_seq(lambda c, i=i: float(work(c).of_attention(rows)[3][i]))  # type: ignore[misc]
             moved = scores * SCORE_BYTES / self.memory_speed if plain else 0
             attention += float(first.attention[i, 0]) * (flops / (self.cluster.chip.flops * share) + moved)
         name = "fused" if stack.fused else "moved"
