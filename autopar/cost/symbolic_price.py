@@ -58,13 +58,10 @@ class SymbolicPrice:
         return f"(batch,seq,inside,card)=>{{{''.join(lines)}return [{','.join(map(sympy.jscode, left))}]}}"
 
 
-def can_be_symbolic(layout: Layout, costs: ModelCosts, cluster: Cluster) -> bool:
-    """Whether there are expressions: for equal nodes, and exchanges along whole axes."""
-    ways = [w for c in (*costs.layers, costs.rest) for work in (c.forward, c.backward, c.again) for w in work.sent]
-    name = layout.schedule or "1f1b"
-    return cluster.is_uniform and not layout.layers and all(axis.isidentifier() for axis, _ in ways) and (
-        layout.pp == 1 or name in SCHEDULES
-    )  # fmt: skip
+def can_be_symbolic(layout: Layout, cluster: Cluster) -> bool:
+    """Whether there are expressions: on equal nodes, and without cp and ep, whose exchanges are no polynomials of the
+    sequence."""
+    return cluster.is_uniform and not layout.layers and layout.cp == 1 and layout.ep == 1
 
 
 def symbolic_price(
