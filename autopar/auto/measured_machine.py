@@ -228,8 +228,8 @@ def stack_of(measured: Measured, machine: Machine, base: Stack, about: str = "")
 
 def _check(measured: Measured) -> None:
     plain = {n: getattr(measured, n) for n in ("products", "memory", "launch", "copies", "optimizer")}
-    plain |= {f"attention of {k}": min(pair) for k, pair in measured.attention.items()}
-    plain |= {f"link {k}": min(pair) for k, pair in measured.links.items()}
+    for words, pairs in (("attention of", measured.attention), ("link", measured.links)):
+        plain |= {f"{words} {name}": x for name, pair in pairs.items() for x in pair if not 0 < x < math.inf}
     for name, value in plain.items():
         if not 0 < value < math.inf:
             raise ValueError(f"calibrate: {name} needs a number above 0, found {value}; measure on an idle machine")

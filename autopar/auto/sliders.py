@@ -26,8 +26,10 @@ def sliders(explanation: Explanation, model_of: Callable[[int], CostedModel]) ->
     """Ranges and functions of a page; {} for a choice that has no expressions. model_of: the model, for a sequence."""
     layout, pricing = explanation.choice.layout, explanation.pricing
     seq = explanation.found.question.seq
+    if pricing.what_if.get("topology") or not can_be_symbolic(layout, pricing.cluster):
+        return {}
     costs = _costs(pricing.model, layout, seq, model_of)
-    if not costs or pricing.what_if.get("topology") or not can_be_symbolic(layout, costs[seq], pricing.cluster):
+    if not costs:
         return {}
     what_if = {name: value for name, value in pricing.what_if.items() if name != "topology"}
     nodes = Cluster(pricing.cluster.name, (replace(pricing.cluster.groups[0], nodes=0),))

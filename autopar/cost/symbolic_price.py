@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 
@@ -34,7 +34,7 @@ from autopar.cost.layout_price import (
 from autopar.schedule.formulas import expression
 from autopar.schedule.request import SCHEDULES
 
-Expr = sympy.Expr
+Expr: TypeAlias = Any  # sympy.Expr: sympy has no annotations
 Pick = Callable[[ModelCosts], Work]
 BATCH, SEQ, INSIDE, CARD = sympy.symbols("batch seq inside card", positive=True)
 ARGUMENTS = (BATCH, SEQ, INSIDE, CARD)
@@ -60,13 +60,10 @@ class SymbolicPrice:
         return f"(batch,seq,inside,card)=>{{{''.join(lines)}return [{','.join(map(sympy.jscode, left))}]}}"
 
 
-def can_be_symbolic(layout: Layout, costs: ModelCosts, cluster: Cluster) -> bool:
-    """Whether there are expressions: for equal nodes, and exchanges along whole axes."""
-    ways = [w for c in (*costs.layers, costs.rest) for work in (c.forward, c.backward, c.again) for w in work.sent]
-    name = layout.schedule or "1f1b"
-    return cluster.is_uniform and not layout.layers and all(axis.isidentifier() for axis, _ in ways) and (
-        layout.pp == 1 or name in SCHEDULES
-    )  # fmt: skip
+def can_be_symbolic(layout: Layout, cluster: Cluster) -> bool:
+    """Whether there are expressions: on equal nodes, and without cp and ep, whose exchanges are no polynomials of the
+    sequence."""
+    return cluster.is_uniform and not layout.layers and layout.cp == 1 and layout.ep == 1
 
 
 def symbolic_price(
@@ -157,17 +154,17 @@ class _Symbolic:
         rows, stack, first = self.rows, self.stack, work(self.first)
         products: Expr = sympy.S.Zero
         for i in range(len(first.products)):
-            padded = self._of_seq(lambda c, i=i: work(c).of_products(rows)[1][i])  # type: ignore[misc]
-            moved = self._of_seq(lambda c, i=i: work(c).of_products(rows)[3][i])  # type: ignore[misc]
+            padded = self._of_seq(lambda c, i=i: float(work(c).of_products(rows)[1][i]))  # type: ignore[misc]
+            moved = self._of_seq(lambda c, i=i: float(work(c).of_products(rows)[3][i]))  # type: ignore[misc]
             products += float(first.products[i, 0]) * _most(padded / self.speed, moved / self.memory_speed)
         attention: Expr = sympy.S.Zero
         count = len(first.attention)
         plain = self.kernel == "plain"
         for i in range(count):
-            flops = self._of_seq(lambda c, i=i: work(c).of_attention(rows)[2 if plain else 1][i])  # type: ignore[misc]
+            flops = self._of_seq(lambda c, i=i: float(work(c).of_attention(rows)[2 if plain else 1][i]))  # type: ignore[misc]
             backward = first.attention[i, -1] > 0
             share = (stack.attention_backward if backward else stack.attention)[self.kernel]
-            scores = self._of_seq(lambda c, i=i: work(c).of_attention(rows)[3][i])  # type: ignore[misc]
+            scores = self._of_seq(lambda c, i=i: float(work(c).of_attention(rows)[3][i]))  # type: ignore[misc]
             moved = scores * SCORE_BYTES / self.memory_speed if plain else 0
             attention += float(first.attention[i, 0]) * (flops / (self.cluster.chip.flops * share) + moved)
         name = "fused" if stack.fused else "moved"
