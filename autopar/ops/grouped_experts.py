@@ -132,6 +132,8 @@ def sum_of_rows(rows: Tensor, order: Tensor, k: int, tokens: int, weights: Tenso
 
 def sum_by_bag(rows: Tensor, places: Tensor, starts: Tensor, scale: Tensor | None = None) -> Tensor:
     """rows [n, H] -> [bags, H]: bag i sums the rows at places[starts[i]:starts[i + 1]], each times its ``scale``."""
+    if not places.shape[0]:
+        return rows.new_zeros(starts.shape[0], rows.shape[1])
     return torch.embedding_bag(rows.contiguous(), places, starts, False, 0, False, scale)[0]
 
 

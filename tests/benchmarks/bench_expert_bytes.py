@@ -1,4 +1,4 @@
-"""Bytes that a layer of experts reads and writes beside its grouped products on a GPU, forward and backward, in bfloat16.
+"""Bytes that a layer of experts moves beside its grouped products on a GPU, forward and backward, in bfloat16.
 
 Of the kernels that Inductor makes for a GPU that is not there: each reads its operands and writes its results once.
 autopar's own kernels (`autopar.ops.kernels.fused_expert_rows`) do, too. *least*: rows are gathered, activated and

@@ -96,7 +96,8 @@ def add_copies(rows: Tensor, sent: Tensor, splits: Tensor, tokens: int) -> Tenso
     every device. ``splits``: as of `row_splits`."""
     token, places = sent.sort(stable=True)
     starts = torch.searchsorted(token, torch.arange(tokens, device=rows.device))
-    return sum_by_bag(rows.reshape(rows.shape[0], -1), places, starts).view(tokens, *rows.shape[1:])
+    flat = rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
+    return sum_by_bag(flat, places, starts).view(tokens, *rows.shape[1:])
 
 
 def _take_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
