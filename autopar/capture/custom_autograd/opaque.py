@@ -79,6 +79,7 @@ class OpaqueFunction:
     name: str = ""
     wanting: tuple[int, ...] = ()
     changed: tuple[int, ...] = ()  # inputs that it writes to
+    spoilt: tuple[int, ...] = ()  # of what its backward is given, what that writes to
     first: Any = None
     states: list[Any] = field(default_factory=list)
     shapes: dict[Any, Any] = field(default_factory=dict)
@@ -148,10 +149,7 @@ class OpaqueFunction:
     def _changes(self, given: Tensor, before: Tensor) -> bool:
         if isinstance(given, FakeTensor):
             return given._version > 0
-        same = given.reshape(-1).view(torch.uint8) if given.is_contiguous() and given.numel() else None
-        if same is None:
-            return not torch.equal(given, before)
-        return not torch.equal(same, before.contiguous().reshape(-1).view(torch.uint8))
+        return not same_bits(given, before)
 
     def full(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Results, saved tensors, and the ticket."""
@@ -201,6 +199,7 @@ class OpaqueFunction:
 
     def _backward(self, ticket: int, known: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Any]:
         state = self.states[ticket]
+        known = [x.clone() if i in self.spoilt else x for i, x in enumerate(known)]
         values = dict(zip(self.used, known, strict=True))
         state = pytree.tree_map(lambda x: values[x] if isinstance(x, _Of) else x, state)
         leaves: list[Any] = list(self.leaves)
@@ -220,6 +219,11 @@ class OpaqueFunction:
 
 def _copy(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.clone(memory_format=torch.contiguous_format)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same bytes."""
+    return torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b))) if a.numel() else True
 
 
 def _memory(x: Tensor) -> Any:
@@ -419,7 +423,10 @@ def _check_runs(function: OpaqueFunction, tensors: Sequence[Tensor]) -> None:
         if function.first.state["zeros"]:
             grads = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, made[:count], strict=True)]
         before = torch.random.get_rng_state()
-        found = function.backward(int(made[-1]), function.known(examples, made), grads)
+        known = [x.clone() for x in function.known(examples, made)]
+        kept = [x.clone() for x in known]
+        found = function.backward(int(made[-1]), known, grads)
+        function.spoilt = tuple(i for i, (x, y) in enumerate(zip(known, kept, strict=True)) if not same_bits(x, y))
         if not torch.equal(before, torch.random.get_rng_state()):
             raise OpaqueError("its backward draws random numbers, which ranks would draw differently; pass them in")
     pairs = enumerate(zip(found, function.needs, strict=True))
