@@ -20,7 +20,7 @@ Small models of other libraries, and plain modules in common styles, on these me
 *exact* means that loss, all gradients and all buffers equal one process to 1e-10 in float64. *sharded* is the share of
 all parameters that is sharded on tp. cp is tested where there are tokens, ep where there are experts. If a model mixes
 samples (statistics of a batch, contrastive losses), microbatches are not possible: *in one batch*. torchtitan's models
-run without their casts to bfloat16, and with its attention by torch's kernel. `tests/outside` builds the models and runs
+run without their casts to bfloat16, and with torch's attention. `tests/outside` builds the models and runs
 them all under `-m full`; the libraries are the extra `outside`, which pip installs beside an unchanged torch 2.13.
 (torchvision's wheels on PyPI hold kernels for a CUDA build of torch; with a CPU build they do not load, and the tests
 register the two operators that its import needs. No model here calls them.) Inputs whose values the graph depends on
