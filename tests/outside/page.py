@@ -15,10 +15,12 @@ from tests.support.subjects import subject
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 HEAD = f"""# Models of other libraries
 
-Small models of other libraries, and plain modules in common styles, on three meshes: {"; ".join(TITLES.values())}.
+Small models of other libraries, and plain modules in common styles, on these meshes:
+{"; ".join(TITLES.values())}.
 *exact* means that loss, all gradients and all buffers equal one process to 1e-10 in float64. *sharded* is the share of
-all parameters that is sharded on tp. cp is tested where there are tokens. If a model mixes samples (statistics of a
-batch, contrastive losses), microbatches are not possible: *in one batch*. `tests/outside` builds the models and runs
+all parameters that is sharded on tp. cp is tested where there are tokens, ep where there are experts. If a model mixes
+samples (statistics of a batch, contrastive losses), microbatches are not possible: *in one batch*. torchtitan's models
+run without their casts to bfloat16, and with torch's attention. `tests/outside` builds the models and runs
 them all under `-m full`; the libraries are the extra `outside`, which pip installs beside an unchanged torch 2.13.
 (torchvision's wheels on PyPI hold kernels for a CUDA build of torch; with a CPU build they do not load, and the tests
 register the two operators that its import needs. No model here calls them.) Inputs whose values the graph depends on
@@ -52,7 +54,7 @@ def text(rows: dict[str, str]) -> str:
     lines = [f"{len(rows)} models: {len(rows) - refused} are exact, {refused} are refused on one of the meshes.", ""]
     for group in dict.fromkeys(model.group for model in MODELS.values()):
         own = [rows[name] for name, model in MODELS.items() if model.group == group and name in rows]
-        lines += [f"## {group}", "", COLUMNS, "|---|---|---|---|---|", *own, ""]
+        lines += [f"## {group}", "", COLUMNS, "|---" * (2 + len(TITLES)) + "|", *own, ""]
     return HEAD + "\n".join(lines).rstrip() + "\n"
 
 

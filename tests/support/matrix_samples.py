@@ -32,6 +32,8 @@ def products() -> Iterator[Sample]:
     ):
         yield call(aten.matmul.default, normal(*left), normal(*right))
     yield call(aten.mv.default, normal(6, 4), normal(4))
+    offsets = torch.tensor([2, 2, 6], dtype=torch.int32)
+    yield call(torch.ops.autopar.grouped_mm_by_offsets.default, normal(6, 4), normal(3, 4, 6), offsets)
     for op in (aten.dot.default, aten.vdot.default):
         yield call(op, normal(6), normal(6))
     x = normal(2, 6, 4)

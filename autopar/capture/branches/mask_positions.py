@@ -15,16 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.capture.branches.expert_masks import are_distinct
-
-if TYPE_CHECKING:
-    from autopar.capture.branches.mask_indexing import MaskIndexing
 
 _TENSOR: Any = Tensor
 _WHERE = (torch.where, _TENSOR.where)
@@ -49,9 +46,9 @@ class _Position:
 
 
 class MaskPositions:
-    """Positions in one traced forward. ``refuse(text)`` raises."""
+    """Positions in one traced forward. ``rows``: its `MaskIndexing`. ``refuse(text)`` raises."""
 
-    def __init__(self, rows: MaskIndexing, refuse: Callable[[str], None]) -> None:
+    def __init__(self, rows: Any, refuse: Callable[[str], None]) -> None:
         self._rows, self._refuse = rows, refuse
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # [n] -> its position
         self._tables: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # [n, dims], of nonzero -> positions

@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.adapters.copying.fake import new_mode, silent_fakes
 from autopar.adapters.dispatch import without_modes
+from autopar.adapters.operators import returns_alias
 
 NAMESPACE = "autopar_functions"
 PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, slice, bytes)
@@ -71,13 +72,14 @@ class OpaqueFunction:
     cls: Any
     make_ctx: Callable[[Any], Any]
     own: frozenset[str]
-    spec: Any
-    leaves: tuple[Any, ...]  # None for a tensor
+    leaves: tuple[Any, ...]  # its arguments; None for a tensor
     places: tuple[int, ...]
     needs: tuple[bool, ...]
     dense: tuple[bool, ...]
     name: str = ""
     wanting: tuple[int, ...] = ()
+    changed: tuple[int, ...] = ()  # inputs that it writes to
+    spoilt: tuple[int, ...] = ()  # of what its backward is given, what that writes to
     first: Any = None
     states: list[Any] = field(default_factory=list)
     shapes: dict[Any, Any] = field(default_factory=dict)
@@ -89,7 +91,8 @@ class OpaqueFunction:
     @property
     def numbers(self) -> list[int]:
         """Integers among the arguments, which may be sizes."""
-        return [x for x in self.leaves if isinstance(x, int) and not isinstance(x, bool)]
+        found = pytree.tree_leaves(self.leaves)
+        return [x for x in found if isinstance(x, int) and not isinstance(x, bool)]
 
     # --- running ------------------------------------------------------------------------------------------------
 
@@ -100,9 +103,8 @@ class OpaqueFunction:
         leaves = list(self.leaves)
         for place, x in zip(self.places, given, strict=True):
             leaves[place] = x
-        args = pytree.tree_unflatten(leaves, self.spec)
-        needs = {place: need for place, need in zip(self.places, self.needs, strict=True)}
-        ctx = self.make_ctx([needs.get(i, False) for i in range(len(leaves))] if self._flat else self._needs(args))
+        args = tuple(leaves)
+        ctx = self.make_ctx(self._needs())
         with torch.no_grad(), contextlib.nullcontext() if self.first is not None else _Foreign():
             if self.cls.setup_context is not Function.setup_context:
                 made = self.cls.forward(*args)
@@ -126,21 +128,19 @@ class OpaqueFunction:
         own = {name: value for name, value in vars(ctx).items() if name not in self.own}
         state = pytree.tree_map(kept, {"saved": ctx.saved_tensors, "own": own, "zeros": ctx.materialize_grads})
         used = {x.i for x in pytree.tree_leaves(state) if isinstance(x, _Of) and x.kind == "inputs"}
-        changed = [i for i in sorted(used) if self._changes(given[i], tensors[i])]
-        for i in changed:  # what it has written to its inputs is a value of its own
+        if self.first is None:
+            self.changed = tuple(i for i, x in enumerate(given) if self._changes(x, tensors[i]))
+        for i in sorted(used & {*self.changed}):  # what it has written to its inputs is a value of its own
             saved.append(given[i])
             state = pytree.tree_map(lambda x, i=i: _Of("saved", len(saved) - 1) if x == _Of("inputs", i) else x, state)
         marked = tuple(i for i, x in enumerate(results) if id(x) in ctx.without_gradient or not _is_float(x))
         memory = {_memory(x) for x in tensors}
         return _Run(made, _apart(results, memory), _apart(saved, memory), state, marked)
 
-    @property
-    def _flat(self) -> bool:
-        return bool(self.spec.num_children == self.spec.num_leaves)
-
-    def _needs(self, args: Any) -> list[bool]:
-        """Of each argument; a list or a dict of tensors has no gradient, as in torch."""
-        return [False for _ in args]
+    def _needs(self) -> list[bool]:
+        """``ctx.needs_input_grad``."""
+        needs = dict(zip(self.places, self.needs, strict=True))
+        return [needs.get(i, False) for i in range(len(self.leaves))]
 
     def _own(self, x: Tensor, i: int) -> Tensor:
         x = x.detach()
@@ -149,10 +149,7 @@ class OpaqueFunction:
     def _changes(self, given: Tensor, before: Tensor) -> bool:
         if isinstance(given, FakeTensor):
             return given._version > 0
-        same = given.reshape(-1).view(torch.uint8) if given.is_contiguous() and given.numel() else None
-        if same is None:
-            return not torch.equal(given, before)
-        return not torch.equal(same, before.contiguous().reshape(-1).view(torch.uint8))
+        return not same_bits(given, before)
 
     def full(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Results, saved tensors, and the ticket."""
@@ -202,11 +199,11 @@ class OpaqueFunction:
 
     def _backward(self, ticket: int, known: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Any]:
         state = self.states[ticket]
+        known = [x.clone() if i in self.spoilt else x for i, x in enumerate(known)]
         values = dict(zip(self.used, known, strict=True))
         state = pytree.tree_map(lambda x: values[x] if isinstance(x, _Of) else x, state)
         leaves: list[Any] = list(self.leaves)
-        needs = dict(zip(self.places, self.needs, strict=True))
-        ctx = self.make_ctx([needs.get(i, False) for i in range(len(leaves))])
+        ctx = self.make_ctx(self._needs())
         ctx.saved_tensors, ctx.materialize_grads = state["saved"], state["zeros"]
         vars(ctx).update(state["own"])
         function = self.cls.backward if self.cls.vjp is Function.vjp else self.cls.vjp
@@ -222,6 +219,11 @@ class OpaqueFunction:
 
 def _copy(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.clone(memory_format=torch.contiguous_format)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same bytes."""
+    return torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b))) if a.numel() else True
 
 
 def _memory(x: Tensor) -> Any:
@@ -322,24 +324,25 @@ def _on_memory(function: OpaqueFunction, tensors: Sequence[Tensor]) -> _Run:
 
 def opaque(cls: Any, args: tuple[Any, ...], needs: Sequence[bool], make_ctx: Callable[[Any], Any]) -> Any:
     """Call an autograd function as an operator. Raises OpaqueError."""
-    leaves, spec = pytree.tree_flatten(args)
+    leaves = list(args)
     places = tuple(i for i, x in enumerate(leaves) if isinstance(x, Tensor))
     tensors = [leaves[i] for i in places]
-    odd = next((x for x in leaves if not isinstance(x, (Tensor, *PLAIN))), None)
+    others = pytree.tree_leaves([x for x in leaves if not isinstance(x, Tensor)])
+    if any(isinstance(x, Tensor) for x in others):
+        raise OpaqueError("it takes tensors in a list or a dict; pass each as an argument")
+    odd = next((x for x in others if not isinstance(x, PLAIN)), None)
     if odd is not None:
         raise OpaqueError(f"it takes a {type(odd).__name__}; pass tensors and numbers")
-    if len(leaves) != len(args) and any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
-        raise OpaqueError("it takes tensors in a list or a dict; pass each as an argument")
     if not tensors:
         raise OpaqueError("it takes no tensor")
     constants = tuple(None if isinstance(x, Tensor) else x for x in leaves)
-    grads = tuple(bool(needs[i]) if len(leaves) == len(args) else False for i in places)
+    grads = tuple(bool(needs[i]) for i in places)
     dense = tuple(x.is_contiguous() for x in tensors)
-    key = cls, str(spec), tuple((type(x), x) for x in constants), places, grads, dense
+    key = cls, repr(constants), places, grads, dense
     key = *key, tuple(x.dtype for x in tensors)
     if key not in _KNOWN:
         own = frozenset(vars(make_ctx([])))
-        function = OpaqueFunction(cls, make_ctx, own, spec, constants, places, grads, dense)
+        function = OpaqueFunction(cls, make_ctx, own, constants, places, grads, dense)
         _define(function, tensors, key)
         _KNOWN[key] = function
     function = _KNOWN[key]
@@ -353,8 +356,28 @@ def opaque(cls: Any, args: tuple[Any, ...], needs: Sequence[bool], make_ctx: Cal
 
 def opaque_function(target: Any) -> OpaqueFunction | None:
     """The function that an operator calls."""
-    name = getattr(target, "_qualname", "") or str(target)
-    return _BY_NAME.get(name.split("::")[-1].split(".")[0]) if name.startswith(NAMESPACE) else None
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != NAMESPACE:
+        return None
+    return _BY_NAME.get(target.name().partition("::")[2])
+
+
+def check_written(graph: torch.fx.Graph) -> None:
+    """Raises ValueError where a kernel writes to a value that anything else uses: an operator leaves it as it is."""
+    for node in graph.nodes:
+        function = opaque_function(node.target) if node.op == "call_function" else None
+        for i in function.changed if function is not None else ():
+            x = node.args[i]
+            while len(x.users) == 1 and x.op == "call_function" and _is_view(x.target):
+                x = x.all_input_nodes[0]
+            if len(x.users) > 1 or x.op != "call_function":
+                raise ValueError(
+                    f"capture: {function.label} writes to argument {i} in place, which others use; let it write to a "
+                    "clone"
+                )
+
+
+def _is_view(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and returns_alias(target)
 
 
 def _define(function: OpaqueFunction, tensors: Sequence[Tensor], key: Any) -> None:
@@ -400,7 +423,10 @@ def _check_runs(function: OpaqueFunction, tensors: Sequence[Tensor]) -> None:
         if function.first.state["zeros"]:
             grads = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, made[:count], strict=True)]
         before = torch.random.get_rng_state()
-        found = function.backward(int(made[-1]), function.known(examples, made), grads)
+        known = [x.clone() for x in function.known(examples, made)]
+        kept = [x.clone() for x in known]
+        found = function.backward(int(made[-1]), known, grads)
+        function.spoilt = tuple(i for i, (x, y) in enumerate(zip(known, kept, strict=True)) if not same_bits(x, y))
         if not torch.equal(before, torch.random.get_rng_state()):
             raise OpaqueError("its backward draws random numbers, which ranks would draw differently; pass them in")
     pairs = enumerate(zip(found, function.needs, strict=True))

@@ -32,6 +32,7 @@ from autopar.adapters.copying.fake import silent_fakes
 from autopar.capture.branches.selected_targets import keep_rows_of_targets
 from autopar.capture.custom_autograd.autograd_function import captured_backwards
 from autopar.capture.custom_autograd.inner_derivatives import captured_derivatives
+from autopar.capture.custom_autograd.opaque import check_written
 from autopar.capture.layer_dedup.layer_dedup import LayerDedup, TraceAnew
 from autopar.capture.reads.code_owners import is_ours, is_torchs
 from autopar.capture.side_effects.eager_answers import answered_as_eager
@@ -125,6 +126,7 @@ def export(
         where = _where(error)
         said = f"{_reason(error)}{_way_out(error, where, kwargs)}"
         raise refusal_like(error, f"capture: {where if _asks_values(error) else _line(where)}: {said}") from error
+    check_written(flat.graph)
     keep_rows_of_targets(flat.graph)
     _drop_value_checks(flat.graph)
     flat.graph.eliminate_dead_code()

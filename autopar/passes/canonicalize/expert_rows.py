@@ -116,6 +116,7 @@ class _Rows:
             end.replace_all_uses_with(total, propagate_meta=False)
         if not self.last.puts:
             self.last.sum.replace_input_with(self.last.base, first.base)
+        _drop_copies(total if self.last.puts else self.last.sum)
 
     # --- following all experts --------------------------------------------------------------------------------
 
@@ -411,6 +412,14 @@ class _Rows:
         if not calls(of, aten.topk.default, aten.max.dim, aten.sort.default) or self.last.mask.kept:
             return False
         return shape_of(of.args[0])[-1] == self.experts  # type: ignore[union-attr, arg-type]
+
+
+def _drop_copies(x: Node) -> None:
+    """copy(y, x) --> x, so that what y was before is not computed."""
+    for user in list(x.users):
+        same = calls(user, aten.copy.default) and user.args[1] is x
+        if same and (shape_of(user), value_of(user).dtype) == (shape_of(x), value_of(x).dtype):
+            user.replace_all_uses_with(x, propagate_meta=False)
 
 
 def _node(x: Value) -> Node:
