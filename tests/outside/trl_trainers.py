@@ -44,7 +44,6 @@ CASES = {
     "SFT, LoRA": Case("SFT", "text", {}, True),
     "DPO": Case("DPO", "pairs"),
     "DPO, LoRA": Case("DPO", "pairs", {}, True),
-    "DPO, LoRA, precompute_ref_log_probs": Case("DPO", "pairs", {"precompute_ref_log_probs": True}, True),
     "KTO": Case("KTO", "marked"),
     "Reward": Case("Reward", "pairs"),
     "ORPO": Case("ORPO", "pairs", {"max_length": 64}, inside="trl.experimental.orpo"),
