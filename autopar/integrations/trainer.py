@@ -26,7 +26,13 @@ from transformers.trainer import TRAINING_ARGS_NAME
 
 from autopar.adapters.versions import refuse_older
 from autopar.integrations.accelerator import STATE, Accelerator
-from autopar.integrations.training_arguments import behind, check_losses, check_methods, check_training_arguments
+from autopar.integrations.training_arguments import (
+    behind,
+    check_losses,
+    check_methods,
+    check_reference,
+    check_training_arguments,
+)
 from autopar.runtime.inputs.padding import IGNORED
 from autopar.runtime.mesh.process_groups import dp_rank_and_size
 from autopar.runtime.training.load import load
@@ -68,6 +74,7 @@ class MeshTrainerMixin(_BASE):
 
     def _to_mesh(self) -> None:
         self._losses, self._traced = (self.compute_loss_func, self.label_smoother), not self._overrides("compute_loss")
+        check_reference(self)
         if not self._traced:
             pass  # that method decides what becomes of the others
         elif self.compute_loss_func is not None:

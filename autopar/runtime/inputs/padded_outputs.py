@@ -30,7 +30,7 @@ def growth_of(short: Tensor, padded: Tensor, before: Sizes, after: Sizes) -> Gro
     """How the dims of an output follow from the sizes of the batch. None if they do so in no known way."""
     if short.dim() != padded.dim():
         return None
-    found = []
+    found: list[Grown | None] = []
     for small, large in zip(short.shape, padded.shape, strict=True):
         if small == large:
             found.append(None)

@@ -118,6 +118,7 @@ class BatchPadder:
         self.rows = 0  # rows of the largest batch so far
         self.checked: set[str] = {"tokens", "rows"} if not buckets.check else set()  # what may be padded
         self._last: dict[str, int] = {}  # sizes of the last batch, padded
+        self._widths: dict[str, int] = {}  # first sizes of inputs that may have tokens
         self._first: dict[Call, dict[str, int]] = {}  # sizes of the first batch of each call
         self._growths: dict[Call, list[Growth]] = {}  # of outputs
         self._unchanged: set[tuple[Call, str]] = set()  # whose outputs padding does not change
@@ -128,9 +129,10 @@ class BatchPadder:
         largest on any rank."""
         if self.busy:
             return batch
+        least, largest = self._extremes(self._sizes(batch) | {"": len(self._unknown(batch))})
+        if least.pop("") == largest.pop("") > 0 and self._learn(batch):
+            least, largest = self._extremes(self._sizes(batch))
         own, call = self._sizes(batch), self._call(batch)
-        largest = self._over_ranks(own, dist.ReduceOp.MAX)
-        least = self._over_ranks(own, dist.ReduceOp.MIN)
         self.uneven = least["rows"] < largest["rows"]
         if self.buckets.lazy and least == largest == self._first.setdefault(call, largest):
             self._last = own
@@ -147,6 +149,26 @@ class BatchPadder:
             fitted = batch
         self._last = self._sizes(fitted)
         return fitted
+
+    def _extremes(self, sizes: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+        return self._over_ranks(sizes, dist.ReduceOp.MIN), self._over_ranks(sizes, dist.ReduceOp.MAX)
+
+    def _unknown(self, batch: Mapping[str, Any]) -> dict[str, int]:
+        """Inputs of whole numbers [rows, more, ...] that may have tokens, and how many."""
+        if not self.buckets.lazy:
+            return {}
+        found = {name: x for name, x in batch.items() if isinstance(x, Tensor) and name not in self.fill}
+        whole = {name: x for name, x in found.items() if x.dim() > 1 and not x.is_floating_point()}
+        return {name: x.shape[1] for name, x in whole.items() if self.plan.batch_dims.get(name, 0) == 0}
+
+    def _learn(self, batch: Mapping[str, Any]) -> bool:
+        """Take inputs whose second dim varies for tokens; whether there are new ones. That padding them changes nothing
+        is checked as for all others. Collective."""
+        found = self._unknown(batch)
+        least, largest = self._extremes(found)
+        vary = [n for n in found if least[n] != largest[n] or largest[n] != self._widths.setdefault(n, largest[n])]
+        self.fill |= {name: IGNORED if "label" in name or "target" in name else 0 for name in vary}
+        return bool(vary)
 
     def _look(self, batch: dict[str, Any], own: dict[str, int], padded: set[str], call: Call | None) -> None:
         """Raises ValueError, on all ranks, if padding would change the loss, or the outputs of a ``call``."""

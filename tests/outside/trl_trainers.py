@@ -1,0 +1,146 @@
+"""TRL's trainers behind `MeshTrainerMixin`: what they log on a mesh, and without one.
+
+Each trains a tiny model for five steps on texts of changing lengths. On dp the standard is DDP on two processes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+
+import autopar
+from autopar import integrations
+from tests.integrations.loops import Sizes, as_started
+from tests.support.ranks import run_ranks
+
+WORDS = 60
+
+
+class Case(NamedTuple):
+    """A trainer of TRL, what its texts are, arguments of its configuration, and whether it trains LoRA."""
+
+    trainer: str
+    texts: str
+    config: Mapping[str, Any] = MappingProxyType({})
+    lora: bool = False
+    inside: str = "trl"
+
+
+CASES = {
+    "SFT": Case("SFT", "text"),
+    'SFT, loss_type="dft"': Case("SFT", "text", {"loss_type": "dft"}),
+    "SFT, completion_only_loss": Case("SFT", "completion", {"completion_only_loss": True}),
+    "SFT, label_smoothing_factor": Case("SFT", "text", {"label_smoothing_factor": 0.1}),
+    "SFT, packing": Case("SFT", "text", {"packing": True, "max_length": 32}),
+    "SFT, LoRA": Case("SFT", "text", {}, True),
+    "DPO": Case("DPO", "pairs"),
+    "DPO, LoRA": Case("DPO", "pairs", {}, True),
+    "KTO": Case("KTO", "marked"),
+    "Reward": Case("Reward", "pairs"),
+    "ORPO": Case("ORPO", "pairs", {"max_length": 64}, inside="trl.experimental.orpo"),
+    "CPO": Case("CPO", "pairs", {"max_length": 64}, inside="trl.experimental.cpo"),
+}
+MESHES: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "dp=2, zero=3": ({"dp": 2}, {"zero": 3}),
+    "tp=2": ({"tp": 2}, {}),
+    "pp=2": ({"pp": 2}, {}),
+}
+
+
+def tokenizer() -> Any:
+    """One token for each word."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(WORDS))]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names)
+
+
+def texts(kind: str, count: int = 40) -> Any:
+    """Rows of random words: "text", "completion", "pairs" (chosen and rejected) or "marked" (good or bad)."""
+    from datasets import Dataset
+
+    generator = torch.Generator().manual_seed(1)
+
+    def words(least: int, most: int) -> str:
+        length = int(torch.randint(least, most, (1,), generator=generator))
+        return " ".join(f"w{int(i)}" for i in torch.randint(0, WORDS, (length,), generator=generator))
+
+    names = {"completion": ("completion",), "pairs": ("chosen", "rejected"), "marked": ("completion",)}
+    found = []
+    for i in range(count):
+        row: dict[str, Any] = {"text": words(4, 14)} if kind == "text" else {"prompt": words(3, 7) + " "}
+        row |= {name: words(3, 9) for name in names.get(kind, ())}
+        found.append(row | ({"label": bool(i % 2)} if kind == "marked" else {}))
+    return Dataset.from_list(found)
+
+
+def _model(folder: str, kind: str) -> Any:
+    """Of a folder, from which DPO reads its reference."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        num_labels=1,
+    )  # fmt: skip
+    family = transformers.LlamaForSequenceClassification if kind == "Reward" else transformers.LlamaForCausalLM
+    if not Path(folder).exists():
+        family(config).save_pretrained(folder)
+    return family.from_pretrained(folder, dtype=torch.float32)
+
+
+def logged(name: str, sizes: Sizes | None, options: dict[str, Any], parts: int, folder: str) -> list[dict[str, float]]:
+    """What the trainer logs in five steps."""
+    os.environ.update(HF_HUB_OFFLINE="1", CI="1", TRL_EXPERIMENTAL_SILENCE="1")
+    case = CASES[name]
+    library = importlib.import_module(case.inside)
+    trainer, config = (getattr(library, f"{case.trainer}{what}") for what in ("Trainer", "Config"))
+    with as_started():
+        mesh = autopar.init_mesh("cpu", **sizes) if sizes is not None else None
+        mine = f"{folder}/{os.getpid()}"
+        args = config(
+            mine, per_device_train_batch_size=4 // parts, max_steps=5, logging_steps=1, learning_rate=0.01,
+            save_strategy="no", use_cpu=True, bf16=False, report_to=[], disable_tqdm=True,
+            gradient_checkpointing=False, **case.config,
+        )  # fmt: skip
+        how = {"model": _model(f"{mine}/model", case.trainer), "args": args, "train_dataset": texts(case.texts)}
+        how["processing_class"] = tokenizer()
+        if case.lora:
+            import peft
+
+            how["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        torch.manual_seed(5)
+        if mesh is None:
+            made = trainer(**how)
+        else:
+            made = type("OnMesh", (integrations.MeshTrainerMixin, trainer), {})(**how, mesh=mesh, options=options)
+        made.train()
+        logs = made.state.log_history
+    timed = ("runtime", "second", "time")
+    return [{k: float(v) for k, v in log.items() if not any(word in k for word in timed)} for log in logs]
+
+
+def outcome(name: str, mesh: str) -> tuple[str, float]:
+    """(the sentence that refuses it or "", the largest difference of what is logged, relative where it is above 1)."""
+    sizes, options = MESHES[mesh]
+    parts = sizes.get("dp", 1)
+    with tempfile.TemporaryDirectory() as folder:
+        expected = run_ranks(parts, logged, name, None, {}, parts, folder, timeout=900)[0]
+        try:
+            found = run_ranks(math.prod(sizes.values()), logged, name, sizes, options, parts, folder, timeout=1800)[0]
+        except RuntimeError as error:
+            return str(error).strip().splitlines()[-1], 0.0
+    assert [log.keys() for log in found] == [log.keys() for log in expected]
+    pairs = [(a[k], b[k]) for a, b in zip(found, expected, strict=True) for k in a]
+    return "", max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs)
