@@ -263,7 +263,7 @@ class Options:
         "",
         LINKS,
         "links of each axis, for estimates: ring, mesh or switch; bytes per second; latency in seconds",
-        "a switch with the links of target_hardware",
+        "those of target_hardware, within and between nodes",
     )
     batch_dims: tuple[tuple[str, int | None], ...] = _option(
         (),

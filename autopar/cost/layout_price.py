@@ -414,8 +414,8 @@ class _Pricing:
             if ranks > 1 and elements:
                 links, share = self._data_links(ranks), (ranks - 1) / ranks
                 calls = float(sum(len(self.parts[k]) for k in held) + 1)
-                gather = links.seconds("all_gather", elements * self.costs.itemsize * share, calls)
-                reduce = links.seconds("reduce_scatter", elements * stack.gradient * share, calls)
+                gather = links.seconds("all_gather", elements * self.costs.itemsize * share, calls) * self._copy
+                reduce = links.seconds("reduce_scatter", elements * stack.gradient * share, calls) * self._copy
                 hidden = stack.hidden.get("zero", 0.8)
                 if layout.zero and not layout.gathers_once:
                     forward, backward = way[0][rank].computing, way[1][rank].computing + way[2][rank].computing
@@ -507,7 +507,7 @@ class _Pricing:
         for k in held:
             layers = [self.costs.layers[kind].saved for kind in self.parts[k]]
             saved += sum(float(s[0] + self.rows * s[1]) for s in layers)
-        return saved
+        return saved * self._copy
 
     def _memory(self, rank: int, held: Sequence[int], sizes: Sequence[float], saved: float) -> float:
         """Bytes of one rank of pp at its peak."""
