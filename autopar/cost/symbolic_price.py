@@ -61,9 +61,8 @@ class SymbolicPrice:
 
 
 def can_be_symbolic(layout: Layout, cluster: Cluster) -> bool:
-    """Whether there are expressions: on equal nodes, and without cp and ep, whose exchanges are no polynomials of the
-    sequence."""
-    return cluster.is_uniform and not layout.layers and layout.cp == 1 and layout.ep == 1
+    """Whether there are expressions: on equal nodes, with stages of equal numbers of layers."""
+    return cluster.is_uniform and not layout.layers
 
 
 def symbolic_price(
