@@ -214,7 +214,7 @@ def test_what_padding_would_change_is_refused_on_all_ranks(norm: bool, extra: bo
 
 @pytest.mark.parametrize(
     ("asked", "said"),
-    [("buckets", 'expected "exact", "bucket" or autopar.PaddingBuckets'), (3, "expected"), (None, "expected")],
+    [("buckets", 'expected "exact", "bucket", "auto" or autopar.PaddingBuckets'), (3, "expected"), (None, "expected")],
 )
 def test_unknown_shapes_are_refused(asked: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):

@@ -334,26 +334,27 @@ class BatchPadder:
                 break
         self.masks = False
         raise ValueError(
-            f"padding: changes {unlike or 'a result of another rank'} of {type(self.root).__name__}: tokens attend to "
+            f"padding: changes {unlike or 'a result of another rank'}: tokens attend to "
             "it, or are averaged with it; pass an attention_mask, set fill values with "
             'autopar.PaddingBuckets(pad={...}), or pass batches of one size on all ranks with padding="exact"'
         )
 
     def _unlike(self, plain: Any, longer: Any, before: Sizes, after: Sizes, call: Call | None) -> str:
         """Names what padding has changed, "" if nothing."""
+        name = type(self.root).__name__
         if call is None:
             pair = self._losses(plain), self._losses(longer)
-            return "" if all(map(self._close, *pair)) else f"the loss from {pair[0]} to {pair[1]}"
+            return "" if all(map(self._close, *pair)) else f"the loss of {name} from {pair[0]} to {pair[1]}"
         short, large = tensors_of({"": plain}), tensors_of({"": longer})
         growths = []
-        for name, x in short.items():
-            growth = growth_of(x, large[name], before, after) if name in large else None
+        for path, x in short.items():
+            growth = growth_of(x, large[path], before, after) if path in large else None
             if growth is None:
-                return f"output {name} in a dim that is neither the examples nor the tokens"
+                return f"output {path} of {name} in a dim that is neither the examples nor the tokens"
             growths.append(growth)
-            cut = without_padding(large[name], growth, before, after)
+            cut = without_padding(large[path], growth, before, after)
             if differences([x], [cut])[0] > self._limit_of():
-                return f"output {name}"
+                return f"output {path} of {name}"
         self._growths[call] = growths
         return ""
 
