@@ -300,7 +300,7 @@ def grouped_call(mat_a: Tensor, mat_b: Tensor, *, offs: Any = None, bias: Any = 
     return out
 
 
-GROUPED_CALLS = {torch.nn.functional.grouped_mm: grouped_call, torch._grouped_mm: grouped_call}
+GROUPED_CALLS: dict[Any, Any] = {torch.nn.functional.grouped_mm: grouped_call, torch._grouped_mm: grouped_call}
 grouped_mm_by_offsets.register_autograd(_offsets_backward, setup_context=_offsets_setup)
 
 

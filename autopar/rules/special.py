@@ -167,6 +167,25 @@ def grouped_mm_by_offsets_rule(call: Call) -> Rule:
     return call.rule([(n, i), (e, i, o), (e,)], [(n, o)], blocked=blocked, linear=sets)
 
 
+def scaled_mm_rule(call: Call) -> Rule:
+    """self (m, k), mat2 (k, n), scales () or (m, 1) and (1, n), bias (n) -> (m, n). k is not cut: partial sums would be
+    rounded to the result's dtype. Raises RuleError for scales of blocks."""
+    (m, k), n = call.shape("self"), call.shape("mat2")[1]
+    rows, inner, columns = call.factor("m", m), call.factor("k", k), call.factor("n", n)
+    operands: list[Dims | None] = [(rows, inner), (inner, columns)]
+    for name, shape, dims in (("scale_a", (m, 1), (rows, ())), ("scale_b", (1, n), ((), columns))):
+        given = call.shape(name)
+        if math.prod(given) != 1 and given != shape:
+            raise RuleError(f"{name} has scales of blocks, {list(given)}, which can not be cut with their operand")
+        operands.append(dims if given == shape else tuple(() for _ in given))
+    operands += [(columns,)] if isinstance(call.args.get("bias"), Node) else []
+    operands += (
+        [tuple(() for _ in call.shape("scale_result"))] if isinstance(call.args.get("scale_result"), Node) else []
+    )
+    blocked = dict.fromkeys(inner, "partial sums would be rounded to the result's dtype")
+    return call.rule(operands, [(rows, columns)], blocked=blocked)
+
+
 def grouped_bias_rule(call: Call) -> Rule:
     """rows (n, o) + bias (e, o) of the row's expert."""
     rows, width = call.shape("rows")

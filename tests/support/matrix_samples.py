@@ -32,6 +32,11 @@ def products() -> Iterator[Sample]:
     ):
         yield call(aten.matmul.default, normal(*left), normal(*right))
     yield call(aten.mv.default, normal(6, 4), normal(4))
+    eight = torch.float8_e4m3fn
+    a, b = normal(6, 12).to(eight), normal(6, 12).to(eight).t()
+    ones, scales = (torch.tensor(0.5), torch.tensor(2.0)), (torch.rand(6, 1) + 0.5, torch.rand(1, 6) + 0.5)
+    for left, right in (ones, scales):
+        yield call(aten._scaled_mm.default, a, b, left, right, None, None, torch.float32, gradients=False)
     offsets = torch.tensor([2, 2, 6], dtype=torch.int32)
     yield call(torch.ops.autopar.grouped_mm_by_offsets.default, normal(6, 4), normal(3, 4, 6), offsets)
     for op in (aten.dot.default, aten.vdot.default):

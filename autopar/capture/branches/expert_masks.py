@@ -53,7 +53,7 @@ class ExpertMask:
         return ANY in self.places
 
 
-def expert_mask(node: Node) -> ExpertMask | None:
+def expert_mask(node: Any) -> ExpertMask | None:
     """What a boolean node says of the experts of tokens; None if it is no such mask."""
     return _mask(node, tuple((d,) for d in range(node.meta["val"].dim())))
 
@@ -66,7 +66,7 @@ def are_distinct(mask: Tensor) -> bool:
     return found is not None and distinct_experts(found.index)
 
 
-def distinct_experts(index: Node) -> bool:
+def distinct_experts(index: Any) -> bool:
     """Whether the experts along the last dim of an index differ: they are of a topk or a sort, or one."""
     x = index
     while x.target in (*_AS_THEY_ARE, *_VIEWS):
@@ -87,7 +87,7 @@ def distinct_experts(index: Node) -> bool:
     return x.args[1:2] == (1,) * (x.target is operator.getitem) and along in (-1, x.meta["val"].dim() - 1)
 
 
-def _mask(node: Node, places: tuple[Place, ...]) -> ExpertMask | None:
+def _mask(node: Any, places: tuple[Place, ...]) -> ExpertMask | None:
     for x, at in _behind(node, places):
         if x.target in (aten.eq.Tensor, aten.eq.Scalar):
             return _compared(x, at)
@@ -100,7 +100,7 @@ def _mask(node: Node, places: tuple[Place, ...]) -> ExpertMask | None:
     return None
 
 
-def _both(x: Node, places: tuple[Place, ...]) -> ExpertMask | None:
+def _both(x: Any, places: tuple[Place, ...]) -> ExpertMask | None:
     if ANY in places:
         return None
     operands = [(y, _aligned(y, places)) for y in x.args[:2]]
@@ -111,7 +111,7 @@ def _both(x: Node, places: tuple[Place, ...]) -> ExpertMask | None:
     return None
 
 
-def _compared(x: Node, places: tuple[Place, ...]) -> ExpertMask | None:
+def _compared(x: Any, places: tuple[Place, ...]) -> ExpertMask | None:
     a, b = x.args
     if not isinstance(b, Node):
         return ExpertMask(*_base(a, places), int(b)) if isinstance(b, int) else None
@@ -122,7 +122,7 @@ def _compared(x: Node, places: tuple[Place, ...]) -> ExpertMask | None:
     return None
 
 
-def _base(index: Node, places: tuple[Place, ...]) -> tuple[Node, tuple[Place, ...]]:
+def _base(index: Any, places: tuple[Place, ...]) -> tuple[Node, tuple[Place, ...]]:
     """The last node behind an index whose dims are all of the mask's."""
     best = index, places
     for x, at in _behind(index, places):
@@ -131,7 +131,7 @@ def _base(index: Node, places: tuple[Place, ...]) -> tuple[Node, tuple[Place, ..
     return best
 
 
-def _scattered(x: Node, places: tuple[Place, ...]) -> ExpertMask | None:
+def _scattered(x: Any, places: tuple[Place, ...]) -> ExpertMask | None:
     """scatter(zeros, d, index, true) at number e of dim d: whether one of index along d is e."""
     base, dim, index, value = x.args
     dim %= len(places)
@@ -151,7 +151,7 @@ def _scattered(x: Node, places: tuple[Place, ...]) -> ExpertMask | None:
     return ExpertMask(index, (*places[:dim], along, *places[dim + 1 :]), expert)
 
 
-def _number(x: Node, places: tuple[Place, ...]) -> int | None:
+def _number(x: Any, places: tuple[Place, ...]) -> int | None:
     """The number at a place of arange, or of a filled tensor."""
     for y, at in _behind(x, places):
         if y.target in _ARANGES and isinstance(at[0], int):
@@ -162,14 +162,14 @@ def _number(x: Node, places: tuple[Place, ...]) -> int | None:
     return None
 
 
-def _aligned(x: Node, places: tuple[Place, ...]) -> tuple[Place, ...]:
+def _aligned(x: Any, places: tuple[Place, ...]) -> tuple[Place, ...]:
     """Places in an operand that is broadcast."""
     shape = x.meta["val"].shape
     own = places[len(places) - len(shape) :]
     return tuple(0 if n == 1 else place for n, place in zip(shape, own, strict=True))
 
 
-def _behind(node: Node, places: tuple[Place, ...]) -> Iterator[tuple[Node, tuple[Place, ...]]]:
+def _behind(node: Any, places: tuple[Place, ...]) -> Iterator[tuple[Node, tuple[Place, ...]]]:
     """A node and the nodes that it is a view of, with the places in them."""
     while True:
         yield node, places
@@ -179,7 +179,7 @@ def _behind(node: Node, places: tuple[Place, ...]) -> Iterator[tuple[Node, tuple
         node, places = found
 
 
-def _step(node: Node, at: tuple[Place, ...]) -> tuple[Node, tuple[Place, ...]] | None:
+def _step(node: Any, at: tuple[Place, ...]) -> tuple[Node, tuple[Place, ...]] | None:
     x: Any = node.args[0] if node.args else None
     if node.op != "call_function" or not isinstance(x, Node):
         return None
@@ -224,7 +224,7 @@ def _step(node: Node, at: tuple[Place, ...]) -> tuple[Node, tuple[Place, ...]] |
     return None
 
 
-def _with_ones(x: Node, at: tuple[Place, ...]) -> tuple[Place, ...]:
+def _with_ones(x: Any, at: tuple[Place, ...]) -> tuple[Place, ...]:
     """Places in a tensor of which dims of size one were removed."""
     left = iter(at)
     ones = sum(n == 1 for n in x.meta["val"].shape) - (len(x.meta["val"].shape) - len(at))
@@ -232,7 +232,7 @@ def _with_ones(x: Node, at: tuple[Place, ...]) -> tuple[Place, ...]:
     return tuple(0 if n == 1 else next(left) for n in x.meta["val"].shape)
 
 
-def _sliced(node: Node, x: Node, at: tuple[Place, ...]) -> tuple[Node, tuple[Place, ...]] | None:
+def _sliced(node: Any, x: Any, at: tuple[Place, ...]) -> tuple[Node, tuple[Place, ...]] | None:
     d = node.args[1] if len(node.args) > 1 else 0
     start, step = (node.args[2] if len(node.args) > 2 else 0) or 0, node.args[4] if len(node.args) > 4 else 1
     if node.meta["val"].shape == x.meta["val"].shape:
@@ -242,7 +242,7 @@ def _sliced(node: Node, x: Node, at: tuple[Place, ...]) -> tuple[Node, tuple[Pla
     return None
 
 
-def _viewed(node: Node, x: Node, at: tuple[Place, ...]) -> tuple[Node, tuple[Place, ...]] | None:
+def _viewed(node: Any, x: Any, at: tuple[Place, ...]) -> tuple[Node, tuple[Place, ...]] | None:
     """A view that only adds or removes dims of size one."""
     shape, before = list(node.meta["val"].shape), list(x.meta["val"].shape)
     if [n for n in shape if n != 1] != [n for n in before if n != 1]:
@@ -251,7 +251,7 @@ def _viewed(node: Node, x: Node, at: tuple[Place, ...]) -> tuple[Node, tuple[Pla
     return x, tuple(0 if n == 1 else next(left) for n in before)
 
 
-def number_of_choice(x: Node, experts: int) -> Node | None:
+def number_of_choice(x: Any, experts: int) -> Node | None:
     """The index of which x [..., E], before it is summed over all other dims, says whether it is e."""
     rank = len(x.meta["val"].shape)
     found = [_mask(x, (*((d,) for d in range(rank - 1)), e)) for e in {0, experts - 1}]

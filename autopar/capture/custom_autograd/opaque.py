@@ -483,7 +483,7 @@ def _register(function: OpaqueFunction) -> None:
 
     class Opaque(Function):
         @staticmethod
-        def forward(ctx: Any, *tensors: Tensor) -> Any:  # type: ignore[override]
+        def forward(ctx: Any, *tensors: Tensor) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
                 made = saving(*tensors)
             ctx.save_for_backward(*function.known(tensors, made), made[-1])
@@ -493,7 +493,7 @@ def _register(function: OpaqueFunction) -> None:
             return _given(made[:count])
 
         @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:  # type: ignore[override]
+        def backward(ctx: Any, *grads: Any) -> Any:
             if not function.wanting or all(g is None for g in grads):
                 return (None,) * len(function.places)
             *known, ticket = ctx.saved_tensors
@@ -510,7 +510,7 @@ def _register(function: OpaqueFunction) -> None:
     Opaque.__module__ = "torch._library.autograd"  # the derivative of an operator, not a function of the model
 
     def autograd(*tensors: Tensor) -> Any:
-        return Opaque.apply(*tensors)  # type: ignore[no-untyped-call]
+        return Opaque.apply(*tensors)
 
     def run_saving(*tensors: Tensor) -> Any:
         return tuple(function.full(tensors))
