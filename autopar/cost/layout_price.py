@@ -325,7 +325,7 @@ class _Pricing:
         at, alike = self.at, dict[tuple[int, Held], int]()  # chips and parts of a rank -> the first rank that has them
         parts = [tuple((tuple(self.parts[k]), k == 0, k == n - 1) for k in held[r]) for r in ranks]
         of = [alike.setdefault((id(at[r]), parts[r]), r) for r in ranks]
-        way = [self._each(of, lambda r, w=w: at[r]._of_rank(held[r], w)) for w in range(3)]
+        way = [self._each(of, functools.partial(lambda w, r: at[r]._of_rank(held[r], w), w)) for w in range(3)]
         sizes = self._each(of, lambda r: self._of_rank_sizes(held[r]))
         gathers = self._each(of, lambda r: at[r]._sharded(held[r], way, r))
         each = [

@@ -186,3 +186,33 @@ def test_a_criterion_of_the_loop(sizes: Sizes) -> None:
     for losses, guesses in run_ranks(2, own_loop, sizes, parts, timeout=200):
         assert losses == pytest.approx(expected[0], abs=EXACT)
         assert float((torch.tensor(guesses) - torch.tensor(expected[1])).abs().max()) < 1e-6
+
+
+class Pairs(nn.Module):
+    """Similarities of all pairs in a batch, as CLIP's, beside embeddings that are normed over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.norm = nn.Linear(4, 3), nn.Linear(5, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        left, right = self.left(x), self.right(y)
+        return {"loss": (left - right).square().mean(), "logits": left @ right.T, "embeds": self.norm(left)}
+
+
+def outputs_of_all_ranks() -> tuple[list[int], str]:
+    torch.manual_seed(0)
+    mesh = autopar.init_mesh("cpu", 60.0, dp=2)
+    batch = {"x": torch.randn(2, 4).double(), "y": torch.randn(2, 5).double()}
+    model = autopar.parallelize(Pairs().double(), mesh, example_batch=batch, outputs_with_grad="rank")
+    found = model(**batch)
+    (found["loss"] + found["embeds"].sum()).backward()
+    with pytest.raises(ValueError, match="DDP has those of each rank alone") as refused:
+        F.cross_entropy(found["logits"], torch.arange(2))
+    return list(found["embeds"].shape), str(refused.value)
+
+
+def test_an_output_of_the_examples_of_all_ranks_cannot_be_used() -> None:
+    for shape, said in run_ranks(2, outputs_of_all_ranks):
+        assert shape == [2, 3]
+        assert said.startswith('outputs_with_grad="rank": logits is computed from the examples of all ranks (')

@@ -75,7 +75,7 @@ def distinct_experts(index: Any) -> bool:
         x = x.all_input_nodes[0]
     if x.target in (aten.slice.Tensor, aten.narrow.default):
         x = x.all_input_nodes[0]
-    of = x.args[0] if x.target is operator.getitem else None
+    of: Any = x.args[0] if x.target is operator.getitem else None
     chosen = isinstance(of, Node) and of.target in (aten.topk.default, aten.sort.default, aten.sort.stable)
     if not chosen and x.target in (aten.argsort.default, aten.argsort.stable):
         of, chosen = x, True
@@ -169,7 +169,7 @@ def _aligned(x: Any, places: tuple[Place, ...]) -> tuple[Place, ...]:
     return tuple(0 if n == 1 else place for n, place in zip(shape, own, strict=True))
 
 
-def _behind(node: Any, places: tuple[Place, ...]) -> Iterator[tuple[Node, tuple[Place, ...]]]:
+def _behind(node: Any, places: tuple[Place, ...]) -> Iterator[tuple[Any, tuple[Place, ...]]]:
     """A node and the nodes that it is a view of, with the places in them."""
     while True:
         yield node, places
@@ -202,8 +202,8 @@ def _step(node: Any, at: tuple[Place, ...]) -> tuple[Node, tuple[Place, ...]] | 
         d = args[1] % rank
         return x, (*at[:d], args[2] % x.meta["val"].shape[d], *at[d:])
     if target is operator.getitem and x.target is aten.unbind.int:
-        whole = x.args[0]
-        d = (x.args[1] if len(x.args) > 1 else 0) % (len(at) + 1)
+        unbound: Any = x
+        whole, d = unbound.args[0], (unbound.args[1] if len(unbound.args) > 1 else 0) % (len(at) + 1)
         return whole, (*at[:d], args[1], *at[d:])
     if target is aten.unsqueeze.default:
         d = args[1] % (rank + 1)
@@ -237,8 +237,9 @@ def _sliced(node: Any, x: Any, at: tuple[Place, ...]) -> tuple[Node, tuple[Place
     start, step = (node.args[2] if len(node.args) > 2 else 0) or 0, node.args[4] if len(node.args) > 4 else 1
     if node.meta["val"].shape == x.meta["val"].shape:
         return x, at
-    if isinstance(at[d], int) and start >= 0:
-        return x, (*at[:d], start + at[d] * step, *at[d + 1 :])
+    place = at[d]
+    if isinstance(place, int) and start >= 0:
+        return x, (*at[:d], start + place * step, *at[d + 1 :])
     return None
 
 

@@ -273,8 +273,10 @@ class MaskPositions:
         if table is None:
             return ()
         names = "input", "dim", "index", "source" if table is _INDEX_ADD else "src", "reduce"
-        given = dict(zip(names, args, strict=False)) | kwargs
-        y, index, rows = given.get("input"), given.get("index"), given.get(names[3])
+        given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
+        y: Any
+        rows: Any
+        y, index, rows = (given.get(name) for name in ("input", "index", names[3]))
         places = self._known if table is _INDEX_ADD else self._columns
         if not isinstance(index, Tensor) or index not in places or not set(given) <= {*names}:
             return ()

@@ -338,8 +338,7 @@ def opaque(cls: Any, args: tuple[Any, ...], needs: Sequence[bool], make_ctx: Cal
     constants = tuple(None if isinstance(x, Tensor) else x for x in leaves)
     grads = tuple(bool(needs[i]) for i in places)
     dense = tuple(x.is_contiguous() for x in tensors)
-    key = cls, repr(constants), places, grads, dense
-    key = *key, tuple(x.dtype for x in tensors)
+    key = cls, repr(constants), places, grads, dense, tuple(x.dtype for x in tensors)
     if key not in _KNOWN:
         own = frozenset(vars(make_ctx([])))
         function = OpaqueFunction(cls, make_ctx, own, constants, places, grads, dense)
@@ -365,7 +364,9 @@ def check_written(graph: torch.fx.Graph) -> None:
     """Raises ValueError where a kernel writes to a value that anything else uses: an operator leaves it as it is."""
     for node in graph.nodes:
         function = opaque_function(node.target) if node.op == "call_function" else None
-        for i in function.changed if function is not None else ():
+        if function is None:
+            continue
+        for i in function.changed:
             x = node.args[i]
             while len(x.users) == 1 and x.op == "call_function" and _is_view(x.target):
                 x = x.all_input_nodes[0]

@@ -164,13 +164,15 @@ def _turn(node: Node) -> Turn | None:
         total = user
     if len(total.users) != 1 or not is_call(user := next(iter(total.users)), aten.add.Tensor) or user.kwargs:
         return None
+    a: Any
+    b: Any
     a, b = user.args
     if a is b or not isinstance(b, Node):
         return None
     base = b if a is total else a
-    if base.meta["val"].shape != user.meta["val"].shape:  # type: ignore[union-attr]
+    if base.meta["val"].shape != user.meta["val"].shape:
         return None
-    return Turn(node, mask, shape, total, user, base)  # type: ignore[arg-type]
+    return Turn(node, mask, shape, total, user, base)
 
 
 def is_zero(node: Node) -> bool:

@@ -191,7 +191,8 @@ class _Rows:
     def _again(self, node: Node, operands: Sequence[Any]) -> Node:
         given = dict(zip(_operands(node)[0], operands, strict=True))
         args, kwargs = map_arg((node.args, node.kwargs), given.__getitem__)
-        return self.build(node.target, *args, **kwargs)
+        target: Any = node.target
+        return self.build(target, *args, **kwargs)
 
     def _for_each(self, nodes: tuple[Node, ...], operands: list[Value]) -> Value:
         made = []
@@ -210,7 +211,7 @@ class _Rows:
         weights = tuple(w for x in operands if isinstance(x, Rows) for w in x.weights)
         if weights and not (node.target in (*_CASTS, *_SHAPES) and shape_of(node) == shape_of(_operands(node)[0][0])):
             raise NotGrouped(f"a token's weight is not the last factor, but before {node.name}")
-        given = [self._dispatched(x) if isinstance(x, Tokens) else x for x in operands]
+        given: list[Value] = [self._dispatched(x) if isinstance(x, Tokens) else x for x in operands]
         if any(isinstance(x, Each) for x in given):
             return Rows(self._product(node, given), weights)
         if node.target in _VIEWS:
@@ -319,7 +320,7 @@ class _Rows:
         if not calls(x, aten.expand.default) or self.choice is None:
             return None
         before: Any = x.args[0]
-        if shape_of(x)[:-1] != self.shape or shape_of(before)[self.choice] != 1 or not self._in_order():
+        if shape_of(x)[:-1] != self.shape or shape_of(before)[int(self.choice)] != 1 or not self._in_order():
             return None
         if prod(shape_of(before)[:-1]) * self.top != self.rows:
             return None
@@ -342,7 +343,7 @@ class _Rows:
         """[n, 1], in the order of the mask"""
         if self.reduced:
             raise NotGrouped("its tokens are not rows of one value")
-        order = sorted(range(len(self.places)), key=lambda i: self.places[i])  # type: ignore[arg-type, return-value]
+        order = sorted(range(len(self.places)), key=lambda i: self.places[i])
         index = self.index if order == list(range(len(order))) else self.build(aten.permute.default, self.index, order)
         if self.last.mask.kept and not self._kept_like_rows():
             raise NotGrouped("a condition besides the choice of an expert has another shape")

@@ -74,7 +74,7 @@ class _Sorted:
             exact = known["bins"] == self.experts and (known["min"], known["max"]) == (0, self.experts)
             return _behind(counts.args[0], *_VIEWS, *_CASTS) if exact else None
         if is_call(counts, aten.sum.dim_IntList) and shape_of(counts) == (self.experts,):
-            return number_of_choice(counts.args[0], self.experts)  # type: ignore[arg-type]
+            return number_of_choice(counts.args[0], self.experts)
         return None
 
     def _is_order(self, x: Node) -> bool:

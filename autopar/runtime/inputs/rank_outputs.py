@@ -9,30 +9,37 @@ own loss, is that of the global batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.fx import Node
 
 from autopar.capture.trace.export import flatten, unflatten
+from autopar.ir.conversions import exchange
+from autopar.ir.graph import ancestors
+from autopar.ir.graph import outputs as graph_outputs
 from autopar.ir.mesh import DATA
+from autopar.ir.placement import Shard, parse_placement
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.params.sharded_tensor import ShardedTensor, from_local
+from autopar.steps.graphs import Compiled
 
 RANK = "rank"  # of the argument outputs_with_grad
 COUNT = "num_items_in_batch"  # of transformers' Trainer: the targets of all ranks, which a rank's loss is divided by
 
-
 Made = Callable[[list[Tensor]], list[Tensor]]
 
 
-def of_rank(outputs: Any, groups: Groups, counted: bool = False, made: Made | None = None) -> Any:
+def of_rank(
+    outputs: Any, groups: Groups, counted: bool = False, made: Made | None = None, others: Mapping[int, str] = {}
+) -> Any:
     """Outputs in the user's structure, as plain tensors of this rank's examples. Collective over tp and cp.
 
     counted: scalars are sums over the global batch, divided by a count over it, of which a rank has its share. made:
-    gives the plain tensors their gradients.
+    gives the plain tensors their gradients. others: see `outputs_of_others`.
 
     Raises ValueError for an output whose batch dim is also sharded on other axes.
     """
@@ -46,7 +53,44 @@ def of_rank(outputs: Any, groups: Groups, counted: bool = False, made: Made | No
             x = x / groups.mesh.data_size
         wanted = x.requires_grad and groups.mesh.data_size > 1
         leaves[i] = _MeanOverRanks.apply(x, groups, not dims) if wanted else x
+    for i, why in others.items():
+        leaves[i] = leaves[i].detach().as_subclass(OtherExamples)
+        leaves[i].why = why
     return unflatten(leaves, spec)
+
+
+class OtherExamples(Tensor):
+    """An output that is computed from the examples of several ranks: any use of it raises ``why``, a ValueError."""
+
+    why: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise ValueError(next(x.why for x in flatten([args, kwargs])[0] if isinstance(x, OtherExamples)))
+
+
+def outputs_of_others(compiled: Compiled) -> dict[int, str]:
+    """Outputs, by their place among the leaves, that are computed from the examples of several ranks, such as the
+    similarities of all pairs in a batch, where DDP has those of a rank's own examples: why they cannot be used.
+    Statistics over the batch are as in SyncBatchNorm."""
+    fed = {spec.node for spec in compiled.signature.inputs if spec.kind == "input"}
+    specs, made, found = compiled.signature.outputs, graph_outputs(compiled.local), {}
+    for leaf, place in enumerate(compiled.signature.leaves):
+        if not isinstance(place, int) or not isinstance(made[place], Node) or not made[place].meta["val"].dim():
+            continue
+        for node in ancestors([made[place]]):
+            if _gathers_examples(node) and any(x.name in fed for x in ancestors([node])):
+                found[leaf] = (
+                    f'outputs_with_grad="rank": {specs[place].name} is computed from the examples of all ranks '
+                    f"({node.name} over {node.args[1]}), where DDP has those of each rank alone; compute the loss in "
+                    "the model, pass it as loss=fn, or use a mesh without dp"
+                )
+    return found
+
+
+def _gathers_examples(node: Node) -> bool:
+    """Whether it turns a value that is sharded on a data-parallel axis into one that is whole, or sharded otherwise."""
+    return node.target is exchange and node.args[1] in DATA and isinstance(parse_placement(str(node.args[3])), Shard)
 
 
 def _batch_dims(x: Tensor) -> set[int]:

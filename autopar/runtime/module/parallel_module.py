@@ -35,7 +35,7 @@ from autopar.runtime.inputs.call_arguments import by_name, check_values, misspel
 from autopar.runtime.inputs.loss_fn import COTANGENT
 from autopar.runtime.inputs.outputs import parts_of_outputs, rebuild_outputs
 from autopar.runtime.inputs.padding import BatchPadder, PaddingBuckets
-from autopar.runtime.inputs.rank_outputs import COUNT, RANK, Made, of_rank
+from autopar.runtime.inputs.rank_outputs import COUNT, RANK, Made, of_rank, outputs_of_others
 from autopar.runtime.mesh.host_copies import to_device
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.module.autograd_bridge import Forward, attach, refuse_gradients, with_second_forward
@@ -330,7 +330,8 @@ class ParallelModule(ModuleFacade):
         """Outputs in the user's structure, without padding."""
         found = rebuild_outputs(executor.compiled, outputs, self._groups, watch, self._whole_outputs)
         if self._of_rank:
-            found = of_rank(found, self._groups, batch.get(COUNT) is not None, made)
+            others = outputs_of_others(executor.compiled)
+            found = of_rank(found, self._groups, batch.get(COUNT) is not None, made, others)
         if self._fitter is None:
             return found
         return self._fitter.trimmed(found, by_name(self._tree.root, args, batch))
