@@ -6,12 +6,16 @@ Keys are values: the model's config, the sequence, the placement, and the versio
 from __future__ import annotations
 
 import hashlib
-import pickle
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
 
 from autopar.cache.disk_cache import entry_folder
 from autopar.cache.own_sources import changed_autopar, own_digest, versions
+from autopar.cache.value_codec import Damaged, Decoder, Encoder
 from autopar.cost.layer_costs import ModelCosts
 from autopar.cost.layout import Placement
 
@@ -26,10 +30,33 @@ def stored_costs(model: str, placement: Placement, make: Callable[[], ModelCosts
         return make()
     key = hashlib.sha1(repr((model, placement, versions())).encode()).hexdigest()
     entry = folder.read(key)
-    if entry is not None and COSTS in entry.sections:
-        found: ModelCosts = pickle.loads(entry.sections[COSTS])
+    if entry is not None and (found := _read(entry.sections)) is not None:
         return found
     costs = make()
     about = {"model": "", "mesh": str(placement.mesh), "kind": "costs of layers", "created": time.time()}
-    folder.write(key, about, {COSTS: pickle.dumps(costs)})
+    folder.write(key, about, {COSTS: json.dumps(_Encoder().encode(costs)).encode()})
     return costs
+
+
+def _read(sections: Mapping[str, bytes]) -> ModelCosts | None:
+    """The costs of an entry; None for an entry that is none."""
+    try:
+        found = _Decoder().decode(json.loads(sections[COSTS]))
+    except (Damaged, LookupError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, ModelCosts) else None
+
+
+class _Encoder(Encoder):
+    """Also of arrays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds[np.float64] = lambda x: ["f", float(x).hex()]
+        self.kinds[np.ndarray] = lambda x: ["array", self.encode(torch.from_numpy(np.ascontiguousarray(x)))]
+
+
+class _Decoder(Decoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds["array"] = lambda x: self.decode(x[1]).numpy()

@@ -29,6 +29,7 @@ def test_a_second_process_compiles_nothing(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr(model, "_compiled_costs", none)
     found = again.costs(placement)
     assert found.placement == placement and found.flops(2.0) == first.flops(2.0)
+    assert module._Encoder().encode(found) == module._Encoder().encode(first)
     with pytest.raises(AssertionError, match="compiled"):
         longer.costs(placement)
     with pytest.raises(AssertionError, match="compiled"):
