@@ -1,17 +1,36 @@
 """`autopar::cross_entropy`: one loss per row; everything that mixes rows (sums, counts, weights) is left outside.
 
 The backward recomputes the softmax from the logits and the saved log-sum-exp, so that no second [N, C] tensor is
-kept. Half types are computed, and their losses returned, in float32.
+kept. Half types are computed, and their losses returned, in float32, of a block of rows at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.ops.declare import operator
+
+BLOCK = 1 << 22  # logits that are computed with at a time
+
+
+def blocks_of_rows(logits: Tensor) -> Iterator[slice]:
+    """Rows [N, C] in blocks, whose temporaries are small beside the logits."""
+    count = max(1, BLOCK // max(1, logits.shape[-1]))
+    return (slice(i, i + count) for i in range(0, max(1, len(logits)), count))
+
+
+def in_blocks(function: Callable[..., Any], dim: int, logits: Tensor, *of_rows: Tensor) -> Any:
+    """What a function makes of rows, joined along a dim: a tensor, or several."""
+    made = [function(logits[rows], *(x[rows] for x in of_rows)) for rows in blocks_of_rows(logits)]
+    if len(made) == 1:
+        return made[0]
+    if isinstance(made[0], Tensor):
+        return torch.cat(made, dim)
+    return tuple(torch.cat(parts, dim) for parts in zip(*made, strict=True))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -38,7 +57,10 @@ def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, label_smoot
 
     loss = lse - (1 - s) * logit[target] - s * mean(logits), for smoothing s.
     """
-    return _losses(logits, target, ignore_index, label_smoothing)
+    found: tuple[Tensor, Tensor] = in_blocks(
+        lambda x, t: _losses(x, t, ignore_index, label_smoothing), 0, logits, target
+    )
+    return found
 
 
 @cross_entropy.register_fake
@@ -76,14 +98,17 @@ def cross_entropy_backward(
     grad: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
 ) -> Tensor:
     """grad [N] of the losses -> gradient of the logits [N, C]: grad * (softmax - (1 - s) * onehot - s / C)."""
-    out = torch.sub(logits, lse.unsqueeze(-1)).exp_()  # in the dtype of lse, with no second copy
-    ignored = target == ignore_index
-    index = target.masked_fill(ignored, 0).long().unsqueeze(-1)
-    if label_smoothing:
-        out -= label_smoothing / logits.shape[-1]
-    out.scatter_add_(-1, index, torch.full_like(out[:, :1], label_smoothing - 1.0))
-    out *= grad.masked_fill(ignored, 0.0).unsqueeze(-1)
-    return out.to(logits.dtype, memory_format=torch.contiguous_format)
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    for rows in blocks_of_rows(logits):
+        made = torch.sub(logits[rows], lse[rows].unsqueeze(-1)).exp_()  # in the dtype of lse, with no second copy
+        ignored = target[rows] == ignore_index
+        index = target[rows].masked_fill(ignored, 0).long().unsqueeze(-1)
+        if label_smoothing:
+            made -= label_smoothing / logits.shape[-1]
+        made.scatter_add_(-1, index, torch.full_like(made[:, :1], label_smoothing - 1.0))
+        made *= grad[rows].masked_fill(ignored, 0.0).unsqueeze(-1)
+        out[rows] = made
+    return out
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import autopar.ops.collectives  # noqa: F401  (registers the raw collectives)
-from autopar.ops.cross_entropy import gradient_in_kernel
+from autopar.ops.cross_entropy import blocks_of_rows, gradient_in_kernel, in_blocks
 from autopar.ops.declare import operator
 
 
@@ -120,7 +120,8 @@ def _sums(logits: Tensor, index: Tensor, top: Tensor, classes: int) -> Tensor:
 def piece_sums(logits: Tensor, index: Tensor, top: Tensor, classes: int) -> Tensor:
     """[N, C], local target index [N] (out of range: another rank's) -> [3, N]: sum of exp(logit - top), the target's
     logit, the rank's share of the mean logit over all ``classes``."""
-    return _sums(logits, index, top, classes)
+    found: Tensor = in_blocks(lambda x, i, t: _sums(x, i, t, classes), 1, logits, index, top)
+    return found
 
 
 @operator(fake=lambda grad, logits, *_: torch.empty_like(logits), compiled=gradient_in_kernel)
@@ -128,11 +129,14 @@ def piece_backward(
     grad: Tensor, logits: Tensor, index: Tensor, lse: Tensor, label_smoothing: float, classes: int
 ) -> Tensor:
     """Gradient of the rank's logits: grad * (softmax - (1 - s) * onehot - s / classes)."""
-    out = torch.sub(logits, lse.unsqueeze(-1)).exp_()
-    inside = (index >= 0) & (index < out.shape[-1])
-    if label_smoothing:
-        out -= label_smoothing / classes
-    hit = (inside.to(out.dtype) * (label_smoothing - 1.0)).unsqueeze(-1)
-    out.scatter_add_(-1, index.clamp(0, out.shape[-1] - 1).unsqueeze(-1), hit)
-    out *= grad.unsqueeze(-1)
-    return out.to(logits.dtype)
+    out = torch.empty_like(logits)
+    for rows in blocks_of_rows(logits):
+        made = torch.sub(logits[rows], lse[rows].unsqueeze(-1)).exp_()
+        inside = (index[rows] >= 0) & (index[rows] < made.shape[-1])
+        if label_smoothing:
+            made -= label_smoothing / classes
+        hit = (inside.to(made.dtype) * (label_smoothing - 1.0)).unsqueeze(-1)
+        made.scatter_add_(-1, index[rows].clamp(0, made.shape[-1] - 1).unsqueeze(-1), hit)
+        made *= grad[rows].unsqueeze(-1)
+        out[rows] = made
+    return out

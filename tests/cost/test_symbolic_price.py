@@ -23,6 +23,7 @@ LLAMA = {
     "model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8,
     "intermediate_size": 1408, "vocab_size": 4096, "num_hidden_layers": 8,
 }  # fmt: skip
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 LENGTHS = 512, 1024, 2048
 EAGER = stack_named("autopar-eager", "H100")
 MEGATRON = stack_named("megatron-2021", "A100")
@@ -32,6 +33,10 @@ CASES: tuple[tuple[dict[str, Any], Layout, Stack], ...] = (
     (LLAMA, Layout(pp=2, dp=2, tp=2, microbatches=8, zero=1, sequence_parallel=True, schedule="1f1b"), MEGATRON),
     (LLAMA, Layout(pp=2, dp=8, microbatches=8, schedule="interleaved", virtual_stages=2, zero=2), EAGER),
     (LLAMA, Layout(pp=4, tp=2, microbatches=16, schedule="zb_h1", sequence_parallel=True), EAGER),
+    (LLAMA, Layout(pp=2, microbatches=8, schedule="zb_v", virtual_stages=2), EAGER),
+    (LLAMA, Layout(pp=2, microbatches=8, schedule="dual_pipe"), EAGER),
+    (LLAMA, Layout(dp=4, cp=2, attention="ring", activation_checkpoint="full", zero=1), EAGER),
+    (MIXTRAL, Layout(dp=2, ep=2, zero=1, token_dispatcher="alltoall"), EAGER),
 )  # fmt: skip
 
 
@@ -88,5 +93,5 @@ def test_the_javascript_equals_the_price() -> None:
 def test_choices_without_expressions() -> None:
     h100 = Cluster.parse("H100")
     unlike = Cluster("two", (*h100.groups, *Cluster.parse("A100").groups))
-    assert not can_be_symbolic(Layout(cp=2), h100) and not can_be_symbolic(Layout(ep=2), h100)
+    assert not can_be_symbolic(Layout(pp=2, layers=(3, 5)), h100)
     assert not can_be_symbolic(Layout(dp=2), unlike) and can_be_symbolic(Layout(dp=2), h100)
