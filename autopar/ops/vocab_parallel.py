@@ -113,10 +113,10 @@ def _sums(logits: Tensor, index: Tensor, top: Tensor, classes: int) -> Tensor:
     x = logits.to(top.dtype)
     inside = (index >= 0) & (index < x.shape[-1])
     chosen = x.gather(-1, index.clamp(0, x.shape[-1] - 1).unsqueeze(-1)).squeeze(-1).masked_fill(~inside, 0.0)
-    return torch.stack([(x - top.unsqueeze(-1)).exp_().sum(-1), chosen, x.sum(-1) / classes])
+    return torch.stack([(x - top.unsqueeze(-1)).exp().sum(-1), chosen, x.sum(-1) / classes])
 
 
-@operator(fake=lambda logits, index, top, *_: top.new_empty((3, *top.shape)), compiled=torch.func.functionalize(_sums))
+@operator(fake=lambda logits, index, top, *_: top.new_empty((3, *top.shape)), compiled=_sums)
 def piece_sums(logits: Tensor, index: Tensor, top: Tensor, classes: int) -> Tensor:
     """[N, C], local target index [N] (out of range: another rank's) -> [3, N]: sum of exp(logit - top), the target's
     logit, the rank's share of the mean logit over all ``classes``."""

@@ -49,8 +49,8 @@ def test_numbers_are_those_of_the_config(capsys: pytest.CaptureFixture[str], tmp
     assert [(row["kind"], row["requests"], row["tokens"], row["keys"]) for row in found["steps"]] == [
         ("decode", 1, 1, 1024), ("decode", 8, 8, 1024), ("decode", 64, 64, 1024), ("prefill", 1, 512, 1024),
     ]  # fmt: skip
-    seconds = [row["seconds"] for row in found["steps"]]
-    assert seconds == sorted(seconds) and seconds[0] > 0
+    decode = [row["seconds"] for row in found["steps"][:3]]
+    assert decode == sorted(decode) and decode[0] > 0
     assert all(row["tokens_per_second"] == row["tokens"] / row["period"] for row in found["steps"])
     assert {"report.html", "communication.txt"} <= {p.name for p in (tmp_path / "dump").iterdir()}
 
@@ -58,7 +58,7 @@ def test_numbers_are_those_of_the_config(capsys: pytest.CaptureFixture[str], tmp
 def test_a_step_of_a_large_model_takes_as_long_as_its_weights_and_keys_are_read(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    large = LLAMA | {"hidden_size": 1024, "intermediate_size": 8192, "head_dim": 128, "num_key_value_heads": 4}
+    large = LLAMA | {"hidden_size": 8192, "intermediate_size": 65536, "head_dim": 128, "num_key_value_heads": 4}
     more = ("--mesh", "tp=1", "--max-length", 2048, "--cache", "40GB", "--target-hardware", "H100", "--json")
     code, out, err = served(capsys, tmp_path, large, *more)
     assert code == 0, err
@@ -66,7 +66,7 @@ def test_a_step_of_a_large_model_takes_as_long_as_its_weights_and_keys_are_read(
     assert found["device"] == "H100"
     weights, keys = found["weights"]["model"], 1024 * found["cache"]["bytes_per_token"]
     one, _, many, _ = found["steps"]
-    assert weights / 3.35e12 < one["seconds"] < 1.2 * (weights + keys) / 3.35e12
+    assert weights / 3.35e12 < one["seconds"] < 1.4 * (weights + keys) / 3.35e12
     assert many["seconds"] > (weights + 64 * keys) / 3.35e12
 
 

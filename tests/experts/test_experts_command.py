@@ -12,7 +12,7 @@ import pytest
 from autopar.cli.main import main
 from autopar.compile.model import compile_model
 from autopar.cost.expert_traffic import DispatchCost, dispatch_costs
-from autopar.cost.topology import Topology
+from autopar.cost.topology import NamedLinks, Topology
 from autopar.cost.traffic import step_communication
 from autopar.ir.mesh import Mesh
 from autopar.models.tiny import HIDDEN, TINY
@@ -23,7 +23,12 @@ LINKS = Topology(bandwidth=1e9, latency=0.0)
 
 
 def costs(routing: Routing, tokens: int = 1, width: int = 1, inside: Topology = LINKS) -> dict[str, DispatchCost]:
-    return {c.name: c for c in dispatch_costs(routing, tokens, width, 4, inside, LINKS)}
+    return {c.name: c for c in dispatch_costs(routing, tokens, width, 4, *links(routing, inside))}
+
+
+def links(routing: Routing, inside: Topology = LINKS) -> tuple[NamedLinks, NamedLinks]:
+    """Within a node, and between nodes."""
+    return NamedLinks(inside, routing.per_node), NamedLinks(LINKS, routing.ranks // routing.per_node)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +117,8 @@ def test_what_a_graph_sends(name: str) -> None:
     kinds = ("all_gather", "reduce_scatter", "all_to_all_rows")
     found = Counter({axis: t.bytes for (axis, kind), t in traffic.items() if kind == kinds[2]})
     found["ep"] += sum(t.bytes for (axis, kind), t in traffic.items() if axis == "ep" and kind in kinds[:2])
-    (cost,) = [c for c in dispatch_costs(Routing(4, 2, 4, 2), 32, HIDDEN, 8, LINKS, LINKS) if c.name == name]
+    routing = Routing(4, 2, 4, 2)
+    (cost,) = [c for c in dispatch_costs(routing, 32, HIDDEN, 8, *links(routing)) if c.name == name]
     if TOKEN_DISPATCHERS[name].over_nodes:
         assert found["ep%2"] == pytest.approx(2 * cost.bytes_inside, rel=0.02)
         assert found["ep/2"] == pytest.approx(2 * cost.bytes_between, rel=0.02) and found["ep"] == 0

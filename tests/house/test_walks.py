@@ -203,6 +203,7 @@ def test_a_chip(tmp_path: Path) -> None:
                 "cost/efficiency.py",
                 "auto/machine.py",
                 "auto/costed_model.py",
+                "auto/stack_fit.py",
             },
         ),
     ],

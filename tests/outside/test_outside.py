@@ -29,7 +29,8 @@ OFTEN = [(name, meshes_of(name)[(i - 1) % len(meshes_of(name))]) for i, name in 
 
 
 def test_these_models_meet_each_mesh() -> None:
-    assert [name for name, _ in OFTEN] == [*ALWAYS] and {mesh for _, mesh in OFTEN} == {*MESHES}
+    """Those on ep are of libraries."""
+    assert [name for name, _ in OFTEN] == [*ALWAYS] and {mesh for _, mesh in OFTEN} == {*MESHES} - {"ep"}
 
 
 @pytest.mark.parametrize(

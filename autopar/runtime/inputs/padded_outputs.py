@@ -59,7 +59,7 @@ def without_padding(x: Tensor, growth: Growth, own: Sizes, padded: Sizes) -> Ten
 
 
 def differences(short: Sequence[Tensor], cut: Sequence[Tensor]) -> list[float]:
-    """Of each pair, the largest difference relative to the largest value; where that is no number, 0."""
+    """Of each pair, the largest difference relative to the largest value; where that is NaN, 0."""
     found = []
     for a, b in zip(short, cut, strict=True):
         if a.shape != b.shape:
