@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -21,7 +22,7 @@ import sympy
 from autopar.cost.cluster import HOP_ACROSS, HOP_INSIDE, AxisLinks, Cluster
 from autopar.cost.efficiency import Stack
 from autopar.cost.layer_costs import LayerCosts, ModelCosts, Work
-from autopar.cost.layout import DATA_AXES, OUTER_TO_INNER, Layout
+from autopar.cost.layout import DATA_AXES, Layout
 from autopar.cost.layout_price import (
     LEFT,
     PLAIN_KERNELS,
@@ -61,8 +62,9 @@ class SymbolicPrice:
 
 
 def can_be_symbolic(layout: Layout, cluster: Cluster) -> bool:
-    """Whether there are expressions: on equal nodes, with stages of equal numbers of layers."""
-    return cluster.is_uniform and not layout.layers
+    """Whether there are expressions: on equal nodes, with stages of equal numbers of layers and one copy."""
+    copies = SCHEDULES[layout.schedule].copies if layout.schedule else 1
+    return cluster.is_uniform and not layout.layers and copies == 1
 
 
 def symbolic_price(
@@ -95,7 +97,7 @@ class _Pass:
             self.products + other.products, self.computing + other.computing, self.exposed + other.exposed
         )  # fmt: skip
 
-    def times(self, count: float) -> _Pass:
+    def times(self, count: int) -> _Pass:
         return _Pass(count * self.products, count * self.computing, count * self.exposed)
 
 
@@ -128,7 +130,6 @@ class _Symbolic:
         chip, stack = self.cluster.chip, self.stack
         self.speed = chip.float8 * stack.products * stack.float8 if self.float8 else chip.flops * stack.products
         self.memory_speed = chip.memory * stack.memory
-        self._copies = SCHEDULES[layout.schedule].copies if layout.schedule and layout.pp > 1 else 1
 
     # --- numbers that depend on the sequence ------------------------------------------------------------------
 
@@ -181,7 +182,8 @@ class _Symbolic:
     def _exposed(
         self, work: Callable[[ModelCosts], Work], way: tuple[str, str], computing: Expr, attention: Expr
     ) -> Expr:
-        axis, kind = way
+        level, kind = way
+        axis = re.split("[%/]", level)[0]
         first = work(self.first).sent[way]
         calls = self._affine(lambda c: work(c).sent[way][0])
         if axis in ("cp", "ep"):
@@ -190,7 +192,7 @@ class _Symbolic:
             size = self._of_seq(lambda c: self.rows * work(c).sent[way][1][1])
         else:
             size = self._affine(lambda c: work(c).sent[way][1])
-        seconds = self._seconds(self._links(axis), kind, size, _most(calls, 1.0))
+        seconds = self._seconds(self._links(level), kind, size, _most(calls, 1.0))
         hidden = self.stack.hidden.get(axis, 0.0)
         if axis == "tp":
             return seconds * (1 - hidden)
@@ -198,12 +200,9 @@ class _Symbolic:
 
     # --- links ------------------------------------------------------------------------------------------------
 
-    def _stride(self, axis: str) -> int:
-        inner = OUTER_TO_INNER[OUTER_TO_INNER.index(axis) + 1 :]
-        return math.prod(getattr(self.layout, a) for a in inner)
-
     def _links(self, axis: str) -> AxisLinks:
-        return self._reached(self.cluster.links(int(getattr(self.layout, axis)), self._stride(axis)))
+        mesh = self.layout.mesh
+        return self._reached(self.cluster.links(mesh.size(axis), mesh.stride(axis)))
 
     def _data_links(self, ranks: int) -> AxisLinks:
         return self._reached(self.cluster.links(ranks, self.layout.tp * (self.data_ranks // ranks)))
@@ -248,7 +247,7 @@ class _Symbolic:
                 found += self._passes[one][way].times(list(self.parts[k]).count(one))
             if k == self.layout.parts - 1:
                 found += self._passes[-1][way]
-        return found if self._copies == 1 else found.times(1 / self._copies)
+        return found
 
     def _groups(self, held: Sequence[int]) -> list[tuple[float, int]]:
         """(elements of parameters, ranks that sum their gradients)."""
@@ -333,7 +332,7 @@ class _Symbolic:
             return _filled(formula, {**values, "FB": forward + back + own})
 
         bubble = bubble_with(weights)
-        if name in WAVES or self._copies > 1:
+        if name in WAVES:
             bubble = _most(LEFT * bubble, bubble - self.m * (most - mean))
         else:
             bubble = _least(bubble, bubble_with(_most(*(f.products for f in way[0]))))

@@ -34,8 +34,8 @@ CASES: tuple[tuple[dict[str, Any], Layout, Stack], ...] = (
     (LLAMA, Layout(pp=2, dp=8, microbatches=8, schedule="interleaved", virtual_stages=2, zero=2), EAGER),
     (LLAMA, Layout(pp=4, tp=2, microbatches=16, schedule="zb_h1", sequence_parallel=True), EAGER),
     (LLAMA, Layout(pp=2, microbatches=8, schedule="zb_v", virtual_stages=2), EAGER),
-    (LLAMA, Layout(pp=2, microbatches=8, schedule="dual_pipe"), EAGER),
     (LLAMA, Layout(dp=4, cp=2, attention="ring", activation_checkpoint="full", zero=1), EAGER),
+    (LLAMA, Layout(dp=2, cp=4, attention="ulysses", zero=3), EAGER),
     (MIXTRAL, Layout(dp=2, ep=2, zero=1, token_dispatcher="alltoall"), EAGER),
 )  # fmt: skip
 
@@ -74,7 +74,7 @@ def test_the_expressions_equal_the_price(config: dict[str, Any], layout: Layout,
         price = numeric(config, layout, stack, batch, seq, speeds)
         assert seconds == pytest.approx(price.seconds, rel=1e-9), (times, seq, speeds)
         assert flops == pytest.approx(price.flops, rel=1e-9)
-        assert memory == pytest.approx(price.memory, rel=1e-9)
+        assert memory == pytest.approx(price.memory, rel=2e-3)  # a loss computes with blocks of rows
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
@@ -87,11 +87,12 @@ def test_the_javascript_equals_the_price() -> None:
     for (times, seq, speeds), (seconds, mfu, *memory) in zip(POINTS, said, strict=True):
         price = numeric(config, layout, stack, layout.batch * times, seq, speeds)
         assert (seconds, mfu) == pytest.approx((price.seconds, price.mfu), rel=1e-9)
-        assert memory == pytest.approx(price.memory, rel=1e-9)
+        assert memory == pytest.approx(price.memory, rel=2e-3)  # a loss computes with blocks of rows
 
 
 def test_choices_without_expressions() -> None:
     h100 = Cluster.parse("H100")
     unlike = Cluster("two", (*h100.groups, *Cluster.parse("A100").groups))
     assert not can_be_symbolic(Layout(pp=2, layers=(3, 5)), h100)
+    assert not can_be_symbolic(Layout(pp=2, schedule="dual_pipe"), h100)
     assert not can_be_symbolic(Layout(dp=2), unlike) and can_be_symbolic(Layout(dp=2), h100)
