@@ -32,7 +32,7 @@ def test_serve_writes_its_graphs_and_a_report(tmp_path: Path) -> None:
     run_ranks(1, dumped, str(tmp_path / "dump"))
     graphs = texts(tmp_path / "dump", ".txt")
     names = list(graphs)
-    assert names[:2] == ["capture", "normalize"] and names[-2:] == ["tables", "packed"]
+    assert names[:2] == ["capture", "group_experts"] and names[-2:] == ["tables", "packed"]
     assert {"place_token_slices", "lower_to_local", "pack_tokens"} <= set(names)
     assert not {"tables", "packed"} & set(texts(tmp_path / "dump", ".diff")), "graphs that run follow no other"
     packed = graphs["packed"].splitlines()
