@@ -100,7 +100,7 @@ def cross_entropy_backward(
     """grad [N] of the losses -> gradient of the logits [N, C]: grad * (softmax - (1 - s) * onehot - s / C)."""
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     for rows in blocks_of_rows(logits):
-        made = torch.sub(logits[rows], lse[rows].unsqueeze(-1)).exp_()  # in the dtype of lse, with no second copy
+        made = minus(logits[rows], lse[rows], out[rows]).exp_()
         ignored = target[rows] == ignore_index
         index = target[rows].masked_fill(ignored, 0).long().unsqueeze(-1)
         if label_smoothing:
@@ -109,6 +109,11 @@ def cross_entropy_backward(
         made *= grad[rows].masked_fill(ignored, 0.0).unsqueeze(-1)
         out[rows] = made
     return out
+
+
+def minus(logits: Tensor, lse: Tensor, out: Tensor) -> Tensor:
+    """Their difference in the dtype of lse: in the memory of ``out``, if it is of this dtype."""
+    return torch.sub(logits, lse.unsqueeze(-1), out=out if out.dtype == lse.dtype else None)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

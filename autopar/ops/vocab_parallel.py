@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import autopar.ops.collectives  # noqa: F401  (registers the raw collectives)
-from autopar.ops.cross_entropy import blocks_of_rows, gradient_in_kernel, in_blocks
+from autopar.ops.cross_entropy import blocks_of_rows, gradient_in_kernel, in_blocks, minus
 from autopar.ops.declare import operator
 
 
@@ -131,7 +131,7 @@ def piece_backward(
     """Gradient of the rank's logits: grad * (softmax - (1 - s) * onehot - s / classes)."""
     out = torch.empty_like(logits)
     for rows in blocks_of_rows(logits):
-        made = torch.sub(logits[rows], lse[rows].unsqueeze(-1)).exp_()
+        made = minus(logits[rows], lse[rows], out[rows]).exp_()
         inside = (index[rows] >= 0) & (index[rows] < made.shape[-1])
         if label_smoothing:
             made -= label_smoothing / classes
