@@ -447,8 +447,6 @@ def _register(function: OpaqueFunction) -> None:
         f"{name}_backward(Tensor ticket, Tensor[] known, Tensor?[] grads, int[] sizes, int[] ranks, int[] dtypes) -> "
         f"{_returns(max(len(function.wanting), 1))}"
     )
-    ops = getattr(torch.ops, NAMESPACE)
-    saving, backward = getattr(ops, f"{name}_saving").default, getattr(ops, f"{name}_backward").default
 
     def forward(*tensors: Tensor) -> Any:
         return _given(function.full(tensors)[:count])
@@ -482,6 +480,28 @@ def _register(function: OpaqueFunction) -> None:
         like = next(x for x in grads if x is not None)
         return _given([like.new_empty(shape, dtype=dtype) for shape, dtype in _cut(sizes, ranks, dtypes)])
 
+    def run_saving(*tensors: Tensor) -> Any:
+        return tuple(function.full(tensors))
+
+    def whole_fake_saving(*tensors: Tensor) -> Any:
+        made, ticket = fake_saving(*tensors)
+        return (*made, ticket)
+
+    _LIBRARY.impl(name, forward, "CompositeExplicitAutograd")
+    _LIBRARY.impl(f"{name}_saving", run_saving, "CompositeExplicitAutograd")
+    _LIBRARY.impl(f"{name}_backward", run_backward, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+    torch.library.register_fake(f"{NAMESPACE}::{name}_saving", whole_fake_saving, lib=_LIBRARY)
+    torch.library.register_fake(f"{NAMESPACE}::{name}_backward", fake_backward, lib=_LIBRARY)
+    if function.wanting:
+        _LIBRARY.impl(name, _differentiable(function, count), "Autograd")
+
+
+def _differentiable(function: OpaqueFunction, count: int) -> Callable[..., Any]:
+    """What the operator does where autograd records: its forward that saves, and its backward."""
+    ops, name = getattr(torch.ops, NAMESPACE), function.name
+    saving, backward = getattr(ops, f"{name}_saving").default, getattr(ops, f"{name}_backward").default
+
     class Opaque(Function):
         @staticmethod
         def forward(ctx: Any, *tensors: Tensor) -> Any:
@@ -510,24 +530,7 @@ def _register(function: OpaqueFunction) -> None:
     Opaque.__name__ = Opaque.__qualname__ = name
     Opaque.__module__ = "torch._library.autograd"  # the derivative of an operator, not a function of the model
 
-    def autograd(*tensors: Tensor) -> Any:
-        return Opaque.apply(*tensors)
-
-    def run_saving(*tensors: Tensor) -> Any:
-        return tuple(function.full(tensors))
-
-    def whole_fake_saving(*tensors: Tensor) -> Any:
-        made, ticket = fake_saving(*tensors)
-        return (*made, ticket)
-
-    _LIBRARY.impl(name, forward, "CompositeExplicitAutograd")
-    _LIBRARY.impl(f"{name}_saving", run_saving, "CompositeExplicitAutograd")
-    _LIBRARY.impl(f"{name}_backward", run_backward, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
-    torch.library.register_fake(f"{NAMESPACE}::{name}_saving", whole_fake_saving, lib=_LIBRARY)
-    torch.library.register_fake(f"{NAMESPACE}::{name}_backward", fake_backward, lib=_LIBRARY)
-    if function.wanting:
-        _LIBRARY.impl(name, autograd, "Autograd")
+    return lambda *tensors: Opaque.apply(*tensors)
 
 
 def _cut(sizes: Sequence[int], ranks: Sequence[int], dtypes: Sequence[int]) -> list[tuple[tuple[int, ...], Any]]:
