@@ -151,17 +151,7 @@ def compile_packed(
     for stage, rank in zip(stages, _ranks(plan), strict=True):
         stage.rank = rank
     # Last, since a refusal of an operator says more.
-    short, values = short_of(total), buffers or {}
-
-    def check(count: int) -> GraphModule:
-        shorter = first(count)
-        timed(timings, "lengths", lambda: check_any_length(as_captured, shorter, total, count, tokens, values))
-        return shorter
-
-    several, single = check(short), first(1)
-    few, one = (served_graph(x, Compilation(mesh), values, n) for x, n in ((several, short), (single, 1)))
-    timed(timings, "lengths", lambda: check_one_token(few, one, total, tokens, values))
-    check_other_ways(logs, check, total)
+    _check_lengths(first, as_captured, logs, total, tokens, buffers or {}, ctx)
     return Packed(
         signature_of(gm), plan, stages, parameters, tokens,
         max_length=total,
@@ -172,6 +162,30 @@ def compile_packed(
         constants=dict(gm.meta.get("constants", {})),
         timings=timings,
     )  # fmt: skip
+
+
+def _check_lengths(
+    first: Callable[[int], GraphModule],
+    whole: GraphModule,
+    logs: Mapping[int, SizeLog],
+    total: int,
+    tokens: str,
+    buffers: Mapping[str, Tensor],
+    ctx: Compilation,
+) -> None:
+    """Raises ValueError for a forward that computes otherwise for some number of tokens. ``first`` captures some of the
+    first tokens, ``whole`` is the graph of all."""
+    short = short_of(total)
+
+    def check(count: int) -> GraphModule:
+        shorter = first(count)
+        timed(ctx.timings, "lengths", lambda: check_any_length(whole, shorter, total, count, tokens, buffers))
+        return shorter
+
+    several, single = check(short), first(1)
+    few, one = (served_graph(x, Compilation(ctx.mesh), buffers, n) for x, n in ((several, short), (single, 1)))
+    timed(ctx.timings, "lengths", lambda: check_one_token(few, one, total, tokens, buffers))
+    check_other_ways(logs, check, total)
 
 
 @contextlib.contextmanager

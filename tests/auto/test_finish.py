@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 import autopar
 import autopar.api
 from autopar.auto.finish import Finalist
+from tests.auto.logged import logged_lines
 from tests.auto.test_machine import BATCH, SEQ, Blocks, example
 from tests.support.ranks import close_pools, run_ranks
 
@@ -27,12 +27,6 @@ def kept(seconds: dict[str, float], hungry: str, options: dict[str, Any]) -> tup
     """(mesh, loss, logged lines, whether the weights are as before), where meshes take the given seconds by the clock
     of rank 1, and rank 1 has no memory for one of them."""
     torch.manual_seed(0)
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("autopar.auto")
-    log.setLevel(logging.INFO)
-    log.addHandler(handler)
     timed, rank = autopar.api.timed_steps, torch.distributed.get_rank()
 
     def planted(parallel: Any, *args: Any) -> float:
@@ -46,12 +40,12 @@ def kept(seconds: dict[str, float], hungry: str, options: dict[str, Any]) -> tup
     model = Blocks(4).double()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     try:
-        parallel = autopar.parallelize(
-            model, "auto", batch=BATCH, finish=3, example_batch=example(), **options
-        )  # fmt: skip
+        with logged_lines() as lines:
+            parallel = autopar.parallelize(
+                model, "auto", batch=BATCH, finish=3, example_batch=example(), **options
+            )  # fmt: skip
     finally:
         autopar.api.timed_steps = timed
-        log.removeHandler(handler)
     same = all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     ids = torch.arange(BATCH * SEQ).reshape(BATCH, SEQ) * 7 % 32
     mesh = parallel.plan.mesh

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import nn
 import autopar
 from autopar.auto import machine
 from autopar.auto.machine import chip_called, lengthened, rows_of, sequence_of
+from tests.auto.logged import logged_lines
 from tests.support.ranks import RankError, close_pools, run_ranks
 
 BATCH, SEQ, WIDTH = 8, 16, 16
@@ -42,16 +42,8 @@ def example() -> dict[str, torch.Tensor]:
 def trained(options: dict[str, Any]) -> tuple[float, str, dict[str, Any], list[str]]:
     """(loss, mesh, options, logged lines) of a step on the chosen mesh."""
     torch.manual_seed(0)
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("autopar.auto")
-    log.setLevel(logging.INFO)
-    log.addHandler(handler)
-    try:
+    with logged_lines() as lines:
         model = autopar.parallelize(Blocks(4).double(), "auto", batch=BATCH, example_batch=example(), **options)
-    finally:
-        log.removeHandler(handler)
     ids = torch.arange(BATCH * SEQ).reshape(BATCH, SEQ) * 7 % 32
     mesh = model.plan.mesh
     here = mesh.dp_rank_and_size(mesh.coordinate(torch.distributed.get_rank()))
