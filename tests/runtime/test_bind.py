@@ -24,6 +24,7 @@ from autopar.runtime.exec.lowering import bind
 from autopar.runtime.fault.errors import error_context
 from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from tests.support.ranks import close_pools, rank_outcomes, run_ranks
+from tests.support.scalar_kernels import scalar_kernels
 
 raw = torch.ops.autopar
 aten = torch.ops.aten
@@ -336,9 +337,7 @@ def test_a_failed_collective_names_axis_node_and_rank(what: str, why: str) -> No
 
 
 def compiled() -> None:
-    from torch._inductor import config  # of which most processes of the tests make no use
-
-    with config.patch({"cpp.vec_isa_ok": False}):  # whether it finds vectors is its own matter, and takes as long again
+    with scalar_kernels():
         _compiled()
 
 

@@ -31,6 +31,7 @@ from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from autopar.testing.attention_ranks import Case, attend_and_differentiate, cut, on_the_whole
 from tests.runtime.test_bind import graph_of
 from tests.support.ranks import close_pools, rank_outcomes, run_ranks
+from tests.support.scalar_kernels import scalar_kernels
 
 raw = torch.ops.autopar
 
@@ -232,9 +233,7 @@ def test_every_algorithm_gives_the_whole_attention_and_sends_what_it_says(ranks:
 
 
 def attend_compiled(*args: Any) -> Any:
-    from torch._inductor import config
-
-    with config.patch({"cpp.vec_isa_ok": False}):  # as in test_bind
+    with scalar_kernels():
         return attend(*args, "inductor")
 
 

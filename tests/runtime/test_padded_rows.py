@@ -19,6 +19,7 @@ from tests.runtime.test_bind import aten, graph_of
 from tests.runtime.test_cuda_graphs import STEPS, played
 from tests.support.plain_models import EXACT, gap, gradients
 from tests.support.ranks import run_ranks
+from tests.support.scalar_kernels import scalar_kernels
 from tests.support.subjects import tiny
 
 ALIGNED = 16  # float64 in 128 bytes
@@ -44,8 +45,8 @@ def padding() -> Iterator[list[Lowered]]:
         bound.append(bind(*args))
         return bound[-1]
 
-    settings = {"disable_padding_cpu": False, "padding_stride_threshold": 32, "cpp.vec_isa_ok": False}
-    with config.patch(settings), pytest.MonkeyPatch.context() as patch:
+    settings = {"disable_padding_cpu": False, "padding_stride_threshold": 32}
+    with scalar_kernels(), config.patch(settings), pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor, "bind", seen)
         yield bound
 
