@@ -363,7 +363,7 @@ def _compiler(
             shared.forget()
         # an evaluation accumulates no gradients and drops no tokens
         chosen = options if how["train"] else dataclasses.replace(options, microbatches=1, capacity_factor=0.0)
-        measured = {name: how.pop(name) for name in ("recorded", "modules", "load", "sent") if name in how}
+        measured = {name: how.pop(name) for name in ("recorded", "modules", "load", "sent", "health") if name in how}
         folder = dumper_for(how.pop("dump", dump))
         progress = Progress(f"compiling {type(skeleton).__name__}").begin() if groups.rank == 0 else None
         observers = [watch for watch in (folder, progress) if watch is not None]

@@ -52,7 +52,7 @@ FLOORS: tuple[set[str], ...] = (
     {"runtime.fault"},
     {"runtime.mesh"},
     {"runtime.comm"},
-    {"runtime.consistency", "runtime.params"},
+    {"runtime.consistency", "runtime.params", "runtime.health"},
     {"runtime.exec", "runtime.inputs", "runtime.optim"},
     {"runtime.checkpoint", "runtime.guards"},
     {"runtime.module"},

@@ -34,6 +34,7 @@ from autopar.report.chrome_trace import Event, Span, events_of, measured_events,
 from autopar.report.graph_text import diff, format_graph
 from autopar.report.html.attention_section import attention_sections
 from autopar.report.html.expert_section import Load, Sent, expert_sections
+from autopar.report.html.health_section import Rows, health_sections
 from autopar.report.html.model_pages import model_sections
 from autopar.report.html.page import Level, Page, Section, render, table
 from autopar.report.html.schedule_picture import pipeline_section
@@ -197,12 +198,14 @@ class Dumper:
         summary: Iterable[tuple[str, str]] = (),
         load: Load | None = None,
         sent: Sent | None = None,
+        health: Rows = (),
     ) -> None:
-        """Write everything about a compiled model, and `finish`. load, sent: measured expert load and traffic."""
+        """Write everything about a compiled model, and `finish`. load, sent, health: measured expert load, traffic, and
+        how ranks have spent their time."""
         self.add_model(compiled)
         self.sections += attention_sections(compiled) if self.enabled else []
         self.add_pipeline(compiled, recorded, modules)
-        self.sections += expert_sections(compiled, load or {}, sent or {})
+        self.sections += expert_sections(compiled, load or {}, sent or {}) + health_sections(health)
         ctx = Compilation(compiled.plan.mesh, compiled.plan, timings=compiled.timings)
         self.finish(ctx, parameters=compiled.parameters, summary=summary)
 

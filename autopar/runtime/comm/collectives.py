@@ -24,6 +24,7 @@ from torch import Tensor
 
 from autopar.adapters.distributed import all_gather_single, reduce_scatter_single
 from autopar.ir.placement import Shard, piece, place_in_block, repetitions, scaled_blocks
+from autopar.runtime.comm.wait_times import waiting
 from autopar.runtime.fault.aborts import started
 from autopar.runtime.fault.errors import CollectiveError, board
 from autopar.runtime.mesh.process_groups import Groups
@@ -132,7 +133,8 @@ class Collective:
 def finish(pending: PendingCollective) -> Tensor:
     """Wait for a collective. Raises CollectiveError (a RuntimeError) that names the ranks which failed."""
     try:
-        pending.work.wait()
+        with waiting(pending.collective.axis):
+            pending.work.wait()
     except CollectiveError:  # raised by `aborts.end_waits`
         raise
     except RuntimeError as error:

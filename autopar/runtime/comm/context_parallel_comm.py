@@ -26,6 +26,7 @@ from autopar.ir.traffic import Ledger, Traffic, add_ledgers, traffic_of
 from autopar.ops.mask_spec import FACTS
 from autopar.runtime.comm import collectives
 from autopar.runtime.comm.collectives import finish
+from autopar.runtime.comm.wait_times import waiting
 from autopar.runtime.fault.aborts import started
 from autopar.runtime.fault.errors import explained
 from autopar.runtime.mesh.process_groups import Groups
@@ -70,7 +71,7 @@ class AxisComm:
             self._count(f"send {way}", sum(x.nbytes for x in sent))
 
         def arrived() -> list[Tensor]:
-            with explained(self._words(text), list(peers.values())):
+            with explained(self._words(text), list(peers.values())), waiting(self._axis):
                 for work in works:
                     work.wait()
             return came

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.ir.traffic import Ledger, Traffic
+from autopar.runtime.comm.wait_times import waiting
 from autopar.runtime.fault.aborts import started
 from autopar.runtime.fault.errors import explained
 from autopar.runtime.mesh.process_groups import Groups
@@ -119,7 +120,7 @@ class Channels:
 
     def wait(self, pending: PendingTransfer) -> list[Tensor]:
         """Until the transfer is done. Raises CollectiveError that names the action and the rank it waited for."""
-        with self._explained(pending.action, pending.peer):
+        with self._explained(pending.action, pending.peer), waiting(AXIS):
             for work in pending.works:
                 work.wait()
         return pending.tensors

@@ -46,6 +46,7 @@ from autopar.runtime.exec.step_fingerprint import axes_of_step
 from autopar.runtime.exec.step_inputs import SCALE, StepInputs
 from autopar.runtime.exec.unsharded_cache import UnshardedCache
 from autopar.runtime.exec.value_slots import Routes
+from autopar.runtime.health.step_times import StepTimes
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.schedule.order import BACKWARD, COMPUTE, Action
 from autopar.schedule.order_checks import links
@@ -95,6 +96,7 @@ class Executor:
         self.timeline: list[tuple[Action, float, float]] = []
         self.modules: list[Span] = []
         self.load: ExpertLoad | None = None  # of the module, that it counts for
+        self.times: tuple[StepTimes, str] | None = None  # likewise, and the kind of its calls
         self._experts: dict[int, list[str]] = {}  # stage -> names of layers
         self._known: dict[str, Any] = {}  # by name, fake values returned by compiled code
         self.record = False
@@ -189,7 +191,7 @@ class Executor:
         ``values``: stored parameters of this rank's stages and all buffers by original name, inputs by path (all
         microbatches of this rank). If another rank fails, raises CollectiveError that names the action and this rank.
         """
-        with self._resyncing():
+        with self._calling("step"):
             records = self._recorded is not None and not self.record and not self.unsharded.on
             return self._recorded(values) if records and self._recorded else self._step(values)
 
@@ -206,7 +208,7 @@ class Executor:
         """(outputs, the paused step), for a model without stages that was compiled with gradients. ``shared``: buffers
         whose memory user code holds, too."""
         assert self.compiled.train and len(self.order.ranks) == 1, "stages run forward and backward in one"
-        with self._resyncing():
+        with self._calling("forward"):
             slots = self._start(values)
         before = self.buffers.keep(slots, values, shared)
         kept = [(name, slots[i]) for i, name in self.program.saved.items()]
@@ -226,15 +228,18 @@ class Executor:
         for name, given in tangents.items():
             for i in self.program.tangents.get(name, ()):
                 slots[i] = given
-        with self._resyncing():
+        with self._calling("backward"):
             self._run(self._backward, slots)
         return self._gradients(slots)
 
     @contextmanager
-    def _resyncing(self) -> Iterator[None]:
-        """Context manager: an error amid exchanges leaves ranks at different places, so they agree on the next call."""
+    def _calling(self, phase: str) -> Iterator[None]:
+        """Context manager: its time is measured. An error amid exchanges leaves ranks at different places, so they
+        agree on the next call."""
+        times, kind = self.times or (None, "")
         try:
-            yield
+            with times.step(f"{kind} {phase}", self.groups.device) if times is not None else nullcontext():
+                yield
         except BaseException:
             if not self._alone:
                 self.groups.order.forget()

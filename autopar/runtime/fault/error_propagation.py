@@ -99,7 +99,8 @@ class CollectiveError(RuntimeError):
 
 class ErrorBoard:
     """What this rank knows of failures in its world. One per process and default group. ``line``: the client of the
-    store. ``heartbeat``: None in a world of one rank. ``roles``: name -> ranks, if ranks have roles."""
+    store. ``heartbeat``: None in a world of one rank. ``roles``: name -> ranks, if ranks have roles. ``keys``: what all
+    of its keys in the store begin with."""
 
     first = 0  # the global number of the rank that callers call 0
     base = 0  # and of the one that process groups call 0; they count around the world
@@ -114,7 +115,7 @@ class ErrorBoard:
         roles: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> None:
         self._roles = roles
-        self.rank, self._keys, self._world = rank, keys, range(world)
+        self.rank, self.keys, self._world = rank, keys, range(world)
         self._told: dict[str, tuple[int, str]] = {}  # published by this rank: kind -> (the rank that it is about, text)
         self._own = ""  # the error of this rank's last call: all ranks may have had it, and some may still report it
         self._notices = ErrorLog(f"{keys}/notices")
@@ -144,7 +145,7 @@ class ErrorBoard:
                 self._tell("left", "finished")
             else:
                 self.give_verdict(why)
-            ended = f"{self._keys}/ended"
+            ended = f"{self.keys}/ended"
             self.line.ask(lambda store: store.add(ended, 1))
             end = time.monotonic() + (LINGER if self.rank == 0 and not hosted_by_launcher() else 0.0)
             while time.monotonic() < end and self.line.ask(lambda store: store.add(ended, 0)) < len(self._world):
@@ -157,7 +158,7 @@ class ErrorBoard:
         """Publish the verdict: the job cannot continue, on any rank. Raises StoreError."""
         if self.heartbeat is not None:
             self.heartbeat.verdict = why
-        self.line.ask(lambda store: store.compare_set(f"{self._keys}/verdict", "", why))
+        self.line.ask(lambda store: store.compare_set(f"{self.keys}/verdict", "", why))
 
     def first_to_say(self, key: str, text: str) -> str | None:
         """The text of the first rank that has written under a key. None if this rank has published an error, or the
@@ -165,7 +166,7 @@ class ErrorBoard:
         if not self._told.keys().isdisjoint(("heard", "error")):
             return None
         try:
-            return self.line.ask(lambda store: store.compare_set(f"{self._keys}/{key}", "", text)).decode()
+            return self.line.ask(lambda store: store.compare_set(f"{self.keys}/{key}", "", text)).decode()
         except StoreError:
             return None
 
@@ -198,7 +199,7 @@ class ErrorBoard:
 
         def tell(store: dist.Store) -> None:
             if about is None:
-                store.set(f"{self._keys}/{kind}/{self.rank}", text)
+                store.set(f"{self.keys}/{kind}/{self.rank}", text)
             if kind != "waiting" and before is not None:
                 self._notices.take_back(store, kind, *before)
             if kind != "waiting" and text:
@@ -372,10 +373,10 @@ class ErrorBoard:
         return sorted({*found, *(r for r in told if r in among and r != self.rank)})
 
     def _signs(self, store: dist.Store, ranks: Sequence[int]) -> dict[int, str]:
-        return {r: look(store, f"{self._keys}/alive/{r}") for r in ranks}
+        return {r: look(store, f"{self.keys}/alive/{r}") for r in ranks}
 
     def _texts(self, store: dist.Store, kind: str, ranks: Sequence[int]) -> dict[int, str]:
-        return {r: text for r in ranks if (text := look(store, f"{self._keys}/{kind}/{r}"))}
+        return {r: text for r in ranks if (text := look(store, f"{self.keys}/{kind}/{r}"))}
 
 
 class RoleBoard:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
@@ -63,6 +64,7 @@ class Heartbeat:
         self._keys, self._doing, self._calls, self._after = keys, doing, calls, after
         self._rank, self._world, self._named = rank, world, named
         self._watched = (rank + 1) % world
+        self.tasks: list[weakref.WeakMethod[Callable[[dist.Store], None]]] = []  # run after each beat
         self._count = self._still = 0
         self._seen = ""
         root = root_store(store)
@@ -101,6 +103,10 @@ class Heartbeat:
 
     def look(self, store: dist.Store) -> str:
         self._show(store)
+        self.tasks = [task for task in self.tasks if task() is not None]
+        for task in self.tasks:
+            if (run := task()) is not None:
+                run(store)
         if found := look(store, f"{self._keys}/verdict") or said_by_launcher(store):
             return found
         if self._watched == self._rank:

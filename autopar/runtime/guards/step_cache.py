@@ -31,6 +31,7 @@ from autopar.runtime.exec.expert_stats import ExpertLoad
 from autopar.runtime.exec.step_fingerprint import step_digests
 from autopar.runtime.guards.global_state import GlobalTorchState
 from autopar.runtime.guards.module_guards import ModuleGuards
+from autopar.runtime.health.health_watch import HealthWatch
 from autopar.runtime.inputs.loss_fn import with_cotangents
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.params.sharded_modules import ShardedModules
@@ -92,7 +93,8 @@ class StepCache:
     ) -> None:
         self._compiler, self._tree, self._groups, self.backend = compiler, tree, groups, backend
         self.plan, self.microbatches, self._check_replica_inputs = plan, microbatches, check_replica_inputs
-        self._batches, self.load = BatchContents(groups), ExpertLoad(groups)
+        self._batches, self.load, self.health = BatchContents(groups), ExpertLoad(groups), HealthWatch(groups)
+        self._bound = 0  # steps so far, the same number on all ranks
         self._steps: dict[tuple[Any, ...], _CachedStep] = {}
         self._past = add_ledgers()  # traffic of steps that are no longer kept
         self.last: Executor | None = None  # the last one returned by `runner`
@@ -261,6 +263,9 @@ class StepCache:
         check_unclear(self._groups, batch, self.plan, self._check_replica_inputs)
         runner = Executor(compiled, self._groups, self.backend)
         runner.load = self.load
+        self._bound += 1
+        if self.backend == "eager":  # other code waits where nobody sees it
+            runner.times = self.health.times, str(self._bound)
         all_alike(self._groups, "the lowered step")  # wait for slow lowering (inductor) here, not in a collective
         if not watch.holds():  # tracing has changed the modules itself, and the user was warned
             watch = ModuleGuards(self._tree.root, modes=modes)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from autopar.ir.signature import ParameterSpec
 from autopar.ir.traffic import Ledger
+from autopar.runtime.health.slow_ranks import Health
 from autopar.runtime.module.module_repr import module_text
 from autopar.runtime.module.state_dict import Stateful
 from autopar.steps.graphs import Compiled
@@ -103,6 +104,17 @@ class ModuleFacade(Stateful):
         if reset:
             self._cache.load.clear()
         return found
+
+    def health(self) -> Health:
+        """How every rank has spent the last minute: computing, waiting for others by axis, outside of steps; and which
+        ranks are slow (`Health.slow`). Ranks publish it every 5 seconds: not collective. Raises ValueError for a
+        backend whose code waits where it is not seen, which is any but "eager"."""
+        if self._cache.backend != "eager":
+            raise ValueError(
+                f"health: waiting is seen between operators, found backend={self._cache.backend!r}, which runs them in "
+                "one; use backend='eager'"
+            )
+        return self._cache.health.read()
 
     def __getattr__(self, name: str) -> Any:
         try:

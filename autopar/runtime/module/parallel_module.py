@@ -452,7 +452,7 @@ class ParallelModule(ModuleFacade):
             raise ValueError(
                 "dump: needs a compiled step, found none before the first step; run one, or set AUTOPAR_DUMP before it"
             )
-        self._cache.dump(folder)
+        self._cache.dump(folder, health=self._cache.health.read().rows())
 
     def trace(self, folder: str | Path, **batch: Any) -> Tensor:
         """Run a `train_step` that records when every action runs; returns its loss.
@@ -481,7 +481,8 @@ class ParallelModule(ModuleFacade):
         }
         measured = {"load": {layer: x.tolist() for layer, x in load.items()}, "sent": sent}
         actions, modules = per_rank(x[:2] for x in found), per_rank((x[0], x[3]) for x in found)
-        self._cache.dump(folder, executor, recorded=actions, modules=modules, **measured)
+        health = self._cache.health.read().rows()
+        self._cache.dump(folder, executor, recorded=actions, modules=modules, health=health, **measured)
         return loss
 
 
