@@ -14,7 +14,7 @@ import gc
 import importlib
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,7 +53,7 @@ from autopar.runtime.inputs.loss_fn import LOSS, with_loss
 from autopar.runtime.inputs.padding import PaddingBuckets, asked_padding
 from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from autopar.runtime.mesh.roles import Roles
-from autopar.runtime.module.argument_checks import check_arguments, check_module, check_no_gradients
+from autopar.runtime.module.argument_checks import check_arguments, check_module, check_no_gradients, checks_of
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.optim.step_hooks import note_parameters
 from autopar.serve_model import ServeArguments, make_server
@@ -82,6 +82,7 @@ def parallelize(
     dump: str | Path | None = None,
     broadcast_weights: bool = False,
     check_replica_inputs: bool = True,
+    check: str | Collection[str] = (),
     padding: str | PaddingBuckets = "exact",
     loss: Callable[[Any, Mapping[str, Any]], Any] | None = None,
     outputs_with_grad: bool | str = False,
@@ -111,6 +112,9 @@ def parallelize(
             may be on the meta device. Otherwise the weights of all ranks are compared, and a difference is an error.
         check_replica_inputs: check at every step that ranks which must get equal inputs do (all inputs over tp, pp
             and cp; inputs without a batch dim over dp, too), by a hash computed on the device of the tensors.
+        check: what is checked while the model trains, one name or several. "finite": that losses and gradients are; a
+            step of which they are not raises FloatingPointError on all ranks and says in which module and line that
+            arose. It leaves the weights as they were, and ``.grad`` too (`docs/reliability.md` has the price).
         padding: "exact" compiles a step for each batch shape; "bucket" pads tokens to 64, 128, 256 ... and examples
             to those of the largest batch so far, where padding does not change the loss; or
             `autopar.PaddingBuckets(...)`.
@@ -147,10 +151,11 @@ def parallelize(
         shared_memory = referenced_elsewhere(model)
         check_no_gradients(model)
         check_arguments(asked, dump, plan, example_batch, **how)
+        checks = checks_of(check)
         check_writable(dump)
         originals = {"": model} | ({LOSS: loss} if isinstance(loss, nn.Module) else {})
         model = model if loss is None else with_loss(model, loss)
-        agree_on_call(groups, options | how)
+        agree_on_call(groups, options | how | {"check": checks})
         check_input_names(model, "batch_dims", dict(asked.batch_dims))
         check_input_names(model, "static_inputs", asked.static_inputs)
         load_adapters(model)
@@ -165,6 +170,7 @@ def parallelize(
         parallel = ParallelModule(
             skeleton, compiler, groups, found, specs, values, buffers, backend, seed, broadcast_weights,
             check_replica_inputs, chosen.microbatches, outputs_with_grad, lift_to_float64,
+            checks,
         )  # fmt: skip
         parallel.watch_originals(originals, shared_memory)
         parallel.generate_with(Generation(parallel.for_serving, parallel.keeps_unsharded, example_batch))

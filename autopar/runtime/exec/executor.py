@@ -36,6 +36,7 @@ from autopar.runtime.exec.buffer_updates import BufferUpdates
 from autopar.runtime.exec.cuda_graphs import RecordedStep, Result, why_not
 from autopar.runtime.exec.expert_stats import ExpertLoad, layers_of_experts
 from autopar.runtime.exec.finalize_step import StepFinalizer
+from autopar.runtime.exec.finite_check import FiniteCheck
 from autopar.runtime.exec.global_statistics import pre_pass_links
 from autopar.runtime.exec.instructions import BoundAction, Program
 from autopar.runtime.exec.lowering import BACKENDS, Lowered, bind
@@ -45,6 +46,7 @@ from autopar.runtime.exec.program_builder import ProgramBuilder
 from autopar.runtime.exec.step_fingerprint import axes_of_step
 from autopar.runtime.exec.step_inputs import SCALE, StepInputs
 from autopar.runtime.exec.unsharded_cache import UnshardedCache
+from autopar.runtime.exec.value_probe import open_probe
 from autopar.runtime.exec.value_slots import Routes
 from autopar.runtime.health.step_times import StepTimes
 from autopar.runtime.mesh.process_groups import Groups
@@ -60,11 +62,13 @@ COMPUTED = ("microbatch", "total")  # kinds of values computed by the step itsel
 @dataclass
 class PausedStep:
     """A step between its forward and its backward. ``saved``: values of the forward that the backward reads, by name.
-    ``kept``: old values of the buffers that the forward has updated."""
+    ``kept``: old values of the buffers that the forward has updated. ``values``: what the forward was given, if it may
+    have to run again."""
 
     slots: list[Any]
     saved: list[tuple[str, Tensor]]
     kept: dict[str, Tensor]
+    values: Mapping[str, Tensor]
 
 
 class Executor:
@@ -96,6 +100,7 @@ class Executor:
         self.timeline: list[tuple[Action, float, float]] = []
         self.modules: list[Span] = []
         self.load: ExpertLoad | None = None  # of the module, that it counts for
+        self.finite: FiniteCheck | None = None  # likewise
         self.times: tuple[StepTimes, str] | None = None  # likewise, and the kind of its calls
         self._experts: dict[int, list[str]] = {}  # stage -> names of layers
         self._known: dict[str, Any] = {}  # by name, fake values returned by compiled code
@@ -193,7 +198,21 @@ class Executor:
         """
         with self._calling("step"):
             records = self._recorded is not None and not self.record and not self.unsharded.on
-            return self._recorded(values) if records and self._recorded else self._step(values)
+            result = self._recorded(values) if records and self._recorded else self._step(values)
+            if self.finite is not None and self.compiled.train:
+                losses = {str(i): loss for i, loss in enumerate(result.losses)}
+                self.finite.check(losses, result.gradients, self._named(values), lambda: self._remade(values))
+            return result
+
+    def _remade(self, values: Mapping[str, Tensor]) -> list[Tensor]:
+        """The losses and gradients of the same step, run once more."""
+        again = self._step(values)
+        return [*again.losses, *again.gradients.values()]
+
+    def _named(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of the values that the step reads, in words."""
+        kinds = {s.name: s.kind for s in self.specs.values()}
+        return {f"{kinds[n]} {n}": x for n, x in values.items() if n in kinds}
 
     def _step(self, values: Mapping[str, Tensor]) -> Result:
         slots = self._start(values)
@@ -216,7 +235,7 @@ class Executor:
         made = self._outputs(self._kept(slots))
         for i in self._unread:  # only the caller keeps them alive: logits are large
             slots[i] = None
-        return made, PausedStep(slots, saved, before)
+        return made, PausedStep(slots, saved, before, {**values, **before} if self.finite is not None else {})
 
     @torch.no_grad()
     def run_backward(self, paused: PausedStep, tangents: Mapping[str, Tensor], keep: bool = False) -> dict[str, Tensor]:
@@ -230,7 +249,19 @@ class Executor:
                 slots[i] = given
         with self._calling("backward"):
             self._run(self._backward, slots)
-        return self._gradients(slots)
+            gradients = self._gradients(slots)
+            if self.finite is not None:
+                read = self._named(paused.values) | {f"the gradient of {name}": x for name, x in tangents.items()}
+                self.finite.check({}, gradients, read, lambda: self._remade_backward(paused.values, tangents))
+        return gradients
+
+    def _remade_backward(self, values: Mapping[str, Tensor], tangents: Mapping[str, Tensor]) -> list[Tensor]:
+        slots = self._start(values)
+        for name, given in tangents.items():
+            for i in self.program.tangents.get(name, ()):
+                slots[i] = given
+        self._run(self._backward, slots)
+        return [*self._gradients(slots).values()]
 
     @contextmanager
     def _calling(self, phase: str) -> Iterator[None]:
@@ -299,6 +330,8 @@ class Executor:
         profiled = is_profiled()
         for entry in self._runs[entries is self._backward]:
             with self._profiled(entry, profiled) if profiled or self.record else nullcontext():
+                if (probe := open_probe()) is not None:
+                    probe.action = str(entry)
                 start = self._run_action(entry, slots)
             if self.record:
                 end = time.perf_counter()
@@ -319,7 +352,13 @@ class Executor:
     def _run_action(self, entry: BoundAction | OverlappedActions, slots: list[Any]) -> float:
         """Run an entry; in training forwards, count the tokens per expert."""
         action = next(iter(entry.actions), None)
-        if self.load is None or action is None or action.kind != "F" or not self.compiled.train:
+        if (
+            self.load is None
+            or open_probe() is not None
+            or action is None
+            or action.kind != "F"
+            or not self.compiled.train
+        ):
             return entry.run(slots)
         found: list[Tensor] = []
         start = entry.run(slots, functools.partial(_collecting_ends, found))

@@ -42,6 +42,7 @@ from autopar.runtime.comm.context_parallel_comm import OPERATORS, Comms
 from autopar.runtime.comm.experts import Experts
 from autopar.runtime.exec.module_profiling import is_watched, left_after, watched_code
 from autopar.runtime.exec.value_checks import operator_explained
+from autopar.runtime.exec.value_probe import open_probe
 from autopar.runtime.mesh.host_copies import OffloadBuffers
 from autopar.runtime.mesh.process_groups import Groups
 
@@ -137,7 +138,7 @@ class Lowered:
     traffic: of the collectives in one run, except tokens of experts. comms: those of context-parallel attention; they
     count what all runs so far have sent, tokens of experts included. made: fake values of the results of compiled code.
     paused: the code with pauses (`autopar.runtime.exec.lowering`), if it has some. lowered: the graph that runs
-    operator by operator.
+    operator by operator. by_operators: makes such a graph of one that was compiled.
     """
 
     run: Callable[[list[Any]], tuple[Any, ...]]
@@ -147,13 +148,23 @@ class Lowered:
     lowered: GraphModule | None = field(default=None, repr=False)
     made: list[Any] | None = field(default=None, repr=False)
     paused: Callable[[list[Any]], Steps] | None = field(default=None, repr=False)
+    by_operators: Callable[[], GraphModule] | None = field(default=None, repr=False)
 
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
         """Run the graph. If an operator refuses its inputs, raises ValueError that names the model's line."""
         with self._explained():
+            if (probe := open_probe()) is not None:
+                return probe.run(self._operators, inputs)
             if is_watched() and self.lowered is not None and self.paused is None:
                 return left_after(self._watched.forward, inputs)
             return self.run(inputs)
+
+    @functools.cached_property
+    def _operators(self) -> GraphModule:
+        if self.lowered is not None:
+            return self.lowered
+        assert self.by_operators is not None
+        return self.by_operators()
 
     @functools.cached_property
     def _watched(self) -> GraphModule:
@@ -163,6 +174,8 @@ class Lowered:
     def steps(self, inputs: list[Any]) -> Steps:
         """Run the graph with pauses, if it has some."""
         assert self.paused is not None
+        if open_probe() is not None:
+            return self(inputs)
         with self._explained():
             return (yield from self.paused(inputs))
 
@@ -207,7 +220,8 @@ def bind(
 
         explicit = _lower(comms.compilable(gm), _Traced(Functional(groups), groups.device))
         run, made = compile_step(explicit, groups.device, given, any_strides, COMPILED)
-        return Lowered(run, traffic, gm.code, comms, made=made)
+        by_operators = functools.partial(_lower, gm, _Eager(groups, comms, experts))
+        return Lowered(run, traffic, gm.code, comms, made=made, by_operators=by_operators)
     lowered = _lower(gm, _Eager(groups, comms, experts), pauses)
     if all(node.target is not pause_here for node in lowered.graph.nodes):
         return Lowered(lowered.forward, traffic, lowered.code, comms, lowered)

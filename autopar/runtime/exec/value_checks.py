@@ -52,7 +52,7 @@ def operator_explained(error: BaseException, graph: Graph) -> Exception | None:
     node = next((n for n in graph.nodes if n.name == name), None)
     if node is None:
         return OpError(f"{summary.line}: {_reason(error)}; give this call inputs that it takes")
-    place = f"{_operator(node)} at {line_of(node)}"
+    place = f"{operator_of(node)} at {line_of(node)}"
     if singular:
         return torch.linalg.LinAlgError(f"step: {place}: {_reason(error)}")
     found = _out_of_range(node, values)
@@ -72,7 +72,7 @@ def _reason(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(". ")
 
 
-def _operator(node: Node) -> str:
+def operator_of(node: Node) -> str:
     """Bindings and kernels that stand for an operator have its name."""
     return str(node.meta.get("original_aten") or getattr(node.target, "__name__", node.target))
 
@@ -83,7 +83,7 @@ def _out_of_range(node: Node, values: Mapping[str, Any]) -> str:
     given = [values.get(x.name) for x in operands]
     if len(given) < 2 or not isinstance(given[0], Tensor) or not isinstance(given[1], Tensor):
         return ""
-    name = _operator(node)
+    name = operator_of(node)
     if re.search(r"\bembedding\b", name):
         return _range(operands[1], given[1], len(given[0]), None, "ids", "the rows of its embedding")
     if "cross_entropy" in name and isinstance(ignored := node.args[2], int):

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from autopar.adapters.tensors.tags import check_tags
 from autopar.options import Options
 from autopar.plan import Plan
+from autopar.runtime.exec.finite_check import FINITE
 from autopar.runtime.exec.lowering import BACKENDS
 from autopar.runtime.inputs.rank_outputs import RANK
 from autopar.runtime.module.overridden_methods import check_lists
@@ -26,6 +27,8 @@ WRAPPERS: dict[type[nn.Module], str] = {
     nn.parallel.DistributedDataParallel: ".module, before it is wrapped",
     nn.DataParallel: ".module",
 }
+
+CHECKS = (FINITE,)  # of `parallelize`
 
 
 def check_module(model: Any) -> None:
@@ -75,6 +78,14 @@ def check_no_gradients(model: nn.Module) -> None:
                 f"parallelize: parameter {name} has a gradient already, to which the first step would add; call "
                 "model.zero_grad() first"
             )
+
+
+def checks_of(given: Any) -> tuple[str, ...]:
+    """The names of the checks. Raises ValueError."""
+    names = (given,) if isinstance(given, str) else given
+    if not isinstance(names, (list, tuple, set, frozenset)) or any(name not in CHECKS for name in names):
+        raise refuse("check", f"names out of {', '.join(map(repr, CHECKS))}", given)
+    return tuple(sorted(set(names)))
 
 
 def check_arguments(

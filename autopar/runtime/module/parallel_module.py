@@ -25,6 +25,7 @@ from autopar.plan import Plan
 from autopar.runtime.checkpoint.checkpoint_dir import RunLineage
 from autopar.runtime.exec.buffer_updates import plain_buffers
 from autopar.runtime.exec.executor import Executor, per_rank
+from autopar.runtime.exec.finite_check import FINITE, FiniteCheck
 from autopar.runtime.exec.step_inputs import SCALE
 from autopar.runtime.exec.value_checks import ValueChecks
 from autopar.runtime.fault.errors import error_context
@@ -92,6 +93,7 @@ class ParallelModule(ModuleFacade):
         microbatches: int = 1,
         outputs_with_grad: bool | str = False,
         lift_to_float64: bool = False,
+        check: Collection[str] = (),
     ) -> None:
         super().__init__()
         self._lift_to_float64, self._generation = lift_to_float64, None
@@ -116,7 +118,8 @@ class ParallelModule(ModuleFacade):
         tree = ShardedModules(skeleton, specs, own, written)
         for name in SHARED:
             self.__dict__[name] = tree.root.__dict__[name]  # this module stands for the root
-        self._cache = StepCache(compiler, tree, plan, groups, backend, microbatches, check_replica_inputs)
+        finite = FiniteCheck(groups, lambda: self._scaler is None) if FINITE in check else None
+        self._cache = StepCache(compiler, tree, plan, groups, backend, microbatches, check_replica_inputs, finite)
         self.__class__ = face_of(type(self), tree.root)
         self._tree = tree
         watch_optimizers(groups.device_mesh)
