@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.adapters.foreach import largest_magnitudes
 from autopar.runtime.exec.value_probe import Origin, ValueProbe, probing
 from autopar.runtime.fault.error_propagation import ranks_named
 from autopar.runtime.mesh.process_groups import Groups
@@ -86,5 +87,4 @@ def _not_finite(values: Sequence[Tensor], device: torch.device) -> Tensor:
     found = [x for x in values if x.numel() and x.is_floating_point()]
     if not found:
         return torch.zeros((), device=device)
-    largest = torch._foreach_norm(found, ord=float("inf"))
-    return (~torch.stack([x.to(torch.float64) for x in largest]).isfinite().all()).to(torch.float32)
+    return (~torch.stack([x.to(torch.float64) for x in largest_magnitudes(found)]).isfinite().all()).to(torch.float32)

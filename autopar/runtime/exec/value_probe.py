@@ -167,4 +167,5 @@ def probing(probe: ValueProbe) -> Iterator[None]:
 
 
 def open_probe() -> ValueProbe | None:
+    """The probe that runs step graphs now, if one does."""
     return _probes[-1] if _probes else None
