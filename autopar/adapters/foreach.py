@@ -71,8 +71,3 @@ def _by_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:
     for i, x in enumerate(tensors):
         out.setdefault(x.dtype, []).append(i)
     return out
-
-
-def largest_magnitudes(values: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Of each its largest magnitude, as a scalar of its dtype: NaN if it holds NaN."""
-    return torch._foreach_norm(list(values), ord=float("inf"))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.adapters.foreach import largest_magnitudes
+from autopar.adapters.foreach import norms
 from autopar.runtime.exec.value_probe import Origin, ValueProbe, probing
 from autopar.runtime.fault.error_propagation import ranks_named
 from autopar.runtime.mesh.process_groups import Groups
@@ -84,7 +84,7 @@ def _told(found: Sequence[Origin | str | None]) -> str:
 
 def _not_finite(values: Sequence[Tensor], device: torch.device) -> Tensor:
     """[] float32: 1 if one of the values is not finite. The largest magnitude of a tensor keeps NaN and infinities."""
-    found = [x for x in values if x.numel() and x.is_floating_point()]
+    found = [x for x in values if x.is_floating_point()]
     if not found:
         return torch.zeros((), device=device)
-    return (~torch.stack([x.to(torch.float64) for x in largest_magnitudes(found)]).isfinite().all()).to(torch.float32)
+    return (~torch.stack([x.to(torch.float64) for x in norms(found, float("inf"))]).isfinite().all()).to(torch.float32)

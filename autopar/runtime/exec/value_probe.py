@@ -20,7 +20,6 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_leaves
 
 from autopar.capture.trace.export import line_of
 from autopar.ir.graph import module_path
@@ -87,7 +86,7 @@ class ValueProbe:
 
     def _state(self, node: Node, env: dict[Node, Any], states: dict[Node, _State]) -> _State:
         before = [states[x] for x in node.all_input_nodes]
-        tensors = [x for x in tree_leaves(env[node]) if isinstance(x, Tensor)]
+        tensors = [x for x in _flat(env[node]) if isinstance(x, Tensor)]
         if not tensors:  # a collective on its way
             return _State(any(s.nan for s in before), any(s.inf for s in before), _earliest(before))
         tensors = [x for x in tensors if x.is_floating_point()]
@@ -139,6 +138,11 @@ def _result(node: Node, lowered: GraphModule, env: dict[Node, Any]) -> Any:
     return node.target(*args, **kwargs)
 
 
+def _flat(value: Any) -> list[Any]:
+    """What is in nested lists and tuples."""
+    return [x for part in value for x in _flat(part)] if isinstance(value, (list, tuple)) else [value]
+
+
 def _communicates(node: Node) -> bool:
     """Waits for a collective; its value came from other ranks, too."""
     return node.meta.get("original_aten") in COLLECTIVES or getattr(node.target, "__name__", "") in (
@@ -149,7 +153,7 @@ def _communicates(node: Node) -> bool:
 
 def _is_constant(node: Node) -> bool:
     """Made of nothing, or of a number that is infinite itself."""
-    numbers = [x for x in tree_leaves((node.args, node.kwargs)) if isinstance(x, float)]
+    numbers = [x for x in _flat([*node.args, *node.kwargs.values()]) if isinstance(x, float)]
     return not node.all_input_nodes or any(math.isinf(x) for x in numbers)
 
 
