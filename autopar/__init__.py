@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from autopar.options import Options
     from autopar.plan import Plan
     from autopar.precision import Precision
+    from autopar.runtime.exec.replay_check import BitsDiffer
     from autopar.runtime.fault.errors import error_context
     from autopar.runtime.inputs.padding import PaddingBuckets
     from autopar.runtime.mesh.process_groups import dp_rank_and_size, init_mesh
@@ -39,6 +40,7 @@ __version__ = VERSION
 __all__ = [
     "PaddingBuckets",
     "AC_POLICIES",
+    "BitsDiffer",
     "GradScaler",
     "Options",
     "ParallelModule",
@@ -63,6 +65,7 @@ __all__ = [
 _HOME = {
     "PaddingBuckets": "autopar.runtime.inputs.padding",
     "AC_POLICIES": "autopar.ac_policies",
+    "BitsDiffer": "autopar.runtime.exec.replay_check",
     "GradScaler": "autopar.runtime.optim.grad_scaler",
     "Options": "autopar.options",
     "ParallelModule": "autopar.runtime.module.parallel_module",

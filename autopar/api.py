@@ -114,7 +114,9 @@ def parallelize(
             and cp; inputs without a batch dim over dp, too), by a hash computed on the device of the tensors.
         check: what is checked while the model trains, one name or several. "finite": that losses and gradients are; a
             step of which they are not raises FloatingPointError on all ranks and says in which module and line that
-            arose. It leaves the weights as they were, and ``.grad`` too (`docs/reliability.md` has the price).
+            arose. It leaves the weights as they were, and ``.grad`` too. "replay", or "replay:20": every 100th (20th)
+            training step is made twice, and replicas and memory are compared; bits that differ raise BitsDiffer, with
+            the rank, action and tensor. Their prices: `docs/reliability.md`.
         padding: "exact" compiles a step for each batch shape; "bucket" pads tokens to 64, 128, 256 ... and examples
             to those of the largest batch so far, where padding does not change the loss; or
             `autopar.PaddingBuckets(...)`.

@@ -114,6 +114,8 @@ def _made_by(value: Any, public: set[str]) -> type | None:
 
 
 def _signature(name: str, value: Any, bound: bool = False) -> str:
+    if isinstance(value, type) and issubclass(value, Exception):
+        return f"class {name}({value.__bases__[0].__name__})"
     signature = inspect.signature(value)
     given = list(signature.parameters.values())[1 if bound else 0 :]
     parameters = [p.replace(annotation=_bare(p.annotation)) for p in given]

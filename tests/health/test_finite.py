@@ -185,5 +185,5 @@ def test_gradients_under_a_loss_scaler_may_overflow() -> None:
 
 @pytest.mark.parametrize("given", ["nan", ["finite", "all"], 1])
 def test_other_checks_are_refused(given: Any) -> None:
-    with pytest.raises(ValueError, match=r"check: expected names out of 'finite', found"):
+    with pytest.raises(ValueError, match=r"check: expected names out of 'finite', 'replay', found"):
         checks_of(given)

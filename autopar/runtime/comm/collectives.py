@@ -24,6 +24,7 @@ from torch import Tensor
 
 from autopar.adapters.distributed import all_gather_single, reduce_scatter_single
 from autopar.ir.placement import Shard, piece, place_in_block, repetitions, scaled_blocks
+from autopar.runtime.comm.step_notes import open_notes
 from autopar.runtime.comm.wait_times import waiting
 from autopar.runtime.fault.aborts import started
 from autopar.runtime.fault.errors import CollectiveError, board
@@ -121,6 +122,8 @@ class Collective:
         **kwargs: Any,
     ) -> PendingCollective:
         started(str, self)
+        if (notes := open_notes()) is not None:
+            notes.note(f"what {self} is given", args[-1:] if len(args) < 3 else args[1:2])
         try:
             work = call(*args, **kwargs, group=self.groups.group(self.axis), async_op=True)
         except CollectiveError:  # raised by `aborts.end_waits`
@@ -139,6 +142,8 @@ def finish(pending: PendingCollective) -> Tensor:
         raise
     except RuntimeError as error:
         raise pending.collective.failed(error) from error
+    if (notes := open_notes()) is not None:
+        notes.note(f"the result of {pending.collective}", [pending.buffer], received=True)
     return pending.buffer if pending.done is None else pending.done(pending.buffer)
 
 

@@ -26,6 +26,7 @@ from autopar.ir.traffic import Ledger, Traffic, add_ledgers, traffic_of
 from autopar.ops.mask_spec import FACTS
 from autopar.runtime.comm import collectives
 from autopar.runtime.comm.collectives import finish
+from autopar.runtime.comm.step_notes import open_notes
 from autopar.runtime.comm.wait_times import waiting
 from autopar.runtime.fault.aborts import started
 from autopar.runtime.fault.errors import explained
@@ -60,6 +61,8 @@ class AxisComm:
         peers = {word: self._ranks[peer] for word, peer in (("to", target), ("from", source)) if peer >= 0}
         text = " ".join([f'"{what}" {way}', *(f"{word} rank {rank}" for word, rank in peers.items())])
         works: list[dist.Work] = []
+        if (notes := open_notes()) is not None:
+            notes.note(f"what is sent: {self._words(text)}", sent)
         if sent or came:
             started(self._words, text)
             with explained(self._words(text), list(peers.values())):
@@ -74,6 +77,8 @@ class AxisComm:
             with explained(self._words(text), list(peers.values())), waiting(self._axis):
                 for work in works:
                     work.wait()
+            if (notes := open_notes()) is not None:
+                notes.note(f"what came: {self._words(text)}", came, received=True)
             return came
 
         return PeerExchange(self, arrived, sent)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.ir.traffic import Ledger, Traffic
+from autopar.runtime.comm.step_notes import open_notes
 from autopar.runtime.comm.wait_times import waiting
 from autopar.runtime.fault.aborts import started
 from autopar.runtime.fault.errors import explained
@@ -101,6 +102,8 @@ class Channels:
         started(self._words, action, peer)
         group, place = self._groups.link(self._me, peer)
         kept = [x.contiguous() for x in tensors]
+        if (notes := open_notes()) is not None:
+            notes.note(f"what {action} sends", kept)
         pending = PendingTransfer(action, peer, [], kept)
         with self._explained(action, peer):
             for x in kept:
@@ -123,6 +126,8 @@ class Channels:
         with self._explained(pending.action, pending.peer), waiting(AXIS):
             for work in pending.works:
                 work.wait()
+        if (notes := open_notes()) is not None:
+            notes.note(f"what {pending.action} transfers", pending.tensors, received=True)
         return pending.tensors
 
     def arrived(self, actions: Iterable[Action]) -> None:

@@ -363,9 +363,10 @@ def agree_on_pieces(
     pieces: Mapping[str, Tensor],
     specs: Sequence[ParameterSpec],
     buffers: Mapping[str, Tensor],
-    who: str,
+    need: str,
+    way_out: str,
 ) -> None:
-    """Check this rank's shards of the parameters after a load: ranks with the same shard must have the same values.
+    """Check this rank's shards of the parameters, as after a load: ranks with the same shard must have the same values.
 
     A shard that no other rank holds cannot be compared.
     """
@@ -379,8 +380,6 @@ def agree_on_pieces(
         if spec.name in pieces and (axes := _copied_over(groups, spec)):
             by_axes[axes][spec.name] = hashes[spec.name]
     by_axes[everywhere(groups)] |= {name: hashes[name] for name in buffers}
-    need = f"{who}: every rank must be given the same values"
-    way_out = "read the same checkpoint on every rank"
     agree_on(groups, [RankCheck(axes, facts, need, way_out) for axes, facts in by_axes.items()], WEIGHTS)
 
 

@@ -32,6 +32,7 @@ from autopar.ir.traffic import Ledger, add_ledgers, ledger_between
 from autopar.ops.grouped_experts import ends_of_rows
 from autopar.ops.value_checks import take_notes
 from autopar.runtime.comm.p2p import AXIS, Channels
+from autopar.runtime.comm.step_notes import open_notes
 from autopar.runtime.exec.buffer_updates import BufferUpdates
 from autopar.runtime.exec.cuda_graphs import RecordedStep, Result, why_not
 from autopar.runtime.exec.expert_stats import ExpertLoad, layers_of_experts
@@ -43,6 +44,7 @@ from autopar.runtime.exec.lowering import BACKENDS, Lowered, bind
 from autopar.runtime.exec.module_profiling import ModuleProfile, Span, watched_modules
 from autopar.runtime.exec.overlap_f_b import OverlappedActions, with_overlaps
 from autopar.runtime.exec.program_builder import ProgramBuilder
+from autopar.runtime.exec.replay_check import ReplayCheck, run_twice
 from autopar.runtime.exec.step_fingerprint import axes_of_step
 from autopar.runtime.exec.step_inputs import SCALE, StepInputs
 from autopar.runtime.exec.unsharded_cache import UnshardedCache
@@ -101,6 +103,7 @@ class Executor:
         self.modules: list[Span] = []
         self.load: ExpertLoad | None = None  # of the module, that it counts for
         self.finite: FiniteCheck | None = None  # likewise
+        self.replay: ReplayCheck | None = None  # likewise
         self.times: tuple[StepTimes, str] | None = None  # likewise, and the kind of its calls
         self._experts: dict[int, list[str]] = {}  # stage -> names of layers
         self._known: dict[str, Any] = {}  # by name, fake values returned by compiled code
@@ -197,17 +200,22 @@ class Executor:
         microbatches of this rank). If another rank fails, raises CollectiveError that names the action and this rank.
         """
         with self._calling("step"):
-            records = self._recorded is not None and not self.record and not self.unsharded.on
-            result = self._recorded(values) if records and self._recorded else self._step(values)
+            if self._replays:
+                result = run_twice(self.groups, lambda: self._step(values), _named_results)
+            else:
+                records = self._recorded is not None and not self.record and not self.unsharded.on
+                result = self._recorded(values) if records and self._recorded else self._step(values)
             if self.finite is not None and self.compiled.train:
                 losses = {str(i): loss for i, loss in enumerate(result.losses)}
-                self.finite.check(losses, result.gradients, self._named(values), lambda: self._remade(values))
+                again = functools.partial(self._step, values)
+                self.finite.check(
+                    losses, result.gradients, self._named(values), lambda: [x for _, x in _named_results(again())]
+                )
             return result
 
-    def _remade(self, values: Mapping[str, Tensor]) -> list[Tensor]:
-        """The losses and gradients of the same step, run once more."""
-        again = self._step(values)
-        return [*again.losses, *again.gradients.values()]
+    @property
+    def _replays(self) -> bool:
+        return self.replay is not None and self.replay.due and self.compiled.train
 
     def _named(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those of the values that the step reads, in words."""
@@ -235,7 +243,7 @@ class Executor:
         made = self._outputs(self._kept(slots))
         for i in self._unread:  # only the caller keeps them alive: logits are large
             slots[i] = None
-        return made, PausedStep(slots, saved, before, {**values, **before} if self.finite is not None else {})
+        return made, PausedStep(slots, saved, before, {**values, **before} if self.finite or self.replay else {})
 
     @torch.no_grad()
     def run_backward(self, paused: PausedStep, tangents: Mapping[str, Tensor], keep: bool = False) -> dict[str, Tensor]:
@@ -248,20 +256,24 @@ class Executor:
             for i in self.program.tangents.get(name, ()):
                 slots[i] = given
         with self._calling("backward"):
-            self._run(self._backward, slots)
-            gradients = self._gradients(slots)
+            whole = functools.partial(self._forward_and_backward, paused.values, tangents)
+            if self._replays:
+                gradients = run_twice(self.groups, whole, dict.items)
+            else:
+                self._run(self._backward, slots)
+                gradients = self._gradients(slots)
             if self.finite is not None:
                 read = self._named(paused.values) | {f"the gradient of {name}": x for name, x in tangents.items()}
-                self.finite.check({}, gradients, read, lambda: self._remade_backward(paused.values, tangents))
+                self.finite.check({}, gradients, read, lambda: list(whole().values()))
         return gradients
 
-    def _remade_backward(self, values: Mapping[str, Tensor], tangents: Mapping[str, Tensor]) -> list[Tensor]:
+    def _forward_and_backward(self, values: Mapping[str, Tensor], tangents: Mapping[str, Tensor]) -> dict[str, Tensor]:
         slots = self._start(values)
         for name, given in tangents.items():
             for i in self.program.tangents.get(name, ()):
                 slots[i] = given
         self._run(self._backward, slots)
-        return [*self._gradients(slots).values()]
+        return self._gradients(slots)
 
     @contextmanager
     def _calling(self, phase: str) -> Iterator[None]:
@@ -330,8 +342,8 @@ class Executor:
         profiled = is_profiled()
         for entry in self._runs[entries is self._backward]:
             with self._profiled(entry, profiled) if profiled or self.record else nullcontext():
-                if (probe := open_probe()) is not None:
-                    probe.action = str(entry)
+                if (watch := open_probe() or open_notes()) is not None:
+                    watch.action = str(entry)
                 start = self._run_action(entry, slots)
             if self.record:
                 end = time.perf_counter()
@@ -368,6 +380,12 @@ class Executor:
                 self._experts[part] = layers_of_experts(self.compiled.pipeline.parts[part].forward.graph)
             self.load.add(self._experts[part], found, axis_of_experts(self.compiled.plan.experts))
         return start
+
+
+def _named_results(made: Result) -> list[tuple[str, Tensor]]:
+    """The losses and gradients."""
+    losses = [("the loss", x) for x in made.losses]
+    return [*losses, *((f"the gradient of {name}", x) for name, x in made.gradients.items())]
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from torch.fx.graph import CodeGen
 
 from autopar.adapters.fx.graph_nodes import copied_node
 from autopar.adapters.operators import OpOverload, argument_defaults, kernel_of, name_of
+from autopar.ir.graph import module_path, outputs
 from autopar.ir.meta import TRACE, inherit
 from autopar.ir.traffic import Ledger, Traffic, traffic_of
 from autopar.ir.waits import WaitPlaces, is_started, overwritten, pauses_at
@@ -40,8 +41,9 @@ from autopar.runtime.comm import functional_collectives
 from autopar.runtime.comm.collectives import finish
 from autopar.runtime.comm.context_parallel_comm import OPERATORS, Comms
 from autopar.runtime.comm.experts import Experts
+from autopar.runtime.comm.step_notes import open_notes
 from autopar.runtime.exec.module_profiling import is_watched, left_after, watched_code
-from autopar.runtime.exec.value_checks import operator_explained
+from autopar.runtime.exec.value_checks import operator_explained, operator_of
 from autopar.runtime.exec.value_probe import open_probe
 from autopar.runtime.mesh.host_copies import OffloadBuffers
 from autopar.runtime.mesh.process_groups import Groups
@@ -157,7 +159,20 @@ class Lowered:
                 return probe.run(self._operators, inputs)
             if is_watched() and self.lowered is not None and self.paused is None:
                 return left_after(self._watched.forward, inputs)
-            return self.run(inputs)
+            return self._noted(self.run(inputs))
+
+    def _noted(self, results: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The results, of which the step takes notes if it does."""
+        if (notes := open_notes()) is not None:
+            for name, x in zip(self._names, results, strict=True):
+                notes.note(name, [x])
+        return results
+
+    @functools.cached_property
+    def _names(self) -> list[str]:
+        """Of the results: the module and the operator that made them."""
+        made = outputs(self._operators)
+        return [_result_name(x) if isinstance(x, Node) else "a constant" for x in made]
 
     @functools.cached_property
     def _operators(self) -> GraphModule:
@@ -177,7 +192,7 @@ class Lowered:
         if open_probe() is not None:
             return self(inputs)
         with self._explained():
-            return (yield from self.paused(inputs))
+            return self._noted((yield from self.paused(inputs)))
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -188,6 +203,11 @@ class Lowered:
             if said is None:
                 raise
             raise said from error
+
+
+def _result_name(node: Node) -> str:
+    made = f"the value of {operator_of(node)}" if node.op != "placeholder" else "an input"
+    return f"{made} in {module_path(node)}" if module_path(node) else f"{made} ({node.name})"
 
 
 def bind(

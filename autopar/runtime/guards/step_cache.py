@@ -29,6 +29,7 @@ from autopar.runtime.consistency.rank_checks import (
 from autopar.runtime.exec.executor import Executor
 from autopar.runtime.exec.expert_stats import ExpertLoad
 from autopar.runtime.exec.finite_check import FiniteCheck
+from autopar.runtime.exec.replay_check import ReplayCheck
 from autopar.runtime.exec.step_fingerprint import step_digests
 from autopar.runtime.guards.global_state import GlobalTorchState
 from autopar.runtime.guards.module_guards import ModuleGuards
@@ -92,11 +93,12 @@ class StepCache:
         microbatches: int,
         check_replica_inputs: bool,
         finite: FiniteCheck | None = None,
+        replay: ReplayCheck | None = None,
     ) -> None:
         self._compiler, self._tree, self._groups, self.backend = compiler, tree, groups, backend
         self.plan, self.microbatches, self._check_replica_inputs = plan, microbatches, check_replica_inputs
         self._batches, self.load, self.health = BatchContents(groups), ExpertLoad(groups), HealthWatch(groups)
-        self.finite = finite
+        self._finite, self._replay = finite, replay
         self._bound = 0  # steps so far, the same number on all ranks
         self._steps: dict[tuple[Any, ...], _CachedStep] = {}
         self._past = add_ledgers()  # traffic of steps that are no longer kept
@@ -265,7 +267,7 @@ class StepCache:
         agree_on(self._groups, [same, *self._contents(batch, compiled, at_once=True)], "the compiled step")
         check_unclear(self._groups, batch, self.plan, self._check_replica_inputs)
         runner = Executor(compiled, self._groups, self.backend)
-        runner.load, runner.finite = self.load, self.finite
+        runner.load, runner.finite, runner.replay = self.load, self._finite, self._replay
         self._bound += 1
         if self.backend == "eager":  # other code waits where nobody sees it
             runner.times = self.health.times, str(self._bound)

@@ -16,6 +16,7 @@ from autopar.options import Options
 from autopar.plan import Plan
 from autopar.runtime.exec.finite_check import FINITE
 from autopar.runtime.exec.lowering import BACKENDS
+from autopar.runtime.exec.replay_check import REPLAY, replay_every
 from autopar.runtime.inputs.rank_outputs import RANK
 from autopar.runtime.module.overridden_methods import check_lists
 from autopar.runtime.module.parallel_module import ParallelModule
@@ -28,7 +29,7 @@ WRAPPERS: dict[type[nn.Module], str] = {
     nn.DataParallel: ".module",
 }
 
-CHECKS = (FINITE,)  # of `parallelize`
+CHECKS = (FINITE, REPLAY)  # of `parallelize`
 
 
 def check_module(model: Any) -> None:
@@ -83,8 +84,11 @@ def check_no_gradients(model: nn.Module) -> None:
 def checks_of(given: Any) -> tuple[str, ...]:
     """The names of the checks. Raises ValueError."""
     names = (given,) if isinstance(given, str) else given
-    if not isinstance(names, (list, tuple, set, frozenset)) or any(name not in CHECKS for name in names):
+    if not isinstance(names, (list, tuple, set, frozenset)) or any(
+        str(x).partition(":")[0] not in CHECKS for x in names
+    ):
         raise refuse("check", f"names out of {', '.join(map(repr, CHECKS))}", given)
+    replay_every(names)
     return tuple(sorted(set(names)))
 
 

@@ -23,9 +23,11 @@ from autopar.ir.signature import ParameterSpec
 from autopar.ir.traffic import ledger_between, rows_sent
 from autopar.plan import Plan
 from autopar.runtime.checkpoint.checkpoint_dir import RunLineage
+from autopar.runtime.consistency.rank_checks import agree_on_pieces
 from autopar.runtime.exec.buffer_updates import plain_buffers
 from autopar.runtime.exec.executor import Executor, per_rank
 from autopar.runtime.exec.finite_check import FINITE, FiniteCheck
+from autopar.runtime.exec.replay_check import BitsDiffer, ReplayCheck, replay_every
 from autopar.runtime.exec.step_inputs import SCALE
 from autopar.runtime.exec.value_checks import ValueChecks
 from autopar.runtime.fault.errors import error_context
@@ -119,7 +121,12 @@ class ParallelModule(ModuleFacade):
         for name in SHARED:
             self.__dict__[name] = tree.root.__dict__[name]  # this module stands for the root
         finite = FiniteCheck(groups, lambda: self._scaler is None) if FINITE in check else None
-        self._cache = StepCache(compiler, tree, plan, groups, backend, microbatches, check_replica_inputs, finite)
+        self._replay = None
+        if every := replay_every(check):
+            self._replay = ReplayCheck(every, lambda: self._tree.own, self._compare_replicas)
+        self._cache = StepCache(
+            compiler, tree, plan, groups, backend, microbatches, check_replica_inputs, finite, self._replay
+        )
         self.__class__ = face_of(type(self), tree.root)
         self._tree = tree
         watch_optimizers(groups.device_mesh)
@@ -193,6 +200,8 @@ class ParallelModule(ModuleFacade):
             need_gradients()
             no_anomalies()
             self._need_scaler()
+            if self._replay is not None:
+                self._replay.begin()
             executor, values = self._prepare(self._named(args, batch), Kind(True, ()), surroundings)
             if not executor.compiled.losses:
                 raise ValueError(
@@ -203,6 +212,8 @@ class ParallelModule(ModuleFacade):
                 result = executor.run_step(values)
             self._store_gradients(executor, result.gradients)
             executor.buffers.store(self._tree, result.outputs, torch.is_grad_enabled())
+            if self._replay is not None:
+                self._replay.end()
             return result.losses[0] if len(result.losses) == 1 else tuple(result.losses)  # type: ignore[return-value]
 
     @torch.compiler.disable
@@ -220,6 +231,8 @@ class ParallelModule(ModuleFacade):
             if torch.is_grad_enabled():
                 self._need_scaler()
             kind = Kind(True, None, self._tangents)
+            if self._replay is not None and torch.is_grad_enabled():
+                self._replay.begin()
             executor, values = self._prepare(self._named(args, batch), kind, surroundings)
             with self._watch.step(self.training_steps):
                 outputs, paused = executor.run_forward(values, self._shared_buffers())
@@ -232,6 +245,16 @@ class ParallelModule(ModuleFacade):
                 run = Forward(executor, values | paused.kept, paused, dict(self._tree.own), again, unlike)
                 attach(run, outputs)
             return self._rebuilt(executor, outputs, args, batch, run.watch if run is not None else None)
+
+    def _compare_replicas(self) -> None:
+        """Raises BitsDiffer if ranks that hold the same shard of a parameter have other values."""
+        here = {name: state.local_tensor(p) for name, p in self._tree.here.items()}
+        need = "replay: ranks that hold the same shard must have the same bits"
+        way_out = "the memory of one of them has failed, or it was updated differently; load a checkpoint on all"
+        try:
+            agree_on_pieces(self._groups, here, self._tree.specs, {}, need, way_out)
+        except ValueError as error:
+            raise BitsDiffer(str(error)) from None
 
     def _padded_again(self, args: tuple[Any, ...], batch: dict[str, Any]) -> dict[str, Any]:
         named = self._named(args, batch)

@@ -208,7 +208,8 @@ class Stateful(nn.Module):
         all_written()
         own = {name: state.local_tensor(p) for name, p in self._tree.here.items()}
         shared = {**self._persistent(), "the count of training steps": torch.tensor(self._steps)}
-        agree_on_pieces(self._groups, own, self._tree.specs, shared, who)
+        need, way_out = f"{who}: every rank must be given the same values", "read the same checkpoint on every rank"
+        agree_on_pieces(self._groups, own, self._tree.specs, shared, need, way_out)
         self._loaded = True
 
     @property

@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
@@ -121,6 +122,7 @@ def written(x: Any) -> None:
     """Update versions and sources after an operator has written to the local tensor. (torch bumps no versions inside a
     dispatch.)"""
     if isinstance(x, ShardedTensor):
+        increment_version(local_of(x))
         if x.source is not None:
             x.source.write()
         else:
