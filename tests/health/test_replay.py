@@ -184,9 +184,9 @@ def drifted() -> str:
 
 def test_replicas_that_drift_apart_are_named() -> None:
     for text in run_ranks(2, drifted, timeout=60):
-        assert re.match(
-            r"replay: ranks that hold the same shard must have the same bits, found .*embed\.weight", text
-        ), text
+        assert re.match(r"replay: shards that several ranks hold must be bitwise equal, found .*embed\.weight", text), (
+            text
+        )
 
 
 # --- what is healthy ------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """``check="replay"``: every n-th step is made twice, and what lies in memory between steps is hashed; bits that differ
 are reported.
 
-    a step            its two runs give the same bits, or the first tensor that differs is named (`StepNotes`)
+    a step            its two runs are bitwise equal, or the first tensor that differs is named (`StepNotes`)
     before it         shards that several ranks hold are equal on all of them
     after it          gradients, weights and optimizer states have changed only by operations, which torch counts
                       (``Tensor._version``), until the next step and the next update
@@ -29,6 +29,7 @@ from autopar.adapters.dtensor import local_of
 from autopar.runtime.comm.step_notes import Note, StepNotes, noting
 from autopar.runtime.consistency.tensor_hash import hash_of
 from autopar.runtime.fault.error_propagation import ranks_named
+from autopar.runtime.fault.errors import error_context
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.values import refuse, whole_number
 
@@ -70,7 +71,7 @@ def run_twice(groups: Groups, run: Callable[[], Any], results: Callable[[Any], I
         dist.all_gather_object(found, _first_difference(*runs))
     if said := _origins(found):
         raise BitsDiffer(
-            f"replay: two runs of this step must give the same bits, found that they differ in {said}: a chip or its "
+            f"replay: two runs of this step must be bitwise equal, found that they differ in {said}: a chip or its "
             "memory has failed, or a kernel is not deterministic (torch.use_deterministic_algorithms(True) finds those)"
         )
     return made
@@ -165,7 +166,8 @@ class ReplayCheck:
 
     def _before(self, optimizer: Optimizer) -> None:
         if self._is_ours(optimizer):
-            self._rest.check()
+            with error_context("optimizer.step"):
+                self._rest.check()
 
     def _after(self, optimizer: Optimizer) -> None:
         if self.due and self._is_ours(optimizer):

@@ -249,7 +249,7 @@ class ParallelModule(ModuleFacade):
     def _compare_replicas(self) -> None:
         """Raises BitsDiffer if ranks that hold the same shard of a parameter have other values."""
         here = {name: state.local_tensor(p) for name, p in self._tree.here.items()}
-        need = "replay: ranks that hold the same shard must have the same bits"
+        need = "replay: shards that several ranks hold must be bitwise equal"
         way_out = "the memory of one of them has failed, or it was updated differently; load a checkpoint on all"
         try:
             agree_on_pieces(self._groups, here, self._tree.specs, {}, need, way_out)
