@@ -13,6 +13,7 @@
     autopar serve FOLDER --mesh tp=2 --port 8000 --max-length 8192 --cache 20GB
     autopar calibrate --ranks 4 --out machine.json
     autopar cache --clear
+    autopar flight ~/.cache/autopar/flight/JOB
     autopar env
     autopar demo
 
@@ -36,6 +37,7 @@ from autopar.cli.cache_command import CACHE
 from autopar.cli.calibrate_command import CALIBRATE
 from autopar.cli.command import Command, Parser
 from autopar.cli.experts_command import EXPERTS
+from autopar.cli.flight_command import FLIGHT
 from autopar.cli.plan_command import PLAN
 from autopar.cli.schedule_command import SCHEDULE
 from autopar.cli.serve_command import SERVE
@@ -101,7 +103,7 @@ VERIFY = Command(
 
 
 INTERRUPTED, UNREAD = 130, 141  # exit codes, as of a program that SIGINT or SIGPIPE ends
-COMMANDS = (PLAN, SHOW, VERIFY, SERVE, SCHEDULE, ATTENTION, EXPERTS, CALIBRATE, CACHE, ENV, DEMO)
+COMMANDS = (PLAN, SHOW, VERIFY, SERVE, SCHEDULE, ATTENTION, EXPERTS, CALIBRATE, CACHE, FLIGHT, ENV, DEMO)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

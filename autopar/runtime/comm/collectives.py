@@ -28,6 +28,7 @@ from autopar.runtime.comm.step_notes import open_notes
 from autopar.runtime.comm.wait_times import waiting
 from autopar.runtime.fault.aborts import started
 from autopar.runtime.fault.errors import CollectiveError, board
+from autopar.runtime.fault.flight import flying
 from autopar.runtime.mesh.process_groups import Groups
 
 # --- rows ------------------------------------------------------------------------------------------------------
@@ -110,8 +111,12 @@ class Collective:
     def __str__(self) -> str:
         return f'{self.kind} over axis "{self.axis}" (node {self.node})'
 
+    def ranks(self) -> Sequence[int]:
+        """Those that it needs."""
+        return self.groups.ranks(self.axis)
+
     def failed(self, error: Exception) -> CollectiveError:
-        return board().failed(str(self), self.groups.ranks(self.axis), error)
+        return board().failed(str(self), self.ranks(), error)
 
     def launch(
         self,
@@ -135,15 +140,16 @@ class Collective:
 
 def finish(pending: PendingCollective) -> Tensor:
     """Wait for a collective. Raises CollectiveError (a RuntimeError) that names the ranks which failed."""
+    collective = pending.collective
     try:
-        with waiting(pending.collective.axis):
+        with waiting(collective.axis), flying("wait", str, collective, ranks=collective.ranks):
             pending.work.wait()
     except CollectiveError:  # raised by `aborts.end_waits`
         raise
     except RuntimeError as error:
-        raise pending.collective.failed(error) from error
+        raise collective.failed(error) from error
     if (notes := open_notes()) is not None:
-        notes.note(f"the result of {pending.collective}", [pending.buffer], received=True)
+        notes.note(f"the result of {collective}", [pending.buffer], received=True)
     return pending.buffer if pending.done is None else pending.done(pending.buffer)
 
 

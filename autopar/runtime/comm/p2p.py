@@ -25,6 +25,7 @@ from autopar.runtime.comm.step_notes import open_notes
 from autopar.runtime.comm.wait_times import waiting
 from autopar.runtime.fault.aborts import started
 from autopar.runtime.fault.errors import explained
+from autopar.runtime.fault.flight import flying
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.schedule.order import Action
 from autopar.schedule.order_checks import Link
@@ -123,7 +124,9 @@ class Channels:
 
     def wait(self, pending: PendingTransfer) -> list[Tensor]:
         """Until the transfer is done. Raises CollectiveError that names the action and the rank it waited for."""
-        with self._explained(pending.action, pending.peer), waiting(AXIS):
+        action, peer = pending.action, pending.peer
+        on_its_way = flying("wait", self._words, action, peer, ranks=lambda: [self._ranks[peer]])
+        with self._explained(action, peer), waiting(AXIS), on_its_way:
             for work in pending.works:
                 work.wait()
         if (notes := open_notes()) is not None:

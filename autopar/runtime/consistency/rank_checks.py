@@ -35,6 +35,7 @@ from autopar.runtime.comm.p2p import AXIS
 from autopar.runtime.consistency.tensor_hash import hashes_of
 from autopar.runtime.fault.error_propagation import CheckpointError
 from autopar.runtime.fault.errors import CollectiveError, board, explained
+from autopar.runtime.fault.flight import flying
 from autopar.runtime.fault.store_barrier import RankMovedOn, Round, Rounds, differences, meet, show
 from autopar.runtime.fault.store_client import StoreError
 from autopar.runtime.mesh.process_groups import Groups
@@ -137,7 +138,8 @@ def _alike(groups: Groups, what: str, digest: str = "", votes: Mapping[int, str]
     scope = f"autopar/{name}/agree"
     rounds, held = groups.rounds.setdefault(scope, Rounds()), _digest((what, digest))
     round_ = Round(scope, rounds, groups.rank, ranks, held, votes)
-    return meet(round_, ranks, what, groups.timeout.total_seconds(), lambda: board().gone_on(name, number))
+    with flying("wait", str, f"agreeing on {what}", ranks=lambda: ranks):
+        return meet(round_, ranks, what, groups.timeout.total_seconds(), lambda: board().gone_on(name, number))
 
 
 def answer_of_first(groups: Groups, what: str, text: str, reply: Callable[[list[str]], str]) -> str:

@@ -50,6 +50,7 @@ from autopar.runtime.exec.step_inputs import SCALE, StepInputs
 from autopar.runtime.exec.unsharded_cache import UnshardedCache
 from autopar.runtime.exec.value_probe import open_probe
 from autopar.runtime.exec.value_slots import Routes
+from autopar.runtime.fault.flight import flying
 from autopar.runtime.health.step_times import StepTimes
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.schedule.order import BACKWARD, COMPUTE, Action
@@ -344,7 +345,8 @@ class Executor:
             with self._profiled(entry, profiled) if profiled or self.record else nullcontext():
                 if (watch := open_probe() or open_notes()) is not None:
                     watch.action = str(entry)
-                start = self._run_action(entry, slots)
+                with flying("action", str, entry, ranks=tuple):
+                    start = self._run_action(entry, slots)
             if self.record:
                 end = time.perf_counter()
                 self.timeline += [(action, start, end) for action in entry.actions]

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from autopar.adapters.distributed import hosted_by_launcher, is_backend_error
 from autopar.runtime.fault import aborts
 from autopar.runtime.fault.call_sequence import Places
+from autopar.runtime.fault.flight import write_flight
 from autopar.runtime.fault.heartbeat import BEAT, Heartbeat, beat_of, said_by_launcher, shown_in
 from autopar.runtime.fault.store_client import StoreClient, StoreError, look
 
@@ -175,6 +176,7 @@ class ErrorBoard:
     def report(self, error: BaseException) -> None:
         """Publish this rank's own error; of a CollectiveError, whose cause is on another rank, publish that cause."""
         if isinstance(error, CollectiveError):
+            write_flight(self.rank, str(error))
             self._tell("heard", error.why)
         else:
             first = (str(error).splitlines() or [""])[0]

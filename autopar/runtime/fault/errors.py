@@ -24,6 +24,7 @@ import torch.distributed as dist
 from autopar.adapters.distributed import default_store
 from autopar.runtime.fault.error_propagation import CollectiveError as CollectiveError
 from autopar.runtime.fault.error_propagation import ErrorBoard, RoleBoard
+from autopar.runtime.fault.flight import write_flight
 from autopar.runtime.fault.heartbeat import BEAT
 from autopar.runtime.fault.store_client import Answer, StoreError
 
@@ -201,6 +202,8 @@ def named(error: BaseException) -> BaseException:
     """An error that ends this rank: published if it is this rank's own, else translated to name the ranks at fault."""
     for mine in _boards.values():
         found = mine.translated(error, "a collective")
+        if not isinstance(error, (KeyboardInterrupt, SystemExit)) and mine.whole.heartbeat is not None:
+            write_flight(mine.whole.rank, f"{type(found).__name__}: {found}")
         mine.report(found)
         if found is not error:
             found.__cause__ = error

@@ -1,0 +1,147 @@
+"""Who waited for whom when a collective failed: read from the files that ranks have written.
+
+rank 0   waits in all_reduce over axis "dp"    for rank 1
+rank 1   waits in 1RF0                         for rank 3
+rank 3   has written nothing                                    <- what all of them wait for
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+
+from autopar.files import opened_plain
+from autopar.values import a_text, refuse, whole_number
+
+LARGEST = 8 << 20  # bytes of a file
+OLD = 300.0  # seconds before the newest file: of an earlier failure
+
+
+@dataclass(frozen=True)
+class Event:
+    """``what`` a rank did from ``start`` to ``end`` (None: it went on), in seconds since 1970; ``kind`` "wait" for
+    other ``ranks``, or "action"."""
+
+    kind: str
+    what: str
+    start: float
+    end: float | None
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Flight:
+    """What a rank has written. ``error``: that it met."""
+
+    rank: int
+    host: str
+    written: float
+    error: str
+    events: Sequence[Event]
+
+    @property
+    def last(self) -> Event | None:
+        """What went on at the end: the innermost event without an end, else None."""
+        return next((event for event in reversed(self.events) if event.end is None), None)
+
+    @property
+    def waits(self) -> Event | None:
+        return self.last if self.last is not None and self.last.kind == "wait" else None
+
+
+def read_flights(folder: Path) -> tuple[list[Flight], list[int]]:
+    """(those of the last failure by rank, the ranks whose files are of an earlier one). Raises ValueError for a folder
+    without such files, and for a file that is none."""
+    files = sorted(folder.glob("rank-*.json")) if folder.is_dir() else []
+    if not files:
+        raise ValueError(f"flight: expected a folder with files rank-0.json ..., found none in {folder}")
+    found = sorted((_flight(file) for file in files), key=lambda one: one.rank)
+    newest = max(one.written for one in found)
+    return [x for x in found if x.written >= newest - OLD], [x.rank for x in found if x.written < newest - OLD]
+
+
+def _flight(file: Path) -> Flight:
+    try:
+        with opened_plain(file) as handle:
+            data = handle.read(LARGEST + 1)
+        if len(data) > LARGEST:
+            raise ValueError(f"it has more than {LARGEST} bytes")
+        return _of(json.loads(data))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        said = str(error).splitlines() or [type(error).__name__]
+        raise ValueError(f"flight: {file} is no file of a rank: {said[0]}") from None
+
+
+def _of(given: Mapping[str, Any]) -> Flight:
+    events = [
+        Event(a_text("kind", e["kind"]), a_text("what", e["what"]), _seconds(e["start"]),
+              None if e["end"] is None else _seconds(e["end"]), tuple(whole_number("ranks", r) for r in e["ranks"]))
+        for e in given["events"]
+    ]  # fmt: skip
+    rank, written = whole_number("rank", given["rank"]), _seconds(given["written"])
+    return Flight(rank, a_text("host", given["host"]), written, a_text("error", given["error"]), events)
+
+
+def _seconds(value: Any) -> float:
+    if not isinstance(value, (int, float)) or not abs(value) < 1e12:
+        raise refuse("time", "seconds", value)
+    return float(value)
+
+
+def doing(one: Flight) -> tuple[str, str, str]:
+    """(what a rank did at the end, for how long, for which ranks it waited)."""
+    last = one.last
+    if last is None:
+        return f"between steps, after {one.events[-1].what}" if one.events else "nothing yet", "", ""
+    others = ", ".join(str(rank) for rank in last.ranks if rank != one.rank)
+    return (
+        f"{'waits in ' if last.kind == 'wait' else 'computes '}{last.what}",
+        f"{one.written - last.start:.1f} s",
+        others,
+    )
+
+
+def conclusions(flights: Sequence[Flight]) -> list[str]:
+    """In sentences, which ranks all others wait for: those that wait for nobody, and those that wait for each other."""
+    by_rank = {one.rank: one for one in flights}
+    waiting = nx.DiGraph()
+    waiting.add_nodes_from(by_rank)
+    for one in flights:
+        if one.waits is not None:
+            waiting.add_edges_from((one.rank, other) for other in _missing(one, by_rank))
+    found = []
+    for ranks in sorted(map(sorted, nx.attracting_components(waiting))):
+        behind = sorted({r for rank in ranks for r in nx.ancestors(waiting, rank)} - {*ranks})
+        found.append(_sentence(ranks, behind, by_rank))
+    return [text for text in found if text] or [_TOGETHER]
+
+
+_TOGETHER = "every rank waited in the same exchange: its messages did not arrive"
+
+
+def _missing(one: Flight, by_rank: Mapping[int, Flight]) -> list[int]:
+    """The ranks that it waits for and that are not in the same exchange."""
+    assert one.waits is not None
+    others = ((rank, by_rank.get(rank)) for rank in one.waits.ranks if rank != one.rank)
+    return [r for r, x in others if x is None or x.waits is None or x.waits.what != one.waits.what]
+
+
+def _sentence(ranks: Sequence[int], behind: Sequence[int], by_rank: Mapping[int, Flight]) -> str:
+    waited = f"; {_named(behind)} waited for {'it' if len(ranks) == 1 else 'them'}" if behind else ""
+    if len(ranks) > 1:
+        return f"{_named(ranks)} waited for each other{waited}"
+    one = by_rank.get(ranks[0])
+    if one is None:
+        return f"{_named(ranks)} has written nothing: it died, was stopped, or its node has another folder{waited}"
+    if one.waits is not None:
+        return ""  # with the others of its exchange
+    return f"{_named(ranks)}, {doing(one)[0]}: {one.error}{waited}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
