@@ -26,7 +26,8 @@ from autopar.errors import is_refusal
 from autopar.ir.graph import calls_of
 from autopar.options import Options
 from autopar.report.dump.dump import dumper_for
-from autopar.runtime.comm.pairs import AnsweringPairs, AskingPairs, RowFormat
+from autopar.runtime.comm.pairs import AnsweringPairs, AskingPairs
+from autopar.runtime.comm.rows import RowFormat
 from autopar.runtime.fault.errors import error_context
 from autopar.runtime.mesh.process_groups import Groups, mesh_of
 from autopar.runtime.mesh.roles import Roles

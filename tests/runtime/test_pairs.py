@@ -18,7 +18,8 @@ from torch.distributed import distributed_c10d
 import autopar
 from autopar.ir.placement import Shard
 from autopar.ir.signature import ParameterSpec
-from autopar.runtime.comm.pairs import AnsweringPairs, AskingPairs, RowFormat
+from autopar.runtime.comm.pairs import AnsweringPairs, AskingPairs
+from autopar.runtime.comm.rows import RowFormat
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.mesh.roles import Roles
 from autopar.runtime.module.role_weights import RoleWeights
