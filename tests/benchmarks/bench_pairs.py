@@ -71,6 +71,8 @@ def exchange(rounds: int) -> dict[str, tuple[float, float]]:
     for name, count in SIZES.items():
         given, best = tokens_of(rows, count), {"pairs": 1e9, "all_to_all": 1e9}
         sent, received = ([0, 0, count, count], [0] * 4) if asking else ([0] * 4, [count, count, 0, 0])
+        sizes = [[n * rows.row_bytes for n in counts] for counts in (received, sent)]
+        out, ready = (Memory(sum(of_ranks), groups.device) for of_ranks in sizes)
         for _ in range(rounds):
             dist.all_to_all_single(torch.empty(4), torch.zeros(4), group=everyone)  # all are here
             begin = end = time.perf_counter()
@@ -84,13 +86,11 @@ def exchange(rounds: int) -> dict[str, tuple[float, float]]:
             best["pairs"] = min(best["pairs"], end - begin)
             dist.all_to_all_single(torch.empty(4), torch.zeros(4), group=everyone)
             begin = time.perf_counter()
-            out, ready = (Memory(n * rows.row_bytes, groups.device) for n in (sum(received), sum(sent)))
             if asking:
                 parts, at = rows.parts_of(*given), 0
                 for places, n in asking._chosen(given[1], count):
                     rows.write(ready, at, parts, places)
                     at += n * rows.row_bytes
-            sizes = ([n * rows.row_bytes for n in counts] for counts in (received, sent))
             dist.all_to_all_single(out.bytes, ready.bytes, *sizes, group=everyone)
             if answering:
                 pieces = [(out, k * count * rows.row_bytes, count) for k in range(2)]
@@ -109,7 +109,8 @@ def processor(rounds: int) -> float:
     if roles.role == "experts":
         AnsweringPairs(roles, groups, rows).serve(same, 1)
         return 0.0
-    pairs, given, best = AskingPairs(roles, groups, rows), tokens_of(rows, 16), 1e9
+    pairs, (x, experts, weights), best = AskingPairs(roles, groups, rows), tokens_of(rows, 16), 1e9
+    given = x, torch.randint(rows.num_experts, experts.shape), weights  # of one node, or of both
     for _ in range(max(rounds // 10, 3)):
         begin = time.process_time()
         for _ in range(100):

@@ -56,7 +56,7 @@ class _Ends:
         self._source = groups.ranks("tp")[0] if self._tp > 1 else 0
         self._local = [roles.local(pair.peer) for pair in self._pairs]
         on_host = groups.device.type == "cpu"
-        self._begin = _HEADER_BYTES if on_host else 0  # of the rows, in their memory
+        self._begin = _HEADER_BYTES if on_host else 0  # of rows, in the memory of their header or in one of their own
         self._with_header = _FIRST - _HEADER_BYTES if on_host else 0  # bytes of rows, at most
         self._kept: list[deque[tuple[dist.Work, Tensor | Memory]]] = [deque() for _ in self._pairs]  # on their way
         self._free: list[Memory] = []  # of messages that have arrived
@@ -79,11 +79,17 @@ class _Ends:
         with suppress(StoreError):  # the error itself explains more
             board().give_verdict(error.why if isinstance(error, CollectiveError) else own)
 
-    def _send(self, i: int, group: dist.ProcessGroup, tag: int, x: Tensor, kept: Tensor | Memory) -> None:
-        """Start to send ``x`` to node ``i`` of the other role. ``kept``: what it must not lose."""
-        if len(self._kept[i]) >= _MOST_SENT:
-            self._arrived(i, self._gone[i] + 1)
-        self._kept[i].append((_begun(group.send([x], self._pairs[i].place, tag)), kept))
+    def _send(self, i: int, what: str, group: dist.ProcessGroup, tag: int, x: Tensor, kept: Tensor | Memory) -> None:
+        """Start to send ``x`` to node ``i`` of the other role; ``kept`` is kept until it has arrived."""
+        with self._explained(what, i):
+            if len(self._kept[i]) >= _MOST_SENT:
+                self._arrived(i, self._gone[i] + 1)
+            self._kept[i].append((_begun(group.send([x], self._pairs[i].place, tag)), kept))
+
+    def _receive(self, i: int, what: str, group: dist.ProcessGroup, tag: int, x: Tensor) -> dist.Work:
+        """Start to receive ``x`` from node ``i`` of the other role."""
+        with self._explained(what, i):
+            return _begun(group.recv([x], self._pairs[i].place, tag))
 
     def _count(self, kind: str, size: int) -> None:
         counted = self._counts[KIND, kind]
@@ -169,43 +175,44 @@ class AskingPairs(_Ends):
             return asked
         what, parts = f"asking experts of {asked.where}", self._format.parts_of(x, expert, weights)
         started(str, what)
-        for i, (tokens, count) in enumerate(self._chosen(expert, len(x))):
-            with self._explained(what, i):
-                self._ask(i, layer, count, parts, tokens)
-                if count:
-                    sums = x.new_empty(count, self._format.hidden)
-                    work = _begun(self._pairs[i].sums.recv([sums], self._pairs[i].place, _SUMS))
-                    asked.answers.append(Answer(i, work, sums, tokens, self._sent(i)))
+        for i, (tokens, count) in enumerate(self._chosen(expert, x.size(0))):
+            self._ask(i, what, layer, count, parts, tokens)
+            if count:
+                sums = x.new_empty(count, self._format.hidden)
+                work = self._receive(i, what, self._pairs[i].sums, _SUMS, sums)
+                asked.answers.append(Answer(i, work, sums, tokens, self._sent(i)))
         return asked
 
     def finish(self, pending: Asked) -> Tensor:
         """What the experts add up to for the tokens: [T, H], summed over nodes in their order."""
         what = f"waiting for the sums of {pending.where}"
-        total = torch.zeros_like(pending.x, memory_format=torch.contiguous_format)
+        total: Tensor | None = None
         for answer in pending.answers:
             with self._explained(what, answer.i):
                 answer.work.wait(self._groups.timeout)
                 self._arrived(answer.i, answer.sent)
+            if total is None and answer.tokens is None:
+                total = answer.sums
+                continue
+            total = _zeros(pending.x) if total is None else total
             if answer.tokens is None:
                 total += answer.sums
             else:
                 total.index_add_(0, answer.tokens, answer.sums)
-        total = self._shared(total)
+        total = self._shared(_zeros(pending.x) if total is None else total)
         self._since = time.time()
         return total
 
     def empty(self, layer: int) -> None:
         """A microbatch, or a step, without tokens here: the expert nodes wait for this node all the same."""
         for i in range(len(self._pairs)):
-            with self._explained(f"asking experts of {self._where(layer)}", i):
-                self._ask(i, layer)
+            self._ask(i, f"asking experts of {self._where(layer)}", layer)
 
     def end(self) -> None:
         """No step follows: the expert nodes end when all attention nodes have said so."""
         self.open = False
         for i in range(len(self._pairs)):
-            with self._explained("ending", i):
-                self._ask(i, 0, ended=1)
+            self._ask(i, "ending", 0, ended=1)
         for i in range(len(self._pairs)):
             with self._explained("ending", i):
                 self._arrived(i, self._sent(i))
@@ -220,26 +227,29 @@ class AskingPairs(_Ends):
             return [(None, tokens)] * nodes
         hit = (expert.div(self._experts, rounding_mode="floor") == self._nodes).any(2)  # [nodes, T]
         counts = hit.sum(1).tolist()
-        return list(zip(hit.nonzero()[:, 1].split(counts), counts))
+        if all(count in (0, tokens) for count in counts):
+            return [(None, count) for count in counts]
+        places = hit.nonzero()[:, 1].split(counts)
+        return [(None if count == tokens else of_node, count) for of_node, count in zip(places, counts)]
 
     def _ask(
-        self, i: int, layer: int, count: int = 0, parts: Sequence[Tensor] = (), tokens: Tensor | None = None,
+        self, i: int, what: str, layer: int, count: int = 0, parts: Sequence[Tensor] = (), tokens: Tensor | None = None,
         ended: int = 0,
     ) -> None:  # fmt: skip
         """Start to send to node ``i`` a header and ``count`` rows: of these tokens, None: of all."""
         pair, size, begin = self._pairs[i], self._format.row_bytes * count, self._begin
-        header = self._memory(_HEADER_BYTES + (size if self._with_header else 0))
+        header = self._memory(_HEADER_BYTES + (size if begin else 0))
         header.numbers[:_HEADER] = self.step, layer, self.microbatch, count, ended
-        rows = header if self._with_header else Memory(size, self._groups.device)
+        rows = header if begin else Memory(size, self._groups.device)
         if count:
             self._format.write(rows, begin, parts, tokens)
         first = min(size, self._with_header)
         self._count("headers", _HEADER_BYTES)
-        self._send(i, pair.headers, _HEADERS, header.bytes[: _HEADER_BYTES + first], header)
+        self._send(i, what, pair.headers, _HEADERS, header.bytes[: _HEADER_BYTES + first], header)
         if count:
             self._count("rows", size)
         if first < size:
-            self._send(i, pair.rows, _ROWS, rows.bytes[begin + first : begin + size], rows)
+            self._send(i, what, pair.rows, _ROWS, rows.bytes[begin + first : begin + size], rows)
 
 
 class AnsweringPairs(_Ends):
@@ -302,15 +312,14 @@ class AnsweringPairs(_Ends):
         assert sums.shape == (total, self._format.hidden) and sums.dtype == self._format.dtype, "a sum per token"
         for i, part in enumerate(sums.split(counts) if self._pairs else ()):
             if len(part):
-                with self._explained(f"returning the sums of {where}", i):
-                    self._count("sums", part.nbytes)
-                    self._send(i, self._pairs[i].sums, _SUMS, part, part)
+                self._count("sums", part.nbytes)
+                self._send(i, f"returning the sums of {where}", self._pairs[i].sums, _SUMS, part, part)
 
     def _rows(self, counts: Sequence[int], where: str) -> Memory:
         """The rows of all attention nodes, one after the other."""
         if not self._pairs:
             return Memory(self._format.row_bytes * sum(counts), self._groups.device)
-        pieces, works = [], []
+        pieces, works, what = [], [], f"waiting for the rows of {where}"
         for i, (pair, count) in enumerate(zip(self._pairs, counts)):
             size, memory, begin = self._format.row_bytes * count, self._first[i], self._begin
             first = min(size, self._with_header)
@@ -318,10 +327,10 @@ class AnsweringPairs(_Ends):
                 memory = Memory(begin + size, self._groups.device)
                 memory.bytes[: begin + first] = self._first[i].bytes[: begin + first]
                 rest = memory.bytes[begin + first : begin + size]
-                works.append((i, _begun(pair.rows.recv([rest], pair.place, _ROWS))))
+                works.append((i, self._receive(i, what, pair.rows, _ROWS, rest)))
             pieces.append((memory, begin, count))
         for i, work in works:
-            with self._explained(f"waiting for the rows of {where}", i):
+            with self._explained(what, i):
                 work.wait(self._groups.timeout)
         return self._format.join(pieces, self._groups.device)
 
@@ -350,8 +359,7 @@ class AnsweringPairs(_Ends):
         size = _HEADER_BYTES + self._with_header
         self._coming = []
         for i, (pair, memory) in enumerate(zip(self._pairs, self._first)):
-            with self._explained("waiting for attention", i):
-                self._coming.append(_begun(pair.headers.recv([memory.bytes[:size]], pair.place, _HEADERS)))
+            self._coming.append(self._receive(i, "waiting for attention", pair.headers, _HEADERS, memory.bytes[:size]))
 
     def _header(self, i: int) -> list[int]:
         with self._explained("waiting for the next step of attention", i):
@@ -372,3 +380,7 @@ class AnsweringPairs(_Ends):
 def _begun(work: dist.Work | None) -> dist.Work:
     assert work is not None, "a member of the group gets a handle"
     return work
+
+
+def _zeros(x: Tensor) -> Tensor:
+    return torch.zeros_like(x, memory_format=torch.contiguous_format)

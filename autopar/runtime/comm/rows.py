@@ -73,11 +73,11 @@ class RowFormat:
     def parts_of(self, x: Tensor, expert: Tensor | None, weights: Tensor | None) -> list[Tensor]:
         """The parts of all tokens, in the dtypes of rows."""
         given = [x] if expert is None or weights is None else [x, expert, weights]
-        return [part.to(dtype) for part, (dtype, _) in zip(given, self._parts)]
+        return [part if part.dtype is dtype else part.to(dtype) for part, (dtype, _) in zip(given, self._parts)]
 
     def write(self, memory: Memory, begin: int, parts: Sequence[Tensor], tokens: Tensor | None) -> None:
         """Write the rows of some ``tokens`` [n], None: of all, from byte ``begin`` on, a multiple of `ALIGNMENT`."""
-        count = len(parts[0] if tokens is None else tokens)
+        count = (parts[0] if tokens is None else tokens).size(0)
         for part, there in zip(parts, self._views(memory, begin, count)):
             if tokens is None:
                 there.copy_(part)
