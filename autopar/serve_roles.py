@@ -36,6 +36,7 @@ from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.module.role_weights import RoleWeights
 from autopar.serve_model import ServeArguments, check_positions, generation_facts, packed_model, pages_of, server_of
 from autopar.serving.expert_server import ExpertServer
+from autopar.serving.paged_cache import PagedCache
 from autopar.serving.ping_pong import PingPongRunner
 from autopar.serving.server import Server
 from autopar.steps.packed import Packed
@@ -124,7 +125,7 @@ def serve_roles(
             roles, "the graphs", lambda: _graphs(roles, root, asked, how, facts, dump, masks), _shown
         )
         rows = _rows(roles, found)
-        weights.hold(packed.parameters)
+        _on_both(roles, "the shards", lambda: weights.hold(packed.parameters), _nothing)
         if isinstance(packed, Packed):
             server, _ = _on_both(
                 roles, "the server", lambda: _server(packed, roles, weights, rows, asked, how, facts), _nothing
@@ -233,7 +234,15 @@ def _graphs(
     )  # fmt: skip
     if folder is not None:
         folder.add_packed(packed)
+    if asked.cache is not None:
+        _check_cache(packed, asked)
     return packed
+
+
+def _check_cache(packed: Packed, asked: ServeArguments) -> None:
+    """Raises ValueError for a cache that is too small, before weights move."""
+    counts = pages_of(packed, asked, torch.device("cpu"), None, {})
+    PagedCache(counts.pages, packed.windows, counts.page_size, asked.max_length, asked.step_tokens, counts.page_bytes)
 
 
 def _asks(packed: Packed) -> list[Any]:
