@@ -28,7 +28,7 @@ from autopar.options import Options
 from autopar.report.dump.dump import dumper_for
 from autopar.runtime.comm.pairs import AnsweringPairs, AskingPairs
 from autopar.runtime.comm.rows import RowFormat
-from autopar.runtime.fault.errors import error_context
+from autopar.runtime.fault.errors import board, error_context
 from autopar.runtime.mesh.process_groups import Groups, mesh_of
 from autopar.runtime.mesh.roles import Roles
 from autopar.runtime.module.argument_checks import check_module
@@ -95,6 +95,23 @@ def serve_roles(
     dump: str | Path | None,
 ) -> Server | ExpertServer:
     """See `autopar.serve`, which documents the arguments. Collective over both roles."""
+    try:
+        return _serve(model, roles, arguments, of_roles, folder, example_batch, dump)
+    except ValueError as error:
+        if is_refusal(error):  # all ranks raise it, and may serve again: it is no failure of this one
+            board().whole.clear()
+        raise
+
+
+def _serve(
+    model: nn.Module,
+    roles: Roles,
+    arguments: Mapping[str, Any],
+    of_roles: Mapping[str, Any],
+    folder: str | Path | None,
+    example_batch: Mapping[str, Any] | None,
+    dump: str | Path | None,
+) -> Server | ExpertServer:
     groups = Groups(roles.mesh)
     with error_context("serve"):
 
