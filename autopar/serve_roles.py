@@ -26,8 +26,9 @@ from autopar.errors import is_refusal
 from autopar.ir.graph import calls_of
 from autopar.options import Options
 from autopar.report.dump.dump import dumper_for
-from autopar.runtime.comm.pairs import AnsweringPairs, AskingPairs, RowFormat
-from autopar.runtime.fault.errors import error_context
+from autopar.runtime.comm.pairs import AnsweringPairs, AskingPairs
+from autopar.runtime.comm.rows import RowFormat
+from autopar.runtime.fault.errors import board, error_context
 from autopar.runtime.mesh.process_groups import Groups, mesh_of
 from autopar.runtime.mesh.roles import Roles
 from autopar.runtime.module.argument_checks import check_module
@@ -35,6 +36,7 @@ from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.module.role_weights import RoleWeights
 from autopar.serve_model import ServeArguments, check_positions, generation_facts, packed_model, pages_of, server_of
 from autopar.serving.expert_server import ExpertServer
+from autopar.serving.paged_cache import PagedCache
 from autopar.serving.ping_pong import PingPongRunner
 from autopar.serving.server import Server
 from autopar.steps.packed import Packed
@@ -93,6 +95,23 @@ def serve_roles(
     dump: str | Path | None,
 ) -> Server | ExpertServer:
     """See `autopar.serve`, which documents the arguments. Collective over both roles."""
+    try:
+        return _serve(model, roles, arguments, of_roles, folder, example_batch, dump)
+    except ValueError as error:
+        if is_refusal(error):  # all ranks raise it, and may serve again: it is no failure of this one
+            board().whole.clear()
+        raise
+
+
+def _serve(
+    model: nn.Module,
+    roles: Roles,
+    arguments: Mapping[str, Any],
+    of_roles: Mapping[str, Any],
+    folder: str | Path | None,
+    example_batch: Mapping[str, Any] | None,
+    dump: str | Path | None,
+) -> Server | ExpertServer:
     groups = Groups(roles.mesh)
     with error_context("serve"):
 
@@ -123,7 +142,7 @@ def serve_roles(
             roles, "the graphs", lambda: _graphs(roles, root, asked, how, facts, dump, masks), _shown
         )
         rows = _rows(roles, found)
-        weights.hold(packed.parameters)
+        _on_both(roles, "the shards", lambda: weights.hold(packed.parameters), _nothing)
         if isinstance(packed, Packed):
             server, _ = _on_both(
                 roles, "the server", lambda: _server(packed, roles, weights, rows, asked, how, facts), _nothing
@@ -232,7 +251,15 @@ def _graphs(
     )  # fmt: skip
     if folder is not None:
         folder.add_packed(packed)
+    if asked.cache is not None:
+        _check_cache(packed, asked)
     return packed
+
+
+def _check_cache(packed: Packed, asked: ServeArguments) -> None:
+    """Raises ValueError for a cache that is too small, before weights move."""
+    counts = pages_of(packed, asked, torch.device("cpu"), None, {})
+    PagedCache(counts.pages, packed.windows, counts.page_size, asked.max_length, asked.step_tokens, counts.page_bytes)
 
 
 def _asks(packed: Packed) -> list[Any]:

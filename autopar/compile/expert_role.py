@@ -29,6 +29,7 @@ from autopar.ir.mesh import Mesh, TokenSlice
 from autopar.ir.meta import names_of_parameters, signature_of
 from autopar.ir.placement import Shard, conversion
 from autopar.options import Options
+from autopar.passes.autodiff.routed_sizes import routed_sizes
 from autopar.passes.pipelines import PLACEMENT_PASSES, STEP_PASSES
 from autopar.passes.stage.cut_experts import GIVEN, CutLayer, alike
 from autopar.passes.stage.forward_only import forward_only
@@ -195,7 +196,9 @@ def _local(gm: GraphModule, ctx: Compilation, plan: Plan, part: TokenSlice, watc
     gm = PassManager(PLACEMENT_PASSES).run(gm, ctx, facts=("functional",))
     if ctx.mesh.size(NODES) > 1:
         _keep_addend(gm)
-    gm = promise(forward_only(gm))
+    gm = forward_only(gm)
+    routed_sizes(gm)
+    gm = promise(gm)
     return PassManager(STEP_PASSES).run(gm, ctx, facts=("step",))
 
 

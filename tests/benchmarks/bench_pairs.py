@@ -23,7 +23,8 @@ import autopar
 from autopar.adapters.distributed import default_store, root_store
 from autopar.cost.ping_pong import Interval, LayerTimes, simulated, step_seconds
 from autopar.report.disaggregation_summary import drawn
-from autopar.runtime.comm.pairs import AnsweringPairs, AskingPairs, RowFormat
+from autopar.runtime.comm.pairs import AnsweringPairs, AskingPairs
+from autopar.runtime.comm.rows import Memory, RowFormat
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.mesh.roles import Roles, pair_group
 
@@ -70,6 +71,8 @@ def exchange(rounds: int) -> dict[str, tuple[float, float]]:
     for name, count in SIZES.items():
         given, best = tokens_of(rows, count), {"pairs": 1e9, "all_to_all": 1e9}
         sent, received = ([0, 0, count, count], [0] * 4) if asking else ([0] * 4, [count, count, 0, 0])
+        sizes = [[n * rows.row_bytes for n in counts] for counts in (received, sent)]
+        out, ready = (Memory(sum(of_ranks), groups.device) for of_ranks in sizes)
         for _ in range(rounds):
             dist.all_to_all_single(torch.empty(4), torch.zeros(4), group=everyone)  # all are here
             begin = end = time.perf_counter()
@@ -83,14 +86,15 @@ def exchange(rounds: int) -> dict[str, tuple[float, float]]:
             best["pairs"] = min(best["pairs"], end - begin)
             dist.all_to_all_single(torch.empty(4), torch.zeros(4), group=everyone)
             begin = time.perf_counter()
-            out, ready = (rows.empty(n, groups.device) for n in (sum(received), 0))
             if asking:
-                places, _ = asking._chosen(given[1], count)
-                assert places is not None, "there are two nodes"
-                ready = rows.packed(*given).index_select(0, places)
-            dist.all_to_all_single(out, ready, received, sent, group=everyone)
+                parts, at = rows.parts_of(*given), 0
+                for places, n in asking._chosen(given[1], count):
+                    rows.write(ready, at, parts, places)
+                    at += n * rows.row_bytes
+            dist.all_to_all_single(out.bytes, ready.bytes, *sizes, group=everyone)
             if answering:
-                rows.unpacked(out)
+                pieces = [(out, k * count * rows.row_bytes, count) for k in range(2)]
+                rows.read(rows.join(pieces, groups.device), 0, 2 * count)
             best["all_to_all"] = min(best["all_to_all"], time.perf_counter() - begin)
         found[name] = best["pairs"], best["all_to_all"]
     return found
@@ -105,7 +109,8 @@ def processor(rounds: int) -> float:
     if roles.role == "experts":
         AnsweringPairs(roles, groups, rows).serve(same, 1)
         return 0.0
-    pairs, given, best = AskingPairs(roles, groups, rows), tokens_of(rows, 16), 1e9
+    pairs, (x, experts, weights), best = AskingPairs(roles, groups, rows), tokens_of(rows, 16), 1e9
+    given = x, torch.randint(rows.num_experts, experts.shape), weights  # of one node, or of both
     for _ in range(max(rounds // 10, 3)):
         begin = time.process_time()
         for _ in range(100):

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 import autopar
-from autopar.runtime.comm.pairs import AnsweringPairs, AskingPairs, RowFormat
+from autopar.runtime.comm.pairs import AnsweringPairs, AskingPairs
+from autopar.runtime.comm.rows import RowFormat
 from autopar.runtime.fault.heartbeat import SILENT
 from autopar.runtime.mesh.process_groups import Groups
 from tests.consistency.test_hangs import LONG, World

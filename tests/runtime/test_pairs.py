@@ -18,7 +18,9 @@ from torch.distributed import distributed_c10d
 import autopar
 from autopar.ir.placement import Shard
 from autopar.ir.signature import ParameterSpec
-from autopar.runtime.comm.pairs import AnsweringPairs, AskingPairs, RowFormat
+from autopar.runtime.comm import pairs as comm
+from autopar.runtime.comm.pairs import AnsweringPairs, AskingPairs
+from autopar.runtime.comm.rows import Memory, RowFormat
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.mesh.roles import Roles
 from autopar.runtime.module.role_weights import RoleWeights
@@ -67,7 +69,10 @@ def answer_of(first: int, count: int) -> Callable[..., Tensor]:
     return answer
 
 
-def run_role(attention: Sizes, experts: Sizes, microbatches: int, routing: Routing, rows: RowFormat) -> Any:
+def run_role(
+    attention: Sizes, experts: Sizes, microbatches: int, routing: Routing, rows: RowFormat, first: int = comm._FIRST
+) -> Any:
+    comm._FIRST = first
     roles = autopar.init_roles("cpu", 60, attention=attention, experts=experts)
     groups = Groups(roles.mesh)
     if roles.role == "attention":
@@ -131,9 +136,21 @@ CASES: list[tuple[Sizes, Sizes, int, Routing, RowFormat]] = [
 def test_both_halves_equal_one_process(
     attention: Sizes, experts: Sizes, microbatches: int, routing: Routing, rows: RowFormat
 ) -> None:
+    check_roles(attention, experts, microbatches, routing, rows)
+
+
+@pytest.mark.parametrize("first", [40, 40 + 8, 40 + 2 * 64])
+def test_rows_that_do_not_fit_follow(first: int) -> None:
+    """None fits beside the header, an eighth of one, two."""
+    check_roles({"dp": 2}, {"ep": 2}, 2, random_routing, ROWS, first)
+
+
+def check_roles(
+    attention: Sizes, experts: Sizes, microbatches: int, routing: Routing, rows: RowFormat, *more: int
+) -> None:
     serve()
     ranks = math.prod(attention.values()) + math.prod(experts.values())
-    results = autopar.launch(run_role, ranks, (attention, experts, microbatches, routing, rows), timeout=60)
+    results = autopar.launch(run_role, ranks, (attention, experts, microbatches, routing, rows, *more), timeout=60)
     nodes, expert_nodes = math.prod(attention.values()) // attention.get("tp", 1), experts.get("ep", 1)
     found: dict[str, int] = {"rows": 0, "sums": 0, "headers": 0}
     for worst, traffic, mixed in results:
@@ -160,6 +177,25 @@ def expected_bytes(
     row = HIDDEN * 8 + (CHOSEN * (4 + 4) if rows is ROWS else 0)
     headers = nodes * expert_nodes * (STEPS * LAYERS * microbatches + 1)
     return {"rows": copies * row, "sums": copies * HIDDEN * 8, "headers": headers * 5 * 8}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("of_weights", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("begin", [0, 40])
+def test_rows_are_bytes(dtype: torch.dtype, of_weights: torch.dtype, begin: int) -> None:
+    rows, here = RowFormat(4, 3, 5, dtype, of_weights), torch.device("cpu")
+    assert rows.row_bytes == 5 * dtype.itemsize + 3 * (4 + of_weights.itemsize)
+    x, expert, weights = torch.randn(7, 5).to(dtype), torch.randint(4, (7, 3)), torch.rand(7, 3).to(of_weights)
+    parts, pieces = rows.parts_of(x.t().contiguous().t(), expert, weights), []
+    for tokens in (torch.tensor([6, 1, 2]), torch.empty(0, dtype=torch.int64), None):
+        count = 7 if tokens is None else len(tokens)
+        memory = Memory(begin + count * rows.row_bytes, here)
+        rows.write(memory, begin, parts, tokens)
+        found, some = rows.read(memory, begin, count), slice(None) if tokens is None else tokens
+        assert all(torch.equal(y, whole[some]) for y, whole in zip(found, (x, expert, weights)))
+        pieces.append((memory, begin, count))
+    joined = rows.read(rows.join(pieces, here), 0, 10)
+    assert all(torch.equal(y, torch.cat([part[[6, 1, 2]], part])) for y, part in zip(joined, (x, expert, weights)))
 
 
 # --- roles -----------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from autopar.rules import RuleError, rule_of
 from autopar.runtime.exec.lowering import bind
 from autopar.steps.packed import Packed
 from autopar.steps.packed_experts import PackedExperts
+from tests.experts.written_out import SPELLINGS
 from tests.serving.halves import ALONE, Answers, built, given, halves, run
 from tests.serving.test_pack_tokens import Causal, Seen, operators
 from tests.serving.test_pack_tokens import H as WIDTH
@@ -132,6 +133,37 @@ def test_equal_layers_share_a_graph() -> None:
     assert shards.keys() == {*first.names, *second.names}
     assert all(found == {"ep": Shard(0), "tp": found["tp"]} for found in shards.values())
     assert [shards[name] for name in first.names] == [shards[name] for name in second.names]
+
+
+class Written(Causal):
+    """A layer of experts as people write it out."""
+
+    def __init__(self, layer: type[nn.Module]) -> None:
+        super().__init__()
+        self.layer, self.embed, self.head = layer(), nn.Embedding(32, WIDTH), nn.Linear(WIDTH, 32)
+        self.double().eval()
+
+    def forward(self, input_ids: Tensor) -> Any:
+        return super().forward(input_ids)
+
+    def logits(self, h: Tensor) -> Tensor:
+        out: Tensor = self.head(h + self.layer(h))
+        return out
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["MakeMoE"]
+    + [pytest.param(name, marks=pytest.mark.full) for name in ("OldMixtral", "MistralReference", "SortedTitan")],
+)
+def test_experts_that_are_written_out(name: str) -> None:
+    """A node computes rows whose number is known when they are there."""
+    model = Written(SPELLINGS[name])
+    whole, cut, experts = halves(model)
+    check_halves(whole, cut, experts, model)
+    for sizes in ({"ep": 2}, {"ep": 2, "tp": 2}):
+        nodes = compile_experts(**given(model), mesh=Mesh.of(**sizes))
+        assert far(run(cut, model, Parted(nodes, model, (1,))), run(whole, model)) < 1e-13
 
 
 # --- text --------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed import distributed_c10d
 
@@ -211,6 +212,8 @@ def refused(attention: Sizes, experts: Sizes) -> list[str]:
         (tiny("mixtral"), {"cache": 10}),
     ]  # fmt: skip
     for model, how in cases:
+        if roles.rank == len(found) % 3:
+            time.sleep(1.5)  # with something else between two calls: the others look for what keeps it
         try:
             autopar.serve(model, roles, **{**SIZES, **how})
             found.append("nothing")
@@ -245,6 +248,41 @@ def test_refusals_come_on_all_ranks() -> None:
     assert len(found[0]) == len(REFUSED)
     for text, word in zip(found[0], REFUSED, strict=True):
         assert word in text, (word, text)
+
+
+def of_folders(attention: Sizes, experts: Sizes, folders: Sequence[str]) -> list[str]:
+    """What is refused of each folder but the last, and one token of a server of that."""
+    roles, found = autopar.init_roles("cpu", 60, attention=attention, experts=experts), []
+    for folder, cache in zip(folders, (10, None, None, None)):
+        with torch.device("meta"):
+            model = tiny("mixtral")
+        try:
+            server = autopar.serve(model, roles, weights=folder, cache=cache, **SIZES)
+        except ValueError as error:
+            found.append(str(error))
+            continue
+        with server:
+            if roles.role == "attention":
+                server.complete([[5]], LATER)
+    return found
+
+
+def test_a_folder_that_does_not_fit_is_refused_on_both_roles(tmp_path: Path) -> None:
+    """What one role misses the other does not read. The size of the cache is refused before."""
+    folders = [tmp_path / name for name in ("router", "experts", "whole")]
+    tiny("mixtral").save_pretrained(folders[2])
+    whole = load_file(folders[2] / "model.safetensors")
+    router, expert = (next(name for name in whole if part in name) for part in ("moe.gate.", "experts.0.w1."))
+    for folder, missing in zip(folders, (router, expert)):
+        folder.mkdir()
+        some = {name: x for name, x in whole.items() if name != missing}
+        save_file(some, folder / "model.safetensors", metadata={"format": "pt"})
+    given = [str(folders[i]) for i in (0, 0, 1, 2)]
+    first, *others = launched(of_folders, {"dp": 1}, {"ep": 2}, given)
+    assert all(found == first for found in others)
+    of_cache, of_router, of_experts = first
+    assert "cache" in of_cache and "missing" in of_router and "gate.weight" in of_router
+    assert "experts.0.w1" not in of_experts and "experts.1.w1" in of_experts and "cannot be computed" in of_experts
 
 
 def uneven(attention: Sizes, experts: Sizes) -> str:

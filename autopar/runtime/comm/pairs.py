@@ -3,25 +3,26 @@
 Per layer and microbatch an attention node sends to every expert node
 
     header   int64 [step, layer, microbatch, rows, ended]
-    rows     if there are any, one message of bytes: a row per token that has chosen an expert there, of its x [H], the
-             experts' numbers as int32 [K] and their weights [K]
+    rows     of the tokens that have chosen an expert there, if there are any (`autopar.runtime.comm.rows`)
 
 and is returned ``sums`` [rows, H], what the node's experts add up to for these tokens. An expert node joins the rows of
-all attention nodes, so its experts run once. Receives are posted before they are needed; what is sent is kept until it
-has arrived. All nodes go through the steps, in these through the layers, in these through the microbatches.
+all attention nodes, so its experts run once. All nodes go through the steps, in these through the layers, in these
+through the microbatches.
+
+On a CPU one message has the header and its rows, up to `_FIRST` bytes; a receive that large is posted before, as gloo
+takes a shorter message, too. What does not fit follows in a second message. On GPUs headers go over gloo, and rows over
+NCCL. What is sent is kept until it has arrived.
 
 The leader of a node talks for it, and shares what it is sent with the node's other ranks on tp.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -29,67 +30,20 @@ from torch import Tensor
 
 from autopar.cost.ping_pong import Interval
 from autopar.ir.traffic import Traffic
+from autopar.runtime.comm.rows import Memory, RowFormat
 from autopar.runtime.fault.aborts import started
 from autopar.runtime.fault.errors import CollectiveError, board, explained
 from autopar.runtime.fault.store_client import StoreError
 from autopar.runtime.mesh.process_groups import PATIENCE, Groups
-from autopar.runtime.mesh.roles import Pair, Roles
+from autopar.runtime.mesh.roles import Roles
 
 KIND = "experts"  # in the ledger
 _HEADER = 5  # numbers
+_HEADER_BYTES = 8 * _HEADER
 _HEADERS, _ROWS, _SUMS = 1, 2, 3  # tags, for gloo
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_HOST = torch.device("cpu")
+_FIRST = 1 << 20  # bytes of a header and the rows that come with it
 _MOST_SENT = 32  # messages to a node that are kept before this rank waits for the oldest to arrive
-
-
-@dataclass(frozen=True)
-class RowFormat:
-    """What a row of a token consists of. ``weights_dtype`` None: x alone, and every token goes to every node (the
-    experts are slices of a dense MLP)."""
-
-    num_experts: int
-    top_k: int
-    hidden: int
-    dtype: torch.dtype
-    weights_dtype: torch.dtype | None
-
-    @cached_property
-    def _parts(self) -> list[torch.dtype]:
-        """The dtypes of x, the experts' numbers and their weights."""
-        return [self.dtype] if self.weights_dtype is None else [self.dtype, torch.int32, self.weights_dtype]
-
-    @cached_property
-    def _sizes(self) -> list[int]:
-        """The bytes of each."""
-        return [n * dtype.itemsize for n, dtype in zip((self.hidden, self.top_k, self.top_k), self._parts)]
-
-    @cached_property
-    def unit(self) -> torch.dtype:
-        """The widest integers that each consists of: bytes are copied more slowly."""
-        return _INTEGERS[math.gcd(8, *self._sizes)]
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of the row of a token."""
-        return sum(self._sizes)
-
-    def empty(self, tokens: int, device: torch.device) -> Tensor:
-        """Rows to be received."""
-        return torch.empty(tokens, self.row_bytes // self.unit.itemsize, dtype=self.unit, device=device)
-
-    def packed(self, x: Tensor, expert: Tensor | None, weights: Tensor | None) -> Tensor:
-        """A row for each token: [T, n] of `unit`."""
-        given = [x] if expert is None or weights is None else [x, expert, weights]
-        rows = [part.to(dtype).contiguous().view(self.unit) for part, dtype in zip(given, self._parts)]
-        return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
-
-    def unpacked(self, rows: Tensor) -> list[Tensor | None]:
-        """x [T, H], expert [T, K], weights [T, K] of rows."""
-        pieces = rows.split([size // self.unit.itemsize for size in self._sizes], 1)
-        found: list[Tensor | None] = [piece.contiguous().view(dtype) for piece, dtype in zip(pieces, self._parts)]
-        if found[1:] and found[1] is not None:
-            found[1] = found[1].to(torch.int64)
-        return [*found, None, None][:3]
 
 
 class _Ends:
@@ -100,7 +54,12 @@ class _Ends:
         self._pairs = roles.pairs
         self._tp = groups.mesh.size("tp")
         self._source = groups.ranks("tp")[0] if self._tp > 1 else 0
-        self._kept: list[deque[tuple[dist.Work, Tensor]]] = [deque() for _ in self._pairs]  # on their way
+        self._local = [roles.local(pair.peer) for pair in self._pairs]
+        on_host = groups.device.type == "cpu"
+        self._begin = _HEADER_BYTES if on_host else 0  # of rows, in the memory of their header or in one of their own
+        self._with_header = _FIRST - _HEADER_BYTES if on_host else 0  # bytes of rows, at most
+        self._kept: list[deque[tuple[dist.Work, Tensor | Memory]]] = [deque() for _ in self._pairs]  # on their way
+        self._free: list[Memory] = []  # of messages that have arrived
         self._gone = [0] * len(self._pairs)  # messages that have arrived
         self.timeline: list[Interval] = []  # what this rank has computed in the present step
         roles.ends.append(self)
@@ -120,14 +79,28 @@ class _Ends:
         with suppress(StoreError):  # the error itself explains more
             board().give_verdict(error.why if isinstance(error, CollectiveError) else own)
 
-    def _send(self, i: int, kind: str, tag: int, group: dist.ProcessGroup, x: Tensor) -> None:
-        """Start to send to node ``i`` of the other role."""
-        kept, counted = self._kept[i], self._counts[KIND, kind]
-        if len(kept) >= _MOST_SENT:
-            self._arrived(i, self._gone[i] + 1)
-        kept.append((_begun(group.send([x], self._pairs[i].place, tag)), x))
+    def _send(self, i: int, what: str, group: dist.ProcessGroup, tag: int, x: Tensor, kept: Tensor | Memory) -> None:
+        """Start to send ``x`` to node ``i`` of the other role; ``kept`` is kept until it has arrived."""
+        with self._explained(what, i):
+            if len(self._kept[i]) >= _MOST_SENT:
+                self._arrived(i, self._gone[i] + 1)
+            self._kept[i].append((_begun(group.send([x], self._pairs[i].place, tag)), kept))
+
+    def _receive(self, i: int, what: str, group: dist.ProcessGroup, tag: int, x: Tensor) -> dist.Work:
+        """Start to receive ``x`` from node ``i`` of the other role."""
+        with self._explained(what, i):
+            return _begun(group.recv([x], self._pairs[i].place, tag))
+
+    def _count(self, kind: str, size: int) -> None:
+        counted = self._counts[KIND, kind]
         counted[0] += 1
-        counted[1] += x.nbytes
+        counted[1] += size
+
+    def _memory(self, size: int) -> Memory:
+        """Memory on the host for a message of so many bytes."""
+        if size > _FIRST:
+            return Memory(size, _HOST)
+        return self._free.pop() if self._free else Memory(_FIRST, _HOST)
 
     def _sent(self, i: int) -> int:
         """Messages sent to node ``i`` so far."""
@@ -136,30 +109,41 @@ class _Ends:
     def _arrived(self, i: int, count: int) -> None:
         """Wait until the first ``count`` messages to node ``i`` have arrived, and let go of them."""
         while self._gone[i] < count:
-            self._kept[i].popleft()[0].wait()
+            work, kept = self._kept[i].popleft()
+            work.wait()
             self._gone[i] += 1
+            if isinstance(kept, Memory) and len(kept) == _FIRST:
+                self._free.append(kept)
 
     def _explained(self, what: str, i: int) -> AbstractContextManager[None]:
-        peer = self._pairs[i].peer
-        return explained(lambda: f"{what} ({self._roles.named(peer)})", [self._roles.local(peer)])
+        return explained(lambda: f"{what} ({self._roles.named(self._pairs[i].peer)})", [self._local[i]])
 
     def _shared(self, x: Tensor) -> Tensor:
         """The tensor of the node's leader, on all its ranks."""
         if self._tp > 1 and x.numel():
             with explained("sharing with the node's other ranks", self._groups.ranks("tp")):
-                dist.broadcast(_bytes(x), self._source, group=self._groups.group("tp"))
+                dist.broadcast(x.view(-1).view(torch.uint8), self._source, group=self._groups.group("tp"))
         return x
 
 
 @dataclass(slots=True)
+class Answer:
+    """What node ``i`` returns, ``sums`` of ``tokens``, None: of all. ``sent``: messages sent to it until then."""
+
+    i: int
+    work: dist.Work
+    sums: Tensor
+    tokens: Tensor | None
+    sent: int
+
+
+@dataclass(slots=True)
 class Asked:
-    """Tokens on their way to experts and back. ``tokens``: numbers of those sent, node by node; None: all to each node.
-    ``sums``: (node, work, what it returns of them, messages sent to it until then)."""
+    """Tokens ``x`` on their way to experts and back."""
 
     where: str
     x: Tensor
-    tokens: Tensor | None = None
-    sums: list[tuple[int, dist.Work, Tensor, int]] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
 
 
 class AskingPairs(_Ends):
@@ -189,47 +173,46 @@ class AskingPairs(_Ends):
         asked = Asked(self._where(layer), x)
         if not self._pairs:
             return asked
-        asked.tokens, counts = self._chosen(expert, len(x))
-        self._send_headers(layer, counts)  # first: the nodes get ready for the rows meanwhile
-        rows = self._format.packed(x, expert, weights)
-        of_node: Sequence[Tensor] = [rows] * len(counts)
-        if asked.tokens is not None:
-            of_node = rows.index_select(0, asked.tokens).split(counts)
-        started(str, f"asking experts of {asked.where}")
-        for i, (pair, part) in enumerate(zip(self._pairs, of_node)):
-            if len(part):
-                with self._explained(f"asking experts of {asked.where}", i):
-                    self._send(i, "rows", _ROWS, pair.rows, _bytes(part))
-                    sums = x.new_empty(len(part), self._format.hidden)
-                    work = _begun(pair.sums.recv([_bytes(sums)], pair.place, _SUMS))
-                asked.sums.append((i, work, sums, self._sent(i)))
+        what, parts = f"asking experts of {asked.where}", self._format.parts_of(x, expert, weights)
+        started(str, what)
+        for i, (tokens, count) in enumerate(self._chosen(expert, x.size(0))):
+            self._ask(i, what, layer, count, parts, tokens)
+            if count:
+                sums = x.new_empty(count, self._format.hidden)
+                work = self._receive(i, what, self._pairs[i].sums, _SUMS, sums)
+                asked.answers.append(Answer(i, work, sums, tokens, self._sent(i)))
         return asked
 
     def finish(self, pending: Asked) -> Tensor:
         """What the experts add up to for the tokens: [T, H], summed over nodes in their order."""
-        total = torch.zeros_like(pending.x, memory_format=torch.contiguous_format)
-        begin = 0
-        for i, work, sums, sent in pending.sums:
-            with self._explained(f"waiting for the sums of {pending.where}", i):
-                work.wait(self._groups.timeout)
-                self._arrived(i, sent)
-            if pending.tokens is None:
-                total += sums
+        what = f"waiting for the sums of {pending.where}"
+        total: Tensor | None = None
+        for answer in pending.answers:
+            with self._explained(what, answer.i):
+                answer.work.wait(self._groups.timeout)
+                self._arrived(answer.i, answer.sent)
+            if total is None and answer.tokens is None:
+                total = answer.sums
+                continue
+            total = _zeros(pending.x) if total is None else total
+            if answer.tokens is None:
+                total += answer.sums
             else:
-                total.index_add_(0, pending.tokens[begin : begin + len(sums)], sums)
-                begin += len(sums)
-        total = self._shared(total)
+                total.index_add_(0, answer.tokens, answer.sums)
+        total = self._shared(_zeros(pending.x) if total is None else total)
         self._since = time.time()
         return total
 
     def empty(self, layer: int) -> None:
         """A microbatch, or a step, without tokens here: the expert nodes wait for this node all the same."""
-        self._send_headers(layer, [0] * len(self._pairs))
+        for i in range(len(self._pairs)):
+            self._ask(i, f"asking experts of {self._where(layer)}", layer)
 
     def end(self) -> None:
         """No step follows: the expert nodes end when all attention nodes have said so."""
         self.open = False
-        self._send_headers(0, [0] * len(self._pairs), ended=1)
+        for i in range(len(self._pairs)):
+            self._ask(i, "ending", 0, ended=1)
         for i in range(len(self._pairs)):
             with self._explained("ending", i):
                 self._arrived(i, self._sent(i))
@@ -237,20 +220,36 @@ class AskingPairs(_Ends):
     def _where(self, layer: int) -> str:
         return f"step {self.step}, layer {layer}, microbatch {self.microbatch}"
 
-    def _chosen(self, expert: Tensor | None, tokens: int) -> tuple[Tensor | None, list[int]]:
-        """(numbers of the tokens of each node, node by node; None: all for each; how many)."""
+    def _chosen(self, expert: Tensor | None, tokens: int) -> list[tuple[Tensor | None, int]]:
+        """For each node the numbers of its tokens, None: all, and how many."""
         nodes = len(self._pairs)
         if expert is None or nodes == 1:
-            return None, [tokens] * nodes
+            return [(None, tokens)] * nodes
         hit = (expert.div(self._experts, rounding_mode="floor") == self._nodes).any(2)  # [nodes, T]
-        where = hit.nonzero()
-        return where[:, 1], torch.bincount(where[:, 0], minlength=nodes).tolist()
+        counts = hit.sum(1).tolist()
+        if all(count in (0, tokens) for count in counts):
+            return [(None, count) for count in counts]
+        places = hit.nonzero()[:, 1].split(counts)
+        return [(None if count == tokens else of_node, count) for of_node, count in zip(places, counts)]
 
-    def _send_headers(self, layer: int, counts: Sequence[int], ended: int = 0) -> None:
-        for i, (pair, count) in enumerate(zip(self._pairs, counts)):
-            with self._explained(f"asking experts of {self._where(layer)}", i):
-                header = torch.tensor([self.step, layer, self.microbatch, count, ended])
-                self._send(i, "headers", _HEADERS, pair.headers, header)
+    def _ask(
+        self, i: int, what: str, layer: int, count: int = 0, parts: Sequence[Tensor] = (), tokens: Tensor | None = None,
+        ended: int = 0,
+    ) -> None:  # fmt: skip
+        """Start to send to node ``i`` a header and ``count`` rows: of these tokens, None: of all."""
+        pair, size, begin = self._pairs[i], self._format.row_bytes * count, self._begin
+        header = self._memory(_HEADER_BYTES + (size if begin else 0))
+        header.numbers[:_HEADER] = self.step, layer, self.microbatch, count, ended
+        rows = header if begin else Memory(size, self._groups.device)
+        if count:
+            self._format.write(rows, begin, parts, tokens)
+        first = min(size, self._with_header)
+        self._count("headers", _HEADER_BYTES)
+        self._send(i, what, pair.headers, _HEADERS, header.bytes[: _HEADER_BYTES + first], header)
+        if count:
+            self._count("rows", size)
+        if first < size:
+            self._send(i, what, pair.rows, _ROWS, rows.bytes[begin + first : begin + size], rows)
 
 
 class AnsweringPairs(_Ends):
@@ -263,7 +262,9 @@ class AnsweringPairs(_Ends):
         self._step = -1
         # The node's other ranks wait for the leader as long as it waits for attention.
         self._control = groups.control(PATIENCE, ["tp"]) if self._tp > 1 else None
-        self._headers = [self._post(pair) for pair in self._pairs]
+        self._first = [Memory(_FIRST, _HOST) for _ in self._pairs]  # of each node's next message
+        self._coming: list[dist.Work] = []
+        self._post()
         self.open = True
 
     def serve(self, answer: Callable[[int, Tensor, Tensor | None, Tensor | None], Tensor], layers: int) -> None:
@@ -298,26 +299,40 @@ class AnsweringPairs(_Ends):
         if layer == microbatch == 0:
             self.timeline.clear()
         where = f"step {self._step}, layer {layer}, microbatch {microbatch}"
-        rows = self._format.empty(sum(counts), self._groups.device)
-        works = []
-        for i, (pair, part) in enumerate(zip(self._pairs, rows.split(counts))):
-            if len(part):
-                works.append((i, _begun(pair.rows.recv([_bytes(part)], pair.place, _ROWS))))
-        for i, work in works:
-            with self._explained(f"waiting for the rows of {where}", i):
-                work.wait(self._groups.timeout)
-        self._headers = [self._post(pair) for pair in self._pairs]  # the next ones
-        if not len(rows):
+        total = sum(counts)
+        rows = self._rows(counts, where) if total else None
+        self._post()
+        if rows is None:
             return
-        x, expert, weights = self._format.unpacked(self._shared(rows))
+        self._shared(rows.bytes)
+        x, expert, weights = self._format.read(rows, 0, total)
         start = time.time()
         sums = answer(layer, x, expert, weights).detach().contiguous()
         self.timeline.append(Interval("experts", layer, microbatch, start, time.time()))
-        assert sums.shape == (len(rows), self._format.hidden) and sums.dtype == self._format.dtype, "a sum per token"
+        assert sums.shape == (total, self._format.hidden) and sums.dtype == self._format.dtype, "a sum per token"
         for i, part in enumerate(sums.split(counts) if self._pairs else ()):
             if len(part):
-                with self._explained(f"returning the sums of {where}", i):
-                    self._send(i, "sums", _SUMS, self._pairs[i].sums, _bytes(part))
+                self._count("sums", part.nbytes)
+                self._send(i, f"returning the sums of {where}", self._pairs[i].sums, _SUMS, part, part)
+
+    def _rows(self, counts: Sequence[int], where: str) -> Memory:
+        """The rows of all attention nodes, one after the other."""
+        if not self._pairs:
+            return Memory(self._format.row_bytes * sum(counts), self._groups.device)
+        pieces, works, what = [], [], f"waiting for the rows of {where}"
+        for i, (pair, count) in enumerate(zip(self._pairs, counts)):
+            size, memory, begin = self._format.row_bytes * count, self._first[i], self._begin
+            first = min(size, self._with_header)
+            if first < size:
+                memory = Memory(begin + size, self._groups.device)
+                memory.bytes[: begin + first] = self._first[i].bytes[: begin + first]
+                rest = memory.bytes[begin + first : begin + size]
+                works.append((i, self._receive(i, what, pair.rows, _ROWS, rest)))
+            pieces.append((memory, begin, count))
+        for i, work in works:
+            with self._explained(what, i):
+                work.wait(self._groups.timeout)
+        return self._format.join(pieces, self._groups.device)
 
     def _rows_of_nodes(self, layer: int, microbatch: int) -> list[int] | None:
         """How many rows each attention node sends; None: they have ended."""
@@ -339,16 +354,17 @@ class AnsweringPairs(_Ends):
         over, self._step, *counts = found
         return None if over else counts
 
-    def _post(self, pair: Pair) -> tuple[dist.Work, Tensor]:
-        header = torch.empty(_HEADER, dtype=torch.int64)
-        with explained("waiting for attention", [self._roles.local(pair.peer)]):
-            return _begun(pair.headers.recv([header], pair.place, _HEADERS)), header
+    def _post(self) -> None:
+        """Receive the next headers, and the rows that come with them."""
+        size = _HEADER_BYTES + self._with_header
+        self._coming = []
+        for i, (pair, memory) in enumerate(zip(self._pairs, self._first)):
+            self._coming.append(self._receive(i, "waiting for attention", pair.headers, _HEADERS, memory.bytes[:size]))
 
     def _header(self, i: int) -> list[int]:
-        work, header = self._headers[i]
         with self._explained("waiting for the next step of attention", i):
-            work.wait()
-        found: list[int] = header.tolist()
+            self._coming[i].wait()
+        found: list[int] = self._first[i].numbers[:_HEADER].tolist()
         return found
 
     def _misfit(self, i: int, header: Sequence[int], expected: str) -> ValueError:
@@ -366,6 +382,5 @@ def _begun(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def _bytes(x: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor."""
-    return x.view(-1).view(torch.uint8)
+def _zeros(x: Tensor) -> Tensor:
+    return torch.zeros_like(x, memory_format=torch.contiguous_format)
