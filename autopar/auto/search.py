@@ -198,7 +198,7 @@ class _Search:
             if layout.optimizer_cpu_offload and self.pricer.weights(layout) > self.pricer.limit:
                 continue
             least = self.pricer.bound(layout)
-            if least is None or least.fits:
+            if least is None or least.fits or least.refused:
                 seconds = 0.0 if least is None else (least.seconds - exposed(least, "dp")) * (1 - SLACK)
                 self.saves[layout] = member
                 self._wait(max(bound, seconds), "saving", layout)
@@ -243,9 +243,9 @@ class _Search:
         for policy in POLICIES[first : last + 1]:
             for lean in (replace(one, activation_checkpoint=policy) for one in leanest):
                 price = self.pricer.bound(lean) or self.pricer.price(lean)
-                if price.fits:
+                if price.fits or price.refused:  # which pricing it counts
                     return policy
-                if not price.refused and price.most_memory < self.leanest[0]:
+                if price.most_memory < self.leanest[0]:
                     self.leanest = price.most_memory, lean
         return None
 
