@@ -328,7 +328,7 @@ def _pruned(found: Found) -> Iterator[str]:
     counts = found.counts
     yield f"{counts['priced']:,} of {counts['all']:,} layouts were priced"
     for key, words in (
-        ("weights", "do not hold the weights, gradients and optimizer states alone"),
+        ("weights", "do not hold weights, gradients, optimizer states and the least that layers keep"),
         ("slower", f"cannot be within {BAND:.0%} of the fastest, by a bound"),
         ("too large", "of the priced ones do not fit"),
     ):

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from autopar.auto import scaled_costs
 from autopar.auto.costed_model import CostedModel
 from autopar.cost.cluster import Cluster
 from autopar.cost.efficiency import Stack
-from autopar.cost.layer_costs import LayerCosts, ModelCosts, Work
+from autopar.cost.layer_costs import ModelCosts
 from autopar.cost.layout import Layout, Placement
 from autopar.cost.layout_price import Known, Price, layer_seconds, price
 from autopar.zero_stages import ZERO_STAGES
@@ -36,6 +37,7 @@ class Pricing:
         self._cuts: dict[Layout, Layout] = {}
         self._known: Known = {}
         self._tried: dict[Placement, str] = {}
+        self._bounds: dict[tuple[Placement, Placement], ModelCosts] = {}
         self._elements = float(sum(p.numel() for p in self.model.model.parameters()))
 
     def price(self, layout: Layout, simulated: bool = False) -> Price:
@@ -78,18 +80,32 @@ class Pricing:
             most = [n - 1 if share > 1 else m for n, share, m in zip(counts, over, most, strict=True)]
         return layout
 
-    def is_ready(self, layout: Layout) -> bool:
-        """Whether its layers are compiled, or their costs bounded by nothing that is compiled."""
-        return layout.placement in self._tried or _whole(layout.placement) == layout.placement
+    def bound(self, layout: Layout) -> Price | None:
+        """A price that is at most the layout's, up to `autopar.auto.search.SLACK`, from placements that are compiled;
+        None for a layout whose own is, or of which nothing is known."""
+        costs = self._least(layout.placement)
+        return None if costs is None else self._limited(self._of(layout, costs))
 
-    def bound(self, layout: Layout) -> float:
-        """Seconds that the layout takes at least, for a placement on cp or ep that is not compiled: as if nothing
-        travelled on these axes, which share the tokens of a rank."""
-        base = _whole(layout.placement)
-        if self._refusal(base):
-            return 0.0
-        costs = _shared(self.model.costs(base), layout.cp)
-        return certain(self._of(layout, costs))
+    def _least(self, placement: Placement) -> ModelCosts | None:
+        if placement in self._tried:
+            return None
+        plain, near = Placement(), self._nearest(placement)
+        saving = replace(plain, policy=placement.policy)
+        if near == placement or any(map(self._refusal, (near, plain, saving))):
+            return None
+        key = near, placement
+        if key not in self._bounds:
+            found = scaled_costs.at_size(self.model.costs(near), placement)
+            if placement.policy != "none" or placement.loss_chunks > 1:
+                found = scaled_costs.with_policy(found, self.model.costs(plain), self.model.costs(saving))
+            self._bounds[key] = found
+        return self._bounds[key]
+
+    def _nearest(self, placement: Placement) -> Placement:
+        """The largest placement that is compiled, of those whose axes are smaller."""
+        seed = scaled_costs.seed(placement)
+        known = [p for p, reason in self._tried.items() if not reason and scaled_costs.is_within(p, placement)]
+        return max([seed, *known], key=lambda p: p.tp * p.cp * p.ep)
 
     def weights(self, layout: Layout) -> float:
         """Bytes of parameters, gradients and optimizer states of a rank, at least."""
@@ -173,37 +189,3 @@ def certain(price: Price) -> float:
 def exposed(price: Price, *names: str) -> float:
     """Seconds of some causes that add to the step."""
     return sum(cause.exposed for cause in price.causes if cause.name in names)
-
-
-def _whole(placement: Placement) -> Placement:
-    """The placement without the axes that tokens travel on."""
-    alone = Placement()
-    changed = {
-        name: getattr(alone, name) for name in ("attention", "cp_load_balance", "expert_axis", "token_dispatcher")
-    }
-    return replace(placement, cp=1, ep=1, **changed)
-
-
-def _shared(costs: ModelCosts, parts: int) -> ModelCosts:
-    """Costs per row of a rank that has one of ``parts`` of each row."""
-    if parts == 1:
-        return costs
-    return replace(costs, layers=tuple(_scaled(c, parts) for c in costs.layers), rest=_scaled(costs.rest, parts))
-
-
-def _scaled(costs: LayerCosts, parts: int) -> LayerCosts:
-    forward, backward, again = (_less(work, parts) for work in (costs.forward, costs.backward, costs.again))
-    return replace(costs, forward=forward, backward=backward, again=again)
-
-
-def _less(work: Work, parts: int) -> Work:
-    """Slopes of everything that grows with rows are divided."""
-
-    def table(values: Any, slopes: slice) -> Any:
-        found = values.copy()
-        found[:, slopes] /= parts
-        return found
-
-    products, attention = table(work.products, slice(2, 8, 2)), table(work.attention, slice(2, 8, 2))
-    sent = {way: table(values, slice(1, 2)) for way, values in work.sent.items()}
-    return Work(products, attention, table(work.scalars, slice(1, 2)), sent)

@@ -4,8 +4,9 @@
     found.choice.layout, found.choice.price
 
 Candidates wait in a queue by the least time that they can take. A family (axes and microbatches) waits with what its
-layers and their exchanges take; its members (ZeRO, replicas, schedules) with what these add; a member that does not fit
-gives way to the same with checkpoints, chunks of the loss or an offloaded optimizer. The search ends when what waits
+layers and their exchanges take, by those of smaller axes while its own are not compiled; its members (ZeRO, replicas,
+schedules) with what these add; a member that does not fit gives way to the same with checkpoints, chunks of the loss or
+an offloaded optimizer, each of which waits by its own bound. The search ends when what waits
 takes longer than the best that fits by more than the band, so nothing within the band is missed.
 """
 
@@ -35,8 +36,7 @@ class Pricer(Protocol):
     @property
     def limit(self) -> float: ...
     def price(self, layout: Layout, simulated: bool = False) -> Price: ...
-    def is_ready(self, layout: Layout) -> bool: ...
-    def bound(self, layout: Layout) -> float: ...
+    def bound(self, layout: Layout) -> Price | None: ...
     def weights(self, layout: Layout) -> float: ...
     def of_loss(self, layout: Layout) -> float: ...
 
@@ -71,8 +71,9 @@ class Candidate:
 class Found:
     """What a search found. choice: None if nothing fits. close: within the band of the least time, the simplest first.
     priced: every layout with a price, those that do not fit among them. counts: layouts by what became of them: "all",
-    "weights" (which alone do not fit), "slower" (by a bound), "too large", "refused", "priced". refusals: sentences of
-    the compiler, with the layouts that they refuse. nearest: that exceeds the memory least."""
+    "weights" (which do not fit, with the least that layers keep), "slower" (by a bound), "too large", "refused",
+    "priced". refusals: sentences of the compiler, with the layouts that they refuse. nearest: that exceeds the memory
+    least."""
 
     question: Question
     choice: Candidate | None
@@ -104,6 +105,9 @@ class _Search:
     counts: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
     hopeless: dict[Layout, int] = field(default_factory=dict)  # axes -> rows of a microbatch from which nothing fits
+    saves: dict[Layout, Layout] = field(default_factory=dict)  # a layout -> the member that it saves memory of
+    enough: dict[Layout, list[tuple[int, ...]]] = field(default_factory=dict)  # member -> what makes it fit
+    leanest: tuple[float, Layout] = (float("inf"), Layout())  # bytes, of those of families that do not fit
     best: float = float("inf")
 
     def run(self) -> Found:
@@ -116,7 +120,11 @@ class _Search:
                 self._wait(0.0, "family", family)
         while self.waiting and self.waiting[0][0] <= self.best * (1 + BAND):
             bound, _, kind, layout = heapq.heappop(self.waiting)
-            {"family": self._family, "members": self._members, "savings": self._savings}[kind](bound, layout)
+            {"family": self._family, "members": self._members, "savings": self._savings, "saving": self._saving}[kind](
+                bound, layout
+            )
+        if not self.fitting and self.leanest[0] < float("inf"):
+            self._price(self.leanest[1])  # the nearest
         return self._found()
 
     def _wait(self, bound: float, kind: str, layout: Layout) -> None:
@@ -146,10 +154,17 @@ class _Search:
     # --- from families to layouts --------------------------------------------------------------------------
 
     def _family(self, bound: float, family: Layout) -> None:
-        """Bound a family: first by costs that are compiled already, then by its own."""
-        if not bound and not self.pricer.is_ready(family):
-            self._wait(max(self.pricer.bound(family), 1e-12), "family", family)
-            return
+        """Bound a family: first by costs of smaller axes that are compiled already, then by its own."""
+        least = self.pricer.bound(family)
+        if least is not None:
+            policy = self._policy_that_may_fit(family)
+            if policy is None:
+                self.counts["weights"] += self._size(family)
+                return
+            least = self.pricer.bound(replace(family, activation_checkpoint=policy)) or least
+            if (seconds := certain(least) * (1 - SLACK)) > bound * (1 + 1e-9):
+                self._wait(seconds, "family", family)
+                return
         found = self.pricer.price(family)
         if found.refused:
             size = self._size(family)
@@ -176,22 +191,29 @@ class _Search:
                 self._wait(candidate.seconds, "savings", member)
 
     def _savings(self, bound: float, member: Layout) -> None:
-        """Price what a member can do to need less memory, unless less of the same is enough."""
+        """Wait with what a member can do to need less memory."""
         if self._is_hopeless(member):
             return
-        enough: list[tuple[int, ...]] = []
-        before = self.priced[member]
         for layout in self.space.savings(member):
-            steps = _steps(layout)
-            if any(all(a <= b for a, b in zip(one, steps, strict=True)) for one in enough):
-                continue
-            if layout.loss_chunks > member.loss_chunks and not self._helps(layout, before):
-                continue
             if layout.optimizer_cpu_offload and self.pricer.weights(layout) > self.pricer.limit:
                 continue
-            candidate = self._price(layout)
-            if candidate is not None and candidate.price.fits:
-                enough.append(steps)
+            least = self.pricer.bound(layout)
+            if least is None or least.fits or least.refused:
+                seconds = 0.0 if least is None else (least.seconds - exposed(least, "dp")) * (1 - SLACK)
+                self.saves[layout] = member
+                self._wait(max(bound, seconds), "saving", layout)
+
+    def _saving(self, bound: float, layout: Layout) -> None:
+        """Price a layout that needs less memory, unless less of the same is enough."""
+        member, steps = self.saves[layout], _steps(layout)
+        enough = self.enough.setdefault(member, [])
+        if any(all(a <= b for a, b in zip(one, steps, strict=True)) for one in enough):
+            return
+        if layout.loss_chunks > member.loss_chunks and not self._helps(layout, self.priced[member]):
+            return
+        candidate = self._price(layout)
+        if candidate is not None and candidate.price.fits:
+            enough.append(steps)
 
     def _helps(self, layout: Layout, before: Candidate) -> bool:
         """Whether chunks of the loss may bring a layout under the limit."""
@@ -209,13 +231,23 @@ class _Search:
                        schedule="", virtual_stages=1, microbatches=1, micro_batch=1)  # fmt: skip
         if self.hopeless.get(axes, member.micro_batch + 1) <= member.micro_batch:
             return True
-        prices = [self.pricer.price(layout) for layout in self._leanest(member)]
-        found = all(price.refused or not price.fits for price in prices)
+        found = self._policy_that_may_fit(member) is None
         if found:
-            for layout, price in zip(self._leanest(member), prices, strict=True):
-                self._add(layout, price)
             self.hopeless[axes] = member.micro_batch
         return found
+
+    def _policy_that_may_fit(self, layout: Layout) -> str | None:
+        """The first checkpoint policy with which a member of its family may fit, with all else that saves memory."""
+        leanest = self._leanest(layout)
+        first, last = (POLICIES.index(one.activation_checkpoint) for one in (layout, leanest[-1]))
+        for policy in POLICIES[first : last + 1]:
+            for lean in (replace(one, activation_checkpoint=policy) for one in leanest):
+                price = self.pricer.bound(lean) or self.pricer.price(lean)
+                if price.fits or price.refused:  # which pricing it counts
+                    return policy
+                if price.most_memory < self.leanest[0]:
+                    self.leanest = price.most_memory, lean
+        return None
 
     def _leanest(self, layout: Layout) -> list[Layout]:
         """The members of its family that need the least memory, one for each way of ZeRO."""

@@ -171,16 +171,20 @@ def _moves(whole: tuple[int, ...], dim: int, blocks: list[int]) -> bool:
 # --- workspace of calls --------------------------------------------------------------------------------
 
 ATTENTIONS = {ours.attention.default, ours.attention_backward.default}
-IN_PYTHON = ATTENTIONS | {
+IN_BLOCKS = {  # of rows, in thousands of calls
     ours.cross_entropy.default,
     ours.cross_entropy_backward.default,
     ours.piece_max.default,
     ours.piece_sums.default,
     ours.piece_backward.default,
+    ours.moe_combine_backward.default,
+}
+IN_PYTHON = {
+    *ATTENTIONS,
+    *IN_BLOCKS,
     ours.moe_dispatch.default,
     ours.moe_dispatch_backward.default,
     ours.moe_combine.default,
-    ours.moe_combine_backward.default,
 }
 _FACTS = tuple(MaskSpec.__dataclass_fields__)[:-2]  # the last two are not arguments
 _KNOWN: dict[Any, int] = {}
@@ -200,7 +204,8 @@ def workspace(node: Node) -> int:
     if key not in _KNOWN:
         function = kernel_of(node.target)
         assert function is not None
-        _KNOWN[key] = 0 if node.target in ATTENTIONS and _is_fused(given) else workspace_bytes(function, given)
+        fused, fake = node.target in ATTENTIONS and _is_fused(given), node.target not in IN_BLOCKS
+        _KNOWN[key] = 0 if fused else workspace_bytes(function, given, fake)
     return _KNOWN[key]
 
 

@@ -75,13 +75,8 @@ class StandIn:
         """Bytes of the logits."""
         return 14 * 32000 * layout.micro_batch * self.seq / layout.cp / layout.tp
 
-    def is_ready(self, layout: Layout) -> bool:
+    def bound(self, layout: Layout) -> None:
         """Nothing is compiled."""
-        return True
-
-    def bound(self, layout: Layout) -> float:
-        """Nothing is known."""
-        return 0.0
 
     def weights(self, layout: Layout) -> float:
         """Bytes of parameters, gradients and optimizer states."""
