@@ -37,7 +37,8 @@ class Stream:
     """Values that are sharded on an axis along their sequence: where they start, the dim, and its blocks.
 
     axis tp: a residual stream under sequence parallelism, from the value ``node``. axis cp: the tokens of an attention,
-    from its operand ``node`` ("attention_1.q"). ``blocks`` as in `autopar.ir.placement.Shard`; their ratios count.
+    from its operand ``node`` ("attention_1.q"). ``blocks`` as in `autopar.ir.placement.Shard`; their ratios count; so
+    ``units``.
     """
 
     node: str
@@ -45,6 +46,7 @@ class Stream:
     reason: str = ""
     axis: str = "tp"
     blocks: tuple[int, ...] = ()
+    units: int = 0
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from fractions import Fraction
 
 import torch
 
+from autopar.ops.padded_pieces import crop_blocks, pad_blocks, padded_size, rows_per_rank
 from autopar.spelling import did_you_mean
 
 
@@ -36,11 +37,16 @@ class Shard:
 
     ``routed``: the rows of a rank are those that were routed to its experts; their number is known at run time. Shapes
     assume an even share for each rank. No conversion leads to or from such shards.
+
+    ``units``: for sizes that do not divide. Each block consists of so many equal units (14 heads, 63 words), which stay
+    whole. A rank holds n of them, rounded up, and the last ranks what is left; in graphs their shards are *padded* to n
+    units, so that all ranks have one shape. 0: every block divides over the ranks.
     """
 
     dim: int
     blocks: tuple[int, ...] = ()
     routed: bool = False
+    units: int = 0
 
     def __post_init__(self) -> None:
         assert self.dim >= 0, "Shard.dim counts from the front"
@@ -50,7 +56,8 @@ class Shard:
     def __str__(self) -> str:
         if self.routed:
             return f"S({self.dim};routed)"
-        return f"S({self.dim})" if not self.blocks else f"S({self.dim};{_runs(self.blocks)})"
+        units = f"/{self.units}" if self.units else ""
+        return f"S({self.dim}{units})" if not self.blocks else f"S({self.dim}{units};{_runs(self.blocks)})"
 
 
 @dataclass(frozen=True)
@@ -104,14 +111,14 @@ def _runs(blocks: tuple[int, ...]) -> str:
 
 _RUNS = r"-?\d+(?:x\d+)?(?:,-?\d+(?:x\d+)?)*"
 _ROUTED = re.compile(r"S\((\d+);routed\)")
-_SHARD = re.compile(rf"S\((\d+)(?:;(?:({_RUNS})|\(({_RUNS})\)x(\d+)))?\)")
+_SHARD = re.compile(rf"S\((\d+)(?:/(\d+))?(?:;(?:({_RUNS})|\(({_RUNS})\)x(\d+)))?\)")
 
 
 _MOST_BLOCKS = 2**24  # more than any dim has; a typo would take all memory
 
 
 def parse_placement(text: str) -> Placement:
-    """Inverse of ``str(placement)``: 'R', 'I', 'P', 'S(0)', 'S(0;32,16x2)', 'S(1;8,-8)', 'S(0;(8,-8)x2)'."""
+    """Inverse of ``str(placement)``: 'R', 'I', 'P', 'S(0)', 'S(0;32,16x2)', 'S(1;8,-8)', 'S(0;(8,-8)x2)', 'S(0/63)'."""
     fixed: dict[str, Placement] = {"R": REPLICATE, "I": INVARIANT, "P": PARTIAL}
     if text in fixed:
         return fixed[text]
@@ -119,13 +126,15 @@ def parse_placement(text: str) -> Placement:
         return Shard(int(routed[1]), routed=True)
     match = _SHARD.fullmatch(text)
     if not match:
-        raise ValueError(f"placement: expected R, I, P, S(dim) or S(dim;blocks), found {text!r}{_hint(text)}")
-    dim, plain, pattern, times = match.groups()
+        raise ValueError(
+            f"placement: expected R, I, P, S(dim), S(dim;blocks) or S(dim/units), found {text!r}{_hint(text)}"
+        )
+    dim, units, plain, pattern, times = match.groups()
     runs = [run.partition("x") for run in filter(None, (plain or pattern or "").split(","))]
     if sum(int(count or 1) for _, _, count in runs) * int(times or 1) > _MOST_BLOCKS:
         raise ValueError(f"placement: expected at most {_MOST_BLOCKS} blocks, found {text!r}")
     blocks = [int(size) for size, _, count in runs for _ in range(int(count or 1))]
-    return Shard(int(dim), tuple(blocks) * int(times or 1))
+    return Shard(int(dim), tuple(blocks) * int(times or 1), units=int(units or 0))
 
 
 def _hint(text: str) -> str:
@@ -201,32 +210,40 @@ def scaled_blocks(blocks: Sequence[int], size: int) -> tuple[int, ...]:
 
 
 def check_shard(size: int, placement: Shard, ranks: Pieces) -> None:
-    """Well-formed: blocks sum to the dim, every block divides over the ranks."""
+    """Well-formed: blocks sum to the dim, every block divides over the ranks, or into the units."""
     blocks = [abs(b) for b in placement.blocks] or [size]
     if sum(blocks) != size:
         raise ValueError(f"placement: blocks of {placement} sum to {sum(blocks)}, the dim has size {size}")
-    bad = [b for b in blocks if b % ranks]
+    bad = [b for b in blocks if b % (placement.units or ranks)]
     if bad:
-        raise ValueError(f"placement: {placement} of size {size}: block of {bad[0]} does not divide over {ranks} ranks")
+        over = f"into {placement.units} units" if placement.units else f"over {ranks} ranks"
+        raise ValueError(f"placement: {placement} of size {size}: block of {bad[0]} does not divide {over}")
 
 
 def local_shape(shape: Iterable[int], placement: Placement, ranks: Pieces) -> tuple[int, ...]:
-    """Shape of one rank's shard."""
+    """Shape of one rank's shard in a graph, padding included."""
     out = list(shape)
     if isinstance(placement, Shard):
         check_shard(out[placement.dim], placement, ranks)
         size = out[placement.dim]
-        out[placement.dim] = size // ranks if isinstance(ranks, int) else int(size / ranks)
+        if placement.units:
+            assert isinstance(ranks, int), "token slices are not padded"
+            size = rows_per_rank(size, placement.units, ranks)
+        else:
+            size = size // ranks if isinstance(ranks, int) else int(size / ranks)
+        out[placement.dim] = size
     return tuple(out)
 
 
 def piece(value: torch.Tensor, placement: Placement, ranks: int, rank: int) -> torch.Tensor:
-    """Rank ``rank``'s shard of a global tensor (a view if there is one block)."""
+    """Rank ``rank``'s shard of a global tensor, padded with zeros (a view if there is one block, and no padding)."""
     if not isinstance(placement, Shard):
         return value
     check_shard(value.shape[placement.dim], placement, ranks)
+    value = pad_blocks(value, placement.dim, placement.blocks, placement.units, ranks)
+    blocks = [padded_size(b, placement.units, ranks) * (1 if b > 0 else -1) for b in placement.blocks]
     parts, start = [], 0
-    for block in placement.blocks or (value.shape[placement.dim],):
+    for block in blocks or (value.shape[placement.dim],):
         rows = abs(block) // ranks
         parts.append(value.narrow(placement.dim, start + place_in_block(block, ranks, rank) * rows, rows))
         start += abs(block)
@@ -250,16 +267,17 @@ def join(pieces: list[torch.Tensor], placement: Placement) -> torch.Tensor:
         return torch.stack(pieces).sum(0)
     if not isinstance(placement, Shard):
         return pieces[0]
-    blocks = placement.blocks or (len(pieces) * pieces[0].shape[placement.dim],)
-    columns = zip(*(p.split([abs(b) // len(pieces) for b in blocks], placement.dim) for p in pieces))
+    dim, units, ranks = placement.dim, placement.units, len(pieces)
+    blocks = scaled_blocks(placement.blocks, ranks * pieces[0].shape[dim]) or (ranks * pieces[0].shape[dim],)
+    columns = zip(*(p.split([abs(b) // ranks for b in blocks], dim) for p in pieces))
     dealt = (column if b > 0 else reversed(column) for b, column in zip(blocks, columns, strict=True))
-    return torch.cat([part for column in dealt for part in column], placement.dim)
+    return crop_blocks(torch.cat([part for column in dealt for part in column], dim), dim, blocks, units, ranks)
 
 
 def nested_piece(
     value: torch.Tensor, placements: Placements, sizes: Mapping[str, Pieces], coordinate: Mapping[str, int]
 ) -> torch.Tensor:
-    """The shard of one mesh coordinate. ``sizes`` lists the axes in the order of sharding (`Mesh.cut_order`): each
+    """The shard of one mesh coordinate, padding included. ``sizes`` lists the axes in the order of sharding (`Mesh.cut_order`): each
     axis shards the result of the axes before it."""
     for axis, ranks in sizes.items():
         assert isinstance(ranks, int), f"axis {axis!r} has no equal shards"

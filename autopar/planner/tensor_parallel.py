@@ -190,9 +190,8 @@ def find_streams(
 ) -> tuple[Stream, ...]:
     """One stream per residual stream: each partial result (..., sequence, width) that no earlier stream reaches.
 
-    ``chunks``: value -> the number of chunks into which another axis splits its sequence; each chunk is sharded.
-
-    Raises ValueError if a stream's sequence does not divide over the axis.
+    ``chunks``: value -> the number of chunks into which another axis splits its sequence; each chunk is sharded. What
+    does not divide is padded.
     """
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     labels: dict[Node, Shard] = {}
@@ -202,15 +201,9 @@ def find_streams(
             continue
         dim = len(global_shape(node)) - 2
         size, count = global_shape(node)[dim], chunks.get(node, 1)
-        pieces = mesh.size(axis) * count
-        if size % pieces:
-            raise ValueError(
-                f"sequence_parallel: sequence length {size} of the stream in {module_path(node) or node.name} does not "
-                f"divide over axis {axis!r} of size {mesh.size(axis)}{f' in {count} chunks' if count > 1 else ''}; pad "
-                f"to {-(-size // pieces) * pieces} or set sequence_parallel=False"
-            )
-        shard = Shard(dim, (size // count,) * count)
+        uneven = size // count % mesh.size(axis) != 0
+        shard = Shard(dim, (size // count,) * count, units=size // count if uneven else 0)
         reason = f"residual stream of {module_path(node) or node.name}"
-        streams.append(Stream(node.name, dim, reason, axis, shard.blocks))
+        streams.append(Stream(node.name, dim, reason, axis, shard.blocks, shard.units))
         labels |= spread_label(node, shard, mesh, axis)
     return tuple(streams)

@@ -39,10 +39,20 @@ Dim = tuple[str, ...] | Cat
 Dims = tuple[Dim, ...]
 Cut = dict[str, tuple[int, ...]]  # the factors sharded on an axis, with the blocks of each, as in `Shard`
 ROUTED = "routed "  # prefix of a factor's name in a Cut: its shards are routed rows
+UNITS = "units "  # a name in a Cut: the units of all its blocks, if they are padded (`Shard.units`)
 
 
 class RuleError(Exception):
     """The placements do not fit the rule; the message says why."""
+
+
+class Indivisible(RuleError):
+    """``size``: of a factor, or of a block of it, that does not divide over the ranks, or into the units."""
+
+    def __init__(self, size: int, what: str, units: int, ranks: Pieces) -> None:
+        over = f"into {units} units" if units else f"over {ranks} ranks"
+        super().__init__(f"a size of {size}{what} does not divide {over}")
+        self.size = size
 
 
 @dataclass(frozen=True)
@@ -77,8 +87,8 @@ class Rule:
         """The factors that a Shard of a tensor with these dims shards. Raises RuleError if it shards none cleanly."""
         dim = dims[shard.dim]
         size = self.dim_size(dim)
-        blocks = shard.blocks or (size,)
-        cut = self._cut_cat(dim, blocks) if isinstance(dim, Cat) else self._cut_merged(dim, blocks, ranks)
+        blocks, parts = shard.blocks or (size,), shard.units or ranks
+        cut = self._cut_cat(dim, blocks) if isinstance(dim, Cat) else self._cut_merged(dim, blocks, parts)
         if cut is not None and shard.routed:
             cut |= {ROUTED + factor: () for factor in list(cut)}
         if cut is None:
@@ -88,14 +98,24 @@ class Rule:
                 raise RuleError(f"dim {shard.dim} of size {size} cannot be sharded: {self.blocked[factor]}")
             if factor in self.one_block and sizes != (self.sizes[factor],):
                 raise RuleError(f"{shard} shards blocks, but a rank must hold consecutive entries of {factor}")
-            if any(b % ranks for b in sizes):
-                raise RuleError(f"a size of {next(b for b in sizes if b % ranks)} does not divide over {ranks} ranks")
+            if any(b % parts for b in sizes):
+                raise Indivisible(next(b for b in sizes if b % parts), "", shard.units, ranks)
+            if shard.units and not self._takes_padding(factor):
+                raise RuleError("rows of padding would count as others do")
         for part in self._beside(cut):
-            if self.sizes[part] % ranks:
-                raise RuleError(
-                    f"a size of {self.sizes[part]}, concatenated with it, does not divide over {ranks} ranks"
-                )
-        return cut
+            if self.sizes[part] % parts:
+                raise Indivisible(self.sizes[part], ", concatenated with it,", shard.units, ranks)
+        return cut | {UNITS: (shard.units,)} if shard.units else cut
+
+    def _takes_padding(self, factor: str) -> bool:
+        """Whether zeros in padded shards change nothing: no result has the rows of experts, and where the factor is
+        contracted, the op is linear in an operand that has it."""
+        if factor in self.rows:
+            return False
+        if factor in self.absorbed or all(factor in factors_of(dims) for dims in self.results):
+            return True
+        having = {i for i, dims in enumerate(self.operands) if dims is not None and factor in factors_of(dims)}
+        return any(kept <= having for kept in self.linear)
 
     def _beside(self, cut: Cut) -> list[str]:
         """The other entries of concatenations of which some are sharded."""
@@ -145,7 +165,7 @@ class Rule:
             cut[part] = tuple(taken)
         return cut
 
-    def _cut_merged(self, dim: tuple[str, ...], blocks: tuple[int, ...], ranks: Pieces) -> Cut | None:
+    def _cut_merged(self, dim: tuple[str, ...], blocks: tuple[int, ...], parts: Pieces) -> Cut | None:
         sizes = [self.sizes[f] for f in dim]
         fallback = None
         for i, factor in enumerate(dim):
@@ -156,19 +176,20 @@ class Rule:
             mine = tuple(b // inner for b in blocks[:period])
             if extent(mine) != sizes[i] or sizes[i] == 1:
                 continue
-            if all(b % ranks == 0 for b in mine):
+            if all(b % parts == 0 for b in mine):
                 return {factor: mine}
             fallback = fallback or {factor: mine}
         return fallback
 
     def shard_of(self, dims: Dims, cut: Cut) -> Shard | None:
         """The Shard that a cut means for a tensor with these dims; None if it has no sharded factor."""
+        (units,) = cut.get(UNITS, (0,))
         for position, dim in enumerate(dims):
             if isinstance(dim, Cat):
                 if any(part in cut for part in dim.parts):
                     if not all(part in cut for part in dim.parts):
                         raise RuleError("only some operands of a concatenation are sharded")
-                    return Shard(position, tuple(b for part in dim.parts for b in cut[part]))
+                    return Shard(position, tuple(b for part in dim.parts for b in cut[part]), units=units)
                 continue
             for i, factor in enumerate(dim):
                 if factor in cut:
@@ -176,7 +197,7 @@ class Rule:
                     inner = math.prod(self.sizes[f] for f in dim[i + 1 :])
                     if ROUTED + factor in cut:
                         return Shard(position, routed=True)
-                    return Shard(position, tuple(b * inner for b in cut[factor]) * outer)
+                    return Shard(position, tuple(b * inner for b in cut[factor]) * outer, units=units)
         return None
 
     def dim_size(self, dim: Dim) -> int:
@@ -202,6 +223,11 @@ class Rule:
         """Result placements under a cut."""
         whole = INVARIANT if any(f in self.absorbed for f in cut) else PARTIAL
         return [self.shard_of(dims, cut) or whole for dims in self.results]
+
+
+def factors_of(dims: Dims) -> set[str]:
+    """The names of all factors of a value."""
+    return {f for dim in dims for f in (dim.parts if isinstance(dim, Cat) else dim)}
 
 
 def apply(rule: Rule, operands: Sequence[Placement], gradients: Sequence[bool], ranks: Pieces) -> list[Placement]:
