@@ -241,7 +241,7 @@ def piece(value: torch.Tensor, placement: Placement, ranks: int, rank: int) -> t
         return value
     check_shard(value.shape[placement.dim], placement, ranks)
     value = pad_blocks(value, placement.dim, placement.blocks, placement.units, ranks)
-    blocks = [padded_size(b, placement.units, ranks) * (1 if b > 0 else -1) for b in placement.blocks]
+    blocks = [padded_size(abs(b), placement.units, ranks) * (1 if b > 0 else -1) for b in placement.blocks]
     parts, start = [], 0
     for block in blocks or (value.shape[placement.dim],):
         rows = abs(block) // ranks

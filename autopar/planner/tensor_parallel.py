@@ -38,13 +38,13 @@ def plan_tensor_parallel(
     """Choose closures greedily, least traffic per product first; each weight is sharded on one dim only.
 
     ``fixed``: placements of an earlier plan, which are kept. ``by_expert``: weights of experts that the axis shards by
-    expert. Raises ValueError if no attention has heads that divide.
+    expert.
     """
     out = TensorParallel()
     candidates = _candidates(analysis, names, out)
     total = sum(p.meta["val"].numel() for p in analysis.parameters)
     taken = fixed | by_expert
-    for closure in _ordered(candidates):
+    for closure in _ordered(candidates, analysis.ranks):
         if any(p in taken and taken[p] != s for p, s in closure.parameters.items()):
             continue
         if not closure.products and _size(closure) < LOOKUP_SHARE * total:
@@ -54,12 +54,12 @@ def plan_tensor_parallel(
         taken |= closure.parameters
         _accept(analysis, closure, names, out)
     if not fixed:
-        _check_heads(analysis, out)
+        _note_heads(analysis, out)
     return out
 
 
-def _ordered(candidates: list[Closure]) -> list[Closure]:
-    """Cheapest first. A gathering closure comes before all others if it shards more weights than all closures that it
+def _ordered(candidates: list[Closure], ranks: int) -> list[Closure]:
+    """Cheapest first; those that leave ranks without work, as 2 heads on 4 ranks do, after all others. A gathering closure comes before all others if it shards more weights than all closures that it
     excludes: without gathering, only one weight of a recurrence can be sharded, on its other dim."""
 
     def first(closure: Closure) -> bool:
@@ -67,8 +67,22 @@ def _ordered(candidates: list[Closure]) -> list[Closure]:
         return bool(closure.gathered) and _size(closure) > sum(map(_size, others))
 
     return sorted(
-        candidates, key=lambda c: (not first(c), not c.products, c.returns, c.traffic / (c.products or _size(c)))
-    )
+        candidates,
+        key=lambda c: (
+            not first(c), _leaves_idle(c, ranks), not c.products, c.returns,
+            c.traffic / (c.products or _size(c)) / _saved(c, ranks),
+        ),
+    )  # fmt: skip
+
+
+def _leaves_idle(closure: Closure, ranks: int) -> bool:
+    return any(0 < shard.units < ranks for shard in closure.parameters.values())
+
+
+def _saved(closure: Closure, ranks: int) -> float:
+    """Which part of its products sharding takes off a rank, padding counted."""
+    units = next(shard.units for shard in closure.parameters.values()) or ranks
+    return 1 - -(-units // ranks) / units
 
 
 def _exclude(a: Closure, b: Closure) -> bool:
@@ -152,32 +166,19 @@ def _is_activation(analysis: Analysis, node: Node) -> bool:
     return any(x.op == "placeholder" and x not in analysis.parameters for x in reach([node]))
 
 
-def _check_heads(analysis: Analysis, out: TensorParallel) -> None:
-    """An attention whose heads do not divide is replicated, with a note. If that holds for all attentions with several
-    heads, the size of the axis is the user's mistake. Other reasons (one fused projection of many query heads and one
-    key head) are in the plan's notes."""
+def _note_heads(analysis: Analysis, out: TensorParallel) -> None:
+    """An attention whose heads do not divide, and could not be padded, is replicated, with a note. Other reasons (one
+    fused projection of many query heads and one key head) are in the plan's notes."""
     axis, ranks = analysis.axis, analysis.ranks
-    mistake, divided = "", False
     for node in analysis.gm.graph.nodes:
         if not is_call(node, torch.ops.autopar.attention.default):
             continue
         query = arguments(node)["q"]
-        if query not in analysis.from_parameter:
-            continue
         heads, kv_heads = global_shape(query)[1], global_shape(arguments(node)["k"])[1]
-        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
-        if query in out.cut or ranks in fitting:
-            divided = True
-            continue
-        found = f"{heads} heads ({kv_heads} kv heads) in {module_path(node) or 'the model'}"
-        out.notes.append((node.name, f"replicated on {axis}: {found} do not divide over {ranks} ranks"))
-        if heads > 1:
-            mistake = mistake or (
-                f"tensor_parallel: attention heads must divide over axis {axis!r} of size {ranks}, found {found}; "
-                f"choose a size from {fitting}"
-            )
-    if mistake and not divided:
-        raise ValueError(mistake)
+        divides = heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+        if query in analysis.from_parameter and query not in out.cut and not divides:
+            found = f"{heads} heads ({kv_heads} kv heads) in {module_path(node) or 'the model'}"
+            out.notes.append((node.name, f"replicated on {axis}: {found} do not divide over {ranks} ranks"))
 
 
 # --- residual streams: where sequence parallelism starts -----------------------------------------------
