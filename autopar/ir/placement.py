@@ -13,6 +13,8 @@ the transpose of a -> b is dual(b) -> dual(a).
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -291,3 +293,90 @@ def nested_shape(shape: Iterable[int], placements: Placements, sizes: Mapping[st
     for axis, ranks in sizes.items():
         out = local_shape(out, placements.get(axis, INVARIANT), ranks)
     return out
+
+
+# --- what is stored: shards without padding --------------------------------------------------------------
+
+Held = tuple[tuple[Shard, int, int], ...]  # (shard, number of ranks, rank) of each axis that shards a dim, in cut order
+
+
+@functools.lru_cache(4096)
+def held_positions(size: int, held: Held) -> torch.Tensor:
+    """[rows of a shard in graphs] int64: the global position of each row along a dim, -1 for padding."""
+    found = torch.arange(1, size + 1)
+    for shard, ranks, rank in held:
+        found = piece(found, dataclasses.replace(shard, dim=0), ranks, rank)
+    return found - 1
+
+
+@functools.lru_cache(4096)
+def real_runs(size: int, held: Held) -> tuple[tuple[int, int], ...]:
+    """(first row, rows) of each run of rows that are no padding, in the shard that graphs have."""
+    real = (held_positions(size, held) >= 0).to(torch.int8)
+    edges = torch.diff(real, prepend=real.new_zeros(1), append=real.new_zeros(1)).nonzero()[:, 0].tolist()
+    return tuple((start, end - start) for start, end in zip(edges[::2], edges[1::2], strict=True))
+
+
+def _held_by_dim(
+    placements: Placements, sizes: Mapping[str, Pieces], coordinate: Mapping[str, int]
+) -> dict[int, list[tuple[Shard, int, int]]]:
+    """Of the dims that have padding."""
+    found: dict[int, list[tuple[Shard, int, int]]] = {}
+    for axis, ranks in sizes.items():
+        p = placements.get(axis)
+        if isinstance(p, Shard) and isinstance(ranks, int):
+            found.setdefault(p.dim, []).append((p, ranks, coordinate[axis]))
+    return {dim: held for dim, held in found.items() if any(p.units % ranks for p, ranks, _ in held)}
+
+
+def without_padding(
+    x: torch.Tensor,
+    shape: Sequence[int],
+    placements: Placements,
+    sizes: Mapping[str, Pieces],
+    coordinate: Mapping[str, int],
+) -> torch.Tensor:
+    """The stored shard of a global tensor of ``shape``, from the one that graphs have: a view if its rows are
+    consecutive."""
+    for dim, held in _held_by_dim(placements, sizes, coordinate).items():
+        runs = real_runs(shape[dim], tuple(held)) or ((0, 0),)
+        parts = [x.narrow(dim, start, rows) for start, rows in runs]
+        x = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+    return x
+
+
+def with_padding(
+    x: torch.Tensor,
+    shape: Sequence[int],
+    placements: Placements,
+    sizes: Mapping[str, Pieces],
+    coordinate: Mapping[str, int],
+) -> torch.Tensor:
+    """The inverse of `without_padding`: a copy where this rank's shard has padding, which is zero."""
+    for dim, held in _held_by_dim(placements, sizes, coordinate).items():
+        local = list(x.shape)
+        local[dim] = len(held_positions(shape[dim], tuple(held)))
+        if local[dim] != x.shape[dim]:
+            runs, padded = real_runs(shape[dim], tuple(held)), x.new_zeros(local)
+            for (start, rows), part in zip(runs, x.split([rows for _, rows in runs], dim) if runs else ()):
+                padded.narrow(dim, start, rows).copy_(part)
+            x = padded
+    return x
+
+
+def stored_piece(
+    value: torch.Tensor, placements: Placements, sizes: Mapping[str, Pieces], coordinate: Mapping[str, int]
+) -> torch.Tensor:
+    """What a rank stores of a global tensor: its shard without padding."""
+    found = nested_piece(value, placements, sizes, coordinate)
+    return without_padding(found, value.shape, placements, sizes, coordinate)
+
+
+def stored_shape(
+    shape: Sequence[int], placements: Placements, sizes: Mapping[str, Pieces], coordinate: Mapping[str, int]
+) -> tuple[int, ...]:
+    """The shape of `stored_piece`."""
+    out = list(nested_shape(shape, placements, sizes))
+    for dim, held in _held_by_dim(placements, sizes, coordinate).items():
+        out[dim] = sum(rows for _, rows in real_runs(shape[dim], tuple(held)))
+    return tuple(out)

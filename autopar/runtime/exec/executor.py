@@ -89,9 +89,11 @@ class Executor:
         self.specs, self.microbatches = self.inputs.specs, self.inputs.microbatches
         held = compiled.constants
         by_name = {spec.name: spec.dtype for spec in compiled.parameters}
+        self._padded = {spec.name: spec for spec in compiled.parameters if spec.is_padded}
         self._stored = {node: by_name[s.name] for node, s in self.specs.items() if s.name in by_name}
         self.constants = {name: x if x.is_meta else x.to(groups.device) for name, x in held.items()}
         self.seeds = [spec.name for spec in self.specs.values() if spec.kind == "seed"]
+        self._at = groups.mesh, groups.coordinate
         self.timeline: list[tuple[Action, float, float]] = []
         self.modules: list[Span] = []
         self.load: ExpertLoad | None = None  # of the module, that it counts for
@@ -197,7 +199,7 @@ class Executor:
         slots = self._start(values)
         self._run(self._backward, slots)
         self.channels.flush()
-        gradients = self._exchange.gradients(self._gradients(slots))
+        gradients = self._cropped(self._exchange.gradients(self._gradients(slots)))
         losses = self._exchange.losses({name: slots[i] for name, i in self.program.losses.items()})
         return Result(self._outputs({**self._kept(slots), **losses}), gradients, list(losses.values()))
 
@@ -228,7 +230,7 @@ class Executor:
                 slots[i] = given
         with self._resyncing():
             self._run(self._backward, slots)
-        return self._gradients(slots)
+        return self._cropped(self._gradients(slots))
 
     @contextmanager
     def _resyncing(self) -> Iterator[None]:
@@ -249,6 +251,11 @@ class Executor:
                 dtype = self._stored.get(name)
                 found[name] = slots[i] = x if dtype in (None, x.dtype) else x.to(dtype)
         return found
+
+    def _cropped(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Gradients without padding, as parameters are stored."""
+        specs = {node: self._padded[spec.name] for node, spec in self.specs.items() if spec.name in self._padded}
+        return {node: specs[node].cropped(x, *self._at) if node in specs else x for node, x in gradients.items()}
 
     def _kept(self, slots: list[Any]) -> dict[str, Any]:
         return self._exchange.outputs({name: slots[i] for name, i in self.program.results.items()})
@@ -284,7 +291,8 @@ class Executor:
         for slot, constant in self.program.constants.items():
             slots[slot] = constant
         for slot, name in self._stored_loads:
-            slots[slot] = values[name]
+            spec = self._padded.get(name)
+            slots[slot] = values[name] if spec is None else spec.padded(values[name], *self._at)
         for slot, name, microbatch in self._computed_loads:
             slots[slot] = self.inputs.value(name, values, microbatch)
         self.channels.clear()
