@@ -204,8 +204,8 @@ def _data_parallel(
     node: Node, axes: Mapping[str, ParameterPlan], options: Options, mesh: Mesh, axis: str, by_expert: str
 ) -> ParameterPlan:
     """A parameter on an axis whose ranks have different samples or tokens. DDP: replicated, the gradient is
-    all-reduced. ZeRO: sharded on the first dim that divides, gathered for use. Never sharded on dp_replicate, whose
-    ranks hold the same shards. ``by_expert``: for weights of experts, the axis that experts are sharded on: an axis
+    all-reduced. ZeRO: sharded on the first dim that divides, else on the largest, padded; gathered for use. Never sharded
+    on dp_replicate, whose ranks hold the same shards. ``by_expert``: for weights of experts, the axis that experts are sharded on: an axis
     that shards before it must not shard the dim of experts."""
     if axis == by_expert:
         return _of_expert(axis)
@@ -225,7 +225,12 @@ def _data_parallel(
         if size % ranks == 0 and dim >= first:
             when = ONCE if options.gathers_once else EACH
             return ParameterPlan(Shard(dim), REPLICATE, f"gathered {when}, gradients scattered")
-    return ParameterPlan(INVARIANT, REPLICATE, f"no dim of {tuple(shape)} divides over {ranks}; replicated")
+    dim = max(range(first, len(shape)), key=lambda d: shape[d], default=0)
+    if len(shape) > first and shape[dim] > ranks:
+        when = ONCE if options.gathers_once else EACH
+        padded = f"no dim of {tuple(shape)} divides over {ranks}: padded"
+        return ParameterPlan(Shard(dim, units=shape[dim]), REPLICATE, f"{padded}; gathered {when}, gradients scattered")
+    return ParameterPlan(INVARIANT, REPLICATE, f"no dim of {tuple(shape)} is as large as {ranks}; replicated")
 
 
 def _inputs(gm: GraphModule, mesh: Mesh, microbatches: int, dims: BatchDims) -> dict[str, dict[str, Placement]]:

@@ -75,6 +75,12 @@ def layer_norm_rule(call: Call) -> Rule:
     return call.rule(operands, [dims], blocked=blocked)
 
 
+def zero_padding_rule(call: Call) -> Rule:
+    """(...) -> (...): each row of a piece, or zeros."""
+    dims = named_dims(call, call.result)
+    return call.rule([dims], [dims], linear=UNARY, keep_partial=True)
+
+
 def histc_rule(call: Call) -> Rule:
     """(...) -> (b). With given bounds, shards of the values give partial counts."""
     values, b = named_dims(call, call.shape("self")), call.factor("b", call.result[0])

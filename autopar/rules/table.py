@@ -230,6 +230,6 @@ RULES[attention_of_piece] = attention_rule
 RULES[dispatch_tokens], RULES[combine_tokens] = sp.moe_dispatch_rule, sp.moe_combine_rule
 RULES[embedding_of_piece] = sp.embedding_rule
 RULES[cross_entropy_of_piece] = sp.cross_entropy_rule
-RULES[zero_padding] = pointwise("unary", keep=True)
+RULES[zero_padding] = sp.zero_padding_rule
 RULES[operator.getitem] = sp.getitem_rule
 RULES[convert] = RULES[exchange] = RULES[exchange_slice] = sp.conversion_of_other_axis
