@@ -79,7 +79,15 @@ def zero_padding(
 class _ZeroPadding(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, axis: str, size: int, dim: int, blocks: list[int], units: int, forward: bool, backward: bool
+        ctx: Any,
+        x: Tensor,
+        axis: str,
+        size: int,
+        dim: int,
+        blocks: list[int],
+        units: int,
+        forward: bool,
+        backward: bool,
     ) -> Tensor:
         ctx.facts = axis, size, dim, blocks, units, backward
         return _zeroed(x, axis, size, dim, blocks, units) if forward else x.view_as(x)

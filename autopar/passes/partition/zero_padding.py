@@ -22,7 +22,15 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autopar.ir.conversions import conversion_of, is_conversion
-from autopar.ir.graph import getitem_index, has_gradient, insert_call, is_call, placement, set_placement, tensor_operands
+from autopar.ir.graph import (
+    getitem_index,
+    has_gradient,
+    insert_call,
+    is_call,
+    placement,
+    set_placement,
+    tensor_operands,
+)
 from autopar.ir.meta import inherit
 from autopar.ir.placement import Shard
 from autopar.ops.padded_pieces import zero_padding

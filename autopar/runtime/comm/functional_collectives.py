@@ -46,7 +46,9 @@ def all_gather(c: Functional, x: Tensor, dim: int, blocks: list[int], axis: str,
     return rows, lambda rows: _joined(rows, dim, blocks, units)
 
 
-def reduce_scatter(c: Functional, x: Tensor, dim: int, blocks: list[int], axis: str, size: int, units: int = 0) -> Traced:
+def reduce_scatter(
+    c: Functional, x: Tensor, dim: int, blocks: list[int], axis: str, size: int, units: int = 0
+) -> Traced:
     """The sum over the axis, each rank keeping its piece along ``dim``."""
     x = pad_blocks(x, dim, blocks, units, size)
     return c.reduce_scatter(to_rows(x, dim, blocks, size), axis), lambda mine: mine.squeeze(0)
@@ -73,9 +75,7 @@ def all_to_all(
     return rows, lambda rows: _joined(rows, src_dim, src_blocks, src_units)
 
 
-def shard_slice(
-    c: Functional, x: Tensor, dim: int, blocks: list[int], axis: str, size: int, units: int = 0
-) -> Tensor:
+def shard_slice(c: Functional, x: Tensor, dim: int, blocks: list[int], axis: str, size: int, units: int = 0) -> Tensor:
     """This rank's piece of a whole value."""
     mine = piece(x, Shard(dim, scaled_blocks(blocks, x.shape[dim]), units=units), size, c.groups.index(axis))
     return torch.cat([mine], dim)  # no view of the whole

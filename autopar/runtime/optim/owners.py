@@ -95,7 +95,9 @@ def to_owners(members: Sequence[Owned], shards: Sequence[Sequence[Tensor]]) -> l
         rows = map(torch.stack, zip(*arriving))
         for k in live:
             shard, count = members[k].p.cuts[i][1], len(held[k] or ())
-            held[k] = [joined(next(rows), shard.dim, shard.blocks, shard.units) for _ in range(count)] if k in mine else None
+            held[k] = (
+                [joined(next(rows), shard.dim, shard.blocks, shard.units) for _ in range(count)] if k in mine else None
+            )
     return held
 
 

@@ -95,7 +95,9 @@ def make_parameters(
         if holders is not None and not holders.here:
             local = torch.empty(1, dtype=spec.dtype, device=groups.device)[:0]  # tied weights are recognized by storage
         elif whole is None:
-            local = torch.empty(spec.stored_shape(groups.mesh, groups.coordinate), dtype=spec.dtype, device=groups.device)
+            local = torch.empty(
+                spec.stored_shape(groups.mesh, groups.coordinate), dtype=spec.dtype, device=groups.device
+            )
         else:
             local = local_piece(whole, spec, groups)
         out[spec.name] = make_parameter(local, spec, groups)

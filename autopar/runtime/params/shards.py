@@ -143,7 +143,9 @@ def from_holder(value: Tensor, mesh: DeviceMesh, holders: Holders, shape: Sequen
 def shape_of_piece(shape: Sequence[int], mesh: DeviceMesh, cuts: Cuts, padded: bool = False) -> list[int]:
     """That of a piece on a stage that holds the tensor; ``padded``: with padding."""
     placements, sizes, coordinate = _place(mesh, cuts)
-    return list(nested_shape(shape, placements, sizes) if padded else stored_shape(shape, placements, sizes, coordinate))
+    return list(
+        nested_shape(shape, placements, sizes) if padded else stored_shape(shape, placements, sizes, coordinate)
+    )
 
 
 class Gathered:
