@@ -152,10 +152,8 @@ class _Zeros:
 
     def _returns_zero(self, user: Node, value: Node) -> bool:
         """Whether the gradient that comes from a user is zero in the padding of a value."""
-        if not has_gradient(value):
+        if not has_gradient(value) or user.op == "output":  # which is returned without padding
             return True
-        if user.op == "output":
-            return False
         if is_conversion(user):
             axis, _, _ = conversion_of(user)
             return axis == self.axis or self.gradient_is_zero.get(user, False)
