@@ -128,9 +128,9 @@ def _over_tp(
 ) -> TensorParallel:
     """Enter into ``parameters`` how each is sharded on tp, ``of_experts`` by expert. Raises ValueError if none is."""
     keep = {n: p.stored for n, name in names.items() if isinstance((p := _fixed(fixed, name, "tp")).stored, Shard)}
-    by_expert = {n: Shard(0) for n, name in names.items() if name in of_experts}
+    by_expert = {n: _expert_shard(n, mesh.size("tp")) for n, name in names.items() if name in of_experts}
     chosen = plan_tensor_parallel(Analysis(gm, mesh, "tp"), names, keep, by_expert)
-    chosen.parameters |= {names[n]: _of_expert("tp") for n in by_expert}
+    chosen.parameters |= {names[n]: _of_expert(n, mesh, "tp") for n in by_expert}
     for name, decision in chosen.parameters.items():
         parameters[name]["tp"] = decision
     if fixed is not None:
@@ -196,8 +196,14 @@ def _fixed(plan: Plan | None, name: str, axis: str) -> ParameterPlan:
     return plan.parameter(name, axis) if plan is not None else ParameterPlan()
 
 
-def _of_expert(axis: str) -> ParameterPlan:
-    return ParameterPlan(Shard(0), Shard(0), f"experts are sharded on {axis}; each rank has its own")
+def _expert_shard(node: Node, ranks: int) -> Shard:
+    experts = global_shape(node)[0]
+    return Shard(0, units=experts if experts % ranks else 0)
+
+
+def _of_expert(node: Node, mesh: Mesh, axis: str) -> ParameterPlan:
+    shard = _expert_shard(node, mesh.size(axis))
+    return ParameterPlan(shard, shard, f"experts are sharded on {axis}; each rank has its own")
 
 
 def _data_parallel(
@@ -208,7 +214,7 @@ def _data_parallel(
     on dp_replicate, whose ranks hold the same shards. ``by_expert``: for weights of experts, the axis that experts are sharded on: an axis
     that shards before it must not shard the dim of experts."""
     if axis == by_expert:
-        return _of_expert(axis)
+        return _of_expert(node, mesh, axis)
     if axis == "dp_replicate":
         return ParameterPlan(INVARIANT, REPLICATE, "the same on all replicas; gradients are summed")
     if not options.shards_parameters:

@@ -190,7 +190,7 @@ def filled(call: Call) -> Rule:
     if isinstance(placed, Shard) and dims[placed.dim]:
         (factor,) = dims[placed.dim]
         imposed = {factor: placed.blocks or (call.sizes[factor],)}
-        imposed |= {UNITS: (placed.units,)} if placed.units else {}
+        imposed |= {UNITS + factor: (placed.units,)} if placed.units else {}
     return call.rule([None for _ in call.operands], [dims], imposed=imposed)
 
 

@@ -39,7 +39,7 @@ Dim = tuple[str, ...] | Cat
 Dims = tuple[Dim, ...]
 Cut = dict[str, tuple[int, ...]]  # the factors sharded on an axis, with the blocks of each, as in `Shard`
 ROUTED = "routed "  # prefix of a factor's name in a Cut: its shards are routed rows
-UNITS = "units "  # a name in a Cut: the units of all its blocks, if they are padded (`Shard.units`)
+UNITS = "units "  # the same, with the units of a factor's blocks, if they are padded (`Shard.units`)
 
 
 class RuleError(Exception):
@@ -67,7 +67,8 @@ class Rule:
     (the row offsets of its tokens).
     ``one_block``: factors of which rank r must hold the r-th run of consecutive entries (the rows of a vocabulary).
     ``rows``: (rows sorted by expert, tokens, experts), of which an operator may lack tokens or experts ("").
-    Rows are sharded with their tokens, or, as routed ones, with their experts.
+    Rows are sharded with their tokens, or, as routed ones, with their experts. ``expert_units``: the number of experts,
+    if it does not divide over their axis.
     ``imposed``: what the plan wants sharded, whether or not operands have it or may be sharded.
     """
 
@@ -81,6 +82,7 @@ class Rule:
     addends: dict[int, str] = field(default_factory=dict)
     one_block: frozenset[str] = frozenset()
     rows: tuple[str, str, str] = ("", "", "")
+    expert_units: int = 0
     imposed: Cut = field(default_factory=dict)
 
     def cut_of(self, dims: Dims, shard: Shard, ranks: Pieces) -> Cut:
@@ -105,13 +107,14 @@ class Rule:
         for part in self._beside(cut):
             if self.sizes[part] % parts:
                 raise Indivisible(self.sizes[part], ", concatenated with it,", shard.units, ranks)
-        return cut | {UNITS: (shard.units,)} if shard.units else cut
+        return cut | {UNITS + factor: (shard.units,) for factor in cut} if shard.units else cut
 
     def _takes_padding(self, factor: str) -> bool:
-        """Whether zeros in padded shards change nothing: no result has the rows of experts, and where the factor is
-        contracted, the op is linear in an operand that has it."""
+        """Whether zeros in padded shards change nothing: tokens are sent to experts, as padding must not be, or to none
+        of those that are padding; and where a factor is contracted, the op is linear in an operand that has it."""
+        rows, tokens, experts = self.rows
         if factor in self.rows:
-            return False
+            return factor == experts
         if factor in self.absorbed or all(factor in factors_of(dims) for dims in self.results):
             return True
         having = {i for i, dims in enumerate(self.operands) if dims is not None and factor in factors_of(dims)}
@@ -125,7 +128,10 @@ class Rule:
 
     def completed(self, cut: Cut) -> Cut:
         """Sharding some entries of a concatenation shards the others too, each as one block."""
-        return self._with_rows(cut | {part: (self.sizes[part],) for part in self._beside(cut)})
+        units = next((given for name, given in cut.items() if name.startswith(UNITS)), None)
+        for part in self._beside(cut):
+            cut = cut | {part: (self.sizes[part],)} | ({UNITS + part: units} if units else {})
+        return self._with_rows(cut)
 
     def joined(self, cut: Cut, other: Cut) -> Cut | None:
         """The union of two cuts, if they agree on all factors that both name."""
@@ -143,6 +149,7 @@ class Rule:
         rows, tokens, experts = self.rows
         if rows and (experts in cut or ROUTED + rows in cut):
             cut |= {rows: (self.sizes[rows],), ROUTED + rows: ()}
+            cut |= {UNITS + experts: (self.expert_units,)} if self.expert_units else {}
             return cut | {experts: (self.sizes[experts],)} if experts else cut
         for given, other in ((rows, tokens), (tokens, rows)):
             if given in cut and other in self.sizes:
@@ -183,12 +190,12 @@ class Rule:
 
     def shard_of(self, dims: Dims, cut: Cut) -> Shard | None:
         """The Shard that a cut means for a tensor with these dims; None if it has no sharded factor."""
-        (units,) = cut.get(UNITS, (0,))
         for position, dim in enumerate(dims):
             if isinstance(dim, Cat):
                 if any(part in cut for part in dim.parts):
                     if not all(part in cut for part in dim.parts):
                         raise RuleError("only some operands of a concatenation are sharded")
+                    (units,) = cut.get(UNITS + dim.parts[0], (0,))
                     return Shard(position, tuple(b for part in dim.parts for b in cut[part]), units=units)
                 continue
             for i, factor in enumerate(dim):
@@ -197,6 +204,7 @@ class Rule:
                     inner = math.prod(self.sizes[f] for f in dim[i + 1 :])
                     if ROUTED + factor in cut:
                         return Shard(position, routed=True)
+                    (units,) = cut.get(UNITS + factor, (0,))
                     return Shard(position, tuple(b * inner for b in cut[factor]) * outer, units=units)
         return None
 

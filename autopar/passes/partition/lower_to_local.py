@@ -256,7 +256,8 @@ def _dispatch(local: _Local) -> None:
     if chosen is not None:
         where = chosen.token_dispatcher, chosen.axis, local.mesh.size(chosen.axis), chosen.per_node
         node.target, node.kwargs = dispatch_tokens, {}
-        node.args = (args["x"], args["expert"], args["num_experts"], *where)
+        experts = -(-args["num_experts"] // where[2]) * where[2]  # with padding, to which no token is sent
+        node.args = (args["x"], args["expert"], experts, *where)
 
 
 def _combine(local: _Local) -> None:

@@ -71,7 +71,7 @@ def _placements(gm: GraphModule, axis: str) -> Iterator[object]:
 
 
 def _is_padded(p: object) -> bool:
-    return isinstance(p, Shard) and p.units > 0
+    return isinstance(p, Shard) and p.units > 0 and not p.routed
 
 
 @dataclass
@@ -122,6 +122,8 @@ class _Zeros:
         if not any(map(_is_padded, [*placed[0], *placed[1]])) or not (has_rule(node) or node.target in FILLED):
             return None
         rule = rule_of(node, self.axis, self.mesh, whole=self.replicated)
+        if any(isinstance(p, Shard) and p.routed for p in [*placed[0], *placed[1]]):
+            return None  # no row goes to an expert that is padding
         ranks, operands = self.mesh.pieces(self.axis), tensor_operands(node)
         told: list[tuple[Dims, Shard]] = []
         for dims, p in [*zip(rule.operands, placed[0], strict=True), *zip(rule.results, placed[1], strict=True)]:
