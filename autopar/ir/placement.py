@@ -279,8 +279,8 @@ def join(pieces: list[torch.Tensor], placement: Placement) -> torch.Tensor:
 def nested_piece(
     value: torch.Tensor, placements: Placements, sizes: Mapping[str, Pieces], coordinate: Mapping[str, int]
 ) -> torch.Tensor:
-    """The shard of one mesh coordinate, padding included. ``sizes`` lists the axes in the order of sharding (`Mesh.cut_order`): each
-    axis shards the result of the axes before it."""
+    """The shard of one mesh coordinate, padding included. ``sizes`` lists the axes in the order of sharding
+    (`Mesh.cut_order`): each axis shards the result of the axes before it."""
     for axis, ranks in sizes.items():
         assert isinstance(ranks, int), f"axis {axis!r} has no equal shards"
         value = piece(value, placements.get(axis, INVARIANT), ranks, coordinate[axis])

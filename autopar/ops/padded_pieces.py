@@ -3,13 +3,14 @@
     63 words on 2 ranks: units=63      32 | 31 + 1 of padding
     14 heads of 16 on 4: units=14      64 | 64 | 64 | 32 + 32 of padding
 
-A dim, or each of its blocks, consists of ``units`` equal parts which stay whole. A rank holds n of them, rounded up. So a
-padded dim is one that was extended at the end until it divides, then cut evenly: everything about even shards holds
-for it, and only whole values are padded or cropped.
+A dim, or each of its blocks, consists of ``units`` equal parts which stay whole. A rank holds n of them, rounded up. So
+a padded dim is one that was extended at the end until it divides, then cut evenly: everything about even shards holds
+for it, and only whole values are padded or cropped (docs/design/padding.md).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,15 @@ def rows_per_rank(block: int, units: int, ranks: int) -> int:
 def padded_size(size: int, units: int, ranks: int) -> int:
     """The size of a dim, or of a block, whose shards are padded."""
     return rows_per_rank(size, units, ranks) * ranks if units else size
+
+
+def shares_text(units: int, ranks: int) -> str:
+    """'14 units over 4 ranks, padded: 4, 4, 4, 2'."""
+    most = -(-units // ranks)
+    held = [min(most, max(units - most * rank, 0)) for rank in range(ranks)]
+    runs = [(n, len(list(group))) for n, group in itertools.groupby(held)]
+    shown = ", ".join(str(n) if count == 1 else f"{n} on {count} ranks" for n, count in runs)
+    return f"{units} units over {ranks} ranks, padded: {shown}"
 
 
 def pad_blocks(x: Tensor, dim: int, blocks: Sequence[int], units: int, ranks: int) -> Tensor:
@@ -68,38 +78,27 @@ def real_rows(blocks: Sequence[int], axis: str, size: int, units: int, whole: in
 
 
 def zero_padding(
-    x: Tensor, axis: str, size: int, dim: int, blocks: list[int], units: int, forward: bool, backward: bool
+    x: Tensor, axis: str, size: int, dim: int, blocks: list[int], units: int, forward: bool, fill: float = 0.0
 ) -> Tensor:
-    """A piece with zeros in its padding (``forward``), and with zeros in that of its gradient (``backward``). In the
+    """A piece with zeros (``fill``) in its padding, if ``forward``, and with zeros in that of its gradient. In the
     graph of a whole value ``size`` is 1, and there is no padding."""
-    out: Tensor = _ZeroPadding.apply(x, axis, size, dim, blocks, units, forward, backward)
+    out: Tensor = _ZeroPadding.apply(x, (axis, size, dim, blocks, units), forward, fill)
     return out
 
 
 class _ZeroPadding(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        axis: str,
-        size: int,
-        dim: int,
-        blocks: list[int],
-        units: int,
-        forward: bool,
-        backward: bool,
-    ) -> Tensor:
-        ctx.facts = axis, size, dim, blocks, units, backward
-        return _zeroed(x, axis, size, dim, blocks, units) if forward else x.view_as(x)
+    def forward(ctx: Any, x: Tensor, where: tuple[Any, ...], forward: bool, fill: float) -> Tensor:
+        ctx.where = where
+        return _filled(x, *where, fill) if forward else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        *where, backward = ctx.facts
-        return _zeroed(grad, *where) if backward else grad, *[None] * 7
+        return _filled(grad, *ctx.where, 0.0), None, None, None
 
 
-def _zeroed(x: Tensor, axis: str, size: int, dim: int, blocks: list[int], units: int) -> Tensor:
+def _filled(x: Tensor, axis: str, size: int, dim: int, blocks: list[int], units: int, fill: float) -> Tensor:
     if units % size == 0:
         return x.clone()
     real = real_rows(blocks, axis, size, units, cropped_size(x.shape[dim] * size, units, size), x.device)
-    return torch.where(real.view(-1, *[1] * (x.dim() - 1 - dim)), x, torch.zeros_like(x))
+    return torch.where(real.view(-1, *[1] * (x.dim() - 1 - dim)), x, torch.full_like(x, fill))

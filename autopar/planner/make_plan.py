@@ -23,6 +23,7 @@ from autopar.ir.signature import InputSpec
 from autopar.ops.kernels import expected_kernel
 from autopar.ops.kernels.chips import MODERN
 from autopar.ops.mask_spec import MaskSpec
+from autopar.ops.padded_pieces import shares_text
 from autopar.options import Options
 from autopar.plan import UNCLEAR, ParameterPlan, Plan, Stream, graph_digest
 from autopar.planner.batch_dims import decide_batch_dims
@@ -203,16 +204,17 @@ def _expert_shard(node: Node, ranks: int) -> Shard:
 
 def _of_expert(node: Node, mesh: Mesh, axis: str) -> ParameterPlan:
     shard = _expert_shard(node, mesh.size(axis))
-    return ParameterPlan(shard, shard, f"experts are sharded on {axis}; each rank has its own")
+    padded = f"; {shares_text(shard.units, mesh.size(axis))}" if shard.units else ""
+    return ParameterPlan(shard, shard, f"experts are sharded on {axis}; each rank has its own{padded}")
 
 
 def _data_parallel(
     node: Node, axes: Mapping[str, ParameterPlan], options: Options, mesh: Mesh, axis: str, by_expert: str
 ) -> ParameterPlan:
     """A parameter on an axis whose ranks have different samples or tokens. DDP: replicated, the gradient is
-    all-reduced. ZeRO: sharded on the first dim that divides, else on the largest, padded; gathered for use. Never sharded
-    on dp_replicate, whose ranks hold the same shards. ``by_expert``: for weights of experts, the axis that experts are sharded on: an axis
-    that shards before it must not shard the dim of experts."""
+    all-reduced. ZeRO: sharded on the first dim that divides, else on the largest, padded; gathered for use. Never
+    sharded on dp_replicate, whose ranks hold the same shards. ``by_expert``: for weights of experts, the axis that
+    experts are sharded on: an axis that shards before it must not shard the dim of experts."""
     if axis == by_expert:
         return _of_expert(node, mesh, axis)
     if axis == "dp_replicate":
@@ -234,7 +236,7 @@ def _data_parallel(
     dim = max(range(first, len(shape)), key=lambda d: shape[d], default=0)
     if len(shape) > first and shape[dim] > ranks:
         when = ONCE if options.gathers_once else EACH
-        padded = f"no dim of {tuple(shape)} divides over {ranks}: padded"
+        padded = f"no dim of {tuple(shape)} divides: {shares_text(shape[dim], ranks)}"
         return ParameterPlan(Shard(dim, units=shape[dim]), REPLICATE, f"{padded}; gathered {when}, gradients scattered")
     return ParameterPlan(INVARIANT, REPLICATE, f"no dim of {tuple(shape)} is as large as {ranks}; replicated")
 

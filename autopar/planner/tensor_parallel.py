@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from autopar.ir.graph import arguments, global_shape, is_call, module_path, reach, tensor_operands
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import REPLICATE, Shard
+from autopar.ops.padded_pieces import shares_text
 from autopar.ops.traits import PRODUCTS
 from autopar.plan import ParameterPlan, Stream
 from autopar.planner.factor_propagation import Analysis, Closure, Rejected, close_with_blocks
@@ -59,8 +60,9 @@ def plan_tensor_parallel(
 
 
 def _ordered(candidates: list[Closure], ranks: int) -> list[Closure]:
-    """Cheapest first; those that leave ranks without work, as 2 heads on 4 ranks do, after all others. A gathering closure comes before all others if it shards more weights than all closures that it
-    excludes: without gathering, only one weight of a recurrence can be sharded, on its other dim."""
+    """Cheapest first; those that leave ranks without work, as 2 heads on 4 ranks do, after all others. A gathering
+    closure comes before all others if it shards more weights than all closures that it excludes: without gathering,
+    only one weight of a recurrence can be sharded, on its other dim."""
 
     def first(closure: Closure) -> bool:
         others = (c for c in candidates if not c.gathered and _exclude(c, closure))
@@ -116,7 +118,9 @@ def _candidates(analysis: Analysis, names: dict[Node, str], out: TensorParallel)
 
 def _accept(analysis: Analysis, closure: Closure, names: dict[Node, str], out: TensorParallel) -> None:
     for parameter, shard in closure.parameters.items():
-        out.parameters[names[parameter]] = ParameterPlan(shard, shard, _reason(parameter, shard, closure))
+        padded = f"; {shares_text(shard.units, analysis.ranks)}" if shard.units else ""
+        reason = _reason(parameter, shard, closure) + padded
+        out.parameters[names[parameter]] = ParameterPlan(shard, shard, reason)
     out.contractions += list(closure.contractions)
     out.cut |= set(closure.facts)
     out.weight_pieces |= {node.name: shard for node, shard in closure.slices.items()}
@@ -205,6 +209,7 @@ def find_streams(
         uneven = size // count % mesh.size(axis) != 0
         shard = Shard(dim, (size // count,) * count, units=size // count if uneven else 0)
         reason = f"residual stream of {module_path(node) or node.name}"
+        reason += f"; {shares_text(shard.units, mesh.size(axis))}" if uneven else ""
         streams.append(Stream(node.name, dim, reason, axis, shard.blocks, shard.units))
         labels |= spread_label(node, shard, mesh, axis)
     return tuple(streams)

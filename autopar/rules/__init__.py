@@ -31,8 +31,8 @@ from autopar.rules.rule import Cat, Cut, Indivisible, Rule, RuleError, apply, ma
 from autopar.rules.table import RULES
 
 __all__ = [
-    "RULES", "Call", "Cat", "Cut", "Indivisible", "Rule", "RuleError", "apply", "gives_other_results", "has_rule", "local_shapes",
-    "matches", "operand_placements", "result_placements", "rule_of", "set_results", "type_of",
+    "RULES", "Call", "Cat", "Cut", "Indivisible", "Rule", "RuleError", "apply", "gives_other_results", "has_rule",
+    "local_shapes", "matches", "operand_placements", "result_placements", "rule_of", "set_results", "type_of",
 ]  # fmt: skip
 
 

@@ -112,9 +112,8 @@ class Rule:
     def _takes_padding(self, factor: str) -> bool:
         """Whether zeros in padded shards change nothing: tokens are sent to experts, as padding must not be, or to none
         of those that are padding; and where a factor is contracted, the op is linear in an operand that has it."""
-        rows, tokens, experts = self.rows
         if factor in self.rows:
-            return factor == experts
+            return factor == self.rows[-1]
         if factor in self.absorbed or all(factor in factors_of(dims) for dims in self.results):
             return True
         having = {i for i, dims in enumerate(self.operands) if dims is not None and factor in factors_of(dims)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from autopar.ops.padded_pieces import zero_padding
 from autopar.options import Options
 from autopar.passes.partition.zero_padding import ZeroPadding
 from autopar.testing.harness import check_model
+from tests.support.subjects import tiny
 from tests.support.uneven import ODD, odd
 
 LIMIT = 1e-10
@@ -85,10 +87,10 @@ def test_zeros_stand_where_padding_would_be_summed_and_nowhere_else() -> None:
     lines = [line.strip() for line in texts["zero_padding"].splitlines() if "zero_padding](" in line]
     assert len(lines) == 2, lines
     assert (
-        lines[0].startswith("%mul_0") and "(%mul, tp, 1, 1, [], 3, False, True)" in lines[0]
+        lines[0].startswith("%mul_0") and "(%mul, tp, 1, 1, [], 3, False, 0.0)" in lines[0]
     )  # scale's gradient is a sum
-    assert lines[1].startswith("%exp_0") and "(%exp, tp, 1, 1, [], 3, True, True)" in lines[1]  # exp(0) = 1
-    assert "(%exp, tp, 2, 1, [], 3, True, True)" in texts["lower_to_local"]
+    assert lines[1].startswith("%exp_0") and "(%exp, tp, 1, 1, [], 3, True, 0.0)" in lines[1]  # exp(0) = 1
+    assert "(%exp, tp, 2, 1, [], 3, True, 0.0)" in texts["lower_to_local"]
 
 
 def test_a_pair_of_products_needs_no_zeros_but_those_of_its_weights() -> None:
@@ -98,6 +100,15 @@ def test_a_pair_of_products_needs_no_zeros_but_those_of_its_weights() -> None:
     assert not calls_of(compiled.local.graph, zero_padding)
 
 
+def test_the_plan_says_who_has_how_much() -> None:
+    model, batch = odd("llama")
+    made = compile_model(model, batch, Mesh.of(tp=4), Options(), lift_to_float64=True, outputs=()).plan
+    said = {name: made.parameter(name, "tp").reason for name in made.parameters}
+    heads = "14 units over 4 ranks, padded: 4 on 3 ranks, 2"
+    assert said["model.layers.0.self_attn.q_proj.weight"].endswith(heads), said
+    assert said["lm_head.weight"].endswith("63 units over 4 ranks, padded: 16 on 3 ranks, 15"), said
+
+
 def test_what_divides_is_not_padded() -> None:
     texts = passed(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).double(), {"input": X["x"]}, "tp=2")
     assert "/8)" not in texts["zero_padding"] and "zero_padding" not in texts["zero_padding"]
@@ -105,10 +116,10 @@ def test_what_divides_is_not_padded() -> None:
 
 def test_without_the_zeros_the_sums_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    model = Sums().double()
-    assert check_model(model, X, Mesh.of(tp=2)).worst < LIMIT
+    model, batch = Between(FUNCTIONS["exponential"]).double(), {"x": X["x"][:, :1]}
+    assert check_model(model, batch, Mesh.of(tp=2)).worst < LIMIT
     monkeypatch.setattr(ZeroPadding, "apply", lambda self, gm, ctx: gm)
-    assert check_model(model, X, Mesh.of(tp=2)).worst > 1e-3
+    assert check_model(model, batch, Mesh.of(tp=2)).worst > 1e-3
 
 
 def test_labels_of_padding_are_refused() -> None:
@@ -175,6 +186,58 @@ def test_loss_and_gradients_are_those_of_one_process(
 @pytest.mark.parametrize(("mesh", "options", "tokens"), MESHES, ids=str)
 def test_all_models_on_all_meshes(name: str, mesh: str, options: dict[str, Any], tokens: int) -> None:
     check(name, mesh, options, tokens)
+
+
+class Between(nn.Module):
+    """A function between two products, of which padding would be nan or infinite, or have such a derivative."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(1, 7, bias=False), nn.Linear(7, 1), nn.Parameter(torch.rand(()))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.function(self.up(x), self.scale)
+        return (self.down(y) ** 2).sum() + y.mean()
+
+
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "root": lambda z, s: z.abs().sqrt() * s,
+    "logarithm": lambda z, s: z.abs().log() * s,
+    "inverse root": lambda z, s: z.abs().rsqrt() + s,
+    "zero by zero": lambda z, s: z / z.abs() * s,
+    "one by zero": lambda z, s: s / z + z,
+    "exponential": lambda z, s: z.exp() * s,
+    "by the padded": lambda z, s: z * (s / z),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_infinities_in_padding_go_nowhere(name: str) -> None:
+    torch.manual_seed(0)
+    model = Between(FUNCTIONS[name]).double()
+    found = check_model(model, {"x": torch.linspace(1, 3, 6, dtype=torch.float64).view(6, 1)}, Mesh.of(tp=4))
+    assert str(found.compiled.plan.parameter("up.weight", "tp").stored) == "S(0/7)" and found.worst < LIMIT
+
+
+EXPERTS = [
+    ("mixtral", 3, "ep=2", {}),
+    ("gpt_oss", 5, "ep=4", {}),  # none on the last rank
+    ("qwen3_moe", 5, "ep=2,tp=2", {"token_dispatcher": "allgather"}),
+    ("mixtral", 3, "dp=2,ep=2", {"zero": 3, "token_dispatcher": "alltoall"}),
+    ("mixtral", 3, "tp=2", {"expert_axis": "tp"}),
+]
+
+
+@pytest.mark.parametrize(("name", "experts", "mesh", "options"), EXPERTS, ids=str)
+def test_experts_that_do_not_divide(name: str, experts: int, mesh: str, options: dict[str, Any]) -> None:
+    layers = 0 if name == "gpt_oss" else 1  # of each kind
+    model, batch = tiny(name, layers=layers, num_experts=experts, num_local_experts=experts)
+    found = check_model(model, batch, Mesh.parse(mesh), Options(**options))
+    padded = [
+        str(p) for s in found.compiled.parameters for p in s.placements.values() if isinstance(p, Shard) and p.units
+    ]
+    assert f"S(0/{experts})" in padded and found.worst < LIMIT, str(found)
 
 
 def test_smoothed_labels_count_no_padding() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 import autopar
 from autopar.lift_to_float64 import LiftFloat32
 from tests.support.ranks import run_ranks
+from tests.support.subjects import tiny
 from tests.support.uneven import odd
 
 LIMIT = 1e-10
@@ -112,6 +113,19 @@ def test_more_steps_are_those_of_one_process(
     on_ranks(name, sizes, options, tokens)
 
 
+def loads() -> list[list[int]]:
+    model, batch = tiny("mixtral", layers=1, num_experts=3, num_local_experts=3)
+    mesh = autopar.init_mesh("cpu", 60.0, ep=2)
+    parallel = autopar.parallelize(model, mesh, lift_to_float64=True)
+    parallel.train_step(**mine(batch, mesh))
+    return [count.tolist() for count in parallel.expert_load().values()]
+
+
+def test_counts_are_of_the_experts_that_exist() -> None:
+    (counts,), other = run_ranks(2, loads)
+    assert [counts] == other and len(counts) == 3 and sum(counts) == 8 * 16 * 2
+
+
 # --- files ----------------------------------------------------------------------------------------------------
 
 
@@ -205,4 +219,5 @@ def stepped(kind: str) -> float:
 
 @pytest.mark.parametrize("kind", ["adafactor", "muon"])
 def test_optimizers_of_whole_matrices(kind: str) -> None:
-    assert max(run_ranks(2, stepped, kind)) < (1e-8 if kind == "adafactor" else 1e-4), kind  # Muon steps in bfloat16
+    # Adafactor divides gradients of zero, as those of biases of keys, by their own size; Muon steps in bfloat16
+    assert max(run_ranks(2, stepped, kind)) < (1e-6 if kind == "adafactor" else 1e-4), kind

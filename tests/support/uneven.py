@@ -29,7 +29,9 @@ ODD: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48},
     "gpt_oss": {"num_attention_heads": 6, "num_key_value_heads": 3},
-    "deepseek_v3": {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "hidden_size": 24, "moe_intermediate_size": 33},
+    "deepseek_v3": {
+        "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "hidden_size": 24, "moe_intermediate_size": 33,
+    },
 }  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """zero_padding: no row of padding reaches a sum.
 
 Consumes    a global graph with placements, of which some are padded (`autopar.ir.placement.Shard.units`).
-Guarantees  where an operator sums over a padded dim, in the forward or in the gradient of an operand that lacks it, every
-            operand and the gradient of the result are zero in the padding.
+Guarantees  where an operator sums over a padded dim, in the forward or in the gradient of an operand that lacks it,
+            every operand and the gradient of the result are zero in the padding.
 Leaves      everything else: what is zero already (shards of weights, slices, what is computed linearly from them, and
             gradients that come through such weights) gets no node. A graph without padding does not change.
 
@@ -15,7 +15,7 @@ its padding (`autopar.ops.vocab_parallel`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +34,7 @@ from autopar.ir.graph import (
 from autopar.ir.meta import inherit
 from autopar.ir.placement import Shard
 from autopar.ops.padded_pieces import zero_padding
-from autopar.ops.traits import FILLED
+from autopar.ops.traits import FILLED, PRODUCTS
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import Pass
 from autopar.rules import Cut, Rule, has_rule, operand_placements, result_placements, rule_of
@@ -48,6 +48,9 @@ KEEP_ZERO = {
     aten.elu.default, aten.selu.default, aten.mish.default, aten.hardswish.default, aten.hardtanh.default,
     aten.relu6.default, aten.celu.default, aten.sin.default, aten.erf.default, aten.square.default,
 }  # fmt: skip
+
+
+MULTIPLY = PRODUCTS | {aten.mul.Tensor}  # nothing but sums of products of their operands
 
 
 class ZeroPadding(Pass):
@@ -148,9 +151,20 @@ class _Zeros:
         call = self.calls.get(node.args[0] if index is not None else node)  # type: ignore[arg-type]
         if call is None:
             return False
-        if node.target in KEEP_ZERO or is_call(call.node, ours.attention.default):  # linear in v
-            return call.operands[2 if len(call.operands) > 2 else 0] in self.zero and not index
-        return any(all(call.given[i] and call.operands[i] in self.zero for i in kept) for kept in call.rule.linear)
+        if node.target in KEEP_ZERO or is_call(call.node, ours.attention.default):
+            return self._all_zero(call) and not index
+        return any(
+            all(call.given[i] and call.operands[i] in self.zero for i in kept) and self._others_are_finite(call, kept)
+            for kept in call.rule.linear
+        )
+
+    def _all_zero(self, call: _Padded) -> bool:
+        return all(x in self.zero for x, given in zip(call.operands, call.given) if given and _is_float(x))
+
+    def _others_are_finite(self, call: _Padded, kept: Collection[int]) -> bool:
+        """Whether what a call multiplies some operands by is finite in the padding: zero does not become nan."""
+        others = [x for i, (x, given) in enumerate(zip(call.operands, call.given)) if given and i not in kept]
+        return all(not _is_float(x) or (call.node.target in MULTIPLY and x in self.zero) for x in others)
 
     def _returns_zero(self, user: Node, value: Node) -> bool:
         """Whether the gradient that comes from a user is zero in the padding of a value."""
@@ -171,7 +185,7 @@ class _Zeros:
         if not all(self.gradient_is_zero.get(made, False) for made in results):
             return False
         if user.target in KEEP_ZERO or is_call(user, ours.attention.default):
-            return all(x in self.zero for x in call.operands[: 3 if len(call.operands) > 2 else 1])
+            return self._all_zero(call)
         return all(self._scales_by_finite(call, i) for i in at)
 
     def _ends_in_zero(self, call: _Padded, i: int) -> bool:
@@ -181,14 +195,12 @@ class _Zeros:
             return True
         if call.operands[i] not in self.zero:
             return True  # it goes through a `zero_padding`
-        return any(given and j != i for j, given in enumerate(call.given))
+        return call.node.target in PRODUCTS and any(given and j != i for j, given in enumerate(call.given))
 
     def _scales_by_finite(self, call: _Padded, i: int) -> bool:
         if not any(i in kept for kept in call.rule.linear):
             return False
-        together = call.jointly(i)
-        return all(not given or x in self.zero or j in together
-                   for j, (given, x) in enumerate(zip(call.given, call.operands)))  # fmt: skip
+        return self._others_are_finite(call, call.jointly(i))
 
     def _results(self, call: _Padded) -> list[Node]:
         """Results with padding."""
@@ -215,13 +227,14 @@ class _Zeros:
                 self._zero_gradient(made)
         together = set.intersection(*(call.jointly(i) for i in lacking))
         for i, given in enumerate(call.given):
-            if given and i not in together and call.operands[i].meta["val"].is_floating_point():
+            if given and i not in together and _is_float(call.operands[i]):
                 self._zero_operand(call, i)
 
     def _zero_operand(self, call: _Padded, i: int) -> None:
         x = call.operands[i]
-        if x not in self.zero:
-            new = self._made(x, call.node, forward=True)
+        divides = call.node.target is aten.div.Tensor and i == 1  # by one: zero would make nan of a gradient of zero
+        if x not in self.zero or divides:
+            new = self._made(x, call.node, forward=True, fill=float(divides))
             call.node.replace_input_with(x, new)
             call.operands = [new if y is x else y for y in call.operands]
 
@@ -233,16 +246,21 @@ class _Zeros:
         if x in self.zero:
             self.zero.add(new)
 
-    def _made(self, x: Node, before: Node, forward: bool) -> Node:
+    def _made(self, x: Node, before: Node, forward: bool, fill: float = 0.0) -> Node:
         p = placement(x, self.axis)
         assert isinstance(p, Shard)
-        args = (x, self.axis, 1, p.dim, list(p.blocks), p.units, forward, True)
+        args = (x, self.axis, 1, p.dim, list(p.blocks), p.units, forward, fill)
         new = insert_call(before, zero_padding, args, like=x, val=x.meta["val"], name=f"{x.name}_0")
         inherit(new, x, ["placements"])
         set_placement(new, self.axis, p)
-        if forward:
+        if forward and not fill:
             self.zero.add(new)
         return new
+
+
+def _is_float(x: Node) -> bool:
+    dtype: torch.dtype = x.meta["val"].dtype
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _lacking(call: _Padded) -> list[int]:

@@ -31,8 +31,8 @@ DRAWS = (ours.dropout.default, ours.random.default)
 
 def plan_experts(gm: GraphModule, mesh: Mesh, options: Options, axis: str) -> dict[str, ExpertPlan]:
     """Name of a dispatch -> its plan: the token dispatcher that was asked for, or the fastest by estimate, with experts
-    sharded on ``axis`` ("": not sharded). Raises ValueError for a model without experts, and for fewer
-    experts than ranks."""
+    sharded on ``axis`` ("": not sharded). Experts that do not divide are padded. Raises ValueError for a model
+    without experts."""
     if not axis:
         return {}
     ranks, found = mesh.size(axis), dispatches(gm)

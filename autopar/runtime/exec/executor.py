@@ -34,7 +34,7 @@ from autopar.ops.value_checks import take_notes
 from autopar.runtime.comm.p2p import AXIS, Channels
 from autopar.runtime.exec.buffer_updates import BufferUpdates
 from autopar.runtime.exec.cuda_graphs import RecordedStep, Result, why_not
-from autopar.runtime.exec.expert_stats import ExpertLoad, layers_of_experts
+from autopar.runtime.exec.expert_stats import ExpertLoad, layers_of_experts, padded_experts
 from autopar.runtime.exec.finalize_step import StepFinalizer
 from autopar.runtime.exec.global_statistics import pre_pass_links
 from autopar.runtime.exec.instructions import BoundAction, Program
@@ -330,7 +330,8 @@ class Executor:
             part = self.order.part_of(action.stage)
             if part not in self._experts:
                 self._experts[part] = layers_of_experts(self.compiled.pipeline.parts[part].forward.graph)
-            self.load.add(self._experts[part], found, axis_of_experts(self.compiled.plan.experts))
+            axis = axis_of_experts(self.compiled.plan.experts)
+            self.load.add(self._experts[part], found, axis, padded_experts(self.compiled.local, axis))
         return start
 
 
