@@ -90,14 +90,15 @@ class _ZeroPadding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, where: tuple[Any, ...], forward: bool, fill: float) -> Tensor:
         ctx.where = where
-        return _filled(x, *where, fill) if forward else x.view_as(x)
+        return _filled(x, where, fill) if forward else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _filled(grad, *ctx.where, 0.0), None, None, None
+        return _filled(grad, ctx.where, 0.0), None, None, None
 
 
-def _filled(x: Tensor, axis: str, size: int, dim: int, blocks: list[int], units: int, fill: float) -> Tensor:
+def _filled(x: Tensor, where: tuple[Any, ...], fill: float) -> Tensor:
+    axis, size, dim, blocks, units = where
     if units % size == 0:
         return x.clone()
     real = real_rows(blocks, axis, size, units, cropped_size(x.shape[dim] * size, units, size), x.device)

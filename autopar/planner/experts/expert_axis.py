@@ -70,7 +70,8 @@ def routing_of(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> tuple
     parts = ranks if axis == "tp" and cuts_tokens(axis, options) else 1
     limited = router_groups(dispatch)
     padded = -(-experts // ranks) * ranks  # with those that no token chooses
-    limited = limited if padded % (limited[0] if limited else 1) == 0 else ()
+    if padded % limited[0]:
+        limited = (1, 1)
     return Routing(padded, min(top, experts), ranks, per_node, *limited), math.ceil(
         _tokens(dispatch, mesh, options) / parts
     )
