@@ -37,7 +37,8 @@ class Stream:
     """Values that are sharded on an axis along their sequence: where they start, the dim, and its blocks.
 
     axis tp: a residual stream under sequence parallelism, from the value ``node``. axis cp: the tokens of an attention,
-    from its operand ``node`` ("attention_1.q"). ``blocks`` as in `autopar.ir.placement.Shard`; their ratios count.
+    from its operand ``node`` ("attention_1.q"). ``blocks`` as in `autopar.ir.placement.Shard`; their ratios count; so
+    ``units``.
     """
 
     node: str
@@ -45,6 +46,7 @@ class Stream:
     reason: str = ""
     axis: str = "tp"
     blocks: tuple[int, ...] = ()
+    units: int = 0
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,8 @@ class Plan:
             lines.append(f"  input {name:<54} {shown}{self._batch_of(name)}")
         for s in self.streams:
             blocks = f"; {','.join(map(str, s.blocks))}" if s.blocks else ""
-            lines.append(f"  stream from {s.node:<48} {s.axis}: S({s.dim}{blocks})  {s.reason}")
+            units = f"/{s.units}" if s.units else ""
+            lines.append(f"  stream from {s.node:<48} {s.axis}: S({s.dim}{units}{blocks})  {s.reason}")
         for node, a in self.attention.items():
             lines.append(f"  attention {node:<50} cp: forward {a.forward}, backward {a.backward}  {a.reason}")
         for node, e in self.experts.items():
@@ -280,6 +283,8 @@ def _renamed(value: Any) -> Any:
     if "slices" in value and "weight_pieces" not in value:
         value = {"weight_pieces" if name == "slices" else name: v for name, v in value.items()}
     added = {"loss_gradients": "", "draws": False}
+    if isinstance(streams := value.get("streams"), list):
+        value = value | {"streams": [{"units": 0, **s} if isinstance(s, dict) else s for s in streams]}
     return {"experts": {}, "shares": [], "checkpoints": [], "loss_chunks": 0, **added, **value}
 
 

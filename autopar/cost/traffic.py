@@ -57,17 +57,23 @@ def transfer(node: Node, mesh: Mesh) -> Transfer | None:
     args = arguments(node)
     axis = str(args["axis"])
     n = mesh.size(axis)
-    whole = {"all_gather": nbytes(node), "all_to_all": nbytes(node) * n, "all_to_all_rows": nbytes(node) * n}.get(
-        kind, nbytes(args["x"])
-    )
+    if kind == "all_reduce":
+        whole = nbytes(args["x"])
+    elif kind == "all_gather":
+        whole = nbytes(args["x"]) * n
+    else:  # its result is a piece, padding included; rows: as many are received as sent, if routing is even
+        whole = nbytes(node) * n
+    if kind == "all_to_all":  # sent in pieces of the result, of what are pieces of the operand
+        whole = max(whole, nbytes(args["x"]) * n)
     return Transfer(axis, kind, collective_bytes(kind, whole, n))
 
 
 def _whole_of_conversion(node: Node, axis: str, mesh: Mesh) -> int:
     """Bytes of the value, replicated on ``axis`` and sharded on the other axes."""
     if is_call(node, exchange):
-        _, _, dst = conversion_of(node)
-        return nbytes(node) * (mesh.size(axis) if isinstance(dst, Shard) else 1)
+        _, src, dst = conversion_of(node)
+        made = nbytes(node) * (mesh.size(axis) if isinstance(dst, Shard) else 1)
+        return max(made, nbytes(node.args[0]) * mesh.size(axis)) if isinstance(src, Shard) else made  # type: ignore[arg-type]
     others = [a for a in mesh.cut_order if a != axis and isinstance(placement(node, a), Shard)]
     whole = math.prod(global_shape(node)) * node.meta["val"].dtype.itemsize
     return whole // math.prod(mesh.size(a) for a in others)

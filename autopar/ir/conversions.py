@@ -118,7 +118,8 @@ def run_conversion(x: torch.Tensor, axis: str, size: int, src: Placement, dst: P
         return ops.all_reduce(x, axis, "sum")
     if kind == "all_to_all":
         assert isinstance(src, Shard) and isinstance(dst, Shard)
-        return ops.all_to_all(x, src.dim, list(src.blocks), dst.dim, list(dst.blocks), axis, size)
+        units = (src.units, dst.units) if src.units or dst.units else ()
+        return ops.all_to_all(x, src.dim, list(src.blocks), dst.dim, list(dst.blocks), axis, size, *units)
     piece = src if kind in ("all_gather", "pad") else dst
     assert isinstance(piece, Shard)
     op = {
@@ -127,4 +128,4 @@ def run_conversion(x: torch.Tensor, axis: str, size: int, src: Placement, dst: P
         "slice": ops.shard_slice,
         "pad": ops.shard_pad,
     }
-    return op[kind](x, piece.dim, list(piece.blocks), axis, size)
+    return op[kind](x, piece.dim, list(piece.blocks), axis, size, *([piece.units] if piece.units else []))

@@ -13,6 +13,8 @@ the transpose of a -> b is dual(b) -> dual(a).
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +23,7 @@ from fractions import Fraction
 
 import torch
 
+from autopar.ops.padded_pieces import crop_blocks, pad_blocks, padded_size, rows_per_rank
 from autopar.spelling import did_you_mean
 
 
@@ -36,11 +39,16 @@ class Shard:
 
     ``routed``: the rows of a rank are those that were routed to its experts; their number is known at run time. Shapes
     assume an even share for each rank. No conversion leads to or from such shards.
+
+    ``units``: for sizes that do not divide. Each block consists of so many equal units (14 heads, 63 words), which stay
+    whole. A rank holds n of them, rounded up, and the last ranks what is left; in graphs their shards are *padded* to n
+    units, so that all ranks have one shape. 0: every block divides over the ranks.
     """
 
     dim: int
     blocks: tuple[int, ...] = ()
     routed: bool = False
+    units: int = 0
 
     def __post_init__(self) -> None:
         assert self.dim >= 0, "Shard.dim counts from the front"
@@ -50,7 +58,8 @@ class Shard:
     def __str__(self) -> str:
         if self.routed:
             return f"S({self.dim};routed)"
-        return f"S({self.dim})" if not self.blocks else f"S({self.dim};{_runs(self.blocks)})"
+        units = f"/{self.units}" if self.units else ""
+        return f"S({self.dim}{units})" if not self.blocks else f"S({self.dim}{units};{_runs(self.blocks)})"
 
 
 @dataclass(frozen=True)
@@ -104,14 +113,14 @@ def _runs(blocks: tuple[int, ...]) -> str:
 
 _RUNS = r"-?\d+(?:x\d+)?(?:,-?\d+(?:x\d+)?)*"
 _ROUTED = re.compile(r"S\((\d+);routed\)")
-_SHARD = re.compile(rf"S\((\d+)(?:;(?:({_RUNS})|\(({_RUNS})\)x(\d+)))?\)")
+_SHARD = re.compile(rf"S\((\d+)(?:/(\d+))?(?:;(?:({_RUNS})|\(({_RUNS})\)x(\d+)))?\)")
 
 
 _MOST_BLOCKS = 2**24  # more than any dim has; a typo would take all memory
 
 
 def parse_placement(text: str) -> Placement:
-    """Inverse of ``str(placement)``: 'R', 'I', 'P', 'S(0)', 'S(0;32,16x2)', 'S(1;8,-8)', 'S(0;(8,-8)x2)'."""
+    """Inverse of ``str(placement)``: 'R', 'I', 'P', 'S(0)', 'S(0;32,16x2)', 'S(1;8,-8)', 'S(0;(8,-8)x2)', 'S(0/63)'."""
     fixed: dict[str, Placement] = {"R": REPLICATE, "I": INVARIANT, "P": PARTIAL}
     if text in fixed:
         return fixed[text]
@@ -119,13 +128,15 @@ def parse_placement(text: str) -> Placement:
         return Shard(int(routed[1]), routed=True)
     match = _SHARD.fullmatch(text)
     if not match:
-        raise ValueError(f"placement: expected R, I, P, S(dim) or S(dim;blocks), found {text!r}{_hint(text)}")
-    dim, plain, pattern, times = match.groups()
+        raise ValueError(
+            f"placement: expected R, I, P, S(dim), S(dim;blocks) or S(dim/units), found {text!r}{_hint(text)}"
+        )
+    dim, units, plain, pattern, times = match.groups()
     runs = [run.partition("x") for run in filter(None, (plain or pattern or "").split(","))]
     if sum(int(count or 1) for _, _, count in runs) * int(times or 1) > _MOST_BLOCKS:
         raise ValueError(f"placement: expected at most {_MOST_BLOCKS} blocks, found {text!r}")
     blocks = [int(size) for size, _, count in runs for _ in range(int(count or 1))]
-    return Shard(int(dim), tuple(blocks) * int(times or 1))
+    return Shard(int(dim), tuple(blocks) * int(times or 1), units=int(units or 0))
 
 
 def _hint(text: str) -> str:
@@ -201,32 +212,40 @@ def scaled_blocks(blocks: Sequence[int], size: int) -> tuple[int, ...]:
 
 
 def check_shard(size: int, placement: Shard, ranks: Pieces) -> None:
-    """Well-formed: blocks sum to the dim, every block divides over the ranks."""
+    """Well-formed: blocks sum to the dim, every block divides over the ranks, or into the units."""
     blocks = [abs(b) for b in placement.blocks] or [size]
     if sum(blocks) != size:
         raise ValueError(f"placement: blocks of {placement} sum to {sum(blocks)}, the dim has size {size}")
-    bad = [b for b in blocks if b % ranks]
+    bad = [b for b in blocks if b % (placement.units or ranks)]
     if bad:
-        raise ValueError(f"placement: {placement} of size {size}: block of {bad[0]} does not divide over {ranks} ranks")
+        over = f"into {placement.units} units" if placement.units else f"over {ranks} ranks"
+        raise ValueError(f"placement: {placement} of size {size}: block of {bad[0]} does not divide {over}")
 
 
 def local_shape(shape: Iterable[int], placement: Placement, ranks: Pieces) -> tuple[int, ...]:
-    """Shape of one rank's shard."""
+    """Shape of one rank's shard in a graph, padding included."""
     out = list(shape)
     if isinstance(placement, Shard):
         check_shard(out[placement.dim], placement, ranks)
         size = out[placement.dim]
-        out[placement.dim] = size // ranks if isinstance(ranks, int) else int(size / ranks)
+        if placement.units:
+            assert isinstance(ranks, int), "token slices are not padded"
+            size = rows_per_rank(size, placement.units, ranks)
+        else:
+            size = size // ranks if isinstance(ranks, int) else int(size / ranks)
+        out[placement.dim] = size
     return tuple(out)
 
 
 def piece(value: torch.Tensor, placement: Placement, ranks: int, rank: int) -> torch.Tensor:
-    """Rank ``rank``'s shard of a global tensor (a view if there is one block)."""
+    """Rank ``rank``'s shard of a global tensor, padded with zeros (a view if there is one block, and no padding)."""
     if not isinstance(placement, Shard):
         return value
     check_shard(value.shape[placement.dim], placement, ranks)
+    value = pad_blocks(value, placement.dim, placement.blocks, placement.units, ranks)
+    blocks = [padded_size(abs(b), placement.units, ranks) * (1 if b > 0 else -1) for b in placement.blocks]
     parts, start = [], 0
-    for block in placement.blocks or (value.shape[placement.dim],):
+    for block in blocks or (value.shape[placement.dim],):
         rows = abs(block) // ranks
         parts.append(value.narrow(placement.dim, start + place_in_block(block, ranks, rank) * rows, rows))
         start += abs(block)
@@ -250,17 +269,18 @@ def join(pieces: list[torch.Tensor], placement: Placement) -> torch.Tensor:
         return torch.stack(pieces).sum(0)
     if not isinstance(placement, Shard):
         return pieces[0]
-    blocks = placement.blocks or (len(pieces) * pieces[0].shape[placement.dim],)
-    columns = zip(*(p.split([abs(b) // len(pieces) for b in blocks], placement.dim) for p in pieces))
+    dim, units, ranks = placement.dim, placement.units, len(pieces)
+    blocks = scaled_blocks(placement.blocks, ranks * pieces[0].shape[dim]) or (ranks * pieces[0].shape[dim],)
+    columns = zip(*(p.split([abs(b) // ranks for b in blocks], dim) for p in pieces))
     dealt = (column if b > 0 else reversed(column) for b, column in zip(blocks, columns, strict=True))
-    return torch.cat([part for column in dealt for part in column], placement.dim)
+    return crop_blocks(torch.cat([part for column in dealt for part in column], dim), dim, blocks, units, ranks)
 
 
 def nested_piece(
     value: torch.Tensor, placements: Placements, sizes: Mapping[str, Pieces], coordinate: Mapping[str, int]
 ) -> torch.Tensor:
-    """The shard of one mesh coordinate. ``sizes`` lists the axes in the order of sharding (`Mesh.cut_order`): each
-    axis shards the result of the axes before it."""
+    """The shard of one mesh coordinate, padding included. ``sizes`` lists the axes in the order of sharding
+    (`Mesh.cut_order`): each axis shards the result of the axes before it."""
     for axis, ranks in sizes.items():
         assert isinstance(ranks, int), f"axis {axis!r} has no equal shards"
         value = piece(value, placements.get(axis, INVARIANT), ranks, coordinate[axis])
@@ -273,3 +293,90 @@ def nested_shape(shape: Iterable[int], placements: Placements, sizes: Mapping[st
     for axis, ranks in sizes.items():
         out = local_shape(out, placements.get(axis, INVARIANT), ranks)
     return out
+
+
+# --- what is stored: shards without padding --------------------------------------------------------------
+
+Held = tuple[tuple[Shard, int, int], ...]  # (shard, number of ranks, rank) of each axis that shards a dim, in cut order
+
+
+@functools.lru_cache(4096)
+def held_positions(size: int, held: Held) -> torch.Tensor:
+    """[rows of a shard in graphs] int64: the global position of each row along a dim, -1 for padding."""
+    found = torch.arange(1, size + 1)
+    for shard, ranks, rank in held:
+        found = piece(found, dataclasses.replace(shard, dim=0), ranks, rank)
+    return found - 1
+
+
+@functools.lru_cache(4096)
+def real_runs(size: int, held: Held) -> tuple[tuple[int, int], ...]:
+    """(first row, rows) of each run of rows that are no padding, in the shard that graphs have."""
+    real = (held_positions(size, held) >= 0).to(torch.int8)
+    edges = torch.diff(real, prepend=real.new_zeros(1), append=real.new_zeros(1)).nonzero()[:, 0].tolist()
+    return tuple((start, end - start) for start, end in zip(edges[::2], edges[1::2], strict=True))
+
+
+def _held_by_dim(
+    placements: Placements, sizes: Mapping[str, Pieces], coordinate: Mapping[str, int]
+) -> dict[int, list[tuple[Shard, int, int]]]:
+    """Of the dims that have padding."""
+    found: dict[int, list[tuple[Shard, int, int]]] = {}
+    for axis, ranks in sizes.items():
+        p = placements.get(axis)
+        if isinstance(p, Shard) and isinstance(ranks, int):
+            found.setdefault(p.dim, []).append((p, ranks, coordinate[axis]))
+    return {dim: held for dim, held in found.items() if any(p.units % ranks for p, ranks, _ in held)}
+
+
+def without_padding(
+    x: torch.Tensor,
+    shape: Sequence[int],
+    placements: Placements,
+    sizes: Mapping[str, Pieces],
+    coordinate: Mapping[str, int],
+) -> torch.Tensor:
+    """The stored shard of a global tensor of ``shape``, from the one that graphs have: a view if its rows are
+    consecutive."""
+    for dim, held in _held_by_dim(placements, sizes, coordinate).items():
+        runs = real_runs(shape[dim], tuple(held)) or ((0, 0),)
+        parts = [x.narrow(dim, start, rows) for start, rows in runs]
+        x = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+    return x
+
+
+def with_padding(
+    x: torch.Tensor,
+    shape: Sequence[int],
+    placements: Placements,
+    sizes: Mapping[str, Pieces],
+    coordinate: Mapping[str, int],
+) -> torch.Tensor:
+    """The inverse of `without_padding`: a copy where this rank's shard has padding, which is zero."""
+    for dim, held in _held_by_dim(placements, sizes, coordinate).items():
+        local = list(x.shape)
+        local[dim] = len(held_positions(shape[dim], tuple(held)))
+        if local[dim] != x.shape[dim]:
+            runs, padded = real_runs(shape[dim], tuple(held)), x.new_zeros(local)
+            for (start, rows), part in zip(runs, x.split([rows for _, rows in runs], dim) if runs else ()):
+                padded.narrow(dim, start, rows).copy_(part)
+            x = padded
+    return x
+
+
+def stored_piece(
+    value: torch.Tensor, placements: Placements, sizes: Mapping[str, Pieces], coordinate: Mapping[str, int]
+) -> torch.Tensor:
+    """What a rank stores of a global tensor: its shard without padding."""
+    found = nested_piece(value, placements, sizes, coordinate)
+    return without_padding(found, value.shape, placements, sizes, coordinate)
+
+
+def stored_shape(
+    shape: Sequence[int], placements: Placements, sizes: Mapping[str, Pieces], coordinate: Mapping[str, int]
+) -> tuple[int, ...]:
+    """The shape of `stored_piece`."""
+    out = list(nested_shape(shape, placements, sizes))
+    for dim, held in _held_by_dim(placements, sizes, coordinate).items():
+        out[dim] = sum(rows for _, rows in real_runs(shape[dim], tuple(held)))
+    return tuple(out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from autopar import ops as ops  # registers the operators that adapters put into
 from autopar.capture.module_state.assigned import Assignment, BufferAlias
 from autopar.capture.trace.export import unflatten
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Placement, nested_shape
+from autopar.ir.placement import Placement, Shard, nested_shape, stored_shape, with_padding, without_padding
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,25 @@ class ParameterSpec:
     ranks: tuple[int, ...] = (0,)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """Shape of one rank's shard."""
+        """Shape of one rank's shard in graphs, padding included."""
         return nested_shape(self.shape, self.placements, mesh.cut_order)
+
+    def stored_shape(self, mesh: Mesh, coordinate: Mapping[str, int]) -> tuple[int, ...]:
+        """Shape of the shard that the rank at a coordinate stores."""
+        return stored_shape(self.shape, self.placements, mesh.cut_order, coordinate)
+
+    def padded(self, x: torch.Tensor, mesh: Mesh, coordinate: Mapping[str, int]) -> torch.Tensor:
+        """The shard that graphs take, from the stored one of the rank at a coordinate: a copy if it has padding."""
+        return with_padding(x, self.shape, self.placements, mesh.cut_order, coordinate)
+
+    def cropped(self, x: torch.Tensor, mesh: Mesh, coordinate: Mapping[str, int]) -> torch.Tensor:
+        """The inverse of `padded`, for a gradient."""
+        return without_padding(x, self.shape, self.placements, mesh.cut_order, coordinate)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether shards of some ranks have padding in graphs."""
+        return any(isinstance(p, Shard) and p.units for p in self.placements.values())
 
     def nbytes(self, mesh: Mesh | None = None) -> int:
         """Bytes of the global tensor, or of one rank's shard when a mesh is given."""

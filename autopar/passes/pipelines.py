@@ -13,6 +13,7 @@ from autopar.passes.partition.lower_to_local import LowerToLocal
 from autopar.passes.partition.place_token_slices import PlaceTokenSlices
 from autopar.passes.partition.propagate_placements import PropagatePlacements
 from autopar.passes.partition.slice_early import SliceEarly
+from autopar.passes.partition.zero_padding import ZeroPadding
 from autopar.passes.step.bucket_gathers import BucketGathers
 from autopar.passes.step.bucket_gradients import BucketGradients
 from autopar.passes.step.early_exchanges import EarlyExchanges
@@ -27,6 +28,7 @@ PLACEMENT_PASSES: tuple[Pass, ...] = (
     PlaceTokenSlices(),
     PropagatePlacements(),
     SliceEarly(),
+    ZeroPadding(),
     LowerToLocal(),
 )
 STEP_PASSES: tuple[Pass, ...] = (

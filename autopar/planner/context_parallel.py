@@ -87,7 +87,7 @@ def _can_be_cut(node: Node, ranks: int, plan: ContextPlan, longest: int) -> bool
     if queries == keys and queries > max(1, longest):
         raise ValueError(
             f'context_parallel: sequence length {queries} of {describe(node)} does not divide over axis "{AXIS}" of '
-            f"size {ranks}; pad to {-(-queries // ranks) * ranks}"
+            f'size {ranks}; pad to {-(-queries // ranks) * ranks}, as parallelize(padding="bucket") does'
         )
     plan.notes.append((node.name, f"replicated on {AXIS}: {bad[0]} tokens do not divide over {ranks} ranks"))
     return False
@@ -124,11 +124,12 @@ def problem_of_call(node: Node, mesh: Mesh, options: Options) -> Problem:
     batch, heads, queries, width = global_shape(args["q"])
     _, kv_heads, keys, value_width = global_shape(args["v"])
     tp, parts = mesh.size("tp"), mesh.data_size * options.microbatches
-    cut = tp if kv_heads % tp == 0 else 1
+    group, tp = heads // kv_heads, tp if kv_heads > 1 else 1
+    kv_heads = -(-kv_heads // tp)  # with padding where they do not divide
     bias = args["bias"]
     rows = bias is not None and len(global_shape(bias)) > 1 and global_shape(bias)[-2] > 1
     return Problem(
-        batch=batch // parts if batch % parts == 0 else batch, heads=heads // cut, kv_heads=kv_heads // cut,
+        batch=batch // parts if batch % parts == 0 else batch, heads=kv_heads * group, kv_heads=kv_heads,
         queries=queries, keys=keys, width=width, value_width=value_width, dtype=args["q"].meta["val"].dtype,
         size=mesh.size(AXIS), mask=Mask(bool(args["causal"]), int(args["window"]), int(args["chunk"])),
         bias="" if bias is None else "rows" if rows else "columns",

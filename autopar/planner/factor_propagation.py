@@ -20,7 +20,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.meta import names_of_parameters
 from autopar.ir.placement import Shard
 from autopar.ops.traits import PRODUCTS
-from autopar.rules import Cat, Cut, Rule, RuleError, has_rule, rule_of
+from autopar.rules import Cat, Cut, Indivisible, Rule, RuleError, has_rule, rule_of
 
 # Slicing their result is free, and their operands stay replicated: kv heads repeated for more ranks than heads.
 BOUNDARIES = (torch.ops.aten.repeat_interleave.self_int,)
@@ -28,12 +28,15 @@ BOUNDARIES = (torch.ops.aten.repeat_interleave.self_int,)
 
 class Rejected(Exception):
     """The dim cannot be sharded; ``blocks`` lists block structures that may make it possible. ``clash``: a value would
-    be sharded in two ways, like the weight of a recurrence, whose product is multiplied by it once more."""
+    be sharded in two ways, like the weight of a recurrence, whose product is multiplied by it once more. ``size``: what
+    does not divide over the ranks, as heads or words."""
 
-    def __init__(self, reason: str, blocks: list[tuple[int, ...]] | None = None, clash: bool = False) -> None:
+    def __init__(
+        self, reason: str, blocks: list[tuple[int, ...]] | None = None, clash: bool = False, size: int = 0
+    ) -> None:
         super().__init__(reason)
         self.blocks = blocks or []
-        self.clash = clash
+        self.clash, self.size, self.sizes = clash, size, set[int]()
 
 
 @dataclass
@@ -123,22 +126,50 @@ def close_with_blocks(analysis: Analysis, parameter: Node, dim: int) -> Closure:
 
 
 def _with_some_blocks(analysis: Analysis, parameter: Node, dim: int, gathering: bool) -> Closure:
+    """What divides comes first; then sizes that were met and do not divide are tried as units, the largest first."""
+    size = global_shape(parameter)[dim]
+    found, met = _with_blocks(analysis, parameter, dim, gathering, 0), set[int]()
+    first = found
+    while isinstance(found, Rejected) and len(met) < 6:
+        sizes = found.sizes - met
+        if not sizes:
+            break
+        units = max(sizes)
+        met.add(units)
+        tried = _with_blocks(analysis, parameter, dim, gathering, units) if _pads(size, units, analysis.ranks) else None
+        if isinstance(tried, Closure):
+            return tried
+        found.sizes |= tried.sizes if tried is not None else set()
+    if isinstance(first, Rejected):
+        raise first
+    return first
+
+
+def _pads(size: int, units: int, ranks: int) -> bool:
+    """Whether a dim consists of such units, and shards of them are smaller than the whole."""
+    return size % units == 0 and units % ranks != 0 and -(-units // ranks) < units
+
+
+def _with_blocks(analysis: Analysis, parameter: Node, dim: int, gathering: bool, units: int) -> Closure | Rejected:
     size = global_shape(parameter)[dim]
     tried: list[tuple[int, ...]] = []
     waiting: list[tuple[int, ...]] = [()]
     first: Rejected | None = None
+    sizes: set[int] = set()
     while waiting and len(tried) < 8:
         blocks = waiting.pop(0)
         tried.append(blocks)
         try:
-            return close_over(analysis, parameter, Shard(dim, blocks), gathering)
+            return close_over(analysis, parameter, Shard(dim, blocks, units=units), gathering)
         except Rejected as rejected:
+            sizes |= {rejected.size} if rejected.size else set()
             first = rejected if first is None or first.blocks else first  # the last structure has the clearest reason
             for b in (_scaled(b, size) for b in rejected.blocks):
                 if b and b not in tried and b not in waiting:
                     waiting.append(b)
     assert first is not None
-    raise first
+    first.sizes = sizes
+    return first
 
 
 def _scaled(blocks: tuple[int, ...], size: int) -> tuple[int, ...]:
@@ -241,7 +272,8 @@ class _Search:
         try:
             return rule.completed(rule.cut_of(dims, shard, self.analysis.ranks))
         except RuleError as error:
-            raise Rejected(f"at {describe(call)}: {error}", suggestions(rule, dims, shard)) from None
+            size = error.size if isinstance(error, Indivisible) else 0
+            raise Rejected(f"at {describe(call)}: {error}", suggestions(rule, dims, shard), size=size) from None
 
     def _spread(self, call: Node, rule: Rule, cut: Cut) -> None:
         key = (call, *sorted(cut.items()))

@@ -23,6 +23,7 @@ from autopar.ir.signature import InputSpec
 from autopar.ops.kernels import expected_kernel
 from autopar.ops.kernels.chips import MODERN
 from autopar.ops.mask_spec import MaskSpec
+from autopar.ops.padded_pieces import shares_text
 from autopar.options import Options
 from autopar.plan import UNCLEAR, ParameterPlan, Plan, Stream, graph_digest
 from autopar.planner.batch_dims import decide_batch_dims
@@ -128,9 +129,9 @@ def _over_tp(
 ) -> TensorParallel:
     """Enter into ``parameters`` how each is sharded on tp, ``of_experts`` by expert. Raises ValueError if none is."""
     keep = {n: p.stored for n, name in names.items() if isinstance((p := _fixed(fixed, name, "tp")).stored, Shard)}
-    by_expert = {n: Shard(0) for n, name in names.items() if name in of_experts}
+    by_expert = {n: _expert_shard(n, mesh.size("tp")) for n, name in names.items() if name in of_experts}
     chosen = plan_tensor_parallel(Analysis(gm, mesh, "tp"), names, keep, by_expert)
-    chosen.parameters |= {names[n]: _of_expert("tp") for n in by_expert}
+    chosen.parameters |= {names[n]: _of_expert(n, mesh, "tp") for n in by_expert}
     for name, decision in chosen.parameters.items():
         parameters[name]["tp"] = decision
     if fixed is not None:
@@ -196,19 +197,26 @@ def _fixed(plan: Plan | None, name: str, axis: str) -> ParameterPlan:
     return plan.parameter(name, axis) if plan is not None else ParameterPlan()
 
 
-def _of_expert(axis: str) -> ParameterPlan:
-    return ParameterPlan(Shard(0), Shard(0), f"experts are sharded on {axis}; each rank has its own")
+def _expert_shard(node: Node, ranks: int) -> Shard:
+    experts = global_shape(node)[0]
+    return Shard(0, units=experts if experts % ranks else 0)
+
+
+def _of_expert(node: Node, mesh: Mesh, axis: str) -> ParameterPlan:
+    shard = _expert_shard(node, mesh.size(axis))
+    padded = f"; {shares_text(shard.units, mesh.size(axis))}" if shard.units else ""
+    return ParameterPlan(shard, shard, f"experts are sharded on {axis}; each rank has its own{padded}")
 
 
 def _data_parallel(
     node: Node, axes: Mapping[str, ParameterPlan], options: Options, mesh: Mesh, axis: str, by_expert: str
 ) -> ParameterPlan:
     """A parameter on an axis whose ranks have different samples or tokens. DDP: replicated, the gradient is
-    all-reduced. ZeRO: sharded on the first dim that divides, gathered for use. Never sharded on dp_replicate, whose
-    ranks hold the same shards. ``by_expert``: for weights of experts, the axis that experts are sharded on: an axis
-    that shards before it must not shard the dim of experts."""
+    all-reduced. ZeRO: sharded on the first dim that divides, else on the largest, padded; gathered for use. Never
+    sharded on dp_replicate, whose ranks hold the same shards. ``by_expert``: for weights of experts, the axis that
+    experts are sharded on: an axis that shards before it must not shard the dim of experts."""
     if axis == by_expert:
-        return _of_expert(axis)
+        return _of_expert(node, mesh, axis)
     if axis == "dp_replicate":
         return ParameterPlan(INVARIANT, REPLICATE, "the same on all replicas; gradients are summed")
     if not options.shards_parameters:
@@ -225,7 +233,12 @@ def _data_parallel(
         if size % ranks == 0 and dim >= first:
             when = ONCE if options.gathers_once else EACH
             return ParameterPlan(Shard(dim), REPLICATE, f"gathered {when}, gradients scattered")
-    return ParameterPlan(INVARIANT, REPLICATE, f"no dim of {tuple(shape)} divides over {ranks}; replicated")
+    dim = max(range(first, len(shape)), key=lambda d: shape[d], default=0)
+    if len(shape) > first and shape[dim] > ranks:
+        when = ONCE if options.gathers_once else EACH
+        padded = f"no dim of {tuple(shape)} divides: {shares_text(shape[dim], ranks)}"
+        return ParameterPlan(Shard(dim, units=shape[dim]), REPLICATE, f"{padded}; gathered {when}, gradients scattered")
+    return ParameterPlan(INVARIANT, REPLICATE, f"no dim of {tuple(shape)} is as large as {ranks}; replicated")
 
 
 def _inputs(gm: GraphModule, mesh: Mesh, microbatches: int, dims: BatchDims) -> dict[str, dict[str, Placement]]:

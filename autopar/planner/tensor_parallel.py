@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from autopar.ir.graph import arguments, global_shape, is_call, module_path, reach, tensor_operands
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import REPLICATE, Shard
+from autopar.ops.padded_pieces import shares_text
 from autopar.ops.traits import PRODUCTS
 from autopar.plan import ParameterPlan, Stream
 from autopar.planner.factor_propagation import Analysis, Closure, Rejected, close_with_blocks
@@ -38,13 +39,13 @@ def plan_tensor_parallel(
     """Choose closures greedily, least traffic per product first; each weight is sharded on one dim only.
 
     ``fixed``: placements of an earlier plan, which are kept. ``by_expert``: weights of experts that the axis shards by
-    expert. Raises ValueError if no attention has heads that divide.
+    expert.
     """
     out = TensorParallel()
     candidates = _candidates(analysis, names, out)
     total = sum(p.meta["val"].numel() for p in analysis.parameters)
     taken = fixed | by_expert
-    for closure in _ordered(candidates):
+    for closure in _ordered(candidates, analysis.ranks):
         if any(p in taken and taken[p] != s for p, s in closure.parameters.items()):
             continue
         if not closure.products and _size(closure) < LOOKUP_SHARE * total:
@@ -54,21 +55,36 @@ def plan_tensor_parallel(
         taken |= closure.parameters
         _accept(analysis, closure, names, out)
     if not fixed:
-        _check_heads(analysis, out)
+        _note_heads(analysis, out)
     return out
 
 
-def _ordered(candidates: list[Closure]) -> list[Closure]:
-    """Cheapest first. A gathering closure comes before all others if it shards more weights than all closures that it
-    excludes: without gathering, only one weight of a recurrence can be sharded, on its other dim."""
+def _ordered(candidates: list[Closure], ranks: int) -> list[Closure]:
+    """Cheapest first; those that leave ranks without work, as 2 heads on 4 ranks do, after all others. A gathering
+    closure comes before all others if it shards more weights than all closures that it excludes: without gathering,
+    only one weight of a recurrence can be sharded, on its other dim."""
 
     def first(closure: Closure) -> bool:
         others = (c for c in candidates if not c.gathered and _exclude(c, closure))
         return bool(closure.gathered) and _size(closure) > sum(map(_size, others))
 
     return sorted(
-        candidates, key=lambda c: (not first(c), not c.products, c.returns, c.traffic / (c.products or _size(c)))
-    )
+        candidates,
+        key=lambda c: (
+            not first(c), _leaves_idle(c, ranks), not c.products, c.returns,
+            c.traffic / (c.products or _size(c)) / _saved(c, ranks),
+        ),
+    )  # fmt: skip
+
+
+def _leaves_idle(closure: Closure, ranks: int) -> bool:
+    return any(0 < shard.units < ranks for shard in closure.parameters.values())
+
+
+def _saved(closure: Closure, ranks: int) -> float:
+    """Which part of its products sharding takes off a rank, padding counted."""
+    units = next(shard.units for shard in closure.parameters.values()) or ranks
+    return 1 - -(-units // ranks) / units
 
 
 def _exclude(a: Closure, b: Closure) -> bool:
@@ -102,7 +118,9 @@ def _candidates(analysis: Analysis, names: dict[Node, str], out: TensorParallel)
 
 def _accept(analysis: Analysis, closure: Closure, names: dict[Node, str], out: TensorParallel) -> None:
     for parameter, shard in closure.parameters.items():
-        out.parameters[names[parameter]] = ParameterPlan(shard, shard, _reason(parameter, shard, closure))
+        padded = f"; {shares_text(shard.units, analysis.ranks)}" if shard.units else ""
+        reason = _reason(parameter, shard, closure) + padded
+        out.parameters[names[parameter]] = ParameterPlan(shard, shard, reason)
     out.contractions += list(closure.contractions)
     out.cut |= set(closure.facts)
     out.weight_pieces |= {node.name: shard for node, shard in closure.slices.items()}
@@ -152,32 +170,19 @@ def _is_activation(analysis: Analysis, node: Node) -> bool:
     return any(x.op == "placeholder" and x not in analysis.parameters for x in reach([node]))
 
 
-def _check_heads(analysis: Analysis, out: TensorParallel) -> None:
-    """An attention whose heads do not divide is replicated, with a note. If that holds for all attentions with several
-    heads, the size of the axis is the user's mistake. Other reasons (one fused projection of many query heads and one
-    key head) are in the plan's notes."""
+def _note_heads(analysis: Analysis, out: TensorParallel) -> None:
+    """An attention whose heads do not divide, and could not be padded, is replicated, with a note. Other reasons (one
+    fused projection of many query heads and one key head) are in the plan's notes."""
     axis, ranks = analysis.axis, analysis.ranks
-    mistake, divided = "", False
     for node in analysis.gm.graph.nodes:
         if not is_call(node, torch.ops.autopar.attention.default):
             continue
         query = arguments(node)["q"]
-        if query not in analysis.from_parameter:
-            continue
         heads, kv_heads = global_shape(query)[1], global_shape(arguments(node)["k"])[1]
-        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
-        if query in out.cut or ranks in fitting:
-            divided = True
-            continue
-        found = f"{heads} heads ({kv_heads} kv heads) in {module_path(node) or 'the model'}"
-        out.notes.append((node.name, f"replicated on {axis}: {found} do not divide over {ranks} ranks"))
-        if heads > 1:
-            mistake = mistake or (
-                f"tensor_parallel: attention heads must divide over axis {axis!r} of size {ranks}, found {found}; "
-                f"choose a size from {fitting}"
-            )
-    if mistake and not divided:
-        raise ValueError(mistake)
+        divides = heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+        if query in analysis.from_parameter and query not in out.cut and not divides:
+            found = f"{heads} heads ({kv_heads} kv heads) in {module_path(node) or 'the model'}"
+            out.notes.append((node.name, f"replicated on {axis}: {found} do not divide over {ranks} ranks"))
 
 
 # --- residual streams: where sequence parallelism starts -----------------------------------------------
@@ -190,9 +195,8 @@ def find_streams(
 ) -> tuple[Stream, ...]:
     """One stream per residual stream: each partial result (..., sequence, width) that no earlier stream reaches.
 
-    ``chunks``: value -> the number of chunks into which another axis splits its sequence; each chunk is sharded.
-
-    Raises ValueError if a stream's sequence does not divide over the axis.
+    ``chunks``: value -> the number of chunks into which another axis splits its sequence; each chunk is sharded. What
+    does not divide is padded.
     """
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     labels: dict[Node, Shard] = {}
@@ -202,15 +206,10 @@ def find_streams(
             continue
         dim = len(global_shape(node)) - 2
         size, count = global_shape(node)[dim], chunks.get(node, 1)
-        pieces = mesh.size(axis) * count
-        if size % pieces:
-            raise ValueError(
-                f"sequence_parallel: sequence length {size} of the stream in {module_path(node) or node.name} does not "
-                f"divide over axis {axis!r} of size {mesh.size(axis)}{f' in {count} chunks' if count > 1 else ''}; pad "
-                f"to {-(-size // pieces) * pieces} or set sequence_parallel=False"
-            )
-        shard = Shard(dim, (size // count,) * count)
+        uneven = size // count % mesh.size(axis) != 0
+        shard = Shard(dim, (size // count,) * count, units=size // count if uneven else 0)
         reason = f"residual stream of {module_path(node) or node.name}"
-        streams.append(Stream(node.name, dim, reason, axis, shard.blocks))
+        reason += f"; {shares_text(shard.units, mesh.size(axis))}" if uneven else ""
+        streams.append(Stream(node.name, dim, reason, axis, shard.blocks, shard.units))
         labels |= spread_label(node, shard, mesh, axis)
     return tuple(streams)

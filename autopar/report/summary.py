@@ -83,7 +83,7 @@ def summarize(compiled: Compiled, model: str = "") -> dict[str, Any]:
         "parameters": parameter_rows(plan, compiled.parameters),
         "inputs": {name: {axis: str(p) for axis, p in axes.items()} for name, axes in plan.inputs.items()},
         "streams": [
-            {"node": s.node, "placement": f"{s.axis}:{Shard(s.dim, s.blocks)}", "reason": s.reason}
+            {"node": s.node, "placement": f"{s.axis}:{Shard(s.dim, s.blocks, units=s.units)}", "reason": s.reason}
             for s in plan.streams
         ],
         "shares": [dataclasses.asdict(share) for share in plan.shares],

@@ -27,12 +27,12 @@ from autopar.rules.call import Call
 from autopar.rules.custom_backward import TARGETS, type_of_part
 from autopar.rules.derived import DerivedRule, NoRule, text_of
 from autopar.rules.known_rules import known_results, known_rule
-from autopar.rules.rule import Cat, Cut, Rule, RuleError, apply, matches
+from autopar.rules.rule import Cat, Cut, Indivisible, Rule, RuleError, apply, matches
 from autopar.rules.table import RULES
 
 __all__ = [
-    "RULES", "Call", "Cat", "Cut", "Rule", "RuleError", "apply", "gives_other_results", "has_rule", "local_shapes",
-    "matches", "operand_placements", "result_placements", "rule_of", "set_results", "type_of",
+    "RULES", "Call", "Cat", "Cut", "Indivisible", "Rule", "RuleError", "apply", "gives_other_results", "has_rule",
+    "local_shapes", "matches", "operand_placements", "result_placements", "rule_of", "set_results", "type_of",
 ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from autopar.ir.graph import has_gradient
 from autopar.ir.placement import Shard
 from autopar.rules.call import Call, RuleFunction
-from autopar.rules.rule import Dims, Rule
+from autopar.rules.rule import UNITS, Dims, Rule
 
 UNARY = (frozenset({0}),)
 Factors = tuple[tuple[str, ...], ...]  # dims without concatenations
@@ -75,7 +75,7 @@ def einsum_rule(equation: str, names: str, bias: str = "") -> RuleFunction:
                 present = {f for dim in result for f in dim}
                 blocked = {f: why for d in dims for dim in d for f in dim if f not in present}
             dims.append((result[-1],))
-            sets = ()
+            sets = sets if call.relaxed else ()  # the bias will be split off
         return call.rule(dims, [result], blocked=blocked, linear=sets)
 
     return build
@@ -190,6 +190,7 @@ def filled(call: Call) -> Rule:
     if isinstance(placed, Shard) and dims[placed.dim]:
         (factor,) = dims[placed.dim]
         imposed = {factor: placed.blocks or (call.sizes[factor],)}
+        imposed |= {UNITS + factor: (placed.units,)} if placed.units else {}
     return call.rule([None for _ in call.operands], [dims], imposed=imposed)
 
 

@@ -74,7 +74,9 @@ def _spanning(equation: str, names: str, spanned: str = "") -> RuleFunction:
 
     def build(call: Call) -> Rule:
         rule = einsum_rule(equation, names)(call)
-        return replace(rule, blocked=dict.fromkeys(spanned, "the op spans it"), linear=UNARY)
+        padding = [None] * (len(call.operands) - len(rule.operands))  # which columns are none is each rank's own
+        operands = (*rule.operands, *padding)
+        return replace(rule, operands=operands, blocked=dict.fromkeys(spanned, "the op spans it"), linear=UNARY)
 
     return build
 

@@ -39,10 +39,20 @@ Dim = tuple[str, ...] | Cat
 Dims = tuple[Dim, ...]
 Cut = dict[str, tuple[int, ...]]  # the factors sharded on an axis, with the blocks of each, as in `Shard`
 ROUTED = "routed "  # prefix of a factor's name in a Cut: its shards are routed rows
+UNITS = "units "  # the same, with the units of a factor's blocks, if they are padded (`Shard.units`)
 
 
 class RuleError(Exception):
     """The placements do not fit the rule; the message says why."""
+
+
+class Indivisible(RuleError):
+    """``size``: of a factor, or of a block of it, that does not divide over the ranks, or into the units."""
+
+    def __init__(self, size: int, what: str, units: int, ranks: Pieces) -> None:
+        over = f"into {units} units" if units else f"over {ranks} ranks"
+        super().__init__(f"a size of {size}{what} does not divide {over}")
+        self.size = size
 
 
 @dataclass(frozen=True)
@@ -57,7 +67,8 @@ class Rule:
     (the row offsets of its tokens).
     ``one_block``: factors of which rank r must hold the r-th run of consecutive entries (the rows of a vocabulary).
     ``rows``: (rows sorted by expert, tokens, experts), of which an operator may lack tokens or experts ("").
-    Rows are sharded with their tokens, or, as routed ones, with their experts.
+    Rows are sharded with their tokens, or, as routed ones, with their experts. ``expert_units``: the number of experts,
+    if it does not divide over their axis.
     ``imposed``: what the plan wants sharded, whether or not operands have it or may be sharded.
     """
 
@@ -71,14 +82,15 @@ class Rule:
     addends: dict[int, str] = field(default_factory=dict)
     one_block: frozenset[str] = frozenset()
     rows: tuple[str, str, str] = ("", "", "")
+    expert_units: int = 0
     imposed: Cut = field(default_factory=dict)
 
     def cut_of(self, dims: Dims, shard: Shard, ranks: Pieces) -> Cut:
         """The factors that a Shard of a tensor with these dims shards. Raises RuleError if it shards none cleanly."""
         dim = dims[shard.dim]
         size = self.dim_size(dim)
-        blocks = shard.blocks or (size,)
-        cut = self._cut_cat(dim, blocks) if isinstance(dim, Cat) else self._cut_merged(dim, blocks, ranks)
+        blocks, parts = shard.blocks or (size,), shard.units or ranks
+        cut = self._cut_cat(dim, blocks) if isinstance(dim, Cat) else self._cut_merged(dim, blocks, parts)
         if cut is not None and shard.routed:
             cut |= {ROUTED + factor: () for factor in list(cut)}
         if cut is None:
@@ -88,14 +100,24 @@ class Rule:
                 raise RuleError(f"dim {shard.dim} of size {size} cannot be sharded: {self.blocked[factor]}")
             if factor in self.one_block and sizes != (self.sizes[factor],):
                 raise RuleError(f"{shard} shards blocks, but a rank must hold consecutive entries of {factor}")
-            if any(b % ranks for b in sizes):
-                raise RuleError(f"a size of {next(b for b in sizes if b % ranks)} does not divide over {ranks} ranks")
+            if any(b % parts for b in sizes):
+                raise Indivisible(next(b for b in sizes if b % parts), "", shard.units, ranks)
+            if shard.units and not self._takes_padding(factor):
+                raise RuleError("rows of padding would count as others do")
         for part in self._beside(cut):
-            if self.sizes[part] % ranks:
-                raise RuleError(
-                    f"a size of {self.sizes[part]}, concatenated with it, does not divide over {ranks} ranks"
-                )
-        return cut
+            if self.sizes[part] % parts:
+                raise Indivisible(self.sizes[part], ", concatenated with it,", shard.units, ranks)
+        return cut | {UNITS + factor: (shard.units,) for factor in cut} if shard.units else cut
+
+    def _takes_padding(self, factor: str) -> bool:
+        """Whether zeros in padded shards change nothing: tokens are sent to experts, as padding must not be, or to none
+        of those that are padding; and where a factor is contracted, the op is linear in an operand that has it."""
+        if factor in self.rows:
+            return factor == self.rows[-1]
+        if factor in self.absorbed or all(factor in factors_of(dims) for dims in self.results):
+            return True
+        having = {i for i, dims in enumerate(self.operands) if dims is not None and factor in factors_of(dims)}
+        return any(kept <= having for kept in self.linear)
 
     def _beside(self, cut: Cut) -> list[str]:
         """The other entries of concatenations of which some are sharded."""
@@ -105,7 +127,10 @@ class Rule:
 
     def completed(self, cut: Cut) -> Cut:
         """Sharding some entries of a concatenation shards the others too, each as one block."""
-        return self._with_rows(cut | {part: (self.sizes[part],) for part in self._beside(cut)})
+        units = next((given for name, given in cut.items() if name.startswith(UNITS)), None)
+        for part in self._beside(cut):
+            cut = cut | {part: (self.sizes[part],)} | ({UNITS + part: units} if units else {})
+        return self._with_rows(cut)
 
     def joined(self, cut: Cut, other: Cut) -> Cut | None:
         """The union of two cuts, if they agree on all factors that both name."""
@@ -123,6 +148,7 @@ class Rule:
         rows, tokens, experts = self.rows
         if rows and (experts in cut or ROUTED + rows in cut):
             cut |= {rows: (self.sizes[rows],), ROUTED + rows: ()}
+            cut |= {UNITS + experts: (self.expert_units,)} if self.expert_units else {}
             return cut | {experts: (self.sizes[experts],)} if experts else cut
         for given, other in ((rows, tokens), (tokens, rows)):
             if given in cut and other in self.sizes:
@@ -145,7 +171,7 @@ class Rule:
             cut[part] = tuple(taken)
         return cut
 
-    def _cut_merged(self, dim: tuple[str, ...], blocks: tuple[int, ...], ranks: Pieces) -> Cut | None:
+    def _cut_merged(self, dim: tuple[str, ...], blocks: tuple[int, ...], parts: Pieces) -> Cut | None:
         sizes = [self.sizes[f] for f in dim]
         fallback = None
         for i, factor in enumerate(dim):
@@ -156,7 +182,7 @@ class Rule:
             mine = tuple(b // inner for b in blocks[:period])
             if extent(mine) != sizes[i] or sizes[i] == 1:
                 continue
-            if all(b % ranks == 0 for b in mine):
+            if all(b % parts == 0 for b in mine):
                 return {factor: mine}
             fallback = fallback or {factor: mine}
         return fallback
@@ -168,7 +194,8 @@ class Rule:
                 if any(part in cut for part in dim.parts):
                     if not all(part in cut for part in dim.parts):
                         raise RuleError("only some operands of a concatenation are sharded")
-                    return Shard(position, tuple(b for part in dim.parts for b in cut[part]))
+                    (units,) = cut.get(UNITS + dim.parts[0], (0,))
+                    return Shard(position, tuple(b for part in dim.parts for b in cut[part]), units=units)
                 continue
             for i, factor in enumerate(dim):
                 if factor in cut:
@@ -176,7 +203,8 @@ class Rule:
                     inner = math.prod(self.sizes[f] for f in dim[i + 1 :])
                     if ROUTED + factor in cut:
                         return Shard(position, routed=True)
-                    return Shard(position, tuple(b * inner for b in cut[factor]) * outer)
+                    (units,) = cut.get(UNITS + factor, (0,))
+                    return Shard(position, tuple(b * inner for b in cut[factor]) * outer, units=units)
         return None
 
     def dim_size(self, dim: Dim) -> int:
@@ -202,6 +230,11 @@ class Rule:
         """Result placements under a cut."""
         whole = INVARIANT if any(f in self.absorbed for f in cut) else PARTIAL
         return [self.shard_of(dims, cut) or whole for dims in self.results]
+
+
+def factors_of(dims: Dims) -> set[str]:
+    """The names of all factors of a value."""
+    return {f for dim in dims for f in (dim.parts if isinstance(dim, Cat) else dim)}
 
 
 def apply(rule: Rule, operands: Sequence[Placement], gradients: Sequence[bool], ranks: Pieces) -> list[Placement]:

@@ -22,7 +22,8 @@ def stream_labels(gm: GraphModule, streams: tuple[Stream, ...], mesh: Mesh, axis
     for stream in streams:
         if stream.axis == axis:
             start = _start_of(stream, by_name)
-            shard = Shard(stream.dim, scaled_blocks(stream.blocks, shape_on(start, axis, mesh)[stream.dim]))
+            blocks = scaled_blocks(stream.blocks, shape_on(start, axis, mesh)[stream.dim])
+            shard = Shard(stream.dim, blocks, units=stream.units)
             for node, label in spread_label(start, shard, mesh, axis, inputs=axis == "cp").items():
                 labels.setdefault(node, label)
     return labels

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from torch.fx import Node
 
@@ -12,7 +13,7 @@ from autopar.ir.mesh import AXES
 from autopar.ir.placement import Shard, extent, repetitions, scaled_blocks
 from autopar.rules.builders import UNARY, broadcast_dims, named_dims, opaque
 from autopar.rules.call import Call
-from autopar.rules.rule import ROUTED, Cut, Dims, Rule, RuleError
+from autopar.rules.rule import ROUTED, UNITS, Cut, Dims, Rule, RuleError
 
 
 def embedding_rule(call: Call) -> Rule:
@@ -75,6 +76,12 @@ def layer_norm_rule(call: Call) -> Rule:
     return call.rule(operands, [dims], blocked=blocked)
 
 
+def zero_padding_rule(call: Call) -> Rule:
+    """(...) -> (...): each row of a piece, or zeros."""
+    dims = named_dims(call, call.result)
+    return call.rule([dims], [dims], linear=UNARY, keep_partial=True)
+
+
 def histc_rule(call: Call) -> Rule:
     """(...) -> (b). With given bounds, shards of the values give partial counts."""
     values, b = named_dims(call, call.shape("self")), call.factor("b", call.result[0])
@@ -122,7 +129,17 @@ def moe_dispatch_rule(call: Call) -> Rule:
         blocked |= {f: "tokens are gathered before sharded experts" for f in t}
     linked, imposed = _linked(rows, t, e if own else ()), _blocks_of(call, t)
     imposed |= {f: (call.sizes[f],) for f in e if own}
-    return call.rule([(t, h), (t, k)], [(rows, h), (rows,), (e,)], blocked=blocked, rows=linked, imposed=imposed)
+    units = _expert_units(call, e)
+    imposed |= {UNITS + f: (units,) for f in e if units}
+    made = [(rows, h), (rows,), (e,)]
+    return call.rule([(t, h), (t, k)], made, blocked=blocked, rows=linked, imposed=imposed, expert_units=units)
+
+
+def _expert_units(call: Call, e: tuple[str, ...]) -> int:
+    """`Rule.expert_units`."""
+    if call.experts is None or call.mesh is None:
+        return 0
+    return sum(call.sizes[f] for f in e if call.sizes[f] % call.mesh.size(call.axis))
 
 
 def _blocks_of(call: Call, t: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
@@ -155,7 +172,8 @@ def grouped_mm_rule(call: Call) -> Rule:
     weight: Dims = (e, i, o) if call.args["transposed"] else (e, o, i)
     sets, adds = (frozenset({0}), frozenset({1})), {2: "n"} if n else {}
     linked, blocked = _linked(n, (), e), _experts_blocked(call, e)
-    return call.rule([(n, i), weight, (e,)], [(n, o)], blocked=blocked, linear=sets, addends=adds, rows=linked)
+    how: dict[str, Any] = {"blocked": blocked, "addends": adds, "rows": linked, "expert_units": _expert_units(call, e)}
+    return call.rule([(n, i), weight, (e,)], [(n, o)], linear=sets, **how)
 
 
 def grouped_mm_by_offsets_rule(call: Call) -> Rule:
@@ -191,7 +209,8 @@ def grouped_bias_rule(call: Call) -> Rule:
     rows, width = call.shape("rows")
     n, o, e = call.factor("n", rows), call.factor("o", width), call.factor("e", call.shape("bias")[0])
     linked, blocked, adds = _linked(n, (), e), _experts_blocked(call, e), {2: "n"} if n else {}
-    return call.rule([(n, o), (e, o), (e,)], [(n, o)], blocked=blocked, addends=adds, rows=linked)
+    how: dict[str, Any] = {"blocked": blocked, "addends": adds, "rows": linked, "expert_units": _expert_units(call, e)}
+    return call.rule([(n, o), (e, o), (e,)], [(n, o)], **how)
 
 
 def _experts_blocked(call: Call, e: tuple[str, ...]) -> dict[str, str]:

@@ -248,6 +248,9 @@ class PackedRunner:
             return False
         self._versions = versions
         given = {name: x.detach() for name, x in self._weights.values().items()}
+        for spec in self.packed.parameters:
+            if spec.is_padded and spec.name in given:
+                given[spec.name] = spec.padded(given[spec.name], self.groups.mesh, self.groups.coordinate)
         for name, x in self.packed.constants.items():
             if name in given and not torch.equal(given[name], x.to(self.groups.device)):
                 raise ValueError(f"serve: the mask {name} has changed since the model was compiled; make a new server")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autopar.compile.model import compile_model
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import INVARIANT, Partial, Placement, Placements, join, nested_piece, piece
+from autopar.ir.placement import INVARIANT, Partial, Placement, Placements, join, nested_piece, piece, stored_piece
 from autopar.ir.signature import ParameterSpec
 from autopar.options import Options
 from autopar.steps.graphs import Compiled, StepGraph
@@ -209,9 +209,13 @@ class MeshRun:
         for rank, at in enumerate(self.mesh.coordinates()):
 
             def cut(spec: ParameterSpec, whole: Tensor, at: Mapping[str, int] = at) -> Tensor:
-                return nested_piece(whole, spec.placements, self.mesh.cut_order, at)
+                return stored_piece(whole, spec.placements, self.mesh.cut_order, at)
 
-            pieces = {name: of_ranks[rank] for name, of_ranks in gradients.items()}
+            specs = {p.name: p for p in self.compiled.parameters}
+            pieces = {
+                name: x if (x := of_ranks[rank]) is None else specs[name].cropped(x, self.mesh, at)
+                for name, of_ranks in gradients.items()
+            }
             found.append(compare_step(losses[rank], pieces, expected, self.compiled.parameters, cut))
         return found
 

@@ -100,19 +100,24 @@ def _all_reduce(xs: list[torch.Tensor], me: int, axis: str, op: str) -> torch.Te
     return stacked.sum(0) if op == "sum" else stacked.amax(0)
 
 
-def _all_gather(xs: list[torch.Tensor], me: int, dim: int, blocks: list[int], axis: str, size: int) -> torch.Tensor:
-    return join(xs, Shard(dim, scaled_blocks(blocks, xs[me].shape[dim] * size)))
+def _all_gather(
+    xs: list[torch.Tensor], me: int, dim: int, blocks: list[int], axis: str, size: int, units: int = 0
+) -> torch.Tensor:
+    return join(xs, Shard(dim, tuple(blocks), units=units))
 
 
-def _reduce_scatter(xs: list[torch.Tensor], me: int, dim: int, blocks: list[int], axis: str, size: int) -> torch.Tensor:
-    return piece(torch.stack(xs).sum(0), Shard(dim, scaled_blocks(blocks, xs[me].shape[dim])), size, me).clone(
-        memory_format=torch.contiguous_format
-    )
+def _reduce_scatter(
+    xs: list[torch.Tensor], me: int, dim: int, blocks: list[int], axis: str, size: int, units: int = 0
+) -> torch.Tensor:
+    return _shard_slice([torch.stack(xs).sum(0)] * size, me, dim, blocks, axis, size, units).clone()
 
 
-def _all_to_all(xs: Any, me: int, src: int, src_blocks: Any, dst: int, dst_blocks: Any, axis: str, size: int) -> Any:
-    whole = join(xs, Shard(src, scaled_blocks(src_blocks, xs[me].shape[src] * size)))
-    return piece(whole, Shard(dst, scaled_blocks(dst_blocks, whole.shape[dst])), size, me).contiguous()
+def _all_to_all(
+    xs: Any, me: int, src: int, src_blocks: Any, dst: int, dst_blocks: Any, axis: str, size: int,
+    src_units: int = 0, dst_units: int = 0,
+) -> Any:  # fmt: skip
+    whole = join(xs, Shard(src, tuple(src_blocks), units=src_units))
+    return _shard_slice([whole] * size, me, dst, dst_blocks, axis, size, dst_units)
 
 
 def _all_to_all_rows(xs: Any, me: int, splits: Any, back: bool, axis: str, size: int) -> torch.Tensor:
@@ -122,13 +127,18 @@ def _all_to_all_rows(xs: Any, me: int, splits: Any, back: bool, axis: str, size:
     return torch.cat([x.split(counts)[me] for x, counts in zip(xs, sent)])
 
 
-def _shard_slice(xs: list[torch.Tensor], me: int, dim: int, blocks: list[int], axis: str, size: int) -> torch.Tensor:
-    return piece(xs[me], Shard(dim, scaled_blocks(blocks, xs[me].shape[dim])), size, me).contiguous()
+def _shard_slice(
+    xs: list[torch.Tensor], me: int, dim: int, blocks: list[int], axis: str, size: int, units: int = 0
+) -> torch.Tensor:
+    x = xs[me]
+    return piece(x, Shard(dim, scaled_blocks(blocks, x.shape[dim]), units=units), size, me).contiguous()
 
 
-def _shard_pad(xs: list[torch.Tensor], me: int, dim: int, blocks: list[int], axis: str, size: int) -> torch.Tensor:
+def _shard_pad(
+    xs: list[torch.Tensor], me: int, dim: int, blocks: list[int], axis: str, size: int, units: int = 0
+) -> torch.Tensor:
     pieces = [xs[me] if r == me else torch.zeros_like(xs[me]) for r in range(size)]
-    return join(pieces, Shard(dim, scaled_blocks(blocks, xs[me].shape[dim] * size)))
+    return join(pieces, Shard(dim, tuple(blocks), units=units)).contiguous()
 
 
 CONTEXT: dict[Any, Callable[..., tuple[torch.Tensor, ...]]] = {

@@ -50,7 +50,7 @@ class Biased(nn.Module):
 NAMES = ", ".join(name for name, _ in ALGORITHMS.items())
 REFUSED: list[tuple[str, int, str, dict[str, Any], str]] = [
     ("small", 18, "cp=4", {}, r'^context_parallel: sequence length 18 of .* does not divide over axis "cp" of size 4; '
-     "pad to 20$"),
+     r'pad to 20, as parallelize\(padding="bucket"\) does$'),
     ("small", 12, "cp=4", {"cp_load_balance": "zigzag"},
      "cp_load_balance=zigzag: a sequence of 12 tokens does not divide into 8 chunks "
      "for 4 ranks; pad to 16, or cp_load_balance=contiguous$"),

@@ -116,21 +116,6 @@ def test_a_batch_that_does_not_divide_over_microbatches() -> None:
     refused(2, pattern, step_named, "Net", 3, {"dp": 2}, {"microbatches": 2})
 
 
-def test_a_sequence_that_does_not_divide() -> None:
-    refused(2, r"sequence.*15.*(axis 'tp' of size 2|16)", llama_step, {"tp": 2}, 15, {"sequence_parallel": True})
-
-
-def test_weights_of_which_none_divides() -> None:
-    """8 x 10 and 10 x 4 over 3 ranks."""
-    refused(3, r"tensor_parallel: no weight can be sharded on axis 'tp' of size 3: .*10.*choose another size",
-            step_named, "Net", 2, {"tp": 3}, {}, 10)  # fmt: skip
-
-
-def test_attention_heads_that_do_not_divide() -> None:
-    refused(3, r"attention heads must divide over axis 'tp' of size 3, found 4 heads .*choose a size from \[1, 2, 4\]",
-            llama_step, {"tp": 3}, 8, {})  # fmt: skip
-
-
 # --- meshes and options -------------------------------------------------------------------------------
 
 

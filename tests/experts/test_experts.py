@@ -332,10 +332,8 @@ class Counted(Layer):
 def test_bad_input() -> None:
     batch: dict[str, Any] = routed(12, 6, 2, "any")
     with pytest.raises(
-        ValueError, match="experts: 6 experts do not divide over axis 'ep' of size 4; use one of 2, 3, 6"
+        ValueError, match="experts: 6 experts do not divide over axis 'ep' of size 12; use one of 2, 3, 6"
     ):
-        compile_model(Layer(6), batch, Mesh.of(ep=4))
-    with pytest.raises(ValueError, match="experts: 6 experts do not divide over axis 'ep' of size 12"):
         compile_model(Layer(6), batch, Mesh.of(ep=12))
     with pytest.raises(ValueError, match=r"placements: .* needs unsqueeze as S\(0;routed\) on 'ep', it is I"):
         compile_model(Counted(6), batch, Mesh.of(ep=2), lift_to_float64=True)

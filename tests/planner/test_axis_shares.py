@@ -62,7 +62,7 @@ def test_what_tp_cannot_cut_has_its_share_and_its_reason() -> None:
     assert tp.parameters == pytest.approx(float(Fraction(WEIGHTS - ODD, WEIGHTS)), abs=1e-12)
     assert tp.flops == pytest.approx(float(Fraction(FLOPS - ODD_FLOPS - RELU, FLOPS)), abs=1e-12)
     assert rows(plan, "tp", "parameters") == [(pytest.approx(ODD / WEIGHTS), "odd.weight")]
-    assert "3 does not divide over 2 ranks" in tp.whole[0].reason
+    assert "excluded by a cheaper sharding of its neighbours" in tp.whole[0].reason
     assert rows(plan, "tp", "FLOPs") == [
         (pytest.approx(ODD_FLOPS / FLOPS), "odd: aten.linear"),
         (pytest.approx(RELU / FLOPS), "the model: aten.relu"),

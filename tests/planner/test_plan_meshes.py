@@ -16,14 +16,14 @@ def test_plan_of_several_meshes_stands_side_by_side(capsys: pytest.CaptureFixtur
     """One batch that all can cut; options count where their axis is; a mesh that cannot have the model says why."""
     config = tmp_path / "config.json"
     config.write_text(json.dumps(LLAMA | {"num_hidden_layers": 2}))
-    meshes = ("--mesh", "dp=4", "--mesh", "tp=2", "--mesh", "tp=3", "--mesh", "pp=2,dp=2")
+    meshes = ("--mesh", "dp=4", "--mesh", "tp=2", "--mesh", "cp=3", "--mesh", "pp=2,dp=2")
     more: tuple[Any, ...] = ("--seq", 16, "--microbatches", 2, "--zero", 1, "--sequence-parallel")
     more = (*more, "--schedule", "1f1b", "--topology", "tp=switch:300e9", "--target-hardware", "h100")
     code, out, err = run(capsys, "plan", "--config", config, *meshes, *more, "--json", "--dump", tmp_path / "d")
     assert code == 0, err
     found = json.loads(out)
-    assert [row["mesh"] for row in found] == [{"dp": 4}, {"tp": 2}, {"tp": 3}, {"pp": 2, "dp": 2}]
-    assert "heads must divide over axis 'tp' of size 3" in found[2]["refused"]
+    assert [row["mesh"] for row in found] == [{"dp": 4}, {"tp": 2}, {"cp": 3}, {"pp": 2, "dp": 2}]
+    assert "sequence length 16" in found[2]["refused"]
     planned = [row for row in found if "refused" not in row]
     assert all("input_ids [8, 16]" in row["model"] and row["options"]["target_hardware"] == "H100" for row in planned)
     assert [row["options"]["zero"] for row in planned] == [1, 0, 1]
@@ -36,7 +36,7 @@ def test_plan_of_several_meshes_stands_side_by_side(capsys: pytest.CaptureFixtur
     fastest = min(planned, key=lambda row: float(row["step"]["seconds"]))
     mesh = ",".join(f"{axis}={size}" for axis, size in fastest["mesh"].items())
     assert re.search(rf"fastest │ {mesh} ", out)
-    code, out, _ = run(capsys, "plan", "--config", config, "--mesh", "tp=3", "--mesh", "tp=5", "--seq", 16)
+    code, out, _ = run(capsys, "plan", "--config", config, "--mesh", "cp=3", "--mesh", "cp=5", "--seq", 16)
     assert code == 2 and "fastest" not in out
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from autopar.attention.operator import attention_of_piece
 from autopar.ir.conversions import convert, exchange, exchange_slice
+from autopar.ops.padded_pieces import zero_padding
 from autopar.ops.token_dispatch import combine_tokens, dispatch_tokens
 from autopar.ops.vocab_parallel import cross_entropy_of_piece, embedding_of_piece
 from autopar.rules import RULES
@@ -322,6 +323,7 @@ def _losses() -> Iterator[Sample]:
 # are what localisation makes of embedding, loss and conversions (test_rules tries them on meshes of two axes).
 PIECES = (
     attention_of_piece,
+    zero_padding,
     dispatch_tokens,
     combine_tokens,
     embedding_of_piece,

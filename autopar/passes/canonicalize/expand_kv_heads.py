@@ -52,11 +52,21 @@ class ExpandKvHeads(Pass):
 
 
 def repeats(heads: int, kv_heads: int, ranks: int) -> int:
-    """How often to repeat each kv head: the least divisor of the group size that makes them divide over the ranks; 1 if
-    none does, or if the query heads of a single kv head (MQA) can be sharded without it."""
+    """How often to repeat each kv head: the least divisor of the group size that makes them divide over the ranks. If
+    none does, that with which a rank projects the fewest heads, of shards that are padded; 1 if the query heads of a
+    single kv head (MQA) can be sharded without it."""
     group = heads // kv_heads
-    fitting = [r for r in range(1, group + 1) if group % r == 0 and (kv_heads * r) % ranks == 0]
-    return fitting[0] if fitting and kv_heads > 1 else 1
+    possible = [r for r in range(1, group + 1) if group % r == 0]
+    fitting = [r for r in possible if (kv_heads * r) % ranks == 0]
+    if kv_heads == 1:
+        return 1
+    return fitting[0] if fitting else min(possible, key=lambda r: _projected(group, kv_heads, ranks, r))
+
+
+def _projected(group: int, kv_heads: int, ranks: int, times: int) -> int:
+    """Heads that a rank projects: queries and outputs, keys and values. Those of repeated kv heads are replicated."""
+    queries = -(-kv_heads * times // ranks) * group // times
+    return 2 * queries + 2 * (kv_heads if times > 1 else -(-kv_heads // ranks))
 
 
 def _repeated(node: Node, x: Node, times: int) -> Node:

@@ -11,6 +11,7 @@ Leaves      the order of nodes; the rank's coordinate (all ranks get the same gr
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.meta import TYPES, inherit, signature_of
 from autopar.ir.placement import INVARIANT, Pieces, Placement, Shard, repetitions
 from autopar.ops.mask_spec import MaskSpec
+from autopar.ops.padded_pieces import rows_per_rank, zero_padding
 from autopar.ops.token_dispatch import combine_tokens, dispatch_tokens
 from autopar.ops.traits import CONVOLUTIONS, FILLED
 from autopar.ops.vocab_parallel import cross_entropy_of_piece, embedding_of_piece
@@ -113,7 +115,7 @@ class _Local:
             other = placement(self.node, name)
             if isinstance(other, Shard) and other.dim == p.dim and repetitions(other.blocks) % len(p.blocks):
                 taken *= self.mesh.size(name)
-        return Shard(p.dim, p.blocks[: len(p.blocks) // taken])
+        return Shard(p.dim, p.blocks[: len(p.blocks) // taken], units=p.units)
 
     def set_sizes(self, name: str) -> None:
         set_argument(self.node, name, list(self.shapes[0]))
@@ -157,20 +159,23 @@ def _squeeze(local: _Local) -> None:
 
 
 def _mean(local: _Local) -> None:
-    """A mean over a sharded dim is a sum of local means, each divided by the number of shards."""
+    """A mean over a sharded dim is a sum of local means, each divided by the number of shards; or, where shards are not
+    equal, of sums divided by the count of all."""
     x = local.args["self"]
     rank = len(global_shape(x))
     dims = local.args.get("dim") or list(range(rank))
     ranks: Pieces = 1
+    unequal = local.mesh.slice is not None  # slices differ in length
     for axis, size in local.mesh.cut_order.items():
         p = placement(x, axis)
         if isinstance(p, Shard) and p.dim in {d % max(rank, 1) for d in dims}:
             ranks *= size
+            unequal |= bool(p.units)
     if ranks == 1:
         return
     node = local.node
     factor = 1.0 / ranks
-    if local.mesh.slice is not None:  # slices differ in length: divide the sum over all by the count of all
+    if unequal:
         dims = [d % max(rank, 1) for d in dims]
         node.target, node.kwargs = aten.sum.dim_IntList, {"dtype": local.args.get("dtype")}
         node.args = (x, dims, bool(local.args.get("keepdim", False)))
@@ -191,7 +196,7 @@ def _groups(local: _Local, name: str = "groups") -> None:
         for axis in local.cut_axes("input", channels):
             made = placement(local.node, axis)
             if isinstance(made, Shard) and made.dim == channels:
-                groups //= local.mesh.size(axis)
+                groups = rows_per_rank(groups, made.units, local.mesh.size(axis))
         set_argument(local.node, name, groups)
 
 
@@ -210,6 +215,11 @@ def _vocabulary_axis(local: _Local, name: str, dim: int) -> str:
     return axes[0] if axes else ""
 
 
+def _units(local: _Local, name: str, axis: str) -> tuple[int, ...]:
+    p = placement(local.args[name], axis)
+    return (p.units,) if isinstance(p, Shard) and p.units else ()
+
+
 def _embedding(local: _Local) -> None:
     axis, node, args = _vocabulary_axis(local, "weight", 0), local.node, local.args
     if not axis:
@@ -217,6 +227,7 @@ def _embedding(local: _Local) -> None:
     node.target, node.kwargs = embedding_of_piece, {}
     name = _source_of(args["indices"], local.gm, "ids")
     node.args = (args["weight"], args["indices"], args["padding_idx"], axis, local.mesh.size(axis), name)
+    node.args += _units(local, "weight", axis)
 
 
 def _cross_entropy(local: _Local) -> None:
@@ -229,7 +240,15 @@ def _cross_entropy(local: _Local) -> None:
         axis,
         local.mesh.size(axis),
         _source_of(args["target"], local.gm, "labels"),
+        *_units(local, "logits", axis),
     )
+
+
+def _zero_padding(local: _Local) -> None:
+    x, axis, _, dim, _, units, *when = local.node.args
+    p = local.local_placement(str(axis), placement(local.node, str(axis)))
+    assert isinstance(p, Shard)
+    local.node.args = (x, axis, local.mesh.size(str(axis)), dim, list(p.blocks), units, *when)
 
 
 def _dispatch(local: _Local) -> None:
@@ -237,7 +256,8 @@ def _dispatch(local: _Local) -> None:
     if chosen is not None:
         where = chosen.token_dispatcher, chosen.axis, local.mesh.size(chosen.axis), chosen.per_node
         node.target, node.kwargs = dispatch_tokens, {}
-        node.args = (args["x"], args["expert"], args["num_experts"], *where)
+        experts = -(-args["num_experts"] // where[2]) * where[2]  # with padding, to which no token is sent
+        node.args = (args["x"], args["expert"], experts, *where)
 
 
 def _combine(local: _Local) -> None:
@@ -316,9 +336,9 @@ def _global_index(local: _Local, size: int, cuts: dict[str, Placement], device: 
     node = insert_call(local.node, aten.arange.default, (size,), {"device": device}, name="index")
     for axis, p in cuts.items():
         assert isinstance(p, Shard)
-        target, args = exchange_over(local.mesh, node, axis, INVARIANT, Shard(0, p.blocks))
+        target, args = exchange_over(local.mesh, node, axis, INVARIANT, dataclasses.replace(p, dim=0))
         node = insert_call(local.node, target, args, name="index")
-        node.meta["conversion"] = (axis, INVARIANT, Shard(0, p.blocks))
+        node.meta["conversion"] = (axis, INVARIANT, dataclasses.replace(p, dim=0))
     _type_chain(node, size, cuts)
     return node
 
@@ -336,7 +356,7 @@ def _type_chain(node: Node, size: int, cuts: dict[str, Placement]) -> None:
         if axis is not None:
             p = cuts[axis]
             assert isinstance(p, Shard)
-            placed = {**placed, axis: Shard(0, p.blocks)}
+            placed = {**placed, axis: dataclasses.replace(p, dim=0)}
         x.meta["placements"], x.meta["global_shape"] = placed, (size,)
 
 
@@ -371,6 +391,7 @@ LOCALIZERS: dict[Any, Callable[[_Local], None]] = {
     **dict.fromkeys(CONVOLUTIONS, _groups),
     aten.group_norm.default: lambda local: _groups(local, "num_groups"),
     aten.embedding.default: _embedding,
+    zero_padding: _zero_padding,
     aten.masked_scatter.default: _masked_scatter,
     torch.ops.autopar.cross_entropy.default: _cross_entropy,
     torch.ops.autopar.moe_dispatch.default: _dispatch,

@@ -126,7 +126,8 @@ def _axis(node: Node) -> tuple[str, int]:
 
 def _is_small(chain: Chain, piece: Node) -> bool:
     """Whether this rank's shard is small, and one contiguous slice of the first dim."""
-    whole = all(arguments(n)["dim"] == 0 and not arguments(n)["blocks"] for n in chain)
+    plain = (arguments(n) for n in chain)
+    whole = all(args["dim"] == 0 and not args["blocks"] and not args["units"] for args in plain)
     return whole and nbytes(piece) < LONE_BYTES
 
 

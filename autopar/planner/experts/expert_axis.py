@@ -69,7 +69,10 @@ def routing_of(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> tuple
     experts = int(args["num_experts"])
     parts = ranks if axis == "tp" and cuts_tokens(axis, options) else 1
     limited = router_groups(dispatch)
-    return Routing(experts, min(top, experts), ranks, per_node, *limited), math.ceil(
+    padded = -(-experts // ranks) * ranks  # with those that no token chooses
+    if padded % limited[0]:
+        limited = (1, 1)
+    return Routing(padded, min(top, experts), ranks, per_node, *limited), math.ceil(
         _tokens(dispatch, mesh, options) / parts
     )
 

@@ -31,8 +31,8 @@ DRAWS = (ours.dropout.default, ours.random.default)
 
 def plan_experts(gm: GraphModule, mesh: Mesh, options: Options, axis: str) -> dict[str, ExpertPlan]:
     """Name of a dispatch -> its plan: the token dispatcher that was asked for, or the fastest by estimate, with experts
-    sharded on ``axis`` ("": not sharded). Raises ValueError for a model without experts, and for experts that do not
-    divide."""
+    sharded on ``axis`` ("": not sharded). Experts that do not divide are padded. Raises ValueError for a model
+    without experts, and for fewer experts than ranks."""
     if not axis:
         return {}
     ranks, found = mesh.size(axis), dispatches(gm)
@@ -43,7 +43,7 @@ def plan_experts(gm: GraphModule, mesh: Mesh, options: Options, axis: str) -> di
             f"(autopar::moe_dispatch); {others}"
         )
     for node in found:
-        _check_divides(node, axis, mesh)
+        _check_enough(node, axis, mesh)
     return {node.name: _chosen(node, mesh, options, axis) for node in found}
 
 
@@ -74,9 +74,10 @@ def _chosen(dispatch: Node, mesh: Mesh, options: Options, axis: str) -> ExpertPl
     return ExpertPlan(axis, chosen, f"by estimated time of a layer{nodes}: {times}", per_node if several else 0)
 
 
-def _check_divides(dispatch: Node, axis: str, mesh: Mesh) -> None:
+def _check_enough(dispatch: Node, axis: str, mesh: Mesh) -> None:
+    """Experts that do not divide over the ranks are padded, but there must not be fewer of them."""
     experts, ranks = int(arguments(dispatch)["num_experts"]), mesh.size(axis)
-    if experts % ranks:
+    if experts < ranks:
         fits = [n for n in range(2, experts + 1) if experts % n == 0]
         within = [n for n in fits if ranks % n == 0]
         split = f": {axis}={ranks // within[-1]},ep={within[-1]} for this {axis}={ranks}" if within else ""
@@ -134,7 +135,7 @@ def check_experts(gm: GraphModule, mesh: Mesh, plans: Mapping[str, ExpertPlan]) 
             raise ValueError(
                 f"plan: no entry for the experts of {node.name} on axis {axis!r}; make a plan for this model"
             )
-        _check_divides(node, axis, mesh)
+        _check_enough(node, axis, mesh)
 
 
 def expert_parameters(gm: GraphModule, names: Mapping[Node, str], plans: Mapping[str, ExpertPlan]) -> dict[str, str]:

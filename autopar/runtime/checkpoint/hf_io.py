@@ -257,7 +257,10 @@ def checked_pretrained(
         out = (
             dict(into)
             if into is not None
-            else {s.name: torch.empty(s.local_shape(groups.mesh), dtype=s.dtype, device=groups.device) for s in specs}
+            else {
+                s.name: torch.empty(s.stored_shape(groups.mesh, groups.coordinate), dtype=s.dtype, device=groups.device)
+                for s in specs
+            }
         )
         for spec in specs:
             if spec.name in out:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from autopar.adapters.distributed import all_gather_single, reduce_scatter_single
 from autopar.ir.placement import Shard, piece, place_in_block, repetitions, scaled_blocks
+from autopar.ops.padded_pieces import crop_blocks, pad_blocks
 from autopar.runtime.comm.step_notes import open_notes
 from autopar.runtime.comm.wait_times import waiting
 from autopar.runtime.fault.aborts import started
@@ -62,6 +63,11 @@ def from_rows(rows: Tensor, dim: int, blocks: Sequence[int]) -> Tensor:
     for block, part, target in zip(pattern, parts, whole.split([abs(b) for b in pattern], dim + 1)):
         target.unflatten(dim + 1, (ranks, abs(block) // ranks)).movedim(dim + 1, 0).copy_(in_order(part, block))
     return whole.flatten(dim, dim + 1)
+
+
+def joined(rows: Tensor, dim: int, blocks: Sequence[int], units: int = 0) -> Tensor:
+    """`from_rows`, without the padding of pieces."""
+    return crop_blocks(from_rows(rows, dim, blocks), dim, blocks, units, rows.shape[0]).contiguous()
 
 
 def rows_of(size: int, blocks: Sequence[int], ranks: int) -> Tensor:
@@ -181,25 +187,25 @@ def broadcast(groups: Groups, node: str, axis: str, source: int) -> Start:
     return start_broadcast
 
 
-def all_gather(groups: Groups, node: str, dim: int, blocks: list[int], axis: str) -> Start:
-    """Pieces along ``dim`` -> the whole."""
+def all_gather(groups: Groups, node: str, dim: int, blocks: list[int], axis: str, units: int = 0) -> Start:
+    """Pieces along ``dim`` -> the whole, without the padding of pieces (``units``)."""
     collective, ranks = Collective(groups, "all_gather", axis, node), groups.size(axis)
 
     def start_all_gather(x: Tensor) -> PendingCollective:
         rows = x.new_empty((ranks, *x.shape))
         return collective.launch(
-            all_gather_single, _flat(rows), _flat(x), buffer=rows, done=lambda r: from_rows(r, dim, blocks)
+            all_gather_single, _flat(rows), _flat(x), buffer=rows, done=lambda r: joined(r, dim, blocks, units)
         )
 
     return start_all_gather
 
 
-def reduce_scatter(groups: Groups, node: str, dim: int, blocks: list[int], axis: str) -> Start:
+def reduce_scatter(groups: Groups, node: str, dim: int, blocks: list[int], axis: str, units: int = 0) -> Start:
     """Addends of the whole -> this rank's piece of the sum."""
     collective, ranks = Collective(groups, "reduce_scatter", axis, node), groups.size(axis)
 
     def start_reduce_scatter(x: Tensor) -> PendingCollective:
-        rows = to_rows(x, dim, blocks, ranks)
+        rows = to_rows(pad_blocks(x, dim, blocks, units, ranks), dim, blocks, ranks)
         out = x.new_empty(rows.shape[1:])
         return collective.launch(reduce_scatter_single, _flat(out), _flat(rows), buffer=out)
 
@@ -207,22 +213,24 @@ def reduce_scatter(groups: Groups, node: str, dim: int, blocks: list[int], axis:
 
 
 def all_to_all(
-    groups: Groups, node: str, src_dim: int, src_blocks: list[int], dst_dim: int, dst_blocks: list[int], axis: str
-) -> Start:
+    groups: Groups, node: str, src_dim: int, src_blocks: list[int], dst_dim: int, dst_blocks: list[int], axis: str,
+    src_units: int = 0, dst_units: int = 0,
+) -> Start:  # fmt: skip
     """Pieces along ``src_dim`` -> pieces along ``dst_dim``."""
     if src_dim == dst_dim:
+        assert not src_units and not dst_units, "one dim is padded in one way"
         return _regroup(groups, node, src_dim, src_blocks, dst_blocks, axis)
     collective, ranks = Collective(groups, "all_to_all", axis, node), groups.size(axis)
 
     def start_all_to_all(x: Tensor) -> PendingCollective:
-        rows = to_rows(x, dst_dim, dst_blocks, ranks)
+        rows = to_rows(pad_blocks(x, dst_dim, dst_blocks, dst_units, ranks), dst_dim, dst_blocks, ranks)
         out = torch.empty_like(rows)
         return collective.launch(
             dist.all_to_all_single,
             _flat(out),
             _flat(rows),
             buffer=out,
-            done=lambda r: from_rows(r, src_dim, src_blocks),
+            done=lambda r: joined(r, src_dim, src_blocks, src_units),
         )
 
     return start_all_to_all
@@ -275,17 +283,17 @@ def _flat(x: Tensor) -> Tensor:
     return x.contiguous().view(-1)
 
 
-def shard_slice(groups: Groups, dim: int, blocks: list[int], axis: str) -> Callable[[Tensor], Tensor]:
+def shard_slice(groups: Groups, dim: int, blocks: list[int], axis: str, units: int = 0) -> Callable[[Tensor], Tensor]:
     """This rank's piece; a view where the piece is contiguous in the whole."""
     ranks, me = groups.size(axis), groups.index(axis)
 
     def slice_shard(x: Tensor) -> Tensor:
-        return piece(x, Shard(dim, scaled_blocks(blocks, x.shape[dim])), ranks, me).contiguous()
+        return piece(x, Shard(dim, scaled_blocks(blocks, x.shape[dim]), units=units), ranks, me).contiguous()
 
     return slice_shard
 
 
-def shard_pad(groups: Groups, dim: int, blocks: list[int], axis: str) -> Callable[[Tensor], Tensor]:
+def shard_pad(groups: Groups, dim: int, blocks: list[int], axis: str, units: int = 0) -> Callable[[Tensor], Tensor]:
     """The whole, zero but for this rank's piece."""
     ranks, me = groups.size(axis), groups.index(axis)
 
@@ -298,6 +306,6 @@ def shard_pad(groups: Groups, dim: int, blocks: list[int], axis: str) -> Callabl
         for block, target, part in zip(sizes, whole.split([abs(b) for b in sizes], dim), parts):
             length = part.shape[dim]
             target.narrow(dim, place_in_block(block, ranks, me) * length, length).copy_(part)
-        return whole
+        return crop_blocks(whole, dim, blocks, units, ranks).contiguous()
 
     return pad_shard

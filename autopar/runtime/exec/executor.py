@@ -35,7 +35,7 @@ from autopar.runtime.comm.p2p import AXIS, Channels
 from autopar.runtime.comm.step_notes import open_notes
 from autopar.runtime.exec.buffer_updates import BufferUpdates
 from autopar.runtime.exec.cuda_graphs import RecordedStep, Result, why_not
-from autopar.runtime.exec.expert_stats import ExpertLoad, layers_of_experts
+from autopar.runtime.exec.expert_stats import ExpertLoad, layers_of_experts, padded_experts
 from autopar.runtime.exec.finalize_step import StepFinalizer
 from autopar.runtime.exec.finite_check import FiniteCheck
 from autopar.runtime.exec.global_statistics import pre_pass_links
@@ -97,9 +97,11 @@ class Executor:
         self.specs, self.microbatches = self.inputs.specs, self.inputs.microbatches
         held = compiled.constants
         by_name = {spec.name: spec.dtype for spec in compiled.parameters}
+        self._padded = {spec.name: spec for spec in compiled.parameters if spec.is_padded}
         self._stored = {node: by_name[s.name] for node, s in self.specs.items() if s.name in by_name}
         self.constants = {name: x if x.is_meta else x.to(groups.device) for name, x in held.items()}
         self.seeds = [spec.name for spec in self.specs.values() if spec.kind == "seed"]
+        self._at = groups.mesh, groups.coordinate
         self.timeline: list[tuple[Action, float, float]] = []
         self.modules: list[Span] = []
         self.load: ExpertLoad | None = None  # of the module, that it counts for
@@ -227,7 +229,7 @@ class Executor:
         slots = self._start(values)
         self._run(self._backward, slots)
         self.channels.flush()
-        gradients = self._exchange.gradients(self._gradients(slots))
+        gradients = self._cropped(self._exchange.gradients(self._gradients(slots)))
         losses = self._exchange.losses({name: slots[i] for name, i in self.program.losses.items()})
         return Result(self._outputs({**self._kept(slots), **losses}), gradients, list(losses.values()))
 
@@ -262,7 +264,7 @@ class Executor:
                 gradients = run_twice(self.groups, whole, dict.items)
             else:
                 self._run(self._backward, slots)
-                gradients = self._gradients(slots)
+                gradients = self._cropped(self._gradients(slots))
             if self.finite is not None:
                 read = self._named(paused.values) | {f"the gradient of {name}": x for name, x in tangents.items()}
                 self.finite.check({}, gradients, read, lambda: list(whole().values()))
@@ -274,7 +276,7 @@ class Executor:
             for i in self.program.tangents.get(name, ()):
                 slots[i] = given
         self._run(self._backward, slots)
-        return self._gradients(slots)
+        return self._cropped(self._gradients(slots))
 
     @contextmanager
     def _calling(self, phase: str) -> Iterator[None]:
@@ -298,6 +300,11 @@ class Executor:
                 dtype = self._stored.get(name)
                 found[name] = slots[i] = x if dtype in (None, x.dtype) else x.to(dtype)
         return found
+
+    def _cropped(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Gradients without padding, as parameters are stored."""
+        specs = {node: self._padded[spec.name] for node, spec in self.specs.items() if spec.name in self._padded}
+        return {node: specs[node].cropped(x, *self._at) if node in specs else x for node, x in gradients.items()}
 
     def _kept(self, slots: list[Any]) -> dict[str, Any]:
         return self._exchange.outputs({name: slots[i] for name, i in self.program.results.items()})
@@ -333,7 +340,8 @@ class Executor:
         for slot, constant in self.program.constants.items():
             slots[slot] = constant
         for slot, name in self._stored_loads:
-            slots[slot] = values[name]
+            spec = self._padded.get(name)
+            slots[slot] = values[name] if spec is None else spec.padded(values[name], *self._at)
         for slot, name, microbatch in self._computed_loads:
             slots[slot] = self.inputs.value(name, values, microbatch)
         self.channels.clear()
@@ -380,7 +388,8 @@ class Executor:
             part = self.order.part_of(action.stage)
             if part not in self._experts:
                 self._experts[part] = layers_of_experts(self.compiled.pipeline.parts[part].forward.graph)
-            self.load.add(self._experts[part], found, axis_of_experts(self.compiled.plan.experts))
+            axis = axis_of_experts(self.compiled.plan.experts)
+            self.load.add(self._experts[part], found, axis, padded_experts(self.compiled.local, axis))
         return start
 
 

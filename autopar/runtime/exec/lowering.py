@@ -35,6 +35,7 @@ from autopar.ir.meta import TRACE, inherit
 from autopar.ir.traffic import Ledger, Traffic, traffic_of
 from autopar.ir.waits import WaitPlaces, is_started, overwritten, pauses_at
 from autopar.ops.declare import COMPILED
+from autopar.ops.padded_pieces import padded_size
 from autopar.ops.traits import ASKS, COLLECTIVES, COPIES, LOCAL
 from autopar.runtime.comm import collectives as comm
 from autopar.runtime.comm import functional_collectives
@@ -255,7 +256,11 @@ def traffic_of_graph(gm: GraphModule, groups: Groups) -> Ledger:
         if node.op == "call_function" and node.target in _SIZED:
             arguments = named_arguments(node)
             axis, kind, value = arguments["axis"], kind_of(node), arguments["x"].meta["val"]
-            sent = traffic_of(kind, tuple(value.shape), value.dtype, groups.size(axis))
+            shape = list(value.shape)
+            dim, units = ("dst_dim", "dst_units") if kind == "all_to_all" else ("dim", "units")
+            if kind != "all_gather" and arguments.get(units):  # whole along this dim: padded where it is sent
+                shape[arguments[dim]] = padded_size(shape[arguments[dim]], arguments[units], groups.size(axis))
+            sent = traffic_of(kind, shape, value.dtype, groups.size(axis))
             ledger[axis, kind] = ledger.get((axis, kind), Traffic()) + Traffic(1, sent)
     return ledger
 

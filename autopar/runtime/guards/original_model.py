@@ -30,7 +30,7 @@ from autopar.adapters.hooks import HOOKS_OF_MODULES, has_gradient_hooks, hooks_s
 from autopar.adapters.tensors.first_words import place_of, sampled_words, value_of
 from autopar.adapters.tensors.tags import tags_of
 from autopar.capture.reads.named_in_code import names_written
-from autopar.ir.placement import nested_piece
+from autopar.ir.placement import stored_piece
 from autopar.ir.signature import ParameterSpec
 from autopar.runtime.guards.shared_memory import is_taken_back
 from autopar.runtime.inputs.padding import BATCH_NORMS
@@ -344,7 +344,7 @@ class OriginalModel:
     def _is_piece(self, x: Tensor, twin: Tensor, spec: ParameterSpec) -> bool:
         if tuple(x.shape) != tuple(spec.shape):
             return False
-        piece = nested_piece(x.detach(), spec.placements, self._groups.mesh.cut_order, self._groups.coordinate)
+        piece = stored_piece(x.detach(), spec.placements, self._groups.mesh.cut_order, self._groups.coordinate)
         return _holds(piece, local_of(twin))  # type: ignore[arg-type]
 
     def _module(self, path: str) -> nn.Module | None:

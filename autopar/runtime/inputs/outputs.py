@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from autopar.adapters.dtensor import local_of, no_torch_function
 from autopar.ir.graph import outputs
 from autopar.ir.mesh import DATA
-from autopar.ir.placement import PARTIAL, Placement, Placements, Shard
+from autopar.ir.placement import PARTIAL, Placement, Placements, Shard, without_padding
 from autopar.ir.signature import ParameterSpec
 from autopar.rules import result_placements
 from autopar.runtime.mesh.process_groups import Groups, dp_rank_and_size
@@ -146,6 +146,7 @@ def _wrapped(compiled: Compiled, i: int, value: Tensor, groups: Groups) -> DTens
     assert PARTIAL not in found.values(), f"module: output {node.name} is {found}, which is partial"
     cuts: dict[str, Placement] = {a: p for a, p in found.items() if isinstance(p, Shard)}
     spec = ParameterSpec("output", tuple(node.meta["global_shape"]), value.dtype, False, (), cuts)
+    value = without_padding(value, spec.shape, cuts, groups.mesh.cut_order, groups.coordinate)
     return parameters.wrap(value, spec, groups)
 
 

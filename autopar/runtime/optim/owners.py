@@ -16,10 +16,10 @@ from torch import Tensor
 
 from autopar.ir.placement import piece
 from autopar.ir.signature import in_buckets
-from autopar.runtime.comm.collectives import from_rows
+from autopar.runtime.comm.collectives import joined
 from autopar.runtime.fault.errors import explained
 from autopar.runtime.params.sharded_tensor import ShardedTensor
-from autopar.runtime.params.shards import shape_of_piece
+from autopar.runtime.params.shards import cropped_piece, padded_piece, shape_of_piece
 
 ROUND_BYTES = 64 * 2**20  # of whole parameters that one rank owns at a time
 
@@ -78,7 +78,10 @@ def _coordinates(rank: int, sizes: Sequence[int]) -> tuple[int, ...]:
 def to_owners(members: Sequence[Owned], shards: Sequence[Sequence[Tensor]]) -> list[list[Tensor] | None]:
     """The whole tensors of each member, None where another rank owns it. ``shards``: this rank's, of each member, all
     laid out like the member's parameter. Collective within their group, as is `from_owners`."""
-    held: list[list[Tensor] | None] = [list(found) for found in shards]
+    held: list[list[Tensor] | None] = [
+        [padded_piece(x, m.p.shape, m.p.device_mesh, m.p.cuts) for x in found]
+        for m, found in zip(members, shards, strict=True)
+    ]
     if not members:
         return held
     for i in reversed(range(len(members[0].p.cuts))):
@@ -92,7 +95,9 @@ def to_owners(members: Sequence[Owned], shards: Sequence[Sequence[Tensor]]) -> l
         rows = map(torch.stack, zip(*arriving))
         for k in live:
             shard, count = members[k].p.cuts[i][1], len(held[k] or ())
-            held[k] = [from_rows(next(rows), shard.dim, shard.blocks) for _ in range(count)] if k in mine else None
+            held[k] = (
+                [joined(next(rows), shard.dim, shard.blocks, shard.units) for _ in range(count)] if k in mine else None
+            )
     return held
 
 
@@ -113,12 +118,15 @@ def from_owners(
                 for x in held[k] or ():
                     for r in range(group.size()):
                         leaving[r].append(piece(x, shard, group.size(), r))
-            shape = shape_of_piece(p.shape, mesh, p.cuts[: i + 1])
+            shape = shape_of_piece(p.shape, mesh, p.cuts[: i + 1], padded=True)
             arriving[members[k].owner[i]] += [torch.empty(shape, dtype=d, device="meta") for d in dtypes[k]]
         found = [iter(tensors) for tensors in _exchanged(leaving, arriving, group, members[0].p.device)]
         for k in live:
             held[k] = [next(found[members[k].owner[i]]) for _ in dtypes[k]]
-    return [found if found is not None else [] for found in held]
+    return [
+        [cropped_piece(x, m.p.shape, m.p.device_mesh, m.p.cuts) for x in found or ()]
+        for m, found in zip(members, held, strict=True)
+    ]
 
 
 def _is_held_at(member: Owned, i: int) -> bool:

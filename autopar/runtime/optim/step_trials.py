@@ -88,7 +88,7 @@ class Kind:
         first, other = MOST_OF_MORE
         most = MOST.get(p.dim(), (first, *[other] * (p.dim() - 1)))
         shape = tuple(n * max(1, min(size, limit) // n) for size, limit, n in zip(p.shape, most, parts))
-        cuts = tuple((axis, replace(shard, blocks=())) for axis, shard in p.cuts)
+        cuts = tuple((axis, replace(shard, blocks=(), units=0)) for axis, shard in p.cuts)
         return cls(group, shape, p.dtype, cuts, ranks, p.holders.stages if p.holders is not None else None)
 
 

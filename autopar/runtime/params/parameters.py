@@ -21,7 +21,7 @@ from autopar.adapters.foreach import add_all
 from autopar.adapters.hooks import Observers, accumulate_gradient
 from autopar.adapters.state_dict import IncompatibleKeys, add_note, noted
 from autopar.errors import refusal_like
-from autopar.ir.placement import nested_piece
+from autopar.ir.placement import stored_piece
 from autopar.ir.signature import ParameterSpec
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.runtime.params import sharded_ops as sharded_ops  # registers the operators of ShardedTensor
@@ -31,7 +31,7 @@ from autopar.runtime.params.shards import STAGES, Holders, cuts_of, nothing_of, 
 
 def local_piece(whole: Tensor, spec: ParameterSpec, groups: Groups) -> Tensor:
     """This rank's shard of a full tensor: a contiguous copy on the mesh's device."""
-    piece = nested_piece(whole.detach(), spec.placements, groups.mesh.cut_order, groups.coordinate)
+    piece = stored_piece(whole.detach(), spec.placements, groups.mesh.cut_order, groups.coordinate)
     return piece.to(device=groups.device, dtype=spec.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
@@ -57,7 +57,7 @@ def stages_with(spec: ParameterSpec, groups: Groups) -> Holders | None:
 def wrap(local: Tensor, spec: ParameterSpec, groups: Groups, holders: Holders | None = None) -> ShardedTensor:
     """This rank's shard (of a parameter or of an output) as a DTensor through which gradients flow. Without gradients
     it holds the shard itself: if ``.data`` of a returned buffer is set later, the output shows it, as in torch."""
-    expected = spec.local_shape(groups.mesh) if holders is None or holders.here else (0,)
+    expected = spec.stored_shape(groups.mesh, groups.coordinate) if holders is None or holders.here else (0,)
     assert tuple(local.shape) == expected, f"{spec.name}: a piece has shape {expected}, found {tuple(local.shape)}"
     cuts = cuts_of(spec.placements, groups.mesh.sizes)
     mesh, shape = groups.device_mesh, torch.Size(spec.shape)
@@ -95,7 +95,9 @@ def make_parameters(
         if holders is not None and not holders.here:
             local = torch.empty(1, dtype=spec.dtype, device=groups.device)[:0]  # tied weights are recognized by storage
         elif whole is None:
-            local = torch.empty(spec.local_shape(groups.mesh), dtype=spec.dtype, device=groups.device)
+            local = torch.empty(
+                spec.stored_shape(groups.mesh, groups.coordinate), dtype=spec.dtype, device=groups.device
+            )
         else:
             local = local_piece(whole, spec, groups)
         out[spec.name] = make_parameter(local, spec, groups)

@@ -25,7 +25,7 @@ from autopar.adapters.foreach import norms
 from autopar.adapters.operators import OpOverload, argument_defaults
 from autopar.runtime.fault.errors import explained
 from autopar.runtime.params.sharded_tensor import ShardedTensor
-from autopar.runtime.params.shards import STAGES, Cuts, from_holder, gathered_rows, nothing_of
+from autopar.runtime.params.shards import STAGES, Cuts, from_holder, gathered_rows, is_padded, nothing_of
 
 
 class ScalarTensor(Tensor):
@@ -103,14 +103,33 @@ def _sum(call: _Of) -> Tensor:
 
 
 def _mean(call: _Of) -> Tensor:
-    """The mean of the shards' means: shards have equal sizes."""
+    """The mean of the shards' means, weighted by how many elements each has."""
     local, groups = call.local(), call.along()
-    total = _summed(local.to(_wide(local.dtype)), groups) / math.prod(group.size() for group in groups)
-    return call.made(total.to(local.dtype))
+    mine, all_of = (math.prod(shape[d] for d in call.dims) for shape in (local_of(call.x).shape, call.x.shape))
+    weighted = local.to(_wide(local.dtype)) * (mine / all_of) if mine else torch.zeros_like(local)
+    return call.made(_summed(weighted, groups).to(local.dtype))
 
 
 def _extreme(of_rows: Callable[[Tensor, int], Tensor]) -> Callable[[_Of], Tensor]:
-    return lambda call: call.made(_chosen(call.local(), call.along(), of_rows))
+    def extreme(call: _Of) -> Tensor:
+        local = local_of(call.x)
+        if is_padded(call.x.cuts) and not all(local.shape[d] for d in call.dims):  # this rank has no rows
+            shape = [1 if d in call.dims else n for d, n in enumerate(local.shape)]
+            found = call.func(local.new_full(shape, _least(of_rows, local.dtype)), **call.given)
+        else:
+            found = call.local()
+        return call.made(_chosen(found, call.along(), of_rows))
+
+    return extreme
+
+
+def _least(of_rows: Callable[[Tensor, int], Tensor], dtype: torch.dtype) -> float | bool:
+    """What changes no maximum (or minimum, or whether any or all are true)."""
+    if of_rows in (torch.any, torch.all) or dtype == torch.bool:
+        return of_rows in (torch.all, torch.amin)
+    if dtype.is_floating_point:
+        return -math.inf if of_rows is torch.amax else math.inf
+    return torch.iinfo(dtype).min if of_rows is torch.amax else torch.iinfo(dtype).max
 
 
 def _norm(call: _Of) -> Tensor:

@@ -56,6 +56,7 @@ from autopar.runtime.params.shards import (
     boxes,
     from_holder,
     gather,
+    padded_piece,
     piece_of,
     shape_of_piece,
 )
@@ -331,6 +332,7 @@ class ShardedTensor(DTensor):
         return self._joined(self.fresh().detach())
 
     def _joined(self, value: Tensor) -> Tensor:
+        value = padded_piece(value, self.shape, self.device_mesh, self.cuts)
         for axis, shard in reversed(self.cuts):
             value = gather(value, self.device_mesh.get_group(axis), shard)
         return value

@@ -4,9 +4,11 @@ cut and gathered.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -15,8 +17,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.adapters.distributed import all_gather_single
 from autopar.ir.mesh import AXES
-from autopar.ir.placement import Placement, Shard, piece, place_in_block
-from autopar.runtime.comm.collectives import from_rows
+from autopar.ir.placement import (
+    Held,
+    Placement,
+    Shard,
+    held_positions,
+    nested_shape,
+    stored_piece,
+    stored_shape,
+    with_padding,
+    without_padding,
+)
+from autopar.runtime.comm.collectives import joined
 from autopar.runtime.fault.errors import explained
 
 Cuts = tuple[tuple[str, Shard], ...]  # the axes that cut the tensor, in cut order
@@ -56,38 +68,20 @@ def _runs(
     size: int, dim: int, cuts: Cuts, sizes: Mapping[str, int], coordinate: Mapping[str, int]
 ) -> list[tuple[int, int, int]]:
     """(global start, length, local start) of each run of consecutive positions of a dim that this rank holds."""
-    held = [range(size)]
-    for axis, shard in cuts:
-        if shard.dim == dim:
-            held = _piece_of(held, shard, sizes[axis], coordinate[axis])
-    out: list[tuple[int, int, int]] = []
-    at = 0
-    for run in held:
-        if out and out[-1][0] + out[-1][1] == run.start:
-            out[-1] = (out[-1][0], out[-1][1] + len(run), out[-1][2])
-        else:
-            out.append((run.start, len(run), at))
-        at += len(run)
-    return out
+    held = tuple((shard, sizes[axis], coordinate[axis]) for axis, shard in cuts if shard.dim == dim)
+    return list(_runs_of(size, held))
 
 
-def _piece_of(held: list[range], shard: Shard, ranks: int, rank: int) -> list[range]:
-    """What a rank holds of positions that are cut once more."""
-    out: list[range] = []
-    start = 0
-    for block in shard.blocks or (sum(map(len, held)),):
-        rows = abs(block) // ranks
-        out += _between(held, start + place_in_block(block, ranks, rank) * rows, rows)
-        start += abs(block)
-    return out
-
-
-def _between(held: list[range], start: int, rows: int) -> Iterator[range]:
-    """Those of the positions that stand in start .. start + rows."""
-    for run in held:
-        if part := run[max(start, 0) : max(start + rows, 0)]:
-            yield part
-        start -= len(run)
+@functools.lru_cache(4096)
+def _runs_of(size: int, held: Held) -> tuple[tuple[int, int, int], ...]:
+    if not held:
+        return ((0, size, 0),) if size else ()
+    places = held_positions(size, held)
+    places = places[places >= 0]
+    if not len(places):
+        return ()
+    starts = [0, *(places.diff() != 1).nonzero()[:, 0].add(1).tolist(), len(places)]
+    return tuple((int(places[a]), b - a, a) for a, b in pairwise(starts))
 
 
 STAGES = "pp"  # the axis of pipeline stages
@@ -103,12 +97,31 @@ class Holders:
 
 
 def piece_of(whole: Tensor, mesh: DeviceMesh, cuts: Cuts, holders: Holders | None = None) -> Tensor:
-    """This rank's piece of a whole tensor; a view where no cut has blocks."""
+    """This rank's piece of a whole tensor, without padding; a view where no cut has blocks."""
     if holders is not None and not holders.here:
         return nothing_of(whole)
-    for axis, shard in cuts:
-        whole = piece(whole, shard, mesh.get_group(axis).size(), mesh.get_local_rank(axis))
-    return whole
+    return stored_piece(whole, *_place(mesh, cuts))
+
+
+def _place(mesh: DeviceMesh, cuts: Cuts) -> tuple[dict[str, Placement], dict[str, int], dict[str, int]]:
+    """Placements, sizes and coordinate on the axes that cut a tensor, in cut order."""
+    sizes = {axis: mesh.get_group(axis).size() for axis, _ in cuts}
+    return dict(cuts), sizes, {axis: mesh.get_local_rank(axis) for axis, _ in cuts}
+
+
+def padded_piece(value: Tensor, shape: Sequence[int], mesh: DeviceMesh, cuts: Cuts) -> Tensor:
+    """This rank's piece of a tensor of ``shape`` with padding, so that all ranks have one shape."""
+    return with_padding(value, shape, *_place(mesh, cuts)) if is_padded(cuts) else value
+
+
+def cropped_piece(value: Tensor, shape: Sequence[int], mesh: DeviceMesh, cuts: Cuts) -> Tensor:
+    """The inverse of `padded_piece`."""
+    return without_padding(value, shape, *_place(mesh, cuts)) if is_padded(cuts) else value
+
+
+def is_padded(cuts: Cuts) -> bool:
+    """Whether pieces of some ranks may have padding."""
+    return any(shard.units for _, shard in cuts)
 
 
 def nothing_of(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -127,12 +140,12 @@ def from_holder(value: Tensor, mesh: DeviceMesh, holders: Holders, shape: Sequen
     return sent
 
 
-def shape_of_piece(shape: Sequence[int], mesh: DeviceMesh, cuts: Cuts) -> list[int]:
-    """That of a piece on a stage that holds the tensor."""
-    found = list(shape)
-    for axis, shard in cuts:
-        found[shard.dim] //= mesh.get_group(axis).size()
-    return found
+def shape_of_piece(shape: Sequence[int], mesh: DeviceMesh, cuts: Cuts, padded: bool = False) -> list[int]:
+    """That of a piece on a stage that holds the tensor; ``padded``: with padding."""
+    placements, sizes, coordinate = _place(mesh, cuts)
+    return list(
+        nested_shape(shape, placements, sizes) if padded else stored_shape(shape, placements, sizes, coordinate)
+    )
 
 
 class Gathered:
@@ -142,9 +155,9 @@ class Gathered:
 
 
 def gather(value: Tensor, group: dist.ProcessGroup, shard: Shard) -> Tensor:
-    """The pieces of a group, joined."""
+    """The pieces of a group, which are padded, joined."""
     Gathered.count += 1
-    return from_rows(gathered_rows(value, group), shard.dim, shard.blocks)
+    return joined(gathered_rows(value, group), shard.dim, shard.blocks, shard.units)
 
 
 def gathered_rows(value: Tensor, group: dist.ProcessGroup) -> Tensor:
