@@ -4,9 +4,9 @@ Consumes    a step graph whose calls stand in an order that suits memory, gather
             host right before their first use.
 Guarantees  beside a transfer that computation would wait for run calls that neither lead to it nor depend on it, as
             many as its estimated time asks for (gathers and copies from the host: twice that: estimates are wrong). A
-            collective starts once its operand is computed. The peak of live values stays that of the given order, plus
-            where no memory limit is set one layer of gathered weights or of values copied back, or two of exchanged
-            tokens. Of gathered weights and copies no more than one layer waits for its first use.
+            collective starts once its operand is computed. The peak of live values stays that of the given order; where
+            no memory limit is set it may grow by the tokens that two layers exchange. Of gathered weights and copies no
+            more than one layer waits for its first use.
 Leaves      what is computed; the order of calls where there is nothing to wait for.
 
     w = weight_grad(a, b); x = all_reduce(dx, "tp"); y = f(x); v = all_gather(p); z = mm(y, v)
@@ -135,7 +135,7 @@ class _Backwards:
         self.before = {b: a for a, b in self.after.items()}
         self.early = {node for node in self.transfers if _waits_for_nothing(node)}
         self.layer = self._largest_layer(n for n in calls if n in self.early)
-        self.spare = max(self.layer, 2 * self._largest_layer(n for n in calls if n.target in TOKENS))
+        self.spare = 2 * self._largest_layer(n for n in calls if n.target in TOKENS)
         self.waiting = {n for n in self.transfers if n not in self.seconds and n not in self.early}
         self.waiting |= {user for node in self.waiting for user in node.users}
         for node in calls:  # and views of what they make
