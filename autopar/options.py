@@ -156,6 +156,11 @@ class Options:
         "shard the residual stream along the sequence on tp",
         axes=("tp",),
     )
+    async_tp: bool | str = _option(
+        "auto", _choice("auto", False, True),
+        "run products next to exchanges over tp in chunks, beside the exchange of the other chunks (async tensor "
+        "parallelism): auto where it saves time by estimate, True wherever the shapes allow it", axes=("tp",),
+    )  # fmt: skip
     microbatches: int = _option(1, POSITIVE, "microbatches of a train_step (gradient accumulation)")
     precision: Precision = _option(  # noqa: RUF009  (frozen)
         PRECISIONS["none"],

@@ -49,7 +49,7 @@ from autopar.schedule.order import Order, P2PEdge
 from autopar.schedule.order_checks import check_streams
 from autopar.schedule.request import SCHEDULES
 from autopar.schedule.simulate import simulate
-from autopar.steps.graphs import Cache, GlobalStatistics, Pipeline, Stage, StepGraph, grad
+from autopar.steps.graphs import Cache, GlobalStatistics, Pipeline, Stage, StepGraph, grad, is_a
 from autopar.steps.of_rank import backwards, graph_name
 
 
@@ -279,6 +279,11 @@ def _finish(prefix: str, stage: Stage, ctx: Compilation, names: Sequence[str]) -
 def _finished(name: str, step: StepGraph, ctx: Compilation, simplified: bool) -> StepGraph:
     with ctx.within(f"{name}."):
         ctx.observe("differentiate", step.graph)
+        step.graph.meta["freed"] = {
+            node.name
+            for name, node in zip(step.inputs, placeholders(step.graph), strict=True)
+            if is_a(name, "saved", "stash", "grad", "sum")
+        }
         graph = PassManager(STEP_PASSES if simplified else (CloneAliasedGrads(),)).run(
             promise(step.graph), ctx, facts=("step",)
         )

@@ -45,6 +45,15 @@ def graph_times(gm: GraphModule, device: Device, links: Links, requests: Request
     return GraphTimes(run.now, run.computing, run.moving, run.exposed)
 
 
+def transfer_of(node: Node, device: Device, links: Links) -> tuple[str, float]:
+    """(the link that a collective or a copy uses: an axis, or `HOST`; seconds on it)"""
+    if node.target in COPIES:
+        host = host_link(links.named, device)
+        return HOST, host.latency + nbytes(node) / host.bandwidth
+    moved = transfer(node, links.mesh)
+    return (moved.axis if moved is not None else ""), transfer_seconds(node, links) or 0.0
+
+
 class _GraphRun:
     def __init__(self, gm: GraphModule, device: Device, links: Links, requests: Requests | None) -> None:
         self.places, self.device, self.links, self.now = WaitPlaces(gm), device, links, 0.0
@@ -74,20 +83,13 @@ class _GraphRun:
         self.now = end
 
     def _start(self, node: Node) -> None:
-        link, seconds = self._transfer(node)
+        link, seconds = transfer_of(node, self.device, self.links)
         self.launched += self.device.launch
         begin = max(self.now, self.launched, self.free.get(link, 0.0))
         self.moving[node] = seconds
         self.done[node] = self.free[link] = begin + seconds
         for earlier in self.places.started(node):
             self._wait(earlier)
-
-    def _transfer(self, node: Node) -> tuple[str, float]:
-        if node.target in COPIES:
-            host = host_link(self.links.named, self.device)
-            return HOST, host.latency + nbytes(node) / host.bandwidth
-        moved = transfer(node, self.links.mesh)
-        return (moved.axis if moved is not None else ""), transfer_seconds(node, self.links) or 0.0
 
     def _wait(self, node: Node) -> None:
         late = self.done.get(node, 0.0) - self.now

@@ -62,6 +62,7 @@ class RawWork:
 def graph_work(gm: GraphModule, mesh: Mesh, again: bool | None = None) -> RawWork:
     """What a graph does. ``again``: only what the backward computes once more, or only the rest."""
     nodes = [n for n in gm.graph.nodes if again is None or bool(n.meta.get("again")) == again]
+    nodes.sort(key=lambda node: node.name)  # graphs of other sizes are ordered otherwise, and compared call by call
     products: list[tuple[float, ...]] = []
     attention: list[tuple[float, ...]] = []
     sent: dict[Way, tuple[float, float]] = {}

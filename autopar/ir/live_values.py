@@ -42,7 +42,12 @@ def peak_of_values(gm: GraphModule, held: Collection[str], same: Mapping[Node, N
     ``held``: names of placeholders that are alive anyway; they count nothing. ``same``: placeholders that share the
     storage of another one.
     """
-    run, waits = _Run(gm, held, same or {}), WaitPlaces(gm)
+    return max(bytes_alive(gm, held, same).values(), default=0)
+
+
+def bytes_alive(gm: GraphModule, held: Collection[str], same: Mapping[Node, Node] | None = None) -> dict[Node, int]:
+    """Most bytes alive at once while each node runs; as in `peak_of_values`."""
+    run, waits, found = _Run(gm, held, same or {}), WaitPlaces(gm), dict[Node, int]()
     for node in gm.graph.nodes:
         for collective in waits.before(node):
             run.wait(collective)
@@ -53,11 +58,12 @@ def peak_of_values(gm: GraphModule, held: Collection[str], same: Mapping[Node, N
         elif node.op == "call_function":
             run.call(node)
         run.end(node)
-    return run.most
+        found[node], run.most = run.most, run.live
+    return found
 
 
 class _Run:
-    """The bytes that are alive. ``most``: their peak."""
+    """The bytes that are alive. ``most``: their peak since somebody has looked."""
 
     def __init__(self, gm: GraphModule, held: Collection[str], same: Mapping[Node, Node]) -> None:
         self._behind = storages(gm, in_place=True)
@@ -65,7 +71,7 @@ class _Run:
             base = {(x, 0): (first, 0) for x, first in same.items()}
             self._behind = {n: tuple(base.get(s, s) for s in found) for n, found in self._behind.items()}
         self._ends = _ends(gm, self._behind, held)
-        self._live = self.most = bytes_of(n for n in placeholders(gm) if n.name not in held and n not in same)
+        self.live = self.most = bytes_of(n for n in placeholders(gm) if n.name not in held and n not in same)
         self._flying: dict[Node, tuple[Storage | None, int, int]] = {}  # operand, buffers, result
         self._read: Counter[Storage] = Counter()  # by running collectives
         self._late: set[Storage] = set()  # of these, those without another use
@@ -73,14 +79,14 @@ class _Run:
     def call(self, node: Node) -> None:
         """Run a node that is not a collective."""
         self._add(self._own(node))
-        self.most = max(self.most, self._live + workspace(node))
+        self.most = max(self.most, self.live + workspace(node))
 
     def _own(self, node: Node) -> int:
         return sum(size_of(s) for s in self._behind[node] if s[0] is node)
 
     def _add(self, size: int) -> None:
-        self._live += size
-        self.most = max(self.most, self._live)
+        self.live += size
+        self.most = max(self.most, self.live)
 
     def start(self, node: Node) -> None:
         """Start a collective: it reads its operand or a copy in rows, and writes its result or rows of it. A copy to or
@@ -91,18 +97,10 @@ class _Run:
             return
         if not self._own(node):  # an all-reduce that overwrites its operand
             return
-        operand: Node = arguments(node)["x"]
-        sent, result = nbytes(operand), nbytes(node)
-        if is_call(node, ours.all_reduce.default):
-            reads, copied, arrives = False, False, False  # it overwrites its result, a copy
-        else:
-            source, target = _row_dims(node)
-            copied = not operand.meta["val"].is_contiguous() if source is None else _moves(shape(operand), *source)
-            reads, arrives = not copied, target is not None and _moves(shape(node), *target)
-        (read,) = self._behind[operand] if reads else (None,)
-        buffers = sent * copied + result * arrives
-        self._on_their_way(node, read, buffers, result * arrives)
-        self._add(buffers + result * (not arrives))
+        copied, buffers, late = buffers_of(node)
+        (read,) = (None,) if copied else self._behind[arguments(node)["x"]]
+        self._on_their_way(node, read, buffers, late)
+        self._add(buffers + nbytes(node) - late)
 
     def _on_their_way(self, node: Node, read: Storage | None, buffers: int, result: int) -> None:
         self._flying[node] = read, buffers, result
@@ -115,12 +113,12 @@ class _Run:
             return
         read, buffers, result = self._flying.pop(node)
         self._add(result)
-        self._live -= buffers
+        self.live -= buffers
         if read is not None:
             self._read[read] -= 1
             if read in self._late and not self._read[read]:
                 self._late.remove(read)
-                self._live -= size_of(read)
+                self.live -= size_of(read)
 
     def end(self, node: Node) -> None:
         """Free the storages with their last use in a node, except those that running collectives read."""
@@ -128,7 +126,20 @@ class _Run:
             if self._read[storage]:
                 self._late.add(storage)
             else:
-                self._live -= size_of(storage)
+                self.live -= size_of(storage)
+
+
+def buffers_of(node: Node) -> tuple[bool, int, int]:
+    """Of a collective: whether it leaves its operand at once, since it has copied it; bytes of its buffers until it is
+    waited for; of these, bytes that become its result."""
+    operand: Node = arguments(node)["x"]
+    if is_call(node, ours.all_reduce.default):
+        return True, 0, 0  # it overwrites its result, a copy
+    source, target = _row_dims(node)
+    copied = not operand.meta["val"].is_contiguous() if source is None else _moves(shape(operand), *source)
+    arrives = target is not None and _moves(shape(node), *target)
+    late = nbytes(node) * arrives
+    return copied, nbytes(operand) * copied + late, late
 
 
 def _ends(gm: GraphModule, behind: dict[Node, tuple[Storage, ...]], held: Collection[str]) -> dict[Node, list[Storage]]:

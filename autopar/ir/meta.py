@@ -74,6 +74,7 @@ GRAPHS = {
     "results": "list[str]: names of the values that a prologue returns",
     "owned": "list[int]: outputs of a step that are written to later",
     "takes": "list[str]: names of the inputs of a forward, which its placeholders may not have (``input``)",
+    "freed": "names of inputs of a step graph that are freed after their last use",
     "promise": "Promise: results and communication of a step graph (`autopar.rewrite.step_checks`)",
 }
 

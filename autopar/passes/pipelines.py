@@ -14,10 +14,10 @@ from autopar.passes.partition.place_token_slices import PlaceTokenSlices
 from autopar.passes.partition.propagate_placements import PropagatePlacements
 from autopar.passes.partition.slice_early import SliceEarly
 from autopar.passes.partition.zero_padding import ZeroPadding
+from autopar.passes.step.async_tp import AsyncTensorParallel
 from autopar.passes.step.bucket_gathers import BucketGathers
 from autopar.passes.step.bucket_gradients import BucketGradients
-from autopar.passes.step.early_exchanges import EarlyExchanges
-from autopar.passes.step.prefetch import Prefetch
+from autopar.passes.step.schedule_collectives import ScheduleCollectives
 from autopar.passes.step.simplify import Simplify
 from autopar.rewrite.pass_manager import Pass
 
@@ -33,9 +33,9 @@ PLACEMENT_PASSES: tuple[Pass, ...] = (
 )
 STEP_PASSES: tuple[Pass, ...] = (
     Simplify(),
-    Prefetch(),
     BucketGathers(),
     BucketGradients(),
-    EarlyExchanges(),
+    ScheduleCollectives(),
+    AsyncTensorParallel(),
     CloneAliasedGrads(),
 )

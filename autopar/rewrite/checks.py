@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable
 from operator import is_
 from typing import Any
@@ -190,14 +189,6 @@ def check_plain(gm: GraphModule, ctx: Compilation) -> None:
             raise StepError(f"{describe(node)} stands between a value and its users")
 
 
-def check_gathers_together(gm: GraphModule, ctx: Compilation) -> None:
-    """The gathers of a layer's parameters are adjacent."""
-    for group in gathers_by_layer(gm):
-        for before, after in itertools.pairwise(group):
-            if before.next is not after:
-                raise StepError(f"{describe(after)} stands after {describe(before.next)}, separated from its layer")
-
-
 def is_parameter_gather(node: Node) -> bool:
     """Whether it is an all-gather of a placeholder, cast or not, or the next in a chain of such all-gathers."""
     if not is_call(node, torch.ops.autopar.all_gather.default):
@@ -228,5 +219,4 @@ CHECKS: dict[str, Check] = {
     "owned": check_owned,
     "step": check_step,
     "plain": check_plain,
-    "gathers_together": check_gathers_together,
 }

@@ -3,7 +3,7 @@
     backward = promise(stage.backward.graph)            records results and communication
     PassManager(STEP_PASSES).run(backward, ctx, facts=("step",))     checks them after every pass
 
-Buckets change the number of collectives and prefetching their position, but neither the results nor how many elements
+Buckets change the number of collectives and scheduling their position, but neither the results nor how many elements
 are reduced, gathered or exchanged over an axis.
 """
 

@@ -200,7 +200,7 @@ for _name, _stop, _where, _change in (
 ):
     in_step("buckets", _name, _stop, _where, _change)
 for _name, _stop, _where, _change in (
-    ("a gather starts before its operand is computed", "step checks", "zero forward prefetch", _early),
+    ("a gather starts before its operand is computed", "step checks", "zero forward schedule_collectives", _early),
     ("a gradient is an input", "step checks", "ddp backward_reduce simplify", _returns_input),
     ("two gradients share storage", "step checks", "ddp backward_reduce clone_aliased_grads", _transposed),
     ("a factor is simplified away", "numbers", "ddp backward_reduce simplify", _factor),

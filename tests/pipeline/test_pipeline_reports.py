@@ -154,7 +154,7 @@ def test_levels_of_parts_are_step_graphs(tmp_path: Path) -> None:
     dumper, ctx = Dumper(tmp_path), Compilation(LLAMA.mesh)
     with ctx.within("part0."):
         dumper("part0.simplify", gm, ctx)
-        dumper("part0.prefetch", gm, ctx)
+        dumper("part0.schedule_collectives", gm, ctx)
         dumper("part0.forward", gm, ctx)
     with ctx.within("part1."):
         dumper("part1.simplify", gm, ctx)

@@ -2,7 +2,7 @@
 
 simplify                            peephole, and sums over ranks
 bucket_gathers, bucket_gradients    fewer, larger collectives
-prefetch, early_exchanges           communication that starts earlier
+schedule_collectives                communication beside computation
 
 The last passes; `passes.pipelines` lists all of them in order.
 """

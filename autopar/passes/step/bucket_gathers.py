@@ -1,10 +1,10 @@
 """bucket_gathers: gather small parameters, and reduce-scatter small gradients, in buckets.
 
-Consumes    a step graph whose gathers of one layer are adjacent (prefetch).
-Guarantees  adjacent gathers of parameters below `LONE_BYTES` become one gather per dtype and set of axes;
-            reduce-scatters of such gradients become one per layer, of at most ``bucket_bytes``. Values sharded on both
-            dp and cp take one collective per axis. A gather is unpacked right before its first use, so that it still
-            overlaps the layer before.
+Consumes    a step graph.
+Guarantees  gathers of a layer's parameters below `LONE_BYTES` become one gather per dtype and set of axes, where the
+            first of them was; reduce-scatters of such gradients become one per layer, of at most ``bucket_bytes``.
+            Values sharded on both dp and cp take one collective per axis. A gather is unpacked right before its first
+            use, so that it can still overlap with the layer before.
 Leaves      large parameters, for which two copies would cost more than the latency saved; shards of dims other than the
             first; gathers of activations.
 
@@ -22,12 +22,12 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.adapters.operators import OpOverload
-from autopar.ir.conversions import uncast
+from autopar.ir.conversions import is_cast_input, uncast
 from autopar.ir.graph import arguments, insert_call, is_call, layer_of, nbytes, output_node, shape
 from autopar.ir.meta import of_no_module
 from autopar.options import Options
 from autopar.passes.step.bucket_gradients import ends_in_output, move_users_to_end
-from autopar.rewrite.checks import is_parameter_gather
+from autopar.rewrite.checks import gathers_by_layer, is_parameter_gather
 from autopar.rewrite.compilation import Compilation
 from autopar.rewrite.pass_manager import Pass
 
@@ -41,8 +41,7 @@ class BucketGathers(Pass):
     """Buckets small gathers of parameters and small reduce-scatters of gradients."""
 
     name = "bucket_gathers"
-    requires = ("step", "gathers_together")
-    ends = ("gathers_together",)  # each bucket is unpacked where it is used
+    requires = ("step",)
 
     def apply(self, gm: GraphModule, ctx: Compilation) -> GraphModule:
         for chains in _runs(gm):
@@ -59,17 +58,15 @@ Chain = list[Node]
 
 
 def _runs(gm: GraphModule) -> list[list[Chain]]:
-    """Runs of small parameters whose gathers have nothing but gathers between them."""
+    """Small parameters that one layer gathers."""
     found: list[list[Chain]] = []
-    open_runs: dict[object, list[Chain]] = {}
-    for node in gm.graph.nodes:
-        if not is_call(node, GATHER):
-            open_runs = {}
-            continue
-        chain = _chain(node, GATHER)
-        inner = any(is_call(user, GATHER) for user in node.users)
-        if not inner and uncast(_source(chain)).op == "placeholder" and _is_small(chain, _source(chain)):
-            _add(found, open_runs, chain)
+    for layer in gathers_by_layer(gm):
+        groups: dict[object, list[Chain]] = {}
+        for node in layer:
+            chain = _chain(node, GATHER)
+            inner = any(is_call(user, GATHER) for user in node.users)
+            if not inner and uncast(_source(chain)).op == "placeholder" and _is_small(chain, _source(chain)):
+                _add(found, groups, chain)
     return [chains for chains in found if len(chains) > 1]
 
 
@@ -135,6 +132,8 @@ def _join_gathers(gm: GraphModule, chains: list[Chain]) -> None:
     graph, first = gm.graph, chains[0][0]
     order = {n: i for i, n in enumerate(graph.nodes)}
     sources = list(map(_source, chains))
+    for cast in filter(is_cast_input, sources):
+        first.prepend(cast)
     whole = _through(first, _packed(first, sources, 1), GATHER, chains[0])
     uses = {chain[-1]: min(chain[-1].users, key=order.__getitem__) for chain in chains}
     sizes = [s.meta["val"].numel() for s in sources]
