@@ -110,7 +110,8 @@ class _GraphRun:
 
 @dataclass(frozen=True)
 class Segment:
-    """Computes for ``computes`` seconds, then starts exchanges, (which, seconds) each, or waits for some.
+    """Computes for ``computes`` seconds, then starts exchanges, (which, seconds) each, or waits for some. ``launches``:
+    seconds of the host for its kernels, which goes on while the device waits.
 
         F    compute, start 1, compute, wait 1, ...    each half runs until it waits for an exchange of tokens, then
         BW   compute, start 2, wait 2, compute, ...    the other one runs (`autopar.runtime.exec.overlap_f_b`)
@@ -121,6 +122,7 @@ class Segment:
     computes: float
     started: tuple[tuple[int, float], ...] = ()
     waits: tuple[int, ...] = ()
+    launches: float = 0.0
 
 
 Segments = tuple[Segment, ...]
@@ -128,34 +130,35 @@ Segments = tuple[Segment, ...]
 
 def segments_of(gm: GraphModule, axis: str, device: Device, links: Links) -> Segments:
     """The segments of a step graph whose experts are sharded on an axis."""
-    places, found, computes = WaitPlaces(gm), list[Segment](), 0.0
+    places, found, computes, launches = WaitPlaces(gm), list[Segment](), 0.0, 0.0
     numbers: dict[Node, int] = {}
 
     def wait(collectives: list[Node]) -> None:
-        nonlocal computes
+        nonlocal computes, launches
         if ours := tuple(numbers[node] for node in collectives if node in numbers):
-            found.append(Segment(computes, waits=ours))
-            computes = 0.0
+            found.append(Segment(computes, waits=ours, launches=launches))
+            computes = launches = 0.0
 
     for node in gm.graph.nodes:
         wait(places.before(node))
         took = node_seconds(node, device, links)
         if not is_started(node):
-            computes += took
+            computes, launches = computes + took, launches + (device.launch if took else 0.0)
             continue
+        launches += device.launch
         if pauses_at([node], axis):
             numbers[node] = len(numbers)
-            found.append(Segment(computes, ((numbers[node], took),)))
-            computes = 0.0
+            found.append(Segment(computes, ((numbers[node], took),), launches=launches))
+            computes = launches = 0.0
         else:
             computes += took
         wait(places.started(node))
-    return (*found, Segment(computes))
+    return (*found, Segment(computes, launches=launches))
 
 
 def seconds_by_turns(*halves: Segments) -> float:
     """Seconds of one graph, or of two that take turns."""
-    now = link = 0.0
+    now = link = launched = 0.0
     ends: list[dict[int, float]] = [{} for _ in halves]
     at, paused = [0] * len(halves), [False] * len(halves)
     while any(i < len(half) for i, half in zip(at, halves, strict=True)):
@@ -163,7 +166,8 @@ def seconds_by_turns(*halves: Segments) -> float:
             while at[k] < len(half):
                 segment = half[at[k]]
                 if not paused[k]:
-                    now += segment.computes
+                    launched += segment.launches
+                    now = max(now + segment.computes, launched)
                     for number, took in segment.started:
                         link = ends[k][number] = max(now, link) + took
                     paused[k] = bool(segment.waits)
