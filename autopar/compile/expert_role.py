@@ -132,6 +132,12 @@ def _by_width(gm: GraphModule, plan: Plan) -> Plan:
         return plan
     nodes = {node: names[node.name] for node in placeholders(gm) if node.name in names}
     chosen = plan_tensor_parallel(Analysis(gm, mesh, NODES), nodes, {}, {})
+    padded = [name for name, found in chosen.parameters.items() if isinstance(p := found.stored, Shard) and p.units]
+    if padded:
+        raise ValueError(
+            f"serve: the width of an MLP does not divide over {mesh.size(NODES)} nodes, found that of {padded[0]}; use "
+            "another number"
+        )
     parameters = {name: dict(axes) for name, axes in plan.parameters.items()}
     for name, found in chosen.parameters.items():
         within = plan.parameter(name, WITHIN).stored

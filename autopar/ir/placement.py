@@ -23,6 +23,7 @@ from fractions import Fraction
 
 import torch
 
+from autopar.adapters.dispatch import without_modes
 from autopar.ops.padded_pieces import crop_blocks, pad_blocks, padded_size, rows_per_rank
 from autopar.spelling import did_you_mean
 
@@ -303,17 +304,19 @@ Held = tuple[tuple[Shard, int, int], ...]  # (shard, number of ranks, rank) of e
 @functools.lru_cache(4096)
 def held_positions(size: int, held: Held) -> torch.Tensor:
     """[rows of a shard in graphs] int64: the global position of each row along a dim, -1 for padding."""
-    found = torch.arange(1, size + 1)
-    for shard, ranks, rank in held:
-        found = piece(found, dataclasses.replace(shard, dim=0), ranks, rank)
-    return found - 1
+    with without_modes():
+        found = torch.arange(1, size + 1)
+        for shard, ranks, rank in held:
+            found = piece(found, dataclasses.replace(shard, dim=0), ranks, rank)
+        return found - 1
 
 
 @functools.lru_cache(4096)
 def real_runs(size: int, held: Held) -> tuple[tuple[int, int], ...]:
     """(first row, rows) of each run of rows that are no padding, in the shard that graphs have."""
-    real = (held_positions(size, held) >= 0).to(torch.int8)
-    edges = torch.diff(real, prepend=real.new_zeros(1), append=real.new_zeros(1)).nonzero()[:, 0].tolist()
+    with without_modes():
+        real = (held_positions(size, held) >= 0).to(torch.int8)
+        edges = torch.diff(real, prepend=real.new_zeros(1), append=real.new_zeros(1)).nonzero()[:, 0].tolist()
     return tuple((start, end - start) for start, end in zip(edges[::2], edges[1::2], strict=True))
 
 

@@ -34,12 +34,15 @@ class Compilation:
     timings: dict[str, float] = field(default_factory=dict)
     checked: dict[Node, list[Any]] = field(default_factory=dict)  # node whose types are right -> what was read of it
 
+    # Names of the calls of a graph -> the order that its collectives were given: slices have the same.
+    orders: dict[tuple[str, ...], list[str]] = field(default_factory=dict)
     prefix: str = ""  # of the names that observers see: the step graph that the passes run on
 
     def of_slice(self, part: TokenSlice, watched: bool) -> Compilation:
         """The compilation of one slice of the tokens. ``watched``: for the same observers."""
         mesh = replace(self.mesh, slice=part)
-        return Compilation(mesh, self.plan, self.observers if watched else [], self.timings, prefix=self.prefix)
+        observers = self.observers if watched else []
+        return Compilation(mesh, self.plan, observers, self.timings, orders=self.orders, prefix=self.prefix)
 
     @contextmanager
     def within(self, prefix: str) -> Iterator[None]:

@@ -130,7 +130,7 @@ class Rule:
         units = next((given for name, given in cut.items() if name.startswith(UNITS)), None)
         for part in self._beside(cut):
             cut = cut | {part: (self.sizes[part],)} | ({UNITS + part: units} if units else {})
-        return self._with_rows(cut)
+        return self._with_rows(dict(cut))
 
     def joined(self, cut: Cut, other: Cut) -> Cut | None:
         """The union of two cuts, if they agree on all factors that both name."""

@@ -179,7 +179,6 @@ def test_the_command_says_why(capsys: pytest.CaptureFixture[str], config: Path) 
         (["--gpus", 4, "--mesh", "cp=3"], "auto: cp=3 needs a number of GPUs that 3 divides, found 4"),
         (["--gpus", 3, "--mesh", "cp=3"], "auto: "),
         (["--gpus", 8, "--mesh", "pp=8"], "auto: pp=8 needs as many layers, found 4; use at most pp=4"),
-        (["--gpus", 5], "auto: no layout of 5 GPUs runs: tensor_parallel: attention heads"),
         (["--gpus", 4, "--mesh", "tp=4", "--zero", 3], "auto: no layout of 4 GPUs for a batch of 8 has"),
         (["--gpus", 4, "--serve"], "auto: chooses layouts to train, found --serve"),
         (["--gpus", 0], "expected a positive whole number, found '0'"),

@@ -246,7 +246,6 @@ def test_what_cannot_run_is_refused_in_a_sentence() -> None:
         (Layout(pp=32), "pp: 32 stages need as many layers"),
         (Layout(pp=2, layers=(3, 4)), "counts that sum up to 16 layers"),
         (Layout(pp=2, schedule="nosuch"), "unknown schedule 'nosuch'"),
-        (Layout(tp=3), "tp"),
     ):
         found = large().price(layout, H100, EAGER)
         assert words in found.refused and not found.fits, found.refused

@@ -17,7 +17,7 @@ def scalar_kernels() -> Iterator[None]:
 
     valid_vec_isa_list.cache_clear()
     try:
-        with config.patch({"cpp.vec_isa_ok": False}):
+        with config.patch({"cpp.vec_isa_ok": False, "cpp.simdlen": 0}):
             yield
     finally:
         valid_vec_isa_list.cache_clear()

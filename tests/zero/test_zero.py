@@ -193,8 +193,8 @@ def test_replicas_sum_pieces_once_per_step(replicas: int, ranks: int, count: int
         assert over_dp["all_reduce"] < scalars and over_replicas.keys() <= {"all_reduce"} == both.keys()
 
 
-def test_zero_cuts_nothing_that_does_not_divide() -> None:
-    """It stays whole, with its optimizer state, and the plan says so."""
+def test_zero_pads_what_does_not_divide() -> None:
+    """The largest dim is padded, and the plan says so; a vector stays whole."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 8), nn.Linear(8, 5), nn.Linear(5, 3)).double()
 
@@ -208,8 +208,9 @@ def test_zero_cuts_nothing_that_does_not_divide() -> None:
 
     for zero in (1, 2, 3):
         made = compile_model(Net(), {"x": torch.rand(8, 7).double()}, Mesh.of(dp=2), Options(zero=zero))
-        assert cut_and_whole(made)[1] >= 5 * 3 * 8
-        assert "replicated" in made.plan.parameter("layers.2.weight", "dp").reason
+        assert cut_and_whole(made)[0] >= 5 * 3 * 8
+        assert made.plan.stored("layers.2.weight") == {"dp": Shard(1, units=5)}
+        assert "5 units over 2 ranks, padded: 3, 2" in made.plan.parameter("layers.2.weight", "dp").reason
 
 
 # --- what is held -------------------------------------------------------------------------------------------

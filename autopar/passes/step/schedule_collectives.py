@@ -63,6 +63,12 @@ class ScheduleCollectives(Pass):
         options = ctx.plan.options if ctx.plan is not None else Options()
         held = {n.name for n in gm.graph.nodes if n.op == "placeholder"} - set(gm.meta.get("freed", ()))
         given = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
+        names = tuple(node.name for node in given)
+        if ctx.mesh.slice is not None and names in ctx.orders:
+            by_name = {node.name: node for node in given}
+            _put(gm, [by_name[name] for name in ctx.orders[names]])
+            gm.recompile()
+            return gm
         run = _Backwards(gm, given, held, device_of(options), Links.of(options, ctx.mesh))
         most = bound = run.peak + (0 if options.memory_limit else run.spare)
         for _ in range(ATTEMPTS):
@@ -73,6 +79,7 @@ class ScheduleCollectives(Pass):
             bound -= over
         else:
             _put(gm, given)
+        ctx.orders[names] = [node.name for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
         gm.recompile()
         return gm
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.adapters.dispatch import without_modes
 from autopar.adapters.distributed import all_gather_single
 from autopar.ir.mesh import AXES
 from autopar.ir.placement import (
@@ -76,12 +77,12 @@ def _runs(
 def _runs_of(size: int, held: Held) -> tuple[tuple[int, int, int], ...]:
     if not held:
         return ((0, size, 0),) if size else ()
-    places = held_positions(size, held)
-    places = places[places >= 0]
-    if not len(places):
+    with without_modes():
+        places = [place for place in held_positions(size, held).tolist() if place >= 0]
+    if not places:
         return ()
-    starts = [0, *(places.diff() != 1).nonzero()[:, 0].add(1).tolist(), len(places)]
-    return tuple((int(places[a]), b - a, a) for a, b in pairwise(starts))
+    starts = [0, *(i for i in range(1, len(places)) if places[i] != places[i - 1] + 1), len(places)]
+    return tuple((places[a], b - a, a) for a, b in pairwise(starts))
 
 
 STAGES = "pp"  # the axis of pipeline stages
