@@ -387,5 +387,8 @@ def _differs(pieces: list[Any], expected: Tensor, p: Mapping[str, Placement], me
         return str(error)[:200]
     if found.shape != expected.shape:
         return f"has shape {tuple(found.shape)}, not {tuple(expected.shape)}"
-    same = torch.allclose(found.to(expected.dtype), expected, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+    # Kernels for narrow types add up in another order for other sizes, on some CPUs.
+    rounding = 8 * torch.finfo(expected.dtype).eps if expected.is_floating_point() else 0.0
+    most = max(TOLERANCE, rounding)
+    same = torch.allclose(found.to(expected.dtype), expected, rtol=most, atol=most, equal_nan=True)
     return "" if same else f"differs by {(found - expected).abs().max():.1e}"

@@ -37,7 +37,8 @@ def test_options() -> None:
 def test_options_without_the_axis_that_they_are_about() -> None:
     """Each option on each mesh of one axis: refused, or an axis that it counts with is there (of any size)."""
     values: dict[str, dict[str, Any]] = {
-        "zero": {"zero": 3}, "sequence_parallel": {"sequence_parallel": True}, "async_tp": {"async_tp": True}, "schedule": {"schedule": "1f1b"},
+        "zero": {"zero": 3}, "sequence_parallel": {"sequence_parallel": True},
+        "async_tp": {"async_tp": True}, "schedule": {"schedule": "1f1b"},
         "split_points": {"split_points": ("a",)}, "virtual_stages": {"virtual_stages": 2},
         "token_slices": {"token_slices": 2},
         "reshard_after_forward": {"reshard_after_forward": True, "zero": 1},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import itertools
 import re
 import weakref
 from collections.abc import Iterator
@@ -265,7 +264,7 @@ def test_a_plan_says_what_waits() -> None:
 
 
 def test_copies_start_early_and_end_late() -> None:
-    """Out right behind what is copied; back one layer ahead of the first use."""
+    """Out right behind what is copied; back while what comes before the first use is computed."""
     model, batch = tiny("llama", layers=3)
     stage = compile_model(model, batch, Mesh.of(), Options(activation_checkpoint="layers"), outputs=()).stage
     assert stage.backward_reduce is not None
@@ -275,15 +274,9 @@ def test_copies_start_early_and_end_late() -> None:
     assert sum(name is not None and name.startswith("host:") for name in forward.outputs) == len(copies)
     place = {n: i for i, n in enumerate(backward.graph.graph.nodes)}
     back = [n for n in place if is_call(n, ours.from_host.default)]
-    first: dict[str, int] = {}
-    starts: dict[str, int] = {}
-    for n in back:
-        starts.setdefault(layer_of(n), place[n])
-        first[layer_of(n)] = min(first.get(layer_of(n), len(place)), *(place[u] for u in n.users))
-    order = sorted(first, key=first.__getitem__)
-    assert [x.rpartition(".")[2] for x in order] == ["2", "1", "0"]
-    for before, layer in itertools.pairwise(order):
-        assert starts[layer] < first[before] < first[layer]
+    ahead = [min(place[user] for user in n.users) - place[n] for n in back]
+    assert sum(calls >= 5 for calls in ahead) > 0.9 * len(ahead)
+    assert [x.rpartition(".")[2] for x in dict.fromkeys(map(layer_of, back))] == ["2", "1", "0"]
     assert "from the host, " in format_graph(backward.graph) and "to the host, " in format_graph(forward.graph)
 
 
