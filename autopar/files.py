@@ -13,6 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+OFF = ("0", "off", "no", "false")  # values of a variable that names a folder, for none
+
+
+def cache_root() -> Path | None:
+    """The folder for this user's files that can be made again; None without a home."""
+    caches = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        return (Path(caches) if caches else Path.home() / ".cache") / "autopar"
+    except RuntimeError:  # no home folder
+        return None
+
 
 def sync_path(path: Path) -> None:
     """Wait until a file, or the list of a folder, is on the disk."""

@@ -26,12 +26,11 @@ from typing import Any, NamedTuple
 
 from autopar.cache.entry_file import StoredEntry, packed_entry, read_entry
 from autopar.cache.private_folder import keep_others_out, user_key, why_no_key, why_not_own, why_unsafe
-from autopar.files import written_beside
+from autopar.files import OFF, cache_root, written_beside
 
 log = logging.getLogger("autopar.cache")
 
 VARIABLE, SIZE_VARIABLE = "AUTOPAR_CACHE", "AUTOPAR_CACHE_SIZE"
-OFF = ("0", "off", "no", "false")
 DEFAULT_SIZE = 2 << 30  # bytes
 PATIENCE = 300.0  # seconds to wait for another rank's compilation
 _POLL = 0.02  # seconds
@@ -229,14 +228,10 @@ def entry_folder() -> DiskCache | None:
     given = os.environ.get(VARIABLE, "")
     if given.lower() in OFF:
         return None
-    if given:
-        path = Path(given).expanduser()
-    else:
-        caches = os.environ.get("XDG_CACHE_HOME", "")
-        try:
-            path = (Path(caches) if caches else Path.home() / ".cache") / "autopar"
-        except RuntimeError:  # no home folder
-            return None
+    path = Path(given).expanduser() if given else cache_root()
+    if path is None:
+        return None
+    if not given:
         keep_others_out(path)
     found = DiskCache(path, _size(os.environ.get(SIZE_VARIABLE, "")))
     if why := found.why_refused():

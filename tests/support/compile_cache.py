@@ -32,10 +32,11 @@ from autopar import api
 from autopar.adapters.hooks import hooks_of_all
 from autopar.adapters.tensors.tags import tags_of
 from autopar.cache.compile_cache import noticed_warnings, stored_plan, stored_step
-from autopar.cache.disk_cache import OFF, VARIABLE, DiskCache
+from autopar.cache.disk_cache import VARIABLE, DiskCache
 from autopar.cache.step_codec import plan_of_sections, plan_sections, step_of_sections, step_sections
 from autopar.cache.value_codec import Decoder, Encoder, Unstorable
 from autopar.capture.reads.forward_reads import ForwardReads
+from autopar.files import OFF
 from autopar.ir.batch import facts_of
 from autopar.steps.graphs import Compiled
 from tests.support.capture_cache import captured_by_each

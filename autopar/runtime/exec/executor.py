@@ -255,9 +255,7 @@ class Executor:
         slots = list(paused.slots) if keep else paused.slots
         if not keep:
             paused.slots, paused.saved = [], []
-        for name, given in tangents.items():
-            for i in self.program.tangents.get(name, ()):
-                slots[i] = given
+        self._place(tangents, slots)
         with self._calling("backward"):
             whole = functools.partial(self._forward_and_backward, paused.values, tangents)
             if self._replays:
@@ -270,11 +268,15 @@ class Executor:
                 self.finite.check({}, gradients, read, lambda: list(whole().values()))
         return gradients
 
-    def _forward_and_backward(self, values: Mapping[str, Tensor], tangents: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        slots = self._start(values)
+    def _place(self, tangents: Mapping[str, Tensor], slots: list[Any]) -> None:
+        """Put the gradients of outputs where the backward reads them."""
         for name, given in tangents.items():
             for i in self.program.tangents.get(name, ()):
                 slots[i] = given
+
+    def _forward_and_backward(self, values: Mapping[str, Tensor], tangents: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        slots = self._start(values)
+        self._place(tangents, slots)
         self._run(self._backward, slots)
         return self._cropped(self._gradients(slots))
 

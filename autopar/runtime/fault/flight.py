@@ -20,11 +20,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from autopar.files import written_beside
+from autopar.files import OFF, cache_root, written_beside
 
 log = logging.getLogger("autopar.flight")
 
-VARIABLE, OFF = "AUTOPAR_FLIGHT", ("0", "off", "no", "false")
+VARIABLE = "AUTOPAR_FLIGHT"
 MOST = 1000  # events kept
 AGAIN = 60.0  # seconds after which a further failure is written again
 LONGEST = 500  # characters of a text in a file
@@ -59,15 +59,13 @@ def folder() -> Path | None:
     """Where it is written; None if it is off."""
     given = os.environ.get(VARIABLE, "")
     if given:
-        return None if given in OFF else Path(given)
-    caches = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        root = Path(caches) if caches else Path.home() / ".cache"
-    except RuntimeError:  # no home
+        return None if given.lower() in OFF else Path(given).expanduser()
+    root = cache_root()
+    if root is None:
         return None
     names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
     job = "-".join(filter(None, (os.environ.get(name) for name in names))) or "job"
-    return root / "autopar" / "flight" / re.sub(r"[^\w.-]", "_", job)
+    return root / "flight" / re.sub(r"[^\w.-]", "_", job)
 
 
 def write_flight(rank: int, error: str) -> None:
