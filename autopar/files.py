@@ -17,7 +17,7 @@ OFF = ("0", "off", "no", "false")  # values of a variable that names a folder, f
 
 
 def cache_root() -> Path | None:
-    """The folder for this user's files that can be made again; None without a home."""
+    """The folder for this user's caches; None without a home."""
     caches = os.environ.get("XDG_CACHE_HOME", "")
     try:
         return (Path(caches) if caches else Path.home() / ".cache") / "autopar"
