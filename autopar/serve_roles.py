@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -95,25 +96,8 @@ def serve_roles(
     dump: str | Path | None,
 ) -> Server | ExpertServer:
     """See `autopar.serve`, which documents the arguments. Collective over both roles."""
-    try:
-        return _serve(model, roles, arguments, of_roles, folder, example_batch, dump)
-    except ValueError as error:
-        if is_refusal(error):  # all ranks raise it, and may serve again: it is no failure of this one
-            board().whole.clear()
-        raise
-
-
-def _serve(
-    model: nn.Module,
-    roles: Roles,
-    arguments: Mapping[str, Any],
-    of_roles: Mapping[str, Any],
-    folder: str | Path | None,
-    example_batch: Mapping[str, Any] | None,
-    dump: str | Path | None,
-) -> Server | ExpertServer:
     groups = Groups(roles.mesh)
-    with error_context("serve"):
+    with _refusals_withdrawn(), error_context("serve"):
 
         def check() -> tuple[ServeArguments, RoleArguments]:
             if isinstance(model, ParallelModule):
@@ -151,6 +135,17 @@ def _serve(
         _on_both(roles, "the server", lambda: None, _nothing)
         values = {**packed.constants, **weights.values()}
         return ExpertServer(packed, groups, values, AnsweringPairs(roles, groups, rows, how.microbatches))
+
+
+@contextmanager
+def _refusals_withdrawn() -> Iterator[None]:
+    """Context manager: what all ranks refuse is no failure of this one; they may serve again."""
+    try:
+        yield
+    except ValueError as error:
+        if is_refusal(error):
+            board().whole.clear()
+        raise
 
 
 def _server(

@@ -132,12 +132,14 @@ class _Run:
 def buffers_of(node: Node) -> tuple[bool, int, int]:
     """Of a collective: whether it leaves its operand at once, since it has copied it; bytes of its buffers until it is
     waited for; of these, bytes that become its result."""
-    operand: Node = arguments(node)["x"]
+    given = arguments(node)
+    operand: Node = given["x"]
     if is_call(node, ours.all_reduce.default):
         return True, 0, 0  # it overwrites its result, a copy
     source, target = _row_dims(node)
     copied = not operand.meta["val"].is_contiguous() if source is None else _moves(shape(operand), *source)
-    arrives = target is not None and _moves(shape(node), *target)
+    cropped = bool(given.get("units") or given.get("src_units"))
+    arrives = target is not None and (cropped or _moves(shape(node), *target))
     late = nbytes(node) * arrives
     return copied, nbytes(operand) * copied + late, late
 

@@ -52,12 +52,11 @@ def _extended(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def crop_blocks(x: Tensor, dim: int, blocks: Sequence[int], units: int, ranks: int) -> Tensor:
-    """The inverse of `pad_blocks`. (One block: a view.)"""
+    """The inverse of `pad_blocks`: a copy, since gradients are alone in their storage."""
     if not units or not units % ranks:
         return x
     parts = x.split(_sizes(blocks, x.shape[dim]), dim)
-    real = [part.narrow(dim, 0, cropped_size(part.shape[dim], units, ranks)) for part in parts]
-    return torch.cat(real, dim) if len(real) > 1 else real[0]
+    return torch.cat([part.narrow(dim, 0, cropped_size(part.shape[dim], units, ranks)) for part in parts], dim)
 
 
 def cropped_size(size: int, units: int, ranks: int) -> int:

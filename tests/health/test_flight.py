@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,10 @@ import torch.distributed as dist
 import autopar
 from autopar.cli.main import main
 from autopar.report.flight_summary import Event, Flight, conclusions, doing, read_flights
+from autopar.runtime.exec.instructions import BoundAction
 from autopar.runtime.fault import flight
 from tests.health.test_finite import Stack
-from tests.support.ranks import rank_outcomes
+from tests.support.ranks import rank_outcomes, run_ranks
 
 
 def flight_of(rank: int, what: str, ranks: tuple[int, ...] = (), kind: str = "wait", error: str = "E") -> Flight:
@@ -81,6 +84,22 @@ def test_survivors_write_whom_they_waited_for(tmp_path: Path, capsys: pytest.Cap
     assert main(["flight", str(tmp_path), "--last", "3"]) == 0
     told = capsys.readouterr().out
     assert "rank 1 has written nothing" in told and "ranks 0, 2 waited for it" in told, told
+
+
+def actions_after_a_model() -> int:
+    """How many actions, which hold graphs and their constants, are left when their model is gone."""
+    batch = {"x": torch.randn(4, 8)}
+    parallel = autopar.parallelize(Stack("", -1), autopar.init_mesh("cpu", dp=2), example_batch=batch)
+    parallel.train_step(**batch)
+    actions = [weakref.ref(x) for x in gc.get_objects() if isinstance(x, BoundAction)]
+    assert actions
+    del parallel
+    gc.collect()
+    return sum(action() is not None for action in actions)
+
+
+def test_events_do_not_keep_a_model() -> None:
+    assert run_ranks(2, actions_after_a_model) == [0, 0]
 
 
 def test_a_file_of_an_earlier_failure_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -209,6 +209,8 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "one by zero": lambda z, s: s / z + z,
     "exponential": lambda z, s: z.exp() * s,
     "by the padded": lambda z, s: z * (s / z),
+    "above zero": lambda z, s: nn.functional.hardtanh(z, 0.5, 1.0) * s,
+    "below zero": lambda z, s: nn.functional.hardtanh(z, -1.0, -0.5) * s,
 }
 
 
@@ -238,6 +240,27 @@ def test_experts_that_do_not_divide(name: str, experts: int, mesh: str, options:
         str(p) for s in found.compiled.parameters for p in s.placements.values() if isinstance(p, Shard) and p.units
     ]
     assert f"S(0/{experts})" in padded and found.worst < LIMIT, str(found)
+
+
+def test_gradients_of_positions_have_no_padding() -> None:
+    """Each rank has the gradient of its tokens' positions; the whole is alone in its storage."""
+
+    class Placed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.positions = nn.Embedding(12, 8), nn.Parameter(torch.rand(9, 8))
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids) + self.positions
+            x = x + self.down(self.up(x).tanh())
+            return x.mean(1).pow(2).sum() + x[:, -1].sum()
+
+    torch.manual_seed(0)
+    batch = {"ids": torch.arange(18).view(2, 9) % 12}
+    for mesh in (Mesh.of(tp=2), Mesh.of(tp=4)):
+        found = check_model(Placed().double(), batch, mesh, Options(sequence_parallel=True))
+        assert found.worst < LIMIT, str(found)
 
 
 def test_smoothed_labels_count_no_padding() -> None:

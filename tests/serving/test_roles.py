@@ -20,6 +20,8 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 import autopar
+from autopar.report.flight_summary import conclusions, read_flights
+from autopar.runtime.fault import flight
 from autopar.runtime.training.launch import LaunchError
 from autopar.serving.ping_pong import deal
 from tests.serving.served import DRAWN, NEW, PROMPTS, SIZES, Sampling, alone, generated, tiny, worst
@@ -169,15 +171,19 @@ def test_all_others_name_the_rank(breaking: int, way: str, tmp_path: Path) -> No
     serve()
     with pytest.raises(LaunchError) as found:
         autopar.launch(breaks_and_notes, 4, (str(tmp_path), breaking, way), device="cpu", timeout=60)
-    said = {int(file.name): file.read_text() for file in tmp_path.iterdir()}
+    said = {int(file.name): file.read_text() for file in tmp_path.iterdir() if file.is_file()}
     assert said.keys() == {*range(4)} - {breaking}, found.value
+    flights, _ = read_flights(tmp_path / "flight")
+    assert {*said} <= {one.rank for one in flights}
+    told = conclusions(flights)
+    assert any(text.startswith(f"rank {breaking}") for text in told), told
     for text in said.values():
         assert f"rank {breaking}" in text and int(text.rpartition("after ")[2].split()[0]) < 30, text
         assert way != "raises" or "the device is gone" in text
 
 
 def breaks_and_notes(folder: str, breaking: int, way: str) -> None:
-    rank = os.environ["RANK"]
+    rank, os.environ[flight.VARIABLE] = os.environ["RANK"], f"{folder}/flight"
     try:
         breaks({"dp": 2}, {"ep": 2}, breaking, way)
     except RuntimeError as error:

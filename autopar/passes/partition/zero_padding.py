@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
+from autopar.adapters.dispatch import without_modes
 from autopar.ir.conversions import conversion_of, is_conversion
 from autopar.ir.graph import (
     getitem_index,
@@ -42,7 +43,7 @@ from autopar.rules.rule import Dims, factors_of
 
 aten, ours = torch.ops.aten, torch.ops.autopar
 
-# Zero at zero, with a finite derivative.
+# Zero at zero for the numbers that they usually have, with a finite derivative.
 KEEP_ZERO = {
     aten.relu.default, aten.gelu.default, aten.silu.default, aten.tanh.default, aten.leaky_relu.default,
     aten.elu.default, aten.selu.default, aten.mish.default, aten.hardswish.default, aten.hardtanh.default,
@@ -151,7 +152,7 @@ class _Zeros:
         call = self.calls.get(node.args[0] if index is not None else node)  # type: ignore[arg-type]
         if call is None:
             return False
-        if node.target in KEEP_ZERO or is_call(call.node, ours.attention.default):
+        if _is_zero_at_zero(node) or is_call(call.node, ours.attention.default):
             return self._all_zero(call) and not index
         return any(
             all(call.given[i] and call.operands[i] in self.zero for i in kept) and self._others_are_finite(call, kept)
@@ -256,6 +257,14 @@ class _Zeros:
         if forward and not fill:
             self.zero.add(new)
         return new
+
+
+def _is_zero_at_zero(node: Node) -> bool:
+    """``hardtanh(x, -1, 1)`` is, ``hardtanh(x, 0.5, 1)`` is not."""
+    if node.target not in KEEP_ZERO:
+        return False
+    with without_modes():
+        return float(node.target(torch.zeros(()), *node.args[1:], **node.kwargs)) == 0
 
 
 def _is_float(x: Node) -> bool:

@@ -28,8 +28,7 @@ from autopar.ops.padded_pieces import crop_blocks, pad_blocks
 from autopar.runtime.comm.step_notes import open_notes
 from autopar.runtime.comm.wait_times import waiting
 from autopar.runtime.fault.aborts import started
-from autopar.runtime.fault.errors import CollectiveError, board
-from autopar.runtime.fault.flight import flying
+from autopar.runtime.fault.errors import explained
 from autopar.runtime.mesh.process_groups import Groups
 
 # --- rows ------------------------------------------------------------------------------------------------------
@@ -117,12 +116,13 @@ class Collective:
     def __str__(self) -> str:
         return f'{self.kind} over axis "{self.axis}" (node {self.node})'
 
-    def ranks(self) -> Sequence[int]:
-        """Those that it needs."""
-        return self.groups.ranks(self.axis)
+    @functools.cached_property
+    def _told(self) -> tuple[str, Sequence[int]]:
+        return str(self), self.groups.ranks(self.axis)
 
-    def failed(self, error: Exception) -> CollectiveError:
-        return board().failed(str(self), self.ranks(), error)
+    def explained(self) -> explained:
+        """Context manager: errors name it, and the ranks that have failed."""
+        return explained(*self._told)
 
     def launch(
         self,
@@ -135,25 +135,16 @@ class Collective:
         started(str, self)
         if (notes := open_notes()) is not None:
             notes.note(f"what {self} is given", args[-1:] if len(args) < 3 else args[1:2])
-        try:
+        with self.explained():
             work = call(*args, **kwargs, group=self.groups.group(self.axis), async_op=True)
-        except CollectiveError:  # raised by `aborts.end_waits`
-            raise
-        except RuntimeError as error:
-            raise self.failed(error) from error
         return PendingCollective(work, buffer, done, self)
 
 
 def finish(pending: PendingCollective) -> Tensor:
     """Wait for a collective. Raises CollectiveError (a RuntimeError) that names the ranks which failed."""
     collective = pending.collective
-    try:
-        with waiting(collective.axis), flying("wait", str, collective, ranks=collective.ranks):
-            pending.work.wait()
-    except CollectiveError:  # raised by `aborts.end_waits`
-        raise
-    except RuntimeError as error:
-        raise collective.failed(error) from error
+    with collective.explained(), waiting(collective.axis):
+        pending.work.wait()
     if (notes := open_notes()) is not None:
         notes.note(f"the result of {collective}", [pending.buffer], received=True)
     return pending.buffer if pending.done is None else pending.done(pending.buffer)

@@ -30,7 +30,6 @@ from autopar.runtime.comm.step_notes import open_notes
 from autopar.runtime.comm.wait_times import waiting
 from autopar.runtime.fault.aborts import started
 from autopar.runtime.fault.errors import explained
-from autopar.runtime.fault.flight import flying
 from autopar.runtime.mesh.process_groups import Groups
 
 
@@ -75,9 +74,7 @@ class AxisComm:
             self._count(f"send {way}", sum(x.nbytes for x in sent))
 
         def arrived() -> list[Tensor]:
-            others = list(peers.values())
-            on_its_way = flying("wait", self._words, text, ranks=lambda: others)
-            with explained(self._words(text), others), waiting(self._axis), on_its_way:
+            with explained(self._words(text), list(peers.values())), waiting(self._axis):
                 for work in works:
                     work.wait()
             if (notes := open_notes()) is not None:

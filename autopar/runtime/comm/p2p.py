@@ -12,7 +12,6 @@ polled (``is_completed`` turns true in ``wait`` only) and drops a send whose wor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,6 @@ from autopar.runtime.comm.step_notes import open_notes
 from autopar.runtime.comm.wait_times import waiting
 from autopar.runtime.fault.aborts import started
 from autopar.runtime.fault.errors import explained
-from autopar.runtime.fault.flight import flying
 from autopar.runtime.mesh.process_groups import Groups
 from autopar.schedule.order import Action
 from autopar.schedule.order_checks import Link
@@ -125,8 +123,7 @@ class Channels:
     def wait(self, pending: PendingTransfer) -> list[Tensor]:
         """Until the transfer is done. Raises CollectiveError that names the action and the rank it waited for."""
         action, peer = pending.action, pending.peer
-        on_its_way = flying("wait", self._words, action, peer, ranks=lambda: [self._ranks[peer]])
-        with self._explained(action, peer), waiting(AXIS), on_its_way:
+        with self._explained(action, peer), waiting(AXIS):
             for work in pending.works:
                 work.wait()
         if (notes := open_notes()) is not None:
@@ -145,8 +142,8 @@ class Channels:
     def clear(self) -> None:
         self._sends.clear()
 
-    def _explained(self, action: Action | str, peer: int) -> AbstractContextManager[None]:
-        return explained(lambda: self._words(action, peer), [self._ranks[peer]])
+    def _explained(self, action: Action | str, peer: int) -> explained:
+        return explained(self._words(action, peer), [self._ranks[peer]])
 
     def _words(self, action: Action | str, peer: int) -> str:
         return f"{action} (pipeline, waits for rank {self._ranks[peer]})"

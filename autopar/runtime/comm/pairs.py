@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -115,8 +115,8 @@ class _Ends:
             if isinstance(kept, Memory) and len(kept) == _FIRST:
                 self._free.append(kept)
 
-    def _explained(self, what: str, i: int) -> AbstractContextManager[None]:
-        return explained(lambda: f"{what} ({self._roles.named(self._pairs[i].peer)})", [self._local[i]])
+    def _explained(self, what: str, i: int) -> explained:
+        return explained(f"{what} ({self._roles.named(self._pairs[i].peer)})", [self._local[i]])
 
     def _shared(self, x: Tensor) -> Tensor:
         """The tensor of the node's leader, on all its ranks."""

@@ -138,7 +138,7 @@ def _alike(groups: Groups, what: str, digest: str = "", votes: Mapping[int, str]
     scope = f"autopar/{name}/agree"
     rounds, held = groups.rounds.setdefault(scope, Rounds()), _digest((what, digest))
     round_ = Round(scope, rounds, groups.rank, ranks, held, votes)
-    with flying("wait", str, f"agreeing on {what}", ranks=lambda: ranks):
+    with flying("wait", f"agreeing on {what}", ranks):
         return meet(round_, ranks, what, groups.timeout.total_seconds(), lambda: board().gone_on(name, number))
 
 

@@ -353,9 +353,10 @@ class Executor:
         profiled = is_profiled()
         for entry in self._runs[entries is self._backward]:
             with self._profiled(entry, profiled) if profiled or self.record else nullcontext():
+                text = str(entry)
                 if (watch := open_probe() or open_notes()) is not None:
-                    watch.action = str(entry)
-                with flying("action", str, entry, ranks=tuple):
+                    watch.action = text
+                with flying("action", text):
                     start = self._run_action(entry, slots)
             if self.record:
                 end = time.perf_counter()

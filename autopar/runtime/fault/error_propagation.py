@@ -176,7 +176,7 @@ class ErrorBoard:
     def report(self, error: BaseException) -> None:
         """Publish this rank's own error; of a CollectiveError, whose cause is on another rank, publish that cause."""
         if isinstance(error, CollectiveError):
-            write_flight(self.rank, str(error))
+            write_flight(self.rank, str(error), self.numbered)
             self._tell("heard", error.why)
         else:
             first = (str(error).splitlines() or [""])[0]

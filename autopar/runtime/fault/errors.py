@@ -24,7 +24,7 @@ import torch.distributed as dist
 from autopar.adapters.distributed import default_store
 from autopar.runtime.fault.error_propagation import CollectiveError as CollectiveError
 from autopar.runtime.fault.error_propagation import ErrorBoard, RoleBoard
-from autopar.runtime.fault.flight import write_flight
+from autopar.runtime.fault.flight import flying, write_flight
 from autopar.runtime.fault.heartbeat import BEAT
 from autopar.runtime.fault.store_client import Answer, StoreError
 
@@ -151,16 +151,21 @@ def error_context(action: str = "a collective") -> Iterator[None]:
         raise found from error
 
 
-@contextmanager
-def explained(what: str | Callable[[], str], ranks: Sequence[int]) -> Iterator[None]:
-    """Context manager around communication with ``ranks`` only: its RuntimeErrors become CollectiveErrors. ``what``
-    describes it; a function is called only after an error."""
-    try:
-        yield
-    except CollectiveError:
-        raise
-    except RuntimeError as error:
-        raise board().failed(what if isinstance(what, str) else what(), ranks, error) from error
+class explained(flying):
+    """Context manager around communication with ``ranks`` only, described by ``what``: its RuntimeErrors become
+    CollectiveErrors, and the flight recorder has it."""
+
+    __slots__ = ()
+
+    def __init__(self, what: str, ranks: Sequence[int]) -> None:
+        super().__init__("wait", what, ranks)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, traceback)
+        if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
+            raise board().failed(self.what, self.ranks, error) from error
 
 
 def waited_for(mine: ErrorBoard | RoleBoard, limit: float, call: Callable[[], T], what: str, ranks: Sequence[int]) -> T:
@@ -203,7 +208,7 @@ def named(error: BaseException) -> BaseException:
     for mine in _boards.values():
         found = mine.translated(error, "a collective")
         if not isinstance(error, (KeyboardInterrupt, SystemExit)) and mine.whole.heartbeat is not None:
-            write_flight(mine.whole.rank, f"{type(found).__name__}: {found}")
+            write_flight(mine.whole.rank, f"{type(found).__name__}: {found}", mine.whole.numbered)
         mine.report(found)
         if found is not error:
             found.__cause__ = error

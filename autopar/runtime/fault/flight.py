@@ -1,6 +1,6 @@
 """The flight recorder: the last actions, exchanges and waits of this rank, written to a file when a collective fails.
 
-    with flying("wait", str, collective, ranks=...): work.wait()       an event; its end is None while it goes on
+    with flying("action", "0F1"): ...                     an event; its end is None while it goes on
 
 Each rank writes ``rank-N.json`` into one folder: $AUTOPAR_FLIGHT, by default in the user's cache folder, named after
 the job. `autopar flight FOLDER` reads them. A rank that dies writes none.
@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from autopar.files import OFF, cache_root, written_beside
 
@@ -31,13 +30,13 @@ LONGEST = 500  # characters of a text in a file
 
 
 class flying:
-    """Context manager: one event. ``words(*args)`` describes it, called only when it is written; ``ranks``: those that
-    it waits for. A class, since there are hundreds in a step."""
+    """Context manager: one event, ``what`` describes it; ``ranks``: those that it waits for. A class, since there are
+    hundreds in a step. It outlives the model, so it holds words, not what they are of."""
 
-    __slots__ = ("args", "end", "kind", "ranks", "start", "words")
+    __slots__ = ("end", "kind", "ranks", "start", "what")
 
-    def __init__(self, kind: str, words: Callable[..., str], *args: Any, ranks: Callable[[], Sequence[int]]) -> None:
-        self.kind, self.words, self.args, self.ranks = kind, words, args, ranks
+    def __init__(self, kind: str, what: str, ranks: Sequence[int] = ()) -> None:
+        self.kind, self.what, self.ranks = kind, what, ranks
         self.end: float | None = None
 
     def __enter__(self) -> None:
@@ -68,14 +67,18 @@ def folder() -> Path | None:
     return root / "flight" / re.sub(r"[^\w.-]", "_", job)
 
 
-def write_flight(rank: int, error: str) -> None:
-    """Write the events of this rank, which has met ``error``. Never raises: another error is on its way."""
+def write_flight(rank: int, error: str, numbered: Callable[[Sequence[int]], Sequence[int]]) -> None:
+    """Write the events of this rank, which has met ``error``. ``numbered``: the global numbers of ranks as events have
+    them. Never raises: another error is on its way."""
     global _last_written
     where, now = folder(), time.monotonic()
     if where is None or now - _last_written < AGAIN:
         return
     _last_written = now
-    events = [_plain(event) for event in list(_events)]
+    events = [
+        {"kind": x.kind, "what": x.what[:LONGEST], "start": x.start, "end": x.end, "ranks": [*numbered(x.ranks)]}
+        for x in list(_events)
+    ]
     told = {"rank": rank, "host": socket.gethostname(), "written": time.time(), "error": error[:LONGEST]}
     try:
         where.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -85,8 +88,3 @@ def write_flight(rank: int, error: str) -> None:
         log.warning("flight: not written to %s: %s", where, failed)
         return
     log.warning("flight: the last %d events are in %s; python -m autopar flight %s", len(events), where, where)
-
-
-def _plain(event: flying) -> dict[str, Any]:
-    words = event.words(*event.args)[:LONGEST]
-    return {"kind": event.kind, "what": words, "start": event.start, "end": event.end, "ranks": [*event.ranks()]}
