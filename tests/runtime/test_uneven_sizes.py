@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.lift_to_float64 import LiftFloat32
@@ -111,6 +115,40 @@ def test_more_steps_are_those_of_one_process(
     name: str, sizes: dict[str, int], options: dict[str, Any], tokens: int
 ) -> None:
     on_ranks(name, sizes, options, tokens)
+
+
+REDUCTIONS: dict[str, Callable[[Any], Tensor]] = {
+    "sum": lambda p: p.sum(0), "mean": lambda p: p.mean(), "mean of rows": lambda p: p.mean(1, keepdim=True),
+    "max": lambda p: p.amax(0), "min": lambda p: p.min(), "any": lambda p: (p > 0.3).any(0),
+    "all": lambda p: (p < 9).all(), "norm": lambda p: p.norm(), "largest": lambda p: p.norm(math.inf),
+    "least": lambda p: p.norm(-math.inf), "var": lambda p: p.float().var(0), "median": lambda p: p.median(),
+    "foreach": lambda p: torch._foreach_norm([p], 3)[0],
+}  # fmt: skip
+
+
+def reduced(dtype: torch.dtype) -> list[str]:
+    """Which reductions of weights differ from those of the whole by more than a rounding."""
+    batch = {"input": torch.ones(4, 8, dtype=dtype)}
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 5, bias=False), nn.Tanh(), nn.Linear(5, 8, bias=False)).to(dtype)
+    mesh = autopar.init_mesh("cpu", 60.0, tp=4)  # two rows, two, one, none
+    parallel = autopar.parallelize(copy.deepcopy(plain), mesh, example_batch=batch)
+    wrong = []
+    for (name, x), p in zip(plain.named_parameters(), parallel.parameters(), strict=True):
+        for what, function in REDUCTIONS.items():
+            with torch.no_grad():
+                found, right = function(p), function(x)
+            found = found.full_tensor() if isinstance(found, DTensor) else torch.as_tensor(found)
+            rounding = 2**-8 if dtype == torch.bfloat16 else 2**-20  # sums of float32 are in another order
+            error = (found.float() - right.float()).abs()
+            if found.shape != right.shape or bool((error > rounding * right.float().abs().clamp_min(0.01)).any()):
+                wrong.append(f"{what} of {name}: {found} for {right}")
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_reductions_count_no_padding(dtype: torch.dtype) -> None:
+    assert run_ranks(4, reduced, dtype) == [[], [], [], []]
 
 
 def loads() -> list[list[int]]:

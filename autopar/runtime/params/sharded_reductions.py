@@ -103,11 +103,12 @@ def _sum(call: _Of) -> Tensor:
 
 
 def _mean(call: _Of) -> Tensor:
-    """The mean of the shards' means, weighted by how many elements each has."""
-    local, groups = call.local(), call.along()
-    mine, all_of = (math.prod(shape[d] for d in call.dims) for shape in (local_of(call.x).shape, call.x.shape))
-    weighted = local.to(_wide(local.dtype)) * (mine / all_of) if mine else torch.zeros_like(local)
-    return call.made(_summed(weighted, groups).to(local.dtype))
+    """From the sums of the shards, which may have no elements."""
+    dtype, dims = call.given.get("dtype") or call.x.dtype, sorted(call.dims)
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return call.made(call.local())  # which torch refuses
+    total = _summed(local_of(call.x).sum(dims, call.keeps, dtype=_wide(dtype)), call.along())
+    return call.made((total / math.prod(call.x.shape[d] for d in dims)).to(dtype))
 
 
 def _extreme(of_rows: Callable[[Tensor, int], Tensor]) -> Callable[[_Of], Tensor]:
