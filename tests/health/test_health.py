@@ -141,7 +141,7 @@ def with_a_slow_rank(sizes: dict[str, int], slow: int, by_backward: bool) -> Hea
     batch = {"x": torch.rand(4, 8)}
     parallel = autopar.parallelize(model, mesh, example_batch=batch, microbatches=1)
     health_watch.EVERY = 0.2
-    run, pause = BoundAction.run, 0.012 * (1.15 if dist.get_rank() == slow else 1.0)
+    run, pause = BoundAction.run, 0.025 * (1.15 if dist.get_rank() == slow else 1.0)
 
     def slowed(self: BoundAction, *args: Any) -> float:
         time.sleep(pause)
@@ -176,7 +176,7 @@ class Small(nn.Module):
 )
 def test_a_slowed_rank_is_named_and_nobody_else(sizes: dict[str, int], slow: int, by_backward: bool) -> None:
     for health in run_ranks(4, with_a_slow_rank, sizes, slow, by_backward, timeout=120):
-        assert [*health.slow] == [slow] and 0.10 < health.slow[slow].longer < 0.20, str(health)
+        assert [*health.slow] == [slow] and 0.10 < health.slow[slow].longer < 0.25, str(health)
         assert all(one.waiting.keys() == sizes.keys() for one in health.ranks), str(health)
         assert health.slow[slow].others and slow not in health.slow[slow].others
 
