@@ -115,6 +115,8 @@ def group_of_members(
         default.bound_device_id = device
     world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     made: dist.ProcessGroup = group
+    if "gloo" in (kind or backend):  # it connects here, and a member that ends early would break those still at it
+        distributed_c10d._store_based_barrier(made.rank(), world.pg_map[made][1], made.group_name, len(ranks), timeout)
     return made
 
 

@@ -8,6 +8,7 @@ import time
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from datetime import timedelta
 from multiprocessing import get_context
 from typing import Any
 from unittest.mock import patch
@@ -16,9 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.adapters.distributed import default_store, own_client
+from autopar.adapters.distributed import default_store, group_of_members, own_client
 from autopar.ir.mesh import Mesh
 from autopar.runtime.consistency.rank_checks import RankCheck, agree_on, all_alike
 from autopar.runtime.fault.errors import board, error_context
@@ -85,6 +87,25 @@ def joins() -> list[str]:
 def test_joined_axes_of_a_larger_mesh() -> None:
     ranks, order, unknown = run_ranks(8, joins)[2]
     assert ranks == "[2, 3, 6, 7]" and "in mesh order" in order and "no axis 'xx'" in unknown
+
+
+def made_beside_a_slow_rank() -> float:
+    init_mesh(dp=2)
+    made, start = distributed_c10d._new_process_group_helper, time.monotonic()
+
+    def slow(*args: Any, **how: Any) -> Any:
+        found = made(*args, **how)
+        time.sleep(dist.get_rank())  # rank 0 is connected, and rank 1 still at it
+        return found
+
+    with patch.object(distributed_c10d, "_new_process_group_helper", slow):
+        group_of_members([0, 1], "both", timedelta(minutes=1), "both")
+    return time.monotonic() - start
+
+
+def test_a_group_is_made_when_all_members_are_connected() -> None:
+    """A member that ended before would close the connections that others are making."""
+    assert run_ranks(2, made_beside_a_slow_rank)[0] > 0.9
 
 
 def groups_of_many() -> tuple[list[list[int]], list[int]]:
