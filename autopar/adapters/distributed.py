@@ -79,6 +79,12 @@ def group_name(group: dist.ProcessGroup) -> str:
     return str(group.group_name)
 
 
+def make_default_group(backend: str, store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> None:
+    """Create the default process group; returns when all of its ranks are connected."""
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+    _all_connected(distributed_c10d._get_default_group(), timeout)
+
+
 def group_of_members(
     ranks: list[int],
     name: str,
@@ -115,9 +121,15 @@ def group_of_members(
         default.bound_device_id = device
     world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     made: dist.ProcessGroup = group
-    if "gloo" in (kind or backend):  # it connects here, and a member that ends early would break those still at it
-        distributed_c10d._store_based_barrier(made.rank(), world.pg_map[made][1], made.group_name, len(ranks), timeout)
+    _all_connected(made, timeout)
     return made
+
+
+def _all_connected(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Wait for all members of a new group, if they have connected: one that ends before breaks those still at it."""
+    backend, store = distributed_c10d._world.pg_map[group]
+    if "gloo" in backend:  # NCCL connects at the first collective
+        distributed_c10d._store_based_barrier(group.rank(), store, group.group_name, group.size(), timeout)
 
 
 def takes_host_tensors(group: dist.ProcessGroup) -> bool:

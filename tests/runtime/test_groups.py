@@ -20,12 +20,15 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.adapters.distributed import default_store, group_of_members, own_client
+import autopar
+from autopar.adapters.distributed import default_store, group_of_members, make_default_group, own_client
 from autopar.ir.mesh import Mesh
 from autopar.runtime.consistency.rank_checks import RankCheck, agree_on, all_alike
 from autopar.runtime.fault.errors import board, error_context
+from autopar.runtime.fault.store_barrier import world_store
 from autopar.runtime.fault.store_client import StoreClient
 from autopar.runtime.mesh.process_groups import Groups, init_mesh, mesh_of, with_rest
+from tests.support.launched import serve
 from tests.support.meeting import meet_for
 from tests.support.ranks import rank_outcomes, refusal, run_ranks
 
@@ -89,23 +92,32 @@ def test_joined_axes_of_a_larger_mesh() -> None:
     assert ranks == "[2, 3, 6, 7]" and "in mesh order" in order and "no axis 'xx'" in unknown
 
 
-def made_beside_a_slow_rank() -> float:
-    init_mesh(dp=2)
+def made_beside_a_slow_rank(default: bool) -> float:
+    """Seconds until this rank has made a group, whose rank 1 is connected a second late."""
+    rank, limit = int(os.environ["RANK"]), timedelta(minutes=1)
+    store = world_store(rank, 2, limit)
+    if not default:
+        make_default_group("gloo", store, rank, 2, limit)
     made, start = distributed_c10d._new_process_group_helper, time.monotonic()
 
     def slow(*args: Any, **how: Any) -> Any:
         found = made(*args, **how)
-        time.sleep(dist.get_rank())  # rank 0 is connected, and rank 1 still at it
+        time.sleep(rank)
         return found
 
     with patch.object(distributed_c10d, "_new_process_group_helper", slow):
-        group_of_members([0, 1], "both", timedelta(minutes=1), "both")
+        if default:
+            make_default_group("gloo", store, rank, 2, limit)
+        else:
+            group_of_members([0, 1], "both", limit, "both")
     return time.monotonic() - start
 
 
-def test_a_group_is_made_when_all_members_are_connected() -> None:
+@pytest.mark.parametrize("default", [False, True])
+def test_a_group_is_made_when_all_members_are_connected(default: bool) -> None:
     """A member that ended before would close the connections that others are making."""
-    assert run_ranks(2, made_beside_a_slow_rank)[0] > 0.9
+    serve()
+    assert autopar.launch(made_beside_a_slow_rank, 2, (default,), device="cpu", timeout=60)[0] > 0.9
 
 
 def groups_of_many() -> tuple[list[list[int]], list[int]]:

@@ -18,7 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.adapters.distributed import default_store, group_of_members, rank_table, takes_host_tensors
+from autopar.adapters.distributed import (
+    default_store,
+    group_of_members,
+    make_default_group,
+    rank_table,
+    takes_host_tensors,
+)
 from autopar.attention.exchanges import WAYS
 from autopar.ir.mesh import LEVELLED, Mesh
 from autopar.runtime.fault import aborts
@@ -129,8 +135,8 @@ def _init_world(kind: str, timeout: timedelta) -> None:
             )
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = world_store(rank, world, timeout)
-        make = functools.partial(dist.init_process_group, backend, store=store, rank=rank, world_size=world)
-        starting(store, rank, world, timeout.total_seconds(), functools.partial(make, timeout=timeout))
+        make = functools.partial(make_default_group, backend, store, rank, world, timeout)
+        starting(store, rank, world, timeout.total_seconds(), make)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 

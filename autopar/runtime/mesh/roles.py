@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.adapters.distributed import group_of_members
+from autopar.adapters.distributed import group_of_members, make_default_group
 from autopar.ir.mesh import Mesh
 from autopar.runtime.fault import aborts
 from autopar.runtime.fault.aborts import leave_to_us, started
@@ -178,12 +178,12 @@ def init_roles(
         leave_to_us()
     store = world_store(rank, started_ranks, limit)
     make = functools.partial(
-        dist.init_process_group,
+        make_default_group,
         "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
-        store=dist.PrefixStore(f"autopar/{role}", store),
-        rank=rank - ranks[role].start,
-        world_size=len(ranks[role]),
-        timeout=limit,
+        dist.PrefixStore(f"autopar/{role}", store),
+        rank - ranks[role].start,
+        len(ranks[role]),
+        limit,
     )
     check = functools.partial(_check_start, rank, ranks, f"{own['attention']}; {own['experts']}", chosen, limit)
     with aborts.recorded():
