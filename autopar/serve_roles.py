@@ -152,7 +152,7 @@ def _server(
     packed: Packed,
     roles: Roles,
     weights: RoleWeights,
-    rows: RowFormat,
+    rows: list[RowFormat],
     asked: ServeArguments,
     how: RoleArguments,
     facts: GenerationFacts,
@@ -267,18 +267,22 @@ def _shown(packed: Packed | PackedExperts) -> dict[str, Any]:
     """What the other role must know of a role's graphs."""
     if isinstance(packed, Packed):
         return {"layers": len(_asks(packed))}
-    known = {name: getattr(packed, name) for name in ("num_experts", "top_k", "hidden")}
-    dtypes = {name: str(getattr(packed, name)).removeprefix("torch.") for name in ("dtype", "weights_dtype")}
-    return {"layers": len(packed.layers), **known, **dtypes}
+    rows = [
+        (x.num_experts, x.top_k, x.hidden, *(str(t).removeprefix("torch.") for t in (x.dtype, x.weights_dtype)))
+        for x in packed.layers
+    ]
+    return {"layers": len(rows), "rows": rows}
 
 
-def _rows(roles: Roles, found: list[Any]) -> RowFormat:
-    """What goes between the roles. Raises ValueError for roles with other layers."""
+def _rows(roles: Roles, found: list[Any]) -> list[RowFormat]:
+    """What goes between the roles, per layer. Raises ValueError for roles with other layers."""
     asked, answered = found[0], found[roles.ranks_of("experts")[0]]
     if asked["layers"] != answered["layers"]:
         raise ValueError(
             f"serve: both roles need the same model, found {asked['layers']} layers of experts on rank 0 and "
             f"{answered['layers']} on {roles.named(roles.ranks_of('experts')[0])}; build it alike"
         )
-    dtype, weights = getattr(torch, answered["dtype"]), getattr(torch, answered["weights_dtype"], None)
-    return RowFormat(answered["num_experts"], answered["top_k"], answered["hidden"], dtype, weights)
+    return [
+        RowFormat(*sizes, dtype=getattr(torch, dtype), weights_dtype=getattr(torch, weights_dtype, None))
+        for *sizes, dtype, weights_dtype in answered["rows"]
+    ]

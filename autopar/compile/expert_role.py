@@ -31,7 +31,7 @@ from autopar.ir.placement import Shard, conversion
 from autopar.options import Options
 from autopar.passes.autodiff.routed_sizes import routed_sizes
 from autopar.passes.pipelines import PLACEMENT_PASSES, STEP_PASSES
-from autopar.passes.stage.cut_experts import GIVEN, CutLayer, alike
+from autopar.passes.stage.cut_layers import GIVEN, CutLayer, alike
 from autopar.passes.stage.forward_only import forward_only
 from autopar.passes.stage.slice_sizes import LENGTH, symbolic
 from autopar.plan import Plan
@@ -74,7 +74,7 @@ def compile_experts(
         mesh: axis ep over nodes, axis tp within one.
         apart: "experts", or "mlp" for the MLPs of a dense model, whose width is sharded over nodes.
         buffers: as for `compile_packed`.
-    Raises ValueError for other axes, for experts that do not divide over the nodes, for layers of several kinds, and
+    Raises ValueError for other axes, for experts that do not divide over the nodes, and
     where `cut_experts` does.
     """
     timings: dict[str, float] = {}
@@ -86,12 +86,9 @@ def compile_experts(
     ctx.observe("capture", gm)
     gm = served_graph(gm, ctx, buffers or {}, batch[tokens].shape[1])
     layers = CUTS[apart](gm)
-    sizes = {_sizes(layer) for layer in layers}
-    if len(sizes) > 1:
-        found = " and ".join(map(str, sorted(sizes, key=str)))
-        raise ValueError(f"serve: roles need layers of experts that are alike, found {found}; serve without roles")
-    num_experts, top_k, hidden, dtype, weights_dtype = sizes.pop()
-    _check_divides(num_experts, mesh.size(NODES))
+    sizes = [_sizes(layer) for layer in layers]
+    for num_experts in {of_layer["num_experts"] for of_layer in sizes}:
+        _check_divides(num_experts, mesh.size(NODES))
     first = alike(layers)
     made = {k: _compiled(layers[k], ctx, k, options, unit) for k in dict.fromkeys(first)}
     parameters = {}
@@ -103,12 +100,13 @@ def compile_experts(
             like = next(n for n, name in known.items() if name == spec.name)
             parameters[spec.name] = dataclasses.replace(spec, placements=of_first[like].placements)
     return PackedExperts(
-        [ExpertLayer(made[first[k]][0], layer.names) for k, layer in enumerate(layers)],
-        tuple(parameters.values()), num_experts, top_k, hidden, dtype, weights_dtype, mesh.size(NODES),
+        [ExpertLayer(made[first[k]][0], layer.names, **sizes[k]) for k, layer in enumerate(layers)],
+        tuple(parameters.values()),
+        mesh.size(NODES),
         plan=made[first[0]][1],
         constants=dict(gm.meta.get("constants", {})),
         timings=timings,
-    )  # fmt: skip
+    )
 
 
 def _plan(gm: GraphModule, mesh: Mesh, options: Options) -> Plan:
@@ -170,14 +168,16 @@ def _check_divides(experts: int, nodes: int) -> None:
         )
 
 
-def _sizes(layer: CutLayer) -> tuple[Any, ...]:
-    """(experts, experts of a token, width, dtype of a token, dtype of the weights)."""
+def _sizes(layer: CutLayer) -> dict[str, Any]:
+    """What `ExpertLayer` says of tokens and experts."""
     given = {n.name: n for n in placeholders(layer.graph)[: len(GIVEN)] if n.name in GIVEN}
     x = given["x"].meta["val"]
+    of_token = {"hidden": x.shape[1], "dtype": x.dtype}
     if "expert" not in given:
-        return 0, 0, x.shape[1], x.dtype, None
+        return {**of_token, "num_experts": 0, "top_k": 0, "weights_dtype": None}
     experts = int(arguments(dispatches(layer.graph)[0])["num_experts"])
-    return experts, shape(given["expert"])[1], x.shape[1], x.dtype, given["weights"].meta["val"].dtype
+    top_k, weights_dtype = shape(given["expert"])[1], given["weights"].meta["val"].dtype
+    return {**of_token, "num_experts": experts, "top_k": top_k, "weights_dtype": weights_dtype}
 
 
 def _compiled(layer: CutLayer, ctx: Compilation, number: int, options: Options, unit: int) -> tuple[StepGraph, Plan]:

@@ -50,7 +50,8 @@ from autopar.ops.traits import COLLECTIVES
 from autopar.options import Options
 from autopar.passes.autodiff.routed_sizes import routed_sizes
 from autopar.passes.pipelines import PLACEMENT_PASSES, STEP_PASSES
-from autopar.passes.stage.cut_experts import CutLayer, cut_experts
+from autopar.passes.stage.cut_experts import cut_experts
+from autopar.passes.stage.cut_layers import CutLayer
 from autopar.passes.stage.cut_mlps import cut_mlps
 from autopar.passes.stage.forward_only import forward_only
 from autopar.passes.stage.pack_tokens import AXIS, PackedGraph, pack_tokens

@@ -57,7 +57,7 @@ class ExpertServer:
             return
         self._ended = True
         with error_context("serving experts"), torch.no_grad():
-            self._pairs.serve(self._answer, len(self._layers))
+            self._pairs.serve(self._answer)
 
     close = run  # there is nothing to end on this side
 

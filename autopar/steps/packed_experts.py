@@ -17,10 +17,16 @@ from autopar.steps.graphs import StepGraph
 class ExpertLayer:
     """One layer. graph: x [T, H], expert and weights [T, K] (those that there are), then the values of ``names``
     -> y [T, H], for any T. Nodes hold consecutive experts, or slices of an MLP's width: the y of all are added, and
-    all ranks of a node have the same. names: of parameters, buffers and constants of the model."""
+    all ranks of a node have the same. names: of parameters, buffers and constants of the model. num_experts, top_k: 0
+    for an MLP. hidden, dtype: of a token. weights_dtype: of the weights of a token's experts, None for an MLP."""
 
     graph: StepGraph
     names: tuple[str, ...]
+    num_experts: int
+    top_k: int
+    hidden: int
+    dtype: torch.dtype
+    weights_dtype: torch.dtype | None
 
 
 @dataclass
@@ -28,17 +34,11 @@ class PackedExperts:
     """The experts' role of a model, the same on all of its ranks.
 
     layers: the k-th answers layer k; equal layers share a graph. parameters: as the graphs expect them stored on the
-    role's mesh. num_experts, top_k: of a layer; 0 for an MLP. hidden, dtype: of a token. weights_dtype: of the weights
-    of a token's experts, None for an MLP. nodes: how many share the experts of a layer.
+    role's mesh. nodes: how many share the experts of a layer.
     """
 
     layers: list[ExpertLayer]
     parameters: tuple[ParameterSpec, ...]
-    num_experts: int
-    top_k: int
-    hidden: int
-    dtype: torch.dtype
-    weights_dtype: torch.dtype | None
     nodes: int
     plan: Plan
     constants: Mapping[str, Tensor] = field(default_factory=dict)

@@ -60,8 +60,8 @@ def exchange(rounds: int) -> dict[str, tuple[float, float]]:
     everyone = pair_group(roles, range(4), "all", root_store(default_store()))
     found: dict[str, tuple[float, float]] = {}
     end = 0.0
-    asking = AskingPairs(roles, groups, rows) if roles.role == "attention" else None
-    answering = AnsweringPairs(roles, groups, rows) if roles.role == "experts" else None
+    asking = AskingPairs(roles, groups, [rows]) if roles.role == "attention" else None
+    answering = AnsweringPairs(roles, groups, [rows]) if roles.role == "experts" else None
 
     def note(layer: int, x: Tensor, *_: Any) -> Tensor:
         nonlocal end
@@ -82,13 +82,13 @@ def exchange(rounds: int) -> dict[str, tuple[float, float]]:
                 asking.finish(asked)
                 asking.step += 1
             elif answering:
-                answering._run_step(note, 1)
+                answering._run_step(note)
             best["pairs"] = min(best["pairs"], end - begin)
             dist.all_to_all_single(torch.empty(4), torch.zeros(4), group=everyone)
             begin = time.perf_counter()
             if asking:
                 parts, at = rows.parts_of(*given), 0
-                for places, n in asking._chosen(given[1], count):
+                for places, n in asking._chosen(0, given[1], count):
                     rows.write(ready, at, parts, places)
                     at += n * rows.row_bytes
             dist.all_to_all_single(out.bytes, ready.bytes, *sizes, group=everyone)
@@ -107,9 +107,9 @@ def processor(rounds: int) -> float:
     """Seconds of the processor, all threads, of an attention rank per layer and microbatch, with two expert nodes."""
     roles, groups, rows = started((1, 2), 512)
     if roles.role == "experts":
-        AnsweringPairs(roles, groups, rows).serve(same, 1)
+        AnsweringPairs(roles, groups, [rows]).serve(same)
         return 0.0
-    pairs, (x, experts, weights), best = AskingPairs(roles, groups, rows), tokens_of(rows, 16), 1e9
+    pairs, (x, experts, weights), best = AskingPairs(roles, groups, [rows]), tokens_of(rows, 16), 1e9
     given = x, torch.randint(rows.num_experts, experts.shape), weights  # of one node, or of both
     for _ in range(max(rounds // 10, 3)):
         begin = time.process_time()
@@ -174,10 +174,10 @@ def ping_pong(wire: float, microbatches: int, steps: int = 3) -> tuple[float, li
             time.sleep(COMPUTE)
             return x
 
-        answering = AnsweringPairs(roles, groups, rows, microbatches)
-        answering.serve(answer, LAYERS)
+        answering = AnsweringPairs(roles, groups, [rows] * LAYERS, microbatches)
+        answering.serve(answer)
         return 0.0, answering.timeline
-    pairs, given, best = AskingPairs(roles, groups, rows), tokens_of(rows, 8), 1e9
+    pairs, given, best = AskingPairs(roles, groups, [rows] * LAYERS), tokens_of(rows, 8), 1e9
 
     def graph() -> Iterator[None]:
         for layer in range(LAYERS):

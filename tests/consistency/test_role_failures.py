@@ -43,7 +43,7 @@ def body(how: str, who: int, rank: int, timeout: float = LONG, steps: int = MANY
     try:
         with autopar.error_context("serving"):
             if roles.role == "attention":
-                asking = AskingPairs(roles, groups, ROWS)
+                asking = AskingPairs(roles, groups, [ROWS] * (LAYERS + 1))
                 run_attention(asking, partial(happens, how) if rank == who else None, how, steps, pause)
             else:
 
@@ -54,7 +54,7 @@ def body(how: str, who: int, rank: int, timeout: float = LONG, steps: int = MANY
                         happens(how)
                     return x
 
-                AnsweringPairs(roles, groups, ROWS).serve(answer, LAYERS)
+                AnsweringPairs(roles, groups, [ROWS] * LAYERS).serve(answer)
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
         if rank != who:

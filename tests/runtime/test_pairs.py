@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,39 +28,42 @@ from autopar.runtime.module.role_weights import RoleWeights
 from autopar.runtime.training.launch import LaunchError
 from tests.support.launched import serve
 
-EXPERTS, CHOSEN, HIDDEN, LAYERS, STEPS = 12, 3, 5, 3, 3
-ROWS = RowFormat(EXPERTS, CHOSEN, HIDDEN, torch.float64, torch.float32)
-DENSE = RowFormat(EXPERTS, CHOSEN, HIDDEN, torch.float64, None)
+LAYERS, STEPS = 3, 3
+ROWS = [RowFormat(12, 3, 5, torch.float64, torch.float32)] * LAYERS
+DENSE = [RowFormat(12, 3, 5, torch.float64, None)] * LAYERS
+UNLIKE = [RowFormat(*sizes, torch.float64, torch.float32) for sizes in ((12, 3, 5), (4, 1, 9), (8, 5, 2))]
 Sizes = dict[str, int]
-Routing = Callable[[int, int, int, int], tuple[Tensor, Tensor, Tensor]]
+Routing = Callable[[RowFormat, int, int, int, int], tuple[Tensor, Tensor, Tensor]]
 
 
-def random_routing(node: int, step: int, layer: int, microbatch: int) -> tuple[Tensor, Tensor, Tensor]:
+def random_routing(rows: RowFormat, node: int, step: int, layer: int, microbatch: int) -> tuple[Tensor, Tensor, Tensor]:
     """x, experts and weights of some tokens; of none, now and then."""
     seeded = torch.Generator().manual_seed(((node * STEPS + step) * LAYERS + layer) * 8 + microbatch)
     count = int(torch.randint(0, 6, (1,), generator=seeded))
-    x = torch.randn(count, HIDDEN, dtype=torch.float64, generator=seeded)
-    scores = torch.rand(count, EXPERTS, generator=seeded)
-    return x, scores.argsort(1)[:, :CHOSEN], torch.rand(count, CHOSEN, generator=seeded)
+    x = torch.randn(count, rows.hidden, dtype=torch.float64, generator=seeded)
+    scores = torch.rand(count, rows.num_experts, generator=seeded)
+    return x, scores.argsort(1)[:, : rows.top_k], torch.rand(count, rows.top_k, generator=seeded)
 
 
-def first_experts(node: int, step: int, layer: int, microbatch: int) -> tuple[Tensor, Tensor, Tensor]:
+def first_experts(rows: RowFormat, node: int, *where: int) -> tuple[Tensor, Tensor, Tensor]:
     """All tokens choose the first experts, so only the first expert node gets any."""
-    x, experts, weights = random_routing(node, step, layer, microbatch)
-    return x, experts % CHOSEN, weights
+    x, experts, weights = random_routing(rows, node, *where)
+    return x, experts % rows.top_k, weights
 
 
-def one_node_idle(node: int, step: int, layer: int, microbatch: int) -> tuple[Tensor, Tensor, Tensor]:
-    x, experts, weights = random_routing(node, step, layer, microbatch)
+def one_node_idle(rows: RowFormat, node: int, *where: int) -> tuple[Tensor, Tensor, Tensor]:
+    x, experts, weights = random_routing(rows, node, *where)
     return (x[:0], experts[:0], weights[:0]) if node == 1 else (x, experts, weights)
 
 
-def answer_of(first: int, count: int) -> Callable[..., Tensor]:
-    """What made-up experts ``first`` and following add up to."""
+def answer_of(formats: Sequence[RowFormat], node: int, nodes: int) -> Callable[..., Tensor]:
+    """What a node's made-up experts add up to."""
 
     def answer(layer: int, x: Tensor, expert: Tensor | None, weights: Tensor | None) -> Tensor:
         if expert is None or weights is None:
-            return torch.tanh(x * (layer + 1)) * (count / EXPERTS)
+            return torch.tanh(x * (layer + 1)) / nodes
+        count = formats[layer].num_experts // nodes
+        first = count * node
         assert expert.dtype == torch.int64 and weights.dtype == torch.float32
         there = (expert >= first) & (expert < first + count)
         assert there.any(1).all(), "tokens that have chosen no expert of this node are not sent"
@@ -70,28 +74,30 @@ def answer_of(first: int, count: int) -> Callable[..., Tensor]:
 
 
 def run_role(
-    attention: Sizes, experts: Sizes, microbatches: int, routing: Routing, rows: RowFormat, first: int = comm._FIRST
-) -> Any:
+    attention: Sizes, experts: Sizes, microbatches: int, routing: Routing, rows: Sequence[RowFormat],
+    first: int = comm._FIRST,
+) -> Any:  # fmt: skip
     comm._FIRST = first
     roles = autopar.init_roles("cpu", 60, attention=attention, experts=experts)
     groups = Groups(roles.mesh)
     if roles.role == "attention":
-        dense = rows.weights_dtype is None
-        return *ask(roles, AskingPairs(roles, groups, rows), microbatches, routing, dense), mixed_groups(roles)
-    pairs, count = AnsweringPairs(roles, groups, rows, microbatches), EXPERTS // roles.expert_nodes
-    pairs.serve(answer_of(roles.node_of(roles.rank) * count, count), LAYERS)
+        return *ask(roles, AskingPairs(roles, groups, rows), microbatches, routing, rows), mixed_groups(roles)
+    pairs = AnsweringPairs(roles, groups, rows, microbatches)
+    pairs.serve(answer_of(rows, roles.node_of(roles.rank), roles.expert_nodes))
     return 0.0, pairs.traffic, mixed_groups(roles)
 
 
-def ask(roles: Roles, pairs: AskingPairs, microbatches: int, routing: Routing, dense: bool) -> tuple[float, Any]:
+def ask(
+    roles: Roles, pairs: AskingPairs, microbatches: int, routing: Routing, rows: Sequence[RowFormat]
+) -> tuple[float, Any]:
     """(largest difference from one process, traffic)"""
-    node, worst, whole = roles.node_of(roles.rank), 0.0, answer_of(0, EXPERTS)
+    node, worst, whole = roles.node_of(roles.rank), 0.0, answer_of(rows, 0, 1)
 
     def graph(microbatch: int) -> Iterator[None]:
         nonlocal worst
         for layer in range(LAYERS):
-            x, expert, weights = routing(node, pairs.step, layer, microbatch)
-            given = (x, expert, weights) if not dense else (x, None, None)
+            x, expert, weights = routing(rows[layer], node, pairs.step, layer, microbatch)
+            given = (x, expert, weights) if rows[layer].weights_dtype is not None else (x, None, None)
             if len(x) == 0 and layer == 1:
                 pairs.empty(layer)
                 yield
@@ -119,7 +125,7 @@ def mixed_groups(roles: Roles) -> list[int]:
     return [len(ranks) for ranks in distributed_c10d._world.pg_group_ranks.values() if any(r not in own for r in ranks)]
 
 
-CASES: list[tuple[Sizes, Sizes, int, Routing, RowFormat]] = [
+CASES: list[tuple[Sizes, Sizes, int, Routing, Sequence[RowFormat]]] = [
     ({"dp": 1}, {"ep": 1}, 1, random_routing, ROWS),
     *(({"dp": 2}, {"ep": 2}, m, random_routing, ROWS) for m in (1, 2, 3, 4)),
     ({"dp": 1}, {"ep": 2}, 4, random_routing, ROWS),
@@ -129,12 +135,14 @@ CASES: list[tuple[Sizes, Sizes, int, Routing, RowFormat]] = [
     ({"dp_replicate": 2}, {"ep": 2}, 1, first_experts, ROWS),
     ({"dp": 2}, {"ep": 2}, 2, one_node_idle, ROWS),
     ({"dp": 2}, {"ep": 2}, 2, random_routing, DENSE),
+    ({"dp": 2}, {"ep": 2}, 2, random_routing, UNLIKE),
+    ({"tp": 2}, {"ep": 2}, 2, random_routing, UNLIKE),
 ]
 
 
 @pytest.mark.parametrize("attention, experts, microbatches, routing, rows", CASES)
 def test_both_halves_equal_one_process(
-    attention: Sizes, experts: Sizes, microbatches: int, routing: Routing, rows: RowFormat
+    attention: Sizes, experts: Sizes, microbatches: int, routing: Routing, rows: Sequence[RowFormat]
 ) -> None:
     check_roles(attention, experts, microbatches, routing, rows)
 
@@ -146,7 +154,7 @@ def test_rows_that_do_not_fit_follow(first: int) -> None:
 
 
 def check_roles(
-    attention: Sizes, experts: Sizes, microbatches: int, routing: Routing, rows: RowFormat, *more: int
+    attention: Sizes, experts: Sizes, microbatches: int, routing: Routing, rows: Sequence[RowFormat], *more: int
 ) -> None:
     serve()
     ranks = math.prod(attention.values()) + math.prod(experts.values())
@@ -163,20 +171,19 @@ def check_roles(
 
 
 def expected_bytes(
-    nodes: int, expert_nodes: int, microbatches: int, routing: Routing, rows: RowFormat
+    nodes: int, expert_nodes: int, microbatches: int, routing: Routing, rows: Sequence[RowFormat]
 ) -> dict[str, int]:
     """Bytes for the routing that happened: a token goes once to each node that has an expert of it."""
-    copies = 0
-    for node in range(nodes):
-        for step in range(STEPS):
-            for layer in range(LAYERS):
-                for microbatch in range(microbatches):
-                    x, experts, _ = routing(node, step, layer, microbatch)
-                    of_token = [set((chosen // (EXPERTS // expert_nodes)).tolist()) for chosen in experts]
-                    copies += sum(map(len, of_token)) if rows is ROWS else len(x) * expert_nodes
-    row = HIDDEN * 8 + (CHOSEN * (4 + 4) if rows is ROWS else 0)
-    headers = nodes * expert_nodes * (STEPS * LAYERS * microbatches + 1)
-    return {"rows": copies * row, "sums": copies * HIDDEN * 8, "headers": headers * 5 * 8}
+    found = {"rows": 0, "sums": 0, "headers": 5 * 8 * nodes * expert_nodes * (STEPS * LAYERS * microbatches + 1)}
+    for where in itertools.product(range(nodes), range(STEPS), range(LAYERS), range(microbatches)):
+        of_layer = rows[where[2]]
+        x, experts, _ = routing(of_layer, *where)
+        of_token = [set((chosen // (of_layer.num_experts // expert_nodes)).tolist()) for chosen in experts]
+        dense = of_layer.weights_dtype is None
+        copies = len(x) * expert_nodes if dense else sum(map(len, of_token))
+        found["rows"] += copies * (of_layer.hidden * 8 + (0 if dense else of_layer.top_k * (4 + 4)))
+        found["sums"] += copies * of_layer.hidden * 8
+    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

@@ -58,8 +58,9 @@ def check_halves(whole: Packed, cut: Packed, experts: PackedExperts, model: nn.M
     assert not of_experts & {spec.name for spec in cut.signature.inputs}, "the rest has no input for an expert's weight"
     for layer, (x, expert, weights) in answers.asked:
         assert x is not None and expert is not None and weights is not None
-        assert (x.shape[1], x.dtype, weights.dtype) == (experts.hidden, experts.dtype, experts.weights_dtype)
-        assert expert.shape == weights.shape == (x.shape[0], experts.top_k) and layer < len(experts.layers)
+        known = experts.layers[layer]
+        assert (x.shape[1], x.dtype, weights.dtype) == (known.hidden, known.dtype, known.weights_dtype)
+        assert expert.shape == weights.shape == (x.shape[0], known.top_k)
         assert expert.dtype == torch.int64
 
 
@@ -113,14 +114,52 @@ class Parted(Answers):
 def test_a_node_adds_nothing_for_tokens_without_its_experts() -> None:
     model = built("mixtral")
     experts = compile_experts(**given(model), mesh=Mesh.of(ep=2))
-    answers = Answers(experts, model)
-    x, weights = torch.randn(5, experts.hidden, dtype=torch.float64), torch.rand(5, 2, dtype=torch.float64)
+    answers, hidden = Answers(experts, model), experts.layers[0].hidden
+    x, weights = torch.randn(5, hidden, dtype=torch.float64), torch.rand(5, 2, dtype=torch.float64)
     for first in (0, 2):  # of the first node, of the second one
         chosen = first + torch.randint(2, (5, 2))
         found = answers.of_nodes(0, (x, chosen, weights))
         assert found[0 if first else 1].abs().max() == 0 < found[1 if first else 0].abs().max()
     nobody = answers.of_nodes(0, (x[:0], torch.empty(0, 2, dtype=torch.int64), weights[:0]))
-    assert [y.shape for y in nobody] == [(0, experts.hidden)] * 2
+    assert [y.shape for y in nobody] == [(0, hidden)] * 2
+
+
+class Unlike(Causal):
+    """Layers of (experts, experts of a token, width): each other ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = ((6, 3, 24), (4, 1, 40))
+        self.routers = nn.ModuleList(nn.Linear(WIDTH, experts, bias=False) for experts, *_ in self.sizes)
+        self.up, self.down = nn.ParameterList(), nn.ParameterList()
+        for experts, _, width in self.sizes:
+            self.up.append(torch.randn(experts, width, WIDTH))
+            self.down.append(torch.randn(experts, WIDTH, width))
+        self.double()
+
+    def forward(self, input_ids: Tensor) -> Any:
+        return super().forward(input_ids)
+
+    def logits(self, h: Tensor) -> Tensor:
+        for (experts, top_k, _), router, up, down in zip(self.sizes, self.routers, self.up, self.down):
+            x = h.flatten(0, 1)
+            weights, expert = router(x).softmax(-1).topk(top_k)
+            rows, order, offsets = ours.moe_dispatch(x, expert, experts)
+            inner = F.relu(ours.grouped_mm(rows, up, offsets, False))
+            h = h + ours.moe_combine(ours.grouped_mm(inner, down, offsets, False), order, weights).view(h.shape)
+        out: Tensor = self.head(h)
+        return out
+
+
+def test_layers_of_several_kinds() -> None:
+    model = Unlike()
+    whole, cut, experts = halves(model)
+    check_halves(whole, cut, experts, model)
+    assert [(layer.num_experts, layer.top_k) for layer in experts.layers] == [(6, 3), (4, 1)]
+    nodes = compile_experts(**given(model), mesh=Mesh.of(ep=2, tp=2))
+    assert far(run(cut, model, Parted(nodes, model, (1,))), run(whole, model)) < 1e-13
+    found = refusal(compile_experts, **given(model), mesh=Mesh.of(ep=3))
+    assert found == "serve: 4 experts do not divide over 3 nodes of the role experts; use ep of 1, 2, 4"
 
 
 def test_equal_layers_share_a_graph() -> None:
@@ -327,7 +366,7 @@ def test_mlps_apart(kind: str) -> None:
     expected, answers = run(whole, model), Answers(experts, model)
     assert far(run(cut, model, answers), expected) < ROUNDED
     assert len(experts.layers) == 2 and experts.layers[0].graph is experts.layers[1].graph
-    assert (experts.num_experts, experts.top_k, experts.weights_dtype) == (0, 0, None)
+    assert all((x.num_experts, x.top_k, x.weights_dtype) == (0, 0, None) for x in experts.layers)
     assert all(expert is None and weights is None for _, (_, expert, weights) in answers.asked), "one value crosses"
     names = {spec.name for spec in experts.parameters}
     assert names and not names & {spec.name for spec in cut.parameters}

@@ -22,7 +22,7 @@ from autopar.ir.expert_layers import dispatches
 from autopar.ir.graph import arguments, calls_of, insert_call, is_call, placeholders, reach, remove_dead_code, shape
 from autopar.ir.meta import input_specs
 from autopar.ops.traits import PASSING, is_elementwise
-from autopar.passes.stage.cut_experts import FIXED, WAY_OUT, CutLayer, extracted_part, take_out
+from autopar.passes.stage.cut_layers import FIXED, WAY_OUT, CutLayer, extracted_part, take_out
 
 aten, ours = torch.ops.aten, torch.ops.autopar
 _LINEAR = aten.linear.default
@@ -46,7 +46,7 @@ def cut_mlps(gm: GraphModule) -> list[CutLayer]:
             'serve: apart="mlp" is for dense models, found experts, which would stay with attention; use '
             'apart="experts"'
         )
-    found = _mlps(gm)
+    found = mlps_of(gm)
     if not found:
         raise ValueError(
             'serve: apart="mlp" needs MLPs, products of one value with elementwise operators up to a product that '
@@ -57,7 +57,8 @@ def cut_mlps(gm: GraphModule) -> list[CutLayer]:
     return cut
 
 
-def _mlps(gm: GraphModule) -> list[_Mlp]:
+def mlps_of(gm: GraphModule) -> list[_Mlp]:
+    """The MLPs of a graph, in the order of their last products."""
     specs = input_specs(gm)
     given = (n for n in placeholders(gm) if specs[n.name].kind not in FIXED)
     live = set(reach(given, lambda node: node.users))

@@ -7,7 +7,7 @@ Per layer and microbatch an attention node sends to every expert node
 
 and is returned ``sums`` [rows, H], what the node's experts add up to for these tokens. An expert node joins the rows of
 all attention nodes, so its experts run once. All nodes go through the steps, in these through the layers, in these
-through the microbatches.
+through the microbatches. What a row consists of is known per layer.
 
 On a CPU one message has the header and its rows, up to `_FIRST` bytes; a receive that large is posted before, as gloo
 takes a shorter message, too. What does not fit follows in a second message. On GPUs headers go over gloo, and rows over
@@ -49,8 +49,8 @@ _MOST_SENT = 32  # messages to a node that are kept before this rank waits for t
 class _Ends:
     """What both ends of pairs have in common."""
 
-    def __init__(self, roles: Roles, groups: Groups, rows: RowFormat) -> None:
-        self._roles, self._groups, self._format = roles, groups, rows
+    def __init__(self, roles: Roles, groups: Groups, rows: Sequence[RowFormat]) -> None:
+        self._roles, self._groups, self._formats = roles, groups, rows
         self._pairs = roles.pairs
         self._tp = groups.mesh.size("tp")
         self._source = groups.ranks("tp")[0] if self._tp > 1 else 0
@@ -149,15 +149,16 @@ class Asked:
 class AskingPairs(_Ends):
     """The attention side: answers `ask_experts` of the bound graph by `start` and `finish`.
 
-    `resume` says of which microbatch the next calls are. All ranks of the node make the same calls.
+    ``rows``: of each layer. `resume` says of which microbatch the next calls are. All ranks of the node make the same
+    calls.
     """
 
-    def __init__(self, roles: Roles, groups: Groups, rows: RowFormat) -> None:
+    def __init__(self, roles: Roles, groups: Groups, rows: Sequence[RowFormat]) -> None:
         assert roles.role == "attention", "expert nodes answer"
         super().__init__(roles, groups, rows)
         self.step = self.microbatch = 0
         self._since = 0.0  # when the resumed microbatch began to compute
-        self._experts = rows.num_experts // roles.expert_nodes  # of a node
+        self._experts = [of_layer.num_experts // roles.expert_nodes for of_layer in rows]  # of a node
         self._nodes = torch.arange(roles.expert_nodes, device=groups.device).view(-1, 1, 1)
 
     def resume(self, step: int, microbatch: int) -> None:
@@ -173,12 +174,13 @@ class AskingPairs(_Ends):
         asked = Asked(self._where(layer), x)
         if not self._pairs:
             return asked
-        what, parts = f"asking experts of {asked.where}", self._format.parts_of(x, expert, weights)
+        what, rows = f"asking experts of {asked.where}", self._formats[layer]
+        parts = rows.parts_of(x, expert, weights)
         started(str, what)
-        for i, (tokens, count) in enumerate(self._chosen(expert, x.size(0))):
+        for i, (tokens, count) in enumerate(self._chosen(layer, expert, x.size(0))):
             self._ask(i, what, layer, count, parts, tokens)
             if count:
-                sums = x.new_empty(count, self._format.hidden)
+                sums = x.new_empty(count, rows.hidden)
                 work = self._receive(i, what, self._pairs[i].sums, _SUMS, sums)
                 asked.answers.append(Answer(i, work, sums, tokens, self._sent(i)))
         return asked
@@ -220,12 +222,12 @@ class AskingPairs(_Ends):
     def _where(self, layer: int) -> str:
         return f"step {self.step}, layer {layer}, microbatch {self.microbatch}"
 
-    def _chosen(self, expert: Tensor | None, tokens: int) -> list[tuple[Tensor | None, int]]:
+    def _chosen(self, layer: int, expert: Tensor | None, tokens: int) -> list[tuple[Tensor | None, int]]:
         """For each node the numbers of its tokens, None: all, and how many."""
         nodes = len(self._pairs)
         if expert is None or nodes == 1:
             return [(None, tokens)] * nodes
-        hit = (expert.div(self._experts, rounding_mode="floor") == self._nodes).any(2)  # [nodes, T]
+        hit = (expert.div(self._experts[layer], rounding_mode="floor") == self._nodes).any(2)  # [nodes, T]
         counts = hit.sum(1).tolist()
         if all(count in (0, tokens) for count in counts):
             return [(None, count) for count in counts]
@@ -237,12 +239,12 @@ class AskingPairs(_Ends):
         ended: int = 0,
     ) -> None:  # fmt: skip
         """Start to send to node ``i`` a header and ``count`` rows: of these tokens, None: of all."""
-        pair, size, begin = self._pairs[i], self._format.row_bytes * count, self._begin
+        pair, size, begin = self._pairs[i], self._formats[layer].row_bytes * count, self._begin
         header = self._memory(_HEADER_BYTES + (size if begin else 0))
         header.numbers[:_HEADER] = self.step, layer, self.microbatch, count, ended
         rows = header if begin else Memory(size, self._groups.device)
         if count:
-            self._format.write(rows, begin, parts, tokens)
+            self._formats[layer].write(rows, begin, parts, tokens)
         first = min(size, self._with_header)
         self._count("headers", _HEADER_BYTES)
         self._send(i, what, pair.headers, _HEADERS, header.bytes[: _HEADER_BYTES + first], header)
@@ -253,9 +255,10 @@ class AskingPairs(_Ends):
 
 
 class AnsweringPairs(_Ends):
-    """The experts' side. ``microbatches``: how many the attention nodes have in each step. Collective over the node."""
+    """The experts' side. ``rows``: of each layer. ``microbatches``: how many the attention nodes have in each step.
+    Collective over the node."""
 
-    def __init__(self, roles: Roles, groups: Groups, rows: RowFormat, microbatches: int = 1) -> None:
+    def __init__(self, roles: Roles, groups: Groups, rows: Sequence[RowFormat], microbatches: int = 1) -> None:
         assert roles.role == "experts", "attention nodes ask"
         super().__init__(roles, groups, rows)
         self._microbatches = microbatches
@@ -267,7 +270,7 @@ class AnsweringPairs(_Ends):
         self._post()
         self.open = True
 
-    def serve(self, answer: Callable[[int, Tensor, Tensor | None, Tensor | None], Tensor], layers: int) -> None:
+    def serve(self, answer: Callable[[int, Tensor, Tensor | None, Tensor | None], Tensor]) -> None:
         """Answer until all attention nodes have ended. ``answer(layer, x, expert, weights)`` [T, H] is what this node's
         experts add up to for tokens x [T, H]; it isn't called where no token has chosen one of them. All ranks of the
         node call it.
@@ -276,7 +279,7 @@ class AnsweringPairs(_Ends):
         ends; CollectiveError that names ranks that are gone.
         """
         try:
-            while self._run_step(answer, layers):
+            while self._run_step(answer):
                 pass
             for i in range(len(self._pairs)):
                 self._arrived(i, self._sent(i))
@@ -285,9 +288,9 @@ class AnsweringPairs(_Ends):
             self.fail(error)
             raise
 
-    def _run_step(self, answer: Callable[..., Tensor], layers: int) -> bool:
+    def _run_step(self, answer: Callable[..., Tensor]) -> bool:
         """False: there is none, the attention nodes have ended."""
-        for layer in range(layers):
+        for layer in range(len(self._formats)):
             for microbatch in range(self._microbatches):
                 counts = self._rows_of_nodes(layer, microbatch)
                 if counts is None:
@@ -299,29 +302,29 @@ class AnsweringPairs(_Ends):
         if layer == microbatch == 0:
             self.timeline.clear()
         where = f"step {self._step}, layer {layer}, microbatch {microbatch}"
-        total = sum(counts)
-        rows = self._rows(counts, where) if total else None
+        total, of_layer = sum(counts), self._formats[layer]
+        rows = self._rows(of_layer, counts, where) if total else None
         self._post()
         if rows is None:
             return
         self._shared(rows.bytes)
-        x, expert, weights = self._format.read(rows, 0, total)
+        x, expert, weights = of_layer.read(rows, 0, total)
         start = time.time()
         sums = answer(layer, x, expert, weights).detach().contiguous()
         self.timeline.append(Interval("experts", layer, microbatch, start, time.time()))
-        assert sums.shape == (total, self._format.hidden) and sums.dtype == self._format.dtype, "a sum per token"
+        assert sums.shape == (total, of_layer.hidden) and sums.dtype == of_layer.dtype, "a sum per token"
         for i, part in enumerate(sums.split(counts) if self._pairs else ()):
             if len(part):
                 self._count("sums", part.nbytes)
                 self._send(i, f"returning the sums of {where}", self._pairs[i].sums, _SUMS, part, part)
 
-    def _rows(self, counts: Sequence[int], where: str) -> Memory:
+    def _rows(self, of_layer: RowFormat, counts: Sequence[int], where: str) -> Memory:
         """The rows of all attention nodes, one after the other."""
         if not self._pairs:
-            return Memory(self._format.row_bytes * sum(counts), self._groups.device)
+            return Memory(of_layer.row_bytes * sum(counts), self._groups.device)
         pieces, works, what = [], [], f"waiting for the rows of {where}"
         for i, (pair, count) in enumerate(zip(self._pairs, counts)):
-            size, memory, begin = self._format.row_bytes * count, self._first[i], self._begin
+            size, memory, begin = of_layer.row_bytes * count, self._first[i], self._begin
             first = min(size, self._with_header)
             if first < size:
                 memory = Memory(begin + size, self._groups.device)
@@ -332,7 +335,7 @@ class AnsweringPairs(_Ends):
         for i, work in works:
             with self._explained(what, i):
                 work.wait(self._groups.timeout)
-        return self._format.join(pieces, self._groups.device)
+        return of_layer.join(pieces, self._groups.device)
 
     def _rows_of_nodes(self, layer: int, microbatch: int) -> list[int] | None:
         """How many rows each attention node sends; None: they have ended."""
