@@ -283,6 +283,6 @@ def _rows(roles: Roles, found: list[Any]) -> list[RowFormat]:
             f"{answered['layers']} on {roles.named(roles.ranks_of('experts')[0])}; build it alike"
         )
     return [
-        RowFormat(*sizes, dtype=getattr(torch, dtype), weights_dtype=getattr(torch, weights_dtype, None))
-        for *sizes, dtype, weights_dtype in answered["rows"]
+        RowFormat(experts, top_k, hidden, getattr(torch, dtype), getattr(torch, weights, None))
+        for experts, top_k, hidden, dtype, weights in answered["rows"]
     ]
