@@ -17,6 +17,7 @@ from autopar.version import VERSION
 if TYPE_CHECKING:
     from autopar.ac_policies import AC_POLICIES
     from autopar.api import parallelize, serve
+    from autopar.integrations.monitor import monitor
     from autopar.options import Options
     from autopar.plan import Plan
     from autopar.precision import Precision
@@ -54,6 +55,7 @@ __all__ = [
     "init_roles",
     "launch",
     "load",
+    "monitor",
     "parallelize",
     "error_context",
     "sampler",
@@ -79,6 +81,7 @@ _HOME = {
     "init_roles": "autopar.runtime.mesh.roles",
     "launch": "autopar.runtime.training.launch",
     "load": "autopar.runtime.training.load",
+    "monitor": "autopar.integrations.monitor",
     "parallelize": "autopar.api",
     "error_context": "autopar.runtime.fault.errors",
     "sampler": "autopar.runtime.training.sampler",

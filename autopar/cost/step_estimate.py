@@ -55,12 +55,17 @@ def step_estimate(compiled: Compiled, times: TimesOfGraphs | None = None) -> Ste
     seconds = step_timeline(compiled, times=times).cost
     sums = [_sums(compiled, times, rank) for rank in range(plan.mesh.size("pp"))]
     computing, moving, exposed = max(sums)
-    work = (TRAINED if compiled.train else 1) * forward_flops(compiled.local, plan)
-    peak = device.peak(_dtype(compiled)) * plan.mesh.world_size
+    work, dtype = model_flops(compiled)
+    peak = device.peak(dtype) * plan.mesh.world_size
     return StepEstimate(
         device.name, str(Links.of(plan.options, plan.mesh)), seconds, computing, moving, exposed, work,
         work / (seconds * peak) if seconds else 0.0,
     )  # fmt: skip
+
+
+def model_flops(compiled: Compiled) -> tuple[float, torch.dtype]:
+    """(FLOPs of the model in a step, on the global batch and without recomputation; the dtype of most of them)."""
+    return (TRAINED if compiled.train else 1) * forward_flops(compiled.local, compiled.plan), _dtype(compiled)
 
 
 def _sums(compiled: Compiled, times: TimesOfGraphs, rank: int) -> tuple[float, float, float]:

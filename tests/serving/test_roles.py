@@ -168,6 +168,7 @@ def breaks(attention: Sizes, experts: Sizes, breaking: int, way: str, moment: st
     start = time.monotonic()
     try:
         server: Any = autopar.serve(tiny("mixtral"), roles, microbatches=2, **SIZES)
+        start = time.monotonic()
         if roles.role == "experts":
             server.run()
         else:
@@ -202,7 +203,9 @@ def test_all_others_name_the_rank(breaking: int, way: str, moment: str, tmp_path
     told = conclusions(flights)
     assert any(text.startswith(f"rank {breaking}") for text in told), told
     for text in said.values():
-        assert f"rank {breaking}" in text and int(text.rpartition("after ")[2].split()[0]) < 30, text
+        assert f"rank {breaking}" in text and int(text.rpartition("after ")[2].split()[0]) < 50, (
+            text
+        )  # torch's own limit: 60
         assert way != "raises" or "the device is gone" in text
 
 

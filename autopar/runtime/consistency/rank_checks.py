@@ -152,7 +152,8 @@ def answer_of_first(groups: Groups, what: str, text: str, reply: Callable[[list[
         return _OTHER_STEPS + apart if apart else reply([text.partition("\n")[2] for text in found])
 
     rounds = groups.rounds.setdefault(scope, Rounds())
-    found = show(scope, rounds, groups.rank, ranks, f"{what}\n{text}", groups.timeout.total_seconds(), answer)
+    with flying("wait", f"agreeing on {what}", ranks):
+        found = show(scope, rounds, groups.rank, ranks, f"{what}\n{text}", groups.timeout.total_seconds(), answer)
     if found.startswith(_OTHER_STEPS):
         raise CallsDiffer(
             f"agree: all ranks must take the same steps, found {found.removeprefix(_OTHER_STEPS)}; run the same "

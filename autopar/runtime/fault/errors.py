@@ -180,7 +180,7 @@ def waited_for(mine: ErrorBoard | RoleBoard, limit: float, call: Callable[[], T]
         return call()
 
     threading.Thread(target=answer.run, args=(run,), name="autopar-join", daemon=True).start()
-    with mine.at(""):
+    with flying("wait", what, ranks), mine.at(""):
         while not answer.wait(0.25):
             waited = time.monotonic() - start
             if waited > limit + BEAT or (waited > next_look and mine.trouble(ranks)):

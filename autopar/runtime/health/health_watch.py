@@ -6,10 +6,14 @@ Reading and publishing is up to the heartbeat's thread, so it costs the training
 from __future__ import annotations
 
 import logging
+import resource
 import socket
+import sys
 import time
 import weakref
+from dataclasses import replace
 
+import torch
 import torch.distributed as dist
 
 from autopar.runtime.fault.errors import board
@@ -45,7 +49,8 @@ class HealthWatch:
         return mine.whole.line.ask(self._read)
 
     def _own(self) -> RankTimes:
-        return self.times.last_minute(self._groups.rank, self._groups.coordinate, self._host)
+        found = self.times.last_minute(self._groups.rank, self._groups.coordinate, self._host)
+        return replace(found, peak_memory=_peak_memory(self._groups.device))
 
     def _read(self, store: dist.Store) -> Health:
         texts = (look(store, self._of(rank)) for rank in range(self._groups.mesh.world_size))
@@ -74,3 +79,10 @@ class HealthWatch:
             host = next(one.host for one in health.ranks if one.rank == rank)
             log.warning("health: rank %d (%s) %s, for a minute", rank, host, slow[rank])
         self._warned = slow.keys() & (full | self._warned)
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Most bytes allocated on a GPU, or held by this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

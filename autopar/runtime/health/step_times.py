@@ -42,7 +42,7 @@ class Calls:
 class RankTimes:
     """The last minute of one rank. ``place``: its coordinate on the mesh. ``seconds``: how long it was, of which the
     rank spent ``computing`` and ``waiting`` (by axis) within steps; the rest is outside of them: data, optimizer,
-    logs. ``kinds``: of the computing."""
+    logs. ``kinds``: of the computing. ``peak_memory``: most bytes on the device since the start."""
 
     rank: int
     place: Mapping[str, int]
@@ -52,6 +52,7 @@ class RankTimes:
     computing: float = 0.0
     waiting: Mapping[str, float] = field(default_factory=dict)
     kinds: Mapping[str, Calls] = field(default_factory=dict)
+    peak_memory: int = 0
 
     def __str__(self) -> str:
         at = ", ".join([*(f"{axis}={i}" for axis, i in self.place.items()), self.host])

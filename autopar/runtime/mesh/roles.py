@@ -26,6 +26,7 @@ from autopar.runtime.fault import aborts
 from autopar.runtime.fault.aborts import leave_to_us, started
 from autopar.runtime.fault.error_propagation import ErrorBoard, ranks_named
 from autopar.runtime.fault.errors import board, explained, starting_role, waited_for
+from autopar.runtime.fault.flight import flying
 from autopar.runtime.fault.store_barrier import Rounds, show, world_store
 from autopar.runtime.mesh.devices import RANKS_SHARE_GPUS, choose_device
 from autopar.runtime.mesh.process_groups import PATIENCE, init_mesh, time_limit
@@ -123,7 +124,8 @@ class Roles:
         then the rest by lines. Collective over both roles. Raises CollectiveError that names ranks that do not come."""
         rounds = self.rounds.setdefault(scope, Rounds())
         everyone, limit = range(self.world_size), self.timeout.total_seconds()
-        return show(f"autopar/roles/{scope}", rounds, self.rank, everyone, text, limit, reply, board().whole)
+        with flying("wait", f"agreeing on {text.partition(chr(10))[0]}", [*map(self.local, everyone)]):
+            return show(f"autopar/roles/{scope}", rounds, self.rank, everyone, text, limit, reply, board().whole)
 
     def _nodes(self, role: Role) -> int:
         return self.attention_nodes if role == "attention" else self.expert_nodes

@@ -116,6 +116,11 @@ class ModuleFacade(Stateful):
             )
         return self._cache.health.read()
 
+    def peak_memory(self) -> dict[int, int]:
+        """Most bytes that each rank has allocated on its GPU, or that its process has held on a CPU, since the start.
+        Ranks publish it every 5 seconds: not collective."""
+        return {one.rank: one.peak_memory for one in self._cache.health.read().ranks}
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

@@ -52,6 +52,7 @@ from autopar.runtime.optim.step_hooks import now, watch_optimizers
 from autopar.runtime.params import parameters as state
 from autopar.runtime.params.sharded_modules import ShardedModules
 from autopar.runtime.params.shards import STAGES
+from autopar.steps.graphs import Compiled
 from autopar.values import a_path, number
 
 _NO_WEIGHTS = (
@@ -111,6 +112,7 @@ class ParallelModule(ModuleFacade):
         self._weight = torch.ones((), dtype=torch.float64, device=groups.device)
         self._fitter: BatchPadder | None = None
         self._tangents: tuple[str, ...] = ()  # outputs, beside the losses, that the user has differentiated
+        self._step_observers: list[Callable[[Compiled], None]] = []
         self._loaded = broadcast_weights or all(values.get(s.name) is not None for s in specs)
         # steps write to buffers
         own, written = (
@@ -180,6 +182,11 @@ class ParallelModule(ModuleFacade):
         self._fitter = fitter
         if ahead is not None:
             self._cache.ahead = lambda structure, batch, how: ahead(structure, batch, fitter.longer(batch), how)
+
+    def observe_steps(self, observer: Callable[[Compiled], None]) -> Callable[[], None]:
+        """Call ``observer`` with each step that computes gradients, before it runs. Returns what ends it."""
+        self._step_observers.append(observer)
+        return lambda: self._step_observers.remove(observer)
 
     # --- steps --------------------------------------------------------------------------------------------
 
@@ -422,6 +429,8 @@ class ParallelModule(ModuleFacade):
         pieces, buffers = self._tree.pieces(), plain_buffers(self._tree, executor.compiled, kind.train)
         values = {**pieces, **buffers, **executor.constants}
         self.training_steps += advances
+        for observer in self._step_observers if kind.train else ():
+            observer(executor.compiled)
         self._last_use = now() if kind.train else self._last_use
         given = tensors_of(named)
         self._watch.check_size(given, self.training_steps)
