@@ -225,7 +225,7 @@ class Options:
     loss_chunks: int = _option(
         0, COUNT,
         "compute the loss in this many chunks of tokens, with the logits of one chunk in memory; 1: all at once",
-        "with a memory_limit as many as it needs, else 1",
+        "with a memory_limit as many as it needs, else 8 for logits of 1 GiB or more if that costs no time",
     )  # fmt: skip
     attention: str = _option(
         "auto",

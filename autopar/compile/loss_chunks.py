@@ -1,7 +1,8 @@
 """Whether losses are computed in chunks of tokens, so that the logits of all tokens never exist at once.
 
 The options or the plan decide. Under a memory limit, if unchunked logits would need recomputation, both are compiled,
-and the one that recomputes less is used.
+and the one that recomputes less is used. Else large logits are chunked where that takes no longer: where F can compute
+the gradients of a chunk, so that no product runs twice, and a chunk has rows enough for its products to be as fast.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from autopar.steps.graphs import Cache, Compiled
 Made = tuple[GraphModule, list[Cache]]
 MOST = 64  # chunks
 TIMES = 4  # times the bytes of a head's input: the default size of a chunk's logits
+LARGE = 1 << 30  # bytes of a head's logits on a rank, from which on they are chunked without a limit, too
+FREE, ROWS = 8, 1024  # chunks of these, and the rows that each has at least
 
 
 def in_chunks(
@@ -55,6 +58,8 @@ def in_chunks(
     else:
         ways = [(1, ""), *((several, way) for way in _makers(plan))]
     losses = {head.loss.name for head in found}
+    if not count and options.ac_policy != AUTO and (free := _free_chunks(found, plan)) > 1:
+        return _best(graphs, ctx, [(free, "forward"), (1, "")], losses, attempt, _in_forward)
     return _best(graphs, ctx, ways if options.ac_policy == AUTO else ways[:1], losses, attempt)
 
 
@@ -92,8 +97,11 @@ def _best(
     ways: Sequence[tuple[int, str]],
     losses: Collection[str],
     attempt: Callable[[Sequence[Made]], Compiled],
+    cost: Callable[[Compiled], float] | None = None,
 ) -> Compiled:
-    """The first option that recomputes nothing, or the one that recomputes least, with its name in the plan."""
+    """The first option that costs nothing, or the one that costs least, with its name in the plan. cost: by default
+    the seconds of recomputation."""
+    cost = cost or _seconds
 
     def tried(way: tuple[int, str]) -> Compiled:
         assert ctx.plan is not None
@@ -110,11 +118,11 @@ def _best(
                 found.append((tried(way), way))
             except LimitError as error:
                 errors.append(error)
-            if found and not _seconds(found[-1][0]):
+            if found and not cost(found[-1][0]):
                 break
     if not found:
         raise min(errors, key=lambda error: error.least)
-    best, way = min(found, key=lambda pair: _seconds(pair[0]))
+    best, way = min(found, key=lambda pair: cost(pair[0]))
     ctx.plan = best.plan
     return tried(way) if watched else best
 
@@ -122,6 +130,17 @@ def _best(
 def _seconds(made: Compiled) -> float:
     """The time spent on recomputation."""
     return sum(layer.seconds for layer in made.plan.checkpoints)
+
+
+def _free_chunks(found: Sequence[Head], plan: Plan) -> int:
+    """How many chunks cost no time; 1 where a head's logits are small, or F cannot compute gradients."""
+    large = [head.rows for head in found if head.rows * head.logit_bytes >= LARGE]
+    return min(FREE, max(large) // ROWS) if large and "forward" in _makers(plan) else 1
+
+
+def _in_forward(made: Compiled) -> float:
+    """1 if chunks compute their logits twice."""
+    return float(made.plan.loss_chunks > 1 and made.plan.loss_gradients != "forward")
 
 
 def _as_made(made: Compiled) -> Compiled:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from autopar.api import parallelize
+from autopar.compile import loss_chunks
 from autopar.compile.model import compile_model
 from autopar.cost.memory import memories, memory
 from autopar.cost.traffic import step_communication
@@ -155,6 +156,39 @@ def test_under_a_limit_they_come_where_they_help() -> None:
     model, batch = wide()
     again = compile_model(model, batch, Mesh.of(), plan=plan, outputs=())
     assert again.plan == plan and memory(again) == memory(tight)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "chunks"),
+    [
+        ({"dp": 2}, {}, 4),  # 64 rows on a rank
+        ({}, {"microbatches": 2, "activation_checkpoint": "none"}, 4),
+        ({"tp": 4}, {}, 1),  # a rank has a quarter of the logits
+        ({}, {"loss_chunks": 1}, 1),
+        ({"pp": 2}, {"microbatches": 4, "schedule": "zb_h1"}, 1),  # its backward would compute logits again
+    ],
+    ids=str,
+)
+def test_large_logits_are_chunked_where_that_is_free(
+    sizes: dict[str, int], options: dict[str, Any], chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = wide(2)
+    monkeypatch.setattr(loss_chunks, "LARGE", 64 * 2048 * 4)
+    monkeypatch.setattr(loss_chunks, "ROWS", 16)
+    made = compile_model(model, batch, Mesh.of(**sizes), Options(**options), outputs=())
+    assert (made.plan.loss_chunks, made.plan.loss_gradients) == (chunks, "forward" if chunks > 1 else "")
+
+
+@pytest.mark.parametrize(("habit", "chunks"), [("mean", 2), ("clipped", 1), ("square", 1)])
+def test_logits_are_not_computed_twice_unasked(habit: str, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_chunks, "LARGE", 8 * 16 * 8)
+    monkeypatch.setattr(loss_chunks, "ROWS", 4)
+    seen: list[list[str]] = [[], []]
+    for names, options in zip(seen, (Options(), Options(loss_chunks=chunks))):
+        watch = [lambda name, gm, ctx, names=names: names.append(name)]
+        made = compile_model(Habits(habit), habit_batch(), Mesh.of(), options, outputs=(), observers=watch)
+        assert made.plan.loss_chunks == chunks
+    assert seen[0] == seen[1], "what was tried is not observed"
 
 
 class Habits(nn.Module):
