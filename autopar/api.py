@@ -25,6 +25,7 @@ from torch.optim import AdamW
 
 from autopar.ac_policies import FUSED
 from autopar.adapters.copying.fake import skeleton_of
+from autopar.adapters.quantized_weights import with_plain_weights
 from autopar.adapters.tensors.held_memory import referenced_elsewhere
 from autopar.adapters.versions import version_errors, warn_of_newer
 from autopar.auto.finish import Finalist, fastest
@@ -149,6 +150,7 @@ def parallelize(
             "broadcast_weights": broadcast_weights, "check_replica_inputs": check_replica_inputs,
             "outputs_with_grad": outputs_with_grad,
         }  # fmt: skip
+        model = with_plain_weights(model)
         check_module(model)
         shared_memory = referenced_elsewhere(model)
         check_no_gradients(model)
@@ -201,6 +203,7 @@ def _chosen(
     """(mesh, options) for mesh="auto". how: other arguments of `parallelize`."""
     with error_context("parallelize"):
         _options(options)  # for its refusals
+        model = with_plain_weights(model)
         check_module(model)
         load_adapters(model)
         loss, given = how["loss"], how["example_batch"]

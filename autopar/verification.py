@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule, Node
 
 from autopar.adapters.copying.fake import copy_with, skeleton_of, twin_of
+from autopar.adapters.quantized_weights import with_plain_weights
 from autopar.api import load_adapters, parallelize
 from autopar.capture.front_end import adapter_for, model_dtypes
 from autopar.capture.trace.export import flatten, paths, unflatten
@@ -178,6 +179,7 @@ def verify(
     The tolerance is relative to the largest value of each tensor, not to each element: an element that is zero by
     cancellation has no relative accuracy. Raises ValueError as `parallelize` does. Collective.
     """
+    model = with_plain_weights(model)
     check_module(model)
     yes_or_no("lift_to_float64", lift_to_float64)
     if not isinstance(batch, Mapping):

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
+from autopar.adapters.quantized_weights import QuantizedLinear
 from autopar.capture.trace.export import flatten, line_of, unflatten
 from autopar.ops.traits import PRODUCTS
 from autopar.precision import Precision
 
-# their kernels take half-precision inputs together with float32 weights and statistics
-_IN_FLOAT32 = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+# they take half-precision inputs together with float32 weights, statistics or scales
+_IN_FLOAT32 = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, QuantizedLinear)
 
 
 @dataclass

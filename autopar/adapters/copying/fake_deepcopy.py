@@ -46,12 +46,13 @@ Tagged = Sequence[tuple[int, dict[str, Any]]]  # (id of a tensor, its tags)
 
 def rebuild(
     model: nn.Module,
-    tensors: Mapping[int, Tensor],
+    tensors: Mapping[int, Any],
     other: Callable[[Tensor], Tensor],
     tagged: Tagged = (),
     shared: bool = False,
 ) -> nn.Module:
     """A deep copy of the model with ``tensors`` (by id) in place of its own, and ``other(x)`` for any further tensor x.
+    ``tensors`` may have replacements of modules, too.
     ``tagged``: (id, tags) of tensors with tags, which are copied to the replacements.
 
     ``shared``: the copy shares objects that reach none of the model's modules and tensors, such as a config. Otherwise
