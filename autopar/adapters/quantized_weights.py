@@ -29,6 +29,16 @@ def with_plain_weights(model: Any) -> Any:
     return rebuild(model, {id(x): x for x in own} | plain, lambda x: x)
 
 
+def check_whole_weights(model: nn.Module) -> None:
+    """Raises ValueError for a model with such weights: its library could not read them."""
+    found = next((path for path, m in model.named_modules() if isinstance(m, QuantizedLinear)), None)
+    if found is not None:
+        raise ValueError(
+            f"save_pretrained: writes what the model's library reads, found weights in few bits at {found}; use "
+            "autopar.save, or save the adapter of a peft model"
+        )
+
+
 class QuantizedLinear(nn.Module):
     """x [..., in] -> [..., out], as a linear layer with the weight codes times scales. ``rows``: the layout of both is
     [out, ...]; else blocks go over the ends of rows, and both are flat.

@@ -123,6 +123,7 @@ def trained(sizes: dict[str, int], how: dict[str, Any], options: dict[str, Any])
     parallel = autopar.parallelize(model, mesh, example_batch={"x": rows()}, **options)
     mine, of = autopar.dp_rank_and_size(mesh)
     loss = parallel.train_step(x=rows().chunk(of)[mine])
+    assert "use autopar.save, or save the adapter" in refusal(parallel.save_pretrained, "unused")
     right, apart = dict(whole.named_parameters()), {}
     for name, p in parallel.named_parameters():
         if p.requires_grad:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.adapters.quantized_weights import check_whole_weights
 from autopar.adapters.state_dict import IncompatibleKeys, unsaved_buffers
 from autopar.capture.front_end import OwnFolder, adapter_for
 from autopar.ir.signature import ParameterSpec
@@ -277,6 +278,7 @@ class Stateful(nn.Module):
                     self._groups, "save_pretrained", lambda: of_library.write(folder, whole) if whole else None
                 )
                 return
+            check_whole_weights(skeleton)
             save_pretrained(
                 folder,
                 own,
