@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from autopar.runtime.mesh.roles import init_roles
     from autopar.runtime.module.parallel_module import ParallelModule
     from autopar.runtime.optim.grad_scaler import GradScaler
+    from autopar.runtime.training.document_packer import packer
     from autopar.runtime.training.ema import ema
     from autopar.runtime.training.expert_bias import balance_experts
     from autopar.runtime.training.launch import launch
@@ -54,6 +55,7 @@ __all__ = [
     "init_roles",
     "launch",
     "load",
+    "packer",
     "parallelize",
     "error_context",
     "sampler",
@@ -79,6 +81,7 @@ _HOME = {
     "init_roles": "autopar.runtime.mesh.roles",
     "launch": "autopar.runtime.training.launch",
     "load": "autopar.runtime.training.load",
+    "packer": "autopar.runtime.training.document_packer",
     "parallelize": "autopar.api",
     "error_context": "autopar.runtime.fault.errors",
     "sampler": "autopar.runtime.training.sampler",
