@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention, or_masks
 
 import autopar
+from autopar.attention.operator import attention_of_piece
 from autopar.capture.flex import mask_arguments as mask_arguments_module
 from autopar.capture.flex.expressions import expression_of
 from autopar.capture.flex.mask_arguments import Sizes, mask_arguments
@@ -273,3 +274,82 @@ def test_on_real_ranks(axis: str) -> None:
         for report in run_ranks(2, verified, {axis: 2}, mask, score, timeout=120.0):
             report.raise_for_mismatch()
             assert report.exact
+
+
+# --- layers that share a mask ---------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """An attention that is given its block mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(H * D, 3 * H * D), nn.Linear(H * D, H * D)
+
+    def forward(self, x: Tensor, mask: Any) -> Tensor:
+        q, k, v = (t.view(*t.shape[:2], H, D).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        out: Tensor = flex_attention(q, k, v, block_mask=mask)
+        return x + self.out(out.transpose(1, 2).reshape(x.shape))
+
+
+class Layers(nn.Module):
+    """Layers that alternate between documents and a window."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, H * D), nn.Linear(H * D, 32)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, ids: Tensor, doc: Tensor, labels: Tensor) -> Tensor:
+        x, (rows, size) = self.embed(ids), ids.shape
+        shared = and_masks(causal, lambda b, h, q, k: doc[b, q] == doc[b, k])
+        near = and_masks(causal, lambda b, h, q, k: q - k < 3)
+        masks = [create_block_mask(f, rows, None, size, size, device=x.device.type) for f in (shared, near)]
+        for number, layer in enumerate(self.layers):
+            x = layer(x, masks[number % 2])
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def layers() -> tuple[Layers, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    ids = torch.randint(0, 32, (4, S))
+    return Layers().double(), {"ids": ids, "doc": DOCUMENTS.repeat(2, 1), "labels": ids.roll(-1, 1)}
+
+
+def test_identical_layers_with_masks_of_their_own() -> None:
+    """Layers are traced once, and each reads the mask that it is given."""
+    model, batch = layers()
+    with torchs_own():
+        result = check_model(model, batch, Mesh.parse("cp=2"), Options())
+    assert result.worst < 1e-10
+    nodes = [n for n in result.compiled.local.graph.nodes if n.target is attention_of_piece]
+    read = [(arguments(n)["window"], arguments(n)["segments"] is not None) for n in nodes]
+    assert read == [(0, True), (3, False)] * 2
+
+
+class Counting(Layers):
+    """It changes Python state, so capture runs its forward once more."""
+
+    seen: dict[int, int] = {}  # noqa: RUF012
+
+    def forward(self, ids: Tensor, doc: Tensor, labels: Tensor) -> Tensor:
+        self.seen[len(self.seen)] = 1
+        return super().forward(ids, doc, labels)
+
+
+def test_a_model_that_counts_its_calls() -> None:
+    _, batch = layers()
+    with torchs_own():
+        gm = capture(Counting().double(), batch, lift_to_float64=True)
+    assert len(list(calls_of(gm.graph, torch.ops.autopar.attention.default))) == 4
+
+
+def verified_layers(axes: dict[str, int]) -> Report:
+    model, batch = layers()
+    with torchs_own():
+        return autopar.verify(model, autopar.init_mesh("cpu", 60.0, **axes), batch, microbatches=2)
+
+
+def test_stages_of_a_pipeline_share_a_mask() -> None:
+    for report in run_ranks(2, verified_layers, {"pp": 2}, timeout=120.0):
+        report.raise_for_mismatch()
