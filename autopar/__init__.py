@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from autopar.runtime.mesh.roles import init_roles
     from autopar.runtime.module.parallel_module import ParallelModule
     from autopar.runtime.optim.grad_scaler import GradScaler
+    from autopar.runtime.training.document_packer import packer
     from autopar.runtime.training.ema import ema
     from autopar.runtime.training.expert_bias import balance_experts
     from autopar.runtime.training.launch import launch
@@ -56,6 +57,7 @@ __all__ = [
     "launch",
     "load",
     "monitor",
+    "packer",
     "parallelize",
     "error_context",
     "sampler",
@@ -82,6 +84,7 @@ _HOME = {
     "launch": "autopar.runtime.training.launch",
     "load": "autopar.runtime.training.load",
     "monitor": "autopar.integrations.monitor",
+    "packer": "autopar.runtime.training.document_packer",
     "parallelize": "autopar.api",
     "error_context": "autopar.runtime.fault.errors",
     "sampler": "autopar.runtime.training.sampler",

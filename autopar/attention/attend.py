@@ -1,12 +1,14 @@
 """Attention of some rows to some columns, block by block: the building block of algorithms over ranks.
 
 A block is a span of rows and a span of columns. Blocks without allowed pairs are skipped, those without a mask and
-triangles on the diagonal run as such, others get a mask computed from positions. Partial results are merged by their
-log-sum-exp; gradients are accumulated. Both are kept in float32, or float64 for float64.
+triangles on the diagonal run as such, others get a mask computed from positions. Packed documents
+(`autopar.ops.documents`) are blocks of their own, for each example where examples differ. Partial results are merged by
+their log-sum-exp; gradients are accumulated. Both are kept in float32, or float64 for float64.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from autopar.attention.problem import Mask, Problem, Span, Spans
 from autopar.ops import kernels
+from autopar.ops.documents import Documents, Runs, documents_of
 from autopar.ops.kernels import wide
 from autopar.ops.mask_spec import MaskSpec
 
@@ -53,13 +56,13 @@ class Partials:
         lse = q.new_full(q.shape[:-1], float("-inf"), dtype=wide(q.dtype))
         return cls(out, lse, [Span(0, q.shape[2])])
 
-    def merge(self, out: Tensor, lse: Tensor, first: int = 0) -> None:
-        """Merge the partial result of consecutive rows from ``first`` on.
+    def merge(self, out: Tensor, lse: Tensor, first: int = 0, example: int | None = None) -> None:
+        """Merge the partial result of consecutive rows from ``first`` on, of all examples or of one.
 
         out -= sigmoid(lse_block - lse) (out - out_block);  lse -= logsigmoid(lse - lse_block)
         """
         rows = Span(first, first + out.shape[2])
-        mine, my_lse = (x.narrow(2, first, len(rows)) for x in (self.out, self.lse))
+        mine, my_lse = (_example(x, example).narrow(2, first, len(rows)) for x in (self.out, self.lse))
         if self._touch(rows):
             mine.copy_(out)
             my_lse.copy_(lse)
@@ -81,14 +84,15 @@ class Partials:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One call of a kernel: its rows and columns, the allowed (query, key) pairs per example and head, and the number
-    of query heads."""
+    """One call of a kernel: its rows and columns, the allowed (query, key) pairs per example and head, the number of
+    query heads and of examples."""
 
     rows: int
     columns: int
     pairs: int
     heads: int
     backward: bool = False
+    examples: int = 1
 
 
 class Attend:
@@ -104,6 +108,7 @@ class Attend:
     ) -> None:
         assert not facts.offset, f"attention: rows of a sharded sequence have no offset, found {facts.offset}"
         self.problem, self.facts, self.rank = problem, facts, rank
+        self.documents = documents_of(facts.segments)
         self.observe = observe
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Spans, columns: Spans, into: Partials) -> None:
@@ -115,8 +120,9 @@ class Attend:
         for block in self._blocks(rows, columns):
             of_rows, of_columns = (2, block.row, block.height), (2, block.column, block.width)
             facts = self._facts(block, q.device)
-            out, lse = kernels.forward(q.narrow(*of_rows), k.narrow(*of_columns), v.narrow(*of_columns), facts)
-            into.merge(out, lse, block.row)
+            my_q, my_k, my_v = (_example(x, block.example) for x in (q, k, v))
+            out, lse = kernels.forward(my_q.narrow(*of_rows), my_k.narrow(*of_columns), my_v.narrow(*of_columns), facts)
+            into.merge(out, lse, block.row, block.example)
             self._tell(block, backward=False)
 
     def backward(
@@ -135,59 +141,50 @@ class Attend:
         ``into`` (q: n rows; k, v: m columns; bias: own rows, all columns)."""
         for block in self._blocks(rows, columns):
             of_rows, of_columns = (2, block.row, block.height), (2, block.column, block.width)
-            my_grad, my_q, my_out, my_lse = (x.narrow(*of_rows) for x in (grad, q, out, lse))
-            my_k, my_v = k.narrow(*of_columns), v.narrow(*of_columns)
+            my_grad, my_q, my_out, my_lse = (_example(x, block.example).narrow(*of_rows) for x in (grad, q, out, lse))
+            my_k, my_v = (_example(x, block.example).narrow(*of_columns) for x in (k, v))
             facts = self._facts(block, q.device)
             to_q, to_k, to_v, to_bias = kernels.backward(
                 my_grad, my_q, my_k, my_v, my_out, my_lse, facts, into.bias is not None
             )
-            into.q.narrow(*of_rows).add_(to_q)
-            into.k.narrow(*of_columns).add_(to_k)
-            into.v.narrow(*of_columns).add_(to_v)
+            _example(into.q, block.example).narrow(*of_rows).add_(to_q)
+            _example(into.k, block.example).narrow(*of_columns).add_(to_k)
+            _example(into.v, block.example).narrow(*of_columns).add_(to_v)
             if into.bias is not None and to_bias is not None:
-                self._add_bias(into.bias, to_bias, block)
+                self._add_bias(_example(into.bias, block.example), to_bias, block)
             self._tell(block, backward=True)
 
     def _tell(self, block: Block, backward: bool) -> None:
         if self.observe:
-            pairs = block.pairs(self.problem.mask)
-            self.observe(KernelCall(block.height, block.width, pairs, self.problem.heads, backward))
+            pairs, examples = block.pairs(self.problem.mask), self.problem.batch if block.example is None else 1
+            self.observe(KernelCall(block.height, block.width, pairs, self.problem.heads, backward, examples))
 
     # --- blocks ------------------------------------------------------------------------------------------
 
     def _blocks(self, rows: Spans, columns: Spans) -> Iterator[Block]:
         """The kernel calls: none where no documents meet; masks beyond the budget are split down to one row."""
-        for block in blocks_of(self.problem.mask, rows, columns):
-            if not self._meet(block):
-                continue
+        blocks = blocks_of(self.problem.mask, rows, columns)
+        if self.documents is not None:
+            made = functools.partial(document_blocks, self.problem.mask, rows, columns, self.documents)
+            blocks = self.documents.once((self.problem.mask, rows, columns), made)
+        for block in blocks:
             entries = self._entries(block)
             if entries <= MOST_ENTRIES or block.height == 1:
                 yield block
                 continue
-            for piece in split_rows(block, max(1, MOST_ENTRIES * block.height // entries)):
-                for part in self._blocks(piece.rows, piece.columns):
-                    yield dataclasses.replace(part, row=part.row + piece.row, column=part.column + piece.column)
+            yield from split_rows(self.problem.mask, block, max(1, MOST_ENTRIES * block.height // entries))
 
     def _entries(self, block: Block) -> int:
         """The entries of the block's mask, 0 if it has none."""
         problem = self.problem
-        by_example = problem.segments or (problem.key_mask and block.kind != "all")
+        by_example = self._by_documents(block) or (problem.key_mask and block.kind != "all")
         if not by_example and block.kind != "some":
             return 0
-        return (problem.batch if by_example else 1) * block.height * block.width
+        return (problem.batch if by_example and block.example is None else 1) * block.height * block.width
 
-    def _meet(self, block: Block) -> bool:
-        """Whether a document of the rows may be among those of the columns. Read on the CPU only: elsewhere reading
-        would synchronize with the device."""
-        segments = self.facts.segments
-        if segments is None or segments.device.type != "cpu":
-            return True
-        spans = {span: segments[:, span.start : span.stop].aminmax(dim=1) for span in (*block.rows, *block.columns)}
-        return any(
-            bool(((spans[r].min <= spans[c].max) & (spans[c].min <= spans[r].max)).any())
-            for r in block.rows
-            for c in block.columns
-        )
+    def _by_documents(self, block: Block) -> bool:
+        """Whether documents need a mask in a block: where they are not known, and where it has several."""
+        return self.facts.segments is not None and (self.documents is None or block.mixed)
 
     # --- mask of a block ---------------------------------------------------------------------------------
 
@@ -208,6 +205,9 @@ class Attend:
             changes["lift"] = self._own_rows(facts.lift, block)
         if facts.key_mask is not None:
             changes["key_mask"] = _pick(facts.key_mask, 1, block.columns)
+        if block.example is not None:
+            tensors = {"bias", "lift", "key_mask"} & changes.keys()
+            changes |= {name: _example(changes[name], block.example) for name in tensors}
         if device.type != "meta":
             changes["mask"] = self._mask(block, device)
             if facts.dropout:
@@ -217,12 +217,13 @@ class Attend:
 
     def _mask(self, block: Block, device: torch.device) -> Tensor | None:
         """The mask beyond the distance of positions, chunks and documents: bool [B|1, 1, n, m] or None."""
-        chunk, segments = self.problem.mask.chunk, self.facts.segments
+        chunk, segments = self.problem.mask.chunk, self.facts.segments if self._by_documents(block) else None
         terms = []
         if chunk and block.kind == "some":
             i, j = (positions(spans, device) // chunk for spans in (block.rows, block.columns))
             terms.append((i.unsqueeze(-1) == j)[None, None])
         if segments is not None:
+            segments = _example(segments, block.example)
             i, j = (_pick(segments, 1, spans) for spans in (block.rows, block.columns))
             terms.append((i.unsqueeze(-1) == j.unsqueeze(-2)).unsqueeze(1))
         return functools.reduce(torch.Tensor.logical_and, terms) if terms else None
@@ -230,8 +231,9 @@ class Attend:
     def _index(self, block: Block, device: torch.device) -> list[Tensor]:
         """The global indices of the block's probabilities, for dropout."""
         whole = [torch.arange(size, device=device) for size in (self.problem.batch, self.problem.heads)]
-        outer = list(self.facts.index[:2]) or whole
-        return [*outer, positions(block.rows, device), positions(block.columns, device)]
+        batch, heads = list(self.facts.index[:2]) or whole
+        batch = _example(batch, block.example)
+        return [batch, heads, positions(block.rows, device), positions(block.columns, device)]
 
     def _own(self, rows: Spans) -> Spans:
         """The positions of rows among this rank's own."""
@@ -257,6 +259,11 @@ class Attend:
 def positions(spans: Spans, device: torch.device) -> Tensor:
     """All positions of spans, in their order."""
     return torch.cat([torch.arange(span.start, span.stop, device=device) for span in spans])
+
+
+def _example(x: Tensor, example: int | None) -> Tensor:
+    """One example of a batch, as a batch of one; all for None, and of what all share."""
+    return x if example is None or x.shape[0] == 1 else x.narrow(0, example, 1)
 
 
 def _pick(x: Tensor, dim: int, spans: Spans) -> Tensor:
@@ -286,13 +293,16 @@ def stand_in(grad: Tensor, delta: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Block:
     """One kernel call: rows from the ``row``-th on and columns from the ``column``-th on, as they are stored, and their
-    positions in the global sequence. kind: "all", "causal" (the triangle of a square) or "some"."""
+    positions in the global sequence. kind: "all", "causal" (the triangle of a square) or "some". example: None for all.
+    mixed: several documents (`autopar.ops.documents.Run`)."""
 
     row: int
     rows: Spans
     column: int
     columns: Spans
     kind: str
+    example: int | None = None
+    mixed: bool = False
 
     @property
     def height(self) -> int:
@@ -406,11 +416,46 @@ def _reach(mask: Mask, span: Span, others: Span, before: bool) -> Span:
     return Span(start, stop)
 
 
-def split_rows(block: Block, most: int) -> Iterator[Block]:
-    """The block, split into blocks of at most ``most`` rows, each within one span."""
+def document_blocks(mask: Mask, rows: Spans, columns: Spans, documents: Documents) -> tuple[Block, ...]:
+    """The kernel calls for rows and columns of packed documents: `blocks_of` for each of the documents' blocks, and for
+    each example unless they are alike."""
+    found: list[Block] = []
+    for example, runs in documents.by_example():
+        of_rows, of_columns = _by_run(rows, runs), _by_run(columns, runs)
+        for number in sorted(of_rows.keys() & of_columns.keys()):
+            for (row, some_rows), (column, some_columns) in itertools.product(of_rows[number], of_columns[number]):
+                for block in blocks_of(mask, some_rows, some_columns):
+                    here = dataclasses.replace(block, row=block.row + row, column=block.column + column)
+                    found.append(dataclasses.replace(here, example=example, mixed=runs[number].mixed))
+    return tuple(found)
+
+
+def _by_run(spans: Spans, runs: Runs) -> dict[int, list[tuple[int, Spans]]]:
+    """Number of a run -> its parts of the spans: (first, spans) that lie side by side as they are stored."""
+    found: dict[int, list[tuple[int, Spans]]] = {}
+    first, starts = 0, [run.start for run in runs]
+    for span in spans:
+        low = max(0, bisect.bisect_right(starts, span.start) - 1)
+        for number in range(low, bisect.bisect_left(starts, span.stop)):
+            part = span & Span(runs[number].start, runs[number].stop)
+            if not len(part):
+                continue
+            place, parts = first + part.start - span.start, found.setdefault(number, [])
+            if parts and parts[-1][0] + sum(map(len, parts[-1][1])) == place:
+                parts[-1] = (parts[-1][0], (*parts[-1][1], part))
+            else:
+                parts.append((place, (part,)))
+        first += len(span)
+    return found
+
+
+def split_rows(mask: Mask, block: Block, most: int) -> Iterator[Block]:
+    """The block, split into blocks of at most ``most`` rows, each within one span, trimmed to what it allows."""
     row = block.row
     for span in block.rows:
         for start in range(span.start, span.stop, most):
             piece = Span(start, min(start + most, span.stop))
-            yield dataclasses.replace(block, row=row, rows=(piece,))
+            for part in blocks_of(mask, (piece,), block.columns):
+                here = dataclasses.replace(part, row=part.row + row, column=part.column + block.column)
+                yield dataclasses.replace(here, example=block.example, mixed=block.mixed)
             row += len(piece)

@@ -244,7 +244,7 @@ class RecordingAttend(Attend):
             self._tell(block, backward)
 
     def _record(self, work: KernelCall) -> None:
-        operations = kernel_flops(self.problem, work.pairs * self.problem.batch * work.heads, work.backward)
+        operations = kernel_flops(self.problem, work.pairs * work.examples * work.heads, work.backward)
         self._comm.events.append(
             ComputeEvent(work.rows, work.columns, work.pairs, operations, work.backward, *self._owners)
         )

@@ -33,6 +33,7 @@ from autopar.adapters.distributions import unchecked_distributions
 from autopar.adapters.fx.lazy import graph_module, lazy_code
 from autopar.adapters.grad_fn_paths import followed_paths
 from autopar.capture.custom_autograd.missing_fakes import with_fake
+from autopar.capture.flex.stand_ins import attentions_as_operators
 from autopar.capture.layer_dedup.layer_dedup import TraceAnew
 from autopar.capture.module_state.assigned import BufferWatch
 from autopar.capture.module_state.leftovers import Leftovers, nothing_left
@@ -382,7 +383,8 @@ def _refuse_running_state(
     external calls (clocks, ranks). ``names``: the state that it changes and the functions that it calls; ``asked``:
     function -> line of the call."""
     given = pytree.tree_map_only(Tensor, lambda x: fake_like(x, mode), arguments)
-    left = found_again(replica, given, mode, bool(asked))
+    with attentions_as_operators():
+        left = found_again(replica, given, mode, bool(asked))
     if left is not None:
         if not left and names[0] in asked:
             raise ValueError(

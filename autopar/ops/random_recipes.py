@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar.adapters.dispatch import DispatchMode
-from autopar.adapters.operators import argument_defaults
+from autopar.adapters.operators import OpOverload, argument_defaults
 from autopar.ops.dropout import keep_mask
 from autopar.ops.random_numbers import drawn
 from autopar.ops.traits import is_random
@@ -191,7 +191,9 @@ def recipe_for(target: Any) -> tuple[WeightConversion | None, bool]:
 
 
 class _Numbers(DispatchMode):
-    """Answers calls of random operators; counts them in ``site``."""
+    """Answers calls of random operators; counts them in ``site``. Operators with functions as arguments pass."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, seed: int):
         super().__init__()
@@ -200,6 +202,8 @@ class _Numbers(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         known = kwargs or {}
+        if not isinstance(func, OpOverload):
+            return func(*args, **known)
         if func is aten.native_dropout.default:  # the fused form on CUDA
             x, p, train = args
             mask = self._mask(x, p) if train or train is None else torch.ones_like(x, dtype=torch.bool)

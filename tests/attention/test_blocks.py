@@ -14,7 +14,7 @@ from torch import Tensor
 from autopar.attention import attend as attend_module
 from autopar.attention.attend import Gradients, KernelCall, Partials, blocks_of, positions
 from autopar.attention.problem import Mask, Span, Spans
-from autopar.ops import kernels
+from autopar.ops import documents, kernels
 from autopar.ops.mask_spec import MaskSpec
 from tests.support.attend_cases import (
     CASES,
@@ -114,7 +114,7 @@ def test_zigzag_steps_are_one_call_of_equal_work(case: str, ranks: int) -> None:
             of_rank(it, rank, seen.append).forward(*tensors, rows, columns, into)
             shape = (2 * half, half) if other < rank else (half, 2 * half) if other > rank else (2 * half, 2 * half)
             pairs = half * (2 * half + 1) if other == rank else 2 * half**2
-            assert seen == [KernelCall(*shape, pairs, it.problem.heads)]
+            assert seen == [KernelCall(*shape, pairs, it.problem.heads, examples=B)]
 
 
 def test_calls_of_a_contiguous_window() -> None:
@@ -136,7 +136,8 @@ def test_calls_of_rows_with_all_columns() -> None:
     assert (square.kind, square.columns, square.column) == ("causal", (Span(8, 16),), 8)
 
 
-def test_documents_that_do_not_meet_are_skipped() -> None:
+def test_documents_that_do_not_meet_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "SHORT", 1)
     it = whole(CASES["documents"], (4, 2), 4, "contiguous", 32)
     it.facts = dataclasses.replace(it.facts, segments=(torch.arange(32) // 8).expand(B, -1))
     seen: list[KernelCall] = []
@@ -145,7 +146,7 @@ def test_documents_that_do_not_meet_are_skipped() -> None:
             rows, columns = it.problem.rows(rank), it.problem.columns(other)
             tensors = taken(it.q, rows), taken(it.k, columns), taken(it.v, columns)
             of_rank(it, rank, seen.append).forward(*tensors, rows, columns, Partials.empty(tensors[0], VALUES))
-    assert seen == [KernelCall(8, 8, 36, it.problem.heads)] * 4
+    assert seen == [KernelCall(8, 8, 36, it.problem.heads, examples=B)] * 4
 
 
 @pytest.mark.parametrize("name", ["window", "chunk", "documents", "padding", "all"])

@@ -34,7 +34,7 @@ FLOORS: tuple[set[str], ...] = (
         "planner.recompute",
         "runtime.schedules",
     },  # schedules are data: the planner takes them out of the registry
-    {"capture.custom_autograd", "capture.module_state"},
+    {"capture.custom_autograd", "capture.module_state", "capture.flex"},
     {"capture.trace"},
     {"ir"},
     {"attention", "capture"},

@@ -33,6 +33,7 @@ from autopar.capture.branches.selected_targets import keep_rows_of_targets
 from autopar.capture.custom_autograd.autograd_function import captured_backwards
 from autopar.capture.custom_autograd.inner_derivatives import captured_derivatives
 from autopar.capture.custom_autograd.opaque import check_written
+from autopar.capture.flex.stand_ins import attentions_as_operators, warn_of_whole_masks
 from autopar.capture.layer_dedup.layer_dedup import LayerDedup, TraceAnew
 from autopar.capture.reads.code_owners import is_ours, is_torchs
 from autopar.capture.side_effects.eager_answers import answered_as_eager
@@ -104,6 +105,7 @@ def export(
             captured_backwards(),
             captured_derivatives(),
             answered_as_eager(),
+            attentions_as_operators(),
             torch.jit.optimized_execution(False),  # else torch.jit differentiates functions itself after a few runs
             silent_fakes(),
             lines_of_forwards(export.__code__),
@@ -126,6 +128,7 @@ def export(
         where = _where(error)
         said = f"{_reason(error)}{_way_out(error, where, kwargs)}"
         raise refusal_like(error, f"capture: {where if _asks_values(error) else _line(where)}: {said}") from error
+    warn_of_whole_masks()
     check_written(flat.graph)
     keep_rows_of_targets(flat.graph)
     _drop_value_checks(flat.graph)

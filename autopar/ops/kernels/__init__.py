@@ -5,6 +5,8 @@
     cpu_flash                                        fused, on CPUs
     math                                             plain matrix products: everything
 
+Packed documents are separate calls (`by_document`), so that no kernel computes pairs of different ones.
+
 Sinks are merged afterwards, as one further partial result with value zero and log-sum-exp = sink:
 out' = out * exp(lse - lse'), lse' = log(exp(lse) + exp(sink)). The backward needs only out' and lse'.
 
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from autopar.ops.kernels import by_document
 from autopar.ops.kernels.chips import Chip, chip_of
 from autopar.ops.kernels.cuda import CudaEfficient, CudaFlash, Cudnn, FlashAttn, Fused
 from autopar.ops.kernels.kernel import HUGE, NEVER, Grads, Kernel, note_blocked_rows, sum_to, wide
@@ -86,7 +89,14 @@ def expected_kernel(chip: Chip, q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec
 def forward(q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> tuple[Tensor, Tensor]:
     """out [B, Hq, Sq, Dv] in q's dtype or a wider one, and lse [B, Hq, Sq], sinks included."""
     q, k, v = _rows(q), _rows(k), _rows(v)
-    return with_sinks(*choose_kernel(q, k, v, facts).forward(q, k, v, facts), facts.sinks)
+    if parts := by_document.parts(q, k, facts):
+        out, lse = by_document.forward(q, k, v, parts, _forward)
+        return with_sinks(out, lse, facts.sinks)
+    return with_sinks(*_forward(q, k, v, facts), facts.sinks)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, facts: MaskSpec) -> tuple[Tensor, Tensor]:
+    return choose_kernel(q, k, v, facts).forward(q, k, v, facts)
 
 
 def _is_blocked(lse: Tensor, facts: MaskSpec) -> bool:
@@ -115,6 +125,14 @@ def backward(
 ) -> Grads:
     """Gradients of q, k, v and, if wanted, of the bias, in the kernel's dtypes."""
     grad, q, k, v, out = _rows(grad), _rows(q), _rows(k), _rows(v), _rows(out)
+    if parts := by_document.parts(q, k, facts):
+        return by_document.backward(grad, q, k, v, out, lse, facts, bias_gradient, parts, _backward)
+    return _backward(grad, q, k, v, out, lse, facts, bias_gradient)
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, facts: MaskSpec, bias_gradient: bool
+) -> Grads:
     kernel = choose_kernel(q, k, v, facts, bias_gradient)
     if _is_blocked(lse, facts):
         kernel = KERNELS["math"]

@@ -11,13 +11,19 @@ position. Four ranks, causal, columns; "." marks a span that is no longer sent:
     hop 2  .   .   0   1                 hop 2  2,5   3,4   0,.   1,.
     hop 3  .   .   .   0                 hop 3  3,4   0,.   1,.   2,.     24 chunks would be a full ring, 18 travel
 
-All ranks compute the same journeys, so both ends of an exchange know its contents, and an empty exchange is skipped.
+Of packed documents only those travel that another rank has a part of, cut at their ends. Where few ranks on the way
+need a span, it does not go around: its owner sends it straight to each of them, and its gradients come straight back.
+
+All ranks compute the same journeys (each has all segments), so both ends of an exchange know its contents, and an empty
+exchange is skipped.
 Tokens are dim 0 of everything that travels. Spans that leave early stand last, so what is sent on is a view.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import bisect
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -27,6 +33,7 @@ from torch import Tensor
 from autopar.attention.attend import Attend
 from autopar.attention.exchanges import Comm, Like, Pending
 from autopar.attention.problem import Problem, Span, Spans
+from autopar.ops.documents import Documents, Run, Runs
 from autopar.ops.kernels import wide
 
 
@@ -50,10 +57,12 @@ class Circulation:
 
 @dataclass(frozen=True)
 class Trip:
-    """A span, and the hops (1 .. ranks - 1), in order, after which a rank uses it."""
+    """A span, and the hops (1 .. ranks - 1), in order, after which a rank uses it. straight: its owner sends it to each
+    of these ranks, instead of around the ring."""
 
     span: Span
     users: tuple[int, ...]
+    straight: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,46 +73,100 @@ class Journey:
 
     def travelling(self, hop: int) -> Spans:
         """Spans that are sent on this hop."""
-        return tuple(t.span for t in self.trips if hop <= t.users[-1])
+        return tuple(t.span for t in self.trips if not t.straight and hop <= t.users[-1])
 
     def summed(self, hop: int) -> Spans:
         """Spans whose gradients are sent on this hop: used before it, and used once more after it."""
-        return tuple(t.span for t in self.trips if t.users[0] < hop <= t.users[-1])
+        return tuple(t.span for t in self.trips if not t.straight and t.users[0] < hop <= t.users[-1])
 
     def used(self, hop: int) -> Spans:
-        """Spans that are used after this hop."""
-        return tuple(t.span for t in self.trips if hop in t.users)
+        """Spans that came around and are used after this hop."""
+        return tuple(t.span for t in self.trips if not t.straight and hop in t.users)
 
     def ended(self, hop: int) -> Spans:
-        """Spans that are used for the last time after this hop."""
-        return tuple(t.span for t in self.trips if hop == t.users[-1])
+        """Spans that came around and are used for the last time after this hop."""
+        return tuple(t.span for t in self.trips if not t.straight and hop == t.users[-1])
+
+    def straight(self, hop: int) -> Spans:
+        """Spans that the owner sends straight to the rank that is this many hops away."""
+        return tuple(t.span for t in self.trips if t.straight and hop in t.users)
 
 
-Choice = Callable[[Journey, int], Spans]  # one of the four above
+Choice = Callable[[Journey, int], Spans]  # one of the five above
+
+
+def journeys(problem: Problem, circulation: Circulation, documents: Documents | None = None) -> tuple[Journey, ...]:
+    """The journey of what each rank owns."""
+    if documents is None:
+        return _journeys(problem, circulation)
+    return documents.once((problem, circulation), lambda: _of_documents(problem, circulation, documents))
 
 
 @lru_cache(maxsize=64)
-def journeys(problem: Problem, circulation: Circulation) -> tuple[Journey, ...]:
-    """The journey of what each rank owns."""
-    ranks = range(problem.size)
-    rows, columns = [problem.rows(r) for r in ranks], [problem.columns(r) for r in ranks]
-    allows = problem.mask.allows
+def _journeys(problem: Problem, circulation: Circulation) -> tuple[Journey, ...]:
+    def trips(owner: int, span: Span) -> Iterator[Trip]:
+        span = circulation.cut(span)
+        if users := _users(problem, circulation, owner, span):
+            yield Trip(span, users)
 
-    def needs(rank: int, span: Span) -> bool:
-        if circulation.what == "rows":
-            return any(allows(span, c) != "none" for c in columns[rank])
-        return any(allows(r, span) != "none" for r in rows[rank])
+    return _all_journeys(problem, circulation, trips)
 
-    def trip(owner: int, span: Span) -> Trip:
-        hops = ranks[1:] if len(span) else ()
-        return Trip(span, tuple(h for h in hops if needs((owner + circulation.direction * h) % problem.size, span)))
+
+def _of_documents(problem: Problem, circulation: Circulation, documents: Documents) -> tuple[Journey, ...]:
+    """Spans cut where the documents of an example begin or end that reach beyond them: only these have users."""
+
+    def trips(owner: int, span: Span) -> Iterator[Trip]:
+        part = circulation.cut(span)
+        found = [
+            (mine, _users(problem, circulation, owner, mine, Span(run.start, run.stop)))
+            for runs in documents.runs
+            for run in _reaching(runs, span)
+            if len(mine := part & Span(run.start, run.stop))
+        ]
+        edges = sorted({edge for mine, _ in found for edge in (mine.start, mine.stop)})
+        cut = [Span(*pair) for pair in itertools.pairwise(edges)]
+        of_each = [tuple(sorted({u for mine, users in found if mine & c == c for u in users})) for c in cut]
+        for users, group in itertools.groupby(zip(cut, of_each, strict=True), key=lambda entry: entry[1]):
+            together = [c for c, _ in group]
+            if users:
+                yield Trip(Span(together[0].start, together[-1].stop), users, straight=len(users) < users[-1])
+
+    return _all_journeys(problem, circulation, trips)
+
+
+def _all_journeys(
+    problem: Problem, circulation: Circulation, trips: Callable[[int, Span], Iterable[Trip]]
+) -> tuple[Journey, ...]:
+    """The journeys of all ranks; ``trips``: of a span of a rank."""
 
     def journey(owner: int) -> Journey:
-        spans = rows[owner] if circulation.what == "rows" else columns[owner]
-        trips = [t for t in (trip(owner, circulation.cut(s)) for s in spans) if t.users]
-        return Journey(tuple(sorted(trips, key=lambda t: (-t.users[-1], t.users[0]))))
+        held = problem.rows(owner) if circulation.what == "rows" else problem.columns(owner)
+        found = [trip for span in held if len(span) for trip in trips(owner, span)]
+        return Journey(tuple(sorted(found, key=lambda t: (-t.users[-1], t.users[0]))))
 
-    return tuple(journey(owner) for owner in ranks)
+    return tuple(journey(owner) for owner in range(problem.size))
+
+
+def _users(
+    problem: Problem, circulation: Circulation, owner: int, span: Span, within: Span | None = None
+) -> tuple[int, ...]:
+    """The hops after which a rank uses a span; ``within``: only what each rank has of these positions counts."""
+    allows = problem.mask.allows
+
+    def needs(rank: int) -> bool:
+        others = problem.columns(rank) if circulation.what == "rows" else problem.rows(rank)
+        others = others if within is None else tuple(part for other in others if len(part := other & within))
+        return any((allows(span, o) if circulation.what == "rows" else allows(o, span)) != "none" for o in others)
+
+    return tuple(h for h in range(1, problem.size) if needs((owner + circulation.direction * h) % problem.size))
+
+
+def _reaching(runs: Runs, span: Span) -> tuple[Run, ...]:
+    """The runs that lie in a span and reach beyond it: its first or its last, if any."""
+    first = bisect.bisect_right(runs, span.start, key=lambda run: run.stop)
+    last = bisect.bisect_left(runs, span.stop, key=lambda run: run.start) - 1
+    both = (runs[n] for n in sorted({first, last}) if 0 <= n < len(runs))
+    return tuple(run for run in both if run.start < span.start or run.stop > span.stop)
 
 
 def volume(problem: Problem, circulation: Circulation) -> int:
@@ -112,7 +175,7 @@ def volume(problem: Problem, circulation: Circulation) -> int:
 
 
 def shorter(problem: Problem, what: str) -> Circulation:
-    """The direction that sends less; up if both send the same."""
+    """The direction that sends less; up if both send the same. Documents send the same in both."""
     return min((Circulation(what, 1), Circulation(what, -1)), key=lambda c: volume(problem, c))
 
 
@@ -214,9 +277,11 @@ class PendingPacket:
 class RingRank:
     """One rank's end of a circulation. After hop h this rank has what rank - direction * h owns."""
 
-    def __init__(self, circulation: Circulation, problem: Problem, comm: Comm) -> None:
+    def __init__(
+        self, circulation: Circulation, problem: Problem, comm: Comm, documents: Documents | None = None
+    ) -> None:
         assert comm.size == problem.size, f"attention: {comm.size} ranks for a problem of {problem.size}"
-        self.journeys = journeys(problem, circulation)
+        self.journeys = journeys(problem, circulation, documents)
         self.direction, self.comm = circulation.direction, comm
 
     @property
@@ -241,6 +306,12 @@ class RingRank:
         this rank's own spans from as far away."""
         sent, spans = packet.take(choice(self.at(hop), hop)), choice(self.own, hop)
         return self._exchange("home", what, self._rank(-hop), sent, self._rank(hop), spans)
+
+    def outward(self, what: str, home: Spans, hop: int, *tensors: Tensor) -> PendingPacket:
+        """Start sending what goes straight to the rank ``hop`` hops away, of tensors [tokens at ``home``, ...], and
+        receiving what comes straight from as far away."""
+        sent, spans = Packet.of(home, self.own.straight(hop), *tensors), self.at(hop).straight(hop)
+        return self._exchange("home", what, self._rank(hop), sent, self._rank(-hop), spans)
 
     def _exchange(self, way: str, what: str, target: int, sent: Packet, source: int, spans: Spans) -> PendingPacket:
         tokens = sum(map(len, spans))

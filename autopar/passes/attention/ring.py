@@ -7,6 +7,9 @@ Backward: k and v circulate a second time, dq is accumulated locally. dk and dv 
 and follow it one step behind: each rank adds its share while the next block is computed. The last user sends them
 straight to the owner. A rank's own gradients of its own columns never travel, so a full ring makes one hop less than
 one whose gradients start at the owner.
+
+Packed documents may leave a span few users. Then it goes straight from its owner to each of them (`Trip.straight`), and
+each returns its share of dk and dv.
 """
 
 from __future__ import annotations
@@ -44,21 +47,24 @@ class Ring(AttentionAlgorithm):
         """Circulations of columns; together they carry each column once."""
         return (Circulation("columns", 1),)
 
-    def _start(self, k: Tensor, v: Tensor, problem: Problem, comm: Comm) -> tuple[list[RingRank], list[Packet]]:
+    def _start(self, k: Tensor, v: Tensor, attend: Attend, comm: Comm) -> tuple[list[RingRank], list[Packet]]:
         """The circulations, and the packet that this rank sends into each."""
+        problem, documents = attend.problem, attend.documents
         home, fused = problem.columns(comm.rank), tokens_first(k, v)
-        rings = [RingRank(c, problem, comm) for c in self.circulations(problem)]
+        rings = [RingRank(c, problem, comm, documents) for c in self.circulations(problem)]
         return rings, [Packet.of(home, ring.own.travelling(1), fused) for ring in rings]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend, comm: Comm) -> tuple[Tensor, Tensor]:
         """See `AttentionAlgorithm.forward`."""
         problem, width = attend.problem, k.shape[-1]
-        rows, into = problem.rows(comm.rank), Partials.empty(q, v.shape[-1])
-        rings, held = self._start(k, v, problem, comm)
+        rows, columns = problem.rows(comm.rank), problem.columns(comm.rank)
+        into, fused = Partials.empty(q, v.shape[-1]), tokens_first(k, v)
+        rings, held = self._start(k, v, attend, comm)
         for hop in range(comm.size):
             coming = [w.onward("k, v", p, hop + 1, Journey.travelling) for w, p in zip(rings, held)]
+            coming += [w.outward("k, v", columns, hop + 1, fused) for w in rings]
             if hop == 0:
-                attend.forward(q, k, v, rows, problem.columns(comm.rank), into)
+                attend.forward(q, k, v, rows, columns, into)
             else:
                 for packet in held:
                     their_k, their_v = apart(packet.tensors[0], width)
@@ -71,9 +77,9 @@ class Ring(AttentionAlgorithm):
     ) -> Gradients:
         """See `AttentionAlgorithm.backward`."""
         problem, width = attend.problem, k.shape[-1]
-        rows, columns = problem.rows(comm.rank), problem.columns(comm.rank)
-        rings, held = self._start(k, v, problem, comm)
-        own = Packet(columns, (tokens_first(k, v),)).zeros(wide(k.dtype))
+        rows, columns, fused = problem.rows(comm.rank), problem.columns(comm.rank), tokens_first(k, v)
+        rings, held = self._start(k, v, attend, comm)
+        own = Packet(columns, (fused,)).zeros(wide(k.dtype))
         to_k, to_v = apart(own.tensors[0], width)
         into = Gradients(q.new_zeros(q.shape, dtype=wide(q.dtype)), to_k, to_v, zero_bias(attend))
 
@@ -86,11 +92,13 @@ class Ring(AttentionAlgorithm):
             attend.backward(grad, q, their_k, their_v, out, lse, rows, packet.spans, here)
             return found
 
-        sums = [own.take(()) for _ in rings]
+        sums = [own.take(()) for _ in (*rings, *rings)]  # of what came around, of what came straight
         for hop in range(comm.size + 1):
             coming = [w.onward("k, v", p, hop + 1, Journey.travelling) for w, p in zip(rings, held)]
+            coming += [w.outward("k, v", columns, hop + 1, fused) for w in rings]
             behind = [w.onward("dk, dv", s, hop, Journey.summed) for w, s in zip(rings, sums)]
             ended = [w.homeward("dk, dv", s, hop - 1, Journey.ended) for w, s in zip(rings, sums)]
+            ended += [w.homeward("dk, dv", s, hop - 1, Journey.straight) for w, s in zip(rings, sums[len(rings) :])]
             if hop == 0:
                 attend.backward(grad, q, k, v, out, lse, rows, columns, into)
             else:

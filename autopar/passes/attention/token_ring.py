@@ -7,7 +7,8 @@ Wang et al., arXiv:2412.20501.
 
 Backward: q, the gradient of the output, the final log-sum-exp and delta = rowsum(gradient * output) circulate. dk and
 dv are accumulated locally; each share of dq goes straight to its owner. Queries and results use both directions of the
-links. The queries take the direction that sends less.
+links. The queries take the direction that sends less. Of packed documents, queries that few ranks need go straight to
+them, as in `autopar.passes.attention.ring`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class TokenRing(AttentionAlgorithm):
         """See `AttentionAlgorithm.forward`."""
         problem, width = attend.problem, v.shape[-1]
         rows, columns = problem.rows(comm.rank), problem.columns(comm.rank)
-        ring = RingRank(shorter(problem, "rows"), problem, comm)
+        ring = RingRank(shorter(problem, "rows"), problem, comm, attend.documents)
         held = Packet.of(rows, ring.own.travelling(1), tokens_first(q))
         into = Partials.empty(q, width)
 
@@ -68,16 +69,22 @@ class TokenRing(AttentionAlgorithm):
             out, lse = tokens_first(found.out.to(q.dtype)), tokens_first(found.lse.unsqueeze(-1))
             return Packet(packet.spans, (out.contiguous(), lse.contiguous()))
 
-        found = result(held.take(()))
+        straight = held.take(())
+        around = found = result(straight)
         for hop in range(comm.size + 1):
             coming = ring.onward("q", held, hop + 1, Journey.travelling)
-            results = ring.homeward("out, lse", found, hop - 1, Journey.used)
+            mine = ring.outward("q", rows, hop + 1, tokens_first(q))
+            results = [
+                ring.homeward("out, lse", around, hop - 1, Journey.used),
+                ring.homeward("out, lse", found, hop - 1, Journey.straight),
+            ]
             if hop == 0:
                 attend.forward(q, k, v, rows, columns, into)
             else:
-                found = result(held.take(ring.at(hop).used(hop)))
-            _merge(into, rows, results.wait())
-            held = coming.wait()
+                around, found = result(held.take(ring.at(hop).used(hop))), result(straight)
+            for theirs in results:
+                _merge(into, rows, theirs.wait())
+            held, straight = coming.wait(), mine.wait()
         return into.out, into.lse
 
     def backward(
@@ -86,11 +93,12 @@ class TokenRing(AttentionAlgorithm):
         """See `AttentionAlgorithm.backward`."""
         problem, width = attend.problem, q.shape[-1]
         rows, columns = problem.rows(comm.rank), problem.columns(comm.rank)
-        ring = RingRank(shorter(problem, "rows"), problem, comm)
+        ring = RingRank(shorter(problem, "rows"), problem, comm, attend.documents)
         dtype = wide(q.dtype)
         delta = (grad.to(dtype) * out.to(dtype)).sum(-1)
         sums = tokens_first(lse.to(dtype).unsqueeze(-1), delta.unsqueeze(-1))
-        held = Packet.of(rows, ring.own.travelling(1), tokens_first(q, grad), sums)
+        queries = tokens_first(q, grad), sums
+        held = Packet.of(rows, ring.own.travelling(1), *queries)
         own = Packet(rows, (tokens_first(q),)).zeros(dtype)
         into = Gradients(
             heads_first(own.tensors[0]),
@@ -110,16 +118,22 @@ class TokenRing(AttentionAlgorithm):
                 attend.backward(rows_grad, rows_q, k, v, rows_out, rows_lse, packet.spans, columns, here)
             return found
 
-        found = gradients(held.take(()))
+        straight = held.take(())
+        around = found = gradients(straight)
         for hop in range(comm.size + 1):
             coming = ring.onward("q, dout", held, hop + 1, Journey.travelling)
-            returned = ring.homeward("dq", found, hop - 1, Journey.used)
+            mine = ring.outward("q, dout", rows, hop + 1, *queries)
+            returned = [
+                ring.homeward("dq", around, hop - 1, Journey.used),
+                ring.homeward("dq", found, hop - 1, Journey.straight),
+            ]
             if hop == 0:
                 attend.backward(grad, q, k, v, out, lse, rows, columns, into)
             else:
-                found = gradients(held.take(ring.at(hop).used(hop)))
-            own.add(returned.wait())
-            held = coming.wait()
+                around, found = gradients(held.take(ring.at(hop).used(hop))), gradients(straight)
+            for theirs in returned:
+                own.add(theirs.wait())
+            held, straight = coming.wait(), mine.wait()
         return into
 
 
