@@ -42,6 +42,7 @@ from autopar.planner.pipeline.pipeline_plan import main_parts, plan_pipeline
 from autopar.planner.pipeline.slice_lengths import best_lengths, slice_lengths, slice_unit, token_count
 from autopar.planner.pipeline.step_order import parameter_specs
 from autopar.planner.plan_fits import check_fits, check_names, check_used
+from autopar.planner.shared_encoders import share_encoders
 from autopar.planner.tensor_parallel import TensorParallel, find_streams, plan_tensor_parallel
 from autopar.rules.derived import MADE_OF_PARAMETERS, DerivedRule, text_of
 from autopar.schedule.request import SCHEDULES
@@ -112,6 +113,7 @@ def make_plan(
         known = {n: axes for n, axes in fixed.overrides.items() if n in plan.parameters or n in plan.inputs}
         plan = plan.override(known)
         check_fits(plan, gm)
+    plan = share_encoders(gm, plan, options)
     if mesh.size("pp") > 1:
         plan = _with_pipeline(plan, gm, asked, fixed, sliced=train and not example, placed=not example)
     unclear = gm.meta.get("unclear_batch_dims", []) if example and mesh.data_size > 1 else []
