@@ -14,13 +14,14 @@ WITHOUT_BATCH = ("cache_position", "head_mask", "decoder_head_mask", "cross_attn
 
 
 def batch_dims(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, int | None]:
-    """Inputs are batch first, with few exceptions. An input with another size there has no batch dim: position_ids of
-    one row, patches of all images."""
+    """Inputs are batch first, with few exceptions. Images (channels, height, width) are in the order of the rows, as
+    many for each. An input with another size there has no batch dim: position_ids of one row, patches of all images."""
     tensors = tensors_of(batch)
     names = (getattr(model, "main_input_name", "input_ids"), *MAIN_INPUTS, *tensors)
     rows = next((tensors[n].shape[0] for n in names if n in tensors and tensors[n].dim()), 0)
     out: dict[str, int | None] = {}
     for name, x in tensors.items():
         dim = 1 if name.endswith("position_ids") and x.dim() == 3 else 0  # of rotary embeddings in time and space
-        out[name] = dim if name not in WITHOUT_BATCH and x.dim() > dim and x.shape[dim] == rows else None
+        alike = x.dim() > dim and (x.shape[dim] == rows or (x.dim() > 3 and rows > 0 and x.shape[dim] % rows == 0))
+        out[name] = dim if name not in WITHOUT_BATCH and alike else None
     return out

@@ -12,7 +12,7 @@ weights' gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch.fx import GraphModule, Node
@@ -33,7 +33,8 @@ BACKWARD = 2  # times the forward
 
 
 def share_encoders(gm: GraphModule, plan: Plan, options: Options) -> Plan:
-    """The plan with the streams of rows that ranks share, and a note on each region that stays alike on all ranks."""
+    """The plan with the streams of rows that ranks share, and a note on each region that every rank runs on all rows
+    since that is faster. For a normalised global graph; ``plan`` says what else its axes shard."""
     for axis in AXES if options.share_encoders else ():
         if plan.mesh.size(axis) > 1:
             plan = _over(axis, gm, plan, options)
@@ -47,7 +48,8 @@ def _over(axis: str, gm: GraphModule, plan: Plan, options: Options) -> Plan:
         stream = _stream(node, name, axis, plan)
         if stream is None or node in barred:
             continue
-        region = row_labels(gm, stream, plan.mesh, axis, barred).keys() - taken - {node}
+        labels = row_labels(gm, stream, plan.mesh, axis, barred)
+        region = [n for n in gm.graph.nodes if n in labels and n not in taken and n is not node]
         if not any(n.target in PRODUCTS for n in region):
             continue
         saved, cost = _seconds(region, stream, name, plan, options)
@@ -55,7 +57,7 @@ def _over(axis: str, gm: GraphModule, plan: Plan, options: Options) -> Plan:
         times = f"sharing its rows saves {saved * 1e3:.3g} ms and takes {cost * 1e3:.3g} ms"
         if options.share_encoders is True or saved > cost:
             plan = replace(plan, streams=(*plan.streams, replace(stream, reason=f"rows of {what}: {times}")))
-            taken |= region
+            taken |= set(region)
         else:
             plan = replace(plan, notes=(*plan.notes, (what, f"alike on all ranks of {axis}: {times}")))
     return plan
@@ -88,7 +90,7 @@ def _pieces(node: Node, name: str, axis: str, plan: Plan) -> int:
 
 
 def _seconds(
-    region: Collection[Node], stream: Stream, name: str, plan: Plan, options: Options
+    region: Sequence[Node], stream: Stream, name: str, plan: Plan, options: Options
 ) -> tuple[float, float]:
     """(seconds that a step of a rank saves, seconds of its exchanges), forward and backward of all microbatches."""
     device, links, axis = device_of(options), Links.of(options, plan.mesh), stream.axis
@@ -100,18 +102,19 @@ def _seconds(
     kept = -(-each // ranks) / each  # of the rows, padding included
     each_way = math.fsum(node_seconds(n, device) for n in region) / parts
     ways = 1 + BACKWARD * any(map(has_gradient, region))
-    leaves = [n for n in region if any(user not in region for user in n.users)]
+    inside = set(region)
+    leaves = [n for n in region if not inside >= n.users.keys()]
     sent = [(ranks - 1) / ranks * nbytes(n) / parts for n in leaves]
     cost = links.seconds(axis, "all_gather", sum(sent), plan.options.microbatches * len(sent))
     back = sum(size for size, n in zip(sent, leaves, strict=True) if has_gradient(n))
     cost += links.seconds(axis, "reduce_scatter", back, plan.options.microbatches)
     if axis == "tp":  # on the other axes gradients are summed in any case
-        weights = {x for n in region for x in n.all_input_nodes if x.op == "placeholder" and has_gradient(x)}
+        weights = dict.fromkeys(x for n in region for x in n.all_input_nodes if x.op == "placeholder" and has_gradient(x))
         cost += links.seconds(axis, "all_reduce", 2 * (ranks - 1) / ranks * sum(map(nbytes, weights)))
     return (1 - kept) * each_way * ways, cost
 
 
-def _place(region: Collection[Node]) -> str:
+def _place(region: Sequence[Node]) -> str:
     """The modules of a region: 'model.vision_tower and 1 more'."""
     found = dict.fromkeys(".".join(module_path(n).split(".")[:2]) for n in region)
     first, *others = [path for path in found if path] or ["the model"]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from safetensors.torch import save_file
 
 import autopar
 from autopar import integrations
@@ -95,8 +96,11 @@ def _model(folder: str, kind: str) -> Any:
         num_labels=1,
     )  # fmt: skip
     family = transformers.LlamaForSequenceClassification if kind == "Reward" else transformers.LlamaForCausalLM
-    if not Path(folder).exists():
-        family(config).save_pretrained(folder)
+    if not Path(folder).exists():  # save_pretrained writes on rank 0 alone
+        config.architectures = [family.__name__]
+        config.save_pretrained(folder)
+        state = {n: x.contiguous() for n, x in family(config).state_dict().items()}
+        save_file(state, Path(folder) / "model.safetensors", {"format": "pt"})
     return family.from_pretrained(folder, dtype=torch.float32)
 
 
