@@ -163,8 +163,8 @@ class Options:
     )  # fmt: skip
     share_encoders: bool | str = _option(
         "auto", _choice("auto", False, True),
-        "share the rows (images, clips) of an encoder that all ranks of tp, cp or dp would run alike: auto where it saves "
-        "time by estimate, True wherever the shapes allow it",
+        "share the rows (images, clips) of an encoder that all ranks of tp, cp or dp would run alike: auto where it "
+        "saves time by estimate, True wherever the shapes allow it",
     )  # fmt: skip
     microbatches: int = _option(1, POSITIVE, "microbatches of a train_step (gradient accumulation)")
     precision: Precision = _option(  # noqa: RUF009  (frozen)

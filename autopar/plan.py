@@ -39,8 +39,8 @@ class Stream:
 
     axis tp: a residual stream under sequence parallelism, from the value ``node``. axis cp: the tokens of an attention,
     from its operand ``node`` ("attention_1.q"). ``rows``, on any axis: what ranks would compute alike of the input
-    ``node``, each image by itself (`autopar.rules.shared_rows`). ``blocks`` as in `autopar.ir.placement.Shard`; their ratios count; so
-    ``units``.
+    ``node``, each image by itself (`autopar.rules.shared_rows`). ``blocks`` as in `autopar.ir.placement.Shard`; their
+    ratios count; so ``units``.
     """
 
     node: str

@@ -89,9 +89,7 @@ def _pieces(node: Node, name: str, axis: str, plan: Plan) -> int:
     return math.prod(int(mesh.cut_order[a]) for a in later if a in placed)
 
 
-def _seconds(
-    region: Sequence[Node], stream: Stream, name: str, plan: Plan, options: Options
-) -> tuple[float, float]:
+def _seconds(region: Sequence[Node], stream: Stream, name: str, plan: Plan, options: Options) -> tuple[float, float]:
     """(seconds that a step of a rank saves, seconds of its exchanges), forward and backward of all microbatches."""
     device, links, axis = device_of(options), Links.of(options, plan.mesh), stream.axis
     mesh = plan.mesh.with_microbatches(1)
@@ -109,7 +107,9 @@ def _seconds(
     back = sum(size for size, n in zip(sent, leaves, strict=True) if has_gradient(n))
     cost += links.seconds(axis, "reduce_scatter", back, plan.options.microbatches)
     if axis == "tp":  # on the other axes gradients are summed in any case
-        weights = dict.fromkeys(x for n in region for x in n.all_input_nodes if x.op == "placeholder" and has_gradient(x))
+        weights = dict.fromkeys(
+            x for n in region for x in n.all_input_nodes if x.op == "placeholder" and has_gradient(x)
+        )
         cost += links.seconds(axis, "all_reduce", 2 * (ranks - 1) / ranks * sum(map(nbytes, weights)))
     return (1 - kept) * each_way * ways, cost
 

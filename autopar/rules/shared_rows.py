@@ -1,5 +1,4 @@
-"""Rows that ranks share: where values of an input that every rank of an axis would compute alike are sharded on a dim of
-the input instead.
+"""Rows that ranks share: what every rank of an axis would compute alike of an input is sharded on a dim of it instead.
 
     pixels -> tower -> projector -> features ─┐
     ids ─────────────────────────-> embedding ┴-> layers        cp shards layers: the region is tower and projector
@@ -38,9 +37,7 @@ def sharded_already(gm: GraphModule, plan: Plan, axis: str, labels: Collection[N
     return set(reach([*labels, *filter(is_sharded, gm.graph.nodes)], users_of))
 
 
-def row_labels(
-    gm: GraphModule, stream: Stream, mesh: Mesh, axis: str, barred: Collection[Node]
-) -> dict[Node, Shard]:
+def row_labels(gm: GraphModule, stream: Stream, mesh: Mesh, axis: str, barred: Collection[Node]) -> dict[Node, Shard]:
     """The values of a region, calls of several results among them, and the input at which it begins, each with the
     Shard on its rows. ``barred``: what `sharded_already` says."""
     start = start_of(stream, {n.name: n for n in gm.graph.nodes})

@@ -72,7 +72,9 @@ def test_lengths_that_repeat_become_rows(sizes: tuple[int, ...], queries: list[t
 )
 def test_an_index_that_repeats_stays_within_blocks(order: list[int], blocks: tuple[int, ...] | None) -> None:
     gm = graph_of((4, 4), order)
-    picks = [n for n in gm.graph.nodes if n.target in (torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default)]
+    picks = [
+        n for n in gm.graph.nodes if n.target in (torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default)
+    ]
     found = [tuple(global_shape(n)[:2]) for n in picks if n.target is torch.ops.aten.index_select.default]
     assert found == ([blocks] if blocks else []) and len(picks) == (0 if blocks is None else 1)
 

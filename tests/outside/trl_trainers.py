@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 import autopar
 from autopar import integrations
 from tests.integrations.loops import Sizes, as_started
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankError, run_ranks
 
 WORDS = 60
 
@@ -143,8 +143,9 @@ def outcome(name: str, mesh: str) -> tuple[str, float]:
         expected = run_ranks(parts, logged, name, None, {}, parts, folder, timeout=900)[0]
         try:
             found = run_ranks(math.prod(sizes.values()), logged, name, sizes, options, parts, folder, timeout=1800)[0]
-        except RuntimeError as error:
-            return str(error).strip().splitlines()[-1], 0.0
+        except RankError as error:
+            told = next(o.error for o in error.outcomes if o.error)
+            return told.strip().splitlines()[-1], 0.0
     assert [log.keys() for log in found] == [log.keys() for log in expected]
     pairs = [(a[k], b[k]) for a, b in zip(found, expected, strict=True) for k in a]
     return "", max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs)

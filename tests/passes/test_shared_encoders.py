@@ -115,7 +115,9 @@ def stepped(make: str, sizes: dict[str, int], options: dict[str, Any]) -> float:
     mesh = autopar.init_mesh("cpu", 60.0, **sizes)
     at, parts = autopar.dp_rank_and_size(mesh)
     mine = {name: x.chunk(parts)[at] for name, x in batch.items()}
-    parallel = autopar.parallelize(model, mesh, lift_to_float64=True, example_batch=mine, share_encoders=True, **options)
+    parallel = autopar.parallelize(
+        model, mesh, lift_to_float64=True, example_batch=mine, share_encoders=True, **options
+    )
     assert rows_of(parallel.plan) or "cp" not in sizes
     loss, found = float(parallel.train_step(**mine)), parallel.full_gradients()
     given = {n: g for n, g in expected.gradients.items() if g is not None}

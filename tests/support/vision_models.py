@@ -1,7 +1,7 @@
 """Small models that read images beside text: those of transformers, and plain ones.
 
-    llava(images=2)      LLaVA: a CLIP tower of 5 patches per image, two images in each row of the batch
-    qwen_vl(GRIDS)       Qwen2.5-VL: all patches in one row, windows, one image of each grid
+llava(images=2)      LLaVA: a CLIP tower of 5 patches per image, two images in each row of the batch
+qwen_vl(GRIDS)       Qwen2.5-VL: all patches in one row, windows, one image of each grid
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def llava(rows: int = ROWS, images: int = 1, dropout: float = 0.0, tokens: int =
     """Four tokens of text for each image."""
     tower = transformers.CLIPVisionConfig(**_TOWER, attention_dropout=dropout)
     text = transformers.LlamaConfig(**_TEXT)
-    config = transformers.LlavaConfig(text_config=text, vision_config=tower, image_token_index=IMAGE, image_seq_length=4)
+    config = transformers.LlavaConfig(
+        text_config=text, vision_config=tower, image_token_index=IMAGE, image_seq_length=4
+    )
     model, batch = _made("LlavaForConditionalGeneration", config), _text(rows, tokens)
     batch["input_ids"][:, 1 : 1 + 4 * images] = IMAGE
     return model, batch | {"pixel_values": torch.randn(rows * images, 3, 16, 16).double()}
@@ -69,7 +71,10 @@ def qwen_vl(grids: Sequence[Sequence[int]] = ((1, 4, 4),) * ROWS) -> Made:
     """An image of (frames, height, width) patches in each row; its windows are of 4 x 4 patches."""
     rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
     config = transformers.Qwen2_5_VLConfig(
-        text_config={**_TEXT, "rope_parameters": rotary}, vision_config=_QWEN_TOWER, image_token_id=IMAGE, video_token_id=1
+        text_config={**_TEXT, "rope_parameters": rotary},
+        vision_config=_QWEN_TOWER,
+        image_token_id=IMAGE,
+        video_token_id=1,
     )
     model, batch = _made("Qwen2_5_VLForConditionalGeneration", config), _text(len(grids))
     for row, (t, h, w) in enumerate(grids):
