@@ -26,7 +26,7 @@ from torch.fx import Node
 
 from autopar.ir.graph import arguments, getitem_index
 from autopar.passes.canonicalize.constant_masks import constant
-from autopar.rewrite.build import Build, Rewrite, calls, shape_of
+from autopar.rewrite.build import Build, Rewrite, calls, operand, shape_of
 
 aten = torch.ops.aten
 ATTENTION = torch.ops.autopar.attention.default
@@ -76,39 +76,37 @@ def _repetitions(sizes: Sequence[int]) -> int:
 
 
 def _pieces(node: Node) -> _Pieces | None:
-    parts = list(arguments(node)["tensors"])
-    turned = all(calls(x, aten.transpose.int) and sorted(x.args[1:]) == [1, 2] for x in parts)
-    results = [x.args[0] for x in parts] if turned else parts
+    parts: list[Node] = list(arguments(node)["tensors"])
+    turned = all(calls(x, aten.transpose.int) and sorted(x.args[1:]) == [1, 2] for x in parts)  # type: ignore[type-var]
     if len(parts) < 2 or arguments(node)["dim"] not in ((1, -3) if turned else (2, -2)):
         return None
-    attentions = [x.args[0] if isinstance(x, Node) and getitem_index(x) == 0 else None for x in results]
-    if not all(calls(x, ATTENTION) and len(x.users) == 1 for x in attentions):
+    results = [operand(x) for x in parts] if turned else parts
+    attentions = [operand(x) for x in results if getitem_index(x) == 0]
+    if len(attentions) < len(parts) or not all(calls(x, ATTENTION) and len(x.users) == 1 for x in attentions):
         return None
-    first, *others = [arguments(x) for x in attentions]  # type: ignore[arg-type]
+    first, *others = map(arguments, attentions)
     facts = {name: value for name, value in first.items() if name not in ("q", "k", "v")}
     plain = all(facts[name] is None for name in TENSORS) and not facts["offset"]
     if not plain or any({n: given[n] for n in facts} != facts for given in others):
         return None
-    whole, sizes = [], set()
-    for name in ("q", "k", "v"):
-        split = _split([first[name], *(given[name] for given in others)])
-        if split is None or shape_of(split.args[0])[0] != 1:  # type: ignore[arg-type]
-            return None
-        whole.append(split.args[0])
-        sizes.add(tuple(split.args[1]))  # type: ignore[arg-type]
-    if len(sizes) > 1:
+    splits = [_split([given[name] for given in (first, *others)]) for name in ("q", "k", "v")]
+    q, k, v = (split if split is None or shape_of(operand(split))[0] == 1 else None for split in splits)
+    if q is None or k is None or v is None or not _sizes(q) == _sizes(k) == _sizes(v):
         return None
-    given = attentions[0].args[3:]  # type: ignore[union-attr]
-    return _Pieces(tuple(whole), sizes.pop(), given, turned)  # type: ignore[arg-type]
+    return _Pieces((operand(q), operand(k), operand(v)), _sizes(q), attentions[0].args[3:], turned)
 
 
 def _split(parts: Sequence[Node]) -> Node | None:
     """The split along the sequence of which these are all the results, in order."""
-    split = parts[0].args[0] if getitem_index(parts[0]) is not None else None
-    in_order = all(getitem_index(x) == i and x.args[0] is split for i, x in enumerate(parts))
-    if not in_order or not calls(split, aten.split_with_sizes.default) or split.args[2] not in (2, -2):  # type: ignore[union-attr]
+    if any(getitem_index(x) != i for i, x in enumerate(parts)):
         return None
-    return split if len(split.args[1]) == len(parts) else None  # type: ignore[union-attr,arg-type]
+    split = operand(parts[0])
+    whole = calls(split, aten.split_with_sizes.default) and all(operand(x) is split for x in parts)
+    return split if whole and split.args[2] in (2, -2) and len(_sizes(split)) == len(parts) else None
+
+
+def _sizes(split: Node) -> tuple[int, ...]:
+    return tuple(arguments(split)["split_sizes"])
 
 
 def index_of_blocks(node: Node, build: Build) -> Node | None:
