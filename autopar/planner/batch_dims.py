@@ -115,7 +115,7 @@ class _LikelyDim:
 
 def whole_over_microbatches(gm: GraphModule, dims: BatchDims, count: int) -> dict[str, str]:
     """Inputs with other rows than most (patches of all images) whose rows meet, and where: images of unlike sizes meet
-    in every attention. Each microbatch then gets all of them. ``count``: of all parts of the batch."""
+    in every attention. Each microbatch then gets all of them. ``count``: of all shards of the batch."""
     nodes = {n.name: n for n in gm.graph.nodes if n.op == "placeholder"}
     inputs = {s.name: nodes[s.node] for s in signature_of(gm).inputs if s.kind == "input"}
     rows = {name: global_shape(inputs[name])[d] for name, d in dims.items() if d is not None and name in inputs}
@@ -125,7 +125,7 @@ def whole_over_microbatches(gm: GraphModule, dims: BatchDims, count: int) -> dic
 
 
 def _first_meeting(start: Node, dim: int, count: int) -> str:
-    """The operator that cannot compute each of ``count`` parts of an input by itself; "" if there is none."""
+    """The operator that cannot compute each of ``count`` shards of an input by itself; "" if there is none."""
     mesh = Mesh.of().with_microbatches(count)
     labels = spread_label(start, Shard(dim), mesh, "mb")
     own = set(reach([start], lambda node: node.users))
