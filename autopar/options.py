@@ -161,6 +161,11 @@ class Options:
         "run products next to exchanges over tp in chunks, beside the exchange of the other chunks (async tensor "
         "parallelism): auto where it saves time by estimate, True wherever the shapes allow it", axes=("tp",),
     )  # fmt: skip
+    share_encoders: bool | str = _option(
+        "auto", _choice("auto", False, True),
+        "share the rows (images, clips) of an encoder that all ranks of tp, cp or dp would run alike: auto where it "
+        "saves time by estimate, True wherever the shapes allow it",
+    )  # fmt: skip
     microbatches: int = _option(1, POSITIVE, "microbatches of a train_step (gradient accumulation)")
     precision: Precision = _option(  # noqa: RUF009  (frozen)
         PRECISIONS["none"],

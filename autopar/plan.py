@@ -34,11 +34,13 @@ class ParameterPlan:
 
 @dataclass(frozen=True)
 class Stream:
-    """Values that are sharded on an axis along their sequence: where they start, the dim, and its blocks.
+    """Values that are sharded on an axis along their sequence, or along their rows: where they start, the dim, and its
+    blocks.
 
     axis tp: a residual stream under sequence parallelism, from the value ``node``. axis cp: the tokens of an attention,
-    from its operand ``node`` ("attention_1.q"). ``blocks`` as in `autopar.ir.placement.Shard`; their ratios count; so
-    ``units``.
+    from its operand ``node`` ("attention_1.q"). ``rows``, on any axis: what ranks would compute alike of the input
+    ``node``, each image by itself (`autopar.rules.shared_rows`). ``blocks`` as in `autopar.ir.placement.Shard`; their
+    ratios count; so ``units``.
     """
 
     node: str
@@ -47,6 +49,7 @@ class Stream:
     axis: str = "tp"
     blocks: tuple[int, ...] = ()
     units: int = 0
+    rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -284,7 +287,7 @@ def _renamed(value: Any) -> Any:
         value = {"weight_pieces" if name == "slices" else name: v for name, v in value.items()}
     added = {"loss_gradients": "", "draws": False}
     if isinstance(streams := value.get("streams"), list):
-        value = value | {"streams": [{"units": 0, **s} if isinstance(s, dict) else s for s in streams]}
+        value = value | {"streams": [{"units": 0, "rows": False, **s} if isinstance(s, dict) else s for s in streams]}
     return {"experts": {}, "shares": [], "checkpoints": [], "loss_chunks": 0, **added, **value}
 
 

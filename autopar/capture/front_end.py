@@ -326,7 +326,7 @@ def _captured(
     stored = stored_by_name(model, model_dtypes(model, precision))
     held = (s for s in gm.meta["signature"].inputs if s.kind == "parameter" and s.name in stored)
     gm.meta["stored_dtypes"] = {s.node: stored[s.name] for s in held}
-    gm.meta["batch_dims"] = adapter.batch_dims(replica, arguments) if adapter is not None else {}
+    gm.meta["batch_dims"] = adapter.batch_dims(replica, {**constants, **arguments}) if adapter is not None else {}
     return gm
 
 

@@ -7,6 +7,7 @@ an attention as the dim whose entries attend to each other.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,12 +17,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autopar.ir.batch import BatchDims
-from autopar.ir.graph import arguments, describe, global_shape, has_gradient, is_call
+from autopar.ir.graph import arguments, describe, global_shape, has_gradient, is_call, reach, tensor_operands
 from autopar.ir.mesh import Mesh
 from autopar.ir.meta import input_specs, signature_of
 from autopar.ir.placement import Shard
 from autopar.options import Options
 from autopar.plan import Plan
+from autopar.rules import RuleError, has_rule, rule_of
 from autopar.rules.sequence_parallel import spread_label
 
 ATTENTION = torch.ops.autopar.attention.default
@@ -109,6 +111,35 @@ class _LikelyDim:
         ours = any(x.op == "placeholder" and specs[x.name].kind != "input" for x in labels)
         coverage = sum(x.op != "placeholder" and has_gradient(x) for x in labels)
         return cls(name, dim, size, labels, coverage, _meeting(gm, labels), ours)
+
+
+def whole_over_microbatches(gm: GraphModule, dims: BatchDims, count: int) -> dict[str, str]:
+    """Inputs with other rows than most (patches of all images) whose rows meet, and where: images of unlike sizes meet
+    in every attention. Each microbatch then gets all of them. ``count``: of all shards of the batch."""
+    nodes = {n.name: n for n in gm.graph.nodes if n.op == "placeholder"}
+    inputs = {s.name: nodes[s.node] for s in signature_of(gm).inputs if s.kind == "input"}
+    rows = {name: global_shape(inputs[name])[d] for name, d in dims.items() if d is not None and name in inputs}
+    usual = Counter(rows.values()).most_common(1)[0][0] if rows else 0
+    found = {n: _first_meeting(inputs[n], dims[n] or 0, count) for n, size in rows.items() if size != usual}
+    return {name: where for name, where in found.items() if where}
+
+
+def _first_meeting(start: Node, dim: int, count: int) -> str:
+    """The operator that cannot compute each of ``count`` shards of an input by itself; "" if there is none."""
+    mesh = Mesh.of().with_microbatches(count)
+    labels = spread_label(start, Shard(dim), mesh, "mb")
+    own = set(reach([start], lambda node: node.users))
+    for user in (user for node in labels if node in own for user in node.users):
+        if is_call(user, operator.getitem) or user.op != "call_function" or not has_rule(user):
+            continue
+        rule = rule_of(user, "mb", mesh)
+        for x, factors in zip(tensor_operands(user), rule.operands, strict=True):
+            try:
+                if x in labels and factors is not None:
+                    rule.completed(rule.cut_of(factors, labels[x], count))
+            except RuleError:
+                return describe(user)
+    return ""
 
 
 def _meeting(gm: GraphModule, labels: Mapping[Node, Shard]) -> str:

@@ -9,6 +9,7 @@ two streams; cross-attention reads both.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +22,7 @@ from autopar.cost.hardware import Links, device_of
 from autopar.cost.topology import Topology
 from autopar.ir.graph import arguments, calls_of, describe, global_shape, has_gradient
 from autopar.ir.mesh import Mesh
+from autopar.ir.meta import signature_of
 from autopar.ir.placement import Shard
 from autopar.options import Options
 from autopar.plan import AttentionPlan, Stream
@@ -52,7 +54,8 @@ def plan_context(gm: GraphModule, mesh: Mesh, options: Options) -> ContextPlan:
     ranks = mesh.size(AXIS)
     attentions = calls_of(gm.graph, ATTENTION)
     longest = max((_tokens(n)[0] for n in attentions if not any(s % ranks for s in _tokens(n))), default=0)
-    chosen = [n for n in attentions if _can_be_cut(n, ranks, plan, longest)]
+    inputs = {s.node for s in signature_of(gm).inputs if s.kind == "input"}
+    chosen = [n for n in attentions if _can_be_cut(n, ranks, plan, longest, inputs)]
     if not chosen:
         raise ValueError(_nothing_to_cut(attentions, ranks))
     for node in chosen:
@@ -77,20 +80,28 @@ def _tokens(node: Node) -> tuple[int, int]:
     return queries, keys
 
 
-def _can_be_cut(node: Node, ranks: int, plan: ContextPlan, longest: int) -> bool:
-    """Whether both sequences of an attention divide. Self-attention must, unless its sequence is shorter than the
-    ``longest`` one that is sharded (image patches beside a text). Others that do not divide are replicated."""
+def _can_be_cut(node: Node, ranks: int, plan: ContextPlan, longest: int, inputs: Collection[str]) -> bool:
+    """Whether both sequences of an attention divide. Self-attention must, unless beside the ``longest`` one that is
+    sharded its sequence is shorter, or one that nobody can pad (patches of an image beside a text). Others that do not
+    divide are replicated."""
     queries, keys = _tokens(node)
     bad = [n for n in (queries, keys) if n % ranks]
     if not bad:
         return True
-    if queries == keys and queries > max(1, longest):
+    if queries == keys and queries > max(1, longest) and (not longest or _is_of_input(node, inputs)):
         raise ValueError(
             f'context_parallel: sequence length {queries} of {describe(node)} does not divide over axis "{AXIS}" of '
             f'size {ranks}; pad to {-(-queries // ranks) * ranks}, as parallelize(padding="bucket") does'
         )
     plan.notes.append((node.name, f"replicated on {AXIS}: {bad[0]} tokens do not divide over {ranks} ranks"))
     return False
+
+
+def _is_of_input(node: Node, inputs: Collection[str]) -> bool:
+    """Whether the queries are a dim of one of the ``inputs``, which can be padded."""
+    queries = arguments(node)["q"]
+    labels = spread_label(queries, Shard(2), Mesh.of(cp=global_shape(queries)[2]), AXIS, inputs=True)
+    return any(x.name in inputs for x in labels)
 
 
 def _nothing_to_cut(attentions: list[Node], ranks: int) -> str:

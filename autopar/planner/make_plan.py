@@ -26,7 +26,7 @@ from autopar.ops.mask_spec import MaskSpec
 from autopar.ops.padded_pieces import shares_text
 from autopar.options import Options
 from autopar.plan import UNCLEAR, ParameterPlan, Plan, Stream, graph_digest
-from autopar.planner.batch_dims import decide_batch_dims
+from autopar.planner.batch_dims import decide_batch_dims, whole_over_microbatches
 from autopar.planner.context_parallel import ContextPlan, plan_context
 from autopar.planner.experts.expert_axis import expert_axis, kept_axis
 from autopar.planner.experts.expert_plan import (
@@ -42,6 +42,7 @@ from autopar.planner.pipeline.pipeline_plan import main_parts, plan_pipeline
 from autopar.planner.pipeline.slice_lengths import best_lengths, slice_lengths, slice_unit, token_count
 from autopar.planner.pipeline.step_order import parameter_specs
 from autopar.planner.plan_fits import check_fits, check_names, check_used
+from autopar.planner.shared_encoders import share_encoders
 from autopar.planner.tensor_parallel import TensorParallel, find_streams, plan_tensor_parallel
 from autopar.rules.derived import MADE_OF_PARAMETERS, DerivedRule, text_of
 from autopar.schedule.request import SCHEDULES
@@ -99,7 +100,9 @@ def make_plan(
         for axes in parameters.values():
             axes["mb"] = ParameterPlan(INVARIANT, REPLICATE, "gradients of microbatches are accumulated")
     dims = _batch_dims(gm, mesh, asked, fixed)
-    inputs = _inputs(gm, mesh, options.microbatches, dims)
+    met = whole_over_microbatches(gm, dims, mesh.data_size * options.microbatches) if options.microbatches > 1 else {}
+    notes += [(f"input {name}", f"whole in each microbatch: its rows meet in {where}") for name, where in met.items()]
+    inputs = _inputs(gm, mesh, options.microbatches, dims, met)
     streams += tuple(context.streams)
     notes += [] if example else capacity_notes(gm, asked)
     notes += [*context.notes, *expert_notes(gm, mesh, asked, experts), *kernel_notes(gm), *derived_notes(gm)]
@@ -112,6 +115,7 @@ def make_plan(
         known = {n: axes for n, axes in fixed.overrides.items() if n in plan.parameters or n in plan.inputs}
         plan = plan.override(known)
         check_fits(plan, gm)
+    plan = share_encoders(gm, plan, options)
     if mesh.size("pp") > 1:
         plan = _with_pipeline(plan, gm, asked, fixed, sliced=train and not example, placed=not example)
     unclear = gm.meta.get("unclear_batch_dims", []) if example and mesh.data_size > 1 else []
@@ -241,16 +245,17 @@ def _data_parallel(
     return ParameterPlan(INVARIANT, REPLICATE, f"no dim of {tuple(shape)} is as large as {ranks}; replicated")
 
 
-def _inputs(gm: GraphModule, mesh: Mesh, microbatches: int, dims: BatchDims) -> dict[str, dict[str, Placement]]:
-    """The batch is sharded on its dim: on dp, dp_replicate, microbatches, and then ep, so that gathering over ep gives
-    a shard of all the others."""
+def _inputs(
+    gm: GraphModule, mesh: Mesh, microbatches: int, dims: BatchDims, met: Collection[str]
+) -> dict[str, dict[str, Placement]]:
+    """The batch is sharded on its dim: on dp, dp_replicate, microbatches (but for those that ``met``), and then ep, so
+    that gathering over ep gives a shard of all the others."""
     tensors = {s.name: n for n, s in _nodes(gm) if s.kind == "input"}
     sizes = {axis: mesh.size(axis) for axis in DATA} | {"mb": microbatches}
-    cuts = {axis: size for axis, size in sizes.items() if size > 1}
-    pieces = math.prod(cuts.values())
     out: dict[str, dict[str, Placement]] = {}
     for name, node in tensors.items():
-        dim = dims.get(name)
+        dim, cuts = dims.get(name), {a: n for a, n in sizes.items() if n > 1 and not (a == "mb" and name in met)}
+        pieces = math.prod(cuts.values())
         rows = global_shape(node)[dim] if dim is not None else pieces
         if rows % pieces or not rows:
             raise ValueError(

@@ -9,6 +9,7 @@ core                        rules of operators that only differentiation creates
 local_types, local_type_rules    types of step graphs: what each rank has of a value
 special, picks, views, matrices, space, custom_backward      rules of particular operators
 sequence_parallel           one dim along the dataflow
+shared_rows                 what every rank would compute alike of an input
 
 Imports ir, attention and plan. Rewrites, costs, the planner and passes import it.
 """

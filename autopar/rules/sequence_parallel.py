@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 
 from torch.fx import GraphModule, Node
@@ -16,12 +16,12 @@ from autopar.rules import Rule, RuleError, has_rule, rule_of
 
 
 def stream_labels(gm: GraphModule, streams: tuple[Stream, ...], mesh: Mesh, axis: str) -> dict[Node, Shard]:
-    """The sequence dim of every value of an axis' streams, as the Shard on it."""
+    """The sequence dim of every value of an axis' streams of tokens, as the Shard on it."""
     by_name = {n.name: n for n in gm.graph.nodes}
     labels: dict[Node, Shard] = {}
     for stream in streams:
-        if stream.axis == axis:
-            start = _start_of(stream, by_name)
+        if stream.axis == axis and not stream.rows:
+            start = start_of(stream, by_name)
             blocks = scaled_blocks(stream.blocks, shape_on(start, axis, mesh)[stream.dim])
             shard = Shard(stream.dim, blocks, units=stream.units)
             for node, label in spread_label(start, shard, mesh, axis, inputs=axis == "cp").items():
@@ -29,7 +29,8 @@ def stream_labels(gm: GraphModule, streams: tuple[Stream, ...], mesh: Mesh, axis
     return labels
 
 
-def _start_of(stream: Stream, by_name: Mapping[str, Node]) -> Node:
+def start_of(stream: Stream, by_name: Mapping[str, Node]) -> Node:
+    """The value at which a stream starts. Raises ValueError for a plan of another graph."""
     name, _, operand = stream.node.partition(".")
     if name not in by_name:
         raise ValueError(f"plan: the stream's start {stream.node!r} is not in this graph; make a plan for it")
@@ -38,9 +39,12 @@ def _start_of(stream: Stream, by_name: Mapping[str, Node]) -> Node:
     return start
 
 
-def spread_label(start: Node, shard: Shard, mesh: Mesh, axis: str, inputs: bool = False) -> dict[Node, Shard]:
+def spread_label(
+    start: Node, shard: Shard, mesh: Mesh, axis: str, inputs: bool = False, barred: Collection[Node] = ()
+) -> dict[Node, Shard]:
     """Follow one dim through ops that treat its entries independently. Ops that mix them (attention, norms over it) end
-    it; so do placeholders, unless ``inputs``: two projections of one input read the same tokens."""
+    it; so do ``barred`` values, and placeholders, unless ``inputs``: two projections of one input read the same
+    tokens."""
     labels = {start: shard}
     queue = deque([start])
     ranks = mesh.pieces(axis)
@@ -66,7 +70,8 @@ def spread_label(start: Node, shard: Shard, mesh: Mesh, axis: str, inputs: bool 
         else:
             found.append((call, results[0]))
         for node, label in found:
-            if label is not None and node not in labels and (inputs or node.op != "placeholder"):
+            passes = node not in labels and node not in barred and (inputs or node.op != "placeholder")
+            if label is not None and passes:
                 labels[node] = label
                 queue.append(node)
 

@@ -169,6 +169,19 @@ def test_in_place_becomes_functional() -> None:
     assert sum("slice_scatter" in line or "select_scatter" in line for line in lines) >= 2
 
 
+def test_a_slice_that_is_all_is_no_slice() -> None:
+    """A loop over chunks of tokens that runs once writes what it makes into all of the result: examples stay apart."""
+
+    def in_chunks(x: Tensor, w: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        for start in range(0, len(x), 4096):
+            y[start : start + 4096] = x[start : start + 4096] * w
+        return y
+
+    lines = text(normalized(in_chunks, {"x": X}, w=rand(6)))
+    assert not any("slice" in line for line in lines), lines
+
+
 TARGET = torch.tensor([0, 3, -100, 2, -100, 1])
 LOGITS = {"x": rand(6, 5, grad=True), "y": TARGET}
 

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from safetensors.torch import save_file
 
 import autopar
 from autopar import integrations
 from tests.integrations.loops import Sizes, as_started
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankError, run_ranks
 
 WORDS = 60
 
@@ -95,8 +96,11 @@ def _model(folder: str, kind: str) -> Any:
         num_labels=1,
     )  # fmt: skip
     family = transformers.LlamaForSequenceClassification if kind == "Reward" else transformers.LlamaForCausalLM
-    if not Path(folder).exists():
-        family(config).save_pretrained(folder)
+    if not Path(folder).exists():  # save_pretrained writes on rank 0 alone
+        config.architectures = [family.__name__]
+        config.save_pretrained(folder)
+        state = {n: x.contiguous() for n, x in family(config).state_dict().items()}
+        save_file(state, Path(folder) / "model.safetensors", {"format": "pt"})
     return family.from_pretrained(folder, dtype=torch.float32)
 
 
@@ -139,8 +143,9 @@ def outcome(name: str, mesh: str) -> tuple[str, float]:
         expected = run_ranks(parts, logged, name, None, {}, parts, folder, timeout=900)[0]
         try:
             found = run_ranks(math.prod(sizes.values()), logged, name, sizes, options, parts, folder, timeout=1800)[0]
-        except RuntimeError as error:
-            return str(error).strip().splitlines()[-1], 0.0
+        except RankError as error:
+            told = next(o.error for o in error.outcomes if o.error)
+            return told.strip().splitlines()[-1], 0.0
     assert [log.keys() for log in found] == [log.keys() for log in expected]
     pairs = [(a[k], b[k]) for a, b in zip(found, expected, strict=True) for k in a]
     return "", max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.api import load_adapters
+from autopar.capture.front_end import adapter_for
 from autopar.lift_to_float64 import LiftFloat32
 from tests.support.ranks import run_ranks
 from tests.support.subjects import tiny
@@ -33,13 +36,20 @@ def difference(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
 
 
+def own_experts(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Within: the experts of a plain model run in float64 on the CPU, too, where torch has no grouped product."""
+    load_adapters(model)
+    adapter = adapter_for(model)
+    return contextlib.nullcontext() if adapter is None else adapter.reference(model)
+
+
 def alone(name: str, tokens: int, steps: int) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], list[float]]:
     """Losses, last gradients, weights, and norms before clipping, of one process."""
     model, batch = odd(name, tokens=tokens, layers=2)
     optimizer, losses, norms = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), list[float](), list[float]()
     for _ in range(steps):
         optimizer.zero_grad()
-        with LiftFloat32():
+        with LiftFloat32(), own_experts(model):
             loss = model(**batch).loss
             loss.backward()
         losses.append(float(loss))
@@ -92,7 +102,7 @@ MORE: list[tuple[str, dict[str, int], dict[str, Any], int]] = [
     ("t5", {"tp": 4}, {}, 16),
     ("phi3", {"dp": 2, "tp": 2}, {"zero": 2, "microbatches": 2}, 16),
     ("mixtral", {"ep": 2, "tp": 2}, {}, 16),
-    ("gpt2", {"pp": 2, "tp": 2}, {"zero": 1, "microbatches": 2}, 16),
+    ("gpt2", {"pp": 2, "dp": 2}, {"zero": 1, "microbatches": 2}, 16),
     ("llama_mha", {"cp": 2, "tp": 2}, {}, 16),
     ("gpt2", {"tp": 3}, {"backend": "inductor"}, 16),
 ]
@@ -252,10 +262,12 @@ def stepped(kind: str) -> float:
         for optimizer in (one, other):
             optimizer.step()
             optimizer.zero_grad()
-    return max(difference(x, twin.state_dict()[n]) for n, x in parallel.full_state_dict().items())
+    errors = {n: (x - twin.state_dict()[n]).abs() for n, x in parallel.full_state_dict().items()}
+    # the gradient of a bias of keys is zero but for rounding, which Adafactor divides by its own size
+    errors |= {n: torch.cat([x.chunk(3)[0], x.chunk(3)[2]]) for n, x in errors.items() if n.endswith("c_attn.bias")}
+    return max(float(x.max()) for x in errors.values())
 
 
-@pytest.mark.parametrize("kind", ["adafactor", "muon"])
-def test_optimizers_of_whole_matrices(kind: str) -> None:
-    # Adafactor divides gradients of zero, as those of biases of keys, by their own size; Muon steps in bfloat16
-    assert max(run_ranks(2, stepped, kind)) < (1e-6 if kind == "adafactor" else 1e-4), kind
+@pytest.mark.parametrize(("kind", "limit"), [("adafactor", LIMIT), ("muon", 1e-4)])
+def test_optimizers_of_whole_matrices(kind: str, limit: float) -> None:
+    assert max(run_ranks(2, stepped, kind)) < limit, kind  # Muon steps in bfloat16

@@ -60,6 +60,14 @@ def _alike(x: Node, y: Node) -> bool:
     return bool(a.dtype == b.dtype and a.shape == b.shape)
 
 
+def scattered_slice(node: Node, build: Build) -> Node | None:
+    """slice_scatter(x, y, 0, 0, 4) --> y   where the slice is all of x (a loop over chunks of tokens that runs once)"""
+    known = arguments(node)
+    if shape_of(known["src"]) == shape_of(known["self"]) and known["step"] == 1:
+        return build.cast(known["src"], value_of(node).dtype)
+    return scattered_complex(node, build)
+
+
 def scattered_complex(node: Node, build: Build) -> Node | None:
     """slice_scatter(z, w, 1, 0, 4) --> view_as_complex(slice_scatter(view_as_real(z), view_as_real(w), 1, 0, 4))
     since torch has no derivative of this operator for complex numbers"""
@@ -163,7 +171,7 @@ TABLE: dict[Any, Rewrite] = {
     aten._conj.default: conjugate,
     aten.conj.default: conjugate,
     aten.view_as_complex.default: complex_weight,
-    aten.slice_scatter.default: scattered_complex,
+    aten.slice_scatter.default: scattered_slice,
     aten.select_scatter.default: scattered_complex,
     aten.diagonal_scatter.default: scattered_complex,
     aten.dist.default: distance,

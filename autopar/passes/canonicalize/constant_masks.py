@@ -103,7 +103,8 @@ def _behind(mask: Node) -> list[Node] | None:
     found: list[Node] = []
     for node in reach([mask]):
         value = node.meta.get("val")
-        small = isinstance(value, Tensor) and value.numel() <= LARGEST
+        results = value if isinstance(value, (list, tuple)) else [value]
+        small = all(isinstance(x, Tensor) and x.numel() <= LARGEST for x in results)
         if node.op == "placeholder" and "value" in node.meta:
             found.append(node)
             continue

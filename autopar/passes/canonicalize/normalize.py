@@ -26,6 +26,7 @@ from autopar.ir.graph import mark_gradients, placeholders, remove_dead_code
 from autopar.ir.meta import input_specs
 from autopar.passes.canonicalize import (
     attention_calls,
+    attention_pieces,
     bags,
     canonical_ops,
     losses,
@@ -74,6 +75,7 @@ class Normalize(Pass):
         _to_fixpoint(gm, trainable, REWRITES)
         _to_fixpoint(gm, trainable, {torch.ops.aten.matmul.default: match_sdpa})
         shapes.slices_to_split(gm.graph)
+        _to_fixpoint(gm, trainable, attention_pieces.TABLE)
         number_draws(gm)
         release_draws(gm, unused)
         for node in placeholders(gm):

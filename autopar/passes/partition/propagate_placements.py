@@ -74,6 +74,7 @@ from autopar.rules import (
 )
 from autopar.rules.infer_rule import has_nonlinear_backward
 from autopar.rules.sequence_parallel import stream_labels
+from autopar.rules.shared_rows import row_labels, sharded_already
 
 # Axes that shard the batch or its tokens: weights are unsharded for use there, and activations decide. On tp and ep
 # weights decide.
@@ -122,6 +123,8 @@ class _PlacementSweep:
         self.weights: set[Node] = set()
         self.specs = input_specs(gm)
         self.labels = stream_labels(gm, plan.streams, ctx.mesh, axis)
+        self.rows = self._shared_rows()  # values of regions whose rows the ranks share
+        self.labels |= self.rows
         self.made: set[Node] = set()  # parameters, and all that depends on them
         self.backwards = Backwards(gm.graph, axis, lambda node: rule_of(node, axis, ctx.mesh, whole=self.whole))
 
@@ -135,6 +138,15 @@ class _PlacementSweep:
             elif node.op == "call_function":
                 self._visit(node)
         self._finish_outputs()
+
+    def _shared_rows(self) -> dict[Node, Shard]:
+        streams = [s for s in self.plan.streams if s.rows and s.axis == self.axis]
+        barred = sharded_already(self.gm, self.plan, self.axis, self.labels) if streams else ()
+        found: dict[Node, Shard] = {}
+        for stream in streams:
+            for node, label in row_labels(self.gm, stream, self.mesh, self.axis, barred).items():
+                found.setdefault(node, label)
+        return found
 
     # --- inputs and outputs -------------------------------------------------------------------------------
 
@@ -270,6 +282,8 @@ class _PlacementSweep:
                 continue
             try:
                 cut = rule.completed(rule.cut_of(dims, p, self.ranks))
+                if x in self.rows and node not in self.rows and any(isinstance(r, Shard) for r in rule.produced(cut)):
+                    continue  # shared rows stay within their region
                 yield _Choice(rule.required(cut), rule.produced(cut), rank=0 if x in self.weights else 2)
             except RuleError:
                 continue
@@ -297,7 +311,7 @@ class _PlacementSweep:
             return
         needs = rule.required(cut)
         if any(isinstance(need, Shard) for need in needs):
-            yield _Choice(needs, rule.produced(cut), rank=1)
+            yield _Choice(needs, rule.produced(cut), rank=0 if node in self.rows else 1)
         elif has_gradient(node):
             whole: list[Placement | None] = [None if d is None else REPLICATE for d in rule.operands]
             yield _Choice(whole, [REPLICATE for _ in rule.results], rank=1)
@@ -313,10 +327,10 @@ class _PlacementSweep:
 
     def _is_entry(self, node: Node, operands: list[Node]) -> bool:
         """Whether a stream starts here. On tp: a labelled value with a gradient whose operands have no label. On cp: a
-        labelled value that depends on parameters, and on nothing sharded so far."""
+        labelled value that depends on parameters, and on nothing sharded so far; as for shared rows on any axis."""
         if node not in self.labels or isinstance(node.meta["val"], (list, tuple)):
             return False
-        if self.axis == "cp":
+        if self.axis == "cp" or node in self.rows:
             return node in self.made and not any(isinstance(placement(x, self.axis), Shard) for x in operands)
         if not has_gradient(node):
             return False
