@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import autopar.runtime.schedules  # noqa: F401  (fills the table of schedules)
-from autopar.auto.stored_costs import stored_costs
+from autopar.auto.stored_costs import CostsByRows, stored_costs
 from autopar.compile.model import capture_step, compile_graph
 from autopar.cost.cluster import Cluster
 from autopar.cost.efficiency import Stack
@@ -39,7 +39,8 @@ from autopar.ir.placement import Shard
 from autopar.options import Options
 from autopar.steps.graphs import Compiled
 
-ROWS = (1, 2)  # for which samples are compiled
+ROWS = (1, 2)  # for which samples are compiled, and for more if the compiler then chooses other algorithms
+MOST_SAMPLED = 8  # rows
 _NUMBERS_OF_LAYERS = ("idx", "index", "layer_id", "layer_number", "layer_num")
 
 MakeBatch = Callable[[int], Mapping[str, Any]]  # rows -> a batch
@@ -53,6 +54,14 @@ class LayerList:
     kinds: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class _Short:
+    """A model with few layers, compiled. dense: its ranks of ep are those of dp, as it has no experts."""
+
+    compiled: Compiled
+    dense: bool
+
+
 class CostedModel:
     """A model whose layers are compiled for a placement when their costs are first asked for. values: all that the
     model and its batches are made of, as text, under which costs are stored on disk; "": they are not."""
@@ -61,7 +70,7 @@ class CostedModel:
         self.model, self.make_batch, self.values = model, make_batch, values
         self.lists = layer_lists(model)
         self._captures: dict[Hashable, Any] = {}
-        self._costs: dict[Placement, ModelCosts] = {}
+        self._costs: dict[Placement, CostsByRows] = {}
 
     @classmethod
     def from_config(cls, config: Any, seq: int, dtype: str = "bfloat16") -> CostedModel:
@@ -97,20 +106,36 @@ class CostedModel:
     def price(self, layout: Layout, cluster: Cluster, stack: Stack, **what_if: Any) -> Price:
         """The price of a layout. A layout that does not compile is refused with the compiler's sentence."""
         try:
-            costs = self.costs(layout.placement)
+            costs = self.costs(layout.placement, layout.micro_batch)
         except ValueError as error:
             return Price.of_refusal(" ".join(str(error).split()))
         return price(layout, costs, cluster, stack, **what_if)
 
-    def costs(self, placement: Placement) -> ModelCosts:
-        """Costs on a placement. Raises ValueError for what cannot be compiled."""
+    def costs(self, placement: Placement, rows: int = ROWS[-1]) -> ModelCosts:
+        """Costs on a placement of microbatches of so many rows. Raises ValueError for what cannot be compiled."""
         if placement not in self._costs:
             self._costs[placement] = stored_costs(self.values, placement, lambda: self._compiled_costs(placement))
-        return self._costs[placement]
+        return next(costs for least, costs in reversed(self._costs[placement]) if least <= rows or least == ROWS[0])
 
-    def _compiled_costs(self, placement: Placement) -> ModelCosts:
-        samples = [self._sample(placement, lengths) for lengths in self._samples()]
-        return model_costs(placement, self.kinds, samples, ROWS)
+    def _compiled_costs(self, placement: Placement) -> CostsByRows:
+        """Costs are affine in rows while the compiler chooses the same algorithms; one sample is for its rows alone."""
+        found, (few, more) = list[tuple[int, ModelCosts]](), ROWS
+        before, after = (self._compiled_for(placement, rows) for rows in ROWS)
+        while not (alike := _choices(before) == _choices(after)) and more < MOST_SAMPLED:
+            found.append((few, self._costs_of(placement, {few: before})))
+            few, more, before = more, 2 * more, after
+            after = self._compiled_for(placement, more)
+        if alike:
+            return (*found, (few, self._costs_of(placement, {few: before, more: after})))
+        return (*found, *((rows, self._costs_of(placement, {rows: x})) for rows, x in ((few, before), (more, after))))
+
+    def _costs_of(self, placement: Placement, compiled: Mapping[int, list[_Short]]) -> ModelCosts:
+        """The costs of models with few layers, compiled for some numbers of rows."""
+        samples = []
+        for lengths, *shorts in zip(self._samples(), *compiled.values(), strict=True):
+            sample = sample_of([one.compiled for one in shorts], self._counts(lengths))
+            samples.append(sample.renamed("dp", "ep") if shorts[0].dense else sample)
+        return model_costs(placement, self.kinds, samples, tuple(compiled))
 
     def _samples(self) -> list[tuple[int, ...]]:
         """Lengths of the lists in each sample: the shortest ones that tell the costs of all kinds apart."""
@@ -129,21 +154,20 @@ class CostedModel:
         counts = Counter(k for one, n in zip(self.lists, lengths, strict=True) for k in one.kinds[:n])
         return tuple(counts[kind] for kind in range(max(self.kinds, default=-1) + 1))
 
-    def _sample(self, placement: Placement, lengths: tuple[int, ...]) -> Sample:
-        counts = self._counts(lengths)
+    def _compiled_for(self, placement: Placement, rows: int) -> list[_Short]:
+        return [self._short(placement, lengths, rows) for lengths in self._samples()]
+
+    def _short(self, placement: Placement, lengths: tuple[int, ...], rows: int) -> _Short:
+        mesh = placement.mesh
         try:
-            return self._sample_on(placement.mesh, placement.options, lengths, counts)
+            return _Short(self._compiled(lengths, rows * mesh.data_size, mesh, placement.options), dense=False)
         except ValueError:
-            if all(counts) or (placement.ep == 1 and placement.expert_axis == "ep"):
+            if all(self._counts(lengths)) or (placement.ep == 1 and placement.expert_axis == "ep"):
                 raise
         # The first layers have no experts to shard: to them, ranks of ep are data parallel.
         dense = replace(placement, ep=1, expert_axis="ep", token_dispatcher="auto")
-        mesh = Mesh(tuple(("dp" if axis == "ep" else axis, size) for axis, size in placement.mesh.axes))
-        return self._sample_on(mesh, dense.options, lengths, counts).renamed("dp", "ep")
-
-    def _sample_on(self, mesh: Mesh, options: Options, lengths: tuple[int, ...], counts: tuple[int, ...]) -> Sample:
-        compiled = [self._compiled(lengths, rows * mesh.data_size, mesh, options) for rows in ROWS]
-        return sample_of(compiled, counts)
+        mesh = Mesh(tuple(("dp" if axis == "ep" else axis, size) for axis, size in mesh.axes))
+        return _Short(self._compiled(lengths, rows * mesh.data_size, mesh, dense.options), dense=True)
 
     def _compiled(self, lengths: tuple[int, ...], rows: int, mesh: Mesh, options: Options) -> Compiled:
         key = lengths, rows
@@ -229,8 +253,15 @@ def shortened(model: nn.Module, lists: Sequence[LayerList], lengths: Sequence[in
 # --- a sample from compiled models ----------------------------------------------------------------------------
 
 
+def _choices(shorts: Sequence[_Short]) -> list[object]:
+    """The algorithms of attention and of experts that the compiler chose."""
+    plans = [one.compiled.plan for one in shorts]
+    attention = [(a.forward, a.backward, a.query_blocks, a.key_blocks) for p in plans for a in p.attention.values()]
+    return [attention, [one.token_dispatcher for p in plans for one in p.experts.values()]]
+
+
 def sample_of(compiled: Sequence[Compiled], counts: tuple[int, ...]) -> Sample:
-    """What a model with few layers costs, compiled for two numbers of rows."""
+    """What a model with few layers costs, compiled for each number of rows."""
     works = []
     for one in compiled:
         (part,) = one.pipeline.parts
@@ -278,10 +309,17 @@ def _layer_peak(compiled: Compiled) -> float:
 
 
 def _hop(compiled: Compiled) -> float:
-    """Bytes of the value that goes from layer to layer."""
+    """Bytes of the value that goes from layer to layer: the largest that is made in one and read in another, or, in a
+    model with one, after it."""
     (part,) = compiled.pipeline.parts
-    made = (n for n in reversed(part.forward.graph.graph.nodes) if n.op == "call_function" and layer_of(n))
-    return float(next((nbytes(n) for n in made if isinstance(n.meta.get("val"), torch.Tensor)), 0))
+    between: dict[bool, list[int]] = {True: [], False: []}
+    for node in part.forward.graph.graph.nodes:
+        if node.op != "call_function" or not layer_of(node) or not isinstance(node.meta.get("val"), torch.Tensor):
+            continue
+        readers = {layer_of(user) for user in node.users if user.op == "call_function"} - {layer_of(node)}
+        if readers:
+            between[readers != {""}].append(nbytes(node))
+    return float(max(between[True] or between[False] or [0]))
 
 
 def _logits(compiled: Compiled) -> float:

@@ -37,7 +37,7 @@ class Pricing:
         self._cuts: dict[Layout, Layout] = {}
         self._known: Known = {}
         self._tried: dict[Placement, str] = {}
-        self._bounds: dict[tuple[Placement, Placement], ModelCosts] = {}
+        self._bounds: dict[tuple[Placement, Placement, int], ModelCosts] = {}
         self._elements = float(sum(p.numel() for p in self.model.model.parameters()))
 
     def price(self, layout: Layout, simulated: bool = False) -> Price:
@@ -83,21 +83,23 @@ class Pricing:
     def bound(self, layout: Layout) -> Price | None:
         """A price that is at most the layout's, up to `autopar.auto.search.SLACK`, from placements that are compiled;
         None for a layout whose own is, or of which nothing is known."""
-        costs = self._least(layout.placement)
+        costs = self._least(layout.placement, layout.micro_batch)
         return None if costs is None else self._limited(self._of(layout, costs))
 
-    def _least(self, placement: Placement) -> ModelCosts | None:
+    def _least(self, placement: Placement, rows: int) -> ModelCosts | None:
         if placement in self._tried:
             return None
-        plain, near = Placement(), self._nearest(placement)
-        saving = replace(plain, policy=placement.policy)
-        if near == placement or any(map(self._refusal, (near, plain, saving))):
+        saving, near = (
+            replace(Placement(), policy=placement.policy, loss_chunks=placement.loss_chunks),
+            self._nearest(placement),
+        )
+        if near == placement or any(map(self._refusal, (near, saving))):
             return None
-        key = near, placement
+        key = near, placement, rows
         if key not in self._bounds:
-            found = scaled_costs.at_size(self.model.costs(near), placement)
+            found = scaled_costs.at_size(self.model.costs(near, rows), placement)
             if placement.policy != "none" or placement.loss_chunks > 1:
-                found = scaled_costs.with_policy(found, self.model.costs(plain), self.model.costs(saving))
+                found = scaled_costs.with_policy(found, self.model.costs(saving, rows))
             self._bounds[key] = found
         return self._bounds[key]
 
@@ -133,7 +135,7 @@ class Pricing:
         return min(max(g.data.capacity for g in self.cluster.groups), self.memory_limit or math.inf)
 
     def _costs(self, layout: Layout) -> ModelCosts:
-        return self.model.costs(layout.placement)
+        return self.model.costs(layout.placement, layout.micro_batch)
 
     def _refusal(self, placement: Placement) -> str:
         """Why the layers do not compile; "" if they do."""

@@ -2,7 +2,7 @@
 
     seed(placement)                            the same axes at their smallest sizes, without checkpoints
     at_size(costs, seed, placement)            as if an axis shared all work equally
-    with_policy(costs, plain, saving)          as far as a checkpoint policy goes on the placement Placement()
+    with_policy(costs, saving)                 as far as a checkpoint policy goes on the placement Placement()
 
 An axis divides a layer's work, what it keeps and its exchanges at best: norms, routers and repeated heads that ranks
 hold alike stay whole. Of n ranks each sends (n - 1) / n of its values.
@@ -10,7 +10,7 @@ hold alike stay whole. Of n ranks each sends (n - 1) / n of its values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +19,6 @@ from autopar.cost.layer_costs import SCALARS, Floats, LayerCosts, ModelCosts, Wa
 from autopar.cost.layout import Placement
 
 AXES = ("tp", "cp", "ep")
-SURE = 0.9  # of what a policy keeps and computes again on other placements
 
 
 def seed(placement: Placement) -> Placement:
@@ -89,37 +88,24 @@ def _divided(work: Work, parts: float, experts: float, sent: Callable[[Way, Floa
     return Work(products, table(work.attention), work.scalars / np.array(moved)[:, None], exchanges)
 
 
-def with_policy(costs: ModelCosts, plain: ModelCosts, saving: ModelCosts) -> ModelCosts:
-    """Costs with the policy and the loss chunks of their placement. plain, saving: costs on `Placement`(), without and
-    with the policy."""
-    rows = 1.0
+def with_policy(costs: ModelCosts, saving: ModelCosts) -> ModelCosts:
+    """Costs with the policy and the loss chunks of their placement. saving: costs with these on otherwise
+    `Placement`()."""
+    other = at_size(saving, costs.placement)
 
-    def of(one: LayerCosts, before: LayerCosts, after: LayerCosts) -> LayerCosts:
-        kept = SURE * _share(_at(after.saved, rows), _at(before.saved, rows))
-        again = SURE * _share(after.again.flops(rows), before.forward.flops(rows))
-        return replace(one, saved=one.saved * kept, again=_times(one.forward, again))
+    def of(one: LayerCosts, saved: LayerCosts) -> LayerCosts:
+        forward, backward = _fewer(one.forward, saved.forward), _fewer(one.backward, saved.backward)
+        kept = np.minimum(one.saved, saved.saved)
+        return replace(one, forward=forward, backward=backward, again=saved.again, saved=kept)
 
-    chunked = costs.placement.loss_chunks > 1
-    pairs = zip(costs.layers, plain.layers, saving.layers, strict=True)
-    rest = costs.rest if not chunked else replace(costs.rest, saved=np.zeros(2))
+    pairs = zip(costs.layers, other.layers, strict=True)
     return replace(
-        costs, layers=tuple(of(*three) for three in pairs), rest=rest,
-        peak=np.zeros(2) if chunked else costs.peak, logits=np.zeros(2) if chunked else costs.logits,
+        costs, layers=tuple(of(*pair) for pair in pairs), rest=of(costs.rest, other.rest),
+        peak=np.minimum(costs.peak, other.peak), layer_peak=np.minimum(costs.layer_peak, other.layer_peak),
+        logits=np.minimum(costs.logits, other.logits),
     )  # fmt: skip
 
 
-def _times(work: Work, share: float) -> Work:
-    def table(values: Floats) -> Floats:
-        found = values.copy()
-        found[:, 0] *= share
-        return found
-
-    return Work(table(work.products), table(work.attention), work.scalars * share, {})
-
-
-def _share(part: float, whole: float) -> float:
-    return min(1.0, part / whole) if whole else 0.0
-
-
-def _at(pair: Floats | Sequence[float], rows: float) -> float:
-    return float(pair[0] + rows * pair[1])
+def _fewer(one: Work, other: Work) -> Work:
+    """The same with at most the element-wise work of the other."""
+    return replace(one, scalars=np.minimum(one.scalars, other.scalars))

@@ -548,6 +548,11 @@ class _Pricing:
         return min(float(m), _held_by(name)(p, m, v))
 
 
+def ranks_of_parts(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """The coordinates on pp of the ranks that run each part."""
+    return tuple(tuple(ranks_of_part(part, layout)) for part in range(layout.parts))
+
+
 def ranks_of_part(part: int, layout: Layout) -> list[int]:
     """The coordinates on pp of the ranks that run a part: in turns, back and forth in a V, or from both ends."""
     turn, place = divmod(part, layout.pp)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from autopar.auto.space import POLICIES
 from autopar.cost.layout import Layout
-from autopar.cost.layout_price import Cause, Price
+from autopar.cost.layout_price import Cause, Price, ranks_of_part
 
 
 @dataclass
@@ -68,7 +68,7 @@ class StandIn:
         states = 0 if layout.optimizer_cpu_offload else 12 * elements / (shards if layout.zero else 1)
         kept = (34, 20, 2)[POLICIES.index(layout.activation_checkpoint)]
         saved = kept / 2 * hidden / layout.tp * per_rank * min(layout.microbatches, layout.pp - rank)
-        logits = self.of_loss(layout) / layout.loss_chunks * (rank == layout.pp - 1)
+        logits = self.of_loss(layout) / layout.loss_chunks * (rank in ranks_of_part(layout.parts - 1, layout))
         return weights + gradients + states + saved + logits
 
     def of_loss(self, layout: Layout) -> float:
