@@ -21,10 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 import autopar.runtime.schedules  # noqa: F401  (fills the table of schedules)
+from autopar.attention.layouts import LAYOUTS
 from autopar.auto.stored_costs import CostsByRows, stored_costs
-from autopar.compile.model import capture_step, compile_graph
+from autopar.compile.model import capture_step, compile_graph, keep_outputs
+from autopar.compile.parameters import normalized
 from autopar.cost.cluster import Cluster
 from autopar.cost.efficiency import Stack
 from autopar.cost.flops import is_lookup
@@ -37,10 +40,12 @@ from autopar.ir.graph import arguments, copy_graph, layer_of, nbytes, placeholde
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
 from autopar.options import Options
+from autopar.plan import Plan
+from autopar.planner import make_plan
+from autopar.rewrite.compilation import Compilation
 from autopar.steps.graphs import Compiled
 
-ROWS = (1, 2)  # for which samples are compiled, and for more if the compiler then chooses other algorithms
-MOST_SAMPLED = 8  # rows
+ROWS = (1, 2)  # for which samples are compiled
 _NUMBERS_OF_LAYERS = ("idx", "index", "layer_id", "layer_number", "layer_num")
 
 MakeBatch = Callable[[int], Mapping[str, Any]]  # rows -> a batch
@@ -118,24 +123,22 @@ class CostedModel:
         return next(costs for least, costs in reversed(self._costs[placement]) if least <= rows or least == ROWS[0])
 
     def _compiled_costs(self, placement: Placement) -> CostsByRows:
-        """Costs are affine in rows while the compiler chooses the same algorithms; one sample is for its rows alone."""
-        found, (few, more) = list[tuple[int, ModelCosts]](), ROWS
-        before, after = (self._compiled_for(placement, rows) for rows in ROWS)
-        while not (alike := _choices(before) == _choices(after)) and more < MOST_SAMPLED:
-            found.append((few, self._costs_of(placement, {few: before})))
-            few, more, before = more, 2 * more, after
-            after = self._compiled_for(placement, more)
-        if alike:
-            return (*found, (few, self._costs_of(placement, {few: before, more: after})))
-        return (*found, *((rows, self._costs_of(placement, {rows: x})) for rows, x in ((few, before), (more, after))))
+        """Costs are affine in rows while algorithms are the same: if the compiler chooses others for more rows, each
+        choice has costs of its own."""
+        few, more = (self._compiled_for(placement, rows) for rows in ROWS)
+        if _choices(few) == _choices(more):
+            return ((ROWS[0], self._costs_of(placement, few, more)),)
+        like_few, like_more = self._compiled_for(placement, ROWS[1], few), self._compiled_for(placement, ROWS[0], more)
+        pairs = (few, like_few), (like_more, more)
+        return tuple((rows, self._costs_of(placement, *pair)) for rows, pair in zip(ROWS, pairs, strict=True))
 
-    def _costs_of(self, placement: Placement, compiled: Mapping[int, list[_Short]]) -> ModelCosts:
-        """The costs of models with few layers, compiled for some numbers of rows."""
+    def _costs_of(self, placement: Placement, few: list[_Short], more: list[_Short]) -> ModelCosts:
+        """The costs of models with few layers, compiled for both numbers of rows."""
         samples = []
-        for lengths, *shorts in zip(self._samples(), *compiled.values(), strict=True):
-            sample = sample_of([one.compiled for one in shorts], self._counts(lengths))
-            samples.append(sample.renamed("dp", "ep") if shorts[0].dense else sample)
-        return model_costs(placement, self.kinds, samples, tuple(compiled))
+        for lengths, one, other in zip(self._samples(), few, more, strict=True):
+            sample = sample_of([one.compiled, other.compiled], self._counts(lengths))
+            samples.append(sample.renamed("dp", "ep") if one.dense else sample)
+        return model_costs(placement, self.kinds, samples, ROWS)
 
     def _samples(self) -> list[tuple[int, ...]]:
         """Lengths of the lists in each sample: the shortest ones that tell the costs of all kinds apart."""
@@ -154,29 +157,35 @@ class CostedModel:
         counts = Counter(k for one, n in zip(self.lists, lengths, strict=True) for k in one.kinds[:n])
         return tuple(counts[kind] for kind in range(max(self.kinds, default=-1) + 1))
 
-    def _compiled_for(self, placement: Placement, rows: int) -> list[_Short]:
-        return [self._short(placement, lengths, rows) for lengths in self._samples()]
+    def _compiled_for(self, placement: Placement, rows: int, like: Sequence[_Short] = ()) -> list[_Short]:
+        """Models with few layers. like: with their algorithms instead of those that the compiler chooses."""
+        plans = [one.compiled.plan for one in like] or [None] * len(self._samples())
+        return [self._short(placement, x, rows, plan) for x, plan in zip(self._samples(), plans, strict=True)]
 
-    def _short(self, placement: Placement, lengths: tuple[int, ...], rows: int) -> _Short:
+    def _short(self, placement: Placement, lengths: tuple[int, ...], rows: int, like: Plan | None) -> _Short:
         mesh = placement.mesh
         try:
-            return _Short(self._compiled(lengths, rows * mesh.data_size, mesh, placement.options), dense=False)
+            return _Short(self._compiled(lengths, rows * mesh.data_size, mesh, placement.options, like), dense=False)
         except ValueError:
             if all(self._counts(lengths)) or (placement.ep == 1 and placement.expert_axis == "ep"):
                 raise
         # The first layers have no experts to shard: to them, ranks of ep are data parallel.
         dense = replace(placement, ep=1, expert_axis="ep", token_dispatcher="auto")
         mesh = Mesh(tuple(("dp" if axis == "ep" else axis, size) for axis, size in mesh.axes))
-        return _Short(self._compiled(lengths, rows * mesh.data_size, mesh, dense.options), dense=True)
+        return _Short(self._compiled(lengths, rows * mesh.data_size, mesh, dense.options, like), dense=True)
 
-    def _compiled(self, lengths: tuple[int, ...], rows: int, mesh: Mesh, options: Options) -> Compiled:
+    def _compiled(
+        self, lengths: tuple[int, ...], rows: int, mesh: Mesh, options: Options, like: Plan | None = None
+    ) -> Compiled:
         key = lengths, rows
         if key not in self._captures:
             with shortened(self.model, self.lists, lengths):
                 self._captures[key] = capture_step(self.model, self.make_batch(rows), options)
         if "tp" in mesh.sizes:  # chunks, whose number depends on sizes, would not compare
             options = replace(options, async_tp=False)
-        return compile_graph(copy_graph(self._captures[key]), mesh, options, outputs=())
+        gm = copy_graph(self._captures[key])
+        plan = None if like is None else _plan_like(like, copy_graph(gm), mesh, options)
+        return compile_graph(gm, mesh, options, plan=plan, outputs=())
 
 
 def layer_lists(model: nn.Module) -> tuple[LayerList, ...]:
@@ -254,10 +263,28 @@ def shortened(model: nn.Module, lists: Sequence[LayerList], lengths: Sequence[in
 
 
 def _choices(shorts: Sequence[_Short]) -> list[object]:
-    """The algorithms of attention and of experts that the compiler chose."""
+    """The algorithms of attention and of experts."""
     plans = [one.compiled.plan for one in shorts]
     attention = [(a.forward, a.backward, a.query_blocks, a.key_blocks) for p in plans for a in p.attention.values()]
     return [attention, [one.token_dispatcher for p in plans for one in p.experts.values()]]
+
+
+def _plan_like(other: Plan, gm: GraphModule, mesh: Mesh, options: Options) -> Plan:
+    """The plan of a graph with the algorithms of a plan for other rows."""
+    blocks = {a.query_blocks for a in other.attention.values()}
+    dealt = [name for name, found in LAYOUTS.items() if found in blocks]
+    if len(blocks) == 1 and dealt:
+        options = replace(options, cp_load_balance=dealt[0])
+    gm = normalized(gm, Compilation(mesh))
+    keep_outputs(gm, ())
+    plan = make_plan(gm, mesh, options)
+    attention = zip(plan.attention.items(), other.attention.values(), strict=True)
+    experts = zip(plan.experts.items(), other.experts.values(), strict=True)
+    return replace(
+        plan,
+        attention={name: replace(a, forward=b.forward, backward=b.backward) for (name, a), b in attention},
+        experts={name: replace(a, token_dispatcher=b.token_dispatcher) for (name, a), b in experts},
+    )
 
 
 def sample_of(compiled: Sequence[Compiled], counts: tuple[int, ...]) -> Sample:

@@ -5,7 +5,8 @@
     with_policy(costs, saving)                 as far as a checkpoint policy goes on the placement Placement()
 
 An axis divides a layer's work, what it keeps and its exchanges at best: norms, routers and repeated heads that ranks
-hold alike stay whole. Of n ranks each sends (n - 1) / n of its values.
+hold alike stay whole. Of n ranks each sends (n - 1) / n of its values. What attention sends over cp is left out, as
+another algorithm may be chosen for other sizes.
 """
 
 from __future__ import annotations
@@ -41,17 +42,19 @@ def _least_factor(size: int) -> int:
 
 
 def at_size(costs: ModelCosts, placement: Placement) -> ModelCosts:
-    """Costs with other sizes of the axes of their placement."""
+    """Costs with other sizes of the axes of their placement, at least."""
     times = {axis: getattr(placement, axis) / getattr(costs.placement, axis) for axis in AXES}
-    parts = times["tp"] * times["cp"]
+    parts, resized = times["tp"] * times["cp"], set(times.values()) != {1.0}
     tables = {
         axis: (1 - 1 / getattr(placement, axis)) / (1 - 1 / getattr(costs.placement, axis))
         for axis in AXES
         if getattr(costs.placement, axis) > 1
     }
 
-    def sent(way: Way, values: Floats) -> Floats:
+    def sent(way: Way, values: Floats) -> Floats | None:
         axis = way[0].split("%")[0].split("/")[0]
+        if axis == "cp" and resized and placement.attention == "auto":
+            return None
         grown = tables.get(axis, 1.0)
         beside = times["cp"] if axis == "tp" else parts  # tp gathers the tokens that it divides
         found = values.copy()
@@ -73,7 +76,7 @@ def at_size(costs: ModelCosts, placement: Placement) -> ModelCosts:
     )  # fmt: skip
 
 
-def _divided(work: Work, parts: float, experts: float, sent: Callable[[Way, Floats], Floats]) -> Work:
+def _divided(work: Work, parts: float, experts: float, sent: Callable[[Way, Floats], Floats | None]) -> Work:
     """All but the number of kernels is divided, and so are weights that products read, which experts may be."""
 
     def table(values: Floats) -> Floats:
@@ -83,7 +86,7 @@ def _divided(work: Work, parts: float, experts: float, sent: Callable[[Way, Floa
 
     products = table(work.products)
     products[:, 5] /= experts
-    exchanges = {way: sent(way, values) for way, values in work.sent.items()}
+    exchanges = {way: found for way, values in work.sent.items() if (found := sent(way, values)) is not None}
     moved = [1.0 if "kernels" in name else parts for name in SCALARS]
     return Work(products, table(work.attention), work.scalars / np.array(moved)[:, None], exchanges)
 

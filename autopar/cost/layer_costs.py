@@ -274,10 +274,9 @@ class Sample:
 
 
 def model_costs(
-    placement: Placement, kinds: Sequence[int], samples: Sequence[Sample], rows: tuple[int, ...]
+    placement: Placement, kinds: Sequence[int], samples: Sequence[Sample], rows: tuple[int, int]
 ) -> ModelCosts:
-    """Costs of layers of each kind, from samples for one or two numbers of ``rows`` that have different numbers of
-    them."""
+    """Costs of layers of each kind, from samples for ``rows`` that have different numbers of them."""
     design = np.array([[1.0, *s.counts] for s in samples])
     solver = np.linalg.pinv(design)
 
@@ -307,19 +306,17 @@ def _temporaries(memory: Sequence[Memory]) -> list[float]:
     return [float(m.forward_peak - m.saved) for m in memory]
 
 
-def _affine(values: Sequence[float], rows: tuple[int, ...]) -> Floats:
-    """[constant, slope] through the values at two numbers of rows; of one, the slope from zero."""
-    if len(rows) == 1:
-        return np.array([0.0, values[0] / rows[0]])
+def _affine(values: Sequence[float], rows: tuple[int, int]) -> Floats:
+    """[constant, slope] through the values at two numbers of rows."""
     slope = (values[1] - values[0]) / (rows[1] - rows[0])
     return np.array([values[0] - slope * rows[0], slope])
 
 
 def _works(
-    works: Sequence[Sequence[tuple[RawWork, ...]]], way: int, rows: tuple[int, ...], solved: Solver
+    works: Sequence[Sequence[tuple[RawWork, ...]]], way: int, rows: tuple[int, int], solved: Solver
 ) -> list[Work]:
     """One pass of everything outside of layers, and of each kind of layer."""
-    pairs = [(sample[0][way], sample[-1][way]) for sample in works]
+    pairs = [(sample[0][way], sample[1][way]) for sample in works]
     products = _counted([_paired(a.products, b.products, rows, 3) for a, b in pairs], solved)
     attention = _counted([_paired(a.attention, b.attention, rows, 3) for a, b in pairs], solved)
     scalars = solved(
@@ -333,17 +330,17 @@ def _works(
     ]
 
 
-def _sent(a: RawWork, b: RawWork, way: Way, rows: tuple[int, ...]) -> Floats:
+def _sent(a: RawWork, b: RawWork, way: Way, rows: tuple[int, int]) -> Floats:
     one, two = a.sent.get(way, (0.0, 0.0)), b.sent.get(way, (0.0, 0.0))
     return np.array([_affine([x, y], rows) for x, y in zip(one, two, strict=True)]).ravel()
 
 
 def _paired(
-    one: Sequence[tuple[float, ...]], two: Sequence[tuple[float, ...]], rows: tuple[int, ...], affine: int
+    one: Sequence[tuple[float, ...]], two: Sequence[tuple[float, ...]], rows: tuple[int, int], affine: int
 ) -> Counter[tuple[float, ...]]:
     """Equal calls counted, each with constants and slopes of its first ``affine`` values, then the others."""
     if len(one) != len(two):  # a graph for one row may lack what makes no difference to it
-        one = tuple(tuple(v * rows[0] / rows[-1] if i < affine else v for i, v in enumerate(t)) for t in two)
+        one = tuple(tuple(v * rows[0] / rows[1] if i < affine else v for i, v in enumerate(t)) for t in two)
     found: Counter[tuple[float, ...]] = Counter()
     for x, y in zip(one, two, strict=True):
         values = [float(v) for i in range(affine) for v in _affine([x[i], y[i]], rows)]
