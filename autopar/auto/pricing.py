@@ -83,25 +83,24 @@ class Pricing:
     def bound(self, layout: Layout) -> Price | None:
         """A price that is at most the layout's, up to `autopar.auto.search.SLACK`, from placements that are compiled;
         None for a layout whose own is, or of which nothing is known."""
-        costs = self._least(layout.placement, layout.micro_batch)
-        return None if costs is None else self._limited(self._of(layout, costs))
-
-    def _least(self, placement: Placement, rows: int) -> ModelCosts | None:
+        placement = layout.placement
         if placement in self._tried:
             return None
-        saving, near = (
-            replace(Placement(), policy=placement.policy, loss_chunks=placement.loss_chunks),
-            self._nearest(placement),
-        )
-        if near == placement or any(map(self._refusal, (near, saving))):
+        near = self._nearest(placement)
+        if near == placement or any(map(self._refusal, (near, scaled_costs.unsharded(placement)))):
             return None
+        return self.bound_from(near, layout)
+
+    def bound_from(self, near: Placement, layout: Layout) -> Price:
+        """The bound by costs on a placement within the layout's (`autopar.auto.scaled_costs.is_within`)."""
+        placement, rows = layout.placement, layout.micro_batch
         key = near, placement, rows
         if key not in self._bounds:
             found = scaled_costs.at_size(self.model.costs(near, rows), placement)
             if placement.policy != "none" or placement.loss_chunks > 1:
-                found = scaled_costs.with_policy(found, self.model.costs(saving, rows))
+                found = scaled_costs.with_policy(found, self.model.costs(scaled_costs.unsharded(placement), rows))
             self._bounds[key] = found
-        return self._bounds[key]
+        return self._limited(self._of(layout, self._bounds[key]))
 
     def _nearest(self, placement: Placement) -> Placement:
         """The largest placement that is compiled, of those whose axes are smaller."""

@@ -2,7 +2,7 @@
 
     seed(placement)                            the same axes at their smallest sizes, without checkpoints
     at_size(costs, seed, placement)            as if an axis shared all work equally
-    with_policy(costs, saving)                 as far as a checkpoint policy goes on the placement Placement()
+    with_policy(costs, saving)                 as far as a checkpoint policy goes on one rank
 
 An axis divides a layer's work, what it keeps and its exchanges at best: norms, routers and repeated heads that ranks
 hold alike stay whole. Of n ranks each sends (n - 1) / n of its values. What attention sends over cp is left out, as
@@ -26,6 +26,11 @@ def seed(placement: Placement) -> Placement:
     """The placement whose costs bound those of this one."""
     tp, cp, ep = (_least_factor(getattr(placement, axis)) for axis in AXES)
     return replace(placement, tp=tp, cp=cp, ep=ep, policy="none", loss_chunks=1)
+
+
+def unsharded(placement: Placement) -> Placement:
+    """Its policy and loss chunks on one rank."""
+    return Placement(policy=placement.policy, loss_chunks=placement.loss_chunks)
 
 
 def is_within(small: Placement, placement: Placement) -> bool:
@@ -92,8 +97,7 @@ def _divided(work: Work, parts: float, experts: float, sent: Callable[[Way, Floa
 
 
 def with_policy(costs: ModelCosts, saving: ModelCosts) -> ModelCosts:
-    """Costs with the policy and the loss chunks of their placement. saving: costs with these on otherwise
-    `Placement`()."""
+    """Costs with the policy and the loss chunks of their placement. saving: costs with these, `unsharded`."""
     other = at_size(saving, costs.placement)
 
     def of(one: LayerCosts, saved: LayerCosts) -> LayerCosts:

@@ -211,7 +211,7 @@ class _Search:
             if layout.optimizer_cpu_offload and self.pricer.weights(layout) > self.pricer.limit:
                 continue
             least = self.pricer.bound(layout)
-            if least is None or least.fits or least.refused:
+            if least is None or _may_fit(least):
                 seconds = 0.0 if least is None else (least.seconds - exposed(least, "dp")) * (1 - SLACK)
                 self.saves[layout] = member
                 self._wait(max(bound, seconds), "saving", layout)
@@ -256,7 +256,7 @@ class _Search:
         for policy in POLICIES[first : last + 1]:
             for lean in (replace(one, activation_checkpoint=policy) for one in leanest):
                 price = self.pricer.bound(lean) or self.pricer.price(lean)
-                if price.fits or price.refused:  # which pricing it counts
+                if _may_fit(price):
                     return policy
                 if price.most_memory < self.leanest[0]:
                     self.leanest = price.most_memory, lean
@@ -299,6 +299,11 @@ class _Search:
         """Layouts of a family."""
         members = list(self.space.members(family))
         return len(members) * (1 + sum(1 for _ in self.space.savings(members[0]))) if members else 0
+
+
+def _may_fit(bound: Price) -> bool:
+    """Whether a layout may fit, by a bound. One that is refused may: pricing it counts that."""
+    return bool(bound.refused) or all(share * (1 - SLACK) <= 1 for share in bound.over)
 
 
 def _way(member: Layout) -> tuple[object, ...]:
