@@ -18,7 +18,6 @@ from autopar.zero_stages import ZERO_STAGES
 
 AVOIDABLE = ("dp", "optimizer", "jitter", "bubble", "pp")  # causes that depend on ZeRO, replicas and schedule
 MOST_CUTS, BISECTIONS = 12, 40
-LOGIT_BYTES = 16  # of a logit and its gradients, at most
 
 
 @dataclass
@@ -121,12 +120,6 @@ class Pricing:
         gradient = stack.gradient / (shards if layout.zero and not reduces_once else 1)
         states = 0.0 if layout.optimizer_cpu_offload else stack.states / (shards if layout.zero else 1)
         return local * (weight + gradient + states)
-
-    def of_loss(self, layout: Layout) -> float:
-        """Bytes that chunks of the loss save, at most."""
-        costs, rows = self._costs(layout), layout.micro_batch
-        kept = [costs.rest.saved, costs.peak, LOGIT_BYTES * costs.logits]
-        return float(sum(max(0.0, const + rows * slope) for const, slope in kept))
 
     @property
     def limit(self) -> float:

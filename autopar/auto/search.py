@@ -38,7 +38,6 @@ class Pricer(Protocol):
     def price(self, layout: Layout, simulated: bool = False) -> Price: ...
     def bound(self, layout: Layout) -> Price | None: ...
     def weights(self, layout: Layout) -> float: ...
-    def of_loss(self, layout: Layout) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -222,21 +221,9 @@ class _Search:
         enough = self.enough.setdefault(member, [])
         if any(all(a <= b for a, b in zip(one, steps, strict=True)) for one in enough):
             return
-        if layout.loss_chunks > member.loss_chunks and not self._helps(layout, self.priced[member]):
-            return
         candidate = self._price(layout)
         if candidate is not None and candidate.price.fits:
             enough.append(steps)
-
-    def _helps(self, layout: Layout, before: Candidate) -> bool:
-        """Whether chunks of the loss may bring a layout under the limit."""
-        whole = replace(layout, loss_chunks=before.layout.loss_chunks)
-        candidate = self._price(whole)
-        if candidate is None or candidate.price.fits:
-            return False
-        heads, saved = ranks_of_parts(whole)[-1], self.pricer.of_loss(whole)
-        shares = zip(candidate.price.over, candidate.price.memory, strict=True)
-        return all(share * (1 - saved / size * (rank in heads)) <= 1 for rank, (share, size) in enumerate(shares))
 
     def _is_hopeless(self, member: Layout) -> bool:
         """Whether no member of its family fits, whatever it saves. Larger microbatches then do not fit either."""

@@ -80,10 +80,10 @@ class StandIn:
         states = 0 if layout.optimizer_cpu_offload else 12 * elements / (shards if layout.zero else 1)
         kept = (34, 20, 2)[POLICIES.index(layout.activation_checkpoint)]
         saved = kept / 2 * hidden / layout.tp * held * min(layout.microbatches, layout.pp - rank)
-        logits = self.of_loss(layout) / layout.loss_chunks * (rank in ranks_of_part(layout.parts - 1, layout))
+        logits = self._of_loss(layout) / layout.loss_chunks * (rank in ranks_of_part(layout.parts - 1, layout))
         return weights + gradients + states + saved + logits
 
-    def of_loss(self, layout: Layout) -> float:
+    def _of_loss(self, layout: Layout) -> float:
         """Bytes of the logits."""
         return 14 * 32000 * layout.micro_batch * self.seq / layout.cp / layout.tp
 

@@ -36,7 +36,8 @@ def test_the_choice_is_that_of_pricing_everything(question: Mapping[str, Any], c
 
 
 def test_a_schedule_that_spreads_layers_better_is_found() -> None:
-    """14 layers and a head of three on 4 ranks: stages take 3, 4, 4 and 6, the two parts of each rank of a V 5, 4, 4, 4."""
+    """14 layers and a head of three on 4 ranks: stages take 3, 4, 4 and 6; the two parts of each rank of a V 5, 4, 4
+    and 4."""
     asked = Question(ranks=8, batch=64, seq=4096, layers=14, fixed={"pp": 4})
     prices = StandIn(layers=14, head=3.0)
     found, wanted = search(Space(asked), prices), brute_force(Space(asked).layouts(), prices)
