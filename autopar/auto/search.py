@@ -17,12 +17,12 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from autopar.auto.pricing import certain, exposed
 from autopar.auto.space import POLICIES, SAVING, Question, Space
 from autopar.cost.layout import Layout
-from autopar.cost.layout_price import Price, ranks_of_parts
+from autopar.cost.layout_price import Price, way_of_parts
 
 BAND = 0.05  # of the least time: within it the simplest layout is chosen
 FINALISTS = 10  # whose pipelines are simulated
@@ -185,7 +185,7 @@ class _Search:
         """The first member of a family with each way to spread layers over the ranks of pp."""
         found: dict[object, Layout] = {}
         for member in self.space.members(family):
-            found.setdefault(ranks_of_parts(member), member)
+            found.setdefault(way_of_parts(member), member)
         return list(found.values())
 
     def _members(self, bound: float, family: Layout) -> None:
@@ -253,8 +253,11 @@ class _Search:
         """The members of its family that need the least memory, one for each way of ZeRO and to spread layers."""
         found: dict[object, Layout] = {}
         for member in self.space.members(layout):
-            found.setdefault((_way(member), ranks_of_parts(member)), member)
-        return [list((member, *self.space.savings(member)))[-1] for member in found.values()]
+            found.setdefault((_way(member), way_of_parts(member)), member)
+        first = next(iter(found.values()))
+        *_, last = (first, *self.space.savings(first))
+        saved: dict[str, Any] = {entry.name: getattr(last, entry.name) for entry in SAVING}
+        return [replace(member, **saved) for member in found.values()]
 
     # --- prices --------------------------------------------------------------------------------------------
 

@@ -556,9 +556,10 @@ def folded_floors(layout: Layout) -> tuple[float, float]:
     return 0.33, 1 - 0.45 / max(1, layout.pp // copies - 1)
 
 
-def ranks_of_parts(layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """The coordinates on pp of the ranks that run each part."""
-    return tuple(tuple(ranks_of_part(part, layout)) for part in range(layout.parts))
+def way_of_parts(layout: Layout) -> tuple[int, bool, int]:
+    """How parts are spread over the ranks of pp: equal for layouts with equal results of `ranks_of_part`."""
+    copies = SCHEDULES[layout.schedule].copies if layout.schedule else 1
+    return layout.virtual_stages, layout.schedule in WAVES, copies
 
 
 def ranks_of_part(part: int, layout: Layout) -> list[int]:
