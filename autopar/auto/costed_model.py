@@ -159,7 +159,8 @@ class CostedModel:
 
     def _compiled_for(self, placement: Placement, rows: int, like: Sequence[_Short] = ()) -> list[_Short]:
         """Models with few layers. like: with their algorithms instead of those that the compiler chooses."""
-        plans = [one.compiled.plan for one in like] or [None] * len(self._samples())
+        plans: list[Plan | None] = [one.compiled.plan for one in like]
+        plans = plans or [None] * len(self._samples())
         return [self._short(placement, x, rows, plan) for x, plan in zip(self._samples(), plans, strict=True)]
 
     def _short(self, placement: Placement, lengths: tuple[int, ...], rows: int, like: Plan | None) -> _Short:
