@@ -21,10 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 import autopar.runtime.schedules  # noqa: F401  (fills the table of schedules)
-from autopar.auto.stored_costs import stored_costs
-from autopar.compile.model import capture_step, compile_graph
+from autopar.attention.layouts import LAYOUTS
+from autopar.auto.stored_costs import CostsByRows, stored_costs
+from autopar.compile.model import capture_step, compile_graph, keep_outputs
+from autopar.compile.parameters import normalized
 from autopar.cost.cluster import Cluster
 from autopar.cost.efficiency import Stack
 from autopar.cost.flops import is_lookup
@@ -37,6 +40,9 @@ from autopar.ir.graph import arguments, copy_graph, layer_of, nbytes, placeholde
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Shard
 from autopar.options import Options
+from autopar.plan import Plan
+from autopar.planner import make_plan
+from autopar.rewrite.compilation import Compilation
 from autopar.steps.graphs import Compiled
 
 ROWS = (1, 2)  # for which samples are compiled
@@ -53,6 +59,14 @@ class LayerList:
     kinds: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class _Short:
+    """A model with few layers, compiled. dense: its ranks of ep are those of dp, as it has no experts."""
+
+    compiled: Compiled
+    dense: bool
+
+
 class CostedModel:
     """A model whose layers are compiled for a placement when their costs are first asked for. values: all that the
     model and its batches are made of, as text, under which costs are stored on disk; "": they are not."""
@@ -61,7 +75,7 @@ class CostedModel:
         self.model, self.make_batch, self.values = model, make_batch, values
         self.lists = layer_lists(model)
         self._captures: dict[Hashable, Any] = {}
-        self._costs: dict[Placement, ModelCosts] = {}
+        self._costs: dict[Placement, CostsByRows] = {}
 
     @classmethod
     def from_config(cls, config: Any, seq: int, dtype: str = "bfloat16") -> CostedModel:
@@ -97,19 +111,33 @@ class CostedModel:
     def price(self, layout: Layout, cluster: Cluster, stack: Stack, **what_if: Any) -> Price:
         """The price of a layout. A layout that does not compile is refused with the compiler's sentence."""
         try:
-            costs = self.costs(layout.placement)
+            costs = self.costs(layout.placement, layout.micro_batch)
         except ValueError as error:
             return Price.of_refusal(" ".join(str(error).split()))
         return price(layout, costs, cluster, stack, **what_if)
 
-    def costs(self, placement: Placement) -> ModelCosts:
-        """Costs on a placement. Raises ValueError for what cannot be compiled."""
+    def costs(self, placement: Placement, rows: int = ROWS[-1]) -> ModelCosts:
+        """Costs on a placement of microbatches of so many rows. Raises ValueError for what cannot be compiled."""
         if placement not in self._costs:
             self._costs[placement] = stored_costs(self.values, placement, lambda: self._compiled_costs(placement))
-        return self._costs[placement]
+        return next(costs for least, costs in reversed(self._costs[placement]) if least <= rows or least == ROWS[0])
 
-    def _compiled_costs(self, placement: Placement) -> ModelCosts:
-        samples = [self._sample(placement, lengths) for lengths in self._samples()]
+    def _compiled_costs(self, placement: Placement) -> CostsByRows:
+        """Costs are affine in rows while algorithms are the same: if the compiler chooses others for more rows, each
+        choice has costs of its own."""
+        few, more = (self._compiled_for(placement, rows) for rows in ROWS)
+        if _choices(few) == _choices(more):
+            return ((ROWS[0], self._costs_of(placement, few, more)),)
+        like_few, like_more = self._compiled_for(placement, ROWS[1], few), self._compiled_for(placement, ROWS[0], more)
+        pairs = (few, like_few), (like_more, more)
+        return tuple((rows, self._costs_of(placement, *pair)) for rows, pair in zip(ROWS, pairs, strict=True))
+
+    def _costs_of(self, placement: Placement, few: list[_Short], more: list[_Short]) -> ModelCosts:
+        """The costs of models with few layers, compiled for both numbers of rows."""
+        samples = []
+        for lengths, one, other in zip(self._samples(), few, more, strict=True):
+            sample = sample_of([one.compiled, other.compiled], self._counts(lengths))
+            samples.append(sample.renamed("dp", "ep") if one.dense else sample)
         return model_costs(placement, self.kinds, samples, ROWS)
 
     def _samples(self) -> list[tuple[int, ...]]:
@@ -129,30 +157,36 @@ class CostedModel:
         counts = Counter(k for one, n in zip(self.lists, lengths, strict=True) for k in one.kinds[:n])
         return tuple(counts[kind] for kind in range(max(self.kinds, default=-1) + 1))
 
-    def _sample(self, placement: Placement, lengths: tuple[int, ...]) -> Sample:
-        counts = self._counts(lengths)
+    def _compiled_for(self, placement: Placement, rows: int, like: Sequence[_Short] = ()) -> list[_Short]:
+        """Models with few layers. like: with their algorithms instead of those that the compiler chooses."""
+        plans: list[Plan | None] = [one.compiled.plan for one in like]
+        plans = plans or [None] * len(self._samples())
+        return [self._short(placement, x, rows, plan) for x, plan in zip(self._samples(), plans, strict=True)]
+
+    def _short(self, placement: Placement, lengths: tuple[int, ...], rows: int, like: Plan | None) -> _Short:
+        mesh = placement.mesh
         try:
-            return self._sample_on(placement.mesh, placement.options, lengths, counts)
+            return _Short(self._compiled(lengths, rows * mesh.data_size, mesh, placement.options, like), dense=False)
         except ValueError:
-            if all(counts) or (placement.ep == 1 and placement.expert_axis == "ep"):
+            if all(self._counts(lengths)) or (placement.ep == 1 and placement.expert_axis == "ep"):
                 raise
         # The first layers have no experts to shard: to them, ranks of ep are data parallel.
         dense = replace(placement, ep=1, expert_axis="ep", token_dispatcher="auto")
-        mesh = Mesh(tuple(("dp" if axis == "ep" else axis, size) for axis, size in placement.mesh.axes))
-        return self._sample_on(mesh, dense.options, lengths, counts).renamed("dp", "ep")
+        mesh = Mesh(tuple(("dp" if axis == "ep" else axis, size) for axis, size in mesh.axes))
+        return _Short(self._compiled(lengths, rows * mesh.data_size, mesh, dense.options, like), dense=True)
 
-    def _sample_on(self, mesh: Mesh, options: Options, lengths: tuple[int, ...], counts: tuple[int, ...]) -> Sample:
-        compiled = [self._compiled(lengths, rows * mesh.data_size, mesh, options) for rows in ROWS]
-        return sample_of(compiled, counts)
-
-    def _compiled(self, lengths: tuple[int, ...], rows: int, mesh: Mesh, options: Options) -> Compiled:
+    def _compiled(
+        self, lengths: tuple[int, ...], rows: int, mesh: Mesh, options: Options, like: Plan | None = None
+    ) -> Compiled:
         key = lengths, rows
         if key not in self._captures:
             with shortened(self.model, self.lists, lengths):
                 self._captures[key] = capture_step(self.model, self.make_batch(rows), options)
         if "tp" in mesh.sizes:  # chunks, whose number depends on sizes, would not compare
             options = replace(options, async_tp=False)
-        return compile_graph(copy_graph(self._captures[key]), mesh, options, outputs=())
+        gm = copy_graph(self._captures[key])
+        plan = None if like is None else _plan_like(like, copy_graph(gm), mesh, options)
+        return compile_graph(gm, mesh, options, plan=plan, outputs=())
 
 
 def layer_lists(model: nn.Module) -> tuple[LayerList, ...]:
@@ -229,8 +263,33 @@ def shortened(model: nn.Module, lists: Sequence[LayerList], lengths: Sequence[in
 # --- a sample from compiled models ----------------------------------------------------------------------------
 
 
+def _choices(shorts: Sequence[_Short]) -> list[object]:
+    """The algorithms of attention and of experts."""
+    plans = [one.compiled.plan for one in shorts]
+    attention = [(a.forward, a.backward, a.query_blocks, a.key_blocks) for p in plans for a in p.attention.values()]
+    return [attention, [one.token_dispatcher for p in plans for one in p.experts.values()]]
+
+
+def _plan_like(other: Plan, gm: GraphModule, mesh: Mesh, options: Options) -> Plan:
+    """The plan of a graph with the algorithms of a plan for other rows."""
+    blocks = {a.query_blocks for a in other.attention.values()}
+    dealt = [name for name, found in LAYOUTS.items() if found in blocks]
+    if len(blocks) == 1 and dealt:
+        options = replace(options, cp_load_balance=dealt[0])
+    gm = normalized(gm, Compilation(mesh))
+    keep_outputs(gm, ())
+    plan = make_plan(gm, mesh, options)
+    attention = zip(plan.attention.items(), other.attention.values(), strict=True)
+    experts = zip(plan.experts.items(), other.experts.values(), strict=True)
+    return replace(
+        plan,
+        attention={name: replace(a, forward=b.forward, backward=b.backward) for (name, a), b in attention},
+        experts={name: replace(a, token_dispatcher=b.token_dispatcher) for (name, a), b in experts},
+    )
+
+
 def sample_of(compiled: Sequence[Compiled], counts: tuple[int, ...]) -> Sample:
-    """What a model with few layers costs, compiled for two numbers of rows."""
+    """What a model with few layers costs, compiled for each number of rows."""
     works = []
     for one in compiled:
         (part,) = one.pipeline.parts
@@ -278,10 +337,17 @@ def _layer_peak(compiled: Compiled) -> float:
 
 
 def _hop(compiled: Compiled) -> float:
-    """Bytes of the value that goes from layer to layer."""
+    """Bytes of the value that goes from layer to layer: the largest that is made in one and read in another, or, in a
+    model with one, after it."""
     (part,) = compiled.pipeline.parts
-    made = (n for n in reversed(part.forward.graph.graph.nodes) if n.op == "call_function" and layer_of(n))
-    return float(next((nbytes(n) for n in made if isinstance(n.meta.get("val"), torch.Tensor)), 0))
+    between: dict[bool, list[int]] = {True: [], False: []}
+    for node in part.forward.graph.graph.nodes:
+        if node.op != "call_function" or not layer_of(node) or not isinstance(node.meta.get("val"), torch.Tensor):
+            continue
+        readers = {layer_of(user) for user in node.users if user.op == "call_function"} - {layer_of(node)}
+        if readers:
+            between[readers != {""}].append(nbytes(node))
+    return float(max(between[True] or between[False] or [0]))
 
 
 def _logits(compiled: Compiled) -> float:

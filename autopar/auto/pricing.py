@@ -18,7 +18,6 @@ from autopar.zero_stages import ZERO_STAGES
 
 AVOIDABLE = ("dp", "optimizer", "jitter", "bubble", "pp")  # causes that depend on ZeRO, replicas and schedule
 MOST_CUTS, BISECTIONS = 12, 40
-LOGIT_BYTES = 16  # of a logit and its gradients, at most
 
 
 @dataclass
@@ -37,7 +36,7 @@ class Pricing:
         self._cuts: dict[Layout, Layout] = {}
         self._known: Known = {}
         self._tried: dict[Placement, str] = {}
-        self._bounds: dict[tuple[Placement, Placement], ModelCosts] = {}
+        self._bounds: dict[tuple[Placement, Placement, int], ModelCosts] = {}
         self._elements = float(sum(p.numel() for p in self.model.model.parameters()))
 
     def price(self, layout: Layout, simulated: bool = False) -> Price:
@@ -83,23 +82,24 @@ class Pricing:
     def bound(self, layout: Layout) -> Price | None:
         """A price that is at most the layout's, up to `autopar.auto.search.SLACK`, from placements that are compiled;
         None for a layout whose own is, or of which nothing is known."""
-        costs = self._least(layout.placement)
-        return None if costs is None else self._limited(self._of(layout, costs))
-
-    def _least(self, placement: Placement) -> ModelCosts | None:
+        placement = layout.placement
         if placement in self._tried:
             return None
-        plain, near = Placement(), self._nearest(placement)
-        saving = replace(plain, policy=placement.policy)
-        if near == placement or any(map(self._refusal, (near, plain, saving))):
+        near = self._nearest(placement)
+        if near == placement or any(map(self._refusal, (near, scaled_costs.unsharded(placement)))):
             return None
-        key = near, placement
+        return self.bound_from(near, layout)
+
+    def bound_from(self, near: Placement, layout: Layout) -> Price:
+        """The bound by costs on a placement within the layout's (`autopar.auto.scaled_costs.is_within`)."""
+        placement, rows = layout.placement, layout.micro_batch
+        key = near, placement, rows
         if key not in self._bounds:
-            found = scaled_costs.at_size(self.model.costs(near), placement)
+            found = scaled_costs.at_size(self.model.costs(near, rows), placement)
             if placement.policy != "none" or placement.loss_chunks > 1:
-                found = scaled_costs.with_policy(found, self.model.costs(plain), self.model.costs(saving))
+                found = scaled_costs.with_policy(found, self.model.costs(scaled_costs.unsharded(placement), rows))
             self._bounds[key] = found
-        return self._bounds[key]
+        return self._limited(self._of(layout, self._bounds[key]))
 
     def _nearest(self, placement: Placement) -> Placement:
         """The largest placement that is compiled, of those whose axes are smaller."""
@@ -121,19 +121,13 @@ class Pricing:
         states = 0.0 if layout.optimizer_cpu_offload else stack.states / (shards if layout.zero else 1)
         return local * (weight + gradient + states)
 
-    def of_loss(self, layout: Layout) -> float:
-        """Bytes that chunks of the loss save, at most."""
-        costs, rows = self._costs(layout), layout.micro_batch
-        kept = [costs.rest.saved, costs.peak, LOGIT_BYTES * costs.logits]
-        return float(sum(max(0.0, const + rows * slope) for const, slope in kept))
-
     @property
     def limit(self) -> float:
         """Bytes of a rank, of the chip with the most."""
         return min(max(g.data.capacity for g in self.cluster.groups), self.memory_limit or math.inf)
 
     def _costs(self, layout: Layout) -> ModelCosts:
-        return self.model.costs(layout.placement)
+        return self.model.costs(layout.placement, layout.micro_batch)
 
     def _refusal(self, placement: Placement) -> str:
         """Why the layers do not compile; "" if they do."""

@@ -2,15 +2,16 @@
 
     seed(placement)                            the same axes at their smallest sizes, without checkpoints
     at_size(costs, seed, placement)            as if an axis shared all work equally
-    with_policy(costs, plain, saving)          as far as a checkpoint policy goes on the placement Placement()
+    with_policy(costs, saving)                 as far as a checkpoint policy goes on one rank
 
 An axis divides a layer's work, what it keeps and its exchanges at best: norms, routers and repeated heads that ranks
-hold alike stay whole. Of n ranks each sends (n - 1) / n of its values.
+hold alike stay whole. Of n ranks each sends (n - 1) / n of its values. What attention sends over cp is left out, as
+another algorithm may be chosen for other sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -19,13 +20,17 @@ from autopar.cost.layer_costs import SCALARS, Floats, LayerCosts, ModelCosts, Wa
 from autopar.cost.layout import Placement
 
 AXES = ("tp", "cp", "ep")
-SURE = 0.9  # of what a policy keeps and computes again on other placements
 
 
 def seed(placement: Placement) -> Placement:
     """The placement whose costs bound those of this one."""
     tp, cp, ep = (_least_factor(getattr(placement, axis)) for axis in AXES)
     return replace(placement, tp=tp, cp=cp, ep=ep, policy="none", loss_chunks=1)
+
+
+def unsharded(placement: Placement) -> Placement:
+    """Its policy and loss chunks on one rank."""
+    return Placement(policy=placement.policy, loss_chunks=placement.loss_chunks)
 
 
 def is_within(small: Placement, placement: Placement) -> bool:
@@ -42,17 +47,19 @@ def _least_factor(size: int) -> int:
 
 
 def at_size(costs: ModelCosts, placement: Placement) -> ModelCosts:
-    """Costs with other sizes of the axes of their placement."""
+    """Costs with other sizes of the axes of their placement, at least."""
     times = {axis: getattr(placement, axis) / getattr(costs.placement, axis) for axis in AXES}
-    parts = times["tp"] * times["cp"]
+    parts, resized = times["tp"] * times["cp"], set(times.values()) != {1.0}
     tables = {
         axis: (1 - 1 / getattr(placement, axis)) / (1 - 1 / getattr(costs.placement, axis))
         for axis in AXES
         if getattr(costs.placement, axis) > 1
     }
 
-    def sent(way: Way, values: Floats) -> Floats:
+    def sent(way: Way, values: Floats) -> Floats | None:
         axis = way[0].split("%")[0].split("/")[0]
+        if axis == "cp" and resized and placement.attention == "auto":
+            return None
         grown = tables.get(axis, 1.0)
         beside = times["cp"] if axis == "tp" else parts  # tp gathers the tokens that it divides
         found = values.copy()
@@ -74,7 +81,7 @@ def at_size(costs: ModelCosts, placement: Placement) -> ModelCosts:
     )  # fmt: skip
 
 
-def _divided(work: Work, parts: float, experts: float, sent: Callable[[Way, Floats], Floats]) -> Work:
+def _divided(work: Work, parts: float, experts: float, sent: Callable[[Way, Floats], Floats | None]) -> Work:
     """All but the number of kernels is divided, and so are weights that products read, which experts may be."""
 
     def table(values: Floats) -> Floats:
@@ -84,42 +91,28 @@ def _divided(work: Work, parts: float, experts: float, sent: Callable[[Way, Floa
 
     products = table(work.products)
     products[:, 5] /= experts
-    exchanges = {way: sent(way, values) for way, values in work.sent.items()}
+    exchanges = {way: found for way, values in work.sent.items() if (found := sent(way, values)) is not None}
     moved = [1.0 if "kernels" in name else parts for name in SCALARS]
     return Work(products, table(work.attention), work.scalars / np.array(moved)[:, None], exchanges)
 
 
-def with_policy(costs: ModelCosts, plain: ModelCosts, saving: ModelCosts) -> ModelCosts:
-    """Costs with the policy and the loss chunks of their placement. plain, saving: costs on `Placement`(), without and
-    with the policy."""
-    rows = 1.0
+def with_policy(costs: ModelCosts, saving: ModelCosts) -> ModelCosts:
+    """Costs with the policy and the loss chunks of their placement. saving: costs with these, `unsharded`."""
+    other = at_size(saving, costs.placement)
 
-    def of(one: LayerCosts, before: LayerCosts, after: LayerCosts) -> LayerCosts:
-        kept = SURE * _share(_at(after.saved, rows), _at(before.saved, rows))
-        again = SURE * _share(after.again.flops(rows), before.forward.flops(rows))
-        return replace(one, saved=one.saved * kept, again=_times(one.forward, again))
+    def of(one: LayerCosts, saved: LayerCosts) -> LayerCosts:
+        forward, backward = _fewer(one.forward, saved.forward), _fewer(one.backward, saved.backward)
+        kept = np.minimum(one.saved, saved.saved)
+        return replace(one, forward=forward, backward=backward, again=saved.again, saved=kept)
 
-    chunked = costs.placement.loss_chunks > 1
-    pairs = zip(costs.layers, plain.layers, saving.layers, strict=True)
-    rest = costs.rest if not chunked else replace(costs.rest, saved=np.zeros(2))
+    pairs = zip(costs.layers, other.layers, strict=True)
     return replace(
-        costs, layers=tuple(of(*three) for three in pairs), rest=rest,
-        peak=np.zeros(2) if chunked else costs.peak, logits=np.zeros(2) if chunked else costs.logits,
+        costs, layers=tuple(of(*pair) for pair in pairs), rest=of(costs.rest, other.rest),
+        peak=np.minimum(costs.peak, other.peak), layer_peak=np.minimum(costs.layer_peak, other.layer_peak),
+        logits=np.minimum(costs.logits, other.logits),
     )  # fmt: skip
 
 
-def _times(work: Work, share: float) -> Work:
-    def table(values: Floats) -> Floats:
-        found = values.copy()
-        found[:, 0] *= share
-        return found
-
-    return Work(table(work.products), table(work.attention), work.scalars * share, {})
-
-
-def _share(part: float, whole: float) -> float:
-    return min(1.0, part / whole) if whole else 0.0
-
-
-def _at(pair: Floats | Sequence[float], rows: float) -> float:
-    return float(pair[0] + rows * pair[1])
+def _fewer(one: Work, other: Work) -> Work:
+    """The same with at most the element-wise work of the other."""
+    return replace(one, scalars=np.minimum(one.scalars, other.scalars))

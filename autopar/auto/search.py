@@ -17,12 +17,12 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from autopar.auto.pricing import certain, exposed
 from autopar.auto.space import POLICIES, SAVING, Question, Space
 from autopar.cost.layout import Layout
-from autopar.cost.layout_price import Price
+from autopar.cost.layout_price import Price, way_of_parts
 
 BAND = 0.05  # of the least time: within it the simplest layout is chosen
 FINALISTS = 10  # whose pipelines are simulated
@@ -38,7 +38,6 @@ class Pricer(Protocol):
     def price(self, layout: Layout, simulated: bool = False) -> Price: ...
     def bound(self, layout: Layout) -> Price | None: ...
     def weights(self, layout: Layout) -> float: ...
-    def of_loss(self, layout: Layout) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -161,8 +160,8 @@ class _Search:
             if policy is None:
                 self.counts["weights"] += self._size(family)
                 return
-            least = self.pricer.bound(replace(family, activation_checkpoint=policy)) or least
-            if (seconds := certain(least) * (1 - SLACK)) > bound * (1 + 1e-9):
+            seconds = self._least(replace(family, activation_checkpoint=policy)) * (1 - SLACK)
+            if seconds > bound * (1 + 1e-9):
                 self._wait(seconds, "family", family)
                 return
         found = self.pricer.price(family)
@@ -174,16 +173,29 @@ class _Search:
                 self.counts["all"] += size
                 self._wait(0.0, "family", replace(family, sequence_parallel=False))
             return
-        self._wait(max(bound, certain(found)), "members", family)
+        self._wait(max(bound, self._least(family)), "members", family)
+
+    def _least(self, family: Layout) -> float:
+        """Seconds that the members of a family take at least: parts of another number hold other layers."""
+        layouts = [_with_schedule(family, member) for member in self._shapes(family)]
+        prices = [self.pricer.bound(layout) or self.pricer.price(layout) for layout in layouts]
+        return min((certain(price) for price in prices if not price.refused), default=0.0)
+
+    def _shapes(self, family: Layout) -> list[Layout]:
+        """The first member of a family with each way to spread layers over the ranks of pp."""
+        found: dict[object, Layout] = {}
+        for member in self.space.members(family):
+            found.setdefault(way_of_parts(member), member)
+        return list(found.values())
 
     def _members(self, bound: float, family: Layout) -> None:
         """Price the members of a family that may be within the band."""
         members = list(self.space.members(family))
-        schedules = {(m.schedule, m.virtual_stages) for m in members}
-        pipelines = {key: self._adds(self._with_schedule(family, *key), *PIPELINE) for key in sorted(schedules)}
-        ways = {_way(m): self._adds(_with_way(family, m), *DATA) for m in members}
+        plain = certain(self.pricer.price(family))
+        pipelines = {_pipeline(m): self._seconds(_with_schedule(family, m), *PIPELINE) for m in members}
+        ways = {_way(m): self._seconds(_with_way(family, m), *DATA) - plain for m in members}
         for member in members:
-            least = bound + pipelines[member.schedule, member.virtual_stages] + ways[_way(member)]
+            least = pipelines[_pipeline(member)] + ways[_way(member)]
             if least * (1 - SLACK) > self.best * (1 + BAND):
                 continue
             candidate = self._price(member)
@@ -198,7 +210,7 @@ class _Search:
             if layout.optimizer_cpu_offload and self.pricer.weights(layout) > self.pricer.limit:
                 continue
             least = self.pricer.bound(layout)
-            if least is None or least.fits or least.refused:
+            if least is None or _may_fit(least):
                 seconds = 0.0 if least is None else (least.seconds - exposed(least, "dp")) * (1 - SLACK)
                 self.saves[layout] = member
                 self._wait(max(bound, seconds), "saving", layout)
@@ -209,21 +221,9 @@ class _Search:
         enough = self.enough.setdefault(member, [])
         if any(all(a <= b for a, b in zip(one, steps, strict=True)) for one in enough):
             return
-        if layout.loss_chunks > member.loss_chunks and not self._helps(layout, self.priced[member]):
-            return
         candidate = self._price(layout)
         if candidate is not None and candidate.price.fits:
             enough.append(steps)
-
-    def _helps(self, layout: Layout, before: Candidate) -> bool:
-        """Whether chunks of the loss may bring a layout under the limit."""
-        whole = replace(layout, loss_chunks=before.layout.loss_chunks)
-        candidate = self._price(whole)
-        if candidate is None or candidate.price.fits:
-            return False
-        *others, last = candidate.price.over
-        size = candidate.price.memory[-1]
-        return max(others, default=0.0) <= 1 and size - self.pricer.of_loss(whole) <= size / last
 
     def _is_hopeless(self, member: Layout) -> bool:
         """Whether no member of its family fits, whatever it saves. Larger microbatches then do not fit either."""
@@ -243,18 +243,21 @@ class _Search:
         for policy in POLICIES[first : last + 1]:
             for lean in (replace(one, activation_checkpoint=policy) for one in leanest):
                 price = self.pricer.bound(lean) or self.pricer.price(lean)
-                if price.fits or price.refused:  # which pricing it counts
+                if _may_fit(price):
                     return policy
                 if price.most_memory < self.leanest[0]:
                     self.leanest = price.most_memory, lean
         return None
 
     def _leanest(self, layout: Layout) -> list[Layout]:
-        """The members of its family that need the least memory, one for each way of ZeRO."""
-        found: dict[tuple[object, ...], Layout] = {}
+        """The members of its family that need the least memory, one for each way of ZeRO and to spread layers."""
+        found: dict[object, Layout] = {}
         for member in self.space.members(layout):
-            found.setdefault(_way(member), member)
-        return [list((member, *self.space.savings(member)))[-1] for member in found.values()]
+            found.setdefault((_way(member), way_of_parts(member)), member)
+        first = next(iter(found.values()))
+        *_, last = (first, *self.space.savings(first))
+        saved: dict[str, Any] = {entry.name: getattr(last, entry.name) for entry in SAVING}
+        return [replace(member, **saved) for member in found.values()]
 
     # --- prices --------------------------------------------------------------------------------------------
 
@@ -277,12 +280,10 @@ class _Search:
             self.best = min(self.best, price.seconds)
         return candidate
 
-    def _adds(self, layout: Layout, *causes: str) -> float:
+    def _seconds(self, layout: Layout, *causes: str) -> float:
+        """Seconds that members cannot avoid, with those of some causes."""
         found = self.pricer.price(layout)
-        return 0.0 if found.refused else exposed(found, *causes)
-
-    def _with_schedule(self, family: Layout, schedule: str, virtual_stages: int) -> Layout:
-        return replace(family, schedule=schedule, virtual_stages=virtual_stages)
+        return 0.0 if found.refused else certain(found) + exposed(found, *causes)
 
     def _size(self, family: Layout) -> int:
         """Layouts of a family."""
@@ -290,9 +291,23 @@ class _Search:
         return len(members) * (1 + sum(1 for _ in self.space.savings(members[0]))) if members else 0
 
 
+def _may_fit(bound: Price) -> bool:
+    """Whether a layout may fit, by a bound. One that is refused may: pricing it counts that."""
+    return bool(bound.refused) or all(share * (1 - SLACK) <= 1 for share in bound.over)
+
+
 def _way(member: Layout) -> tuple[object, ...]:
     """What a member does with parameters and gradients."""
     return member.zero, member.dp_replicate, member.reduce_grads, member.reshard_after_forward
+
+
+def _pipeline(member: Layout) -> tuple[object, ...]:
+    """How a member runs its pipeline."""
+    return member.schedule, member.virtual_stages
+
+
+def _with_schedule(family: Layout, member: Layout) -> Layout:
+    return replace(family, schedule=member.schedule, virtual_stages=member.virtual_stages)
 
 
 def _with_way(family: Layout, member: Layout) -> Layout:

@@ -55,11 +55,11 @@ def _costs(
     """By sequence; {} if the placement does not run at three lengths, or not alike."""
     for lengths in LENGTHS:
         try:
-            found = {seq: model.costs(layout.placement)}
+            found = {seq: model.costs(layout.placement, layout.micro_batch)}
             for one in lengths:
                 length = int(seq * one)
                 if length not in found:
-                    found[length] = model_of(length).costs(layout.placement)
+                    found[length] = model_of(length).costs(layout.placement, layout.micro_batch)
         except ValueError:
             continue
         if len(found) == len(lengths) and len({_shape(costs) for costs in found.values()}) == 1:

@@ -336,7 +336,7 @@ def _step(number: int, row: Mapping[str, Any], pricer: LayoutPricer) -> Measured
     try:
         cluster = Cluster.parse(row.get("cluster", pricer.cluster))
         layout = layout_of(row)
-        costs = pricer.model(row).costs(layout.placement)
+        costs = pricer.model(row).costs(layout.placement, layout.micro_batch)
     except ValueError as error:
         raise ValueError(f"calibrate: line {number}: {' '.join(str(error).split())}") from error
     what_if = {"kernel": row.get("attention", ""), "compute": row.get("compute", "")}

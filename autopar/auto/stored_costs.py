@@ -22,7 +22,10 @@ from autopar.cost.layout import Placement
 COSTS = "costs"  # section of an entry
 
 
-def stored_costs(model: str, placement: Placement, make: Callable[[], ModelCosts]) -> ModelCosts:
+CostsByRows = tuple[tuple[int, ModelCosts], ...]  # (from so many rows on, costs), ascending
+
+
+def stored_costs(model: str, placement: Placement, make: Callable[[], CostsByRows]) -> CostsByRows:
     """The costs of a model on a placement, from the folder if it has them. model: its values as text; "" to store
     nothing."""
     folder = entry_folder() if model and own_digest() and changed_autopar() is None else None
@@ -38,13 +41,14 @@ def stored_costs(model: str, placement: Placement, make: Callable[[], ModelCosts
     return costs
 
 
-def _read(sections: Mapping[str, bytes]) -> ModelCosts | None:
+def _read(sections: Mapping[str, bytes]) -> CostsByRows | None:
     """The costs of an entry; None for an entry that is none."""
     try:
         found = _Decoder().decode(json.loads(sections[COSTS]))
     except (Damaged, LookupError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, ModelCosts) else None
+    good = isinstance(found, tuple) and found and all(isinstance(costs, ModelCosts) for _, costs in found)
+    return found if good else None
 
 
 class _Encoder(Encoder):

@@ -24,11 +24,11 @@ from autopar.cost.efficiency import Stack
 from autopar.cost.layer_costs import LayerCosts, ModelCosts, Work
 from autopar.cost.layout import DATA_AXES, Layout
 from autopar.cost.layout_price import (
-    LEFT,
     PLAIN_KERNELS,
     SCORE_BYTES,
     TRAINED,
     WAVES,
+    folded_floors,
     layers_of_parts,
     ranks_of_part,
 )
@@ -322,7 +322,7 @@ class _Symbolic:
             return sympy.S.Zero
         forward = sum((f.seconds for f in way[0]), sympy.S.Zero) / p
         weights = sum((f.products for f in way[0]), sympy.S.Zero) / p
-        mean, most = sum(each, sympy.S.Zero) / p, _most(*each)
+        mean = sum(each, sympy.S.Zero) / p
         name = layout.schedule or "1f1b"
 
         def bubble_with(own: Expr) -> Expr:
@@ -333,7 +333,9 @@ class _Symbolic:
 
         bubble = bubble_with(weights)
         if name in WAVES:
-            bubble = _most(LEFT * bubble, bubble - self.m * (most - mean))
+            first, others = folded_floors(layout)
+            more = self.m * (each[0] - each[p // 2])
+            bubble = _least(_most(first * bubble, bubble - more), _most(others * bubble, bubble + more))
         else:
             bubble = _least(bubble, bubble_with(_most(*(f.products for f in way[0]))))
         hop = self._seconds(self._links("pp"), "send", self._affine(lambda c: c.hop), 1.0)

@@ -6,15 +6,17 @@ from dataclasses import dataclass, field
 
 from autopar.auto.space import POLICIES
 from autopar.cost.layout import Layout
-from autopar.cost.layout_price import Cause, Price
+from autopar.cost.layout_price import Cause, Price, layers_of_parts, ranks_of_part
 
 
 @dataclass
 class StandIn:
-    """A transformer by formulas: ``layers`` of ``width`` on chips with ``flops``, ``links`` and ``limit``."""
+    """A transformer by formulas: ``layers`` of ``width``, and a head as large as ``head`` of them, on chips with
+    ``flops``, ``links`` and ``limit``."""
 
     layers: int = 8
     width: int = 4096
+    head: float = 0.0
     seq: int = 4096
     flops: float = 400e12
     inside: float = 300e9
@@ -31,7 +33,8 @@ class StandIn:
             return Price.of_refusal("experts: nothing to shard on axis 'ep'")
         p, m, v, rows = layout.pp, layout.microbatches, layout.virtual_stages, layout.micro_batch
         tokens = rows * self.seq / layout.cp
-        per_rank = -(-self.layers // p)
+        held = self._held(layout)
+        per_rank = max(held)
         products = 6 * 12 * self.width**2 * tokens * per_rank / layout.tp / self.flops
         again = (0.0, 0.05, 0.33)[POLICIES.index(layout.activation_checkpoint)] * products
         hidden = tokens * self.width * 2
@@ -58,20 +61,29 @@ class StandIn:
             Cause("optimizer", "", optimizer, optimizer),
         ]
         seconds = sum(c.exposed for c in causes)
-        memory = tuple(self._memory(layout, rank, elements, hidden, per_rank) for rank in range(p))
+        memory = tuple(self._memory(layout, rank, hidden, held[rank]) for rank in range(p))
         return Price(seconds, 0.4, 1.0, tuple(c for c in causes if c.seconds), memory, self.limit)
 
-    def _memory(self, layout: Layout, rank: int, elements: float, hidden: float, per_rank: int) -> float:
+    def _held(self, layout: Layout) -> list[float]:
+        """Layers of each rank of pp, with the head."""
+        held = [0.0] * layout.pp
+        for part, layers in enumerate(layers_of_parts(layout, range(self.layers))):
+            for rank in ranks_of_part(part, layout):
+                held[rank] += len(layers) + self.head * (part == layout.parts - 1)
+        return held
+
+    def _memory(self, layout: Layout, rank: int, hidden: float, held: float) -> float:
+        elements = 12 * self.width**2 * held / layout.tp
         shards = layout.dp * layout.cp
         weights = 2 * elements / (shards if layout.zero == 3 else 1)
         gradients = 2 * elements / (shards if layout.zero >= 2 and layout.reduce_grads != "step" else 1)
         states = 0 if layout.optimizer_cpu_offload else 12 * elements / (shards if layout.zero else 1)
         kept = (34, 20, 2)[POLICIES.index(layout.activation_checkpoint)]
-        saved = kept / 2 * hidden / layout.tp * per_rank * min(layout.microbatches, layout.pp - rank)
-        logits = self.of_loss(layout) / layout.loss_chunks * (rank == layout.pp - 1)
+        saved = kept / 2 * hidden / layout.tp * held * min(layout.microbatches, layout.pp - rank)
+        logits = self._of_loss(layout) / layout.loss_chunks * (rank in ranks_of_part(layout.parts - 1, layout))
         return weights + gradients + states + saved + logits
 
-    def of_loss(self, layout: Layout) -> float:
+    def _of_loss(self, layout: Layout) -> float:
         """Bytes of the logits."""
         return 14 * 32000 * layout.micro_batch * self.seq / layout.cp / layout.tp
 

@@ -35,6 +35,16 @@ def test_the_choice_is_that_of_pricing_everything(question: Mapping[str, Any], c
     assert len(set(every)) == len(every)
 
 
+def test_a_schedule_that_spreads_layers_better_is_found() -> None:
+    """14 layers and a head of three on 4 ranks: stages take 3, 4, 4 and 6; the two parts of each rank of a V 5, 4, 4
+    and 4."""
+    asked = Question(ranks=8, batch=64, seq=4096, layers=14, fixed={"pp": 4})
+    prices = StandIn(layers=14, head=3.0)
+    found, wanted = search(Space(asked), prices), brute_force(Space(asked).layouts(), prices)
+    assert found.choice is not None and wanted is not None
+    assert found.choice.layout == wanted.layout and wanted.layout.schedule == "zb_v"
+
+
 def test_pruning_prices_few_of_many() -> None:
     prices = StandIn(layers=96, width=12288)
     found = search(Space(Question(ranks=4096, batch=4096, seq=4096, layers=96)), prices)

@@ -81,7 +81,7 @@ def steps(seconds: list[float]) -> list[MeasuredStep]:
     found = []
     for (mesh, options), time_ in zip((*MEASURED, *OTHERS), seconds, strict=True):
         layout = Layout.of(sizes(mesh), Options(**options), BATCH)
-        found.append(MeasuredStep(layout, model.costs(layout.placement), nodes, time_))
+        found.append(MeasuredStep(layout, model.costs(layout.placement, layout.micro_batch), nodes, time_))
     return found
 
 

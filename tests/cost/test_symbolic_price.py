@@ -46,7 +46,7 @@ def model(config: str, seq: int) -> CostedModel:
 
 
 def symbolic(config: dict[str, Any], layout: Layout, stack: Stack) -> SymbolicPrice:
-    costs = {seq: model(json.dumps(config), seq).costs(layout.placement) for seq in LENGTHS}
+    costs = {seq: model(json.dumps(config), seq).costs(layout.placement, layout.micro_batch) for seq in LENGTHS}
     assert can_be_symbolic(layout, Cluster.parse(stack.chip))
     return symbolic_price(layout, costs, Cluster.parse(stack.chip), stack)
 
