@@ -34,6 +34,7 @@ from autopar.ir.graph import global_shape, placeholders
 from autopar.ir.meta import input_specs
 from autopar.report.tables import human_count
 from autopar.runtime.exec.expert_stats import layers_of_experts
+from autopar.runtime.health.health_watch import EVERY
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.steps.graphs import Compiled
 from autopar.values import whole_number, yes_or_no
@@ -58,6 +59,7 @@ class Monitor:
         self._experts, self._load = False, dict[str, torch.Tensor]()
         self._forget = model.observe_steps(self._called)
         self._since, self._at = time.perf_counter(), start
+        self._look, self._published = 0.0, dict[str, float]()
         self._line = _Line(total, start) if progress and self._first else None
 
     def __enter__(self) -> Self:
@@ -122,22 +124,24 @@ class Monitor:
         return {"expert_imbalance": worst} if worst else {}
 
     def _of_ranks(self) -> dict[str, float]:
-        """What ranks have published of themselves."""
-        found: dict[str, float] = {}
-        if peaks := self._model.peak_memory():
-            found["peak_memory_gib"] = max(peaks.values()) / GIB
+        """What ranks have published of themselves, at most as often as they do."""
+        if time.monotonic() >= self._look:
+            self._look = time.monotonic() + EVERY
+            self._published = self._read_ranks()
+        return self._published
+
+    def _read_ranks(self) -> dict[str, float]:
         try:
             health = self._model.health()
         except ValueError:  # a backend whose waiting is not seen
-            return found
+            return {"peak_memory_gib": max(self._model.peak_memory().values()) / GIB}
         spent: Counter[str] = Counter()
         for _, of_rank, _ in health.rows():
             spent.update(of_rank)
         whole = sum(spent.values())
-        for what, seconds in spent.items():
-            if what != "computing":
-                found[what.replace(" ", "_")] = seconds / whole
-        return found | {"slow_ranks": float(len(health.slow))}
+        shares = {what.replace(" ", "_"): t / whole for what, t in spent.items() if what != "computing"}
+        peak = max(one.peak_memory for one in health.ranks) / GIB
+        return {"peak_memory_gib": peak, **shares, "slow_ranks": float(len(health.slow))}
 
 
 def monitor(

@@ -119,13 +119,17 @@ def test_qwen_vl_with_images_of_its_own_on_each_rank(grids: Any, sizes: Any, opt
     assert max(run_ranks(2, stepped, grids, sizes, options, timeout=200)) < LIMIT
 
 
+ON_MESHES = [
+    (grids, mesh)
+    for grids in ((SMALL,) * 4, (SMALL, WIDE) * 2) for mesh in ("dp=2", "tp=2", "cp=2", "dp=2,cp=2")
+]  # fmt: skip
+UNLIKE = [((SMALL, SMALL, WIDE, WIDE), mesh) for mesh in ("tp=2", "cp=2")]  # whose halves no two ranks of dp could pass
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("grids", [(SMALL,) * 4, (SMALL, WIDE) * 2, (SMALL, SMALL, WIDE, WIDE)], ids=str)
-@pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "cp=2", "dp=2,cp=2"])
+@pytest.mark.parametrize(("grids", "mesh"), [*ON_MESHES, *UNLIKE], ids=str)
 @pytest.mark.parametrize("share", [True, False])
 def test_qwen_vl_on_meshes(grids: Any, mesh: str, share: bool) -> None:
-    if grids[0] == grids[1] != grids[2] and "dp" in mesh:
-        pytest.skip("its halves are unlike, which no two ranks could pass")
     options = Options(static_inputs=GRIDS, share_encoders=share)
     found = check_model(*qwen_vl(grids), Mesh.parse(mesh), options)
     assert found.worst < LIMIT, str(found)

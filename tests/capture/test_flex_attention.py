@@ -85,6 +85,10 @@ SCORES: dict[str, Any] = {
     "by head": lambda s, b, h, q, k: s - (h + 1) * (q - k) * 0.0625,
     "scaled": lambda s, b, h, q, k: s * 0.5,
     "softcap and distance": lambda s, b, h, q, k: torch.tanh(s / 2.0) * 2.0 + (k - q) * 0.125,
+    "window": lambda s, b, h, q, k: torch.where(q - k < 5, s, -float("inf")),
+    "distance elsewhere": lambda s, b, h, q, k: torch.where(q - k >= 5, -torch.inf, s + (k - q) * 0.125),
+    "filled": lambda s, b, h, q, k: s.masked_fill((q - k) % 3 == 1, float("-inf")) * 0.5,
+    "softcap in a window": lambda s, b, h, q, k: torch.where(q - k < 5, 3.0 * torch.tanh(s / 3.0), -torch.inf),
 }
 
 
@@ -185,7 +189,7 @@ def test_positions_are_recognised_by_their_values(large: int, monkeypatch: pytes
 
     def read(mask: Mask) -> tuple[bool, int, int, bool]:
         with warnings.catch_warnings():
-            found = mask_arguments(expression_of(mask, "b", "h", "q", "k"), sizes, torch.device("cpu"))
+            found = mask_arguments([expression_of(mask, "b", "h", "q", "k")], sizes, torch.device("cpu"))
         return found.causal, found.window, found.chunk, found.whole is not None
 
     assert read(lambda b, h, q, k: ~(q < k)) == (True, 0, 0, False)
@@ -216,6 +220,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (dict(mask=causal, keys=S + 4), "made for .16, 20. queries and keys, found .16, 16."),
     (dict(score=lambda s, b, h, q, k: torch.exp(s)), "needs the form cap"),
     (dict(score=lambda s, b, h, q, k: s * (q - k)), "needs the form cap"),
+    (dict(score=lambda s, b, h, q, k: 3 * torch.tanh(torch.where(q >= k, s, -torch.inf) / 3)), "found where"),
+    (dict(score=lambda s, b, h, q, k: torch.where(q >= k, -s, -torch.inf)), "found neg"),
     (dict(return_lse=True), "found return_lse"),
 ]
 

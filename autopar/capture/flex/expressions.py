@@ -29,7 +29,8 @@ _ENTRYWISE = {
     "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not", "greater_equal", "greater", "less_equal", "less",
     "not_equal", "div", "floor_divide", "remainder", "minimum", "maximum", "clamp", "clip", "tanh", "exp", "exp2",
     "log", "square", "sqrt", "sigmoid", "relu", "to", "bool", "int", "long", "float", "double", "getitem", "rsub",
-    "multiply", "subtract",
+    "multiply", "subtract", "detach", "masked_fill", "sin", "cos", "log2", "log1p", "sign", "floor", "ceil", "round",
+    "rsqrt", "reciprocal", "negative", "absolute",
 }  # fmt: skip
 AND = {"and", "logical_and", "bitwise_and"}
 

@@ -10,7 +10,7 @@ A part that depends on positions alone is recognised by its values: it is comput
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,10 +55,10 @@ class Sizes:
         return {name: x.view([-1 if i == dim else 1 for i in range(4)]) for dim, (name, x) in enumerate(made.items())}
 
 
-def mask_arguments(mask: Any, sizes: Sizes, device: torch.device) -> MaskArguments:
-    """The arguments for the expression of a mask."""
+def mask_arguments(masks: Sequence[Any], sizes: Sizes, device: torch.device) -> MaskArguments:
+    """The arguments for the expressions of masks that all hold."""
     found, variables = MaskArguments(), sizes.variables(device)
-    parts = [part for part in conjuncts(mask) if part is not True]
+    parts = [part for mask in masks for part in conjuncts(mask) if part is not True]
     by_position = [part for part in parts if _by_position(part)]
     rest = [part for part in parts if not _by_position(part)]
     if by_position and not _recognised(by_position, sizes, found):

@@ -125,7 +125,7 @@ def attend(
             f"flex_attention: needs q, k, v [B, H, S, D] with equal B, and equal H without enable_gqa, found {shapes}"
         )
     try:
-        softcap, bias, factor = _score_arguments(score_mod, sizes, q)
+        softcap, bias, factor, seen = _score_arguments(score_mod, sizes, q)
     except Unreadable as unreadable:
         raise _refusal("score_mod", unreadable) from None
     mask_mod = None if block_mask is None else block_mask.mask_mod
@@ -137,7 +137,7 @@ def attend(
         )
     try:
         mask = True if mask_mod is None else expression_of(mask_mod, BATCH, HEAD, QUERY, KEY)
-        found = mask_arguments(mask, sizes, q.device)
+        found = mask_arguments([mask, *seen], sizes, q.device)
     except Unreadable as unreadable:
         raise _refusal("mask_mod", unreadable) from None
     _reasons.extend(found.reasons)
@@ -192,12 +192,17 @@ def _refusal(what: str, error: Unreadable) -> ValueError:
     )
 
 
-def _score_arguments(score_mod: Any, sizes: Sizes, q: Tensor) -> tuple[float, Tensor | None, float]:
-    """softcap, bias [B|1, H|1, Sq, Sk] and factor with score_mod(score) = cap(score * factor) + bias."""
+def _score_arguments(score_mod: Any, sizes: Sizes, q: Tensor) -> tuple[float, Tensor | None, float, list[Expression]]:
+    """softcap, bias [B|1, H|1, Sq, Sk], factor and masks with score_mod(score) = cap(score * factor) + bias where all
+    masks hold, else -inf."""
     score = Variable(SCORE) if score_mod is None else expression_of(score_mod, SCORE, BATCH, HEAD, QUERY, KEY)
-    softcap, factor, bias = 0.0, 1.0, cast("Tensor | None", None)
+    softcap, factor, bias, seen = 0.0, 1.0, cast("Tensor | None", None), list[Expression]()
     variables = sizes.variables(q.device)
     while not isinstance(score, Variable):
+        if isinstance(score, Expression) and not softcap and factor > 0 and (masked := _masked(score)):
+            seen.append(masked[0])
+            score = masked[1]
+            continue
         if isinstance(score, Expression) and (split := _split(score)):
             inner, other = split
             if score.name in ("add", "sub"):
@@ -217,7 +222,24 @@ def _score_arguments(score_mod: Any, sizes: Sizes, q: Tensor) -> tuple[float, Te
             factor = 1.0
             continue
         raise _unsaid(score)
-    return softcap, bias, factor * softcap if softcap else factor
+    return softcap, bias, factor * softcap if softcap else factor, seen
+
+
+def _masked(score: Expression) -> tuple[Expression, Any] | None:
+    """(where a score counts, the score), for one that is -inf elsewhere."""
+    if score.kwargs or len(score.args) != 3 or score.name not in ("where", "masked_fill"):
+        return None
+    condition, first, second = score.args if score.name == "where" else (score.args[i] for i in (1, 2, 0))
+    if not isinstance(condition, Expression) or SCORE in condition.names:
+        return None
+    if _is_least(second):
+        return condition, first
+    return (~condition, second) if _is_least(first) else None  # type: ignore[operator]  # set for all operators
+
+
+def _is_least(x: Any) -> bool:
+    one = isinstance(x, (int, float)) or (isinstance(x, Tensor) and x.dim() == 0 and not x.is_meta)
+    return one and float(x) == -math.inf
 
 
 def _split(score: Expression) -> tuple[Any, Any] | None:
@@ -232,6 +254,6 @@ def _split(score: Expression) -> tuple[Any, Any] | None:
 
 def _unsaid(score: Any) -> ValueError:
     return ValueError(
-        f"flex_attention: a score_mod needs the form cap * tanh(score / cap) + bias, with numbers for cap and any bias "
-        f"of positions, found {score}; write the scores and their softmax out"
+        "flex_attention: a score_mod needs the form cap * tanh(score / cap) + bias, or -inf where positions say so, "
+        f"with numbers for cap and any bias of positions, found {score}; write the scores and their softmax out"
     )
