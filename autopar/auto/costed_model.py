@@ -61,8 +61,10 @@ class LayerList:
 
 @dataclass(frozen=True)
 class _Short:
-    """A model with few layers, compiled. dense: its ranks of ep are those of dp, as it has no experts."""
+    """A model with few layers, of lists with these lengths, compiled. dense: its ranks of ep are those of dp, as it has
+    no experts."""
 
+    lengths: tuple[int, ...]
     compiled: Compiled
     dense: bool
 
@@ -135,22 +137,24 @@ class CostedModel:
     def _costs_of(self, placement: Placement, few: list[_Short], more: list[_Short]) -> ModelCosts:
         """The costs of models with few layers, compiled for both numbers of rows."""
         samples = []
-        for lengths, one, other in zip(self._samples(), few, more, strict=True):
-            sample = sample_of([one.compiled, other.compiled], self._counts(lengths))
+        for one, other in zip(few, more, strict=True):
+            sample = sample_of([one.compiled, other.compiled], self._counts(one.lengths))
             samples.append(sample.renamed("dp", "ep") if one.dense else sample)
         return model_costs(placement, self.kinds, samples, ROWS)
 
     def _samples(self) -> list[tuple[int, ...]]:
-        """Lengths of the lists in each sample: the shortest ones that tell the costs of all kinds apart."""
+        """Lengths of the lists in each sample: the shortest ones that tell the costs of all kinds apart. A list without
+        layers is among them where others do not: a first layer of its own kind is in all others."""
         found, rank = list[tuple[int, ...]](), 0
         start = [1] * len(self.lists)
         more = [(i, length) for i, one in enumerate(self.lists) for length in range(2, len(one.kinds) + 1)]
-        for lengths in [start, *([*start[:i], length, *start[i + 1 :]] for i, length in more)]:
+        empty = [(i, 0) for i in range(len(self.lists))]
+        for lengths in [start, *([*start[:i], length, *start[i + 1 :]] for i, length in (*more, *empty))]:
             design = np.array([[1, *self._counts(x)] for x in (*found, lengths)])
             if (now := int(np.linalg.matrix_rank(design))) > rank:
                 found.append(tuple(lengths))
                 rank = now
-        return found
+        return sorted(found)
 
     def _counts(self, lengths: Sequence[int]) -> tuple[int, ...]:
         """Layers of each kind, if the lists have these lengths."""
@@ -158,22 +162,29 @@ class CostedModel:
         return tuple(counts[kind] for kind in range(max(self.kinds, default=-1) + 1))
 
     def _compiled_for(self, placement: Placement, rows: int, like: Sequence[_Short] = ()) -> list[_Short]:
-        """Models with few layers. like: with their algorithms instead of those that the compiler chooses."""
-        plans: list[Plan | None] = [one.compiled.plan for one in like]
-        plans = plans or [None] * len(self._samples())
-        return [self._short(placement, x, rows, plan) for x, plan in zip(self._samples(), plans, strict=True)]
+        """Models with few layers. like: with their algorithms instead of those that the compiler chooses. A model that
+        does not run without layers is left out."""
+        asked = [(one.lengths, one.compiled.plan) for one in like] or [(x, None) for x in self._samples()]
+        found = []
+        for lengths, plan in asked:
+            try:
+                found.append(self._short(placement, lengths, rows, plan))
+            except ValueError:
+                if all(lengths):
+                    raise
+        return found
 
     def _short(self, placement: Placement, lengths: tuple[int, ...], rows: int, like: Plan | None) -> _Short:
         mesh = placement.mesh
         try:
-            return _Short(self._compiled(lengths, rows * mesh.data_size, mesh, placement.options, like), dense=False)
+            return _Short(lengths, self._compiled(lengths, rows * mesh.data_size, mesh, placement.options, like), False)
         except ValueError:
             if all(self._counts(lengths)) or (placement.ep == 1 and placement.expert_axis == "ep"):
                 raise
         # The first layers have no experts to shard: to them, ranks of ep are data parallel.
         dense = replace(placement, ep=1, expert_axis="ep", token_dispatcher="auto")
         mesh = Mesh(tuple(("dp" if axis == "ep" else axis, size) for axis, size in mesh.axes))
-        return _Short(self._compiled(lengths, rows * mesh.data_size, mesh, dense.options, like), dense=True)
+        return _Short(lengths, self._compiled(lengths, rows * mesh.data_size, mesh, dense.options, like), True)
 
     def _compiled(
         self, lengths: tuple[int, ...], rows: int, mesh: Mesh, options: Options, like: Plan | None = None

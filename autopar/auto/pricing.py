@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,6 +37,7 @@ class Pricing:
         self._cuts: dict[Layout, Layout] = {}
         self._known: Known = {}
         self._tried: dict[Placement, str] = {}
+        self._compiled: defaultdict[Placement, list[Placement]] = defaultdict(list)
         self._bounds: dict[tuple[Placement, Placement, int], ModelCosts] = {}
         self._elements = float(sum(p.numel() for p in self.model.model.parameters()))
 
@@ -86,11 +88,18 @@ class Pricing:
         if placement in self._tried:
             return None
         near = self._nearest(placement)
-        if near == placement or any(map(self._refusal, (near, scaled_costs.unsharded(placement)))):
+        if self._unbounded(near, placement):
             return None
         return self.bound_from(near, layout)
 
-    def bound_from(self, near: Placement, layout: Layout) -> Price:
+    def memory(self, layout: Layout) -> Price:
+        """A price without seconds, of at most the memory that the layout takes."""
+        placement = layout.placement
+        if placement not in self._tried and not self._unbounded(near := self._nearest(placement), placement):
+            return self.bound_from(near, layout, memory_only=True)
+        return self.price(layout)
+
+    def bound_from(self, near: Placement, layout: Layout, memory_only: bool = False) -> Price:
         """The bound by costs on a placement within the layout's (`autopar.auto.scaled_costs.is_within`)."""
         placement, rows = layout.placement, layout.micro_batch
         key = near, placement, rows
@@ -99,13 +108,17 @@ class Pricing:
             if placement.policy != "none" or placement.loss_chunks > 1:
                 found = scaled_costs.with_policy(found, self.model.costs(scaled_costs.unsharded(placement), rows))
             self._bounds[key] = found
-        return self._limited(self._of(layout, self._bounds[key]))
+        return self._limited(self._of(layout, self._bounds[key], memory_only=memory_only))
+
+    def _unbounded(self, near: Placement, placement: Placement) -> bool:
+        """Whether costs of a placement are no bound of another's: they are its own, or what they are made of does not
+        compile."""
+        return near == placement or any(map(self._refusal, (near, scaled_costs.unsharded(placement))))
 
     def _nearest(self, placement: Placement) -> Placement:
         """The largest placement that is compiled, of those whose axes are smaller."""
-        seed = scaled_costs.seed(placement)
-        known = [p for p, reason in self._tried.items() if not reason and scaled_costs.is_within(p, placement)]
-        return max([seed, *known], key=lambda p: p.tp * p.cp * p.ep)
+        known = [p for p in self._compiled[scaled_costs.axes(placement)] if scaled_costs.is_within(p, placement)]
+        return max([scaled_costs.seed(placement), *known], key=lambda p: p.tp * p.cp * p.ep)
 
     def weights(self, layout: Layout) -> float:
         """Bytes of parameters, gradients and optimizer states of a rank, at least."""
@@ -135,6 +148,7 @@ class Pricing:
             try:
                 self.model.costs(placement)
                 self._tried[placement] = ""
+                self._compiled[scaled_costs.axes(placement)].append(placement)
             except ValueError as error:
                 self._tried[placement] = " ".join(str(error).split())
         return self._tried[placement]

@@ -11,6 +11,7 @@ another algorithm may be chosen for other sizes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -33,13 +34,18 @@ def unsharded(placement: Placement) -> Placement:
     return Placement(policy=placement.policy, loss_chunks=placement.loss_chunks)
 
 
+@functools.cache
+def axes(placement: Placement) -> Placement:
+    """Equal for placements on the same axes, of any sizes and policies."""
+    tp, cp, ep = (min(2, getattr(placement, axis)) for axis in AXES)
+    return replace(placement, tp=tp, cp=cp, ep=ep, policy="none", loss_chunks=1)
+
+
 def is_within(small: Placement, placement: Placement) -> bool:
-    """Whether the costs of one placement bound those of another: on the same axes, in larger parts."""
-    same = replace(placement, policy="none", loss_chunks=1)
-    if replace(small, tp=same.tp, cp=same.cp, ep=same.ep) != same:
+    """Whether the costs of one placement bound those of another on the same axes: it has larger parts."""
+    if axes(small) != axes(placement) or small.policy != "none" or small.loss_chunks > 1:
         return False
-    pairs = [(getattr(small, axis), getattr(placement, axis)) for axis in AXES]
-    return all(large % size == 0 and (size == 1) == (large == 1) for size, large in pairs)
+    return all(getattr(placement, axis) % getattr(small, axis) == 0 for axis in AXES)
 
 
 def _least_factor(size: int) -> int:

@@ -37,6 +37,7 @@ class Pricer(Protocol):
     def limit(self) -> float: ...
     def price(self, layout: Layout, simulated: bool = False) -> Price: ...
     def bound(self, layout: Layout) -> Price | None: ...
+    def memory(self, layout: Layout) -> Price: ...
     def weights(self, layout: Layout) -> float: ...
 
 
@@ -242,7 +243,7 @@ class _Search:
         first, last = (POLICIES.index(one.activation_checkpoint) for one in (layout, leanest[-1]))
         for policy in POLICIES[first : last + 1]:
             for lean in (replace(one, activation_checkpoint=policy) for one in leanest):
-                price = self.pricer.bound(lean) or self.pricer.price(lean)
+                price = self.pricer.memory(lean)
                 if _may_fit(price):
                     return policy
                 if price.most_memory < self.leanest[0]:

@@ -140,17 +140,19 @@ def price(
     compute: str = "",
     topology: str = "",
     simulated: bool = False,
+    memory_only: bool = False,
     known: Known | None = None,
 ) -> Price:
     """The price of a layout. kernel: of attention (`autopar.cost.efficiency.KERNELS`), by default the stack's. compute:
     "fp8" for products in float8. topology: links that replace the cluster's, by axis. simulated: the pipeline is run
-    action by action, instead of by the formula of its schedule. known: for many layouts of one model on one cluster.
+    action by action, instead of by the formula of its schedule. memory_only: without seconds and causes. known: for many layouts of one model on one cluster.
 
     Raises ValueError for a cluster with another number of chips."""
     kernel = kernel or stack.kernel
     if reason := _refusal(layout, costs, cluster, stack, kernel, compute):
         return Price.of_refusal(reason)
-    return _pricing(layout, costs, cluster, stack, kernel, compute, topology, simulated, known).price()
+    pricing = _pricing(layout, costs, cluster, stack, kernel, compute, topology, simulated, known)
+    return pricing.memory() if memory_only else pricing.price()
 
 
 def layer_seconds(
@@ -312,20 +314,46 @@ class _Pricing:
         dense = sum(c.dense for c in layers) + rest.first * first + (rest.dense - rest.first) * last
         return dense, sum(c.experts for c in layers) + rest.experts * last
 
+    @functools.cached_property
+    def held(self) -> list[list[int]]:
+        """The parts of each rank of pp."""
+        held: list[list[int]] = [[] for _ in range(self.layout.pp)]
+        for part in range(self.layout.parts):
+            for rank in ranks_of_part(part, self.layout):
+                held[rank].append(part)
+        return held
+
+    @functools.cached_property
+    def alike(self) -> list[int]:
+        """For each rank of pp, the first with the same chips and parts."""
+        last, known = self.layout.parts - 1, dict[tuple[int, Held], int]()
+        kinds = [tuple(part) for part in self.parts]
+        keys = [tuple((kinds[k], k == 0, k == last) for k in parts) for parts in self.held]
+        return [known.setdefault((id(at), key), r) for r, (at, key) in enumerate(zip(self.at, keys, strict=True))]
+
+    @functools.cached_property
+    def sizes(self) -> list[tuple[float, float]]:
+        """Elements of parameters of each rank of pp."""
+        return self._each(self.alike, lambda r: self._of_rank_sizes(self.held[r]))
+
+    def memory(self) -> Price:
+        """The price without seconds and causes."""
+        held, sizes, at = self.held, self.sizes, self.at
+        saved = self._each(self.alike, lambda r: self._saved(held[r]))
+        memory = tuple(at[r]._memory(r, held[r], sizes[r], saved[r]) for r in range(self.layout.pp))
+        limits = tuple(one.links.cluster.capacity for one in at)
+        limit = max(zip(memory, limits, strict=True), key=lambda pair: pair[0] / pair[1])[1]
+        return Price(
+            memory=memory, limit=limit, guesses=self.stack.guesses, limits=limits if len(set(limits)) > 1 else ()
+        )
+
     def price(self) -> Price:
         """The price."""
         layout, m = self.layout, self.layout.microbatches
         ranks = range(layout.pp)
         n = layout.parts
-        held: list[list[int]] = [[] for _ in ranks]
-        for k in range(n):
-            for r in ranks_of_part(k, layout):
-                held[r].append(k)
-        at, alike = self.at, dict[tuple[int, Held], int]()  # chips and parts of a rank -> the first rank that has them
-        parts = [tuple((tuple(self.parts[k]), k == 0, k == n - 1) for k in held[r]) for r in ranks]
-        of = [alike.setdefault((id(at[r]), parts[r]), r) for r in ranks]
+        held, sizes, of, at = self.held, self.sizes, self.alike, self.at
         way = [self._each(of, functools.partial(lambda w, r: at[r]._of_rank(held[r], w), w)) for w in range(3)]
-        sizes = self._each(of, lambda r: self._of_rank_sizes(held[r]))
         gathers = self._each(of, lambda r: at[r]._sharded(held[r], way, r))
         each = [
             way[0][r].seconds + way[1][r].seconds + way[2][r].seconds + sum(g[1] for g in gathers[r]) for r in ranks
@@ -353,7 +381,7 @@ class _Pricing:
         reduced = max(once, key=lambda pair: pair[1])
         if reduced[0]:
             causes.append(Cause("dp", "dp", *reduced))
-        optimizer = max(at[r]._optimizer(sizes[r]) for r in alike.values())
+        optimizer = max(at[r]._optimizer(sizes[r]) for r in set(of))
         causes.append(Cause("optimizer", "", optimizer, optimizer))
         seconds = sum(c.exposed for c in causes)
         jitter = seconds * self.stack.jitter * max(0.0, math.log2(layout.ranks / 8))
@@ -362,15 +390,8 @@ class _Pricing:
         seconds += jitter
         flops = TRAINED * self.costs.flops(self.rows) * m * layout.data_size * layout.tp * layout.cp
         peak = sum(one.device.chip.flops for one in at) * layout.ranks / layout.pp
-        saved = self._each(of, lambda r: self._saved(held[r]))
-        memory = tuple(at[r]._memory(r, held[r], sizes[r], saved[r]) for r in ranks)
         shown = tuple(c for c in causes if c.seconds > 0)
-        limits = tuple(one.links.cluster.capacity for one in at)
-        fullest = max(ranks, key=lambda r: memory[r] / limits[r])
-        return Price(
-            seconds, flops / (seconds * peak), flops, shown, memory, limits[fullest], guesses=self.stack.guesses,
-            limits=limits if len(set(limits)) > 1 else (),
-        )  # fmt: skip
+        return replace(self.memory(), seconds=seconds, mfu=flops / (seconds * peak), flops=flops, causes=shown)
 
     @staticmethod
     def _each(of: Sequence[int], value: Callable[[int], Any]) -> list[Any]:

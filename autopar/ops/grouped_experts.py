@@ -377,9 +377,10 @@ def moe_combine_backward(grad: Tensor, rows: Tensor, order: Tensor, weights: Ten
 def _in_cache(rows: Tensor) -> Iterator[slice]:
     """Parts of rows of which a core's cache holds some; a GPU takes them all at once."""
     few = max((1 << 19) // max(rows.shape[1] * rows.element_size(), 1), 1)
-    if rows.device.type not in ("cpu", "meta"):  # meta: the workspace of CPUs is measured
+    if rows.device.type not in ("cpu", "meta"):
         few = len(rows)
-    return (slice(start, start + few) for start in range(0, rows.shape[0], max(few, 1)))
+    end = rows.shape[0] if rows.device.type != "meta" else 2 * few  # the workspace of CPUs: that of each part
+    return (slice(start, start + few) for start in range(0, min(end, rows.shape[0]), few))
 
 
 def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -90,6 +90,10 @@ class StandIn:
     def bound(self, layout: Layout) -> None:
         """Nothing is compiled."""
 
+    def memory(self, layout: Layout) -> Price:
+        """The price."""
+        return self.price(layout)
+
     def weights(self, layout: Layout) -> float:
         """Bytes of parameters, gradients and optimizer states."""
         elements = 12 * self.width**2 * self.layers / layout.pp / layout.tp

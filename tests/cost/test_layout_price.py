@@ -34,6 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
                     "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
                     "v_head_dim": 16, **SIZES},
 }  # fmt: skip
+MODELS["one dense"] = MODELS["dense first"] | {"first_k_dense_replace": 1}
 H100, EAGER = Cluster.parse("H100"), stack_named("autopar-eager", "H100")
 
 
@@ -86,6 +87,7 @@ def all_layers(costs: ModelCosts) -> list[Any]:
         ("dense first", Placement(tp=2, policy="selective")),
         ("dense first", Placement(ep=2)),
         ("dense first", Placement(ep=2, tp=2, sequence_parallel=True, policy="full")),
+        ("one dense", Placement(tp=2, ep=2)),
     ],
 )
 def test_a_few_layers_tell_the_costs_of_all(name: str, placement: Placement) -> None:
@@ -108,6 +110,17 @@ def test_a_few_layers_tell_the_costs_on_every_axis(name: str, axis: str) -> None
         assert axis in str(error) or "sequence" in str(error) or "experts" in str(error)
         return
     check_costs(one, placement)
+
+
+@pytest.mark.parametrize("placement", [Placement(), Placement(tp=2, ep=2), Placement(policy="full")], ids=str)
+def test_a_first_layer_of_its_own_kind_is_told_from_the_head(placement: Placement) -> None:
+    """It is in every sample with layers, so one has none. (Rotary tables, which only layers read, count as its own.)"""
+    costs, others = model("one dense").costs(placement), model("dense first").costs(placement)
+    for found, expected in zip((costs.rest, *costs.layers), (others.rest, *others.layers), strict=True):
+        assert (found.dense, found.experts, found.first) == (expected.dense, expected.experts, expected.first)
+        for way in ("forward", "backward", "again"):
+            one, other = (summed([getattr(costs_of, way)], 2) for costs_of in (found, expected))
+            assert one | {"moved": 0.0} == pytest.approx(other | {"moved": 0.0}), way
 
 
 def check_costs(one: CostedModel, placement: Placement) -> None:
