@@ -145,7 +145,8 @@ def price(
 ) -> Price:
     """The price of a layout. kernel: of attention (`autopar.cost.efficiency.KERNELS`), by default the stack's. compute:
     "fp8" for products in float8. topology: links that replace the cluster's, by axis. simulated: the pipeline is run
-    action by action, instead of by the formula of its schedule. memory_only: without seconds and causes. known: for many layouts of one model on one cluster.
+    action by action, instead of by the formula of its schedule. memory_only: without seconds and causes. known: for
+    many layouts of one model on one cluster.
 
     Raises ValueError for a cluster with another number of chips."""
     kernel = kernel or stack.kernel
