@@ -164,9 +164,9 @@ class CostedModel:
     def _compiled_for(self, placement: Placement, rows: int, like: Sequence[_Short] = ()) -> list[_Short]:
         """Models with few layers. like: with their algorithms instead of those that the compiler chooses. A model that
         does not run without layers is left out."""
-        asked = [(one.lengths, one.compiled.plan) for one in like] or [(x, None) for x in self._samples()]
+        plans: list[tuple[tuple[int, ...], Plan | None]] = [(one.lengths, one.compiled.plan) for one in like]
         found = []
-        for lengths, plan in asked:
+        for lengths, plan in plans or [(x, None) for x in self._samples()]:
             try:
                 found.append(self._short(placement, lengths, rows, plan))
             except ValueError:
