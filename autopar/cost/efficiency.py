@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import json
 import math
+import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from autopar.spelling import did_you_mean
-from autopar.values import parse
+from autopar.values import parse, read
 
 FILE = Path(__file__).with_name("efficiency.json")
 DEFAULT_STACK = "autopar-eager"
@@ -104,6 +105,15 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def _number(value: Any, at: str) -> float:
+    if not _is_number(value):
+        raise ValueError(f"expected a number at {at}, found {value!r}")
+    return float(value)
+
+
+_READERS = {float: _number, Any: lambda value, at: value}
+
+
 def stacks() -> tuple[str, ...]:
     """Names of the table."""
     return tuple(_table())
@@ -124,16 +134,24 @@ def stack_named(name: str, chip: str) -> Stack:
 
 def stack_from(name: str, chip: str, row: Mapping[str, Any]) -> Stack:
     """A stack of the values of an entry. Raises ValueError."""
-    unknown = sorted(row.keys() - {f.name for f in fields(Stack)})
+    unknown = sorted(row.keys() - {f.name for f in fields(Stack)} | row.keys() & {"name", "chip"})
     if unknown:
         raise ValueError(f"stack: {name} has unknown values {', '.join(unknown)}")
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    hints = typing.get_type_hints(Stack)
     try:
-        return Stack(name=name, chip=chip, **values)
+        values = {key: read(hints[key], value, key, _READERS) for key, value in row.items()}
+    except ValueError as error:
+        raise ValueError(f"stack: {name}: {error}; measure it with autopar calibrate") from error
+    try:
+        stack = Stack(name=name, chip=chip, **values)
     except TypeError as error:
         needed = [f.name for f in fields(Stack) if f.default is MISSING and f.default_factory is MISSING]
         missing = [name for name in needed if name not in (*values, "name", "chip")]
         raise ValueError(f"stack: {name} lacks {', '.join(missing)}; measure it with autopar calibrate") from error
+    plain = {key: value for key, value in row.items() if key != "kernels"}
+    for kernel, changes in stack.kernels.items():  # each is checked
+        stack_from(name, chip, plain | {"kernel": kernel} | dict(changes))
+    return stack
 
 
 def stack_text(stack: Stack) -> str:

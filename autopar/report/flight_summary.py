@@ -7,7 +7,6 @@ rank 3   has written nothing                                    <- what all of t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import networkx as nx
 
 from autopar.files import opened_plain
-from autopar.values import a_text, refuse, whole_number
+from autopar.values import parse, read, refuse, whole_number
 
 LARGEST = 8 << 20  # bytes of a file
 OLD = 300.0  # seconds before the newest file: of an earlier failure
@@ -42,7 +41,7 @@ class Flight:
     host: str
     written: float
     error: str
-    events: Sequence[Event]
+    events: tuple[Event, ...]
 
     @property
     def last(self) -> Event | None:
@@ -71,26 +70,20 @@ def _flight(file: Path) -> Flight:
             data = handle.read(LARGEST + 1)
         if len(data) > LARGEST:
             raise ValueError(f"it has more than {LARGEST} bytes")
-        return _of(json.loads(data))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        said = str(error).splitlines() or [type(error).__name__]
-        raise ValueError(f"flight: {file} is no file of a rank: {said[0]}") from None
+        found: Flight = read(Flight, parse(data.decode()), "the file", {float: _seconds, int: _rank})
+        return found
+    except (OSError, ValueError) as error:
+        raise ValueError(f"flight: {file} is no file of a rank: {(str(error).splitlines() or ['?'])[0]}") from None
 
 
-def _of(given: Mapping[str, Any]) -> Flight:
-    events = [
-        Event(a_text("kind", e["kind"]), a_text("what", e["what"]), _seconds(e["start"]),
-              None if e["end"] is None else _seconds(e["end"]), tuple(whole_number("ranks", r) for r in e["ranks"]))
-        for e in given["events"]
-    ]  # fmt: skip
-    rank, written = whole_number("rank", given["rank"]), _seconds(given["written"])
-    return Flight(rank, a_text("host", given["host"]), written, a_text("error", given["error"]), events)
-
-
-def _seconds(value: Any) -> float:
-    if not isinstance(value, (int, float)) or not abs(value) < 1e12:
-        raise refuse("time", "seconds", value)
+def _seconds(value: Any, at: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e12:
+        raise refuse(at, "seconds", value)
     return float(value)
+
+
+def _rank(value: Any, at: str) -> int:
+    return whole_number(at, value)
 
 
 def doing(one: Flight) -> tuple[str, str, str]:

@@ -166,7 +166,9 @@ class SavedTensors:
             sums: Mapping[str, Sequence[int]] = manifest.get("sums", {})  # older checkpoints have none
             self._sums = {str(name): list(map(_number, found)) for name, found in sums.items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"load: the manifest of {checkpoint} has no entries of tensors: {error!r}") from error
+            raise ValueError(
+                f"load: the manifest of {checkpoint} is damaged: it has no entries of tensors; load an older one"
+            ) from error
         self.dtypes = {key: told.dtype for key, told in self._told.items()}
         self.shapes = {key: told.shape for key, told in self._told.items()}
 
