@@ -29,7 +29,7 @@ from autopar.options import Options
 from autopar.plan import AttentionPlan, Stream
 from autopar.planner.attention_choice import choose_algorithms, choose_layout
 from autopar.planner.batch_dims import decide_batch_dims
-from autopar.rules.sequence_parallel import spread_label
+from autopar.rules.sequence_parallel import spread_label, stream_labels
 
 AXIS = "cp"
 ATTENTION = torch.ops.autopar.attention.default
@@ -56,7 +56,8 @@ def plan_context(gm: GraphModule, mesh: Mesh, options: Options) -> ContextPlan:
     ranks = mesh.size(AXIS)
     attentions = calls_of(gm.graph, ATTENTION)
     if not attentions:
-        return ContextPlan([_stream_of_input(gm, ranks, options)])
+        stream = _stream_of_input(gm, ranks, options)
+        return ContextPlan([stream], labels=dict.fromkeys(stream_labels(gm, (stream,), mesh, AXIS), 0))
     longest = max((_tokens(n)[0] for n in attentions if not any(s % ranks for s in _tokens(n))), default=0)
     inputs = {s.node for s in signature_of(gm).inputs if s.kind == "input"}
     chosen = [n for n in attentions if _can_be_cut(n, ranks, plan, longest, inputs)]

@@ -27,7 +27,7 @@ from autopar.ir.custom_backward import inside_of
 from autopar.ir.graph import getitem_index, nbytes, reach, shape_on, tensor_operands
 from autopar.ir.mesh import Mesh
 from autopar.ir.meta import input_specs, names_of_parameters
-from autopar.ir.placement import Shard, scaled_blocks
+from autopar.ir.placement import Pieces, Shard, scaled_blocks
 from autopar.ops.gradient import OWN_BACKWARD, RESULT
 from autopar.ops.traits import PRODUCTS
 from autopar.plan import Stream
@@ -55,11 +55,7 @@ class Tokens:
         return self.rules[call]
 
     def cut(self, rule: Rule, dims: Dims, shard: Shard) -> Cut | None:
-        """The factors that a Shard means for a call; None if the call cannot run on it."""
-        try:
-            return rule.completed(rule.cut_of(dims, shard, self.mesh.pieces(self.axis)))
-        except RuleError:
-            return None
+        return cut_of(rule, dims, shard, self.mesh.pieces(self.axis))
 
     @cached_property
     def calls(self) -> dict[Node, None]:
@@ -115,6 +111,14 @@ def results_of(call: Node) -> Iterator[tuple[int, Node]]:
         index = getitem_index(user)
         if index is not None:
             yield index, user
+
+
+def cut_of(rule: Rule, dims: Dims, shard: Shard, ranks: Pieces) -> Cut | None:
+    """The factors that a Shard means for a call; None if the call cannot run on it."""
+    try:
+        return rule.completed(rule.cut_of(dims, shard, ranks))
+    except RuleError:
+        return None
 
 
 def _shard_of(rule: Rule, dims: Dims | None, cut: Cut) -> Shard | None:
@@ -259,14 +263,22 @@ def _dims_of_inputs(tokens: Tokens) -> dict[Node, set[int]]:
 
 @dataclass(frozen=True)
 class Region:
-    """``cuts``: the factors that calls shard: channels inside, tokens right beside them. ``inside``: calls that run on
-    channels; ``repeats``: those among them that run whole, because their operands lack the channels.
-    ``exchanged``: (value, whether it enters, bytes that a rank sends)."""
+    """``inside``: calls that run on channels. ``repeats``: those among them that are replicated, because their operands
+    lack the channels. ``labels``: values of the others, and of calls right beside them, which run on tokens, with what
+    shards them. ``exchanged``: (value, whether it enters, bytes that a rank sends)."""
 
-    cuts: Mapping[Node, Cut] = field(default_factory=dict)
     inside: Collection[Node] = ()
     repeats: Collection[Node] = ()
+    labels: Mapping[Node, Shard] = field(default_factory=dict)
     exchanged: Sequence[tuple[Node, bool, float]] = ()
+
+    def cut(self, call: Node, rule: Rule, ranks: Pieces) -> Cut | None:
+        """The factors that a call shards. Found anew for the rule at hand: that of another axis' conversion depends on
+        how its operand is sharded by now."""
+        for i, value in results_of(call) if self.labels else ():
+            if value in self.labels:
+                return cut_of(rule, rule.results[i], self.labels[value], ranks)
+        return None
 
 
 def channel_region(tokens: Tokens, seeds: Iterable[Seed]) -> Region:
@@ -281,12 +293,12 @@ def channel_region(tokens: Tokens, seeds: Iterable[Seed]) -> Region:
         for value, enters, users, cost in _values(tokens, cuts)
         if (maker_of(value) in inside) != enters and any((user in inside) == enters for user in users)
     ]
-    chosen = {call: cuts[call] for call in inside if cuts[call]}
+    labels: dict[Node, Shard] = {}
     for call in tokens.calls:
-        beside = call not in inside and any(maker_of(x) in inside for x in tensor_operands(call))
-        if beside and (cut := tokens.on_tokens(call)) is not None:
-            chosen[call] = cut
-    return Region(chosen, inside, {call for call in inside if not cuts[call]}, exchanged)
+        if cuts.get(call) if call in inside else any(maker_of(x) in inside for x in tensor_operands(call)):
+            of = found.labels if call in inside else tokens.labels
+            labels |= {x: of[x] for _, x in results_of(call) if x in of}
+    return Region(inside, {call for call in inside if not cuts[call]}, labels, exchanged)
 
 
 def _values(tokens: Tokens, cuts: Mapping[Node, Cut]) -> Iterator[tuple[Node, bool, list[Node], float]]:

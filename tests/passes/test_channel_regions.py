@@ -97,6 +97,36 @@ def test_loss_and_gradients_of_a_scan(heads: int, mesh: str, options: Any, chann
     assert found.worst < LIMIT, str(found)
 
 
+class Grouped(nn.Module):
+    """A state of four heads, which read and write it by keys that all share: tp shards the heads, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.x, self.keys = nn.Embedding(64, 8), nn.Linear(8, 8), nn.Linear(8, 6)
+        self.decay, self.out, self.head = nn.Linear(8, 4), nn.Linear(8, 8), nn.Linear(8, 64)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        h = self.words(input_ids)
+        x, decay = self.x(h).unflatten(-1, (4, 2)), self.decay(h).sigmoid()
+        write, read = (part.unsqueeze(2).repeat_interleave(4, 2) for part in self.keys(h).chunk(2, -1))
+        state, ys = torch.zeros_like(write[:, 0, :, :, None] * x[:, 0, :, None]), []
+        for t in range(x.shape[1]):
+            state = decay[:, t, :, None, None] * state + write[:, t, :, :, None] * x[:, t, :, None]
+            ys.append((read[:, t, :, :, None] * state).sum(2))
+        h = h + self.out(torch.stack(ys, 1).flatten(2))
+        return nn.functional.cross_entropy(self.head(h).flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_heads_over_tp_and_then_over_cp(sequence_parallel: bool) -> None:
+    torch.manual_seed(0)
+    options = replace(CHANNELS, sequence_parallel=sequence_parallel)
+    found = check_model(Grouped().double(), text(4, 8), Mesh.of(cp=2, tp=2), options)
+    assert found.worst < LIMIT, str(found)
+    (share,) = [share for share in found.compiled.plan.shares if share.axis == "cp"]
+    assert share.flops is not None and share.flops > 0.95, str(share)
+
+
 MESHES = ("cp=2", "cp=4", "dp=2,cp=2", "cp=2,tp=2")
 FEW = [("mamba2", "cp=4"), ("falcon_h1", "cp=2,tp=2")]
 

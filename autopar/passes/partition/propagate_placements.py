@@ -274,7 +274,7 @@ class _PlacementSweep:
                     None if d is None else (PARTIAL if i in kept else REPLICATE) for i, d in enumerate(rule.operands)
                 ]
                 yield _Choice(needs, [PARTIAL for _ in rule.results], rank=0)
-        if (imposed := rule.imposed_cut or self.region.cuts.get(node)) is not None:
+        if (imposed := rule.imposed_cut or self.region.cut(node, rule, self.ranks)) is not None:
             yield _Choice(rule.required(imposed), rule.produced(imposed), rank=0)
             return
         if node in self.region.repeats:
