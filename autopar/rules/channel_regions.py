@@ -49,6 +49,26 @@ class Tokens:
     axis: str
     rules: dict[Node, Rule] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """What a call mixes along a dim and keeps (a flip, a convolution with padding) are tokens on both sides."""
+        labels, nodes = dict(self.labels), list(self.gm.graph.nodes) if self.labels else []
+        for call in (*nodes, *reversed(nodes)):
+            for value, label in self._kept(call, labels):
+                if value not in labels:
+                    found = spread_label(value, label, self.mesh, self.axis, barred=labels)
+                    labels = {**found, **labels}
+        self.labels = labels
+
+    def _kept(self, call: Node, labels: Mapping[Node, Shard]) -> list[Seed]:
+        """Values beside a call that have no label, but the shape of one beside it that has."""
+        if call.op != "call_function" or isinstance(call.meta["val"], (list, tuple)) or call.target in _APART:
+            return []
+        shape = shape_on(call, self.axis, self.mesh)
+        alike = [x for x in (call, *tensor_operands(call)) if x.op != "placeholder"]
+        alike = [x for x in alike if shape_on(x, self.axis, self.mesh) == shape]
+        known = next((labels[x] for x in alike if x in labels), None)
+        return [(x, known) for x in alike if x not in labels] if known is not None else []
+
     def rule(self, call: Node) -> Rule:
         if call not in self.rules:
             self.rules[call] = rule_of(call, self.axis, self.mesh, relaxed=True)

@@ -252,6 +252,27 @@ def test_a_region_whose_channels_mix_is_right() -> None:
     assert found.worst < LIMIT, str(found)
 
 
+class BothWays(nn.Module):
+    """Running sums from the left and, over flipped words, from the right, each after and before a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.left, self.right = nn.Embedding(64, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.out = nn.Linear(4, 64)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.words(input_ids)
+        h = self.left(self.left(x).cumsum(1)) + self.right(self.right(x.flip(1)).tanh().cumsum(1)).flip(1)
+        return nn.functional.cross_entropy(self.out(h).flatten(0, 1), labels.flatten())
+
+
+def test_products_between_what_mixes_run_on_tokens() -> None:
+    torch.manual_seed(0)
+    found = check_model(BothWays().double(), text(4, 4), Mesh.of(cp=2), CHANNELS)
+    assert found.worst < LIMIT, str(found)
+    assert work(found.compiled) * 2 == work(made_of((BothWays().double(), text(4, 4)), "dp=1", Options()))
+
+
 def refused() -> str:
     model, batch = scan(tokens=3)
     mesh = autopar.init_mesh("cpu", 30.0, cp=2)
