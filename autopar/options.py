@@ -240,6 +240,14 @@ class Options:
         axes=_CP,
         names=ALGORITHMS,
     )
+    cp_recurrences: str = _option(
+        "auto",
+        _choice("auto", "channels", "replicate"),
+        "recurrences, convolutions and shifts over the tokens that cp shards: channels gives each rank all tokens of "
+        "some heads or channels, replicate lets every rank run all of them",
+        "the faster by estimate",
+        axes=_CP,
+    )
     cp_load_balance: str = _option(
         "auto",
         _choice("auto", *LAYOUTS),

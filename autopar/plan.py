@@ -39,8 +39,9 @@ class Stream:
 
     axis tp: a residual stream under sequence parallelism, from the value ``node``. axis cp: the tokens of an attention,
     from its operand ``node`` ("attention_1.q"). ``rows``, on any axis: what ranks would compute alike of the input
-    ``node``, each image by itself (`autopar.rules.shared_rows`). ``blocks`` as in `autopar.ir.placement.Shard`; their
-    ratios count; so ``units``.
+    ``node``, each image by itself (`autopar.rules.shared_rows`). ``channels``, on cp: a region that mixes tokens and
+    runs on all tokens of some channels instead, the dim ``dim`` of its value ``node``
+    (`autopar.rules.channel_regions`). ``blocks`` as in `autopar.ir.placement.Shard`; their ratios count; so ``units``.
     """
 
     node: str
@@ -50,6 +51,7 @@ class Stream:
     blocks: tuple[int, ...] = ()
     units: int = 0
     rows: bool = False
+    channels: bool = False
 
 
 @dataclass(frozen=True)
@@ -279,6 +281,9 @@ class Plan:
         return plan
 
 
+_STREAM = {"units": 0, "rows": False, "channels": False}
+
+
 def _renamed(value: Any) -> Any:
     """Plans of older versions, whose fields had other names or were missing, can still be read."""
     if not isinstance(value, dict):
@@ -287,7 +292,7 @@ def _renamed(value: Any) -> Any:
         value = {"weight_pieces" if name == "slices" else name: v for name, v in value.items()}
     added = {"loss_gradients": "", "draws": False}
     if isinstance(streams := value.get("streams"), list):
-        value = value | {"streams": [{"units": 0, "rows": False, **s} if isinstance(s, dict) else s for s in streams]}
+        value = value | {"streams": [_STREAM | s if isinstance(s, dict) else s for s in streams]}
     return {"experts": {}, "shares": [], "checkpoints": [], "loss_chunks": 0, **added, **value}
 
 

@@ -20,14 +20,16 @@ from autopar.attention.layouts import LAYOUTS
 from autopar.attention.problem import Mask, Problem
 from autopar.cost.hardware import Links, device_of
 from autopar.cost.topology import Topology
-from autopar.ir.graph import arguments, calls_of, describe, global_shape, has_gradient
+from autopar.ir.graph import arguments, calls_of, describe, global_shape, has_gradient, reach
 from autopar.ir.mesh import Mesh
-from autopar.ir.meta import signature_of
+from autopar.ir.meta import names_of_parameters, signature_of
 from autopar.ir.placement import Shard
+from autopar.ops.traits import PRODUCTS
 from autopar.options import Options
 from autopar.plan import AttentionPlan, Stream
 from autopar.planner.attention_choice import choose_algorithms, choose_layout
-from autopar.rules.sequence_parallel import spread_label
+from autopar.planner.batch_dims import decide_batch_dims
+from autopar.rules.sequence_parallel import spread_label, stream_labels
 
 AXIS = "cp"
 ATTENTION = torch.ops.autopar.attention.default
@@ -53,11 +55,17 @@ def plan_context(gm: GraphModule, mesh: Mesh, options: Options) -> ContextPlan:
     plan = ContextPlan()
     ranks = mesh.size(AXIS)
     attentions = calls_of(gm.graph, ATTENTION)
+    if not attentions:
+        stream = _stream_of_input(gm, ranks, options)
+        return ContextPlan([stream], labels=dict.fromkeys(stream_labels(gm, (stream,), mesh, AXIS), 0))
     longest = max((_tokens(n)[0] for n in attentions if not any(s % ranks for s in _tokens(n))), default=0)
     inputs = {s.node for s in signature_of(gm).inputs if s.kind == "input"}
     chosen = [n for n in attentions if _can_be_cut(n, ranks, plan, longest, inputs)]
     if not chosen:
-        raise ValueError(_nothing_to_cut(attentions, ranks))
+        raise ValueError(
+            f'context_parallel: axis "{AXIS}" shards the sequence of attention, found {describe(attentions[0])}, whose '
+            f"tokens do not divide over {ranks} ranks; pad them"
+        )
     for node in chosen:
         for name in ("q", "k"):
             _follow(node, name, mesh, plan)
@@ -104,14 +112,33 @@ def _is_of_input(node: Node, inputs: Collection[str]) -> bool:
     return any(x.name in inputs for x in labels)
 
 
-def _nothing_to_cut(attentions: list[Node], ranks: int) -> str:
-    need = f'context_parallel: axis "{AXIS}" shards the sequence of attention, found '
-    if attentions:
-        return f"{need}{describe(attentions[0])}, whose tokens do not divide over {ranks} ranks; pad them"
-    return (
-        f"{need}none: neither scaled_dot_product_attention nor a softmax between two products that autopar recognises "
-        f'(docs/context_parallel.md); state-space layers are not sharded on the sequence: use no axis "{AXIS}"'
-    )
+def _stream_of_input(gm: GraphModule, ranks: int, options: Options) -> Stream:
+    """The tokens of a model without attention: the dim of an input that most of what parameters make has, no batch, and
+    no width of a weight. Raises ValueError if there is none, or if it does not divide."""
+    batch, names = decide_batch_dims(gm, options, None), names_of_parameters(gm)
+    made = set(reach((n for n in gm.graph.nodes if n.name in names), lambda n: n.users))
+    inputs = {s.name: s.node for s in signature_of(gm).inputs if s.kind == "input"}
+    nodes = {n.name: n for n in gm.graph.nodes if n.op == "placeholder"}
+    best, covered, size = None, 0, 0
+    for name, node in inputs.items():
+        for dim, length in enumerate(global_shape(nodes[node])):
+            if dim != batch.get(name) and length > 1:
+                labels = spread_label(nodes[node], Shard(dim), Mesh.of(cp=length), AXIS, inputs=True)
+                of_weights = any(n in labels for n in nodes.values() if any(u.target in PRODUCTS for u in n.users))
+                if (count := len(made.intersection(labels))) > covered and not of_weights:
+                    best, covered, size = Stream(node, dim, f"{length} tokens", AXIS), count, length
+    if best is None:
+        raise ValueError(
+            f'context_parallel: axis "{AXIS}" shards a sequence, found none: no scaled_dot_product_attention, no '
+            "softmax between two products that autopar recognises (docs/context_parallel.md), no input with a dim "
+            f'beside its batch along which the model computes entries one by one; use no axis "{AXIS}"'
+        )
+    if size % ranks:
+        raise ValueError(
+            f'context_parallel: sequence length {size} of input {best.node} does not divide over axis "{AXIS}" of size '
+            f'{ranks}; pad to {-(-size // ranks) * ranks}, as parallelize(padding="bucket") does'
+        )
+    return best
 
 
 def _follow(node: Node, name: str, mesh: Mesh, plan: ContextPlan) -> None:

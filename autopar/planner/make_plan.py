@@ -42,6 +42,7 @@ from autopar.planner.pipeline.pipeline_plan import main_parts, plan_pipeline
 from autopar.planner.pipeline.slice_lengths import best_lengths, slice_lengths, slice_unit, token_count
 from autopar.planner.pipeline.step_order import parameter_specs
 from autopar.planner.plan_fits import check_fits, check_names, check_used
+from autopar.planner.recurrences import plan_recurrences
 from autopar.planner.shared_encoders import share_encoders
 from autopar.planner.tensor_parallel import TensorParallel, find_streams, plan_tensor_parallel
 from autopar.rules.derived import MADE_OF_PARAMETERS, DerivedRule, text_of
@@ -103,6 +104,10 @@ def make_plan(
     met = whole_over_microbatches(gm, dims, mesh.data_size * options.microbatches) if options.microbatches > 1 else {}
     notes += [(f"input {name}", f"whole in each microbatch: its rows meet in {where}") for name, where in met.items()]
     inputs = _inputs(gm, mesh, options.microbatches, dims, met)
+    if mesh.size("cp") > 1:
+        recurrences, whole = plan_recurrences(gm, mesh, options, context.streams)
+        context.streams += recurrences
+        notes += whole
     streams += tuple(context.streams)
     notes += [] if example else capacity_notes(gm, asked)
     notes += [*context.notes, *expert_notes(gm, mesh, asked, experts), *kernel_notes(gm), *derived_notes(gm)]

@@ -20,7 +20,7 @@ def stream_labels(gm: GraphModule, streams: tuple[Stream, ...], mesh: Mesh, axis
     by_name = {n.name: n for n in gm.graph.nodes}
     labels: dict[Node, Shard] = {}
     for stream in streams:
-        if stream.axis == axis and not stream.rows:
+        if stream.axis == axis and not (stream.rows or stream.channels):
             start = start_of(stream, by_name)
             blocks = scaled_blocks(stream.blocks, shape_on(start, axis, mesh)[stream.dim])
             shard = Shard(stream.dim, blocks, units=stream.units)

@@ -27,8 +27,8 @@ def transposed_convolution_rule(call: Call) -> Rule:
 
 def _convolution(call: Call, transposed: bool) -> Rule:
     source, weight, result = call.shape("input"), call.shape("weight"), call.result
-    groups = _groups(call, "groups")
     lead = (call.factor("b", source[0]),) if len(source) == len(weight) else ()
+    groups = (result if transposed else source)[len(lead)] // weight[1]  # of a rank, where an earlier axis shards them
     outer, inner = ("ci", "co") if transposed else ("co", "ci")
     factors = {
         "g": call.factor("g", groups),
@@ -53,7 +53,7 @@ def _convolution(call: Call, transposed: bool) -> Rule:
 
 
 def _groups(call: Call, name: str) -> int:
-    """The groups of the global call, also where a rank has some of them."""
+    """The groups of the global call, also in a graph of one rank."""
     return int(call.node.meta.get("global_groups", call.args[name]))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from autopar.models.tiny import TINY
 from tests.cuda.loops import check_loop, in_type
-from tests.hf.zoo import CAUSAL, REFUSED_OVER_CP, WITHOUT_ATTENTION, make
+from tests.hf.zoo import CAUSAL, WITHOUT_ATTENTION, make
 from tests.support.subjects import tiny
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -22,7 +22,7 @@ ALL = [
     (kind, mesh)
     for kind in (*TINY, *(kind for kind in CAUSAL if kind not in TINY), *WITHOUT_ATTENTION)
     for mesh in WAYS
-    if mesh != "cp=2" or not (kind in WITHOUT_ATTENTION or kind in REFUSED_OVER_CP or kind == "vit")
+    if mesh != "cp=2" or kind != "vit"
 ]
 
 

@@ -102,10 +102,8 @@ mistral mixtral modernbert-decoder moshi mpt mvp nanochat nemotron_h olmo2 olmo3
 pegasus persimmon phi3 phi phimoe plbart qwen2 qwen2_moe qwen3 qwen3_moe rembert roberta-prelayernorm roberta roc_bert
 roformer seed_oss smollm3 solar_open stablelm starcoder2 trocr vaultgemma whisper xlm-roberta-xl xlm-roberta xlm
 """.split()  # noqa: SIM905
-# No attention among two layers, or none that could be recognised: dp=2 and tp=2.
+# No attention among two layers, or none that could be recognised: cp shards their tokens, too, recurrences on heads.
 WITHOUT_ATTENTION = """
 bailing_hybrid bamba cpmant falcon_mamba granitemoehybrid jamba lfm3 mamba mamba2 openai-gpt qwen3_5_text qwen3_next
 rwkv
 """.split()  # noqa: SIM905
-# In a row whose keys the added mask takes away, GPT-Neo attends to those that its triangle has filled.
-REFUSED_OVER_CP = {"gpt_neo": r'context_parallel: axis "cp" shards the sequence of attention, found none'}

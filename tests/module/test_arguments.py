@@ -187,6 +187,7 @@ READ: dict[str, tuple[str, Any]] = {  # of the command line
     "token_slices": ("9,7", (9, 7)), "reshard_after_forward": ("True", True), "reduce_grads": ("step", "step"),
     "memory_limit": ("80e9", 80 * 10**9), "precision": ("bf16", PRECISIONS["bf16"]),
     "attention": ("ring+token_ring", "ring+token_ring"), "cp_load_balance": ("zigzag", "zigzag"),
+    "cp_recurrences": ("channels", "channels"),
     "topology": ("cp=ring", "cp=ring"), "batch_dims": ("x=1,past.0=none", (("past.0", None), ("x", 1))),
     "static_inputs": ("grid,kinds", ("grid", "kinds")), "activation_checkpoint": ("full", "full"),
     "loss_chunks": ("8", 8),

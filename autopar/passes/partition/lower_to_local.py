@@ -152,6 +152,11 @@ def _unflatten(local: _Local) -> None:
     set_argument(local.node, "sizes", list(local.shapes[0][dim : dim + len(local.args["sizes"])]))
 
 
+def _repeated(local: _Local) -> None:
+    if local.args["output_size"] is not None:
+        set_argument(local.node, "output_size", local.shapes[0][int(local.args["dim"] or 0)])
+
+
 def _squeeze(local: _Local) -> None:
     """A dim that has size 1 only because it is sharded must stay."""
     node = local.node
@@ -383,6 +388,7 @@ LOCALIZERS: dict[Any, Callable[[_Local], None]] = {
     aten.split_with_sizes.default: _split_sizes,
     aten.split.Tensor: _split_size,
     aten.unflatten.int: _unflatten,
+    aten.repeat_interleave.self_int: _repeated,
     aten.squeeze.default: _squeeze,
     aten.squeeze.dim: _squeeze,
     aten.squeeze.dims: _squeeze,

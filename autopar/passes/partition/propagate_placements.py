@@ -72,6 +72,7 @@ from autopar.rules import (
     set_results,
     type_of,
 )
+from autopar.rules.channel_regions import Region, Tokens, channel_region, seeds_of
 from autopar.rules.infer_rule import has_nonlinear_backward
 from autopar.rules.sequence_parallel import stream_labels
 from autopar.rules.shared_rows import row_labels, sharded_already
@@ -124,6 +125,9 @@ class _PlacementSweep:
         self.specs = input_specs(gm)
         self.labels = stream_labels(gm, plan.streams, ctx.mesh, axis)
         self.rows = self._shared_rows()  # values of regions whose rows the ranks share
+        tokens = Tokens(gm, self.labels, ctx.mesh, axis)
+        seeds = seeds_of(gm, plan.streams, ctx.mesh, axis)
+        self.region = channel_region(tokens, seeds) if seeds else Region()  # what mixes tokens
         self.labels |= self.rows
         self.made: set[Node] = set()  # parameters, and all that depends on them
         self.backwards = Backwards(gm.graph, axis, lambda node: rule_of(node, axis, ctx.mesh, whole=self.whole))
@@ -270,8 +274,13 @@ class _PlacementSweep:
                     None if d is None else (PARTIAL if i in kept else REPLICATE) for i, d in enumerate(rule.operands)
                 ]
                 yield _Choice(needs, [PARTIAL for _ in rule.results], rank=0)
-        if (imposed := rule.imposed_cut) is not None:
+        if (imposed := rule.imposed_cut or self.region.cut(node, rule, self.ranks)) is not None:
             yield _Choice(rule.required(imposed), rule.produced(imposed), rank=0)
+            return
+        if node in self.region.repeats:
+            yield _Choice(
+                [None if d is None else REPLICATE for d in rule.operands], [REPLICATE for _ in rule.results], 0
+            )
             return
         for i, x in enumerate(operands):
             p = self.labels.get(x, INVARIANT) if i in partial else have[i]
