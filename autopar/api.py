@@ -174,7 +174,7 @@ def parallelize(
         parallel = ParallelModule(
             skeleton, compiler, groups, found, specs, values, buffers, backend, seed, broadcast_weights,
             check_replica_inputs, chosen.microbatches, outputs_with_grad, lift_to_float64,
-            checks,
+            checks, chosen.replicas,
         )  # fmt: skip
         parallel.watch_originals(originals, shared_memory)
         parallel.generate_with(Generation(parallel.for_serving, parallel.keeps_unsharded, example_batch))
@@ -373,7 +373,7 @@ def _compiler(
         if not unchanged:
             shared.forget()
         # an evaluation accumulates no gradients and drops no tokens
-        chosen = options if how["train"] else dataclasses.replace(options, microbatches=1, capacity_factor=0.0)
+        chosen = options if how["train"] else dataclasses.replace(options, microbatches=1, replicas=1, capacity_factor=0.0)
         measured = {name: how.pop(name) for name in ("recorded", "modules", "load", "sent", "health") if name in how}
         folder = dumper_for(how.pop("dump", dump))
         progress = Progress(f"compiling {type(skeleton).__name__}").begin() if groups.rank == 0 else None
