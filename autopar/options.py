@@ -168,7 +168,9 @@ class Options:
     )  # fmt: skip
     microbatches: int = _option(1, POSITIVE, "microbatches of a train_step (gradient accumulation)")
     replicas: int = _option(
-        1, POSITIVE, "worlds that train together, each on a part of the global batch and with a mesh of its own"
+        1,
+        POSITIVE,
+        "worlds with a mesh of their own that train together, each on its shard of the batch: `autopar.Replicas`",
     )
     precision: Precision = _option(  # noqa: RUF009  (frozen)
         PRECISIONS["none"],

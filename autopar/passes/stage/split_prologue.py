@@ -91,7 +91,7 @@ def split_prologue(gm: GraphModule, ctx: Compilation) -> tuple[GraphModule, Prol
         cuts.remove(present)
     if isinstance(present, Node) and learned:
         raise ValueError(
-            f"replicas: {described_at(next(iter(learned)))} is a statistic of all microbatches that depends on weights, "
+            f"replicas: {described_at(next(iter(learned)))} is a statistic of all microbatches and depends on weights, "
             'which replicas do not exchange; use aux_loss_scope="microbatch"'
         )
     _refuse_chains([cut for cut in cuts if cut not in learned])

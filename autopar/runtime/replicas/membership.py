@@ -1,15 +1,15 @@
 """Who takes part in which step: one record in a store, which changes by compare-and-set.
 
     epoch    changes with the members; each has process groups of its own
-    step     the number of steps that are made; all members make this one next
+    step     the number of steps that are done; all members compute this one next
     members  index of the replica -> the name of its present start
     fresh    members without the state of this step: another member gives it to them before
 
-    a step is made      all members have voted: the last one writes step + 1; replicas that wait to join come in
-    a member is lost    any other one writes epoch + 1 without it; the step is made again
+    a step is done      all members have voted: the last one writes step + 1; replicas that wait to join come in
+    a member is lost    any other one writes epoch + 1 without it; the step is repeated
 
 Both are the same compare-and-set on the same text, so all members see the same one, whatever a member has done when it
-is lost: either the step is made, on all that are left, or it is not, on any.
+is lost: either the step is done, on all that are left, or it is not, on any.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ class Record:
         """The member that gives its state to the fresh ones."""
         return next((index for index in self.order if index not in self.fresh), None)
 
-    def parts(self, index: int, count: int, repeat: bool) -> list[int]:
-        """Which of ``count`` parts of the batch a member computes: its own, and with ``repeat`` its share of those of
+    def shards(self, index: int, count: int, repeat: bool) -> list[int]:
+        """Which of ``count`` shards of the batch a member computes: its own, and with ``repeat`` its share of those of
         absent replicas."""
-        absent = [part for part in range(count) if part not in self.members] if repeat else []
+        absent = [shard for shard in range(count) if shard not in self.members] if repeat else []
         return [index, *absent[self.order.index(index) :: len(self.members)]]
 
-    def next(self, made: bool, lost: Iterable[int], joining: Mapping[int, str], claims: int) -> Record:
-        """The record that follows. ``made``: whether the step is made. ``joining``: replicas that come in."""
+    def next(self, done: bool, lost: Iterable[int], joining: Mapping[int, str], claims: int) -> Record:
+        """The record that follows. ``done``: whether the step is done. ``joining``: replicas that come in."""
         lost = {*lost}
         stay = {index: name for index, name in self.members.items() if index not in lost and index not in joining}
-        fresh = sorted({*(() if made else self.fresh)} & stay.keys() | joining.keys())
-        same = made and stay == self.members and not joining
-        return Record(self.epoch + (not same), self.step + made, {**stay, **joining}, tuple(fresh), claims)
+        fresh = sorted({*(() if done else self.fresh)} & stay.keys() | joining.keys())
+        same = done and stay == self.members and not joining
+        return Record(self.epoch + (not same), self.step + done, {**stay, **joining}, tuple(fresh), claims)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class MembershipStore:
         return self.ask(lambda store: store.add(f"votes/{record.epoch}/{record.step}", 1))
 
     def forget_votes(self, record: Record) -> None:
-        """The keys of a step that is made, or given up: a vote that comes later does not count."""
+        """The keys of a step that is done, or given up: a vote that comes later does not count."""
         self.ask(lambda store: store.delete_key(f"votes/{record.epoch}/{record.step}"))
 
     def claim(self, index: int, claim: Claim) -> None:
@@ -145,6 +145,6 @@ class MembershipStore:
 
 def store_lost(where: str, said: str) -> CollectiveError:
     return CollectiveError(
-        f"replicas: the store at {where} is needed to agree on every step, and it {said}; start it again on a host that "
+        f"replicas: the store at {where} is needed to agree on every step, and it {said}; start it on a host that "
         "outlives the replicas (python -m autopar replica-store), and the replicas from a checkpoint"
     )

@@ -2,9 +2,9 @@
 
     join      the first step: compile it, ask to join, wait until the members take this replica in
     connect   whenever the members have changed: groups over replicas; state to members that lack it
-    compute   totals, then forward and backward, of the parts of the batch that are this replica's
+    compute   totals, then forward and backward, of this replica's shards of the batch
     add up    totals, gradients and loss over replicas
-    agree     vote that the step is made, or find out who is lost and make it again
+    agree     vote that the step is done, or find out who is lost and repeat it
 
 The first rank of each replica speaks for it: it votes, waits for the record to change, and tells the other ranks. After
 each exchange with other replicas the ranks of one agree whether it has ended well on all of them.
@@ -55,11 +55,11 @@ class Replicas:
         optimizer = torch.optim.AdamW(model.parameters())
         replicas = autopar.Replicas(model, optimizer)
         while replicas.step < 1000:
-            loss = replicas.train_step(lambda step, part: batches[step][part])
+            loss = replicas.train_step(lambda step, shard: batches[step][shard])
             optimizer.step()
 
-    When a replica dies, the others make the step again without it; one that returns is given the state by one that
-    lives. Every replica has ``replicas`` parts of each batch to draw from, whoever is there.
+    When a replica dies, the others repeat the step without it; one that returns is given the state by one that lives.
+    A batch has as many shards as there are replicas, the absent ones included.
 
     Args:
         model: from ``parallelize(..., replicas=n)``, the same on all replicas, with the same mesh.
@@ -69,9 +69,9 @@ class Replicas:
         store: "host:port" of the store in which replicas meet (``python -m autopar replica-store``); default
             $AUTOPAR_REPLICA_STORE. It must outlive them.
         name: of the run, if the store serves several.
-        step: the number of steps that are made in the state that this replica has loaded.
-        on_loss: what becomes of the parts of an absent replica. "repeat": the others compute them, so that losses and
-            weights are those of an undisturbed run. "scale": they are left out, and means are over the rest.
+        step: the number of steps that are done in the state that this replica has loaded.
+        on_loss: what becomes of the shard of an absent replica. "repeat": the others compute it, so that losses and
+            weights are those of an undisturbed run. "scale": it is left out, and means are over the rest.
 
     Collective within the replica. Raises ValueError for a model, an option or an address that does not fit, and
     CollectiveError if the store does not answer.
@@ -102,7 +102,8 @@ class Replicas:
         self.count, self.index = model.replicas, _index(index, model.replicas)
         where = _address(store)
         self._groups: Groups = model.held().groups
-        self._step, self._record, self._attempts = whole_number("step", step), None, 0
+        self._step, self._attempts = whole_number("step", step), 0
+        self._record: Record | None = None
         with error_context("replicas"):
             told = {"index": self.index, "store": where, "name": a_text("name", name), "step": step, "on_loss": on_loss}
             agree_on_arguments(self._groups, "Replicas", told)
@@ -123,12 +124,12 @@ class Replicas:
 
     @property
     def step(self) -> int:
-        """The number of steps that are made: of the run, once this replica has joined it."""
+        """The number of steps that are done: of the run, once this replica has joined it."""
         return self._step
 
     @property
     def members(self) -> list[int]:
-        """The indices of the replicas that make the next step; none before the first one."""
+        """The indices of the replicas that compute the next step; none before the first one."""
         return self._record.order if self._record is not None else []
 
     @property
@@ -139,14 +140,14 @@ class Replicas:
     # --- a step -------------------------------------------------------------------------------------------
 
     def train_step(self, batch_of: BatchOf) -> Tensor | tuple[Tensor, ...]:
-        """Make a step on all present replicas: forward, backward, and the sum of gradients. Returns the loss of the
+        """Compute a step on all present replicas: forward, backward, and the sum of gradients. Returns the loss of the
         whole batch; ``.grad`` of the parameters has its gradients, and what it had before is dropped.
 
-        ``batch_of(step, part)``: the arguments of the model's forward for one of the parts of a step's batch, from 0,
-        of which this rank passes its data-parallel shard. Parts have the same shapes. It may be called several times
-        with the same arguments, and must return the same values.
+        ``batch_of(step, shard)``: the arguments of the model's forward for one shard of a step's batch, from 0; of
+        these examples a rank passes those of its place on the data-parallel axes of its mesh. Shards have the same
+        shapes. It may be called several times with the same arguments, and must return the same values.
 
-        The step is made once, on all replicas that are left, or not at all: call ``optimizer.step()`` after it.
+        A step is done on all replicas that are left, or on none: call ``optimizer.step()`` after it.
         """
         with error_context("train_step of replicas"):
             try:
@@ -169,25 +170,25 @@ class Replicas:
                 raise
 
     def _attempt(self, record: Record, batch_of: BatchOf) -> tuple[Tensor, ...] | None:
-        """The losses, with gradients in place; None if an exchange with other replicas has not ended."""
+        """The losses of the whole batch, with gradients in place; None if an exchange with other replicas has failed."""
         model, add_up = self._model, functools.partial(self._group.add_up, bucket_bytes=self._bucket_bytes)
         self._drop_gradients()
         if self._group.epoch != record.epoch and not self._connect(record):
             return None
         step, number = record.step, model.training_steps
-        parts = record.parts(self.index, self.count, self._repeats)
+        shards = record.shards(self.index, self.count, self._repeats)
         totals: list[Tensor] = []
-        for part in parts:
+        for shard in shards:
             model.training_steps = number
-            found = model.own_totals(**batch_of(step, part))
+            found = model.own_totals(**batch_of(step, shard))
             totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else [x.clone() for x in found]
         if not self._ended_well(lambda: add_up(totals)):
             return None
         losses: tuple[Tensor, ...] = ()
-        for part in parts:
+        for shard in shards:
             model.training_steps = number
-            with model.part_of_batch(part, totals):
-                made = model.train_step(**batch_of(step, part))
+            with model.shard_of_batch(shard, totals):
+                made = model.train_step(**batch_of(step, shard))
             found = made if isinstance(made, tuple) else (made,)
             losses = tuple(a + b for a, b in zip(losses, found, strict=True)) if losses else found
         losses = tuple(loss.clone() for loss in losses)
@@ -229,20 +230,20 @@ class Replicas:
 
     # --- agreeing -----------------------------------------------------------------------------------------
 
-    def _following(self, record: Record, made: bool) -> Record:
-        """The record that follows, once there is one: the same on all ranks of this replica. ``made``: this replica has
-        made the step. If not, its group is ended, so that the others do not wait for it."""
-        if not made:
+    def _following(self, record: Record, done: bool) -> Record:
+        """The record that follows, once there is one: the same on all ranks of this replica. ``done``: this replica has
+        computed the step. If not, its group is ended, so that the others do not wait for it."""
+        if not done:
             self._group.end()
-        found = Record.of(self._of_first(lambda: str(self._awaited(record, made))))
+        found = Record.of(self._of_first(lambda: str(self._awaited(record, done))))
         assert found is not None, "there is a record"
         return found
 
-    def _awaited(self, record: Record, made: bool) -> Record:
-        if made and self._store.vote(record) == len(record.members):
-            found = self._proposed(record, True, set())
+    def _awaited(self, record: Record, done: bool) -> Record:
+        if done and self._store.vote(record) == len(record.members):
+            following = self._proposed(record, True, set())
             self._store.forget_votes(record)
-            return found
+            return following
         start, pause = time.monotonic(), 0.0002
         while True:
             found = self._store.record()
@@ -252,7 +253,7 @@ class Replicas:
                 return found
             waited = time.monotonic() - start
             lost = {index for index, name in record.members.items() if name in self._lookout.lost}
-            if not made or waited > ASKED:
+            if not done or waited > ASKED:
                 lost |= self._started_anew(record)
             if self.index in lost:
                 return record.next(False, {self.index}, {}, record.claims)  # for the others, who go on without it
@@ -260,7 +261,7 @@ class Replicas:
                 return self._proposed(record, False, lost)
             if self._lookout.cut_off:
                 raise store_lost(self._store.where, self._lookout.cut_off)
-            if not made and waited > SILENT + 3 * BEAT:
+            if not done and waited > SILENT + 3 * BEAT:
                 return self._again(record)
             time.sleep(pause)
             pause = min(1.2 * pause, 0.05)
@@ -277,18 +278,18 @@ class Replicas:
         self._attempts += 1
         if self._attempts > ATTEMPTS:
             raise CollectiveError(
-                f"replicas: exchanges at step {record.step} have failed {ATTEMPTS} times while all replicas were alive; "
-                "look at the network between them"
+                f"replicas: exchanges at step {record.step} have failed {ATTEMPTS} times while all replicas were "
+                "alive; look at the network between them"
             )
         return self._proposed(record, False, set())
 
-    def _proposed(self, record: Record, made: bool, lost: set[int]) -> Record:
+    def _proposed(self, record: Record, done: bool, lost: set[int]) -> Record:
         """The record that takes the place of this one: ours, or that of another member that was earlier."""
         claims, joining = self._store.number_of_claims(), {}
         if claims != record.claims:
             found = self._store.claims()
             joining = {index: claim.name for index, claim in found.items() if record.members.get(index) != claim.name}
-        new = record.next(made, lost, joining, claims)
+        new = record.next(done, lost, joining, claims)
         if new.donor is None:
             raise CollectiveError(
                 f"replicas: every replica that had the state of step {record.step} is lost; start all again from a "
@@ -318,19 +319,19 @@ class Replicas:
         model, number = self._model, self._model.training_steps
         batch = batch_of(self._step, self.index)
         totals = model.own_totals(**batch)
-        with model.part_of_batch(self.index, totals):
+        with model.shard_of_batch(self.index, totals):
             model.train_step(**batch)
         self._drop_gradients()
         model.training_steps = number
         if written := model.written_buffers():
             raise ValueError(
-                f"replicas: a step that is made again would write buffer {written[0]} twice; use a model whose training "
+                f"replicas: a step that is repeated would write buffer {written[0]} twice; use a model whose training "
                 "step writes no buffers"
             )
 
     def _membership(self) -> Record:
         """Ask to join; returns the record with this replica in it. Replicas that find no living member start together,
-        from the state of the one that has made most steps."""
+        from the state of the one that has done most steps."""
         self._store.claim(self.index, Claim(self._name, self._step))
         end, claims = time.monotonic() + self._groups.timeout.total_seconds(), dict[int, Claim]()
         while time.monotonic() < end:
@@ -407,7 +408,9 @@ def _index(given: int | None, count: int) -> int:
         raise ValueError("replicas: needs to know which one this is; pass index=0, or set AUTOPAR_REPLICA")
     index = whole_number("index", int(found) if isinstance(found, str) and found.isdecimal() else found)
     if index >= count:
-        raise ValueError(f"replicas: index is one of 0 to {count - 1}, found {index}; number the {count} replicas from 0")
+        raise ValueError(
+            f"replicas: index is one of 0 to {count - 1}, found {index}; number the {count} replicas from 0"
+        )
     return index
 
 
