@@ -54,7 +54,13 @@ from autopar.runtime.inputs.loss_fn import LOSS, with_loss
 from autopar.runtime.inputs.padding import PaddingBuckets, asked_padding
 from autopar.runtime.mesh.process_groups import Groups, init_mesh
 from autopar.runtime.mesh.roles import Roles
-from autopar.runtime.module.argument_checks import check_arguments, check_module, check_no_gradients, check_replicas, checks_of
+from autopar.runtime.module.argument_checks import (
+    check_arguments,
+    check_module,
+    check_no_gradients,
+    check_replicas,
+    checks_of,
+)
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.optim.step_hooks import note_parameters
 from autopar.serve_model import ServeArguments, make_server

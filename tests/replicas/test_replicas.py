@@ -1,4 +1,4 @@
-"""Replicas that die and return: losses and weights are those of one process that trains on all shards of every batch."""
+"""Replicas that die and return: losses and weights are those of one process that trains on all shards of a batch."""
 
 from __future__ import annotations
 

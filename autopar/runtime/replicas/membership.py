@@ -144,6 +144,7 @@ class MembershipStore:
 
 
 def store_lost(where: str, said: str) -> CollectiveError:
+    """The error of a store that does not answer. said: why, as the rest of a sentence about it."""
     return CollectiveError(
         f"replicas: the store at {where} is needed to agree on every step, and it {said}; start it on a host that "
         "outlives the replicas (python -m autopar replica-store), and the replicas from a checkpoint"

@@ -60,6 +60,11 @@ class ReplicaGroup:
         if (now := self._now) is not None:
             now.end(self._port)
 
+    def close(self) -> None:
+        """End the group, and free it while the program still runs."""
+        self.end()
+        self._now = None
+
     def trouble(self, epoch: int) -> None:
         """A member of an epoch is lost, or the epoch is over. Called from another thread."""
         if (now := self._now) is not None and now.record.epoch == epoch:

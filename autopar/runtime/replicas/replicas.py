@@ -170,7 +170,7 @@ class Replicas:
                 raise
 
     def _attempt(self, record: Record, batch_of: BatchOf) -> tuple[Tensor, ...] | None:
-        """The losses of the whole batch, with gradients in place; None if an exchange with other replicas has failed."""
+        """The losses of the whole batch, with gradients in place; None if an exchange over replicas has failed."""
         model, add_up = self._model, functools.partial(self._group.add_up, bucket_bytes=self._bucket_bytes)
         self._drop_gradients()
         if self._group.epoch != record.epoch and not self._connect(record):
@@ -367,7 +367,7 @@ class Replicas:
 
     def _leave(self, why: str) -> None:
         self._lookout.close(why)
-        self._group.end()
+        self._group.close()
 
     # --- within the replica -------------------------------------------------------------------------------
 
