@@ -91,6 +91,7 @@ class Case:
     away: float = 0.0
     store_ends: float = 0.0
     resumed: float = 0.0
+    folder: str = ""  # of checkpoints, one every five steps
 
 
 @dataclass
@@ -306,6 +307,8 @@ def _train(case: Case, fault: Fault | None, index: int, rank: int, store: str, p
         _update(model, optimizer, scheduler)
         if isinstance(counter := sys.getprofile(), _Counter):
             calls = counter.calls
+        if case.folder and runs.is_first and runs.step % 5 == 0:
+            autopar.save(case.folder, model, optimizer, scheduler=scheduler, step=runs.step)
         time.sleep(case.pause)
         if rank == 0:
             pipe.send(("step", (runs.step - 1, loss, runs.members, time.time())))

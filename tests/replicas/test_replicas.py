@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
+from autopar.runtime.checkpoint.checkpoint_dir import checkpoints_in
 from tests.replicas.run import COUNT, SILENT, Case, Done, Fault, Model, one_process, part_of, run
 from tests.support.ranks import refusal, run_ranks
 
@@ -34,16 +36,20 @@ def check(done: Done, steps: int, last: list[int], absent_from: int = 10**9) -> 
             np.testing.assert_array_equal(start.weights[name], x)
 
 
-def test_one_dies_and_returns() -> None:
-    """With two ranks each; the second rank of the replica that dies ends by itself."""
-    case = Case([Fault(2, step=2, moment=0.5)], back=[2], ranks=2, steps=40, pause=0.1, away=1.5 * SILENT)
+def test_one_dies_and_returns(tmp_path: Path) -> None:
+    """With two ranks each; the second rank of the replica that dies ends by itself. It is the first one, which saves:
+    others go on with that, too."""
+    case = Case([Fault(0, 7, 0.5)], back=[0], ranks=2, steps=40, pause=0.1, away=1.5 * SILENT, folder=str(tmp_path))
     done = run(case)
     check(done, 40, [*range(COUNT)])
-    first, second = done.of(2)
+    first, second = done.of(0)
     assert max(first.losses) < min(second.losses), "it has gone on where the others were"
-    assert done.starts[0].members[min(second.losses) - 2] == [0, 1, 3]
+    assert done.starts[1].members[min(second.losses) - 2] == [1, 2, 3]
     assert first.ends[0] == "exit code -9"
     assert first.ends[1].startswith("CollectiveError") and "rank 0" in first.ends[1], first.ends
+    saved = checkpoints_in(tmp_path)
+    assert [one.name for one in saved] == [f"step-{step:08d}" for step in range(5, 41, 5)]
+    assert len({one.run for one in saved}) == 1
 
 
 def test_scale() -> None:

@@ -101,7 +101,9 @@ class Replicas:
         self._repeats = one_of("on_loss", on_loss, known=ON_LOSS) == "repeat"
         self.count, self.index = model.replicas, _index(index, model.replicas)
         where = _address(store)
-        self._groups: Groups = model.held().groups
+        held = model.held()
+        self._groups: Groups = held.groups
+        held.line.shared = True
         self._step, self._attempts = whole_number("step", step), 0
         self._record: Record | None = None
         with error_context("replicas"):
@@ -134,8 +136,8 @@ class Replicas:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first of the present replicas: the one that writes logs and checkpoints."""
-        return self.members[:1] == [self.index]
+        """Whether this is the first of the replicas that have done the last step: it writes logs and checkpoints."""
+        return self._record is not None and self._record.donor == self.index
 
     # --- a step -------------------------------------------------------------------------------------------
 

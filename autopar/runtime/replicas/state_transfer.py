@@ -76,7 +76,8 @@ def give_state(
         [entry.key, str(entry.tensor.dtype).removeprefix("torch."), list(entry.tensor.shape), list(x.shape)]
         for entry, x in zip(found.entries, local.values(), strict=True)
     ]
-    text = json.dumps({"manifest": joined([told], found.common), "tensors": tensors}).encode()
+    manifest = {**joined([told], found.common), "run": held.line.name}
+    text = json.dumps({"manifest": manifest, "tensors": tensors}).encode()
     for index in to:
         group.send(torch.tensor([len(text)]), index)
         group.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), index)
@@ -109,7 +110,7 @@ def take_state(
     manifest, tensors = received
     with torch.inference_mode(False), torch.no_grad():
         make = lambda: Loading(tensors.folder, manifest, tensors, model.held(), optimizers, schedulers, extra)  # noqa: E731
-        put_in_place(model, optimizers, make)
+        model.held().line.name = put_in_place(model, optimizers, make).run
 
 
 def _bytes(x: Tensor) -> Tensor:
