@@ -32,7 +32,7 @@ from autopar.runtime.replicas import lookout, replicas
 from tests.support.preload import warm
 from tests.support.ranks import PR_SET_PDEATHSIG
 
-COUNT, ROWS = 4, 3
+COUNT, ROWS = 4, 4
 SILENT, BEAT = 2.0, 0.25  # seconds: shorter than those of users
 PATIENCE = 150.0  # seconds of a run, on a machine that others use
 
@@ -50,40 +50,43 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(out, labels, ignore_index=-100) + penalty
 
 
-def part_of(step: int, part: int) -> dict[str, Tensor]:
-    """A part of a batch; parts have other numbers of targets."""
-    drawn = torch.Generator().manual_seed(100 * step + part)
+def shard_of(step: int, shard: int) -> dict[str, Tensor]:
+    """A shard of a batch; shards have other numbers of targets."""
+    drawn = torch.Generator().manual_seed(100 * step + shard)
     x = torch.randn(ROWS, 8, generator=drawn, dtype=torch.float64)
     labels = torch.randint(0, 6, (ROWS,), generator=drawn)
-    labels[: part % ROWS] = -100
+    labels[: shard % ROWS] = -100
     return {"x": x, "labels": labels}
 
 
-def whole_batch(step: int, parts: Sequence[int]) -> dict[str, Tensor]:
-    found = [part_of(step, part) for part in parts]
-    return {name: torch.cat([part[name] for part in found]) for name in found[0]}
+def whole_batch(step: int, shards: Sequence[int]) -> dict[str, Tensor]:
+    found = [shard_of(step, shard) for shard in shards]
+    return {name: torch.cat([shard[name] for shard in found]) for name in found[0]}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A rank of a replica gets a signal, in a step of its first start; "give": when it gives its state to another."""
+    """A rank of a replica gets a signal in a step, or in the first one after it; "give": when it gives its state to
+    another. start: which start of the replica it is."""
 
     index: int
     step: int
     moment: float | str
     rank: int = 0
     signal: int = signal.SIGKILL
+    start: int = 0
 
 
 @dataclass(frozen=True)
 class Case:
-    """``back``: replicas that are started anew, ``away`` seconds after they have died. pause: seconds of each step, in
-    the place of a larger model. calls: of a rank in a step, see `calls_of_a_step`. store_ends: seconds after which the
-    store is killed. resumed: seconds after which a stopped process goes on."""
+    """``back``: replicas that are started anew, ``away`` seconds after they have died, each time that they are in it.
+    pause: seconds of each step, in the place of a larger model. calls: of a rank in a step, see `calls_of_a_step`.
+    store_ends: seconds after which the store is killed. resumed: seconds after which a stopped process goes on."""
 
     faults: Sequence[Fault] = ()
     back: Sequence[int] = ()
-    ranks: int = 1  # tp of each replica
+    ranks: int = 1  # of each replica
+    axis: str = "tp"  # of the ranks; "dp": with zero=3
     steps: int = 8
     on_loss: str = "repeat"
     pause: float = 0.0
@@ -135,12 +138,13 @@ class _World:
         return port
 
     def start(self, index: int) -> None:
-        first, port = not self.done.of(index), self._new_store()
+        number, port = len(self.done.of(index)), self._new_store()
         start = Start(index)
         self.done.starts.append(start)
         for rank in range(self.case.ranks):
             here, there = self._context.Pipe(duplex=False)
-            fault = next((f for f in self.case.faults if (f.index, f.rank) == (index, rank) and first), None)
+            place = index, rank, number
+            fault = next((f for f in self.case.faults if (f.index, f.rank, f.start) == place), None)
             inherited = [here, self._control, *self._pipes]
             given = (self.case, fault, index, rank, port, self._port, there, inherited)
             process = self._context.Process(target=_rank, args=given, daemon=True)
@@ -174,7 +178,8 @@ class _World:
             process.join(5)
             start.ends.setdefault(rank, f"exit code {process.exitcode}")
             ended = all(other is not start for other, _, _ in self._pipes.values())
-            if ended and start.index in self.case.back and start is self.done.of(start.index)[0]:
+            done = "done" in start.ends.values()
+            if ended and not done and len(self.done.of(start.index)) <= list(self.case.back).count(start.index):
                 self._away[start.index] = time.monotonic() + self.case.away
             return
         if kind == "end":
@@ -193,7 +198,7 @@ class _World:
 def run(case: Case) -> Done:
     """Raises AssertionError for a run that does not end."""
     if case.faults and not case.calls:
-        case = replace(case, calls=calls_of_a_step(case.ranks))
+        case = replace(case, calls=calls_of_a_step(case.ranks, case.axis))
     world = _World(case)
     try:
         for index in range(COUNT):
@@ -206,15 +211,15 @@ def run(case: Case) -> Done:
 
 
 @functools.cache
-def calls_of_a_step(ranks: int) -> int:
+def calls_of_a_step(ranks: int, axis: str) -> int:
     """How many calls the first rank of a replica makes in a step."""
-    done = run(Case(ranks=ranks, steps=4, calls=1))
+    done = run(Case(ranks=ranks, axis=axis, steps=4, calls=1))
     return int(done.starts[0].weights["calls"])
 
 
 @functools.cache
 def one_process(steps: int, absent_from: int = 10**9) -> tuple[dict[int, float], dict[str, Tensor]]:
-    """Losses and weights of one process that trains on all parts, from step ``absent_from`` on on all but the last."""
+    """Losses and weights of one process that trains on all shards, from step ``absent_from`` on on all but the last."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
     warm()
@@ -227,7 +232,7 @@ def one_process(steps: int, absent_from: int = 10**9) -> tuple[dict[int, float],
 
 def _alone(steps: int, absent_from: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    model, optimizer, scheduler = _made(autopar.init_mesh("cpu", 30.0, dp=1), 0, 1)
+    model, optimizer, scheduler = _made(autopar.init_mesh("cpu", 30.0, dp=1), 0, 1, whole_batch(0, range(COUNT)))
     losses = {}
     for step in range(steps):
         losses[step] = float(model.train_step(**whole_batch(step, range(COUNT - (step >= absent_from)))))
@@ -236,10 +241,10 @@ def _alone(steps: int, absent_from: int, pipe: Connection) -> None:
     os._exit(0)
 
 
-def _made(mesh: Any, seed: int, count: int) -> tuple[Any, torch.optim.Optimizer, Any]:
+def _made(mesh: Any, seed: int, count: int, example: dict[str, Tensor]) -> tuple[Any, torch.optim.Optimizer, Any]:
     torch.manual_seed(seed)
-    example = whole_batch(0, range(COUNT)) if count == 1 else part_of(0, 0)
-    model = autopar.parallelize(Model().double(), mesh, example_batch=example, replicas=count)
+    zero = 3 if "dp" in mesh.mesh_dim_names else 0
+    model = autopar.parallelize(Model().double(), mesh, example_batch=example, replicas=count, zero=zero)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
 
@@ -292,18 +297,24 @@ def _rank(
 
 
 def _train(case: Case, fault: Fault | None, index: int, rank: int, store: str, pipe: Connection) -> None:
-    mesh = autopar.init_mesh("cpu", 60.0, tp=case.ranks)
-    made = _made(mesh, seed=index, count=COUNT)  # other weights than the first replica, until it gives its own
+    mesh = autopar.init_mesh("cpu", 60.0, **{case.axis: case.ranks})
+
+    def batch_of(step: int, shard: int) -> dict[str, Tensor]:
+        return {name: x.chunk(mesh.data_size)[mesh.data_rank] for name, x in shard_of(step, shard).items()}
+
+    made = _made(
+        mesh, seed=index, count=COUNT, example=batch_of(0, 0)
+    )  # other weights than the first replica, until it gives its own
     model, optimizer, scheduler = made
     runs = autopar.Replicas(model, optimizer, scheduler=scheduler, index=index, store=store, on_loss=case.on_loss)
     calls = 0
     while runs.step < case.steps:
-        if fault is not None and runs.step == fault.step:
+        if fault is not None and runs.step >= fault.step:
             _arm(fault, case.calls)
             fault = None
         if case.calls == 1 and runs.step == case.steps - 1:
             sys.setprofile(_Counter(lambda: None, 10**9))
-        loss = float(runs.train_step(part_of))
+        loss = float(runs.train_step(batch_of))
         _update(model, optimizer, scheduler)
         if isinstance(counter := sys.getprofile(), _Counter):
             calls = counter.calls

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.runtime.checkpoint.checkpoint_dir import checkpoints_in
-from tests.replicas.run import COUNT, SILENT, Case, Done, Fault, Model, one_process, part_of, run
+from tests.replicas.run import COUNT, SILENT, Case, Done, Fault, Model, one_process, run, shard_of
 from tests.support.ranks import refusal, run_ranks
 
 EXACT = 1e-10
@@ -86,7 +86,8 @@ def test_the_store_dies() -> None:
     done = run(Case(steps=10**6, store_ends=12.0))
     for start in done.starts:
         assert len(start.losses) > 3, start
-        assert "the store at 127.0.0.1:" in start.ends[0] and "start it on a host" in start.ends[0], start.ends
+        assert start.ends[0].startswith("CollectiveError: replicas: the store at 127.0.0.1:"), start.ends
+        assert "start it on a host that outlives them" in start.ends[0], start.ends
 
 
 @pytest.mark.full
@@ -94,13 +95,23 @@ def test_the_store_dies() -> None:
 def test_random_moments(seed: int) -> None:
     """Of a step of one or two ranks per replica; every second one returns."""
     drawn = random.Random(seed)
-    ranks = drawn.choice([1, 2])
+    ranks, axis = drawn.choice([(1, "tp"), (2, "tp"), (2, "dp")])
     fault = Fault(drawn.randrange(COUNT), drawn.randrange(1, 4), drawn.random(), drawn.randrange(ranks))
     back = [fault.index] * (seed % 2)
     steps = 40 if back else 8
     away = drawn.choice([0.0, 1.5 * SILENT])
-    done = run(Case([fault], back=back, ranks=ranks, steps=steps, pause=0.1 * len(back), away=away))
+    done = run(Case([fault], back=back, ranks=ranks, axis=axis, steps=steps, pause=0.1 * len(back), away=away))
     check(done, steps, [index for index in range(COUNT) if index != fault.index or back])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(6))
+def test_all_of_them_now_and_then(seed: int) -> None:
+    """Each of the four is killed twice, at any step and moment, and comes back twice; sometimes nobody is left."""
+    drawn = random.Random(seed)
+    faults = [Fault(i, drawn.randrange(30), drawn.random(), start=n) for i in range(COUNT) for n in range(2)]
+    done = run(Case(faults, back=[*range(COUNT)] * 2, steps=60, pause=0.1, away=drawn.choice([0.0, 2.0])))
+    check(done, 60, [*range(COUNT)])
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------
@@ -127,20 +138,20 @@ def refused() -> dict[str, str]:
 
     def made(kind: Callable[[], nn.Module] = Model, replicas: int = 2, **options: object) -> autopar.ParallelModule:
         model = kind().double()
-        return autopar.parallelize(model, mesh, example_batch=part_of(0, 0), replicas=replicas, **options)
+        return autopar.parallelize(model, mesh, example_batch=shard_of(0, 0), replicas=replicas, **options)
 
     def step(kind: Callable[[], nn.Module]) -> None:
         model = made(kind)
-        with model.shard_of_batch(0, model.own_totals(**part_of(0, 0))):
-            model.train_step(**part_of(0, 0))
+        with model.shard_of_batch(0, model.own_totals(**shard_of(0, 0))):
+            model.train_step(**shard_of(0, 0))
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     here = f"127.0.0.1:{store.port}"
     at = {"index": 0, "store": "127.0.0.1:1"}
     return {
         "one": refusal(autopar.Replicas, made(replicas=1), **at),
-        "alone": refusal(made().train_step, **part_of(0, 0)),
-        "forward": refusal(made(), **part_of(0, 0)),
+        "alone": refusal(made().train_step, **shard_of(0, 0)),
+        "forward": refusal(made(), **shard_of(0, 0)),
         "index": refusal(autopar.Replicas, made(), index=2, store="127.0.0.1:1"),
         "no index": refusal(autopar.Replicas, made(), store="127.0.0.1:1"),
         "no store": refusal(autopar.Replicas, made(), index=0),
@@ -149,7 +160,7 @@ def refused() -> dict[str, str]:
         "padding": refusal(made, padding="bucket"),
         "scaler": refusal(autopar.GradScaler, made()),
         "batch norm": refusal(step, BatchNorm),
-        "buffer": refusal(autopar.Replicas(made(Counting), index=0, store=here).train_step, part_of),
+        "buffer": refusal(autopar.Replicas(made(Counting), index=0, store=here).train_step, shard_of),
     }
 
 

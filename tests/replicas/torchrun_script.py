@@ -15,20 +15,20 @@ from pathlib import Path
 import torch
 
 import autopar
-from tests.replicas.run import Model, part_of
+from tests.replicas.run import Model, shard_of
 
 
 def main(steps: int, file: Path) -> None:
     mesh = autopar.init_mesh("cpu", tp=2)
     torch.manual_seed(0)
-    model = autopar.parallelize(Model().double(), mesh, example_batch=part_of(0, 0), replicas=2)
+    model = autopar.parallelize(Model().double(), mesh, example_batch=shard_of(0, 0), replicas=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     replicas = autopar.Replicas(model, optimizer)
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     while replicas.step < steps:
         if (replicas.index, rank, attempt, replicas.step) == (1, 1, 0, 3):
             os.kill(os.getpid(), signal.SIGKILL)
-        loss = float(replicas.train_step(part_of))
+        loss = float(replicas.train_step(shard_of))
         optimizer.step()
         if rank == 0:
             with file.open("a") as out:

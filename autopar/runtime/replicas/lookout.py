@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from autopar.adapters.distributed import own_client
 from autopar.runtime.fault.heartbeat import BEAT, SILENT
 from autopar.runtime.fault.store_client import StoreClient, StoreError, look
 from autopar.runtime.replicas.membership import Record
@@ -31,18 +30,21 @@ class _Sign:
 
 
 class Lookout:
-    """The heartbeat of this rank, as ``rank`` of its replica, and what it sees of others. ``name``: of this start of
-    the replica. ``trouble``: called with the epoch of the record that `watch` was given, after each beat on which
-    a member is lost, the epoch is over, or the store has not answered for `SILENT` seconds."""
+    """The heartbeat of this rank, as ``rank`` of its replica, and what it sees of others.
 
-    def __init__(self, store: dist.Store, name: str, rank: int, trouble: Callable[[int], None]) -> None:
+    where: the store, as the subject of a sentence. name: of this start of the replica. trouble: called with the epoch
+    of the record that `watch` was given, after each beat on which a member is lost, the epoch is over, or the store has
+    not answered for `SILENT` seconds.
+    """
+
+    def __init__(self, store: dist.Store, where: str, name: str, rank: int, trouble: Callable[[int], None]) -> None:
         self.lost: dict[str, str] = {}  # name -> why
         self.cut_off = ""  # why the store cannot be reached
         self._name, self._rank, self._trouble = name, rank, trouble
         self._watched: tuple[Record | None, tuple[str, ...]] = (None, ())
         self._signs: dict[str, _Sign] = {}
         self._count = 0
-        self._line = StoreClient(store, connect=own_client)
+        self._line = StoreClient(store, host=where)
         self._line.ask(self._show)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="autopar-replicas", daemon=True)
@@ -56,8 +58,8 @@ class Lookout:
         """Whether the heartbeat of a start was seen to change, since it was watched, and has not stopped."""
         return name not in self.lost and (name == self._name or self._signs.get(name, _Sign()).changes > 0)
 
-    def close(self, why: str = "it has finished") -> None:
-        """Stop, and say that this start has ended."""
+    def close(self, why: str) -> None:
+        """Stop, and say why this start has ended."""
         self._stop.set()
         self._thread.join(2 * BEAT)
         try:

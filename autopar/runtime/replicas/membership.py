@@ -85,20 +85,19 @@ class Claim:
 class MembershipStore:
     """The keys of a run in the store. Raises CollectiveError where the store does not answer.
 
-    where: its address, in words. count: of replicas, those that are absent included.
+    where: the store as the subject of a sentence. count: of replicas, those that are absent included.
     """
 
     def __init__(self, store: dist.Store, where: str, count: int) -> None:
         self.store, self.where, self.count = store, where, count
-        self._line = StoreClient(store)
+        self._line = StoreClient(store, host=where)
 
     def ask(self, question: Callable[[dist.Store], T]) -> T:
         """What ``question(store)`` returns."""
         try:
             return self._line.ask(question)
         except StoreError as error:
-            said = str(error).partition(" ")[2] if "hosts the store" in str(error) else str(error)
-            raise store_lost(self.where, said.split("the store,")[-1].strip()) from error
+            raise store_lost(str(error)) from error
 
     def record(self) -> Record | None:
         return Record.of(self.ask(lambda store: look(store, "record")))
@@ -138,14 +137,10 @@ class MembershipStore:
 
         return self.ask(read)
 
-    def lose(self, name: str, why: str) -> None:
-        """Say that a start of a replica has ended, or is taken for dead."""
-        self.ask(lambda store: store.compare_set(f"lost/{name}", "", why))
 
-
-def store_lost(where: str, said: str) -> CollectiveError:
-    """The error of a store that does not answer. said: why, as the rest of a sentence about it."""
+def store_lost(said: str) -> CollectiveError:
+    """The error of a store that does not answer. said: a sentence about it."""
     return CollectiveError(
-        f"replicas: the store at {where} is needed to agree on every step, and it {said}; start it on a host that "
-        "outlives the replicas (python -m autopar replica-store), and the replicas from a checkpoint"
+        f"replicas: {said}, and replicas agree there on every step; start it on a host that outlives them "
+        "(python -m autopar replica-store), and the replicas from a checkpoint"
     )

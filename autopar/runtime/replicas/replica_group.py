@@ -72,6 +72,8 @@ class ReplicaGroup:
 
     def connect(self, record: Record, lookout: Lookout) -> None:
         """Make the group of an epoch. Raises MemberLost once it is known that a member will not come."""
+        if self._now is not None and self._now.record.epoch == record.epoch:
+            raise MemberLost  # it was ended: the epoch is over
         self.end()
         self._now = now = _Connection(record)
         lookout.watch(record, record.members.values())

@@ -112,7 +112,8 @@ class Replicas:
             several_ranks = self._groups.mesh.world_size > 1
             self._control = self._groups.control(PATIENCE) if several_ranks else None
             host, _, port = where.rpartition(":")
-            self._store = MembershipStore(_connected(host, int(port), self._groups.timeout, name), where, self.count)
+            connected = _connected(host, int(port), self._groups.timeout, name)
+            self._store = MembershipStore(connected, f"the store at {where}", self.count)
             self._group = ReplicaGroup(
                 self._store.store, int(port), self.index, self._groups.rank, self._groups.timeout
             )
@@ -122,7 +123,8 @@ class Replicas:
     def _start(self) -> None:
         """A name for this start of the replica, under which it is seen to live."""
         self._name = self._of_first(lambda: f"{self.index}-{uuid.uuid4().hex[:12]}")
-        self._lookout = Lookout(self._store.store, self._name, self._groups.rank, self._group.trouble)
+        rank, store = self._groups.rank, self._store
+        self._lookout = Lookout(store.store, store.where, self._name, rank, self._group.trouble)
 
     @property
     def step(self) -> int:
@@ -157,22 +159,22 @@ class Replicas:
                     self._join(batch_of)
                 while True:
                     assert self._record is not None
-                    before, number = self._record.step, self._model.training_steps
+                    before = self._record.step
                     loss = self._attempt(self._record, batch_of)
                     self._record = self._following(self._record, loss is not None)
                     if self._name not in self._record.members.values():
                         self._return(batch_of)
                     elif loss is not None and self._record.step > before:
                         self._step, self._attempts = self._record.step, 0
+                        self._model.training_steps += 1
                         return loss[0] if len(loss) == 1 else loss
-                    elif self.index not in self._record.fresh:
-                        self._model.training_steps = number
             except BaseException as error:
                 self._leave(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300])
                 raise
 
     def _attempt(self, record: Record, batch_of: BatchOf) -> tuple[Tensor, ...] | None:
-        """The losses of the whole batch, with gradients in place; None if an exchange over replicas has failed."""
+        """The losses of the whole batch, with gradients in place; None if an exchange over replicas has failed. The
+        model's number of training steps stays."""
         model, add_up = self._model, functools.partial(self._group.add_up, bucket_bytes=self._bucket_bytes)
         self._drop_gradients()
         if self._group.epoch != record.epoch and not self._connect(record):
@@ -181,16 +183,15 @@ class Replicas:
         shards = record.shards(self.index, self.count, self._repeats)
         totals: list[Tensor] = []
         for shard in shards:
-            model.training_steps = number
             found = model.own_totals(**batch_of(step, shard))
             totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else [x.clone() for x in found]
         if not self._ended_well(lambda: add_up(totals)):
             return None
         losses: tuple[Tensor, ...] = ()
         for shard in shards:
-            model.training_steps = number
             with model.shard_of_batch(shard, totals):
                 made = model.train_step(**batch_of(step, shard))
+            model.training_steps = number
             found = made if isinstance(made, tuple) else (made,)
             losses = tuple(a + b for a, b in zip(losses, found, strict=True)) if losses else found
         losses = tuple(loss.clone() for loss in losses)
@@ -228,6 +229,7 @@ class Replicas:
             return False
         if received:
             take_state(received[0], *state)
+            self._step = record.step
         return True
 
     # --- agreeing -----------------------------------------------------------------------------------------
@@ -250,7 +252,7 @@ class Replicas:
         while True:
             found = self._store.record()
             if found is None:
-                raise store_lost(self._store.where, "has lost its contents")
+                raise store_lost(f"{self._store.where} has lost its contents")
             if str(found) != str(record):
                 return found
             waited = time.monotonic() - start
@@ -262,7 +264,7 @@ class Replicas:
             if lost:
                 return self._proposed(record, False, lost)
             if self._lookout.cut_off:
-                raise store_lost(self._store.where, self._lookout.cut_off)
+                raise store_lost(self._lookout.cut_off)
             if not done and waited > SILENT + 3 * BEAT:
                 return self._again(record)
             time.sleep(pause)
@@ -351,7 +353,7 @@ class Replicas:
                 names = {index: claims[index].name for index in alive}
                 self._store.change(record, Record(epoch, claims[giver].step, names, fresh, number))
             if self._lookout.cut_off:
-                raise store_lost(self._store.where, self._lookout.cut_off)
+                raise store_lost(self._lookout.cut_off)
             time.sleep(0.05)
         absent = sorted({*range(self.count)} - claims.keys())
         raise CollectiveError(
@@ -431,5 +433,5 @@ def _connected(host: str, port: int, timeout: Any, name: str) -> dist.Store:
     try:
         store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
     except (dist.DistError, RuntimeError, ValueError) as error:
-        raise store_lost(f"{host}:{port}", "cannot be reached") from error
+        raise store_lost(f"the store at {host}:{port} cannot be reached") from error
     return dist.PrefixStore(f"autopar/replicas/{name}", store)
