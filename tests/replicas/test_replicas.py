@@ -48,7 +48,8 @@ def test_one_dies_and_returns(tmp_path: Path) -> None:
     assert first.ends[0] == "exit code -9"
     assert first.ends[1].startswith("CollectiveError") and "rank 0" in first.ends[1], first.ends
     saved = checkpoints_in(tmp_path)
-    assert [one.name for one in saved] == [f"step-{step:08d}" for step in range(5, 41, 5)]
+    steps = [int(one.name.removeprefix("step-")) for one in saved]
+    assert any(max(first.losses) < step < min(second.losses) for step in steps), "others have saved meanwhile"
     assert len({one.run for one in saved}) == 1
 
 
